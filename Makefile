@@ -1,0 +1,37 @@
+# Every target builds its own environment in .venv; the stamp file makes the second call instant.
+
+PYTHON ?= python3
+# What to add to the tests' command line, for example: make test PYTEST_ARGS="tests/ir -x"
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+.PHONY: demo test test-full check bench clean
+
+demo: .venv/.stamp
+	$(BIN)/penstock train examples/demo.toml
+
+test: .venv/.stamp
+	$(PYTEST) -q $(PYTEST_ARGS)
+
+# The same tests with many more generated examples per property.
+test-full: .venv/.stamp
+	$(PYTEST) --hypothesis-profile=full $(PYTEST_ARGS)
+
+check: .venv/.stamp
+	scripts/check
+
+bench: .venv/.stamp
+	$(BIN)/python bench/startup.py
+
+# A .venv that is already there is kept and completed, unless its interpreter no longer runs.
+.venv/.stamp: pyproject.toml constraints.txt
+	$(BIN)/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+# Removes what tools left behind; keeps .venv (slow to build) and runs (somebody's results).
+clean:
+	rm -rf build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests bench scripts examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,43 @@
+"""What holds for every test: fixed seeds, one torch thread, hypothesis without chance, GPU tests only on GPUs."""
+
+import os
+import random
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True, database=None)
+settings.register_profile("full", max_examples=500, deadline=None, derandomize=True, database=None)
+settings.load_profile("quick")
+
+# The command line must find the package in processes that tests start, installed or not.
+_SOURCE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "src")
+
+
+def pytest_configure(config):
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if _SOURCE not in known:
+        os.environ["PYTHONPATH"] = os.pathsep.join([_SOURCE, *filter(None, known)])
+
+
+def pytest_collection_modifyitems(items):
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch  # only here: most test files must be able to run without it
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds():
+    random.seed(0)
+    np.random.seed(0)  # the global generator, in case a test or a library uses it
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "set_num_threads"):
+        torch.manual_seed(0)
+        torch.set_num_threads(1)

@@ -1,0 +1,92 @@
+"""The documents say what is so: parity lists every feature once, and the README's Python and file tree are real."""
+
+import re
+
+import pytest
+
+from tests.house.source import ROOT, SOURCE
+
+STATES = {"done", "partly", "not yet"}
+PARITY = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+IDS = (ROOT / "tests" / "data" / "feature_ids.txt").read_text(encoding="utf-8").split()
+
+
+def rows(text):
+    """Return the cells of every table row whose first cell looks like a feature's ID."""
+    cells = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in text.splitlines() if "|" in line]
+    return [row for row in cells if re.fullmatch(r"[A-HX]\d+|0\.\d+", row[0])]
+
+
+def wrong_rows(text):
+    found = []
+    for row in rows(text):
+        if len(row) != 4:
+            found.append(f"{row[0]}: {len(row)} cells; expected ID, behaviour, state, where tested")
+        elif not row[1] or row[2] not in STATES:
+            found.append(f"{row[0]}: state {row[2]!r}; expected one of {sorted(STATES)}, and a description")
+        elif row[2] != "not yet":
+            found += _wrong_tests(row)
+    return found
+
+
+def _wrong_tests(row):
+    files = re.findall(r"tests/[\w/]+\.py", row[3])
+    if not files:
+        return [f"{row[0]}: {row[2]!r} names no test file"]
+    return [f"{row[0]}: {file} does not exist" for file in files if not (ROOT / file).is_file()]
+
+
+def test_parity_lists_every_feature_exactly_once():
+    assert sorted(row[0] for row in rows(PARITY)) == sorted(IDS)
+    assert len(set(IDS)) == len(IDS)
+
+
+def test_parity_names_a_state_and_an_existing_test_for_every_feature():
+    found = wrong_rows(PARITY)
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| A1 | step | ready | |",
+        "| A1 | step | done | |",
+        "| A1 | step | partly | tests/no_such_file.py |",
+        "| A1 |  | not yet | |",
+        "| A1 | step | not yet |",
+    ],
+)
+def test_wrong_parity_rows_are_found(row):
+    assert len(wrong_rows(row)) == 1
+
+
+def test_right_parity_rows_pass():
+    assert wrong_rows("| A1 | step | not yet | |\n| 0.4 | x | done | `tests/house/test_docs.py` |") == []
+
+
+@pytest.mark.slow
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+    assert examples
+    for example in examples:
+        exec(compile(example, "README.md", "exec"), {})
+
+
+def test_the_file_tree_of_the_readme_names_every_room():
+    tree = README[README.index("## Where things are") :]
+    rooms = {path.name for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+
+    assert [room for room in rooms if room.removesuffix(".py") not in tree] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/words.md", "docs/design.md", "docs/parity.md", "changelog.d/README.md"]
+)
+def test_links_between_documents_lead_somewhere(name):
+    folder = (ROOT / name).parent
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / name).read_text(encoding="utf-8"))
+
+    assert [link for link in links if not (folder / link).exists()] == []

@@ -1,0 +1,229 @@
+"""A file imports only lower floors and its own folder, and planning never loads torch."""
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+
+from tests.house.source import SOURCE, imports, modules, parse
+
+# Every room (a folder or file directly in src/penstock), its floor, and the floors that it may import.
+ROOMS = {
+    "errors": (0, {0}),
+    "placement": (0, {0}),
+    "version": (0, {0}),
+    "ir": (1, {0}),
+    "schedules": (2, {0, 1}),
+    "check": (2, {0, 1}),
+    "lower": (2, {0, 1}),
+    "simulate": (3, {0, 1}),
+    "plan": (4, {0, 1, 2, 3}),
+    "search": (5, {0, 1, 2, 3, 4}),
+    "show": (5, {0, 1, 3}),
+    "models": (6, {0}),
+    "partition": (6, {0, 1}),
+    "execute": (6, {0, 1}),
+    "pipeline": (7, {0, 1, 2, 3, 4, 5, 6}),
+    "train": (7, {0, 1, 2, 3, 4, 5, 6}),
+    "cli": (8, {0, 1, 2, 3, 4, 5, 6, 7}),
+    "__main__": (9, {0, 8}),
+    "__init__": (9, {0, 1, 2, 3, 4, 5, 6, 7}),
+}
+# The few pairs (from, to) that a floor number does not describe, and why.
+DOORS = {
+    ("train", "pipeline"),  # the training loop holds a Pipeline
+    ("cli", "__init__"),  # `penstock --version`
+}
+LAST_PLANNING_FLOOR = 5
+NOT_ON_PLANNING_FLOORS = {"torch", "pydantic", "safetensors", "rich", "tensorboard", "tokenizers", "matplotlib"}
+OPTIONAL = {"matplotlib", "tensorboard", "tokenizers", "ortools"}
+# The few late imports of packages that are always there: (file, package), and why.
+LATE = {
+    ("penstock.ir.hot", "numba"),  # the compiler takes longer to load than a small plan takes to make
+}
+NAMES = {module.name for module in modules()}
+
+
+def own_target(target):
+    """Return the module of ours that `target` names, or None: penstock.ir.action.Kind -> penstock.ir.action."""
+    while target and target not in NAMES:
+        target = target.rpartition(".")[0]
+    return target or None
+
+
+def room_of(name):
+    return name.split(".")[1] if "." in name else "__init__"
+
+
+def wrong_floors(module):
+    floor, reach = ROOMS[module.room]
+    found = []
+    for item in imports(module):
+        target = own_target(item.target)
+        if target is None or room_of(target) == module.room or (module.room, room_of(target)) in DOORS:
+            continue
+        if ROOMS[room_of(target)][0] not in reach:
+            found.append(f"{module.at(item.node)}: {module.room} (floor {floor}) imports {target}; it may use {reach}")
+    return found
+
+
+def wrong_packages(module):
+    if ROOMS[module.room][0] > LAST_PLANNING_FLOOR:
+        return []
+    allowed_late = {"matplotlib"} if module.room == "show" else set()
+    return [
+        f"{module.at(item.node)}: floors 0-{LAST_PLANNING_FLOOR} do without {item.target}"
+        for item in imports(module)
+        if item.target.split(".")[0] in NOT_ON_PLANNING_FLOORS - (allowed_late if item.is_inside_function else set())
+    ]
+
+
+def late_imports(module):
+    if module.room == "cli":
+        return []
+    return [
+        f"{module.at(item.node)}: imports {item.target} inside a function; move it to the top of the file"
+        for item in imports(module)
+        # torch's writer for TensorBoard is how that optional package is used
+        if item.is_inside_function and not OPTIONAL & set(item.target.split("."))
+        if (module.name, item.target.split(".")[0]) not in LATE
+    ]
+
+
+def is_private(part):
+    return part.startswith("_") and not (part.startswith("__") and part.endswith("__"))
+
+
+def private_imports(module):
+    folder = module.name if module.is_package else module.name.rpartition(".")[0]
+    found = []
+    for item in imports(module):
+        parts = item.target.split(".")
+        # files directly in src/penstock are rooms of their own
+        is_own_folder = folder != "penstock" and item.target.startswith(folder + ".")
+        if parts[0] not in sys.stdlib_module_names and not is_own_folder and any(map(is_private, parts)):
+            found.append(f"{module.at(item.node)}: {item.target} is private to its owner")
+    return found
+
+
+def private_attributes(module):
+    """Find `torch._C` and the like: a private attribute of an imported module that is not Python's own."""
+    bound = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            bound |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+    bound -= sys.stdlib_module_names
+    return [
+        f"{module.at(node)}: {ast.unparse(node)} is private to its owner"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node).split(".")[0] in bound
+    ]
+
+
+def assert_none(found):
+    assert not found, "\n" + "\n".join(found)
+
+
+def loaded_by(statement):
+    """Return the top-level packages that a fresh interpreter holds after `statement`."""
+    script = f"import sys\n{statement}\nprint(' '.join({{name.split('.')[0] for name in sys.modules}}))"
+    environment = {"PYTHONPATH": str(SOURCE.parent)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_every_room_has_a_floor():
+    assert_none([f"{module.name}: add {module.room} to ROOMS" for module in modules() if module.room not in ROOMS])
+
+
+def test_files_import_only_lower_floors_and_their_own_folder():
+    assert_none([line for module in modules() for line in wrong_floors(module)])
+
+
+def test_imports_have_no_cycle():
+    graph = {
+        module.name: {own_target(item.target) for item in imports(module)} - {None, module.name}
+        for module in modules()
+        if module.name != "penstock"
+    }
+
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_planning_floors_do_without_torch_and_other_heavy_packages():
+    assert_none([line for module in modules() for line in wrong_packages(module)])
+
+
+def test_no_function_imports_except_optional_packages_and_the_command_line():
+    assert_none([line for module in modules() for line in late_imports(module)])
+
+
+def test_private_names_stay_in_their_folder():
+    assert_none([line for module in modules() for line in private_imports(module)])
+
+
+def test_no_private_attribute_of_another_package_is_used():
+    assert_none([line for module in modules() for line in private_attributes(module)])
+
+
+def test_no_import_is_hidden_from_running_code():
+    assert_none([f"{module.name}: TYPE_CHECKING" for module in modules() if "TYPE_CHECKING" in module.text])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("statement", ["import penstock", "import penstock.cli"])
+def test_importing_loads_neither_torch_nor_a_compiler_nor_plotting(statement):
+    loaded = loaded_by(statement)
+
+    assert "penstock" in loaded
+    assert not loaded & {"torch", "numba", "matplotlib", "tensorboard"}
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "measure"),
+    [
+        ("penstock.errors", "from penstock.placement import Placement\nimport penstock.pipeline", wrong_packages),
+        ("penstock.ir.walk", "import numpy\nfrom .action import Kind", wrong_floors),
+        ("penstock.show.chart", "def draw():\n    import matplotlib.pyplot", wrong_packages),
+        ("penstock.train.metrics", "def f():\n    from torch.utils.tensorboard import SummaryWriter", late_imports),
+        ("penstock.ir.walk", "from penstock.ir.deps import _rule", private_imports),
+        ("penstock.ir.walk", "import os\nos._exit(1)", private_attributes),
+    ],
+)
+def test_allowed_imports_pass(name, line, measure):
+    assert measure(parse(line, name)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "measure"),
+    [
+        ("penstock.errors", "import torch.nn", wrong_packages),
+        ("penstock.ir.walk", "def f():\n    from torch import nn", wrong_packages),
+        ("penstock.show.chart", "import matplotlib.pyplot", wrong_packages),
+        ("penstock.ir.walk", "def f():\n    import json", late_imports),
+        ("penstock.ir.walk", "def f():\n    import numba", late_imports),
+        ("penstock.placement", "from penstock.ir.walk import _ready", private_imports),
+        ("penstock.execute.stage", "from torch.utils import _pytree", private_imports),
+        ("penstock.execute.stage", "import torch\ntorch._C._cuda()", private_attributes),
+        ("penstock.placement", "from penstock import __version__", wrong_floors),
+    ],
+)
+def test_planted_imports_are_found(name, line, measure):
+    assert len(measure(parse(line, name))) >= 1
+
+
+def test_an_import_from_a_higher_floor_is_found_and_a_lower_one_passes():
+    upward = parse("from penstock.ir.action import Kind", "penstock.placement")
+    neighbour = parse("from penstock.schedules.gpipe import GPIPE", "penstock.lower.example")
+    downward = parse("from ..errors import nearest", "penstock.ir.example")
+
+    assert len(wrong_floors(upward)) == 1
+    assert len(wrong_floors(neighbour)) == 1
+    assert wrong_floors(downward) == []
+    assert [item.target for item in imports(downward)] == ["penstock.errors.nearest"]

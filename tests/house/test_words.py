@@ -1,0 +1,78 @@
+"""The code uses the project's words, and only the command line speaks or looks at the world."""
+
+import ast
+import re
+
+import pytest
+
+from tests.house.source import ROOT, defined_names, modules, parse
+
+BANNED_WORDS = {"mb", "pg", "cfg", "fwd", "bwd", "chunk", "chunks"}
+BANNED_NAMES = ("stage_idx", "stage_id")
+ENVIRONMENT = {"os.environ", "os.getenv", "os.environb", "os.putenv", "sys.argv"}
+
+
+def wrong_words(module):
+    return [
+        f"{module.at(node)}: {name}"
+        for name, node in defined_names(module)
+        if BANNED_WORDS & set(re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name.lower() if name.isupper() else name))
+        or BANNED_WORDS & set(name.lower().split("_"))
+        or name.lower().endswith(BANNED_NAMES)
+    ]
+
+
+def prints(module):
+    called = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
+    return [module.at(node) for node in called if isinstance(node.func, ast.Name) and node.func.id == "print"]
+
+
+def environment_reads(module):
+    used = [node for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)]
+    return [module.at(node) for node in used if ast.unparse(node) in ENVIRONMENT]
+
+
+def test_only_the_words_of_the_project_are_used():
+    found = [line for module in modules() for line in wrong_words(module)]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_nothing_below_the_command_line_prints():
+    assert [place for module in modules() if module.room != "cli" for place in prints(module)] == []
+
+
+def test_nothing_below_the_command_line_reads_the_environment():
+    assert [place for module in modules() if module.room != "cli" for place in environment_reads(module)] == []
+
+
+@pytest.mark.parametrize("text", ["TODO", "FIXME", "XXX", "NotImplementedError"])
+def test_nothing_is_left_unfinished(text):
+    pattern = re.compile(rf"\b{text}\b")
+    assert [module.name for module in modules() if pattern.search(module.text)] == []
+
+
+@pytest.mark.parametrize(
+    "word", ["rank", "stage", "microbatch", "action", "instruction", "timeline", "span", "makespan"]
+)
+def test_the_words_are_written_down(word):
+    text = (ROOT / "docs" / "words.md").read_text(encoding="utf-8")
+    assert re.search(rf"^\|[^|]*\*\*{word}\*\*", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "text", ["num_mb = 1", "def fwd(): ...", "x.pg = 1", "def f(stage_idx): ...", "import a as cfg"]
+)
+def test_planted_words_are_found(text):
+    assert len(wrong_words(parse(text, "penstock.example"))) == 1
+
+
+@pytest.mark.parametrize("text", ["parts = tensor.chunk(2)", "num_microbatches = 1", "backward_s = 2", "HUMBLE = 1"])
+def test_other_peoples_words_and_longer_words_pass(text):
+    assert wrong_words(parse(text, "penstock.example")) == []
+
+
+def test_planted_prints_and_environment_reads_are_found():
+    module = parse("import os\nprint(os.environ['HOME'])", "penstock.ir.example")
+
+    assert len(prints(module)) == 1
+    assert len(environment_reads(module)) == 1
