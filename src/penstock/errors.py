@@ -1,0 +1,132 @@
+"""Every error that Penstock raises on purpose.
+
+    PenstockError
+    ├── ScheduleError          a schedule or program cannot run (all violations at once)
+    ├── FormatError            a text or file cannot be read (file, line, column)
+    ├── ConfigError            a setting is wrong (key, nearest valid key)
+    ├── PartitionError         a model cannot be split as asked
+    ├── PipelineError          a step failed (rank, instruction, peer, seconds waited)
+    │   ├── StepRefused        all ranks refuse a step before anything ran
+    │   ├── PeerLost           a peer's process or connection is gone
+    │   └── DeadlineExceeded   a wait outlived its deadline
+    └── CheckpointError        saved weights cannot be written or read
+
+A message says where, what, what was expected, and the way out.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+MAX_SHOWN = 10
+
+
+class PenstockError(Exception):
+    """Base of every error raised on purpose: catching it catches them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One broken rule, at one place of one rank."""
+
+    rank: int
+    position: int
+    """Index in the rank's order, counted from 0."""
+    action: str
+    """Text of the action or instruction at that place; empty where something is missing."""
+    problem: str
+    """What is wrong and what was expected."""
+    way_out: str
+
+    def __str__(self) -> str:
+        where = f"rank {self.rank}, position {self.position}"
+        subject = f"{self.action} " if self.action else ""
+        return f"{where}: {subject}{self.problem}. {self.way_out}."
+
+
+class ScheduleError(PenstockError):
+    """A proof about a schedule or program failed; `violations` holds every finding."""
+
+    def __init__(self, title: str, violations: Sequence[Violation] = (), picture: str = "") -> None:
+        self.title = title
+        self.violations = tuple(violations)
+        self.picture = picture
+        super().__init__(title, self.violations, picture)
+
+    def __str__(self) -> str:
+        lines = [self.title]
+        lines += [f"  {violation}" for violation in self.violations[:MAX_SHOWN]]
+        if len(self.violations) > MAX_SHOWN:
+            lines.append(f"  ... {len(self.violations)} violations in all")
+        if self.picture:
+            lines += ["", self.picture]
+        return "\n".join(lines)
+
+
+class FormatError(PenstockError):
+    """A text does not follow its format; lines and columns count from 1."""
+
+    def __init__(self, problem: str, *, file: str = "<text>", line: int = 1, column: int = 1) -> None:
+        self.problem = problem
+        self.file = file
+        self.line = line
+        self.column = column
+        super().__init__(problem, file, line, column)
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}: {self.problem}"
+
+
+class ConfigError(PenstockError):
+    """A setting cannot be used; `key` is its dotted name."""
+
+    def __init__(self, problem: str, *, key: str = "") -> None:
+        self.key = key
+        super().__init__(f"{key}: {problem}" if key else problem)
+
+
+class PartitionError(PenstockError):
+    """A model cannot be split into the stages that the schedule needs."""
+
+
+class CheckpointError(PenstockError):
+    """Saved weights cannot be written or read."""
+
+
+class PipelineError(PenstockError):
+    """A step failed on some rank; the fields say where, `__cause__` says why."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        instruction: str = "",
+        peer: int | None = None,
+        waited_s: float | None = None,
+    ) -> None:
+        self.rank = rank
+        self.instruction = instruction
+        self.peer = peer
+        self.waited_s = waited_s
+        super().__init__(message)
+
+
+class StepRefused(PipelineError):
+    """All ranks refuse a step alike, before anything ran: nothing has changed, and nothing needs to recover."""
+
+
+class PeerLost(PipelineError):
+    """The process or the connection of a peer is gone."""
+
+
+class DeadlineExceeded(PipelineError):
+    """A wait took longer than its deadline."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ` Did you mean 'x'?` for the closest known names, or an empty string."""
+    close = get_close_matches(name, list(known), n=3, cutoff=0.5)
+    if not close:
+        return ""
+    return " Did you mean " + " or ".join(repr(match) for match in close) + "?"

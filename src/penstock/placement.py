@@ -1,0 +1,109 @@
+"""Which rank holds which stage, and the routes of stages that microbatches travel."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from penstock.errors import ScheduleError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Stages on ranks.
+
+    `rank_of_stage[stage]` is the rank that holds the stage; each rank holds at least one. `routes` lists, per route,
+    the stages that a microbatch visits in order; every stage lies on exactly one route. One route 0..S-1 is the
+    ordinary case; bidirectional schedules have two, over two copies of the model.
+    """
+
+    style: str
+    rank_of_stage: tuple[int, ...]
+    routes: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        ranks = set(self.rank_of_stage)
+        if not ranks or ranks != set(range(len(ranks))):
+            raise ScheduleError(
+                f"placement {self.rank_of_stage}: every rank from 0 to the largest must hold a stage; "
+                "number the ranks 0, 1, ... without gaps"
+            )
+        visited = sorted(stage for route in self.routes for stage in route)
+        if visited != list(range(self.num_stages)):
+            raise ScheduleError(
+                f"routes {self.routes}: each of the stages 0..{self.num_stages - 1} must lie on exactly one route"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rank_of_stage)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        return max(self.rank_of_stage) + 1
+
+    @cached_property
+    def stages_of_rank(self) -> tuple[tuple[int, ...], ...]:
+        """Per rank, its stages in ascending order."""
+        held: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for stage, rank in enumerate(self.rank_of_stage):
+            held[rank].append(stage)
+        return tuple(tuple(stages) for stages in held)
+
+    @cached_property
+    def previous_stage(self) -> tuple[int, ...]:
+        """Per stage, the stage before it on its route; -1 where a route begins."""
+        table = [-1] * self.num_stages
+        for route in self.routes:
+            for before, after in pairwise(route):
+                table[after] = before
+        return tuple(table)
+
+    @cached_property
+    def next_stage(self) -> tuple[int, ...]:
+        """Per stage, the stage after it on its route; -1 where a route ends."""
+        table = [-1] * self.num_stages
+        for route in self.routes:
+            for before, after in pairwise(route):
+                table[before] = after
+        return tuple(table)
+
+    @cached_property
+    def route_of_stage(self) -> tuple[int, ...]:
+        """Per stage, the index of its route."""
+        table = [0] * self.num_stages
+        for index, route in enumerate(self.routes):
+            for stage in route:
+                table[stage] = index
+        return tuple(table)
+
+    @classmethod
+    def line(cls, num_ranks: int) -> "Placement":
+        """Stage s on rank s.
+
+        For 4 ranks: 0 | 1 | 2 | 3
+        """
+        return cls.loop(num_ranks, num_ranks, style="line")
+
+    @classmethod
+    def loop(cls, num_ranks: int, num_stages: int, *, style: str = "loop") -> "Placement":
+        """Stage s on rank s mod p (Megatron-LM's interleaving, arXiv 2104.04473).
+
+        For 4 ranks and 8 stages: 0 4 | 1 5 | 2 6 | 3 7
+        """
+        return cls(style, tuple(stage % num_ranks for stage in range(num_stages)), (tuple(range(num_stages)),))
+
+    @classmethod
+    def vee(cls, num_ranks: int) -> "Placement":
+        """Stages r and 2p-1-r on rank r, so that first and last stage meet (ZB-V, arXiv 2401.10241, section 6).
+
+        For 4 ranks: 0 7 | 1 6 | 2 5 | 3 4
+        """
+        last = 2 * num_ranks - 1
+        return cls("v", tuple(min(stage, last - stage) for stage in range(last + 1)), (tuple(range(last + 1)),))
+
+    @classmethod
+    def explicit(cls, rank_of_stage: Sequence[int], routes: Sequence[Sequence[int]] | None = None) -> "Placement":
+        """Take the ranks as given; without `routes`, one route through all stages in order."""
+        chosen = [range(len(rank_of_stage))] if routes is None else routes
+        return cls("explicit", tuple(rank_of_stage), tuple(tuple(route) for route in chosen))

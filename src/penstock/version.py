@@ -1,0 +1,3 @@
+"""The version of Penstock."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,85 @@
+"""Errors: one family, messages with their place, and hints."""
+
+import pytest
+
+from penstock import errors
+from penstock.errors import (
+    MAX_SHOWN,
+    ConfigError,
+    DeadlineExceeded,
+    FormatError,
+    PenstockError,
+    PipelineError,
+    ScheduleError,
+    Violation,
+    nearest,
+)
+
+
+def violation(position):
+    return Violation(2, position, "2B3", "runs before its F", "Move F earlier")
+
+
+def test_catching_the_base_catches_every_error():
+    own = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+
+    assert ScheduleError in own
+    assert all(issubclass(kind, PenstockError) for kind in own)
+
+
+def test_a_lost_peer_and_a_missed_deadline_are_failed_steps():
+    assert issubclass(errors.PeerLost, PipelineError)
+    assert issubclass(errors.DeadlineExceeded, PipelineError)
+
+
+def test_a_violation_says_where_what_and_the_way_out():
+    assert str(violation(7)) == "rank 2, position 7: 2B3 runs before its F. Move F earlier."
+
+
+def test_a_violation_without_an_action_leaves_it_out():
+    assert str(Violation(0, 1, "", "is missing 0F1", "Add it")) == "rank 0, position 1: is missing 0F1. Add it."
+
+
+def test_a_schedule_error_lists_the_first_ten_and_the_count():
+    error = ScheduleError("broken", [violation(position) for position in range(MAX_SHOWN + 3)], "the picture")
+
+    lines = str(error).splitlines()
+    assert lines[0] == "broken"
+    assert len([line for line in lines if "rank 2" in line]) == MAX_SHOWN
+    assert "  ... 13 violations in all" in lines
+    assert lines[-1] == "the picture"
+    assert len(error.violations) == 13
+
+
+def test_a_schedule_error_of_ten_has_no_count():
+    assert "in all" not in str(ScheduleError("broken", [violation(position) for position in range(MAX_SHOWN)]))
+
+
+def test_a_format_error_begins_with_file_line_and_column():
+    error = FormatError("is wrong", file="plan.csv", line=3, column=9)
+
+    assert str(error) == "plan.csv:3:9: is wrong"
+    assert (error.file, error.line, error.column, error.problem) == ("plan.csv", 3, 9, "is wrong")
+
+
+@pytest.mark.parametrize(("key", "text"), [("data.size", "data.size: too large"), ("", "too large")])
+def test_a_config_error_begins_with_its_key(key, text):
+    error = ConfigError("too large", key=key)
+
+    assert str(error) == text
+    assert error.key == key
+
+
+def test_a_pipeline_error_keeps_who_and_how_long():
+    error = DeadlineExceeded("waited", rank=1, instruction="1RECV_F0", peer=0, waited_s=2.5)
+
+    assert (error.rank, error.instruction, error.peer, error.waited_s) == (1, "1RECV_F0", 0, 2.5)
+
+
+def test_the_nearest_name_is_offered():
+    assert nearest("warmpu", ["warmup", "order"]) == " Did you mean 'warmup'?"
+    assert nearest("gpip", ["gpipe", "gpipes"]) == " Did you mean 'gpipe' or 'gpipes'?"
+
+
+def test_nothing_is_offered_where_nothing_is_near():
+    assert nearest("zzz", ["warmup"]) == ""
