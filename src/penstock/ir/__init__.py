@@ -1,0 +1,1 @@
+"""The intermediate representation: actions and instructions, their tables, dependencies, walks, texts, timelines."""

@@ -1,0 +1,331 @@
+"""What all texts of schedules share: cells such as `2F0` or `3SEND_F1` to columns and back, and what columns tell.
+
+A cell is one action or instruction, or an overlapped pair `(0F7;7B3)OVERLAP_F_B`. This file knows columns only, not the
+tables that are made of them, so that the tables can offer their texts as methods.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import FormatError, nearest
+from penstock.ir.instruction import INSTRUCTIONS, OP_OF_TEXT, Op
+from penstock.placement import Placement
+
+Ints = NDArray[np.integer[Any]]
+Fail = Callable[[str, int, int, int], FormatError]
+"""Makes the error for a problem at (rank, cell of that rank, character of that cell), all counted from 0."""
+
+MAX_CELLS = 20_000_000
+MAX_NUMBER = 2**31 - 1
+MAX_SLICE = 2**15 - 1
+PAIR_SUFFIX = "OVERLAP_F_B"
+MAX_SHOWN = 60
+"""Characters of a refused cell that its message repeats."""
+
+_NAMES = "|".join(sorted(OP_OF_TEXT, key=len, reverse=True))
+_CELL = re.compile(rf"([0-9]{{1,10}})({_NAMES})([0-9]{{0,10}})(?:\.([0-9]{{1,10}}))?")
+_PAIR = re.compile(rf"\([ \t]*([^;() \t]*)[ \t]*;[ \t]*([^;() \t]*)[ \t]*\){PAIR_SUFFIX}")
+_FITTING_START = re.compile(rf"[0-9]{{0,10}}(?:(?<=[0-9])(?:{_NAMES})[0-9]{{0,10}}(?:\.[0-9]{{1,10}})?)?")
+_OLD_NAME = re.compile(r"([0-9]+)BW([0-9]+)")
+_ANY_NAME = re.compile(r"[0-9]+([A-Z_]+)[0-9]*(?:\.[0-9]+)?")
+_EXPECTED = "expected stage, type, microbatch, and .slice if the sequence is cut, such as 2F0, 3SEND_F1 or 2F0.1"
+
+_WITH_MICROBATCH = frozenset(op for op, info in INSTRUCTIONS.items() if info.names_microbatch)
+_NUMBERED = _WITH_MICROBATCH | {Op.REDUCE_TIED}
+_LIMITS = np.array([MAX_NUMBER, MAX_NUMBER, MAX_NUMBER, MAX_SLICE])
+_Row = tuple[int, int, int, int]
+"""Operation, stage, microbatch (or tied group), slice."""
+
+
+class ActionTable(Protocol):
+    """The columns of actions, as a schedule has them."""
+
+    @property
+    def kind(self) -> Ints: ...
+    @property
+    def stage(self) -> Ints: ...
+    @property
+    def microbatch(self) -> Ints: ...
+    @property
+    def slice(self) -> Ints: ...
+    @property
+    def joined(self) -> NDArray[np.bool_]: ...
+    @property
+    def offsets(self) -> Ints: ...
+
+
+class InstructionTable(Protocol):
+    """The columns of instructions, as a program has them."""
+
+    @property
+    def op(self) -> Ints: ...
+    @property
+    def stage(self) -> Ints: ...
+    @property
+    def microbatch(self) -> Ints: ...
+    @property
+    def slice(self) -> Ints: ...
+    @property
+    def peer(self) -> Ints: ...
+    @property
+    def joined(self) -> NDArray[np.bool_]: ...
+    @property
+    def offsets(self) -> Ints: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cells:
+    """Parsed cells of all ranks as columns, rank after rank; `REDUCE_TIED` has its group in `microbatch`."""
+
+    op: Ints
+    stage: Ints
+    microbatch: Ints
+    slice: Ints
+    joined: NDArray[np.bool_]
+    offsets: Ints
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def is_schedule(self) -> bool:
+        """Whether there are actions only, no communication and no collectives."""
+        return bool((self.op <= Op.BACKWARD_WEIGHT).all())
+
+    @property
+    def names_microbatch(self) -> NDArray[np.bool_]:
+        return np.isin(self.op, list(_WITH_MICROBATCH))
+
+    def place(self, row: int) -> tuple[int, int, int]:
+        """Return (rank, cell, 0) of a row, as `Fail` takes it."""
+        rank = int(np.searchsorted(self.offsets, row, side="right")) - 1
+        begin = int(self.offsets[rank])
+        return rank, row - begin - int(self.joined[begin:row].sum()), 0
+
+
+def action_cells(table: ActionTable) -> list[list[str]]:
+    """Return the cells of every rank of a schedule."""
+    return _rank_cells(table, table.kind, table.microbatch)
+
+
+def instruction_cells(table: InstructionTable) -> list[list[str]]:
+    """Return the cells of every rank of a program."""
+    number = np.where(table.op == Op.REDUCE_TIED, table.peer, table.microbatch)
+    return _rank_cells(table, table.op, number)
+
+
+def _rank_cells(table: ActionTable | InstructionTable, op: Ints, number: Ints) -> list[list[str]]:
+    """Cells per rank; `number` is what follows the name of the operation."""
+    texts = [
+        f"{stage}{INSTRUCTIONS[Op(code)].text}{value if code in _NUMBERED else ''}{f'.{part}' if part else ''}"
+        for code, stage, value, part in zip(
+            op.tolist(), table.stage.tolist(), number.tolist(), table.slice.tolist(), strict=True
+        )
+    ]
+    for first in np.flatnonzero(table.joined).tolist():
+        texts[first] = f"({texts[first]};{texts[first + 1]}){PAIR_SUFFIX}"
+    is_second = np.concatenate([[False], table.joined[:-1]]) if len(texts) else table.joined
+    kept = np.flatnonzero(~is_second)
+    bounds = np.searchsorted(kept, table.offsets).tolist()
+    rows = kept.tolist()
+    return [[texts[row] for row in rows[begin:end]] for begin, end in pairwise(bounds)]
+
+
+def parse_cells(ranks: Iterable[Sequence[str]], fail: Fail) -> Cells:
+    """Read the stripped cells of every rank.
+
+    Raises:
+        FormatError: made by `fail`, for a cell that is no action, instruction or pair, and for too large numbers.
+    """
+    columns: list[NDArray[np.int32]] = []
+    joined: list[NDArray[np.bool_]] = []
+    num_rows = 0
+    for rank, cells in enumerate(ranks):
+        num_rows += len(cells)
+        if num_rows > MAX_CELLS:
+            raise fail(f"the text has more than {MAX_CELLS} cells; expected at most as many", rank, 0, 0)
+        part, together = _parse_rank(cells, rank, fail)
+        columns.append(part)
+        joined.append(together)
+    offsets = np.concatenate([[0], np.cumsum([len(part) for part in columns])]).astype(np.int64)
+    whole = np.concatenate([np.zeros((0, 4), np.int32), *columns])
+    return Cells(
+        op=whole[:, 0].astype(np.int8),
+        stage=whole[:, 1].copy(),
+        microbatch=whole[:, 2].copy(),
+        slice=whole[:, 3].astype(np.int16),
+        joined=np.concatenate([np.zeros(0, np.bool_), *joined]),
+        offsets=offsets,
+    )
+
+
+def _parse_rank(cells: Sequence[str], rank: int, fail: Fail) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """[num_rows, 4] the rows of one rank, and which of them are the first of a pair."""
+    rows: list[_Row] = []
+    firsts: list[int] = []
+    for index, cell in enumerate(cells):
+        try:
+            match = _CELL.fullmatch(cell)
+            if match is None:
+                firsts.append(len(rows))
+                rows += _parse_pair(cell)
+            else:
+                rows.append(_row(match))
+        except FormatError as error:
+            raise fail(error.problem, rank, index, error.column - 1) from None
+    joined = np.zeros(len(rows), np.bool_)
+    joined[firsts] = True
+    part = np.array(rows, np.int64).reshape(len(rows), 4)
+    too_large = np.flatnonzero((part > _LIMITS).any(axis=1))
+    if len(too_large):
+        row = int(too_large[0])
+        problem = f"a number in it is too large; expected at most {MAX_NUMBER}, and {MAX_SLICE} for a slice"
+        raise fail(problem, rank, row - int(joined[:row].sum()), 0)
+    return part.astype(np.int32), joined
+
+
+def _row(match: re.Match[str]) -> _Row:
+    cell, (stage, name, number, part) = match.group(), match.groups()
+    op = OP_OF_TEXT[name]
+    is_numbered = op in _NUMBERED
+    if is_numbered and not number:
+        what = "tied group" if op is Op.REDUCE_TIED else "microbatch"
+        raise FormatError(f"{cell!r} ends without its {what}; expected such as {stage}{name}0", column=match.end(2) + 1)
+    if number and not is_numbered:
+        raise FormatError(f"{cell!r} has a microbatch; expected {stage}{name} alone", column=match.start(3) + 1)
+    if part and op not in _WITH_MICROBATCH:
+        raise FormatError(f"{cell!r} has a slice; expected none after {name}", column=match.start(4))
+    return int(op), int(stage), int(number or 0), int(part or 0)
+
+
+def _parse_pair(cell: str) -> list[_Row]:
+    """The two rows of a pair; the cell is known to be no single action, so whatever else it is gets refused here."""
+    pair = _PAIR.fullmatch(cell)
+    if pair is None:
+        raise _misfit(cell)
+    rows = []
+    for group in (1, 2):
+        single = _CELL.fullmatch(pair[group])
+        if single is None:
+            raise _misfit(pair[group], pair.start(group))
+        rows.append(_row(single))
+        if rows[-1][0] > Op.BACKWARD_WEIGHT:
+            problem = f"{pair[group]!r} cannot overlap; expected F, B, I or W in a pair"
+            raise FormatError(problem, column=pair.start(group) + 1)
+    return rows
+
+
+def _misfit(cell: str, begin: int = 0) -> FormatError:
+    """Why a cell is no action, with the column of its first character that does not fit; `begin` is where it starts."""
+    shown = repr(cell if len(cell) <= MAX_SHOWN else f"{cell[:MAX_SHOWN]}...")
+    fitting = _FITTING_START.match(cell)
+    column = begin + (fitting.end() if fitting else 0) + 1
+    old, name = _OLD_NAME.fullmatch(cell), _ANY_NAME.fullmatch(cell)
+    if "\0" in cell:
+        problem = "holds a NUL byte; expected plain text"
+    elif cell.startswith("("):
+        problem = f"is not an overlapped pair; expected (A;B){PAIR_SUFFIX} with two actions and no nesting"
+    elif old is not None:
+        problem = f"has the old name BW of the whole backward; expected {old[1]}B{old[2]}"
+    elif name is not None and name[1] in OP_OF_TEXT:
+        problem = f"has too large a number; expected at most {MAX_NUMBER}"
+    else:
+        problem = f"is not an action; {_EXPECTED}" + (nearest(name[1], OP_OF_TEXT) if name else "")
+    return FormatError(f"{shown} {problem}", column=column)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """What a text without metadata tells about its schedule."""
+
+    placement: Placement
+    num_microbatches: int
+    num_slices: int
+    route_of_microbatch: Ints
+
+
+def infer_layout(cells: Cells, fail: Fail) -> Layout:
+    """Find which rank holds which stage, and the numbers of microbatches and slices: 1 + the largest that is named.
+
+    The placement is a line, a loop or a V where it matches, else explicit, with one route through all stages. It is
+    bidirectional, with two routes, where stage k lives on rank k and stage p+k on rank p-1-k (as in a V), p > 1, and no
+    microbatch visits both halves.
+
+    Raises:
+        FormatError: for a rank without actions, a stage on two ranks, a gap in the stages, and numbers far beyond the
+            number of actions.
+    """
+    for rank in np.flatnonzero(np.diff(cells.offsets) == 0).tolist():
+        raise fail(f"rank {rank} has no actions; expected at least one on every rank", rank, 0, 0)
+    rank_of_stage = _rank_of_stage(cells, fail)
+    named = np.flatnonzero(cells.names_microbatch)
+    if not len(named):
+        raise fail("no action names a microbatch; expected at least one such as 0F0", 0, 0, 0)
+    num_microbatches = int(cells.microbatch[named].max()) + 1
+    num_slices = int(cells.slice.max()) + 1
+    largest = int(named[np.argmax(cells.microbatch[named])])
+    refuse_sparse(
+        len(cells.op), len(rank_of_stage), num_microbatches, num_slices, lambda text: fail(text, *cells.place(largest))
+    )
+    placement, routes = _match_placement(cells, rank_of_stage, named, num_microbatches)
+    return Layout(placement, num_microbatches, num_slices, routes)
+
+
+def refuse_sparse(
+    num_rows: int, num_stages: int, num_microbatches: int, num_slices: int, fail: Callable[[str], FormatError]
+) -> None:
+    """Refuse sizes far beyond the number of rows: whoever proves such a table would need memory for what is missing."""
+    if num_stages * num_microbatches * num_slices > max(1_000_000, 4 * num_rows):
+        raise fail(
+            f"{num_stages} stages x {num_microbatches} microbatches x {num_slices} slices are far more than the "
+            f"{num_rows} actions there are; number stages, microbatches and slices from 0 without gaps"
+        )
+
+
+def _rank_of_stage(cells: Cells, fail: Fail) -> tuple[int, ...]:
+    ranks = np.repeat(np.arange(cells.num_ranks), np.diff(cells.offsets))
+    stages, first, index = np.unique(cells.stage, return_index=True, return_inverse=True)
+    if int(stages[-1]) != len(stages) - 1:
+        missing = int(np.flatnonzero(stages != np.arange(len(stages)))[0])
+        raise fail(
+            f"stage {stages[-1]} is here, but stage {missing} is on no rank; expected stages 0, 1, ... without gaps",
+            *cells.place(int(first[-1])),
+        )
+    moved = np.flatnonzero(ranks[first][index] != ranks)
+    if len(moved):
+        row = int(moved[0])
+        home = int(ranks[first][index[row]])
+        raise fail(
+            f"stage {cells.stage[row]} is on rank {home} and on rank {ranks[row]}; expected every stage on one rank",
+            *cells.place(row),
+        )
+    return tuple(ranks[first].tolist())
+
+
+def _match_placement(
+    cells: Cells, rank_of_stage: tuple[int, ...], named: NDArray[np.intp], num_microbatches: int
+) -> tuple[Placement, Ints]:
+    num_ranks, num_stages = cells.num_ranks, len(rank_of_stage)
+    routes: Ints = np.zeros(num_microbatches, np.int8)
+    if num_stages == num_ranks and rank_of_stage == tuple(range(num_ranks)):
+        return Placement.line(num_ranks), routes
+    vee = Placement.vee(num_ranks)
+    if num_ranks > 1 and rank_of_stage == vee.rank_of_stage:
+        second_half = cells.stage[named] >= num_ranks
+        back = np.unique(cells.microbatch[named][second_half])
+        if not np.isin(back, cells.microbatch[named][~second_half]).any():
+            routes[back] = 1
+            halves = (tuple(range(num_ranks)), tuple(range(num_ranks, num_stages)))
+            return Placement("bidirectional", rank_of_stage, halves), routes
+    loop = Placement.loop(num_ranks, num_stages)
+    for candidate in (loop, vee):
+        if rank_of_stage == candidate.rank_of_stage:
+            return candidate, routes
+    return Placement.explicit(rank_of_stage), routes

@@ -1,0 +1,328 @@
+"""Schedules and programs as JSON: everything that the tables hold, so that reading back gives the same table.
+
+    {"format": "penstock-schedule", "version": 1, "name": "1f1b",
+     "placement": {"style": "line", "rank_of_stage": [0, 1], "routes": [[0, 1]]},
+     "microbatches": 2, "slices": 1, "route_of_microbatch": [0, 0],
+     "ranks": [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]}
+
+A program is a "penstock-program" and has "tied_groups", "peers" and "slots" besides; the latter two are lists per rank
+with one number per instruction, two for an overlapped pair.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from penstock.errors import FormatError, ScheduleError, nearest
+from penstock.ir.formats.cells import (
+    MAX_NUMBER,
+    ActionTable,
+    Cells,
+    InstructionTable,
+    Ints,
+    action_cells,
+    instruction_cells,
+    parse_cells,
+    refuse_sparse,
+)
+from penstock.ir.instruction import Op
+from penstock.placement import Placement
+
+SCHEDULE_FORMAT = "penstock-schedule"
+PROGRAM_FORMAT = "penstock-program"
+VERSION = 1
+
+_SCHEDULE_KEYS = (
+    "format", "version", "name", "placement", "microbatches", "slices", "route_of_microbatch", "ranks",
+)  # fmt: skip
+_PROGRAM_KEYS = (*_SCHEDULE_KEYS, "tied_groups", "peers", "slots")
+_PLACEMENT_KEYS = ("style", "rank_of_stage", "routes")
+
+Table = TypeVar("Table")
+
+
+class _Metadata(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def placement(self) -> Placement: ...
+    @property
+    def num_microbatches(self) -> int: ...
+    @property
+    def num_slices(self) -> int: ...
+    @property
+    def route_of_microbatch(self) -> Ints: ...
+
+
+class ScheduleTable(ActionTable, _Metadata, Protocol):
+    """What is written of a schedule."""
+
+
+class ProgramTable(InstructionTable, _Metadata, Protocol):
+    """What is written of a program."""
+
+    @property
+    def slot(self) -> Ints: ...
+    @property
+    def tied_groups(self) -> tuple[tuple[int, ...], ...]: ...
+
+
+def schedule_to_json(schedule: ScheduleTable) -> str:
+    """Write a schedule, one line per rank."""
+    return _lay_out(_metadata(schedule, SCHEDULE_FORMAT) | {"ranks": action_cells(schedule)})
+
+
+def program_to_json(program: ProgramTable) -> str:
+    """Write a program, one line per rank."""
+    offsets = program.offsets
+    return _lay_out(
+        _metadata(program, PROGRAM_FORMAT)
+        | {
+            "tied_groups": program.tied_groups,
+            "ranks": instruction_cells(program),
+            "peers": _per_rank(program.peer, offsets),
+            "slots": _per_rank(program.slot, offsets),
+        }
+    )
+
+
+def schedule_from_json(text: str, make: Callable[..., Table], *, file: str = "<text>") -> Table:
+    """Read a schedule; `make` is called with the fields of a `Schedule`, by name.
+
+    Raises:
+        FormatError: with line and column for what is no JSON, else with the JSON path of what is wrong.
+    """
+    reader = _Reader(file)
+    document = reader.document(text, SCHEDULE_FORMAT, _SCHEDULE_KEYS)
+    cells, fields = reader.table(document)
+    if not cells.is_schedule:
+        rank, index, _ = cells.place(int(np.argmax(cells.op > Op.BACKWARD_WEIGHT)))
+        raise reader.fail(f"ranks[{rank}][{index}]", "a schedule has no communication; expected an action such as 0F0")
+    return make(**fields, kind=cells.op, microbatch=cells.microbatch)
+
+
+def program_from_json(text: str, make: Callable[..., Table], *, file: str = "<text>") -> Table:
+    """Read a program; `make` is called with the fields of a `Program`, by name.
+
+    Raises:
+        FormatError: with line and column for what is no JSON, else with the JSON path of what is wrong.
+    """
+    reader = _Reader(file)
+    document = reader.document(text, PROGRAM_FORMAT, _PROGRAM_KEYS)
+    cells, fields = reader.table(document)
+    num_stages = fields["placement"].num_stages
+    groups = reader.number_lists(document["tied_groups"], "tied_groups", num_stages - 1)
+    peer = reader.column(document["peers"], "peers", cells, MAX_NUMBER)
+    is_tied = cells.op == Op.REDUCE_TIED
+    limit = np.where(is_tied, len(groups), num_stages)
+    wrong = np.flatnonzero((peer >= limit) | (is_tied & (peer != cells.microbatch)))
+    if len(wrong):
+        row = int(wrong[0])
+        rank = cells.place(row)[0]
+        what = f"the tied group that its text names, below {len(groups)}" if is_tied[row] else f"below {num_stages}"
+        raise reader.fail(
+            f"peers[{rank}][{row - int(cells.offsets[rank])}]", f"{peer[row]} is no peer; expected {what}"
+        )
+    return make(
+        **fields,
+        tied_groups=tuple(tuple(group) for group in groups),
+        op=cells.op,
+        microbatch=np.where(is_tied, 0, cells.microbatch).astype(np.int32),
+        peer=peer,
+        slot=reader.column(document["slots"], "slots", cells, MAX_NUMBER),
+    )
+
+
+def kind_of_json(text: str, *, file: str = "<text>") -> str:
+    """Return what a text says that it holds: `SCHEDULE_FORMAT` or `PROGRAM_FORMAT`.
+
+    Raises:
+        FormatError: if it is no JSON object, or says neither.
+    """
+    reader = _Reader(file)
+    found = reader.object(text).get("format")
+    if found not in (SCHEDULE_FORMAT, PROGRAM_FORMAT):
+        raise reader.fail(
+            "format", f"{_shown(found)} cannot be read; expected {SCHEDULE_FORMAT!r} or {PROGRAM_FORMAT!r}"
+        )
+    return str(found)
+
+
+def _metadata(table: _Metadata, format_name: str) -> dict[str, Any]:
+    placement = table.placement
+    return {
+        "format": format_name,
+        "version": VERSION,
+        "name": table.name,
+        "placement": {
+            "style": placement.style,
+            "rank_of_stage": placement.rank_of_stage,
+            "routes": placement.routes,
+        },
+        "microbatches": table.num_microbatches,
+        "slices": table.num_slices,
+        "route_of_microbatch": table.route_of_microbatch.tolist(),
+    }
+
+
+def _per_rank(column: Ints, offsets: Ints) -> list[list[int]]:
+    bounds = offsets.tolist()
+    return [column[begin:end].tolist() for begin, end in pairwise(bounds)]
+
+
+def _lay_out(document: dict[str, Any]) -> str:
+    """A line per key, and a line per rank where there is one entry per rank."""
+    entries = []
+    for key, value in document.items():
+        if key in ("ranks", "peers", "slots"):
+            rows = ",\n".join(f"    {_dump(row)}" for row in value)
+            entries.append(f'  "{key}": [\n{rows}\n  ]')
+        else:
+            entries.append(f'  "{key}": {_dump(value)}')
+    return "{\n" + ",\n".join(entries) + "\n}\n"
+
+
+def _dump(value: Any) -> str:
+    return orjson.dumps(value).decode()
+
+
+class _Reader:
+    """Checks the types of a document's parts and names the JSON path of the first that is wrong."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+
+    def fail(self, path: str, problem: str) -> FormatError:
+        return FormatError(f"{path}: {problem}", file=self._file)
+
+    def object(self, text: str) -> dict[str, Any]:
+        """Parse the text, which must be one object."""
+        try:
+            document = orjson.loads(text.removeprefix("\ufeff"))
+        except orjson.JSONDecodeError as error:
+            problem = f"this is no JSON: {error.msg}; expected one object"
+            raise FormatError(problem, file=self._file, line=error.lineno, column=max(error.colno, 1)) from None
+        if not isinstance(document, dict):
+            raise self.fail("$", f"{_shown(document)} is no object; expected one with the keys of a schedule")
+        return document
+
+    def document(self, text: str, format_name: str, keys: tuple[str, ...]) -> dict[str, Any]:
+        """Parse the text and check its top level."""
+        document = self.object(text)
+        for key, expected in (("format", format_name), ("version", VERSION)):
+            if key not in document:
+                raise self.fail("$", f'the key "{key}" is missing; expected {expected!r} there')
+            if document[key] != expected or type(document[key]) is not type(expected):
+                raise self.fail(key, f"{_shown(document[key])} cannot be read here; expected {expected!r}")
+        return self._keys(document, "$", keys)
+
+    def table(self, document: dict[str, Any]) -> tuple[Cells, dict[str, Any]]:
+        """Read what schedules and programs have in common, as cells and as fields of either."""
+        placement = self._placement(document["placement"])
+        num_microbatches = self._count(document["microbatches"], "microbatches")
+        num_slices = self._count(document["slices"], "slices")
+        routes = self.numbers(document["route_of_microbatch"], "route_of_microbatch", len(placement.routes) - 1)
+        if len(routes) != num_microbatches:
+            raise self.fail("route_of_microbatch", f"{len(routes)} entries; expected {num_microbatches}, one each")
+        cells = self._cells(document["ranks"], placement.num_ranks)
+        refuse_sparse(
+            len(cells.op),
+            placement.num_stages,
+            num_microbatches,
+            num_slices,
+            lambda text: self.fail("microbatches", text),
+        )
+        fields = {
+            "name": self._text(document["name"], "name"),
+            "placement": placement,
+            "num_microbatches": num_microbatches,
+            "num_slices": num_slices,
+            "route_of_microbatch": np.array(routes, np.int8 if len(placement.routes) < 128 else np.int32),
+            "stage": cells.stage,
+            "slice": cells.slice,
+            "joined": cells.joined,
+            "offsets": cells.offsets,
+        }
+        return cells, fields
+
+    def column(self, value: Any, path: str, cells: Cells, largest: int) -> NDArray[np.int32]:
+        """Read one number per row, given as one list per rank."""
+        rows = self.number_lists(value, path, largest)
+        lengths = np.diff(cells.offsets).tolist()
+        if len(rows) != len(lengths):
+            raise self.fail(path, f"{len(rows)} lists; expected {len(lengths)}, one per rank")
+        for rank, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            if len(row) != length:
+                raise self.fail(f"{path}[{rank}]", f"{len(row)} numbers; expected {length}, one per instruction")
+        return np.concatenate([np.zeros(0, np.int32), *(np.array(row, np.int32) for row in rows)])
+
+    def number_lists(self, value: Any, path: str, largest: int) -> list[list[int]]:
+        lists = self._list(value, path)
+        return [self.numbers(entry, f"{path}[{index}]", largest) for index, entry in enumerate(lists)]
+
+    def numbers(self, value: Any, path: str, largest: int) -> list[int]:
+        """Read a list of whole numbers from 0 to `largest`."""
+        entries = self._list(value, path)
+        for index, entry in enumerate(entries):
+            if type(entry) is not int or not 0 <= entry <= largest:
+                problem = f"{_shown(entry)} does not fit; expected a whole number from 0 to {largest}"
+                raise self.fail(f"{path}[{index}]", problem)
+        return entries
+
+    def _placement(self, value: Any) -> Placement:
+        if not isinstance(value, dict):
+            raise self.fail("placement", f"{_shown(value)} is no object; expected keys {', '.join(_PLACEMENT_KEYS)}")
+        parts = self._keys(value, "placement", _PLACEMENT_KEYS)
+        ranks = self.numbers(parts["rank_of_stage"], "placement.rank_of_stage", MAX_NUMBER)
+        routes = self.number_lists(parts["routes"], "placement.routes", max(len(ranks) - 1, 0))
+        style = self._text(parts["style"], "placement.style")
+        try:
+            return Placement(style, tuple(ranks), tuple(tuple(route) for route in routes))
+        except ScheduleError as error:
+            raise self.fail("placement", str(error)) from None
+
+    def _cells(self, value: Any, num_ranks: int) -> Cells:
+        rows = self._list(value, "ranks")
+        if len(rows) != num_ranks:
+            raise self.fail("ranks", f"{len(rows)} lists; expected {num_ranks}, as the placement has")
+        for rank, row in enumerate(rows):
+            for index, cell in enumerate(self._list(row, f"ranks[{rank}]")):
+                self._text(cell, f"ranks[{rank}][{index}]")
+        return parse_cells(
+            rows,
+            lambda problem, rank, cell, offset: self.fail(f"ranks[{rank}][{cell}], character {offset + 1}", problem),
+        )
+
+    def _keys(self, value: dict[str, Any], path: str, keys: tuple[str, ...]) -> dict[str, Any]:
+        for key in value:
+            if key not in keys:
+                raise self.fail(path, f"{_shown(key)} is no key of it; expected {', '.join(keys)}.{nearest(key, keys)}")
+        for key in keys:
+            if key not in value:
+                raise self.fail(path, f'the key "{key}" is missing; expected all of {", ".join(keys)}')
+        return value
+
+    def _list(self, value: Any, path: str) -> list[Any]:
+        if not isinstance(value, list):
+            raise self.fail(path, f"{_shown(value)} is no list; expected a list")
+        return value
+
+    def _text(self, value: Any, path: str) -> str:
+        if not isinstance(value, str):
+            raise self.fail(path, f"{_shown(value)} is no text; expected a string")
+        return value
+
+    def _count(self, value: Any, path: str) -> int:
+        if type(value) is not int or not 1 <= value <= MAX_NUMBER:
+            raise self.fail(path, f"{_shown(value)} does not fit; expected a whole number from 1 to {MAX_NUMBER}")
+        return value
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON, cut short."""
+    text = _dump(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,210 @@
+"""The CSV of torch.distributed.pipelining: row r holds the actions, or the instructions, of rank r in order.
+
+    0F0,0F1,,0B0,,0B1         actions alone; an empty cell is an idle slot and means nothing here
+    ,1F0,1B0,1F1,1B1
+
+The text has no header and no metadata: which rank holds which stage, and the numbers of microbatches and slices, are
+read off the cells (see `cells.infer_layout`). Instructions that torch does not have are `0REDUCE_TIED1` and `0STEP`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from penstock.errors import FormatError
+from penstock.ir.formats.cells import (
+    MAX_CELLS,
+    ActionTable,
+    Cells,
+    Fail,
+    InstructionTable,
+    Layout,
+    action_cells,
+    infer_layout,
+    instruction_cells,
+    parse_cells,
+)
+from penstock.ir.instruction import INSTRUCTIONS, Op
+from penstock.placement import Placement
+
+Table = TypeVar("Table")
+
+_NOT_IN_TORCH = tuple(INSTRUCTIONS[op].text for op in (Op.REDUCE_TIED, Op.OPTIMIZER_STEP))
+_BLANK = " \t"
+
+
+def schedule_to_csv(schedule: ActionTable) -> str:
+    """Write the actions of each rank, without idle slots; lines end in CR LF."""
+    return _to_lines(action_cells(schedule))
+
+
+def program_to_csv(program: InstructionTable, *, torch_only: bool = False) -> str:
+    """Write the instructions of each rank; lines end in CR LF.
+
+    Slots are not written, and tied groups only as far as they are reduced. `torch_only` leaves out what torch does not
+    have.
+    """
+    ranks = instruction_cells(program)
+    if torch_only:
+        ranks = [[cell for cell in cells if not any(name in cell for name in _NOT_IN_TORCH)] for cells in ranks]
+    return _to_lines(ranks)
+
+
+def schedule_from_csv(
+    text: str,
+    make: Callable[..., Table],
+    *,
+    file: str = "<text>",
+    name: str = "from CSV",
+    num_ranks: int | None = None,
+) -> Table:
+    """Read actions; `make` is called with the fields of a `Schedule`, by name.
+
+    Raises:
+        FormatError: with line and column, for whatever is not exactly such a text.
+    """
+    cells, layout, fail = _read(text, file, num_ranks)
+    communication = np.flatnonzero(cells.op > Op.BACKWARD_WEIGHT)
+    if len(communication):
+        place = cells.place(int(communication[0]))
+        raise fail("the text has communication; expected actions alone. Read it as a program", *place)
+    return make(
+        name=name,
+        placement=layout.placement,
+        num_microbatches=layout.num_microbatches,
+        num_slices=layout.num_slices,
+        route_of_microbatch=layout.route_of_microbatch,
+        kind=cells.op,
+        stage=cells.stage,
+        microbatch=cells.microbatch,
+        slice=cells.slice,
+        joined=cells.joined,
+        offsets=cells.offsets,
+    )
+
+
+def program_from_csv(
+    text: str,
+    make: Callable[..., Table],
+    *,
+    file: str = "<text>",
+    name: str = "from CSV",
+    num_ranks: int | None = None,
+) -> Table:
+    """Read instructions; `make` is called with the fields of a `Program`, by name. All slots are 0.
+
+    Raises:
+        FormatError: with line and column, for whatever is not exactly such a text.
+    """
+    cells, layout, fail = _read(text, file, num_ranks)
+    _refuse_idle_cells(text, file)
+    is_tied = cells.op == Op.REDUCE_TIED
+    return make(
+        name=name,
+        placement=layout.placement,
+        num_microbatches=layout.num_microbatches,
+        num_slices=layout.num_slices,
+        route_of_microbatch=layout.route_of_microbatch,
+        tied_groups=_tied_groups(cells, fail),
+        op=cells.op,
+        stage=cells.stage,
+        microbatch=np.where(is_tied, 0, cells.microbatch).astype(np.int32),
+        slice=cells.slice,
+        peer=_peers(cells, layout.placement, fail),
+        slot=np.zeros(len(cells.op), np.int32),
+        joined=cells.joined,
+        offsets=cells.offsets,
+    )
+
+
+def _to_lines(ranks: Sequence[Sequence[str]]) -> str:
+    return "".join(",".join(cells) + "\r\n" for cells in ranks)
+
+
+def _read(text: str, file: str, num_ranks: int | None) -> tuple[Cells, Layout, Fail]:
+    lines = _lines(text, file)
+
+    def fail(problem: str, rank: int, cell: int, offset: int) -> FormatError:
+        starts = [begin for begin, content in _content(lines[rank]) if content]
+        column = starts[cell] + offset + 1 if cell < len(starts) else 1
+        return FormatError(problem, file=file, line=rank + 1, column=column)
+
+    if num_ranks is not None and len(lines) != num_ranks:
+        problem = f"the text has {len(lines)} lines; expected one for each of {num_ranks} ranks"
+        raise FormatError(problem, file=file, line=min(len(lines), num_ranks + 1))
+    cells = parse_cells(([content for _, content in _content(line) if content] for line in lines), fail)
+    return cells, infer_layout(cells, fail), fail
+
+
+def _lines(text: str, file: str) -> list[str]:
+    """One line per rank, without line ends; empty lines at the end do not count."""
+    if text.count(",") + text.count("\n") > MAX_CELLS:
+        raise FormatError(f"the text has more than {MAX_CELLS} cells; expected at most as many", file=file)
+    lines = [line.removesuffix("\r") for line in text.removeprefix("\ufeff").split("\n")]
+    while lines and not lines[-1].strip(_BLANK):
+        lines.pop()
+    if not lines:
+        raise FormatError("the text is empty; expected one line of actions per rank, such as 0F0,0B0", file=file)
+    for index, line in enumerate(lines):
+        if line.count('"') % 2:
+            column = line.rindex('"') + 1
+            raise FormatError("a quotation mark is not closed; expected none", file=file, line=index + 1, column=column)
+    return lines
+
+
+def _content(line: str) -> list[tuple[int, str]]:
+    """The cells of a line, without blanks and quotation marks around them, each with where it begins."""
+    cells = []
+    begin = 0
+    for cell in line.split(","):
+        content = cell.strip(_BLANK)
+        lead = len(cell) - len(cell.lstrip(_BLANK))
+        if len(content) > 1 and content[0] == content[-1] == '"':
+            content, lead = content[1:-1], lead + 1
+        cells.append((begin + lead, content))
+        begin += len(cell) + 1
+    return cells
+
+
+def _refuse_idle_cells(text: str, file: str) -> None:
+    for index, line in enumerate(_lines(text, file)):
+        for begin, content in _content(line):
+            if not content:
+                problem = "an empty cell among communication; expected an instruction, idle slots are for actions alone"
+                raise FormatError(problem, file=file, line=index + 1, column=begin + 1)
+
+
+def _peers(cells: Cells, placement: Placement, fail: Fail) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """[num_rows] the other end of each message, the tied group of each tied reduction, else the own stage."""
+    neighbours = {
+        Op.SEND_FORWARD: placement.next_stage,
+        Op.RECEIVE_FORWARD: placement.previous_stage,
+        Op.SEND_BACKWARD: placement.previous_stage,
+        Op.RECEIVE_BACKWARD: placement.next_stage,
+    }
+    peer = np.where(cells.op == Op.REDUCE_TIED, cells.microbatch, cells.stage).astype(np.int32)
+    for op, neighbour in neighbours.items():
+        rows = np.flatnonzero(cells.op == op)
+        peer[rows] = np.array(neighbour, np.int32)[cells.stage[rows]]
+    lost = np.flatnonzero(peer < 0)
+    if len(lost):
+        row = int(lost[0])
+        op = Op(int(cells.op[row]))
+        side = "after" if op in (Op.SEND_FORWARD, Op.RECEIVE_BACKWARD) else "before"
+        problem = f"{cells.stage[row]}{INSTRUCTIONS[op].text}: there is no stage {side} stage {cells.stage[row]}"
+        raise fail(f"{problem}; expected no such message", *cells.place(row))
+    return peer
+
+
+def _tied_groups(cells: Cells, fail: Fail) -> tuple[tuple[int, ...], ...]:
+    rows = np.flatnonzero(cells.op == Op.REDUCE_TIED)
+    groups = np.unique(cells.microbatch[rows])
+    if len(groups) and int(groups[-1]) != len(groups) - 1:
+        last = int(rows[np.argmax(cells.microbatch[rows])])
+        problem = (
+            f"tied group {groups[-1]} is here, but there are {len(groups)} groups; expected 0, 1, ... without gaps"
+        )
+        raise fail(problem, *cells.place(last))
+    members = [np.unique(cells.stage[rows][cells.microbatch[rows] == group]) for group in groups]
+    return tuple(tuple(stages.tolist()) for stages in members)

@@ -1,0 +1,197 @@
+"""`Program`: for every rank its instructions in order, as one immutable table; what is simulated and executed."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.ir.formats.json_text import program_from_json, program_to_json
+from penstock.ir.formats.torch_csv import program_from_csv, program_to_csv
+from penstock.ir.instruction import Instruction, Op
+from penstock.ir.schedule import Ints, Schedule
+from penstock.placement import Placement
+
+COLUMNS = ("op", "stage", "microbatch", "slice", "peer", "slot", "joined")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Program:
+    """Columns of all ranks' instructions, rank after rank; the columns mean what `Instruction` says."""
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    num_slices: int
+    route_of_microbatch: Ints
+    tied_groups: tuple[tuple[int, ...], ...]
+    """Groups of stages that hold copies of one parameter and reduce its gradient together."""
+    op: Ints
+    stage: Ints
+    microbatch: Ints
+    slice: Ints
+    peer: Ints
+    slot: Ints
+    joined: NDArray[np.bool_]
+    offsets: Ints
+
+    def __post_init__(self) -> None:
+        for name in (*COLUMNS, "offsets"):
+            getattr(self, name).flags.writeable = False
+
+    @classmethod
+    def from_schedule(cls, schedule: Schedule, *, tied_groups: tuple[tuple[int, ...], ...] = ()) -> "Program":
+        """One compute instruction per action, nothing else."""
+        return cls(
+            schedule.name,
+            schedule.placement,
+            schedule.num_microbatches,
+            schedule.num_slices,
+            schedule.route_of_microbatch,
+            tied_groups,
+            op=schedule.kind,
+            stage=schedule.stage,
+            microbatch=schedule.microbatch,
+            slice=schedule.slice,
+            peer=schedule.stage,
+            slot=np.zeros(schedule.num_actions, np.int32),
+            joined=schedule.joined,
+            offsets=schedule.offsets,
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def num_instructions(self) -> int:
+        return len(self.op)
+
+    @property
+    def is_compute(self) -> NDArray[np.bool_]:
+        """[num_instructions] which rows compute."""
+        return np.less_equal(self.op, Op.BACKWARD_WEIGHT)
+
+    @property
+    def is_forward_only(self) -> bool:
+        return not bool(np.isin(self.op, (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)).any())
+
+    @property
+    def rank_of_row(self) -> NDArray[np.int32]:
+        """[num_instructions] the rank that runs each row."""
+        return np.repeat(np.arange(self.num_ranks, dtype=np.int32), np.diff(self.offsets))
+
+    def instruction(self, row: int) -> Instruction:
+        """Return one row as a value."""
+        return Instruction(
+            Op(int(self.op[row])),
+            *(int(getattr(self, name)[row]) for name in ("stage", "microbatch", "slice", "peer", "slot")),
+        )
+
+    def __getitem__(self, rank: int) -> list[Instruction]:
+        if not -self.num_ranks <= rank < self.num_ranks:
+            raise IndexError(f"rank {rank} of a program for {self.num_ranks} ranks")
+        rank %= self.num_ranks
+        return [self.instruction(row) for row in range(int(self.offsets[rank]), int(self.offsets[rank + 1]))]
+
+    def __len__(self) -> int:
+        return self.num_ranks
+
+    def __repr__(self) -> str:
+        return (
+            f"Program({self.name!r}, ranks={self.num_ranks}, stages={self.num_stages}, "
+            f"microbatches={self.num_microbatches}, instructions={self.num_instructions})"
+        )
+
+    def reordered(self, order: Ints) -> "Program":
+        """Return the same instructions in another order; rows stay on their rank."""
+        return replace(self, **{name: getattr(self, name)[order] for name in COLUMNS})
+
+    def with_slots(self, slot: Ints) -> "Program":
+        """Return the same instructions with other slots."""
+        return replace(self, slot=slot)
+
+    def inserted(self, new: "NewRows") -> "Program":
+        """Return the program with rows put in; among rows at one place, the order given counts."""
+        # Keys 3r, 3r+1, 3r+2: what goes before row r, row r itself, what goes after it.
+        keys = np.concatenate([3 * np.arange(self.num_instructions) + 1, new.key])
+        order = np.argsort(keys, kind="stable")
+        merged: dict[str, Any] = {}
+        for name in COLUMNS:
+            column = getattr(self, name)
+            addition = np.zeros(len(new.key), column.dtype) if name in ("slot", "joined") else getattr(new, name)
+            merged[name] = np.concatenate([column, addition.astype(column.dtype)])[order]
+        counts = np.diff(self.offsets) + np.bincount(new.rank, minlength=self.num_ranks)
+        return replace(self, **merged, offsets=np.concatenate([[0], np.cumsum(counts)]))
+
+    def to_csv(self, *, torch_only: bool = False) -> str:
+        """Return torch's CSV with communication; `torch_only` leaves out the instructions that torch does not know."""
+        return program_to_csv(self, torch_only=torch_only)
+
+    @classmethod
+    def from_csv(cls, text: str, *, file: str = "<text>", name: str = "from CSV") -> "Program":
+        """Read torch's CSV with communication; the slots, which it does not hold, are 0 (see `lower.assign_slots`).
+
+        Raises:
+            FormatError: with line and column of the first cell that is no instruction.
+        """
+        return program_from_csv(text, cls, file=file, name=name)
+
+    def to_json(self) -> str:
+        """Return a text that reads back as the same program."""
+        return program_to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str, *, file: str = "<text>") -> "Program":
+        """Read what `to_json` wrote.
+
+        Raises:
+            FormatError: with the place of what does not fit.
+        """
+        return program_from_json(text, cls, file=file)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Program):
+            return NotImplemented
+        same_sizes = (self.num_microbatches, self.num_slices, self.tied_groups) == (
+            other.num_microbatches, other.num_slices, other.tied_groups,
+        )  # fmt: skip
+        same_placement = (self.placement.rank_of_stage, self.placement.routes) == (
+            other.placement.rank_of_stage, other.placement.routes,
+        )  # fmt: skip
+        columns = (*COLUMNS, "offsets", "route_of_microbatch")
+        return (
+            same_sizes
+            and same_placement
+            and all(np.array_equal(getattr(self, name), getattr(other, name)) for name in columns)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewRows:
+    """Instructions to put into a program: columns as in `Program`, their rank, and a key that says where.
+
+    `before(row)` and `after(row)` make keys from rows of the program that is changed.
+    """
+
+    key: Ints
+    rank: Ints
+    op: Ints
+    stage: Ints
+    microbatch: Ints
+    slice: Ints
+    peer: Ints
+
+    @staticmethod
+    def before(row: Ints) -> Ints:
+        return 3 * row
+
+    @staticmethod
+    def after(row: Ints) -> Ints:
+        return 3 * row + 2

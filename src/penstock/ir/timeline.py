@@ -1,0 +1,114 @@
+"""`Timeline`: what ran when, on which rank; predicted, measured, or by an untimed walk, always this one type."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.ir.live import live_activations, live_bytes
+from penstock.ir.program import Program
+
+Floats = NDArray[np.float64]
+Source = Literal["untimed", "predicted", "measured"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Timeline:
+    """Start and end of every instruction of a program, in seconds from the first start.
+
+    A computation starts when its inputs are there. A receive ends when its message has arrived, a send when it has
+    left.
+    """
+
+    program: Program
+    source: Source
+    start_s: Floats
+    end_s: Floats
+    activation_bytes: NDArray[np.int64]
+    """[num_stages] bytes saved per forward; 0 where unknown."""
+    weight_context_bytes: NDArray[np.int64]
+    """[num_stages] bytes kept after the input part of a backward until the weight part; 0 where unknown."""
+
+    def __post_init__(self) -> None:
+        self.start_s.flags.writeable = False
+        self.end_s.flags.writeable = False
+
+    @cached_property
+    def _bounds_s(self) -> tuple[Floats, Floats]:
+        """Per rank: first start and last end of its computations."""
+        first, last = np.zeros(self.num_ranks), np.zeros(self.num_ranks)
+        for rank in range(self.num_ranks):
+            rows = self.compute_rows(rank)
+            if len(rows):
+                first[rank], last[rank] = self.start_s[rows].min(), self.end_s[rows].max()
+        return first, last
+
+    def compute_rows(self, rank: int) -> NDArray[np.int64]:
+        """Return the rows of one rank's computations, in order."""
+        begin, end = int(self.program.offsets[rank]), int(self.program.offsets[rank + 1])
+        return begin + np.flatnonzero(self.program.is_compute[begin:end])
+
+    @property
+    def num_ranks(self) -> int:
+        return self.program.num_ranks
+
+    @cached_property
+    def work_s(self) -> Floats:
+        """[num_ranks] seconds in which each rank computes."""
+        rows = [self.compute_rows(rank) for rank in range(self.num_ranks)]
+        return np.array([float(_covered_s(self.start_s[row], self.end_s[row])) for row in rows])
+
+    @property
+    def makespan_s(self) -> float:
+        """First start to last end over all ranks."""
+        first, last = self._bounds_s
+        return float(last.max() - first.min())
+
+    @property
+    def span_s(self) -> float:
+        """The largest first-start-to-last-end of any one rank."""
+        first, last = self._bounds_s
+        return float((last - first).max())
+
+    @property
+    def bubble_fraction(self) -> float:
+        """1 - work / (ranks x makespan)."""
+        makespan = self.makespan_s
+        return 1.0 - float(self.work_s.sum()) / (self.num_ranks * makespan) if makespan else 0.0
+
+    @property
+    def bubble_rate(self) -> float:
+        """1 - work of a rank / span, the convention of the zero-bubble papers; the mean rank where they differ."""
+        span = self.span_s
+        return 1.0 - float(self.work_s.mean()) / span if span else 0.0
+
+    @cached_property
+    def peak_activations(self) -> list[int]:
+        """Per rank, the most activations alive at once."""
+        return self._peaks(live_activations(self.program))
+
+    @cached_property
+    def peak_bytes(self) -> list[int]:
+        """Per rank, the most bytes of activations and weight contexts alive at once; 0 where sizes are unknown."""
+        return self._peaks(live_bytes(self.program, self.activation_bytes, self.weight_context_bytes))
+
+    def _peaks(self, live: NDArray[Any]) -> list[int]:
+        offsets = self.program.offsets
+        return [int(live[offsets[rank] : offsets[rank + 1]].max(initial=0)) for rank in range(self.num_ranks)]
+
+    def __repr__(self) -> str:
+        return (
+            f"Timeline({self.source} {self.program.name!r}, makespan_s={self.makespan_s:.6g}, "
+            f"bubble_fraction={self.bubble_fraction:.4f})"
+        )
+
+
+def _covered_s(start: Floats, end: Floats) -> float:
+    """Length of the union of intervals given in order of their start; overlapped pairs count once."""
+    if not len(start):
+        return 0.0
+    reach = np.maximum.accumulate(end)
+    begins = np.maximum(start[1:], reach[:-1])
+    return float(end[0] - start[0] + np.maximum(end[1:] - begins, 0.0).sum())

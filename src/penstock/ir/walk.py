@@ -1,0 +1,107 @@
+"""Which row can run next: walks all ranks' orders at once, without knowing what the rows are.
+
+A rank runs its rows in order; a row is ready when its predecessors have ended. Two joined rows start together. Used to
+prove that an order can run, to time it, and to give rows that are laid out over ranks one common order.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.ir.hot import Hot
+
+NOT_RUN = -1.0
+BLOCKED = -2.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Walk:
+    """What ran when: times in the unit of the durations; `NOT_RUN` where a row never became ready."""
+
+    start: NDArray[np.float64]
+    end: NDArray[np.float64]
+    reached: NDArray[np.int64]
+    """[num_ranks] the first row that did not run, or the end of the rank's rows."""
+
+    @property
+    def is_complete(self) -> bool:
+        return bool((self.end != NOT_RUN).all())
+
+
+def walk(
+    offsets: NDArray[Any],
+    predecessors: NDArray[np.int32],
+    joined: NDArray[np.bool_],
+    duration: NDArray[np.float64],
+    *,
+    lag: NDArray[np.float64] | None = None,
+) -> Walk:
+    """Run every rank's rows in order, each as early as its predecessors allow.
+
+    `offsets` [num_ranks + 1], `predecessors` [num_rows, n] with -1 for none, `duration` [num_rows]. `lag` [num_rows] is
+    the time from a row's end until those that wait for it may start; the row's own rank is free before.
+    """
+    num_rows = len(duration)
+    delay = np.zeros(num_rows) if lag is None else lag
+    result = Walk(np.full(num_rows, NOT_RUN), np.full(num_rows, NOT_RUN), offsets[:-1].astype(np.int64))
+    _WALK(
+        num_rows, offsets, predecessors, joined, duration, delay, result.start, result.end, result.reached,
+        np.zeros(len(offsets) - 1),
+    )  # fmt: skip
+    return result
+
+
+def _ready_time(predecessors: Any, end: Any, lag: Any, first: int, last: int) -> float:
+    """When rows first..last can start together, or BLOCKED; among themselves they do not wait."""
+    ready = 0.0
+    for row in range(first, last + 1):
+        for column in range(predecessors.shape[1]):
+            before = predecessors[row, column]
+            if before < 0 or first <= before <= last:
+                continue
+            if end[before] == -1.0:  # NOT_RUN
+                return -2.0  # BLOCKED
+            ready = max(ready, end[before] + lag[before])
+    return ready
+
+
+def _advance_rank(
+    row: int, stop: int, free: float, predecessors: Any, joined: Any, duration: Any, lag: Any, start: Any, end: Any
+) -> Any:
+    """Run rows of one rank until one is blocked; return the next row and when the rank is free."""
+    while row < stop:
+        last = row + 1 if joined[row] else row
+        ready = _ready_time(predecessors, end, lag, row, last)
+        if ready == -2.0:  # BLOCKED
+            break
+        begin = max(ready, free)
+        free = begin
+        for member in range(row, last + 1):
+            free += duration[member]
+        for member in range(row, last + 1):
+            start[member] = begin
+            end[member] = free
+        row = last + 1
+    return row, free
+
+
+def _walk_all(
+    offsets: Any, predecessors: Any, joined: Any, duration: Any, lag: Any, start: Any, end: Any, reached: Any, free: Any
+) -> None:
+    progress = True
+    while progress:
+        progress = False
+        for rank in range(len(reached)):
+            row = reached[rank]
+            row, rank_free = _advance_rank(
+                row, offsets[rank + 1], free[rank], predecessors, joined, duration, lag, start, end
+            )
+            if row != reached[rank]:
+                reached[rank] = row
+                free[rank] = rank_free
+                progress = True
+
+
+_WALK = Hot(_walk_all, _advance_rank, _ready_time)

@@ -1,0 +1,168 @@
+"""JSON: a complete round trip, and strict reading that names the path of what is wrong."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import FormatError
+from penstock.ir.formats.json_text import (
+    kind_of_json,
+    program_from_json,
+    program_to_json,
+    schedule_from_json,
+    schedule_to_json,
+)
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.lower import lower
+from penstock.schedules import build
+from tests.ir.formats.test_torch_csv import assert_same_columns
+from tests.strategies import feasible_schedules
+
+SCHEDULE = build("1f1b", ranks=2, microbatches=3)
+PROGRAM = lower(SCHEDULE, tied_groups=[(0, 1)], optimizer_step=True)
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def with_value(text, path, value):
+    """The text with one value replaced; `path` is a list of keys."""
+    document = json.loads(text)
+    inner = document
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return json.dumps(document)
+
+
+@given(feasible_schedules())
+def test_a_schedule_reads_back_as_itself(schedule):
+    again = schedule_from_json(schedule_to_json(schedule), Schedule)
+
+    assert again == schedule
+    assert (again.name, again.placement) == (schedule.name, schedule.placement)
+
+
+@given(feasible_schedules(), st.booleans())
+def test_a_program_reads_back_as_itself(schedule, has_step):
+    program = lower(schedule, tied_groups=[(0,), (0, schedule.num_stages - 1)], optimizer_step=has_step)
+
+    again = program_from_json(program_to_json(program), Program)
+
+    assert_same_columns(again, program)
+    assert (again.name, again.placement, again.tied_groups) == (program.name, program.placement, program.tied_groups)
+    assert (again.num_microbatches, again.num_slices) == (program.num_microbatches, program.num_slices)
+
+
+def test_a_schedule_is_written_with_one_line_per_rank():
+    lines = schedule_to_json(build("gpipe", ranks=2, microbatches=1)).splitlines()
+
+    assert '    ["0F0","0B0"],' in lines
+    assert '    ["1F0","1B0"]' in lines
+
+
+def test_the_text_says_what_it_holds():
+    assert kind_of_json(schedule_to_json(SCHEDULE)) == "penstock-schedule"
+    assert kind_of_json(program_to_json(PROGRAM)) == "penstock-program"
+
+
+@pytest.mark.parametrize("text", ['{"format": "other"}', "{}", '{"format": 1}'])
+def test_a_text_that_holds_neither_is_refused(text):
+    with pytest.raises(FormatError, match=r"format: .* cannot be read"):
+        kind_of_json(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column"),
+    [("", 1, 1), ('{"name": ', 1, 10), ('{\n  "name": }', 2, 11), ("[" * 100_000, 1, 1025), ('{"a": NaN}', 1, 7)],
+)
+def test_what_is_no_json_is_refused_with_line_and_column(text, line, column):
+    with pytest.raises(FormatError, match="this is no JSON") as caught:
+        schedule_from_json(text, Schedule, file="plan.json")
+
+    assert (caught.value.file, caught.value.line) == ("plan.json", line)
+    assert abs(caught.value.column - column) <= 1
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        (["format"], "penstock-program", r"format: .* expected 'penstock-schedule'"),
+        (["version"], 2, "version: 2 cannot be read here; expected 1"),
+        (["version"], True, "version: true cannot be read here"),
+        (["extra"], 1, r'"extra" is no key'),
+        (["microbatch"], 1, r"Did you mean 'microbatches'"),
+        (["name"], 7, "name: 7 is no text"),
+        (["microbatches"], 0, "microbatches: 0 does not fit"),
+        (["microbatches"], True, "microbatches: true does not fit"),
+        (["microbatches"], 4, "route_of_microbatch: 3 entries; expected 4"),
+        (["slices"], 2**31 - 1, "far more than the 12 actions"),
+        (["slices"], 1.5, "slices: 1.5 does not fit"),
+        (["route_of_microbatch", 1], 1, r"route_of_microbatch\[1\]: 1 does not fit"),
+        (["placement"], [], r"placement: \[\] is no object"),
+        (["placement", "extra"], 1, r'placement: "extra" is no key'),
+        (["placement", "style"], None, "placement.style: null is no text"),
+        (["placement", "rank_of_stage"], [0, 2], "placement: .* every rank from 0"),
+        (["placement", "rank_of_stage", 0], -1, r"placement.rank_of_stage\[0\]: -1 does not fit"),
+        (["placement", "routes"], [[0], [0]], "placement: .*exactly one route"),
+        (["placement", "routes", 0, 1], "1", r"placement.routes\[0\]\[1\]: \"1\" does not fit"),
+        (["ranks"], {}, r"ranks: {} is no list"),
+        (["ranks"], [["0F0"]], "ranks: 1 lists; expected 2"),
+        (["ranks", 1], "1F0", r'ranks\[1\]: "1F0" is no list'),
+        (["ranks", 1, 2], 5, r"ranks\[1\]\[2\]: 5 is no text"),
+        (["ranks", 1, 2], "1F0x", r"ranks\[1\]\[2\], character 4: '1F0x' is not an action"),
+        (["ranks", 1, 2], "1SEND_B0", r"ranks\[1\]\[2\]: a schedule has no communication"),
+    ],
+)
+def test_what_is_wrong_in_a_schedule_is_refused_with_its_path(path, value, told):
+    with pytest.raises(FormatError, match=told):
+        schedule_from_json(with_value(schedule_to_json(SCHEDULE), path, value), Schedule)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        (["format"], "penstock-schedule", r"format: .* expected 'penstock-program'"),
+        (["tied_groups", 0, 0], 2, r"tied_groups\[0\]\[0\]: 2 does not fit"),
+        (["slots"], [[]], "slots: 1 lists; expected 2"),
+        (["slots", 1], [0], r"slots\[1\]: 1 numbers; expected"),
+        (["slots", 0, 3], -1, r"slots\[0\]\[3\]: -1 does not fit"),
+        (["peers", 1, 0], 2, r"peers\[1\]\[0\]: 2 is no peer; expected below 2"),
+        (["peers", 0, -2], 1, r"peers\[0\]\[\d+\]: 1 is no peer; expected the tied group that its text names, below 1"),
+    ],
+)
+def test_what_is_wrong_in_a_program_is_refused_with_its_path(path, value, told):
+    with pytest.raises(FormatError, match=told):
+        program_from_json(with_value(program_to_json(PROGRAM), path, value), Program)
+
+
+@pytest.mark.parametrize("key", json.loads(program_to_json(PROGRAM)))
+def test_every_key_is_needed(key):
+    document = json.loads(program_to_json(PROGRAM))
+    del document[key]
+
+    with pytest.raises(FormatError, match=f'the key "{key}" is missing'):
+        program_from_json(json.dumps(document), Program)
+
+
+@settings(max_examples=100)
+@given(st.sampled_from(sorted(json.loads(program_to_json(PROGRAM)))), ANYTHING)
+def test_whatever_stands_at_a_key_nothing_but_a_format_error_comes_out(key, value):
+    text = with_value(program_to_json(PROGRAM), [key], value)
+
+    try:
+        program = program_from_json(text, Program)
+    except FormatError:
+        return
+    assert program.num_instructions == PROGRAM.num_instructions
+
+
+@given(st.text(max_size=20))
+def test_whatever_the_text_nothing_but_a_format_error_comes_out(text):
+    with pytest.raises(FormatError):
+        schedule_from_json(text, Schedule)

@@ -1,0 +1,193 @@
+"""torch's CSV: read and written as torch does, and everything else refused with its place."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import FormatError
+from penstock.ir.formats.torch_csv import program_from_csv, program_to_csv, schedule_from_csv, schedule_to_csv
+from penstock.ir.program import COLUMNS, Program
+from penstock.ir.schedule import Schedule
+from penstock.lower import lower
+from penstock.lower.assign_slots import assign_slots
+from penstock.schedules import build
+from tests.strategies import feasible_schedules, schedules
+
+FROM_TORCH = json.loads((Path(__file__).parents[2] / "data" / "torch_csv.json").read_text(encoding="utf-8"))
+ROWS = {key: case for key, case in FROM_TORCH.items() if "rows" in case}
+LOWERED = {key: case["lowered"] for key, case in FROM_TORCH.items() if "lowered" in case}
+NOISE = st.text('0123456789FBIWRECVSENDOLAP_UH.;()",\n\r \t\0\ufeffé', max_size=80)
+
+
+def assert_same_columns(program, other):
+    for name in (*COLUMNS, "offsets", "route_of_microbatch"):
+        assert np.array_equal(getattr(program, name), getattr(other, name)), name
+
+
+@given(schedules())
+def test_a_schedule_reads_back_as_itself(schedule):
+    again = schedule_from_csv(schedule_to_csv(schedule), Schedule)
+
+    assert again == schedule
+    assert again.placement == schedule.placement
+
+
+@given(feasible_schedules())
+def test_any_order_reads_back_in_its_order(schedule):
+    again = schedule_from_csv(schedule_to_csv(schedule), Schedule)
+
+    assert list(again) == list(schedule)
+    assert again.placement.rank_of_stage == schedule.placement.rank_of_stage
+
+
+@given(schedules(max_ranks=3, max_microbatches=4), st.booleans())
+def test_a_program_reads_back_as_itself_once_its_slots_are_assigned(schedule, has_step):
+    groups = [] if schedule.is_forward_only else [(0,), (0, schedule.num_stages - 1)]
+    program = lower(schedule, tied_groups=groups, optimizer_step=has_step)
+
+    again = assign_slots(program_from_csv(program_to_csv(program), Program))
+
+    assert_same_columns(again, program)
+    assert again.tied_groups == program.tied_groups
+    assert again.placement == program.placement
+
+
+@pytest.mark.parametrize("key", ROWS)
+def test_rows_of_torch_are_read_with_their_stages(key):
+    text = "\r\n".join(ROWS[key]["rows"]) + "\r\n"
+
+    schedule = schedule_from_csv(text, Schedule)
+
+    assert list(schedule.placement.rank_of_stage) == ROWS[key]["stage_to_rank"]
+    assert schedule_to_csv(schedule).splitlines() == [
+        ",".join(cell for cell in row.split(",") if cell) for row in ROWS[key]["rows"]
+    ]
+
+
+@pytest.mark.parametrize("key", LOWERED)
+def test_programs_of_torch_are_read_and_written_as_they_are(key):
+    text = "\r\n".join(LOWERED[key]) + "\r\n"
+
+    assert program_to_csv(program_from_csv(text, Program)) == text
+
+
+def test_lines_end_as_torch_ends_them():
+    assert schedule_to_csv(build("1f1b", ranks=2, microbatches=1)) == "0F0,0B0\r\n1F0,1B0\r\n"
+
+
+def test_what_torch_does_not_have_can_be_left_out():
+    program = lower(build("1f1b", ranks=2, microbatches=1), tied_groups=[(0, 1)], optimizer_step=True)
+
+    assert "0REDUCE_TIED0,0STEP" in program_to_csv(program)
+    assert program_to_csv(program, torch_only=True).splitlines()[1] == "1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0F0,0B0\n1F0,1B0",
+        "0F0,0B0\r\n1F0,1B0\r\n\r\n",
+        "\ufeff0F0,0B0\n1F0,1B0\n",
+        " 0F0 ,\t0B0\n1F0,,,1B0,,\n",
+        '"0F0","0B0"\n1F0, "1B0"\n',
+    ],
+)
+def test_line_ends_blanks_quotes_and_a_byte_order_mark_do_not_matter(text):
+    assert schedule_to_csv(schedule_from_csv(text, Schedule)) == "0F0,0B0\r\n1F0,1B0\r\n"
+
+
+def test_messages_know_the_stage_at_their_other_end():
+    text = "0F0,0SEND_F0,3RECV_F0,3F0\n1RECV_F0,1F0,2F0,2SEND_F0\n"
+
+    program = program_from_csv(text, Program)
+
+    ends = {str(instruction): instruction.peer for order in program for instruction in order}
+    assert {name: ends[name] for name in ("0SEND_F0", "1RECV_F0", "2SEND_F0", "3RECV_F0")} == {
+        "0SEND_F0": 1, "1RECV_F0": 0, "2SEND_F0": 3, "3RECV_F0": 2,
+    }  # fmt: skip
+
+
+def test_the_name_is_the_one_given():
+    assert schedule_from_csv("0F0", Schedule, name="mine").name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column", "told"),
+    [
+        ("", 1, 1, "the text is empty"),
+        ("\ufeff\r\n \n", 1, 1, "the text is empty"),
+        ("0F0, 2F0junk", 1, 9, "2F0junk"),
+        ("0F0\n1F0,,1F", 2, 8, "ends without its microbatch"),
+        ("0F0\n\n1F0", 2, 1, "rank 1 has no actions"),
+        ("0F0\n,,\n1F0", 2, 1, "rank 1 has no actions"),
+        ("0F0,1F0\n1F1", 2, 1, "on rank 0 and on rank 1"),
+        ("0F0,,2F0", 1, 6, "stage 1 is on no rank"),
+        ('0F0,"0B0', 1, 5, "not closed"),
+        ('0F0,"0B0,"', 1, 5, "is not an action"),
+        ("0F0\r0B0", 1, 4, "is not an action"),
+        ("0F0,0BW0", 1, 7, "expected 0B0"),
+        ("0F0,0SEND_F0\n1F0", 1, 5, "has communication"),
+    ],
+)
+def test_what_is_no_schedule_is_refused_with_line_and_column(text, line, column, told):
+    with pytest.raises(FormatError) as caught:
+        schedule_from_csv(text, Schedule, file="plan.csv")
+
+    assert str(caught.value).startswith(f"plan.csv:{line}:{column}: ")
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column", "told"),
+    [
+        ("0F0,,0SEND_F0\n1RECV_F0,1F0", 1, 5, "empty cell"),
+        ("0F0,0SEND_F0,\n1RECV_F0,1F0", 1, 14, "empty cell"),
+        ("0F0\n1F0,1SEND_F0", 2, 5, "there is no stage after stage 1"),
+        ("0RECV_F0,0F0", 1, 1, "there is no stage before stage 0"),
+        ("0F0,0REDUCE_TIED1", 1, 5, "tied group 1 is here"),
+    ],
+)
+def test_what_is_no_program_is_refused_with_line_and_column(text, line, column, told):
+    with pytest.raises(FormatError) as caught:
+        program_from_csv(text, Program, file="plan.csv")
+
+    assert str(caught.value).startswith(f"plan.csv:{line}:{column}: ")
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(("num_ranks", "line"), [(1, 2), (3, 2)])
+def test_another_number_of_lines_than_ranks_is_refused(num_ranks, line):
+    with pytest.raises(FormatError, match=f"2 lines; expected one for each of {num_ranks} ranks") as caught:
+        schedule_from_csv("0F0\n1F0", Schedule, num_ranks=num_ranks)
+
+    assert caught.value.line == line
+
+
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(NOISE)
+@example("0F0,0F2147483647")
+@example("0F0.32767\n1F32000.32767")
+def test_whatever_the_text_nothing_but_a_format_error_comes_out(text):
+    for read, make in ((schedule_from_csv, Schedule), (program_from_csv, Program)):
+        try:
+            table = read(text, make)
+        except FormatError:
+            continue
+        assert table.num_microbatches * table.num_slices * table.num_stages <= 1_000_000
+
+
+@pytest.mark.slow
+def test_100_000_cells_are_read_in_under_a_second():
+    text = schedule_to_csv(build("1f1b", ranks=8, microbatches=6250))
+
+    begin = time.perf_counter()
+    schedule = schedule_from_csv(text, Schedule)
+
+    assert schedule.num_actions == 100_000
+    assert time.perf_counter() - begin < 1.0

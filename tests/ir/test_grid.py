@@ -1,0 +1,193 @@
+"""Grids: drawn in time or plain, marked, cut, and read back."""
+
+from textwrap import dedent
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import FormatError
+from penstock.ir.action import parse_action
+from penstock.ir.grid import from_grid, to_grid
+from penstock.ir.schedule import Schedule
+from penstock.lower import lower
+from penstock.placement import Placement
+from penstock.schedules import build
+from tests.grids import assert_grid
+from tests.strategies import feasible_schedules, schedules
+
+SCHEDULE = build("1f1b", ranks=2, microbatches=2)
+
+
+def clean(drawing):
+    return dedent(drawing).strip()
+
+
+def blocked():
+    orders = [[parse_action(text) for text in line.split()] for line in ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")]
+    return Schedule.from_actions("drawn", Placement.line(2), orders, num_microbatches=2)
+
+
+def test_a_schedule_is_drawn_in_time():
+    assert to_grid(SCHEDULE) == clean(
+        """
+        rank 0: 0F0 0F1 .   .   0B0 =   .   0B1 =
+        rank 1: .   1F0 1B0 =   1F1 1B1 =
+        """
+    )
+
+
+def test_a_schedule_is_drawn_plain_on_request():
+    assert to_grid(SCHEDULE, timed=False) == clean(
+        """
+        rank 0: 0F0 0F1 0B0 0B1
+        rank 1: 1F0 1B0 1F1 1B1
+        """
+    )
+
+
+def test_an_order_that_cannot_run_is_drawn_plain():
+    assert to_grid(blocked()) == clean(
+        """
+        rank 0: 0F0 0B0 0F1 0B1
+        rank 1: 1F1 1B1 1F0 1B0
+        """
+    )
+
+
+def test_a_program_is_drawn_plain_and_aligned():
+    assert to_grid(lower(build("gpipe", ranks=2, microbatches=1))) == clean(
+        """
+        rank 0: 0F0          0SEND_F0     0RECV_B0     0B0          0REDUCE_GRAD
+        rank 1: 1RECV_F0     1F0          1B0          1SEND_B0     1REDUCE_GRAD
+        """
+    )
+
+
+def test_an_overlapped_pair_is_one_cell_and_takes_the_time_of_both():
+    orders = [["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+    schedule = Schedule.from_actions(
+        "drawn", Placement.line(2), [list(map(parse_action, order)) for order in orders], num_microbatches=2
+    )
+
+    assert to_grid(schedule).splitlines()[0].split() == [
+        "rank", "0:", "0F0", ".", ".", ".", "(0F1;0B0)", "=", "=", ".", ".", ".", "0B1", "=",
+    ]  # fmt: skip
+    assert from_grid(to_grid(schedule)) == schedule
+    assert from_grid(to_grid(schedule, timed=False)) == schedule
+
+
+def test_split_backwards_take_one_unit_each():
+    assert_grid(
+        from_grid("0F0 0I0 0W0\n1F0 1I0 1W0"),
+        """
+        0F0 .   .   0I0 0W0
+        .   1F0 1I0 1W0
+        """,
+    )
+
+
+def test_labels_of_many_ranks_are_aligned():
+    lines = to_grid(build("gpipe", ranks=11, microbatches=1), timed=False).splitlines()
+
+    assert lines[0] == "rank 0:  0F0  0B0"
+    assert lines[10] == "rank 10: 10F0 10B0"
+
+
+def test_marks_stand_under_their_cells():
+    drawing = to_grid(blocked(), {(0, 1): "waits for 1B0", (1, 0): "waits for 0F1", (1, 4): "is missing"})
+
+    assert drawing == clean(
+        """
+        rank 0: 0F0 0B0 0F1 0B1
+                    ^ waits for 1B0
+        rank 1: 1F1 1B1 1F0 1B0
+                ^ waits for 0F1
+                                ^ is missing
+        """
+    )
+
+
+def test_marks_stand_under_their_cells_in_time():
+    lines = to_grid(SCHEDULE, {(1, 1): "here"}).splitlines()
+
+    assert lines[2].index("^") == lines[1].index("1B0")
+
+
+def test_a_window_shows_its_columns_and_what_is_cut():
+    assert to_grid(SCHEDULE, {(0, 2): "here", (1, 0): "outside"}, timed=False, window=(1, 3)) == clean(
+        """
+        rank 0: ... 0F1 0B0 ...
+                        ^ here
+        rank 1: ... 1B0 1F1 ...
+        """
+    )
+
+
+@given(schedules(), st.booleans())
+def test_a_drawn_schedule_reads_back_as_itself(schedule, timed):
+    again = from_grid(to_grid(schedule, timed=timed))
+
+    assert again == schedule
+    assert again.placement == schedule.placement
+
+
+@given(feasible_schedules(), st.booleans())
+def test_any_drawn_order_reads_back_in_its_order(schedule, timed):
+    assert list(from_grid(to_grid(schedule, timed=timed))) == list(schedule)
+
+
+@pytest.mark.parametrize(
+    "drawing",
+    [
+        "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1",
+        "\n    0F0 0F1 . . 0B0 = 0B1 =\n\n    . 1F0 1B0 = 1F1 1B1 =\n",
+        "rank 0: 0F0 | 0F1 | 0B0 | 0B1 |\nrank 1: 1F0 | 1B0 | 1F1 | 1B1 |\r\n",
+        "rank 0 |0F0|0F1|0B0|0B1|\n    ^ here\nrank 1 |1F0|1B0|1F1|1B1|",
+    ],
+)
+def test_labels_bars_indentation_and_marks_may_be_there_or_not(drawing):
+    assert from_grid(drawing) == SCHEDULE
+
+
+@pytest.mark.parametrize(
+    ("drawing", "line", "column", "told"),
+    [
+        ("", 1, 1, "the drawing is empty"),
+        ("\n  \n", 1, 1, "the drawing is empty"),
+        ("0F0\n\n  1F0 1X0", 3, 8, "is not an action"),
+        ("rank 0: 0F0\nrank 2: 1F0", 2, 6, "the label says rank 2; expected rank 1"),
+        ("0F0 . = 0B0", 1, 7, "nothing goes on here"),
+        ("0F0 ...", 1, 5, "cut off here"),
+        ("rank 0: 0F0\nrank 1: . .\nrank 2: 1F0", 2, 1, "rank 1 has no actions"),
+        ("0F0 0SEND_F0\n1RECV_F0 1F0", 1, 5, "a drawing of a program"),
+        ("0F0 (0F1;0B0", 1, 5, "is not an overlapped pair"),
+        ("0F0 2F0\n1F0 0F1", 2, 5, "stage 0 is on rank 0 and on rank 1"),
+    ],
+)
+def test_what_is_no_drawing_is_refused_with_line_and_column(drawing, line, column, told):
+    with pytest.raises(FormatError) as caught:
+        from_grid(drawing, file="drawing.txt")
+
+    assert str(caught.value).startswith(f"drawing.txt:{line}:{column}: ")
+    assert told in str(caught.value)
+
+
+@given(st.text("0123FBIW.=|^;() \nrank:", max_size=60))
+def test_whatever_the_text_nothing_but_a_format_error_comes_out(text):
+    try:
+        schedule = from_grid(text)
+    except FormatError:
+        return
+    assert schedule.num_actions
+
+
+def test_a_failed_comparison_shows_both_grids_and_the_difference():
+    with pytest.raises(AssertionError) as caught:
+        assert_grid(SCHEDULE, "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1")
+
+    shown = str(caught.value)
+    assert "rank 1: 1F0 1B0 1F1 1B1" in shown
+    assert "rank 1: 1F0 1F1 1B0 1B1" in shown
+    assert "- rank 1" in shown
+    assert "+ rank 1" in shown

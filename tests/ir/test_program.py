@@ -1,0 +1,99 @@
+"""Programs as tables: rows as values, insertion, reordering."""
+
+import numpy as np
+import pytest
+
+from penstock.ir.instruction import Instruction, Op
+from penstock.ir.program import NewRows, Program
+from penstock.schedules import build
+
+SCHEDULE = build("gpipe", ranks=2, microbatches=2)
+
+
+def texts(program):
+    return [[str(instruction) for instruction in program[rank]] for rank in range(program.num_ranks)]
+
+
+def new_rows(key, rank, op, stage):
+    zeros = np.zeros(len(key), np.int32)
+    columns = [np.array(values) for values in (rank, op, stage)]
+    return NewRows(np.array(key), *columns, zeros, zeros, np.array(stage))
+
+
+def test_a_program_begins_as_the_computations_of_its_schedule():
+    program = Program.from_schedule(SCHEDULE, tied_groups=((0, 1),))
+
+    assert texts(program) == [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
+    assert program.is_compute.all()
+    assert program.tied_groups == ((0, 1),)
+
+
+def test_rows_are_values():
+    program = Program.from_schedule(SCHEDULE)
+
+    assert program.instruction(5) == Instruction(Op.FORWARD, 1, 1, 0, 1, 0)
+    assert program[-1] == program[1]
+    assert program.rank_of_row.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert (len(program), program.num_stages, program.num_instructions) == (2, 2, 8)
+    assert "instructions=8" in repr(program)
+
+
+@pytest.mark.parametrize("rank", [2, -3])
+def test_a_rank_that_does_not_exist_is_an_index_error(rank):
+    with pytest.raises(IndexError, match=f"rank {rank} of a program for 2 ranks"):
+        Program.from_schedule(SCHEDULE)[rank]
+
+
+def test_rows_are_inserted_before_and_after_others_and_stay_on_their_rank():
+    program = Program.from_schedule(SCHEDULE)
+    before, after = NewRows.before(np.array([4])), NewRows.after(np.array([3, 0]))
+
+    grown = program.inserted(
+        new_rows([*before, *after], [1, 0, 0], [Op.UNSHARD, Op.REDUCE_GRADIENT, Op.SEND_FORWARD], [1, 0, 0])
+    )
+
+    assert texts(grown) == [
+        ["0F0", "0SEND_F0", "0F1", "0B0", "0B1", "0REDUCE_GRAD"],
+        ["1UNSHARD", "1F0", "1F1", "1B0", "1B1"],
+    ]
+    assert grown.is_compute.sum() == 8
+
+
+def test_rows_inserted_at_one_place_keep_their_order():
+    program = Program.from_schedule(SCHEDULE)
+    key = NewRows.after(np.array([3, 3]))
+
+    grown = program.inserted(new_rows(key, [0, 0], [Op.REDUCE_GRADIENT, Op.RESHARD], [0, 0]))
+
+    assert texts(grown)[0][-2:] == ["0REDUCE_GRAD", "0RESHARD"]
+
+
+def test_inserting_leaves_the_original_as_it_was():
+    program = Program.from_schedule(SCHEDULE)
+
+    program.inserted(new_rows(NewRows.before(np.array([0])), [0], [Op.UNSHARD], [0]))
+
+    assert program.num_instructions == 8
+
+
+def test_reordering_takes_whole_rows():
+    program = Program.from_schedule(SCHEDULE).with_slots(np.arange(8, dtype=np.int32))
+
+    turned = program.reordered(np.array([1, 0, 2, 3, 4, 5, 6, 7]))
+
+    assert texts(turned)[0] == ["0F1", "0F0", "0B0", "0B1"]
+    assert [instruction.slot for instruction in turned[0]] == [1, 0, 2, 3]
+
+
+def test_forward_only_means_no_backward_whatever_else_there_is():
+    forwards = Program.from_schedule(SCHEDULE.forward_only())
+
+    grown = forwards.inserted(new_rows(NewRows.after(np.array([0])), [0], [Op.SEND_FORWARD], [0]))
+
+    assert grown.is_forward_only
+    assert not Program.from_schedule(SCHEDULE).is_forward_only
+
+
+def test_the_columns_cannot_be_changed():
+    with pytest.raises(ValueError, match="read-only"):
+        Program.from_schedule(SCHEDULE).slot[0] = 1

@@ -1,0 +1,111 @@
+"""Schedules as tables: rows as values, equality, the forwards alone."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from penstock.errors import ScheduleError
+from penstock.ir.action import Action, Kind, OverlappedPair, parse_action
+from penstock.ir.schedule import Schedule
+from penstock.placement import Placement
+from penstock.schedules import build
+from tests.strategies import feasible_schedules
+
+
+def two_ranks():
+    pair = parse_action("(0F1;0B0)OVERLAP_F_B")
+    orders = [[parse_action("0F0"), pair, parse_action("0B1")], list(map(parse_action, ("1F0", "1B0", "1F1", "1B1")))]
+    return Schedule.from_actions("drawn", Placement.line(2), orders, num_microbatches=2), orders
+
+
+def test_a_rank_lists_its_actions_as_values():
+    schedule, orders = two_ranks()
+
+    assert schedule[0] == orders[0]
+    assert schedule[-1] == orders[1]
+    assert list(schedule) == orders
+    assert isinstance(schedule[0][1], OverlappedPair)
+
+
+@pytest.mark.parametrize("rank", [2, -3])
+def test_a_rank_that_does_not_exist_is_an_index_error(rank):
+    with pytest.raises(IndexError, match=f"rank {rank} of a schedule for 2 ranks"):
+        two_ranks()[0][rank]
+
+
+def test_counts_and_rows():
+    schedule, _ = two_ranks()
+
+    assert (schedule.num_ranks, schedule.num_stages, schedule.num_actions, len(schedule)) == (2, 2, 8, 2)
+    assert [schedule.rank_of_row(row) for row in (0, 3, 4, 7)] == [0, 0, 1, 1]
+    assert schedule.action(1) == Action(Kind.FORWARD, 0, 1)
+    assert "ranks=2, stages=2, microbatches=2, actions=8" in repr(schedule)
+
+
+@given(feasible_schedules())
+def test_the_values_of_a_schedule_make_the_same_schedule(schedule):
+    again = Schedule.from_actions(
+        "again",
+        schedule.placement,
+        list(schedule),
+        num_microbatches=schedule.num_microbatches,
+        num_slices=schedule.num_slices,
+        route_of_microbatch=schedule.route_of_microbatch,
+    )
+
+    assert again == schedule
+
+
+def test_the_name_does_not_count_in_equality_and_everything_else_does():
+    schedule, orders = two_ranks()
+    line, turned = Placement.line(2), Placement.explicit([0, 1], [[1, 0]])
+    plain = [orders[1], [parse_action(str(action).replace("1", "0", 1)) for action in orders[1]]]
+
+    assert schedule == Schedule.from_actions("other", line, orders, num_microbatches=2)
+    assert schedule != Schedule.from_actions("drawn", line, orders, num_microbatches=3)
+    assert schedule != Schedule.from_actions("drawn", line, orders, num_microbatches=2, num_slices=2)
+    assert schedule != Schedule.from_actions("drawn", line, plain, num_microbatches=2)
+    assert schedule != Schedule.from_actions("drawn", Placement.explicit([1, 0]), orders, num_microbatches=2)
+    assert schedule != Schedule.from_actions("drawn", turned, orders, num_microbatches=2)
+    assert schedule != "drawn"
+
+
+def test_a_pair_differs_from_its_actions_one_after_the_other():
+    schedule, orders = two_ranks()
+    apart = [[orders[0][0], orders[0][1].first, orders[0][1].second, orders[0][2]], orders[1]]
+
+    assert schedule != Schedule.from_actions("drawn", Placement.line(2), apart, num_microbatches=2)
+
+
+def test_the_columns_cannot_be_changed():
+    schedule, _ = two_ranks()
+
+    with pytest.raises(ValueError, match="read-only"):
+        schedule.stage[0] = 1
+
+
+def test_the_number_of_orders_must_be_the_number_of_ranks():
+    with pytest.raises(ScheduleError, match="1 orders for 2 ranks"):
+        Schedule.from_arrays("short", Placement.line(2), [np.zeros((0, 3))], num_microbatches=1)
+
+
+def test_arrays_without_slices_have_slice_0():
+    schedule = Schedule.from_arrays("one", Placement.line(1), [np.array([[0, 0, 5]])], num_microbatches=6)
+
+    assert schedule[0] == [Action(Kind.FORWARD, 0, 5)]
+
+
+def test_forward_only_keeps_the_forwards_in_order():
+    schedule = build("1f1b", ranks=2, microbatches=3)
+
+    forwards = schedule.forward_only()
+
+    assert [[str(action) for action in rank] for rank in forwards] == [["0F0", "0F1", "0F2"], ["1F0", "1F1", "1F2"]]
+    assert forwards.is_forward_only
+    assert not schedule.is_forward_only
+
+
+def test_forward_only_takes_pairs_apart():
+    schedule, _ = two_ranks()
+
+    assert list(map(str, schedule.forward_only()[0])) == ["0F0", "0F1"]

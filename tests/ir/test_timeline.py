@@ -1,0 +1,71 @@
+import numpy as np
+import pytest
+
+from penstock.ir.action import Action, Kind, OverlappedPair
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.ir.timeline import Timeline
+from penstock.lower import lower
+from penstock.placement import Placement
+from penstock.schedules import build
+from penstock.simulate import Costs, simulate
+
+F, B = Kind.FORWARD, Kind.BACKWARD
+
+
+def timeline_of(program, spans, activation_bytes=0):
+    start, end = np.array(spans, np.float64).T.copy()
+    sizes = np.full(program.num_stages, activation_bytes)
+    return Timeline(program, "measured", start, end, sizes, np.zeros(program.num_stages, np.int64))
+
+
+def two_ranks():
+    orders = [[Action(F, 0, 0), Action(B, 0, 0)], [Action(F, 1, 0), Action(B, 1, 0)]]
+    return Program.from_schedule(Schedule.from_actions("by hand", Placement.line(2), orders, num_microbatches=1))
+
+
+def test_makespan_and_span_are_read_off_the_first_starts_and_last_ends():
+    timeline = timeline_of(two_ranks(), [(0, 1), (7, 9), (2, 3), (3, 5)])
+
+    assert timeline.makespan_s == 9
+    assert timeline.span_s == 9
+    assert timeline.work_s.tolist() == [3, 3]
+
+
+def test_both_bubble_conventions_follow_their_definitions():
+    timeline = timeline_of(two_ranks(), [(1, 2), (7, 9), (2, 3), (3, 5)])
+
+    assert timeline.bubble_fraction == pytest.approx(1 - 6 / (2 * 8))
+    assert timeline.bubble_rate == pytest.approx(1 - 3 / 8)
+
+
+def test_messages_are_no_work_and_do_not_stretch_the_makespan():
+    program = lower(build("1f1b", ranks=2, microbatches=2))
+    timeline = simulate(program, Costs.uniform(transfer=0.5))
+
+    assert timeline.work_s.tolist() == [6, 6]
+    assert timeline.makespan_s == timeline.end_s[program.is_compute].max()
+
+
+def test_two_actions_that_overlap_count_their_time_once():
+    order = [Action(F, 0, 0), OverlappedPair(Action(F, 0, 1), Action(B, 0, 0)), Action(B, 0, 1)]
+    schedule = Schedule.from_actions("pairs", Placement.line(1), [order], num_microbatches=2)
+    timeline = timeline_of(Program.from_schedule(schedule), [(0, 1), (1, 3), (1, 4), (4, 6)])
+
+    assert timeline.work_s.tolist() == [6]
+    assert timeline.bubble_fraction == 0
+
+
+def test_peaks_count_activations_and_their_bytes():
+    program = lower(build("gpipe", ranks=2, microbatches=5))
+    timeline = simulate(program, Costs.uniform(activation_bytes=(100, 10)))
+
+    assert timeline.peak_activations == [5, 5]
+    assert timeline.peak_bytes == [500, 50]
+
+
+def test_a_timeline_cannot_be_changed():
+    timeline = timeline_of(two_ranks(), [(0, 1), (7, 9), (2, 3), (3, 5)])
+
+    with pytest.raises(ValueError, match="read-only"):
+        timeline.start_s[0] = 1

@@ -1,0 +1,97 @@
+"""The walk: as early as possible, in order, complete exactly where an order can run."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from penstock.ir.action import parse_action
+from penstock.ir.deps import NONE, predecessors
+from penstock.ir.schedule import Schedule
+from penstock.ir.walk import NOT_RUN, walk
+from penstock.placement import Placement
+from penstock.schedules import build
+from tests.strategies import feasible_schedules
+
+
+def walked(schedule, durations=(1.0, 2.0, 1.0, 1.0), **options):
+    duration = np.array(durations)[schedule.kind]
+    return walk(schedule.offsets, predecessors(schedule), schedule.joined, duration, **options)
+
+
+def drawn(*lines):
+    orders = [[parse_action(text) for text in line.split()] for line in lines]
+    return Schedule.from_actions("drawn", Placement.line(len(lines)), orders, num_microbatches=2)
+
+
+def test_a_row_starts_when_its_rank_is_free_and_its_inputs_are_there():
+    result = walked(drawn("0F0 0B0", "1F0 1B0"))
+
+    assert result.start.tolist() == [0, 4, 1, 2]
+    assert result.end.tolist() == [1, 6, 2, 4]
+    assert result.is_complete
+    assert result.reached.tolist() == [2, 4]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 3), (2, 2), (4, 8)])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_the_makespan_is_that_of_the_formula(name, num_ranks, num_microbatches):
+    result = walked(build(name, ranks=num_ranks, microbatches=num_microbatches))
+
+    assert result.end.max() == 3 * (num_microbatches + num_ranks - 1)
+
+
+def test_a_lag_delays_other_rows_and_not_the_own_rank():
+    schedule = drawn("0F0 0F1", "1F0 1F1")
+
+    result = walked(schedule, lag=np.array([0.5, 0.5, 0.0, 0.0]))
+
+    assert result.start.tolist() == [0, 1, 1.5, 2.5]
+
+
+def test_an_order_that_blocks_itself_stops_where_it_blocks():
+    result = walked(drawn("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"))
+
+    assert not result.is_complete
+    assert result.reached.tolist() == [1, 4]
+    assert result.end[0] == 1
+    assert (result.end[1:] == NOT_RUN).all()
+
+
+def test_joined_rows_start_together_and_take_the_sum():
+    result = walked(drawn("0F0 (0F1;0B0)OVERLAP_F_B 0B1", "1F0 1B0 1F1 1B1"))
+
+    assert result.start.tolist() == [0, 4, 4, 10, 1, 2, 7, 8]
+    assert result.end.tolist() == [1, 7, 7, 12, 2, 4, 8, 10]
+
+
+@given(feasible_schedules())
+def test_orders_that_can_run_are_walked_to_their_end(schedule):
+    result = walked(schedule)
+
+    before = predecessors(schedule)
+    joined_to = np.cumsum(~np.concatenate([[False], schedule.joined[:-1]]))
+    assert result.is_complete
+    for row in range(schedule.num_actions):
+        for other in before[row]:
+            together = other != NONE and joined_to[other] == joined_to[row]
+            assert other == NONE or together or result.end[other] <= result.start[row]
+
+
+@given(feasible_schedules())
+def test_no_row_could_start_earlier(schedule):
+    result = walked(schedule)
+
+    before, row = predecessors(schedule), 0
+    while row < schedule.num_actions:
+        last = row + int(schedule.joined[row])
+        own = [result.end[row - 1]] if row not in schedule.offsets else [0.0]
+        others = {int(b) for b in before[row : last + 1].ravel()} - {NONE, row, last}
+        assert result.start[row] == max([*own, *(result.end[other] for other in others)])
+        row = last + 1
+
+
+def test_an_empty_table_is_complete():
+    nothing = np.zeros(0)
+    result = walk(np.zeros(2, np.int64), np.zeros((0, 3), np.int32), np.zeros(0, np.bool_), nothing)
+
+    assert result.is_complete

@@ -1,0 +1,118 @@
+"""The hypothesis vocabulary: shapes and schedules of the registry, placements, and random orders that can run."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from penstock.ir.action import Action, Kind, OverlappedPair
+from penstock.ir.schedule import Schedule
+from penstock.placement import Placement
+from penstock.schedules import FAMILIES, build
+
+
+@st.composite
+def shapes(draw, max_ranks=4, max_microbatches=8):
+    """Keyword arguments of `build` that some family accepts."""
+    family = draw(st.sampled_from(list(FAMILIES.values())))
+    per_rank = draw(st.sampled_from([count or 3 for count in family.stages_per_rank]))
+    return {
+        "name": family.name,
+        "ranks": draw(st.integers(1, max_ranks)),
+        "microbatches": draw(st.integers(1, max_microbatches)),
+        "stages_per_rank": per_rank,
+        "slices": draw(st.integers(1, 3)) if family.takes_slices else 1,
+        "forward_only": draw(st.booleans()),
+        **{name: draw(st.sampled_from(option.choices)) for name, option in family.options.items()},
+    }
+
+
+def schedules(**limits):
+    """Schedules of the registry."""
+    return shapes(**limits).map(lambda shape: build(shape.pop("name"), **shape))
+
+
+@st.composite
+def placements(draw):
+    """Lines, loops, Vs, bidirectional and arbitrary placements on at most 4 ranks."""
+    num_ranks = draw(st.integers(1, 4))
+    style = draw(st.sampled_from(["line", "loop", "v", "bidirectional", "explicit"]))
+    if style == "line":
+        return Placement.line(num_ranks)
+    if style == "loop":
+        return Placement.loop(num_ranks, num_ranks + draw(st.integers(0, 4)))
+    if style == "v":
+        return Placement.vee(num_ranks)
+    if style == "bidirectional" and num_ranks > 1:
+        up, down = range(num_ranks), range(num_ranks, 2 * num_ranks)
+        return Placement("bidirectional", (*up, *reversed(up)), (tuple(up), tuple(down)))
+    more = draw(st.lists(st.integers(0, num_ranks - 1), max_size=3))
+    return Placement.explicit(draw(st.permutations([*range(num_ranks), *more])))
+
+
+def needs(action, schedule):
+    """The actions, on whatever rank, that must have run before; as the design words it, apart from `ir/deps.py`."""
+    kind, stage, microbatch, part = action.kind, action.stage, action.microbatch, action.slice
+    placement = schedule.placement
+    if kind is Kind.BACKWARD_WEIGHT:
+        return {Action(Kind.BACKWARD_INPUT, stage, microbatch, part)}
+    is_forward = kind is Kind.FORWARD
+    neighbour = (placement.previous_stage if is_forward else placement.next_stage)[stage]
+    other = part - 1 if is_forward else part + 1
+    found = set() if is_forward else {Action(Kind.FORWARD, stage, microbatch, part)}
+    if neighbour >= 0:
+        found.add(Action(kind, neighbour, microbatch, part))
+    if 0 <= other < schedule.num_slices:
+        found.add(Action(kind, stage, microbatch, other))
+    return found
+
+
+@st.composite
+def feasible_schedules(draw):
+    """Random orders that can run: any placement, whole or split backwards, slices, some overlapped pairs."""
+    placement = draw(placements())
+    num_microbatches, num_slices = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    routes = np.zeros(num_microbatches, np.int8)
+    if len(placement.routes) > 1:
+        num_microbatches = max(num_microbatches, 2)
+        routes = np.array([index % 2 for index in range(num_microbatches)], np.int8)
+    split, whole = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), (Kind.FORWARD, Kind.BACKWARD)
+    kinds = draw(st.sampled_from([split, whole, (Kind.FORWARD,)]))
+    frame = Schedule.from_actions(
+        "random",
+        placement,
+        [[] for _ in range(placement.num_ranks)],
+        num_microbatches=num_microbatches,
+        num_slices=num_slices,
+        route_of_microbatch=routes,
+    )
+    waiting = {
+        Action(kind, stage, microbatch, part)
+        for microbatch in range(num_microbatches)
+        for stage in placement.routes[routes[microbatch]]
+        for kind in kinds
+        for part in range(num_slices)
+    }
+    orders = _random_orders(frame, waiting, draw(st.randoms(use_true_random=False)))
+    return Schedule.from_actions(
+        "random",
+        placement,
+        orders,
+        num_microbatches=num_microbatches,
+        num_slices=num_slices,
+        route_of_microbatch=routes,
+    )
+
+
+def _random_orders(frame, waiting, chance):
+    """Run the actions in a random order that keeps what they need; sometimes two of a rank at once."""
+    orders = [[] for _ in range(frame.num_ranks)]
+    waiting, done = sorted(waiting, key=str), set()
+    while waiting:
+        ready = [action for action in waiting if needs(action, frame) <= done]
+        first = chance.choice(ready)
+        rank = frame.placement.rank_of_stage[first.stage]
+        partners = [a for a in ready if a != first and frame.placement.rank_of_stage[a.stage] == rank]
+        taken = [first, chance.choice(partners)] if partners and chance.random() < 0.2 else [first]
+        orders[rank].append(OverlappedPair(*taken) if len(taken) == 2 else first)
+        done.update(taken)
+        waiting = [action for action in waiting if action not in done]
+    return orders
