@@ -1,0 +1,55 @@
+"""`gpipe`: all forwards, then all backwards (GPipe, arXiv 1811.06965).
+
+4 ranks, 6 microbatches: the order of each rank
+
+    0F0 0F1 0F2 0F3 0F4 0F5 0B0 0B1 0B2 0B3 0B4 0B5
+    1F0 1F1 1F2 1F3 1F4 1F5 1B0 1B1 1B2 1B3 1B4 1B5
+    2F0 2F1 2F2 2F3 2F4 2F5 2B0 2B1 2B2 2B3 2B4 2B5
+    3F0 3F1 3F2 3F3 3F4 3F5 3B0 3B1 3B2 3B3 3B4 3B5
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from penstock.ir.action import Kind
+from penstock.ir.schedule import Schedule
+from penstock.placement import Placement
+from penstock.schedules.family import Family, Option, Shape
+
+
+def generate(shape: Shape, options: Mapping[str, str]) -> Schedule:
+    """Order all F, then all B, in the order that `backward_order` names."""
+    ascending = np.arange(shape.num_microbatches)
+    backward = ascending if options["backward_order"] == "ascending" else ascending[::-1]
+    if shape.is_forward_only:
+        backward = ascending[:0]
+    kind = np.repeat([Kind.FORWARD, Kind.BACKWARD], [len(ascending), len(backward)])
+    microbatch = np.concatenate([ascending, backward])
+    orders = [
+        np.column_stack([kind, np.full_like(kind, rank), microbatch]).astype(np.int32)
+        for rank in range(shape.num_ranks)
+    ]
+    return Schedule.from_arrays(
+        "gpipe", Placement.line(shape.num_ranks), orders, num_microbatches=shape.num_microbatches
+    )
+
+
+FAMILY = Family(
+    name="gpipe",
+    summary="all forwards, then all backwards",
+    source="GPipe, arXiv 1811.06965",
+    placement="line",
+    restrictions="one stage per rank",
+    bubble="(p-1)(F+B+W)",
+    memory="m",
+    advice="few microbatches, or memory to spare; the fewest changes of direction on the wire",
+    generate=generate,
+    options={
+        "backward_order": Option(
+            "ascending",
+            ("ascending", "descending"),
+            "order of the microbatches in the backward phase; descending frees the newest activation first",
+        )
+    },
+)

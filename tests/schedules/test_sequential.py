@@ -1,0 +1,44 @@
+"""`sequential`: its order as drawn, and as recorded from another system."""
+
+import pytest
+
+from penstock.schedules import build
+from tests.grids import assert_grid
+from tests.schedules.golden import built, recorded
+
+
+def test_one_microbatch_goes_through_all_ranks_before_the_next():
+    assert_grid(
+        build("sequential", ranks=3, microbatches=2),
+        """
+        0F0 .   .   .   .   .   .   0B0 =   0F1 .   .   .   .   .   .   0B1 =
+        .   1F0 .   .   .   1B0 =   .   .   .   1F1 .   .   .   1B1 =
+        .   .   2F0 2B0 =   .   .   .   .   .   .   2F1 2B1 =
+        """,
+    )
+
+
+def test_four_ranks_as_in_its_docstring():
+    assert_grid(
+        build("sequential", ranks=4, microbatches=2),
+        """
+        0F0 0B0 0F1 0B1
+        1F0 1B0 1F1 1B1
+        2F0 2B0 2F1 2B1
+        3F0 3B0 3F1 3B1
+        """,
+    )
+
+
+def test_forward_only_has_the_forwards_alone():
+    assert_grid(build("sequential", ranks=2, microbatches=2, forward_only=True), "0F0 0F1\n1F0 1F1")
+
+
+@pytest.mark.parametrize(("key", "ranks"), recorded("megatron", "no_pipelining/train"))
+def test_one_rank_does_what_megatron_does_without_pipelining(key, ranks):
+    assert built("sequential", key) == ranks
+
+
+@pytest.mark.parametrize(("key", "ranks"), recorded("megatron", "no_pipelining/fwd"))
+def test_one_rank_forwards_what_megatron_forwards(key, ranks):
+    assert built("sequential", key, forward_only=True) == ranks
