@@ -1,0 +1,157 @@
+"""Proof 5: the members of a group run its collectives once each, late enough, and all in one total order.
+
+Tied reductions (members: the ranks of the tied stages) and the optimizer step (members: all ranks) join ranks of the
+pipeline. Gradient reductions join replicas of one stage, which run the same program, so only their own place counts.
+"""
+
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.check.report import Findings, Subject
+from penstock.ir.instruction import Op
+from penstock.ir.program import Program
+
+JOINING = (Op.REDUCE_TIED, Op.OPTIMIZER_STEP)
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """One collective: per member rank the rows that take part, in order."""
+
+    name: str
+    rows: dict[int, list[int]]
+
+
+def check_collectives(subject: Subject, findings: Findings) -> list[Join] | None:
+    """Prove the collectives of a program; return those that join ranks, or None if something is wrong."""
+    program = subject.table
+    assert isinstance(program, Program)
+    num_found = len(findings.violations)
+    last = _last_backward(program)
+    _check_reductions(program, last, findings)
+    joins = _find_joins(subject, findings)
+    for index, group in enumerate(program.tied_groups):
+        if index in joins:
+            _check_tied_members(subject, joins[index], group, findings)
+    step = joins.get(len(program.tied_groups))
+    if step is not None:
+        _check_step(subject, step, findings)
+    if len(findings.violations) == num_found:
+        _check_total_order(subject, list(joins.values()), findings)
+    return list(joins.values()) if len(findings.violations) == num_found else None
+
+
+def _last_backward(program: Program) -> NDArray[np.int64]:
+    """[num_stages] the row of each stage's last backward, -1 without one."""
+    last = np.full(program.num_stages, -1, np.int64)
+    rows = np.flatnonzero(np.isin(program.op, (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)))
+    last[program.stage[rows]] = rows  # rows ascend, and the last assignment stays
+    return last
+
+
+def _check_reductions(program: Program, last: NDArray[np.int64], findings: Findings) -> None:
+    subject = findings.subject
+    reductions = np.flatnonzero(np.isin(program.op, (Op.REDUCE_GRADIENT, Op.REDUCE_TIED)))
+    for row in reductions[reductions < last[program.stage[reductions]]].tolist():
+        final = int(last[program.stage[row]])
+        place = subject.place(final, seen_from=row)
+        findings.add(
+            row,
+            f"runs before {place}, the last backward of its stage: the gradient is not whole yet",
+            f"Move it behind {subject.text(final)}",
+        )
+    # Of one stage, the gradient is reduced once, and once per tied group.
+    is_tied = program.op[reductions] == Op.REDUCE_TIED
+    group = np.where(is_tied, program.peer[reductions].astype(np.int64) + 1, 0)
+    key = program.stage[reductions] + program.num_stages * group
+    _, first = np.unique(key, return_index=True)
+    for index in np.setdiff1d(np.arange(len(reductions)), first).tolist():
+        earlier = int(reductions[np.flatnonzero(key == key[index])[0]])
+        problem = f"reduces the same gradient again as {subject.place(earlier)}"
+        findings.add(int(reductions[index]), problem, "Drop one of the two")
+
+
+def _find_joins(subject: Subject, findings: Findings) -> dict[int, Join]:
+    """Collectives by number: tied groups by their index, the optimizer step behind them."""
+    program = subject.table
+    assert isinstance(program, Program)
+    joins: dict[int, Join] = {}
+    num_groups = len(program.tied_groups)
+    for row in np.flatnonzero(np.isin(program.op, JOINING)).tolist():
+        is_tied = program.op[row] == Op.REDUCE_TIED
+        number = int(program.peer[row]) if is_tied else num_groups
+        if is_tied and not 0 <= number < num_groups:
+            problem = f"names the tied group {number}; the program has {num_groups}"
+            findings.add(row, problem, "Drop it, or name one of the program's tied groups")
+            continue
+        name = f"the reduction of tied group {number}" if is_tied else "the optimizer step"
+        joins.setdefault(number, Join(name, {})).rows.setdefault(int(subject.rank[row]), []).append(row)
+    return joins
+
+
+def _check_tied_members(subject: Subject, join: Join, group: tuple[int, ...], findings: Findings) -> None:
+    stage_of = {int(subject.table.stage[row]): row for rows in join.rows.values() for row in rows}
+    for stage in set(group) - set(stage_of):
+        present = subject.place(min(stage_of.values()))
+        rank = int(subject.rank_of_stage[stage])
+        findings.add_missing(
+            rank,
+            f"{join.name} is missing for stage {stage}, while {present} takes part and would wait for it",
+            f"Add it on rank {rank}, or drop it on all members {group}",
+        )
+    for stage in set(stage_of) - set(group):
+        problem = f"is no member of {join.name}, whose stages are {group}"
+        findings.add(stage_of[stage], problem, "Drop it, or add the stage to the group")
+
+
+def _check_step(subject: Subject, step: Join, findings: Findings) -> None:
+    offsets = subject.table.offsets
+    first = min(row for rows in step.rows.values() for row in rows)
+    for rank in range(subject.table.num_ranks):
+        rows = step.rows.get(rank, [])
+        end = int(offsets[rank + 1]) - 1
+        if not rows:
+            problem = f"the optimizer step is missing, while {subject.place(first)} takes it"
+            findings.add_missing(rank, problem, "Add it at the end, or drop it on all ranks")
+        for row in rows[:-1]:
+            findings.add(row, f"is taken again: {subject.place(rows[-1], seen_from=row)}", "Drop one of the two")
+        if rows and rows[-1] != end:
+            after = subject.place(end, seen_from=end)
+            findings.add(rows[-1], f"runs before {after}; expected as the last instruction", "Move it to the end")
+
+
+def _check_total_order(subject: Subject, joins: list[Join], findings: Findings) -> None:
+    """The union of all ranks' orders has no cycle."""
+    edges: dict[tuple[int, int], tuple[int, int]] = {}
+    by_rank: dict[int, list[tuple[int, int]]] = {}
+    for number, join in enumerate(joins):
+        for rank, rows in join.rows.items():
+            by_rank.setdefault(rank, []).extend((row, number) for row in rows)
+    for places in by_rank.values():
+        places.sort()
+        for (row, number), (later, following) in pairwise(places):
+            if number != following:
+                edges.setdefault((number, following), (row, later))
+    sorter: TopologicalSorter[int] = TopologicalSorter()
+    for before, after in edges:
+        sorter.add(after, before)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        cycle: list[int] = error.args[1]
+        _add_crossing(subject, [edges[pair] for pair in pairwise(cycle)], findings)
+
+
+def _add_crossing(subject: Subject, steps: list[tuple[int, int]], findings: Findings) -> None:
+    (row, later), *rest = sorted(steps)
+    others = " and ".join(f"rank {subject.rank[a]} runs {subject.text(a)} before {subject.text(b)}" for a, b in rest)
+    findings.add(
+        row,
+        f"runs before {subject.place(later, seen_from=row)}, but {others or 'they are one'}: they would wait "
+        "for each other",
+        "Give the collectives one order on all ranks",
+    )

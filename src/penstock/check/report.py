@@ -1,0 +1,132 @@
+"""What the proofs share: the table under proof, and the findings, which end in one error with a picture."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import MAX_SHOWN, ScheduleError, Violation
+from penstock.ir.program import Program
+from penstock.ir.schedule import Ints, Schedule
+
+MAX_COLUMNS = 12
+MAX_RANKS = 8
+HERE = "<-- here"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subject:
+    """The table under proof, and what every proof asks of it."""
+
+    table: Schedule | Program
+    op: Ints
+    rank: NDArray[np.int32]
+    """[num_rows] the rank that runs each row."""
+    rank_of_stage: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, table: Schedule | Program) -> "Subject":
+        op = table.kind if isinstance(table, Schedule) else table.op
+        ranks = np.repeat(np.arange(table.num_ranks, dtype=np.int32), np.diff(table.offsets))
+        return cls(table, op, ranks, np.array(table.placement.rank_of_stage, np.int32))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.op)
+
+    def position(self, row: int) -> int:
+        """Return where the row stands in its rank's order, counted from 0."""
+        return int(row - self.table.offsets[self.rank[row]])
+
+    def text(self, row: int) -> str:
+        return str(self.table.action(row) if isinstance(self.table, Schedule) else self.table.instruction(row))
+
+    def place(self, row: int, *, seen_from: int | None = None) -> str:
+        """Return `0F0 (rank 1, position 3)`; without the rank if the row it is seen from has the same."""
+        same_rank = seen_from is not None and self.rank[row] == self.rank[seen_from]
+        where = "" if same_rank else f"rank {self.rank[row]}, "
+        return f"{self.text(row)} ({where}position {self.position(row)})"
+
+
+@dataclass(slots=True)
+class Findings:
+    """Violations found so far."""
+
+    subject: Subject
+    violations: list[Violation] = field(default_factory=list)
+
+    def add(self, row: int, problem: str, way_out: str) -> None:
+        """Note that something is wrong with a row."""
+        subject = self.subject
+        rank, position = int(subject.rank[row]), subject.position(row)
+        self.violations.append(Violation(rank, position, subject.text(row), problem, way_out))
+
+    def add_missing(self, rank: int, problem: str, way_out: str) -> None:
+        """Note that something is missing at the end of a rank's order."""
+        end = int(self.subject.table.offsets[rank + 1] - self.subject.table.offsets[rank])
+        self.violations.append(Violation(rank, end, "", problem, way_out))
+
+    def raise_if_any(self) -> None:
+        """Raise one error with all violations, ordered by rank and position.
+
+        Raises:
+            ScheduleError: if anything was found.
+        """
+        if not self.violations:
+            return
+        table = self.subject.table
+        what = "schedule" if isinstance(table, Schedule) else "program"
+        count = len(self.violations)
+        title = f"{table.name}: the {what} breaks {count} rule{'s' if count > 1 else ''}"
+        violations = sorted(self.violations, key=lambda found: (found.rank, found.position))
+        marks = {(found.rank, found.position) for found in violations[:MAX_SHOWN]}
+        raise ScheduleError(title, violations, draw(self.subject, marks))
+
+
+def draw(subject: Subject, marks: set[tuple[int, int]]) -> str:
+    """Draw the orders around the first mark, a line per rank, with the marked places as `>0F0<`.
+
+    `marks` are (rank, position). Large tables are cut to a window of ranks and positions.
+    """
+    first_rank, first_position = min(marks)
+    begin = max(0, first_position - MAX_COLUMNS // 2)
+    ranks = _shown_ranks(subject.table.num_ranks, [first_rank, *sorted({rank for rank, _ in marks})])
+    lines = {rank: _cells(subject, rank, begin, marks) for rank in ranks}
+    num_columns = max(len(cells) for cells in lines.values())
+    heads = [str(position) for position in range(begin, begin + num_columns)]
+    columns = list(zip_longest(heads, *lines.values(), fillvalue=""))
+    widths = [max(len(cell) for cell in column) for column in columns]
+    drawing = []
+    for label, cells in (("position", heads), *((f"rank {rank}", cells) for rank, cells in lines.items())):
+        text = "  ".join(cell.center(width) for cell, width in zip(cells, widths, strict=False))
+        note = f"  {HERE}" if any(cell.startswith(">") for cell in cells) else ""
+        drawing.append(f"{label:10}{text}".rstrip() + note)
+    return "\n".join(drawing)
+
+
+def _shown_ranks(num_ranks: int, wanted: Iterable[int]) -> list[int]:
+    if num_ranks <= MAX_RANKS:
+        return list(range(num_ranks))
+    return sorted(list(dict.fromkeys(wanted))[:MAX_RANKS])
+
+
+def _cells(subject: Subject, rank: int, begin: int, marks: set[tuple[int, int]]) -> list[str]:
+    start, stop = (int(offset) for offset in subject.table.offsets[rank : rank + 2])
+    cells = []
+    for position in range(begin, begin + MAX_COLUMNS):
+        row = start + position
+        text = subject.text(row) if row < stop else "."  # a mark behind the end: something is missing
+        if (rank, position) in marks:
+            cells.append(f">{text}<")
+        elif row < stop:
+            cells.append(text)
+    return cells
+
+
+def first_of_each(groups: NDArray[Any], rows: NDArray[Any]) -> list[int]:
+    """Return, for every value in `groups`, the first of its `rows`."""
+    _, first = np.unique(groups, return_index=True)
+    return [int(rows[index]) for index in np.sort(first)]
