@@ -1,0 +1,54 @@
+"""Lowering: from a schedule to the program that ranks run, one pass a file.
+
+Each pass takes a valid program and returns a new valid one. They run in the order of the tuples below: messages,
+reductions, the optimizer step if asked for, buffers.
+"""
+
+from collections.abc import Callable, Sequence
+
+from penstock.errors import ScheduleError
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.lower.add_messages import add_messages
+from penstock.lower.add_optimizer_step import add_optimizer_step
+from penstock.lower.add_reductions import add_reductions
+from penstock.lower.assign_slots import assign_slots
+from penstock.lower.post_receives_ahead import post_receives_ahead
+
+Pass = Callable[[Program], Program]
+
+MESSAGES: tuple[Pass, ...] = (add_messages, post_receives_ahead)
+REDUCTIONS: tuple[Pass, ...] = (add_reductions,)
+STEP: tuple[Pass, ...] = (add_optimizer_step,)
+BUFFERS: tuple[Pass, ...] = (assign_slots,)
+
+
+def lower(schedule: Schedule, *, tied_groups: Sequence[Sequence[int]] = (), optimizer_step: bool = False) -> Program:
+    """Make the program of a schedule: messages, gradient reductions, on request the optimizer step, buffers.
+
+    `tied_groups` are groups of stages that hold copies of one parameter. The result passes `penstock.check` under every
+    transport model, whatever feasible order the schedule has.
+
+    Raises:
+        ScheduleError: if the schedule cannot run to its end, or a tied group names a stage that does not exist.
+    """
+    groups = tuple(tuple(sorted(set(group))) for group in tied_groups)
+    for group in groups:
+        if not all(0 <= stage < schedule.num_stages for stage in group):
+            raise ScheduleError(
+                f"tied group {group}: the stages are 0..{schedule.num_stages - 1}; name stages among them"
+            )
+    program = Program.from_schedule(schedule, tied_groups=groups)
+    for apply in (*MESSAGES, *REDUCTIONS, *(STEP if optimizer_step else ()), *BUFFERS):
+        program = apply(program)
+    return program
+
+
+__all__ = [
+    "add_messages",
+    "add_optimizer_step",
+    "add_reductions",
+    "assign_slots",
+    "lower",
+    "post_receives_ahead",
+]
