@@ -1,0 +1,108 @@
+"""Planning: what is wrong is said before anything runs, and a plan is proved."""
+
+import pytest
+
+from penstock.errors import ConfigError, ScheduleError
+from penstock.ir.action import parse_action
+from penstock.ir.instruction import Op
+from penstock.ir.schedule import Schedule
+from penstock.placement import Placement
+from penstock.plan import plan, prove_and_lower, resolve_schedule
+from penstock.schedules import build
+from penstock.simulate import Costs
+
+COSTS = Costs.uniform(forward=1, backward_input=1, backward_weight=1)
+BACKWARD_FIRST = Schedule.from_actions(
+    "backward first", Placement.line(1), [[parse_action("0B0"), parse_action("0F0")]], num_microbatches=1
+)
+
+
+def test_a_plan_is_a_schedule_its_program_and_what_is_predicted_of_it():
+    schedule = build("1f1b", ranks=4, microbatches=6)
+
+    planned = plan(schedule, COSTS)
+
+    assert planned.schedule is schedule
+    assert planned.timeline.program is planned.program
+    assert planned.timeline.source == "predicted"
+    assert planned.timeline.makespan_s == pytest.approx((6 + 4 - 1) * 3)
+    assert planned.timeline.peak_activations == [4, 3, 2, 1]
+
+
+def test_a_schedule_that_cannot_run_is_not_planned():
+    with pytest.raises(ScheduleError, match="0B0"):
+        plan(BACKWARD_FIRST, COSTS)
+
+
+@pytest.mark.parametrize("limit", [3, [4, 3, 2, 0]])
+def test_a_schedule_that_needs_too_much_memory_is_not_planned(limit):
+    with pytest.raises(ScheduleError):
+        plan(build("1f1b", ranks=4, microbatches=6), COSTS, memory_limit=limit)
+
+
+def test_a_schedule_within_its_memory_limit_is_planned():
+    assert plan(build("1f1b", ranks=4, microbatches=6), COSTS, memory_limit=4).timeline.peak_activations[0] == 4
+
+
+def test_tied_groups_and_the_optimizer_step_are_part_of_the_program():
+    schedule = build("gpipe", ranks=2, microbatches=2)
+
+    program = prove_and_lower(schedule, tied_groups=[(1, 0)], optimizer_step=True)
+    plain = prove_and_lower(schedule)
+
+    for rank in range(2):
+        assert [instruction.op for instruction in program[rank]][-2:] == [Op.REDUCE_TIED, Op.OPTIMIZER_STEP]
+        assert not {Op.REDUCE_TIED, Op.OPTIMIZER_STEP} & {instruction.op for instruction in plain[rank]}
+
+
+def test_a_name_is_built_for_the_ranks_that_run():
+    schedule = resolve_schedule("1f1b", ranks=3, microbatches=5, options={"warmup": "eager"})
+
+    assert schedule == build("1f1b", ranks=3, microbatches=5, warmup="eager")
+
+
+def test_a_schedule_is_taken_as_it_is():
+    schedule = build("gpipe", ranks=2, microbatches=4)
+
+    assert resolve_schedule(schedule, ranks=2, options={}) is schedule
+    assert resolve_schedule(schedule, ranks=2, microbatches=4, options={}) is schedule
+
+
+def test_a_name_without_a_number_of_microbatches_gets_8():
+    assert resolve_schedule("gpipe", ranks=2, options={}) == build("gpipe", ranks=2, microbatches=8)
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_file_is_read(tmp_path, as_text):
+    schedule = build("1f1b", ranks=2, microbatches=4)
+    file = tmp_path / "mine.csv"
+    file.write_text(schedule.to_csv())
+
+    found = resolve_schedule(str(file) if as_text else file, ranks=2, options={})
+
+    assert found == schedule
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "text"),
+    [
+        ("1f1", {}, "Did you mean '1f1b'"),
+        ("1f1b", {"warmpu": "eager"}, "Did you mean 'warmup'"),
+        (
+            build("gpipe", ranks=2, microbatches=4),
+            {},
+            r"microbatches: 2, but gpipe is for 4 microbatches; make them equal",
+        ),
+        (build("gpipe", ranks=3, microbatches=2), {}, "is for 3 ranks, but 2 run"),
+        (build("gpipe", ranks=2, microbatches=2), {"backward_order": "descending"}, "takes no options"),
+    ],
+    ids=["name", "option", "microbatches", "ranks", "option of a whole schedule"],
+)
+def test_a_wrong_schedule_is_one_clear_error(schedule, options, text):
+    with pytest.raises(ConfigError, match=text):
+        resolve_schedule(schedule, ranks=2, microbatches=2, options=options)
+
+
+def test_a_missing_file_is_one_clear_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.csv"):
+        resolve_schedule(str(tmp_path / "nowhere.csv"), ranks=2, microbatches=2, options={})
