@@ -1,0 +1,175 @@
+"""Timelines as a trace file for Perfetto or chrome://tracing, in the Trace Event Format (JSON).
+
+process: one rank         thread: computations, sends or receives of one timeline
+├── predicted             0F0 0F1 ....... 0B0        "X" slices with stage, microbatch and text
+├── predicted sends       0SEND_F0 ─────────────┐    flow arrows ("s" to "f") end at the receive
+├── predicted receives                          └─▶
+└── predicted activations                            "C" counter
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from penstock.ir.deps import predecessors
+from penstock.ir.instruction import INSTRUCTIONS, Op
+from penstock.ir.timeline import Timeline
+from penstock.show.curve import memory_curves
+
+Event = dict[str, Any]
+
+COMPUTATIONS, SENDS, RECEIVES, OTHERS = range(4)
+TRACK_NAMES = ("", " sends", " receives", " reductions and step")
+
+
+def to_trace(timelines: Mapping[str, Timeline]) -> bytes:
+    """Return the named timelines as one trace, each beginning at time 0; times in the file are microseconds.
+
+    Slices of one thread must not overlap, so messages that are under way at once get threads of their own.
+    """
+    events: list[Event] = []
+    header: list[Event] = []
+    tracks = _Tracks()
+    for name, timeline in timelines.items():
+        events += _timeline_events(name, timeline, tracks)
+    num_ranks = max((timeline.num_ranks for timeline in timelines.values()), default=0)
+    for rank in range(num_ranks):
+        header.append(_metadata("process_name", rank, {"name": f"rank {rank}"}))
+        header.append(_metadata("process_sort_index", rank, {"sort_index": rank}))
+    header += tracks.metadata()
+    events.sort(key=lambda event: float(event["ts"]))
+    return orjson.dumps({"traceEvents": header + events, "displayTimeUnit": "ms"})
+
+
+def _metadata(name: str, rank: int, args: Event, thread: int = 0) -> Event:
+    return {"name": name, "ph": "M", "pid": rank, "tid": thread, "args": args}
+
+
+class _Tracks:
+    """Numbers the threads of the trace in the order in which they are first used."""
+
+    def __init__(self) -> None:
+        self._threads: dict[tuple[int, str], int] = {}
+        self._num_threads: dict[int, int] = {}
+
+    def thread(self, rank: int, name: str) -> int:
+        if (rank, name) not in self._threads:
+            self._num_threads[rank] = self._num_threads.get(rank, 0) + 1
+            self._threads[rank, name] = self._num_threads[rank]
+        return self._threads[rank, name]
+
+    def metadata(self) -> list[Event]:
+        events = []
+        for (rank, name), thread in self._threads.items():
+            events.append(_metadata("thread_name", rank, {"name": name}, thread))
+            events.append(_metadata("thread_sort_index", rank, {"sort_index": thread}, thread))
+        return events
+
+
+def _timeline_events(name: str, timeline: Timeline, tracks: _Tracks) -> Iterator[Event]:
+    program = timeline.program
+    track_of_row = _track_of_row(program.op)
+    # Whole nanoseconds: ends and starts that are equal stay equal in the file.
+    begin_ns = np.rint(timeline.start_s * 1e9).astype(np.int64)
+    end_ns = np.rint(timeline.end_s * 1e9).astype(np.int64)
+    # A nanosecond longer than they are: an arrow belongs to a slice only where it starts or ends inside it.
+    end_ns += (track_of_row == SENDS) | (track_of_row == RECEIVES)
+    threads = np.zeros(program.num_instructions, np.int64)
+    for rank in range(program.num_ranks):
+        begin, end = int(program.offsets[rank]), int(program.offsets[rank + 1])
+        for track, suffix in enumerate(TRACK_NAMES):
+            rows = begin + np.flatnonzero(track_of_row[begin:end] == track)
+            lanes = _lanes(begin_ns[rows], end_ns[rows], may_nest=track == COMPUTATIONS)
+            for row, lane in zip(rows, lanes, strict=True):
+                lane_name = f"{name}{suffix}" + (f" {lane + 1}" if lane else "")
+                threads[row] = tracks.thread(rank, lane_name)
+    yield from _slices(name, timeline, threads, begin_ns, end_ns)
+    yield from _arrows(name, timeline, threads, begin_ns, end_ns)
+    yield from _counters(name, timeline)
+
+
+def _track_of_row(op: NDArray[Any]) -> NDArray[np.int64]:
+    track_of_op = [
+        COMPUTATIONS if code.is_compute else SENDS if code.is_send else RECEIVES if code.is_receive else OTHERS
+        for code in Op
+    ]
+    track: NDArray[np.int64] = np.array(track_of_op, np.int64)[op]
+    return track
+
+
+def _lanes(begin_ns: NDArray[np.int64], end_ns: NDArray[np.int64], *, may_nest: bool) -> list[int]:
+    """Give each interval the first lane whose last one has ended; equal ones (joined actions) may nest in one."""
+    free_ns: list[int] = []
+    last: list[tuple[int, int]] = []
+    lanes = []
+    for begin, end in zip(begin_ns, end_ns, strict=True):
+        interval = (int(begin), int(end))
+        fitting = (lane for lane, free in enumerate(free_ns) if free <= begin or (may_nest and last[lane] == interval))
+        lane = next(fitting, len(free_ns))
+        if lane == len(free_ns):
+            free_ns.append(0)
+            last.append(interval)
+        free_ns[lane], last[lane] = int(end), interval
+        lanes.append(lane)
+    return lanes
+
+
+def _slices(
+    name: str, timeline: Timeline, threads: NDArray[np.int64], begin_ns: NDArray[np.int64], end_ns: NDArray[np.int64]
+) -> Iterator[Event]:
+    program = timeline.program
+    for row, rank in enumerate(program.rank_of_row):
+        instruction = program.instruction(row)
+        args: Event = {"instruction": str(instruction), "stage": instruction.stage, "timeline": name}
+        if INSTRUCTIONS[instruction.op].names_microbatch:
+            args["microbatch"] = instruction.microbatch
+        if instruction.slice:
+            args["slice"] = instruction.slice
+        yield {
+            "name": str(instruction),
+            "cat": instruction.op.name.lower(),
+            "ph": "X",
+            "pid": int(rank),
+            "tid": int(threads[row]),
+            "ts": int(begin_ns[row]) / 1e3,
+            "dur": int(end_ns[row] - begin_ns[row]) / 1e3,
+            "args": args,
+        }
+
+
+def _arrows(
+    name: str, timeline: Timeline, threads: NDArray[np.int64], begin_ns: NDArray[np.int64], end_ns: NDArray[np.int64]
+) -> Iterator[Event]:
+    """From the start of each send to the end of its receive; none where clocks disagree and it would point backward."""
+    program = timeline.program
+    rank_of_row = program.rank_of_row
+    receives = np.flatnonzero(_track_of_row(program.op) == RECEIVES)
+    sends = predecessors(program)[receives, 0]
+    for receive, send in zip(receives, sends, strict=True):
+        arrival_ns = int(end_ns[receive]) - 1
+        if send < 0 or arrival_ns < begin_ns[send]:
+            continue
+        arrow = {"name": "message", "cat": "message", "id": f"{name} {program.instruction(int(send))}"}
+        yield arrow | {
+            "ph": "s", "pid": int(rank_of_row[send]), "tid": int(threads[send]), "ts": int(begin_ns[send]) / 1e3,
+        }  # fmt: skip
+        yield arrow | {
+            "ph": "f", "bp": "e", "pid": int(rank_of_row[receive]), "tid": int(threads[receive]),
+            "ts": arrival_ns / 1e3,
+        }  # fmt: skip
+
+
+def _counters(name: str, timeline: Timeline) -> Iterator[Event]:
+    for rank, curve in enumerate(memory_curves(timeline, in_bytes=False)):
+        for time_s, alive in zip(curve.time_s, curve.alive, strict=True):
+            yield {
+                "name": f"{name} activations",
+                "ph": "C",
+                "pid": rank,
+                "tid": 0,
+                "ts": round(float(time_s) * 1e9) / 1e3,
+                "args": {"activations": int(alive)},
+            }

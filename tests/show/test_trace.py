@@ -1,0 +1,90 @@
+"""The trace file, by the rules of the Trace Event Format."""
+
+import json
+from collections import Counter, defaultdict
+
+import pytest
+
+from penstock.show.trace import to_trace
+from tests.show.timelines import timeline_of
+
+PREDICTED, MEASURED = timeline_of(3, 5), timeline_of(3, 5, "gpipe")
+
+
+@pytest.fixture(scope="module")
+def events():
+    return json.loads(to_trace({"predicted": PREDICTED, "measured": MEASURED}))["traceEvents"]
+
+
+def of_phase(events, phase):
+    return [event for event in events if event["ph"] == phase]
+
+
+def test_ranks_are_processes_with_names(events):
+    names = {e["pid"]: e["args"]["name"] for e in of_phase(events, "M") if e["name"] == "process_name"}
+
+    assert names == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
+
+
+def test_every_row_is_one_slice_on_its_rank(events):
+    found = Counter((e["args"]["timeline"], e["pid"], e["name"]) for e in of_phase(events, "X"))
+
+    expected = Counter(
+        (name, rank, str(instruction))
+        for name, timeline in (("predicted", PREDICTED), ("measured", MEASURED))
+        for rank in range(3)
+        for instruction in timeline.program[rank]
+    )
+    assert found == expected
+
+
+def test_times_are_microseconds(events):
+    slices = {(e["args"]["timeline"], e["name"]): e for e in of_phase(events, "X")}
+
+    assert slices["predicted", "0B0"]["dur"] == pytest.approx(20_000)
+    assert slices["predicted", "1F0"]["ts"] == pytest.approx(11_000)
+
+
+def test_arguments_say_what_a_slice_is(events):
+    (event,) = [e for e in of_phase(events, "X") if e["name"] == "1SEND_F3" and e["args"]["timeline"] == "measured"]
+
+    assert event["args"] == {"instruction": "1SEND_F3", "stage": 1, "timeline": "measured", "microbatch": 3}
+
+
+def test_an_arrow_leads_from_each_send_to_its_receive(events):
+    starts = {e["id"]: e for e in of_phase(events, "s")}
+    ends = {e["id"]: e for e in of_phase(events, "f")}
+
+    num_sends = sum("SEND" in e["name"] for e in of_phase(events, "X"))
+    assert starts.keys() == ends.keys()
+    assert len(starts) == num_sends == 2 * 20
+    for key, start in starts.items():
+        assert ends[key]["ts"] >= start["ts"]
+        assert ends[key]["pid"] != start["pid"]
+
+
+def test_an_arrow_begins_and_ends_inside_a_slice_of_its_thread(events):
+    slices = defaultdict(list)
+    for event in of_phase(events, "X"):
+        slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+
+    for arrow in of_phase(events, "s") + of_phase(events, "f"):
+        assert any(begin <= arrow["ts"] <= end for begin, end in slices[arrow["pid"], arrow["tid"]])
+
+
+def test_slices_of_one_thread_never_overlap_and_times_never_fall(events):
+    ends = defaultdict(float)
+    for event in of_phase(events, "X"):
+        thread = event["pid"], event["tid"]
+        assert event["ts"] >= ends[thread] - 1e-6
+        ends[thread] = event["ts"] + event["dur"]
+    times = [event["ts"] for event in events if event["ph"] != "M"]
+    assert times == sorted(times)
+
+
+def test_counters_rise_to_the_peak_and_end_at_zero(events):
+    counters = [e for e in of_phase(events, "C") if e["name"] == "predicted activations" and e["pid"] == 0]
+
+    values = [e["args"]["activations"] for e in counters]
+    assert max(values) == PREDICTED.peak_activations[0]
+    assert values[-1] == 0
