@@ -1,0 +1,255 @@
+"""A Llama-style decoder language model as a list of layers: `embedding`, `blocks.0`, ..., `norm`, `head`.
+
+Norm and head are layers of their own, so that the names of all parameters stay the same whatever the split. Blocks are
+pre-norm: RMSNorm, grouped-query attention with rotary embedding, RMSNorm, SwiGLU.
+
+Shapes: seq is tokens per sequence; heads are `num_heads` for queries and `num_key_value_heads` for keys and values.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError, PenstockError, nearest
+from penstock.models.layer import LayerSpec
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+IGNORED_TARGET = -100
+INITIAL_DEVIATION = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """The decoder's shape.
+
+    Raises:
+        ConfigError: a size below 1, heads that do not divide what they must, or an unknown dtype.
+    """
+
+    vocabulary: int
+    width: int
+    """Features per token between the blocks."""
+    num_layers: int
+    """Blocks."""
+    num_heads: int
+    num_key_value_heads: int
+    hidden: int
+    """Features inside the feed-forward part."""
+    max_length: int
+    """Longest sequence, in tokens."""
+    rope_base: float = 10000.0
+    norm_epsilon: float = 1e-5
+    seed: int = 0
+    dtype: str = "float32"
+    tied_head: bool = False
+    """Whether the head shares the embedding's weight."""
+
+    def __post_init__(self) -> None:
+        for key in ("vocabulary", "width", "num_layers", "num_heads", "num_key_value_heads", "hidden", "max_length"):
+            _check_count(key, getattr(self, key))
+        for key in ("rope_base", "norm_epsilon"):
+            _check_positive(key, getattr(self, key))
+        if self.width % self.num_heads:
+            raise ConfigError(f"{self.num_heads} heads do not divide width = {self.width}", key="num_heads")
+        if self.head_width % 2:
+            raise ConfigError(
+                f"width / num_heads = {self.head_width} must be even, because rotary embedding turns pairs of features",
+                key="num_heads",
+            )
+        if self.num_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"{self.num_key_value_heads} does not divide num_heads = {self.num_heads}", key="num_key_value_heads"
+            )
+        if self.dtype not in DTYPES:
+            raise ConfigError(
+                f"{self.dtype!r} is not one of {', '.join(DTYPES)}.{nearest(self.dtype, DTYPES)}", key="dtype"
+            )
+
+    @property
+    def head_width(self) -> int:
+        """Features per attention head."""
+        return self.width // self.num_heads
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+
+def _check_count(key: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{value} is out of range; expected a whole number, 1 or larger", key=key)
+
+
+def _check_positive(key: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{value} is out of range; expected a finite number larger than 0", key=key)
+
+
+def decoder_layers(config: DecoderConfig) -> list[LayerSpec]:
+    """Describe the decoder's layers; tokens [batch, seq] go in, logits [batch, seq, vocabulary] come out.
+
+    Weights are the operations of a forward per token, relative to one block.
+    """
+    block = _block_operations(config)
+
+    def layer(name: str, build: Callable[[], nn.Module], operations: float) -> LayerSpec:
+        tied = (("weight", "embedding.weight"),) if name == "head" and config.tied_head else ()
+        return LayerSpec(name, build, config.seed, operations / block, tied)
+
+    blocks = [layer(f"blocks.{index}", partial(Block, config), block) for index in range(config.num_layers)]
+    return [
+        layer("embedding", partial(Embedding, config), 0.0),  # a look-up
+        *blocks,
+        layer("norm", partial(_build_norm, config), 4.0 * config.width),
+        layer("head", partial(_build_head, config), 2.0 * config.width * config.vocabulary),
+    ]
+
+
+def cross_entropy_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the mean over all tokens whose target is not -100, in nats, in float32 or better; 0 where none is left.
+
+    `logits` is [..., vocabulary], `target` [...] of int64.
+
+    Raises:
+        PenstockError: the shapes do not fit.
+    """
+    if logits.shape[:-1] != target.shape:
+        raise PenstockError(
+            f"logits of shape {tuple(logits.shape)} need a target of shape {tuple(logits.shape[:-1])}, "
+            f"but it has {tuple(target.shape)}"
+        )
+    scores = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))  # [tokens, vocabulary]
+    total = F.cross_entropy(scores, target.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
+    return total / (target != IGNORED_TARGET).sum().clamp(min=1)
+
+
+def count_target_tokens(target: Tensor) -> int:
+    """Return how many tokens `cross_entropy_loss` is the mean of: its `count` for token-weighted microbatches."""
+    return int((target != IGNORED_TARGET).sum())
+
+
+class Embedding(nn.Embedding):
+    """Token ids [batch, seq] of int64 to features [batch, seq, width]."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config.vocabulary, config.width, dtype=config.torch_dtype)
+        nn.init.normal_(self.weight, std=INITIAL_DEVIATION)
+        self.max_length = config.max_length
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [batch, seq]
+        if tokens.shape[-1] > self.max_length:
+            raise PenstockError(
+                f"the sequences have {tokens.shape[-1]} tokens, but the model's max_length is {self.max_length}; "
+                "shorten them or build the model with a larger max_length"
+            )
+        return F.embedding(tokens, self.weight)
+
+
+class Block(nn.Module):
+    """One decoder block, [batch, seq, width] to the same."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.attention_norm = _build_norm(config)
+        self.attention = Attention(config)
+        self.feed_forward_norm = _build_norm(config)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, features: Tensor) -> Tensor:  # [batch, seq, width]
+        attended: Tensor = features + self.attention(self.attention_norm(features))
+        result: Tensor = attended + self.feed_forward(self.feed_forward_norm(attended))
+        return result
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention: query head h reads key-value head h // (num_heads / num_key_value_heads)."""
+
+    cosine: Tensor
+    sine: Tensor
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.head_width = config.head_width
+        self.shares_keys = config.num_key_value_heads < config.num_heads
+        key_value_width = config.num_key_value_heads * config.head_width
+        self.query = _linear(config, config.width, config.width)
+        self.key = _linear(config, config.width, key_value_width)
+        self.value = _linear(config, config.width, key_value_width)
+        self.output = _linear(config, config.width, config.width, deviation=_residual_deviation(config))
+        cosine, sine = _rotary_tables(config)
+        self.register_buffer("cosine", cosine, persistent=False)
+        self.register_buffer("sine", sine, persistent=False)
+
+    def forward(self, features: Tensor) -> Tensor:  # [batch, seq, width]
+        query = self._rotate(self._heads(self.query(features)))
+        key = self._rotate(self._heads(self.key(features)))
+        value = self._heads(self.value(features))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.shares_keys)
+        result: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return result
+
+    def _heads(self, features: Tensor) -> Tensor:  # [batch, seq, heads * head_width] -> [batch, heads, seq, head_width]
+        return features.reshape(*features.shape[:2], -1, self.head_width).transpose(1, 2)
+
+    def _rotate(self, heads: Tensor) -> Tensor:
+        """Turn the pair (feature i, feature i + head_width / 2) by an angle that grows with the position."""
+        length = heads.shape[2]
+        cosine, sine = self.cosine[:length], self.sine[:length]
+        first, second = heads.tensor_split(2, dim=-1)
+        turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+        return turned.to(heads.dtype)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)) over [batch, seq, width]."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate = _linear(config, config.width, config.hidden)
+        self.up = _linear(config, config.width, config.hidden)
+        self.down = _linear(config, config.hidden, config.width, deviation=_residual_deviation(config))
+
+    def forward(self, features: Tensor) -> Tensor:  # [batch, seq, width]
+        result: Tensor = self.down(F.silu(self.gate(features)) * self.up(features))
+        return result
+
+
+def _build_norm(config: DecoderConfig) -> nn.RMSNorm:
+    return nn.RMSNorm(config.width, eps=config.norm_epsilon, dtype=config.torch_dtype)
+
+
+def _build_head(config: DecoderConfig) -> nn.Linear:
+    return _linear(config, config.width, config.vocabulary)
+
+
+def _linear(config: DecoderConfig, num_in: int, num_out: int, *, deviation: float = INITIAL_DEVIATION) -> nn.Linear:
+    linear = nn.Linear(num_in, num_out, bias=False, dtype=config.torch_dtype)
+    nn.init.normal_(linear.weight, std=deviation)
+    return linear
+
+
+def _residual_deviation(config: DecoderConfig) -> float:
+    # each block adds to the residual stream twice; so the sum of all has the spread of one
+    return INITIAL_DEVIATION / math.sqrt(2 * config.num_layers)
+
+
+def _rotary_tables(config: DecoderConfig) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [max_length, head_width / 2], in float32 at least: bfloat16 cannot count positions."""
+    half = config.head_width // 2
+    frequencies = torch.pow(config.rope_base, -torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.outer(torch.arange(config.max_length, dtype=torch.float64), frequencies)
+    dtype = torch.promote_types(config.torch_dtype, torch.float32)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _block_operations(config: DecoderConfig) -> float:
+    """Count multiplications and additions of a block's forward per token, at sequences of full length."""
+    key_value_width = config.num_key_value_heads * config.head_width
+    products = config.width * (2 * config.width + 2 * key_value_width + 3 * config.hidden)
+    causal_attention = config.max_length * config.width  # scores and mixing, over half the positions on average
+    return 2.0 * (products + causal_attention)

@@ -1,0 +1,86 @@
+"""`LayerSpec`: a layer that is not there yet, and makes itself the same on whatever rank it is asked to."""
+
+import hashlib
+import math
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError
+
+# Modules draw their first values from torch's one generator per process, so ranks that are threads take turns.
+# Re-entrant, because a layer may build another.
+_GENERATOR_TURN = threading.RLock()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer of a model: calling it allocates and initializes the module, on the CPU.
+
+    The first values depend on `seed` and `name` alone: not on the split, nor on what else was built or drawn before.
+
+    Raises:
+        ConfigError: no name, or a weight that is not a finite number of 0 or more; when called, a tied name that is
+            not a parameter of the module.
+    """
+
+    name: str
+    """Prefix of the layer's parameter names in the unsplit model, as in `blocks.3`."""
+    build: Callable[[], nn.Module]
+    seed: int = 0
+    weight: float = 1.0
+    """Compute of a forward relative to the other layers, for the split into stages."""
+    tied: tuple[tuple[str, str], ...] = ()
+    """Pairs (own parameter, full name of another layer's parameter) that must hold the same values.
+
+    A built layer still has a parameter of its own there; who places the layers shares it or copies the other's values.
+    """
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("a layer has no name; give the prefix of its parameters, as in 'blocks.3'", key="name")
+        if not (math.isfinite(self.weight) and self.weight >= 0):
+            raise ConfigError(
+                f"layer {self.name!r} weighs {self.weight}; expected a finite number, 0 or larger", key="weight"
+            )
+
+    def __call__(self) -> nn.Module:
+        module = _build(self, "cpu")
+        known = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        for own, other in self.tied:
+            if own not in known:
+                raise ConfigError(
+                    f"layer {self.name!r} ties {own!r} to {other!r}, but its parameters are {known}; use one of these",
+                    key="tied",
+                )
+        return module
+
+
+def count_parameters(layers: Iterable[LayerSpec]) -> int:
+    """Return the number of trained scalars, a tied one once; builds on the meta device, so nothing is allocated."""
+    layers = list(layers)
+    sizes = {
+        f"{layer.name}.{name}": parameter.numel()
+        for layer in layers
+        for name, parameter in _build(layer, "meta").named_parameters()
+    }
+    for layer in layers:
+        for own, other in layer.tied:
+            if other in sizes:
+                sizes.pop(f"{layer.name}.{own}", None)
+    return sum(sizes.values())
+
+
+def _build(layer: LayerSpec, device: str) -> nn.Module:
+    """Build with a generator state of the layer's own, and leave the global one as it was."""
+    with _GENERATOR_TURN, torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.default_generator.manual_seed(_generator_seed(layer))
+        return layer.build()
+
+
+def _generator_seed(layer: LayerSpec) -> int:
+    digest = hashlib.sha256(f"{layer.seed}:{layer.name}".encode()).digest()  # hash() differs between processes
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,0 +1,97 @@
+"""Which layers make up which stage: even, by weight, or as given; and the table that shows it."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from penstock.errors import PartitionError
+from penstock.partition.balance import balance
+
+
+def split_layers(
+    num_layers: int,
+    num_stages: int,
+    *,
+    weights: Sequence[float] | None = None,
+    split: Sequence[int] | None = None,
+) -> tuple[range, ...]:
+    """Return the layers of each stage, as consecutive ranges that cover all layers; no stage is empty.
+
+    `split` gives the number of layers per stage and wins over `weights`; without both, the counts differ by at most 1
+    and the first stages get more.
+
+    Raises:
+        PartitionError: more stages than layers, or a `split` or `weights` that does not fit.
+    """
+    if num_stages < 1:
+        raise PartitionError(f"{num_stages} stages were asked for; expected 1 or more")
+    if num_stages > num_layers:
+        raise PartitionError(
+            f"the schedule has {num_stages} stages, but the model has only {num_layers} layers and every stage needs "
+            f"one; use at most {num_layers} stages (fewer ranks or stages per rank) or more layers"
+        )
+    if split is not None:
+        _check_split(split, num_layers, num_stages)
+        return _ranges(split)
+    if weights is None:
+        weights = [1.0] * num_layers
+    if len(weights) != num_layers:
+        raise PartitionError(f"{len(weights)} weights were given for {num_layers} layers; give one for each layer")
+    return _ranges(balance(weights, num_stages))
+
+
+def describe_split(
+    stages: Sequence[range],
+    names: Sequence[str],
+    weights: Sequence[float],
+    num_parameters: Sequence[int] | None = None,
+) -> str:
+    """Draw a split as a text table: per stage its layers, its share of the weight, and its parameters where given.
+
+    `names`, `weights` and `num_parameters` have one entry per layer.
+    """
+    total = sum(weights) or 1.0
+    shares = [sum(weights[layer] for layer in stage) / total for stage in stages]
+    rows = [["stage", "layers", "weight", "parameters", "names"]]
+    for index, (stage, share) in enumerate(zip(stages, shares, strict=True)):
+        parameters = "" if num_parameters is None else f"{sum(num_parameters[layer] for layer in stage):,}"
+        rows.append([str(index), str(len(stage)), f"{share:.1%}", parameters, _first_to_last(names, stage)])
+    if num_parameters is None:
+        rows = [[*row[:3], row[4]] for row in rows]
+    heaviest = max(range(len(shares)), key=lambda stage: shares[stage])
+    ratio = shares[heaviest] * len(shares)
+    return f"{_aligned(rows)}\nheaviest: stage {heaviest}, {ratio:.2f} times the mean\n"
+
+
+def _check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None:
+    given = list(split)
+    if len(given) != num_stages:
+        raise PartitionError(
+            f"split {given} names {len(given)} stages, but the schedule has {num_stages}; give {num_stages} numbers"
+        )
+    for stage, count in enumerate(given):
+        if count < 1:
+            raise PartitionError(f"split {given} gives stage {stage} {count} layers; every stage needs at least 1")
+    if sum(given) != num_layers:
+        raise PartitionError(
+            f"split {given} adds up to {sum(given)} layers, but the model has {num_layers}; "
+            f"change the numbers by {num_layers - sum(given):+d} in all"
+        )
+
+
+def _ranges(sizes: Sequence[int]) -> tuple[range, ...]:
+    return tuple(range(start, end) for start, end in pairwise(accumulate(sizes, initial=0)))
+
+
+def _first_to_last(names: Sequence[str], stage: range) -> str:
+    first, last = names[stage[0]], names[stage[-1]]
+    return first if len(stage) == 1 else f"{first} .. {last}"
+
+
+def _aligned(rows: list[list[str]]) -> str:
+    """Set numbers flush right; the last column, the names, flush left."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        numbers = [cell.rjust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
+        lines.append("  ".join([*numbers, row[-1]]))
+    return "\n".join(lines)

@@ -1,0 +1,308 @@
+"""The decoder against plain formulas, and its parameters: names, first values, number."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.models.decoder import (
+    Block,
+    DecoderConfig,
+    count_target_tokens,
+    cross_entropy_loss,
+    decoder_layers,
+)
+from penstock.models.layer import count_parameters
+
+SMALL = DecoderConfig(
+    vocabulary=11,
+    width=16,
+    num_layers=2,
+    num_heads=4,
+    num_key_value_heads=2,
+    hidden=24,
+    max_length=8,
+    dtype="float64",
+)
+
+
+def build(config):
+    return {spec.name: spec() for spec in decoder_layers(config)}
+
+
+def run(layers, tokens):
+    return nn.Sequential(*layers.values())(tokens)
+
+
+def some_tokens(batch=2, length=8):
+    return torch.randint(SMALL.vocabulary, (batch, length))
+
+
+def plain_rms_norm(module, x):
+    return x / (x.pow(2).mean(-1, keepdim=True) + SMALL.norm_epsilon).sqrt() * module.weight
+
+
+def plain_rotation(x):
+    """Turn one head's features [seq, head_width] as complex numbers."""
+    half = x.shape[1] // 2
+    turns = torch.tensor([[p * SMALL.rope_base ** (-i / half) for i in range(half)] for p in range(len(x))])
+    turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(turns), turns)
+    return torch.cat([turned.real, turned.imag], dim=1)
+
+
+def plain_attention(module, x):
+    """Attend head by head over x [seq, width]."""
+    width = SMALL.head_width
+    q, k, v = x @ module.query.weight.T, x @ module.key.weight.T, x @ module.value.weight.T
+    mixed = []
+    for head in range(SMALL.num_heads):
+        shared = head // (SMALL.num_heads // SMALL.num_key_value_heads)
+        own, other = slice(head * width, (head + 1) * width), slice(shared * width, (shared + 1) * width)
+        scores = plain_rotation(q[:, own]) @ plain_rotation(k[:, other]).T / math.sqrt(width)
+        future = torch.ones_like(scores).triu(1).bool()
+        mixed.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[:, other])
+    return torch.cat(mixed, dim=1) @ module.output.weight.T
+
+
+def plain_block(module, x):
+    x = x + plain_attention(module.attention, plain_rms_norm(module.attention_norm, x))
+    normed = plain_rms_norm(module.feed_forward_norm, x)
+    feed = module.feed_forward
+    gate = normed @ feed.gate.weight.T
+    return x + (gate * gate.sigmoid() * (normed @ feed.up.weight.T)) @ feed.down.weight.T
+
+
+@pytest.mark.parametrize("num_key_value_heads", [1, 2, 4])
+def test_a_block_follows_the_formulas(num_key_value_heads, monkeypatch):
+    config = replace(SMALL, num_key_value_heads=num_key_value_heads)
+    monkeypatch.setitem(globals(), "SMALL", config)
+    torch.set_default_dtype(torch.float64)
+    try:
+        block = Block(config)
+        for parameter in block.parameters():
+            nn.init.normal_(parameter)
+        features = torch.randn(3, 8, config.width)
+
+        expected = torch.stack([plain_block(block, sample) for sample in features])
+
+        torch.testing.assert_close(block(features), expected, rtol=1e-11, atol=1e-11)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_tokens_become_logits():
+    logits = run(build(SMALL), some_tokens())
+
+    assert logits.shape == (2, 8, SMALL.vocabulary)
+    assert logits.dtype == torch.float64
+
+
+def test_the_head_sees_normed_features():
+    layers = build(SMALL)
+    tokens = some_tokens()
+    features = layers["blocks.1"](layers["blocks.0"](layers["embedding"].weight[tokens]))
+
+    expected = plain_rms_norm(layers["norm"], features) @ layers["head"].weight.T
+
+    torch.testing.assert_close(run(layers, tokens), expected)
+
+
+def test_a_token_does_not_see_later_ones():
+    layers = build(SMALL)
+    tokens = some_tokens()
+    changed = tokens.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % SMALL.vocabulary
+
+    before, after = run(layers, tokens), run(layers, changed)
+
+    torch.testing.assert_close(before[:, :5], after[:, :5])
+    assert not torch.allclose(before[:, 5:], after[:, 5:])
+
+
+def test_parameter_names_are_those_of_the_unsplit_model():
+    names = [f"{prefix}.{name}" for prefix, module in build(SMALL).items() for name in module.state_dict()]
+
+    block = [
+        "attention_norm.weight",
+        *(f"attention.{name}.weight" for name in ("query", "key", "value", "output")),
+        "feed_forward_norm.weight",
+        *(f"feed_forward.{name}.weight" for name in ("gate", "up", "down")),
+    ]
+    blocks = [f"blocks.{index}.{name}" for index in range(2) for name in block]
+    assert names == ["embedding.weight", *blocks, "norm.weight", "head.weight"]
+
+
+@pytest.mark.slow
+def test_the_number_of_parameters_is_known_without_allocating():
+    published = DecoderConfig(
+        vocabulary=128256,
+        width=8192,
+        num_layers=80,
+        num_heads=64,
+        num_key_value_heads=8,
+        hidden=28672,
+        max_length=8192,
+        dtype="bfloat16",
+    )
+    one_layer = count_parameters(decoder_layers(replace(published, num_layers=1)))
+    per_block = count_parameters(decoder_layers(replace(published, num_layers=2))) - one_layer
+
+    assert one_layer + 79 * per_block == 70_553_706_496  # Llama 3 70B
+
+
+@pytest.mark.parametrize("tied_head", [False, True])
+def test_the_counted_parameters_are_the_built_ones(tied_head):
+    specs = decoder_layers(replace(SMALL, tied_head=tied_head))
+    built = sum(parameter.numel() for spec in specs for parameter in spec().parameters())
+
+    assert count_parameters(specs) == built - tied_head * SMALL.vocabulary * SMALL.width
+
+
+def test_weights_start_small_and_those_that_add_to_the_residual_smaller():
+    wide = replace(SMALL, width=256, hidden=256, num_layers=8)
+    deviations = {name: parameter.std().item() for name, parameter in decoder_layers(wide)[1]().named_parameters()}
+
+    for name in ("attention.query", "attention.key", "attention.value", "feed_forward.gate", "feed_forward.up"):
+        assert deviations[f"{name}.weight"] == pytest.approx(0.02, rel=0.03)
+    for name in ("attention.output", "feed_forward.down"):
+        assert deviations[f"{name}.weight"] == pytest.approx(0.02 / 4, rel=0.03)
+
+
+def test_a_new_model_guesses_evenly():
+    logits = run(build(SMALL), some_tokens())
+
+    loss = cross_entropy_loss(logits, some_tokens()).item()
+
+    assert loss == pytest.approx(math.log(SMALL.vocabulary), abs=0.02)
+
+
+@pytest.mark.parametrize(("dtype", "table"), [("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")])
+def test_parameters_have_the_asked_type_and_positions_stay_exact(dtype, table):
+    layers = build(replace(SMALL, dtype=dtype))
+    logits = run(layers, some_tokens())
+
+    assert {parameter.dtype for layer in layers.values() for parameter in layer.parameters()} == {logits.dtype}
+    assert str(logits.dtype) == f"torch.{dtype}"
+    assert {str(buffer.dtype) for buffer in layers["blocks.0"].buffers()} == {f"torch.{table}"}
+
+
+def test_a_tied_head_names_the_embedding_and_can_share_it():
+    specs = decoder_layers(replace(SMALL, tied_head=True))
+    layers = {spec.name: spec() for spec in specs}
+    assert [spec.tied for spec in specs if spec.tied] == [(("weight", "embedding.weight"),)]
+    layers["head"].weight = layers["embedding"].weight
+    tokens = some_tokens()
+
+    run(layers, tokens).square().sum().backward()
+
+    alone = build(SMALL)
+    alone["head"].weight = nn.Parameter(alone["embedding"].weight.detach().clone())
+    run(alone, tokens).square().sum().backward()
+    torch.testing.assert_close(layers["head"].weight.grad, alone["head"].weight.grad + alone["embedding"].weight.grad)
+
+
+def test_an_untied_head_is_tied_to_nothing():
+    assert [spec.tied for spec in decoder_layers(SMALL)] == [()] * 5
+
+
+def test_layer_weights_are_relative_to_a_block():
+    weights = {spec.name: spec.weight for spec in decoder_layers(SMALL)}
+    # multiply-adds: query and output, keys and values, feed-forward; attention over 8 positions, half of them masked
+    block = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24 + 8 * 16
+
+    assert weights["blocks.0"] == weights["blocks.1"] == 1
+    assert weights["head"] == pytest.approx(16 * 11 / block)
+    assert weights["embedding"] == 0
+    assert 0 < weights["norm"] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 5}, "num_heads: 5 heads do not divide width = 16"),
+        ({"num_heads": 16, "num_key_value_heads": 16}, r"num_heads: width / num_heads = 1 must be even"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_heads = 4"),
+        ({"vocabulary": 0}, "vocabulary: 0 is out of range"),
+        ({"num_layers": -1}, "num_layers: -1 is out of range"),
+        ({"width": 16.0}, r"width: 16.0 is out of range; expected a whole number"),
+        ({"norm_epsilon": float("nan")}, "norm_epsilon: nan is out of range"),
+        ({"dtype": "float46"}, r"dtype: 'float46' is not one of .* Did you mean 'float64'"),
+    ],
+)
+def test_a_shape_that_cannot_be_built_is_refused(change, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        replace(SMALL, **change)
+
+
+def test_a_sequence_longer_than_the_tables_is_refused():
+    with pytest.raises(PenstockError, match="have 9 tokens, but the model's max_length is 8"):
+        run(build(SMALL), some_tokens(length=9))
+
+
+def test_the_loss_is_the_mean_over_the_counted_tokens():
+    logits = torch.randn(2, 3, 5)
+    target = torch.tensor([[1, -100, 4], [-100, -100, 0]])
+
+    loss = cross_entropy_loss(logits, target)
+
+    picked = [logits[0, 0].log_softmax(0)[1], logits[0, 2].log_softmax(0)[4], logits[1, 2].log_softmax(0)[0]]
+    torch.testing.assert_close(loss, -sum(picked) / 3)
+    assert count_target_tokens(target) == 3
+
+
+def test_weighted_by_tokens_the_losses_of_parts_give_that_of_the_whole():
+    logits = torch.randn(3, 4, 5, dtype=torch.float64)
+    target = torch.randint(5, (3, 4))
+    target[0, 1:] = -100
+
+    rows = [slice(0, 1), slice(1, 3)]
+
+    losses = [cross_entropy_loss(logits[row], target[row]) for row in rows]
+
+    counts = [count_target_tokens(target[row]) for row in rows]
+    whole = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / count_target_tokens(target)
+    torch.testing.assert_close(cross_entropy_loss(logits, target), whole)
+
+
+def test_without_counted_tokens_loss_and_gradient_are_zero():
+    logits = torch.randn(2, 3, 5, requires_grad=True)
+    target = torch.full((2, 3), -100)
+
+    loss = cross_entropy_loss(logits, target)
+    loss.backward()
+
+    assert loss.item() == 0
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+    assert count_target_tokens(target) == 0
+
+
+def test_half_precision_logits_give_a_float32_loss():
+    logits, target = torch.randn(2, 3, 5).bfloat16(), torch.randint(5, (2, 3))
+
+    loss = cross_entropy_loss(logits, target)
+
+    torch.testing.assert_close(loss, F.cross_entropy(logits.float().flatten(0, 1), target.flatten()))
+
+
+def test_a_target_of_another_shape_is_refused():
+    with pytest.raises(PenstockError, match=r"need a target of shape \(2, 3\), but it has \(3, 2\)"):
+        cross_entropy_loss(torch.randn(2, 3, 5), torch.zeros(3, 2, dtype=torch.int64))
+
+
+@pytest.mark.slow
+def test_it_learns_a_repeating_text():
+    layers = build(replace(SMALL, dtype="float32"))
+    tokens = torch.arange(9).repeat(4, 1)
+    optimizer = torch.optim.AdamW([p for layer in layers.values() for p in layer.parameters()], lr=1e-2)
+
+    for _ in range(60):
+        loss = cross_entropy_loss(run(layers, tokens[:, :-1]), tokens[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    assert loss.item() < 0.1

@@ -1,0 +1,92 @@
+"""Stages take consecutive layers, even, by weight or as given, and a wrong split says what is wrong."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import PartitionError
+from penstock.partition.split import describe_split, split_layers
+
+
+def sizes(stages):
+    return [len(stage) for stage in stages]
+
+
+@given(num_layers=st.integers(1, 96), num_stages=st.integers(1, 96))
+def test_an_even_split_covers_all_layers_in_order(num_layers, num_stages):
+    num_stages = min(num_stages, num_layers)
+
+    stages = split_layers(num_layers, num_stages)
+
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+    assert len(stages) == num_stages
+    assert max(sizes(stages)) - min(sizes(stages)) <= 1
+
+
+@pytest.mark.parametrize(("num_layers", "num_stages"), [(32, 4), (80, 8), (12, 3), (5, 1)])
+def test_layers_that_divide_are_divided(num_layers, num_stages):
+    assert sizes(split_layers(num_layers, num_stages)) == [num_layers // num_stages] * num_stages
+
+
+def test_weights_shift_the_split():
+    assert split_layers(4, 2, weights=[3, 1, 1, 1]) == (range(0, 1), range(1, 4))
+
+
+def test_a_given_split_is_taken_as_it_is():
+    assert split_layers(6, 3, split=[1, 4, 1], weights=[1] * 6) == (range(0, 1), range(1, 5), range(5, 6))
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(PartitionError, match=r"8 stages, but the model has only 6 layers .* at most 6 stages"):
+        split_layers(6, 8)
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ([3, 3], r"split \[3, 3\] names 2 stages, but the schedule has 3; give 3 numbers"),
+        ([3, 0, 3], r"split \[3, 0, 3\] gives stage 1 0 layers; every stage needs at least 1"),
+        ([3, 4, -1], r"split \[3, 4, -1\] gives stage 2 -1 layers"),
+        ([2, 2, 1], r"adds up to 5 layers, but the model has 6; change the numbers by \+1 in all"),
+        ([3, 3, 1], r"adds up to 7 layers, but the model has 6; change the numbers by -1 in all"),
+    ],
+)
+def test_a_split_that_does_not_fit_is_refused(split, message):
+    with pytest.raises(PartitionError, match=message):
+        split_layers(6, 3, split=split)
+
+
+def test_weights_must_be_given_for_every_layer():
+    with pytest.raises(PartitionError, match="2 weights were given for 3 layers"):
+        split_layers(3, 2, weights=[1, 1])
+
+
+def test_less_than_one_stage_is_refused():
+    with pytest.raises(PartitionError, match="0 stages"):
+        split_layers(3, 0)
+
+
+NAMES = ["embedding", "blocks.0", "blocks.1", "norm", "head"]
+
+
+def test_a_split_is_drawn_with_shares_and_names():
+    stages = split_layers(5, 3, split=[2, 2, 1])
+
+    assert describe_split(stages, NAMES, [0, 1, 1, 0, 2]) == (
+        "stage  layers  weight  names\n"
+        "    0       2   25.0%  embedding .. blocks.0\n"
+        "    1       2   25.0%  blocks.1 .. norm\n"
+        "    2       1   50.0%  head\n"
+        "heaviest: stage 2, 1.50 times the mean\n"
+    )
+
+
+def test_parameters_are_drawn_where_they_are_given():
+    stages = split_layers(5, 2, split=[3, 2])
+
+    assert describe_split(stages, NAMES, [0, 1, 1, 0, 2], [1000, 10, 10, 4, 2000]) == (
+        "stage  layers  weight  parameters  names\n"
+        "    0       3   50.0%       1,020  embedding .. blocks.1\n"
+        "    1       2   50.0%       2,004  norm .. head\n"
+        "heaviest: stage 0, 1.00 times the mean\n"
+    )
