@@ -1,0 +1,64 @@
+"""Pipeline-parallel training for PyTorch in which the schedule is data.
+
+    schedule = ps.build("1f1b", ranks=4, microbatches=8)      what every rank does, in order
+    ps.check(schedule)                                        proved before it runs
+    program = ps.lower(schedule)                              with messages, reductions and buffers
+    timeline = ps.simulate(program, ps.Costs.uniform())       predicted
+    pipeline = ps.Pipeline(layers, schedule, loss=loss)       executed unchanged, on 1 process or many
+
+Names that need torch load on first use, so that planning starts without it.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from penstock.check import check
+from penstock.errors import ConfigError, FormatError, PenstockError, PipelineError, ScheduleError
+from penstock.ir.action import Action, Kind
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.ir.timeline import Timeline
+from penstock.lower import lower
+from penstock.placement import Placement
+from penstock.plan import plan
+from penstock.schedules import build
+from penstock.simulate import Costs, simulate
+from penstock.version import VERSION
+
+__version__ = VERSION
+
+_ON_FIRST_USE = {"Pipeline": "penstock.pipeline", "LayerSpec": "penstock.models.layer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_FIRST_USE:
+        return getattr(import_module(_ON_FIRST_USE[name]), name)
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_ON_FIRST_USE])
+
+
+__all__ = [
+    "Action",
+    "ConfigError",
+    "Costs",
+    "FormatError",
+    "Kind",
+    "LayerSpec",
+    "PenstockError",
+    "Pipeline",
+    "PipelineError",
+    "Placement",
+    "Program",
+    "Schedule",
+    "ScheduleError",
+    "Timeline",
+    "__version__",
+    "build",
+    "check",
+    "lower",
+    "plan",
+    "simulate",
+]

@@ -1,0 +1,1 @@
+"""Execution: what one rank does with its program, on real tensors and wires."""

@@ -1,0 +1,142 @@
+"""What ranks make sure of together: that they were set up alike, and that they run the same step on the same batch."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from penstock.errors import PipelineError, StepRefused
+from penstock.execute.transport.protocol import Transport
+
+_NUM_FIELDS = 6
+_DIGEST_BYTES = 7
+"""Fits a signed 64-bit integer and leaves 0 for "nothing given"."""
+
+
+class Mode(IntEnum):
+    """What a rank was asked to run."""
+
+    TRAIN = 1
+    EVALUATE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One rank's view of the step that begins; a digest of 0 means that the rank was given nothing."""
+
+    mode: Mode
+    inputs: int
+    target: int
+    is_refused: bool
+    sizes: tuple[int, ...]
+    """Rows of each microbatch; zeros where the rank was given nothing to split."""
+    keywords: int = 0
+    takes_keywords: bool = False
+    """Whether the rank has layers that a keyword argument can reach."""
+
+
+def digest(text: str) -> int:
+    """Return a positive number that stands for the text on all ranks."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES], "big") | 1
+
+
+def agree_on_setup(transport: Transport, fields: Mapping[str, str]) -> None:
+    """Compare how all ranks were set up.
+
+    Raises:
+        PipelineError: naming the ranks and the field that differ; the same on every rank.
+    """
+    everyone = transport.all_gather_object(dict(fields))
+    for name in fields:
+        values = [str(theirs.get(name)) if isinstance(theirs, dict) else "nothing" for theirs in everyone]
+        odd = [rank for rank, value in enumerate(values) if value != values[0]]
+        if odd:
+            raise PipelineError(
+                f"the ranks disagree on {name}: rank 0 has {values[0]}, rank {odd[0]} has {values[odd[0]]}"
+                f"{_and_others(odd)}. Start every rank with the same arguments and the same version",
+                rank=odd[0],
+            )
+
+
+def agree_on_step(transport: Transport, mine: Offer, device: torch.device) -> list[Offer]:
+    """Exchange what every rank is about to run; one small collective.
+
+    Raises:
+        StepRefused: if the ranks run different things; the same on every rank, and nothing has been sent yet.
+    """
+    table = torch.zeros(transport.num_ranks, _NUM_FIELDS + len(mine.sizes), dtype=torch.int64, device=device)
+    table[transport.rank] = torch.tensor(
+        [mine.mode, mine.inputs, mine.target, mine.is_refused, mine.keywords, mine.takes_keywords, *mine.sizes]
+    )
+    transport.all_reduce(table)
+    offers = [_offer(row) for row in table.tolist()]
+    modes = [offer.mode for offer in offers]
+    if len(set(modes)) > 1:
+        odd = next(rank for rank, mode in enumerate(modes) if mode != modes[0])
+        raise StepRefused(
+            f"rank 0 runs {_verb(modes[0])}, rank {odd} runs {_verb(modes[odd])}; call the same on every rank", rank=odd
+        )
+    _require_one([offer.inputs for offer in offers], "inputs")
+    _require_one([offer.keywords for offer in offers], "keyword arguments")
+    _require_keywords(offers)
+    _require_one([offer.target for offer in offers], "a target")
+    _require_one([offer.sizes if any(offer.sizes) else () for offer in offers], "microbatches")
+    return offers
+
+
+def known_to_any(transport: Transport, names: Iterable[str]) -> frozenset[str]:
+    """Return the names that any rank brings; a collective."""
+    everyone = transport.all_gather_object(sorted(names))
+    return frozenset(str(name) for theirs in everyone if isinstance(theirs, list) for name in theirs)
+
+
+def agreed_sizes(offers: Sequence[Offer]) -> tuple[int, ...]:
+    """Rows of each microbatch, from whichever rank knows them; zeros if none does."""
+    return next((offer.sizes for offer in offers if any(offer.sizes)), offers[0].sizes)
+
+
+def signature_of(offers: Sequence[Offer]) -> str:
+    """What all ranks know of the batch: equal signatures mean equal shapes on every stage."""
+    inputs = max(offer.inputs for offer in offers)
+    keywords = max(offer.keywords for offer in offers)
+    target = max(offer.target for offer in offers)
+    return f"{offers[0].mode.name} {inputs} {keywords} {target}"
+
+
+def _offer(row: Sequence[int]) -> Offer:
+    mode, inputs, target, is_refused, keywords, takes_keywords, *sizes = row
+    return Offer(Mode(mode), inputs, target, bool(is_refused), tuple(sizes), keywords, bool(takes_keywords))
+
+
+def _require_keywords(offers: Sequence[Offer]) -> None:
+    """Refuse keyword arguments that only some of the ranks got whose layers may name them: the others would run on
+    their layers' defaults."""
+    given = [rank for rank, offer in enumerate(offers) if offer.keywords]
+    lacking = [rank for rank, offer in enumerate(offers) if offer.takes_keywords and not offer.keywords]
+    if given and lacking:
+        raise StepRefused(
+            f"rank {given[0]} was given keyword arguments, rank {lacking[0]} was not, but its layers may take them; "
+            "pass them on every rank",
+            rank=lacking[0],
+        )
+
+
+def _require_one(views: Sequence[object], what: str) -> None:
+    given = [(rank, value) for rank, value in enumerate(views) if value]
+    for rank, value in given:
+        if value != given[0][1]:
+            raise StepRefused(
+                f"rank {given[0][0]} and rank {rank} were given {what} of different shape or type; "
+                "pass the same batch on every rank, or nothing where a rank needs none",
+                rank=rank,
+            )
+
+
+def _verb(mode: Mode) -> str:
+    return "step" if mode is Mode.TRAIN else "evaluate"
+
+
+def _and_others(odd: Sequence[int]) -> str:
+    return f" (and so do ranks {', '.join(map(str, odd[1:]))})" if len(odd) > 1 else ""

@@ -1,0 +1,152 @@
+"""What a pipeline asks of the wires between its ranks.
+
+Messages travel on channels: one in-order channel per ordered pair of ranks. Only shapes and types that both ends agreed
+on before travel here; a transport does not describe what it carries.
+
+After an error (`PeerLost`, `DeadlineExceeded`) only `abort`, `recover` and `close` have a defined outcome. A rank that
+gets one calls `abort`, so that the ranks that wait for it fail too, then theirs, until no rank waits any more.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One posted message; hand it to `wait` of the transport that gave it."""
+
+    peer: int
+    is_send: bool
+    serial: int
+    """Counts the messages that this transport posted, from 0."""
+
+
+class WaitObserver(Protocol):
+    """Wants to know for whom a rank waits."""
+
+    def note_wait(self, peer: int) -> None:
+        """A wait for this peer begins."""
+        ...
+
+    def note_run(self) -> None:
+        """The wait is over; not called after a wait that failed."""
+        ...
+
+
+class Transport(Protocol):
+    """The wires of one rank; used from that rank's own thread only."""
+
+    rank: int
+    """Index in the pipeline group."""
+    num_ranks: int
+    deadline_s: float
+    """Limit of every single wait, collective and recovery, in seconds."""
+
+    def post_send(self, peer: int, tensor: Tensor) -> Ticket:
+        """Send a tensor without blocking; do not change it before its ticket has been waited for.
+
+        The transport keeps the tensor alive until then. Raises: PeerLost.
+        """
+        ...
+
+    def post_receive(self, peer: int, tensor: Tensor) -> Ticket:
+        """Let the next message of the channel from `peer` fill this contiguous tensor, without blocking.
+
+        The values are there once the ticket has been waited for. Raises: PeerLost.
+        """
+        ...
+
+    def wait(self, ticket: Ticket) -> None:
+        """Block until the message has been sent or received; a second wait for the same ticket returns at once.
+
+        Raises: PeerLost, DeadlineExceeded (both with rank, peer and waited_s).
+        """
+        ...
+
+    def watch(self, observer: WaitObserver) -> None:
+        """Tell the observer of every wait from now on, those within collectives included."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace the tensor by the sum over all ranks, added in rank order, so that all ranks get the same bits."""
+        ...
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Replace the tensor on every rank by the one of `root`."""
+        ...
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """Give every rank the plain values of all ranks, in rank order.
+
+        Plain: what JSON holds (str, int, float, bool, None, lists, dicts with str keys). A tuple arrives as a list.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Give up every message: pending and later waits of the ranks that wait for this one fail soon."""
+        ...
+
+    def recover(self) -> None:
+        """Start afresh together with all ranks, all old messages forgotten; every rank of the group must call it.
+
+        Raises: DeadlineExceeded if a rank does not come. It may be called again then.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release everything; calling it twice does no harm."""
+        ...
+
+
+def peer_lost(rank: int, ticket: Ticket, waited_s: float, reason: str) -> PeerLost:
+    """Say that the other end of a message is gone."""
+    return PeerLost(
+        f"rank {rank}: lost rank {ticket.peer} while it {_what(ticket)}, after {waited_s:.2f} s: {reason}. "
+        f"Look at the output of rank {ticket.peer}; abort() and recover() make the transport usable again",
+        rank=rank,
+        peer=ticket.peer,
+        waited_s=waited_s,
+    )
+
+
+def deadline_exceeded(rank: int, ticket: Ticket, waited_s: float, deadline_s: float) -> DeadlineExceeded:
+    """Say that a message did not arrive or leave in time."""
+    return DeadlineExceeded(
+        f"rank {rank}: {_what(ticket)} for {waited_s:.2f} s, the deadline is {deadline_s:g} s. "
+        f"Find out what rank {ticket.peer} does, or allow more time if it is only slow",
+        rank=rank,
+        peer=ticket.peer,
+        waited_s=waited_s,
+    )
+
+
+def missing_ranks(rank: int, missing: list[int], waited_s: float) -> DeadlineExceeded:
+    """Say which ranks did not come to a meeting of all ranks."""
+    return DeadlineExceeded(
+        f"rank {rank}: waited {waited_s:.2f} s for all ranks to connect, but ranks {missing} did not come. "
+        "Restart them, or call recover() again once they are back",
+        rank=rank,
+        peer=missing[0] if missing else None,
+        waited_s=waited_s,
+    )
+
+
+def require_contiguous(rank: int, ticket: Ticket, tensor: Tensor) -> None:
+    """Refuse to receive into a tensor with gaps, which some backends would fill wrongly. Raises: PipelineError."""
+    if not tensor.is_contiguous():
+        raise PipelineError(
+            f"rank {rank}: cannot receive from rank {ticket.peer} into a tensor of shape {tuple(tensor.shape)} with "
+            f"strides {tensor.stride()}; pass a contiguous one",
+            rank=rank,
+            peer=ticket.peer,
+        )
+
+
+def _what(ticket: Ticket) -> str:
+    if ticket.is_send:
+        return f"waited to send message {ticket.serial} to rank {ticket.peer}"
+    return f"waited to receive message {ticket.serial} from rank {ticket.peer}"

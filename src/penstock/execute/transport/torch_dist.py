@@ -1,0 +1,259 @@
+"""A transport over torch.distributed: gloo between processors, NCCL between GPUs.
+
+The transport makes its own connections in the store of the given group and never uses the group itself, so that it
+can drop and remake them after a failure. What gloo needs (torch 2.13): a `Work` that is dropped may lose its message; a
+wait that runs out of time makes the connection unusable; the sockets close, and so wake the peers, only when the
+backend and every `Work` of it are gone. Hence tickets hold no `Work`, and errors leave none behind in their traceback.
+"""
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from itertools import permutations
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from penstock.errors import PeerLost, PipelineError
+from penstock.execute.transport import collectives
+from penstock.execute.transport.meeting import Meeting
+from penstock.execute.transport.protocol import (
+    Ticket,
+    WaitObserver,
+    deadline_exceeded,
+    peer_lost,
+    require_contiguous,
+)
+
+PIPELINE_TAG = 0
+COLLECTIVE_TAG = 1
+SHORTEST_WAIT_S = 0.001
+"""Torch counts milliseconds and takes 0 for `without limit`."""
+
+
+class _Link(Protocol):
+    """What is used of a backend of torch.distributed."""
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int, /) -> dist.Work: ...
+    def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> dist.Work: ...
+    def abort(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Links:
+    """The backends that carry messages: to a higher rank, to a lower rank, and collectives.
+
+    Gloo matches messages in order per direction and tag, so one backend is all three. An NCCL communicator is one queue
+    for both directions and knows no tags: a receive posted ahead would block the sends behind it. There it takes three.
+    """
+
+    upward: _Link
+    downward: _Link
+    collective: _Link
+
+    def between(self, source: int, destination: int, tag: int) -> _Link:
+        if tag == COLLECTIVE_TAG:
+            return self.collective
+        return self.upward if source < destination else self.downward
+
+    def distinct(self) -> list[_Link]:
+        return list({id(link): link for link in (self.upward, self.downward, self.collective)}.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A posted message; the tensor must live as long as the work."""
+
+    work: dist.Work
+    tensor: Tensor
+
+
+class TorchTransport:
+    """The rank of a process in a group of torch.distributed; peers are counted within that group.
+
+    All ranks of the group make their transports in the same order. A CPU device means gloo, a CUDA device NCCL.
+    Raises: DeadlineExceeded if a rank of the group does not come, PipelineError if there is no group.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        deadline_s: float = 60.0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        own = group or dist.group.WORLD
+        if own is None:
+            raise PipelineError(
+                "torch.distributed has no process group; call init_process_group first, or use one process"
+            )
+        self.rank = dist.get_rank(own)
+        self.num_ranks = dist.get_world_size(own)
+        self.deadline_s = deadline_s
+        self._device = torch.device(device)
+        self._links: _Links | None = None
+        self._observer: WaitObserver | None = None
+        self._open: dict[int, _Pending] = {}
+        self._next_serial = 0
+        self._first_serial = 0
+        store = own.get_group_store()
+        transport = store.add(f"penstock/transports/{self.rank}", 1)
+        self._meeting = Meeting(PrefixStore(f"penstock/{transport}", store), self.rank, self.num_ranks)
+        self._connect()
+        self._next_serial = 0  # connecting sent messages of its own, which nobody should have to count
+
+    def post_send(self, peer: int, tensor: Tensor) -> Ticket:
+        return self._post_send(PIPELINE_TAG, peer, tensor)
+
+    def post_receive(self, peer: int, tensor: Tensor) -> Ticket:
+        return self._post_receive(PIPELINE_TAG, peer, tensor)
+
+    def wait(self, ticket: Ticket) -> None:
+        self._wait(ticket, self.deadline_s)
+
+    def watch(self, observer: WaitObserver) -> None:
+        self._observer = observer
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        collectives.all_reduce(self._lane(), tensor)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        collectives.broadcast(self._lane(), tensor, root)
+
+    def all_gather_object(self, value: object) -> list[object]:
+        return collectives.all_gather_object(self._lane(), value)
+
+    def abort(self) -> None:
+        for link in self._forget():
+            link.abort()
+
+    def recover(self) -> None:
+        self.abort()
+        self._connect()
+
+    def close(self) -> None:
+        for link in self._forget():
+            link.shutdown()
+
+    def _forget(self) -> list[_Link]:
+        """Drop all messages and connections; once the result is dropped too, the sockets close."""
+        links = self._links.distinct() if self._links else []
+        self._links = None
+        self._open.clear()
+        self._first_serial = self._next_serial
+        return links
+
+    def _connect(self) -> None:
+        store = self._meeting.fresh_store(self.deadline_s)
+        begin_s = time.monotonic()
+        try:
+            self._links = self._make_links(store)
+            # Gloo has one end of a pair ready before the other: a rank that closed at once would break its peer's.
+            self.all_gather_object("connected")
+        except RuntimeError as error:
+            self._meeting.give_up()
+            raise PeerLost(
+                f"rank {self.rank}: could not connect to the other ranks of the group: {error}. "
+                "See whether all of them still run, then call recover() on every rank",
+                rank=self.rank,
+                waited_s=time.monotonic() - begin_s,
+            ) from error.with_traceback(None)  # its frames hold links
+        except PipelineError:
+            self._meeting.give_up()
+            self.abort()
+            raise
+
+    def _make_links(self, store: Store) -> _Links:
+        if self._device.type != "cuda":
+            link = dist.ProcessGroupGloo(store, self.rank, self.num_ranks, timedelta(seconds=self.deadline_s))
+            return _Links(*[cast(_Link, link)] * 3)
+        links = _Links(*[self._make_nccl(PrefixStore(name, store)) for name in ("upward", "downward", "collective")])
+        self._meet_pairs(links)
+        return links
+
+    def _make_nccl(self, store: Store) -> _Link:
+        link = dist.ProcessGroupNCCL(store, self.rank, self.num_ranks, dist.ProcessGroupNCCL.Options())
+        link.set_timeout(timedelta(seconds=self.deadline_s))
+        return cast(_Link, link)
+
+    def _meet_pairs(self, links: _Links) -> None:
+        """Send one number over every channel, in one order on all ranks.
+
+        NCCL connects a pair at its first message and blocks both ends meanwhile; in program order that may deadlock.
+        """
+        number = torch.zeros(1, device=self._device)
+        for source, destination in permutations(range(self.num_ranks), 2):
+            link = links.between(source, destination, PIPELINE_TAG)
+            if self.rank == source:
+                link.send([number], destination, PIPELINE_TAG).wait(timedelta(seconds=self.deadline_s))
+            elif self.rank == destination:
+                link.recv([number], source, PIPELINE_TAG).wait(timedelta(seconds=self.deadline_s))
+
+    def _post_send(self, tag: int, peer: int, tensor: Tensor) -> Ticket:
+        ticket = Ticket(peer, True, self._next_serial)
+        sent = tensor.detach().contiguous()
+        link = self._link(ticket, self.rank, peer, tag)
+        try:
+            work = link.send([sent], peer, tag)
+        except RuntimeError as error:
+            del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
+            raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
+        return self._opened(ticket, _Pending(work, sent))
+
+    def _post_receive(self, tag: int, peer: int, tensor: Tensor) -> Ticket:
+        ticket = Ticket(peer, False, self._next_serial)
+        received = tensor.detach()
+        require_contiguous(self.rank, ticket, received)
+        link = self._link(ticket, peer, self.rank, tag)
+        try:
+            work = link.recv([received], peer, tag)
+        except RuntimeError as error:
+            del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
+            raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
+        return self._opened(ticket, _Pending(work, received))
+
+    def _opened(self, ticket: Ticket, pending: _Pending) -> Ticket:
+        self._open[ticket.serial] = pending
+        self._next_serial += 1
+        return ticket
+
+    def _link(self, ticket: Ticket, source: int, destination: int, tag: int) -> _Link:
+        if self._links is None:
+            raise peer_lost(self.rank, ticket, 0.0, "this rank has aborted or closed its connections")
+        return self._links.between(source, destination, tag)
+
+    def _wait(self, ticket: Ticket, deadline_s: float) -> None:
+        begin_s = time.monotonic()
+        if ticket.serial < self._first_serial:
+            raise peer_lost(self.rank, ticket, 0.0, "abort(), recover() or close() forgot this message")
+        pending = self._open.pop(ticket.serial, None)
+        if pending is None:
+            return
+        if self._observer is not None:
+            self._observer.note_wait(ticket.peer)
+        try:
+            pending.work.wait(timedelta(seconds=max(deadline_s, SHORTEST_WAIT_S)))
+        except RuntimeError as error:
+            del pending  # the traceback keeps this frame, and a work kept alive would keep the sockets open
+            waited_s = time.monotonic() - begin_s
+            if waited_s >= deadline_s or "Timed out" in str(error):
+                raise deadline_exceeded(self.rank, ticket, waited_s, self.deadline_s) from error
+            raise peer_lost(self.rank, ticket, waited_s, str(error)) from error
+        if self._observer is not None:
+            self._observer.note_run()
+
+    def _lane(self) -> collectives.Lane:
+        return collectives.Lane(
+            self.rank,
+            self.num_ranks,
+            time.monotonic() + self.deadline_s,
+            self._device,
+            partial(self._post_send, COLLECTIVE_TAG),
+            partial(self._post_receive, COLLECTIVE_TAG),
+            self._wait,
+        )

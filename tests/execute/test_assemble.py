@@ -1,0 +1,189 @@
+"""A rank builds the layers of its own stages and nothing else, and knows which parameters are one."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import PartitionError
+from penstock.execute.assemble import assemble, layer_names
+from penstock.placement import Placement
+from tests.local_pipelines import WIDTH, error_of
+
+CPU = torch.device("cpu")
+LINE = Placement.line(3)
+SLICES = (range(0, 1), range(1, 3), range(3, 4))
+
+
+@dataclass
+class Spec:
+    """A layer to be, which notes that it was built."""
+
+    name: str
+    built: list
+    width: int = WIDTH
+    tied: tuple = ()
+
+    def __call__(self):
+        self.built.append(self.name)
+        return nn.Linear(self.width, self.width)
+
+
+def specs(built=None, **changes):
+    found = [Spec(name, [] if built is None else built) for name in ("in", "mid.0", "mid.1", "out")]
+    for name, change in changes.items():
+        found = [Spec(s.name, s.built, **change) if s.name == name else s for s in found]
+    return found
+
+
+def modules():
+    return [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+
+
+def put_together(layers, rank, placement=LINE, slices=SLICES, **options):
+    return assemble(layers, placement, slices, rank, device=CPU, **options)
+
+
+def test_only_the_layers_of_the_own_stages_are_built():
+    built = []
+
+    assembly = put_together(specs(built), 1)
+
+    assert built == ["mid.0", "mid.1"]
+    assert [list(stage.layers) for stage in assembly.stages] == [["mid.0", "mid.1"]]
+    assert [name for name, _ in assembly.stages[0].named_parameters()] == [
+        "mid.0.weight", "mid.0.bias", "mid.1.weight", "mid.1.bias",
+    ]  # fmt: skip
+
+
+def test_a_rank_with_several_stages_holds_them_in_order():
+    vee = Placement.vee(2)
+
+    assembly = put_together(modules(), 0, vee, tuple(range(stage, stage + 1) for stage in range(4)))
+
+    assert [(stage.index, list(stage.layers)) for stage in assembly.stages] == [(0, ["0"]), (3, ["3"])]
+
+
+def test_modules_are_used_in_place():
+    layers = modules()
+
+    assembly = put_together(layers, 2)
+
+    assert assembly.stages[0].layers["3"] is layers[3]
+
+
+def test_a_layer_is_named_by_its_spec_or_else_by_its_place():
+    named_module = nn.Linear(WIDTH, WIDTH)
+    named_module.name = "of the module itself"
+
+    assert layer_names([*specs()[:2], named_module, lambda: nn.ReLU()]) == ["in", "mid.0", "2", "3"]
+
+
+def test_two_layers_of_one_name_are_refused():
+    error = error_of(layer_names, [*specs(), specs()[0]])
+
+    assert isinstance(error, PartitionError)
+    assert "2 layers are named 'in'" in str(error)
+
+
+def test_what_builds_no_module_is_refused():
+    error = error_of(put_together, [*specs()[:3], lambda: "a text"], 2)
+
+    assert isinstance(error, PartitionError)
+    assert "layer '3' builds a str" in str(error)
+
+
+# ---- ties
+
+
+def tied_by_pairs():
+    return modules(), {"tied": [("3.weight", "0.weight")]}
+
+
+def tied_by_object():
+    layers = modules()
+    layers[3].weight = layers[0].weight
+    return layers, {}
+
+
+@pytest.mark.parametrize("make", [tied_by_pairs, tied_by_object])
+def test_every_rank_knows_the_group_and_holders_know_each_other(make):
+    layers, options = make()
+
+    assemblies = [put_together(layers, rank, **options) for rank in range(3)]
+
+    assert [assembly.tied_groups for assembly in assemblies] == [((0, 2),)] * 3
+    assert [list(assembly.tied_copies) for assembly in assemblies] == [[0], [], [0]]
+    assert list(assemblies[2].tied_copies[0].ranks) == [0, 2]
+    assert assemblies[2].tied_copies[0].parameter is layers[3].weight
+    assert [assembly.copied_names for assembly in assemblies] == [frozenset(), frozenset(), frozenset({"3.weight"})]
+
+
+def test_a_spec_says_what_it_is_tied_to():
+    layers = specs(out={"tied": (("weight", "in.weight"), ("bias", "in.bias"))})
+
+    assembly = put_together(layers, 2)
+
+    assert assembly.tied_groups == ((0, 2), (0, 2))
+    assert assembly.copied_names == {"out.weight", "out.bias"}
+
+
+def test_pairs_that_share_a_name_are_one_group():
+    assembly = put_together(
+        modules(), 0, tied=[("3.weight", "2.weight"), ("0.bias", "3.bias"), ("2.weight", "0.weight")]
+    )
+
+    assert sorted(assembly.tied_groups) == [(0, 1, 2), (0, 2)]
+
+
+def test_tied_parameters_of_one_rank_become_one_object():
+    assembly = put_together(modules(), 1, tied=[("1.weight", "2.weight")])
+
+    layers = assembly.stages[0].layers
+    assert layers["1"].weight is layers["2"].weight
+    assert assembly.tied_groups == ()
+    assert assembly.tied_copies == {}
+    assert assembly.copied_names == {"2.weight"}
+
+
+def test_a_rank_that_holds_a_parameter_twice_counts_once():
+    placement = Placement.explicit([0, 1, 0])
+
+    assembly = put_together(modules(), 0, placement, tied=[("0.weight", "3.weight"), ("0.weight", "1.weight")])
+
+    assert assembly.tied_groups == ((0, 1),)
+    assert list(assembly.tied_copies[0].ranks) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("pair", "text"),
+    [
+        (("4.weight", "0.weight"), "no layer has that prefix"),
+        (("3.wieght", "0.weight"), "'3.wieght' is tied but is no parameter"),
+        (("3.inner.weight", "0.weight"), "'3.inner.weight' is tied but is no parameter"),
+        (("3.training", "0.weight"), "'3.training' is tied but is no parameter"),
+    ],
+)
+def test_a_tie_to_nothing_is_refused(pair, text):
+    error = error_of(put_together, modules(), 2, tied=[pair])
+
+    assert isinstance(error, PartitionError)
+    assert text in str(error)
+
+
+def test_parameters_of_different_shape_cannot_be_one():
+    layers = specs(**{"mid.1": {"width": 3}})
+
+    error = error_of(put_together, layers, 1, tied=[("mid.0.weight", "mid.1.weight")])
+
+    assert isinstance(error, PartitionError)
+    assert "'mid.0.weight' (6, 6) and 'mid.1.weight' (3, 3)" in str(error)
+
+
+def test_a_layer_that_does_not_fit_in_memory_is_named():
+    def huge():
+        return nn.Linear(2**40, 2**20)
+
+    with pytest.raises(PartitionError, match="layer '0' does not fit in this rank's memory"):
+        assemble([huge], Placement.line(1), [range(1)], 0, device=torch.device("cpu"))

@@ -1,0 +1,122 @@
+"""Weighted losses of microbatches add up to the loss of the batch."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError, PipelineError
+from penstock.execute.loss import LossWeights, combine_losses, microbatch_weights, scalar_loss
+from penstock.execute.microbatch import Microbatch
+
+
+def of_sizes(*sizes, targets=None):
+    targets = targets or [None] * len(sizes)
+    return [Microbatch(index, (), {}, targets[index], size) for index, size in enumerate(sizes)]
+
+
+@given(st.integers(1, 500), st.integers(1, 64))
+def test_equal_sizes_weigh_exactly_one_over_m(size, num_microbatches):
+    assert microbatch_weights(of_sizes(*[size] * num_microbatches), "mean") == [1 / num_microbatches] * num_microbatches
+
+
+def test_a_mean_weighs_by_rows():
+    assert microbatch_weights(of_sizes(3, 3, 2), "mean") == [3 / 8, 3 / 8, 2 / 8]
+
+
+def test_a_sum_weighs_everything_one():
+    assert microbatch_weights(of_sizes(3, 1), "sum") == [1.0, 1.0]
+
+
+def test_without_rows_a_mean_weighs_all_the_same():
+    assert microbatch_weights(of_sizes(0, 0), "mean") == [0.5, 0.5]
+
+
+def test_a_count_weighs_by_what_it_counts():
+    targets = [torch.tensor([1, -100, 2]), torch.tensor([5, 6, 7]), torch.tensor([-100, -100, -100])]
+
+    weights = microbatch_weights(of_sizes(3, 3, 3, targets=targets), count=lambda target: (target != -100).sum())
+
+    assert weights == [2 / 5, 3 / 5, 0.0]
+    assert all(type(weight) is float for weight in weights)
+
+
+def test_a_batch_without_tokens_weighs_nothing():
+    assert microbatch_weights(of_sizes(1, 1), count=lambda target: 0) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
+def test_a_wrong_count_names_its_microbatch(bad):
+    targets = [1.0, bad]
+
+    with pytest.raises(PipelineError, match=f"microbatch 1: count returned {bad}"):
+        microbatch_weights(of_sizes(1, 1, targets=targets), count=float)
+
+
+def test_a_wrong_reduction_is_refused_before_any_step():
+    with pytest.raises(ConfigError, match=r"reduction: 'maen'.*Did you mean 'mean'\?"):
+        LossWeights("maen")
+    with pytest.raises(ConfigError, match="count: a sum is not divided"):
+        LossWeights("sum", count=len)
+
+
+def test_losses_are_added_in_order_and_in_their_own_dtype():
+    losses = [torch.tensor(value, requires_grad=True) for value in (1e8, 1.0, -1e8)]
+
+    total = combine_losses(losses, [1.0, 1.0, 1.0])
+
+    assert total.dtype == torch.float32
+    assert total == 0.0  # (1e8 + 1) - 1e8 in float32; any other order gives 1
+    assert not total.requires_grad
+
+
+def test_losses_are_weighted():
+    losses = [torch.tensor(4.0, dtype=torch.float64), torch.tensor(8.0, dtype=torch.float64)]
+
+    total = combine_losses(losses, [0.25, 0.75])
+
+    assert total.dtype == torch.float64
+    assert total == 7.0
+
+
+def test_a_mean_of_no_tokens_adds_nothing():
+    assert combine_losses([torch.tensor(math.nan), torch.tensor(3.0)], [0.0, 1.0]) == 3.0
+
+
+@pytest.mark.parametrize(("num_losses", "num_weights"), [(0, 0), (1, 2)])
+def test_there_is_one_loss_for_each_weight(num_losses, num_weights):
+    with pytest.raises(PipelineError, match=f"{num_losses} losses for {num_weights} weights"):
+        combine_losses([torch.tensor(1.0)] * num_losses, [1.0] * num_weights)
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (torch.ones(4), r"shape \(4,\)"),
+        (torch.ones(1, 1), r"shape \(1, 1\)"),
+        (torch.ones(0), r"shape \(0,\)"),
+        (1.5, "a float"),
+        (None, "NoneType"),
+    ],
+)
+def test_a_loss_is_one_number_in_a_tensor(loss, found):
+    with pytest.raises(PipelineError, match=f"microbatch 2: the loss function returned .*{found}"):
+        scalar_loss(loss, 2)
+
+
+def test_a_scalar_loss_passes_untouched():
+    loss = torch.tensor(1.0)
+
+    assert scalar_loss(loss, 0) is loss
+
+
+def test_a_loss_of_shape_1_is_taken_as_a_scalar_with_its_gradient():
+    weight = torch.tensor([3.0], requires_grad=True)
+
+    loss = scalar_loss(weight * 2.0, 0)
+    loss.backward()
+
+    assert loss.shape == ()
+    assert weight.grad.tolist() == [2.0]

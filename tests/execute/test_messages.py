@@ -1,0 +1,229 @@
+"""Messages between stages: shapes agreed once, checked before they are sent, received in the order of the channel."""
+
+import pytest
+import torch
+
+from penstock.errors import PipelineError
+from penstock.execute.messages import Messenger
+from tests.local_pipelines import error_of, on_ranks, values
+
+CPU = torch.device("cpu")
+FIRST, SECOND = (1, 0, 0), (1, 1, 0)
+
+
+class Counting:
+    """Passes everything on to a transport and counts the messages that are posted."""
+
+    def __init__(self, transport):
+        self._transport = transport
+        self.rank, self.num_ranks = transport.rank, transport.num_ranks
+        self.num_sends = self.num_receives = 0
+
+    def post_send(self, peer, tensor):
+        self.num_sends += 1
+        return self._transport.post_send(peer, tensor)
+
+    def post_receive(self, peer, tensor):
+        self.num_receives += 1
+        return self._transport.post_receive(peer, tensor)
+
+    def wait(self, ticket):
+        self._transport.wait(ticket)
+
+
+def messenger_on(wires, **options):
+    counting = Counting(wires)
+    return Messenger(counting, CPU, **options), counting
+
+
+def send_all(messenger, trees, signature="batch"):
+    messenger.begin(signature)
+    for key, tree in trees.items():
+        messenger.note_outputs(key, tree, f"{key[0] - 1}F{key[1]}")
+        messenger.send_forward(1, key, tree)
+    messenger.finish()
+
+
+def receive_all(messenger, keys, signature="batch"):
+    messenger.begin(signature)
+    posted = [messenger.post_forward(0, key) for key in keys]
+    found = [messenger.take_tree(incoming) for incoming in posted]
+    messenger.finish()
+    return found
+
+
+def exchange(wires, steps, **options):
+    """Send each step's trees from rank 0 to rank 1; return what arrived and how many messages it took."""
+    messenger, counting = messenger_on(wires, **options)
+    found, counts = [], []
+    for trees in steps:
+        before = counting.num_sends + counting.num_receives
+        if wires.rank == 0:
+            send_all(messenger, trees)
+        else:
+            found.append(receive_all(messenger, list(trees)))
+        counts.append(counting.num_sends + counting.num_receives - before)
+    return found, counts
+
+
+def test_the_first_message_of_a_layout_carries_a_header_and_later_ones_none():
+    steps = [{FIRST: values(step, 2, 3)} for step in range(3)]
+
+    (_, sent), (found, received) = on_ranks(2, exchange, steps)
+
+    assert sent == received == [3, 1, 1]  # length, header, tensor
+    assert all(torch.equal(trees[0], step[FIRST]) for trees, step in zip(found, steps, strict=True))
+
+
+def test_variable_shapes_keep_their_headers_and_may_change():
+    steps = [{FIRST: values(0, rows, 3)} for rows in (2, 4, 1)]
+
+    def case(wires):
+        return exchange(wires, steps, has_variable_shapes=True)
+
+    (_, sent), (found, _) = on_ranks(2, case)
+
+    assert sent == [3, 3, 3]
+    assert [trees[0].shape[0] for trees in found] == [2, 4, 1]
+
+
+def test_a_new_layout_of_the_batch_is_described_anew_and_the_old_one_is_kept():
+    def case(wires):
+        messenger, counting = messenger_on(wires)
+        counts = []
+        for signature, rows in (("small", 2), ("large", 4), ("small", 2), ("large", 4)):
+            before = counting.num_sends + counting.num_receives
+            if wires.rank == 0:
+                send_all(messenger, {FIRST: values(0, rows, 3)}, signature)
+            else:
+                (tree,) = receive_all(messenger, [FIRST], signature)
+                assert tree.shape == (rows, 3)
+            counts.append(counting.num_sends + counting.num_receives - before)
+        return counts
+
+    assert on_ranks(2, case) == [[3, 3, 1, 1]] * 2
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64]
+)
+def test_tensors_arrive_with_type_shape_and_need_of_gradient(dtype):
+    tensor = torch.tensor([[1, 0, 1], [0, 1, 1]]).to(dtype)
+    needs_gradient = dtype.is_floating_point
+    tree = {"x": tensor.requires_grad_(needs_gradient), "scalar": torch.tensor(3), "none": None, "empty": tensor[:0]}
+    tree["empty"] = tree["empty"].detach()
+
+    (_, _), (found, _) = on_ranks(2, exchange, [{FIRST: tree}, {FIRST: tree}])
+
+    for (received,) in found:
+        assert list(received) == list(tree)
+        assert received["none"] is None
+        assert torch.equal(received["x"], tensor)
+        assert received["x"].dtype == dtype
+        assert received["x"].requires_grad == needs_gradient
+        assert received["x"].is_leaf
+        assert int(received["scalar"]) == 3
+        assert received["empty"].shape == (0, 3)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_messages_may_be_taken_in_another_order_than_they_arrive(num_steps):
+    def case(wires):
+        messenger, _ = messenger_on(wires)
+        for _ in range(num_steps):
+            if wires.rank == 0:
+                send_all(messenger, {FIRST: values(0, 2), SECOND: values(1, 3)})
+                continue
+            messenger.begin("batch")
+            first, second = messenger.post_forward(0, FIRST), messenger.post_forward(0, SECOND)
+            found = messenger.take_tree(second), messenger.take_tree(first)
+            messenger.finish()
+        return None if wires.rank == 0 else found
+
+    _, (second, first) = on_ranks(2, case)
+
+    assert torch.equal(first, values(0, 2))
+    assert torch.equal(second, values(1, 3))
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_gradients_come_back_for_the_tensors_that_need_them(num_steps):
+    outputs = (values(0, 2, 3).requires_grad_(), torch.arange(4), values(1, 5).requires_grad_())
+
+    def case(wires):
+        messenger, _ = messenger_on(wires)
+        for _ in range(num_steps):
+            messenger.begin("batch")
+            if wires.rank == 0:
+                messenger.note_outputs(FIRST, outputs, "0F0")
+                messenger.send_forward(1, FIRST, outputs)
+                found = messenger.take_gradients(messenger.post_backward(1, FIRST))
+            else:
+                messenger.take_tree(messenger.post_forward(0, FIRST))
+                messenger.send_backward(0, [values(7, 2, 3), values(8, 5)])
+                found = None
+            messenger.finish()
+        return found
+
+    gradients, _ = on_ranks(2, case)
+
+    assert torch.equal(gradients[0], values(7, 2, 3))
+    assert torch.equal(gradients[1], values(8, 5))
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        (values(0, 3, 3), "float32[3, 3]"),
+        (values(0, 2, 3, dtype=torch.float64), "float64[2, 3]"),
+        ((values(0, 2, 3),), "(*,)"),
+        (5, "with 5"),
+        (values(0, 2, 3).requires_grad_(), "without gradient"),
+    ],
+    ids=["shape", "type", "tree", "value", "gradient"],
+)
+def test_an_output_that_differs_from_what_was_agreed_is_not_sent(changed, text):
+    def case(wires):
+        messenger, counting = messenger_on(wires)
+        if wires.rank == 1:
+            return receive_all(messenger, [FIRST])
+        send_all(messenger, {FIRST: values(0, 2, 3)})
+        before = counting.num_sends
+        return error_of(send_all, messenger, {FIRST: changed}), counting.num_sends - before
+
+    (error, num_sent), _ = on_ranks(2, case)
+
+    assert isinstance(error, PipelineError)
+    assert (error.rank, error.instruction, num_sent) == (0, "0F0", 0)
+    assert str(error).startswith("0F0: the output is ")
+    assert text in str(error)
+    assert "float32[2, 3]" in str(error)
+    assert "variable_shapes=True" in str(error)
+
+
+def test_after_a_reset_everything_is_agreed_anew():
+    def case(wires):
+        messenger, counting = messenger_on(wires)
+        for rows in (2, 4):
+            if wires.rank == 0:
+                send_all(messenger, {FIRST: values(0, rows)})
+            else:
+                receive_all(messenger, [FIRST])
+            messenger.reset()
+        return counting.num_sends + counting.num_receives
+
+    assert on_ranks(2, case) == [6, 6]
+
+
+def test_the_sent_tensor_does_not_carry_its_graph():
+    weight = torch.ones(2, requires_grad=True)
+
+    def case(wires):
+        messenger, _ = messenger_on(wires)
+        if wires.rank == 0:
+            send_all(messenger, {FIRST: weight * 2})
+            return None
+        (found,) = receive_all(messenger, [FIRST])
+        return found.grad_fn, found.requires_grad
+
+    assert on_ranks(2, case)[1] == (None, True)

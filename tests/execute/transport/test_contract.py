@@ -1,0 +1,567 @@
+"""The contract of transports: every test here runs on threads of one process and on gloo."""
+
+import gc
+import math
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
+from penstock.execute.transport import LocalTransport, TorchTransport
+from tests.ranks import RankPool, run_ranks, run_ranks_with_deaths
+
+PATIENCE_S = 20.0
+SOON_S = 5.0
+"""What `at once` means on a busy machine; without the feature it would be PATIENCE_S."""
+
+
+@pytest.fixture(scope="module")
+def pools():
+    started = {}
+    yield started
+    for pool in started.values():
+        pool.close()
+
+
+@pytest.fixture(params=["local", "gloo"])
+def on_ranks(request, pools):
+    """`on_ranks(num_ranks, case, *args)` gives what `case(transport, *args)` returned on every rank."""
+    return run_on_threads if request.param == "local" else partial(run_on_gloo, pools)
+
+
+def run_on_threads(num_ranks, case, *args):
+    with ThreadPoolExecutor(num_ranks) as threads:
+        transports = LocalTransport.create(num_ranks, PATIENCE_S)
+        futures = [threads.submit(run_and_close, transport, case, args) for transport in transports]
+    return [future.result() for future in futures]
+
+
+def run_and_close(transport, case, args):
+    try:
+        return case(transport, *args)
+    finally:
+        transport.close()
+
+
+def run_on_gloo(pools, num_ranks, case, *args):
+    pool = pools.setdefault(num_ranks, RankPool(num_ranks))
+    return pool.run(run_on_one_rank, case, args, timeout_s=PATIENCE_S)
+
+
+def run_on_one_rank(rank, case, args):
+    return run_and_close(TorchTransport(deadline_s=PATIENCE_S), case, args)
+
+
+def send(transport, peer, tensor):
+    transport.wait(transport.post_send(peer, tensor))
+
+
+def receive(transport, peer, like):
+    tensor = torch.zeros_like(like)
+    transport.wait(transport.post_receive(peer, tensor))
+    return tensor
+
+
+def failure_of(action, *args):
+    """The error's kind, fields and duration, as plain values."""
+    begin_s = time.monotonic()
+    try:
+        action(*args)
+    except PipelineError as error:
+        return {
+            "kind": type(error),
+            "rank": error.rank,
+            "peer": error.peer,
+            "waited_s": error.waited_s,
+            "text": str(error),
+            "took_s": time.monotonic() - begin_s,
+        }
+    return None
+
+
+# --- messages
+
+
+def many_in_order(transport, num_messages):
+    if transport.rank == 0:
+        tickets = [transport.post_send(1, torch.full((3,), float(k))) for k in range(num_messages)]
+        for ticket in tickets:
+            transport.wait(ticket)
+        return None
+    return [receive(transport, 0, torch.zeros(3))[0].item() for _ in range(num_messages)]
+
+
+def test_messages_of_a_channel_arrive_in_the_order_of_posting(on_ranks):
+    answers = on_ranks(2, many_in_order, 50)
+
+    assert answers[1] == [float(k) for k in range(50)]
+
+
+def posted_ahead(transport, num_messages):
+    peer = 1 - transport.rank
+    filled = [torch.zeros(4) for _ in range(num_messages)]
+    receives = [transport.post_receive(peer, tensor) for tensor in filled]
+    sends = [transport.post_send(peer, torch.full((4,), 100.0 * transport.rank + k)) for k in range(num_messages)]
+    for ticket in reversed(receives):
+        transport.wait(ticket)
+    for ticket in sends:
+        transport.wait(ticket)
+    return [tensor[3].item() for tensor in filled]
+
+
+def test_receives_posted_ahead_in_both_directions_match_in_order_whatever_the_order_of_waits(on_ranks):
+    answers = on_ranks(2, posted_ahead, 30)
+
+    assert answers == [[100.0 + k for k in range(30)], [float(k) for k in range(30)]]
+
+
+def one_channel_waits_for_another(transport):
+    """Rank 1 answers message A only after B has come over the other direction."""
+    if transport.rank == 0:
+        answer = torch.zeros(1)
+        early = transport.post_receive(1, answer)
+        send(transport, 1, torch.tensor([5.0]))
+        transport.wait(early)
+        return answer.item()
+    value = receive(transport, 0, torch.zeros(1))
+    send(transport, 0, value * 2)
+    return value.item()
+
+
+def test_a_receive_posted_ahead_does_not_block_the_other_direction(on_ranks):
+    assert on_ranks(2, one_channel_waits_for_another) == [10.0, 5.0]
+
+
+def all_to_all(transport):
+    peers = [peer for peer in range(transport.num_ranks) if peer != transport.rank]
+    filled = {peer: torch.zeros(1) for peer in peers}
+    tickets = [transport.post_receive(peer, filled[peer]) for peer in peers]
+    tickets += [transport.post_send(peer, torch.tensor([10.0 * transport.rank + peer])) for peer in peers]
+    for ticket in tickets:
+        transport.wait(ticket)
+    return [filled[peer].item() for peer in peers]
+
+
+def test_every_ordered_pair_of_ranks_is_a_channel_of_its_own(on_ranks):
+    assert on_ranks(3, all_to_all) == [[10.0, 20.0], [1.0, 21.0], [2.0, 12.0]]
+
+
+SAMPLES = [
+    torch.tensor([True, False, True]),
+    torch.tensor([-(2**40), 7]),
+    torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    torch.tensor([math.pi, math.inf], dtype=torch.float64),
+    torch.tensor(3.25),
+    torch.zeros(0, 4),
+    torch.zeros(5, dtype=torch.float16),
+    torch.arange(6.0).reshape(2, 3).t(),
+    torch.arange(100_000.0),
+]
+
+
+def exchange_samples(transport):
+    if transport.rank == 0:
+        for sample in SAMPLES:
+            send(transport, 1, sample)
+        return []
+    received = [receive(transport, 0, torch.empty(sample.shape, dtype=sample.dtype)) for sample in SAMPLES]
+    return [bool((got == sample).all()) for got, sample in zip(received, SAMPLES, strict=True)]
+
+
+def test_types_empty_scalar_and_non_contiguous_tensors_arrive_unchanged(on_ranks):
+    assert on_ranks(2, exchange_samples)[1] == [True] * len(SAMPLES)
+
+
+def drop_tensors_after_posting(transport):
+    if transport.rank == 0:
+        tickets = [transport.post_send(1, torch.full((50_000,), float(k))) for k in range(5)]
+        gc.collect()
+        torch.full((50_000,), -1.0)
+        for ticket in tickets:
+            transport.wait(ticket)
+        return None
+    return [receive(transport, 0, torch.zeros(50_000)).unique().tolist() for _ in range(5)]
+
+
+def test_a_posted_tensor_stays_alive_until_it_is_sent(on_ranks):
+    assert on_ranks(2, drop_tensors_after_posting)[1] == [[float(k)] for k in range(5)]
+
+
+def wait_twice(transport):
+    peer = 1 - transport.rank
+    sent, got = transport.post_send(peer, torch.ones(1)), transport.post_receive(peer, torch.zeros(1))
+    for ticket in (sent, got, sent, got):
+        transport.wait(ticket)
+    return "ok"
+
+
+def test_a_second_wait_for_a_ticket_returns_at_once(on_ranks):
+    assert on_ranks(2, wait_twice) == ["ok", "ok"]
+
+
+def receive_into_gaps(transport):
+    return failure_of(transport.post_receive, 1 - transport.rank, torch.zeros(4, 4)[:, :2])
+
+
+def test_a_receive_into_a_tensor_with_gaps_is_refused(on_ranks):
+    failures = on_ranks(2, receive_into_gaps)
+
+    assert all("contiguous" in failure["text"] for failure in failures)
+
+
+def send_grad_tensor(transport):
+    weight = torch.ones(2, requires_grad=True)
+    if transport.rank == 0:
+        send(transport, 1, weight * 3)
+        return None
+    return receive(transport, 0, torch.zeros(2)).tolist()
+
+
+def test_a_tensor_with_a_graph_is_sent_by_value(on_ranks):
+    assert on_ranks(2, send_grad_tensor)[1] == [3.0, 3.0]
+
+
+# --- collectives
+
+
+def reduce_and_broadcast(transport):
+    total = torch.tensor([1.0, 10.0]) * (transport.rank + 1)
+    transport.all_reduce(total)
+    strided = torch.full((2, 2), float(transport.rank)).t()
+    transport.all_reduce(strided)
+    from_two = torch.tensor([transport.rank])
+    transport.broadcast(from_two, 2)
+    count = torch.tensor(transport.rank, dtype=torch.int64)
+    transport.all_reduce(count)
+    return [total.tolist(), strided.tolist(), from_two.item(), count.item()]
+
+
+def test_all_reduce_sums_and_broadcast_copies_in_place(on_ranks):
+    answers = on_ranks(3, reduce_and_broadcast)
+
+    assert answers == [[[6.0, 60.0], [[3.0, 3.0], [3.0, 3.0]], 2, 3]] * 3
+
+
+def reduce_in_rank_order(transport):
+    values = torch.tensor([[1e8], [1.0], [-1e8]][transport.rank], dtype=torch.float32)
+    transport.all_reduce(values)
+    return values.item()
+
+
+def test_all_reduce_adds_in_rank_order_so_that_all_ranks_get_the_same_bits(on_ranks):
+    in_order = torch.tensor(1e8) + torch.tensor(1.0) + torch.tensor(-1e8)
+
+    assert on_ranks(3, reduce_in_rank_order) == [in_order.item()] * 3
+
+
+def gather_values(transport):
+    return transport.all_gather_object(
+        {"rank": transport.rank, "loss": math.inf, "name": "ä" * transport.rank, "no": None}
+    )
+
+
+def test_all_gather_object_gives_every_rank_the_values_in_rank_order(on_ranks):
+    expected = [{"rank": rank, "loss": math.inf, "name": "ä" * rank, "no": None} for rank in range(3)]
+
+    assert on_ranks(3, gather_values) == [expected] * 3
+
+
+def gather_function(transport):
+    return failure_of(transport.all_gather_object, print)
+
+
+def test_all_gather_object_refuses_what_is_not_plain(on_ranks):
+    failures = on_ranks(2, gather_function)
+
+    assert all("cannot send <built-in function print>" in failure["text"] for failure in failures)
+
+
+def collective_between_posted_messages(transport):
+    peer = 1 - transport.rank
+    early = torch.zeros(1)
+    ticket = transport.post_receive(peer, early)
+    gathered = transport.all_gather_object(transport.rank)
+    send(transport, peer, torch.tensor([7.0]))
+    transport.wait(ticket)
+    return [gathered, early.item()]
+
+
+def test_collectives_do_not_take_the_messages_of_receives_posted_ahead(on_ranks):
+    assert on_ranks(2, collective_between_posted_messages) == [[[0, 1], 7.0]] * 2
+
+
+def lonely_collectives(transport):
+    total = torch.tensor([4.0])
+    transport.all_reduce(total)
+    transport.broadcast(total, 0)
+    return [total.item(), transport.all_gather_object("me")]
+
+
+def test_a_single_rank_is_a_group_too(on_ranks):
+    assert on_ranks(1, lonely_collectives) == [[4.0, ["me"]]]
+
+
+# --- failures
+
+
+def stay_away_until(gate):
+    """Do nothing, as a rank that hangs, until a peer makes this file."""
+    while not Path(gate).exists():
+        time.sleep(0.01)
+
+
+def wait_beyond_deadline(transport, gate):
+    if transport.rank == 1:
+        stay_away_until(gate)
+        transport.recover()
+        return None
+    transport.deadline_s = 0.3
+    ticket = transport.post_receive(1, torch.zeros(1))
+    failure = failure_of(transport.wait, ticket)
+    transport.deadline_s = PATIENCE_S
+    Path(gate).touch()
+    transport.recover()
+    return failure
+
+
+@pytest.mark.slow
+def test_a_wait_that_outlives_its_deadline_names_rank_peer_and_seconds(on_ranks, tmp_path):
+    failure = on_ranks(2, wait_beyond_deadline, str(tmp_path / "gate"))[0]
+
+    assert failure["kind"] is DeadlineExceeded
+    assert (failure["rank"], failure["peer"]) == (0, 1)
+    assert 0.3 <= failure["waited_s"] < SOON_S
+    assert "rank 0: waited to receive message 0 from rank 1 for " in failure["text"]
+
+
+def collective_beyond_deadline(transport, gate):
+    if transport.rank == 1:
+        stay_away_until(gate)
+        transport.recover()
+        return None
+    transport.deadline_s = 0.3
+    failure = failure_of(transport.all_gather_object, 1)
+    transport.deadline_s = PATIENCE_S
+    Path(gate).touch()
+    transport.recover()
+    return failure
+
+
+@pytest.mark.slow
+def test_a_collective_has_the_deadline_too(on_ranks, tmp_path):
+    failure = on_ranks(2, collective_beyond_deadline, str(tmp_path / "gate"))[0]
+
+    assert (failure["kind"], failure["peer"]) == (DeadlineExceeded, 1)
+    assert failure["took_s"] < SOON_S
+
+
+def abort_while_others_wait(transport):
+    """Rank 2 aborts; rank 1 waits for rank 2 and rank 0 for rank 1."""
+    if transport.rank == 2:
+        receive(transport, 1, torch.zeros(1))
+        begin_s = time.monotonic()
+        transport.abort()
+        return {"kind": PeerLost, "peer": None, "took_s": time.monotonic() - begin_s}
+    if transport.rank == 1:
+        send(transport, 2, torch.ones(1))
+    failure = failure_of(receive, transport, transport.rank + 1, torch.zeros(1))
+    transport.abort()
+    return failure
+
+
+def test_abort_wakes_the_ranks_that_wait_along_a_chain(on_ranks):
+    failures = on_ranks(3, abort_while_others_wait)
+
+    assert [failure["kind"] for failure in failures] == [PeerLost] * 3
+    assert [failure["peer"] for failure in failures] == [1, 2, None]
+    assert all(failure["took_s"] < SOON_S for failure in failures)
+
+
+def abort_while_handling_an_error(transport, gate):
+    """Rank 1 loses rank 2 and aborts, but keeps the error until rank 0 has failed too."""
+    if transport.rank == 2:
+        receive(transport, 1, torch.zeros(1))
+        return None
+    if transport.rank == 0:
+        failure = failure_of(receive, transport, 1, torch.zeros(1))
+        Path(gate).touch()
+        return failure
+    send(transport, 2, torch.ones(1))
+    try:
+        receive(transport, 2, torch.zeros(1))
+    except PeerLost:
+        transport.abort()
+        stay_away_until(gate)
+    return None
+
+
+def test_abort_wakes_the_others_while_the_error_is_still_handled(on_ranks, tmp_path):
+    failure = on_ranks(3, abort_while_handling_an_error, str(tmp_path / "gate"))[0]
+
+    assert (failure["kind"], failure["peer"]) == (PeerLost, 1)
+    assert failure["took_s"] < SOON_S
+
+
+def use_after_abort(transport):
+    peer = 1 - transport.rank
+    early = transport.post_receive(peer, torch.zeros(1))
+    transport.all_gather_object("posted")
+    transport.abort()
+    answers = [failure_of(transport.wait, early), failure_of(receive, transport, peer, torch.zeros(1))]
+    answers.append(failure_of(transport.all_gather_object, 1))
+    transport.recover()
+    return answers
+
+
+def test_every_use_after_abort_fails_at_once(on_ranks):
+    for failures in on_ranks(2, use_after_abort):
+        assert [failure["kind"] for failure in failures] == [PeerLost] * 3
+        assert all(failure["took_s"] < SOON_S for failure in failures)
+
+
+def recover_again_and_again(transport):
+    peer = 1 - transport.rank
+    answers = []
+    for attempt in range(3):
+        stale = transport.post_send(peer, torch.tensor([-1.0]))
+        transport.post_send(peer, torch.tensor([-2.0]))
+        transport.all_gather_object("posted")
+        transport.abort()
+        transport.recover()
+        answers.append(failure_of(transport.wait, stale)["kind"])
+        fresh = transport.post_send(peer, torch.tensor([float(attempt)]))
+        answers.append(receive(transport, peer, torch.zeros(1)).item())
+        transport.wait(fresh)
+    return answers
+
+
+def test_recover_after_abort_forgets_old_messages_and_works_again(on_ranks):
+    assert on_ranks(2, recover_again_and_again) == [[PeerLost, 0.0, PeerLost, 1.0, PeerLost, 2.0]] * 2
+
+
+def recover_with_a_late_rank(transport, gate):
+    """Rank 0 gives up twice while rank 1 is away; then both come."""
+    if transport.rank == 1:
+        receive(transport, 0, torch.zeros(1))
+        transport.abort()
+        stay_away_until(gate)
+        transport.recover()
+        return receive(transport, 0, torch.zeros(1)).item()
+    send(transport, 1, torch.ones(1))
+    transport.abort()
+    transport.deadline_s = 0.1
+    failures = [failure_of(transport.recover) for _ in range(2)]
+    transport.deadline_s = PATIENCE_S
+    Path(gate).touch()
+    transport.recover()
+    send(transport, 1, torch.tensor([9.0]))
+    return [(failure["kind"], failure["peer"]) for failure in failures]
+
+
+@pytest.mark.slow
+def test_recover_without_a_rank_ends_at_the_deadline_and_works_once_that_rank_comes(on_ranks, tmp_path):
+    answers = on_ranks(2, recover_with_a_late_rank, str(tmp_path / "gate"))
+
+    assert answers == [[(DeadlineExceeded, 1)] * 2, 9.0]
+
+
+def close_early(transport):
+    if transport.rank == 1:
+        receive(transport, 0, torch.zeros(1))
+        transport.close()
+        transport.close()
+        return None
+    send(transport, 1, torch.ones(1))
+    return failure_of(receive, transport, 1, torch.zeros(1))
+
+
+def test_a_peer_that_closed_is_lost_and_closing_twice_does_no_harm(on_ranks):
+    failure = on_ranks(2, close_early)[0]
+
+    assert (failure["kind"], failure["peer"]) == (PeerLost, 1)
+    assert failure["took_s"] < SOON_S
+
+
+# --- what only one of them can do
+
+
+def be_killed(rank):
+    transport = TorchTransport(deadline_s=PATIENCE_S)
+    if rank == 1:
+        receive(transport, 0, torch.zeros(1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    send(transport, 1, torch.ones(1))
+    first = failure_of(receive, transport, 1, torch.zeros(1))
+    later = failure_of(send, transport, 1, torch.zeros(1))
+    transport.abort()
+    transport.deadline_s = 0.2
+    return [first, later, failure_of(transport.recover)]
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_a_lost_peer_at_once_and_recover_does_not_hang():
+    outcome = run_ranks_with_deaths(2, be_killed, timeout_s=PATIENCE_S)
+
+    first, later, recovery = outcome.results[0]
+    assert outcome.exit_codes == {1: -signal.SIGKILL}
+    assert [first["kind"], later["kind"], recovery["kind"]] == [PeerLost, PeerLost, DeadlineExceeded]
+    assert first["took_s"] < SOON_S
+    assert recovery["took_s"] < SOON_S
+
+
+def two_pipelines(rank):
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    transport = TorchTransport(groups[rank % 2], deadline_s=PATIENCE_S)
+    again = TorchTransport(groups[rank % 2], deadline_s=PATIENCE_S)
+    answers = [transport.rank, transport.all_gather_object(rank)]
+    for wires in (transport, again):
+        if wires.rank == 0:
+            send(wires, 1, torch.tensor([float(rank)]))
+        else:
+            answers.append(receive(wires, 0, torch.zeros(1)).item())
+        wires.close()
+    return answers
+
+
+@pytest.mark.slow
+def test_peers_are_counted_within_the_group_so_two_pipelines_do_not_meet():
+    answers = run_ranks(4, two_pipelines, timeout_s=PATIENCE_S)
+
+    assert answers == [[0, [0, 2]], [0, [1, 3]], [1, [0, 2], 0.0, 0.0], [1, [1, 3], 1.0, 1.0]]
+
+
+def test_without_a_process_group_the_error_says_what_to_call():
+    with pytest.raises(PipelineError, match="init_process_group"):
+        TorchTransport()
+
+
+def test_local_ends_that_disagree_on_shape_fail_on_both_sides():
+    left, right = LocalTransport.create(2, 1.0)
+    sent, got = left.post_send(1, torch.zeros(3)), right.post_receive(0, torch.zeros(4))
+
+    with pytest.raises(PipelineError, match=r"sent \(3,\)"):
+        left.wait(sent)
+    with pytest.raises(PipelineError, match=r"expected \(4,\)"):
+        right.wait(got)
+
+
+def test_a_slow_local_channel_delays_only_its_own_messages():
+    left, right = LocalTransport.create(2, 1.0, delay_s=lambda source, destination: 0.1 if source == 0 else 0.0)
+    begin_s = time.monotonic()
+    left.post_send(1, torch.tensor([1.0]))
+    right.post_send(0, torch.tensor([2.0]))
+
+    fast = receive(left, 1, torch.zeros(1))
+    fast_s = time.monotonic() - begin_s
+    slow = receive(right, 0, torch.zeros(1))
+    slow_s = time.monotonic() - begin_s
+
+    assert (fast.item(), slow.item()) == (2.0, 1.0)
+    assert fast_s < 0.1 <= slow_s

@@ -1,0 +1,188 @@
+"""Pipelines whose ranks are threads of the test's process, small models for them, and the comparison with one process.
+
+Threads share torch's generator, so every value here is drawn from a generator of its own.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from penstock.errors import DeadlineExceeded, PeerLost
+from penstock.execute.reference import reference_step
+from penstock.execute.transport import LocalTransport
+from penstock.pipeline import Pipeline
+
+PATIENCE_S = 20.0
+WIDTH = 6
+VOCABULARY = 11
+LENGTH = 3
+IGNORED = -100
+
+
+def on_ranks(num_ranks, case, *args, deadline_s=PATIENCE_S):
+    """Return what `case(transport, *args)` returned on every rank; raise the error of the rank that is to blame."""
+    transports = LocalTransport.create(num_ranks, deadline_s)
+    with ThreadPoolExecutor(num_ranks) as threads:
+        futures = [threads.submit(_run, case, transport, args) for transport in transports]
+    errors = [error for future in futures if (error := future.exception())]
+    for error in sorted(errors, key=lambda error: isinstance(error, (PeerLost, DeadlineExceeded))):
+        raise error
+    return [future.result() for future in futures]
+
+
+def _run(case, transport, args):
+    try:
+        return case(transport, *args)
+    except BaseException:
+        transport.abort()  # the other ranks must not wait for this one
+        raise
+
+
+def error_of(call, *args, **kwargs):
+    """Return what a call raises."""
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def settle(module, seed):
+    """Give a module's parameters values that depend on the seed alone."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.4)
+    return module
+
+
+def block(seed, dtype=torch.float32, width=WIDTH):
+    return settle(
+        nn.Sequential(nn.LayerNorm(width, dtype=dtype), nn.Linear(width, width, dtype=dtype), nn.Tanh()), seed
+    )
+
+
+def float_layers(dtype=torch.float32, num_layers=5):
+    return [block(seed, dtype) for seed in range(num_layers)]
+
+
+def token_layers(dtype=torch.float32):
+    embedding = settle(nn.Embedding(VOCABULARY, WIDTH, dtype=dtype), 100)
+    head = settle(nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=dtype), 101)
+    return [embedding, *float_layers(dtype, 3), head]
+
+
+def values(seed, *shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def square_loss(output, target):
+    return ((output - target) ** 2).mean()
+
+
+def token_loss(output, target):
+    return F.cross_entropy(output.flatten(0, -2), target.flatten(), ignore_index=IGNORED)
+
+
+def count_tokens(target):
+    return int((target != IGNORED).sum())
+
+
+@dataclass
+class Task:
+    """A model, a batch and a loss."""
+
+    make_layers: Any
+    inputs: tuple
+    target: Any
+    loss: Any = square_loss
+    options: dict = field(default_factory=dict)
+
+    def reference(self, num_microbatches):
+        layers = self.make_layers()
+        result = reference_step(
+            layers, self.inputs, {}, self.target, loss=self.loss, num_microbatches=num_microbatches, **self.options
+        )
+        return result, gradients_of(named(layers))
+
+
+def float_task(rows, dtype=torch.float32):
+    """Mean squares of an even batch."""
+    inputs, target = values(1, rows, WIDTH, dtype=dtype), values(2, rows, WIDTH, dtype=dtype)
+    return Task(lambda: float_layers(dtype), (inputs,), target)
+
+
+def token_task(rows, dtype=torch.float32):
+    """Mean over tokens, some of which do not count, of a batch that need not divide evenly."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCABULARY, (rows, LENGTH), generator=generator)
+    target = torch.randint(VOCABULARY, (rows, LENGTH), generator=generator)
+    target[::2, 1:] = IGNORED
+    options = {"allow_ragged": True, "count": count_tokens}
+    return Task(lambda: token_layers(dtype), (tokens,), target, token_loss, options)
+
+
+def named(layers):
+    return [(f"{index}.{name}", p) for index, layer in enumerate(layers) for name, p in layer.named_parameters()]
+
+
+def gradients_of(named_parameters):
+    return {name: None if p.grad is None else p.grad.clone() for name, p in named_parameters}
+
+
+@dataclass
+class Outcome:
+    """What one rank saw of a step."""
+
+    result: Any
+    gradients: dict
+    timeline: Any = None
+
+
+def run_task(transport, task, schedule, num_microbatches, **options):
+    """Run one step of a task on this rank; only ranks that need them get inputs and target."""
+    pipeline = Pipeline(
+        task.make_layers(), schedule, num_microbatches, task.loss, transport=transport, **task.options, **options
+    )
+    outcome = step_task(pipeline, task)
+    pipeline.close()
+    return outcome
+
+
+def step_task(pipeline, task, **options):
+    placement = pipeline.schedule.placement
+    is_first = any(placement.previous_stage[stage.index] < 0 for stage in pipeline.stages)
+    is_last = any(placement.next_stage[stage.index] < 0 for stage in pipeline.stages)
+    args = task.inputs if is_first else ()
+    result = pipeline.step(*args, target=task.target if is_last else None, return_outputs=True, **options)
+    return Outcome(result, gradients_of(pipeline.named_parameters()), pipeline.timeline)
+
+
+def difference(outcomes, reference, *, tolerance=None):
+    """Say how the ranks' outcomes differ from the reference's; empty where they are equal bit for bit (or nearly)."""
+    expected, expected_gradients = reference
+    gradients = {name: gradient for outcome in outcomes for name, gradient in outcome.gradients.items()}
+    found = []
+    if gradients.keys() != expected_gradients.keys():
+        found.append(f"parameters {sorted(gradients.keys() ^ expected_gradients.keys())}")
+    for name in gradients.keys() & expected_gradients.keys():
+        if not _same(gradients[name], expected_gradients[name], tolerance):
+            found.append(f"the gradient of {name}")
+    for rank, outcome in enumerate(outcomes):
+        losses = [outcome.result.loss, *outcome.result.losses]
+        wanted = [expected.loss, *expected.losses]
+        if len(losses) != len(wanted) or not all(map(torch.equal, losses, wanted)):
+            found.append(f"the losses on rank {rank}")
+    return found
+
+
+def _same(found, wanted, tolerance):
+    if found is None or wanted is None:
+        return found is wanted
+    if tolerance is None:
+        return torch.equal(found, wanted) and found.dtype == wanted.dtype
+    return torch.allclose(found, wanted, rtol=tolerance, atol=tolerance)

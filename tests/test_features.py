@@ -1,0 +1,556 @@
+"""Promises that span several rooms: merging, ready-made parts, frozen and cut stages, mixes of calls, other orders."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError, PipelineError, StepRefused
+from penstock.execute.microbatch import BatchSpec, PreSplit, Replicate, Stack, Sum
+from penstock.execute.reference import reference_evaluate, reference_step
+from penstock.ir.action import parse_action
+from penstock.ir.instruction import Op
+from penstock.ir.schedule import Schedule
+from penstock.lower import lower
+from penstock.pipeline import Pipeline
+from penstock.placement import Placement
+from penstock.plan import plan
+from penstock.schedules import build
+from penstock.simulate import Costs
+from tests.local_pipelines import (
+    IGNORED,
+    VOCABULARY,
+    WIDTH,
+    Task,
+    block,
+    count_tokens,
+    difference,
+    error_of,
+    float_layers,
+    float_task,
+    gradients_of,
+    named,
+    on_ranks,
+    square_loss,
+    step_task,
+    token_layers,
+    token_loss,
+    values,
+)
+from tests.ranks import run_ranks
+
+
+def drawn(placement, *orders, num_microbatches):
+    """Make a schedule from one line of actions per rank."""
+    actions = [[parse_action(text) for text in order.split()] for order in orders]
+    return Schedule.from_actions("by hand", placement, actions, num_microbatches=num_microbatches)
+
+
+# ---- outputs
+
+
+def largest(parts):
+    return max(float(part.max()) for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("merge", "expected"),
+    [
+        (Stack(), torch.stack),
+        (Stack(1), partial(torch.stack, dim=1)),
+        (Sum(), lambda parts: parts[0] + parts[1] + parts[2] + parts[3]),
+        (largest, lambda parts: torch.tensor(largest(parts))),
+        (list, torch.stack),
+    ],
+    ids=["stack", "stack on dim 1", "sum", "own rule", "list"],
+)
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+def test_a_pipeline_merges_its_outputs_by_the_rule_it_was_given(merge, expected, call):
+    task = float_task(8)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, merge=merge, transport=wires)
+        return getattr(pipeline, call)(*task.inputs, target=task.target, return_outputs=True).outputs
+
+    first, last = on_ranks(2, case)
+
+    assert first is None
+    found = torch.stack(last) if merge is list else torch.as_tensor(last)
+    assert torch.equal(found, expected(task.reference(4)[0].outputs))
+
+
+def test_outputs_that_a_rule_cannot_merge_are_an_error_that_names_them():
+    inputs, target = PreSplit([values(1, 2, WIDTH), values(2, 3, WIDTH)]), PreSplit([torch.zeros(())] * 2)
+    pipeline = Pipeline(float_layers(), "1f1b", 2, lambda output, _: output.mean(), merge=Stack())
+
+    error = error_of(pipeline.step, inputs, target=target, return_outputs=True)
+
+    assert isinstance(error, PipelineError)
+    assert "cannot merge [(2, 6), (3, 6)]" in str(error)
+
+
+# ---- parts that the caller made
+
+
+def tokens_of(seed, shapes):
+    """One part of tokens and one of targets per shape [rows, length]; some targets do not count."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(VOCABULARY, shape, generator=generator) for shape in shapes]
+    target = [torch.randint(VOCABULARY, shape, generator=generator) for shape in shapes]
+    for part in target:
+        part[0, 1:] = IGNORED
+    return tokens, target
+
+
+def packed_task(shapes, seed=3):
+    tokens, target = tokens_of(seed, shapes)
+    make_layers = partial(token_layers, torch.float64)
+    return Task(make_layers, (PreSplit(tokens),), PreSplit(target), token_loss, {"count": count_tokens})
+
+
+LENGTHS = [[(2, 5), (2, 3), (2, 8), (2, 1)], [(2, 2), (2, 9), (2, 4), (2, 4)], [(3, 4), (1, 7), (2, 2), (5, 1)]]
+
+
+@pytest.mark.parametrize("variable_shapes", [False, True])
+def test_microbatches_may_have_sequences_of_other_lengths_bit_for_bit(variable_shapes):
+    tasks = [packed_task(shapes) for shapes in (*LENGTHS, LENGTHS[0])]  # the last one meets shapes that are known
+
+    def case(wires):
+        pipeline = Pipeline(
+            tasks[0].make_layers(),
+            "1f1b",
+            4,
+            token_loss,
+            count=count_tokens,
+            merge=list,
+            variable_shapes=variable_shapes,
+            transport=wires,
+        )
+        found = []
+        for task in tasks:
+            for _, parameter in pipeline.named_parameters():
+                parameter.grad = None
+            found.append(step_task(pipeline, task))
+        return found
+
+    per_rank = on_ranks(3, case)
+
+    found = [
+        difference(outcomes, task.reference(4))
+        for outcomes, task in zip(zip(*per_rank, strict=True), tasks, strict=True)
+    ]
+    assert found == [[]] * 4
+    lengths = [output.shape[:2] for output in per_rank[2][0].result.outputs]
+    assert lengths == LENGTHS[0]
+
+
+@pytest.mark.parametrize("num_parts", [1, 3, 5])
+@pytest.mark.parametrize("place", ["args[0]", "target"])
+def test_too_few_or_too_many_parts_are_refused_on_every_rank_with_the_counts_and_do_no_harm(place, num_parts):
+    task = packed_task(LENGTHS[0])
+    wrong = packed_task([(2, 3)] * num_parts)
+    inputs, target = (wrong.inputs, task.target) if place == "args[0]" else (task.inputs, wrong.target)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, merge=list, transport=wires, **task.options)
+        return error_of(pipeline.step, *inputs, target=target), step_task(pipeline, task)
+
+    found = on_ranks(2, case)
+
+    assert [type(error) for error, _ in found] == [StepRefused, StepRefused]
+    assert all(f"{place}: PreSplit holds {num_parts} parts for 4 microbatches" in str(error) for error, _ in found)
+    assert difference([outcome for _, outcome in found], task.reference(4)) == []
+
+
+def test_parts_that_are_no_rows_need_one_entry_per_microbatch_too():
+    specs = BatchSpec(kwargs={"scale": Replicate()})
+    pipeline = Pipeline([Scaling()], "gpipe", 2, square_loss, specs=specs)
+    batch = values(1, 4, WIDTH)
+
+    error = error_of(pipeline.step, batch, target=batch, scale=PreSplit([0.0, 1.0, 2.0]))
+    result = pipeline.step(batch, target=batch, scale=PreSplit([0.0, 1.0]))
+
+    assert isinstance(error, StepRefused)
+    assert "3 parts for 2 microbatches" in str(error)
+    assert result.losses[1] == 0.0 < result.losses[0]
+
+
+class Scaling(nn.Module):
+    """Multiplies by a keyword."""
+
+    def forward(self, x, *, scale):
+        return x * scale
+
+
+# ---- where gradients end
+
+
+class Counting:
+    """Wires that count the tensors that leave this rank for a stage of another."""
+
+    def __init__(self, wires):
+        self.wires = wires
+        self.num_sent = {}
+
+    def __getattr__(self, name):
+        return getattr(self.wires, name)
+
+    def post_send(self, peer, tensor):
+        self.num_sent[peer] = self.num_sent.get(peer, 0) + 1
+        return self.wires.post_send(peer, tensor)
+
+
+@pytest.mark.parametrize("num_frozen", [0, 1, 2, 3])
+def test_nothing_is_sent_below_a_frozen_stage(num_frozen):
+    task = float_task(8)
+
+    def make_layers():
+        layers = float_layers(num_layers=4)
+        for layer in layers[:num_frozen]:
+            layer.requires_grad_(False)
+        return layers
+
+    def case(wires):
+        counting = Counting(wires)
+        pipeline = Pipeline(make_layers(), "1f1b", 4, task.loss, transport=counting)
+        step_task(pipeline, task)  # the first step sends headers as well
+        counting.num_sent.clear()
+        step_task(pipeline, task)
+        return counting.num_sent
+
+    sent = on_ranks(4, case)
+
+    assert [found.get(rank + 1, 0) for rank, found in enumerate(sent)] == [4, 4, 4, 0]
+    assert [found.get(rank, 0) for rank, found in enumerate(sent[1:])] == [
+        4 * (rank >= num_frozen) for rank in range(3)
+    ]
+
+
+class Cutting(nn.Module):
+    """Cuts the gradient of every second microbatch, that of its own weight too."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner = block(seed, torch.float64)
+        self.cuts = True
+
+    def forward(self, x):
+        self.cuts = not self.cuts
+        return self.run(x)
+
+    def run(self, x):
+        return self.inner(x).detach() if self.cuts else self.inner(x)
+
+
+class CuttingBelow(Cutting):
+    """Cuts below its own weight: its output needs a gradient, its input gets none."""
+
+    def run(self, x):
+        return self.inner(x.detach() if self.cuts else x)
+
+
+def cut_task(cutting, place):
+    def make_layers():
+        return [cutting(seed) if seed == place else block(seed, torch.float64) for seed in range(4)]
+
+    inputs, target = values(1, 8, WIDTH, dtype=torch.float64), values(2, 8, WIDTH, dtype=torch.float64)
+    return Task(make_layers, (inputs,), target)
+
+
+@pytest.mark.parametrize(
+    ("cutting", "place"),
+    [(Cutting, 0), (Cutting, 1), (Cutting, 2), (CuttingBelow, 1), (CuttingBelow, 2), (CuttingBelow, 3)],
+)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_microbatches_may_differ_in_whether_an_output_needs_a_gradient(cutting, place, schedule):
+    task = cut_task(cutting, place)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), schedule, 4, task.loss, transport=wires)
+        step_task(pipeline, task)
+        for _, parameter in pipeline.named_parameters():
+            parameter.grad = None
+        return step_task(pipeline, task)  # now with receives posted ahead
+
+    outcomes = on_ranks(4, case)
+
+    assert difference(outcomes, task.reference(4)) == []
+
+
+@pytest.mark.parametrize("variable_shapes", [False, True])
+def test_microbatches_that_change_places_in_the_next_step_are_right_or_a_clear_error(variable_shapes):
+    task = cut_task(Cutting, 1)
+    layers = task.make_layers()
+
+    def case(wires):
+        options = {"split": [1, 1, 2], "variable_shapes": variable_shapes}
+        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, **options)
+        step_task(pipeline, task)
+        for stage in pipeline.stages:
+            stage.layers.get("1", nn.Identity()).cuts = False
+        for _, parameter in pipeline.named_parameters():
+            parameter.grad = None
+        try:
+            return step_task(pipeline, task)
+        except PipelineError as error:
+            return error
+
+    found = on_ranks(3, case)
+
+    layers[1].cuts = False
+    result = reference_step(layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=4)
+    if variable_shapes:
+        assert difference(found, (result, gradients_of(named(layers)))) == []
+    else:
+        assert all(isinstance(error, PipelineError) for error in found)
+        assert all("1F0: the output is" in str(error) for error in found)
+        assert "variable_shapes=True" in str(found[1])
+
+
+# ---- calls
+
+
+class Switching(nn.Module):
+    """Behaves differently in training and in evaluation, without chance."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner = block(seed, torch.float64)
+
+    def forward(self, x):
+        return self.inner(x) * (2.0 if self.training else 1.0)
+
+
+def switching_layers():
+    return [Switching(seed) for seed in range(4)]
+
+
+def descend(named_parameters):
+    """Take one step of plain gradient descent."""
+    with torch.no_grad():
+        for _, parameter in named_parameters:
+            parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+
+
+def mixed_calls(mix, step, evaluate, parameters):
+    """Train on T and evaluate on E, each call with a batch of its own and every third one of another size."""
+    losses = []
+    for number, letter in enumerate(mix):
+        rows = 4 if number % 3 == 2 else 8
+        batch, target = (values(seed, rows, WIDTH, dtype=torch.float64) for seed in (number, number + 50))
+        losses.append((step if letter == "T" else evaluate)(batch, target))
+        if letter == "T":
+            descend(parameters)
+    return losses
+
+
+@pytest.mark.parametrize("mix", ["TETETE", "ETETET", "EETTET", "TTTEEE", "EEETTT", "TEETTE"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_training_and_evaluation_may_alternate_in_any_mix(mix, schedule):
+    def case(wires):
+        pipeline = Pipeline(switching_layers(), schedule, 4, square_loss, transport=wires)
+        return mixed_calls(
+            mix,
+            lambda batch, target: pipeline.step(batch, target=target).loss,
+            lambda batch, target: pipeline.evaluate(batch, target=target).loss,
+            list(pipeline.named_parameters()),
+        )
+
+    found = on_ranks(2, case)
+
+    layers = switching_layers()
+
+    def alone(call, is_training, batch, target):
+        for layer in layers:
+            layer.train(is_training)
+        return call(layers, (batch,), {}, target, loss=square_loss, num_microbatches=4).loss
+
+    expected = mixed_calls(
+        mix, partial(alone, reference_step, True), partial(alone, reference_evaluate, False), named(layers)
+    )
+    assert found == [expected, expected]
+
+
+def test_a_closed_pipeline_says_so_at_once():
+    task = float_task(8)
+    pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss)
+    step_task(pipeline, task)
+    pipeline.close()
+    pipeline.close()
+
+    for call in (pipeline.step, pipeline.evaluate, pipeline.profile):
+        error = error_of(call, *task.inputs, target=task.target)
+        assert type(error) is PipelineError
+        assert str(error) == "rank 0: the pipeline is closed; make a new one"
+
+
+def test_a_rank_whose_pipeline_is_closed_says_so_and_the_others_do_not_wait_for_long():
+    task = float_task(8)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires)
+        step_task(pipeline, task)
+        if wires.rank == 1:
+            pipeline.close()
+        return error_of(step_task, pipeline, task)
+
+    waiting, closed = on_ranks(2, case)
+
+    assert str(closed) == "rank 1: the pipeline is closed; make a new one"
+    assert isinstance(waiting, PipelineError)
+    assert "rank 1" in str(waiting)
+
+
+# ---- set-up
+
+
+def test_a_number_of_microbatches_must_be_that_of_a_schedule_given_whole():
+    schedule = build("1f1b", ranks=1, microbatches=4)
+
+    error = error_of(Pipeline, float_layers(), schedule, 8, square_loss)
+
+    assert type(error) is ConfigError
+    assert "8, but 1f1b is for 4 microbatches" in str(error)
+    assert Pipeline(float_layers(), schedule, 4, square_loss).schedule is schedule
+    assert Pipeline(float_layers(), schedule, loss=square_loss).program.num_microbatches == 4
+    assert Pipeline(float_layers(), "1f1b", loss=square_loss).schedule.num_microbatches == 8
+
+
+def test_split_and_weights_together_are_refused():
+    error = error_of(Pipeline, float_layers(), "1f1b", 4, square_loss, split=[5], weights=[1.0] * 5)
+
+    assert type(error) is ConfigError
+    assert "weights: " in str(error)
+    assert "split" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "table"),
+    [
+        (
+            {"weights": [1.0, 1.0, 1.0, 3.0]},
+            """
+            stage  layers  weight  parameters  names
+                0       3   50.0%         162  0 .. 2
+                1       1   50.0%          60  3
+            heaviest: stage 0, 1.00 times the mean
+            """,
+        ),
+        (
+            {"split": [1, 3]},
+            """
+            stage  layers  weight  parameters  names
+                0       1   25.0%          54  0
+                1       3   75.0%         168  1 .. 3
+            heaviest: stage 1, 1.50 times the mean
+            """,
+        ),
+    ],
+    ids=["by weight", "as given"],
+)
+def test_every_rank_can_draw_the_whole_split(options, table):
+    def case(wires):
+        # A rank builds its own layers only; what the others hold it must have been told.
+        layers = [*(partial(block, seed) for seed in range(3)), last_layer]
+        return Pipeline(layers, "1f1b", 4, square_loss, transport=wires, **options).describe_split()
+
+    def last_layer():
+        return nn.Sequential(block(3), nn.LazyLinear(WIDTH), nn.LayerNorm(3))  # 54 + not known yet + 6
+
+    found = on_ranks(2, case)
+
+    assert found[0] == found[1]
+    assert found[0].split() == table.split()
+
+
+# ---- schedules
+
+
+def test_two_iterations_over_one_rank_do_not_disturb_each_other():
+    schedule = build("1f1b", ranks=3, microbatches=4)
+    alone = list(schedule[1])
+
+    first, second = iter(schedule[1]), iter(schedule[1])
+    begin = [next(first), next(first)]
+    interleaved = [(a, b) for b, a in zip(second, first, strict=False)]
+
+    assert begin == alone[:2]
+    assert [a for a, _ in interleaved] == alone[2:]
+    assert [b for _, b in interleaved] == alone[: len(alone) - 2]
+    assert [[str(a) for a in rank] for rank in schedule] == [[str(a) for a in schedule[rank]] for rank in range(3)]
+
+
+@pytest.mark.parametrize("num_ranks", range(2, 9))
+@pytest.mark.parametrize("name", ["forward-only", "1f1b", "gpipe"])
+def test_forward_only_needs_at_most_two_receive_slots(name, num_ranks):
+    for num_microbatches in range(1, 17):
+        program = lower(build(name, ranks=num_ranks, microbatches=num_microbatches, forward_only=True))
+
+        is_receive = program.op == Op.RECEIVE_FORWARD
+        assert is_receive.sum() == (num_ranks - 1) * num_microbatches
+        assert program.slot[is_receive].max() < 2
+
+
+BY_HAND = drawn(
+    Placement.line(2),
+    "0F0 0F1 0F2 0B0 0B1 0B2",
+    "1F0 1B0 1F1 1B1 1F2 1B2",
+    num_microbatches=3,
+)
+
+
+def test_a_schedule_written_by_hand_is_predicted_and_run():
+    costs = Costs.uniform(forward=1, backward_input=1, backward_weight=1)
+    task = float_task(6)
+
+    predicted = plan(BY_HAND, costs).timeline
+    outcomes = on_ranks(2, lambda wires: run_recorded(wires, task, BY_HAND))
+
+    # Rank 1 begins after 1 second and is never idle; the last backward of rank 0 follows it.
+    assert predicted.makespan_s == pytest.approx(1 + 3 * 3 + 2)
+    assert predicted.peak_activations == [3, 1]
+    assert difference(outcomes, task.reference(3)) == []
+    measured = outcomes[0].timeline
+    assert [str(i) for rank in range(2) for i in measured.program[rank]] == [
+        str(i) for rank in range(2) for i in predicted.program[rank]
+    ]
+    assert measured.peak_activations == predicted.peak_activations
+
+
+def run_recorded(wires, task, schedule):
+    pipeline = Pipeline(task.make_layers(), schedule, loss=task.loss, transport=wires)
+    outcome = step_task(pipeline, task, record=True)
+    pipeline.close()
+    return outcome
+
+
+RING = drawn(
+    Placement.loop(2, 4),
+    "0F0 0F1 2F0 2F1 0F2 0F3 2B0 2B1 0B0 0B1 2F2 2F3 2B2 2B3 0B2 0B3",
+    "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 1F2 1F3 3F2 3B2 3F3 3B3 1B2 1B3",
+    num_microbatches=4,
+)
+
+
+@pytest.mark.slow
+def test_two_stages_per_rank_in_a_ring_run_on_two_processes_bit_for_bit():
+    task = float_task(8)
+
+    per_rank = run_ranks(2, run_ring, timeout_s=60.0)
+
+    expected = task.reference(4)
+    assert [difference(outcomes, expected) for outcomes in zip(*per_rank, strict=True)] == [[]] * 2
+
+
+def run_ring(rank):
+    task = float_task(8)
+    pipeline = Pipeline(task.make_layers(), RING, loss=task.loss, deadline_s=20.0)
+    outcomes = []
+    for _ in range(2):  # the second step has no headers, and receives are posted ahead
+        for _, parameter in pipeline.named_parameters():
+            parameter.grad = None
+        outcomes.append(step_task(pipeline, task))
+    pipeline.close()
+    return outcomes

@@ -1,0 +1,659 @@
+"""The object a training loop holds: exact against one process, alike on threads and on gloo, honest about mistakes."""
+
+import copy
+import gc
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from penstock.errors import ConfigError, PartitionError, PipelineError, StepRefused
+from penstock.execute.reference import reference_evaluate, reference_step
+from penstock.ir.action import parse_action
+from penstock.ir.schedule import Schedule
+from penstock.ir.timeline import Timeline
+from penstock.pipeline import Pipeline
+from penstock.placement import Placement
+from penstock.schedules import build
+from tests.local_pipelines import (
+    WIDTH,
+    block,
+    difference,
+    error_of,
+    float_layers,
+    float_task,
+    gradients_of,
+    named,
+    on_ranks,
+    run_task,
+    settle,
+    square_loss,
+    step_task,
+    token_task,
+    values,
+)
+from tests.ranks import RankPool
+
+IN_ORDER = [("sequential", {}), ("gpipe", {}), ("1f1b", {}), ("1f1b", {"warmup": "eager"})]
+NAMES = ["sequential", "gpipe", "1f1b", "1f1b-eager"]
+
+
+def tasks_of(cell, num_microbatches):
+    """Both models, both types: every second cell the other way round."""
+    first, second = (torch.float32, torch.float64) if cell % 2 else (torch.float64, torch.float32)
+    return [float_task(2 * num_microbatches, first), token_task(2 * num_microbatches + 1, second)]
+
+
+# ---- exactness
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("schedule", "options"), IN_ORDER, ids=NAMES)
+def test_a_step_is_bitwise_gradient_accumulation_on_one_process(schedule, options, num_ranks):
+    differences = {}
+    for cell, num_microbatches in enumerate((1, 2, 3, 4, 8), start=num_ranks):
+        for task in tasks_of(cell, num_microbatches):
+            outcomes = on_ranks(
+                num_ranks, lambda wires, task=task, m=num_microbatches: run_task(wires, task, schedule, m, **options)
+            )
+            differences[num_microbatches, task.loss.__name__] = difference(outcomes, task.reference(num_microbatches))
+
+    assert {key: found for key, found in differences.items() if found} == {}
+
+
+def test_gradients_in_descending_order_are_equal_up_to_rounding():
+    task = token_task(17, torch.float64)
+
+    outcomes = on_ranks(3, run_with(task, "gpipe", 8, backward_order="descending"))
+
+    assert difference(outcomes, task.reference(8), tolerance=1e-12) == []
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [4, 3, 2])
+def test_a_step_on_gloo_is_bitwise_gradient_accumulation_on_one_process(pool, num_ranks):
+    grid = [(name, options, m) for name, options in IN_ORDER for m in (1, 3, 4)]
+    tasks = [tasks_of(cell, m)[cell // 2 % 2] for cell, (_, _, m) in enumerate(grid)]
+
+    per_rank = pool.run(steps_on_gloo, num_ranks, grid, timeout_s=60.0)
+
+    outcomes = list(zip(*per_rank[:num_ranks], strict=True))
+    differences = [
+        difference(found, task.reference(m)) for found, task, (_, _, m) in zip(outcomes, tasks, grid, strict=True)
+    ]
+    assert differences == [[]] * len(grid)
+
+
+def steps_on_gloo(rank, num_ranks, grid):
+    group = dist.new_group(list(range(num_ranks)))
+    if rank >= num_ranks:
+        return []
+    outcomes = []
+    for cell, (name, options, num_microbatches) in enumerate(grid):
+        task = tasks_of(cell, num_microbatches)[cell // 2 % 2]
+        pipeline = Pipeline(
+            task.make_layers(), name, num_microbatches, task.loss, group=group, **task.options, **options
+        )
+        outcome = step_task(pipeline, task)
+        outcome.timeline = None
+        pipeline.close()
+        outcomes.append(outcome)
+    return outcomes
+
+
+@pytest.mark.slow
+def test_tied_weights_on_gloo_get_the_gradient_of_one_weight(pool):
+    task = token_task(9, torch.float64)
+    layers = task.make_layers()
+    layers[4].weight = layers[0].weight
+    for _ in range(2):
+        reference_step(layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=4, **task.options)
+
+    first, *_, last = pool.run(tied_steps_on_gloo, timeout_s=60.0)
+
+    assert torch.equal(first["0.weight"], last["4.weight"])
+    torch.testing.assert_close(first["0.weight"], layers[0].weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def tied_steps_on_gloo(rank):
+    task = token_task(9, torch.float64)
+    pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, tied=[("4.weight", "0.weight")], **task.options)
+    for _ in range(2):
+        step_task(pipeline, task)
+    pipeline.close()
+    return gradients_of(pipeline.named_parameters())
+
+
+def run_with(task, schedule, num_microbatches, **options):
+    return lambda wires: run_task(wires, task, schedule, num_microbatches, **options)
+
+
+def test_one_process_needs_neither_ranks_nor_transport():
+    task = float_task(8)
+
+    pipeline = Pipeline(task.make_layers(), microbatches=4, loss=task.loss)
+
+    assert difference([step_task(pipeline, task)], task.reference(4)) == []
+    pipeline.close()
+
+
+def test_outputs_are_merged_on_the_last_ranks_request_only():
+    task = float_task(8)
+    whole = torch.cat(task.reference(4)[0].outputs)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires)
+        asked = pipeline.step(*task.inputs, target=task.target, return_outputs=True).outputs
+        return asked, pipeline.step(*task.inputs, target=task.target).outputs
+
+    (first, not_asked), (last, not_asked_either) = on_ranks(2, case)
+    assert first is None
+    assert torch.equal(last, whole)
+    assert not last.requires_grad
+    assert not_asked is None
+    assert not_asked_either is None
+
+
+def test_two_steps_add_up_bit_for_bit_as_on_one_process():
+    first, second = float_task(8), float_task(12)  # another batch size, larger
+    third = float_task(4)
+
+    def case(wires):
+        pipeline = Pipeline(first.make_layers(), "1f1b", 4, first.loss, transport=wires)
+        for task in (first, second, third):
+            step_task(pipeline, task)
+        return gradients_of(pipeline.named_parameters())
+
+    found = on_ranks(3, case)
+
+    layers = first.make_layers()
+    for task in (first, second, third):
+        reference_step(layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=4)
+    merged = {name: gradient for part in found for name, gradient in part.items()}
+    assert merged.keys() == gradients_of(named(layers)).keys()
+    assert all(torch.equal(merged[name], gradient) for name, gradient in gradients_of(named(layers)).items())
+
+
+class Masked(nn.Module):
+    """A layer that takes a keyword."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner = block(seed, torch.float64)
+
+    def forward(self, x, *, mask=None, scale=1.0):
+        return self.inner(x) * scale if mask is None else self.inner(x) * mask * scale
+
+
+def test_keywords_reach_every_layer_that_names_them_split_like_the_batch():
+    inputs, target = values(1, 6, WIDTH, dtype=torch.float64), values(2, 6, WIDTH, dtype=torch.float64)
+    keywords = {"mask": torch.arange(6.0, dtype=torch.float64)[:, None], "scale": 0.5}
+    layers = [Masked(0), block(1, torch.float64), Masked(2)]
+
+    def case(wires):
+        pipeline = Pipeline(copy.deepcopy(layers), "1f1b", 3, square_loss, transport=wires)
+        pipeline.step(inputs, target=target, **keywords)
+        return gradients_of(pipeline.named_parameters())
+
+    first, second = on_ranks(2, case)
+
+    reference_step(layers, (inputs,), keywords, target, loss=square_loss, num_microbatches=3)
+    merged = first | second
+    assert all(torch.equal(merged[name], gradient) for name, gradient in gradients_of(named(layers)).items())
+
+
+# ---- what is left alone
+
+
+class Noting(nn.Module):
+    """Batch normalisation and dropout, with a count of calls."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner = settle(nn.Linear(WIDTH, WIDTH), seed)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.frozen_norm = nn.BatchNorm1d(WIDTH).eval()
+        self.dropout = nn.Dropout(0.5)
+        self.num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        return self.dropout(self.frozen_norm(self.norm(self.inner(x))))
+
+
+def test_evaluate_between_steps_changes_nothing():
+    task = float_task(8)
+    layers = [Noting(0), Noting(1)]
+
+    def state(pipeline):
+        modules = [module for stage in pipeline.stages for layer in stage.layers.values() for module in layer.modules()]
+        tensors = [t.clone() for module in modules for t in (*module.parameters(False), *module.buffers(False))]
+        tensors += [g for g in gradients_of(pipeline.named_parameters()).values() if g is not None]
+        return tensors, [module.training for module in modules]
+
+    pipeline = Pipeline(layers, "1f1b", 4, task.loss)
+    step_task(pipeline, task)
+    tensors, modes = state(pipeline)
+    random_state = torch.get_rng_state()
+    pipeline.evaluate(*task.inputs, target=task.target)
+
+    tensors_after, modes_after = state(pipeline)
+    assert all(map(torch.equal, tensors, tensors_after))
+    assert modes_after == modes
+    assert torch.equal(torch.get_rng_state(), random_state)
+    step_task(pipeline, task)
+    assert [layer.num_calls for layer in layers] == [12, 12]  # 4 microbatches x (step, evaluate, step)
+
+
+def test_evaluate_builds_no_graph():
+    seen = []
+
+    class Watching(nn.Module):
+        def forward(self, x):
+            seen.append(torch.is_grad_enabled())
+            return x
+
+    pipeline = Pipeline([*float_layers(num_layers=1), Watching()], "gpipe", 2, square_loss)
+    pipeline.evaluate(values(1, 4, WIDTH))
+    pipeline.step(values(1, 4, WIDTH), target=values(2, 4, WIDTH))
+
+    assert seen == [False, False, True, True]
+    assert torch.is_grad_enabled()
+
+
+def test_evaluate_gives_the_losses_of_one_process_in_evaluation_mode():
+    task = token_task(9)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, **task.options)
+        before = pipeline.evaluate(*task.inputs, target=task.target, return_outputs=True)
+        assert all(parameter.grad is None for _, parameter in pipeline.named_parameters())
+        outcome = step_task(pipeline, task)
+        return before, outcome, pipeline.evaluate(*task.inputs).loss
+
+    found = on_ranks(3, case)
+
+    expected = reference_evaluate(
+        task.make_layers(), task.inputs, {}, task.target, loss=task.loss, num_microbatches=4, **task.options
+    )
+    for before, _, without_target in found:
+        assert torch.equal(before.loss, expected.loss)
+        assert all(map(torch.equal, before.losses, expected.losses))
+        assert without_target is None
+    assert [before.outputs is None for before, _, _ in found] == [True, True, False]
+    assert difference([outcome for _, outcome, _ in found], task.reference(4)) == []
+
+
+def test_modules_of_the_own_stages_are_used_in_place_and_the_others_never():
+    layers = float_layers(num_layers=4)
+    task = float_task(4)
+
+    def case(wires):
+        own = copy.deepcopy(layers)
+        pipeline = Pipeline(own, "gpipe", 2, task.loss, transport=wires)
+        step_task(pipeline, task)
+        return [all(parameter.grad is not None for parameter in layer.parameters()) for layer in own]
+
+    assert on_ranks(2, case) == [[True, True, False, False], [False, False, True, True]]
+
+
+def test_the_callers_tensors_keep_their_values_and_get_their_own_gradients():
+    task = float_task(8)
+    inputs = task.inputs[0].clone().requires_grad_()
+    alone = task.inputs[0].clone().requires_grad_()
+    reference_step(task.make_layers(), (alone,), {}, task.target, loss=task.loss, num_microbatches=4)
+
+    pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss)
+    pipeline.step(inputs, target=task.target)
+
+    assert torch.equal(inputs, alone)
+    assert torch.equal(inputs.grad, alone.grad)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sequential", "gpipe", "1f1b"])
+def test_a_step_leaves_no_tensor_alive(name):
+    task = float_task(8)
+
+    def num_tensors():
+        gc.collect()
+        return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+
+    pipeline = Pipeline(task.make_layers(), name, 4, task.loss)
+    for _ in range(2):  # gradients and agreements exist from the first step on
+        pipeline.step(*task.inputs, target=task.target)
+    before = num_tensors()
+    pipeline.step(*task.inputs, target=task.target)
+    pipeline.evaluate(*task.inputs, target=task.target)
+
+    assert num_tensors() == before
+
+
+def test_frozen_layers_get_no_gradient_and_the_others_the_same():
+    task = float_task(8)
+
+    make_layers = task.make_layers
+
+    def frozen():
+        layers = make_layers()
+        for layer in (layers[0], layers[2]):
+            layer.requires_grad_(False)
+        return layers
+
+    layers = frozen()
+    result = reference_step(layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=4)
+    reference = result, gradients_of(named(layers))
+    task.make_layers = frozen
+
+    assert difference(on_ranks(5, run_with(task, "1f1b", 4)), reference) == []
+
+
+def test_layers_may_be_frozen_between_steps_where_shapes_are_variable():
+    task = float_task(4)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), "gpipe", 2, task.loss, transport=wires, variable_shapes=True)
+        first = step_task(pipeline, task)
+        for _, parameter in pipeline.named_parameters():
+            parameter.grad = None
+            parameter.requires_grad_(wires.rank == 1)
+        step_task(pipeline, task)
+        return first.gradients, gradients_of(pipeline.named_parameters())
+
+    (_, frozen), (before, after) = on_ranks(2, case)
+    assert set(frozen.values()) == {None}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# ---- what is measured
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_recorded_step_gives_every_rank_the_same_timeline(num_ranks):
+    task = float_task(8)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires)
+        step_task(pipeline, task)
+        assert pipeline.timeline is None
+        gradients = step_task(pipeline, task, record=True).gradients
+        return pipeline.timeline, gradients, pipeline.profile(*task.inputs, target=task.target)
+
+    found = on_ranks(num_ranks, case)
+
+    timelines = [timeline for timeline, _, _ in found]
+    for timeline in timelines:
+        assert isinstance(timeline, Timeline)
+        assert timeline.source == "measured"
+        assert timeline.start_s.tolist() == timelines[0].start_s.tolist()
+        assert timeline.end_s.tolist() == timelines[0].end_s.tolist()
+        assert 0.0 <= timeline.bubble_fraction <= 1.0
+    assert all(profile is not timeline for timeline, _, profile in found)
+
+
+# ---- hooks
+
+
+def test_hooks_run_in_a_training_step_only():
+    calls = []
+    task = float_task(4)
+    pipeline = Pipeline(
+        task.make_layers(),
+        build("gpipe", ranks=1, microbatches=2),
+        loss=task.loss,
+        reduce_stage=lambda stage: calls.append(stage),
+        optimizer_step=lambda: calls.append("step"),
+    )
+
+    step_task(pipeline, task)
+    pipeline.evaluate(*task.inputs, target=task.target)
+
+    assert calls == [0, "step"]
+
+
+# ---- mistakes
+
+
+def two_ranks(wires, task, **options):
+    return Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, **options)
+
+
+def test_step_on_one_rank_and_evaluate_on_another_are_refused_everywhere_and_do_no_harm():
+    task = float_task(8)
+
+    def case(wires):
+        pipeline = two_ranks(wires, task)
+        call = pipeline.step if wires.rank else pipeline.evaluate
+        refusal = error_of(call, *task.inputs, target=task.target)
+        return refusal, step_task(pipeline, task)
+
+    found = on_ranks(2, case)
+
+    assert [type(error) for error, _ in found] == [StepRefused, StepRefused]
+    assert all("rank 0 runs evaluate, rank 1 runs step" in str(error) for error, _ in found)
+    assert difference([outcome for _, outcome in found], task.reference(4)) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [((8, 12), "inputs of different shape"), ((7, 7), "do not divide evenly"), ((8, 7), "do not divide evenly")],
+    ids=["different", "ragged", "ragged on one"],
+)
+def test_batches_that_do_not_fit_are_refused_everywhere_and_do_no_harm(rows, message):
+    task = float_task(8)
+
+    def case(wires):
+        pipeline = two_ranks(wires, task)
+        bad = float_task(rows[wires.rank])
+        refusal = error_of(pipeline.step, *bad.inputs, target=bad.target)
+        return refusal, step_task(pipeline, task)
+
+    found = on_ranks(2, case)
+
+    assert [type(error) for error, _ in found] == [StepRefused, StepRefused]
+    assert all(message in str(error) for error, _ in found)
+    assert difference([outcome for _, outcome in found], task.reference(4)) == []
+
+
+def test_a_first_stage_without_inputs_is_refused_everywhere():
+    task = float_task(8)
+
+    found = on_ranks(2, lambda wires: error_of(two_ranks(wires, task).step, target=task.target))
+
+    assert [type(error) for error in found] == [StepRefused, StepRefused]
+    assert "rank 0" in str(found[0])
+    assert "no inputs" in str(found[1])
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("the schedule", ({}, {"warmup": "eager"})),
+        ("the split", ({}, {"split": [1, 4]})),
+        ("the loss reduction", ({}, {"reduction": "sum"})),
+        ("variable_shapes", ({}, {"variable_shapes": True})),
+        ("the tied parameters", ({}, {"tied": [("0.1.bias", "4.1.bias")]})),
+    ],
+)
+def test_ranks_that_were_set_up_differently_say_so_everywhere(field, options):
+    task = float_task(8)
+
+    found = on_ranks(2, lambda wires: error_of(two_ranks, wires, task, **options[wires.rank]))
+
+    assert [type(error) for error in found] == [PipelineError, PipelineError]
+    assert all(f"disagree on {field}: rank 0 has" in str(error) and "rank 1 has" in str(error) for error in found)
+
+
+def test_ranks_with_different_layers_say_so_everywhere():
+    def case(wires):
+        return error_of(Pipeline, float_layers(num_layers=4 + wires.rank), "1f1b", 4, square_loss, transport=wires)
+
+    for error in on_ranks(2, case):
+        assert type(error) is PipelineError
+        assert "disagree on the layers: rank 0 has 0, 1, 2, 3, rank 1 has 0, 1, 2, 3, 4" in str(error)
+
+
+@pytest.mark.parametrize("loss", [lambda output, target: (output - target) ** 2, lambda output, target: 1.0])
+def test_a_loss_that_is_no_scalar_ends_the_step_on_every_rank_and_the_next_one_runs(loss):
+    task = float_task(8)
+
+    def case(wires):
+        is_right = []
+        pipeline = Pipeline(
+            task.make_layers(),
+            "1f1b",
+            4,
+            lambda output, target: task.loss(output, target) if is_right else loss(output, target),
+            transport=wires,
+            deadline_s=5.0,
+        )
+        error = error_of(step_task, pipeline, task)
+        is_right.append(True)
+        for _, parameter in pipeline.named_parameters():
+            parameter.grad = None
+        return error, step_task(pipeline, task)
+
+    found = on_ranks(2, case)
+
+    assert all(isinstance(error, PipelineError) for error, _ in found)
+    assert all("without dimensions" in str(error) for error, _ in found)
+    assert found[1][0].rank == 1
+    assert difference([outcome for _, outcome in found], task.reference(4)) == []
+
+
+class Shrinking(nn.Module):
+    """Returns a width that the test chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.width = WIDTH
+
+    def forward(self, x):
+        return x[:, : self.width] * 2.0
+
+
+def shrink(wires, **options):
+    layers = [Shrinking(), nn.Tanh()]
+    inputs = values(1, 4, WIDTH)
+    loss = lambda output, target: (output**2).mean()  # noqa: E731
+    pipeline = Pipeline(layers, "gpipe", 2, loss, transport=wires, **options)
+    pipeline.step(inputs)
+    layers[0].width = WIDTH - 2
+    return pipeline, inputs
+
+
+def test_a_stage_that_changes_its_shape_fails_on_the_sender_with_both_shapes():
+    def case(wires):
+        pipeline, inputs = shrink(wires)
+        error = error_of(pipeline.step, inputs)
+        return error, pipeline.step(inputs).loss
+
+    (sender, loss), (receiver, _) = on_ranks(2, case)
+
+    assert (sender.rank, sender.instruction) == (0, "0F0")
+    assert all(part in str(sender) for part in ("0F0", "float32[2, 4]", "float32[2, 6]", "variable_shapes=True"))
+    assert "rank 0" in str(receiver)
+    assert torch.isfinite(loss)
+
+
+def test_variable_shapes_allow_a_stage_to_change_its_shape():
+    def case(wires):
+        pipeline, inputs = shrink(wires, variable_shapes=True)
+        return pipeline.step(inputs).loss
+
+    losses = on_ranks(2, case)
+
+    expected = torch.stack([(part[:, :4] * 2.0).tanh().square().mean() for part in values(1, 4, WIDTH).split(2)])
+    torch.testing.assert_close(losses[0], expected.mean())
+    assert torch.equal(losses[0], losses[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "arguments"),
+    [
+        (PartitionError, "only 5 layers", {"schedule": build("forward-only", ranks=1, microbatches=2, stages=6)}),
+        (ConfigError, "is for 3 ranks, but 1 run", {"schedule": build("gpipe", ranks=3, microbatches=2)}),
+        (ConfigError, "no option 'warmpu'", {"warmpu": "eager"}),
+        (ConfigError, "Did you mean '1f1b'", {"schedule": "1f1"}),
+        (ConfigError, "reduction", {"reduction": "avg"}),
+        (ConfigError, "below 1", {"microbatches": 0}),
+    ],
+)
+def test_a_wrong_setting_is_one_clear_error(kind, words, arguments):
+    error = error_of(Pipeline, float_layers(), **{"loss": square_loss} | arguments)
+
+    assert type(error) is kind
+    assert words in str(error)
+
+
+def test_a_training_step_without_a_loss_says_what_to_pass():
+    pipeline = Pipeline(float_layers(), microbatches=2)
+
+    assert "pass loss=" in str(error_of(pipeline.step, values(1, 4, WIDTH)))
+    assert pipeline.evaluate(values(1, 4, WIDTH), return_outputs=True).outputs.shape == (4, WIDTH)
+
+
+def test_a_training_step_on_a_forward_only_schedule_is_refused():
+    pipeline = Pipeline(float_layers(), "forward-only", 2, square_loss)
+
+    error = error_of(pipeline.step, values(1, 4, WIDTH), target=values(2, 4, WIDTH))
+
+    assert isinstance(error, ConfigError)
+    assert "no backwards" in str(error)
+
+
+def drawn(placement, order, **options):
+    actions = [parse_action(text) for text in order.split()]
+    return Schedule.from_actions("drawn", placement, [actions], **options)
+
+
+def sliced():
+    return drawn(Placement.line(1), "0F0 0F0.1 0B0.1 0B0", num_microbatches=1, num_slices=2)
+
+
+def two_ways():
+    placement = Placement.explicit([0, 0], [[0], [1]])
+    return drawn(placement, "0F0 1F1 0B0 1B1", num_microbatches=2, route_of_microbatch=np.array([0, 1], np.int8))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "text"),
+    [
+        (sliced(), "2 slices"),
+        (two_ways(), "2 routes"),
+    ],
+    ids=["slices", "routes"],
+)
+def test_what_a_pipeline_cannot_run_is_refused_and_not_run_wrongly(schedule, text):
+    error = error_of(Pipeline, float_layers(), schedule, loss=square_loss)
+
+    assert isinstance(error, ConfigError)
+    assert text in str(error)
+
+
+def test_a_loss_that_is_detached_from_the_output_is_an_error_not_a_step_that_trains_nothing():
+    task = float_task(4)
+    task.loss = lambda output, target: square_loss(output.detach(), target)
+
+    with pytest.raises(PipelineError, match="the loss does not depend on the output any more"):
+        on_ranks(2, run_with(task, "1f1b", 2))
+
+
+def test_a_keyword_that_no_layer_of_any_rank_names_is_refused_everywhere():
+    def misspell(wires):
+        pipeline = Pipeline([Masked(0), Masked(1)], "1f1b", 2, square_loss, transport=wires)
+        error = error_of(pipeline.step, values(1, 4, WIDTH), target=values(2, 4, WIDTH), maks=values(3, 4, 1))
+        pipeline.close()
+        return str(error)
+
+    for message in on_ranks(2, misspell):
+        assert "no layer's forward names 'maks'. Did you mean 'mask'?" in message
