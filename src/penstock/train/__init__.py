@@ -1,0 +1,1 @@
+"""Training: configuration, data, optimizer, metrics and the loop."""

@@ -1,0 +1,217 @@
+"""A run's configuration: typed and frozen, from a TOML file with dotted overrides."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from pydantic import ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from penstock.errors import ConfigError, nearest
+from penstock.train.overrides import apply_overrides, read_toml
+from penstock.train.rules import (
+    Problem,
+    batch_problems,
+    config_error,
+    data_problems,
+    model_problems,
+    optimizer_problems,
+    pipeline_problems,
+)
+from penstock.train.sections import (
+    BatchSection,
+    DataSection,
+    MetricsSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunSection,
+    Section,
+)
+
+MAX_VALUE_CHARACTERS = 80
+
+
+class RunConfig(Section):
+    """Everything that decides what a run does.
+
+    Raises:
+        ConfigError: settings contradict each other (all contradictions at once).
+        pydantic.ValidationError: a value of the wrong type, when built directly; `config_from_table` names the key.
+    """
+
+    run: RunSection
+    pipeline: PipelineSection = PipelineSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    batch: BatchSection = BatchSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    metrics: MetricsSection = MetricsSection()
+
+    @model_validator(mode="after")
+    def _keep_the_rules(self) -> Self:
+        problems = [
+            *batch_problems(self.batch, self.pipeline),
+            *pipeline_problems(self.pipeline),
+            *model_problems(self.model, self.batch),
+            *data_problems(self.data, self.model, self.run),
+            *optimizer_problems(self.optimizer, self.run),
+        ]
+        if problems:
+            raise config_error(problems)
+        return self
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence of the model, in tokens."""
+        return self.model.length or self.batch.length
+
+    @property
+    def recorded_step(self) -> int:
+        """The step, counted from 1, whose timeline is recorded; 0 where none is."""
+        return min(self.run.record_step, self.run.steps)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step sees."""
+        return self.batch.size * self.batch.length * self.batch.accumulate
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML file, apply `section.key=value` overrides, and check everything.
+
+    Raises:
+        ConfigError: the file cannot be read, or settings are wrong (all of them in one message).
+        FormatError: the file is not TOML; says line and column.
+    """
+    table = apply_overrides(read_toml(Path(path)), overrides)
+    try:
+        return config_from_table(table)
+    except ConfigError as error:
+        if not error.key:
+            raise ConfigError(f"{path}: {error}") from error
+        problem = str(error).removeprefix(f"{error.key}: ")
+        raise ConfigError(f"{problem} (in {path} and its overrides)", key=error.key) from error
+
+
+def config_from_table(table: Mapping[str, object]) -> RunConfig:
+    """Check nested tables of plain values.
+
+    Raises:
+        ConfigError: settings are wrong (all of them in one message).
+    """
+    try:
+        return RunConfig.model_validate(table)
+    except ValidationError as error:
+        raise config_error(_problems_of(error)) from error
+
+
+def config_to_toml(config: RunConfig) -> str:
+    """Return every setting with its meaning as a comment; `load_config` reads it back to an equal value."""
+    return "\n".join(line for name, section in config for line in _section_lines(name, section)).lstrip()
+
+
+def _section_lines(name: str, section: Section) -> Iterator[str]:
+    yield f"\n[{name}]"
+    for key, value in section:
+        if value is None:
+            continue
+        yield f"# {type(section).model_fields[key].description}"
+        yield f"{key} = {_toml_value(value)}"
+    if name == list(RunConfig.model_fields)[-1]:
+        yield ""
+
+
+def _toml_value(value: object) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case str():
+            # JSON's escapes are TOML's, except that TOML also wants the delete character escaped.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case tuple():
+            return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+        case dict():
+            pairs = [f"{_toml_value(key)} = {_toml_value(item)}" for key, item in value.items()]
+            return "{" + ", ".join(pairs) + "}"
+        case _:
+            raise ConfigError(f"a value of type {type(value).__name__} cannot be written as TOML: {value!r}")
+
+
+def _problems_of(error: ValidationError) -> list[Problem]:
+    # A union reports one error per member, all for the same key: the first speaks for them.
+    found: dict[str, Problem] = {}
+    for detail in error.errors(include_url=False):
+        names, field = _resolve(detail["loc"])
+        key = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).lstrip(".")
+        found.setdefault(key, Problem(key, _describe(detail, names, field)))
+    return list(found.values())
+
+
+def _resolve(location: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], FieldInfo | None]:
+    """Return the names that a user wrote, without pydantic's names of union members, and the field they mean."""
+    names = location[:3]
+    fields = _fields_of(str(names[0]))
+    return names, fields.get(str(names[1])) if len(names) > 1 else None
+
+
+def _fields_of(section: str) -> dict[str, FieldInfo]:
+    """Return the fields of a section by name; none for an unknown one."""
+    field = RunConfig.model_fields.get(section)
+    if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, Section):
+        return {}
+    return field.annotation.model_fields
+
+
+def _describe(detail: ErrorDetails, names: tuple[int | str, ...], field: FieldInfo | None) -> str:
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key.{_known_keys(names)}"
+    meaning = f" ({field.description})" if field else ""
+    if detail["type"] == "missing":
+        return f"is missing{meaning}; set it"
+    expected = _expected(detail, names)
+    value = detail["input"]
+    shown = repr(value)
+    if len(shown) > MAX_VALUE_CHARACTERS:
+        shown = shown[:MAX_VALUE_CHARACTERS] + "..."
+    hint = nearest(value, _choices(detail)) if isinstance(value, str) else ""
+    return f"got {shown}, expected {expected}{meaning}" + (f".{hint}" if hint else "")
+
+
+def _expected(detail: ErrorDetails, names: tuple[int | str, ...]) -> str:
+    """Return in TOML's words what pydantic expected."""
+    if names[:2] == ("pipeline", "options") and len(names) == 3:
+        return "a string, a number, true or false"
+    match detail["type"]:
+        case "model_type" | "dict_type":
+            return "a table of settings"
+        case "tuple_type":
+            return "a list"
+        case _:
+            return detail["msg"].removeprefix("Input should be ").removeprefix("Input should have ")
+
+
+def _choices(detail: ErrorDetails) -> list[str]:
+    """Return the quoted words of pydantic's list of allowed values."""
+    if detail["type"] != "literal_error":
+        return []
+    return str(detail.get("ctx", {}).get("expected", "")).split("'")[1::2]
+
+
+def _known_keys(names: tuple[int | str, ...]) -> str:
+    """Return what an unknown key may have meant: a near neighbour, the same name elsewhere, or all neighbours."""
+    leaf = str(names[-1])
+    keys = {section: list(_fields_of(section)) for section in RunConfig.model_fields}
+    siblings = list(keys) if len(names) == 1 else keys[str(names[0])]
+    elsewhere = [f"{section}.{leaf}" for section, known in keys.items() if leaf in known]
+    if elsewhere:
+        return f" Did you mean {' or '.join(repr(key) for key in elsewhere)}?"
+    prefix = "" if len(names) == 1 else f"{names[0]}."
+    near = nearest(leaf, siblings)
+    if near and prefix:
+        return near.replace(" '", f" '{prefix}")
+    return near or f" Known here: {', '.join(siblings)}."

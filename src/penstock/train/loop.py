@@ -1,0 +1,155 @@
+"""The training loop: every rank runs it from top to bottom, and rank 0 writes and speaks."""
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from penstock.errors import ConfigError
+from penstock.execute.world import default_transport
+from penstock.ir.timeline import Timeline
+from penstock.models import LayerSpec, count_parameters
+from penstock.pipeline import Pipeline
+from penstock.train.config import RunConfig
+from penstock.train.data import Batch, TokenDataset
+from penstock.train.evaluation import mean_loss
+from penstock.train.metrics import MetricsWriter, StepMetrics
+from penstock.train.report import Outcome, predict_again, write_report
+from penstock.train.run_folder import SCHEDULE, WEIGHTS, RunFolder
+from penstock.train.setup import build_layers, build_pipeline, optimizer_options, prepare_together
+from penstock.train.step import StepOutcome, Trainer, require_finite
+from penstock.train.weights import save_weights
+
+PREPARING_DEADLINE_S = 3600.0
+"""How long ranks wait for rank 0 to tokenize the text, which takes longer than any step."""
+RECORD_EVERY = 10
+"""Steps between two measurements of the bubble."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """What a run came to, on every rank alike."""
+
+    loss: float
+    """Of the last step, in nats per token."""
+    held_out_loss: float | None
+    """After the last step, in nats per token; None where it was not asked for."""
+    timeline: Timeline | None
+    """Measured at the recorded step."""
+
+
+def train(config: RunConfig, *, output: TextIO) -> TrainingResult:
+    """Train a run as one of its ranks; torch.distributed is initialized where there are several.
+
+    Everything that is left behind lies in the run folder. Lines for people go to `output`, from rank 0 alone.
+
+    Raises:
+        ConfigError, FormatError, ScheduleError, PartitionError: a setting is wrong.
+        PenstockError: a file cannot be written, or the loss is not finite any more.
+        PipelineError: a rank failed, or did not answer within the deadline.
+    """
+    begin_s = time.monotonic()
+    folder = RunFolder(Path(config.run.folder))
+    with closing(default_transport(None, PREPARING_DEADLINE_S)) as wires:
+        # The folder and the tokens are there, for all ranks, or all of them end here.
+        dataset = prepare_together(config, folder, wires)
+        layers = build_layers(config, dataset.vocabulary)
+        pipeline = build_pipeline(config, layers)
+    with closing(pipeline):
+        if pipeline.rank == 0:
+            folder.write(SCHEDULE, pipeline.schedule.to_csv().encode())
+            output.write(_opening(config, layers, dataset) + pipeline.describe_split())
+        result = _run_steps(config, pipeline, dataset, folder, output)
+        save_weights(folder.path / WEIGHTS, pipeline)
+        if pipeline.rank == 0:
+            _report(config, result, folder, output, duration_s=time.monotonic() - begin_s)
+        return result
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """A run under way, the same on every rank."""
+
+    config: RunConfig
+    dataset: TokenDataset
+    held_out: Sequence[Batch]
+    trainer: Trainer
+    timeline: Timeline | None = None
+
+    def step(self, step: int) -> StepMetrics:
+        """Run one optimizer step, counted from 1, and evaluate where it is due."""
+        begin_s = time.monotonic()
+        # The first step agrees on shapes and is not like the others; the second gives the first figure to show.
+        is_recorded = step in (2, self.config.recorded_step) or step % RECORD_EVERY == 0
+        outcome = self.trainer.step(step, self._batches(step), record=is_recorded)
+        duration_s = time.monotonic() - begin_s
+        timeline = self.trainer.pipeline.timeline if is_recorded else None
+        if step == self.config.recorded_step:
+            self.timeline = timeline
+        return StepMetrics(
+            step=step,
+            loss=outcome.loss,
+            num_tokens=self.config.tokens_per_step,
+            duration_s=duration_s,
+            learning_rate=outcome.learning_rate,
+            gradient_norm=outcome.gradient_norm,
+            bubble_fraction=None if timeline is None else timeline.bubble_fraction,
+            held_out_loss=self._held_out_loss(step, outcome),
+        )
+
+    def _batches(self, step: int) -> list[Batch]:
+        first = (step - 1) * self.config.batch.accumulate
+        return [self.dataset.batch(first + index) for index in range(self.config.batch.accumulate)]
+
+    def _held_out_loss(self, step: int, outcome: StepOutcome) -> float | None:
+        every = self.config.run.evaluate_every
+        is_due = step == self.config.run.steps or (every > 0 and step % every == 0)
+        if not (self.held_out and is_due):
+            return None
+        # The pipeline's loss is a batch's share of the mean over the batches of an optimizer step.
+        loss = mean_loss(self.trainer.pipeline, self.held_out) * self.config.batch.accumulate
+        require_finite("the held-out loss", loss, step, outcome.learning_rate)
+        return loss
+
+
+def _run_steps(
+    config: RunConfig, pipeline: Pipeline, dataset: TokenDataset, folder: RunFolder, output: TextIO
+) -> TrainingResult:
+    num_held_out = config.run.evaluate_batches
+    held_out = dataset.held_out_batches(num_held_out) if num_held_out else []
+    run = _Run(config, dataset, held_out, Trainer(pipeline, optimizer_options(config)))
+    with ExitStack() as stack:
+        writer = _open_metrics(stack, config, folder, output) if pipeline.rank == 0 else None
+        for step in range(1, config.run.steps + 1):
+            metrics = run.step(step)
+            if writer is not None:
+                writer.write(metrics)
+    return TrainingResult(metrics.loss, metrics.held_out_loss, run.timeline)
+
+
+def _open_metrics(stack: ExitStack, config: RunConfig, folder: RunFolder, output: TextIO) -> MetricsWriter:
+    """Open the metrics until the stack ends; where TensorBoard is missing, say so and do without it."""
+    options, num_steps = config.metrics, config.run.steps
+    try:
+        return stack.enter_context(MetricsWriter(folder.path, options, num_steps=num_steps, output=output))
+    except ConfigError as error:
+        output.write(f"training goes on without TensorBoard files: {error}\n")
+    options = options.model_copy(update={"tensorboard": False})
+    return stack.enter_context(MetricsWriter(folder.path, options, num_steps=num_steps, output=output))
+
+
+def _opening(config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset) -> str:
+    pipeline = config.pipeline
+    return (
+        f"{count_parameters(layers):,} parameters, {len(dataset.train_tokens):,} tokens to train on, "
+        f"{pipeline.schedule} on {pipeline.ranks} {'rank' if pipeline.ranks == 1 else 'ranks'}, "
+        f"{pipeline.microbatches} microbatches, {config.run.steps} steps\n"
+    )
+
+
+def _report(config: RunConfig, result: TrainingResult, folder: RunFolder, output: TextIO, *, duration_s: float) -> None:
+    outcome = Outcome(config.run.steps, duration_s, result.loss, result.held_out_loss, config.recorded_step)
+    for line in write_report(folder, outcome, predict_again(result.timeline)):
+        output.write(f"{line}\n")

@@ -1,0 +1,140 @@
+"""The optimizer, its learning rate, and gradient clipping that gives the same bits however the model is split."""
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError, PenstockError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerOptions:
+    """What AdamW, the learning rate and the clipping need to know.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    learning_rate: float
+    """Largest learning rate."""
+    total_steps: int
+    """Optimizer steps until the learning rate has reached its floor."""
+    warmup_steps: int = 0
+    """Optimizer steps until the largest learning rate."""
+    minimum_fraction: float = 0.1
+    """Last learning rate, as a share of the largest."""
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    clip_norm: float = 1.0
+    """Largest gradient norm over all ranks; 0: no clipping."""
+
+    def __post_init__(self) -> None:
+        _check("learning_rate", self.learning_rate, self.learning_rate > 0, "larger than 0")
+        _check("total_steps", self.total_steps, self.total_steps >= 1, "1 or larger")
+        is_inside = 0 <= self.warmup_steps <= self.total_steps
+        _check("warmup_steps", self.warmup_steps, is_inside, f"from 0 to total_steps = {self.total_steps}")
+        _check("minimum_fraction", self.minimum_fraction, 0 <= self.minimum_fraction <= 1, "from 0 to 1")
+        for key in ("beta1", "beta2"):
+            _check(key, getattr(self, key), 0 <= getattr(self, key) < 1, "0 or larger and less than 1")
+        for key in ("weight_decay", "epsilon", "clip_norm"):
+            _check(key, getattr(self, key), getattr(self, key) >= 0, "0 or larger")
+
+
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], options: OptimizerOptions
+) -> torch.optim.AdamW:
+    """Make the AdamW of one rank's parameters; a rank without any gets one that does nothing.
+
+    Weight decay goes to parameters of two and more dimensions, embeddings included, and not to norms and biases. Only
+    the shape decides, so the copies of a tied weight on several ranks are decayed alike and stay equal.
+    """
+    trained = _unique((name, parameter) for name, parameter in named_parameters if parameter.requires_grad)
+    decayed = [(name, parameter) for name, parameter in trained if parameter.dim() >= 2]
+    others = [(name, parameter) for name, parameter in trained if parameter.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]] or [{"params": []}],
+        lr=options.learning_rate,
+        betas=(options.beta1, options.beta2),
+        eps=options.epsilon,
+    )
+
+
+def learning_rate_at(step: int, options: OptimizerOptions) -> float:
+    """Return the learning rate of a step, counted from 1: linear to the largest at `warmup_steps`, then a cosine.
+
+    The floor is reached at `total_steps` and held after it.
+
+    Raises:
+        PenstockError: a step below 1.
+    """
+    if step < 1:
+        raise PenstockError(f"step {step} has no learning rate; steps are counted from 1")
+    if step <= options.warmup_steps:
+        return options.learning_rate * step / options.warmup_steps
+    if step >= options.total_steps:
+        return options.learning_rate * options.minimum_fraction
+    progress = (step - options.warmup_steps) / (options.total_steps - options.warmup_steps)
+    height = 0.5 * (1 + math.cos(math.pi * progress))
+    return options.learning_rate * (options.minimum_fraction + (1 - options.minimum_fraction) * height)
+
+
+def clip_gradients(
+    named_gradients: Iterable[tuple[str, Tensor | None]],
+    all_gather: Callable[[object], list[object]],
+    max_norm: float,
+    *,
+    skip: Collection[str] = (),
+) -> float:
+    """Scale this rank's gradients in place so that the norm over all ranks is at most `max_norm`; return that norm.
+
+    Every rank calls it with its own gradients and an `all_gather` that gives the values of all ranks in rank order.
+    The norm is as it was before the scaling. Where it is not finite, or `max_norm` is 0, nothing is scaled.
+
+    The squares of each parameter are summed in float64, and these sums are added in the order of the parameters'
+    names: the same bits on every rank and for every split. A name that several ranks hold counts once; the tied copies
+    that another name stands for are named in `skip`, and are scaled but not counted.
+    """
+    gradients = [(name, gradient) for name, gradient in named_gradients if gradient is not None]
+    counted = _unique((name, gradient) for name, gradient in gradients if name not in skip)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for _, gradient in counted]
+    # all norms are under way before the first is waited for
+    own = {name: norm.item() for (name, _), norm in zip(counted, norms, strict=True)}
+    total = _total_norm(cast("list[dict[str, float]]", all_gather(own)))
+    scale = max_norm / (total + 1e-6)
+    if 0 < scale < 1:  # neither holds for a norm that is not finite
+        for _, gradient in _unique(gradients):
+            gradient.mul_(scale)
+    return total
+
+
+def _total_norm(norms_of_ranks: list[dict[str, float]]) -> float:
+    """Combine the norms per parameter of all ranks; of two ranks with the same name, the first counts."""
+    norms: dict[str, float] = {}
+    for own in reversed(norms_of_ranks):
+        norms.update(own)
+    total = 0.0  # a plain loop: the precision of sum() depends on the Python version
+    for name in sorted(norms):
+        total += norms[name] * norms[name]
+    return math.sqrt(total)
+
+
+def _unique(named: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
+    """Drop what was already listed under another name, as a weight that two layers of this rank share."""
+    found: dict[int, tuple[str, T]] = {}
+    for name, item in named:
+        found.setdefault(id(item), (name, item))
+    return list(found.values())
+
+
+def _check(key: str, value: float, is_in_range: bool, expected: str) -> None:
+    if not (is_in_range and math.isfinite(value)):
+        raise ConfigError(f"{value} is out of range; expected a finite number, {expected}", key=key)

@@ -1,0 +1,94 @@
+"""Reading a TOML file, and changing single values of it through dotted overrides."""
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from penstock.errors import ConfigError, FormatError
+
+Table = dict[str, object]
+
+
+def read_toml(path: Path) -> Table:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: the file is missing or cannot be read.
+        FormatError: it is not UTF-8 or not TOML; says line and column.
+    """
+    try:
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{path}: cannot be read: {reason}. Give the path of a TOML file") from error
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(content, error, path) from error
+    return _parse_toml(text, str(path))
+
+
+def _not_utf8(content: bytes, error: UnicodeDecodeError, path: Path) -> FormatError:
+    before = content[: error.start]
+    return FormatError(
+        f"byte 0x{content[error.start]:02x} is not UTF-8; a TOML file must be saved as UTF-8",
+        file=str(path),
+        line=before.count(b"\n") + 1,
+        column=error.start - before.rfind(b"\n"),
+    )
+
+
+def _parse_toml(text: str, file: str) -> Table:
+    try:
+        return dict(tomllib.loads(text))
+    except (ValueError, RecursionError) as error:
+        place = re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
+        line, column = (int(place[1]), int(place[2])) if place else _end_of(text)
+        problem = re.sub(r" \(at [^()]*\)$", "", str(error))
+        raise FormatError(f"not TOML: {problem}", file=file, line=line, column=column) from error
+
+
+def _end_of(text: str) -> tuple[int, int]:
+    lines = text.split("\n")
+    return len(lines), len(lines[-1]) + 1
+
+
+def apply_overrides(table: Mapping[str, object], overrides: Sequence[str]) -> Table:
+    """Return a copy of `table` in which each `section.key=value` has been set; the last one wins.
+
+    A value is read as TOML (`32`, `true`, `["a", "b"]`) and taken as a plain string where it is none (`runs/demo`).
+
+    Raises:
+        ConfigError: an override is not `key=value`, or passes through a key that holds no table.
+    """
+    result: Table = dict(table)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        names = [name.strip() for name in key.split(".")]
+        if not equals or not all(names):
+            raise ConfigError(f"override {override!r} is not of the form section.key=value, as in batch.size=32")
+        result = _with_value(result, names, _parse_value(text.strip(), ".".join(names)), ())
+    return result
+
+
+def _with_value(table: Table, names: Sequence[str], value: object, above: tuple[str, ...]) -> Table:
+    """Return a copy of `table` with the value under the nested `names`; `above` is the way down to the table."""
+    name, rest = names[0], names[1:]
+    if not rest:
+        return {**table, name: value}
+    inner = table.get(name, {})
+    if not isinstance(inner, dict):
+        here = ".".join((*above, name))
+        raise ConfigError(f"holds {inner!r}, not a table, so {here}.{'.'.join(rest)} cannot be set", key=here)
+    return {**table, name: _with_value(inner, rest, value, (*above, name))}
+
+
+def _parse_value(text: str, key: str) -> object:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError) as error:
+        if text[:1] in ("[", "{", '"', "'"):
+            raise ConfigError(f"{text} is not a TOML value: {error}", key=key) from error
+        return text
+    return parsed["value"] if len(parsed) == 1 else text

@@ -1,0 +1,119 @@
+"""What a run leaves behind to look at: its timeline, measured and predicted, a summary, and where to find all that."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import orjson
+
+from penstock.errors import ConfigError
+from penstock.ir.timeline import Timeline
+from penstock.show.chart import draw_overlay
+from penstock.show.text import format_seconds, format_share
+from penstock.show.trace import to_trace
+from penstock.simulate import simulate
+from penstock.simulate.fit import costs_from_timeline
+from penstock.train.files import naming_storage
+from penstock.train.metrics import JSONL_NAME, TENSORBOARD_NAME
+from penstock.train.progress import duration_text
+from penstock.train.run_folder import CONFIG, PICTURE, SCHEDULE, SUMMARY, TRACE, WEIGHTS, RunFolder
+
+Timelines = Mapping[str, Timeline]
+"""By name: "predicted" and "measured"; empty where no step was recorded."""
+
+MEANING = {
+    CONFIG: "every setting of the run, with its meaning",
+    WEIGHTS: "the trained weights, with the names of the unsplit model",
+    SCHEDULE: "the schedule that ran, one row per rank",
+    SUMMARY: "the last losses, and the timelines in figures",
+    JSONL_NAME: "one line of numbers per step",
+    PICTURE: "the recorded step, rank by rank: predicted above measured",
+    TRACE: "the same with every message: open it at https://ui.perfetto.dev",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    num_steps: int
+    duration_s: float
+    """Of the whole run, reading the text and evaluation included."""
+    loss: float
+    """Of the last step."""
+    held_out_loss: float | None
+    recorded_step: int
+
+
+def predict_again(measured: Timeline | None) -> Timelines:
+    """Return the measured timeline, and what the simulator makes of its costs."""
+    if measured is None:
+        return {}
+    return {"predicted": simulate(measured.program, costs_from_timeline(measured)), "measured": measured}
+
+
+def write_report(folder: RunFolder, outcome: Outcome, timelines: Timelines) -> Iterator[str]:
+    """Write summary, trace and picture; yield the lines that say what came out, and where.
+
+    Without matplotlib there is no picture, and a line says so.
+
+    Raises:
+        PenstockError: a file cannot be written.
+    """
+    folder.write(SUMMARY, orjson.dumps(_summary(outcome, timelines), option=orjson.OPT_INDENT_2))
+    yield from _findings(outcome, timelines)
+    if timelines:
+        folder.write(TRACE, to_trace(timelines))
+        yield from _draw(folder, timelines)
+    yield f"\nIn {folder.path}:"
+    yield from _listing(folder)
+
+
+def _draw(folder: RunFolder, timelines: Timelines) -> Iterator[str]:
+    path = folder.path / PICTURE
+    try:
+        with naming_storage(path):
+            draw_overlay(timelines["measured"], timelines["predicted"], path)
+    except ConfigError as error:
+        yield f"{PICTURE} was not made: {error}"
+    except BaseException:
+        path.unlink(missing_ok=True)  # half a picture shows nothing
+        raise
+
+
+def _findings(outcome: Outcome, timelines: Timelines) -> Iterator[str]:
+    held_out = "" if outcome.held_out_loss is None else f"held-out loss {outcome.held_out_loss:.4f} nats per token, "
+    yield f"\n{held_out}loss {outcome.loss:.4f}, {outcome.num_steps} steps in {duration_text(outcome.duration_s)}"
+    for name, timeline in timelines.items():
+        yield (
+            f"{name + ':':<10} makespan {format_seconds(timeline.makespan_s)}, "
+            f"bubble {format_share(timeline.bubble_fraction)} (step {outcome.recorded_step})"
+        )
+
+
+def _listing(folder: RunFolder) -> Iterator[str]:
+    width = max(len(name) for name in MEANING)
+    for name, meaning in MEANING.items():
+        if (folder.path / name).exists():
+            yield f"  {name:<{width}}  {meaning}"
+    if (folder.path / TENSORBOARD_NAME).exists():
+        yield f"  {TENSORBOARD_NAME:<{width}}  curves: tensorboard --logdir {folder.path / TENSORBOARD_NAME}"
+
+
+def _summary(outcome: Outcome, timelines: Timelines) -> dict[str, object]:
+    figures = {
+        name: {
+            "makespan_s": timeline.makespan_s,
+            "span_s": timeline.span_s,
+            "bubble_fraction": timeline.bubble_fraction,
+            "bubble_rate": timeline.bubble_rate,
+        }
+        for name, timeline in timelines.items()
+    }
+    return {
+        "num_steps": outcome.num_steps,
+        "duration_s": outcome.duration_s,
+        "loss": outcome.loss,
+        "held_out_loss": outcome.held_out_loss,
+        "recorded_step": outcome.recorded_step if timelines else None,
+        "timelines": figures,
+    }

@@ -1,0 +1,116 @@
+"""The sections of a run's configuration: every key, its type, its default, its unit."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Scalar = bool | int | float | str
+
+# A TOML array arrives as a list; the frozen value is a tuple. Only this step is lenient, the items stay strict.
+Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
+Sizes = Annotated[tuple[Positive, ...], Field(strict=False)]
+
+
+class Section(BaseModel):
+    """What all sections share: frozen, no unknown keys, no conversions between types, finite numbers only."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    """The run as a whole."""
+
+    folder: str = Field(min_length=1, description="folder for everything that the run writes")
+    seed: int = Field(
+        default=0, ge=0, le=2**63 - 1, description="seed of the initial parameters and of the order of the data"
+    )
+    steps: Positive = Field(default=500, description="optimizer steps")
+    deadline_s: float = Field(default=60.0, gt=0, description="seconds after which a wait on another rank is given up")
+    evaluate_every: NotNegative = Field(
+        default=100, description="optimizer steps between evaluations; 0: only after the last"
+    )
+    evaluate_batches: NotNegative = Field(default=16, description="held-out batches per evaluation; 0: never evaluate")
+    record_step: NotNegative = Field(
+        default=20,
+        description="step, counted from 1, whose timeline is recorded; the last one in a shorter run; 0: none",
+    )
+
+
+class PipelineSection(Section):
+    """How the model is spread over ranks, and the order of the work."""
+
+    ranks: Positive = Field(default=2, description="ranks (processes) of the pipeline")
+    schedule: str = Field(default="1f1b", min_length=1, description="name of a schedule, or a schedule file")
+    options: dict[str, Scalar] = Field(default_factory=dict, description="options of the named schedule")
+    microbatches: Positive = Field(default=4, description="microbatches per batch")
+    stages_per_rank: Positive = Field(default=1, description="stages that each rank holds")
+    split: Sizes | None = Field(default=None, description="layers per stage; absent: split by weight")
+
+
+class ModelSection(Section):
+    """The decoder's shape."""
+
+    vocabulary: NotNegative = Field(default=0, description="number of token ids; 0: as many as the tokenizer has")
+    width: Positive = Field(default=160, description="features per token between the blocks")
+    layers: Positive = Field(default=4, description="decoder blocks")
+    heads: Positive = Field(default=4, description="attention heads per block")
+    key_value_heads: Positive = Field(default=4, description="heads of keys and values per block")
+    hidden: Positive = Field(default=432, description="features inside the feed-forward part")
+    length: NotNegative = Field(default=0, description="longest sequence in tokens; 0: as long as batch.length")
+    tied_head: bool = Field(default=False, description="whether the head shares the embedding's weight")
+    dtype: Literal["float32", "float64", "bfloat16"] = Field(default="float32", description="type of all parameters")
+
+
+class DataSection(Section):
+    """The text and its tokens."""
+
+    corpus: Literal["files", "stdlib"] = Field(
+        default="files",
+        description="'files': data.files; 'stdlib': the sources of the running Python's standard library",
+    )
+    files: Texts = Field(
+        default=(), description="UTF-8 text files, or folders to search; relative to the current folder"
+    )
+    suffixes: Texts = Field(default=(".txt", ".md", ".py"), description="endings of the files taken from folders")
+    tokenizer: str = Field(default="bytes", min_length=1, description="'bytes', or the path of a tokenizers JSON file")
+    held_out_fraction: float = Field(
+        default=0.05, ge=0, lt=1, description="share of the tokens kept for evaluation only"
+    )
+
+
+class BatchSection(Section):
+    """What one step sees."""
+
+    size: Positive = Field(default=16, description="sequences per batch")
+    length: Positive = Field(default=128, description="tokens per sequence")
+    accumulate: Positive = Field(
+        default=1, description="batches whose gradients are added up before one optimizer step"
+    )
+    allow_ragged: bool = Field(default=False, description="whether microbatches of unequal size are allowed")
+
+
+class OptimizerSection(Section):
+    """AdamW, with a linear warm-up and a cosine decay over run.steps."""
+
+    learning_rate: float = Field(default=1e-3, gt=0, description="largest learning rate")
+    warmup_steps: NotNegative = Field(default=20, description="optimizer steps until the largest learning rate")
+    minimum_fraction: float = Field(
+        default=0.1, ge=0, le=1, description="last learning rate, as a share of the largest"
+    )
+    weight_decay: float = Field(default=0.1, ge=0, description="decoupled weight decay per unit of learning rate")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the mean of the gradient")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the mean of the squared gradient")
+    epsilon: float = Field(default=1e-8, gt=0, description="added to the root of the mean squared gradient")
+    clip_norm: float = Field(default=1.0, ge=0, description="largest gradient norm over all ranks; 0: no clipping")
+
+
+class MetricsSection(Section):
+    """What is written about each step."""
+
+    jsonl: bool = Field(default=True, description="whether metrics.jsonl is written, one object a step")
+    tensorboard: bool = Field(
+        default=False, description="whether TensorBoard files are written (needs penstock[tensorboard])"
+    )
+    every: Positive = Field(default=1, description="optimizer steps between two lines on the terminal")

@@ -1,0 +1,161 @@
+"""From a configuration to what a run needs: its folder, its data, its pipeline, its optimizer's options."""
+
+from penstock.check import check
+from penstock.errors import ConfigError, PenstockError
+from penstock.execute.transport.protocol import Transport
+from penstock.ir.schedule import Schedule
+from penstock.models import DecoderConfig, LayerSpec, cross_entropy_loss, decoder_layers
+from penstock.partition.split import split_layers
+from penstock.pipeline import Pipeline
+from penstock.plan import resolve_schedule
+from penstock.train.config import RunConfig
+from penstock.train.data import TokenDataset, open_dataset
+from penstock.train.optim import OptimizerOptions
+from penstock.train.run_folder import RunFolder
+from penstock.train.sections import PipelineSection
+from penstock.train.step import loss_over
+
+SET_ELSEWHERE = ("ranks", "microbatches", "stages_per_rank")
+
+
+def prepare_together(config: RunConfig, folder: RunFolder, wires: Transport) -> TokenDataset:
+    """Make the run folder and open the data: rank 0 first, the others then find the tokens made.
+
+    Raises:
+        ConfigError, PenstockError: on every rank, if any rank cannot; or if the ranks do not see the same text.
+    """
+    check_ranks(config, wires.num_ranks)
+    dataset: TokenDataset | None = None
+    for turn in (wires.rank == 0, wires.rank != 0):
+        problem: PenstockError | None = None
+        if turn:
+            try:
+                dataset = _prepare(config, folder, is_first=wires.rank == 0)
+            except PenstockError as error:
+                problem = error
+        _fail_together(wires, problem)
+    assert dataset is not None
+    digests = wires.all_gather_object(dataset.digest)
+    if len(set(map(str, digests))) > 1:
+        raise ConfigError(f"the ranks see different text: {digests}; give all of them the same files", key="data.files")
+    return dataset
+
+
+def _prepare(config: RunConfig, folder: RunFolder, *, is_first: bool) -> TokenDataset:
+    if not is_first:
+        return open_dataset(config, folder.tokens)
+    check_plan(config)
+    with folder.leaving_no_trace():
+        dataset = open_dataset(config, folder.tokens)
+        if config.run.evaluate_batches:
+            dataset.held_out_batches(1)
+        folder.begin(config)
+    return dataset
+
+
+def _fail_together(wires: Transport, problem: PenstockError | None) -> None:
+    texts = [str(text) for text in wires.all_gather_object("" if problem is None else str(problem))]
+    if problem is not None:
+        raise problem
+    if any(texts):
+        raise PenstockError(next(text for text in texts if text))
+
+
+def check_ranks(config: RunConfig, num_ranks: int) -> None:
+    """Refuse a world of another size than the configuration's. Raises: ConfigError."""
+    if config.pipeline.ranks != num_ranks:
+        raise ConfigError(
+            f"{config.pipeline.ranks} ranks are asked for, but {num_ranks} run; start as many processes, or change it",
+            key="pipeline.ranks",
+        )
+
+
+def check_plan(config: RunConfig) -> None:
+    """Refuse a schedule or a split that cannot run, before anything is read or written.
+
+    Raises:
+        ConfigError, FormatError, ScheduleError, PartitionError: as when the pipeline is built.
+    """
+    schedule = build_schedule(config)
+    check(schedule)
+    num_layers = len(build_layers(config, vocabulary=config.model.vocabulary or 1))
+    split_layers(num_layers, schedule.num_stages, split=config.pipeline.split)
+
+
+def build_layers(config: RunConfig, vocabulary: int) -> list[LayerSpec]:
+    """Describe the model's layers; nothing is allocated."""
+    model = config.model
+    return decoder_layers(
+        DecoderConfig(
+            vocabulary=vocabulary,
+            width=model.width,
+            num_layers=model.layers,
+            num_heads=model.heads,
+            num_key_value_heads=model.key_value_heads,
+            hidden=model.hidden,
+            max_length=config.max_length,
+            seed=config.run.seed,
+            dtype=model.dtype,
+            tied_head=model.tied_head,
+        )
+    )
+
+
+def build_schedule(config: RunConfig) -> Schedule:
+    """Return the schedule that the configuration names.
+
+    Raises:
+        ConfigError, FormatError: an unknown name, option or file; a schedule for other numbers, or without backwards.
+    """
+    pipeline = config.pipeline
+    for name in SET_ELSEWHERE:
+        if name in pipeline.options:
+            raise ConfigError(f"is no option of a schedule; set pipeline.{name}", key=f"pipeline.options.{name}")
+    try:
+        schedule = resolve_schedule(
+            pipeline.schedule,
+            ranks=pipeline.ranks,
+            microbatches=pipeline.microbatches,
+            stages_per_rank=pipeline.stages_per_rank,
+            options=pipeline.options,
+        )
+    except ConfigError as error:
+        raise _under_its_full_key(error, pipeline) from error
+    if schedule.is_forward_only:
+        raise ConfigError(f"{schedule.name} has no backwards, so nothing would be learned", key="pipeline.schedule")
+    return schedule
+
+
+def _under_its_full_key(error: ConfigError, pipeline: PipelineSection) -> ConfigError:
+    """Name the setting as it stands in the file: the planner knows `warmup`, the file `pipeline.options.warmup`."""
+    problem = str(error).removeprefix(f"{error.key}: ")
+    section = "pipeline.options" if error.key in pipeline.options else "pipeline"
+    return ConfigError(problem, key=f"{section}.{error.key or 'schedule'}")
+
+
+def build_pipeline(config: RunConfig, layers: list[LayerSpec]) -> Pipeline:
+    """Build this rank's part of the model; every rank calls it."""
+    return Pipeline(
+        layers,
+        schedule=build_schedule(config),
+        loss=loss_over(cross_entropy_loss, config.batch.accumulate),
+        split=config.pipeline.split,
+        allow_ragged=config.batch.allow_ragged,
+        deadline_s=config.run.deadline_s,
+    )
+
+
+def optimizer_options(config: RunConfig) -> OptimizerOptions:
+    """Return what the optimizer needs to know of the configuration."""
+    optimizer = config.optimizer
+    return OptimizerOptions(
+        learning_rate=optimizer.learning_rate,
+        total_steps=config.run.steps,
+        warmup_steps=optimizer.warmup_steps,
+        minimum_fraction=optimizer.minimum_fraction,
+        weight_decay=optimizer.weight_decay,
+        beta1=optimizer.beta1,
+        beta2=optimizer.beta2,
+        epsilon=optimizer.epsilon,
+        clip_norm=optimizer.clip_norm,
+    )

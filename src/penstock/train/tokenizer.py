@@ -1,0 +1,71 @@
+"""Turning the content of a document into token ids: as bytes, or through a `tokenizers` file."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ConfigError
+
+TOKENIZER_KEY = "data.tokenizer"
+END_OF_DOCUMENT = b"\0"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """A way from UTF-8 bytes to token ids in `range(vocabulary)`."""
+
+    identity: str
+    """Same text, same ids: equal for all tokenizers that give equal ids."""
+    vocabulary: int
+    encode: Callable[[bytes], NDArray[np.uint32]]
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Return the byte tokenizer for `"bytes"`, else the one in the `tokenizers` JSON file of that path.
+
+    Raises:
+        ConfigError: the file cannot be read or is no tokenizer, or the `tokenizers` package is missing.
+    """
+    if name == "bytes":
+        return Tokenizer("bytes", 256, _encode_bytes)
+    try:
+        content = Path(name).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"{name}: cannot be read: {reason}. Give 'bytes' or the path of a tokenizers JSON file", key=TOKENIZER_KEY
+        ) from error
+    return _parse_tokenizer(name, content)
+
+
+def _encode_bytes(content: bytes) -> NDArray[np.uint32]:
+    # Text hardly ever has a zero byte, so this one can tell the model where a document ends.
+    return np.frombuffer(content + END_OF_DOCUMENT, dtype=np.uint8).astype(np.uint32)
+
+
+def _parse_tokenizer(name: str, content: bytes) -> Tokenizer:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ConfigError(
+            f"{name} needs the tokenizers package: pip install 'penstock[tokenizers]', or use 'bytes'",
+            key=TOKENIZER_KEY,
+        ) from error
+    try:
+        parsed = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+    # The package raises bare Exceptions.
+    except Exception as error:
+        raise ConfigError(f"{name} is not a tokenizers JSON file: {error}", key=TOKENIZER_KEY) from error
+    # Ids may have gaps, so the largest counts, not the number of words.
+    vocabulary = max(parsed.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    if not vocabulary:
+        raise ConfigError(f"{name} has an empty vocabulary; train the tokenizer first", key=TOKENIZER_KEY)
+
+    def encode(content: bytes) -> NDArray[np.uint32]:
+        return np.array(parsed.encode(content.decode("utf-8")).ids, dtype=np.uint32)
+
+    return Tokenizer(hashlib.sha256(content).hexdigest(), vocabulary, encode)

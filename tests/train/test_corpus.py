@@ -1,0 +1,84 @@
+"""Finding and reading the documents of a corpus."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.train.corpus import find_documents, find_standard_library, read_document
+
+
+def names_of(documents):
+    return [document.path.name for document in documents]
+
+
+def test_folders_are_searched_by_suffix_in_sorted_order(tmp_path):
+    for name in ("b.txt", "a/c.txt", "a/d.py", "e.bin", ".hidden.txt", ".git/f.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name)
+
+    documents = find_documents([str(tmp_path)], [".txt", ".py"])
+
+    assert names_of(documents) == ["c.txt", "d.py", "b.txt"]
+
+
+def test_a_named_file_is_taken_whatever_its_suffix_and_only_once(tmp_path):
+    (tmp_path / "a.bin").write_text("text")
+    (tmp_path / "b.txt").write_text("text")
+
+    documents = find_documents([str(tmp_path / "a.bin"), str(tmp_path), str(tmp_path / "a.bin")], [".txt"])
+
+    assert names_of(documents) == ["a.bin", "b.txt"]
+
+
+def test_pipes_in_folders_are_left_out_and_named_ones_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "a.txt").write_text("text")
+
+    assert names_of(find_documents([str(tmp_path)], [".txt"])) == ["a.txt"]
+    with pytest.raises(ConfigError, match=r"pipe\.txt is neither a file nor a folder"):
+        find_documents([str(tmp_path / "pipe.txt")], [".txt"])
+
+
+@pytest.mark.parametrize("name", ["none.txt", "broken.txt", "nul\0.txt"])
+def test_a_missing_file_is_refused_by_name(tmp_path, name):
+    (tmp_path / "broken.txt").symlink_to(tmp_path / "nowhere")
+
+    with pytest.raises(ConfigError, match=r"cannot be read") as caught:
+        find_documents([str(tmp_path / name)], [".txt"])
+
+    assert caught.value.key == "data.files"
+    assert name in str(caught.value)
+
+
+def test_an_empty_search_says_what_was_searched(tmp_path):
+    with pytest.raises(ConfigError, match=r"no file ending in \.txt, \.md lies below") as caught:
+        find_documents([str(tmp_path)], [".txt", ".md"])
+
+    assert caught.value.key == "data.files"
+
+
+def test_a_file_that_is_not_utf8_is_named_with_the_offset(tmp_path):
+    path = tmp_path / "latin.txt"
+    path.write_bytes("né".encode() + b"\xe9t\xe9")
+
+    with pytest.raises(ConfigError, match=r"latin\.txt: byte 0xe9 at offset 3 is not UTF-8") as caught:
+        read_document(path)
+
+    assert caught.value.key == "data.files"
+
+
+def test_reading_a_folder_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        read_document(tmp_path)
+
+
+def test_the_standard_library_is_megabytes_of_sources_without_tests():
+    documents = find_standard_library()
+
+    assert sum(document.size_bytes for document in documents) > 5_000_000
+    assert {"os.py", "tokenize.py"} <= set(names_of(documents))
+    assert not any({"test", "site-packages"} & set(document.path.parts) for document in documents)
+    assert all(isinstance(document.path, Path) and document.path.suffix == ".py" for document in documents)

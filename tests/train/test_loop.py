@@ -1,0 +1,174 @@
+"""A whole run: it learns, and leaves behind what it promises."""
+
+import io
+import json
+import sys
+
+import pytest
+from safetensors.torch import load_file
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.train.config import config_from_table, load_config
+from penstock.train.loop import train
+from tests.ranks import RankPool
+
+pytestmark = pytest.mark.slow
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("it is a pipeline, and a pipeline is a row of stages. " * 40)
+    return path
+
+
+def table_of(folder, text, **changes):
+    table = {
+        "run": {"folder": str(folder), "steps": STEPS, "evaluate_every": 4, "evaluate_batches": 2, "record_step": 3},
+        "pipeline": {"ranks": 1, "microbatches": 2},
+        "model": {"width": 32, "layers": 2, "heads": 2, "key_value_heads": 1, "hidden": 48},
+        "data": {"files": [str(text)], "held_out_fraction": 0.1},
+        "batch": {"size": 4, "length": 16},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1},
+    }
+    return table | {name: table.get(name, {}) | change for name, change in changes.items()}
+
+
+def run(folder, text, **changes):
+    output = io.StringIO()
+    result = train(config_from_table(table_of(folder, text, **changes)), output=output)
+    return result, output.getvalue()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, text):
+    folder = tmp_path_factory.mktemp("run")
+    return folder, *run(folder, text)
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_loss_falls_from_a_guess(finished):
+    folder, result, _ = finished
+
+    losses = [row["loss"] for row in rows_of(folder)]
+    assert losses[0] == pytest.approx(5.55, abs=0.1)  # log(256)
+    assert losses[-1] == result.loss < losses[0] - 0.5
+
+
+def test_each_step_has_its_row_with_evaluation_and_bubble_where_they_are_due(finished):
+    folder, result, _ = finished
+
+    rows = rows_of(folder)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows if "held_out_loss" in row] == [4, 6]
+    assert [row["step"] for row in rows if "bubble_fraction" in row] == [2, 3]
+    assert rows[-1]["held_out_loss"] == result.held_out_loss < 5.2
+    assert {row["num_tokens"] for row in rows} == {64}
+
+
+def test_the_folder_holds_all_that_is_promised(finished):
+    folder, result, _ = finished
+
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.toml",
+        "metrics.jsonl",
+        "schedule.csv",
+        "summary.json",
+        "timeline.png",
+        "timeline.trace.json",
+        "tokens",
+        "weights.safetensors",
+    ]
+    assert load_config(folder / "config.toml").run.record_step == 3
+    assert (folder / "schedule.csv").read_text().strip() == "0F0,0B0,0F1,0B1"
+    assert len(load_file(folder / "weights.safetensors")) == 3 + 2 * 9
+    assert json.loads((folder / "summary.json").read_text())["held_out_loss"] == result.held_out_loss
+
+
+def test_the_lines_tell_what_is_trained_how_it_went_and_where_to_look(finished):
+    folder, result, printed = finished
+
+    assert printed.splitlines()[0].endswith("1f1b on 1 rank, 2 microbatches, 6 steps")
+    assert [line.split()[:4] for line in printed.splitlines()[1:3]] == [
+        ["stage", "layers", "weight", "parameters"],
+        ["0", "5", "100.0%", "31,904"],
+    ]
+    assert printed.count("heaviest: stage 0") == 1
+    assert "step 6/6" in printed
+    assert f"held-out loss {result.held_out_loss:.4f} nats per token" in printed
+    assert f"In {folder}:" in printed
+
+
+def test_the_same_configuration_gives_the_same_weights(finished, tmp_path, text):
+    folder, _, _ = finished
+
+    run(tmp_path, text)
+
+    assert (tmp_path / "weights.safetensors").read_bytes() == (folder / "weights.safetensors").read_bytes()
+
+
+def test_two_batches_per_step_weigh_like_one_of_twice_the_size(tmp_path, text):
+    """The windows come in the same order, so both runs see the same text in every step."""
+    one, _ = run(tmp_path / "one", text, batch={"size": 4}, model={"dtype": "float64"})
+    two, _ = run(tmp_path / "two", text, batch={"size": 2, "accumulate": 2}, model={"dtype": "float64"})
+
+    assert two.loss == pytest.approx(one.loss, abs=1e-9)
+    assert rows_of(tmp_path / "two")[0]["loss"] == pytest.approx(rows_of(tmp_path / "one")[0]["loss"], abs=1e-12)
+    assert rows_of(tmp_path / "two")[0]["num_tokens"] == 64
+    assert two.held_out_loss == pytest.approx(one.held_out_loss, abs=0.5)
+
+
+def test_a_run_may_do_without_evaluation_record_and_files_of_metrics(tmp_path, text):
+    result, printed = run(
+        tmp_path, text, run={"evaluate_batches": 0, "record_step": 0, "steps": 2}, metrics={"jsonl": False}
+    )
+
+    assert result.held_out_loss is None
+    assert result.timeline is None
+    assert "held-out" not in printed
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_without_tensorboard_training_goes_on_and_one_line_says_so(tmp_path, text, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+
+    _, printed = run(tmp_path, text, run={"steps": 2}, metrics={"tensorboard": True})
+
+    [line] = [line for line in printed.splitlines() if "TensorBoard" in line]
+    assert "pip install" in line
+    assert len(rows_of(tmp_path)) == 2
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_the_step_and_no_weights(tmp_path, text):
+    with pytest.raises(PenstockError, match=r"step [2-6]: .* (nan|inf).*lower optimizer\.learning_rate"):
+        run(tmp_path, text, optimizer={"learning_rate": 1e30, "clip_norm": 0.0, "warmup_steps": 0})
+
+    assert not (tmp_path / "weights.safetensors").exists()
+
+
+def test_a_configuration_for_more_ranks_than_run_is_refused(tmp_path, text):
+    with pytest.raises(ConfigError, match="2 ranks are asked for, but 1 run"):
+        run(tmp_path, text, pipeline={"ranks": 2})
+
+
+def train_as_rank(rank, table):
+    output = io.StringIO()
+    result = train(config_from_table(table), output=output)
+    return result.loss, result.held_out_loss, output.getvalue()
+
+
+def test_processes_train_the_same_weights_bit_for_bit_and_only_rank_0_speaks(finished, tmp_path, text):
+    folder, alone, _ = finished
+
+    with RankPool(2) as pool:
+        results = pool.run(train_as_rank, table_of(tmp_path, text, pipeline={"ranks": 2}))
+
+    assert [result[:2] for result in results] == [(alone.loss, alone.held_out_loss)] * 2
+    assert results[0][2].startswith("31,904 parameters, ")
+    assert results[1][2] == ""
+    assert (tmp_path / "weights.safetensors").read_bytes() == (folder / "weights.safetensors").read_bytes()

@@ -1,0 +1,138 @@
+"""The record of a run's steps."""
+
+import io
+import json
+import sys
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.train.metrics import MetricsWriter, StepMetrics
+from penstock.train.sections import MetricsSection
+
+
+def step_of(step, duration_s=0.5, **optional):
+    return StepMetrics(step, 2.0 + step, 100, duration_s, 1e-3, 0.5, **optional)
+
+
+def write_all(folder, steps, num_steps=10, **options):
+    output = io.StringIO()
+    with MetricsWriter(folder, MetricsSection(**options), num_steps=num_steps, output=output) as writer:
+        for step in steps:
+            writer.write(step)
+    return output.getvalue()
+
+
+def objects_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_step_is_one_json_object(tmp_path):
+    write_all(tmp_path / "run", [step_of(1), step_of(2, bubble_fraction=0.25, held_out_loss=2.5)])
+
+    first, second = objects_of(tmp_path / "run")
+    assert first == {
+        "step": 1,
+        "loss": 3.0,
+        "num_tokens": 100,
+        "tokens_per_s": 200.0,
+        "duration_s": 0.5,
+        "learning_rate": 1e-3,
+        "gradient_norm": 0.5,
+        "left_s": 4.5,
+    }
+    assert (second["bubble_fraction"], second["held_out_loss"]) == (0.25, 2.5)
+
+
+def test_a_line_is_in_the_file_before_the_next_step(tmp_path):
+    with MetricsWriter(tmp_path, MetricsSection(), num_steps=2, output=io.StringIO()) as writer:
+        writer.write(step_of(1))
+
+        assert [each["step"] for each in objects_of(tmp_path)] == [1]
+
+
+def test_numbers_that_are_not_finite_stay_json(tmp_path):
+    write_all(tmp_path, [StepMetrics(1, float("nan"), 1, 1.0, 1e-3, float("inf"))])
+
+    (only,) = objects_of(tmp_path)
+    assert (only["loss"], only["gradient_norm"]) == (None, None)
+
+
+def test_one_slow_step_hardly_moves_the_time_left(tmp_path):
+    write_all(tmp_path, [step_of(1, 9.0), step_of(2, 1.0), step_of(3, 1.0)])
+
+    assert objects_of(tmp_path)[-1]["left_s"] == 7.0
+
+
+def test_terminal_shows_first_last_due_and_evaluated_steps(tmp_path):
+    steps = [step_of(step, held_out_loss=1.0 if step == 3 else None) for step in range(1, 11)]
+
+    shown = write_all(tmp_path, steps, every=4)
+
+    assert [int(line.split()[1].split("/")[0]) for line in shown.splitlines()] == [1, 3, 4, 8, 10]
+    assert len(objects_of(tmp_path)) == 10
+
+
+def test_nothing_is_written_to_the_folder_when_nothing_is_asked_for(tmp_path):
+    shown = write_all(tmp_path, [step_of(1)], jsonl=False)
+
+    assert shown.startswith("step  1/10  loss 3.0000")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_tensorboard_files_hold_the_numbers(tmp_path):
+    write_all(tmp_path, [step_of(1), step_of(2)], tensorboard=True)
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.0), (2, 4.0)]
+    assert "tokens_per_s" in events.Tags()["scalars"]
+
+
+def test_missing_tensorboard_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+
+    with pytest.raises(ConfigError, match=r"pip install 'penstock\[tensorboard\]'") as caught:
+        write_all(tmp_path, [], tensorboard=True)
+
+    assert caught.value.key == "metrics.tensorboard"
+
+
+def test_a_full_disk_names_the_path_and_the_reason(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+
+    with pytest.raises(PenstockError, match=r"metrics\.jsonl: cannot be written: No space left on device"):
+        write_all(tmp_path, [step_of(1)])
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(PenstockError, match=r"file/run: cannot be written: Not a directory"):
+        write_all(tmp_path / "file" / "run", [])
+
+
+def test_a_failure_inside_the_block_comes_out_as_it_is(tmp_path):
+    def steps():
+        yield step_of(1)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_all(tmp_path, steps())
+
+    assert len(objects_of(tmp_path)) == 1
+
+
+def test_people_see_the_last_measured_bubble_and_the_files_only_what_was_measured(tmp_path):
+    output = io.StringIO()
+    steps = [step_of(1), step_of(2, bubble_fraction=0.25), step_of(3)]
+
+    with MetricsWriter(tmp_path, MetricsSection(tensorboard=False), num_steps=3, output=output) as writer:
+        for step in steps:
+            writer.write(step)
+
+    lines = output.getvalue().splitlines()
+    assert [("bubble     -" in line, "bubble 25.0%" in line) for line in lines] == [(True, False), *[(False, True)] * 2]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert ["bubble_fraction" in row for row in rows] == [False, True, False]

@@ -1,0 +1,151 @@
+"""What a configuration is turned into, and what is refused before training, on all ranks alike."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.schedules import build
+from penstock.train.config import config_from_table
+from penstock.train.run_folder import RunFolder
+from penstock.train.setup import build_layers, build_schedule, check_ranks, optimizer_options, prepare_together
+from tests.train.local_ranks import error_of, on_ranks
+
+BATCH = {"size": 4, "length": 8}
+
+
+def config_of(folder="run", files=("text",), **sections):
+    table = {"run": {"folder": str(folder)}, "data": {"files": [str(file) for file in files]}, "batch": BATCH}
+    return config_from_table(table | sections)
+
+
+def with_pipeline(**settings):
+    return config_of(pipeline={"ranks": 2, "microbatches": 4} | settings)
+
+
+def test_the_named_schedule_is_built_with_its_options():
+    config = with_pipeline(schedule="1f1b", options={"warmup": "eager"})
+
+    assert build_schedule(config)[0] == build("1f1b", ranks=2, microbatches=4, warmup="eager")[0]
+
+
+def test_a_schedule_may_come_from_a_file(tmp_path):
+    (tmp_path / "mine.csv").write_text(build("gpipe", ranks=2, microbatches=4).to_csv())
+
+    schedule = build_schedule(with_pipeline(schedule=str(tmp_path / "mine.csv")))
+
+    assert schedule[1] == build("gpipe", ranks=2, microbatches=4)[1]
+
+
+@pytest.mark.parametrize("name", ["ranks", "microbatches", "stages_per_rank"])
+def test_an_option_that_is_a_setting_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"pipeline\.options\.{name}: .*set pipeline\.{name}"):
+        build_schedule(with_pipeline(options={name: 2}))
+
+
+def test_a_schedule_for_other_microbatches_is_refused(tmp_path):
+    (tmp_path / "mine.csv").write_text(build("gpipe", ranks=2, microbatches=2).to_csv())
+
+    with pytest.raises(ConfigError, match=r"pipeline\.microbatches: 4, but .* is for 2 microbatches"):
+        build_schedule(with_pipeline(schedule=str(tmp_path / "mine.csv")))
+
+
+def test_a_schedule_without_backwards_is_refused():
+    with pytest.raises(ConfigError, match="nothing would be learned"):
+        build_schedule(with_pipeline(schedule="forward-only"))
+
+
+def test_the_world_must_have_as_many_ranks_as_the_configuration():
+    check_ranks(with_pipeline(), 2)
+    with pytest.raises(ConfigError, match=r"pipeline\.ranks: 2 ranks are asked for, but 1 run"):
+        check_ranks(with_pipeline(), 1)
+
+
+def test_the_layers_have_the_shape_and_the_seed_of_the_configuration():
+    model = {"width": 8, "layers": 3, "heads": 2, "key_value_heads": 1, "hidden": 12, "tied_head": True}
+    config = config_of(model=model, run={"folder": "run", "seed": 5})
+
+    layers = build_layers(config, vocabulary=300)
+
+    assert [layer.name for layer in layers] == [
+        "embedding", "blocks.0", "blocks.1", "blocks.2", "norm", "head",
+    ]  # fmt: skip
+    assert {layer.seed for layer in layers} == {5}
+    assert layers[0]().weight.shape == (300, 8)
+    assert layers[1]().feed_forward.up.weight.shape == (12, 8)
+    assert layers[1]().attention.key.weight.shape == (4, 8)
+    assert layers[-1].tied == (("weight", "embedding.weight"),)
+
+
+def test_the_optimizer_is_told_all_of_its_section_and_the_number_of_steps():
+    section = {
+        "learning_rate": 0.5,
+        "warmup_steps": 3,
+        "minimum_fraction": 0.25,
+        "weight_decay": 0.3,
+        "beta1": 0.7,
+        "beta2": 0.8,
+        "epsilon": 1e-3,
+        "clip_norm": 2.5,
+    }
+
+    options = optimizer_options(config_of(optimizer=section, run={"folder": "run", "steps": 77}))
+
+    assert options.total_steps == 77
+    assert {name: getattr(options, name) for name in section} == section
+
+
+def prepare(transport, configs):
+    config = configs[transport.rank]
+    return prepare_together(config, RunFolder(Path(config.run.folder)), transport)
+
+
+def failure(transport, configs):
+    return error_of(prepare, transport, configs)
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text"
+    path.write_text("all work and no play " * 60)
+    return path
+
+
+def two_ranks(folder, files=("text",)):
+    return config_of(folder, files, pipeline={"ranks": 2, "microbatches": 4})
+
+
+def test_all_ranks_read_the_tokens_that_one_made(tmp_path, text):
+    datasets = on_ranks(2, prepare, [two_ranks(tmp_path / "run", [text])] * 2)
+
+    assert datasets[0].digest == datasets[1].digest
+    assert datasets[0].batch(3)[0].equal(datasets[1].batch(3)[0])
+    assert sorted(path.suffix for path in (tmp_path / "run" / "tokens").iterdir()) == [".json", ".tokens"]
+    assert (tmp_path / "run" / "config.toml").exists()
+
+
+def test_what_stops_rank_0_stops_every_rank(tmp_path):
+    errors = on_ranks(2, failure, [two_ranks(tmp_path / "run", [tmp_path / "missing"])] * 2)
+
+    assert type(errors[0]) is ConfigError
+    assert isinstance(errors[1], PenstockError)
+    assert str(errors[0]) == str(errors[1])
+    assert "missing" in str(errors[0])
+
+
+def test_what_stops_another_rank_stops_every_rank(tmp_path, text):
+    configs = [two_ranks(tmp_path / "run", [text]), two_ranks(tmp_path / "run", [tmp_path / "missing"])]
+
+    errors = on_ranks(2, failure, configs)
+
+    assert str(errors[0]) == str(errors[1])
+    assert "missing" in str(errors[0])
+
+
+def test_ranks_that_see_different_text_are_refused(tmp_path, text):
+    (tmp_path / "other").write_text("no work and all play " * 60)
+    configs = [two_ranks(tmp_path / "run", [text]), two_ranks(tmp_path / "run", [tmp_path / "other"])]
+
+    errors = on_ranks(2, failure, configs)
+
+    assert all("data.files: the ranks see different text" in str(error) for error in errors)

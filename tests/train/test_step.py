@@ -1,0 +1,94 @@
+"""An optimizer step: accumulated, clipped, applied; refused where numbers are not finite."""
+
+import math
+
+import pytest
+import torch
+
+from penstock.errors import PenstockError
+from penstock.models import cross_entropy_loss
+from penstock.train.optim import OptimizerOptions, learning_rate_at
+from penstock.train.step import Trainer, loss_over
+from tests.train.local_ranks import error_of, on_ranks, random_batch, small_layers, small_pipeline
+
+OPTIONS = OptimizerOptions(learning_rate=1e-2, total_steps=10, warmup_steps=4, clip_norm=0.5)
+
+
+def train(transport, batches_of_steps, num_accumulated=1):
+    loss = loss_over(cross_entropy_loss, num_accumulated)
+    pipeline = small_pipeline(transport, small_layers("float64"), loss=loss)
+    trainer = Trainer(pipeline, OPTIONS)
+    outcomes = [trainer.step(number, batches) for number, batches in enumerate(batches_of_steps, start=1)]
+    pipeline.close()
+    return outcomes, {name: parameter.detach() for name, parameter in pipeline.named_parameters()}, pipeline
+
+
+def test_the_loss_falls_and_every_rank_is_told_the_same():
+    outcomes, others = (result[0] for result in on_ranks(2, train, [[random_batch(0)]] * 8))
+
+    assert outcomes == others
+    assert outcomes[-1].loss < outcomes[0].loss - 0.1
+    assert [outcome.learning_rate for outcome in outcomes] == [learning_rate_at(n, OPTIONS) for n in range(1, 9)]
+
+
+def test_two_batches_of_half_the_size_make_the_step_of_the_whole_batch():
+    tokens, target = random_batch(0, size=16)
+    halves = [(tokens[:8], target[:8]), (tokens[8:], target[8:])]
+
+    [(whole, expected, _)] = on_ranks(1, train, [[(tokens, target)]] * 2)
+    [(split, found, _)] = on_ranks(1, train, [halves] * 2, 2)
+
+    assert [step.loss for step in split] == pytest.approx([step.loss for step in whole], abs=1e-12)
+    assert [step.gradient_norm for step in split] == pytest.approx([step.gradient_norm for step in whole], abs=1e-12)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-10)
+
+
+def test_no_gradient_stays_behind_a_step():
+    [(_, _, pipeline)] = on_ranks(1, train, [[random_batch(0)]])
+
+    assert all(parameter.grad is None for _, parameter in pipeline.named_parameters())
+
+
+def record_a_step(transport):
+    pipeline = small_pipeline(transport, loss=loss_over(cross_entropy_loss, 2))
+    trainer = Trainer(pipeline, OPTIONS)
+    trainer.step(1, [random_batch(0), random_batch(1)])
+    before = pipeline.timeline
+    trainer.step(2, [random_batch(0), random_batch(1)], record=True)
+    pipeline.close()
+    return before, pipeline.timeline
+
+
+def test_only_a_recorded_step_is_measured():
+    for before, timeline in on_ranks(2, record_a_step):
+        assert before is None
+        assert timeline.source == "measured"
+        assert timeline.makespan_s > 0
+
+
+def train_astray(transport, value, where):
+    def loss(logits, target):
+        return cross_entropy_loss(logits, target) * value if where == "loss" else spoil(logits, target)
+
+    def spoil(logits, target):
+        logits.register_hook(lambda gradient: gradient * value)
+        return cross_entropy_loss(logits, target)
+
+    pipeline = small_pipeline(transport, loss=loss)
+    before = {name: parameter.clone() for name, parameter in pipeline.named_parameters()}
+    error = error_of(Trainer(pipeline, OPTIONS).step, 3, [random_batch(0)])
+    pipeline.close()
+    assert all(parameter.equal(before[name]) for name, parameter in pipeline.named_parameters())
+    return error
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("where", "what"), [("loss", "the loss"), ("gradient", "the gradient norm")])
+def test_numbers_that_are_not_finite_stop_every_rank_and_change_no_weight(value, where, what):
+    errors = on_ranks(2, train_astray, value, where)
+
+    assert all(type(error) is PenstockError for error in errors)
+    assert len({str(error) for error in errors}) == 1
+    assert str(errors[0]).startswith(f"step 3: {what} is ")
+    assert "lower optimizer.learning_rate" in str(errors[0])

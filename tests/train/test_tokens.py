@@ -1,0 +1,140 @@
+"""The token cache."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.train.corpus import find_documents
+from penstock.train.tokenizer import Tokenizer, load_tokenizer
+from penstock.train.tokens import tokenize
+
+BYTES = load_tokenizer("bytes")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name, text in {"a.txt": "first", "b.txt": "second", "c.txt": "first", "d.txt": ""}.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def documents_of(folder):
+    return find_documents([str(folder)], [".txt"])
+
+
+def counting_tokenizer(calls):
+    def encode(content):
+        calls.append(content)
+        return BYTES.encode(content)
+
+    return Tokenizer("bytes", 256, encode)
+
+
+def test_each_distinct_document_is_kept_once(corpus, tmp_path):
+    found = tokenize(documents_of(corpus), BYTES, tmp_path / "cache")
+
+    assert sorted(bytes(found.tokens()).split(b"\0")) == [b"", b"first", b"second"]
+    assert (found.manifest.num_documents, found.manifest.num_duplicates) == (2, 2)
+    assert found.manifest.num_tokens == len("first" + "second") + 2
+
+
+def test_tokens_and_digest_do_not_depend_on_where_the_files_lie(corpus, tmp_path):
+    elsewhere = tmp_path / "z"
+    elsewhere.mkdir()
+    (elsewhere / "x.txt").write_text("second")
+    (elsewhere / "y.txt").write_text("first")
+
+    first = tokenize(documents_of(corpus), BYTES, tmp_path / "cache")
+    second = tokenize(documents_of(elsewhere), BYTES, tmp_path / "cache")
+
+    assert first.path != second.path
+    assert first.manifest.digest == second.manifest.digest
+    assert np.array_equal(first.tokens(), second.tokens())
+
+
+def test_the_second_run_tokenizes_nothing(corpus, tmp_path):
+    calls = []
+    tokenizer = counting_tokenizer(calls)
+
+    first = tokenize(documents_of(corpus), tokenizer, tmp_path / "cache")
+    num_calls = len(calls)
+    second = tokenize(documents_of(corpus), tokenizer, tmp_path / "cache")
+
+    assert num_calls == len(calls) == 2
+    assert first == second
+
+
+def test_a_changed_file_is_tokenized_again(corpus, tmp_path):
+    before = tokenize(documents_of(corpus), BYTES, tmp_path / "cache")
+    (corpus / "a.txt").write_text("third word")
+
+    after = tokenize(documents_of(corpus), BYTES, tmp_path / "cache")
+
+    assert before.manifest.digest != after.manifest.digest
+    assert b"third word" in bytes(after.tokens())
+
+
+@pytest.mark.parametrize(
+    ("suffix", "damage"),
+    [("json", b"{"), ("json", b""), ("tokens", b"short"), ("tokens", None), ("json", None)],
+)
+def test_a_damaged_cache_is_made_again(corpus, tmp_path, suffix, damage):
+    intact = tokenize(documents_of(corpus), BYTES, tmp_path / "cache")
+    content = bytes(intact.tokens())
+    path = intact.path.with_suffix(f".{suffix}")
+    path.unlink() if damage is None else path.write_bytes(damage)
+
+    again = tokenize(documents_of(corpus), BYTES, tmp_path / "cache")
+
+    assert bytes(again.tokens()) == content
+
+
+def test_writers_that_race_agree(corpus, tmp_path):
+    documents = documents_of(corpus)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: tokenize(documents, BYTES, tmp_path / "cache"), range(8)))
+
+    assert len({bytes(file.tokens()) for file in found}) == 1
+    assert len(os.listdir(tmp_path / "cache")) == 2
+
+
+@pytest.mark.parametrize(("vocabulary", "item_bytes"), [(256, 1), (257, 2), (65_536, 2), (65_537, 4)])
+def test_tokens_take_the_smallest_type_that_holds_the_vocabulary(corpus, tmp_path, vocabulary, item_bytes):
+    tokenizer = Tokenizer("largest", vocabulary, lambda content: np.array([vocabulary - 1], dtype=np.uint32))
+
+    found = tokenize(documents_of(corpus), tokenizer, tmp_path / "cache")
+
+    assert found.tokens().tolist() == [vocabulary - 1] * 2
+    assert found.manifest.item_bytes == item_bytes
+
+
+def test_an_empty_corpus_is_refused_and_leaves_nothing(tmp_path):
+    (tmp_path / "a.txt").touch()
+
+    with pytest.raises(ConfigError, match="the corpus is empty: its 1 files hold no text") as caught:
+        tokenize(documents_of(tmp_path), BYTES, tmp_path / "cache")
+
+    assert caught.value.key == "data.files"
+    assert os.listdir(tmp_path / "cache") == []
+
+
+def test_a_cache_that_cannot_be_created_is_named(corpus, tmp_path):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(ConfigError, match=r"file/cache: the folder for tokens cannot be created: Not a directory"):
+        tokenize(documents_of(corpus), BYTES, tmp_path / "file" / "cache")
+
+
+def test_a_document_that_changes_between_the_two_readings_is_refused(corpus, tmp_path):
+    def encode(content):
+        for name in ("a.txt", "b.txt", "c.txt"):
+            (corpus / name).write_text("other")
+        return BYTES.encode(content)
+
+    with pytest.raises(ConfigError, match="changed while it was read"):
+        tokenize(documents_of(corpus), Tokenizer("bytes", 256, encode), tmp_path / "cache")
