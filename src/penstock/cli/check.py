@@ -1,0 +1,55 @@
+"""`penstock check`: prove a schedule file, or say everything that is wrong with it."""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from penstock.cli.command import Command
+from penstock.cli.output import say
+from penstock.cli.status import ExitStatus
+from penstock.errors import ConfigError
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "file", metavar="FILE", help="CSV (actions alone, or with communication), JSON or a grid; - is stdin"
+    )
+    parser.add_argument("--ranks", type=int, metavar="P", help="how many ranks the file must be for")
+    parser.add_argument("--memory-limit", type=int, metavar="N", help="most activations that a rank may hold at once")
+
+
+def run(arguments: Namespace) -> int:
+    from penstock.check import check
+    from penstock.cli.describe import describe_plan
+    from penstock.ir.program import Program
+    from penstock.ir.reading import read_table
+    from penstock.lower import assign_slots
+
+    text = read_text(arguments.file)
+    plan = read_table(text, file=arguments.file, name=arguments.file)
+    if isinstance(plan, Program) and not text.lstrip().startswith("{"):
+        plan = assign_slots(plan)  # CSV has no place for slots
+    if arguments.ranks not in (None, plan.num_ranks):
+        raise ConfigError(
+            f"{arguments.file} is for {plan.num_ranks} ranks, not {arguments.ranks}; pass --ranks {plan.num_ranks}, "
+            "or a file with one line per rank",
+            key="--ranks",
+        )
+    if arguments.memory_limit is not None and arguments.memory_limit < 1:
+        raise ConfigError(f"{arguments.memory_limit} activations; give a limit of 1 or more", key="--memory-limit")
+    facts = check(plan, memory_limit=arguments.memory_limit)
+    say(f"ok: {describe_plan(plan, facts)}")
+    return ExitStatus.FINE
+
+
+def read_text(name: str) -> str:
+    """Return the text of a file, or of standard input for `-`. Raises: ConfigError where it cannot be read."""
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read ({error.strerror}). Give the path of a schedule file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: byte {error.start} is not UTF-8 text. Give a CSV or JSON schedule file") from error
+
+
+COMMAND = Command("check", "Prove a schedule file, or say everything that is wrong with it.", add_arguments, run)

@@ -1,0 +1,93 @@
+"""How a rank tells its launcher why it failed, and how the launcher picks the first cause among several."""
+
+import json
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+from penstock.cli.status import ExitStatus, status_of
+from penstock.errors import PeerLost
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """Why a rank ended badly; `status` is what the whole launch ends with."""
+
+    rank: int
+    status: int
+    message: str
+    is_consequence: bool = False
+    """True where the rank only noticed that another one is gone."""
+    raised_at_s: float = 0.0
+    """Seconds of the system's monotonic clock, which the processes of one machine share."""
+
+    @property
+    def shown(self) -> str:
+        """The message as it is printed; wrong input is no rank's fault, so it goes without one."""
+        if self.status == ExitStatus.WRONG_INPUT or self.message.startswith("rank "):
+            return self.message
+        return f"rank {self.rank} failed: {self.message}"
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, message: str) -> "RankFailure":
+        return cls(rank, int(status_of(error)), message, isinstance(error, PeerLost), time.monotonic())
+
+
+def write_failure(store: dist.Store, failure: RankFailure) -> None:
+    """Leave a failure where the launcher finds it."""
+    store.set(_key(failure.rank), json.dumps(asdict(failure)))
+
+
+def read_failures(store: dist.Store, num_ranks: int) -> list[RankFailure]:
+    """Return the failures that the ranks have written, by rank."""
+    written = [rank for rank in range(num_ranks) if store.check([_key(rank)])]
+    return [RankFailure(**json.loads(store.get(_key(rank)))) for rank in written]
+
+
+def first_cause(exit_codes: Mapping[int, int], written: Sequence[RankFailure]) -> RankFailure:
+    """Pick the failure that explains the others.
+
+    `exit_codes` are those of the ranks that did not end well, as `subprocess` gives them. A rank that a signal ended
+    could write nothing, so it comes before those that only noticed a lost peer, unless it ended only because the
+    launcher told it to. Any other written failure comes first, the earliest of them: a stopped rank, say, passes the
+    deadline of another one long before the launcher kills it.
+    """
+    told = sorted(written, key=lambda failure: (failure.is_consequence, failure.raised_at_s))
+    silent = dict(sorted(exit_codes.items(), key=lambda item: item[1] == -signal.SIGTERM))
+    for failure in told:
+        silent.pop(failure.rank, None)
+    is_noticed_only = all(failure.is_consequence for failure in told)
+    if silent and (not told or (is_noticed_only and _was_killed(next(iter(silent.values()))))):
+        return _explain_silence(*next(iter(silent.items())), told)
+    return told[0]
+
+
+def _was_killed(exit_code: int) -> bool:
+    return exit_code < 0 and exit_code != -signal.SIGTERM
+
+
+def _explain_silence(rank: int, exit_code: int, told: Sequence[RankFailure]) -> RankFailure:
+    if exit_code == ExitStatus.INTERRUPTED:
+        return RankFailure(rank, ExitStatus.INTERRUPTED, "")
+    if exit_code < 0:
+        return _killed(rank, -exit_code, told)
+    return RankFailure(rank, ExitStatus.RANK_FAILED, f"rank {rank} ended with status {exit_code} and left no message")
+
+
+def _killed(rank: int, number: int, told: Sequence[RankFailure]) -> RankFailure:
+    name = signal.Signals(number).name if number in {int(known) for known in signal.Signals} else f"signal {number}"
+    advice: dict[int, str] = {
+        signal.SIGKILL: "Where nobody killed it, the system did for lack of memory: see the kernel's log, and lower "
+        "batch.size or the activations that the schedule keeps.",
+        signal.SIGSEGV: "It crashed in compiled code: run it with PYTHONFAULTHANDLER=1 to see the place.",
+    }
+    lines = [f"rank {rank} was ended by {name}. {advice.get(number, '')}".rstrip()]
+    lines += [failure.shown for failure in told[:1]]
+    return RankFailure(rank, ExitStatus.RANK_FAILED, "\n".join(lines))
+
+
+def _key(rank: int) -> str:
+    return f"penstock/failure/{rank}"

@@ -1,0 +1,92 @@
+"""When a process ends: a rank as soon as it is told to or its launcher is gone, a command on an interrupt."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+
+from penstock.cli.status import ExitStatus
+
+GRACE_S = 0.7
+"""How long a rank that is told to end may take to finish telling what it is failing of."""
+SET_PARENT_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of Linux."""
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+def leave_at_once(number: int, frame: FrameType | None) -> None:
+    """Handle an interrupt while nothing has been made that would have to be tidied up, such as during imports."""
+    os._exit(ExitStatus.INTERRUPTED)
+
+
+def raise_interrupt(number: int, frame: FrameType | None) -> None:
+    """Handle an interrupt while files are open: let the blocks that hold them close them."""
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def interrupts_handled_by(handler: Handler) -> Iterator[None]:
+    """Handle SIGINT, SIGTERM and SIGHUP (unless ignored, as under nohup) by `handler`; call from the main thread."""
+    before = {number: signal.getsignal(number) for number in INTERRUPTS}
+    for number in INTERRUPTS:
+        if number != signal.SIGHUP or before[number] != signal.SIG_IGN:
+            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def end_when_told() -> None:
+    """End this process on SIGTERM within `GRACE_S`, on SIGINT and SIGHUP at once, also amid a wait in C++ code.
+
+    Python runs signal handlers in the main thread alone, between two steps of Python; hence the default action, and a
+    thread that takes SIGTERM. Call before any other thread starts: threads inherit the block.
+    """
+    for number in INTERRUPTS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_take_terminate, name="penstock-end", daemon=True).start()
+
+
+def _take_terminate() -> None:
+    signal.sigwait({signal.SIGTERM})
+    time.sleep(GRACE_S)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run_id_of(launcher: int) -> str:
+    """Return the run id by which a rank knows its launcher's process."""
+    return f"penstock-{launcher}"
+
+
+def launcher_of(environment: Mapping[str, str]) -> int | None:
+    """Return the process id of the Penstock launcher that started this rank; None where something else did."""
+    name, _, process = environment.get("TORCHELASTIC_RUN_ID", "").rpartition("-")
+    return int(process) if name == "penstock" and process.isdecimal() else None
+
+
+def die_with(launcher: int) -> None:
+    """End this process as soon as `launcher`, its parent, has ended, however it ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    else:
+        threading.Thread(target=leave_after, args=(launcher,), name="penstock-parent", daemon=True).start()
+    if os.getppid() != launcher:
+        os._exit(ExitStatus.INTERRUPTED)
+
+
+def leave_after(launcher: int, *, poll_s: float = 0.5) -> None:
+    """Wait until `launcher` is no longer this process's parent, then end this process."""
+    while os.getppid() == launcher:
+        time.sleep(poll_s)
+    os._exit(ExitStatus.INTERRUPTED)

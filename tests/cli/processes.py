@@ -1,0 +1,58 @@
+"""What the tests of the command line ask the system about processes."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+LISTENING = "0A"
+LOOPBACK = "0100007F"
+
+
+def wait_until(is_true, *, timeout_s=20.0):
+    end_s = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < end_s, "waited too long"
+        time.sleep(0.02)
+
+
+def state_of(process):
+    """Return the letter of a process's state, such as T for stopped; Z also where it is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def is_alive(process):
+    return state_of(process) != "Z"
+
+
+def stop(process):
+    """Stop a process, and wait until it has."""
+    os.kill(process, signal.SIGSTOP)
+    wait_until(lambda: state_of(process) == "T")
+
+
+def written_pids(folder, num_ranks):
+    """Wait until every stub rank has written its file, and return their process ids."""
+    files = [Path(folder, str(rank)) for rank in range(num_ranks)]
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    return [int(file.read_text().split()[0]) for file in files]
+
+
+def listening_addresses(processes):
+    """Return (address, port) of every TCP socket, IPv4 or IPv6, on which one of the processes listens."""
+    inodes = set()
+    for process in processes:
+        for link in Path(f"/proc/{process}/fd").iterdir():
+            target = str(link.readlink()) if link.is_symlink() else ""
+            inodes |= {target[8:-1]} if target.startswith("socket:[") else set()
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENING and fields[9] in inodes:
+                address, port = fields[1].split(":")
+                found.append((address, int(port, 16)))
+    return found

@@ -1,0 +1,100 @@
+"""`penstock check FILE`."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from penstock.cli.entry import main
+from penstock.lower import lower
+from penstock.schedules import build
+
+SCHEDULE = build("1f1b", ranks=2, microbatches=3)
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Write a text and return the file's name."""
+
+    def write(text):
+        path = tmp_path / "plan.csv"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("text", [SCHEDULE.to_csv(), SCHEDULE.to_json()], ids=["csv", "json"])
+def test_a_right_schedule_is_ok_with_its_facts(file, capsys, text):
+    assert main(["check", file(text), "--ranks", "2"]) == 0
+    assert capsys.readouterr().out == (
+        "ok: 2 ranks, 2 stages, 3 microbatches, 12 actions; peak activations per rank 2, 1\n"
+    )
+
+
+@pytest.mark.parametrize("text", [lower(SCHEDULE).to_csv(), lower(SCHEDULE).to_json()], ids=["csv", "json"])
+def test_a_program_with_communication_is_proved_too(file, capsys, text):
+    assert main(["check", file(text)]) == 0
+    assert capsys.readouterr().out.startswith("ok: 2 ranks, 2 stages, 3 microbatches, 12 actions, ")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("0SEND_F1,", ""), ("1RECV_F0", "1RECV_F1"), ("0SEND_F0", "0SEND_F0,0SEND_F0"), ("1F2", "1F7"), ("0B1", "0F1")],
+)
+def test_a_program_that_is_wrong_is_refused_with_the_place(file, capsys, right, wrong):
+    text = lower(SCHEDULE).to_csv()
+    assert right in text
+
+    assert main(["check", file(text.replace(right, wrong))]) == 1
+    assert "position" in capsys.readouterr().err
+
+
+def test_slots_of_a_program_in_json_are_proved_as_they_are(file, capsys):
+    table = json.loads(lower(SCHEDULE).to_json())
+    table["slots"] = [[0] * len(slots) for slots in table["slots"]]
+
+    assert main(["check", file(json.dumps(table))]) == 1
+    assert "overwrites slot 0" in capsys.readouterr().err
+
+
+def test_everything_that_is_wrong_is_told(file, capsys):
+    text = SCHEDULE.to_csv().replace("0B2", "0B1").replace("1F0", "1F1")
+
+    assert main(["check", file(text)]) == 1
+    complaint = capsys.readouterr().err
+    assert "rank 0, position" in complaint
+    assert "rank 1, position" in complaint
+
+
+def test_a_limit_on_memory_is_proved(file, capsys):
+    name = file(SCHEDULE.to_csv())
+
+    assert main(["check", name, "--memory-limit", "2"]) == 0
+    assert main(["check", name, "--memory-limit", "1"]) == 1
+    assert "rank 0" in capsys.readouterr().err
+
+
+def test_another_number_of_ranks_is_refused(file, capsys):
+    assert main(["check", file(SCHEDULE.to_csv()), "--ranks", "4"]) == 1
+    assert "is for 2 ranks, not 4; pass --ranks 2" in capsys.readouterr().err
+
+
+def test_standard_input_is_read_for_a_dash(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(SCHEDULE.to_csv()))
+
+    assert main(["check", "-"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [(b"\xff\xfe", "byte 0 is not UTF-8"), ("", "plan.csv:1:1"), ("0F0,0X0", "plan.csv:1:6")]
+)
+def test_what_is_no_schedule_is_refused_with_its_place(file, capsys, text, told):
+    assert main(["check", file(text)]) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_a_missing_file_is_refused(tmp_path, capsys):
+    assert main(["check", str(tmp_path / "none.csv")]) == 1
+    assert "none.csv: cannot be read (No such file or directory)" in capsys.readouterr().err

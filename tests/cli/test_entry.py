@@ -1,0 +1,136 @@
+"""`main`: the frozen flags, fast help, and the exit status of every way to end."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+
+from penstock.cli import entry
+from penstock.cli.command import Command
+from penstock.errors import ConfigError, DeadlineExceeded, PipelineError
+from penstock.version import VERSION
+
+FLAGS = {
+    "train": ["RUN.toml", "--port", "--set"],
+    "schedules": [],
+    "show": [
+        "NAME",
+        "--format",
+        "--forward-only",
+        "--lowered",
+        "--microbatches",
+        "--option",
+        "--ranks",
+        "--slices",
+        "--stages",
+        "--stages-per-rank",
+    ],
+    "check": ["FILE", "--memory-limit", "--ranks"],
+    "doctor": ["--system"],
+}
+
+
+def usage_words(name):
+    """Return the arguments of a command as its usage line shows them, without values."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "400")
+        patch.setattr(sys, "stdout", printed := io.StringIO())
+        entry.main([name, "--help"])
+    words = [word.strip("[]") for word in printed.getvalue().splitlines()[0].split()[3:]]
+    return [word for word in words if word.startswith("--") or word in ("RUN.toml", "NAME", "FILE")]
+
+
+@pytest.fixture
+def run_command(monkeypatch):
+    """Run `main` with a command of our own that does what it is given."""
+
+    def run(action):
+        command = Command("act", "act", lambda parser: None, lambda arguments: action())
+        monkeypatch.setattr(entry, "COMMANDS", (command,))
+        return entry.main(["act"])
+
+    return run
+
+
+def raising(error):
+    def action():
+        raise error
+
+    return action
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_the_flags_of_a_command_are_frozen(name):
+    assert sorted(usage_words(name)) == sorted(FLAGS[name])
+
+
+def test_the_commands_are_frozen():
+    assert [command.name for command in entry.COMMANDS] == list(FLAGS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["--help"], ["show", "--help"], ["train", "--help"], ["doctor", "--help"]])
+def test_help_loads_nothing_heavy(arguments):
+    program = f"import sys; from penstock.cli import main; main({arguments}); print(*sys.modules, file=sys.stderr)"
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert not {"torch", "numba", "pydantic", "rich"} & set(done.stderr.split())
+
+
+def test_the_status_of_a_command_is_passed_on(run_command):
+    assert run_command(lambda: 4) == 4
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "printed"),
+    [
+        (ConfigError("is wrong", key="a.b"), 1, "penstock: a.b: is wrong\n"),
+        (PipelineError("rank 1 failed"), 4, "penstock: rank 1 failed\n"),
+        (DeadlineExceeded("waited 2 s"), 5, "penstock: waited 2 s\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_an_error_of_ours_is_one_message_and_a_status(run_command, capsys, error, status, printed):
+    assert run_command(raising(error)) == status
+    assert capsys.readouterr().err == printed
+
+
+def test_an_unexpected_error_keeps_its_traceback(run_command):
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["show"], ["show", "1f1b", "--rank", "4"], ["doctor"]])
+def test_wrong_usage_is_status_2(arguments, capsys):
+    assert entry.main(arguments) == 2
+    assert "usage: penstock" in capsys.readouterr().err
+
+
+def test_help_is_status_0(capsys):
+    assert entry.main(["--help"]) == 0
+    assert "Exit status: 0 fine" in capsys.readouterr().out
+
+
+def test_the_version_is_told(capsys):
+    assert entry.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"penstock {VERSION}\n"
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_is_no_error():
+    program = (
+        "import sys; from penstock.cli import entry, output; from penstock.cli.command import Command\n"
+        "act = lambda arguments: [output.say('line') for _ in range(90_000)] and 0\n"
+        "entry.COMMANDS = (Command('act', '', lambda parser: None, act),)\n"
+        "sys.exit(entry.main(['act']))"
+    )
+
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child.stdout.readline()
+    child.stdout.close()
+    complaint = child.stderr.read()
+    child.stderr.close()
+
+    assert (child.wait(timeout=10), complaint) == (0, b"")

@@ -1,0 +1,74 @@
+"""Which of several failures is told."""
+
+import signal
+
+import torch.distributed as dist
+
+from penstock.cli.failure import RankFailure, first_cause, read_failures, write_failure
+from penstock.errors import ConfigError, PeerLost
+
+
+def failure(rank, *, at_s, message="broke", is_consequence=False):
+    return RankFailure(rank, 4, message, is_consequence, at_s)
+
+
+def test_the_earliest_failure_is_the_cause():
+    cause = first_cause({0: 4, 1: 4}, [failure(0, at_s=2.0), failure(1, at_s=1.0)])
+
+    assert cause.rank == 1
+
+
+def test_a_lost_peer_is_never_the_cause_of_another_failure():
+    cause = first_cause({0: 4, 1: 4}, [failure(0, at_s=1.0, is_consequence=True), failure(1, at_s=2.0)])
+
+    assert cause.rank == 1
+
+
+def test_a_killed_rank_is_the_cause_and_what_another_saw_is_told_with_it():
+    told = [failure(0, at_s=1.0, message="rank 0: peer 1 is gone after 3B2", is_consequence=True)]
+
+    cause = first_cause({0: 4, 1: -signal.SIGKILL}, told)
+
+    assert (cause.rank, cause.status) == (1, 4)
+    assert cause.message.startswith("rank 1 was ended by SIGKILL. Where nobody killed it")
+    assert cause.message.endswith("\nrank 0: peer 1 is gone after 3B2")
+
+
+def test_a_rank_that_was_killed_after_another_passed_its_deadline_is_not_the_cause():
+    told = [failure(0, at_s=1.0, message="rank 1 is the culprit: it is stopped")]
+
+    assert first_cause({0: 5, 1: -signal.SIGKILL}, told) == told[0]
+
+
+def test_a_rank_that_the_launcher_ended_is_not_the_cause():
+    assert first_cause({0: -signal.SIGTERM, 1: 4}, [failure(1, at_s=1.0)]).rank == 1
+    assert first_cause({0: -signal.SIGTERM, 1: 3}, []).message == "rank 1 ended with status 3 and left no message"
+
+
+def test_a_rank_that_somebody_terminated_is_named_where_nothing_else_is_known():
+    assert first_cause({0: -signal.SIGTERM}, []).message == "rank 0 was ended by SIGTERM."
+
+
+def test_a_signal_without_a_name_is_told_by_its_number():
+    assert first_cause({0: -250}, []).message == "rank 0 was ended by signal 250."
+
+
+def test_a_rank_that_was_interrupted_is_no_failure_to_tell():
+    assert first_cause({0: 130, 1: -signal.SIGTERM}, []).status == 130
+
+
+def test_wrong_input_is_shown_without_a_rank_and_others_with_one():
+    assert RankFailure.of(ConfigError("is empty", key="data"), 1, "data: is empty").shown == "data: is empty"
+    assert failure(2, at_s=0.0).shown == "rank 2 failed: broke"
+    assert failure(2, at_s=0.0, message="rank 2, F3: gone").shown == "rank 2, F3: gone"
+
+
+def test_failures_travel_through_the_store():
+    store = dist.HashStore()
+    sent = RankFailure.of(PeerLost("gone"), 2, "gone")
+
+    write_failure(store, sent)
+
+    assert read_failures(store, 4) == [sent]
+    assert sent.is_consequence
+    assert sent.raised_at_s > 0

@@ -1,0 +1,186 @@
+"""The launcher: ranks meet on loopback only, end when told to, and leave nothing behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from penstock.cli import launch
+from penstock.errors import ConfigError, PipelineError
+from tests.cli.processes import LOOPBACK, is_alive, listening_addresses, stop, wait_until, written_pids
+
+STUB_RANK = str(Path(__file__).with_name("stub_rank.py"))
+STUB_LAUNCHER = str(Path(__file__).with_name("stub_launcher.py"))
+
+
+def launch_stub(mode, folder, *, num_ranks=2):
+    return launch.launch_ranks([sys.executable, STUB_RANK, mode, str(folder)], num_ranks=num_ranks)
+
+
+def start_launcher(mode, tmp_path, *, num_ranks=2):
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "ranks").mkdir()
+    return subprocess.Popen(
+        [sys.executable, STUB_LAUNCHER, mode, str(tmp_path / "ranks"), str(num_ranks)],
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_ranks_that_listen_on_loopback_only_and_leaves_nothing(tmp_path):
+    launcher = start_launcher("hang", tmp_path)
+    ranks = written_pids(tmp_path / "ranks", 2)
+    listening = listening_addresses([launcher.pid, *ranks])
+
+    launcher.send_signal(signal.SIGINT)
+    begin_s = time.monotonic()
+    printed, _ = launcher.communicate(timeout=10)
+
+    assert time.monotonic() - begin_s < 3.0
+    assert (launcher.returncode, printed) == (130, "")
+    assert {address for address, _ in listening} == {LOOPBACK}
+    assert not any(is_alive(process) for process in ranks)
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert (tmp_path / "ranks" / "0").read_text().split()[1:] == ["2", "1"], "the ranks met, with one thread each"
+    for _, port in listening:
+        assert socket.socket().connect_ex(("127.0.0.1", port)) != 0
+
+
+@pytest.mark.slow
+def test_ranks_die_with_a_launcher_that_is_killed(tmp_path):
+    launcher = start_launcher("light", tmp_path)
+    ranks = written_pids(tmp_path / "ranks", 2)
+
+    launcher.kill()
+    launcher.wait()
+
+    wait_until(lambda: not any(is_alive(process) for process in ranks), timeout_s=3.0)
+
+
+@pytest.mark.slow
+def test_terminating_the_launcher_ends_a_stopped_rank_too(tmp_path):
+    def stop_one_and_terminate():
+        ranks.extend(written_pids(tmp_path, 2))
+        stop(ranks[1])
+        begun_s.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    ranks, begun_s = [], []
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    threading.Thread(target=stop_one_and_terminate).start()
+
+    with pytest.raises(KeyboardInterrupt):
+        launch_stub("light", tmp_path)
+
+    assert time.monotonic() - begun_s[0] < 3.0
+    assert not any(is_alive(process) for process in ranks)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_does_not_hold_up_the_end_after_another_failed(tmp_path):
+    begin_s = time.monotonic()
+
+    failure = launch_stub("stopped", tmp_path)
+
+    assert time.monotonic() - begin_s < 5.0
+    assert failure.status == 4
+
+
+@pytest.mark.slow
+def test_the_environment_is_as_before_after_a_launch(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    before = dict(os.environ)
+
+    failure = launch_stub("silent", tmp_path)
+
+    assert failure.message == "rank 0 ended with status 3 and left no message"
+    assert dict(os.environ) == before
+
+
+@pytest.mark.slow
+def test_arguments_reach_the_rank_as_they_are(tmp_path):
+    program = f"import sys; open({str(tmp_path / 'seen')!r}, 'w').write(sys.argv[1])"
+
+    assert launch.launch_ranks([sys.executable, "-c", program, "a=$$ ${local_rank} b"], num_ranks=1) is None
+
+    assert (tmp_path / "seen").read_text() == "a=$$ ${local_rank} b"
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_that_join(tmp_path):
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", STUB_RANK, "meet", str(tmp_path)]
+
+    subprocess.run([sys.executable, *command], check=True, timeout=60, capture_output=True)
+
+    assert (tmp_path / "1").read_text().split()[1] == "2"
+
+
+def test_a_taken_port_is_refused_with_a_way_out():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+
+        with pytest.raises(ConfigError, match=rf"--port {port}: cannot listen .* Give another port"):
+            launch.LoopbackRendezvous(port)
+
+
+def test_an_impossible_port_is_refused():
+    with pytest.raises(ConfigError, match="--port 70000"):
+        launch.LoopbackRendezvous(70000)
+
+
+def test_every_attempt_meets_under_a_prefix_of_its_own():
+    prefixes = [launch.attempt_prefix({"TORCHELASTIC_RESTART_COUNT": count}) for count in "01"]
+
+    assert prefixes == ["attempt0", "attempt1"]
+    assert launch.attempt_prefix({}) == "attempt0"
+
+
+def test_a_rank_of_a_later_attempt_meets_under_its_prefix():
+    rendezvous = launch.LoopbackRendezvous()
+    environment = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(rendezvous.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "3",
+    }
+
+    launch.join_ranks(environment, timeout_s=10.0)
+    dist.destroy_process_group()
+
+    keys = rendezvous.store.list_keys()
+    assert keys
+    assert all(key.startswith("attempt3/") for key in keys), keys
+
+
+def test_a_rank_that_meets_nobody_says_whom_it_looked_for():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    environment = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+    with pytest.raises(PipelineError, match=rf"rank 1 of 2 could not meet the others at 127.0.0.1:{port} within 0 s"):
+        launch.join_ranks(environment, timeout_s=0.1)
+
+
+@pytest.mark.parametrize("text", ["", "two", "-1"])
+def test_a_variable_that_is_no_number_is_refused(text):
+    with pytest.raises(ConfigError, match="environment variable WORLD_SIZE"):
+        launch.join_ranks({"RANK": "0", "WORLD_SIZE": text})

@@ -1,0 +1,139 @@
+"""When processes end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from penstock.cli import lifetime
+from tests.cli.processes import wait_until
+
+BLOCKED = """
+import ctypes, sys, threading
+from penstock.cli.lifetime import end_when_told
+end_when_told()
+print('ready', flush=True)
+ctypes.CDLL(None).sem_wait(ctypes.create_string_buffer(64))  # a wait in C that Python's handlers cannot end
+"""
+
+
+def start(program):
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def fork(action):
+    """Run `action` in a copy of this process and return its id; 99 is its status where it returns."""
+    child = os.fork()
+    if child == 0:
+        action()
+        os._exit(99)
+    return child
+
+
+def exit_code(child):
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_rank_that_waits_in_c_code_ends_without_a_trace(number):
+    rank = start(BLOCKED)
+    rank.stdout.readline()
+    begin_s = time.monotonic()
+
+    rank.send_signal(number)
+    printed = rank.communicate(timeout=5)
+
+    assert rank.returncode == -number
+    assert printed == ("", "")
+    assert time.monotonic() - begin_s < lifetime.GRACE_S + 1.0
+
+
+def test_an_interrupt_raises_where_files_are_open():
+    with pytest.raises(KeyboardInterrupt), lifetime.interrupts_handled_by(lifetime.raise_interrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_an_interrupt_leaves_at_once_where_nothing_is_open():
+    def action():
+        with lifetime.interrupts_handled_by(lifetime.leave_at_once):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert exit_code(fork(action)) == 130
+
+
+def test_handlers_are_put_back():
+    before = [signal.getsignal(number) for number in lifetime.INTERRUPTS]
+
+    with lifetime.interrupts_handled_by(lifetime.raise_interrupt):
+        inside = [signal.getsignal(number) for number in lifetime.INTERRUPTS]
+
+    assert inside == [lifetime.raise_interrupt] * 3
+    assert [signal.getsignal(number) for number in lifetime.INTERRUPTS] == before
+
+
+def test_a_hang_up_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with lifetime.interrupts_handled_by(lifetime.raise_interrupt):
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_rank_knows_the_launcher_that_started_it():
+    assert lifetime.launcher_of({"TORCHELASTIC_RUN_ID": lifetime.run_id_of(123)}) == 123
+    assert lifetime.launcher_of({"TORCHELASTIC_RUN_ID": "none"}) is None
+    assert lifetime.launcher_of({"TORCHELASTIC_RUN_ID": "my-7"}) is None
+    assert lifetime.launcher_of({}) is None
+
+
+def test_a_rank_whose_launcher_is_gone_already_ends():
+    assert exit_code(fork(lambda: lifetime.die_with(1))) == 130
+
+
+@pytest.mark.parametrize("bind", [lifetime.die_with, lambda launcher: lifetime.leave_after(launcher, poll_s=0.01)])
+def test_a_rank_ends_with_its_launcher(bind):
+    ends, begin = os.pipe(), os.pipe()
+
+    def launch():
+        launcher = os.getpid()
+
+        def rank():
+            os.close(begin[1])
+            os.close(ends[0])
+            if bind is lifetime.die_with:
+                bind(launcher)
+                os.write(ends[1], b"r")
+                time.sleep(60)
+            os.write(ends[1], b"r")
+            bind(launcher)
+
+        fork(rank)
+        os.read(begin[0], 1)
+
+    launcher = fork(launch)
+    os.close(ends[1])
+    assert os.read(ends[0], 1) == b"r"
+    os.write(begin[1], b"e")
+    assert exit_code(launcher) == 99
+
+    os.set_blocking(ends[0], False)
+    _wait_for_end(ends[0])
+    for descriptor in (ends[0], *begin):
+        os.close(descriptor)
+
+
+def _wait_for_end(descriptor):
+    """Wait until every holder of the pipe's other end is gone."""
+
+    def is_closed():
+        try:
+            return os.read(descriptor, 1) == b""
+        except BlockingIOError:
+            return False
+
+    wait_until(is_closed, timeout_s=3.0)

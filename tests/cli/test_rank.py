@@ -1,0 +1,107 @@
+"""A rank tells its failure once: to its launcher, or on standard error."""
+
+import os
+import sys
+
+import pytest
+
+from penstock.cli.failure import read_failures
+from penstock.cli.launch import LoopbackRendezvous
+from penstock.cli.rank import run_rank
+from penstock.errors import ConfigError, DeadlineExceeded, PeerLost, PipelineError
+from tests.cli.test_launch import launch_stub
+
+
+def run_in_fork(error, environment, tmp_path):
+    """Run a rank whose body raises `error`; return its exit status and what it printed to standard error."""
+
+    def body():
+        raise error
+
+    child = os.fork()
+    if child == 0:
+        sys.stderr = open(tmp_path / "printed", "w")  # noqa: SIM115
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        run_rank(body, environment=environment)
+        os._exit(99)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return status, (tmp_path / "printed").read_text()
+
+
+def launched(rendezvous, rank):
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "TORCHELASTIC_RUN_ID": rendezvous.get_run_id(),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(rendezvous.port),
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (ConfigError("no such file", key="data.files"), 1, "data.files: no such file"),
+        (PipelineError("F2 broke"), 4, "rank 1 failed: F2 broke"),
+        (DeadlineExceeded("rank 1 waited 2 s"), 5, "rank 1 waited 2 s"),
+    ],
+)
+def test_a_launched_rank_tells_its_launcher_and_prints_nothing(tmp_path, error, status, message):
+    rendezvous = LoopbackRendezvous()
+
+    found = run_in_fork(error, launched(rendezvous, 1), tmp_path)
+
+    assert found == (status, "")
+    [failure] = read_failures(rendezvous.store, 2)
+    assert (failure.rank, failure.status, failure.shown) == (1, status, message)
+
+
+def test_an_unexpected_error_is_told_with_its_traceback(tmp_path):
+    rendezvous = LoopbackRendezvous()
+
+    status, printed = run_in_fork(ZeroDivisionError("by nothing"), launched(rendezvous, 0), tmp_path)
+
+    assert (status, printed) == (4, "")
+    [failure] = read_failures(rendezvous.store, 1)
+    assert failure.message.startswith("Traceback")
+    assert failure.message.endswith("ZeroDivisionError: by nothing")
+
+
+def test_a_reader_that_left_is_no_failure(tmp_path):
+    rendezvous = LoopbackRendezvous()
+
+    assert run_in_fork(BrokenPipeError(), launched(rendezvous, 0), tmp_path) == (130, "")
+    assert read_failures(rendezvous.store, 1) == []
+
+
+def test_a_rank_of_torchrun_prints_its_failure(tmp_path):
+    found = run_in_fork(PeerLost("peer 1 is gone"), {"RANK": "3", "LOCAL_RANK": "3"}, tmp_path)
+
+    assert found == (4, "penstock: rank 3 failed: peer 1 is gone\n")
+
+
+@pytest.mark.parametrize(("local_rank", "printed"), [("0", "penstock: is wrong\n"), ("1", "")])
+def test_wrong_input_that_every_rank_meets_is_printed_once(tmp_path, local_rank, printed):
+    found = run_in_fork(ConfigError("is wrong"), {"RANK": local_rank, "LOCAL_RANK": local_rank}, tmp_path)
+
+    assert found == (1, printed)
+
+
+def test_what_two_ranks_of_torchrun_have_to_say_is_printed_once(tmp_path):
+    rendezvous = LoopbackRendezvous()
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+    first = run_in_fork(ConfigError("is wrong"), launched(rendezvous, 1) | torchrun, tmp_path)
+    second = run_in_fork(ConfigError("is wrong"), launched(rendezvous, 0) | torchrun, tmp_path)
+    another = run_in_fork(PeerLost("gone"), launched(rendezvous, 0) | torchrun, tmp_path)
+
+    assert [first, second] == [(1, "penstock: is wrong\n"), (1, "")]
+    assert another == (4, "penstock: rank 0 failed: gone\n")
+
+
+@pytest.mark.slow
+def test_of_two_failed_ranks_the_launch_ends_with_the_cause(tmp_path):
+    failure = launch_stub("lost", tmp_path)
+
+    assert (failure.rank, failure.status) == (1, 4)
+    assert failure.message.endswith("RuntimeError: the cause")

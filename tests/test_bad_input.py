@@ -1,0 +1,292 @@
+"""Whatever a newcomer types wrong, or the machine lacks: one clear message, status 1, no traceback, nothing left."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from penstock.cli import main
+from penstock.errors import PartitionError
+from penstock.train.config import load_config
+from penstock.train.setup import check_plan
+from tests.tiny_run import PENSTOCK, TORCHRUN, files_below, settings, start, start_training, write_tiny_run
+
+SHOW = ["show", "1f1b", "--ranks", "2", "--microbatches", "4"]
+PAGE_BYTES = 4096
+
+WRONG_PLANS = {
+    "an unknown schedule": (["show", "gpip", *SHOW[2:]], r"no schedule 'gpip'; known: .*Did you mean 'gpipe'\?"),
+    "no ranks": (["show", "gpipe", "--ranks", "0", "--microbatches", "4"], "ranks: 0 is below 1; give"),
+    "no microbatches": (["show", "gpipe", "--ranks", "2", "--microbatches", "-1"], "microbatches: -1 is below 1; give"),
+    "no stages": ([*SHOW, "--stages-per-rank", "0"], "stages_per_rank: "),
+    "an unknown option": ([*SHOW, "--option", "warmu=eager"], r"no option 'warmu'; its options: .*'warmup'\?"),
+    "an option's wrong value": ([*SHOW, "--option", "warmup=x"], "warmup: 'x' is not .*choose standard or eager"),
+    "an option without a value": ([*SHOW, "--option", "warmup"], "such as --option warmup=eager"),
+}
+
+SCHEDULES = {
+    "truncated.csv": "0F0,0F1,0B0,0B1\n1F0,1B0,1F\n",
+    "unfinished.csv": "0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n",
+    "wrong.csv": "0B0,0F0\n1F0,1B0\n",
+    "letter.csv": "dear reader,\nthis is a letter\n",
+    "empty.csv": "",
+    "truncated.json": '{"format": "pen',
+    "two.csv": "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n",
+    "other.csv": "0F0,0F1,0F2,0B0,0B1,0B2\n",
+}
+WRONG_FILES = {
+    "missing": (["none.csv"], r"none\.csv: cannot be read \(No such file.*Give the path"),
+    "a folder": (["."], r"\.: cannot be read \(Is a directory\)"),
+    "an action cut off": (["truncated.csv"], r"truncated\.csv:2:\d+: '1F' ends without its microbatch"),
+    "an order cut off": (["unfinished.csv"], "rank 1, position 2: 1F1 has no backward; .*Add 1B1"),
+    "a wrong order": (["wrong.csv"], "rank 0, position 0: 0B0 runs before its forward .*Move 0F0"),
+    "no schedule at all": (["letter.csv"], r"letter\.csv:1:1: 'dear reader' is not an action; expected"),
+    "empty": (["empty.csv"], r"empty\.csv:1:1: the text is empty; expected"),
+    "JSON cut off": (["truncated.json"], r"truncated\.json:1:\d+: "),
+    "no text": (["bytes.csv"], r"bytes\.csv: byte 128 is not UTF-8"),
+    "for other ranks": (["two.csv", "--ranks", "4"], "--ranks: two.csv is for 2 ranks, not 4; pass --ranks 2"),
+    "over the memory limit": (["two.csv", "--memory-limit", "1"], "rank 0, position 1: .*the limit of rank 0 is 1"),
+}
+
+WRONG_SETTINGS = {
+    "an unknown schedule": ("pipeline.schedule=1f1bb", r"pipeline\.schedule: .*'1f1bb'; known: .*Did you mean '1f1b'"),
+    "no ranks": ("pipeline.ranks=0", r"pipeline\.ranks: got 0, expected greater than or equal to 1"),
+    "no microbatches": ("pipeline.microbatches=0", r"pipeline\.microbatches: got 0, expected greater"),
+    "a wrong option": ("pipeline.options={warm=1}", r"pipeline\.options\.warm: 1f1b has no option .*'warmup'"),
+    "an option's value": ('pipeline.options={warmup="x"}', r"pipeline\.options\.warmup: 'x' is not"),
+    "stages per rank": ("pipeline.stages_per_rank=9", r"pipeline\.stages_per_rank: 1f1b takes 1 stage"),
+    "a split of other layers": ("pipeline.split=[9]", r"split \[9\] .* the model has 5; change"),
+    "a split of other stages": ("pipeline.split=[3, 2]", "names 2 stages, but the schedule has 1"),
+    "a schedule for other ranks": ("pipeline.schedule=two.csv", r"pipeline\.schedule: two is for 2 ranks, but 1 run"),
+    "for other microbatches": ("pipeline.schedule=other.csv", r"pipeline\.microbatches: 2, but other is for 3"),
+    "a schedule cut off": ("pipeline.schedule=truncated.csv", r"truncated\.csv:2:\d+: '1F' ends"),
+    "a missing schedule": ("pipeline.schedule=none.csv", r"pipeline\.schedule: cannot read 'none\.csv'.*give the path"),
+    "nothing to learn": ("pipeline.schedule=forward-only", "has no backwards, so nothing would be learned"),
+    "an uneven batch": ("batch.size=3", r"batch\.size: 3 is not a multiple .* use 2 or 4, or set batch\.allow_ragged"),
+    "a batch too small": ("batch.size=1", r"batch\.size: 1 sequences cannot fill pipeline\.microbatches = 2"),
+    "a wrong type": ("pipeline.ranks=two", r"pipeline\.ranks: got 'two', expected a valid integer"),
+    "a list that is none": ("data.files=text.txt", r"data\.files: got 'text\.txt', expected a list"),
+    "not a number": ("optimizer.learning_rate=nan", r"optimizer\.learning_rate: got nan, expected a finite number"),
+    "an unknown key": ("batch.sise=3", r"batch\.sise: unknown key\. Did you mean 'batch\.size'\?"),
+    "an unknown section": ("bach.size=3", r"bach: unknown key\. Did you mean 'batch'\?"),
+    "no value": ("batch.size", r"'batch\.size' is not of the form section\.key=value, as in batch\.size=32"),
+    "a missing text": ('data.files=["none.txt"]', r"data\.files: none\.txt: cannot be read: No such file"),
+    "a device": ('data.files=["/dev/zero"]', r"data\.files: /dev/zero is neither a file nor a folder"),
+    "text in another code": ('data.files=["latin.txt"]', r"latin\.txt: byte 0xe9 at offset 3 is not UTF-8; convert"),
+    "an empty text": ('data.files=["empty.csv"]', r"data\.files: the corpus is empty: .*name files with text"),
+    "a folder without text": ('data.files=["tmp"]', r"data\.files: no file ending in .* lies below tmp; name"),
+    "a missing tokenizer": ("data.tokenizer=none.json", r"data\.tokenizer: none\.json: cannot be read"),
+    "another file as tokenizer": ("data.tokenizer=two.csv", r"data\.tokenizer: two\.csv is not a tokenizers JSON"),
+    "a folder below a file": (
+        "run.folder=text.txt/run",
+        r"text\.txt/run/tokens: .* cannot be created: Not a directory",
+    ),
+    "a file as folder": ("run.folder=text.txt", r"text\.txt/tokens: .* cannot be created: .*Choose a run\.folder"),
+    "no place for folders": ("run.folder=/proc/run", r"/proc/run/tokens: .* cannot be created: No such file"),
+    "a name too long": (f"run.folder={'x' * 300}", "cannot be created: File name too long"),
+    "no name at all": ('run.folder="a\\u0000b"', r"run\.folder: .* holds a null character"),
+}
+
+TOO_SHORT = {
+    "for one window": (
+        "data.files=['two.csv']",
+        r"the corpus has \d+ tokens to train on, but .* needs 201; .*or lower",
+    ),
+    "for evaluation": ("data.held_out_fraction=0.01", r"held-out part has 0 windows .* raise data\.held_out_fraction"),
+}
+
+WRONG_CONFIGS = {
+    "missing": ("none.toml", r"none\.toml: cannot be read: No such file .*Give the path of a TOML file"),
+    "cut off": ("cut.toml", r"cut\.toml:2:10: not TOML"),
+    "in another code": ("latin.toml", r"latin\.toml:2:14: byte 0xe9 is not UTF-8"),
+    "a folder": (".", r"\.: cannot be read: Is a directory"),
+}
+
+
+def table(cases):
+    return pytest.mark.parametrize(("given", "message"), cases.values(), ids=cases.keys())
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a good run, and with all that can be wrong with its files."""
+    write_tiny_run(tmp_path)
+    for name, text in SCHEDULES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "bytes.csv").write_bytes(bytes(range(256)))
+    (tmp_path / "latin.txt").write_bytes("caf\xe9 ".encode("latin-1") * 300)
+    (tmp_path / "latin.toml").write_bytes(b'[run]\nfolder = "caf\xe9"\n')
+    (tmp_path / "cut.toml").write_text("[run]\nfolder = \n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def refusal(here, capsys):
+    """Run a command that must be refused with one message, and return the message."""
+
+    def run(arguments):
+        status = main(arguments)
+
+        said, complained = capsys.readouterr()
+        assert (status, said) == (1, "")
+        assert re.findall("^penstock: ", complained, flags=re.MULTILINE) == ["penstock: "]
+        assert "Traceback" not in complained
+        return complained
+
+    return run
+
+
+@table(WRONG_PLANS)
+def test_a_wrong_plan_is_refused(refusal, given, message):
+    assert re.search(message, refusal(given))
+
+
+@table(WRONG_FILES)
+def test_a_wrong_schedule_file_is_refused_with_the_place(refusal, given, message):
+    assert re.search(message, refusal(["check", *given]))
+
+
+@table(WRONG_SETTINGS)
+def test_a_wrong_setting_is_refused_before_anything_is_written(here, refusal, given, message):
+    before = files_below(here)
+
+    assert re.search(message, refusal(["train", "run.toml", "--set", given]))
+    assert files_below(here) == before
+
+
+def test_more_stages_than_layers_are_refused_before_anything_is_read(here):
+    config = load_config("run.toml", ["pipeline.ranks=6", 'data.files=["none.txt"]'])
+
+    with pytest.raises(PartitionError, match=r"6 stages, but the model has only 5 layers .* use at most 5 stages"):
+        check_plan(config)
+
+
+@table(WRONG_CONFIGS)
+def test_a_run_file_that_cannot_be_read_is_refused_with_the_place(refusal, given, message):
+    assert re.search(message, refusal(["train", given]))
+
+
+@table(TOO_SHORT)
+def test_too_little_text_is_refused_with_the_numbers(here, refusal, given, message):
+    assert re.search(message, refusal(["train", "run.toml", *settings("batch.length=200", given)]))
+    assert os.listdir(here / "run") == ["tokens"]
+
+
+@pytest.mark.slow
+def test_a_refused_run_leaves_the_findings_of_an_earlier_one(here):
+    assert main(["train", "run.toml", *settings("metrics.every=99")]) == 0
+    before = {name: (here / "run" / name).read_bytes() for name in ("config.toml", "schedule.csv", "metrics.jsonl")}
+
+    status = main(["train", "run.toml", *settings('data.files=["none.txt"]')])
+
+    assert status == 1
+    assert {name: (here / "run" / name).read_bytes() for name in before} == before
+
+
+@pytest.mark.slow
+def test_a_taken_port_is_refused(refusal):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+
+        message = refusal(["train", "run.toml", "--port", str(port), *settings("pipeline.ranks=2")])
+
+    assert re.search(rf"--port {port}: cannot listen .*Give another port, or none", message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["config.toml", "schedule.csv", "metrics.jsonl", "weights.safetensors"])
+def test_a_file_that_may_not_be_written_is_named(here, capsys, name):
+    (here / "run" / name / "in the way").mkdir(parents=True)
+
+    status = main(["train", "run.toml"])
+
+    complained = capsys.readouterr().err
+    assert status == 1
+    assert re.fullmatch(r"penstock: [^\n]*\brun[^\n]*: cannot be written: Is a directory\. .*folder\n", complained)
+    assert "Free some space" not in complained
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 512 KiB, and a function that leaves so many bytes of it free."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("disks cannot be mounted here")
+
+    def leave_free(size_bytes):
+        subprocess.run(["rm", "-rf", *disk.iterdir()], check=True)
+        status = os.statvfs(disk)
+        (disk / "filler").write_bytes(b"x" * (status.f_bavail * status.f_bsize - size_bytes))
+
+    leave_free.disk = disk
+    yield leave_free
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_at_any_file_ends_the_run_with_the_name_of_that_file(here, small_disk, capsys):
+    disk, named = small_disk.disk, []
+    run = ["train", "run.toml", *settings("run.folder=disk/run", "metrics.every=99")]
+
+    for num_pages in range(40):
+        small_disk(num_pages * PAGE_BYTES)
+        if main(run) == 0:
+            break
+        complained = capsys.readouterr().err
+        found = re.fullmatch(r"penstock: (?:the weights are not saved: )?disk/run\S*?(\.?[a-z]*): .*\n", complained)
+        assert found, complained
+        assert "cannot be written: No space left on device. Free some space" in complained or "created" in complained
+        assert not [name for name in files_below(disk) if name.endswith(".partial")]
+        named.append(found[1])
+    small_disk((num_pages + 2) * PAGE_BYTES)
+    status = main([*run, "--set", "run.record_step=1"])
+
+    # The system counts the pages of such a disk loosely, so that one file or another may slip through.
+    assert {".tokens", ".safetensors"} < set(named)
+    assert len(set(named)) >= 4
+    assert status == 1
+    assert re.search(r"timeline\.\S+: cannot be written: No space left", capsys.readouterr().err)
+    assert "run/timeline.png" not in files_below(disk)
+
+
+@pytest.mark.slow
+def test_an_output_on_a_full_disk_is_told_without_a_trace():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, *PENSTOCK, *SHOW], stdout=full, stderr=subprocess.PIPE, text=True)
+
+    assert done.returncode == 1
+    assert done.stderr == (
+        "penstock: standard output cannot be written: No space left on device. Free some space where it goes\n"
+    )
+
+
+@pytest.mark.slow
+def test_wrong_input_that_several_ranks_meet_is_told_once(tmp_path):
+    """By the ranks that are started here, and by torchrun's, whatever torchrun itself has to say."""
+    write_tiny_run(tmp_path)
+    train = [*PENSTOCK, "train", "run.toml", *settings("pipeline.ranks=2", 'data.files=["none.txt"]')]
+    run_many = [*TORCHRUN, "2", *train]
+    wrong_number = [*TORCHRUN, "3", *PENSTOCK, "train", "run.toml", *settings("pipeline.ranks=2")]
+    started = [
+        start_training(tmp_path, "pipeline.ranks=2", "pipeline.schedule=gpip"),
+        start(run_many, tmp_path),
+        start(wrong_number, tmp_path),
+    ]
+
+    complaints = [process.communicate(timeout=100)[1] for process in started]
+
+    assert [process.returncode for process in started] == [1, 1, 1]
+    assert complaints[0].startswith("penstock: pipeline.schedule: there is no schedule 'gpip'; known: ")
+    ours = [re.findall("^penstock: .*", complaint, flags=re.MULTILINE) for complaint in complaints]
+    assert [len(messages) for messages in ours] == [1, 1, 1], complaints
+    assert "data.files: none.txt: cannot be read" in ours[1][0]
+    assert "for 2 ranks, but 3 processes were started" in ours[2][0]
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,74 @@
+"""The smallest run worth training, and how tests of the whole command line start it."""
+
+import os
+import subprocess
+import sys
+
+RUN = """
+[run]
+folder = "run"
+steps = 6
+evaluate_batches = 1
+record_step = 0
+
+[pipeline]
+ranks = 1
+microbatches = 2
+
+[model]
+width = 16
+layers = 2
+heads = 2
+key_value_heads = 2
+hidden = 16
+
+[data]
+files = ["text.txt"]
+
+[batch]
+size = 4
+length = 16
+
+[optimizer]
+warmup_steps = 1
+"""
+TEXT = "the quick brown fox jumps over the lazy dog. " * 300
+PENSTOCK = ("-m", "penstock.cli")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+TORCH_CACHE = "torchinductor_"
+"""Torch makes this empty folder in the temporary folder, whatever is trained."""
+
+
+def write_tiny_run(folder):
+    """Write run.toml and its text into a folder; the run belongs into its folder `run`."""
+    (folder / "run.toml").write_text(RUN)
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "tmp").mkdir()
+
+
+def settings(*pairs):
+    """Return the flags that override settings."""
+    return [word for pair in pairs for word in ("--set", pair)]
+
+
+def start(arguments, folder, **environment):
+    """Start Python with `arguments` in a folder, in a process group of its own, its messages on a pipe."""
+    own = {"TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1"}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**inherited, **own, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def start_training(folder, *pairs, **environment):
+    return start([*PENSTOCK, "train", "run.toml", *settings(*pairs)], folder, **environment)
+
+
+def files_below(folder):
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.name.startswith(TORCH_CACHE)}
