@@ -582,7 +582,7 @@ def test_variable_shapes_allow_a_stage_to_change_its_shape():
     [
         (PartitionError, "only 5 layers", {"schedule": build("forward-only", ranks=1, microbatches=2, stages=6)}),
         (ConfigError, "is for 3 ranks, but 1 run", {"schedule": build("gpipe", ranks=3, microbatches=2)}),
-        (ConfigError, "no option 'warmpu'", {"warmpu": "eager"}),
+        (ConfigError, "has the option 'warmpu'. Did you mean 'warmup'", {"warmpu": "eager"}),
         (ConfigError, "Did you mean '1f1b'", {"schedule": "1f1"}),
         (ConfigError, "reduction", {"reduction": "avg"}),
         (ConfigError, "below 1", {"microbatches": 0}),

@@ -4,13 +4,12 @@ What runs is planned once: the schedule is built (or read), proved, lowered and 
 step is then one agreement between the ranks, one run of this rank's instructions, and one exchange of losses.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -21,9 +20,10 @@ from penstock.execute.assemble import Assembly, Layer, assemble, layer_names, sp
 from penstock.execute.failure import FailureDesk
 from penstock.execute.gate import Gate
 from penstock.execute.interpreter import Hooks, Interpreter
-from penstock.execute.loss import Count, Loss, LossWeights
+from penstock.execute.loss import Loss, LossWeights
 from penstock.execute.messages import Messenger
-from penstock.execute.microbatch import BatchSpec, merge_outputs
+from penstock.execute.microbatch import merge_outputs
+from penstock.execute.options import refuse_unknown, split_options
 from penstock.execute.record import Recorder, gather_timeline
 from penstock.execute.results import StepResult, share_losses
 from penstock.execute.stage import Stage
@@ -36,41 +36,8 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.partition.split import describe_split, split_layers
 from penstock.plan import prove_and_lower, resolve_schedule
+from penstock.schedules import FAMILIES
 from penstock.version import VERSION
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineOptions:
-    """What `Pipeline` takes by keyword beside the options of its schedule."""
-
-    weights: Sequence[float] | None = None
-    """Relative cost per layer, for the split; default: the `weight` of a layer's spec, else 1."""
-    reduction: str = "mean"
-    """What the loss function returns of a microbatch: its mean, or "sum"."""
-    count: Count | None = None
-    """count(target) -> what the mean is taken over, such as tokens; default: rows of the batch."""
-    allow_ragged: bool = False
-    """Whether microbatches may differ in size by one row."""
-    specs: BatchSpec | None = None
-    """How the batch is split; default: every tensor on dim 0."""
-    merge: Any = None
-    """How outputs are merged; default: concatenated on dim 0."""
-    tied: Sequence[tuple[str, str]] = ()
-    """Pairs of parameter names that mean one parameter."""
-    variable_shapes: bool = False
-    """Whether a stage's output may change shape between batches of one layout; costs a header per message."""
-    deadline_s: float = 60.0
-    """How long any wait for another rank may last."""
-    memory_limit: int | Sequence[int] | None = None
-    """The most activations alive per rank that the schedule may need."""
-    device: torch.device | None = None
-    """Where this rank's stages live; default: the CPU, or the current CUDA device under NCCL."""
-    transport: Transport | None = None
-    """The wires; default: torch.distributed where it is initialised, else this process alone."""
-    reduce_stage: Callable[[int], None] | None = None
-    """Called with a stage's index when its gradients are whole: where data parallelism reduces."""
-    optimizer_step: Callable[[], None] | None = None
-    """Called at the end of each training step's program."""
 
 
 class Pipeline:
@@ -100,14 +67,14 @@ class Pipeline:
         group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        known = {option.name for option in fields(PipelineOptions)}
-        self.options = PipelineOptions(**{name: value for name, value in options.items() if name in known})
-        family_options = {name: value for name, value in options.items() if name not in known}
+        self.options, family_options = split_options(options)
         self._transport = self.options.transport or default_transport(group, self.options.deadline_s)
         self.rank = self._transport.rank
         self.device = self.options.device or default_device(group)
         self._loss = loss
         self._loss_weights = LossWeights(self.options.reduction, self.options.count)
+        if isinstance(schedule, str) and schedule in FAMILIES:
+            refuse_unknown(family_options, schedule, FAMILIES[schedule].options)
         self.schedule = resolve_schedule(
             schedule,
             ranks=self._transport.num_ranks,

@@ -1,0 +1,69 @@
+"""What `Pipeline` takes by keyword, told apart from the options of its schedule's family."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from penstock.errors import ConfigError, nearest
+from penstock.execute.loss import Count
+from penstock.execute.microbatch import BatchSpec
+from penstock.execute.transport.protocol import Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """What `Pipeline` takes by keyword beside the options of its schedule."""
+
+    weights: Sequence[float] | None = None
+    """Relative cost per layer, for the split; default: the `weight` of a layer's spec, else 1."""
+    reduction: str = "mean"
+    """What the loss function returns of a microbatch: its mean, or "sum"."""
+    count: Count | None = None
+    """count(target) -> what the mean is taken over, such as tokens; default: rows of the batch."""
+    allow_ragged: bool = False
+    """Whether microbatches may differ in size by one row."""
+    specs: BatchSpec | None = None
+    """How the batch is split; default: every tensor on dim 0."""
+    merge: Any = None
+    """How outputs are merged; default: concatenated on dim 0."""
+    tied: Sequence[tuple[str, str]] = ()
+    """Pairs of parameter names that mean one parameter."""
+    variable_shapes: bool = False
+    """Whether a stage's output may change shape between batches of one layout; costs a header per message."""
+    deadline_s: float = 60.0
+    """How long any wait for another rank may last."""
+    memory_limit: int | Sequence[int] | None = None
+    """The most activations alive per rank that the schedule may need."""
+    device: torch.device | None = None
+    """Where this rank's stages live; default: the CPU, or the current CUDA device under NCCL."""
+    transport: Transport | None = None
+    """The wires; default: torch.distributed where it is initialised, else this process alone."""
+    reduce_stage: Callable[[int], None] | None = None
+    """Called with a stage's index when its gradients are whole: where data parallelism reduces."""
+    optimizer_step: Callable[[], None] | None = None
+    """Called at the end of each training step's program."""
+
+
+def split_options(given: Mapping[str, Any]) -> tuple[PipelineOptions, dict[str, Any]]:
+    """Return the pipeline's own options, and the rest, which is for the schedule's family."""
+    known = {option.name for option in fields(PipelineOptions)}
+    own = {name: value for name, value in given.items() if name in known}
+    return PipelineOptions(**own), {name: value for name, value in given.items() if name not in known}
+
+
+def refuse_unknown(given: Mapping[str, Any], family: str, family_options: Collection[str]) -> None:
+    """Refuse what is neither an option of a pipeline nor of the schedule's family.
+
+    Raises:
+        ConfigError: naming the nearest that exists.
+    """
+    known = [option.name for option in fields(PipelineOptions)]
+    for name in given:
+        if name not in family_options:
+            raise ConfigError(
+                f"neither Pipeline nor {family} has the option {name!r}.{nearest(name, [*known, *family_options])} "
+                f"{family} takes: {', '.join(family_options) or 'none'}",
+                key=name,
+            )

@@ -1,0 +1,24 @@
+"""Options of a pipeline and options of its schedule."""
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.execute.options import refuse_unknown, split_options
+
+
+def test_options_are_told_apart_by_name():
+    own, rest = split_options({"deadline_s": 2.0, "warmup": "eager"})
+
+    assert own.deadline_s == 2.0
+    assert own.reduction == "mean"
+    assert rest == {"warmup": "eager"}
+
+
+@pytest.mark.parametrize(("given", "meant"), [("deadlin_s", "deadline_s"), ("warmupp", "warmup")])
+def test_a_misspelt_option_names_the_nearest_of_either(given, meant):
+    with pytest.raises(ConfigError, match=f"has the option '{given}'. Did you mean '{meant}'"):
+        refuse_unknown({given: 1}, "1f1b", ["warmup"])
+
+
+def test_known_options_pass():
+    refuse_unknown({"warmup": "eager"}, "1f1b", ["warmup"])
