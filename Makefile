@@ -5,7 +5,6 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 
 BIN := .venv/bin
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: demo test test-full check bench clean
 
@@ -13,11 +12,11 @@ demo: .venv/.stamp
 	$(BIN)/penstock train examples/demo.toml
 
 test: .venv/.stamp
-	$(PYTEST) -q $(PYTEST_ARGS)
+	scripts/test $(PYTEST_ARGS)
 
 # The same tests with many more generated examples per property.
 test-full: .venv/.stamp
-	$(PYTEST) --hypothesis-profile=full $(PYTEST_ARGS)
+	scripts/test --hypothesis-profile=full $(PYTEST_ARGS)
 
 check: .venv/.stamp
 	scripts/check

@@ -18,6 +18,8 @@ from penstock.execute.transport import TorchTransport
 from tests.faults import DEADLINE_S, NUM_MICROBATCHES, NUM_RANKS, Fault, FaultyRank, is_right
 from tests.ranks import RankPool, run_ranks
 
+pytestmark = pytest.mark.alone
+
 ALLOWED_S = DEADLINE_S + 2
 LONGEST_S = 60
 

@@ -14,6 +14,8 @@ import pytest
 from tests.cli.processes import LOOPBACK, is_alive, listening_addresses, wait_until
 from tests.tiny_run import PENSTOCK, TORCHRUN, files_below, settings, start, start_training, write_tiny_run
 
+pytestmark = pytest.mark.alone
+
 ENDLESS = ("run.steps=100000", "optimizer.warmup_steps=1", "run.evaluate_every=50")
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 TIMEOUT_S = 100

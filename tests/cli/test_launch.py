@@ -16,6 +16,8 @@ from penstock.cli import launch
 from penstock.errors import ConfigError, PipelineError
 from tests.cli.processes import LOOPBACK, is_alive, listening_addresses, stop, wait_until, written_pids
 
+pytestmark = pytest.mark.alone
+
 STUB_RANK = str(Path(__file__).with_name("stub_rank.py"))
 STUB_LAUNCHER = str(Path(__file__).with_name("stub_launcher.py"))
 

@@ -11,6 +11,8 @@ import pytest
 from penstock.cli import lifetime
 from tests.cli.processes import wait_until
 
+pytestmark = pytest.mark.alone
+
 BLOCKED = """
 import ctypes, sys, threading
 from penstock.cli.lifetime import end_when_told

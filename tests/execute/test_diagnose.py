@@ -19,6 +19,8 @@ from penstock.execute.transport import TorchTransport
 from penstock.execute.watchdog import Watchdog
 from tests.ranks import run_ranks_with_deaths
 
+pytestmark = pytest.mark.alone
+
 DEADLINE_S = 0.6
 
 

@@ -11,6 +11,8 @@ from penstock.execute.stage import SavedForward
 from penstock.execute.transport import LocalTransport
 from tests.faults import DEADLINE_S, NUM_RANKS, Fault, FaultyRank, FaultyThreads, PlantedError, batch, is_right
 
+pytestmark = pytest.mark.alone
+
 ALLOWED_S = DEADLINE_S + 2
 RAISES = [
     Fault("raise", rank, place, 0 if place == "optimizer" else 1)

@@ -17,6 +17,8 @@ from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
 from penstock.execute.transport import LocalTransport, TorchTransport
 from tests.ranks import RankPool, run_ranks, run_ranks_with_deaths
 
+pytestmark = pytest.mark.alone
+
 PATIENCE_S = 20.0
 SOON_S = 5.0
 """What `at once` means on a busy machine; without the feature it would be PATIENCE_S."""
