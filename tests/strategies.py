@@ -1,17 +1,19 @@
 """The hypothesis vocabulary: shapes and schedules of the registry, placements, and random orders that can run."""
 
 import numpy as np
+from hypothesis import reject
 from hypothesis import strategies as st
 
+from penstock.errors import ConfigError
 from penstock.ir.action import Action, Kind, OverlappedPair
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
-from penstock.schedules import FAMILIES, build
+from penstock.schedules import FAMILIES, Choice, build
 
 
 @st.composite
 def shapes(draw, max_ranks=4, max_microbatches=8):
-    """Keyword arguments of `build` that some family accepts."""
+    """Arguments of `build` for some family, which may refuse them."""
     family = draw(st.sampled_from(list(FAMILIES.values())))
     per_rank = draw(st.sampled_from([count or 3 for count in family.stages_per_rank]))
     return {
@@ -21,13 +23,26 @@ def shapes(draw, max_ranks=4, max_microbatches=8):
         "stages_per_rank": per_rank,
         "slices": draw(st.integers(1, 3)) if family.takes_slices else 1,
         "forward_only": draw(st.booleans()),
-        **{name: draw(st.sampled_from(option.choices)) for name, option in family.options.items()},
+        **draw(options_of(family)),
     }
 
 
-def schedules(**limits):
-    """Schedules of the registry."""
-    return shapes(**limits).map(lambda shape: build(shape.pop("name"), **shape))
+def options_of(family):
+    """Values for some of a family's options."""
+    values = {
+        name: st.sampled_from(option.choices) if isinstance(option, Choice) else st.integers(1, 6)
+        for name, option in family.options.items()
+    }
+    return st.fixed_dictionaries({}, optional=values)
+
+
+@st.composite
+def schedules(draw, **limits):
+    """Schedules of the registry, of shapes that their families do not refuse."""
+    try:
+        return build(**draw(shapes(**limits)))
+    except ConfigError:
+        reject()
 
 
 @st.composite
@@ -42,8 +57,7 @@ def placements(draw):
     if style == "v":
         return Placement.vee(num_ranks)
     if style == "bidirectional" and num_ranks > 1:
-        up, down = range(num_ranks), range(num_ranks, 2 * num_ranks)
-        return Placement("bidirectional", (*up, *reversed(up)), (tuple(up), tuple(down)))
+        return Placement.bidirectional(num_ranks)
     more = draw(st.lists(st.integers(0, num_ranks - 1), max_size=3))
     return Placement.explicit(draw(st.permutations([*range(num_ranks), *more])))
 

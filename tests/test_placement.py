@@ -15,6 +15,8 @@ from tests.strategies import placements
         (Placement.loop(4, 8), "loop", ((0, 4), (1, 5), (2, 6), (3, 7))),
         (Placement.loop(4, 6), "loop", ((0, 4), (1, 5), (2,), (3,))),
         (Placement.vee(4), "v", ((0, 7), (1, 6), (2, 5), (3, 4))),
+        (Placement.wave(4, 16), "wave", ((0, 7, 8, 15), (1, 6, 9, 14), (2, 5, 10, 13), (3, 4, 11, 12))),
+        (Placement.bidirectional(4), "bidirectional", ((0, 7), (1, 6), (2, 5), (3, 4))),
         (Placement.explicit([1, 0, 1]), "explicit", ((1,), (0, 2))),
     ],
 )
@@ -29,6 +31,13 @@ def test_the_neighbours_of_a_stage_are_those_on_its_route():
     assert placement.previous_stage == (-1, 0, -1, 2)
     assert placement.next_stage == (1, -1, 3, -1)
     assert placement.route_of_stage == (0, 0, 1, 1)
+
+
+def test_two_copies_of_a_model_are_two_routes():
+    placement = Placement.bidirectional(3)
+
+    assert placement.routes == ((0, 1, 2), (3, 4, 5))
+    assert placement.rank_of_stage == (0, 1, 2, 2, 1, 0)
 
 
 def test_a_route_may_visit_stages_in_any_order():

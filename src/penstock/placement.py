@@ -94,13 +94,33 @@ class Placement:
         return cls(style, tuple(stage % num_ranks for stage in range(num_stages)), (tuple(range(num_stages)),))
 
     @classmethod
+    def wave(cls, num_ranks: int, num_stages: int, *, style: str = "wave") -> "Placement":
+        """Stages down the ranks and up again, so that neighbours meet at each turn (Hanayo, arXiv 2308.15762).
+
+        For 4 ranks and 16 stages: 0 7 8 15 | 1 6 9 14 | 2 5 10 13 | 3 4 11 12
+        """
+        last = 2 * num_ranks - 1
+        there_and_back = [min(step, last - step) for step in range(2 * num_ranks)]
+        ranks = tuple(there_and_back[stage % (2 * num_ranks)] for stage in range(num_stages))
+        return cls(style, ranks, (tuple(range(num_stages)),))
+
+    @classmethod
     def vee(cls, num_ranks: int) -> "Placement":
         """Stages r and 2p-1-r on rank r, so that first and last stage meet (ZB-V, arXiv 2401.10241, section 6).
 
         For 4 ranks: 0 7 | 1 6 | 2 5 | 3 4
         """
-        last = 2 * num_ranks - 1
-        return cls("v", tuple(min(stage, last - stage) for stage in range(last + 1)), (tuple(range(last + 1)),))
+        return cls.wave(num_ranks, 2 * num_ranks, style="v")
+
+    @classmethod
+    def bidirectional(cls, num_ranks: int) -> "Placement":
+        """Two copies of a model of p stages, the second from the last rank to the first (Chimera, arXiv 2107.06925).
+
+        For 4 ranks: 0 7 | 1 6 | 2 5 | 3 4, with the routes 0 1 2 3 and 4 5 6 7
+        """
+        there = tuple(range(num_ranks))
+        back = tuple(range(num_ranks, 2 * num_ranks))
+        return cls("bidirectional", there + there[::-1], (there, back))
 
     @classmethod
     def explicit(cls, rank_of_stage: Sequence[int], routes: Sequence[Sequence[int]] | None = None) -> "Placement":

@@ -1,10 +1,13 @@
 """The registry: every family by name, its shapes, and what holds for all of their schedules."""
 
+from collections import Counter
+from itertools import product
+
 import pytest
 from hypothesis import given
 
 from penstock.errors import ConfigError
-from penstock.ir.action import Kind
+from penstock.ir.action import Action, Kind
 from penstock.ir.deps import predecessors
 from penstock.ir.walk import walk
 from penstock.schedules import FAMILIES, build
@@ -13,11 +16,19 @@ from tests.strategies import schedules
 
 @given(schedules())
 def test_every_stage_and_microbatch_has_its_actions_once_on_its_rank(schedule):
-    kinds = [Kind.FORWARD] if schedule.is_forward_only else [Kind.FORWARD, Kind.BACKWARD]
-    for rank, order in enumerate(schedule):
-        stages = schedule.placement.stages_of_rank[rank]
-        expected = [(k, s, m) for k in kinds for s in stages for m in range(schedule.num_microbatches)]
-        assert sorted((action.kind, action.stage, action.microbatch) for action in order) == sorted(expected)
+    placement = schedule.placement
+    for rank in range(schedule.num_ranks):
+        rows = range(schedule.offsets[rank], schedule.offsets[rank + 1])
+        actions = Counter(schedule.action(row) for row in rows)
+        for stage, microbatch, part in product(
+            placement.stages_of_rank[rank], range(schedule.num_microbatches), range(schedule.num_slices)
+        ):
+            if placement.route_of_stage[stage] != schedule.route_of_microbatch[microbatch]:
+                continue
+            counts = [actions.pop(Action(kind, stage, microbatch, part), 0) for kind in Kind]
+            forward_alone, whole, split = [1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 1]
+            assert counts in ([forward_alone] if schedule.is_forward_only else [whole, split])
+        assert not actions
 
 
 @given(schedules())
@@ -29,15 +40,18 @@ def test_every_schedule_can_run_to_its_end(schedule):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_builds_under_its_own_name(name):
-    schedule = build(name, ranks=2, microbatches=3)
+    ranks, microbatches = FAMILIES[name].example
+    schedule = build(name, ranks=ranks, microbatches=microbatches)
 
     assert schedule.name == name == FAMILIES[name].name
-    assert (schedule.num_ranks, schedule.num_microbatches, schedule.num_slices) == (2, 3, 1)
+    assert (schedule.num_ranks, schedule.num_microbatches, schedule.num_slices) == (ranks, microbatches, 1)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_forward_only_builds_no_backward(name):
-    assert build(name, ranks=2, microbatches=3, forward_only=True).is_forward_only
+    ranks, microbatches = FAMILIES[name].example
+
+    assert build(name, ranks=ranks, microbatches=microbatches, forward_only=True).is_forward_only
 
 
 def test_stages_can_be_given_in_total_or_per_rank():

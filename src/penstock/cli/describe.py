@@ -3,7 +3,7 @@
 from penstock.check import Facts
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
-from penstock.schedules import Family, Option
+from penstock.schedules import Choice, Family, Option
 
 
 def describe_family(family: Family) -> str:
@@ -23,7 +23,8 @@ def describe_family(family: Family) -> str:
 
 
 def _describe_option(name: str, option: Option) -> str:
-    return f"{name}={'|'.join(option.choices)} (default {option.default}): {option.help}"
+    values = "|".join(option.choices) if isinstance(option, Choice) else "N"
+    return f"{name}={values} (default {option.default}): {option.help}"
 
 
 def describe_plan(plan: Schedule | Program, facts: Facts) -> str:

@@ -6,7 +6,8 @@ A new family is one file here with a `FAMILY`, named in the tuple below, and its
 from penstock.errors import ConfigError, nearest
 from penstock.ir.schedule import Schedule
 from penstock.schedules import forward_only, gpipe, one_f_one_b, sequential
-from penstock.schedules.family import Family, Option, Shape
+from penstock.schedules.family import Family, Shape
+from penstock.schedules.options import Choice, Number, Option, Options
 
 MAX_FORWARDS = 50_000_000
 """A table of this many forwards, with backwards and messages, takes some 10 GB."""
@@ -57,7 +58,7 @@ def build(
             f"at most {MAX_FORWARDS:,} fit in memory, use fewer"
         )
     shape = Shape(ranks, num_stages, microbatches, slices, forward_only)
-    return family.generate(shape, family.resolve_options(options))
+    return family.generate(shape, family.read_options(options))
 
 
 def _resolve_stages(family: Family, ranks: int, stages_per_rank: int | None, stages: int | None) -> int:
@@ -86,4 +87,4 @@ def _allowed(family: Family) -> str:
     return f"{counts} stage{'' if counts == '1' else 's'}"
 
 
-__all__ = ["FAMILIES", "Family", "Option", "Shape", "build"]
+__all__ = ["FAMILIES", "Choice", "Family", "Number", "Option", "Options", "Shape", "build"]

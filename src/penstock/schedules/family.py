@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from penstock.errors import ConfigError, nearest
 from penstock.ir.schedule import Schedule
+from penstock.schedules.options import Option, Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +18,8 @@ class Shape:
     is_forward_only: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One knob of a family; `choices` lists what it may be, the default among them."""
-
-    default: str
-    choices: tuple[str, ...]
-    help: str
-
-
-Generate = Callable[[Shape, Mapping[str, str]], Schedule]
+Generate = Callable[[Shape, Options], Schedule]
+"""It refuses a shape or an option that the family cannot do with a `ConfigError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +43,13 @@ class Family:
     """The numbers of stages per rank that it takes; the first is the default."""
     takes_slices: bool = False
     options: Mapping[str, Option] = field(default_factory=dict)
+    example: tuple[int, int] = (4, 6)
+    """Numbers of ranks and microbatches with which the family is drawn."""
 
-    def resolve_options(self, given: Mapping[str, object]) -> dict[str, str]:
-        """Return every option's value, defaults filled in.
+    def read_options(self, values: Mapping[str, object]) -> Options:
+        """Return the family's options with these values.
 
         Raises:
-            ConfigError: for an unknown option or a value that is not among its choices.
+            ConfigError: for an unknown option, or a value that an option cannot have.
         """
-        values = {name: option.default for name, option in self.options.items()}
-        for name, value in given.items():
-            option = self.options.get(name)
-            if option is None:
-                known = ", ".join(self.options) or "none"
-                raise ConfigError(
-                    f"{self.name} has no option {name!r}; its options: {known}.{nearest(name, self.options)}", key=name
-                )
-            text = str(value)
-            if text not in option.choices:
-                raise ConfigError(f"{text!r} is not a value of it; choose {' or '.join(option.choices)}", key=name)
-            values[name] = text
-        return values
+        return Options.read(self.name, self.options, values)

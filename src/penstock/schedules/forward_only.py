@@ -10,16 +10,15 @@
 With several stages per rank (stage s on rank s mod p) a rank runs all microbatches of a stage before the next stage.
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
 from penstock.schedules.family import Family, Shape
+from penstock.schedules.options import Options
 
 
-def generate(shape: Shape, options: Mapping[str, str]) -> Schedule:
+def generate(shape: Shape, options: Options) -> Schedule:
     """Order the forwards of each stage in microbatch order, stage after stage."""
     loop = Placement.loop(shape.num_ranks, shape.num_stages)
     placement = Placement.line(shape.num_ranks) if shape.num_stages == shape.num_ranks else loop

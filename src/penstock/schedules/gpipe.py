@@ -8,20 +8,19 @@
     3F0 3F1 3F2 3F3 3F4 3F5 3B0 3B1 3B2 3B3 3B4 3B5
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
-from penstock.schedules.family import Family, Option, Shape
+from penstock.schedules.family import Family, Shape
+from penstock.schedules.options import Choice, Options
 
 
-def generate(shape: Shape, options: Mapping[str, str]) -> Schedule:
+def generate(shape: Shape, options: Options) -> Schedule:
     """Order all F, then all B, in the order that `backward_order` names."""
     ascending = np.arange(shape.num_microbatches)
-    backward = ascending if options["backward_order"] == "ascending" else ascending[::-1]
+    backward = ascending if options.word("backward_order") == "ascending" else ascending[::-1]
     if shape.is_forward_only:
         backward = ascending[:0]
     kind = np.repeat([Kind.FORWARD, Kind.BACKWARD], [len(ascending), len(backward)])
@@ -46,7 +45,7 @@ FAMILY = Family(
     advice="few microbatches, or memory to spare; the fewest changes of direction on the wire",
     generate=generate,
     options={
-        "backward_order": Option(
+        "backward_order": Choice(
             "ascending",
             ("ascending", "descending"),
             "order of the microbatches in the backward phase; descending frees the newest activation first",

@@ -11,20 +11,19 @@ Rank s warms up with min(m, p-s-1) forwards; `warmup=eager` with min(m, 2(p-s-1)
 memory (the order of PiPPy's 1F1B).
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
-from penstock.schedules.family import Family, Option, Shape
+from penstock.schedules.family import Family, Shape
+from penstock.schedules.options import Choice, Options
 
 
-def generate(shape: Shape, options: Mapping[str, str]) -> Schedule:
+def generate(shape: Shape, options: Options) -> Schedule:
     """Order warm-up forwards, then F and B in turn, then the backwards that are left."""
-    factor = 2 if options["warmup"] == "eager" else 1
+    factor = 2 if options.word("warmup") == "eager" else 1
     orders = []
     for rank in range(shape.num_ranks):
         num_warmup = min(shape.num_microbatches, factor * (shape.num_ranks - rank - 1))
@@ -67,7 +66,7 @@ FAMILY = Family(
     advice="the safe default: the bubble of gpipe with activations for p instead of m microbatches",
     generate=generate,
     options={
-        "warmup": Option(
+        "warmup": Choice(
             "standard",
             ("standard", "eager"),
             "forwards before the first turn on rank s: standard p-s-1, eager 2(p-s-1), which hides slow transfers",

@@ -8,17 +8,16 @@
     .   .   .   3F0 3B0 =
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
 from penstock.schedules.family import Family, Shape
+from penstock.schedules.options import Options
 
 
-def generate(shape: Shape, options: Mapping[str, str]) -> Schedule:
+def generate(shape: Shape, options: Options) -> Schedule:
     """Order F then B of each microbatch on every rank."""
     num_microbatches = shape.num_microbatches
     kinds = [Kind.FORWARD] if shape.is_forward_only else [Kind.FORWARD, Kind.BACKWARD]

@@ -1,0 +1,80 @@
+"""The knobs of a family: what each may be, and the values that somebody chose."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of a few words."""
+
+    default: str
+    choices: tuple[str, ...]
+    help: str
+
+    def read(self, text: str, key: str) -> str:
+        if text not in self.choices:
+            raise ConfigError(f"{text!r} is not a value of it; choose {' or '.join(self.choices)}", key=key)
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A whole number of 1 or more; `default` says in words what a family takes without one, such as `p`."""
+
+    default: str
+    help: str
+
+    def read(self, text: str, key: str) -> int:
+        if not (text.isascii() and text.isdigit() and 0 < len(text) < 10 and int(text) > 0):
+            raise ConfigError(f"{text!r} is not a value of it; give a whole number of 1 or more", key=key)
+        return int(text)
+
+
+Option = Choice | Number
+
+
+def flag(help: str) -> Choice:
+    """Return an option that is off unless it is switched on."""
+    return Choice("false", ("false", "true"), help)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The values of a family's options: those that were given, and the defaults of the others."""
+
+    known: Mapping[str, Option] = field(default_factory=dict)
+    given: Mapping[str, str | int] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, family: str, known: Mapping[str, Option], values: Mapping[str, object]) -> "Options":
+        """Take values as somebody wrote them: words, numbers, True and False.
+
+        Raises:
+            ConfigError: for an unknown option, or a value that an option cannot have.
+        """
+        given = {}
+        for name, value in values.items():
+            option = known.get(name)
+            if option is None:
+                listed = ", ".join(known) or "none"
+                raise ConfigError(
+                    f"{family} has no option {name!r}; its options: {listed}.{nearest(name, known)}", key=name
+                )
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            given[name] = option.read(text, name)
+        return cls(known, given)
+
+    def word(self, name: str) -> str:
+        """Return the value of a `Choice`."""
+        return str(self.given.get(name, self.known[name].default))
+
+    def is_on(self, name: str) -> bool:
+        """Return whether a `flag` is switched on."""
+        return self.word(name) == "true"
+
+    def number(self, name: str, default: int) -> int:
+        """Return the value of a `Number`, or `default` where none was given."""
+        return int(self.given.get(name, default))
