@@ -8,8 +8,6 @@ import time
 import pytest
 
 from penstock.cli.entry import main
-from penstock.cli.show import parse_options
-from penstock.errors import ConfigError
 from penstock.ir.schedule import Schedule
 from penstock.schedules import build
 
@@ -80,16 +78,6 @@ def test_the_number_of_stages_is_passed_on(capsys):
 def test_wrong_input_is_one_message_and_status_1(capsys, arguments, told):
     assert main(["show", *arguments]) == 1
     assert told in capsys.readouterr().err
-
-
-def test_options_are_read_as_text_with_dashes_as_underscores():
-    assert parse_options(["backward-order = descending", "depth=2"]) == {"backward_order": "descending", "depth": "2"}
-
-
-@pytest.mark.parametrize("texts", [["a=1", "a=2"], ["=1"], ["1a=2"], ["a"]])
-def test_malformed_options_are_refused(texts):
-    with pytest.raises(ConfigError):
-        parse_options(texts)
 
 
 @pytest.mark.slow
