@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -67,23 +68,30 @@ def test_an_interrupt_leaves_at_once_where_nothing_is_open():
     assert exit_code(fork(action)) == 130
 
 
+@contextmanager
+def hang_up_handled_by(handler):
+    """These tests may themselves run under nohup, which ignores SIGHUP."""
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_handlers_are_put_back():
-    before = [signal.getsignal(number) for number in lifetime.INTERRUPTS]
+    with hang_up_handled_by(signal.SIG_DFL):
+        before = [signal.getsignal(number) for number in lifetime.INTERRUPTS]
 
-    with lifetime.interrupts_handled_by(lifetime.raise_interrupt):
-        inside = [signal.getsignal(number) for number in lifetime.INTERRUPTS]
+        with lifetime.interrupts_handled_by(lifetime.raise_interrupt):
+            inside = [signal.getsignal(number) for number in lifetime.INTERRUPTS]
 
-    assert inside == [lifetime.raise_interrupt] * 3
-    assert [signal.getsignal(number) for number in lifetime.INTERRUPTS] == before
+        assert inside == [lifetime.raise_interrupt] * 3
+        assert [signal.getsignal(number) for number in lifetime.INTERRUPTS] == before
 
 
 def test_a_hang_up_that_nohup_ignores_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with lifetime.interrupts_handled_by(lifetime.raise_interrupt):
-            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with hang_up_handled_by(signal.SIG_IGN), lifetime.interrupts_handled_by(lifetime.raise_interrupt):
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def test_a_rank_knows_the_launcher_that_started_it():
