@@ -146,7 +146,11 @@ def test_without_tensorboard_training_goes_on_and_one_line_says_so(tmp_path, tex
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_the_step_and_no_weights(tmp_path, text):
     with pytest.raises(PenstockError, match=r"step [2-6]: .* (nan|inf).*lower optimizer\.learning_rate"):
-        run(tmp_path, text, optimizer={"learning_rate": 1e30, "clip_norm": 0.0, "warmup_steps": 0})
+        run(
+            tmp_path,
+            text,
+            optimizer={"learning_rate": 1000.0, "weight_decay": 1e30, "clip_norm": 0.0, "warmup_steps": 0},
+        )
 
     assert not (tmp_path / "weights.safetensors").exists()
 

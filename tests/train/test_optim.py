@@ -216,6 +216,7 @@ def test_steps_are_counted_from_1():
     ("change", "message"),
     [
         ({"learning_rate": 0.0}, "learning_rate: 0.0 is out of range; expected a finite number, larger than 0"),
+        ({"learning_rate": 1e39}, r"learning_rate: 1e\+39 .* at most 1000"),
         ({"learning_rate": math.nan}, "learning_rate: nan"),
         ({"total_steps": 0}, "total_steps: 0"),
         ({"warmup_steps": 11}, "warmup_steps: 11 is out of range; .* from 0 to total_steps = 10"),

@@ -37,7 +37,8 @@ class OptimizerOptions:
     """Largest gradient norm over all ranks; 0: no clipping."""
 
     def __post_init__(self) -> None:
-        _check("learning_rate", self.learning_rate, self.learning_rate > 0, "larger than 0")
+        # Weights are float32: a larger rate is a slip, and far larger ones overflow inside the optimizer.
+        _check("learning_rate", self.learning_rate, 0 < self.learning_rate <= 1000, "larger than 0 and at most 1000")
         _check("total_steps", self.total_steps, self.total_steps >= 1, "1 or larger")
         is_inside = 0 <= self.warmup_steps <= self.total_steps
         _check("warmup_steps", self.warmup_steps, is_inside, f"from 0 to total_steps = {self.total_steps}")

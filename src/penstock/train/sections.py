@@ -94,7 +94,7 @@ class BatchSection(Section):
 class OptimizerSection(Section):
     """AdamW, with a linear warm-up and a cosine decay over run.steps."""
 
-    learning_rate: float = Field(default=1e-3, gt=0, description="largest learning rate")
+    learning_rate: float = Field(default=1e-3, gt=0, le=1000, description="largest learning rate")
     warmup_steps: NotNegative = Field(default=20, description="optimizer steps until the largest learning rate")
     minimum_fraction: float = Field(
         default=0.1, ge=0, le=1, description="last learning rate, as a share of the largest"
