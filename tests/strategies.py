@@ -15,7 +15,7 @@ from penstock.schedules import FAMILIES, Choice, build
 def shapes(draw, max_ranks=4, max_microbatches=8):
     """Arguments of `build` for some family, which may refuse them."""
     family = draw(st.sampled_from(list(FAMILIES.values())))
-    per_rank = draw(st.sampled_from([count or 3 for count in family.stages_per_rank]))
+    per_rank = draw(st.sampled_from([None, *(count or 3 for count in family.stages_per_rank)]))
     return {
         "name": family.name,
         "ranks": draw(st.integers(1, max_ranks)),

@@ -12,6 +12,8 @@ from penstock.errors import (
     PipelineError,
     ScheduleError,
     Violation,
+    count_of,
+    described,
     nearest,
 )
 
@@ -22,6 +24,7 @@ def violation(position):
 
 def test_catching_the_base_catches_every_error():
     own = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    own = [kind for kind in own if not issubclass(kind, Warning)]
 
     assert ScheduleError in own
     assert all(issubclass(kind, PenstockError) for kind in own)
@@ -83,3 +86,23 @@ def test_the_nearest_name_is_offered():
 
 def test_nothing_is_offered_where_nothing_is_near():
     assert nearest("zzz", ["warmup"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "None"),
+        (True, "True of type bool"),
+        (4.0, "4.0 of type float"),
+        ("x" * 60, "'" + "x" * 36 + "... of type str"),
+    ],
+)
+def test_a_wrong_value_is_shown_short_and_with_its_type(value, text):
+    assert described(value) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "text"), [(1, "rank", "1 rank"), (0, "stage", "0 stages"), (2, "microbatch", "2 microbatches")]
+)
+def test_a_number_stands_with_its_noun(number, noun, text):
+    assert count_of(number, noun) == text

@@ -1,15 +1,23 @@
 """Planning: what is wrong is said before anything runs, and a plan is proved."""
 
-import pytest
+import importlib
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.check import check
 from penstock.errors import ConfigError, ScheduleError
 from penstock.ir.action import parse_action
 from penstock.ir.instruction import Op
 from penstock.ir.schedule import Schedule
+from penstock.lower import lower
 from penstock.placement import Placement
-from penstock.plan import plan, prove_and_lower, resolve_schedule
+from penstock.plan import few_microbatches, plan, prove_and_lower, resolve_schedule
 from penstock.schedules import build
 from penstock.simulate import Costs
+from tests.check.tables import without
+from tests.strategies import feasible_schedules
 
 COSTS = Costs.uniform(forward=1, backward_input=1, backward_weight=1)
 BACKWARD_FIRST = Schedule.from_actions(
@@ -53,6 +61,23 @@ def test_tied_groups_and_the_optimizer_step_are_part_of_the_program():
     for rank in range(2):
         assert [instruction.op for instruction in program[rank]][-2:] == [Op.REDUCE_TIED, Op.OPTIMIZER_STEP]
         assert not {Op.REDUCE_TIED, Op.OPTIMIZER_STEP} & {instruction.op for instruction in plain[rank]}
+
+
+@pytest.mark.slow
+@given(schedule=feasible_schedules(), optimizer_step=st.booleans())
+def test_one_plan_is_the_proofs_and_the_lowering_on_their_own(schedule, optimizer_step):
+    program = prove_and_lower(schedule, optimizer_step=optimizer_step)
+
+    assert program == lower(schedule, optimizer_step=optimizer_step)
+    assert check(program).num_messages == check(schedule).num_messages
+
+
+def test_a_lowering_that_goes_wrong_is_refused(monkeypatch):
+    planning = importlib.import_module("penstock.plan")  # the package's `plan` is the function
+    monkeypatch.setattr(planning, "lower", lambda *given, **named: without(lower(*given, **named), "0SEND_F0"))
+
+    with pytest.raises(ScheduleError, match="1RECV_F0 has no send"):
+        prove_and_lower(build("gpipe", ranks=2, microbatches=2))
 
 
 def test_a_name_is_built_for_the_ranks_that_run():
@@ -106,3 +131,23 @@ def test_a_wrong_schedule_is_one_clear_error(schedule, options, text):
 def test_a_missing_file_is_one_clear_error(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.csv"):
         resolve_schedule(str(tmp_path / "nowhere.csv"), ranks=2, microbatches=2, options={})
+
+
+def test_fewer_microbatches_than_stages_are_told_with_the_bubble_that_they_cost():
+    advice = few_microbatches(prove_and_lower(build("1f1b", ranks=4, microbatches=2)))
+
+    assert advice.startswith("2 microbatches for 4 stages leave ranks idle for 60% of a step")
+    assert advice.endswith("use 4 or more")
+
+
+@pytest.mark.parametrize("shape", [{"ranks": 4, "microbatches": 4}, {"ranks": 1, "microbatches": 1}])
+def test_enough_microbatches_are_nothing_to_tell(shape):
+    assert few_microbatches(prove_and_lower(build("1f1b", **shape))) is None
+
+
+def test_slices_count_as_microbatches():
+    assert few_microbatches(prove_and_lower(build("seq1f1b", ranks=4, microbatches=2, slices=2))) is None
+
+
+def test_each_of_two_routes_has_its_own_stages():
+    assert few_microbatches(prove_and_lower(build("chimera", ranks=4, microbatches=4))) is None

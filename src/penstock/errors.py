@@ -124,6 +124,23 @@ class DeadlineExceeded(PipelineError):
     """A wait took longer than its deadline."""
 
 
+class PenstockWarning(UserWarning):
+    """Something runs, but not as its user would want it to."""
+
+
+def described(value: object) -> str:
+    """Return a value as a message about a wrong one names it: shortened, and with its type."""
+    shown = repr(value)
+    shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
+    return "None" if value is None else f"{shown} of type {type(value).__name__}"
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 rank`, `4 ranks`, `2 microbatches`."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the closest known names, or an empty string."""
     close = get_close_matches(name, list(known), n=3, cutoff=0.5)

@@ -1,7 +1,7 @@
 """Which rank holds which stage, and the routes of stages that microbatches travel."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
@@ -17,7 +17,8 @@ class Placement:
     ordinary case; bidirectional schedules have two, over two copies of the model.
     """
 
-    style: str
+    style: str = field(compare=False)
+    """What it is called; on one rank, or where a wave has one turn, several names fit."""
     rank_of_stage: tuple[int, ...]
     routes: tuple[tuple[int, ...], ...]
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.check import check
+from penstock.check import Limits, prove
 from penstock.errors import ConfigError
 from penstock.ir.program import Program
 from penstock.ir.reading import read_schedule
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.lower import lower
-from penstock.schedules import FAMILIES, build
+from penstock.schedules import build, is_file_name
 from penstock.simulate import Costs, simulate
 
 DEFAULT_MICROBATCHES = 8
@@ -56,10 +56,24 @@ def prove_and_lower(
     optimizer_step: bool = False,
 ) -> Program:
     """Prove a schedule, lower it, and prove the program: all that must hold before a first step."""
-    check(schedule, memory_limit=memory_limit)
-    program = lower(schedule, tied_groups=tied_groups, optimizer_step=optimizer_step)
-    check(program, memory_limit=memory_limit)
+    limits = Limits(num_activations=memory_limit)
+    known = prove(schedule, limits)
+    program = lower(schedule, tied_groups=tied_groups, optimizer_step=optimizer_step, start=known.start)
+    prove(program, limits, known=known)
     return program
+
+
+def few_microbatches(program: Program) -> str | None:
+    """Return what to tell users of a program with fewer microbatches than stages: its ranks wait for much of a step."""
+    num_stages = max(len(route) for route in program.placement.routes)
+    num_parts = program.num_microbatches * program.num_slices
+    if num_parts >= num_stages or num_stages == 1:
+        return None
+    bubble = simulate(program, Costs.uniform()).bubble_fraction
+    return (
+        f"{program.num_microbatches} microbatches for {num_stages} stages leave ranks idle for {bubble:.0%} of a step "
+        f"(predicted for {program.name}, for stages that take equally long); use {num_stages} or more"
+    )
 
 
 def resolve_schedule(
@@ -78,7 +92,7 @@ def resolve_schedule(
         ConfigError: if there is no such name or file, or the schedule is for other numbers of ranks or microbatches.
         FormatError: if the file cannot be read as a schedule.
     """
-    if isinstance(schedule, str) and (schedule in FAMILIES or not Path(schedule).suffix):
+    if isinstance(schedule, str) and not is_file_name(schedule):
         number = DEFAULT_MICROBATCHES if microbatches is None else microbatches
         return build(schedule, ranks=ranks, microbatches=number, stages_per_rank=stages_per_rank, **options)
     if options:

@@ -158,3 +158,11 @@ def test_messages_of_a_foreign_microbatch_are_refused():
     broken = edited(program, lambda orders: orders[0].append(row))
 
     assert_refused(broken, (0, len(broken[0]) - 1, "0SEND_F7"), "names the foreign microbatch 7")
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [([0, 0], 0), ([0, 1], 2), ([1, 0], 2)])
+def test_results_count_as_messages_where_they_leave_their_rank(ranks, expected):
+    stages = [["0F0", "0B0"], ["1F0", "1B0"]]
+    text = "0F0 1F0 1B0 0B0" if ranks == [0, 0] else "\n".join(" ".join(stages[stage]) for stage in ranks)
+
+    assert check(schedule_of(text, placement=Placement.explicit(ranks))).num_messages == expected

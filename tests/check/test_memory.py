@@ -144,6 +144,16 @@ def test_slots_of_different_pools_and_ranks_may_have_one_number():
     assert facts.num_messages == 6
 
 
+@pytest.mark.parametrize("slot", [2_000_000_000, -1])
+def test_slots_with_odd_numbers_are_proved_like_any_other(slot):
+    odd = with_slot(with_slot(lowered("gpipe"), "1RECV_F0", slot), "1SEND_B0", slot)
+
+    assert check(odd).num_messages == 6
+    assert_refused(
+        with_slot(odd, "1RECV_F1", slot), (1, find(odd, "1RECV_F1")[1], "1RECV_F1"), f"overwrites slot {slot}"
+    )
+
+
 @pytest.mark.parametrize("pair", ["(0F1;0B0)OVERLAP_F_B", "(0B0;0F1)OVERLAP_F_B"])
 def test_a_pair_may_not_hand_a_slot_from_one_member_to_the_other(pair):
     program = lower(schedule_of(f"0F0 {pair} 0B1"))

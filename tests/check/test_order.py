@@ -95,6 +95,65 @@ def test_an_action_that_is_missing_altogether_is_refused_at_the_end_of_its_rank(
     )
 
 
+def test_microbatches_in_a_row_are_missing_in_one_line_per_stage():
+    error = refusal(schedule_of(SMALL, microbatches=5))
+
+    assert [(found.rank, found.problem[:50], found.way_out) for found in error.violations] == [
+        (
+            rank,
+            f"{rank}F2 to {rank}F4 and {rank}B2 to {rank}B4 (or their I and W) are missing"[:50],
+            f"Add {rank}F2 to {rank}F4 and {rank}B2 to {rank}B4 (or their I and W)",
+        )
+        for rank in range(2)
+    ]
+
+
+def test_forwards_are_missing_alone_where_nothing_trains():
+    error = refusal(schedule_of("0F0 0F3\n1F0 1F3", microbatches=5))
+
+    assert [found.problem.partition(";")[0] for found in error.violations if not found.action] == [
+        "0F1 to 0F2 are missing",
+        "0F4 is missing",
+        "1F1 to 1F2 are missing",
+        "1F4 is missing",
+    ]
+
+
+def test_slices_are_missing_each_for_itself():
+    one_rank = Placement.loop(1, 1)
+    error = refusal(schedule_of("0F0.0 0F0.1 0F3.0 0F3.1", placement=one_rank, slices=2))
+
+    assert [found.problem.partition(";")[0] for found in error.violations] == [
+        "0F1 to 0F2 are missing",
+        "0F1.1 to 0F2.1 are missing",
+    ]
+
+
+@pytest.mark.parametrize("typo", ["1F9", "1B3"])
+def test_a_microbatch_that_one_action_names_beyond_a_gap_is_told_first_as_a_likely_typo(typo):
+    orders = SMALL.replace("1F1", typo)
+    error = refusal(schedule_of(orders))
+
+    assert (error.violations[0].rank, error.violations[0].action) == (1, typo)
+    assert error.violations[0].problem == (
+        f"alone names microbatch {typo[2]}, and nothing names microbatch 2; it may be a typo"
+    )
+    assert "typo" not in "".join(found.problem for found in error.violations[1:])
+    assert len(error.violations) <= 6
+
+
+def test_what_one_action_names_below_the_gap_is_no_typo():
+    error = refusal(schedule_of("0F0 0B0 0F1 0F5", placement=Placement.loop(1, 1)))
+
+    assert [found.action for found in error.violations if "typo" in found.problem] == ["0F5"]
+
+
+def test_a_microbatch_that_several_actions_name_is_no_typo():
+    error = refusal(schedule_of("0F0 0F2 0B0 0B2\n1F0 1B0 1F2 1B2"))
+
+    assert not any("typo" in found.problem for found in error.violations)
+
+
 def test_a_missing_forward_of_a_forward_only_schedule_is_refused():
     assert_refused(schedule_of("0F0 0F1\n1F0"), (1, 1, ""), "1F1 is missing", "Add 1F1")
 
@@ -137,6 +196,20 @@ def test_a_stage_on_the_wrong_rank_is_refused():
     broken = edited(schedule_of(SMALL), lambda orders: orders[0].append(orders[1].pop()))
 
     assert_refused(broken, (0, 4, "1B1"), "is on the wrong rank: stage 1 is held by rank 1", "Move it to rank 1")
+
+
+@pytest.mark.parametrize(("text", "place"), [("0F0 0B0\n1F0 1B0 0F1", (1, 2)), ("0F0 0B0\n0F1 1F0 1B0", (1, 0))])
+def test_an_action_on_the_wrong_rank_is_refused_in_its_first_and_last_place(text, place):
+    assert_refused(schedule_of(text), (*place, "0F1"), "is on the wrong rank: stage 0 is held by rank 0")
+
+
+def test_what_is_incomplete_off_its_route_is_told_as_both():
+    placement = Placement.explicit([0, 0], [[0], [1]])
+
+    problems = [violation.problem for violation in refusal(schedule_of("0F0 0B0 1F0", placement=placement)).violations]
+
+    assert any("does not travel the route of stage 1" in problem for problem in problems)
+    assert any("has no backward" in problem for problem in problems)
 
 
 def test_a_microbatch_off_its_route_is_refused():

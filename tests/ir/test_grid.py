@@ -150,6 +150,18 @@ def test_labels_bars_indentation_and_marks_may_be_there_or_not(drawing):
     assert from_grid(drawing) == SCHEDULE
 
 
+@pytest.mark.parametrize("gap", ["\n", "\n\n", "\n\n  \n# the second half\n"])
+def test_a_wrapped_drawing_is_put_together_from_its_blocks(gap):
+    first = "rank 0: 0F0 0F1 .   .   0B0\nrank 1: .   1F0 1B0 =   1F1"
+    second = "rank 0: =   .   0B1 =\nrank 1: 1B1 ="
+
+    assert from_grid(first + gap + second) == SCHEDULE
+
+
+def test_lines_of_comment_are_no_ranks():
+    assert from_grid("# mine, all of it\nrank 0: 0F0 0F1 0B0 0B1\n  # 9F9\nrank 1: 1F0 1B0 1F1 1B1") == SCHEDULE
+
+
 @pytest.mark.parametrize(
     ("drawing", "line", "column", "told"),
     [
@@ -157,6 +169,14 @@ def test_labels_bars_indentation_and_marks_may_be_there_or_not(drawing):
         ("\n  \n", 1, 1, "the drawing is empty"),
         ("0F0\n\n  1F0 1X0", 3, 8, "is not an action"),
         ("rank 0: 0F0\nrank 2: 1F0", 2, 6, "the label says rank 2; expected rank 1"),
+        ("rank 0: 0F0\nrank 0: 1F0", 2, 6, "the label says rank 0; expected rank 1"),
+        ("rank 0: 0F0\nrank 1: 1F0\n\nrank 0: 0B0\nrank 2: 1B0", 5, 6, "the label says rank 2; expected rank 1"),
+        ("rank 0: 0F0\nrank 1: 1F0\n\nrank 0: 0B0", 4, 1, "block 2 ends with rank 0; expected all of the 2 ranks"),
+        ("rank 0: 0F0\nrank 1: 1F0\nrank 0:\nrank 1:\nrank 2: 2F0", 5, 1, "rank 2 is in no block above"),
+        ("rank 0: 0F0 .\nrank 1: 1F0\nrank 0: 0B0 =\nrank 1: . 1X0", 4, 12, "is not an action"),
+        ("rank 0: 0F0 .\nrank 1: 1F0\nrank 0: = 0B0\nrank 1: 1B0", 3, 9, "nothing goes on here"),
+        ("rank 0: 0F0 0B0\nrank 1: 1F0, 1B0", 2, 12, "ends in a comma; expected blanks"),
+        ("0F0 0B0 # done", 1, 9, "is a comment"),
         ("0F0 . = 0B0", 1, 7, "nothing goes on here"),
         ("0F0 ...", 1, 5, "cut off here"),
         ("rank 0: 0F0\nrank 1: . .\nrank 2: 1F0", 2, 1, "rank 1 has no actions"),

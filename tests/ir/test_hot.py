@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from penstock.ir.hot import COMPILE_ABOVE_ROWS, Hot
+from penstock.ir.hot import BLOCK_ROWS, COMPILE_ABOVE_ROWS, Hot, blocks, frozen
 
 
 def _add(total, value):
@@ -50,3 +50,36 @@ def test_what_is_no_array_is_passed_as_it_is():
 
 def test_the_result_of_the_function_is_returned():
     assert Hot(_add)(2, 3, 4) == 7
+
+
+@pytest.mark.slow
+def test_a_function_without_a_file_is_compiled_without_being_kept():
+    names = {}
+    exec("def double(column):\n    for row in range(len(column)):\n        column[row] *= 2", names)
+    column = np.arange(3.0)
+
+    Hot(names["double"]).compiled(column)
+
+    assert column.tolist() == [0, 2, 4]
+
+
+@pytest.mark.slow
+def test_columns_that_can_be_written_and_columns_that_cannot_share_one_compiled_loop():
+    hot = Hot(_sum_into, _add)
+    can, cannot = np.arange(4.0), np.arange(4.0)
+    cannot.flags.writeable = False
+
+    for column in (can, cannot):
+        hot.compiled(frozen(column), np.zeros(1))
+
+    assert len(hot.compiled.signatures) == 1
+    assert can.flags.writeable
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, BLOCK_ROWS, BLOCK_ROWS + 1, 3 * BLOCK_ROWS])
+def test_blocks_are_all_rows_in_order(num_rows):
+    rows = [row for part in blocks(num_rows) for row in (part.start, part.stop - 1)]
+
+    assert rows == sorted(rows)
+    assert sum(part.stop - part.start for part in blocks(num_rows)) == num_rows
+    assert all(0 < part.stop - part.start <= BLOCK_ROWS for part in blocks(num_rows))

@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
 
-from penstock.ir.live import alive, live_activations, live_bytes, peak_activations, peaks
+from penstock.ir.live import alive, live_activations, live_bytes, peak_activations, peak_alive, peak_bytes, peaks
 from penstock.lower import lower
 from penstock.schedules import build
 from tests.check.tables import schedule_of
+from tests.strategies import feasible_schedules
 
 
 def test_a_backward_still_holds_the_activation_that_it_frees():
@@ -72,3 +74,12 @@ def test_rows_that_take_and_free_at_once_count_themselves():
 
     assert live.tolist() == [5, 1]
     assert peaks(schedule, live) == [5]
+
+
+@given(feasible_schedules())
+def test_peaks_are_the_largest_of_what_is_alive(schedule):
+    program, sizes = lower(schedule), np.arange(1, schedule.num_stages + 1)
+    made, gone = program.is_compute, ~program.is_compute
+
+    assert peak_bytes(program, 3 * sizes, sizes) == peaks(program, live_bytes(program, 3 * sizes, sizes))
+    assert peak_alive(program, made, gone) == peaks(program, alive(program, made, gone))

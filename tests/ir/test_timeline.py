@@ -69,3 +69,21 @@ def test_a_timeline_cannot_be_changed():
 
     with pytest.raises(ValueError, match="read-only"):
         timeline.start_s[0] = 1
+
+
+def test_a_step_lasts_from_the_first_to_the_last_of_all_instructions():
+    program = lower(build("1f1b", ranks=1, microbatches=1), optimizer_step=True)
+    timeline = timeline_of(program, [(2, 3), (3, 5), (5, 6), (7, 8.5)])
+
+    assert timeline.makespan_s == 3
+    assert timeline.step_s == 6.5
+
+
+def test_what_is_always_in_memory_is_apart_from_the_peak():
+    costs = Costs.uniform(activation_bytes=(10,), parameter_bytes=(3, 4), gradient_bytes=(1,), optimizer_bytes=(20, 30))
+
+    timeline = simulate(lower(build("1f1b", ranks=2, microbatches=2)), costs)
+
+    assert timeline.static_bytes == (24, 35)
+    assert timeline.peak_bytes == [20, 10]
+    assert timeline_of(two_ranks(), [(0, 1), (7, 9), (2, 3), (3, 5)]).static_bytes == ()

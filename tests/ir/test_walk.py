@@ -64,6 +64,16 @@ def test_joined_rows_start_together_and_take_the_sum():
     assert result.end.tolist() == [1, 7, 7, 12, 2, 4, 8, 10]
 
 
+def test_joined_rows_do_not_wait_for_each_other():
+    before = np.array([[1], [0], [1]], np.int32)
+    joined = np.array([True, False, False])
+
+    result = walk(np.array([0, 3]), before, joined, np.array([1.0, 2.0, 4.0]))
+
+    assert result.start.tolist() == [0, 0, 3]
+    assert result.end.tolist() == [3, 3, 7]
+
+
 @given(feasible_schedules())
 def test_orders_that_can_run_are_walked_to_their_end(schedule):
     result = walked(schedule)

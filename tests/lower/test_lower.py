@@ -6,6 +6,9 @@ from hypothesis import strategies as st
 
 from penstock.check import check
 from penstock.errors import ScheduleError
+from penstock.ir import hot
+from penstock.ir.common_order import walk_untimed, whole_starts
+from penstock.ir.deps import predecessors
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.lower import lower
@@ -139,6 +142,24 @@ def test_every_feasible_order_becomes_a_program_that_is_proved_under_every_trans
     assert_in_time(program)
     for transport in TRANSPORTS:
         check(program, transport=transport)
+
+
+@given(feasible_schedules())
+def test_starts_that_are_known_change_nothing(schedule):
+    start = whole_starts(walk_untimed(schedule, predecessors(schedule)))
+
+    assert lower(schedule, start=start) == lower(schedule)
+
+
+@pytest.mark.slow
+@given(request=requests())
+def test_the_program_is_the_same_compiled(request):
+    schedule, tied_groups, optimizer_step = request
+    interpreted = lower(schedule, tied_groups=tied_groups, optimizer_step=optimizer_step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hot, "COMPILE_ABOVE_ROWS", 0)
+        assert lower(schedule, tied_groups=tied_groups, optimizer_step=optimizer_step) == interpreted
 
 
 @pytest.mark.slow

@@ -31,3 +31,11 @@ def test_options_are_read_under_the_name_of_the_family():
     assert FAMILIES["1f1b"].read_options({"warmup": "eager"}).word("warmup") == "eager"
     with pytest.raises(ConfigError, match="sequential has no option 'warmup'"):
         FAMILIES["sequential"].read_options({"warmup": "eager"})
+
+
+def test_stages_per_rank_are_the_first_that_a_family_takes_unless_options_decide():
+    plain, waves = FAMILIES["1f1b"], FAMILIES["hanayo"]
+
+    assert plain.default_stages_per_rank(plain.read_options({})) == 1
+    assert waves.default_stages_per_rank(waves.read_options({})) == 2
+    assert waves.default_stages_per_rank(waves.read_options({"waves": 3})) == 6

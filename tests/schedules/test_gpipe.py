@@ -57,3 +57,8 @@ def test_the_order_is_what_pippy_runs(key, ranks):
 @pytest.mark.parametrize(("key", "ranks"), recorded("pippy", "GPipe/forward_only"))
 def test_the_forwards_are_those_of_pippy(key, ranks):
     assert built("gpipe", key, forward_only=True) == ranks
+
+
+@pytest.mark.parametrize(("key", "ranks"), recorded("torch", "ir/GPipe"))
+def test_the_order_is_what_torch_says_of_itself(key, ranks):
+    assert built("gpipe", key) == ranks

@@ -81,3 +81,13 @@ def test_the_order_is_that_of_deepspeed(key, ranks):
 @pytest.mark.parametrize(("key", "ranks"), recorded("pippy", "1F1B/p"))
 def test_the_eager_order_is_what_pippy_runs(key, ranks):
     assert built("1f1b", key, warmup="eager") == ranks
+
+
+@pytest.mark.parametrize(("key", "ranks"), recorded("megatron", "enc_dec_1f1b/train"))
+def test_an_encoder_and_a_decoder_share_the_order(key, ranks):
+    assert built("1f1b", key) == ranks
+
+
+@pytest.mark.parametrize(("key", "ranks"), recorded("zero_bubble", "basic1f1b"))
+def test_the_order_is_the_baseline_of_the_zero_bubble_schedulers(key, ranks):
+    assert built("1f1b", key) == ranks

@@ -1,11 +1,6 @@
-"""The simulator: published formulas and tables, and the same times as a simulation from event to event."""
+"""The simulator: published formulas, and the same times as a simulation from event to event."""
 
-import json
 from dataclasses import replace
-from heapq import heappop, heappush
-from itertools import pairwise
-from math import inf
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,21 +9,17 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.ir import hot
-from penstock.ir.action import Action, Kind, parse_action
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
 from penstock.ir.walk import _WALK
 from penstock.lower import lower
 from penstock.placement import Placement
 from penstock.schedules import build
 from penstock.simulate import Costs, simulate
-from tests.strategies import feasible_schedules, needs
+from tests.simulate.drawing import drawn, ends, starts
+from tests.simulate.events import KINDS, RECEIVES, Events, programs, uneven_costs
 
-PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published_1f1b.json").read_text(encoding="utf-8"))
-RECEIVES = (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD)
-KINDS = ("forward_s", "backward_s", "backward_input_s", "backward_weight_s")
 RANKS, MICROBATCHES = range(1, 7), range(1, 13)
 
 
@@ -36,96 +27,7 @@ def program_of(name, num_ranks, num_microbatches, **options):
     return lower(build(name, ranks=num_ranks, microbatches=num_microbatches, **options))
 
 
-def drawn(*lines, placement=None, num_microbatches=1):
-    """The program of a schedule drawn with one line per rank."""
-    orders = [[parse_action(text) for text in line.split()] for line in lines]
-    where = placement or Placement.line(len(lines))
-    return lower(Schedule.from_actions("drawn", where, orders, num_microbatches=num_microbatches))
-
-
-def starts(timeline, column="start_s"):
-    """Start of every instruction by its text."""
-    times = getattr(timeline, column).tolist()
-    return {str(timeline.program.instruction(row)): time for row, time in enumerate(times)}
-
-
-def ends(timeline):
-    return starts(timeline, "end_s")
-
-
-def uneven_costs(num_stages, seed, *, is_exclusive):
-    """Multiples of a quarter, some of them 0, different for every stage: sums of them are exact."""
-    chance = np.random.default_rng(seed)
-    return Costs(
-        **{kind: tuple((chance.integers(0, 12, num_stages) / 4).tolist()) for kind in KINDS},
-        latency_s=float(chance.integers(0, 5)) / 4,
-        bandwidth_bytes_per_s=8.0,
-        message_bytes=tuple(chance.integers(0, 33, num_stages).tolist()),
-        is_exclusive=is_exclusive,
-        launch_s=float(chance.integers(0, 3)) / 16,
-    )
-
-
-class Events:
-    """A second simulator: goes from moment to moment and starts whatever can start, without a walk, tables or lanes."""
-
-    def __init__(self, program, costs):
-        self.program, self.costs, self.rank_of_stage = program, costs, program.placement.rank_of_stage
-        self.gradient = Kind.BACKWARD if Kind.BACKWARD in program.op else Kind.BACKWARD_INPUT
-        self.waiting = [list(range(first, last)) for first, last in pairwise(program.offsets)]
-        self.free_s = [0.0] * program.num_ranks
-        self.known_s, self.channel_free_s = {}, {}  # (action, rank that has its result), (sender, receiver)
-        self.start_s, self.end_s = np.full((2, program.num_instructions), np.nan)
-        self.moments = [0.0]
-
-    def times(self):
-        while self.moments:
-            now, progress = heappop(self.moments), True
-            while progress:
-                progress = sum(self.starts_something(rank, now) for rank in range(self.program.num_ranks)) > 0
-        for row in np.flatnonzero(np.isin(self.program.op, RECEIVES)):
-            made, rank = self.result_at(row, "peer"), self.program.rank_of_row[row]
-            self.end_s[row] = max(self.end_s[row], self.known_s[made, rank])
-        return self.start_s.tolist(), self.end_s.tolist()
-
-    def starts_something(self, rank, now):
-        waiting = self.waiting[rank]
-        if not waiting or self.free_s[rank] > now:
-            return False
-        rows = [waiting[0], waiting[0] + 1] if self.program.joined[waiting[0]] else [waiting[0]]
-        computes = [self.result_at(row) for row in rows if self.program.op[row] < len(Kind)]
-        wanted = [need for action in computes for need in needs(action, self.program)]
-        if any(self.known_s.get((need, rank), inf) > now for need in wanted):
-            return False
-        compute_s = sum(getattr(self.costs, KINDS[action.kind])[action.stage] for action in computes)
-        until = now + len(rows) * self.costs.launch_s + compute_s
-        self.start_s[rows], self.end_s[rows], self.free_s[rank] = now, until, until
-        self.known_s.update({(action, rank): until for action in computes})
-        heappush(self.moments, until)
-        if self.program.instruction(waiting[0]).op.is_send:
-            self.end_s[rows] = self.send(waiting[0], rank, until)
-        self.waiting[rank] = waiting[len(rows) :]
-        return True
-
-    def send(self, row, rank, now):
-        """Put the message on its way; return when it has left."""
-        made, receiver = self.result_at(row), self.rank_of_stage[self.program.peer[row]]
-        output_of = made.stage if made.kind is Kind.FORWARD else self.program.peer[row]
-        wire_s = self.costs.message_bytes[output_of] / self.costs.bandwidth_bytes_per_s
-        begin_s = max(now, self.channel_free_s.get((rank, receiver), 0.0)) if self.costs.is_exclusive else now
-        self.channel_free_s[rank, receiver] = begin_s + wire_s
-        self.known_s[made, receiver] = begin_s + wire_s + self.costs.latency_s
-        heappush(self.moments, self.known_s[made, receiver])
-        return begin_s + wire_s if self.costs.is_exclusive else now
-
-    def result_at(self, row, stage="stage"):
-        """The action that this row is, or whose result it sends or, from its peer, receives."""
-        op = Op(self.program.op[row])
-        kind = Kind(op) if op.is_compute else (Kind.FORWARD if "FORWARD" in op.name else self.gradient)
-        return Action(kind, *(int(getattr(self.program, name)[row]) for name in (stage, "microbatch", "slice")))
-
-
-# Published formulas and tables
+# Published formulas
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
@@ -171,30 +73,6 @@ def test_1f1b_loses_a_round_trip_of_transfers_for_every_turn_around_the_ranks(nu
         # 2(p-1) + floor(2(p-1)(m-1)/p) is the same number wherever it is even, as in every row of the tables.
         round_trips = (num_ranks - 1) + (num_ranks - 1) * (num_microbatches - 1) // num_ranks
         assert timeline.span_s == 3 * (num_microbatches + num_ranks - 1) + 2 * round_trips * transfer_s
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("table", "stages_per_rank"), [("whole_stage", 1), ("half_stage", 2)])
-def test_1f1b_has_the_bubble_that_the_zero_bubble_paper_prints(table, stages_per_rank):
-    for row in PUBLISHED[table]:
-        num_ranks, num_microbatches, transfer_s = row["ranks"], row["microbatches"], row["transfer"]
-        parts = {name: stages_per_rank * row[name] for name in ("forward", "backward_input", "backward_weight")}
-        costs = Costs.uniform(**parts, transfer=transfer_s)
-
-        timeline = simulate(program_of("1f1b", num_ranks, num_microbatches), costs)
-
-        num_transfers = 2 * (num_ranks - 1) + 2 * (num_ranks - 1) * (num_microbatches - 1) // num_ranks
-        span_s = (num_microbatches + num_ranks - 1) * sum(parts.values()) + num_transfers * transfer_s
-        assert timeline.bubble_rate == pytest.approx(row["bubble_rate"], abs=5e-5)  # printed with four decimals
-        assert timeline.span_s == pytest.approx(span_s, rel=1e-12)
-
-
-@pytest.mark.parametrize("row", PUBLISHED["unit_costs"], ids=lambda row: f"p{row['ranks']}-m{row['microbatches']}")
-def test_1f1b_has_the_published_span_and_peaks(row):
-    timeline = simulate(program_of("1f1b", row["ranks"], row["microbatches"]), Costs.uniform())
-
-    assert timeline.span_s == timeline.makespan_s == row["span"]
-    assert timeline.peak_activations == row["peak_activations"]
 
 
 # What an instruction and a message cost
@@ -338,10 +216,9 @@ def test_a_receive_without_a_send_is_refused(unsent):
 
 
 @pytest.mark.slow
-@given(feasible_schedules(), st.integers(0, 2**32), st.booleans())
-def test_the_times_are_those_of_a_simulation_from_event_to_event(schedule, seed, is_exclusive):
-    program = lower(schedule, optimizer_step=True)
-    costs = uneven_costs(schedule.num_stages, seed, is_exclusive=is_exclusive)
+@given(programs(), st.integers(0, 2**32))
+def test_the_times_are_those_of_a_simulation_from_event_to_event(program, seed):
+    costs = uneven_costs(program, seed)
 
     timeline = simulate(program, costs)
 
@@ -349,10 +226,9 @@ def test_the_times_are_those_of_a_simulation_from_event_to_event(schedule, seed,
 
 
 @pytest.mark.slow
-@given(feasible_schedules(), st.integers(0, 2**32), st.booleans())
-def test_spans_lie_in_the_order_of_their_rank_and_messages_between_their_ends(schedule, seed, is_exclusive):
-    program = lower(schedule)
-    costs = uneven_costs(schedule.num_stages, seed, is_exclusive=is_exclusive)
+@given(programs(), st.integers(0, 2**32))
+def test_spans_lie_in_the_order_of_their_rank_and_messages_between_their_ends(program, seed):
+    costs = uneven_costs(program, seed)
 
     timeline = simulate(program, costs)
 
@@ -366,15 +242,17 @@ def test_spans_lie_in_the_order_of_their_rank_and_messages_between_their_ends(sc
     rows, columns = np.nonzero(predecessors(program) != NONE)
     before, is_receive = predecessors(program)[rows, columns], np.isin(program.op[rows], RECEIVES)
     sends, receives = before[is_receive], rows[is_receive]
+    latency_s = min([costs.latency_s, *(channel.latency_s for channel in costs.channels)])
     assert (timeline.end_s[before] <= timeline.start_s[rows])[~is_receive].all()
-    assert (timeline.end_s[receives] >= timeline.end_s[sends] + costs.latency_s).all()
+    assert (timeline.end_s[receives] >= timeline.end_s[sends] + latency_s).all()
 
 
 @pytest.mark.parametrize("is_exclusive", [False, True])
 def test_the_same_program_and_costs_give_the_same_times(is_exclusive):
-    costs = uneven_costs(4, 7, is_exclusive=is_exclusive)
+    program = program_of("1f1b", 4, 8)
+    costs = replace(uneven_costs(program, 7), is_exclusive=is_exclusive)
 
-    one, other = (simulate(program_of("1f1b", 4, 8), costs) for _ in range(2))
+    one, other = (simulate(program, costs) for _ in range(2))
 
     assert one.source == other.source == "predicted"
     assert one.start_s.tobytes() == other.start_s.tobytes()
@@ -385,7 +263,7 @@ def test_the_same_program_and_costs_give_the_same_times(is_exclusive):
 def test_a_large_program_is_timed_by_compiled_code_with_the_same_result(monkeypatch):
     pairs = drawn("0F0 (0F1;0B0)OVERLAP_F_B 0B1", "1F0 1B0 1F1 1B1", num_microbatches=2)
     programs = [program_of("1f1b", 4, 9), program_of("gpipe", 3, 5), pairs]
-    cases = [(each, uneven_costs(each.num_stages, 3, is_exclusive=each is not pairs)) for each in programs]
+    cases = [(each, uneven_costs(each, 3)) for each in programs]
     interpreted = [simulate(*case) for case in cases]
 
     monkeypatch.setattr(hot, "COMPILE_ABOVE_ROWS", 0)
@@ -397,3 +275,17 @@ def test_a_large_program_is_timed_by_compiled_code_with_the_same_result(monkeypa
         assert one.end_s.tobytes() == other.end_s.tobytes()
     with pytest.raises(ScheduleError, match="cannot run to its end"):
         simulate(Program.from_csv("0B0,0F0"), Costs.uniform())
+
+
+@pytest.mark.slow
+@given(programs(), st.integers(0, 2**32), st.integers(1, 9))
+def test_cutting_rows_into_blocks_changes_nothing(program, seed, num_rows):
+    costs = uneven_costs(program, seed)
+    whole = simulate(program, costs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hot, "BLOCK_ROWS", num_rows)
+        cut = simulate(program, costs)
+
+    assert whole.start_s.tobytes() == cut.start_s.tobytes()
+    assert whole.end_s.tobytes() == cut.end_s.tobytes()

@@ -5,12 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from penstock.ir.action import Kind
 from penstock.ir.instruction import Op
 from penstock.ir.timeline import Timeline
 from penstock.lower import lower
 from penstock.schedules import build
 from penstock.simulate import Costs, simulate
-from penstock.simulate.fit import costs_from_timeline
+from penstock.simulate.costs import Channel, Spread
+from penstock.simulate.fit import costs_from_timeline, costs_from_timelines
 
 
 def simulated(name="1f1b", costs=None, ranks=3, microbatches=6, **options):
@@ -82,3 +84,74 @@ def test_a_kind_that_did_not_run_follows_from_the_others():
 
     assert costs.backward_input_s == tuple(whole / 2 for whole in costs.backward_s)
     assert forward_only.backward_s == forward_only.backward_weight_s == (0.0, 0.0, 0.0)
+
+
+def test_the_input_part_that_did_not_run_has_its_share_of_the_whole():
+    costs = costs_from_timelines([simulated("1f1b", UNEVEN)], input_share=1.0)
+
+    assert costs.backward_input_s == UNEVEN.backward_s
+    assert costs.backward_weight_s == (0.0, 0.0, 0.0)
+
+
+def test_a_channel_that_is_slower_than_the_usual_one_is_told_apart():
+    slow = replace(UNEVEN, channels=(Channel(1, 2, 0.75),))
+
+    costs = costs_from_timeline(simulated("1f1b", slow))
+
+    assert (costs.latency_s, costs.channels) == (0.25, (Channel(1, 2, 0.75),))
+
+
+def test_what_the_bytes_of_a_message_take_is_no_latency():
+    """The first output has 4 bytes, the second 8, and so have their gradients."""
+    sized = replace(UNEVEN, message_bytes=(4, 8, 0), bandwidth_bytes_per_s=16.0)
+    timeline = simulated("1f1b", sized)
+
+    bandwidths = dict.fromkeys([(0, 1), (1, 0), (1, 2), (2, 1)], 16.0)
+    costs = costs_from_timelines([timeline], message_bytes=(4, 8, 0), bandwidths=bandwidths)
+
+    assert (costs.latency_s, costs.bandwidth_bytes_per_s, costs.channels) == (0.25, 16.0, ())
+    assert costs.is_exclusive
+    assert simulate(timeline.program, costs).makespan_s == timeline.makespan_s
+    assert costs_from_timeline(timeline).channels != ()
+
+
+def test_a_channel_of_another_bandwidth_is_told_apart():
+    bandwidths = {(0, 1): 16.0, (1, 0): 16.0, (1, 2): 4.0, (2, 1): 16.0}
+    channels = (Channel(1, 2, 0.25, 4.0),)
+    sized = replace(UNEVEN, message_bytes=(4, 8, 0), bandwidth_bytes_per_s=16.0, channels=channels)
+
+    costs = costs_from_timelines([simulated("1f1b", sized)], message_bytes=(4, 8, 0), bandwidths=bandwidths)
+
+    assert (costs.latency_s, costs.channels) == (0.25, (Channel(1, 2, 0.25, 4.0, is_exclusive=True),))
+
+
+def test_several_timelines_count_as_one_sample_with_its_spread():
+    fast, slow = (simulated("1f1b", Costs.uniform(forward=forward, backward=4.0), ranks=1) for forward in (1.0, 2.0))
+
+    costs = costs_from_timelines([fast, slow, slow])
+
+    assert costs.forward_s == pytest.approx((5 / 3,))
+    assert costs.spreads == (Spread(Kind.FORWARD, 0, 2.0, 1.0),)
+
+
+def test_launches_count_for_all_instructions_between_computations():
+    """Computations start at once, messages take the host a second each to post: the mean over all is a launch."""
+    timeline = simulated("1f1b", Costs.uniform(forward=10.0, backward=10.0), ranks=2, microbatches=8)
+    program = timeline.program
+    delay_s = np.zeros(program.num_instructions)
+    for rank in range(2):
+        rows = slice(*program.offsets[rank : rank + 2])
+        delay_s[rows] = np.cumsum(~program.is_compute[rows])
+    posted = replace(timeline, start_s=timeline.start_s + delay_s, end_s=timeline.end_s + delay_s)
+
+    launch_s = costs_from_timeline(posted).launch_s
+
+    assert 0.4 < launch_s < 0.75
+
+
+def test_a_rank_shares_its_optimizer_step_among_its_stages():
+    schedule = build("interleaved-1f1b", ranks=2, microbatches=2, stages_per_rank=2)
+    program = lower(schedule, optimizer_step=True)
+    timeline = simulate(program, replace(Costs.uniform(), optimizer_s=(1.0, 5.0, 2.0, 5.0)))
+
+    assert costs_from_timeline(timeline).optimizer_s == (1.5, 5.0, 1.5, 5.0)

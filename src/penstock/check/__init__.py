@@ -13,11 +13,9 @@ Every finding of one call ends in one `ScheduleError`. A proof that rests on ano
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from penstock.check.channels import Messages, count_messages, match_messages
+from penstock.check.channels import Messages, check_order, count_messages, find_messages
 from penstock.check.collectives import check_collectives
+from penstock.check.common_order import keeps_common_order
 from penstock.check.cycle import check_feasible
 from penstock.check.memory import (
     Limits,
@@ -37,7 +35,9 @@ from penstock.check.transports import (
     TransportModel,
     check_transport,
 )
-from penstock.ir.deps import predecessors
+from penstock.errors import ConfigError, described
+from penstock.ir.common_order import Starts
+from penstock.ir.deps import index_rows, predecessors
 from penstock.ir.live import peak_activations
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
@@ -62,6 +62,17 @@ class Facts:
     """The transport models that were proved; none for a schedule."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Proof:
+    """That a table can run, and what a further proof of the same actions may rest on."""
+
+    facts: Facts
+    schedule: Schedule
+    """Its actions."""
+    start: Starts
+    """When each action starts in an untimed walk."""
+
+
 def check(
     table: Schedule | Program,
     *,
@@ -81,57 +92,92 @@ def check(
         ConfigError: if limits and sizes do not fit the table.
     """
     limits = Limits(memory_limit, activation_bytes, weight_context_bytes, memory_limit_bytes)
-    models = ALL_TRANSPORTS if transport is None else (transport,)
+    return prove(table, limits, models=ALL_TRANSPORTS if transport is None else (transport,)).facts
+
+
+def prove(
+    table: Schedule | Program,
+    limits: Limits,
+    *,
+    models: tuple[TransportModel, ...] = ALL_TRANSPORTS,
+    known: Proof | None = None,
+) -> Proof:
+    """Do what `check` does; what is `known` of a table with the same actions is not proved again.
+
+    Raises:
+        ScheduleError: with every violation and a picture of the first ones.
+        ConfigError: if limits and sizes do not fit the table.
+    """
+    if not isinstance(table, (Schedule, Program)):
+        raise ConfigError(f"{described(table)}; expected a Schedule or a Program", key="table")
     subject = Subject.of(table)
     findings = Findings(subject)
     if not check_pairs(subject, findings):
         findings.raise_if_any()
     names_exist = check_names(subject, findings)
     actions = Actions.of(subject)
-    is_complete = check_complete(actions, findings)
-    if not names_exist:
-        findings.raise_if_any()  # tables by stage and microbatch have no place for such rows
-
-    before = predecessors(actions.schedule)
-    is_ordered = check_positions(actions, before, findings)
-    peak = check_activations(subject, limits, findings)
-    peak_bytes = check_bytes(subject, limits, findings)
+    order = _prove_order(actions, names_exist, known, findings)
+    peak = check_activations(actions, limits, findings)
+    peak_in_bytes = check_bytes(actions, limits, findings)
     messages = None
-    if isinstance(table, Program) and is_complete and is_ordered:
-        messages = _prove_program(subject, actions, before, models, findings)
-    elif is_ordered:
-        check_feasible(actions, before, findings)
+    if isinstance(table, Program) and order.is_whole:
+        messages = _prove_program(subject, actions, order.start, models, findings)
     findings.raise_if_any()
+    assert order.start is not None
     pool = None if messages is None else count_messages_alive(subject, messages)
-    return Facts(
+    facts = Facts(
         num_actions=actions.schedule.num_actions,
-        num_messages=count_messages(actions, before),
+        num_messages=order.num_messages,
         peak_activations=peak,
-        peak_bytes=peak_bytes,
+        peak_bytes=peak_in_bytes,
         peak_received=None if pool is None else pool.received,
         peak_unsent=None if pool is None else pool.unsent,
         transports=models if isinstance(table, Program) else (),
     )
+    return Proof(facts, actions.schedule, order.start)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Order:
+    """What is proved of the actions alone."""
+
+    is_whole: bool
+    """Whether every action is there once, and behind what it needs on its rank."""
+    start: Starts | None
+    """When each starts in an untimed walk; None if they cannot all run."""
+    num_messages: int
+
+
+def _prove_order(actions: Actions, names_exist: bool, known: Proof | None, findings: Findings) -> _Order:
+    if names_exist and known is not None and known.schedule == actions.schedule:
+        return _Order(True, known.start, known.facts.num_messages)
+    is_complete = check_complete(actions, findings)
+    if not names_exist:
+        findings.raise_if_any()  # tables by stage and microbatch have no place for such rows
+    before = predecessors(actions.schedule)
+    is_ordered = check_positions(actions, before, findings)
+    start = check_feasible(actions, before, findings) if is_ordered else None
+    return _Order(is_complete and is_ordered, start, count_messages(actions, before))
 
 
 def _prove_program(
-    subject: Subject,
-    actions: Actions,
-    before: NDArray[np.int32],
-    models: Sequence[TransportModel],
-    findings: Findings,
+    subject: Subject, actions: Actions, start: Starts | None, models: Sequence[TransportModel], findings: Findings
 ) -> Messages | None:
     """Prove what only programs have; a deadlock that is in the orders themselves is told as such, not per model."""
-    messages = match_messages(subject, actions, before, findings)
+    num_found = len(findings.violations)
+    rows = index_rows(subject.table)
+    messages = find_messages(subject, rows, findings)
+    is_matched = len(findings.violations) == num_found
+    keeps_order = is_matched and start is not None and keeps_common_order(subject, actions, messages, start)
+    if not keeps_order:
+        messages = check_order(subject, messages, findings)
     joins = check_collectives(subject, findings)
-    if messages is None or joins is None:
-        check_feasible(actions, before, findings)
+    if joins is None or len(findings.violations) > num_found:
         return None
-    check_slots(subject, actions, messages, findings)
-    stuck = Findings(subject)
-    passed = [check_transport(subject, messages, joins, model, stuck) for model in models]
-    if not all(passed) and check_feasible(actions, before, findings):
-        findings.violations += stuck.violations
+    check_slots(subject, rows, messages, findings)
+    if start is not None and not keeps_order:
+        for model in models:
+            check_transport(subject, messages, joins, model, findings)
     return messages
 
 
@@ -141,8 +187,11 @@ __all__ = [
     "SINGLE_QUEUE",
     "Buffered",
     "Facts",
+    "Limits",
+    "Proof",
     "SingleQueue",
     "TransportModel",
     "check",
     "peak_activations",
+    "prove",
 ]

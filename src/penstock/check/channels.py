@@ -9,77 +9,113 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.check.order import Actions
+from penstock.check.order import Actions, bounds_of_stage
 from penstock.check.report import Findings, Subject, first_of_each
-from penstock.ir.action import Kind
-from penstock.ir.deps import NONE
+from penstock.ir.deps import NONE, Plane, RowIndex
+from penstock.ir.hot import blocks
 from penstock.ir.instruction import Instruction, Op
 from penstock.ir.program import Program
 
-Rows = NDArray[np.int64]
+Rows = NDArray[np.int32]
+MESSAGE_PLANES = (Plane.SEND_FORWARD, Plane.RECEIVE_FORWARD, Plane.SEND_BACKWARD, Plane.RECEIVE_BACKWARD)
 NEIGHBOUR = {Op.SEND_FORWARD: "next", Op.RECEIVE_BACKWARD: "next"}
 """Which neighbour on the route is at the other end; "previous" for the other two."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Messages:
-    """The four rows of every message, [num_messages] each, channel after channel in the order of the sends."""
+    """The four rows of every message, [num_messages] each."""
 
     producer: Rows
     send: Rows
     receive: Rows
     consumer: Rows
-    channel: Rows
-    """Sending rank x num_ranks + receiving rank."""
+
+    def channel(self, subject: Subject) -> NDArray[np.int64]:
+        """[num_messages] sending rank x num_ranks + receiving rank."""
+        channel: NDArray[np.int64] = subject.rank[self.send].astype(np.int64)
+        channel *= subject.table.num_ranks
+        channel += subject.rank[self.receive]
+        return channel
 
 
 def count_messages(actions: Actions, before: NDArray[np.int32]) -> int:
     """Return how many results cross from rank to rank."""
-    return len(_crossing(actions, before))
+    begin, end = bounds_of_stage(actions.schedule)
+    count = 0
+    for part in blocks(len(before)):
+        source, stage = before[part, 0], actions.schedule.stage[part]
+        count += int(np.count_nonzero((source != NONE) & ((source < begin[stage]) | (source >= end[stage]))))
+    return count
 
 
-def _crossing(actions: Actions, before: NDArray[np.int32]) -> NDArray[np.intp]:
-    source = before[:, 0]
-    return np.flatnonzero((source != NONE) & (actions.rank[source] != actions.rank))
+def find_messages(subject: Subject, rows: RowIndex, findings: Findings) -> Messages:
+    """Prove that every send has its receive, its producer and its consumer; return the messages that have all four.
+
+    `rows` are those of the program.
+    """
+    found = _possible_messages(subject, rows, findings)
+    is_needed, is_sent, is_received = (end != NONE for end in (found.producer, found.send, found.receive))
+    is_whole = is_needed & is_sent & is_received
+    if is_whole.all():
+        return found
+    if not np.array_equal(is_whole, is_needed | is_sent | is_received):
+        _tell_missing_ends(findings, found)
+    return Messages(*(end[is_whole] for end in (found.producer, found.send, found.receive, found.consumer)))
 
 
-def match_messages(
-    subject: Subject, actions: Actions, before: NDArray[np.int32], findings: Findings
-) -> Messages | None:
-    """Prove that sends and receives match each other, their producers and consumers; None if they do not."""
-    table = subject.table
-    assert isinstance(table, Program)
-    num_found = len(findings.violations)
-    shape = (2, table.num_stages, table.num_microbatches, table.num_slices)
-    ends = _Ends(subject, findings, shape)
-    send = ends.locate(Op.SEND_FORWARD, Op.SEND_BACKWARD)
-    receive = ends.locate(Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD)
-    consumers = _crossing(actions, before)
-    producers = before[consumers, 0]
-    schedule = actions.schedule
-    direction = (schedule.kind[consumers] != Kind.FORWARD).astype(np.int64)
-    columns = (direction, schedule.stage[producers], schedule.microbatch[producers], schedule.slice[producers])
-    identity = np.ravel_multi_index(columns, shape)
-    producer, consumer = np.full_like(send, NONE), np.full_like(send, NONE)
-    producer[identity], consumer[identity] = actions.row[producers], actions.row[consumers]
-
-    _check_both_ends(findings, producer, send, receive)
-    for row in actions.row[consumers[(send[identity] == NONE) & (receive[identity] == NONE)]].tolist():
-        _add_unbrought(subject, actions, before, findings, row)
-    matched = np.flatnonzero((send != NONE) & (receive != NONE) & (producer != NONE))
-    messages = _in_channel_order(subject, matched, _Tables(producer, send, receive, consumer), findings)
-    _check_places(messages, findings)
-    return messages if len(findings.violations) == num_found else None
+def _possible_messages(subject: Subject, rows: RowIndex, findings: Findings) -> Messages:
+    """The rows of every message that could be, `NONE` where there is none: outputs, then gradients, by their makers."""
+    outputs, gradients = _Crossing.of(subject, "next"), _Crossing.of(subject, "previous")
+    plane = rows.plane
+    if _has_right_ends(subject, rows, outputs, gradients):
+        send = plane(Plane.SEND_FORWARD)[outputs.makers], plane(Plane.SEND_BACKWARD)[gradients.makers]
+        receive = plane(Plane.RECEIVE_FORWARD)[outputs.takers], plane(Plane.RECEIVE_BACKWARD)[gradients.takers]
+    else:
+        ends = _Ends(subject, findings, rows.shape)
+        send = ends.locate(Op.SEND_FORWARD)[outputs.makers], ends.locate(Op.SEND_BACKWARD)[gradients.makers]
+        receive = ends.locate(Op.RECEIVE_FORWARD)[outputs.makers], ends.locate(Op.RECEIVE_BACKWARD)[gradients.makers]
+    producer = plane(Plane.FORWARD)[outputs.makers], plane(Plane.BACKWARD)[gradients.makers]
+    consumer = plane(Plane.FORWARD)[outputs.takers], plane(Plane.BACKWARD)[gradients.takers]
+    return Messages(*(np.concatenate(both, axis=None) for both in (producer, send, receive, consumer)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Tables:
-    """The rows of every possible message, `NONE` where there is none."""
+class _Crossing:
+    """Messages to one side, the next or the previous stage of a route."""
 
-    producer: Rows
-    send: Rows
-    receive: Rows
-    consumer: Rows
+    neighbour: NDArray[np.int32]
+    """[num_stages] the stage at the other end, `NONE` where there is none or it lies on the same rank."""
+    makers: NDArray[np.int64]
+    """The stages whose results leave their rank, and the stages that take them."""
+    takers: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, subject: Subject, side: str) -> "_Crossing":
+        placement = subject.table.placement
+        neighbour = np.array(placement.next_stage if side == "next" else placement.previous_stage, np.int32)
+        neighbour = np.where(subject.rank_of_stage[neighbour] != subject.rank_of_stage, neighbour, NONE)
+        makers = np.flatnonzero(neighbour != NONE)
+        return cls(neighbour, makers, neighbour[makers])
+
+
+def _has_right_ends(subject: Subject, rows: RowIndex, outputs: _Crossing, gradients: _Crossing) -> bool:
+    """Whether every send and receive has the right stage at its other end, and none is there twice."""
+    program = subject.table
+    assert isinstance(program, Program)
+    peers = np.full((len(Op), program.num_stages), NONE, np.int32)
+    peers[[Op.SEND_FORWARD, Op.RECEIVE_BACKWARD]] = outputs.neighbour
+    peers[[Op.RECEIVE_FORWARD, Op.SEND_BACKWARD]] = gradients.neighbour
+    num_right = 0
+    for part in blocks(program.num_instructions):
+        op = program.op[part]
+        expected = peers.reshape(-1)[op.astype(np.intp) * program.num_stages + program.stage[part]]
+        is_message = (op >= Op.SEND_FORWARD) & (op <= Op.RECEIVE_BACKWARD)
+        is_right = is_message & (expected != NONE) & (expected == program.peer[part])
+        num_right += int(np.count_nonzero(is_right))
+        if not np.array_equal(is_right, is_message):
+            return False
+    return num_right == sum(int(np.count_nonzero(rows.plane(plane) != NONE)) for plane in MESSAGE_PLANES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +124,18 @@ class _Ends:
 
     subject: Subject
     findings: Findings
-    shape: tuple[int, int, int, int]
+    shape: tuple[int, int, int]
 
-    def locate(self, forward: Op, backward: Op) -> Rows:
-        """[num possible messages] the row of this end; rows that make no sense and duplicates are findings."""
-        where = np.full(int(np.prod(self.shape)), NONE, np.int64)
-        for direction, code in enumerate((forward, backward)):
-            rows, makers = self._valid_rows(code)
-            table = self.subject.table
-            columns = (np.full_like(rows, direction), makers, table.microbatch[rows], table.slice[rows])
-            identity = np.ravel_multi_index(columns, self.shape)
-            where[identity] = rows
-            kept = where[identity]
-            for row, other in zip(rows[kept != rows].tolist(), kept[kept != rows].tolist(), strict=True):
-                self._add_duplicate(row, other)
+    def locate(self, code: Op) -> Rows:
+        """The row of each message's end, by what makes it; rows that make no sense and duplicates are findings."""
+        where = np.full(self.shape, NONE, np.int32)
+        rows, makers = self._valid_rows(code)
+        table = self.subject.table
+        place = (makers, table.microbatch[rows], table.slice[rows])
+        where[place] = rows
+        kept = where[place]
+        for row, other in zip(rows[kept != rows].tolist(), kept[kept != rows].tolist(), strict=True):
+            self._add_duplicate(row, other)
         return where
 
     def _valid_rows(self, code: Op) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -136,20 +170,24 @@ class _Ends:
         self.findings.add(row, f"moves the same message as {place}", "Drop one of the two")
 
 
-def _check_both_ends(findings: Findings, producer: Rows, send: Rows, receive: Rows) -> None:
-    """Every end has its other end, and a result that somebody needs."""
+def _tell_missing_ends(findings: Findings, found: Messages) -> None:
+    """Say which ends lack their other end, or a result that somebody needs, and which results lack a message."""
     subject = findings.subject
-    lone_sends = np.flatnonzero((send != NONE) & (receive == NONE))
-    lone_receives = np.flatnonzero((send == NONE) & (receive != NONE))
-    for row in send[lone_sends].tolist():
+    is_needed, is_sent, is_received = (end != NONE for end in (found.producer, found.send, found.receive))
+    for row in found.send[is_sent & ~is_received].tolist():
         other, rank = _other_end(subject, row)
         findings.add(row, f"has no receive on rank {rank}; expected one {other} there", f"Add {other} on rank {rank}")
-    for row in receive[lone_receives].tolist():
+    for row in found.receive[is_received & ~is_sent].tolist():
         other, rank = _other_end(subject, row)
         findings.add(row, f"has no send on rank {rank}; expected one {other} there", f"Add {other} on rank {rank}")
-    unneeded = np.flatnonzero((send != NONE) & (receive != NONE) & (producer == NONE))
-    for row in np.concatenate([send[unneeded], receive[unneeded]]).tolist():
+    unneeded = is_sent & is_received & ~is_needed
+    for row in np.concatenate([found.send[unneeded], found.receive[unneeded]]).tolist():
         findings.add(row, "moves a result that no action makes or needs", "Drop both the send and the receive")
+    unbrought = is_needed & ~is_sent & ~is_received
+    for producer, row in zip(found.producer[unbrought].tolist(), found.consumer[unbrought].tolist(), strict=True):
+        ranks = f"rank {subject.rank[producer]} and its receive on rank {subject.rank[row]}"
+        problem = f"needs the result of {subject.place(producer)}, and no message brings it"
+        findings.add(row, problem, f"Add the send on {ranks}")
 
 
 def _other_end(subject: Subject, row: int) -> tuple[str, int]:
@@ -167,28 +205,21 @@ def _other_end(subject: Subject, row: int) -> tuple[str, int]:
     return str(other), int(subject.rank_of_stage[mine.peer])
 
 
-def _add_unbrought(subject: Subject, actions: Actions, before: NDArray[np.int32], findings: Findings, row: int) -> None:
-    action = int(np.searchsorted(actions.row, row))
-    producer = int(actions.row[before[action, 0]])
-    problem = f"needs the result of {subject.place(producer)}, and no message brings it"
-    ranks = f"rank {subject.rank[producer]} and its receive on rank {subject.rank[row]}"
-    findings.add(row, problem, f"Add the send on {ranks}")
+def check_order(subject: Subject, messages: Messages, findings: Findings) -> Messages:
+    """Prove that messages are received in the order in which they are sent, and stand where they can be moved.
 
-
-def _in_channel_order(subject: Subject, matched: NDArray[Any], tables: _Tables, findings: Findings) -> Messages:
-    """Sort messages by channel and send; where the receives have another order, say so once per channel."""
-    send, receive = tables.send[matched], tables.receive[matched]
-    channel = subject.rank[send].astype(np.int64) * subject.table.num_ranks + subject.rank[receive]
+    Return them channel after channel, in the order of the sends. Of a channel, one difference is told.
+    """
+    send, receive, channel = messages.send, messages.receive, messages.channel(subject)
     by_send = np.argsort(channel * subject.num_rows + send)
     by_receive = np.argsort(channel * subject.num_rows + receive)
     differs = np.flatnonzero(by_send != by_receive)
     for index in first_of_each(channel[by_send[differs]], differs):
         first_sent, first_received = int(by_send[index]), int(by_receive[index])
         _add_swapped(findings, int(send[first_sent]), int(receive[first_received]))
-    order = matched[by_send]
-    return Messages(
-        tables.producer[order], tables.send[order], tables.receive[order], tables.consumer[order], channel[by_send]
-    )
+    in_order = Messages(messages.producer[by_send], send[by_send], receive[by_send], messages.consumer[by_send])
+    _check_places(in_order, findings)
+    return in_order
 
 
 def _add_swapped(findings: Findings, send: int, receive: int) -> None:

@@ -15,8 +15,6 @@ from penstock.check.report import Findings, Subject
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 
-JOINING = (Op.REDUCE_TIED, Op.OPTIMIZER_STEP)
-
 
 @dataclass(frozen=True, slots=True)
 class Join:
@@ -48,14 +46,14 @@ def check_collectives(subject: Subject, findings: Findings) -> list[Join] | None
 def _last_backward(program: Program) -> NDArray[np.int64]:
     """[num_stages] the row of each stage's last backward, -1 without one."""
     last = np.full(program.num_stages, -1, np.int64)
-    rows = np.flatnonzero(np.isin(program.op, (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)))
+    rows = np.flatnonzero(program.is_backward)
     last[program.stage[rows]] = rows  # rows ascend, and the last assignment stays
     return last
 
 
 def _check_reductions(program: Program, last: NDArray[np.int64], findings: Findings) -> None:
     subject = findings.subject
-    reductions = np.flatnonzero(np.isin(program.op, (Op.REDUCE_GRADIENT, Op.REDUCE_TIED)))
+    reductions = np.flatnonzero((program.op == Op.REDUCE_GRADIENT) | (program.op == Op.REDUCE_TIED))
     for row in reductions[reductions < last[program.stage[reductions]]].tolist():
         final = int(last[program.stage[row]])
         place = subject.place(final, seen_from=row)
@@ -81,7 +79,7 @@ def _find_joins(subject: Subject, findings: Findings) -> dict[int, Join]:
     assert isinstance(program, Program)
     joins: dict[int, Join] = {}
     num_groups = len(program.tied_groups)
-    for row in np.flatnonzero(np.isin(program.op, JOINING)).tolist():
+    for row in np.flatnonzero((program.op == Op.REDUCE_TIED) | (program.op == Op.OPTIMIZER_STEP)).tolist():
         is_tied = program.op[row] == Op.REDUCE_TIED
         number = int(program.peer[row]) if is_tied else num_groups
         if is_tied and not 0 <= number < num_groups:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from penstock.check.order import Actions
 from penstock.check.report import Findings, Subject
+from penstock.ir.common_order import Starts, walk_untimed, whole_starts
 from penstock.ir.deps import NONE
-from penstock.ir.walk import walk
 
 MAX_VISITS = 300_000
 """The search looks at so many waits at most; only a large table with very many open waits can exceed it."""
@@ -29,16 +29,15 @@ class Wait:
     needed: int
 
 
-def check_feasible(actions: Actions, before: NDArray[np.int32], findings: Findings) -> bool:
-    """Prove that every rank can run its order to the end."""
-    schedule = actions.schedule
-    walked = walk(schedule.offsets, before, schedule.joined, np.zeros(schedule.num_actions))
+def check_feasible(actions: Actions, before: NDArray[np.int32], findings: Findings) -> Starts | None:
+    """Prove that every rank can run its order to the end; return the starts of an untimed walk, None without an end."""
+    walked = walk_untimed(actions.schedule, before)
     if walked.is_complete:
-        return True
+        return whole_starts(walked)
     cycle = shortest_cycle(actions, before, walked.reached)
     rows = [Wait(int(actions.row[wait.row]), int(actions.row[wait.needed])) for wait in cycle]
     findings.add(rows[0].row, _chain(findings.subject, rows), _way_out(findings.subject, rows))
-    return False
+    return None
 
 
 def _chain(subject: Subject, cycle: list[Wait]) -> str:

@@ -5,16 +5,18 @@ That every buffer is freed needs no look of its own: every F has its backward, e
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.check.channels import Messages
+from penstock.check.channels import Messages, Rows
 from penstock.check.order import Actions
 from penstock.check.report import Findings, Subject, first_of_each
-from penstock.errors import ConfigError
-from penstock.ir.action import Kind
-from penstock.ir.live import alive, live_activations, live_bytes, peaks
+from penstock.errors import ConfigError, described
+from penstock.ir.deps import NONE, Plane, RowIndex
+from penstock.ir.hot import Hot
+from penstock.ir.live import live_bytes, peak_alive, peak_bytes
 from penstock.ir.program import Program
 
 PerStage = int | Sequence[int]
@@ -39,15 +41,13 @@ class Pool:
     unsent: list[int]
 
 
-def check_activations(subject: Subject, limits: Limits, findings: Findings) -> list[int]:
+def check_activations(actions: Actions, limits: Limits, findings: Findings) -> list[int]:
     """Prove the limit in counts; return the peak of each rank."""
-    live = live_activations(subject.table)
-    if limits.num_activations is not None:
-        _check_limit(live, limits.num_activations, "activation", "memory_limit", findings)
-    return peaks(subject.table, live)
+    ones = np.ones(actions.schedule.num_stages, np.int64)
+    return _check_limit(actions, _Sizes(ones, ones, "activation"), limits.num_activations, "memory_limit", findings)
 
 
-def check_bytes(subject: Subject, limits: Limits, findings: Findings) -> list[int] | None:
+def check_bytes(actions: Actions, limits: Limits, findings: Findings) -> list[int] | None:
     """Prove the limit in bytes; return the peak of each rank, None where sizes are unknown.
 
     Without `weight_context_bytes`, a weight context is taken to be as large as the activation.
@@ -59,86 +59,134 @@ def check_bytes(subject: Subject, limits: Limits, findings: Findings) -> list[in
         if limits.num_bytes is not None:
             raise ConfigError("a limit in bytes needs activation_bytes; give its size", key="memory_limit_bytes")
         return None
-    num_stages = subject.table.num_stages
+    num_stages = actions.schedule.num_stages
     saved = _spread(limits.activation_bytes, num_stages, "activation_bytes", "stage")
     context = limits.weight_context_bytes
     contexts = saved if context is None else _spread(context, num_stages, "weight_context_bytes", "stage")
-    live = live_bytes(subject.table, saved, contexts)
-    if limits.num_bytes is not None:
-        _check_limit(live, limits.num_bytes, "byte", "memory_limit_bytes", findings)
-    return peaks(subject.table, live)
+    return _check_limit(actions, _Sizes(saved, contexts, "byte"), limits.num_bytes, "memory_limit_bytes", findings)
 
 
 def _spread(value: int | Sequence[int], count: int, key: str, word: str) -> NDArray[np.int64]:
     """[count] one value for each, or the values as given."""
-    values = np.full(count, value) if isinstance(value, int) else np.asarray(value, np.int64)
+    values = np.asarray(value)
+    if values.dtype.kind not in "iu":
+        raise ConfigError(f"{described(value)}; give a whole number, or one per {word}", key=key)
+    if values.ndim == 0:
+        values = np.full(count, value)
     if values.shape != (count,):
         raise ConfigError(f"{len(values)} values for {count} {word}s; give one, or one per {word}", key=key)
     return values.astype(np.int64)
 
 
-def _check_limit(live: NDArray[np.int64], limit: PerRank, unit: str, key: str, findings: Findings) -> None:
-    subject = findings.subject
-    limits = _spread(limit, subject.table.num_ranks, key, "rank")
-    over = np.flatnonzero(live > limits[subject.rank])
-    for row in first_of_each(subject.rank[over], over):
-        rank = int(subject.rank[row])
-        count = int(live[row])
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sizes:
+    """Per stage, what is kept after F and what of it after I, and the unit of both."""
+
+    activation: NDArray[np.int64]
+    weight_context: NDArray[np.int64]
+    unit: str
+
+
+def _check_limit(actions: Actions, sizes: _Sizes, limit: PerRank | None, key: str, findings: Findings) -> list[int]:
+    """Prove that no action needs more than the limit of its rank; return the peak of each rank."""
+    schedule = actions.schedule
+    peak = peak_bytes(schedule, sizes.activation, sizes.weight_context)
+    if limit is None:
+        return peak
+    limits = _spread(limit, schedule.num_ranks, key, "rank")
+    if (limits >= peak).all():
+        return peak
+    live = live_bytes(schedule, sizes.activation, sizes.weight_context)
+    over = np.flatnonzero(live > limits[actions.rank])
+    for action in first_of_each(actions.rank[over], over):
+        rank, count = int(actions.rank[action]), int(live[action])
         findings.add(
-            row,
-            f"needs {count} {unit}{'s' if count > 1 else ''} alive at once; the limit of rank {rank} is {limits[rank]}",
+            int(actions.row[action]),
+            f"needs {count} {sizes.unit}{'s' if count > 1 else ''} alive at once; "
+            f"the limit of rank {rank} is {limits[rank]}",
             "Run a backward before it, take a schedule with fewer forwards in flight, or raise the limit",
         )
+    return peak
 
 
 def count_messages_alive(subject: Subject, messages: Messages) -> Pool:
     """Count the messages that wait in buffers."""
-    table = subject.table
-    received = alive(table, _marks(subject, messages.receive), _marks(subject, messages.consumer))
-    unsent = alive(table, _marks(subject, messages.producer), _marks(subject, messages.send))
-    return Pool(peaks(table, received), peaks(table, unsent))
+    marks = []
+    for rows in (messages.receive, messages.consumer, messages.producer, messages.send):
+        mark = np.zeros(subject.num_rows, np.bool_)
+        mark[rows] = True
+        marks.append(mark)
+    received, consumed, made, sent = marks
+    return Pool(peak_alive(subject.table, received, consumed), peak_alive(subject.table, made, sent))
 
 
-def _marks(subject: Subject, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    marks: NDArray[np.int64] = np.bincount(rows, minlength=subject.num_rows)
-    return marks
-
-
-def check_slots(subject: Subject, actions: Actions, messages: Messages, findings: Findings) -> None:
+def check_slots(subject: Subject, rows: RowIndex, messages: Messages, findings: Findings) -> None:
     """Prove that whatever uses a slot is done with it before the next one takes it, in each rank's three pools."""
     program = subject.table
     assert isinstance(program, Program)
-    begin, end = _activation_lives(actions, program, findings)
+    begin, end = _activation_lives(program, rows, findings)
+    if _num_overlaps(program, begin, end, messages) == 0:
+        return
     _check_pool("the activation of", begin, end, begin, findings)
     _check_pool("the message of", messages.receive, messages.consumer, messages.receive, findings)
     _check_pool("the unsent result of", messages.producer, messages.send, messages.send, findings)
 
 
-def _activation_lives(
-    actions: Actions, program: Program, findings: Findings
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _activation_lives(program: Program, rows: RowIndex, findings: Findings) -> tuple[Rows, Rows]:
     """First and last row of every activation; a backward that looks into another slot is a finding."""
-    schedule = actions.schedule
-    shape = (schedule.num_stages, schedule.num_microbatches, schedule.num_slices)
-    key = np.ravel_multi_index((schedule.stage, schedule.microbatch, schedule.slice), shape)
-    forwards = np.flatnonzero(schedule.kind == Kind.FORWARD)
-    where = np.zeros(int(np.prod(shape)), np.int64)
-    where[key[forwards]] = actions.row[forwards]
-    made_by = where[key]
-    for action in np.flatnonzero(program.slot[made_by] != program.slot[actions.row]).tolist():
-        row, forward = int(actions.row[action]), int(made_by[action])
-        mine, theirs = int(program.slot[row]), int(program.slot[forward])
-        place = findings.subject.place(forward, seen_from=row)
-        findings.add(row, f"reads slot {mine}; {place} saved its activation in slot {theirs}", f"Give it slot {theirs}")
-    if schedule.is_forward_only:
-        return actions.row[forwards], actions.row[forwards]
-    frees = (schedule.kind == Kind.BACKWARD) | (schedule.kind == Kind.BACKWARD_WEIGHT)
-    return made_by[frees], actions.row[frees]
+    forward, backward, weight = (
+        rows.plane(plane).reshape(-1) for plane in (Plane.FORWARD, Plane.BACKWARD, Plane.WEIGHT)
+    )
+    for reader in (backward, weight):
+        for identity in np.flatnonzero((reader != NONE) & (program.slot[reader] != program.slot[forward])).tolist():
+            row, saver = int(reader[identity]), int(forward[identity])
+            mine, theirs = int(program.slot[row]), int(program.slot[saver])
+            place = findings.subject.place(saver, seen_from=row)
+            problem = f"reads slot {mine}; {place} saved its activation in slot {theirs}"
+            findings.add(row, problem, f"Give it slot {theirs}")
+    is_there = forward != NONE
+    last = forward if program.is_forward_only else np.where(weight != NONE, weight, backward)
+    return forward[is_there], last[is_there]
 
 
-def _check_pool(
-    what: str, begin: NDArray[np.int64], end: NDArray[np.int64], named_by: NDArray[np.int64], findings: Findings
-) -> None:
+def _num_overlaps(program: Program, begin: Rows, end: Rows, messages: Messages) -> int:
+    """Count slots that are taken while in use; more than 0 means that there may be some."""
+    # Each life is noted at one row: that of an unsent result at its end, the others at their begin.
+    other_end = np.full(program.num_instructions, NONE, np.int32)
+    # Two joined rows run together: what one frees is not free for the other.
+    other_end[begin] = end + program.joined[end]
+    other_end[messages.receive] = messages.consumer + program.joined[messages.consumer]
+    other_end[messages.send] = messages.producer
+    num_slots = int(program.slot.max(initial=0)) + 1
+    if num_slots > program.num_instructions or program.slot.min(initial=0) < 0:
+        return 1  # no table of slots for such numbers
+    in_use = np.full((3, num_slots), NONE, np.int64)
+    return int(_COUNT_OVERLAPS(program.num_instructions, program.op, program.slot, other_end, in_use))
+
+
+def _count_overlaps(op: Any, slot: Any, other_end: Any, in_use: Any) -> int:
+    """Look at lives one after the other; `in_use` holds per pool and slot the last row of the life before."""
+    count = 0
+    for row in range(len(op)):
+        other = other_end[row]
+        if other < 0:
+            continue
+        pool = 0 if op[row] == 0 else 1  # FORWARD, else a receive
+        begin = row
+        if op[row] == 4 or op[row] == 6:  # SEND_FORWARD, SEND_BACKWARD
+            pool = 2
+            begin, other = other, row
+        # The rows of earlier ranks are smaller: what these have left behind is in nobody's way.
+        if begin <= in_use[pool, slot[row]]:
+            count += 1
+        in_use[pool, slot[row]] = other
+    return count
+
+
+_COUNT_OVERLAPS = Hot(_count_overlaps)
+
+
+def _check_pool(what: str, begin: Rows, end: Rows, named_by: Rows, findings: Findings) -> None:
     """Prove that lives in one slot of one rank do not overlap; `named_by` are the rows that hold the slot's number."""
     subject = findings.subject
     program = subject.table

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
@@ -17,21 +18,23 @@ MAX_RANKS = 8
 HERE = "<-- here"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Subject:
     """The table under proof, and what every proof asks of it."""
 
     table: Schedule | Program
     op: Ints
-    rank: NDArray[np.int32]
-    """[num_rows] the rank that runs each row."""
     rank_of_stage: NDArray[np.int32]
 
     @classmethod
     def of(cls, table: Schedule | Program) -> "Subject":
         op = table.kind if isinstance(table, Schedule) else table.op
-        ranks = np.repeat(np.arange(table.num_ranks, dtype=np.int32), np.diff(table.offsets))
-        return cls(table, op, ranks, np.array(table.placement.rank_of_stage, np.int32))
+        return cls(table, op, np.array(table.placement.rank_of_stage, np.int32))
+
+    @cached_property
+    def rank(self) -> NDArray[np.int32]:
+        """[num_rows] the rank that runs each row."""
+        return rank_of_row(self.table)
 
     @property
     def num_rows(self) -> int:
@@ -57,12 +60,21 @@ class Findings:
 
     subject: Subject
     violations: list[Violation] = field(default_factory=list)
+    suspects: list[Violation] = field(default_factory=list)
+    """Those that may well be the cause of all others; they are shown first."""
 
     def add(self, row: int, problem: str, way_out: str) -> None:
         """Note that something is wrong with a row."""
+        self.violations.append(self._at(row, problem, way_out))
+
+    def suspect(self, row: int, problem: str, way_out: str) -> None:
+        """Note that a row is wrong, and may be all that is."""
+        self.suspects.append(self._at(row, problem, way_out))
+
+    def _at(self, row: int, problem: str, way_out: str) -> Violation:
         subject = self.subject
         rank, position = int(subject.rank[row]), subject.position(row)
-        self.violations.append(Violation(rank, position, subject.text(row), problem, way_out))
+        return Violation(rank, position, subject.text(row), problem, way_out)
 
     def add_missing(self, rank: int, problem: str, way_out: str) -> None:
         """Note that something is missing at the end of a rank's order."""
@@ -70,20 +82,29 @@ class Findings:
         self.violations.append(Violation(rank, end, "", problem, way_out))
 
     def raise_if_any(self) -> None:
-        """Raise one error with all violations, ordered by rank and position.
+        """Raise one error with all violations: first the suspects, then by rank and position.
 
         Raises:
             ScheduleError: if anything was found.
         """
-        if not self.violations:
+        violations = sorted(self.suspects, key=_place) + sorted(self.violations, key=_place)
+        if not violations:
             return
         table = self.subject.table
         what = "schedule" if isinstance(table, Schedule) else "program"
-        count = len(self.violations)
+        count = len(violations)
         title = f"{table.name}: the {what} breaks {count} rule{'s' if count > 1 else ''}"
-        violations = sorted(self.violations, key=lambda found: (found.rank, found.position))
         marks = {(found.rank, found.position) for found in violations[:MAX_SHOWN]}
         raise ScheduleError(title, violations, draw(self.subject, marks))
+
+
+def rank_of_row(table: Schedule | Program) -> NDArray[np.int32]:
+    """[num_rows] the rank that runs each row."""
+    return np.repeat(np.arange(table.num_ranks, dtype=np.int32), np.diff(table.offsets))
+
+
+def _place(found: Violation) -> tuple[int, int]:
+    return found.rank, found.position
 
 
 def draw(subject: Subject, marks: set[tuple[int, int]]) -> str:

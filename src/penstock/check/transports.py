@@ -15,15 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.check.channels import Messages
+from penstock.check.channels import Messages, Rows
 from penstock.check.collectives import Join
 from penstock.check.report import Findings, Subject
 from penstock.ir.deps import NONE
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.ir.walk import NOT_RUN, Walk, walk
-
-Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +52,15 @@ ALL_TRANSPORTS: tuple[TransportModel, ...] = (RENDEZVOUS, SINGLE_QUEUE)
 def check_transport(
     subject: Subject, messages: Messages, joins: list[Join], model: TransportModel, findings: Findings
 ) -> bool:
-    """Prove that the program ends under the model; else tell per rank where it stands and what it waits for."""
+    """Prove that the program ends under the model; else tell per rank where it stands and what it waits for.
+
+    `messages` stand channel after channel, in the order of the sends.
+    """
     machine = _Machine.of(subject, joins, sends_block=isinstance(model, Buffered))
     queues = None
     if isinstance(model, Buffered):
         machine.wait(messages.consumer, machine.lane_row[messages.send])
-        gated, gate = _gates(messages, model.capacity)
+        gated, gate = _gates(messages.channel(subject), model.capacity)
         machine.wait(messages.send[gated], machine.last_before(messages.receive[gate]))
     else:
         queues = _Queues.of(subject, machine, messages)
@@ -130,12 +131,12 @@ class _Machine:
         return walk(self.offsets, self.waits, self.joined, np.zeros(len(self.waits)))
 
 
-def _gates(messages: Messages, capacity: int) -> tuple[Rows, Rows]:
+def _gates(channel: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Which messages' sends wait for a receive, and for that of which message: the one `capacity` earlier."""
-    index = np.arange(len(messages.send))
+    index = np.arange(len(channel))
     gate = index - capacity
     gated = gate >= 0
-    gated[gated] = messages.channel[gate[gated]] == messages.channel[index[gated]]
+    gated[gated] = channel[gate[gated]] == channel[index[gated]]
     return index[gated], gate[gated]
 
 
@@ -156,9 +157,10 @@ class _Queues:
     @classmethod
     def of(cls, subject: Subject, machine: _Machine, messages: Messages) -> "_Queues":
         num_ranks, num_messages = subject.table.num_ranks, len(messages.send)
-        sender, receiver = messages.channel // num_ranks, messages.channel % num_ranks
+        channel = messages.channel(subject)
+        sender, receiver = channel // num_ranks, channel % num_ranks
         row = np.concatenate([messages.send, messages.receive])
-        queue = np.concatenate([messages.channel, receiver * num_ranks + sender])
+        queue = np.concatenate([channel, receiver * num_ranks + sender])
         order = np.argsort(queue * subject.num_rows + row)
         place = np.empty_like(order)
         place[order] = np.arange(len(order))

@@ -5,31 +5,53 @@ Timed, a column is one unit of time: F, I and W take one, B two; `.` is an idle 
     rank 0: 0F0 0F1 .   0B0 =   0B1 =
     rank 1: .   1F0 1B0 =   1F1 1B1 =
 
-Plain, the actions of a rank stand one behind the other. An overlapped pair is `(0F7;7B3)` in both.
+Plain, the actions of a rank stand one behind the other. An overlapped pair is `(0F7;7B3)` in both. A long drawing may
+be wrapped into blocks, each with the labels of all ranks; lines that begin with `#` are comments.
 """
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from penstock.errors import FormatError
-from penstock.ir.action import Kind
+from penstock.ir.common_order import UNITS, walk_untimed
 from penstock.ir.deps import predecessors
 from penstock.ir.formats.cells import PAIR_SUFFIX, action_cells, infer_layout, instruction_cells, parse_cells
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
-from penstock.ir.walk import walk
 
-IDLE, GOES_ON, CUT, MARK = ".", "=", "...", "^"
-UNITS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
+IDLE, GOES_ON, CUT, MARK, COMMENT = ".", "=", "...", "^", "#"
 
 _LABEL = re.compile(r"\s*rank\s+([0-9]{1,9})\s*:?(?=[\s|]|$)")
 _WORD = re.compile(rf"\([^()|]*\)(?:{PAIR_SUFFIX})?|[^\s|]+")
-_Words = list[tuple[int, str]]
-"""The words of a line, each with where it begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """A word of a drawing; lines and columns count from 1."""
+
+    text: str
+    line: int
+    column: int
+
+    def error(self, problem: str, file: str) -> FormatError:
+        return FormatError(problem, file=file, line=self.line, column=self.column)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """All that a drawing says of one rank, from `line` on; in a wrapped one, that stands in several lines."""
+
+    line: int
+    words: list[_Word]
+
+    @property
+    def actions(self) -> list[_Word]:
+        return [word for word in self.words if word.text not in (IDLE, GOES_ON)]
 
 
 def to_grid(
@@ -73,29 +95,30 @@ def to_grid(
 def from_grid(text: str, *, file: str = "<text>", name: str = "from a grid") -> Schedule:
     """Read a drawing, timed or plain, with or without `rank 0:` labels and `|` between columns.
 
-    Empty lines and lines of marks are skipped. What the drawing does not say is inferred, as for CSV.
+    Where labels begin with rank 0 again, the rows go on. Empty lines, comments and lines of marks are skipped. What the
+    drawing does not say is inferred, as for CSV.
 
     Raises:
         FormatError: with line and column of the first word that does not fit.
     """
-    places: list[tuple[int, _Words]] = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        words = _read_line(line, number, len(places), file)
-        if words is not None:
-            places.append((number, words))
-    if not places:
+    rows = _read_rows(text, file)
+    if not rows:
         raise FormatError("the drawing is empty; expected one line of actions per rank, such as 0F0 0B0", file=file)
+    for row in rows:
+        _require_whole(row, file)
+    places = [row.actions for row in rows]
 
     def fail(problem: str, rank: int, cell: int, offset: int) -> FormatError:
-        line, words = places[rank]
-        column = words[cell][0] + offset + 1 if cell < len(words) else 1
-        return FormatError(problem, file=file, line=line, column=column)
+        if cell >= len(places[rank]):
+            return FormatError(problem, file=file, line=rows[rank].line)
+        word = places[rank][cell]
+        return FormatError(problem, file=file, line=word.line, column=word.column + offset)
 
-    cells = parse_cells(([_whole(word) for _, word in words] for _, words in places), fail)
+    cells = parse_cells(([_whole(word.text) for word in words] for words in places), fail)
     layout = infer_layout(cells, fail)
     if not cells.is_schedule:
-        row = int(np.argmax(cells.op > Op.BACKWARD_WEIGHT))
-        raise fail("a drawing of a program cannot be read; expected actions alone", *cells.place(row))
+        instruction = int(np.argmax(cells.op > Op.BACKWARD_WEIGHT))
+        raise fail("a drawing of a program cannot be read; expected actions alone", *cells.place(instruction))
     return Schedule(
         name,
         layout.placement,
@@ -113,8 +136,7 @@ def from_grid(text: str, *, file: str = "<text>", name: str = "from a grid") -> 
 
 def _start_columns(schedule: Schedule) -> list[list[int]] | None:
     """Per rank, the start of every cell and the end of the last, in units of time; None if the order cannot run."""
-    units = np.array([UNITS[kind] for kind in Kind], np.float64)[schedule.kind]
-    times = walk(schedule.offsets, predecessors(schedule), schedule.joined, units)
+    times = walk_untimed(schedule, predecessors(schedule))
     if not times.is_complete:
         return None
     is_cell = ~np.concatenate([[False], schedule.joined[:-1]]) if schedule.num_actions else schedule.joined
@@ -136,24 +158,45 @@ def _in_time(cells: list[str], columns: list[int]) -> list[str]:
     return row
 
 
-def _read_line(line: str, number: int, rank: int, file: str) -> _Words | None:
-    """The actions of one line, or None for a line without any place for them."""
-    label = _LABEL.match(line)
-    if label is not None and int(label[1]) != rank:
-        problem = f"the label says rank {label[1]}; expected rank {rank}, as the ranks stand in order"
-        raise FormatError(problem, file=file, line=number, column=label.start(1) + 1)
-    found = [(word.start(), word.group()) for word in _WORD.finditer(line, label.end() if label else 0)]
-    if label is None and (not found or found[0][1].startswith(MARK)):
-        return None
-    for index, (begin, word) in enumerate(found):
-        if word == CUT:
-            raise FormatError(
-                "the drawing is cut off here; expected all of it", file=file, line=number, column=begin + 1
-            )
-        if word == GOES_ON and (index == 0 or found[index - 1][1] == IDLE):
-            problem = "nothing goes on here; expected an action before ="
-            raise FormatError(problem, file=file, line=number, column=begin + 1)
-    return [(begin, word) for begin, word in found if word not in (IDLE, GOES_ON)]
+def _read_rows(text: str, file: str) -> list[_Row]:
+    """The rows of all ranks; those of a wrapped drawing are put together from its blocks."""
+    rows: list[_Row] = []
+    rank, num_blocks = -1, 1
+    for number, line in enumerate(text.split("\n"), start=1):
+        label = _LABEL.match(line)
+        found = _WORD.finditer(line, label.end() if label else 0)
+        words = [_Word(word.group(), number, word.start() + 1) for word in found]
+        if label is None and (not words or words[0].text.startswith((MARK, COMMENT))):
+            continue
+        rank += 1
+        if label is not None:
+            place = _Word(label[1], number, label.start(1) + 1)
+            if int(label[1]) == 0 and rank == len(rows) > 1:
+                rank, num_blocks = 0, num_blocks + 1
+            if int(label[1]) != rank:
+                problem = f"the label says rank {label[1]}; expected rank {rank}, as the ranks stand in order"
+                raise place.error(problem, file)
+        if rank < len(rows):
+            rows[rank].words.extend(words)
+        elif num_blocks == 1:
+            rows.append(_Row(number, words))
+        else:
+            raise FormatError(f"rank {rank} is in no block above; expected {rank} ranks", file=file, line=number)
+    if rank < len(rows) - 1:
+        problem = f"block {num_blocks} ends with rank {rank}; expected all of the {len(rows)} ranks"
+        raise FormatError(problem, file=file, line=text.count("\n") + 1)
+    return rows
+
+
+def _require_whole(row: _Row, file: str) -> None:
+    """Refuse a row that is cut off, or in which something goes on that did not begin."""
+    before = IDLE
+    for word in row.words:
+        if word.text == CUT:
+            raise word.error("the drawing is cut off here; expected all of it", file)
+        if word.text == GOES_ON and before == IDLE:
+            raise word.error("nothing goes on here; expected an action before =", file)
+        before = word.text
 
 
 def _whole(word: str) -> str:

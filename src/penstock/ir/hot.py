@@ -2,16 +2,28 @@
 
 A small plan must not wait for a compiler, a large one must not wait for the interpreter: the same function serves both.
 Such a function only indexes arrays and calls its `helpers`, which stand in the same file and are named callers first.
+What is compiled is kept on disk beside the source (or where NUMBA_CACHE_DIR says): the next process only loads it.
+
+Where rows do not depend on each other, numpy on one block of rows after the other serves both as well: see `blocks`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from types import FunctionType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 COMPILE_ABOVE_ROWS = 60_000
+BLOCK_ROWS = 1 << 16
+"""Intermediate columns of so many rows stay in a processor's cache, and never add up to the size of a table."""
+
+
+def blocks(num_rows: int) -> Iterator[slice]:
+    """Cut rows into blocks, in order."""
+    for begin in range(0, num_rows, BLOCK_ROWS):
+        yield slice(begin, min(begin + BLOCK_ROWS, num_rows))
 
 
 class Hot:
@@ -33,14 +45,27 @@ class Hot:
 
     @cached_property
     def compiled(self) -> Callable[..., Any]:
-        import numba
-
-        jit = numba.njit(cache=True)
         names: dict[str, Any] = {}
         for function in (*reversed(self._helpers), self._function):
-            names[function.__name__] = jit(_with_globals(function, names))
+            names[function.__name__] = _compile(_with_globals(function, names))
         compiled: Callable[..., Any] = names[self._function.__name__]
         return compiled
+
+
+def frozen(column: NDArray[Any]) -> NDArray[Any]:
+    """Return a view that cannot be written: a loop is compiled anew for each mix of columns that can and cannot."""
+    view = column.view()
+    view.flags.writeable = False
+    return view
+
+
+def _compile(function: FunctionType) -> Any:
+    import numba
+
+    try:
+        return numba.njit(cache=True)(function)
+    except RuntimeError:  # there is no folder that a compiled function could be kept in
+        return numba.njit(function)
 
 
 def _with_globals(function: Callable[..., Any], names: dict[str, Any]) -> FunctionType:

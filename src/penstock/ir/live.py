@@ -7,12 +7,14 @@ What a row takes counts from its start, what it frees counts until its end. Two 
 takes is there for both, and what either frees is there until both have ended.
 """
 
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.action import Kind
+from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 
@@ -31,41 +33,73 @@ def live_bytes(table: Schedule | Program, activation_bytes: NDArray[Any], weight
     Both sizes are per stage, [num_stages]. After the input part of a backward, `activation_bytes` become
     `weight_context_bytes` until the weight part has run. Without any backward, an activation ends with its F.
     """
-    code = _ops(table)
-    saved, context = activation_bytes[table.stage], weight_context_bytes[table.stage]
-    taken = np.where(code == Kind.FORWARD, saved, 0).astype(np.int64)
-    if table.is_forward_only:
-        return alive(table, taken, taken)
-    freed = np.where(code == Kind.BACKWARD, saved, 0)
-    freed = np.where(code == Kind.BACKWARD_INPUT, saved - context, freed)
-    freed = np.where(code == Kind.BACKWARD_WEIGHT, context, freed)
-    return alive(table, taken, freed.astype(np.int64))
+    return np.concatenate(list(_live_by_rank(table, activation_bytes, weight_context_bytes)))
 
 
-def alive(table: Schedule | Program, taken: Counts, freed: Counts) -> Counts:
+def alive(table: Schedule | Program, taken: NDArray[Any], freed: NDArray[Any]) -> Counts:
     """[num_rows] what is alive while each row runs, of what rows take at their start and free at their end."""
-    first = np.flatnonzero(table.joined)
-    if len(first):
-        taken, freed = taken.copy(), freed.copy()
-        taken[first] += taken[first + 1]
-        taken[first + 1] = 0
-        freed[first + 1] += freed[first]
-        freed[first] = 0
-    balance = np.concatenate([[0], np.cumsum(taken - freed)])
-    at_start_of_rank: Counts = np.repeat(balance[table.offsets[:-1]], np.diff(table.offsets))
-    return balance[:-1] + taken - at_start_of_rank
+    return np.concatenate(list(_alive_by_rank(table, taken, freed)))
 
 
 def peaks(table: Schedule | Program, live: Counts) -> list[int]:
     """Per rank, the largest value among its rows; 0 for a rank without rows."""
-    offsets = table.offsets
-    return [int(live[offsets[rank] : offsets[rank + 1]].max(initial=0)) for rank in range(table.num_ranks)]
+    return _peaks(live[part] for part in _ranks(table))
 
 
 def peak_activations(table: Schedule | Program) -> list[int]:
     """Per rank, the most activations alive at once."""
-    return peaks(table, live_activations(table))
+    ones = np.ones(table.num_stages, np.int64)
+    return peak_bytes(table, ones, ones)
 
 
-def _ops(table: Schedule | Program) -> NDArray[Any]:
-    return table.kind if isinstance(table, Schedule) else table.op
+def peak_bytes(
+    table: Schedule | Program, activation_bytes: NDArray[Any], weight_context_bytes: NDArray[Any]
+) -> list[int]:
+    """Per rank, the largest value of `live_bytes`, without the column itself."""
+    return _peaks(_live_by_rank(table, activation_bytes, weight_context_bytes))
+
+
+def peak_alive(table: Schedule | Program, taken: NDArray[Any], freed: NDArray[Any]) -> list[int]:
+    """Per rank, the largest value of `alive`, without the column itself."""
+    return _peaks(_alive_by_rank(table, taken, freed))
+
+
+def _peaks(live_by_rank: Iterable[Counts]) -> list[int]:
+    return [int(live.max(initial=0)) for live in live_by_rank]
+
+
+def _ranks(table: Schedule | Program) -> Iterator[slice]:
+    """The rows of each rank."""
+    return (slice(begin, end) for begin, end in pairwise(table.offsets.tolist()))
+
+
+def _live_by_rank(table: Schedule | Program, saved: NDArray[Any], context: NDArray[Any]) -> Iterator[Counts]:
+    op = table.kind if isinstance(table, Schedule) else table.op
+    taken, freed = np.zeros((2, len(Op), table.num_stages), np.int64)
+    taken[Op.FORWARD] = saved
+    if table.is_forward_only:
+        freed[Op.FORWARD] = saved
+    freed[Op.BACKWARD] = saved
+    freed[Op.BACKWARD_INPUT] = saved - context
+    freed[Op.BACKWARD_WEIGHT] = context
+    for part in _ranks(table):
+        which = op[part].astype(np.intp) * table.num_stages + table.stage[part]
+        yield _alive(table.joined[part], taken.take(which), freed.take(which))
+
+
+def _alive_by_rank(table: Schedule | Program, taken: NDArray[Any], freed: NDArray[Any]) -> Iterator[Counts]:
+    for part in _ranks(table):
+        yield _alive(table.joined[part], taken[part].astype(np.int64), freed[part].astype(np.int64))
+
+
+def _alive(joined: NDArray[np.bool_], taken: Counts, freed: Counts) -> Counts:
+    """[num_rows] what is alive on one rank; `taken` and `freed` are overwritten."""
+    first = np.flatnonzero(joined)
+    if len(first):
+        taken[first] += taken[first + 1]
+        taken[first + 1] = 0
+        freed[first + 1] += freed[first]
+        freed[first] = 0
+    found = np.cumsum(taken)
+    found[1:] -= np.cumsum(freed[:-1])
+    return found

@@ -1,6 +1,8 @@
 """`Program`: for every rank its instructions in order, as one immutable table; what is simulated and executed."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -71,16 +73,21 @@ class Program:
     def num_instructions(self) -> int:
         return len(self.op)
 
-    @property
+    @cached_property
     def is_compute(self) -> NDArray[np.bool_]:
         """[num_instructions] which rows compute."""
         return np.less_equal(self.op, Op.BACKWARD_WEIGHT)
 
     @property
-    def is_forward_only(self) -> bool:
-        return not bool(np.isin(self.op, (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)).any())
+    def is_backward(self) -> NDArray[np.bool_]:
+        """[num_instructions] which rows are whole backwards or parts of one."""
+        return np.greater(self.op, Op.FORWARD) & self.is_compute
 
     @property
+    def is_forward_only(self) -> bool:
+        return not bool(self.is_backward.any())
+
+    @cached_property
     def rank_of_row(self) -> NDArray[np.int32]:
         """[num_instructions] the rank that runs each row."""
         return np.repeat(np.arange(self.num_ranks, dtype=np.int32), np.diff(self.offsets))
@@ -109,7 +116,12 @@ class Program:
 
     def reordered(self, order: Ints) -> "Program":
         """Return the same instructions in another order; rows stay on their rank."""
-        return replace(self, **{name: getattr(self, name)[order] for name in COLUMNS})
+        columns = {name: np.empty_like(getattr(self, name)) for name in COLUMNS}
+        for begin, end in pairwise(self.offsets.tolist()):  # a rank's rows stay in cache while they change places
+            within = order[begin:end].astype(np.intp) - begin
+            for name, column in columns.items():
+                getattr(self, name)[begin:end].take(within, out=column[begin:end])
+        return replace(self, **columns)
 
     def with_slots(self, slot: Ints) -> "Program":
         """Return the same instructions with other slots."""
@@ -117,16 +129,16 @@ class Program:
 
     def inserted(self, new: "NewRows") -> "Program":
         """Return the program with rows put in; among rows at one place, the order given counts."""
-        # Keys 3r, 3r+1, 3r+2: what goes before row r, row r itself, what goes after it.
-        keys = np.concatenate([3 * np.arange(self.num_instructions) + 1, new.key])
-        order = np.argsort(keys, kind="stable")
-        merged: dict[str, Any] = {}
+        in_order = np.argsort(new.key, kind="stable")
+        # Keys 3r and 3r+2 mean in front of row r and in front of row r+1, the latter first.
+        places = (new.key[in_order] + 2) // 3
+        columns: dict[str, Any] = {}
         for name in COLUMNS:
-            column = getattr(self, name)
-            addition = np.zeros(len(new.key), column.dtype) if name in ("slot", "joined") else getattr(new, name)
-            merged[name] = np.concatenate([column, addition.astype(column.dtype)])[order]
+            old = getattr(self, name)
+            added = np.zeros(len(places)) if name in ("slot", "joined") else getattr(new, name)[in_order]
+            columns[name] = _interleaved(old, added.astype(old.dtype), places)
         counts = np.diff(self.offsets) + np.bincount(new.rank, minlength=self.num_ranks)
-        return replace(self, **merged, offsets=np.concatenate([[0], np.cumsum(counts)]))
+        return replace(self, **columns, offsets=np.concatenate([[0], np.cumsum(counts)]))
 
     def to_csv(self, *, torch_only: bool = False) -> str:
         """Return torch's CSV with communication; `torch_only` leaves out the instructions that torch does not know."""
@@ -195,3 +207,11 @@ class NewRows:
     @staticmethod
     def after(row: Ints) -> Ints:
         return 3 * row + 2
+
+
+def _interleaved(old: NDArray[Any], added: NDArray[Any], places: Ints) -> NDArray[Any]:
+    """Put each added value in front of the old one at its place; few values among many, so by whole pieces."""
+    parts: list[NDArray[Any]] = [old[:0]] * (2 * len(added) + 1)
+    parts[::2] = np.split(old, places)
+    parts[1::2] = [added[index : index + 1] for index in range(len(added))]
+    return np.concatenate(parts)

@@ -1,32 +1,53 @@
 """Reads schedules and programs from files and texts, whichever of the formats they are in."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
-from penstock.errors import ConfigError, FormatError
+from penstock.errors import ConfigError, FormatError, nearest
+from penstock.ir.formats import deepspeed, megatron
 from penstock.ir.formats.json_text import PROGRAM_FORMAT, kind_of_json
 from penstock.ir.grid import from_grid
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 
 _COMMUNICATION = re.compile(r"SEND|RECV|SHARD|REDUCE|STEP")
+_COMMENT = re.compile(r"^[ \t]*#.*\n?", re.MULTILINE)
+_LABELLED = re.compile(r"^[ \t]*rank[ \t]+[0-9]", re.MULTILINE)
 
 
-def read_table(text: str, *, file: str = "<text>", name: str | None = None) -> Schedule | Program:
-    """Read JSON, CSV of actions, CSV with communication, or a drawn grid; the text itself says which it is.
+def read_table(
+    text: str, *, file: str = "<text>", name: str | None = None, format: str | None = None
+) -> Schedule | Program:
+    """Read a schedule or a program; without a `format` (one of `formats.READABLE`), the text itself tells which.
+
+    `name` becomes the schedule's where the format holds none.
 
     Raises:
+        ConfigError: for an unknown format.
         FormatError: where the text does not follow its format.
     """
     text = text.removeprefix("\ufeff")
-    if text.lstrip().startswith(("{", "[")):
-        is_program = kind_of_json(text, file=file) == PROGRAM_FORMAT
-        return Program.from_json(text, file=file) if is_program else Schedule.from_json(text, file=file)
-    if _COMMUNICATION.search(text):
-        return Program.from_csv(text, file=file, name=name or "from CSV")
-    if "," not in text and len(text.split()) > text.count("\n") + 1:
-        return from_grid(text, file=file, name=name or "from a grid")
-    return Schedule.from_csv(text, file=file, name=name or "from CSV")
+    chosen = format_of(text) if format is None else format
+    if chosen not in READERS:
+        known = ", ".join(READERS)
+        raise ConfigError(
+            f"{chosen!r} is none that can be read; known: {known}.{nearest(chosen, READERS)}", key="format"
+        )
+    return READERS[chosen](text, file, name)
+
+
+def format_of(text: str) -> str:
+    """Return which of `formats.READABLE` a text seems to be in."""
+    start = text.removeprefix("\ufeff").lstrip()
+    if start.startswith(("{", "[")):
+        return "json"
+    for name, title in (("deepspeed", deepspeed.TITLE), ("megatron", megatron.TITLE)):
+        if start[: len(title)].lower() == title.lower():
+            return name
+    said = _COMMENT.sub("", text)
+    is_grid = "," not in said and len(said.split()) > said.count("\n") + 1 and not _COMMUNICATION.search(said)
+    return "grid" if is_grid or _LABELLED.search(said) else "csv"
 
 
 def read_schedule(path: Path) -> Schedule:
@@ -46,3 +67,23 @@ def read_schedule(path: Path) -> Schedule:
     if isinstance(table, Program):
         raise FormatError("holds a program with communication; expected a schedule of F, B, I and W", file=str(path))
     return table
+
+
+def _read_csv(text: str, file: str, name: str | None) -> Schedule | Program:
+    table = Program if _COMMUNICATION.search(text) else Schedule
+    return table.from_csv(text, file=file, name=name or "from CSV")
+
+
+def _read_json(text: str, file: str, name: str | None) -> Schedule | Program:
+    table = Program if kind_of_json(text, file=file) == PROGRAM_FORMAT else Schedule
+    return table.from_json(text, file=file)
+
+
+READERS: dict[str, Callable[[str, str, str | None], Schedule | Program]] = {
+    "csv": _read_csv,
+    "json": _read_json,
+    "grid": lambda text, file, name: from_grid(text, file=file, name=name or "from a grid"),
+    "deepspeed": lambda text, file, name: deepspeed.from_deepspeed(text, file=file, name=name or "from DeepSpeed"),
+    "megatron": lambda text, file, name: megatron.from_megatron(text, file=file, name=name or "from Megatron"),
+}
+"""By format: reads (text, file, name)."""

@@ -30,6 +30,10 @@ class Timeline:
     """[num_stages] bytes saved per forward; 0 where unknown."""
     weight_context_bytes: NDArray[np.int64]
     """[num_stages] bytes kept after the input part of a backward until the weight part; 0 where unknown."""
+    static_bytes: tuple[int, ...] = ()
+    """Per rank, bytes of parameters, gradients and optimizer state, beside `peak_bytes`; empty where unknown."""
+    clock_uncertainty_s: float = 0.0
+    """The most by which times of different ranks may be off against each other; 0 where they have one clock."""
 
     def __post_init__(self) -> None:
         self.start_s.flags.writeable = False
@@ -71,6 +75,11 @@ class Timeline:
         """The largest first-start-to-last-end of any one rank."""
         first, last = self._bounds_s
         return float((last - first).max())
+
+    @property
+    def step_s(self) -> float:
+        """First start to last end of all instructions: the makespan, with collectives and optimizer steps around it."""
+        return float(self.end_s.max() - self.start_s.min()) if len(self.end_s) else 0.0
 
     @property
     def bubble_fraction(self) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.hot import Hot
+from penstock.ir.hot import Hot, frozen
 
 NOT_RUN = -1.0
 BLOCKED = -2.0
@@ -46,24 +46,24 @@ def walk(
     num_rows = len(duration)
     delay = np.zeros(num_rows) if lag is None else lag
     result = Walk(np.full(num_rows, NOT_RUN), np.full(num_rows, NOT_RUN), offsets[:-1].astype(np.int64))
-    _WALK(
-        num_rows, offsets, predecessors, joined, duration, delay, result.start, result.end, result.reached,
-        np.zeros(len(offsets) - 1),
-    )  # fmt: skip
+    columns = map(frozen, (offsets, predecessors, joined, duration, delay))
+    _WALK(num_rows, *columns, result.start, result.end, result.reached, np.zeros(len(offsets) - 1))
     return result
 
 
-def _ready_time(predecessors: Any, end: Any, lag: Any, first: int, last: int) -> float:
-    """When rows first..last can start together, or BLOCKED; among themselves they do not wait."""
+def _ready_time(predecessors: Any, end: Any, lag: Any, row: int, partner: int) -> float:
+    """When the row can start, or BLOCKED; the row that it is joined to is not waited for."""
     ready = 0.0
-    for row in range(first, last + 1):
-        for column in range(predecessors.shape[1]):
-            before = predecessors[row, column]
-            if before < 0 or first <= before <= last:
-                continue
-            if end[before] == -1.0:  # NOT_RUN
-                return -2.0  # BLOCKED
-            ready = max(ready, end[before] + lag[before])
+    for column in range(predecessors.shape[1]):
+        before = predecessors[row, column]
+        if before < 0 or before == partner:
+            continue
+        ended = end[before]
+        if ended == -1.0:  # NOT_RUN
+            return -2.0  # BLOCKED
+        arrives = ended + lag[before]
+        if arrives > ready:  # interpreted, a call of max takes longer than all of this
+            ready = arrives
     return ready
 
 
@@ -74,15 +74,19 @@ def _advance_rank(
     while row < stop:
         last = row + 1 if joined[row] else row
         ready = _ready_time(predecessors, end, lag, row, last)
-        if ready == -2.0:  # BLOCKED
+        if last > row and ready >= 0.0:
+            other = _ready_time(predecessors, end, lag, last, row)
+            ready = max(ready, other) if other >= 0.0 else other
+        if ready < 0.0:  # BLOCKED
             break
-        begin = max(ready, free)
-        free = begin
-        for member in range(row, last + 1):
-            free += duration[member]
-        for member in range(row, last + 1):
-            start[member] = begin
-            end[member] = free
+        begin = ready if ready > free else free
+        free = begin + duration[row]
+        if last > row:
+            free += duration[last]
+            start[last] = begin
+            end[last] = free
+        start[row] = begin
+        end[row] = free
         row = last + 1
     return row, free
 

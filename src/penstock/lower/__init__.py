@@ -5,8 +5,10 @@ reductions, the optimizer step if asked for, buffers.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from penstock.errors import ScheduleError
+from penstock.errors import ConfigError, ScheduleError, described
+from penstock.ir.common_order import Starts
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.lower.add_messages import add_messages
@@ -17,21 +19,31 @@ from penstock.lower.post_receives_ahead import post_receives_ahead
 
 Pass = Callable[[Program], Program]
 
-MESSAGES: tuple[Pass, ...] = (add_messages, post_receives_ahead)
 REDUCTIONS: tuple[Pass, ...] = (add_reductions,)
 STEP: tuple[Pass, ...] = (add_optimizer_step,)
 BUFFERS: tuple[Pass, ...] = (assign_slots,)
 
 
-def lower(schedule: Schedule, *, tied_groups: Sequence[Sequence[int]] = (), optimizer_step: bool = False) -> Program:
+def lower(
+    schedule: Schedule,
+    *,
+    tied_groups: Sequence[Sequence[int]] = (),
+    optimizer_step: bool = False,
+    start: Starts | None = None,
+) -> Program:
     """Make the program of a schedule: messages, gradient reductions, on request the optimizer step, buffers.
 
-    `tied_groups` are groups of stages that hold copies of one parameter. The result passes `penstock.check` under every
-    transport model, whatever feasible order the schedule has.
+    `tied_groups` are groups of stages that hold copies of one parameter; `start` are the starts of the schedule's
+    untimed walk, where they are known already. The result passes `penstock.check` under every transport model, whatever
+    feasible order the schedule has.
 
     Raises:
+        ConfigError: for anything but a schedule.
         ScheduleError: if the schedule cannot run to its end, or a tied group names a stage that does not exist.
     """
+    if not isinstance(schedule, Schedule):
+        hint = " that is not lowered yet" if isinstance(schedule, Program) else ""
+        raise ConfigError(f"{described(schedule)}; expected a Schedule{hint}", key="schedule")
     groups = tuple(tuple(sorted(set(group))) for group in tied_groups)
     for group in groups:
         if not all(0 <= stage < schedule.num_stages for stage in group):
@@ -39,7 +51,8 @@ def lower(schedule: Schedule, *, tied_groups: Sequence[Sequence[int]] = (), opti
                 f"tied group {group}: the stages are 0..{schedule.num_stages - 1}; name stages among them"
             )
     program = Program.from_schedule(schedule, tied_groups=groups)
-    for apply in (*MESSAGES, *REDUCTIONS, *(STEP if optimizer_step else ()), *BUFFERS):
+    messages: tuple[Pass, ...] = (partial(add_messages, start=start), post_receives_ahead)
+    for apply in (*messages, *REDUCTIONS, *(STEP if optimizer_step else ()), *BUFFERS):
         program = apply(program)
     return program
 

@@ -11,120 +11,120 @@ sends and receives, of both directions, stand in the common order at both ends, 
 move: under rendezvous, under any buffer, and in a single queue per pair of ranks.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
+from penstock.ir.common_order import Starts, common_order, walk_untimed, whole_starts
 from penstock.ir.deps import NONE, predecessors
+from penstock.ir.hot import Hot, blocks
 from penstock.ir.instruction import Op
-from penstock.ir.program import NewRows, Program
-from penstock.ir.walk import walk
+from penstock.ir.program import COLUMNS, Program
 
-NOMINAL_DURATION = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0, Op.BACKWARD_INPUT: 1.0, Op.BACKWARD_WEIGHT: 1.0}
-"""Only their order of magnitude matters: they decide which of two independent actions counts as earlier."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Messages:
-    """One entry per message: the row that makes it and both ends."""
-
-    producer: NDArray[np.int64]
-    send: Op
-    receive: Op
-    stage: NDArray[np.int32]
-    peer: NDArray[np.int32]
+ACTION, SEND, RECEIVE = range(3)
+"""What a row of the new program does with an action: run it, or move its message at either end."""
+OPS = (
+    (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT),
+    (Op.SEND_FORWARD, Op.SEND_BACKWARD, Op.SEND_BACKWARD, Op.SEND_BACKWARD),
+    (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD, Op.RECEIVE_BACKWARD, Op.RECEIVE_BACKWARD),
+)
+"""By what is done with an action, and its own operation."""
 
 
-def add_messages(program: Program) -> Program:
+def add_messages(program: Program, start: Starts | None = None) -> Program:
     """Add sends and receives to a program of compute instructions.
+
+    `start` are the starts of an untimed walk, where they are known already.
 
     Raises:
         ScheduleError: if the order cannot run at all; `penstock.check` says why.
     """
-    start = _common_start(program)
-    rank_of_row = program.rank_of_row
-    additions: list[NewRows] = []
-    receives: list[NewRows] = []
-    for messages in _find_messages(program, rank_of_row):
-        microbatch, slices = program.microbatch[messages.producer], program.slice[messages.producer]
-        end_of_group = messages.producer + program.joined[messages.producer]
-        receiver = np.array(program.placement.rank_of_stage, np.int32)[messages.peer]
-        additions.append(
-            NewRows(
-                NewRows.after(end_of_group),
-                rank_of_row[messages.producer],
-                np.full(len(microbatch), messages.send),
-                messages.stage,
-                microbatch,
-                slices,
-                messages.peer,
-            )
-        )
-        before = _first_later_row(program, start, messages.producer, receiver)
-        receives.append(
-            NewRows(
-                NewRows.before(before),
-                receiver,
-                np.full(len(microbatch), messages.receive),
-                messages.peer,
-                microbatch,
-                slices,
-                messages.stage,
-            )
-        )
-    moments = np.concatenate([messages.producer for messages in _find_messages(program, rank_of_row)])
-    # Messages at one place stand in the common order of the actions that make them, at both ends: sends behind a pair
-    # in the order of its members, receives before one row by (start, rank).
-    in_order = np.lexsort((moments, start[moments]))
-    ends = [_take(_concatenate(rows), in_order) for rows in (additions, receives)]
-    return program.inserted(_concatenate(ends))
+    starts = _starts(program) if start is None else start
+    peer = _peers(program)
+    layout = _lay_out(program, starts, peer)
+    ops = np.array(OPS, np.int8)
+    columns: dict[str, Any] = {name: np.zeros(len(layout.action), getattr(program, name).dtype) for name in COLUMNS}
+    for part in blocks(len(layout.action)):
+        action, role = layout.action[part].astype(np.intp), layout.role[part]
+        stage, other = program.stage.take(action), peer.take(action)
+        columns["op"][part] = ops[role, program.op.take(action)]
+        columns["stage"][part] = np.where(role == RECEIVE, other, stage)
+        columns["peer"][part] = np.where(role == SEND, other, stage)
+        columns["microbatch"][part] = program.microbatch.take(action)
+        columns["slice"][part] = program.slice.take(action)
+        columns["joined"][part] = program.joined.take(action) & (role == ACTION)
+    return replace(program, **columns, offsets=layout.offsets)
 
 
-def _common_start(program: Program) -> NDArray[np.float64]:
-    duration = np.array([NOMINAL_DURATION[Op(code)] for code in range(4)])[program.op]
-    result = walk(program.offsets, predecessors(program), program.joined, duration)
-    if not result.is_complete:
+def _starts(program: Program) -> Starts:
+    walked = walk_untimed(program, predecessors(program))
+    if not walked.is_complete:
         raise ScheduleError(f"{program.name}: the order cannot run to its end; check the schedule before lowering it")
-    return result.start
+    return whole_starts(walked)
 
 
-def _find_messages(program: Program, rank_of_row: NDArray[np.int32]) -> Iterable[_Messages]:
+def _peers(program: Program) -> NDArray[np.int32]:
+    """[num_instructions] the stage on another rank that gets what the row makes, or `NONE`."""
+    placement = program.placement
+    rank_of_stage = np.array(placement.rank_of_stage)
+    table = np.full((len(Op), placement.num_stages), NONE, np.int32)
+    for op, neighbours in (
+        (Op.FORWARD, placement.next_stage),
+        (Op.BACKWARD, placement.previous_stage),
+        (Op.BACKWARD_INPUT, placement.previous_stage),
+    ):
+        stages = np.array(neighbours)
+        table[op] = np.where(rank_of_stage[stages] != rank_of_stage, stages, NONE)
+    return table[program.op, program.stage]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layout:
+    """The rows of the new program: the action, a row of the old one, and what is done with it."""
+
+    action: NDArray[np.int32]
+    role: NDArray[np.int8]
+    offsets: NDArray[np.int64]
+
+
+def _lay_out(program: Program, start: Starts, peer: NDArray[np.int32]) -> _Layout:
+    rank = program.rank_of_row
     rank_of_stage = np.array(program.placement.rank_of_stage, np.int32)
-    directions = (
-        ((Op.FORWARD,), program.placement.next_stage, Op.SEND_FORWARD, Op.RECEIVE_FORWARD),
-        ((Op.BACKWARD, Op.BACKWARD_INPUT), program.placement.previous_stage, Op.SEND_BACKWARD, Op.RECEIVE_BACKWARD),
-    )
-    for producers, neighbours, send, receive in directions:
-        rows = np.flatnonzero(np.isin(program.op, producers))
-        peer = np.array(neighbours, np.int32)[program.stage[rows]]
-        leaves = (peer != NONE) & (rank_of_stage[peer] != rank_of_row[rows])
-        yield _Messages(rows[leaves], send, receive, program.stage[rows[leaves]], peer[leaves])
+    receiver = np.where(peer == NONE, NONE, rank_of_stage[peer])
+    is_made = receiver != NONE
+    counts = np.diff(program.offsets)
+    for ends in (rank[is_made], receiver[is_made]):
+        counts = counts + np.bincount(ends, minlength=program.num_ranks)
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    layout = _Layout(np.zeros(offsets[-1], np.int32), np.zeros(offsets[-1], np.int8), offsets)
+    _LAY_OUT(
+        program.num_instructions, common_order(start), rank, program.joined, receiver, offsets[:-1].copy(),
+        layout.action, layout.role,
+    )  # fmt: skip
+    return layout
 
 
-def _first_later_row(
-    program: Program, start: NDArray[np.float64], producer: NDArray[np.int64], receiver: NDArray[np.int32]
-) -> NDArray[np.int64]:
-    """The receiver's first row after the producer in the common order (start, rank)."""
-    rank_of_row = program.rank_of_row
-    # Starts never fall along a rank, so shifting each rank past the one before makes one sorted column.
-    span = start.max(initial=0.0) + 1.0
-    moments = start + span * rank_of_row
-    wanted = start[producer] + span * receiver
-    wins_ties = receiver > rank_of_row[producer]
-    found = np.where(
-        wins_ties, np.searchsorted(moments, wanted, side="left"), np.searchsorted(moments, wanted, side="right")
-    )
-    return np.asarray(found, np.int64)
+def _lay_out_all(order: Any, rank: Any, joined: Any, receiver: Any, end: Any, action: Any, role: Any) -> None:
+    """Put row after row, in the common order, at the end of its rank; a message at the ends of two ranks at once."""
+    for row in order:
+        own = rank[row]
+        action[end[own]] = row
+        end[own] += 1
+        if joined[row]:
+            continue  # its message leaves when its partner has run as well
+        first = row - 1 if row > 0 and joined[row - 1] else row
+        for maker in range(first, row + 1):
+            other = receiver[maker]
+            if other >= 0:
+                action[end[own]] = maker
+                role[end[own]] = 1  # SEND
+                end[own] += 1
+                action[end[other]] = maker
+                role[end[other]] = 2  # RECEIVE
+                end[other] += 1
 
 
-def _concatenate(parts: list[NewRows]) -> NewRows:
-    names = ("key", "rank", "op", "stage", "microbatch", "slice", "peer")
-    return NewRows(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
-
-
-def _take(rows: NewRows, order: NDArray[np.intp]) -> NewRows:
-    names = ("key", "rank", "op", "stage", "microbatch", "slice", "peer")
-    return NewRows(*(getattr(rows, name)[order] for name in names))
+_LAY_OUT = Hot(_lay_out_all)

@@ -36,7 +36,7 @@ def add_reductions(program: Program) -> Program:
 def _stage_reductions(program: Program) -> tuple[list[int], list[int], list[int], list[int]]:
     """Columns (row to stand after, op, stage, peer) of one REDUCE_GRAD per stage."""
     last_row = np.full(program.num_stages, -1, np.int64)
-    backwards = np.flatnonzero(np.isin(program.op, (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)))
+    backwards = np.flatnonzero(program.is_backward)
     # Rows ascend along a rank, so the last assignment of a stage is its last backward.
     last_row[program.stage[backwards]] = backwards + program.joined[backwards]
     stages = [stage for stage in range(program.num_stages) if last_row[stage] >= 0]

@@ -7,13 +7,14 @@ A receive only moves toward the front, and never past another send or receive of
 what makes a single queue per pair free of deadlock. One computation ahead bounds the memory of messages.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.deps import predecessors
-from penstock.ir.hot import Hot
+from penstock.ir.deps import identities, num_identities
+from penstock.ir.hot import Hot, blocks
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 
@@ -25,37 +26,55 @@ def post_receives_ahead(program: Program) -> Program:
     starts_group[1:] &= ~program.joined[:-1]
     # A computation's place is its number, two joined ones counted as one; a message's place that of the next
     # computation.
-    place: NDArray[np.int64] = np.cumsum(starts_group) - is_compute
-    data_from = predecessors(program)[:, 0]
-    consumers = np.flatnonzero(is_compute & (data_from >= 0))
-    consumer_place = np.zeros(program.num_instructions, np.int64)
-    consumer_place[data_from[consumers]] = place[consumers]
-    is_receive = np.isin(program.op, (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD))
-    is_message = is_receive | np.isin(program.op, (Op.SEND_FORWARD, Op.SEND_BACKWARD))
-    peer_rank = np.array(program.placement.rank_of_stage, np.int32)[np.where(is_message, program.peer, 0)]
+    place: NDArray[np.int32] = np.cumsum(starts_group, dtype=np.int32)
+    place -= is_compute
+    rank_of_stage = np.array(program.placement.rank_of_stage, np.int32)
     _MOVE(
-        program.num_instructions, program.offsets, is_message, is_receive, peer_rank, consumer_place, place,
-        np.zeros(program.num_ranks, np.int64),
+        program.num_instructions, program.offsets, program.op, program.peer, rank_of_stage,
+        _place_of_consumer(program, place), place, np.zeros(program.num_ranks, np.int64),
     )  # fmt: skip
     # Messages stand before the computation of their place; equal keys keep their order.
-    return program.reordered(np.argsort(2 * place + is_compute, kind="stable"))
+    order = place
+    order *= 2
+    order += is_compute
+    for begin, end in pairwise(program.offsets.tolist()):
+        order[begin:end] = begin + np.argsort(order[begin:end], kind="stable")
+    return program.reordered(order)
+
+
+def _place_of_consumer(program: Program, place: NDArray[np.int32]) -> NDArray[np.int32]:
+    """[num_instructions] for each receive the place of the computation that takes its message, 0 if there is none."""
+    direction = np.full(len(Op), 2)
+    direction[[Op.FORWARD, Op.RECEIVE_FORWARD]] = 0
+    direction[[Op.BACKWARD, Op.BACKWARD_INPUT, Op.RECEIVE_BACKWARD]] = 1
+    cell = identities(program)
+    num_cells = num_identities(program) + 1
+    taken_at = np.zeros(3 * num_cells, np.int32)
+    for part in blocks(program.num_instructions):
+        cell[part] += num_cells * direction[program.op[part]]
+        is_consumer = program.op[part] <= Op.BACKWARD_INPUT
+        taken_at[cell[part][is_consumer]] = place[part][is_consumer]
+    for part in blocks(program.num_instructions):
+        cell[part] = taken_at[cell[part]]
+    return cell
 
 
 def _move_receives(
-    offsets: Any, is_message: Any, is_receive: Any, peer_rank: Any, consumer_place: Any, place: Any, last_place: Any
+    offsets: Any, op: Any, peer: Any, rank_of_stage: Any, place_of_consumer: Any, place: Any, last_place: Any
 ) -> None:
-    """Give each receive its earliest allowed place; `last_place[peer]` is where the pair's last message stands."""
+    """Give each receive its earliest allowed place; `last_place[rank]` is where the pair's last message stands."""
     for rank in range(len(offsets) - 1):
         begin, end = offsets[rank], offsets[rank + 1]
-        for peer in range(len(last_place)):
-            last_place[peer] = place[begin] if begin < end else 0
         for row in range(begin, end):
-            if not is_message[row]:
+            code = op[row]
+            if code < 4 or code > 7:  # SEND_FORWARD to RECEIVE_BACKWARD are messages
                 continue
-            peer = peer_rank[row]
-            if is_receive[row]:
-                place[row] = max(min(place[row], consumer_place[row] - 1), last_place[peer])
-            last_place[peer] = place[row]
+            other = rank_of_stage[peer[row]]
+            if code == 5 or code == 7:  # RECEIVE_FORWARD, RECEIVE_BACKWARD
+                # Places grow from rank to rank: what an earlier rank has left in `last_place` is no limit.
+                first = max(last_place[other], place[begin])
+                place[row] = max(min(place[row], place_of_consumer[row] - 1), first)
+            last_place[other] = place[row]
 
 
 _MOVE = Hot(_move_receives)

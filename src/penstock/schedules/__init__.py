@@ -1,24 +1,103 @@
-"""Families of schedules: the registry, and `build`, which makes a schedule by name.
+"""Families of schedules by name, and `build`, which makes a schedule.
 
-A new family is one file here with a `FAMILY`, named in the tuple below, and its drawn test.
+A new family is one file here with a `FAMILY`, named in the tuple below, and its drawn test. Families of other
+distributions join through the registry.
 """
 
-from penstock.errors import ConfigError, nearest
+from operator import index
+
+from penstock.errors import ConfigError, count_of, described, nearest
 from penstock.ir.schedule import Schedule
-from penstock.schedules import forward_only, gpipe, one_f_one_b, sequential
+from penstock.schedules import (
+    breadth_depth,
+    chimera,
+    dualpipe,
+    dualpipe_v,
+    forward_only,
+    gpipe,
+    group_interleaved,
+    hanayo,
+    interleaved_one_f_one_b,
+    interleaved_zb,
+    looped_bfs,
+    one_f_one_b,
+    one_f_one_b_v,
+    seq1f1b,
+    sequential,
+    v_half,
+    v_min,
+    v_zb,
+    zb_h1,
+    zb_h2,
+    zbv,
+)
 from penstock.schedules.family import Family, Shape
 from penstock.schedules.options import Choice, Number, Option, Options
+from penstock.schedules.own import Own, own_schedule
+from penstock.schedules.registry import Installed, find_installed, is_file_name, load_installed, plug_ins
 
 MAX_FORWARDS = 50_000_000
-"""A table of this many forwards, with backwards and messages, takes some 10 GB."""
+"""Planning takes 320 to 410 bytes per forward at its peak (bench/planning.py), so this many take 16 to 21 GB."""
+
+STREAMS = ("deepspeed-train", "deepspeed-inference")
+"""DeepSpeed's names of its two streams of instructions, which are a format here."""
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (sequential.FAMILY, gpipe.FAMILY, one_f_one_b.FAMILY, forward_only.FAMILY)
+    family.name: family
+    for family in (
+        sequential.FAMILY,
+        gpipe.FAMILY,
+        one_f_one_b.FAMILY,
+        seq1f1b.FAMILY,
+        zb_h1.FAMILY,
+        zb_h2.FAMILY,
+        zbv.FAMILY,
+        interleaved_one_f_one_b.FAMILY,
+        looped_bfs.FAMILY,
+        breadth_depth.FAMILY,
+        interleaved_zb.FAMILY,
+        group_interleaved.FAMILY,
+        dualpipe.FAMILY,
+        dualpipe_v.FAMILY,
+        chimera.FAMILY,
+        hanayo.FAMILY,
+        v_min.FAMILY,
+        v_half.FAMILY,
+        v_zb.FAMILY,
+        one_f_one_b_v.FAMILY,
+        forward_only.FAMILY,
+    )
 }
 
 
+def find_family(name: str) -> Family:
+    """Return a family that comes with Penstock, or else one that another distribution brings.
+
+    Raises:
+        ConfigError: for a name that nobody brings, or a plug-in that cannot be used.
+    """
+    if name in FAMILIES:
+        return FAMILIES[name]
+    plug_in = find_installed(name)
+    if plug_in is not None:
+        return plug_in.family(FAMILIES)
+    if name in STREAMS:
+        flags = "--lowered" if name == STREAMS[0] else "--forward-only --lowered"
+        raise ConfigError(
+            f"there is no schedule {name!r}: it is how DeepSpeed runs 1f1b, which `penstock show 1f1b {flags} --format "
+            "deepspeed` writes"
+        )
+    known = [*FAMILIES, *sorted({plug_in.name for plug_in in plug_ins()} - set(FAMILIES))]
+    raise ConfigError(f"there is no schedule {name!r}; known: {', '.join(known)}.{nearest(name, known)}")
+
+
+def installed_families() -> Installed:
+    """Return the families of other distributions, and what is wrong with those that cannot be used."""
+    return load_installed(FAMILIES)
+
+
 def build(
-    name: str,
+    name: str | Own,
     *,
     ranks: int,
     microbatches: int,
@@ -28,24 +107,32 @@ def build(
     forward_only: bool = False,
     **options: object,
 ) -> Schedule:
-    """Make the schedule of a family.
+    """Make the schedule of a family, or of a function of your own.
 
     `stages` is the total number, where it is not `ranks` x `stages_per_rank`. Without either, a family takes its own
-    default number of stages per rank.
+    default number of stages per rank. A function gets what it asks for by name, and gives rows of actions
+    (docs/schedules.md).
 
     Raises:
         ConfigError: for an unknown name or option, a count below 1, or a shape that the family refuses.
     """
-    family = FAMILIES.get(name)
-    if family is None:
-        raise ConfigError(f"there is no schedule {name!r}; known: {', '.join(FAMILIES)}.{nearest(name, FAMILIES)}")
-    counts = {"ranks": ranks, "microbatches": microbatches, "slices": slices}
-    counts |= {
-        key: value for key, value in (("stages_per_rank", stages_per_rank), ("stages", stages)) if value is not None
-    }
-    for key, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"{count} is below 1; give a number of 1 or more", key=key)
+    ranks, microbatches, slices = _count("ranks", ranks), _count("microbatches", microbatches), _count("slices", slices)
+    stages_per_rank = None if stages_per_rank is None else _count("stages_per_rank", stages_per_rank)
+    stages = None if stages is None else _count("stages", stages)
+    if not isinstance(name, str):
+        asked = {
+            "ranks": ranks,
+            "microbatches": microbatches,
+            "slices": slices,
+            "stages_per_rank": stages_per_rank,
+            "stages": stages,
+            "forward_only": forward_only,
+        }
+        return own_schedule(name, asked, options)
+    family = find_family(name)
+    chosen = family.read_options(options)
+    if stages_per_rank is None and stages is None:
+        stages_per_rank = family.default_stages_per_rank(chosen)
     num_stages = _resolve_stages(family, ranks, stages_per_rank, stages)
     if slices > 1 and not family.takes_slices:
         raise ConfigError(
@@ -58,7 +145,20 @@ def build(
             f"at most {MAX_FORWARDS:,} fit in memory, use fewer"
         )
     shape = Shape(ranks, num_stages, microbatches, slices, forward_only)
-    return family.generate(shape, family.read_options(options))
+    return family.generate(shape, chosen)
+
+
+def _count(key: str, given: object) -> int:
+    """A count as a plain number, also where it was one of numpy's."""
+    try:
+        count = index(given)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(f"{described(given)}; give a whole number of 1 or more", key=key) from None
+    if isinstance(given, bool):
+        raise ConfigError(f"{described(given)}; give a whole number of 1 or more", key=key)
+    if count < 1:
+        raise ConfigError(f"{count} is below 1; give a number of 1 or more", key=key)
+    return count
 
 
 def _resolve_stages(family: Family, ranks: int, stages_per_rank: int | None, stages: int | None) -> int:
@@ -68,13 +168,17 @@ def _resolve_stages(family: Family, ranks: int, stages_per_rank: int | None, sta
         per_rank, rest = divmod(stages, ranks)
         if stages_per_rank not in (None, per_rank):
             raise ConfigError(
-                f"{stages} stages on {ranks} ranks are not {stages_per_rank} per rank; give one of the two",
+                f"{count_of(stages, 'stage')} on {count_of(ranks, 'rank')} and {stages_per_rank} per rank are given; "
+                "give one of the two",
                 key="stages",
             )
         if 0 not in allowed and (rest or per_rank not in allowed):
             raise ConfigError(f"{family.name} takes {_allowed(family)} per rank, not {stages} on {ranks}", key="stages")
         if stages < ranks:
-            raise ConfigError(f"{stages} stages leave some of {ranks} ranks empty; give {ranks} or more", key="stages")
+            raise ConfigError(
+                f"{count_of(stages, 'stage')} for {ranks} ranks; give {ranks} or more, so that none is empty",
+                key="stages",
+            )
         return stages
     chosen = allowed[0] if stages_per_rank is None else stages_per_rank
     if chosen not in allowed and 0 not in allowed:
@@ -87,4 +191,18 @@ def _allowed(family: Family) -> str:
     return f"{counts} stage{'' if counts == '1' else 's'}"
 
 
-__all__ = ["FAMILIES", "Choice", "Family", "Number", "Option", "Options", "Shape", "build"]
+__all__ = [
+    "FAMILIES",
+    "Choice",
+    "Family",
+    "Installed",
+    "Number",
+    "Option",
+    "Options",
+    "Own",
+    "Shape",
+    "build",
+    "find_family",
+    "installed_families",
+    "is_file_name",
+]

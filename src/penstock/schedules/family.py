@@ -41,10 +41,16 @@ class Family:
     generate: Generate
     stages_per_rank: tuple[int, ...] = (1,)
     """The numbers of stages per rank that it takes; the first is the default."""
+    stages_of_options: Callable[[Options], int] | None = None
+    """Stages per rank where none are given, if options decide on them."""
     takes_slices: bool = False
     options: Mapping[str, Option] = field(default_factory=dict)
     example: tuple[int, int] = (4, 6)
     """Numbers of ranks and microbatches with which the family is drawn."""
+
+    def default_stages_per_rank(self, options: Options) -> int:
+        """Return the stages per rank of a schedule for which none are given."""
+        return self.stages_per_rank[0] if self.stages_of_options is None else self.stages_of_options(options)
 
     def read_options(self, values: Mapping[str, object]) -> Options:
         """Return the family's options with these values.

@@ -1,86 +1,161 @@
-"""From a measured timeline to the costs that explain it, so that it can be predicted again."""
+"""From measured timelines to the costs that explain them, so that they, and other schedules, can be predicted."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf, isclose
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.action import Kind
-from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
+from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
-from penstock.simulate.costs import Costs, PerStage
+from penstock.simulate.costs import Channel, Costs, PerStage, Spread
+from penstock.simulate.trips import Trips, usual_s, usual_trip_s
 
-RECEIVES = (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD)
+INPUT_SHARE = 0.5
+"""Of a whole backward, what its input part takes, where nothing is known of it: of a product of matrices, half."""
+
+Ends = tuple[int, int]
+"""Sending and receiving rank."""
+NOTHING_MEASURED: Mapping[Ends, float] = MappingProxyType({})
+
+Floats = NDArray[np.float64]
+Samples = dict[tuple[Kind, int], Floats]
+"""By kind and stage: the seconds of all computations."""
 
 
 def costs_from_timeline(timeline: Timeline) -> Costs:
-    """Estimate costs: medians, so that a single slow instruction counts little.
+    """Estimate costs from one timeline, as `costs_from_timelines` does."""
+    return costs_from_timelines([timeline])
 
-    A computation takes its median over the microbatches of its stage. A launch is the usual gap before a computation
-    that waits for no message. The latency comes from the messages that were waited for, since only they show it.
-    A kind of computation that did not run gets what follows from the others: a whole backward is the sum of its parts,
-    and each part half of the whole; 0 where nothing is known.
+
+def costs_from_timelines(
+    timelines: Sequence[Timeline],
+    *,
+    message_bytes: Sequence[int] = (),
+    bandwidths: Mapping[Ends, float] = NOTHING_MEASURED,
+    input_share: float = INPUT_SHARE,
+) -> Costs:
+    """Estimate costs from timelines of one program, by what is usual, so that a single slow instruction counts nothing.
+
+    A computation takes what is usual over the microbatches of its stage. A launch is the usual gap between computations
+    for each instruction in it, where no message was late. Latencies come from the messages that were waited for, since
+    only they show it, less what `message_bytes` per stage take at `bandwidths`, in bytes per second, of channels that
+    were measured by themselves. A kind of computation that did not run gets what follows from the others: a whole
+    backward is the sum of its parts, the input part has its share of the whole, and the weight part the rest; 0 where
+    nothing is known.
     """
-    before = predecessors(timeline.program)[:, 0]
-    forward, whole, inputs, weights = _durations_s(timeline)
+    program = timelines[0].program
+    samples = _samples(timelines)
+    forward, whole, inputs, weights = _usual_s(samples, program.num_stages)
     whole = np.where(np.isnan(whole), inputs + weights, whole)
-    inputs = np.where(np.isnan(inputs), whole / 2, inputs)
-    weights = np.where(np.isnan(weights), whole / 2, weights)
+    inputs = np.where(np.isnan(inputs), whole * input_share, inputs)
+    weights = np.where(np.isnan(weights), whole * (1 - input_share), weights)
+    trips, sizes = Trips.of(program), tuple(message_bytes) or (0,)
+    trip_s = usual_trip_s(timelines, trips)
+    launch_s = _launch_s(timelines, trips, trip_s)
+    speeds = np.array([bandwidths.get(ends, inf) for ends in trips.ends])
+    on_wire_s = trips.num_bytes(program, sizes) / speeds
+    latencies_s = np.maximum(trip_s - on_wire_s - launch_s, 0.0)
+    usual = Channel(0, 0, _median(latencies_s), float(np.median(speeds)) if len(speeds) else inf, bool(bandwidths))
+    channels = [Channel(*each, usual.is_exclusive) for each in _by_channel(trips, latencies_s, speeds)]
     return Costs(
         forward_s=_per_stage(forward),
         backward_s=_per_stage(whole),
         backward_input_s=_per_stage(inputs),
         backward_weight_s=_per_stage(weights),
-        latency_s=_latency_s(timeline, before),
-        launch_s=_launch_s(timeline, before),
-        activation_bytes=tuple(timeline.activation_bytes.tolist()),
-        weight_context_bytes=tuple(timeline.weight_context_bytes.tolist()),
+        optimizer_s=_optimizer_s(timelines),
+        latency_s=usual.latency_s,
+        bandwidth_bytes_per_s=usual.bandwidth_bytes_per_s,
+        is_exclusive=usual.is_exclusive,
+        channels=tuple(channel for channel in channels if not _are_alike(channel, usual)),
+        message_bytes=sizes,
+        launch_s=launch_s,
+        activation_bytes=tuple(timelines[0].activation_bytes.tolist()),
+        weight_context_bytes=tuple(timelines[0].weight_context_bytes.tolist()),
+        spreads=tuple(_spreads(samples)),
     )
 
 
-def _durations_s(timeline: Timeline) -> NDArray[np.float64]:
-    """[4, num_stages] median seconds by kind and stage; NaN where none ran."""
-    program = timeline.program
-    duration = timeline.end_s - timeline.start_s
-    table = np.full((len(Kind), program.num_stages), np.nan)
+def _samples(timelines: Sequence[Timeline]) -> Samples:
+    program = timelines[0].program
+    durations_s = [timeline.end_s - timeline.start_s for timeline in timelines]
+    found: Samples = {}
     for kind in Kind:
         for stage in range(program.num_stages):
             rows = (program.op == kind) & (program.stage == stage)
             if rows.any():
-                table[kind, stage] = np.median(duration[rows])
+                found[kind, stage] = np.concatenate([duration_s[rows] for duration_s in durations_s])
+    return found
+
+
+def _usual_s(samples: Samples, num_stages: int) -> Floats:
+    """[4, num_stages] usual seconds by kind and stage; NaN where none ran."""
+    table = np.full((len(Kind), num_stages), np.nan)
+    for (kind, stage), seconds in samples.items():
+        table[kind, stage] = usual_s(seconds)
     return table
 
 
-def _per_stage(durations_s: NDArray[np.float64]) -> PerStage:
+def _spreads(samples: Samples) -> Iterator[Spread]:
+    """What lies apart at all."""
+    for (kind, stage), seconds in samples.items():
+        low, middle, high = np.percentile(seconds, (25, 50, 75)).tolist()
+        if high > low:
+            yield Spread(kind, stage, middle, high - low)
+
+
+def _per_stage(durations_s: Floats) -> PerStage:
     return tuple(np.maximum(np.nan_to_num(durations_s), 0.0).tolist())
 
 
-def _launch_s(timeline: Timeline, before: NDArray[np.int32]) -> float:
-    """Host seconds per instruction: the gap between two computations, shared by the instructions that fill it."""
-    waits = np.isin(timeline.program.op[before], RECEIVES) & (before != NONE)
-    gaps_s = []
-    for rank in range(timeline.num_ranks):
-        rows = timeline.compute_rows(rank)
-        earlier, later = rows[:-1], rows[1:]
-        is_free = ~waits[later] & ~timeline.program.joined[earlier]
-        gap_s = (timeline.start_s[later] - timeline.end_s[earlier]) / (later - earlier)
-        gaps_s.append(gap_s[is_free])
-    return _median(np.concatenate(gaps_s))
+def _launch_s(timelines: Sequence[Timeline], trips: Trips, trip_s: Floats) -> float:
+    """Host seconds per instruction, over all gaps between computations in which the host was not held up.
+
+    To launch a computation takes less than to post a message, so each sort of gap is looked at by itself.
+    """
+    program = timelines[0].program
+    gaps_s: dict[tuple[int, bool], list[float]] = {}
+    for timeline in timelines:
+        late = trips.idle_from_s(timeline) < timeline.end_s[trips.sends] + trip_s
+        for rows in (timeline.compute_rows(rank) for rank in range(timeline.num_ranks)):
+            earlier, later = rows[:-1], rows[1:]
+            counts = ~np.isin(later, trips.consumers[late]) & ~program.joined[earlier]
+            gap_s, lengths = timeline.start_s[later] - timeline.end_s[earlier], later - earlier
+            takes = np.isin(later, trips.consumers)
+            for sort in zip(lengths[counts].tolist(), takes[counts].tolist(), gap_s[counts].tolist(), strict=True):
+                gaps_s.setdefault(sort[:2], []).append(sort[2])
+    num_launches = sum(length * len(gaps) for (length, _), gaps in gaps_s.items())
+    total_s = sum(usual_s(np.array(gaps)) * len(gaps) for gaps in gaps_s.values())
+    return max(total_s / num_launches, 0.0) if num_launches else 0.0
 
 
-def _latency_s(timeline: Timeline, before: NDArray[np.int32]) -> float:
-    """Seconds from the end of a send to the arrival, over the messages whose receiver was idle when they left."""
-    program = timeline.program
-    is_receive = np.isin(program.op, RECEIVES)
-    consumers = np.flatnonzero((before != NONE) & is_receive[before])
-    receives = before[consumers]
-    sends = before[receives]
-    # The row before a consumer is of the same rank: at the earliest it is the receive itself. A receive is over for
-    # its rank once it is posted; its end is the arrival.
-    last = consumers - 1
-    idle_from_s = np.where(is_receive[last], timeline.start_s[last], timeline.end_s[last])
-    is_awaited = (sends != NONE) & (idle_from_s < timeline.end_s[sends])
-    return _median((timeline.end_s[receives] - timeline.end_s[sends])[is_awaited])
+def _by_channel(trips: Trips, latencies_s: Floats, speeds: Floats) -> list[tuple[int, int, float, float]]:
+    """Sender, receiver, latency and bandwidth of each channel that has messages."""
+    found: dict[Ends, list[tuple[float, float]]] = {}
+    for ends, latency_s, speed in zip(trips.ends, latencies_s.tolist(), speeds.tolist(), strict=True):
+        found.setdefault(ends, []).append((latency_s, speed))
+    return [(*ends, _median([latency_s for latency_s, _ in rows]), rows[0][1]) for ends, rows in sorted(found.items())]
 
 
-def _median(values_s: NDArray[np.float64]) -> float:
+def _are_alike(channel: Channel, usual: Channel) -> bool:
+    is_as_fast = channel.bandwidth_bytes_per_s == usual.bandwidth_bytes_per_s
+    return is_as_fast and isclose(channel.latency_s, usual.latency_s, rel_tol=1e-9, abs_tol=1e-12)
+
+
+def _optimizer_s(timelines: Sequence[Timeline]) -> PerStage:
+    """A rank's optimizer step, shared equally by its stages."""
+    program: Program = timelines[0].program
+    rows = np.flatnonzero(program.op == Op.OPTIMIZER_STEP)
+    if not len(rows):
+        return (0.0,)
+    seconds = np.median([timeline.end_s[rows] - timeline.start_s[rows] for timeline in timelines], axis=0)
+    of_rank = dict(zip(program.rank_of_row[rows].tolist(), seconds.tolist(), strict=True))
+    stages_of_rank = program.placement.stages_of_rank
+    return tuple(of_rank.get(rank, 0.0) / len(stages_of_rank[rank]) for rank in program.placement.rank_of_stage)
+
+
+def _median(values_s: Floats | list[float]) -> float:
     return max(float(np.median(values_s)), 0.0) if len(values_s) else 0.0

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from penstock.errors import FormatError
 from penstock.ir.formats.cells import MAX_CELLS, action_cells, infer_layout, instruction_cells, parse_cells
+from penstock.ir.grid import to_grid
 from penstock.ir.instruction import Op
+from penstock.ir.reading import read_table
 from penstock.lower import lower
 from penstock.placement import Placement
 from penstock.schedules import build
@@ -114,6 +116,7 @@ def test_more_cells_than_the_cap_are_refused():
         (["0F0 2F0", "1F0 3F0"], Placement.loop(2, 4)),
         (["0F0 2F0", "1F0"], Placement.loop(2, 3)),
         (["0F0 3F0", "1F0 2F0"], Placement.vee(2)),
+        (["0F0 3F0 4F0", "1F0 2F0 5F0"], Placement.wave(2, 6)),
         (["0F0 1F0"], Placement.loop(1, 2)),
         (["0F0 1F1"], Placement.loop(1, 2)),
         (["1F0", "0F0"], Placement.explicit([1, 0])),
@@ -121,13 +124,28 @@ def test_more_cells_than_the_cap_are_refused():
     ],
 )
 def test_the_placement_is_read_off_the_stages(ranks, placement):
-    assert layout_of(*ranks).placement == placement
+    found = layout_of(*ranks).placement
+
+    assert found == placement
+    assert found.style == placement.style
 
 
 def test_the_route_of_a_microbatch_is_the_half_that_names_it():
     layout = layout_of("0F0 3F1 0F2", "1F0 2F1 1F2")
 
     assert layout.route_of_microbatch.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("dualpipe", {}), ("dualpipe-v", {}), ("chimera", {}), ("hanayo", {"waves": 2})]
+)
+def test_routes_waves_and_pairs_are_read_off_every_text(name, options):
+    schedule = build(name, ranks=4, microbatches=8, **options)
+
+    texts = (schedule.to_csv(), schedule.to_json(), to_grid(schedule), to_grid(schedule, timed=False))
+    for again in map(read_table, texts):
+        assert again == schedule
+        assert again.placement == schedule.placement
 
 
 def test_microbatches_and_slices_are_counted_up_to_the_largest():

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import FormatError, nearest
+from penstock.errors import ConfigError, FormatError, described, nearest
 from penstock.ir.instruction import INSTRUCTIONS, OP_OF_TEXT, Op
 from penstock.placement import Placement
 
@@ -138,6 +138,16 @@ def _rank_cells(table: ActionTable | InstructionTable, op: Ints, number: Ints) -
     return [[texts[row] for row in rows[begin:end]] for begin, end in pairwise(bounds)]
 
 
+def require_text(text: object) -> None:
+    """Refuse what is no text at all.
+
+    Raises:
+        ConfigError: with what was given instead.
+    """
+    if not isinstance(text, str):
+        raise ConfigError(f"{described(text)}; expected a text, as Path.read_text gives it", key="text")
+
+
 def parse_cells(ranks: Iterable[Sequence[str]], fail: Fail) -> Cells:
     """Read the stripped cells of every rank.
 
@@ -232,6 +242,10 @@ def _misfit(cell: str, begin: int = 0) -> FormatError:
         problem = "holds a NUL byte; expected plain text"
     elif cell.startswith("("):
         problem = f"is not an overlapped pair; expected (A;B){PAIR_SUFFIX} with two actions and no nesting"
+    elif cell.startswith("#"):
+        problem = "is a comment; expected actions alone. CSV has no comments, a drawing has lines that begin with #"
+    elif cell.endswith(","):
+        problem = "ends in a comma; expected blanks between actions, or CSV without labels"
     elif old is not None:
         problem = f"has the old name BW of the whole backward; expected {old[1]}B{old[2]}"
     elif name is not None and name[1] in OP_OF_TEXT:
@@ -254,9 +268,9 @@ class Layout:
 def infer_layout(cells: Cells, fail: Fail) -> Layout:
     """Find which rank holds which stage, and the numbers of microbatches and slices: 1 + the largest that is named.
 
-    The placement is a line, a loop or a V where it matches, else explicit, with one route through all stages. It is
-    bidirectional, with two routes, where stage k lives on rank k and stage p+k on rank p-1-k (as in a V), p > 1, and no
-    microbatch visits both halves.
+    The placement is a line, a loop, a V or waves where it matches, else explicit, with one route through all stages. It
+    is bidirectional, with two routes, where stage k lives on rank k and stage p+k on rank p-1-k (as in a V), p > 1, and
+    no microbatch visits both halves.
 
     Raises:
         FormatError: for a rank without actions, a stage on two ranks, a gap in the stages, and numbers far beyond the
@@ -324,8 +338,7 @@ def _match_placement(
             routes[back] = 1
             halves = (tuple(range(num_ranks)), tuple(range(num_ranks, num_stages)))
             return Placement("bidirectional", rank_of_stage, halves), routes
-    loop = Placement.loop(num_ranks, num_stages)
-    for candidate in (loop, vee):
+    for candidate in (Placement.loop(num_ranks, num_stages), vee, Placement.wave(num_ranks, num_stages)):
         if rank_of_stage == candidate.rank_of_stage:
             return candidate, routes
     return Placement.explicit(rank_of_stage), routes

@@ -28,6 +28,7 @@ from penstock.ir.formats.cells import (
     instruction_cells,
     parse_cells,
     refuse_sparse,
+    require_text,
 )
 from penstock.ir.instruction import Op
 from penstock.placement import Placement
@@ -201,6 +202,7 @@ class _Reader:
 
     def object(self, text: str) -> dict[str, Any]:
         """Parse the text, which must be one object."""
+        require_text(text)
         try:
             document = orjson.loads(text.removeprefix("\ufeff"))
         except orjson.JSONDecodeError as error:

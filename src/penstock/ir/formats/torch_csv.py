@@ -24,6 +24,7 @@ from penstock.ir.formats.cells import (
     infer_layout,
     instruction_cells,
     parse_cells,
+    require_text,
 )
 from penstock.ir.instruction import INSTRUCTIONS, Op
 from penstock.placement import Placement
@@ -139,6 +140,7 @@ def _read(text: str, file: str, num_ranks: int | None) -> tuple[Cells, Layout, F
 
 def _lines(text: str, file: str) -> list[str]:
     """One line per rank, without line ends; empty lines at the end do not count."""
+    require_text(text)
     if text.count(",") + text.count("\n") > MAX_CELLS:
         raise FormatError(f"the text has more than {MAX_CELLS} cells; expected at most as many", file=file)
     lines = [line.removesuffix("\r") for line in text.removeprefix("\ufeff").split("\n")]

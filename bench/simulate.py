@@ -1,0 +1,147 @@
+"""Measure how fast programs are simulated: instructions per second once compiled, and small programs from a cold start.
+
+    python bench/simulate.py            half a minute of planning for the largest program, which needs 4 GB of memory
+    python bench/simulate.py --quick    without it
+
+Times are of `simulate` alone, medians of repetitions. `cold` is the first call of a process, which compiles nothing.
+Exclusive channels are queues of their own, walked beside the ranks; they have half the budget of wide ones.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from penstock.ir.program import Program
+from penstock.lower import lower
+from penstock.schedules import build
+from penstock.simulate import Costs, simulate
+
+COSTS = {
+    "infinitely wide channels": Costs.uniform(transfer=0.1),
+    "exclusive channels": Costs.uniform(
+        transfer=0.1, message_bytes=(1,), bandwidth_bytes_per_s=10.0, is_exclusive=True, launch_s=0.01
+    ),
+}
+LARGE = (("1f1b", 64, 1024, 1), ("interleaved-1f1b", 64, 512, 4), ("zb-h1", 128, 1024, 1))
+LARGEST = ("1f1b", 1024, 8192, 1)
+SMALL = (("1f1b", 8, 64, 1), ("interleaved-1f1b", 8, 64, 2), ("zb-h1", 8, 64, 1))
+
+INSTRUCTIONS_PER_S = {"infinitely wide channels": 10_000_000, "exclusive channels": 5_000_000}
+LARGEST_S = 10.0
+SMALL_S = 0.020
+"""The budgets: at least the first, at most the others."""
+
+COLD = """
+import time
+from penstock.lower import lower
+from penstock.schedules import build
+from penstock.simulate import Costs, simulate
+program = lower(build({name!r}, ranks={ranks}, microbatches={microbatches}, stages_per_rank={stages_per_rank}))
+start, used = time.perf_counter(), time.process_time()
+simulate(program, Costs.uniform(transfer=0.1))
+print(time.perf_counter() - start, time.process_time() - used)
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The times of one program under one kind of costs."""
+
+    program: str
+    costs: str
+    num_instructions: int
+    times_s: list[float]
+    processor_s: list[float]
+    """Of these, what the processor worked for this process: less where others use it as well."""
+    budget_s: float
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.times_s)
+
+    @property
+    def is_in_time(self) -> bool:
+        return self.median_s <= self.budget_s
+
+    def __str__(self) -> str:
+        rate = self.num_instructions / self.median_s / 1e6
+        used_s = statistics.median(self.processor_s)
+        spread = f"{min(self.times_s):.4f} to {max(self.times_s):.4f}"
+        verdict = "ok" if self.is_in_time else "TOO SLOW"
+        return (
+            f"{self.program:<36} {self.costs:<25} {self.num_instructions:>11,} median {self.median_s:.4f} s "
+            f"({spread}), processor {used_s:.4f} s  {rate:5.1f} M/s   budget {self.budget_s:.3f} s   {verdict}"
+        )
+
+
+def name_of(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> str:
+    return f"{name} p={ranks} m={microbatches}" + (f" v={stages_per_rank}" if stages_per_rank > 1 else "")
+
+
+def build_program(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Program:
+    return lower(build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank))
+
+
+def duration_s(program: Program, costs: Costs) -> tuple[float, float]:
+    """Simulate once; return the seconds that passed and those that the processor worked for it."""
+    start, used = time.perf_counter(), time.process_time()
+    simulate(program, costs)
+    return time.perf_counter() - start, time.process_time() - used
+
+
+def compiled(
+    shape: tuple[str, int, int, int], costs: str, num_repetitions: int, budget_s: float | None = None
+) -> Result:
+    """Simulate in this process; the first time compiles, and does not count."""
+    program = build_program(*shape)
+    duration_s(program, COSTS[costs])
+    times = [duration_s(program, COSTS[costs]) for _ in range(num_repetitions)]
+    limit_s = program.num_instructions / INSTRUCTIONS_PER_S[costs] if budget_s is None else budget_s
+    return Result(name_of(*shape), costs, program.num_instructions, *map(list, zip(*times, strict=True)), limit_s)
+
+
+def cold(shape: tuple[str, int, int, int], num_repetitions: int) -> Result:
+    """Simulate once in a process of its own, which has done nothing but build the program."""
+    keys = ("name", "ranks", "microbatches", "stages_per_rank")
+    command = [sys.executable, "-c", COLD.format(**dict(zip(keys, shape, strict=True)))]
+    runs = [
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=60) for _ in range(num_repetitions)
+    ]
+    times = [tuple(map(float, run.stdout.split())) for run in runs]
+    num_instructions = build_program(*shape).num_instructions
+    name = f"{name_of(*shape)}, cold"
+    return Result(name, "infinitely wide channels", num_instructions, *map(list, zip(*times, strict=True)), SMALL_S)
+
+
+def main() -> int:
+    """Print one line per measurement; return 1 when a median is above its budget."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repetitions", type=int, default=7, help="times each is measured (default: 7)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the times into a file")
+    parser.add_argument("--quick", action="store_true", help="leave out the largest program")
+    arguments = parser.parse_args()
+
+    results = []
+    for shape in SMALL:
+        results.append(cold(shape, arguments.repetitions))
+        print(results[-1], flush=True)
+    for shape in LARGE:
+        for costs in COSTS:
+            results.append(compiled(shape, costs, arguments.repetitions))
+            print(results[-1], flush=True)
+    if not arguments.quick:
+        results.append(compiled(LARGEST, "infinitely wide channels", min(3, arguments.repetitions), LARGEST_S))
+        print(results[-1], flush=True)
+    if arguments.json:
+        rows = [asdict(result) | {"median_s": result.median_s, "is_in_time": result.is_in_time} for result in results]
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    return int(not all(result.is_in_time for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""What DeepSpeed's pipeline engine would run for a schedule: the instructions of every rank, step by step.
+
+In training, forwards and backwards of a rank take steps of opposite parity. An action takes the first step that is left
+for it; its result is sent in the step behind it, and there it is received. A schedule that does not keep in step like
+this is refused. So all ranks can wait for each other after every step. DeepSpeed computes these steps from the numbers
+of stages and microbatches; here they follow from the order of the actions, and so do the buffers.
+
+A buffer is the microbatch modulo their number, which is as large as the oldest microbatch in them asks for, at least 2.
+DeepSpeed sends a gradient before it receives the next activation. Once it received first (`TRAIN_OLD`), which takes one
+buffer more.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ConfigError, count_of
+from penstock.ir.action import Kind
+from penstock.ir.deps import NONE, predecessors
+from penstock.ir.schedule import Schedule
+from penstock.ir.walk import walk
+
+
+class Listing(Enum):
+    """Which of DeepSpeed's classes lists the instructions."""
+
+    TRAIN = "TrainSchedule"
+    TRAIN_OLD = "TrainSchedule (old)"
+    INFERENCE = "InferenceSchedule"
+    DATA_PARALLEL = "DataParallelSchedule"
+
+
+Steps = list[list[str]]
+"""The instructions of each step, such as `F0`: a code and the buffer."""
+
+SEQUENTIAL = "sequential"
+"""The name of what is listed without a pipeline on one rank, where 1F1B has the same order."""
+
+_AT_THE_END = {Listing.INFERENCE: (), Listing.DATA_PARALLEL: ("RDG", "OPT")}
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What one rank runs."""
+
+    num_buffers: int
+    steps: Steps
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Order:
+    """The actions of one rank, as columns."""
+
+    rank: int
+    is_backward: NDArray[np.bool_]
+    microbatch: NDArray[Any]
+    step: NDArray[np.int64]
+
+
+def streams(schedule: Schedule, listing: Listing) -> list[Stream]:
+    """Return what each rank runs.
+
+    Raises:
+        ConfigError: if such streams cannot express the schedule.
+    """
+    _refuse_other_forms(schedule, listing)
+    step = _steps_in_turn(schedule) if listing is Listing.DATA_PARALLEL else _steps(schedule, listing)
+    is_backward = schedule.kind == Kind.BACKWARD
+    orders = [
+        _Order(rank, is_backward[begin:end], schedule.microbatch[begin:end], step[begin:end])
+        for rank, (begin, end) in enumerate(zip(schedule.offsets, schedule.offsets[1:], strict=False))
+    ]
+    return [_stream(order, listing, schedule.num_ranks, int(step.max()) + 1) for order in orders]
+
+
+def listing_of(schedule: Schedule, *, old: bool) -> Listing:
+    """Choose a class: forwards alone are for inference, and `sequential` on one rank is no pipeline."""
+    if schedule.is_forward_only:
+        return Listing.INFERENCE
+    if schedule.num_ranks == 1 and schedule.name == SEQUENTIAL:
+        return Listing.DATA_PARALLEL
+    return Listing.TRAIN_OLD if old else Listing.TRAIN
+
+
+def _refuse_other_forms(schedule: Schedule, listing: Listing) -> None:
+    placement = schedule.placement
+    if placement.rank_of_stage != tuple(range(schedule.num_ranks)) or len(placement.routes) > 1:
+        stages, ranks = count_of(schedule.num_stages, "stage"), count_of(schedule.num_ranks, "rank")
+        problem = f"it has {stages} on {ranks} ({placement.style})"
+        raise _refusal(problem, "stage s on rank s")
+    if schedule.num_slices > 1:
+        raise _refusal(f"its microbatches are cut into {schedule.num_slices} slices", "whole microbatches")
+    if schedule.joined.any() or (schedule.kind > Kind.BACKWARD).any():
+        raise _refusal("it splits backwards or overlaps actions", "F and whole B, one after the other")
+    everyone = np.arange(schedule.num_microbatches)
+    backwards = everyone[:0] if listing is Listing.INFERENCE else everyone
+    for rank, (begin, end) in enumerate(zip(schedule.offsets, schedule.offsets[1:], strict=False)):
+        is_backward, microbatch = schedule.kind[begin:end] == Kind.BACKWARD, schedule.microbatch[begin:end]
+        if not np.array_equal(microbatch[~is_backward], everyone):
+            raise _refusal(f"the forwards of rank {rank} are in another order", "microbatch 0, then 1, and so on")
+        if not np.array_equal(np.sort(microbatch[is_backward]), backwards):
+            expected = f"{len(backwards)}, at most one of each microbatch"
+            raise _refusal(f"rank {rank} has {is_backward.sum()} backwards", expected)
+
+
+def _refusal(problem: str, expected: str) -> ConfigError:
+    return ConfigError(
+        f"DeepSpeed's streams cannot express this order: {problem}; expected {expected}. CSV and JSON can", key="format"
+    )
+
+
+def _steps_in_turn(schedule: Schedule) -> NDArray[np.int64]:
+    """[num_actions] the step of every action where each step is F and B of one microbatch."""
+    num_microbatches = schedule.num_microbatches
+    in_turn = np.array_equal(schedule.microbatch, np.repeat(np.arange(num_microbatches), 2)) and np.array_equal(
+        schedule.kind, np.tile([Kind.FORWARD, Kind.BACKWARD], num_microbatches)
+    )
+    if schedule.num_ranks > 1 or not in_turn:
+        raise _refusal("it is listed without a pipeline", "one rank that runs F and B in turn")
+    return schedule.microbatch.astype(np.int64)
+
+
+def _steps(schedule: Schedule, listing: Listing) -> NDArray[np.int64]:
+    """[num_actions] the step of every action of a pipeline."""
+    duration = np.ones(schedule.num_actions)
+    if listing is not Listing.INFERENCE:
+        # Two actions of one kind stand two steps apart: so all forwards of a rank keep one parity.
+        duration[:-1] += schedule.kind[:-1] == schedule.kind[1:]
+    before = predecessors(schedule)
+    times = walk(schedule.offsets, before, schedule.joined, duration, lag=1 - duration)
+    if not times.is_complete:
+        raise _refusal("it cannot run to its end", "an order that `penstock check` proves")
+    rows = np.flatnonzero(before[:, 0] != NONE)
+    late = rows[times.start[rows] != times.start[before[rows, 0]] + 1]
+    if len(late):
+        row = int(late[0])
+        problem = f"{schedule.action(row)} cannot run in the step behind {schedule.action(int(before[row, 0]))}"
+        raise _refusal(problem, "every result to be used in the step behind it")
+    return times.start.astype(np.int64)
+
+
+def _stream(order: _Order, listing: Listing, num_ranks: int, num_steps: int) -> Stream:
+    num_buffers = _num_buffers(order, listing)
+    steps: Steps = [[] for _ in range(num_steps)]
+    is_first, is_last = order.rank == 0, order.rank == num_ranks - 1
+    columns = (order.is_backward, order.microbatch % num_buffers, order.step)
+    for is_backward, buffer, step in zip(*(column.tolist() for column in columns), strict=True):
+        receive, compute, send = ("RG", "B", "SG") if is_backward else ("RA", "F", "SA")
+        steps[step].append(f"{compute}{buffer}")
+        if not is_backward and (is_first or is_last):
+            steps[step].append(f"L{buffer}")
+        if not (is_last if is_backward else is_first):
+            steps[step].append(f"{receive}{buffer}")
+        if not (is_first if is_backward else is_last):
+            steps[step + 1].append(f"{send}{buffer}")
+    place = {code: index for index, code in enumerate(_codes_in_order(listing, order.rank))}
+    ordered = [sorted(step, key=lambda text: place[text.rstrip("0123456789")]) for step in steps]
+    ordered[-1] += _AT_THE_END.get(listing, ("RTG", "RDG", "OPT"))
+    return Stream(num_buffers, ordered)
+
+
+def _codes_in_order(listing: Listing, rank: int) -> list[str]:
+    """How the instructions of one step follow each other; no step has both F and B."""
+    if listing is Listing.INFERENCE:
+        # Of two neighbours one sends first and the other receives first: else both wait for the other.
+        return ["L", *(("RA", "SA") if rank % 2 else ("SA", "RA")), "F"]
+    if listing is Listing.TRAIN_OLD:
+        return ["RA", "SG", "SA", "RG", "L", "F", "B"]
+    return ["SG", "RA", "RG", "SA", "L", "F", "B"]
+
+
+def _num_buffers(order: _Order, listing: Listing) -> int:
+    """As many as lie from the oldest microbatch that is still in a buffer to the newest."""
+    if listing in (Listing.INFERENCE, Listing.DATA_PARALLEL):
+        return 2 if listing is Listing.INFERENCE else 1
+    ends = np.zeros(int(order.is_backward.sum()), np.int64)
+    ends[order.microbatch[order.is_backward]] = order.step[order.is_backward]
+    begins = order.step[~order.is_backward]
+    # Where a step receives before it sends, the gradient of the backward one step ago is still in its buffer.
+    still = begins - 1 if listing is Listing.TRAIN_OLD else begins
+    oldest = np.searchsorted(np.maximum.accumulate(ends), still)
+    return max(2, int((np.arange(len(begins)) - oldest).max()) + 1)

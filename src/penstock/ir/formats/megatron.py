@@ -1,0 +1,283 @@
+"""Megatron-LM's schedule table of interleaved 1F1B: the one order in which every rank visits microbatches and stages.
+
+    Megatron-LM schedule table
+    ranks: 2
+    group size: 2
+    warm-up: 4 2
+    (0, 0) (1, 0)
+    (0, 1) (1, 1)
+    (2, 0)
+    (2, 1)
+
+A pair is (microbatch, model chunk), as in the list of Megatron's `get_schedule_table`, which may be pasted in place of
+these lines. Chunk c of rank r is stage c x p + r. Groups of so many microbatches run on one chunk after the other; the
+last group may be smaller. A rank runs as many forwards as its warm-up says, then F and B in turn, then the backwards
+that are left. The backwards follow the table too, with the chunks counted from the last. `forward only` stands in place
+of the warm-up where there are none.
+
+Megatron makes the table from its `microbatch_group_size_per_vp_stage`, which must be from p to m and leave p or more
+for the last group, and the warm-up of rank r as 2 (p - r - 1) + (v - 1) x group size. Here any size and warm-up are
+taken.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ConfigError, FormatError, count_of
+from penstock.ir.action import Kind
+from penstock.ir.formats.cells import MAX_CELLS
+from penstock.ir.schedule import Schedule
+from penstock.placement import Placement
+
+TITLE = "Megatron-LM schedule table"
+FORWARD_ONLY = "forward only"
+
+_FIELD = re.compile(r"\s*(ranks|group size|warm-up):((?:\s+[0-9]{1,9})+)\s*")
+_PAIR = re.compile(r"\(\s*([0-9]{1,9})\s*,\s*([0-9]{1,9})\s*\)")
+_BETWEEN = re.compile(r"[\s,\[\]]*")
+
+Ints = NDArray[np.integer[Any]]
+Rows = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """The numbers that make a schedule of this form."""
+
+    num_ranks: int
+    num_microbatches: int
+    num_local_stages: int
+    group_size: int
+
+    def table(self) -> Rows:
+        """[num_pairs, 2] microbatch and local stage: groups of microbatches, each through all stages of a rank."""
+        local_stage = np.repeat(np.arange(self.num_local_stages), self.num_microbatches)
+        microbatch = np.tile(np.arange(self.num_microbatches), self.num_local_stages)
+        in_turn = np.lexsort((microbatch, local_stage, microbatch // self.group_size))
+        return np.column_stack([microbatch, local_stage])[in_turn].astype(np.int32)
+
+    def order(self, rank: int, num_warmup: int | None) -> Rows:
+        """[num_actions, 3] kind, stage and microbatch of a rank's actions; forwards alone without a warm-up."""
+        microbatch, local_stage = self.table().T
+        forward = np.column_stack([np.full_like(microbatch, Kind.FORWARD), local_stage, microbatch])
+        backward = np.column_stack(
+            [np.full_like(microbatch, Kind.BACKWARD), self.num_local_stages - 1 - local_stage, microbatch]
+        )
+        rows = forward if num_warmup is None else _in_turn(forward, backward, num_warmup)
+        rows[:, 1] = rows[:, 1] * self.num_ranks + rank
+        return rows
+
+
+def to_megatron(schedule: Schedule) -> str:
+    """Write the table of an interleaved 1F1B.
+
+    Raises:
+        ConfigError: if the schedule is of another form.
+    """
+    form, warmups = _read_off(schedule)
+    lines = [TITLE, f"ranks: {form.num_ranks}", f"group size: {form.group_size}"]
+    lines.append(f"warm-up: {' '.join(map(str, warmups))}" if warmups else FORWARD_ONLY)
+    previous = None
+    for microbatch, local_stage in form.table().tolist():
+        pair = f"({microbatch}, {local_stage})"
+        if local_stage == previous:
+            lines[-1] += f" {pair}"
+        else:
+            lines.append(pair)
+        previous = local_stage
+    return "\n".join(lines) + "\n"
+
+
+def from_megatron(text: str, *, file: str = "<text>", name: str = "from Megatron") -> Schedule:
+    """Read what `to_megatron` writes, or such a text with the list that Megatron prints.
+
+    Raises:
+        FormatError: with line and column of the first place that is not of this form.
+    """
+    reader = _Reader(file)
+    for number, line in enumerate(text.split("\n"), start=1):
+        reader.read(number, line)
+    form, warmups = reader.finish()
+    orders = [form.order(rank, warmups[rank] if warmups else None) for rank in range(form.num_ranks)]
+    placement = Placement.loop(form.num_ranks, form.num_ranks * form.num_local_stages)
+    return Schedule.from_arrays(name, placement, orders, num_microbatches=form.num_microbatches)
+
+
+def _in_turn(forward: Rows, backward: Rows, num_warmup: int) -> Rows:
+    """Warm-up forwards, then F and B in turn, then the backwards that are left."""
+    index = np.arange(len(forward))
+    place_of_forward = np.where(index < num_warmup, index, 2 * index - num_warmup)
+    places = np.concatenate([place_of_forward, 2 * index + num_warmup + 1])
+    rows: Rows = np.concatenate([forward, backward])[np.argsort(places, kind="stable")]
+    return rows
+
+
+def _read_off(schedule: Schedule) -> tuple[_Form, list[int]]:
+    """The numbers of a schedule, and the warm-up of every rank; none where it is forward only."""
+    num_ranks, num_microbatches = schedule.num_ranks, schedule.num_microbatches
+    num_local_stages, rest = divmod(schedule.num_stages, num_ranks)
+    loop = Placement.loop(num_ranks, schedule.num_stages)
+    placement = schedule.placement
+    if rest or num_local_stages < 2 or (placement.rank_of_stage, placement.routes) != (loop.rank_of_stage, loop.routes):
+        problem = (
+            f"it has {count_of(schedule.num_stages, 'stage')} on {count_of(num_ranks, 'rank')} ({placement.style})"
+        )
+        raise _refusal(problem, "a loop with as many stages on each rank, 2 or more")
+    if schedule.num_slices > 1:
+        raise _refusal(f"its microbatches are cut into {schedule.num_slices} slices", "whole microbatches")
+    if schedule.joined.any() or (schedule.kind > Kind.BACKWARD).any():
+        raise _refusal("it splits backwards or overlaps actions", "F and whole B, one after the other")
+    leading = [_num_leading(schedule.kind[begin:end] == Kind.FORWARD) for begin, end in _bounds(schedule)]
+    form = _Form(num_ranks, num_microbatches, num_local_stages, _group_size(schedule))
+    warmups = [] if schedule.is_forward_only else [_warmup(form, rank, num) for rank, num in enumerate(leading)]
+    for rank, (begin, end) in enumerate(_bounds(schedule)):
+        expected = form.order(rank, warmups[rank] if warmups else None)
+        found = np.column_stack([column[begin:end] for column in (schedule.kind, schedule.stage, schedule.microbatch)])
+        _refuse_other_order(schedule, rank, found, expected, cause=_short_group(form))
+    return form, warmups
+
+
+def _short_group(form: _Form) -> str:
+    """A likely cause of another order: here turns stay empty in a last group that has too few for all ranks."""
+    rest = form.num_microbatches % form.group_size
+    if not 0 < rest < form.num_ranks:
+        return ""
+    had = count_of(rest, "microbatch")
+    return f" (its last group has {had} for {form.num_ranks} ranks; Megatron-LM leaves no turns empty for that)"
+
+
+def _refusal(problem: str, expected: str) -> ConfigError:
+    return ConfigError(
+        f"a table of Megatron-LM cannot express this order: {problem}; expected {expected}. CSV and JSON can",
+        key="format",
+    )
+
+
+def _bounds(schedule: Schedule) -> list[tuple[int, int]]:
+    return list(zip(schedule.offsets.tolist(), schedule.offsets[1:].tolist(), strict=False))
+
+
+def _num_leading(claims: NDArray[np.bool_]) -> int:
+    return int(np.argmin(np.append(claims, False)))
+
+
+def _group_size(schedule: Schedule) -> int:
+    """How many microbatches visit a stage of rank 0 in one go."""
+    end = int(schedule.offsets[1])
+    stages = schedule.stage[:end][schedule.kind[:end] == Kind.FORWARD]
+    return max(_num_leading(stages == 0), 1)
+
+
+def _warmup(form: _Form, rank: int, num_leading: int) -> int:
+    """The warm-up of a rank by the forwards that stand first; one less than all of them gives the same order as all."""
+    num_forwards = form.num_microbatches * form.num_local_stages
+    if num_leading < num_forwards:
+        return max(num_leading - 1, 0)
+    usual = 2 * (form.num_ranks - rank - 1) + (form.num_local_stages - 1) * form.group_size
+    return num_forwards - 1 if usual == num_forwards - 1 else num_forwards
+
+
+def _refuse_other_order(schedule: Schedule, rank: int, found: Ints, expected: Rows, *, cause: str) -> None:
+    if len(found) != len(expected):
+        raise _refusal(f"rank {rank} has {len(found)} actions", str(len(expected)))
+    different = np.flatnonzero((found != expected).any(axis=1))
+    if len(different):
+        position = int(different[0])
+        kind, stage, microbatch = expected[position].tolist()
+        problem = f"rank {rank}, position {position} is {schedule.action(int(schedule.offsets[rank]) + position)}"
+        raise _refusal(problem + cause, f"{stage}{Kind(kind).letter}{microbatch} in its form of interleaved 1F1B")
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Takes a text line by line; `finish` says what it holds."""
+
+    file: str
+    has_title: bool = False
+    is_forward_only: bool = False
+    fields: dict[str, list[int]] = field(default_factory=dict)
+    pairs: list[tuple[int, int]] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)
+    """Line and column of each pair."""
+
+    def fail(self, problem: str, line: int, column: int = 1) -> FormatError:
+        return FormatError(problem, file=self.file, line=line, column=column)
+
+    def read(self, number: int, line: str) -> None:
+        words = " ".join(line.split())
+        match = _FIELD.fullmatch(line)
+        if not words:
+            return
+        if not self.has_title:
+            if words.lower() != TITLE.lower():
+                raise self.fail(f"{words[:60]!r} is no title; expected {TITLE!r}", number)
+            self.has_title = True
+        elif words == FORWARD_ONLY:
+            self.is_forward_only = True
+        elif match is None:
+            self._read_pairs(number, line)
+        elif match[1] in self.fields:
+            raise self.fail(f"{match[1]} is there twice; expected it once", number)
+        else:
+            self.fields[match[1]] = [int(value) for value in match[2].split()]
+
+    def finish(self) -> tuple[_Form, list[int]]:
+        """Return the numbers and the warm-ups; none where it is forward only."""
+        if not self.has_title:
+            raise self.fail(f"the text is empty; expected {TITLE!r}", 1)
+        num_ranks, group_size = self._single("ranks"), self._single("group size")
+        warmups = self.fields.get("warm-up", [])
+        if bool(warmups) == self.is_forward_only:
+            raise self.fail(f"expected either warm-up with a number per rank, or {FORWARD_ONLY!r}", 1)
+        if not self.pairs:
+            raise self.fail("the table is empty; expected pairs (microbatch, chunk) such as (0, 0) (1, 0)", 1)
+        table = np.array(self.pairs, np.int32)
+        num_microbatches, num_local_stages = (table.max(axis=0) + 1).tolist()
+        form = _Form(num_ranks, num_microbatches, num_local_stages, group_size)
+        self._check_sizes(form, warmups)
+        different = np.flatnonzero((table != form.table()).any(axis=1))
+        if len(different):
+            index = int(different[0])
+            expected = tuple(form.table()[index].tolist())
+            problem = f"{self.pairs[index]} is here; expected {expected} with groups of {group_size} microbatches"
+            raise self.fail(problem, *self.places[index])
+        return form, warmups
+
+    def _read_pairs(self, number: int, line: str) -> None:
+        position = self._skip(line, 0)
+        while position < len(line):
+            match = _PAIR.match(line, position)
+            if match is None:
+                problem = f"{line[position : position + 20]!r} is neither a pair (microbatch, chunk) nor a field"
+                raise self.fail(f"{problem}; the fields are ranks, group size and warm-up", number, position + 1)
+            self.pairs.append((int(match[1]), int(match[2])))
+            self.places.append((number, position + 1))
+            position = self._skip(line, match.end())
+
+    @staticmethod
+    def _skip(line: str, position: int) -> int:
+        match = _BETWEEN.match(line, position)
+        return match.end() if match else position
+
+    def _single(self, name: str) -> int:
+        values = self.fields.get(name, [])
+        if len(values) != 1 or values[0] < 1:
+            raise self.fail(f"{name}: {values or 'nothing'}; expected one number of 1 or more", 1)
+        return values[0]
+
+    def _check_sizes(self, form: _Form, warmups: list[int]) -> None:
+        num_pairs = form.num_microbatches * form.num_local_stages
+        if len(self.pairs) != num_pairs:
+            problem = f"the table ends with {len(self.pairs)} pairs; expected {form.num_microbatches} microbatches"
+            raise self.fail(f"{problem} x {form.num_local_stages} chunks = {num_pairs}", *self.places[-1])
+        if form.num_local_stages < 2:
+            raise self.fail("the table has a single chunk; expected 2 or more", *self.places[-1])
+        if 2 * num_pairs * form.num_ranks > MAX_CELLS:
+            raise self.fail(f"{form.num_ranks} ranks have more than {MAX_CELLS} actions; expected at most as many", 1)
+        if warmups and (len(warmups) != form.num_ranks or max(warmups) > num_pairs):
+            problem = f"warm-up: {' '.join(map(str, warmups))}; expected {form.num_ranks} numbers"
+            raise self.fail(f"{problem}, none above {num_pairs}", 1)

@@ -1,0 +1,71 @@
+"""Writes schedules and programs as text, in every format that `reading` reads."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from penstock.errors import ConfigError, nearest
+from penstock.ir.formats.deepspeed import to_deepspeed
+from penstock.ir.formats.megatron import to_megatron
+from penstock.ir.grid import to_grid
+from penstock.ir.instruction import Op
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+
+Table = Schedule | Program
+
+
+def write_table(table: Table, format: str) -> str:
+    """Write a table in one of `formats.WRITABLE`; the text ends with a newline.
+
+    Of a program, DeepSpeed's listings take the order of its actions, and its messages are their own.
+
+    Raises:
+        ConfigError: for an unknown format, and for a table that the format cannot express.
+    """
+    if format not in WRITERS:
+        known = ", ".join(WRITERS)
+        raise ConfigError(
+            f"{format!r} is none that can be written; known: {known}.{nearest(format, WRITERS)}", key="format"
+        )
+    text = WRITERS[format](table)
+    return text if text.endswith("\n") else f"{text}\n"
+
+
+def without_communication(table: Table) -> Schedule:
+    """Return the actions of a program, in the order of its computations; a schedule stays as it is."""
+    if isinstance(table, Schedule):
+        return table
+    keep = table.op <= Op.BACKWARD_WEIGHT
+    kept_before = np.concatenate([[0], np.cumsum(keep)])
+    return Schedule(
+        table.name,
+        table.placement,
+        table.num_microbatches,
+        table.num_slices,
+        table.route_of_microbatch,
+        table.op[keep].astype(np.int8),
+        table.stage[keep],
+        table.microbatch[keep],
+        table.slice[keep],
+        table.joined[keep],
+        kept_before[table.offsets],
+    )
+
+
+def _to_megatron(table: Table) -> str:
+    if isinstance(table, Program):
+        raise ConfigError(
+            "a table of Megatron-LM has no communication; write the schedule, not the program", key="format"
+        )
+    return to_megatron(table)
+
+
+WRITERS: dict[str, Callable[[Table], str]] = {
+    "csv": lambda table: table.to_csv(),
+    "json": lambda table: table.to_json(),
+    "grid": lambda table: to_grid(table),
+    "deepspeed": lambda table: to_deepspeed(without_communication(table)),
+    "deepspeed-old": lambda table: to_deepspeed(without_communication(table), old=True),
+    "megatron": _to_megatron,
+}

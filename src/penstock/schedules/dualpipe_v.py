@@ -1,0 +1,65 @@
+"""`dualpipe-v`: DualPipe cut in half and folded: one copy of the model in a V (DualPipe's repository, "Cut-in-half").
+
+    2 ranks, 4 microbatches: the order of each rank
+
+        0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1) (3F2;0B0) 3B2 (3F3;0B1) 3B3 0I2 0W2 0I3 0W3
+        1F0 2F0 1F1 2F1 1F2 2B0 (2F2;1B0) (1F3;2B1) (2F3;1B1) 2B2 1B2 2I3 1I3 2W3 1W3
+
+The rank of the last stage is that of the first, so a microbatch goes down the ranks and up again and meets its
+successors, whose forwards overlap with its backwards. What each rank runs are the steps of `eight_steps`, with the last
+rank at the fold.
+"""
+
+import numpy as np
+
+from penstock.errors import ConfigError
+from penstock.ir.schedule import Schedule
+from penstock.placement import Placement
+from penstock.schedules.eight_steps import OVERLAP, Side, eight_steps
+from penstock.schedules.family import Family, Shape
+from penstock.schedules.options import Options
+
+
+def generate(shape: Shape, options: Options) -> Schedule:
+    """Order each rank between its stage on the way down and its stage on the way up."""
+    num_ranks, num_microbatches = shape.num_ranks, shape.num_microbatches
+    if num_microbatches < 2 * num_ranks:
+        raise ConfigError(
+            f"dualpipe-v needs at least 2 microbatches per rank, got {num_microbatches} on {num_ranks} ranks; "
+            f"use {2 * num_ranks} or more, or hanayo, which takes fewer",
+            key="microbatches",
+        )
+    orders = [
+        eight_steps(
+            Side(rank),
+            Side(2 * num_ranks - 1 - rank),
+            outer=num_ranks - 1 - rank,
+            inner=rank + 1,
+            num_microbatches=num_microbatches,
+        )
+        for rank in range(num_ranks)
+    ]
+    orders = [order.as_asked(shape, options) for order in orders]
+    return Schedule.from_arrays(
+        "dualpipe-v",
+        Placement.vee(num_ranks),
+        [order.rows for order in orders],
+        num_microbatches=num_microbatches,
+        joined=np.concatenate([order.joined for order in orders]),
+    )
+
+
+FAMILY = Family(
+    name="dualpipe-v",
+    summary="DualPipe on one copy of the model, folded into a V",
+    source="DualPipeV, deepseek-ai/DualPipe, after the cut-in-half procedure of Sea AI Lab",
+    placement="V",
+    restrictions="two stages per rank, at least 2p microbatches",
+    bubble="(p-1)(P+B-2W) for F=B=W of a stage, where an overlapped pair takes P",
+    memory="2p+1 stages, each half of what a rank holds",
+    advice="as dualpipe, with one copy of the weights and any number of ranks",
+    generate=generate,
+    stages_per_rank=(2,),
+    options={"overlap": OVERLAP},
+    example=(4, 8),
+)

@@ -1,0 +1,103 @@
+"""`hanayo`: stages in waves down the ranks and up again, one forward and one backward in turn (arXiv 2308.15762).
+
+    4 ranks, 6 microbatches, 1 wave: the order of each rank
+
+        0F0 0F1 0F2 0F3 7F0 7B0 0F4 7F1 7B1 0F5 7F2 7B2 7F3 7B3 0B0 7F4 7B4 0B1 7F5 7B5 0B2 0B3 0B4 0B5
+        1F0 1F1 1F2 6F0 1F3 6F1 6B0 1F4 6F2 6B1 1F5 6F3 6B2 1B0 6F4 6B3 1B1 6F5 6B4 1B2 6B5 1B3 1B4 1B5
+        2F0 2F1 5F0 2F2 5F1 2F3 5F2 5B0 2F4 5F3 5B1 2F5 2B0 5F4 5B2 2B1 5F5 5B3 2B2 5B4 2B3 5B5 2B4 2B5
+        3F0 4F0 3F1 4F1 3F2 4F2 3F3 4F3 4B0 3F4 3B0 4F4 4B1 3F5 3B1 4F5 4B2 3B2 4B3 3B3 4B4 3B4 4B5 3B5
+
+With w waves a rank holds 2w stages, each 1/(2w) of its work. Microbatches run in rounds of at least p, as equal as can
+be; in a round, all of them run wave 0, then all wave 1, and so on; backwards take the waves from last to first. On a
+clock of one unit per action, the i-th of this sequence (from 0) runs the stage at place x of its wave (0..2p-1)
+
+    forward     at 2x + 4i
+    backward    at c + 2(2p-1-x) + 4i, with the smallest c at which each last stage has its forward just before
+
+so every rank alternates forward and backward, and down-going and up-going stages, without a gap.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ConfigError, count_of
+from penstock.ir.schedule import Schedule
+from penstock.placement import Placement
+from penstock.schedules.by_time import Times, orders_by_time
+from penstock.schedules.family import Family, Shape
+from penstock.schedules.options import Number, Options
+
+
+def generate(shape: Shape, options: Options) -> Schedule:
+    """Sort each rank's actions of all waves by their times."""
+    num_ranks, num_waves = shape.num_ranks, _num_waves(shape, options)
+    rank, wave = np.arange(num_ranks), np.arange(num_waves)[:, None]
+    place = np.stack([rank, 2 * num_ranks - 1 - rank], axis=1)[:, None, :, None]  # [rank, 1, down or up, 1]
+    rounds = _Rounds(shape.num_microbatches, num_ranks, num_waves)
+    going_forward = rounds.number(wave)[:, None, :]  # [wave, 1, microbatch]
+    going_back = rounds.number(num_waves - 1 - wave)[:, None, :]
+
+    forward: Times = 2 * place + 4 * going_forward
+    first_backward = 4 * num_ranks - 1 + 4 * rounds.longest * (num_waves - 1)
+    backward: Times = first_backward + 2 * (2 * num_ranks - 1 - place) + 4 * going_back
+    orders = orders_by_time(
+        place + 2 * num_ranks * wave[:, :, None],
+        np.broadcast_to(np.arange(shape.num_microbatches), forward.shape),
+        forward,
+        None if shape.is_forward_only else backward,
+    )
+    placement = Placement.wave(num_ranks, shape.num_stages)
+    return Schedule.from_arrays("hanayo", placement, orders, num_microbatches=shape.num_microbatches)
+
+
+class _Rounds:
+    """Microbatches in rounds of at least p, as equal as can be; a lone round may be smaller and then leaves gaps."""
+
+    def __init__(self, num_microbatches: int, num_ranks: int, num_waves: int) -> None:
+        num_rounds = max(1, num_microbatches // num_ranks)
+        first = np.arange(num_rounds + 1) * num_microbatches // num_rounds
+        size = np.diff(first)
+        self._num_waves = num_waves
+        self._size = np.maximum(np.repeat(size, size), num_ranks)
+        self._first = np.repeat(first[:-1], size)
+        self._place = np.arange(num_microbatches) - self._first
+        self.longest = int(self._size.max())
+
+    def number(self, step: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Number the microbatches in all steps of all rounds; a round has one step per wave."""
+        numbers: NDArray[np.int64] = self._num_waves * self._first + step * self._size + self._place
+        return numbers
+
+
+def _num_waves(shape: Shape, options: Options) -> int:
+    per_rank, rest = divmod(shape.num_stages, shape.num_ranks)
+    if rest or per_rank % 2:
+        stages, ranks = count_of(shape.num_stages, "stage"), count_of(shape.num_ranks, "rank")
+        held = f"{stages} on {ranks}" if rest else f"{count_of(per_rank, 'stage')} per rank"
+        raise ConfigError(
+            f"hanayo runs whole waves of 2 stages per rank, got {held}; use an even number per rank, or give waves=",
+            key="stages" if rest else "stages_per_rank",
+        )
+    num_waves = options.number("waves", per_rank // 2)
+    if per_rank != 2 * num_waves:
+        raise ConfigError(
+            f"{count_of(num_waves, 'wave')} of 2 stages per rank, got {per_rank}; give one of the two",
+            key="waves",
+        )
+    return num_waves
+
+
+FAMILY = Family(
+    name="hanayo",
+    summary="stages in waves down the ranks and up again, one forward and one backward in turn",
+    source="Hanayo, arXiv 2308.15762",
+    placement="wave",
+    restrictions="an even number of stages per rank",
+    bubble="(p-1)(B+W)/w for w waves and at least p microbatches",
+    memory="2p + 2g(w-1) of 2w stages each, for rounds of g microbatches; g = p where p divides m",
+    advice="smaller bubbles than 1f1b with one copy of the model, for 2w times the messages",
+    generate=generate,
+    stages_per_rank=(2, 0),
+    stages_of_options=lambda options: 2 * options.number("waves", 1),
+    options={"waves": Number("stages_per_rank / 2", "waves down the ranks and up again; each is 2 stages per rank")},
+)

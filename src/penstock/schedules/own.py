@@ -1,0 +1,124 @@
+"""Schedules that a user's function makes: it is called with what it asks for, and its rows become a `Schedule`.
+
+A function names the numbers it wants, in the words of `build`; every other parameter is an option of its own:
+
+    def zigzag(ranks, microbatches, depth=2):
+        for rank in range(ranks):
+            yield f"{rank}F0 {rank}B0 ..."
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.errors import ConfigError, described, nearest
+from penstock.ir.schedule import Schedule
+from penstock.schedules.foreign import as_schedule, require_sizes, run_foreign
+
+Own = Callable[..., Any]
+Asked = Mapping[str, int | None]
+"""The numbers of `build` by name; None where somebody gave none."""
+Parameters = Mapping[str, inspect.Parameter]
+
+NUMBERS = ("ranks", "microbatches", "stages_per_rank", "stages", "slices", "forward_only")
+MISSING = inspect.Parameter.empty
+
+
+def own_schedule(function: Own, asked: Asked, options: Mapping[str, object]) -> Schedule:
+    """Call a function with the numbers and options that it takes, and make a schedule of what it gives.
+
+    Raises:
+        ConfigError: for an option or number that it does not take, an error in it, or rows that are no schedule of the
+            size that was asked for.
+    """
+    if not callable(function):
+        raise ConfigError(f"{described(function)}; give the name of a family, or a function", key="name")
+    name = getattr(function, "__name__", type(function).__name__)
+    parameters = _parameters(function, name)
+    asked = {**asked, "stages": _num_stages(asked)}
+    arguments = _numbers(name, parameters, asked) | _options(name, parameters, options)
+    ranks = asked["ranks"] or 1
+    schedule = run_foreign(
+        name, lambda: as_schedule(function(**arguments), name, num_ranks=ranks), at=_first_line(function)
+    )
+    if asked["forward_only"] and not schedule.is_forward_only:
+        schedule = schedule.forward_only()
+    require_sizes(name, schedule, asked)
+    return schedule
+
+
+def _num_stages(asked: Asked) -> int | None:
+    """All stages, None if nobody said."""
+    per_rank = asked["stages_per_rank"]
+    return asked["stages"] or (per_rank and per_rank * (asked["ranks"] or 1))
+
+
+def _parameters(function: Own, name: str) -> Parameters:
+    """What can be given by name; a parameter such as `**options` stands among them under its own name."""
+    try:
+        found = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} does not say what it takes; give a function written in Python") from None
+    for parameter in found.values():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigError(f"{name} takes {parameter.name!r} by position only; leave out the / behind it")
+    return {key: parameter for key, parameter in found.items() if parameter.kind is not parameter.VAR_POSITIONAL}
+
+
+def _numbers(name: str, parameters: Parameters, asked: Asked) -> dict[str, object]:
+    """The numbers that the function names; one that was asked for and finds no parameter is refused."""
+    ranks, stages = asked["ranks"] or 1, asked["stages"]
+    takes_stages = "stages" in parameters or "stages_per_rank" in parameters
+    if not takes_stages and stages not in (None, ranks):
+        raise ConfigError(
+            f"{name} does not take it; add a parameter of this name, or leave it out", key="stages_per_rank"
+        )
+    if "slices" not in parameters and asked["slices"] != 1:
+        raise ConfigError(f"{name} does not take it; add a parameter of this name, or leave it out", key="slices")
+    values: dict[str, object] = dict(asked)
+    if stages is None:  # the function's own default goes before that of `build`
+        values |= {key: _default(parameters, key, count) for key, count in (("stages_per_rank", 1), ("stages", ranks))}
+    else:
+        values["stages_per_rank"] = stages // ranks
+    return {key: values[key] for key in NUMBERS if key in parameters}
+
+
+def _default(parameters: Parameters, key: str, otherwise: int) -> object:
+    parameter = parameters.get(key)
+    return otherwise if parameter is None or parameter.default is MISSING else parameter.default
+
+
+def _options(name: str, parameters: Parameters, given: Mapping[str, object]) -> dict[str, object]:
+    """The function's own options; a text becomes what the default of its parameter is."""
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    known = {
+        key: parameter.default
+        for key, parameter in parameters.items()
+        if key not in NUMBERS and parameter.kind is not parameter.VAR_KEYWORD
+    }
+    for key in given:
+        if key not in known and not takes_any:
+            listed = ", ".join(known) or "none"
+            raise ConfigError(f"{name} has no option {key!r}; its options: {listed}.{nearest(key, known)}", key=key)
+    for key, default in known.items():
+        if default is MISSING and key not in given:
+            raise ConfigError(f"{name} needs a value for it; give {key}=VALUE, or the parameter a default", key=key)
+    return {key: _read(value, known.get(key), key) for key, value in given.items()}
+
+
+def _read(value: object, default: object, key: str) -> object:
+    """A value as it was given in Python, or a text read as the type of the default."""
+    if not isinstance(value, str) or not isinstance(default, (bool, int, float)):
+        return value
+    try:
+        if isinstance(default, bool):
+            return {"true": True, "false": False}[value.lower()]
+        return type(default)(value)
+    except (KeyError, ValueError):
+        kind = {bool: "true or false", int: "a whole number"}.get(type(default), "a number")
+        raise ConfigError(f"{value!r} is not a value of it; give {kind}", key=key) from None
+
+
+def _first_line(function: Own) -> str:
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""

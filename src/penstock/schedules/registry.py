@@ -1,0 +1,128 @@
+"""Families that other distributions bring: entry points of the group `penstock.schedules`, each a `Family`.
+
+In the `pyproject.toml` of such a distribution:
+
+    [project.entry-points."penstock.schedules"]
+    zigzag = "my_schedules:ZIGZAG"
+
+They are looked for only when a name is none of ours, or when all families are listed. One that cannot be used is told
+in a line and leaves the others alone.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.errors import ConfigError
+from penstock.ir.schedule import Schedule
+from penstock.schedules.family import Family, Shape
+from penstock.schedules.foreign import as_schedule, require_sizes, run_foreign
+from penstock.schedules.options import Options
+
+GROUP = "penstock.schedules"
+TEXTS = ("summary", "source", "placement", "restrictions", "bubble", "memory", "advice")
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class PlugIn:
+    """One entry point of our group, not loaded yet."""
+
+    name: str
+    distribution: str
+    load: Callable[[], object]
+
+    def family(self, built_in: Collection[str]) -> Family:
+        """Load it. Raises: ConfigError if it is no family that can be used under its name."""
+        what = f"plug-in {self.name!r} of {self.distribution}"
+        if self.name in built_in:
+            raise ConfigError(f"{what} has the name of a family that comes with Penstock; give it another")
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(f"{what} has a name that is not of letters, digits, - and _; give it another")
+        found = run_foreign(what, self.load)
+        if not isinstance(found, Family):
+            raise ConfigError(f"{what} is of type {type(found).__name__}; expected a penstock.schedules.Family")
+        if found.name != self.name:
+            raise ConfigError(f"{what} holds a family named {found.name!r}; give both the same name")
+        for key in TEXTS:
+            if not isinstance(getattr(found, key), str):
+                raise ConfigError(f"{what} has {getattr(found, key)!r} for its {key}; give a text")
+        return replace(found, generate=lambda shape, options: _generate(found, shape, options))
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """The families of other distributions, and a line on each that cannot be used."""
+
+    families: dict[str, Family]
+    problems: list[str]
+
+
+def find_installed(name: str) -> PlugIn | None:
+    """Look for one plug-in by its name, without loading any.
+
+    Raises:
+        ConfigError: if several distributions bring this name.
+    """
+    found = [plug_in for plug_in in plug_ins() if plug_in.name == name]
+    if len(found) > 1:
+        owners = " and ".join(plug_in.distribution for plug_in in found)
+        raise ConfigError(f"the schedule {name!r} comes from {owners}; uninstall all but one")
+    return found[0] if found else None
+
+
+def load_installed(built_in: Collection[str]) -> Installed:
+    """Load every plug-in that can be used."""
+    families: dict[str, Family] = {}
+    problems = []
+    for name in sorted({plug_in.name for plug_in in plug_ins()}):
+        try:
+            plug_in = find_installed(name)
+            if plug_in is not None:
+                families[name] = plug_in.family(built_in)
+        except ConfigError as error:
+            problems.append(str(error))
+    return Installed(families, problems)
+
+
+def plug_ins() -> list[PlugIn]:
+    """List the entry points of our group; of a distribution that is there twice, the first counts, as for imports."""
+    found: dict[tuple[str, str], PlugIn] = {}
+    for plug_in in _all_plug_ins():
+        found.setdefault((plug_in.distribution.lower(), plug_in.name), plug_in)
+    return list(found.values())
+
+
+def _all_plug_ins() -> Iterator[PlugIn]:
+    from importlib import metadata  # 15 ms that only a name of another distribution needs
+
+    for distribution in metadata.distributions():
+        try:
+            points = distribution.entry_points.select(group=GROUP)
+        except Exception:  # a broken file of any distribution, most likely none of ours
+            continue
+        for point in points:
+            yield PlugIn(point.name, str(distribution.metadata["Name"]), point.load)
+
+
+def is_file_name(text: str) -> bool:
+    """Tell whether a text looks like a path rather than like the name of a family."""
+    return bool(Path(text).suffix) or Path(text).name != text
+
+
+def _generate(family: Family, shape: Shape, options: Options) -> Schedule:
+    """Let a family that is not ours make its schedule, of the size that was asked for."""
+    schedule = run_foreign(
+        family.name, lambda: as_schedule(family.generate(shape, options), family.name, num_ranks=shape.num_ranks)
+    )
+    if shape.is_forward_only and not schedule.is_forward_only:
+        schedule = schedule.forward_only()
+    asked = {
+        "ranks": shape.num_ranks,
+        "stages": shape.num_stages,
+        "microbatches": shape.num_microbatches,
+        "slices": shape.num_slices,
+    }
+    require_sizes(family.name, schedule, asked)
+    return schedule

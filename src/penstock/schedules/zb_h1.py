@@ -1,0 +1,42 @@
+"""`zb-h1`: 1F1B with the backward in two parts, in the memory of 1F1B (Zero Bubble, arXiv 2401.10241, section 2.1).
+
+    4 ranks, 6 microbatches: the order of each rank
+
+        0F0 0F1 0F2 0F3 0I0 0W0 0F4 0I1 0W1 0F5 0I2 0W2 0I3 0W3 0I4 0W4 0I5 0W5
+        1F0 1F1 1F2 1I0 1F3 1I1 1W0 1F4 1I2 1W1 1F5 1I3 1W2 1I4 1W3 1I5 1W4 1W5
+        2F0 2F1 2I0 2F2 2I1 2F3 2I2 2W0 2F4 2I3 2W1 2F5 2I4 2W2 2I5 2W3 2W4 2W5
+        3F0 3I0 3F1 3I1 3F2 3I2 3F3 3I3 3W0 3F4 3I4 3W1 3F5 3I5 3W2 3W3 3W4 3W5
+
+Rank s warms up as in 1F1B and holds back s weight parts: the rule of `delayed_weights` with depth 1.
+"""
+
+from penstock.ir.schedule import Schedule
+from penstock.schedules.delayed_weights import delayed_weights
+from penstock.schedules.family import Family, Shape
+from penstock.schedules.options import Choice, Options
+
+
+def generate(shape: Shape, options: Options) -> Schedule:
+    """Order warm-up forwards, then F, I and a delayed W in turn, then what is left."""
+    return delayed_weights("zb-h1", shape, depth=1, joins_backwards=options.word("backward") == "whole")
+
+
+FAMILY = Family(
+    name="zb-h1",
+    summary="1f1b with delayed weight parts",
+    source="Zero Bubble Pipeline Parallelism, arXiv 2401.10241",
+    placement="line",
+    restrictions="one stage per rank",
+    bubble="(p-1)(F+B-W) from m = p on, with B the input part and W <= F",
+    memory="min(m, p), of which s only as weight contexts",
+    advice="a third of 1f1b's bubble at no more memory on the fullest rank; the first to try instead of 1f1b",
+    generate=generate,
+    options={
+        "backward": Choice(
+            "split",
+            ("split", "whole"),
+            "split: all backwards in two parts; whole: only where a weight part has to wait, which makes fewer passes "
+            "but sends gradients later (the order of the authors' patch for Megatron-LM)",
+        )
+    },
+)

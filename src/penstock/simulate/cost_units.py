@@ -1,0 +1,86 @@
+"""Units in the keys of a file with costs: `forward_ms` is `forward_s` in milliseconds."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """How a number becomes seconds, bytes, or bytes per second: times one number, over the other."""
+
+    times: float = 1
+    over: float = 1
+    is_bytes: bool = False
+
+    def convert(self, number: float) -> float:
+        """Return the number in the unit that the code uses; bytes are rounded where the unit is larger than one."""
+        if self.is_bytes:
+            return round(number * self.times) if self.times > 1 else number
+        return number * self.times / self.over
+
+
+UNITS: dict[str, dict[str, Unit]] = {
+    "s": {"s": Unit(), "ms": Unit(over=1e3), "us": Unit(over=1e6)},
+    "bytes": {
+        "bytes": Unit(is_bytes=True),
+        "kb": Unit(10**3, is_bytes=True),
+        "mb": Unit(10**6, is_bytes=True),
+        "gb": Unit(10**9, is_bytes=True),
+        "kib": Unit(2**10, is_bytes=True),
+        "mib": Unit(2**20, is_bytes=True),
+        "gib": Unit(2**30, is_bytes=True),
+    },
+    "bytes_per_s": {
+        "bytes_per_s": Unit(),
+        "mb_per_s": Unit(1e6),
+        "gb_per_s": Unit(1e9),
+        "gib_per_s": Unit(2.0**30),
+        "gbit_per_s": Unit(1e9, over=8),
+    },
+}
+"""By the unit in which a field's name ends: the units that a key may end in instead."""
+
+NO_UNIT = Unit()
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key of a file: the field that it sets, and its unit."""
+
+    field: str
+    unit: Unit
+
+
+def resolve_key(key: str, fields: Iterable[str], place: str = "") -> Key:
+    """Find the field that a key sets; `place` stands before the key in messages.
+
+    Raises:
+        ConfigError: if there is none, with the nearest keys or the units that the quantity has.
+    """
+    known = {name: Key(name, NO_UNIT) for name in fields}
+    units_of: dict[str, list[str]] = {}
+    for name in list(known):
+        quantity, base = _split(name)
+        for unit, how in UNITS.get(base, {}).items():
+            known[f"{quantity}_{unit}"] = Key(name, how)
+            units_of.setdefault(quantity, []).append(unit)
+    if key in known:
+        return known[key]
+    quantity = max((name for name in units_of if key == name or key.startswith(f"{name}_")), key=len, default="")
+    if quantity:
+        raise ConfigError(
+            f"has no unit that is known; end it in one of {', '.join(units_of[quantity])}", key=place + key
+        )
+    names = [name for name in known if known[name].unit == NO_UNIT or name == known[name].field]
+    hint = nearest(key, known) or f" Known here: {', '.join(names)}."
+    raise ConfigError(f"is no key here.{hint}", key=place + key)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """A field's quantity and unit; the unit is empty where it has none."""
+    for base in ("bytes_per_s", "bytes", "s"):
+        if name.endswith(f"_{base}"):
+            return name.removesuffix(f"_{base}"), base
+    return name, ""

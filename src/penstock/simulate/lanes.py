@@ -1,0 +1,81 @@
+"""Lanes beside the ranks: queues in which messages and collectives wait for one another, while their rank goes on.
+
+    rank 0      F0  SEND_F0  F1  SEND_F1  ...          the rows of the program
+    0 -> 1          [ F0 on the wire ][ F1 on the wire ]   a lane: its rows run in order, each after its send
+
+To the walk (`ir.walk`) a lane is one more rank: its rows stand behind those of the program, lane after lane.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.ir.deps import NONE
+from penstock.ir.program import Program
+from penstock.ir.walk import Walk, walk
+
+Rows = NDArray[np.int64]
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Times:
+    """What ran when, in ranks and lanes."""
+
+    walk: Walk
+    lag_s: Seconds
+
+    def arrival_s(self, rows: NDArray[Any]) -> Seconds:
+        """When those that wait for these rows may start."""
+        return np.asarray(self.walk.end[rows] + self.lag_s[rows])
+
+
+class Lanes:
+    """Collects lanes, numbers their rows, and walks them together with the ranks of a program."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._lengths: list[Rows] = []
+        self._after: list[Rows] = []
+        self._duration_s: list[Seconds] = []
+        self._lag_s: list[Seconds] = []
+        self.next_row = program.num_instructions
+        """The number that the first row of the next lane will have."""
+
+    def add(self, lengths: Rows, *, after: Rows, duration_s: Seconds, lag_s: Seconds) -> None:
+        """Add lanes of these lengths; each of their rows comes after one row, maybe of a lane that is still to come."""
+        self._lengths.append(lengths)
+        self._after.append(after)
+        self._duration_s.append(duration_s)
+        self._lag_s.append(lag_s)
+        self.next_row += len(after)
+
+    def walk(self, before: Sequence[NDArray[np.int32]], duration_s: Seconds, lag_s: Seconds) -> Times:
+        """Time the program's rows, whose predecessors, durations and lags are given, and those of all lanes.
+
+        Each entry of `before` holds, for every row of the program, one more row that it comes after.
+        """
+        program = self._program
+        num_added = self.next_row - program.num_instructions
+        if not num_added:
+            return Times(walk(program.offsets, _table(before), program.joined, duration_s, lag=lag_s), lag_s)
+        ends = program.num_instructions + np.cumsum(np.concatenate(self._lengths))
+        nothing = np.full(num_added, NONE, np.int32)
+        after = np.concatenate(self._after).astype(np.int32)
+        columns = [np.concatenate([column, nothing if n else after]) for n, column in enumerate(before)]
+        lags_s = np.concatenate([lag_s, *self._lag_s])
+        times = walk(
+            np.concatenate([program.offsets, ends]),
+            _table(columns),
+            np.concatenate([program.joined, np.zeros(num_added, np.bool_)]),
+            np.concatenate([duration_s, *self._duration_s]),
+            lag=lags_s,
+        )
+        return Times(times, lags_s)
+
+
+def _table(columns: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+    return np.stack(columns, axis=1) if len(columns) > 1 else columns[0].reshape(-1, 1)

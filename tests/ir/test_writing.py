@@ -1,0 +1,82 @@
+"""Writing in every format, so that what is read back is the same."""
+
+import pytest
+from hypothesis import given
+
+from penstock.errors import ConfigError
+from penstock.ir.formats import FORMAT_OF_SUFFIX, READABLE, WITH_COMMUNICATION, WRITABLE
+from penstock.ir.grid import to_grid
+from penstock.ir.reading import read_table
+from penstock.ir.writing import WRITERS, without_communication, write_table
+from penstock.lower import assign_slots, lower
+from penstock.schedules import build
+from tests.strategies import feasible_schedules, schedules
+
+SCHEDULE = build("1f1b", ranks=2, microbatches=3)
+
+
+@given(schedule=schedules())
+def test_schedules_of_every_family_read_back_as_the_same_from_every_format(schedule):
+    for name in ("csv", "json", "grid"):
+        assert read_table(write_table(schedule, name), format=name) == schedule
+    for name in ("deepspeed", "deepspeed-old", "megatron"):
+        try:
+            text = write_table(schedule, name)
+        except ConfigError:
+            continue
+        assert read_table(text) == schedule
+
+
+@given(schedule=schedules())
+def test_programs_of_every_family_read_back_as_the_same(schedule):
+    program = lower(schedule)
+
+    assert read_table(write_table(program, "json")) == program
+    from_csv = read_table(write_table(program, "csv"))
+    if program.is_compute.all():  # such a text tells of no program
+        assert from_csv == schedule
+    else:
+        assert assign_slots(from_csv) == program
+
+
+@given(schedule=feasible_schedules())
+def test_without_communication_a_program_is_the_schedule_that_it_came_from(schedule):
+    assert without_communication(lower(schedule, tied_groups=[(0, schedule.num_stages - 1)])) == schedule
+    assert without_communication(schedule) is schedule
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_a_text_ends_with_one_newline(name):
+    schedule = build("interleaved-1f1b", ranks=2, microbatches=4) if name == "megatron" else SCHEDULE
+
+    assert write_table(schedule, name).endswith("\n")
+    assert not write_table(schedule, name).endswith("\n\n")
+
+
+def test_a_program_is_drawn_with_its_communication():
+    assert write_table(lower(SCHEDULE), "grid") == to_grid(lower(SCHEDULE)) + "\n"
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "deepspeed-old"])
+def test_deepspeeds_streams_are_the_same_from_a_schedule_and_its_program(name):
+    assert write_table(lower(SCHEDULE), name) == write_table(SCHEDULE, name)
+    assert ("(old)" in write_table(SCHEDULE, name)) == (name == "deepspeed-old")
+
+
+def test_a_table_of_megatron_takes_no_program():
+    program = lower(build("interleaved-1f1b", ranks=2, microbatches=4))
+
+    with pytest.raises(ConfigError, match="has no communication; write the schedule"):
+        write_table(program, "megatron")
+
+
+def test_an_unknown_format_is_refused():
+    with pytest.raises(ConfigError, match=r"format: 'deep' is none that can be written; known: csv, .*"):
+        write_table(SCHEDULE, "deep")
+
+
+def test_every_format_that_is_named_has_a_writer_and_is_read_again():
+    assert tuple(WRITERS) == WRITABLE
+    assert {name.removesuffix("-old") for name in WRITABLE} == set(READABLE)
+    assert set(FORMAT_OF_SUFFIX.values()) == set(READABLE)
+    assert set(WITH_COMMUNICATION) < set(READABLE)

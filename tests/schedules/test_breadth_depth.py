@@ -1,0 +1,143 @@
+"""`breadth-depth`: its order as drawn, as recorded from Fast-LLM, its bubble and its memory."""
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.lower import lower
+from penstock.schedules import build
+from penstock.simulate import Costs, simulate
+from tests.grids import assert_grid
+from tests.schedules.golden import orders, recorded, sizes
+
+
+def grid_of(key, forward_only=False):
+    """The schedule at the size that a key of Fast-LLM names."""
+    found = sizes(key)
+    return build(
+        "breadth-depth",
+        ranks=found["p"],
+        stages=found["S"],
+        microbatches=found["df"] * found["bf"],
+        breadth=found["bf"],
+        depth=found["df"],
+        slices=found["ms"],
+        forward_only=forward_only,
+    )
+
+
+def text_of(schedule):
+    """The orders of a schedule, its slices named as recorded ones are: always, where there is more than one."""
+    texts = orders(schedule)
+    if schedule.num_slices == 1:
+        return texts
+    return [" ".join(word if "." in word else f"{word}.0" for word in text.split()) for text in texts]
+
+
+def test_a_group_is_done_before_the_next_begins():
+    assert_grid(
+        build("breadth-depth", ranks=2, microbatches=4, breadth=2, depth=2),
+        """
+        0F0 0F2 2F0 2F2 2B0 2B2 0B0 0B2 0F1 0F3 2F1 2F3 2B1 2B3 0B1 0B3
+        1F0 1F2 3F0 3F2 3B0 3B2 1B0 1B2 1F1 1F3 3F1 3F3 3B1 3B3 1B1 1B3
+        """,
+    )
+
+
+def test_slices_come_back_in_reverse():
+    assert_grid(
+        build("breadth-depth", ranks=2, microbatches=2, stages_per_rank=1, slices=2),
+        """
+        0F0 0F0.1 0F1 0F1.1 0B0.1 0B0 0B1.1 0B1
+        1F0 1F0.1 1F1 1F1.1 1B0.1 1B0 1B1.1 1B1
+        """,
+    )
+
+
+def test_in_time_each_group_has_its_bubble():
+    assert_grid(
+        build("breadth-depth", ranks=2, microbatches=2, stages_per_rank=1, depth=2),
+        """
+        0F0 .   .   .   0B0 =   0F1 .   .   .   0B1 =
+        .   1F0 1B0 =   .   .   .   1F1 1B1 =
+        """,
+    )
+
+
+def test_without_options_it_is_looped_bfs():
+    shape = {"ranks": 3, "microbatches": 5}
+
+    assert build("breadth-depth", **shape) == build("looped-bfs", **shape)
+
+
+def test_one_rank_at_full_depth_is_sequential():
+    shape = {"ranks": 1, "microbatches": 3}
+
+    assert build("breadth-depth", depth=3, stages_per_rank=1, **shape) == build("sequential", **shape)
+
+
+@pytest.mark.parametrize("options", [{"breadth": 3}, {"depth": 2}, {"breadth": 3, "depth": 2}])
+def test_groups_differ_where_they_do_not_divide(options):
+    assert_grid(
+        build("breadth-depth", ranks=1, microbatches=5, stages_per_rank=1, **options),
+        "0F0 0F2 0F4 0B0 0B2 0B4 0F1 0F3 0B1 0B3",
+    )
+
+
+def test_any_number_of_stages_runs():
+    assert_grid(
+        build("breadth-depth", ranks=2, microbatches=2, stages=3, depth=2),
+        """
+        0F0 2F0 2B0 0B0 0F1 2F1 2B1 0B1
+        1F0 1B0 1F1 1B1
+        """,
+    )
+
+
+def test_forward_only_has_the_forwards_alone():
+    assert_grid(
+        build("breadth-depth", ranks=2, microbatches=2, depth=2, forward_only=True), "0F0 2F0 0F1 2F1\n1F0 3F0 1F1 3F1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"depth": 6}, "depth: 6 groups for 5 microbatches leave some empty; give 5 or less"),
+        (
+            {"breadth": 2, "depth": 2},
+            r"breadth: breadth 2 x depth 2 does not make 5 .* give one of the two, or breadth 3",
+        ),
+        ({"breadth": 5, "depth": 2}, "breadth: breadth 5 x depth 2 does not make 5 microbatches"),
+    ],
+)
+def test_groups_that_do_not_make_the_microbatches_are_refused(options, told):
+    with pytest.raises(ConfigError, match=told):
+        build("breadth-depth", ranks=2, microbatches=5, **options)
+
+
+def test_one_microbatch_is_told_as_one():
+    with pytest.raises(ConfigError, match="breadth 2 x depth 1 does not make 1 microbatch;"):
+        build("breadth-depth", ranks=2, microbatches=1, breadth=2, depth=1)
+
+
+@pytest.mark.parametrize(("depth", "slices"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 3)])
+def test_bubble_and_memory_are_those_promised(depth, slices):
+    schedule = build("breadth-depth", ranks=3, microbatches=12, depth=depth, slices=slices)
+    timeline = simulate(lower(schedule), Costs.uniform(forward=2, backward_input=3, backward_weight=2))
+
+    assert timeline.makespan_s == pytest.approx((12 * 2 * slices + depth * 2) * 7)
+    assert timeline.peak_activations == [12 // depth * 2 * slices] * 3
+
+
+@pytest.mark.parametrize(("key", "ranks"), recorded("fast_llm", "train/"))
+def test_the_order_is_that_of_fast_llm(key, ranks):
+    """Where the first stages are frozen, Fast-LLM leaves out their backwards; the rest keeps its order."""
+    frozen = tuple(f"{stage}B" for stage in range(sizes(key).get("frozen", 0)))
+
+    kept = [[word for word in text.split() if not word.startswith(frozen)] for text in text_of(grid_of(key))]
+    assert kept == [text.split() for text in ranks]
+
+
+@pytest.mark.parametrize(("key", "ranks"), recorded("fast_llm", "eval/"))
+def test_the_forwards_are_those_of_fast_llm(key, ranks):
+    assert text_of(grid_of(key, forward_only=True)) == ranks

@@ -1,0 +1,76 @@
+"""`dualpipe-v`: its order as drawn, as recorded from its repository and from torch, and its time and memory."""
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.placement import Placement
+from penstock.plan import prove_and_lower
+from penstock.schedules import build
+from tests.grids import assert_grid
+from tests.schedules.folded import bubble, published, timeline
+from tests.schedules.golden import built, recorded
+
+
+def test_forwards_on_the_way_down_overlap_with_backwards_on_the_way_up():
+    assert_grid(
+        build("dualpipe-v", ranks=2, microbatches=4),
+        """
+        0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1) (3F2;0B0) 3B2 (3F3;0B1) 3B3 0I2 0W2 0I3 0W3
+        1F0 2F0 1F1 2F1 1F2 2B0 (2F2;1B0) (1F3;2B1) (2F3;1B1) 2B2 1B2 2I3 1I3 2W3 1W3
+        """,
+    )
+
+
+def test_one_rank_overlaps_with_itself():
+    assert_grid(
+        build("dualpipe-v", ranks=1, microbatches=3),
+        "0F0 1F0 0F1 1B0 (1F1;0B0) (0F2;1B1) (1F2;0B1) 1B2 0I2 0W2",
+    )
+
+
+def test_first_and_last_stage_share_a_rank():
+    assert build("dualpipe-v", ranks=3, microbatches=6).placement == Placement.vee(3)
+
+
+@pytest.mark.parametrize(("key", "ranks"), recorded("dualpipe", "DualPipeV/train/"))
+def test_the_order_is_that_of_its_repository(key, ranks):
+    assert built("dualpipe-v", key) == ranks
+
+
+@pytest.mark.parametrize(("key", "ranks"), recorded("torch", "compute/DualPipeV"))
+def test_the_order_is_that_of_torch(key, ranks):
+    assert built("dualpipe-v", key) == ranks
+
+
+@pytest.mark.parametrize(("key", "ranks"), recorded("dualpipe", "DualPipeV/train_nooverlap/"))
+def test_the_order_without_overlap_is_that_of_its_repository(key, ranks):
+    assert built("dualpipe-v", key, overlap=False) == ranks
+
+
+@pytest.mark.parametrize(("key", "ranks"), recorded("dualpipe", "DualPipeV/forward_only/"))
+def test_the_forwards_are_those_of_its_repository(key, ranks):
+    assert built("dualpipe-v", key, forward_only=True) == ranks
+
+
+@pytest.mark.parametrize("row", published("dualpipe-v"), ids=str)
+def test_time_and_memory_are_those_published(row):
+    shape = ("dualpipe-v", row["ranks"], row["microbatches"])
+
+    found = timeline(*shape)
+
+    assert found.makespan_s == row["makespan"]
+    assert found.peak_activations == [row["peak_activations"]] * row["ranks"]
+    assert bubble(*shape) == row["bubble"]
+
+
+@pytest.mark.parametrize("microbatches", [10, 11, 17])
+def test_the_program_is_proved_with_and_without_pairs_and_backwards(microbatches):
+    for options in ({}, {"overlap": False}, {"forward_only": True}):
+        prove_and_lower(build("dualpipe-v", ranks=5, microbatches=microbatches, **options))
+
+
+def test_too_few_microbatches_are_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"microbatches: .* got 7 on 4 ranks; use 8 or more, or hanayo") as caught:
+        build("dualpipe-v", ranks=4, microbatches=7)
+
+    assert caught.value.key == "microbatches"

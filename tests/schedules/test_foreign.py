@@ -1,0 +1,127 @@
+"""Code that is not ours: an error in it is one message with a place, and what it gives is a schedule or refused."""
+
+import re
+from functools import partial
+
+import pytest
+
+from penstock.errors import ConfigError, ScheduleError
+from penstock.ir.action import OverlappedPair, parse_action
+from penstock.ir.schedule import Schedule
+from penstock.placement import Placement
+from penstock.schedules import build
+from penstock.schedules.foreign import as_schedule, require_sizes, run_foreign
+from tests.grids import assert_grid
+
+GRID = """
+    0F0 0F1 0B0 0B1
+    1F0 1B0 1F1 1B1
+"""
+ROWS = [line.split() for line in GRID.strip().splitlines()]
+
+
+def fail_deeply():
+    return sorted([1, "a"])
+
+
+def fail_in_a_library():
+    return re.compile("(")
+
+
+FIRST_LINE = fail_deeply.__code__.co_firstlineno
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        GRID,
+        ["0F0 0F1 0B0 0B1", "1F0, 1B0, 1F1, 1B1"],
+        ROWS,
+        [[parse_action(text) for text in row] for row in ROWS],
+        (iter(row) for row in ROWS),
+        [ROWS[0], "1F0 . 1B0 = 1F1 1B1 ="],
+    ],
+    ids=["drawing", "texts", "lists", "actions", "generators", "a row in time"],
+)
+def test_rows_and_drawings_become_a_schedule(result):
+    schedule = as_schedule(result, "mine", num_ranks=2)
+
+    assert_grid(schedule, GRID)
+    assert schedule.name == "mine"
+    assert schedule == build("1f1b", ranks=2, microbatches=2)
+
+
+def test_a_schedule_is_taken_as_it_is():
+    schedule = Schedule.from_actions("whole", Placement.line(1), [[parse_action("0F0")]], num_microbatches=1)
+
+    assert as_schedule(schedule, "mine", num_ranks=1) is schedule
+
+
+def test_overlapped_pairs_are_rows_too():
+    pair = OverlappedPair(parse_action("0F1"), parse_action("0B0"))
+
+    schedule = as_schedule([["0F0", pair, "0B1"]], "mine", num_ranks=1)
+
+    assert schedule[0][1] == pair
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        (None, "mine gave None; expected one row per rank"),
+        (7, "mine gave 7 of type int; expected one row per rank"),
+        ([["0F0"]], "mine gave 1 rows for 2 ranks"),
+        ((["0F0"] for _ in iter(int, 1)), "mine gave more than 2 rows for 2 ranks"),
+        ([["0F0"], None], "mine gave None for rank 1; expected a text or a list of actions"),
+        ([["0F0"], ["1F0", 3]], "mine gave 3 of type int in the row of rank 1; expected actions"),
+        ([["0F0"], ["1X0"]], "mine, row 2: '1X0' is not an action"),
+        ([["0F0"], []], "mine, row 2: rank 1 has no actions"),
+        ("", "mine, row 1: the drawing is empty"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(result, told):
+    with pytest.raises(ConfigError, match=told):
+        as_schedule(result, "mine", num_ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("act", "place"),
+    [(fail_deeply, FIRST_LINE + 1), (fail_in_a_library, fail_in_a_library.__code__.co_firstlineno + 1)],
+)
+def test_an_error_is_told_with_the_last_line_of_the_file_that_was_called(act, place):
+    with pytest.raises(ConfigError, match=rf"test_foreign\.py:{place}: mine failed: \w+: .") as caught:
+        run_foreign("mine", act)
+
+    assert caught.value.__cause__ is not None
+
+
+def test_an_error_before_the_first_line_is_told_with_the_place_that_is_given():
+    with pytest.raises(ConfigError, match=r"^here:3: mine failed: TypeError: .*argument"):
+        run_foreign("mine", partial(as_schedule, "0F0"), at="here:3")
+
+
+@pytest.mark.parametrize("error", [ScheduleError("told already"), KeyboardInterrupt()])
+def test_errors_of_ours_and_interruptions_pass(error):
+    def act():
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        run_foreign("mine", act)
+
+    assert caught.value is error
+
+
+def test_code_that_wants_to_exit_fails():
+    with pytest.raises(ConfigError, match="mine failed: SystemExit: 3"):
+        run_foreign("mine", lambda: exec("raise SystemExit(3)"))
+
+
+@pytest.mark.parametrize("key", ["ranks", "stages", "microbatches", "slices"])
+def test_another_size_is_refused(key):
+    schedule = build("1f1b", ranks=2, microbatches=2)
+    sizes = {"ranks": 2, "stages": 2, "microbatches": 2, "slices": 1}
+
+    require_sizes("mine", schedule, sizes)
+    require_sizes("mine", schedule, sizes | {key: None})
+    with pytest.raises(ConfigError, match=rf"^{key}: mine made a schedule with {sizes[key]}, but 7 were asked for"):
+        require_sizes("mine", schedule, sizes | {key: 7})

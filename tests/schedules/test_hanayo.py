@@ -1,0 +1,100 @@
+"""`hanayo`: its order as drawn, its waves, and its time and memory as published."""
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.placement import Placement
+from penstock.plan import prove_and_lower
+from penstock.schedules import build
+from tests.grids import assert_grid
+from tests.schedules.folded import bubble, timeline
+
+
+def test_one_wave_goes_down_the_ranks_and_up_again():
+    assert_grid(
+        build("hanayo", ranks=4, microbatches=6),
+        """
+        0F0 0F1 0F2 0F3 7F0 7B0 0F4 7F1 7B1 0F5 7F2 7B2 7F3 7B3 0B0 7F4 7B4 0B1 7F5 7B5 0B2 0B3 0B4 0B5
+        1F0 1F1 1F2 6F0 1F3 6F1 6B0 1F4 6F2 6B1 1F5 6F3 6B2 1B0 6F4 6B3 1B1 6F5 6B4 1B2 6B5 1B3 1B4 1B5
+        2F0 2F1 5F0 2F2 5F1 2F3 5F2 5B0 2F4 5F3 5B1 2F5 2B0 5F4 5B2 2B1 5F5 5B3 2B2 5B4 2B3 5B5 2B4 2B5
+        3F0 4F0 3F1 4F1 3F2 4F2 3F3 4F3 4B0 3F4 3B0 4F4 4B1 3F5 3B1 4F5 4B2 3B2 4B3 3B3 4B4 3B4 4B5 3B5
+        """,
+    )
+
+
+def test_in_time_two_waves_follow_without_a_gap():
+    assert_grid(
+        build("hanayo", ranks=2, microbatches=2, waves=2),
+        """
+        0F0 0F1 .   3F0 4F0 3F1 4F1 7F0 7B0 =   7F1 7B1 =   .   4B0 =   3B0 =   4B1 =   3B1 =   0B0 =   .   .   0B1 =
+        .   1F0 2F0 1F1 2F1 5F0 6F0 5F1 6F1 .   6B0 =   5B0 =   6B1 =   5B1 =   2B0 =   1B0 =   2B1 =   1B1 =
+        """,
+    )
+
+
+def test_a_round_ends_its_waves_before_the_next_round_begins():
+    forwards = [str(action) for action in build("hanayo", ranks=2, microbatches=5, waves=2, forward_only=True)[0]]
+
+    down = [text for text in forwards if text[0] in "04"]
+    assert down == ["0F0", "0F1", "4F0", "4F1", "0F2", "0F3", "0F4", "4F2", "4F3", "4F4"]
+
+
+def test_waves_and_stages_per_rank_say_the_same():
+    by_waves = build("hanayo", ranks=3, microbatches=3, waves=2)
+
+    assert by_waves.placement == Placement.wave(3, 12)
+    assert by_waves == build("hanayo", ranks=3, microbatches=3, stages_per_rank=4)
+    assert by_waves == build("hanayo", ranks=3, microbatches=3, stages=12, waves=2)
+    assert build("hanayo", ranks=3, microbatches=3).num_stages == 6
+
+
+@pytest.mark.parametrize(
+    ("ranks", "waves", "makespan"),
+    [(2, 1, 16), (3, 1, 26), (4, 1, 36), (2, 2, 28), (4, 2, 60)],
+)
+def test_the_makespan_for_as_many_microbatches_as_ranks_is_that_published(ranks, waves, makespan):
+    assert timeline("hanayo", ranks, ranks, waves=waves).makespan_s == makespan
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (3, 4), (2, 7)])
+@pytest.mark.parametrize(("ranks", "waves"), [(1, 2), (2, 3), (4, 1), (4, 2)])
+def test_the_bubble_is_the_same_for_any_number_of_microbatches(ranks, waves, forward, backward):
+    costs = {"forward": forward, "backward": backward}
+
+    for microbatches in (ranks, ranks + 1, 2 * ranks - 1, 2 * ranks + 1, 4 * ranks):
+        assert bubble("hanayo", ranks, microbatches, waves=waves, **costs) == 2 * (ranks - 1) * backward
+
+
+@pytest.mark.parametrize(("ranks", "waves"), [(2, 1), (3, 2), (4, 2), (2, 3)])
+def test_memory_is_that_of_a_round_on_every_rank_however_many_there_are(ranks, waves):
+    assert timeline("hanayo", ranks, 6 * ranks, waves=waves).peak_activations == [2 * waves * ranks] * ranks
+
+
+def test_a_larger_round_holds_more():
+    assert timeline("hanayo", 4, 17, waves=2).peak_activations == [2 * 4 + 2 * 5] * 4
+
+
+@pytest.mark.parametrize("waves", [1, 2, 3])
+@pytest.mark.parametrize("microbatches", [1, 2, 4, 7])
+def test_the_program_is_proved_for_any_number_of_microbatches(waves, microbatches):
+    for is_forward_only in (False, True):
+        prove_and_lower(build("hanayo", ranks=3, microbatches=microbatches, waves=waves, forward_only=is_forward_only))
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"stages_per_rank": 3}, "stages_per_rank: hanayo runs whole waves .* got 3 stages per rank; use an even"),
+        ({"stages": 9}, "stages: hanayo runs whole waves .* got 9 stages on 4 ranks"),
+        ({"stages_per_rank": 1}, "stages_per_rank: hanayo runs whole waves .* got 1 stage per rank; use an even"),
+        ({"stages_per_rank": 2, "waves": 2}, "waves: 2 waves of 2 stages per rank, got 2; give one of the two"),
+    ],
+)
+def test_stages_that_make_no_whole_waves_are_refused_with_the_way_out(asked, told):
+    with pytest.raises(ConfigError, match=told):
+        build("hanayo", ranks=4, microbatches=4, **asked)
+
+
+def test_waves_beyond_all_memory_are_refused_before_they_are_made():
+    with pytest.raises(ConfigError, match="fit in memory"):
+        build("hanayo", ranks=4, microbatches=4, waves=100_000_000)

@@ -1,0 +1,93 @@
+"""`looped-bfs`: its order as drawn, as recorded from other systems, its bubble and its memory."""
+
+import pytest
+
+from penstock.lower import lower
+from penstock.schedules import build
+from penstock.simulate import Costs, simulate
+from tests.grids import assert_grid
+from tests.schedules.golden import built, recorded
+
+
+def test_all_microbatches_run_on_a_stage_before_the_next():
+    assert_grid(
+        build("looped-bfs", ranks=4, microbatches=6),
+        """
+        0F0 0F1 0F2 0F3 0F4 0F5 4F0 4F1 4F2 4F3 4F4 4F5 4B0 4B1 4B2 4B3 4B4 4B5 0B0 0B1 0B2 0B3 0B4 0B5
+        1F0 1F1 1F2 1F3 1F4 1F5 5F0 5F1 5F2 5F3 5F4 5F5 5B0 5B1 5B2 5B3 5B4 5B5 1B0 1B1 1B2 1B3 1B4 1B5
+        2F0 2F1 2F2 2F3 2F4 2F5 6F0 6F1 6F2 6F3 6F4 6F5 6B0 6B1 6B2 6B3 6B4 6B5 2B0 2B1 2B2 2B3 2B4 2B5
+        3F0 3F1 3F2 3F3 3F4 3F5 7F0 7F1 7F2 7F3 7F4 7F5 7B0 7B1 7B2 7B3 7B4 7B5 3B0 3B1 3B2 3B3 3B4 3B5
+        """,
+    )
+
+
+def test_backwards_can_descend():
+    assert_grid(
+        build("looped-bfs", ranks=2, microbatches=2, backward_order="descending"),
+        """
+        0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0
+        1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
+        """,
+    )
+
+
+def test_fewer_microbatches_than_ranks_wait_for_the_loop():
+    assert_grid(
+        build("looped-bfs", ranks=3, microbatches=2),
+        """
+        0F0 0F1 .   3F0 3F1 .   .   .   .   .   .   3B0 =   3B1 =   .   .   0B0 =   0B1 =
+        .   1F0 1F1 .   4F0 4F1 .   .   .   4B0 =   4B1 =   .   .   1B0 =   1B1 =
+        .   .   2F0 2F1 .   5F0 5F1 5B0 =   5B1 =   .   .   2B0 =   2B1 =
+        """,
+    )
+
+
+def test_any_number_of_stages_runs():
+    schedule = build("looped-bfs", ranks=2, microbatches=2, stages=3)
+
+    assert schedule.placement.style == "loop"
+    assert_grid(
+        schedule,
+        """
+        0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+        1F0 1F1 1B0 1B1
+        """,
+    )
+
+
+def test_one_stage_per_rank_is_gpipe():
+    shape = {"ranks": 3, "microbatches": 4}
+    schedule = build("looped-bfs", stages_per_rank=1, **shape)
+
+    assert schedule.placement.style == "line"
+    assert schedule == build("gpipe", **shape)
+
+
+def test_forward_only_has_the_forwards_alone():
+    assert_grid(build("looped-bfs", ranks=2, microbatches=2, forward_only=True), "0F0 0F1 2F0 2F1\n1F0 1F1 3F0 3F1")
+
+
+@pytest.mark.parametrize("backward_order", ["ascending", "descending"])
+@pytest.mark.parametrize(("ranks", "per_rank", "microbatches"), [(2, 2, 4), (3, 3, 5), (4, 2, 4)])
+def test_bubble_and_memory_are_those_promised(ranks, per_rank, microbatches, backward_order):
+    schedule = build(
+        "looped-bfs",
+        ranks=ranks,
+        microbatches=microbatches,
+        stages_per_rank=per_rank,
+        backward_order=backward_order,
+    )
+    timeline = simulate(lower(schedule), Costs.uniform(forward=2, backward_input=3, backward_weight=2))
+
+    assert timeline.makespan_s == pytest.approx((microbatches * per_rank + ranks - 1) * 7)
+    assert timeline.peak_activations == [microbatches * per_rank] * ranks
+
+
+@pytest.mark.parametrize(("key", "ranks"), recorded("torch", "compute/LoopedBFS"))
+def test_the_descending_order_is_that_of_torch(key, ranks):
+    assert built("looped-bfs", key, backward_order="descending") == ranks
+
+
+@pytest.mark.parametrize(("key", "ranks"), recorded("pippy", "LoopedBFS"))
+def test_the_order_is_what_pippy_runs(key, ranks):
+    assert built("looped-bfs", key) == ranks

@@ -1,0 +1,156 @@
+"""A user's function gets the numbers and options that it names, and its schedule has the size that was asked for."""
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.schedules import build
+from tests.grids import assert_grid
+
+SIZE = {"ranks": 2, "microbatches": 2}
+
+
+def all_forward_first(ranks, microbatches):
+    for rank in range(ranks):
+        yield [f"{rank}{kind}{microbatch}" for kind in "FB" for microbatch in range(microbatches)]
+
+
+def looped(ranks, microbatches, stages_per_rank=2):
+    for rank in range(ranks):
+        stages = range(rank, ranks * stages_per_rank, ranks)
+        yield [f"{stage}F{microbatch}" for stage in stages for microbatch in range(microbatches)]
+
+
+def sliced(ranks, microbatches, slices):
+    parts = [f"{microbatch}.{part}" for microbatch in range(microbatches) for part in range(slices)]
+    return [[f"{rank}F{part}" for part in parts] for rank in range(ranks)]
+
+
+def noting(seen):
+    """A function that notes its arguments."""
+
+    def note(ranks, microbatches, stages=None, depth=1, share=0.5, eager=False, word="a", other=None):
+        seen.update(locals())
+        return all_forward_first(ranks, microbatches)
+
+    return note
+
+
+def test_a_function_is_built_like_a_family():
+    schedule = build(all_forward_first, **SIZE)
+
+    assert schedule == build("gpipe", **SIZE)
+    assert schedule.name == "all_forward_first"
+
+
+def test_a_function_that_does_not_name_it_gets_its_forwards_alone_taken_out():
+    assert_grid(build(all_forward_first, **SIZE, forward_only=True), "0F0 0F1\n1F0 1F1")
+
+
+def test_a_function_that_names_it_decides_on_forwards_alone_itself():
+    def forwards(ranks, microbatches, forward_only):
+        return ["0F1 0F0 0B1 0B0", "1F1 1F0 1B1 1B0"] if not forward_only else ["0F0 0F1", "1F0 1F1"]
+
+    assert_grid(build(forwards, **SIZE, forward_only=True), "0F0 0F1\n1F0 1F1")
+
+
+def test_options_get_the_type_of_their_default():
+    seen = {}
+
+    build(noting(seen), **SIZE, depth="3", share="0.25", eager="true", word="b", other="c")
+
+    assert {key: seen[key] for key in ("depth", "share", "eager", "word", "other")} == {
+        "depth": 3,
+        "share": 0.25,
+        "eager": True,
+        "word": "b",
+        "other": "c",
+    }
+
+
+def test_options_that_are_given_in_python_stay_as_they_are():
+    seen, value = {}, object()
+
+    build(noting(seen), **SIZE, depth=2.5, other=value)
+
+    assert (seen["depth"], seen["other"], seen["eager"]) == (2.5, value, False)
+
+
+def test_any_option_is_passed_to_a_function_that_takes_any():
+    seen = {}
+
+    def note(ranks, microbatches, **options):
+        seen.update(options)
+        return all_forward_first(ranks, microbatches)
+
+    build(note, **SIZE, colour="red")
+
+    assert seen == {"colour": "red"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_stages"),
+    [({}, 4), ({"stages_per_rank": 3}, 6), ({"stages": 2}, 2), ({"stages": 4, "stages_per_rank": 2}, 4)],
+)
+def test_stages_per_rank_are_those_asked_for_or_the_function_s_own(asked, num_stages):
+    assert build(looped, **SIZE, **asked).num_stages == num_stages
+
+
+@pytest.mark.parametrize(("asked", "stages"), [({"stages": 2}, 2), ({"stages_per_rank": 1}, 2), ({}, None)])
+def test_the_total_of_stages_follows_from_those_per_rank(asked, stages):
+    seen = {}
+
+    build(noting(seen), **SIZE, **asked)
+
+    assert seen["stages"] == stages
+
+
+def test_numbers_without_a_default_are_one_stage_per_rank():
+    def both(ranks, microbatches, stages, stages_per_rank):
+        assert (stages, stages_per_rank) == (2, 1)
+        return all_forward_first(ranks, microbatches)
+
+    assert build(both, **SIZE).num_stages == 2
+
+
+def test_slices_reach_a_function_that_takes_them():
+    assert build(sliced, **SIZE, slices=3).num_slices == 3
+
+
+@pytest.mark.parametrize(
+    ("function", "asked", "told"),
+    [
+        (all_forward_first, {"depth": "2"}, "depth: all_forward_first has no option 'depth'; its options: none"),
+        (noting({}), {"dept": "2"}, "its options: depth, share, .* Did you mean 'depth'"),
+        (noting({}), {"depth": "two"}, "depth: 'two' is not a value of it; give a whole number"),
+        (noting({}), {"share": "half"}, "share: 'half' is not a value of it; give a number"),
+        (noting({}), {"eager": "1"}, "eager: '1' is not a value of it; give true or false"),
+        (all_forward_first, {"stages_per_rank": 2}, "stages_per_rank: all_forward_first does not take it; add"),
+        (all_forward_first, {"stages": 3}, "stages_per_rank: all_forward_first does not take it; add"),
+        (all_forward_first, {"slices": 2}, "slices: all_forward_first does not take it; add"),
+        (looped, {"stages": 5}, "stages: looped made a schedule with 4, but 5 were asked for"),
+        (lambda ranks, microbatches: ["0F0", "1F0"], {}, "microbatches: <lambda> made a schedule with 1, but 2"),
+        (lambda ranks, microbatches, depth: [], {}, "depth: <lambda> needs a value for it; give depth=VALUE"),
+        (lambda ranks, /: [], {}, "takes 'ranks' by position only; leave out the /"),
+        (lambda ranks: 1 // 0, {}, r"test_own\.py:\d+: <lambda> failed: ZeroDivisionError"),
+        (None, {}, "name: None; give the name of a family, or a function"),
+        (3, {}, "name: 3 of type int; give the name"),
+        (max, {}, "max does not say what it takes"),
+    ],
+)
+def test_what_a_function_cannot_do_is_refused(function, asked, told):
+    with pytest.raises(ConfigError, match=told):
+        build(function, **SIZE, **asked)
+
+
+def test_a_count_below_1_is_refused_before_the_function_is_called():
+    with pytest.raises(ConfigError, match="ranks: 0 is below 1"):
+        build(lambda ranks: 1 // 0, ranks=0, microbatches=1)
+
+
+def test_rows_that_another_rank_would_run_are_refused():
+    with pytest.raises(ConfigError, match="mixed_up, row 2: stage 0 is on rank 0 and on rank 1"):
+        build(mixed_up, **SIZE)
+
+
+def mixed_up(ranks, microbatches):
+    return ["0F0 0F1", "1F0 0F1"]

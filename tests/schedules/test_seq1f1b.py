@@ -1,0 +1,94 @@
+"""`seq1f1b`: its order as drawn, as recorded from another system, and its published makespans and peaks."""
+
+from itertools import product
+
+import pytest
+
+from penstock.lower import lower
+from penstock.plan import prove_and_lower
+from penstock.schedules import build
+from penstock.simulate import Costs, simulate
+from tests.grids import assert_grid
+from tests.schedules.golden import built, orders, recorded, sizes
+
+
+def timed(ranks, microbatches, slices, *, forward, backward):
+    """The timeline where a whole microbatch takes so long on a stage."""
+    program = lower(build("seq1f1b", ranks=ranks, microbatches=microbatches, slices=slices))
+    half = backward / slices / 2
+    return simulate(program, Costs.uniform(forward=forward / slices, backward_input=half, backward_weight=half))
+
+
+def test_slices_go_forward_first_to_last_and_backward_last_to_first():
+    assert_grid(
+        build("seq1f1b", ranks=4, microbatches=3, slices=2),
+        """
+        0F0   0F0.1 0F1   0F1.1 0F2   0B0.1 0F2.1 0B0   0B1.1 0B1   0B2.1 0B2
+        1F0   1F0.1 1F1   1F1.1 1B0.1 1F2   1B0   1F2.1 1B1.1 1B1   1B2.1 1B2
+        2F0   2F0.1 2F1   2B0.1 2F1.1 2B0   2F2   2B1.1 2F2.1 2B1   2B2.1 2B2
+        3F0   3F0.1 3B0.1 3F1   3B0   3F1.1 3B1.1 3F2   3B1   3F2.1 3B2.1 3B2
+        """,
+    )
+
+
+def test_fewer_slices_in_all_than_the_warm_up_shorten_it():
+    assert_grid(
+        build("seq1f1b", ranks=4, microbatches=1, slices=3),
+        """
+        0F0 0F0.1 0F0.2 0B0.2 0B0.1 0B0
+        1F0 1F0.1 1F0.2 1B0.2 1B0.1 1B0
+        2F0 2F0.1 2F0.2 2B0.2 2B0.1 2B0
+        3F0 3F0.1 3F0.2 3B0.2 3B0.1 3B0
+        """,
+    )
+
+
+def test_forward_only_has_the_forwards_alone():
+    assert_grid(
+        build("seq1f1b", ranks=2, microbatches=2, slices=2, forward_only=True),
+        """
+        0F0 0F0.1 0F1 0F1.1
+        1F0 1F0.1 1F1 1F1.1
+        """,
+    )
+
+
+def test_one_slice_is_1f1b():
+    for ranks, microbatches in product(range(1, 6), range(1, 9)):
+        sliced, whole = (build(name, ranks=ranks, microbatches=microbatches) for name in ("seq1f1b", "1f1b"))
+        assert orders(sliced) == orders(whole)
+
+
+@pytest.mark.parametrize(("key", "ranks"), recorded("zero_bubble", "seq1f1b"))
+def test_the_order_is_that_of_the_zero_bubble_code(key, ranks):
+    assert built("seq1f1b", key, slices=sizes(key)["s"]) == ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slices", [1, 2, 3, 4])
+def test_every_size_is_proved(slices):
+    for ranks, microbatches in product(range(1, 9), [1, 2, 3, 5, 8, 12, 17]):
+        for forward_only in (False, True):
+            prove_and_lower(
+                build("seq1f1b", ranks=ranks, microbatches=microbatches, slices=slices, forward_only=forward_only)
+            )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "slices", "makespan_s", "peak"), [(4, 1, 132, 4), (4, 2, 114, 5), (4, 4, 105, 7), (8, 8, 106.5, 15)]
+)
+def test_makespan_and_peak_are_as_published(ranks, slices, makespan_s, peak):
+    timeline = timed(ranks, 8, slices, forward=4, backward=8)
+
+    assert timeline.makespan_s == makespan_s
+    assert max(timeline.peak_activations) == peak
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_bubble_and_memory_are_those_of_the_formulas(slices):
+    for ranks, microbatches in product(range(1, 7), [1, 2, 5, 8]):
+        timeline = timed(ranks, microbatches, slices, forward=4, backward=8)
+
+        assert timeline.span_s == timeline.makespan_s == 12 * (microbatches + (ranks - 1) / slices)
+        warm_ups = [ranks - rank - 1 + slices for rank in range(ranks)]
+        assert timeline.peak_activations == [min(microbatches * slices, count) for count in warm_ups]

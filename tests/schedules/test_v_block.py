@@ -1,0 +1,104 @@
+"""V schedules from a block: proved for every size, in memory that the block alone decides."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from penstock.ir.live import peak_activations
+from penstock.plan import prove_and_lower
+from penstock.schedules import build, one_f_one_b_v, v_half, v_min, v_zb
+from penstock.schedules.family import Shape
+from penstock.schedules.v_block import split_schedule, whole_schedule
+from penstock.schedules.v_slots import FORWARDS, Leg, fill_weights, repeat, widen_backwards
+from tests.grids import assert_grid
+from tests.schedules.v_tables import assert_table
+
+SPLIT = {"v-min": v_min, "v-half": v_half, "v-zb": v_zb}
+FAMILIES = {**SPLIT, "1f1b-v": one_f_one_b_v}
+ONE_RANK = np.array([[0, 1, 2, 4]])
+
+
+def shape(num_microbatches, *, is_forward_only=False):
+    return Shape(1, 2, num_microbatches, 1, is_forward_only)
+
+
+def held(slots):
+    """The most activations that a rank of a table of slots holds."""
+    return int(np.cumsum(np.isin(slots, FORWARDS).astype(int) - (slots == Leg.WEIGHT), axis=1).max())
+
+
+def test_three_microbatches_of_v_min_before_anything_moves_as_in_the_docstring():
+    assert_table(
+        fill_weights(repeat(v_min.block(4), 3)),
+        """
+        rank 0:  F  .  .  .  .  .  F  f  b  w  .  .  F  f  b  B  w  w  .  f  b  B  w  w  .  .  .  B  w
+        rank 1:  .  F  .  .  .  .  f  F  .  b  w  .  f  F  B  b  w  w  f  .  B  b  w  w  .  .  B  w
+        rank 2:  .  .  F  .  .  f  .  .  F  .  b  f  w  B  F  w  b  f  w  B  w  .  b  w  .  B  w
+        rank 3:  .  .  .  F  f  .  .  .  .  F  f  b  B  w  w  F  f  b  B  w  w  .  .  b  B  w  w
+        """,
+    )
+
+
+def test_a_block_becomes_a_schedule_with_backwards_in_two_parts():
+    assert_grid(
+        split_schedule("one rank", ONE_RANK, shape(2)),
+        "0F0 1F0 1I0 1W0 0I0 0W0 0F1 1F1 1I1 0I1 1W1 0W1",
+    )
+
+
+def test_a_block_becomes_a_schedule_with_whole_backwards():
+    assert_grid(whole_schedule("one rank", ONE_RANK, shape(2)), "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1")
+
+
+def test_forward_only_is_the_order_of_the_forwards_in_training():
+    assert_grid(split_schedule("one rank", ONE_RANK, shape(2, is_forward_only=True)), "0F0 1F0 0F1 1F1")
+    for name in FAMILIES:
+        trained = build(name, ranks=4, microbatches=7).forward_only()
+
+        assert build(name, ranks=4, microbatches=7, forward_only=True) == trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_size_is_proved(name, forward_only):
+    for ranks, microbatches in product(range(1, 9), [1, 2, 3, 5, 7, 8, 12, 17]):
+        prove_and_lower(build(name, ranks=ranks, microbatches=microbatches, forward_only=forward_only))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_slots_of_a_block_differ_modulo_six_on_every_rank(name):
+    for ranks in range(1, 41):
+        taken = FAMILIES[name].block(ranks)
+        if name == "1f1b-v":
+            taken = np.hstack([taken, taken[:, 2:] + 1])
+
+        assert all(len(set(slots % 6)) == taken.shape[1] for slots in taken)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_rank_holds_more_than_the_repeated_block_does_on_some_rank(name):
+    for ranks, microbatches in product(range(1, 7), [1, 2, 3, 5, 9]):
+        slots = repeat(FAMILIES[name].block(ranks), microbatches)
+        limit = held(fill_weights(slots) if name in SPLIT else widen_backwards(slots))
+
+        assert max(peak_activations(build(name, ranks=ranks, microbatches=microbatches))) <= limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("v-min", lambda ranks: 2 * ((ranks + 1) // 3) + 2),
+        ("v-half", lambda ranks: 2 * (ranks // 2) + 2),
+        ("v-zb", lambda ranks: 2 * ranks),
+        ("1f1b-v", lambda ranks: 2 * (2 * ranks // 3) + 2),
+    ],
+)
+def test_the_fullest_rank_holds_what_the_formula_says(name, most):
+    for ranks in range(1, 13):
+        for microbatches in {1, 2, ranks // 2 + 1, ranks, 2 * ranks + 1, 3 * ranks}:
+            schedule = build(name, ranks=ranks, microbatches=microbatches)
+
+            assert max(peak_activations(schedule)) == min(2 * microbatches, most(ranks))

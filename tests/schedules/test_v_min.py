@@ -1,0 +1,74 @@
+"""`v-min`: its order and its block as drawn, as recorded from its authors' scheduler, and its bubble."""
+
+from itertools import product
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.schedules import build
+from penstock.schedules.v_min import block
+from penstock.schedules.v_slots import fill_weights, repeat
+from tests.grids import assert_grid
+from tests.schedules.golden import built, recorded
+from tests.schedules.v_tables import assert_table, bubble, published, timeline
+
+
+def test_four_ranks_as_in_its_docstring():
+    schedule = build("v-min", ranks=4, microbatches=4)
+
+    assert schedule.placement.style == "v"
+    assert_grid(
+        schedule,
+        """
+        0F0 0F1 0F2 7F0 7I0 7W0 7F1 7I1 7W1 0I0 0W0 0F3 7F2 7I2 0I1 7W2 0W1 7F3 7I3 0I2 7W3 0W2 0I3 0W3
+        1F0 1F1 6F0 6F1 6I0 6W0 1F2 1I0 6I1 6W1 1W0 6F2 1F3 1I1 6I2 6W2 1W1 6F3 1I2 6I3 6W3 1W2 1I3 1W3
+        2F0 2F1 5F0 5F1 5I0 5W0 2F2 2I0 2W0 5I1 5F2 5W1 2I1 2F3 2W1 5I2 5F3 5W2 2I2 2W2 5I3 5W3 2I3 2W3
+        3F0 4F0 3F1 4F1 4I0 3I0 4W0 3W0 3F2 4F2 4I1 3I1 4W1 3W1 3F3 4F3 4I2 3I2 4W2 3W2 4I3 3I3 4W3 3W3
+        """,
+    )
+
+
+def test_its_block_as_in_its_docstring():
+    assert_table(
+        fill_weights(repeat(block(4), 1)),
+        """
+        rank 0:  F  .  .  .  .  .  .  f  b  w  .  .  .  .  .  B  w
+        rank 1:  .  F  .  .  .  .  f  .  .  b  w  .  .  .  B  w
+        rank 2:  .  .  F  .  .  f  .  .  .  .  b  w  .  B  w
+        rank 3:  .  .  .  F  f  .  .  .  .  .  .  b  B  w  w
+        """,
+    )
+
+
+def test_other_numbers_of_stages_are_refused():
+    with pytest.raises(ConfigError, match="v-min takes 2 stages per rank, got 1"):
+        build("v-min", ranks=2, microbatches=4, stages_per_rank=1)
+
+
+@pytest.mark.parametrize(("key", "ranks"), recorded("zero_bubble", "v_min/"))
+def test_the_order_is_that_of_its_authors_scheduler_whatever_the_costs(key, ranks):
+    assert built("v-min", key) == ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", published("v-min"), ids=lambda row: f"{row['ranks']} ranks")
+def test_bubble_and_memory_are_as_published(row):
+    found = timeline("v-min", row["ranks"], row["microbatches"])
+
+    assert found.span_s - 6 * row["microbatches"] == row["bubble"]
+    assert max(found.peak_activations) == row["peak_activations"]
+
+
+@pytest.mark.slow
+def test_bubble_is_that_of_the_formula():
+    for ranks, more in product(range(2, 13), [1, 2, 3, 4, 13, 26]):
+        assert bubble("v-min", ranks, ranks + more) == 4 * ranks - (7 if ranks % 3 == 0 else 5)
+
+
+@pytest.mark.parametrize("costs", list(product([1, 2, 3, 4], repeat=3)))
+def test_costs_that_differ_little_add_nothing_per_microbatch(costs):
+    forward, backward_input, backward_weight = costs
+    parts = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
+    is_little = backward_weight >= max(2 * forward - backward_input, 2 * backward_input - forward)
+
+    assert (bubble("v-min", 4, 14, **parts) == bubble("v-min", 4, 12, **parts)) == is_little

@@ -1,0 +1,145 @@
+"""Reordering: drawn before and after, what it may never do, and the same compiled."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from penstock.ir import hot
+from penstock.schedules import one_f_one_b_v, v_half, v_min, v_zb
+from penstock.schedules.v_reorder import move_earlier, move_end_earlier, move_whole_earlier
+from penstock.schedules.v_slots import (
+    BACKWARDS,
+    FORWARDS,
+    LEGS,
+    Leg,
+    fill_weights,
+    repeat,
+    squeeze,
+    widen_backwards,
+    without_weights,
+)
+from tests.schedules.v_tables import assert_table, table
+
+SIZES = list(product([1, 2, 3, 5, 6], [1, 2, 3, 7, 12]))
+SPLIT = [v_min.block, v_half.block, v_zb.block]
+
+
+def split_tables(block, num_ranks, num_microbatches):
+    """Before and after both steps of a split block."""
+    repeated = fill_weights(repeat(block(num_ranks), num_microbatches))
+    moved = move_earlier(repeated)
+    started = without_weights(squeeze(moved))
+    return [(repeated, moved), (started, move_end_earlier(started))]
+
+
+def slots_of(slots, leg):
+    """[num_ranks, number] the slots in which each rank runs a leg."""
+    return np.nonzero(slots == leg)[1].reshape(len(slots), -1)
+
+
+def peak(slots):
+    """The most activations that a rank holds, with weight parts in idle slots where they have none of their own."""
+    full = slots if (slots == Leg.WEIGHT).any() else fill_weights(slots)
+    return int(np.cumsum(np.isin(full, FORWARDS).astype(int) - (full == Leg.WEIGHT), axis=1).max())
+
+
+def assert_possible(slots, length):
+    """Each leg comes after what it waits for; backwards take `length` slots."""
+    out, home, back_out, back_home = (slots_of(slots, leg) for leg in LEGS)
+    assert (np.diff(out, axis=0) >= 1).all()
+    assert (np.diff(home[::-1], axis=0) >= 1).all()
+    assert (np.diff(back_out, axis=0) >= length).all()
+    assert (np.diff(back_home[::-1], axis=0) >= length).all()
+    assert (home[-1] > out[-1]).all()
+    assert (back_out[0] > home[0]).all()
+    assert (back_home[-1] >= back_out[-1] + length).all()
+
+
+def assert_moved_well(before, after, *, length):
+    """Nothing is lost, late or impossible, and no rank holds more than the one that held most."""
+    assert_possible(after, length)
+    for leg in (*LEGS, Leg.WEIGHT):
+        assert (slots_of(after, leg) <= slots_of(before, leg)).all()
+    assert peak(after) <= peak(before)
+    if (after == Leg.WEIGHT).any():
+        begun = np.cumsum(np.isin(after, BACKWARDS), axis=1)
+        assert (np.cumsum(after == Leg.WEIGHT, axis=1) <= begun).all()
+
+
+def test_everything_before_the_first_backward_home_moves_to_idle_slots():
+    assert_table(move_earlier(table("F . . f . b . w . B w")), "F f b w . . . . . B w")
+
+
+def test_a_forward_moves_no_further_than_memory_allows():
+    assert_table(move_earlier(table("F f . b w . F B w f b w B w")), "F f b w F . . B w f b w B w")
+
+
+def test_nothing_moves_past_what_it_waits_for_on_another_rank():
+    before = """
+        F . . . . f . b . . . . . B w w
+        . . F . f . . . . b . B . w w .
+        """
+
+    assert_table(
+        move_earlier(table(before)),
+        """
+        F . . f b . . . . . . . . B w w
+        . F f . . b B . . . . . . w w .
+        """,
+    )
+
+
+def test_between_the_first_backward_home_and_the_last_forward_out_nothing_moves():
+    assert_table(move_earlier(table("F f b w B . w . F . f . b w B w")), "F f b w B . w . F f b w B w")
+
+
+def test_a_whole_backward_moves_with_its_second_slot():
+    assert_table(move_whole_earlier(table("F . f . b w . . B w")), "F f b w B w")
+
+
+def test_a_whole_backward_needs_two_idle_slots():
+    assert_table(move_whole_earlier(table("F f . b w B w")), "F f . b w B w")
+
+
+def test_with_whole_backwards_nothing_has_to_stay():
+    assert_table(move_whole_earlier(table("F f . . . b w F . B w f b w B w")), "F f b w F B w f b w B w")
+
+
+def test_the_end_moves_after_the_last_forward_out():
+    assert_table(move_end_earlier(table("F . f b . B . F . . f . b . . B")), "F . f b . B . F f b B")
+
+
+def test_at_the_end_idle_slots_run_the_weight_parts_that_make_room_for_a_forward():
+    assert_table(
+        move_end_earlier(table("F f b . B . F f b B F . . f b . B")),
+        "F f b . B . F f b B F . f b B",
+    )
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), SIZES)
+@pytest.mark.parametrize("block", SPLIT)
+def test_a_split_block_stays_possible_and_within_its_memory(block, num_ranks, num_microbatches):
+    for before, after in split_tables(block, num_ranks, num_microbatches):
+        assert_moved_well(before, after, length=1)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), SIZES)
+def test_a_whole_block_stays_possible_and_within_its_memory(num_ranks, num_microbatches):
+    before = widen_backwards(repeat(one_f_one_b_v.block(num_ranks), num_microbatches))
+
+    assert_moved_well(before, move_whole_earlier(before), length=2)
+
+
+@pytest.mark.slow
+def test_compiled_it_moves_the_same(monkeypatch):
+    whole = [widen_backwards(repeat(one_f_one_b_v.block(ranks), 9)) for ranks in (1, 4, 7)]
+    interpreted = [pairs for block, ranks in product(SPLIT, (1, 4, 7)) for pairs in split_tables(block, ranks, 9)]
+    interpreted += [(slots, move_whole_earlier(slots)) for slots in whole]
+
+    monkeypatch.setattr(hot, "COMPILE_ABOVE_ROWS", 0)
+    compiled = [pairs for block, ranks in product(SPLIT, (1, 4, 7)) for pairs in split_tables(block, ranks, 9)]
+    compiled += [(slots, move_whole_earlier(slots)) for slots in whole]
+
+    for (_, expected), (_, actual) in zip(interpreted, compiled, strict=True):
+        assert (actual == expected).all()

@@ -1,0 +1,118 @@
+"""Tables of slots: drawn before and after each step."""
+
+import numpy as np
+import pytest
+
+from penstock.schedules.v_slots import (
+    BACKWARDS,
+    IDLE,
+    Leg,
+    fill_weights,
+    fill_weights_by_leg,
+    owed,
+    pays,
+    repeat,
+    squeeze,
+    to_orders,
+    widen_backwards,
+    without_weights,
+)
+from tests.schedules.v_tables import assert_table, table
+
+BLOCK = np.array([[0, 3, 4, 7], [1, 2, 5, 6]])
+
+
+def orders(drawing, *, is_split):
+    return [order.tolist() for order in to_orders(table(drawing), is_split=is_split)]
+
+
+def test_a_block_comes_again_every_six_slots():
+    assert_table(
+        repeat(BLOCK, 3),
+        """
+        F . . f b . F B . f b . F B . f b . . B
+        . F f . . b B F f . . b B F f . . b B .
+        """,
+    )
+
+
+def test_a_backward_gets_a_second_slot():
+    assert_table(
+        widen_backwards(table("F f b . B . F\nF f . b . . b")),
+        """
+        F f b w B w F .
+        F f . b w . b w
+        """,
+    )
+
+
+def test_weight_parts_fill_idle_slots_and_those_that_are_left_come_behind():
+    assert_table(
+        fill_weights(table("F . f b . b B . F . B\nF f b B F f")),
+        """
+        F . f b w b B w F w B w . .
+        F f b B F f w w . . . . . .
+        """,
+    )
+
+
+def test_weight_parts_of_the_leg_out_go_first():
+    assert_table(
+        fill_weights_by_leg(table("F f B b . b . . F . B")),
+        "F f B b o b o h F . B h",
+    )
+
+
+def test_without_weights_their_slots_are_idle():
+    assert_table(without_weights(table("F w f b o B h w")), "F . f b . B . .")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_owed_is_what_a_queue_holds(seed):
+    slots = np.random.default_rng(seed).choice([IDLE, *Leg], size=(1, 30), p=[0.4, 0.05, 0.05, 0.2, 0.2, 0.1, 0, 0])
+    free = slots == IDLE
+    waiting, num_waiting, runs = 0, [], []
+    for leg in slots[0]:
+        runs.append(bool(leg == IDLE and waiting))
+        waiting += int(leg in BACKWARDS) - runs[-1]
+        num_waiting.append(waiting)
+
+    assert owed(slots, BACKWARDS, free).tolist() == [num_waiting]
+    assert pays(slots, BACKWARDS, free).tolist() == [runs]
+
+
+def test_squeezing_starts_all_as_early_as_the_rank_before_allows():
+    before = """
+        F . . . F . f b w . f b . w . B . w B w
+        . F f . . F f . b w . . b w B w . B . w
+        """
+
+    assert_table(
+        squeeze(table(before)),
+        """
+        F F . f b w f b w . . B w B w
+        . F f F f b w . b w B w B w
+        """,
+    )
+
+
+def test_squeezing_keeps_the_order_of_each_rank():
+    slots = fill_weights(repeat(BLOCK, 4))
+
+    for before, after in zip(slots, squeeze(slots), strict=True):
+        assert before[before != IDLE].tolist() == after[after != IDLE].tolist()
+
+
+def test_a_table_of_split_backwards_reads_as_forwards_inputs_and_weights():
+    found = orders("F . . f b o B h\n. F f b o B . h", is_split=True)
+
+    assert found == [
+        [[0, 0, 0], [0, 3, 0], [2, 3, 0], [3, 3, 0], [2, 0, 0], [3, 0, 0]],
+        [[0, 1, 0], [0, 2, 0], [2, 2, 0], [3, 2, 0], [2, 1, 0], [3, 1, 0]],
+    ]
+
+
+def test_a_table_of_whole_backwards_reads_without_their_second_slots():
+    found = orders("F F f b w f b w B w B w", is_split=False)
+
+    assert found == [[[0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 1, 0], [0, 1, 1], [1, 1, 1], [1, 0, 0], [1, 0, 1]]]

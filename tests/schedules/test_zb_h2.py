@@ -1,0 +1,62 @@
+"""`zb-h2`: its order as drawn, and its bubble and memory by their formulas."""
+
+import pytest
+
+from penstock.lower import lower
+from penstock.schedules import build
+from penstock.simulate import Costs, simulate
+from tests.grids import assert_grid
+
+
+def test_warm_up_and_delay_are_twice_those_of_zb_h1():
+    assert_grid(
+        build("zb-h2", ranks=4, microbatches=8),
+        """
+        0F0 0F1 0F2 0F3 0F4 0F5 0F6 0I0 0W0 0F7 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4 0I5 0W5 0I6 0W6 0I7 0W7
+        1F0 1F1 1F2 1F3 1F4 1I0 1F5 1I1 1F6 1I2 1W0 1F7 1I3 1W1 1I4 1W2 1I5 1W3 1I6 1W4 1I7 1W5 1W6 1W7
+        2F0 2F1 2F2 2I0 2F3 2I1 2F4 2I2 2F5 2I3 2F6 2I4 2W0 2F7 2I5 2W1 2I6 2W2 2I7 2W3 2W4 2W5 2W6 2W7
+        3F0 3I0 3F1 3I1 3F2 3I2 3F3 3I3 3F4 3I4 3F5 3I5 3F6 3I6 3W0 3F7 3I7 3W1 3W2 3W3 3W4 3W5 3W6 3W7
+        """,
+    )
+
+
+def test_in_time_no_rank_waits_between_its_first_and_its_last_action():
+    assert_grid(
+        build("zb-h2", ranks=3, microbatches=5),
+        """
+        0F0 0F1 0F2 0F3 0F4 0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4
+        .   1F0 1F1 1F2 1I0 1F3 1I1 1F4 1I2 1W0 1I3 1W1 1I4 1W2 1W3 1W4
+        .   .   2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2W1 2W2 2W3 2W4
+        """,
+    )
+
+
+def test_too_few_microbatches_for_the_delay_shorten_it():
+    assert_grid(
+        build("zb-h2", ranks=3, microbatches=3),
+        """
+        0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
+        1F0 1F1 1F2 1I0 1I1 1W0 1I2 1W1 1W2
+        2F0 2I0 2F1 2I1 2F2 2I2 2W0 2W1 2W2
+        """,
+    )
+
+
+def test_forward_only_has_the_forwards_alone():
+    assert_grid(build("zb-h2", ranks=2, microbatches=3, forward_only=True), "0F0 0F1 0F2\n1F0 1F1 1F2")
+
+
+@pytest.mark.parametrize("costs", [(1, 1, 1), (10, 12, 8), (18, 18, 9), (6, 4, 4), (1, 2, 0)])
+def test_bubble_and_memory_are_those_of_the_formulas(costs):
+    parts = dict(zip(("forward", "backward_input", "backward_weight"), costs, strict=True))
+    bubble = parts["forward"] + parts["backward_input"] - 2 * parts["backward_weight"]
+    for ranks in range(1, 7):
+        for microbatches in (2 * ranks - 1, 2 * ranks, 3 * ranks + 1, 12):
+            program = lower(build("zb-h2", ranks=ranks, microbatches=microbatches))
+
+            timeline = simulate(program, Costs.uniform(**parts))
+
+            work = microbatches * sum(costs)
+            assert timeline.span_s == work + (ranks - 1) * bubble
+            assert timeline.makespan_s == work + (ranks - 1) * max(bubble, parts["forward"])
+            assert timeline.peak_activations == [min(microbatches, 2 * ranks - 1)] * ranks

@@ -1,0 +1,97 @@
+"""`zbv`: its order as drawn, as recorded from torch, and its bubble and memory by their formulas."""
+
+from itertools import product
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.lower import lower
+from penstock.plan import prove_and_lower
+from penstock.schedules import build
+from penstock.simulate import Costs, simulate
+from tests.grids import assert_grid
+from tests.schedules.golden import built, recorded
+
+
+def test_three_ranks_as_in_its_docstring():
+    schedule = build("zbv", ranks=3, microbatches=5)
+
+    assert schedule.placement.style == "v"
+    assert_grid(
+        schedule,
+        """
+0F0 0F1 0F2 0F3 0F4 5F0 5I0 5W0 5F1 5I1 5W1 5F2 5I2 5W2 0I0 0W0 5F3 5I3 5W3 0I1 0W1 5F4 5I4 5W4 0I2 0W2 0I3 0W3 0I4 0W4
+1F0 1F1 1F2 4F0 1F3 4F1 4I0 4W0 4F2 4I1 4W1 1F4 1I0 1W0 4F3 4I2 4W2 1I1 1W1 4F4 4I3 4W3 1I2 4I4 1I3 1W2 1I4 1W3 4W4 1W4
+2F0 3F0 2F1 3F1 2F2 3F2 3I0 3W0 2F3 2I0 2W0 3F3 3I1 3W1 2F4 2I1 2W1 3F4 3I2 3W2 2I2 3I3 2I3 3I4 2I4 2W2 3W3 3W4 2W3 2W4
+        """,
+    )
+
+
+def test_in_time_no_rank_waits_between_its_first_and_its_last_action():
+    assert_grid(
+        build("zbv", ranks=2, microbatches=4),
+        """
+        0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
+        .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
+        """,
+    )
+
+
+def test_with_few_microbatches_those_beyond_them_are_left_out():
+    assert_grid(
+        build("zbv", ranks=3, microbatches=2),
+        """
+        0F0 0F1 5F0 5I0 5W0 5F1 5I1 5W1 0I0 0W0 0I1 0W1
+        1F0 1F1 4F0 4F1 4I0 4W0 4I1 4W1 1I0 1W0 1I1 1W1
+        2F0 3F0 2F1 3F1 3I0 3W0 2I0 2W0 3I1 3W1 2I1 2W1
+        """,
+    )
+
+
+def test_forward_only_goes_down_and_up_in_the_order_of_training():
+    assert_grid(
+        build("zbv", ranks=2, microbatches=4, forward_only=True),
+        """
+        0F0 0F1 0F2 3F0 3F1 0F3 3F2 3F3
+        1F0 2F0 1F1 2F1 1F2 2F2 1F3 2F3
+        """,
+    )
+
+
+def test_other_numbers_of_stages_are_refused():
+    with pytest.raises(ConfigError, match="zbv takes 2 stages per rank, got 1"):
+        build("zbv", ranks=2, microbatches=4, stages_per_rank=1)
+
+
+@pytest.mark.parametrize(("key", "ranks"), recorded("torch", "compute/ZBVZeroBubble"))
+def test_the_order_is_that_of_torch(key, ranks):
+    assert built("zbv", key) == ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_every_size_is_proved(forward_only):
+    for ranks, microbatches in product(range(1, 9), [1, 2, 3, 5, 7, 8, 12, 16, 17]):
+        prove_and_lower(build("zbv", ranks=ranks, microbatches=microbatches, forward_only=forward_only))
+
+
+@pytest.mark.parametrize("costs", [(1, 1, 1), (10, 12, 8), (18, 18, 9), (1, 2, 0)])
+def test_bubble_is_that_of_the_formula(costs):
+    parts = dict(zip(("forward", "backward_input", "backward_weight"), costs, strict=True))
+    backward_input, bubble = parts["backward_input"], 2 * (parts["backward_input"] - parts["backward_weight"])
+    for ranks in range(1, 7):
+        for microbatches in (2 * ranks - 1, 2 * ranks, 3 * ranks + 1):
+            timeline = simulate(lower(build("zbv", ranks=ranks, microbatches=microbatches)), Costs.uniform(**parts))
+
+            work = 2 * microbatches * sum(costs)
+            assert timeline.span_s == work + (ranks - 1) * bubble
+            assert timeline.makespan_s == work + (ranks - 1) * max(bubble, backward_input)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
+def test_memory_is_that_of_the_formula(ranks):
+    for microbatches in range(1, 2 * ranks + 2):
+        timeline = simulate(lower(build("zbv", ranks=ranks, microbatches=microbatches)), Costs.uniform())
+
+        expected = [min(2 * ranks, microbatches + min(microbatches, rank + 1)) for rank in range(ranks)]
+        assert timeline.peak_activations == expected
