@@ -162,20 +162,21 @@ def step_task(pipeline, task, **options):
     return Outcome(result, gradients_of(pipeline.named_parameters()), pipeline.timeline)
 
 
-def difference(outcomes, reference, *, tolerance=None):
+def difference(outcomes, reference, *, tolerance=None, loss_tolerance=None):
     """Say how the ranks' outcomes differ from the reference's; empty where they are equal bit for bit (or nearly)."""
     expected, expected_gradients = reference
-    gradients = {name: gradient for outcome in outcomes for name, gradient in outcome.gradients.items()}
     found = []
-    if gradients.keys() != expected_gradients.keys():
-        found.append(f"parameters {sorted(gradients.keys() ^ expected_gradients.keys())}")
-    for name in gradients.keys() & expected_gradients.keys():
-        if not _same(gradients[name], expected_gradients[name], tolerance):
-            found.append(f"the gradient of {name}")
+    names = {name for outcome in outcomes for name in outcome.gradients}
+    if names != expected_gradients.keys():
+        found.append(f"parameters {sorted(names ^ expected_gradients.keys())}")
     for rank, outcome in enumerate(outcomes):
+        for name in outcome.gradients.keys() & expected_gradients.keys():
+            if not _same(outcome.gradients[name], expected_gradients[name], tolerance):
+                found.append(f"the gradient of {name} on rank {rank}")
         losses = [outcome.result.loss, *outcome.result.losses]
         wanted = [expected.loss, *expected.losses]
-        if len(losses) != len(wanted) or not all(map(torch.equal, losses, wanted)):
+        pairs = zip(losses, wanted, strict=False)
+        if len(losses) != len(wanted) or not all(_same(*pair, loss_tolerance) for pair in pairs):
             found.append(f"the losses on rank {rank}")
     return found
 

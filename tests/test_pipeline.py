@@ -3,19 +3,15 @@
 import copy
 import gc
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from penstock.errors import ConfigError, PartitionError, PipelineError, StepRefused
+from penstock.errors import ConfigError, PartitionError, PenstockWarning, PipelineError, StepRefused
 from penstock.execute.reference import reference_evaluate, reference_step
-from penstock.ir.action import parse_action
-from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.pipeline import Pipeline
-from penstock.placement import Placement
 from penstock.schedules import build
 from tests.local_pipelines import (
     WIDTH,
@@ -420,6 +416,16 @@ def test_hooks_run_in_a_training_step_only():
     assert calls == [0, "step"]
 
 
+def test_fewer_microbatches_than_stages_are_warned_of_once_and_run():
+    task = float_task(4, torch.float64)
+
+    with pytest.warns(PenstockWarning, match="2 microbatches for 3 stages") as told:
+        outcomes = on_ranks(3, run_with(task, "1f1b", 2))
+
+    assert len(told) == 1
+    assert difference(outcomes, task.reference(2)) == []
+
+
 # ---- mistakes
 
 
@@ -609,35 +615,6 @@ def test_a_training_step_on_a_forward_only_schedule_is_refused():
 
     assert isinstance(error, ConfigError)
     assert "no backwards" in str(error)
-
-
-def drawn(placement, order, **options):
-    actions = [parse_action(text) for text in order.split()]
-    return Schedule.from_actions("drawn", placement, [actions], **options)
-
-
-def sliced():
-    return drawn(Placement.line(1), "0F0 0F0.1 0B0.1 0B0", num_microbatches=1, num_slices=2)
-
-
-def two_ways():
-    placement = Placement.explicit([0, 0], [[0], [1]])
-    return drawn(placement, "0F0 1F1 0B0 1B1", num_microbatches=2, route_of_microbatch=np.array([0, 1], np.int8))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "text"),
-    [
-        (sliced(), "2 slices"),
-        (two_ways(), "2 routes"),
-    ],
-    ids=["slices", "routes"],
-)
-def test_what_a_pipeline_cannot_run_is_refused_and_not_run_wrongly(schedule, text):
-    error = error_of(Pipeline, float_layers(), schedule, loss=square_loss)
-
-    assert isinstance(error, ConfigError)
-    assert text in str(error)
 
 
 def test_a_loss_that_is_detached_from_the_output_is_an_error_not_a_step_that_trains_nothing():

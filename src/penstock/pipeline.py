@@ -4,40 +4,51 @@ What runs is planned once: the schedule is built (or read), proved, lowered and 
 step is then one agreement between the ranks, one run of this rank's instructions, and one exchange of losses.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from penstock.errors import ConfigError, PipelineError, StepRefused
-from penstock.execute.agreement import Mode, agree_on_setup, digest, known_to_any
-from penstock.execute.assemble import Assembly, Layer, assemble, layer_names, spec_attribute
+from penstock.errors import ConfigError, PenstockWarning, PipelineError, StepRefused
+from penstock.execute.agreement import Mode, agree_on_setup, digest
+from penstock.execute.assemble import Assembly, Layer, assemble, count_parameters, layer_names, spec_attribute
+from penstock.execute.clock import ClockComparison
 from penstock.execute.failure import FailureDesk
-from penstock.execute.gate import Gate
+from penstock.execute.gate import Batch, Call, Gate, wants_of
 from penstock.execute.interpreter import Hooks, Interpreter
-from penstock.execute.loss import Loss, LossWeights
+from penstock.execute.loss import Loss, LossShares, LossWeights
 from penstock.execute.messages import Messenger
-from penstock.execute.microbatch import merge_outputs
 from penstock.execute.options import refuse_unknown, split_options
-from penstock.execute.record import Recorder, gather_timeline
-from penstock.execute.results import StepResult, share_losses
+from penstock.execute.record import Recorder, Recording, gather_recording
+from penstock.execute.results import (
+    StepResult,
+    collect_outputs,
+    collector_of,
+    merge_slices_and_microbatches,
+    share_losses,
+)
+from penstock.execute.slices import refuse_layers_that_look_back
 from penstock.execute.stage import Stage
 from penstock.execute.step import Step
 from penstock.execute.tied import agree_on_copies
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.world import default_device, default_transport
+from penstock.execute.world import default_device, default_transport, shares_process
+from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
-from penstock.partition.split import describe_split, split_layers
-from penstock.plan import prove_and_lower, resolve_schedule
-from penstock.schedules import FAMILIES
+from penstock.partition.split import describe_split, split_over
+from penstock.plan import few_microbatches, prove_and_lower, resolve_schedule
+from penstock.schedules import find_family, is_file_name
 from penstock.version import VERSION
+
+_LOOKING_BACK = (nn.MultiheadAttention, nn.RNNBase)
+"""What is known to need more of the sequence than the slice at hand, and cannot carry it by itself."""
 
 
 class Pipeline:
@@ -48,7 +59,10 @@ class Pipeline:
     `split`: layers per stage. `group`: a process group. Further keywords are those of `PipelineOptions`, then options
     of the schedule's family.
 
-    Gradients accumulate in `.grad` until the caller zeroes them.
+    Gradients accumulate in `.grad` until the caller zeroes them. With two routes every stage has a copy on another
+    rank, whose parameters start equal and end every step with the same total in `.grad`: whoever changes a parameter
+    does the same to it on both ranks, as every optimizer does. With slices, layers must treat each position of the
+    sequence alone, or carry what they need of earlier slices in a `penstock.models.Carry`.
 
     Raises:
         ScheduleError, PartitionError, ConfigError: if the schedule, the split or a setting is wrong.
@@ -73,8 +87,10 @@ class Pipeline:
         self.device = self.options.device or default_device(group)
         self._loss = loss
         self._loss_weights = LossWeights(self.options.reduction, self.options.count)
-        if isinstance(schedule, str) and schedule in FAMILIES:
-            refuse_unknown(family_options, schedule, FAMILIES[schedule].options)
+        if isinstance(schedule, str) and not is_file_name(schedule):
+            refuse_unknown(family_options, schedule, find_family(schedule).options)
+            if self.options.slices is not None:
+                family_options["slices"] = self.options.slices
         self.schedule = resolve_schedule(
             schedule,
             ranks=self._transport.num_ranks,
@@ -82,10 +98,13 @@ class Pipeline:
             stages_per_rank=stages_per_rank,
             options=family_options,
         )
-        _require_runnable(self.schedule)
+        _require_slices(self.schedule, self.options.slices)
         self._assembly = self._assemble(layers, split)
         self.stages: list[Stage] = self._assembly.stages
         self.program = self._lowered(self.schedule)
+        advice = few_microbatches(self.program)
+        if advice is not None and self.rank == 0:
+            warnings.warn(advice, PenstockWarning, stacklevel=2)
         self._desk = FailureDesk(self._transport, self._describe)
         self._messenger = Messenger(
             self._transport,
@@ -95,20 +114,13 @@ class Pipeline:
         self._is_closed = False
         self._interpreters: dict[Mode, Interpreter] = {}
         self._active: Program = self.program
-        self.timeline: Timeline | None = None
-        """The measured timeline of the last recorded step, on every rank."""
+        self.recording: Recording | None = None
+        """What was measured in the last recorded step, on every rank."""
         self._set_up_together(layers, split)
-        own_keywords = frozenset(name for stage in self.stages for name in stage.keyword_names())
-        self._gate = Gate(
-            self._transport,
-            self.device,
-            num_microbatches=self.schedule.num_microbatches,
-            specs=self.options.specs,
-            allow_ragged=self.options.allow_ragged,
-            needs_inputs=any(self.schedule.placement.previous_stage[stage.index] < 0 for stage in self.stages),
-            own_keywords=own_keywords,
-            known_keywords=known_to_any(self._transport, own_keywords),
-        )
+        has_loss = self._holds_last_stage and loss is not None
+        wants = wants_of(self.stages, self.schedule.placement, self._transport, has_loss=has_loss)
+        self._clocks = ClockComparison(self._transport, self.device, self.options.clock)
+        self._gate = Gate(self._transport, self.device, self.options.batch_rule(self.schedule), wants)
 
     # ---- the calls of a training loop
 
@@ -117,8 +129,9 @@ class Pipeline:
     ) -> StepResult:
         """Run forward and backward of one batch; the same call on every rank.
 
-        Every rank passes the whole batch, or nothing where it needs none: the first stage takes `args`, the last stage
-        `target`, and a keyword reaches every layer whose forward names it. `record` measures the step (`timeline`).
+        Every rank passes the whole batch, or nothing where it needs none: the first stage of a route takes `args`, the
+        last one `target`, and a keyword reaches every layer whose forward names it. Outputs of both routes go to the
+        rank of the first route's last stage. `record` measures the step (`timeline`).
 
         Raises:
             PipelineError: on every rank, if the step fails on any. The next step may be run after it; until then
@@ -128,7 +141,7 @@ class Pipeline:
             raise ConfigError("a training step needs a loss; pass loss=... to Pipeline, or call evaluate", key="loss")
         if self.schedule.is_forward_only:
             raise ConfigError(f"{self.schedule.name} has no backwards to train with; call evaluate", key="schedule")
-        return self._run(Mode.TRAIN, _Call(args, kwargs, target, return_outputs, record))
+        return self._run(Mode.TRAIN, Call(args, kwargs, target, return_outputs, record))
 
     def evaluate(
         self, *args: Any, target: Any = None, return_outputs: bool = False, record: bool = False, **kwargs: Any
@@ -140,7 +153,7 @@ class Pipeline:
         for stage in self.stages:
             stage.set_training(False)
         try:
-            return self._run(Mode.EVALUATE, _Call(args, kwargs, target, return_outputs, record))
+            return self._run(Mode.EVALUATE, Call(args, kwargs, target, return_outputs, record))
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -152,9 +165,11 @@ class Pipeline:
         return self.timeline
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """List this rank's parameters with the unsplit model's names, copies of tied ones included."""
-        for stage in self.stages:
-            yield from stage.named_parameters()
+        """List this rank's parameters with the unsplit model's names, copies of tied ones included.
+
+        With two routes, the ranks of a stage's two copies both list its parameters, under the same names.
+        """
+        yield from {name: parameter for stage in self.stages for name, parameter in stage.named_parameters()}.items()
 
     @property
     def copied_names(self) -> frozenset[str]:
@@ -166,13 +181,28 @@ class Pipeline:
         return any(self.schedule.placement.next_stage[stage.index] < 0 for stage in self.stages)
 
     @property
+    def timeline(self) -> Timeline | None:
+        """The measured timeline of the last recorded step, on every rank."""
+        return None if self.recording is None else self.recording.timeline
+
+    @property
+    def layers_of_stage(self) -> Sequence[range]:
+        """Per stage, its layers; with two routes, those of both copies."""
+        return self._parts
+
+    @property
+    def layer_weights(self) -> Sequence[float]:
+        """The relative cost per layer that the split went by."""
+        return self._weights
+
+    @property
     def transport(self) -> Transport:
         """The wires to the other ranks."""
         return self._transport
 
     def describe_split(self) -> str:
         """Draw which stage has which layers, its share of the weight, and its parameters, copies of tied ones too."""
-        return describe_split(self._slices, list(self._num_parameters), self._weights, [*self._num_parameters.values()])
+        return describe_split(self._parts, list(self._num_parameters), self._weights, [*self._num_parameters.values()])
 
     def close(self) -> None:
         """End the watchdog and release the wires; the modules stay as they are, but no step can be run any more."""
@@ -189,9 +219,16 @@ class Pipeline:
         if weights is None:
             weights = [float(spec_attribute(layer, "weight", 1.0)) for layer in layers]
         self._weights = weights
-        self._slices = split_layers(len(layers), self.schedule.num_stages, weights=weights, split=split)
+        placement = self.schedule.placement
+        self._parts = split_over(placement, len(layers), weights=weights, split=split)
         return assemble(
-            layers, self.schedule.placement, self._slices, self.rank, device=self.device, tied=self.options.tied
+            layers,
+            placement,
+            self._parts,
+            self.rank,
+            device=self.device,
+            tied=self.options.tied,
+            shares_modules=shares_process(self._transport),
         )
 
     def _lowered(self, schedule: Schedule) -> Program:
@@ -209,42 +246,44 @@ class Pipeline:
                 "the version of Penstock": VERSION,
                 "the schedule": f"{self.schedule!r} #{digest(self.schedule.to_csv()):x}",
                 "the layers": ", ".join(layer_names(layers)),
-                "the split": ", ".join(str(len(part)) for part in self._slices),
+                "the split": ", ".join(str(len(part)) for part in self._parts),
                 "the tied parameters": f"stages {self._assembly.tied_groups}",
                 "the loss": "none" if self._loss is None else "a function",
                 "the loss reduction": self.options.reduction,
+                "slice_dim": str(self.options.slice_dim),
                 "variable_shapes": str(self.options.variable_shapes),
                 "the deadline": f"{self._transport.deadline_s:g} s",
             },
         )
         agree_on_copies(self._transport, self._assembly.tied_copies)
         for copy in self._assembly.tied_copies.values():
-            copy.share_value(self._transport)
-        self._num_parameters = self._count_parameters(layer_names(layers))
-
-    def _count_parameters(self, names: Sequence[str]) -> dict[str, int]:
-        """Per layer of the whole model, in order, its number of parameters; a layer is only built on its own rank."""
-        own = {name: _num_parameters(layer) for stage in self.stages for name, layer in stage.layers.items()}
-        everyone: dict[str, int] = {}
-        for theirs in self._transport.all_gather_object(own):
-            assert isinstance(theirs, dict)
-            everyone |= theirs
-        return {name: everyone[name] for name in names}
+            copy.share_values(self._transport)
+        if self.schedule.num_slices > 1:
+            refuse_layers_that_look_back(self._transport, self.stages, _LOOKING_BACK)
+        self._num_parameters = count_parameters(self._transport, self.stages, layer_names(layers))
 
     def _interpreter(self, mode: Mode) -> Interpreter:
         if mode not in self._interpreters:
             program = self.program if mode is Mode.TRAIN else self._lowered(self.schedule.forward_only())
             hooks = Hooks(
-                reduce_stage=self.options.reduce_stage or _do_nothing_with,
+                reduce_stage=self._reduce_stage(),
                 reduce_tied=self._reduce_tied,
                 optimizer_step=self.options.optimizer_step or _do_nothing,
             )
             self._interpreters[mode] = Interpreter(program, self.rank, self.stages, self._messenger, hooks)
         return self._interpreters[mode]
 
+    def _reduce_stage(self) -> Callable[[int], None]:
+        """The caller's hook; copies of a stage on this rank are one module, so it is called for the last of them."""
+        hook = self.options.reduce_stage or _do_nothing_with
+        rows = slice(*self.program.offsets[self.rank : self.rank + 2])
+        stages = self.program.stage[rows][self.program.op[rows] == Op.REDUCE_GRADIENT].tolist()
+        last_of_copies = {self._parts[stage]: stage for stage in stages}.values()
+        return lambda stage: hook(stage) if stage in last_of_copies else None
+
     # ---- one step
 
-    def _run(self, mode: Mode, call: "_Call") -> StepResult:
+    def _run(self, mode: Mode, call: Call) -> StepResult:
         if self._is_closed:
             raise PipelineError(f"rank {self.rank}: the pipeline is closed; make a new one", rank=self.rank)
         interpreter = self._interpreter(mode)
@@ -253,21 +292,36 @@ class Pipeline:
             if self._desk.has_failed:
                 self._recover()
             self._desk.begin()
-            batch = self._gate.admit(mode, call.args, call.kwargs, call.target)
-            loss = self._loss if mode is Mode.TRAIN or call.target is not None else None
-            # Only the rank of the last stage weighs losses; the others may have no target to count.
-            weights = self._loss_weights.of(batch.microbatches) if loss and self._holds_last_stage else []
-            step = Step(batch.microbatches, weights, loss, call.return_outputs)
+            batch = self._gate.admit(mode, call)
+            step = self._step(mode, call, batch)
             self._messenger.begin(batch.signature)
             self._begin_tied(mode)
-            recorder = self._run_rows(interpreter, step, call.record)
+            recorder = self._begin_recording(interpreter) if call.record else None
+            interpreter.run(step, self._desk.board.note, recorder)
+            if step.keeps_outputs:
+                collect_outputs(self._messenger, step, interpreter.program, self.rank)
             self._desk.board.note(interpreter.num_rows)
             self._messenger.finish()
-            result = share_losses(self._transport, step, len(step.microbatches), self.device)
+            result = share_losses(self._transport, step, self.device)
             if recorder is not None:
-                self.timeline = gather_timeline(self._transport, interpreter.program, recorder)
+                self.recording = self._gather_recording(interpreter, recorder)
             self._desk.end()
-        return _with_outputs(result, step, self.options.merge)
+        return self._with_outputs(result, step)
+
+    def _step(self, mode: Mode, call: Call, batch: Batch) -> Step:
+        loss = self._loss if mode is Mode.TRAIN or call.target is not None else None
+        # Only the ranks of last stages weigh losses; the others may have no target to count.
+        is_weighing = loss is not None and self._holds_last_stage
+        shares = self._loss_weights.shares(batch.microbatches, batch.slices) if is_weighing else LossShares([], [])
+        keeps_outputs = collector_of(self.schedule.placement) in batch.wanting_outputs
+        return Step(batch.slices, shares, loss, keeps_outputs)
+
+    def _with_outputs(self, result: StepResult, step: Step) -> StepResult:
+        if not step.outputs:
+            return result
+        options = self.options
+        merged = merge_slices_and_microbatches(step, options.merge, options.merge_slices, options.slice_dim)
+        return replace(result, outputs=merged)
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -298,53 +352,24 @@ class Pipeline:
     def _reduce_tied(self, group: int) -> None:
         self._assembly.tied_copies[group].reduce(self._transport)
 
-    def _run_rows(self, interpreter: Interpreter, step: Step, record: bool) -> Recorder | None:
-        if record:
-            return interpreter.run_recorded(step, self._desk.board.note)
-        interpreter.run(step, self._desk.board.note)
-        return None
+    def _begin_recording(self, interpreter: Interpreter) -> Recorder:
+        self._clocks.begin()
+        return Recorder(interpreter.num_rows, self.options.clock)
+
+    def _gather_recording(self, interpreter: Interpreter, recorder: Recorder) -> Recording:
+        sizes = self._messenger.output_bytes()
+        return gather_recording(self._transport, interpreter.program, recorder, self._clocks, output_bytes=sizes)
 
     def _describe(self, rank: int, row: int) -> str:
         first, end = self._active.offsets[rank : rank + 2]
         return str(self._active.instruction(int(first) + row)) if row < end - first else ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Call:
-    """The arguments of one `step` or `evaluate`."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    target: Any
-    return_outputs: bool
-    record: bool
-
-
-def _num_parameters(layer: nn.Module) -> int:
-    """Count the parameters of a layer; those that wait for a first input to have a shape count nothing."""
-    return sum(parameter.numel() for parameter in layer.parameters() if not is_lazy(parameter))
-
-
-def _require_runnable(schedule: Schedule) -> None:
-    """Refuse what can be planned, but not run: it would give wrong gradients silently."""
-    if schedule.num_slices > 1:
+def _require_slices(schedule: Schedule, num_slices: int | None) -> None:
+    if num_slices not in (None, schedule.num_slices):
         raise ConfigError(
-            f"{schedule.name} cuts microbatches into {schedule.num_slices} slices, which a pipeline does not run yet; "
-            "use a schedule with 1 slice",
-            key="schedule",
+            f"{num_slices}, but {schedule.name} is for {schedule.num_slices} slices; make them equal", key="slices"
         )
-    if len(schedule.placement.routes) > 1:
-        raise ConfigError(
-            f"{schedule.name} has {len(schedule.placement.routes)} routes, which a pipeline does not run yet; "
-            "use a schedule with one route of stages",
-            key="schedule",
-        )
-
-
-def _with_outputs(result: StepResult, step: Step, merge: Any) -> StepResult:
-    if not step.outputs:
-        return result
-    return replace(result, outputs=merge_outputs([step.outputs[index] for index in sorted(step.outputs)], merge))
 
 
 def _do_nothing() -> None:

@@ -9,6 +9,7 @@ from penstock.execute.agreement import (
     Offer,
     agree_on_setup,
     agree_on_step,
+    agreed_lengths,
     agreed_sizes,
     digest,
     signature_of,
@@ -16,8 +17,8 @@ from penstock.execute.agreement import (
 from tests.local_pipelines import error_of, on_ranks
 
 CPU = torch.device("cpu")
-GIVEN = Offer(Mode.TRAIN, 11, 22, False, (2, 2))
-NOTHING = Offer(Mode.TRAIN, 0, 0, False, (0, 0))
+GIVEN = Offer(Mode.TRAIN, 11, 22, False, (2, 2), lengths=(3, 2))
+NOTHING = Offer(Mode.TRAIN, 0, 0, False, (0, 0), lengths=(0, 0))
 
 
 def refusals(*offers):
@@ -49,11 +50,13 @@ def test_a_different_set_up_names_the_field_and_the_ranks_everywhere():
 
 
 def test_ranks_that_need_nothing_may_offer_nothing():
-    last = Offer(Mode.TRAIN, 0, 22, False, (2, 2))
+    first = Offer(Mode.TRAIN, 11, 0, False, (2, 2), lengths=(0, 0))
+    last = Offer(Mode.TRAIN, 0, 22, False, (2, 2), lengths=(3, 2), takes_target=True)
 
-    for offers in agreements(Offer(Mode.TRAIN, 11, 0, False, (2, 2)), NOTHING, last):
+    for offers in agreements(first, NOTHING, last):
         assert [offer.inputs for offer in offers] == [11, 0, 0]
         assert agreed_sizes(offers) == (2, 2)
+        assert agreed_lengths(offers) == (3, 2)
         assert signature_of(offers) == "TRAIN 11 0 22"
 
 
@@ -64,7 +67,7 @@ def test_equal_batches_have_one_signature_whoever_was_given_them():
 
 
 def test_the_largest_digest_survives_the_exchange():
-    large = Offer(Mode.EVALUATE, 2**56 - 1, 2**56 - 1, True, (3, 3))
+    large = Offer(Mode.EVALUATE, 2**56 - 1, 2**56 - 1, True, (3, 3), 7, True, True, True, (2, 1, 2, 1))
 
     assert agreements(large, large)[0] == [large, large]
 
@@ -72,15 +75,26 @@ def test_the_largest_digest_survives_the_exchange():
 @pytest.mark.parametrize(
     ("second", "text"),
     [
-        (Offer(Mode.EVALUATE, 11, 22, False, (2, 2)), "rank 0 runs step, rank 1 runs evaluate"),
-        (Offer(Mode.TRAIN, 12, 22, False, (2, 2)), "inputs of different shape"),
-        (Offer(Mode.TRAIN, 11, 23, False, (2, 2)), "a target of different shape"),
-        (Offer(Mode.TRAIN, 0, 22, False, (3, 1)), "microbatches of different shape"),
+        (Offer(Mode.EVALUATE, 11, 22, False, (2, 2), lengths=(3, 2)), "rank 0 runs step, rank 1 runs evaluate"),
+        (Offer(Mode.TRAIN, 12, 22, False, (2, 2), lengths=(3, 2)), "inputs of different shape"),
+        (Offer(Mode.TRAIN, 11, 23, False, (2, 2), lengths=(3, 2)), "a target of different shape"),
+        (Offer(Mode.TRAIN, 0, 22, False, (3, 1), lengths=(3, 2)), "microbatches of different shape"),
+        (Offer(Mode.TRAIN, 11, 22, False, (2, 2), lengths=(2, 1)), "slices of different shape"),
+        (
+            Offer(Mode.TRAIN, 11, 0, False, (2, 2), 0, False, True, False, (0, 0)),
+            "a target, rank 1 was not, but holds",
+        ),
     ],
-    ids=["mode", "inputs", "target", "microbatches"],
+    ids=["mode", "inputs", "target", "microbatches", "slices", "no target"],
 )
 def test_ranks_that_run_different_things_all_refuse(second, text):
     for error in refusals(GIVEN, second):
         assert type(error) is StepRefused
         assert error.rank == 1
         assert text in str(error)
+
+
+def test_no_rank_needs_a_target_where_none_was_given():
+    without = Offer(Mode.EVALUATE, 11, 0, False, (2, 2), takes_target=True)
+
+    assert agreements(without, without)[0] == [without, without]

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.execute.assemble import assemble, layer_names
+from penstock.execute.assemble import assemble, count_parameters, layer_names
+from penstock.execute.stage import Stage
 from penstock.placement import Placement
-from tests.local_pipelines import WIDTH, error_of
+from tests.local_pipelines import WIDTH, error_of, on_ranks
 
 CPU = torch.device("cpu")
 LINE = Placement.line(3)
@@ -116,7 +117,8 @@ def test_every_rank_knows_the_group_and_holders_know_each_other(make):
     assert [assembly.tied_groups for assembly in assemblies] == [((0, 2),)] * 3
     assert [list(assembly.tied_copies) for assembly in assemblies] == [[0], [], [0]]
     assert list(assemblies[2].tied_copies[0].ranks) == [0, 2]
-    assert assemblies[2].tied_copies[0].parameter is layers[3].weight
+    assert list(assemblies[2].tied_copies[0].parameters) == ["3.weight"]
+    assert assemblies[2].tied_copies[0].parameters["3.weight"] is layers[3].weight
     assert [assembly.copied_names for assembly in assemblies] == [frozenset(), frozenset(), frozenset({"3.weight"})]
 
 
@@ -187,3 +189,109 @@ def test_a_layer_that_does_not_fit_in_memory_is_named():
 
     with pytest.raises(PartitionError, match="layer '0' does not fit in this rank's memory"):
         assemble([huge], Placement.line(1), [range(1)], 0, device=torch.device("cpu"))
+
+
+# ---- copies of the model
+
+BOTH_WAYS = Placement.bidirectional(2)
+HALVES = (range(0, 2), range(2, 4)) * 2
+THREE_WAYS = Placement.bidirectional(3)
+THIRDS = (range(0, 1), range(1, 3), range(3, 4)) * 2
+
+
+def both_ways(layers, rank, **options):
+    return put_together(layers, rank, BOTH_WAYS, HALVES, **options)
+
+
+def test_the_copies_of_a_stage_are_tied_as_a_whole():
+    first, second = (both_ways(modules(), rank) for rank in range(2))
+
+    assert first.tied_groups == second.tied_groups == ((0, 2), (1, 3))
+    for index in range(2):
+        mine, theirs = first.tied_copies[index], second.tied_copies[index]
+        names = [f"{layer}.{name}" for layer in HALVES[index] for name in ("weight", "bias")]
+        assert list(mine.parameters) == list(theirs.parameters) == names
+        assert list(mine.ranks) == list(theirs.ranks) == [[0, 1], [1, 0]][index]
+        assert len(mine.layers) == 2
+    assert first.copied_names == second.copied_names == frozenset()
+
+
+def test_copies_of_a_stage_on_one_rank_are_one_module_and_need_no_exchange():
+    built = []
+
+    assembly = put_together(specs(built), 1, THREE_WAYS, THIRDS)
+
+    assert built == ["mid.0", "mid.1"]
+    first, second = assembly.stages
+    assert (first.index, second.index) == (1, 4)
+    assert all(first.layers[name] is second.layers[name] for name in built)
+    assert assembly.tied_groups == ((0, 3), (2, 5))
+    assert assembly.tied_copies == {}
+
+
+def test_modules_of_both_copies_are_used_in_place_where_ranks_are_processes():
+    layers = modules()
+
+    first, second = both_ways(layers, 0).stages
+
+    assert [*first.layers.values(), *second.layers.values()] == layers
+
+
+def test_the_second_copy_is_a_deep_copy_where_ranks_may_hold_the_very_same_modules():
+    layers = modules()
+
+    first, second = both_ways(layers, 0, shares_modules=True).stages
+
+    assert list(first.layers.values()) == layers[:2]
+    for name, layer in second.layers.items():
+        assert layer is not layers[int(name)]
+        assert torch.equal(layer.weight, layers[int(name)].weight)
+
+
+def test_deep_copies_go_on_sharing_what_they_share():
+    layers = modules()
+    layers[3] = layers[2]
+
+    _, second = both_ways(layers, 0, shares_modules=True).stages
+
+    assert second.layers["3"] is second.layers["2"]
+    assert second.layers["3"] is not layers[2]
+
+
+def test_a_tied_parameter_and_its_copies_are_one_group():
+    layers = specs(out={"tied": (("weight", "in.weight"),)})
+
+    first, second = (both_ways(layers, rank) for rank in range(2))
+
+    assert first.tied_groups == second.tied_groups == ((0, 2), (0, 2), (1, 3))
+    assert [list(copy.parameters) for copy in first.tied_copies.values()] == [
+        ["in.weight"], ["in.bias", "mid.0.weight", "mid.0.bias"], ["mid.1.weight", "mid.1.bias", "out.bias"],
+    ]  # fmt: skip
+    for assembly in (first, second):
+        held = {name: layer for stage in assembly.stages for name, layer in stage.layers.items()}
+        assert held["out"].weight is held["in"].weight
+        assert assembly.copied_names == {"out.weight"}
+
+
+def test_a_module_that_cannot_be_copied_says_what_to_do():
+    layers = modules()
+    layers[2].cached = layers[2].weight.sum()  # torch copies no results of computations
+
+    with pytest.raises(PartitionError, match=r"layer '2' cannot be copied .* give a callable that builds the layer"):
+        both_ways(layers, 0, shares_modules=True)
+
+
+# ---- sizes
+
+
+def test_all_ranks_know_the_sizes_of_all_layers():
+    names = ["first", "lazy", "last"]
+    layers = {"first": nn.Linear(2, 3), "lazy": nn.LazyLinear(3), "last": nn.Linear(3, 1, bias=False)}
+
+    def count(wires):
+        own = names[:2] if wires.rank else names[1:]
+        return count_parameters(wires, [Stage(0, {name: layers[name] for name in own})], names)
+
+    for counts in on_ranks(2, count):
+        assert counts == {"first": 9, "lazy": 0, "last": 3}
+        assert list(counts) == names

@@ -2,24 +2,24 @@
 
 import pytest
 import torch
+from torch import nn
 
 from penstock.errors import StepRefused
 from penstock.execute.agreement import Mode
-from penstock.execute.gate import Gate
+from penstock.execute.gate import Call, Gate, Wants, wants_of
 from penstock.execute.microbatch import BatchSpec, Split
+from penstock.execute.slices import BatchRule
+from penstock.execute.stage import Stage
+from penstock.placement import Placement
 from tests.local_pipelines import error_of, on_ranks
 
 CPU = torch.device("cpu")
 
 
-def gate_of(wires, **options):
-    options = {"num_microbatches": 2, "specs": None, "allow_ragged": False, "needs_inputs": wires.rank == 0} | options
-    return Gate(wires, CPU, **options)
-
-
-def admit(wires, calls, **options):
-    args, kwargs, target = calls[wires.rank]
-    return gate_of(wires, **options).admit(Mode.TRAIN, args, kwargs, target)
+def admit(wires, calls, *, keywords=frozenset(), keywords_of_all=None, last_ranks=(), **rule):
+    wants = Wants(wires.rank == 0, wires.rank in last_ranks, keywords, keywords_of_all)
+    gate = Gate(wires, CPU, BatchRule(**{"num_microbatches": 2} | rule), wants)
+    return gate.admit(Mode.TRAIN, Call(*calls[wires.rank]))
 
 
 def refuse(wires, calls, **options):
@@ -99,7 +99,7 @@ def test_a_rank_that_refuses_says_why_and_the_others_whose_batch_it_was():
 def test_a_keyword_that_no_layer_names_is_refused_with_the_nearest_one():
     calls = [((torch.ones(4, 2),), {"maks": torch.ones(4)}, None)] * 2
 
-    for error in on_ranks(2, lambda wires: refuse(wires, calls, known_keywords=frozenset({"mask", "scale"}))):
+    for error in on_ranks(2, lambda wires: refuse(wires, calls, keywords_of_all=frozenset({"mask", "scale"}))):
         assert "no layer's forward names 'maks'. Did you mean 'mask'?" in str(error)
 
 
@@ -108,5 +108,72 @@ def test_a_rank_whose_layers_take_keywords_must_get_them_where_another_does():
     names = frozenset({"mask"})
 
     calls = [(batch, mask, None), (batch, {}, None)]
-    for error in on_ranks(2, lambda wires: refuse(wires, calls, own_keywords=names)):
+    for error in on_ranks(2, lambda wires: refuse(wires, calls, keywords=names)):
         assert "rank 0 was given keyword arguments, rank 1 was not" in str(error)
+
+
+WIDE = torch.arange(12.0).reshape(2, 6)
+
+
+def test_slices_and_their_lengths_reach_every_rank():
+    calls = [((WIDE,), {}, None), ((), {}, WIDE), NOTHING]
+
+    first, middle, last = on_ranks(3, lambda wires: admit(wires, calls, num_slices=4, allow_ragged=True))
+
+    sizes = [(1, 2), (1, 2), (1, 1), (1, 1)]
+    for batch in (first, middle, last):
+        assert [[(m.size, m.length) for m in slices] for slices in batch.slices] == [sizes] * 2
+    assert [m.args[0].tolist() for m in first.slices[1]] == [[[6.0, 7.0]], [[8.0, 9.0]], [[10.0]], [[11.0]]]
+    assert [m.target.tolist() for m in middle.slices[0]] == [[[0.0, 1.0]], [[2.0, 3.0]], [[4.0]], [[5.0]]]
+    assert first.signature == middle.signature == last.signature
+
+
+def test_a_sequence_that_cannot_be_cut_is_refused_on_every_rank():
+    calls = [((WIDE,), {}, None), NOTHING]
+
+    for error in on_ranks(2, lambda wires: refuse(wires, calls, num_slices=4)):
+        assert type(error) is StepRefused
+        assert "length 6, which 4 slices do not divide evenly" in str(error)
+
+
+def test_a_batch_without_any_sequence_is_refused_on_every_rank():
+    calls = [INPUTS_ONLY, NOTHING]
+
+    for error in on_ranks(2, lambda wires: refuse(wires, calls, num_slices=2)):
+        assert type(error) is StepRefused
+        assert "nothing in the batch has a dimension 1 to cut into 2 slices" in str(error)
+
+
+def test_every_rank_with_a_last_stage_needs_the_target_where_another_has_it():
+    calls = [INPUTS_ONLY, TARGET_ONLY]
+
+    for error in on_ranks(2, lambda wires: refuse(wires, calls, last_ranks=(0, 1))):
+        assert "rank 1 was given a target, rank 0 was not, but holds a last stage" in str(error)
+
+
+def test_all_ranks_know_who_wants_outputs():
+    def ask(wires):
+        gate = Gate(wires, CPU, BatchRule(2), Wants(inputs=False, target=False))
+        return gate.admit(Mode.EVALUATE, Call((ROWS,), return_outputs=wires.rank == 1)).wanting_outputs
+
+    assert on_ranks(3, ask) == [frozenset({1})] * 3
+
+
+class Masked(nn.Module):
+    def forward(self, x, *, mask=None):
+        return x
+
+
+def test_a_rank_wants_what_its_stages_take():
+    placement = Placement.bidirectional(2)
+
+    def find(wires):
+        layer = Masked() if wires.rank else nn.Tanh()
+        stages = [Stage(stage, {"0": layer}) for stage in placement.stages_of_rank[wires.rank]]
+        return wants_of(stages, placement, wires, has_loss=wires.rank == 0)
+
+    mask = frozenset({"mask"})
+    assert on_ranks(2, find) == [
+        Wants(inputs=True, target=True, keywords=frozenset(), keywords_of_all=mask),
+        Wants(inputs=True, target=False, keywords=mask, keywords_of_all=mask),
+    ]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, PipelineError
-from penstock.execute.loss import LossWeights, combine_losses, microbatch_weights, scalar_loss
+from penstock.execute.loss import LossShares, LossWeights, combine_losses, microbatch_weights, scalar_loss
 from penstock.execute.microbatch import Microbatch
 
 
@@ -120,3 +120,51 @@ def test_a_loss_of_shape_1_is_taken_as_a_scalar_with_its_gradient():
 
     assert loss.shape == ()
     assert weight.grad.tolist() == [2.0]
+
+
+# ---- slices
+
+
+def whole_and_slices(lengths, targets=None):
+    target = None if targets is None else torch.cat(targets)
+    targets = targets or [None] * len(lengths)
+    parts = [Microbatch(0, (), {}, targets[q], 2, q, length) for q, length in enumerate(lengths)]
+    return [Microbatch(0, (), {}, target, 2)], [parts]
+
+
+def test_a_slice_weighs_by_its_length():
+    assert LossWeights().shares(*whole_and_slices([2, 1, 1])) == LossShares([1.0], [[0.5, 0.25, 0.25]])
+
+
+def test_a_slice_weighs_by_what_its_target_counts():
+    targets = [torch.tensor([1, 0, 1]), torch.tensor([0, 0]), torch.tensor([1, 1])]
+
+    shares = LossWeights(count=torch.sum).shares(*whole_and_slices([3, 2, 2], targets))
+
+    assert shares.fractions == [[0.5, 0.0, 0.5]]
+
+
+def test_a_slice_of_a_sum_and_a_microbatch_that_is_not_cut_weigh_one():
+    assert LossWeights("sum").shares(*whole_and_slices([2, 1])).fractions == [[1.0, 1.0]]
+    assert LossWeights().shares(*whole_and_slices([3])).fractions == [[1.0]]
+
+
+@pytest.mark.parametrize("count", [None, lambda target: 0], ids=["no length", "no tokens"])
+def test_slices_that_count_nothing_weigh_all_the_same(count):
+    shares = LossWeights(count=count).shares(*whole_and_slices([0, 0]))
+
+    assert shares.fractions == [[0.5, 0.5]]
+    assert shares.factor(0, 1) == (0.5 if count is None else 0.0)
+
+
+def test_a_count_that_slices_do_not_share_is_refused():
+    targets = [torch.zeros(3), torch.zeros(2)]
+
+    with pytest.raises(PipelineError, match=r"microbatch 0: count returned 1 .* but \[1.0, 1.0\] for .* its slices"):
+        LossWeights(count=lambda target: 1).shares(*whole_and_slices([3, 2], targets))
+
+
+def test_the_factor_of_a_slice_is_its_part_of_the_microbatchs_part():
+    shares = LossShares([0.25, 0.75], [[0.5, 0.5], [0.2, 0.8]])
+
+    assert shares.factor(1, 1) == 0.75 * 0.8

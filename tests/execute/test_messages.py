@@ -227,3 +227,35 @@ def test_the_sent_tensor_does_not_carry_its_graph():
         return found.grad_fn, found.requires_grad
 
     assert on_ranks(2, case)[1] == (None, True)
+
+
+def test_a_described_message_needs_no_agreement_and_leaves_none_behind():
+    trees = [{"y": values(1, 2, 3), "n": 7}, (values(2, 4), None)]
+
+    def case(wires):
+        messenger, _ = messenger_on(wires)
+        found = exchange_static(messenger, wires.rank)
+        for tree in trees:
+            if wires.rank == 0:
+                messenger.send_described(1, tree)
+            else:
+                found.append(messenger.receive_described(0))
+        messenger.finish()
+        return found
+
+    *_, first, second = on_ranks(2, case)[1]
+
+    assert torch.equal(first["y"], trees[0]["y"])
+    assert first["n"] == 7
+    assert torch.equal(second[0], trees[1][0])
+    assert second[1] is None
+
+
+def exchange_static(messenger, rank):
+    """Bring a batch's layout to the state in which ordinary messages have no header, and leave that batch begun."""
+    if rank == 0:
+        send_all(messenger, {FIRST: values(0, 2)})
+    else:
+        receive_all(messenger, [FIRST])
+    messenger.begin("batch")
+    return []

@@ -3,7 +3,10 @@
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.execute.microbatch import BatchSpec, Replicate, Split
 from penstock.execute.options import refuse_unknown, split_options
+from penstock.execute.slices import BatchRule
+from penstock.schedules import build
 
 
 def test_options_are_told_apart_by_name():
@@ -22,3 +25,12 @@ def test_a_misspelt_option_names_the_nearest_of_either(given, meant):
 
 def test_known_options_pass():
     refuse_unknown({"warmup": "eager"}, "1f1b", ["warmup"])
+
+
+def test_the_batch_is_cut_as_the_schedule_and_the_options_say():
+    specs, slice_specs = BatchSpec(args=Replicate()), BatchSpec(args=Split(2))
+    own, _ = split_options({"allow_ragged": True, "specs": specs, "slice_dim": 2, "slice_specs": slice_specs})
+
+    rule = own.batch_rule(build("seq1f1b", ranks=2, microbatches=3, slices=4))
+
+    assert rule == BatchRule(3, 4, True, specs, 2, slice_specs)

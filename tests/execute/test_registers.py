@@ -2,6 +2,7 @@
 
 import pytest
 
+from penstock.execute.carried import Trail
 from penstock.execute.registers import Registers
 from penstock.ir.instruction import Op
 from penstock.lower import lower
@@ -52,9 +53,19 @@ def test_what_stays_on_the_rank_is_named_by_its_producer():
     assert list(registers.name_leftovers(PROGRAM, ROWS)) == ["handed-on output of 1F0"]
 
 
+def test_what_slices_left_is_named_by_its_stage_and_microbatch():
+    registers = Registers.for_rows(PROGRAM, ROWS)
+
+    registers.trails[1, 3] = Trail([])
+
+    assert registers.leftovers() == 1
+    assert list(registers.name_leftovers(PROGRAM, ROWS)) == ["what slices of microbatch 3 left on stage 1"]
+
+
 def test_cleared_registers_hold_nothing_and_keep_their_places():
     registers = Registers.for_rows(PROGRAM, ROWS)
     registers.saved[0] = registers.inputs[0] = registers.handed_on[3] = "something"
+    registers.trails[1, 3] = Trail([])
 
     registers.clear()
 

@@ -1,17 +1,29 @@
-"""Where a stage cannot be split, its input part does the whole backward and its weight part nothing."""
+"""The input part and the weight part of a stage's backward together are the whole; what cannot wait is said once."""
 
+import warnings
+
+import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from penstock.errors import PenstockWarning
 from penstock.execute.split_backward import backward_input, backward_weight
 from penstock.execute.stage import Stage
-from tests.local_pipelines import WIDTH, block, values
+from penstock.pipeline import Pipeline
+from tests.local_pipelines import WIDTH, block, on_ranks, settle, square_loss, values
 
 
-def run(parts):
-    stage = Stage(0, {"0": block(0)})
-    hidden = values(1, 3, WIDTH).requires_grad_()
+def run(parts, layer=None, *, is_split=True):
+    stage = Stage(0, {"0": block(0) if layer is None else layer})
+    stage.is_split = is_split
+    return run_stage(stage, parts)
+
+
+def run_stage(stage, parts):
+    hidden = values(1, 2, 3, WIDTH).requires_grad_()
     saved = stage.save((hidden,), stage.forward((hidden,), {}))
-    gradients = parts(stage, saved, [values(2, 3, WIDTH)])
+    gradients = parts(stage, saved, [values(2, 2, 3, WIDTH)])
     return [*gradients, *(parameter.grad for _, parameter in stage.named_parameters())]
 
 
@@ -21,9 +33,94 @@ def in_two_parts(stage, saved, gradients):
     return found
 
 
-def test_input_part_and_weight_part_together_are_the_whole_backward():
-    assert all(map(torch.equal, run(in_two_parts), run(Stage.backward)))
+def attention():
+    return settle(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True), 0)
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_input_part_and_weight_part_together_are_the_whole_backward(is_split):
+    assert all(map(torch.equal, run(in_two_parts, is_split=is_split), run(Stage.backward, is_split=False)))
+
+
+def test_a_whole_backward_after_a_forward_made_for_two_parts_is_whole():
+    assert all(map(torch.equal, run(Stage.backward), run(Stage.backward, is_split=False)))
 
 
 def test_the_input_gradient_is_there_after_the_input_part():
     assert torch.equal(run(backward_input)[0], run(Stage.backward)[0])
+
+
+def test_the_gradients_of_matrices_come_with_the_weight_part():
+    *_, weight, bias = run(backward_input)
+
+    assert weight is None
+    assert bias is not None
+
+
+def test_layers_that_run_again_within_the_backward_leave_their_weights_for_later():
+    *_, weight, bias = run(backward_input, Again(nn.Linear(WIDTH, WIDTH)))
+
+    assert weight is None
+    assert bias is not None
+
+
+class Again(nn.Module):
+    """Runs its layer once more in the backward, in the older way of torch, which begins a backward of its own."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden):
+        return checkpoint(self.layer, hidden, use_reentrant=True)
+
+
+def test_what_is_no_longer_needed_is_let_go_after_each_part():
+    stage = Stage(0, {"0": block(0)})
+    stage.is_split = True
+    hidden = values(1, 3, WIDTH).requires_grad_()
+    saved = stage.save((hidden,), stage.forward((hidden,), {}))
+
+    backward_input(stage, saved, [values(2, 3, WIDTH)])
+    assert (saved.inputs, saved.edges, saved.loss_gradients) == ([], [], [])
+
+    backward_weight(stage, saved)
+    assert saved.deferred is None
+
+
+def test_weights_that_cannot_wait_have_their_gradients_and_are_named_once():
+    stage = Stage(3, {"0": attention()})
+    stage.is_split = True
+
+    with pytest.warns(PenstockWarning, match=r"stage 3: 60% of its weights .*: 0\.self_attn\.in_proj_weight") as told:
+        found = run_stage(stage, in_two_parts)
+    assert all(map(torch.equal, found[1:], run(Stage.backward, attention(), is_split=False)[1:]))
+    assert "linear1" not in str(told[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_stage(stage, in_two_parts)
+
+
+def test_nothing_is_said_where_little_cannot_wait():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(
+            in_two_parts,
+            nn.Sequential(block(0), nn.LayerNorm((3, WIDTH)), nn.Linear(WIDTH, 200), nn.Linear(200, WIDTH)),
+        )
+
+
+def split_while_training(transport, schedule):
+    pipeline = Pipeline(
+        [block(seed) for seed in range(2)], schedule, loss=square_loss, microbatches=2, transport=transport
+    )
+    for _ in range(2):
+        pipeline.step(values(1, 4, WIDTH), target=values(2, 4, WIDTH))
+        pipeline.evaluate(values(1, 4, WIDTH), target=values(2, 4, WIDTH))
+    pipeline.close()
+    return [stage.is_split for stage in pipeline.stages]
+
+
+@pytest.mark.parametrize(("schedule", "is_split"), [("zb-h1", True), ("1f1b", False)])
+def test_only_schedules_with_split_backwards_make_forwards_for_them(schedule, is_split):
+    assert on_ranks(2, split_while_training, schedule) == [[is_split], [is_split]]

@@ -43,23 +43,27 @@ def parameter_of(rank, *, gradient=None):
     return parameter
 
 
+def copy_of(parameter, ranks):
+    return TiedCopy({"weight": parameter}, ranks)
+
+
 def test_all_holders_start_with_the_owners_value():
     def case(wires):
-        copied = TiedCopy(parameter_of(wires.rank), [1, 0, 2])
-        copied.share_value(wires)
-        return copied.parameter.detach()
+        copied = copy_of(parameter_of(wires.rank), [1, 0, 2])
+        copied.share_values(wires)
+        return copied.parameters["weight"].detach()
 
     assert [value.unique().tolist() for value in on_ranks(3, case)] == [[1.0], [1.0], [1.0]]
 
 
 def test_all_holders_get_the_sum_of_this_step_on_top_of_what_was_accumulated():
     def case(wires):
-        copied = TiedCopy(parameter_of(wires.rank, gradient=torch.full((2, 3), 100.0, dtype=FLOAT64)), [2, 0])
+        copied = copy_of(parameter_of(wires.rank, gradient=torch.full((2, 3), 100.0, dtype=FLOAT64)), [2, 0])
         copied.begin_step()
-        copied.parameter.grad = values(wires.rank, 2, 3, dtype=FLOAT64)
+        copied.parameters["weight"].grad = values(wires.rank, 2, 3, dtype=FLOAT64)
         if wires.rank != 1:
             copied.reduce(wires)
-        return copied.parameter.grad
+        return copied.parameters["weight"].grad
 
     first, _, last = on_ranks(3, case)
 
@@ -70,24 +74,79 @@ def test_all_holders_get_the_sum_of_this_step_on_top_of_what_was_accumulated():
 
 def test_a_holder_without_a_gradient_gets_that_of_the_others():
     def case(wires):
-        copied = TiedCopy(parameter_of(wires.rank), [0, 1])
+        copied = copy_of(parameter_of(wires.rank), [0, 1])
         copied.begin_step()
         if wires.rank == 0:
-            copied.parameter.grad = torch.ones(2, 3, dtype=FLOAT64)
+            copied.parameters["weight"].grad = torch.ones(2, 3, dtype=FLOAT64)
         copied.reduce(wires)
-        return copied.parameter.grad
+        return copied.parameters["weight"].grad
 
     assert [gradient.unique().tolist() for gradient in on_ranks(2, case)] == [[1.0], [1.0]]
 
 
 def test_a_failed_step_gives_back_what_was_accumulated():
     accumulated = torch.ones(2, 3, dtype=FLOAT64)
-    copied = TiedCopy(parameter_of(0, gradient=accumulated), [0, 1])
+    copied = copy_of(parameter_of(0, gradient=accumulated), [0, 1])
 
     copied.begin_step()
     copied.end_step()
 
-    assert copied.parameter.grad is accumulated
+    assert copied.parameters["weight"].grad is accumulated
+
+
+def test_all_holders_add_in_one_order_and_so_get_the_same_bits():
+    parts = [1e16, 1.0, -1e16]  # summed in the order of the ranks below: 0, else 1
+
+    def case(wires):
+        copied = copy_of(parameter_of(wires.rank), [0, 1, 2])
+        copied.begin_step()
+        copied.parameters["weight"].grad = torch.full((2, 3), parts[wires.rank], dtype=FLOAT64)
+        copied.reduce(wires)
+        return copied.parameters["weight"].grad.unique().tolist()
+
+    assert on_ranks(3, case) == [[0.0]] * 3
+
+
+def test_several_parameters_are_reduced_together_and_each_by_itself():
+    def case(wires):
+        first, second = parameter_of(wires.rank), parameter_of(wires.rank)
+        frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+        copied = TiedCopy({"first": first, "frozen": frozen, "second": second}, [1, 0])
+        copied.begin_step()
+        first.grad = torch.full((2, 3), 1.0 + wires.rank, dtype=FLOAT64)
+        second.grad = torch.full((2, 3), 10.0 * (1 + wires.rank), dtype=FLOAT64)
+        copied.reduce(wires)
+        return first.grad.unique().tolist(), frozen.grad, second.grad.unique().tolist()
+
+    assert on_ranks(2, case) == [([3.0], None, [30.0])] * 2
+
+
+class Counting(nn.Module):
+    """A layer with a saved and an unsaved buffer."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), float(value)))
+        self.register_buffer("mean", torch.full((2,), float(value)))
+        self.register_buffer("table", torch.full((3,), float(value)), persistent=False)
+
+
+def test_copies_of_a_layer_start_with_the_owners_buffers_and_keep_saved_ones_equal():
+    def case(wires):
+        layer = Counting(wires.rank)
+        copied = TiedCopy({"weight": layer.weight}, [1, 0], [layer])
+        copied.share_values(wires)
+        start = [tensor.unique().tolist() for tensor in (layer.weight, layer.mean, layer.table)]
+        for buffer in layer.buffers():
+            buffer += 10 * (1 + wires.rank)
+        copied.begin_step()
+        copied.reduce(wires)
+        return start, layer.mean.unique().tolist(), layer.table.unique().tolist()
+
+    first, second = on_ranks(2, case)
+
+    assert first == ([[1.0]] * 3, [21.0], [11.0])
+    assert second == ([[1.0]] * 3, [21.0], [21.0])
 
 
 # ---- in a pipeline
@@ -263,8 +322,11 @@ def test_a_tied_weight_is_settled_by_its_first_layer():
 @pytest.mark.parametrize(
     ("second", "text"),
     [
-        (nn.Parameter(torch.zeros(3, 2)), r"\(2, 3\) float32, trained on rank 0, but \(3, 2\) float32, trained"),
-        (nn.Parameter(torch.zeros(2, 3), requires_grad=False), "trained on rank 0, but .* frozen on rank 1"),
+        (
+            nn.Parameter(torch.zeros(3, 2)),
+            r"\(2, 3\) float32, trained on rank 0 \(weight\), but \(3, 2\) float32, trained",
+        ),
+        (nn.Parameter(torch.zeros(2, 3), requires_grad=False), "trained on rank 0 .* but .* frozen on rank 1"),
     ],
     ids=["shape", "frozen"],
 )
@@ -272,7 +334,7 @@ def test_copies_that_differ_in_kind_are_refused_on_every_rank(second, text):
     first = nn.Parameter(torch.zeros(2, 3))
 
     def agree(wires):
-        copy = TiedCopy((first, second)[wires.rank], [0, 1])
+        copy = copy_of((first, second)[wires.rank], [0, 1])
         return str(error_of(agree_on_copies, wires, {0: copy}))
 
     for message in on_ranks(2, agree):
@@ -281,9 +343,27 @@ def test_copies_that_differ_in_kind_are_refused_on_every_rank(second, text):
 
 def test_a_frozen_copy_gets_no_gradient():
     def reduce(wires):
-        copy = TiedCopy(nn.Parameter(torch.zeros(2), requires_grad=False), [0, 1])
+        copy = copy_of(nn.Parameter(torch.zeros(2), requires_grad=False), [0, 1])
         copy.begin_step()
         copy.reduce(wires)
-        return copy.parameter.grad
+        return copy.parameters["weight"].grad
 
     assert on_ranks(2, reduce) == [None, None]
+
+
+def test_a_parameter_without_a_shape_cannot_have_copies():
+    def agree(wires):
+        layer = nn.LazyLinear(3)
+        return str(error_of(agree_on_copies, wires, {0: TiedCopy(dict(layer.named_parameters()), [0, 1])}))
+
+    for message in on_ranks(2, agree):
+        assert "'weight' is without a shape before its first input on rank 0" in message
+
+
+def test_copies_of_different_layers_are_refused_on_every_rank():
+    def agree(wires):
+        layer = nn.Linear(2, 2, bias=wires.rank == 0)
+        return str(error_of(agree_on_copies, wires, {0: TiedCopy(dict(layer.named_parameters()), [0, 1])}))
+
+    for message in on_ranks(2, agree):
+        assert "rank 0 holds 2 parameters and buffers of a stage, but rank 1 holds 1 of its copy" in message

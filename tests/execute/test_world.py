@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.execute.transport import LocalTransport, TorchTransport
-from penstock.execute.world import default_device, default_transport
+from penstock.execute.world import default_device, default_transport, shares_process
 from tests.ranks import run_ranks
 
 
@@ -15,6 +15,11 @@ def test_without_torch_distributed_one_process_is_the_whole_world():
     assert isinstance(transport, LocalTransport)
     assert (transport.rank, transport.num_ranks, transport.deadline_s) == (0, 1, 7.0)
     assert default_device(None) == torch.device("cpu")
+
+
+def test_ranks_share_a_process_only_as_threads_of_it():
+    assert [shares_process(transport) for transport in LocalTransport.create(2, 1.0)] == [True, True]
+    assert not shares_process(LocalTransport.create(1, 1.0)[0])
 
 
 @pytest.mark.slow
@@ -32,6 +37,7 @@ def describe_worlds(rank):
     for group in groups:
         transport = default_transport(group, 5.0)
         assert isinstance(transport, TorchTransport)
+        assert not shares_process(transport)
         found.append(
             (
                 type(transport).__name__,

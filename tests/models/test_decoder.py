@@ -123,6 +123,29 @@ def test_a_token_does_not_see_later_ones():
     assert not torch.allclose(before[:, 5:], after[:, 5:])
 
 
+@pytest.mark.parametrize("lengths", [(3, 3, 2), (1, 7), (8,)])
+def test_attention_over_slices_is_that_over_the_whole_sequence(lengths):
+    attention = build(SMALL)["blocks.0"].attention
+    features = torch.randn(2, 8, SMALL.width, dtype=torch.float64)
+    before, outputs = None, []
+
+    for part in features.split(lengths, 1):
+        attention.carry.begin_slice(before, keeps=True)
+        outputs.append(attention(part))
+        before = attention.carry.end_slice()
+
+    torch.testing.assert_close(torch.cat(outputs, 1), attention(features), rtol=1e-12, atol=1e-14)
+    assert [tuple(tensor.shape) for tensor in before] == [(2, SMALL.num_key_value_heads, 8, SMALL.head_width)] * 2
+
+
+def test_slices_that_are_longer_together_than_the_tables_are_refused():
+    attention = build(SMALL)["blocks.0"].attention
+    attention.carry.begin_slice((torch.zeros(2, 2, 5, 4),) * 2, keeps=True)
+
+    with pytest.raises(PenstockError, match="have 9 tokens, but the model's max_length is 8"):
+        attention(torch.randn(2, 4, SMALL.width, dtype=torch.float64))
+
+
 def test_parameter_names_are_those_of_the_unsplit_model():
     names = [f"{prefix}.{name}" for prefix, module in build(SMALL).items() for name in module.state_dict()]
 

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError
-from penstock.partition.split import describe_split, split_layers
+from penstock.partition.split import describe_split, split_layers, split_over
+from penstock.placement import Placement
 
 
 def sizes(stages):
@@ -89,4 +90,38 @@ def test_parameters_are_drawn_where_they_are_given():
         "    0       3   50.0%       1,020  embedding .. blocks.1\n"
         "    1       2   50.0%       2,004  norm .. head\n"
         "heaviest: stage 0, 1.00 times the mean\n"
+    )
+
+
+# ---- copies of the model
+
+
+def test_every_route_runs_a_copy_of_the_model_that_is_cut_alike():
+    halves = (range(0, 3), range(3, 5))
+
+    assert split_over(Placement.bidirectional(2), 5) == halves * 2
+    assert split_over(Placement.line(2), 5) == halves
+    assert split_over(Placement.explicit([0, 1, 1, 0], [[1, 0], [2, 3]]), 5) == (halves[1], halves[0], *halves)
+
+
+def test_a_split_is_given_for_one_copy():
+    assert split_over(Placement.bidirectional(2), 5, split=[1, 4]) == (range(0, 1), range(1, 5)) * 2
+
+    with pytest.raises(PartitionError, match=r"4 stages, but the schedule has 2.*one of the schedule's 2 copies"):
+        split_over(Placement.bidirectional(2), 5, split=[1, 1, 2, 1])
+
+
+def test_routes_of_different_length_are_refused():
+    with pytest.raises(PartitionError, match=r"the routes of the schedule have \[2, 1\] stages"):
+        split_over(Placement.explicit([0, 1, 0], [[0, 1], [2]]), 5)
+
+
+def test_copies_of_a_stage_are_drawn_as_one_row():
+    stages = split_over(Placement.bidirectional(2), 5)
+
+    assert describe_split(stages, NAMES, [0, 1, 1, 0, 2]) == (
+        "  stage  layers  weight  names\n"
+        "0 and 2       3   50.0%  embedding .. blocks.1\n"
+        "1 and 3       2   50.0%  norm .. head\n"
+        "heaviest: stage 0 and 2, 1.00 times the mean\n"
     )

@@ -10,7 +10,7 @@ import torch
 from penstock.errors import PipelineError, StepRefused
 from penstock.execute.transport.protocol import Transport
 
-_NUM_FIELDS = 6
+_NUM_FIELDS = 8
 _DIGEST_BYTES = 7
 """Fits a signed 64-bit integer and leaves 0 for "nothing given"."""
 
@@ -35,6 +35,11 @@ class Offer:
     keywords: int = 0
     takes_keywords: bool = False
     """Whether the rank has layers that a keyword argument can reach."""
+    takes_target: bool = False
+    """Whether the rank computes losses."""
+    wants_outputs: bool = False
+    lengths: tuple[int, ...] = ()
+    """Per slice of each microbatch, its length; zeros where the rank was given nothing to cut."""
 
 
 def digest(text: str) -> int:
@@ -66,12 +71,11 @@ def agree_on_step(transport: Transport, mine: Offer, device: torch.device) -> li
     Raises:
         StepRefused: if the ranks run different things; the same on every rank, and nothing has been sent yet.
     """
-    table = torch.zeros(transport.num_ranks, _NUM_FIELDS + len(mine.sizes), dtype=torch.int64, device=device)
-    table[transport.rank] = torch.tensor(
-        [mine.mode, mine.inputs, mine.target, mine.is_refused, mine.keywords, mine.takes_keywords, *mine.sizes]
-    )
+    row = _row(mine)
+    table = torch.zeros(transport.num_ranks, len(row), dtype=torch.int64, device=device)
+    table[transport.rank] = torch.tensor(row)
     transport.all_reduce(table)
-    offers = [_offer(row) for row in table.tolist()]
+    offers = [_offer(row, len(mine.sizes)) for row in table.tolist()]
     modes = [offer.mode for offer in offers]
     if len(set(modes)) > 1:
         odd = next(rank for rank, mode in enumerate(modes) if mode != modes[0])
@@ -82,7 +86,9 @@ def agree_on_step(transport: Transport, mine: Offer, device: torch.device) -> li
     _require_one([offer.keywords for offer in offers], "keyword arguments")
     _require_keywords(offers)
     _require_one([offer.target for offer in offers], "a target")
+    _require_target(offers)
     _require_one([offer.sizes if any(offer.sizes) else () for offer in offers], "microbatches")
+    _require_one([offer.lengths if any(offer.lengths) else () for offer in offers], "slices")
     return offers
 
 
@@ -97,6 +103,11 @@ def agreed_sizes(offers: Sequence[Offer]) -> tuple[int, ...]:
     return next((offer.sizes for offer in offers if any(offer.sizes)), offers[0].sizes)
 
 
+def agreed_lengths(offers: Sequence[Offer]) -> tuple[int, ...]:
+    """Lengths of the slices, from whichever rank knows them; zeros if none does."""
+    return next((offer.lengths for offer in offers if any(offer.lengths)), offers[0].lengths)
+
+
 def signature_of(offers: Sequence[Offer]) -> str:
     """What all ranks know of the batch: equal signatures mean equal shapes on every stage."""
     inputs = max(offer.inputs for offer in offers)
@@ -105,9 +116,41 @@ def signature_of(offers: Sequence[Offer]) -> str:
     return f"{offers[0].mode.name} {inputs} {keywords} {target}"
 
 
-def _offer(row: Sequence[int]) -> Offer:
-    mode, inputs, target, is_refused, keywords, takes_keywords, *sizes = row
-    return Offer(Mode(mode), inputs, target, bool(is_refused), tuple(sizes), keywords, bool(takes_keywords))
+def _row(offer: Offer) -> list[int]:
+    flags = (offer.takes_keywords, offer.takes_target, offer.wants_outputs)
+    fields = [offer.mode, offer.inputs, offer.target, offer.is_refused, offer.keywords, *flags]
+    return [*map(int, fields), *offer.sizes, *offer.lengths]
+
+
+def _offer(row: Sequence[int], num_sizes: int) -> Offer:
+    mode, inputs, target, is_refused, keywords, *flags = row[:_NUM_FIELDS]
+    takes_keywords, takes_target, wants_outputs = map(bool, flags)
+    end = _NUM_FIELDS + num_sizes
+    sizes, lengths = tuple(row[_NUM_FIELDS:end]), tuple(row[end:])
+    return Offer(
+        Mode(mode),
+        inputs,
+        target,
+        bool(is_refused),
+        sizes,
+        keywords,
+        takes_keywords,
+        takes_target,
+        wants_outputs,
+        lengths,
+    )
+
+
+def _require_target(offers: Sequence[Offer]) -> None:
+    """Refuse a target that only some of the ranks got that compute losses: the others' would differ in kind."""
+    given = [rank for rank, offer in enumerate(offers) if offer.target]
+    lacking = [rank for rank, offer in enumerate(offers) if offer.takes_target and not offer.target]
+    if given and lacking and not any(offer.is_refused for offer in offers):
+        raise StepRefused(
+            f"rank {given[0]} was given a target, rank {lacking[0]} was not, but holds a last stage and so computes "
+            "losses; pass the target to every rank that holds the last stage of a route",
+            rank=lacking[0],
+        )
 
 
 def _require_keywords(offers: Sequence[Offer]) -> None:

@@ -2,19 +2,22 @@
 
 A layer is a module, used in place, or a callable that builds one, such as a `LayerSpec`, whose `name` becomes the
 prefix of its parameters; else its index does. Parameters are tied where a layer's `tied` says so, where the caller
-does, or where two modules hold one and the same parameter.
+does, where two modules hold one and the same parameter, and where routes run copies of one stage on different ranks.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError, nearest
 from penstock.execute.stage import Stage
 from penstock.execute.tied import TiedCopy
+from penstock.execute.transport.protocol import Transport
 from penstock.placement import Placement
 
 Layer = nn.Module | Callable[[], nn.Module]
@@ -26,7 +29,7 @@ class Assembly:
 
     stages: list[Stage]
     tied_groups: tuple[tuple[int, ...], ...]
-    """Per parameter that several ranks hold, one stage of each of them, the owner's first; the same on all ranks."""
+    """Per parameter or stage that several ranks hold, one stage of each, the owner's first; the same on all ranks."""
     tied_copies: dict[int, TiedCopy]
     """Per index of a group that this rank belongs to, its copy."""
     copied_names: frozenset[str]
@@ -59,26 +62,62 @@ def assemble(
     *,
     device: torch.device,
     tied: Iterable[tuple[str, str]] = (),
+    shares_modules: bool = False,
 ) -> Assembly:
     """Build the stages of a rank; `slices[stage]` are the indices of the stage's layers.
+
+    Every route runs a whole copy of the model. Copies of a layer on one rank are one module; on several ranks their
+    parameters are tied. `shares_modules` says that ranks may hold the very same modules, as threads of one process do:
+    then a rank takes a deep copy of a module whose first copy is another rank's.
 
     Raises:
         PartitionError: if a layer is neither a module nor builds one, or a tie names an unknown layer or parameter.
     """
     names = layer_names(layers)
+    built: dict[str, nn.Module] = {}
     stages = []
+    copied: dict[int, Any] = {}  # one memory for all deep copies: modules that share a parameter go on sharing it
     for stage in placement.stages_of_rank[rank]:
-        modules = {names[index]: _build(layers[index], names[index]).to(device) for index in slices[stage]}
-        stages.append(Stage(stage, modules))
-    stage_of_layer = {names[index]: stage for stage, indices in enumerate(slices) for index in indices}
-    ties = _Ties(stage_of_layer, placement, rank, {stage.index: stage for stage in stages})
-    groups = _tied_names(layers, names, tied)
-    return ties.assembly(stages, groups)
+        first_rank = placement.rank_of_stage[_copies(placement, stage)[0]]
+        memory = copied if shares_modules and first_rank != rank else None
+        for index in slices[stage]:
+            if names[index] not in built:
+                built[names[index]] = _build(layers[index], names[index], memory).to(device)
+        stages.append(Stage(stage, {names[index]: built[names[index]] for index in slices[stage]}))
+    stages_of_layer: dict[str, list[int]] = {}
+    for stage in (stage for route in placement.routes for stage in route):
+        for index in slices[stage]:
+            stages_of_layer.setdefault(names[index], []).append(stage)
+    return _Ties(stages_of_layer, placement, rank, built).assembly(stages, _tied_names(layers, names, tied))
 
 
-def _build(layer: Layer, name: str) -> nn.Module:
+def count_parameters(transport: Transport, stages: Sequence[Stage], names: Sequence[str]) -> dict[str, int]:
+    """Per layer of the whole model, in order, its number of parameters; a layer is only built on its own ranks."""
+    own = {name: _num_parameters(layer) for stage in stages for name, layer in stage.layers.items()}
+    everyone: dict[str, int] = {}
+    for theirs in transport.all_gather_object(own):
+        assert isinstance(theirs, dict)
+        everyone |= theirs
+    return {name: everyone[name] for name in names}
+
+
+def _num_parameters(layer: nn.Module) -> int:
+    """Count the parameters of a layer; those that wait for a first input to have a shape count nothing."""
+    return sum(parameter.numel() for parameter in layer.parameters() if not is_lazy(parameter))
+
+
+def _copies(placement: Placement, stage: int) -> list[int]:
+    """The stages that hold the same layers, one per route."""
+    place = placement.routes[placement.route_of_stage[stage]].index(stage)
+    return [route[place] for route in placement.routes]
+
+
+def _build(layer: Layer, name: str, memory: dict[int, Any] | None) -> nn.Module:
+    """Build a layer; a module is used in place, or copied where there is a memory of copies."""
     try:
-        module = layer if isinstance(layer, nn.Module) else layer()
+        if isinstance(layer, nn.Module):
+            return layer if memory is None else _copy(layer, name, memory)
+        module = layer()
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise
@@ -88,6 +127,16 @@ def _build(layer: Layer, name: str) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise PartitionError(f"layer {name!r} builds a {type(module).__name__}; expected an nn.Module")
     return module
+
+
+def _copy(layer: nn.Module, name: str, memory: dict[int, Any]) -> nn.Module:
+    try:
+        return copy.deepcopy(layer, memory)
+    except (RuntimeError, TypeError) as error:
+        raise PartitionError(
+            f"layer {name!r} cannot be copied ({error}), but the schedule needs a second copy of the model; give a "
+            "callable that builds the layer, or use a schedule with one route"
+        ) from error
 
 
 def _tied_names(layers: Sequence[Layer], names: Sequence[str], tied: Iterable[tuple[str, str]]) -> list[list[str]]:
@@ -130,37 +179,51 @@ def _layer_of(full_name: str, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ties:
-    """Turns groups of names into shared objects on this rank and copies over ranks."""
+    """Turns groups of names, and copies of stages, into shared objects on this rank and copies over ranks."""
 
-    stage_of_layer: dict[str, int]
+    stages_of_layer: Mapping[str, Sequence[int]]
+    """Per layer the stages that hold it, in the order of the routes."""
     placement: Placement
     rank: int
-    stages: dict[int, Stage]
+    layers: Mapping[str, nn.Module]
+    """The layers of this rank."""
 
     def assembly(self, stages: list[Stage], groups: Sequence[Sequence[str]]) -> Assembly:
         tied_groups: list[tuple[int, ...]] = []
         copies: dict[int, TiedCopy] = {}
         copied: set[str] = set()
         for group in groups:
-            members = [(name, self._stage(name)) for name in group]
-            here = [name for name, stage in members if self._rank(stage) == self.rank]
+            layers = [self._layer(name) for name in group]
+            here = [name for name, layer in zip(group, layers, strict=True) if layer in self.layers]
             parameter = self._share(here)
             copied.update(name for name in here if name != group[0])
-            # One stage per rank, in the order of first use; dicts keep it.
-            holders = {self._rank(stage): stage for _, stage in reversed(members)}
-            ranks = list(dict.fromkeys(self._rank(stage) for _, stage in members))
-            if len(ranks) < 2:
+            holders = self._holders(stage for layer in layers for stage in self.stages_of_layer[layer])
+            if len(holders) < 2:
                 continue
             if parameter is not None:
-                copies[len(tied_groups)] = TiedCopy(parameter, ranks)
-            tied_groups.append(tuple(holders[rank] for rank in ranks))
+                copies[len(tied_groups)] = TiedCopy({here[0]: parameter}, list(holders))
+            tied_groups.append(tuple(holders.values()))
+        for holders in self._holders_of_copied_stages():
+            if self.rank in holders:
+                stage = next(stage for stage in stages if stage.index == holders[self.rank])
+                copies[len(tied_groups)] = _copy_of_stage(stage, copies.values(), list(holders))
+            tied_groups.append(tuple(holders.values()))
         return Assembly(stages, tuple(tied_groups), copies, frozenset(copied))
 
-    def _stage(self, name: str) -> int:
-        return self.stage_of_layer[_layer_of(name, list(self.stage_of_layer))]
+    def _holders(self, stages: Iterable[int]) -> dict[int, int]:
+        """One stage per rank, in the order of first use."""
+        holders: dict[int, int] = {}
+        for stage in stages:
+            holders.setdefault(self.placement.rank_of_stage[stage], stage)
+        return holders
 
-    def _rank(self, stage: int) -> int:
-        return self.placement.rank_of_stage[stage]
+    def _holders_of_copied_stages(self) -> list[dict[int, int]]:
+        """The holders of every stage that has copies on other ranks."""
+        found = [self._holders(_copies(self.placement, stage)) for stage in self.placement.routes[0]]
+        return [holders for holders in found if len(holders) > 1]
+
+    def _layer(self, name: str) -> str:
+        return _layer_of(name, list(self.stages_of_layer))
 
     def _share(self, names: Sequence[str]) -> nn.Parameter | None:
         """Make all these names of this rank one object and return it."""
@@ -178,16 +241,22 @@ class _Ties:
         return first
 
     def _parameter(self, name: str) -> nn.Parameter:
-        layer = _layer_of(name, list(self.stage_of_layer))
-        module = self.stages[self.stage_of_layer[layer]].layers[layer]
-        parameter = dict(module.named_parameters(remove_duplicate=False)).get(name.removeprefix(f"{layer}."))
+        layer = self._layer(name)
+        parameters = dict(self.layers[layer].named_parameters(remove_duplicate=False))
+        parameter = parameters.get(name.removeprefix(f"{layer}."))
         if parameter is None:
             raise PartitionError(f"{name!r} is tied but is no parameter of its layer; name one of its parameters")
         return parameter
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         """The module that holds the parameter, and its name there."""
-        layer = _layer_of(name, list(self.stage_of_layer))
+        layer = self._layer(name)
         path, _, own = name.removeprefix(f"{layer}.").rpartition(".")
-        module = self.stages[self.stage_of_layer[layer]].layers[layer]
-        return module.get_submodule(path), own
+        return self.layers[layer].get_submodule(path), own
+
+
+def _copy_of_stage(stage: Stage, others: Iterable[TiedCopy], ranks: Sequence[int]) -> TiedCopy:
+    """All of a stage as a copy, but for the parameters that are reduced with others already."""
+    reduced = {id(parameter) for other in others for parameter in other.parameters.values()}
+    parameters = {name: parameter for name, parameter in stage.named_parameters() if id(parameter) not in reduced}
+    return TiedCopy(parameters, ranks, list(stage.layers.values()))

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from penstock.errors import MAX_SHOWN, PipelineError
 from penstock.execute.arrivals import arrived_before
+from penstock.execute.carried import RunBackward, RunForward, Save, StageOnSlice, carrying_modules
 from penstock.execute.loss import scalar_loss
 from penstock.execute.messages import Incoming, Key, Messenger
+from penstock.execute.microbatch import Microbatch
 from penstock.execute.record import Call, Recorder
 from penstock.execute.registers import Registers
 from penstock.execute.split_backward import backward_input, backward_weight
 from penstock.execute.stage import SavedForward, Stage
-from penstock.execute.step import Step
+from penstock.execute.step import Place, Step
 from penstock.execute.tree import flatten, map_leaves
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
@@ -69,28 +71,18 @@ class Interpreter:
         self._step: Step | None = None
         self._rows = range(self._first_row, self._first_row + self.num_rows)
         self._registers = Registers.for_rows(program, self._rows)
+        self._carrying = {stage.index: carrying_modules(stage) for stage in stages if program.num_slices > 1}
         self._bound = [bound for row in self._rows for bound in _COMPILE[Op(int(program.op[row]))](self, row)]
 
-    def run(self, step: Step, note: Callable[[int], None]) -> None:
-        """Run all rows; `note` is told the number of each row, from 0, before it runs.
+    def run(self, step: Step, note: Callable[[int], None], recorder: Recorder | None = None) -> None:
+        """Run all rows, measured where there is a recorder; `note` is told each row's number, from 0, before it runs.
 
         Raises:
             PipelineError: if anything stays alive behind the step.
         """
-        self._run(step, note, [(bound.row - self._first_row, bound.call) for bound in self._bound])
-
-    def run_recorded(self, step: Step, note: Callable[[int], None]) -> Recorder:
-        """Run all rows and measure them."""
-        recorder = Recorder(self.num_rows)
-        self._run(step, note, [(bound.row - self._first_row, self._recorded(recorder, bound)) for bound in self._bound])
-        return recorder
-
-    def clear(self) -> None:
-        """Drop what a failed step left behind."""
-        self._registers.clear()
-        self._step = None
-
-    def _run(self, step: Step, note: Callable[[int], None], calls: Sequence[tuple[int, Call]]) -> None:
+        calls = [(bound.row - self._first_row, bound.call) for bound in self._bound]
+        if recorder is not None:
+            calls = [(bound.row - self._first_row, self._recorded(recorder, bound)) for bound in self._bound]
         self._step = step
         with torch.set_grad_enabled(self._is_training):
             for row, call in calls:
@@ -105,6 +97,11 @@ class Interpreter:
                 rank=self.rank,
             )
 
+    def clear(self) -> None:
+        """Drop what a failed step left behind."""
+        self._registers.clear()
+        self._step = None
+
     def _recorded(self, recorder: Recorder, bound: _Bound) -> Call:
         if bound.receive_row is not None:
             return recorder.timed_arrival(bound.receive_row - self._first_row, bound.call)
@@ -114,21 +111,24 @@ class Interpreter:
 
     def _compile_forward(self, row: int) -> Iterator[_Bound]:
         stage = self._stages[int(self.program.stage[row])]
-        microbatch = int(self.program.microbatch[row])
+        place = self._place(row)
         slot = int(self.program.slot[row])
         take_inputs, waits = self._inputs(row, self._messenger.take_tree)
         deliver = self._deliver_outputs(row)
         saved = self._registers.saved
-        save = stage.save_loss if self._is_last(row) else stage.save
+        run: RunForward = stage.forward
+        save: Save = stage.save_loss if self._is_last(row) else stage.save
+        if (on_slice := self._on_slice(stage, place)) is not None:
+            run, save = on_slice.forward, on_slice.saving(save)
         # The batch itself belongs to the caller: its gradients, if any, are the caller's too.
         keeps_inputs = int(self._before[row, 0]) != NONE
 
         def forward_training() -> None:
-            inputs, keywords = take_inputs(), self._microbatch(microbatch).kwargs
-            saved[slot] = save(inputs if keeps_inputs else (), deliver(stage.forward(inputs, keywords)))
+            inputs, keywords = take_inputs(), self._slice(place).kwargs
+            saved[slot] = save(inputs if keeps_inputs else (), deliver(run(inputs, keywords)))
 
         def forward_only() -> None:
-            deliver(stage.forward(take_inputs(), self._microbatch(microbatch).kwargs))
+            deliver(run(take_inputs(), self._slice(place).kwargs))
 
         yield from waits
         yield _Bound(row, forward_training if self._is_training else forward_only)
@@ -139,8 +139,8 @@ class Interpreter:
         """How a row gets its inputs, and the waits that come before it."""
         source = int(self._before[row, 0])
         if source == NONE:
-            microbatch = int(self.program.microbatch[row])
-            return lambda: self._microbatch(microbatch).args, ()
+            place = self._place(row)
+            return lambda: self._slice(place).args, ()
         if not Op(int(self.program.op[source])).is_receive:
             handed_on = self._registers.handed_on
             return lambda: (handed_on.pop(source),), ()
@@ -163,7 +163,7 @@ class Interpreter:
     def _deliver_outputs(self, row: int) -> Callable[[Any], Any]:
         """Where a forward's outputs go; the call returns what the backward starts from."""
         if self._is_last(row):
-            return self._deliver_loss(int(self.program.microbatch[row]))
+            return self._deliver_loss(self._place(row))
         key, action = self._key(row), str(self.program.instruction(row))
         note_outputs = self._messenger.note_outputs
         put = self._put(row)
@@ -184,17 +184,19 @@ class Interpreter:
         handed_on = self._registers.handed_on
         return lambda outputs: handed_on.__setitem__(row, map_leaves(_detached, outputs))
 
-    def _deliver_loss(self, microbatch: int) -> Callable[[Any], Any]:
+    def _deliver_loss(self, place: Place) -> Callable[[Any], Any]:
+        microbatch = place[0]
+
         def deliver(outputs: Any) -> Any:
             step = self._step
             assert step is not None
             if step.keeps_outputs:
-                step.outputs[microbatch] = map_leaves(_without_gradient, outputs)
+                step.outputs[place] = map_leaves(_without_gradient, outputs)
             if step.loss is None:
                 return None
-            loss = scalar_loss(step.loss(outputs, step.microbatches[microbatch].target), microbatch)
-            step.losses[microbatch] = loss.detach()
-            weight = step.weights[microbatch]
+            loss = scalar_loss(step.loss(outputs, self._slice(place).target), microbatch)
+            step.losses[place] = loss.detach()
+            weight = step.shares.factor(*place)
             if self._is_training and weight and not loss.requires_grad and _needs_gradient(outputs):
                 raise PipelineError(
                     f"microbatch {microbatch}: the loss does not depend on the output any more, so nothing would be "
@@ -211,8 +213,11 @@ class Interpreter:
         stage = self._stages[int(self.program.stage[row])]
         slot = int(self.program.slot[row])
         saved = self._registers.saved
-        is_whole = self.program.op[row] == Op.BACKWARD
-        run = Stage.backward if is_whole else backward_input
+        is_whole = bool(self.program.op[row] == Op.BACKWARD)
+        stage.is_split |= not is_whole
+        run: RunBackward = Stage.backward if is_whole else backward_input
+        if (on_slice := self._on_slice(stage, self._place(row))) is not None:
+            run = on_slice.backing(run)
         put = self._put_gradients(row)
         take_gradients, waits = self._gradients(row)
 
@@ -309,9 +314,19 @@ class Interpreter:
     def _is_last(self, row: int) -> bool:
         return bool(self.program.placement.next_stage[self.program.stage[row]] == NONE)
 
-    def _microbatch(self, index: int) -> Any:
+    def _slice(self, place: Place) -> Microbatch:
         assert self._step is not None
-        return self._step.microbatches[index]
+        microbatch, index = place
+        return self._step.slices[microbatch][index]
+
+    def _on_slice(self, stage: Stage, place: Place) -> StageOnSlice | None:
+        """The stage at work on a slice; None where its layers carry nothing from one to the next."""
+        modules = self._carrying.get(stage.index)
+        is_last = place[1] == self.program.num_slices - 1
+        return StageOnSlice(stage, modules, self._registers.trails, place, is_last) if modules else None
+
+    def _place(self, row: int) -> Place:
+        return int(self.program.microbatch[row]), int(self.program.slice[row])
 
     def _peer(self, row: int) -> int:
         return self._rank_of_stage[int(self.program.peer[row])]

@@ -24,6 +24,20 @@ REDUCTIONS = ("mean", "sum")
 
 
 @dataclass(frozen=True, slots=True)
+class LossShares:
+    """What part each loss has in the loss of the batch."""
+
+    weights: Sequence[float]
+    """Per microbatch, its factor in the loss of the batch."""
+    fractions: Sequence[Sequence[float]]
+    """Per microbatch and slice, the factor in the loss of the microbatch; 1 where microbatches are not cut."""
+
+    def factor(self, microbatch: int, slice: int) -> float:
+        """Return the factor in the loss of the batch."""
+        return self.weights[microbatch] * self.fractions[microbatch][slice]
+
+
+@dataclass(frozen=True, slots=True)
 class LossWeights:
     """What the loss function returns: the mean over the rows (or over what `count` counts), or the sum.
 
@@ -62,6 +76,29 @@ class LossWeights:
         total = sum(shares) or 1.0
         return [share / total for share in shares]
 
+    def shares(self, microbatches: Sequence[Microbatch], slices: Sequence[Sequence[Microbatch]]) -> LossShares:
+        """Return the factors of all microbatches and of their slices.
+
+        A slice counts as its length in the sequence, or as what `count` says of its target.
+
+        Raises:
+            PipelineError: a count is negative or not finite, or the slices do not count what their microbatch does.
+        """
+        pairs = zip(microbatches, slices, strict=True)
+        return LossShares(self.of(microbatches), [self._fractions(whole, parts) for whole, parts in pairs])
+
+    def _fractions(self, whole: Microbatch, parts: Sequence[Microbatch]) -> list[float]:
+        if len(parts) == 1 or self.reduction == "sum":
+            return [1.0] * len(parts)
+        if self.count is None:
+            shares = [float(part.length) for part in parts]
+        else:
+            shares = [_counted(self.count, part) for part in parts]
+            _require_additive(_counted(self.count, whole), shares, whole.index)
+        total = sum(shares)
+        # Where nothing counts, the losses of the slices are shown as they are: not a number.
+        return [share / total for share in shares] if total else [1.0 / len(parts)] * len(parts)
+
 
 def microbatch_weights(
     microbatches: Sequence[Microbatch], reduction: str = "mean", count: Count | None = None
@@ -78,6 +115,14 @@ def _counted(count: Count, microbatch: Microbatch) -> float:
             "larger. Count samples or tokens, not losses"
         )
     return share
+
+
+def _require_additive(whole: float, parts: Sequence[float], microbatch: int) -> None:
+    if not math.isclose(whole, sum(parts), rel_tol=1e-9):
+        raise PipelineError(
+            f"microbatch {microbatch}: count returned {whole:g} for its target, but {parts} for the targets of its "
+            "slices, which is not the same in all; count what the loss of a slice is the mean of, such as tokens"
+        )
 
 
 def scalar_loss(loss: object, microbatch: int) -> Tensor:

@@ -20,6 +20,8 @@ from penstock.execute.tree import Layout, TensorInfo, decode_layout, encode_layo
 Key = tuple[int, int, int]
 """Stage, microbatch, slice."""
 Layouts = dict[Key, Layout]
+_NO_KEY = (0, 0, 0)
+"""Of messages that no stage takes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,11 +90,23 @@ class Messenger:
         Raises:
             PipelineError: if they differ from what the ranks agreed on; nothing is sent then.
         """
-        tensors = [tensor.detach() for tensor in _tensors(outputs)]
-        if not self._is_static:
-            header = encode_layout(outputs)
-            tensors = [torch.tensor([len(header)]), torch.frombuffer(bytearray(header), dtype=torch.uint8), *tensors]
-        self._send(peer, tensors)
+        if self._is_static:
+            self._send(peer, [tensor.detach() for tensor in _tensors(outputs)])
+        else:
+            self.send_described(peer, outputs)
+
+    def send_described(self, peer: int, tree: Any) -> None:
+        """Send a tree behind a header that describes it."""
+        header = encode_layout(tree)
+        opening = [torch.tensor([len(header)]), torch.frombuffer(bytearray(header), dtype=torch.uint8)]
+        self._send(peer, [*opening, *(tensor.detach() for tensor in _tensors(tree))])
+
+    def receive_described(self, peer: int) -> Any:
+        """Wait for what `send_described` sends; no other message of the peer may be under way."""
+        incoming = Incoming(peer, _NO_KEY, True, layout=self._receive_header(peer))
+        assert incoming.layout is not None
+        self._post_tensors(incoming, incoming.layout)
+        return self.take_tree(incoming)
 
     def send_backward(self, peer: int, gradients: Sequence[Tensor]) -> None:
         """Send the gradients of a stage's inputs; the other end knows their shapes from its outputs."""
@@ -119,6 +133,13 @@ class Messenger:
                 rank=self._transport.rank,
                 instruction=action,
             )
+
+    def output_bytes(self) -> dict[int, int]:
+        """Return, per stage of this rank but a last one, the bytes of its largest output in this step."""
+        found: dict[int, int] = {}
+        for (stage, _, _), layout in self._produced.items():
+            found[stage] = max(found.get(stage, 0), layout.num_bytes)
+        return found
 
     def post_forward(self, peer: int, key: Key) -> Incoming:
         """Post the receive of a stage's inputs."""

@@ -53,9 +53,10 @@ class BatchSpec:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One slice of the batch; its tensors are views of the batch's.
+    """One part of the batch, or one slice of such a part; its tensors are views of the batch's.
 
-    `size` is its number of rows, 0 where nothing in the batch is split.
+    `size` is its number of rows, 0 where nothing in the batch is split. `length` is how much of the sequence a slice
+    has; 0 where microbatches are not cut into slices.
     """
 
     index: int
@@ -63,6 +64,8 @@ class Microbatch:
     kwargs: dict[str, Any]
     target: Any
     size: int
+    slice: int = 0
+    length: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,13 +244,14 @@ def _even_sizes(leaf: _Leaf, num_microbatches: int, allow_ragged: bool) -> tuple
         below, above = size * num_microbatches, (size + 1) * num_microbatches
         raise PipelineError(
             f"{_title(leaf)} has {rows} rows, which {num_microbatches} microbatches do not divide evenly. "
-            f"Pass {below} or {above} rows (a multiple of {num_microbatches}), use {_divisors(rows)} microbatches, "
+            f"Pass {below} or {above} rows (a multiple of {num_microbatches}), use {divisors(rows)} microbatches, "
             "pass allow_ragged=True, or mark it Replicate() if it has no batch dimension"
         )
     return tuple(size + (index < num_larger) for index in range(num_microbatches))
 
 
-def _divisors(rows: int) -> str:
+def divisors(rows: int) -> str:
+    """Say into how many equal parts so many rows can be split."""
     found = [number for number in range(1, rows + 1) if rows % number == 0]
     shown = ", ".join(map(str, found[:MAX_SHOWN_DIVISORS]))
     return f"one of {shown}{', ...' if len(found) > MAX_SHOWN_DIVISORS else ''}"
@@ -293,8 +297,8 @@ class Sum:
 Reducer = Callable[[list[Any]], Any]
 
 
-def merge_outputs(outputs: Sequence[Any], spec: Any = None) -> Any:
-    """Merge the outputs of the microbatches, trees of one form, leaf by leaf in the order of the microbatches.
+def merge_outputs(outputs: Sequence[Any], spec: Any = None, *, part: str = "microbatch") -> Any:
+    """Merge the outputs of the microbatches (or another `part`), trees of one form, leaf by leaf and in order.
 
     `spec` is a rule or a tree of rules: `Concat`, `Stack`, `Sum` or any callable that gets the list of leaves. By
     default tensors are concatenated on dim 0, 0-dim tensors stacked, and other values collected in a list.
@@ -303,15 +307,15 @@ def merge_outputs(outputs: Sequence[Any], spec: Any = None) -> Any:
         PipelineError: the outputs differ in form, or a rule cannot merge them.
     """
     if not outputs:
-        raise PipelineError("there are no outputs to merge; expected one per microbatch")
+        raise PipelineError(f"there are no outputs to merge; expected one per {part}")
     tree = flatten(outputs[0])[1]
     columns = []
     for index, output in enumerate(outputs):
         leaves, form = flatten(output)
         if form != tree:
             raise PipelineError(
-                f"the output of microbatch {index} has the form {form.to_text()}, that of microbatch 0 "
-                f"{tree.to_text()}; expected the same form. Return the same structure for every microbatch"
+                f"the output of {part} {index} has the form {form.to_text()}, that of {part} 0 "
+                f"{tree.to_text()}; expected the same form. Return the same structure for every {part}"
             )
         columns.append(leaves)
     rules = tree.spread(spec, callable, "output")

@@ -1,15 +1,18 @@
 """What `Pipeline` takes by keyword, told apart from the options of its schedule's family."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
 from penstock.errors import ConfigError, nearest
+from penstock.execute.clock import Clock
 from penstock.execute.loss import Count
 from penstock.execute.microbatch import BatchSpec
+from penstock.execute.slices import BatchRule
 from penstock.execute.transport.protocol import Transport
+from penstock.ir.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +26,19 @@ class PipelineOptions:
     count: Count | None = None
     """count(target) -> what the mean is taken over, such as tokens; default: rows of the batch."""
     allow_ragged: bool = False
-    """Whether microbatches may differ in size by one row."""
+    """Whether microbatches may differ in size by one row, and slices in length by one."""
     specs: BatchSpec | None = None
     """How the batch is split; default: every tensor on dim 0."""
     merge: Any = None
     """How outputs are merged; default: concatenated on dim 0."""
+    slices: int | None = None
+    """Into how many slices a microbatch is cut; default: 1 for a name, else what the schedule is for."""
+    slice_dim: int = 1
+    """The dimension of the sequence, on which tensors that have it are cut into slices."""
+    slice_specs: BatchSpec | None = None
+    """How a microbatch is cut into slices; default: on `slice_dim` what `specs` do not replicate."""
+    merge_slices: Any = None
+    """How outputs of slices are merged; default: concatenated on `slice_dim`."""
     tied: Sequence[tuple[str, str]] = ()
     """Pairs of parameter names that mean one parameter."""
     variable_shapes: bool = False
@@ -40,10 +51,24 @@ class PipelineOptions:
     """Where this rank's stages live; default: the CPU, or the current CUDA device under NCCL."""
     transport: Transport | None = None
     """The wires; default: torch.distributed where it is initialised, else this process alone."""
+    clock: Clock = field(default_factory=Clock)
+    """What a recorded step is timed by."""
     reduce_stage: Callable[[int], None] | None = None
-    """Called with a stage's index when its gradients are whole: where data parallelism reduces."""
+    """Called with a stage's index when its gradients are whole: where data parallelism reduces. Of copies of a stage on
+    one rank, once; of copies on several ranks, on each, before their gradients are summed."""
     optimizer_step: Callable[[], None] | None = None
     """Called at the end of each training step's program."""
+
+    def batch_rule(self, schedule: Schedule) -> BatchRule:
+        """Return how a batch is cut for a schedule."""
+        return BatchRule(
+            schedule.num_microbatches,
+            schedule.num_slices,
+            self.allow_ragged,
+            self.specs,
+            self.slice_dim,
+            self.slice_specs,
+        )
 
 
 def split_options(given: Mapping[str, Any]) -> tuple[PipelineOptions, dict[str, Any]]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.execute.carried import Trails
 from penstock.execute.messages import Incoming
 from penstock.execute.stage import SavedForward
 from penstock.ir.instruction import Op
@@ -25,6 +26,8 @@ class Registers:
     outgoing: list[Any]
     handed_on: dict[int, Any] = field(default_factory=dict)
     """Per producing row, what stays on this rank."""
+    trails: Trails = field(default_factory=dict)
+    """What slices have left for later ones."""
 
     @classmethod
     def for_rows(cls, program: Program, rows: range) -> "Registers":
@@ -39,11 +42,12 @@ class Registers:
         for column in (self.saved, self.received, self.inputs, self.outgoing):
             column[:] = [None] * len(column)
         self.handed_on.clear()
+        self.trails.clear()
 
     def leftovers(self) -> int:
         """Count what is still held."""
         columns = (self.saved, self.received, self.inputs, self.outgoing)
-        return len(self.handed_on) + sum(value is not None for column in columns for value in column)
+        return len(self.handed_on) + len(self.trails) + sum(value is not None for column in columns for value in column)
 
     def name_leftovers(self, program: Program, rows: range) -> Iterator[str]:
         """Name what is still held after all rows have run, each by the instruction that left it there."""
@@ -60,6 +64,8 @@ class Registers:
                     yield f"{what} of {program.instruction(row_of_slot[slot])}"
         for row in self.handed_on:
             yield f"handed-on output of {program.instruction(row)}"
+        for stage, microbatch in self.trails:
+            yield f"what slices of microbatch {microbatch} left on stage {stage}"
 
 
 def _last_rows(program: Program, rows: range, ops: tuple[Op, ...]) -> dict[int, int]:

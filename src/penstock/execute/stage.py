@@ -5,6 +5,7 @@ the tensors themselves are free as soon as they have been handed on.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penstock.execute.deferred_weights import DeferredWeights
 from penstock.execute.keywords import keyword_names, run_layers
 from penstock.execute.tree import flatten
 
@@ -26,6 +28,8 @@ class SavedForward:
     """Where the gradients of the outputs that need one enter the graph."""
     loss_gradients: list[Tensor]
     """On the last stage, the gradient of the loss by itself, one per edge; else empty."""
+    deferred: DeferredWeights | None = None
+    """Of a forward whose backward is to run in two parts, what the first leaves for the second."""
 
 
 class Stage:
@@ -38,6 +42,11 @@ class Stage:
         self.index = index
         self.layers = dict(layers)
         self._modules = list(self.layers.values())
+        self.is_split = False
+        """Whether forwards leave the gradients of weights for later, so that backwards may run in two parts."""
+        self.is_examined = False
+        """Whether the first split backward has shown what cannot be left for later."""
+        self._deferred: DeferredWeights | None = None
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters with the unsplit model's names; a parameter used twice is listed once."""
@@ -53,11 +62,16 @@ class Stage:
 
     def forward(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         """Run the layers one after another; the first gets all inputs, the others the result before them."""
-        return run_layers(self._modules, inputs, keywords)
+        if not (self.is_split and torch.is_grad_enabled()):
+            return run_layers(self._modules, inputs, keywords)
+        with DeferredWeights() as self._deferred:
+            return run_layers(self._modules, inputs, keywords)
 
     def save(self, inputs: Any, outputs: Any) -> SavedForward:
-        """Keep what the backward of this forward needs, and nothing else."""
-        return SavedForward(_needing_gradient(inputs), [get_gradient_edge(t) for t in _needing_gradient(outputs)], [])
+        """Keep what the backward of the forward just run needs, and nothing else."""
+        deferred, self._deferred = self._deferred, None
+        edges = [get_gradient_edge(tensor) for tensor in _needing_gradient(outputs)]
+        return SavedForward(_needing_gradient(inputs), edges, [], deferred)
 
     def save_loss(self, inputs: Any, loss: Tensor | None) -> SavedForward:
         """Keep what the backward needs that starts at the loss; without a loss it adds nothing."""
@@ -70,13 +84,27 @@ class Stage:
 
         `gradients` holds one tensor per saved edge. An input that did not take part gets zeros.
         """
-        if saved.edges:
-            torch.autograd.backward(saved.edges, gradients)
+        results = self.backward_input(saved, gradients)
+        self.backward_weight(saved)
+        return results
+
+    def backward_input(self, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Run the backward up to what the forward left for later, and let go of the rest."""
+        with saved.deferred or nullcontext():
+            if saved.edges:
+                torch.autograd.backward(saved.edges, gradients)
         results = []
         for leaf in saved.inputs:
             results.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
             leaf.grad = None
+        saved.inputs, saved.edges, saved.loss_gradients = [], [], []
         return results
+
+    def backward_weight(self, saved: SavedForward) -> None:
+        """Add what `backward_input` has left to the gradients of the weights."""
+        if saved.deferred is not None:
+            saved.deferred.add_gradients()
+            saved.deferred = None
 
     def set_training(self, is_training: bool) -> None:
         """Switch all layers between training and evaluation."""

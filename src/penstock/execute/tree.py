@@ -10,6 +10,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from math import prod
 from types import NoneType
 from typing import Any
 
@@ -233,6 +234,10 @@ class Layout:
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorInfo))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(prod(info.shape) * info.dtype.itemsize for info in self.tensors)
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
         """Build the tree with these tensors, one for each `TensorInfo`, in order."""

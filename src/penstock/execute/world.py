@@ -15,6 +15,11 @@ def default_transport(group: dist.ProcessGroup | None, deadline_s: float) -> Tra
     return TorchTransport(group, deadline_s=deadline_s, device=default_device(group))
 
 
+def shares_process(transport: Transport) -> bool:
+    """Whether other ranks are threads of this process, which may hold the very same modules."""
+    return isinstance(transport, LocalTransport) and transport.num_ranks > 1
+
+
 def default_device(group: dist.ProcessGroup | None) -> torch.device:
     """Return the current CUDA device where the group's backend is NCCL, else the CPU."""
     if _is_distributed() and dist.get_backend(group) == "nccl":

@@ -1,9 +1,11 @@
 """Models as plain lists of layers: single-device code that knows nothing of pipelines."""
 
+from penstock.models.carry import Carry
 from penstock.models.decoder import DecoderConfig, count_target_tokens, cross_entropy_loss, decoder_layers
 from penstock.models.layer import LayerSpec, count_parameters
 
 __all__ = [
+    "Carry",
     "DecoderConfig",
     "LayerSpec",
     "count_parameters",

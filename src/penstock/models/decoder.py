@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PenstockError, nearest
+from penstock.models.carry import Carry
 from penstock.models.layer import LayerSpec
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -143,10 +144,7 @@ class Embedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:  # [batch, seq]
         if tokens.shape[-1] > self.max_length:
-            raise PenstockError(
-                f"the sequences have {tokens.shape[-1]} tokens, but the model's max_length is {self.max_length}; "
-                "shorten them or build the model with a larger max_length"
-            )
+            raise _too_long(tokens.shape[-1], self.max_length)
         return F.embedding(tokens, self.weight)
 
 
@@ -167,7 +165,10 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention: query head h reads key-value head h // (num_heads / num_key_value_heads)."""
+    """Causal grouped-query attention: query head h reads key-value head h // (num_heads / num_key_value_heads).
+
+    Of a sequence that comes in slices, each slice also reads the keys and values of those before it.
+    """
 
     cosine: Tensor
     sine: Tensor
@@ -184,22 +185,37 @@ class Attention(nn.Module):
         cosine, sine = _rotary_tables(config)
         self.register_buffer("cosine", cosine, persistent=False)
         self.register_buffer("sine", sine, persistent=False)
+        self.carry = Carry()
 
     def forward(self, features: Tensor) -> Tensor:  # [batch, seq, width]
-        query = self._rotate(self._heads(self.query(features)))
-        key = self._rotate(self._heads(self.key(features)))
+        before = self.carry.get()
+        start = 0 if before is None else before[0].shape[2]
+        query = self._rotate(self._heads(self.query(features)), start)
+        key = self._rotate(self._heads(self.key(features)), start)
         value = self._heads(self.value(features))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.shares_keys)
+        if before is not None:
+            key, value = torch.cat([before[0], key], dim=2), torch.cat([before[1], value], dim=2)
+        self.carry.put((key, value))
+        mask = None if before is None else _causal_mask(features.shape[1], start, features.device)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=self.shares_keys
+        )
         result: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return result
 
     def _heads(self, features: Tensor) -> Tensor:  # [batch, seq, heads * head_width] -> [batch, heads, seq, head_width]
         return features.reshape(*features.shape[:2], -1, self.head_width).transpose(1, 2)
 
-    def _rotate(self, heads: Tensor) -> Tensor:
-        """Turn the pair (feature i, feature i + head_width / 2) by an angle that grows with the position."""
-        length = heads.shape[2]
-        cosine, sine = self.cosine[:length], self.sine[:length]
+    def _rotate(self, heads: Tensor, start: int) -> Tensor:
+        """Turn the pair (feature i, feature i + head_width / 2) by an angle that grows with the position from `start`.
+
+        Raises:
+            PenstockError: the positions go beyond the model's max_length.
+        """
+        end = start + heads.shape[2]
+        if end > len(self.cosine):
+            raise _too_long(end, len(self.cosine))
+        cosine, sine = self.cosine[start:end], self.sine[start:end]
         first, second = heads.tensor_split(2, dim=-1)
         turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
         return turned.to(heads.dtype)
@@ -217,6 +233,18 @@ class FeedForward(nn.Module):
     def forward(self, features: Tensor) -> Tensor:  # [batch, seq, width]
         result: Tensor = self.down(F.silu(self.gate(features)) * self.up(features))
         return result
+
+
+def _causal_mask(length: int, start: int, device: torch.device) -> Tensor:  # [length, start + length]
+    """Say which of all positions each of the last `length` may read: itself and those before it."""
+    return torch.ones(length, start + length, dtype=torch.bool, device=device).tril(start)
+
+
+def _too_long(length: int, max_length: int) -> PenstockError:
+    return PenstockError(
+        f"the sequences have {length} tokens, but the model's max_length is {max_length}; shorten them or build the "
+        "model with a larger max_length"
+    )
 
 
 def _build_norm(config: DecoderConfig) -> nn.RMSNorm:

@@ -5,6 +5,37 @@ from itertools import accumulate, pairwise
 
 from penstock.errors import PartitionError
 from penstock.partition.balance import balance
+from penstock.placement import Placement
+
+
+def split_over(
+    placement: Placement,
+    num_layers: int,
+    *,
+    weights: Sequence[float] | None = None,
+    split: Sequence[int] | None = None,
+) -> tuple[range, ...]:
+    """Return the layers of each stage of a placement; every route runs a whole copy of the model, cut alike.
+
+    `split` and `weights` are those of `split_layers`, for the stages of one route.
+
+    Raises:
+        PartitionError: the layers cannot be split so, or the routes have different numbers of stages.
+    """
+    lengths = [len(route) for route in placement.routes]
+    if len(set(lengths)) > 1:
+        raise PartitionError(
+            f"the routes of the schedule have {lengths} stages, but each runs a whole copy of the model; "
+            "give all routes the same number of stages"
+        )
+    try:
+        parts = split_layers(num_layers, lengths[0], weights=weights, split=split)
+    except PartitionError as error:
+        if len(lengths) == 1:
+            raise
+        raise PartitionError(f"{error} (stages of one of the schedule's {len(lengths)} copies of the model)") from error
+    place_of_stage = {stage: place for route in placement.routes for place, stage in enumerate(route)}
+    return tuple(parts[place_of_stage[stage]] for stage in range(placement.num_stages))
 
 
 def split_layers(
@@ -47,19 +78,24 @@ def describe_split(
 ) -> str:
     """Draw a split as a text table: per stage its layers, its share of the weight, and its parameters where given.
 
-    `names`, `weights` and `num_parameters` have one entry per layer.
+    `names`, `weights` and `num_parameters` have one entry per layer. Stages that hold copies of the same layers are one
+    row.
     """
+    copies: dict[range, list[str]] = {}
+    for index, stage in enumerate(stages):
+        copies.setdefault(stage, []).append(str(index))
+    stages, labels = list(copies), [" and ".join(indices) for indices in copies.values()]
     total = sum(weights) or 1.0
     shares = [sum(weights[layer] for layer in stage) / total for stage in stages]
     rows = [["stage", "layers", "weight", "parameters", "names"]]
-    for index, (stage, share) in enumerate(zip(stages, shares, strict=True)):
+    for label, stage, share in zip(labels, stages, shares, strict=True):
         parameters = "" if num_parameters is None else f"{sum(num_parameters[layer] for layer in stage):,}"
-        rows.append([str(index), str(len(stage)), f"{share:.1%}", parameters, _first_to_last(names, stage)])
+        rows.append([label, str(len(stage)), f"{share:.1%}", parameters, _first_to_last(names, stage)])
     if num_parameters is None:
         rows = [[*row[:3], row[4]] for row in rows]
     heaviest = max(range(len(shares)), key=lambda stage: shares[stage])
     ratio = shares[heaviest] * len(shares)
-    return f"{_aligned(rows)}\nheaviest: stage {heaviest}, {ratio:.2f} times the mean\n"
+    return f"{_aligned(rows)}\nheaviest: stage {labels[heaviest]}, {ratio:.2f} times the mean\n"
 
 
 def _check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None:

@@ -4,6 +4,7 @@ import gc
 import math
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -552,6 +553,28 @@ def test_local_ends_that_disagree_on_shape_fail_on_both_sides():
         left.wait(sent)
     with pytest.raises(PipelineError, match=r"expected \(4,\)"):
         right.wait(got)
+
+
+@pytest.mark.slow
+def test_whoever_waits_when_a_slow_message_is_posted_gets_it_when_it_comes():
+    """Nothing else happens on the wires that could wake the receiver."""
+    left, right = LocalTransport.create(2, 5.0, delay_s=lambda source, destination: 0.3)
+    received = torch.zeros(1)
+    is_waiting = threading.Event()
+
+    def receive():
+        ticket = right.post_receive(0, received)
+        is_waiting.set()
+        right.wait(ticket)
+
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(receive)
+        is_waiting.wait()
+        time.sleep(0.05)  # now it waits in the transport
+        left.post_send(1, torch.ones(1))
+        future.result(timeout=2.0)
+
+    assert received.item() == 1.0
 
 
 def test_a_slow_local_channel_delays_only_its_own_messages():

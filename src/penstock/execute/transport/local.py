@@ -26,6 +26,7 @@ from penstock.execute.transport.protocol import (
 )
 
 Delay = Callable[[int, int], float]
+PIPELINE_LANE, COLLECTIVE_LANE = range(2)
 
 
 @dataclass(slots=True, eq=False)
@@ -129,16 +130,17 @@ class LocalTransport:
     ) -> "list[LocalTransport]":
         """Connect `num_ranks` ranks; use each from one thread of its own.
 
-        `delay_s(source, destination)` gives the seconds that a message needs on that channel, to play a slow wire.
+        `delay_s(source, destination)` gives the seconds that a message needs on that channel, to play a slow wire;
+        collectives have wires of their own.
         """
         hub = _Hub(num_ranks, delay_s or (lambda source, destination: 0.0))
         return [cls(hub, rank, deadline_s) for rank in range(num_ranks)]
 
     def post_send(self, peer: int, tensor: Tensor) -> Ticket:
-        return self._post(0, peer, tensor, is_send=True)
+        return self._post(PIPELINE_LANE, peer, tensor, is_send=True)
 
     def post_receive(self, peer: int, tensor: Tensor) -> Ticket:
-        return self._post(0, peer, tensor, is_send=False)
+        return self._post(PIPELINE_LANE, peer, tensor, is_send=False)
 
     def wait(self, ticket: Ticket) -> None:
         self._wait(ticket, self.deadline_s)
@@ -192,13 +194,13 @@ class LocalTransport:
             if trouble := hub.trouble(peer):
                 raise peer_lost(self.rank, ticket, 0.0, trouble)
             source, destination = (self.rank, peer) if is_send else (peer, self.rank)
-            ready_s = time.monotonic() + hub.delay_s(source, destination) if is_send else 0.0
+            delay_s = hub.delay_s(source, destination) if is_send and lane == PIPELINE_LANE else 0.0
             channel = hub.channel(source, destination, lane)
-            message = _Message(tensor.detach(), ready_s)
+            message = _Message(tensor.detach(), time.monotonic() + delay_s)
             (channel.sends if is_send else channel.receives).append(message)
             self._open[ticket.serial] = (channel, message)
             self._next_serial += 1
-            if channel.deliver():
+            if channel.deliver() or delay_s > 0:  # who waits for a slow message must learn when it comes
                 hub.changed.notify_all()
         return ticket
 
@@ -237,7 +239,7 @@ class LocalTransport:
             self.num_ranks,
             time.monotonic() + self.deadline_s,
             device,
-            partial(self._post, 1, is_send=True),
-            partial(self._post, 1, is_send=False),
+            partial(self._post, COLLECTIVE_LANE, is_send=True),
+            partial(self._post, COLLECTIVE_LANE, is_send=False),
             self._wait,
         )

@@ -1,0 +1,151 @@
+"""Brings the clocks of ranks on different hosts to one scale, by pings over the wires before and after a recorded step.
+
+    rank 0   t0 ───────┐              ┌──► t3      the other clock is ahead by ((t1 - t0) + (t2 - t3)) / 2,
+    rank r             └──► t1 ... t2 ┘            give or take half the time on the way, (t3 - t0) - (t2 - t1)
+
+That is NTP's rule (RFC 5905, section 8), and as there the ping that was on its way for the shortest time counts. Clocks
+also drift apart, so the offset is taken twice and interpolated for the time between. Ranks of one host read one clock.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.execute.transport.protocol import Transport
+
+NUM_PINGS = 16
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+TIME_NAMESPACE = Path("/proc/self/ns/time")
+
+
+def host_of_this_process() -> str:
+    """Return what processes share whose monotonic clocks are one: the machine, its boot, its time namespace.
+
+    Where the system does not tell them, no other process is known to share this one's clock.
+    """
+    try:
+        boot = BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return f"{socket.gethostname()} process {os.getpid()}"
+    namespace = os.readlink(TIME_NAMESPACE) if TIME_NAMESPACE.is_symlink() else ""
+    return " ".join((socket.gethostname(), boot, namespace)).rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """What a rank reads the time from; ranks whose `host` is equal read the same clock."""
+
+    read: Callable[[], float] = time.monotonic
+    """Seconds."""
+    host: str = field(default_factory=host_of_this_process)
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """How far a clock was ahead of rank 0's at one moment."""
+
+    at_s: float
+    """The moment, on the clock itself."""
+    ahead_s: float
+    uncertainty_s: float
+    """The true offset lies within this many seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """How all ranks' clocks go against rank 0's; one entry per rank, at two moments around what was measured."""
+
+    first: tuple[Offset, ...]
+    last: tuple[Offset, ...]
+
+    def to_common(self, rank: int, times_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return times of a rank's clock on rank 0's."""
+        first, last = self.first[rank], self.last[rank]
+        length_s = last.at_s - first.at_s
+        drift = (last.ahead_s - first.ahead_s) / length_s if length_s > 0 else 0.0
+        return times_s - (first.ahead_s + drift * (times_s - first.at_s))
+
+    @property
+    def uncertainty_s(self) -> float:
+        """The most by which times of two ranks may still be off against each other; 0 on one host."""
+        worst = {pair: max(offset.uncertainty_s for offset in pair) for pair in zip(self.first, self.last, strict=True)}
+        return sum(sorted(worst.values())[-2:])  # ranks of one host have equal pairs, and count once
+
+
+class ClockComparison:
+    """Compares the clocks of all ranks, which make it, and call `begin` and `end`, together, no message under way."""
+
+    def __init__(self, transport: Transport, device: torch.device, clock: Clock) -> None:
+        """Find out who shares a clock; a collective."""
+        self.clock = clock
+        self._transport = transport
+        self._device = device
+        self._hosts = [str(host) for host in transport.all_gather_object(clock.host)]
+        self._first: dict[str, Offset] = {}
+
+    def begin(self) -> None:
+        """Compare once; a collective, after which all ranks go on at nearly the same time."""
+        self._first = self._compare()
+        if len(set(self._hosts)) > 1:
+            self._transport.all_gather_object(None)  # rank 0 pings one host after the other: let none run ahead
+
+    def end(self) -> Alignment:
+        """Compare again, and tell all ranks; a collective."""
+        last = self._compare()
+        both = [[[o.at_s, o.ahead_s, o.uncertainty_s] for o in found.values()] for found in (self._first, last)]
+        told = self._transport.all_gather_object(both)[0]
+        assert isinstance(told, list)
+        hosts = list(dict.fromkeys(self._hosts))
+        first, last = ({host: Offset(*row) for host, row in zip(hosts, rows, strict=True)} for rows in told)
+        return Alignment(tuple(first[host] for host in self._hosts), tuple(last[host] for host in self._hosts))
+
+    def _compare(self) -> dict[str, Offset]:
+        """On rank 0: the offset of every host, by pings to the first rank of each; nothing elsewhere."""
+        transport, hosts = self._transport, self._hosts
+        others = [hosts.index(host) for host in dict.fromkeys(hosts) if host != hosts[0]]
+        if transport.rank in others:
+            _answer(transport, self.clock.read, self._device)
+        if transport.rank != 0:
+            return {}
+        found = {hosts[0]: Offset(self.clock.read(), 0.0, 0.0)}
+        for rank in others:
+            pings = [_ping(transport, rank, self.clock.read, self._device) for _ in range(NUM_PINGS)]
+            found[hosts[rank]] = min(pings, key=lambda offset: offset.uncertainty_s)
+        return found
+
+
+def _ping(transport: Transport, rank: int, read: Callable[[], float], device: torch.device) -> Offset:
+    answer = torch.zeros(2, dtype=torch.float64, device=device)
+    receipt = transport.post_receive(rank, answer)
+    question = torch.zeros(1, dtype=torch.float64, device=device)
+    sent_s = read()
+    sending = transport.post_send(rank, question)
+    transport.wait(receipt)
+    received_there_s, sent_there_s = answer.tolist()
+    received_s = read()
+    transport.wait(sending)
+    on_the_way_s = (received_s - sent_s) - (sent_there_s - received_there_s)
+    ahead_s = ((received_there_s - sent_s) + (sent_there_s - received_s)) / 2
+    return Offset(received_there_s, ahead_s, max(on_the_way_s, 0.0) / 2)
+
+
+def _answer(transport: Transport, read: Callable[[], float], device: torch.device) -> None:
+    """Answer the pings of rank 0 with the times at which they came and were answered."""
+    questions = [torch.zeros(1, dtype=torch.float64, device=device) for _ in range(NUM_PINGS)]
+    receipts = [transport.post_receive(0, question) for question in questions]
+    answers = []
+    for receipt, question in zip(receipts, questions, strict=True):
+        transport.wait(receipt)
+        question.tolist()  # on a GPU the wait only orders the stream
+        received_s = read()
+        times = torch.tensor([received_s, read()], dtype=torch.float64).to(device)
+        answers.append(transport.post_send(0, times))
+    for answer in answers:
+        transport.wait(answer)

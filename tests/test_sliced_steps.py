@@ -1,0 +1,192 @@
+"""Microbatches that are cut along the sequence train like whole ones where layers treat positions alone."""
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError, StepRefused
+from penstock.execute.microbatch import BatchSpec, Concat, Replicate, Split
+from penstock.execute.reference import reference_step
+from penstock.pipeline import Pipeline
+from penstock.schedules import build
+from tests.local_pipelines import (
+    VOCABULARY,
+    WIDTH,
+    Outcome,
+    Task,
+    block,
+    count_tokens,
+    difference,
+    error_of,
+    float_layers,
+    gradients_of,
+    named,
+    on_ranks,
+    square_loss,
+    step_task,
+    token_layers,
+    token_loss,
+    values,
+)
+
+FLOAT64 = torch.float64
+NEARLY = {"tolerance": 1e-12, "loss_tolerance": 1e-12}
+
+
+def long_task(rows, length, **options):
+    inputs, target = (values(seed, rows, length, WIDTH, dtype=FLOAT64) for seed in (1, 2))
+    return Task(lambda: float_layers(FLOAT64), (inputs,), target, options=options)
+
+
+def pipeline_of(wires, task, num_microbatches=3, slices=2, **options):
+    layers = task.make_layers()
+    return Pipeline(
+        layers, "seq1f1b", num_microbatches, task.loss, slices=slices, transport=wires, **task.options | options
+    )
+
+
+def sum_loss(output, target):
+    return ((output - target) ** 2).sum()
+
+
+@pytest.mark.parametrize(("loss", "reduction"), [(square_loss, "mean"), (sum_loss, "sum")])
+@pytest.mark.parametrize("length", [6, 5])
+def test_means_and_sums_over_slices_are_those_of_whole_sequences(loss, reduction, length):
+    task = long_task(6, length, reduction=reduction, allow_ragged=True)
+    task.loss = loss
+
+    found = on_ranks(2, lambda wires: step_task(pipeline_of(wires, task, slices=4), task))
+
+    assert difference(found, task.reference(3), **NEARLY) == []
+
+
+def test_slices_of_which_no_token_counts_weigh_nothing():
+    generator = torch.Generator().manual_seed(5)
+    tokens, target = torch.randint(VOCABULARY, (2, 6, 4), generator=generator)
+    target[:2] = -100  # a microbatch without any
+    target[2:4, 2:] = -100  # a slice without any
+    task = Task(lambda: token_layers(FLOAT64), (tokens,), target, token_loss, {"count": count_tokens})
+
+    found = on_ranks(2, lambda wires: step_task(pipeline_of(wires, task), task))
+
+    result, gradients = task.reference(3)
+    assert result.losses[0].isnan()
+    for outcome in found:
+        assert outcome.result.losses[0].isnan()
+        outcome.result.losses[0] = result.losses[0] = torch.tensor(0.0, dtype=FLOAT64)
+    assert difference(found, (result, gradients), **NEARLY) == []
+
+
+def test_the_loss_sees_one_slice_after_another():
+    seen = []
+    task = long_task(4, 5, allow_ragged=True)
+
+    def loss(output, target):
+        seen.append(target)
+        return square_loss(output, target)
+
+    schedule = build("seq1f1b", ranks=1, microbatches=2, slices=2)
+    pipeline = Pipeline(task.make_layers(), schedule, loss=loss, **task.options)
+    pipeline.evaluate(*task.inputs, target=task.target)
+
+    first, second = task.target.split(2)
+    expected = [first[:, :3], first[:, 3:], second[:, :3], second[:, 3:]]
+    assert len(seen) == 4
+    assert all(map(torch.equal, seen, expected))
+
+
+class Masked(nn.Module):
+    """A layer that takes a keyword per position and one for all."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner = block(seed, FLOAT64)
+
+    def forward(self, x, *, mask, scale):
+        return self.inner(x) * mask[..., None] * scale[0]
+
+
+def test_keywords_are_cut_like_the_batch_or_go_along_whole():
+    inputs, target = (values(seed, 4, 6, WIDTH, dtype=FLOAT64) for seed in (1, 2))
+    keywords = {"mask": values(3, 4, 6, dtype=FLOAT64), "scale": values(4, 1, 6, dtype=FLOAT64)}
+    specs = BatchSpec(kwargs={"scale": Replicate()})
+    layers = [Masked(0), Masked(1)]
+
+    def case(wires):
+        schedule = build("seq1f1b", ranks=2, microbatches=2, slices=3)
+        pipeline = Pipeline([Masked(0), Masked(1)], schedule, loss=square_loss, transport=wires, specs=specs)
+        return Outcome(pipeline.step(inputs, target=target, **keywords), gradients_of(pipeline.named_parameters()))
+
+    result = reference_step(layers, (inputs,), keywords, target, loss=square_loss, num_microbatches=2, specs=specs)
+    assert difference(on_ranks(2, case), (result, gradients_of(named(layers))), **NEARLY) == []
+
+
+def test_the_sequence_may_come_first():
+    inputs, target = (values(seed, 6, 4, WIDTH, dtype=FLOAT64) for seed in (1, 2))  # [length, rows, width]
+    specs = BatchSpec(args=Split(1), target=Split(1))
+    task = Task(lambda: float_layers(FLOAT64), (inputs,), target, options={"specs": specs})
+
+    found = on_ranks(2, lambda wires: step_task(pipeline_of(wires, task, 2, 3, slice_dim=0, merge=Concat(1)), task))
+
+    result, gradients = task.reference(2)
+    assert difference(found, (result, gradients), **NEARLY) == []
+    torch.testing.assert_close(found[1].result.outputs, torch.cat(result.outputs, dim=1))
+
+
+def test_outputs_of_slices_are_merged_as_asked():
+    task = long_task(4, 6)
+
+    def case(wires):
+        pipeline = pipeline_of(wires, task, 2, 3, merge_slices=Concat(0))
+        return pipeline.evaluate(*task.inputs, return_outputs=True)
+
+    last = on_ranks(2, case)[1]
+
+    assert last.loss is None
+    assert last.outputs.shape == (12, 2, WIDTH)
+
+
+# ---- mistakes
+
+
+def test_a_length_that_does_not_divide_is_refused_everywhere_and_does_no_harm():
+    task, uneven = long_task(6, 6), long_task(6, 5)
+
+    def case(wires):
+        pipeline = pipeline_of(wires, task)
+        return error_of(step_task, pipeline, uneven), step_task(pipeline, task)
+
+    found = on_ranks(2, case)
+
+    assert all(type(error) is StepRefused and "2 slices do not divide evenly" in str(error) for error, _ in found)
+    assert difference([outcome for _, outcome in found], task.reference(3), **NEARLY) == []
+
+
+def test_a_whole_schedule_is_for_its_own_number_of_slices():
+    schedule = build("seq1f1b", ranks=1, microbatches=2, slices=2)
+
+    assert Pipeline(float_layers(), schedule, slices=2).schedule is schedule
+    with pytest.raises(ConfigError, match="slices: 3, but seq1f1b is for 2 slices"):
+        Pipeline(float_layers(), schedule, slices=3)
+    with pytest.raises(ConfigError, match="1f1b does not cut microbatches"):
+        Pipeline(float_layers(), "1f1b", slices=2)
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.MultiheadAttention(WIDTH, 2), lambda: nn.GRU(WIDTH, WIDTH)])
+def test_layers_that_look_back_and_carry_nothing_are_refused_on_every_rank_before_they_learn_wrongly(layer):
+    layers = [block(0), nn.Sequential(layer())]
+
+    def case(wires):
+        return error_of(Pipeline, layers, "seq1f1b", 2, square_loss, slices=2, transport=wires)
+
+    for error in on_ranks(2, case):
+        assert isinstance(error, ConfigError)
+        assert "looks back over the sequence and carries nothing" in str(error)
+        assert "in a penstock.models.Carry" in str(error)
+
+
+def test_ranks_that_cut_on_different_dimensions_say_so_everywhere():
+    task = long_task(6, 6)
+
+    for error in on_ranks(2, lambda wires: error_of(pipeline_of, wires, task, slice_dim=1 + wires.rank)):
+        assert "disagree on slice_dim: rank 0 has 1, rank 1 has 2" in str(error)

@@ -1,0 +1,313 @@
+"""Two copies of a model that run in opposite directions train like one model."""
+
+import copy
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from penstock.errors import PipelineError, StepRefused
+from penstock.execute.reference import reference_step
+from penstock.ir.action import Action, Kind
+from penstock.ir.schedule import Schedule
+from penstock.pipeline import Pipeline
+from penstock.placement import Placement
+from penstock.train.optim import OptimizerOptions, build_optimizer, clip_gradients
+from penstock.train.weights import save_weights
+from tests.local_pipelines import (
+    WIDTH,
+    block,
+    difference,
+    error_of,
+    float_layers,
+    float_task,
+    gradients_of,
+    named,
+    on_ranks,
+    settle,
+    square_loss,
+    step_task,
+    token_task,
+    values,
+)
+
+FLOAT64 = torch.float64
+NEARLY = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def two_routes(num_ranks, num_microbatches):
+    """All forwards, then all backwards; odd microbatches travel the second route."""
+    placement = Placement.bidirectional(num_ranks)
+    routes = np.arange(num_microbatches) % 2
+    orders = []
+    for own in placement.stages_of_rank:
+        passes = [(kind, stage) for kind in (Kind.FORWARD, Kind.BACKWARD) for stage in own]
+        travellers = [np.flatnonzero(routes == placement.route_of_stage[stage]).tolist() for _, stage in passes]
+        orders.append([Action(*pair, b) for pair, own in zip(passes, travellers, strict=True) for b in own])
+    return Schedule.from_actions(
+        "two routes", placement, orders, num_microbatches=num_microbatches, route_of_microbatch=routes
+    )
+
+
+def pipeline_of(wires, task, num_microbatches=4, **options):
+    schedule = two_routes(wires.num_ranks, num_microbatches)
+    return Pipeline(task.make_layers(), schedule, loss=task.loss, transport=wires, **task.options, **options)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 5])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_every_rank_ends_a_step_with_the_whole_gradient_of_its_stages(num_ranks, num_microbatches):
+    task = token_task(2 * num_microbatches + 1, FLOAT64)
+
+    found = on_ranks(num_ranks, lambda wires: step_task(pipeline_of(wires, task, num_microbatches), task))
+
+    assert difference(found, task.reference(num_microbatches), tolerance=1e-12) == []
+    for other, outcome in enumerate(reversed(found)):
+        assert outcome.gradients.keys() == found[other].gradients.keys()
+        assert all(torch.equal(g, found[other].gradients[name]) for name, g in outcome.gradients.items())
+
+
+def test_both_ranks_of_a_stage_list_its_parameters_under_the_unsplit_models_names():
+    task = float_task(8, FLOAT64)
+
+    def case(wires):
+        pipeline = pipeline_of(wires, task)
+        return [name for name, _ in pipeline.named_parameters()], pipeline.copied_names
+
+    first, middle, last = on_ranks(3, case)
+
+    assert sorted(first[0] + middle[0]) == sorted(name for name, _ in named(task.make_layers()))
+    assert sorted(first[0]) == sorted(last[0])
+    assert len(middle[0]) == len(set(middle[0]))
+    assert {copied for _, copied in (first, middle, last)} == {frozenset()}
+
+
+def test_gradients_of_several_steps_add_up():
+    task = float_task(8, FLOAT64)
+
+    def case(wires):
+        pipeline = pipeline_of(wires, task)
+        step_task(pipeline, task)
+        return step_task(pipeline, task)
+
+    layers = task.make_layers()
+    for _ in range(2):
+        result = reference_step(layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=4)
+    assert difference(on_ranks(3, case), (result, gradients_of(named(layers))), tolerance=1e-12) == []
+
+
+def test_threads_may_hold_the_very_same_modules():
+    task = float_task(8, FLOAT64)
+    layers = task.make_layers()
+    task.make_layers = lambda: layers
+
+    found = on_ranks(4, lambda wires: step_task(pipeline_of(wires, task), task))
+
+    task.make_layers = partial(float_layers, FLOAT64)
+    reference = task.reference(4)
+    assert difference(found, reference, tolerance=1e-12) == []
+    for name, gradient in gradients_of(named(layers)).items():
+        torch.testing.assert_close(gradient, reference[1][name], **NEARLY)
+
+
+def test_copies_start_equal_however_their_layers_are_built():
+    draws = iter(range(100))  # every call builds something else
+
+    def build():
+        layer = settle(nn.BatchNorm1d(WIDTH, dtype=FLOAT64), next(draws))
+        layer.running_mean += next(draws)
+        return layer
+
+    def case(wires):
+        pipeline = Pipeline([build] * 4, two_routes(4, 2), loss=square_loss, transport=wires)
+        return {name: value for stage in pipeline.stages for name, value in state_of(stage)}
+
+    first, second, third, last = on_ranks(4, case)
+
+    for one, other in ((first, last), (second, third)):
+        assert len(one) == 10
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def state_of(stage):
+    return [(f"{name}.{own}", v) for name, layer in stage.layers.items() for own, v in layer.state_dict().items()]
+
+
+def test_running_statistics_of_both_copies_stay_equal():
+    def make_layers():
+        return [nn.Sequential(block(seed, FLOAT64), nn.BatchNorm1d(WIDTH, dtype=FLOAT64)) for seed in range(4)]
+
+    def case(wires):
+        pipeline = Pipeline(make_layers(), two_routes(4, 4), loss=square_loss, transport=wires)
+        pipeline.step(values(1, 8, WIDTH, dtype=FLOAT64), target=values(2, 8, WIDTH, dtype=FLOAT64))
+        return {name: value for stage in pipeline.stages for name, value in state_of(stage)}
+
+    first, second, third, last = on_ranks(4, case)
+
+    for one, other in ((first, last), (second, third)):
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert first["0.1.running_mean"].abs().sum() > 0
+    assert int(first["0.1.num_batches_tracked"]) == 2  # what the first copy saw
+
+
+def test_frozen_layers_get_no_gradient_in_either_copy():
+    task = float_task(8, FLOAT64)
+    make_layers = task.make_layers
+
+    def frozen():
+        layers = make_layers()
+        layers[1].requires_grad_(False)
+        return layers
+
+    task.make_layers = frozen
+    layers = frozen()
+    result = reference_step(layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=4)
+
+    found = on_ranks(4, lambda wires: step_task(pipeline_of(wires, task), task))
+
+    assert difference(found, (result, gradients_of(named(layers))), tolerance=1e-12) == []
+    assert all(outcome.gradients["1.1.weight"] is None for outcome in found if "1.1.weight" in outcome.gradients)
+
+
+# ---- training
+
+
+OPTIMIZER = OptimizerOptions(learning_rate=0.05, total_steps=10, clip_norm=0.2)
+
+
+def tied_layers():
+    layers = token_task(1, FLOAT64).make_layers()
+    layers[-1].weight = layers[0].weight
+    return layers
+
+
+def learn(parameters, step, all_gather, skip=()):
+    """Three optimizer steps, clipped; returns the gradient norms."""
+    optimizer = build_optimizer(parameters, OPTIMIZER)
+    norms = []
+    for _ in range(3):
+        step()
+        gradients = [(name, parameter.grad) for name, parameter in parameters]
+        norms.append(clip_gradients(gradients, all_gather, OPTIMIZER.clip_norm, skip=skip))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_training_with_clipping_and_a_tied_head_is_that_of_one_process(num_ranks, tmp_path):
+    task = token_task(9, FLOAT64)
+    layers = tied_layers()
+
+    def case(wires):
+        pipeline = Pipeline(tied_layers(), two_routes(num_ranks, 4), loss=task.loss, transport=wires, **task.options)
+        parameters = list(pipeline.named_parameters())
+        step = partial(pipeline.step, *task.inputs, target=task.target)
+        norms = learn(parameters, step, wires.all_gather_object, pipeline.copied_names)
+        save_weights(tmp_path / "weights", pipeline)
+        return norms, dict(parameters)
+
+    found = on_ranks(num_ranks, case)
+
+    alone = partial(
+        reference_step, layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=4, **task.options
+    )
+    expected_norms = learn(named(layers), alone, lambda value: [value])
+    expected = dict(named(layers))
+    for norms, parameters in found:
+        assert norms == found[0][0]
+        assert norms == pytest.approx(expected_norms, abs=1e-12)
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(parameter, expected[name], **NEARLY)
+    (_, first), *_, (_, last) = found
+    assert all(torch.equal(parameter, last[name]) for name, parameter in first.items())
+    saved = load_file(tmp_path / "weights")
+    assert saved.keys() == expected.keys() - {"4.weight"}
+    assert all(torch.equal(saved[name], parameter) for name, parameter in first.items() if name in saved)
+
+
+# ---- what goes in and comes out
+
+
+def test_outputs_go_to_the_rank_of_the_first_routes_last_stage_if_that_rank_asks():
+    task = float_task(8, FLOAT64)
+    whole = torch.cat(task.reference(4)[0].outputs)
+
+    def case(wires):
+        pipeline = pipeline_of(wires, task)
+        wishes = [wires.rank == rank for rank in range(3)]
+        return [pipeline.evaluate(*task.inputs, target=task.target, return_outputs=wish).outputs for wish in wishes]
+
+    first, middle, last = on_ranks(3, case)
+
+    assert first == middle == [None] * 3
+    assert last[:2] == [None] * 2
+    torch.testing.assert_close(last[2], whole, **NEARLY)
+
+
+def test_every_rank_with_a_last_stage_needs_the_target():
+    task = float_task(8, FLOAT64)
+
+    def case(wires):
+        target = task.target if wires.rank else None
+        return error_of(pipeline_of(wires, task).step, *task.inputs, target=target)
+
+    for error in on_ranks(3, case):
+        assert type(error) is StepRefused
+        assert "rank 1 was given a target, rank 0 was not, but holds a last stage" in str(error)
+
+
+def test_the_hook_is_called_once_for_copies_on_one_rank_and_on_every_rank_else():
+    task = float_task(8, FLOAT64)
+
+    def case(wires):
+        called = []
+        step_task(pipeline_of(wires, task, reduce_stage=called.append), task)
+        return called
+
+    assert on_ranks(3, case) == [[0, 5], [4], [2, 3]]
+
+
+def test_the_split_shows_the_copies():
+    task = float_task(8, FLOAT64)
+
+    drawn = on_ranks(2, lambda wires: pipeline_of(wires, task).describe_split())
+
+    assert drawn[0] == drawn[1]
+    assert "0 and 2       3   60.0%" in drawn[0]
+
+
+def test_a_failed_step_keeps_the_gradients_of_the_step_before_and_the_next_one_runs():
+    task = float_task(8, FLOAT64)
+
+    def case(wires):
+        is_failing = []
+        failing = copy.copy(task)
+        failing.loss = lambda output, target: None if is_failing else task.loss(output, target)
+        pipeline = pipeline_of(wires, failing)
+        before = step_task(pipeline, task).gradients
+        is_failing += [True] * (wires.rank == 0)
+        error = error_of(step_task, pipeline, task)
+        kept = gradients_of(pipeline.named_parameters())
+        is_failing.clear()
+        for _, parameter in pipeline.named_parameters():
+            parameter.grad = None
+        return error, all(torch.equal(before[name], kept[name]) for name in before), step_task(pipeline, task)
+
+    found = on_ranks(2, case)
+
+    assert all(isinstance(error, PipelineError) and "3F1" in str(error) for error, _, _ in found)
+    assert [is_kept for _, is_kept, _ in found] == [True, True]
+    assert difference([outcome for *_, outcome in found], task.reference(4), tolerance=1e-12) == []
+
+
+def test_routes_of_different_length_are_refused():
+    placement = Placement.explicit([0, 1, 0], [[0, 1], [2]])
+    schedule = Schedule.from_actions("odd", placement, [[], []], num_microbatches=0)
+
+    for error in on_ranks(2, lambda wires: error_of(Pipeline, float_layers(), schedule, transport=wires)):
+        assert "the routes of the schedule have [2, 1] stages" in str(error)
