@@ -23,6 +23,8 @@ check: .venv/.stamp
 
 bench: .venv/.stamp
 	$(BIN)/python bench/startup.py
+	$(BIN)/python bench/planning.py
+	$(BIN)/python bench/simulate.py
 
 # A .venv that is already there is kept and completed, unless its interpreter no longer runs.
 .venv/.stamp: pyproject.toml constraints.txt

@@ -18,7 +18,7 @@ SHOW = ["show", "1f1b", "--ranks", "2", "--microbatches", "4"]
 PAGE_BYTES = 4096
 
 WRONG_PLANS = {
-    "an unknown schedule": (["show", "gpip", *SHOW[2:]], r"no schedule 'gpip'; known: .*Did you mean 'gpipe'\?"),
+    "an unknown schedule": (["show", "gpip", *SHOW[2:]], "no schedule 'gpip'; known: .*Did you mean 'gpipe'"),
     "no ranks": (["show", "gpipe", "--ranks", "0", "--microbatches", "4"], "ranks: 0 is below 1; give"),
     "no microbatches": (["show", "gpipe", "--ranks", "2", "--microbatches", "-1"], "microbatches: -1 is below 1; give"),
     "no stages": ([*SHOW, "--stages-per-rank", "0"], "stages_per_rank: "),

@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import penstock as ps
@@ -51,6 +52,39 @@ def test_the_five_lines_of_the_face_plan_and_predict():
     assert timeline.makespan_s == (8 + 3) * 3
     assert timeline.bubble_fraction == pytest.approx(3 / 11)
     assert timeline.peak_activations == [4, 3, 2, 1]
+
+
+SCHEDULE = ps.build("1f1b", ranks=2, microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (lambda: ps.check(None), "table: None; expected a Schedule or a Program"),
+        (lambda: ps.plan(None, ps.Costs.uniform()), "table: None; expected a Schedule or a Program"),
+        (lambda: ps.check(SCHEDULE, memory_limit="3"), "memory_limit: '3' of type str; give a whole number"),
+        (lambda: ps.lower(ps.lower(SCHEDULE)), "of type Program; expected a Schedule that is not lowered yet"),
+        (lambda: ps.lower("1f1b"), "schedule: '1f1b' of type str; expected a Schedule"),
+        (lambda: ps.simulate(SCHEDULE, ps.Costs.uniform()), "of type Schedule; expected a Program: lower it first"),
+        (lambda: ps.simulate(ps.lower(SCHEDULE), None), "costs: None; expected Costs"),
+        (lambda: ps.Schedule.from_csv(None), "text: None; expected a text"),
+        (lambda: ps.Schedule.from_json(b"{}"), "text: b'{}' of type bytes; expected a text"),
+        (lambda: ps.Program.from_csv(3), "text: 3 of type int; expected a text"),
+        (lambda: ps.Program.from_json(None), "text: None; expected a text"),
+    ],
+)
+def test_what_is_of_another_type_is_refused_with_what_was_expected(act, told):
+    with pytest.raises(ps.ConfigError) as caught:
+        act()
+
+    assert told in str(caught.value)
+
+
+def test_numbers_of_numpy_are_numbers():
+    schedule = ps.build("1f1b", ranks=np.int64(2), microbatches=np.int32(2))
+
+    assert schedule == SCHEDULE
+    assert ps.check(schedule, memory_limit=np.int64(2)) == ps.check(SCHEDULE, memory_limit=[2, 2])
 
 
 def test_the_same_lines_train_on_one_process():

@@ -1,17 +1,9 @@
-"""Families and plans in words."""
+"""Plans in words."""
 
 from penstock.check import check
-from penstock.cli.describe import describe_family, describe_plan
+from penstock.cli.describe import describe_plan
 from penstock.lower import lower
-from penstock.schedules import FAMILIES, build
-
-
-def test_a_family_is_told_with_limits_and_defaults():
-    lines = describe_family(FAMILIES["1f1b"]).splitlines()
-
-    assert lines[0].startswith("1f1b: ")
-    assert "  limits     one stage per rank" in lines
-    assert any(line.startswith("  option     warmup=standard|eager (default standard): ") for line in lines)
+from penstock.schedules import build
 
 
 def test_a_schedule_is_told_by_its_size_and_peaks():
@@ -21,6 +13,12 @@ def test_a_schedule_is_told_by_its_size_and_peaks():
         describe_plan(schedule, check(schedule))
         == "2 ranks, 2 stages, 3 microbatches, 12 actions; peak activations per rank 2, 1"
     )
+
+
+def test_one_of_a_kind_is_told_as_one():
+    schedule = build("1f1b", ranks=1, microbatches=1)
+
+    assert describe_plan(schedule, check(schedule)).startswith("1 rank, 1 stage, 1 microbatch, 2 actions;")
 
 
 def test_a_program_is_told_by_its_instructions():

@@ -1,8 +1,89 @@
-"""`penstock doctor --system`."""
+"""`penstock doctor`: a run folder, or this machine."""
 
+import json
 import time
 
+import pytest
+
 from penstock.cli.entry import main
+from penstock.train.config import config_from_table
+from penstock.train.recorded_step import recorded_step_to_json
+from penstock.train.run_folder import RunFolder
+from tests.cli.recorded_steps import recorded_step
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run folder in which a step was recorded."""
+    config = config_from_table(
+        {
+            "run": {"folder": str(tmp_path)},
+            "data": {"corpus": "stdlib"},
+            "pipeline": {"ranks": 4, "microbatches": 8},
+            "model": {"layers": 14},
+            "batch": {"size": 16},
+        }
+    )
+    RunFolder(tmp_path).begin(config)
+    RunFolder(tmp_path).write("timeline.json", recorded_step_to_json(recorded_step()))
+    return tmp_path
+
+
+def test_a_run_folder_is_told_in_tables(folder, capsys):
+    assert main(["doctor", str(folder)]) == 0
+
+    text = capsys.readouterr().out
+    for part in ("step 20: 1f1b, 4 ranks", "idle time of each rank", "the critical path", "what would help"):
+        assert part in text
+    assert "16 microbatches" in text
+
+
+def test_a_run_folder_is_told_as_json(folder, capsys):
+    assert main(["doctor", str(folder), "--format", "json"]) == 0
+
+    assert json.loads(capsys.readouterr().out)["schedule"] == "1f1b"
+
+
+def test_with_a_limit_of_memory_what_waits_for_it_is_told(folder, capsys):
+    """Rank 0 of 1F1B holds 4 activations and waits with the fifth forward for a backward to free one."""
+    main(["doctor", str(folder), "--format", "json", "--memory-limit", "4"])
+    limited = json.loads(capsys.readouterr().out)["idle_s"][0]
+    main(["doctor", str(folder), "--format", "json"])
+    free = json.loads(capsys.readouterr().out)["idle_s"][0]
+
+    assert limited["memory limit"] > 0 == free["memory limit"]
+    assert limited["idle"] == free["idle"]
+
+
+@pytest.mark.parametrize(
+    ("missing", "told"), [("timeline.json", "holds no timeline.json"), ("config.toml", "holds no config.toml")]
+)
+def test_an_incomplete_folder_is_one_message_and_status_1(folder, capsys, missing, told):
+    (folder / missing).unlink()
+
+    assert main(["doctor", str(folder)]) == 1
+    said, complained = capsys.readouterr()
+    assert said == ""
+    assert complained.startswith("penstock: ")
+    assert told in complained
+
+
+def test_a_broken_file_is_named_with_its_place(folder, capsys):
+    path = folder / "timeline.json"
+    path.write_bytes(path.read_bytes()[:1000])
+
+    assert main(["doctor", str(folder)]) == 1
+    assert "timeline.json:1:1001: this is no JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--system", "somewhere"]])
+def test_either_a_folder_or_the_system_is_looked_at(arguments):
+    assert main(["doctor", *arguments]) == 2
+
+
+def test_a_limit_below_1_is_refused(folder, capsys):
+    assert main(["doctor", str(folder), "--memory-limit", "0"]) == 1
+    assert "--memory-limit: 0 activations; give a limit of 1 or more" in capsys.readouterr().err
 
 
 def test_the_table_names_everything_that_training_needs(capsys):

@@ -13,21 +13,45 @@ from penstock.version import VERSION
 
 FLAGS = {
     "train": ["RUN.toml", "--port", "--set"],
-    "schedules": [],
+    "schedules": ["NAME", "--format"],
     "show": [
         "NAME",
+        "--costs",
         "--format",
         "--forward-only",
+        "--from",
         "--lowered",
         "--microbatches",
         "--option",
+        "--output",
         "--ranks",
         "--slices",
         "--stages",
         "--stages-per-rank",
+        "--theme",
     ],
     "check": ["FILE", "--memory-limit", "--ranks"],
-    "doctor": ["--system"],
+    "compare": [
+        "NAME",
+        "--costs",
+        "--format",
+        "--forward-only",
+        "--from",
+        "--memory-limit",
+        "--microbatches",
+        "--option",
+        "--output",
+        "--per-rank",
+        "--ranks",
+        "--slices",
+        "--stages",
+        "--stages-per-rank",
+        "--sweep",
+        "--theme",
+    ],
+    "convert": ["--compute-only", "--force", "--from", "--lowered", "--to"],
+    "profile": ["RUN.toml", "--output", "--port", "--set", "--steps"],
+    "doctor": ["RUN_DIR", "--format", "--memory-limit", "--system"],
 }
 
 
@@ -38,7 +62,7 @@ def usage_words(name):
         patch.setattr(sys, "stdout", printed := io.StringIO())
         entry.main([name, "--help"])
     words = [word.strip("[]") for word in printed.getvalue().splitlines()[0].split()[3:]]
-    return [word for word in words if word.startswith("--") or word in ("RUN.toml", "NAME", "FILE")]
+    return [word for word in words if word.startswith("--") or word in ("RUN.toml", "RUN_DIR", "NAME", "FILE")]
 
 
 @pytest.fixture
@@ -70,13 +94,15 @@ def test_the_commands_are_frozen():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [["--help"], ["show", "--help"], ["train", "--help"], ["doctor", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["show", "--help"], ["compare", "--help"], ["train", "--help"], ["doctor", "--help"]]
+)
 def test_help_loads_nothing_heavy(arguments):
     program = f"import sys; from penstock.cli import main; main({arguments}); print(*sys.modules, file=sys.stderr)"
 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
-    assert not {"torch", "numba", "pydantic", "rich"} & set(done.stderr.split())
+    assert not {"torch", "numba", "pydantic", "rich", "importlib.metadata"} & set(done.stderr.split())
 
 
 def test_the_status_of_a_command_is_passed_on(run_command):

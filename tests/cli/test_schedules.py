@@ -1,13 +1,70 @@
 """`penstock schedules`."""
 
+import pytest
+
 from penstock.cli.entry import main
+from penstock.cli.handbook import handbook
+from penstock.cli.pages import table_page
 from penstock.schedules import FAMILIES
+from tests.plug_ins import ZIGZAG, installing
+
+ALL = list(FAMILIES.values())
 
 
-def test_every_family_is_listed_with_its_options(capsys):
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    with installing(tmp_path, monkeypatch) as install:
+        yield install
+
+
+def printed_by(capsys, *arguments):
+    assert main(["schedules", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [100, 140])
+def test_without_a_name_every_family_stands_in_a_table_as_wide_as_the_terminal(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+
+    assert printed_by(capsys) == table_page(ALL, width) + "\n"
+
+
+def test_a_name_tells_all_about_a_family(capsys):
+    page = printed_by(capsys, "1f1b")
+
+    assert page.startswith(
+        "1f1b: one forward and one backward in turn\n\npenstock show 1f1b --ranks 4 --microbatches 6\n"
+    )
+    assert "\nrank 3: .   .   .   3F0 3B0 =   3F1 " in page
+    assert "\noption warmup  standard or eager (default standard): " in page
+
+
+@pytest.mark.slow
+def test_the_handbook_is_all_in_markdown(capsys):
+    assert printed_by(capsys, "--format", "markdown") == handbook(ALL)
+    assert printed_by(capsys, "1f1b", "--format", "markdown").startswith("### 1f1b\n")
+
+
+def test_an_unknown_name_is_refused_with_the_nearest(capsys):
+    assert main(["schedules", "1f2b"]) == 1
+    assert "no schedule '1f2b'; known: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_families_of_other_distributions_stand_there_too(capsys, install):
+    install("my-schedules", ["zigzag = zig:FAMILY"], zig=ZIGZAG)
+
+    assert "\nzigzag " in printed_by(capsys)
+    assert printed_by(capsys, "zigzag").startswith("zigzag: forward, backward, in turn\n")
+    assert "### zigzag\n" in printed_by(capsys, "--format", "markdown")
+
+
+def test_a_broken_plug_in_is_told_in_one_line_beside_the_table(capsys, install, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    install("my-schedules", ["zigzag = nowhere:FAMILY"])
+
     assert main(["schedules"]) == 0
-
-    printed = capsys.readouterr().out
-    for family in FAMILIES.values():
-        assert f"{family.name}: {family.summary}\n" in printed
-        assert all(f"{name}=" in printed for name in family.options)
+    said, complained = capsys.readouterr()
+    assert said == table_page(ALL, 120) + "\n"
+    assert complained.startswith("penstock: plug-in 'zigzag' of my-schedules failed: ModuleNotFoundError: ")
+    assert complained.count("\n") == 1

@@ -1,5 +1,6 @@
 """`penstock show`."""
 
+import io
 import json
 import subprocess
 import sys
@@ -8,6 +9,9 @@ import time
 import pytest
 
 from penstock.cli.entry import main
+from penstock.ir.formats import WRITABLE
+from penstock.ir.formats.deepspeed import to_deepspeed
+from penstock.ir.formats.megatron import to_megatron
 from penstock.ir.schedule import Schedule
 from penstock.schedules import build
 
@@ -47,6 +51,41 @@ def test_the_lowered_program_sends(capsys, form):
     assert "SEND_F" not in printed_by(capsys, "1f1b", *SHAPE, "--format", form)
 
 
+@pytest.mark.parametrize("lowered", [[], ["--lowered"]])
+@pytest.mark.parametrize("shape", [["1f1b"], ["1f1b", "--forward-only"], ["gpipe"], ["sequential"]])
+def test_deepspeeds_streams_always_have_communication(capsys, shape, lowered):
+    schedule = build(shape[0], ranks=2, microbatches=3, forward_only=len(shape) > 1)
+
+    arguments = [*shape, *SHAPE, *lowered, "--format"]
+
+    assert printed_by(capsys, *arguments, "deepspeed") == to_deepspeed(schedule)
+    assert printed_by(capsys, *arguments, "deepspeed-old") == to_deepspeed(schedule, old=True)
+
+
+def test_sequential_on_one_rank_is_deepspeeds_data_parallel_schedule(capsys):
+    text = printed_by(capsys, "sequential", "--ranks", "1", "--microbatches", "2", "--lowered", "--format", "deepspeed")
+
+    assert text == "DeepSpeed DataParallelSchedule\nrank 0, 1 buffer: L0 F0 B0|L0 F0 B0 RDG OPT\n"
+
+
+def test_a_table_of_megatron_has_no_communication(capsys):
+    shape = ["interleaved-1f1b", "--ranks", "2", "--microbatches", "4", "--format", "megatron"]
+
+    assert printed_by(capsys, *shape) == to_megatron(build("interleaved-1f1b", ranks=2, microbatches=4))
+    assert main(["show", *shape, "--lowered"]) == 1
+    assert "a table of Megatron-LM has no communication" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_every_format_may_be_asked_for_and_a_schedule_that_it_cannot_express_is_refused(capsys, name):
+    arguments = ["interleaved-zb", "--ranks", "2", "--microbatches", "4", "--stages-per-rank", "2", "--format", name]
+
+    status = main(["show", *arguments])
+
+    assert status == (0 if name in ("grid", "csv", "json") else 1)
+    assert ("cannot express this order" in capsys.readouterr().err) == (status == 1)
+
+
 def test_options_reach_the_family(capsys):
     shape = ["--ranks", "4", "--microbatches", "6", "--format", "csv"]
 
@@ -54,6 +93,29 @@ def test_options_reach_the_family(capsys):
 
     assert eager == build("1f1b", ranks=4, microbatches=6, warmup="eager").to_csv()
     assert eager != printed_by(capsys, "1f1b", *shape)
+
+
+def test_a_file_needs_no_shape_and_can_be_lowered(capsys, tmp_path):
+    schedule = build("1f1b", ranks=2, microbatches=3)
+    (tmp_path / "mine.json").write_text(schedule.to_json())
+
+    assert printed_by(capsys, str(tmp_path / "mine.json"), "--format", "csv") == schedule.to_csv()
+    assert "SEND_F" in printed_by(capsys, str(tmp_path / "mine.json"), "--lowered")
+
+
+def test_a_drawing_can_be_piped_in(capsys, monkeypatch):
+    drawing = printed_by(capsys, "gpipe", *SHAPE)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(drawing))
+
+    assert printed_by(capsys, "-") == drawing
+
+
+def test_a_function_of_ones_own_is_shown(capsys, tmp_path):
+    (tmp_path / "mine.py").write_text("def mine(ranks, microbatches):\n    return '0F0 0B0'\n")
+
+    text = printed_by(capsys, "--from", f"{tmp_path}/mine.py:mine", "--ranks", "1", "--microbatches", "1")
+
+    assert text == "rank 0: 0F0 0B0 =\n"
 
 
 def test_forward_only_shows_no_backward(capsys):
@@ -73,6 +135,8 @@ def test_the_number_of_stages_is_passed_on(capsys):
         (["1f1b", "--ranks", "0", "--microbatches", "3"], "ranks: 0"),
         (["1f1b", *SHAPE, "--option", "warmup"], "--option 'warmup' is not of the form key=value"),
         (["1f1b", *SHAPE, "--option", "warmpu=eager"], "Did you mean 'warmup'?"),
+        (["none.csv"], "none.csv: cannot be read (No such file or directory)"),
+        (["--from", "none.py:mine", *SHAPE], "none.py: cannot be read (No such file or directory)"),
     ],
 )
 def test_wrong_input_is_one_message_and_status_1(capsys, arguments, told):
@@ -92,3 +156,59 @@ def test_a_schedule_is_shown_in_half_a_second_without_torch():
 
     assert time.monotonic() - begin_s < 1.5, "0.5 s where nothing else runs"
     assert not {"torch", "numba", "matplotlib"} & set(done.stderr.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "begins"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("html", b"<!DOCTYPE html>"), ("trace", b'{"trace')]
+)
+def test_pictures_go_to_a_file_or_to_standard_output(tmp_path, capsysbinary, form, begins):
+    file = tmp_path / "picture.json" if form == "trace" else tmp_path / f"picture.{form}"
+    chosen = ["--format", form] if form == "trace" else []
+
+    assert main(["show", "zbv", *SHAPE, "--output", str(file), *chosen]) == 0
+    assert capsysbinary.readouterr().out == b""
+    assert main(["show", "zbv", *SHAPE, "--format", form]) == 0
+
+    assert file.read_bytes().startswith(begins)
+    assert capsysbinary.readouterr().out == file.read_bytes()
+
+
+def test_a_picture_says_what_it_was_predicted_with(capsys):
+    page = printed_by(capsys, "1f1b", *SHAPE, "--format", "html", "--costs", "F=1,B=3", "--theme", "dark")
+
+    assert "<h1>1f1b, 2 ranks, 3 microbatches, predicted with F=1,B=3</h1>" in page
+    assert "<dt>makespan</dt><dd>16.0 s</dd>" in page
+    assert 'data-theme="dark"' in page
+
+
+def test_text_goes_to_a_file_too(tmp_path, capsys):
+    assert main(["show", "1f1b", *SHAPE, "--output", str(tmp_path / "order.csv")]) == 0
+
+    assert (tmp_path / "order.csv").read_bytes().decode() == build("1f1b", ranks=2, microbatches=3).to_csv()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--output", "a.jpeg"], "--output: a.jpeg does not end in any of"),
+        (["--output", "a.svg", "--format", "png"], "a.svg is the name of svg, but --format is png"),
+        (["--costs", "F=1,B=2"], "--costs: only for svg, png, html, trace; leave it out for grid"),
+        (["--theme", "dark", "--format", "trace"], "--theme: only for svg, png, html; leave it out for trace"),
+        (["--format", "html", "--costs", "F=fast"], "costs: F is 'fast'"),
+        (["--format", "svg", "--output", "no/such/folder/a.svg"], "a.svg: cannot be written: No such file"),
+    ],
+)
+def test_wrong_wishes_for_pictures_are_one_message(capsys, arguments, told):
+    assert main(["show", "1f1b", *SHAPE, *arguments]) == 1
+
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_costs_that_lack_what_the_schedule_uses_are_one_message(capsys):
+    assert main(["show", "zb-h1", *SHAPE, "--format", "svg", "--costs", "F=1,B=2"]) == 1
+    assert "backward_input_s" in capsys.readouterr().err

@@ -1,15 +1,13 @@
 """`penstock train`: who starts the ranks, and what is refused."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 
-from penstock.cli import launch, train
+from penstock.cli import launch
 from penstock.cli.entry import main
 from penstock.cli.failure import RankFailure
-from penstock.errors import ConfigError
 
 RUN = """
 [run]
@@ -85,20 +83,6 @@ def test_a_missing_run_file_is_refused_before_anything_starts(tmp_path, launches
     assert launches == []
 
 
-@pytest.mark.parametrize(("path", "flags"), [(["/elsewhere"], ["-P"]), (["", "/elsewhere"], []), ([os.getcwd()], [])])
-def test_ranks_find_modules_where_this_process_does(monkeypatch, path, flags):
-    monkeypatch.setattr(sys, "path", path)
-
-    assert train._path_flags() == flags
-
-
-def test_a_world_of_another_size_is_refused_with_both_ways_out():
-    with pytest.raises(ConfigError, match=r"for 2 ranks, but 3 .* --nproc-per-node, or pass --set pipeline.ranks=3"):
-        train.check_world_size(3, 2)
-
-    train.check_world_size(2, 2)
-
-
 @pytest.mark.slow
 def test_as_a_rank_of_torchrun_a_wrong_world_size_is_one_message(run_file, capfd, monkeypatch):
     child = os.fork()
@@ -109,14 +93,3 @@ def test_as_a_rank_of_torchrun_a_wrong_world_size_is_one_message(run_file, capfd
 
     assert status == 1
     assert capfd.readouterr().err.startswith("penstock: pipeline.ranks: the run is for 2 ranks, but 3 processes")
-
-
-def test_a_single_rank_takes_one_thread_unless_the_user_says_otherwise():
-    code = (
-        "import torch; from penstock.cli.train import _use_one_thread_unless as use; torch.set_num_threads(2); "
-        "use({'OMP_NUM_THREADS': '2'}); print(torch.get_num_threads()); use({}); print(torch.get_num_threads())"
-    )
-
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-
-    assert found.stdout.split() == ["2", "1"]

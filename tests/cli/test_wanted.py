@@ -1,9 +1,54 @@
-"""What a command line says about the schedule it wants."""
+"""What a command line says about the schedules it wants: families, files, functions."""
+
+import io
+import sys
+from argparse import ArgumentParser
 
 import pytest
 
-from penstock.cli.wanted import parse_options
-from penstock.errors import ConfigError
+from penstock.cli.shape import add_one_schedule, add_schedules
+from penstock.cli.wanted import parse_options, wanted_schedule, wanted_schedules
+from penstock.errors import ConfigError, FormatError, ScheduleError
+from penstock.lower import lower
+from penstock.schedules import build
+
+SIZE = ["--ranks", "2", "--microbatches", "3"]
+FILE = build("1f1b", ranks=2, microbatches=3)
+MINE = """
+def mine(ranks, microbatches, order="FB"):
+    for rank in range(ranks):
+        yield [f"{rank}{kind}{index}" for index in range(microbatches) for kind in order]
+"""
+
+
+def parsed(add, arguments):
+    parser = ArgumentParser()
+    add(parser)
+    return parser.parse_args(arguments)
+
+
+def wanted(*arguments):
+    return wanted_schedule(parsed(add_one_schedule, arguments))
+
+
+def all_wanted(*arguments):
+    return wanted_schedules(parsed(add_schedules, arguments))
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A folder with a schedule in several forms, and a function."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "mine.csv").write_text(FILE.to_csv())
+    (tmp_path / "mine.json").write_text(FILE.to_json())
+    (tmp_path / "lowered.csv").write_text(lower(FILE).to_csv())
+    (tmp_path / "nameless").write_text(FILE.to_csv())
+    (tmp_path / "gpipe").write_text(FILE.to_csv())
+    (tmp_path / "drawing.txt").write_text("0F0 0F1 .   .   0B0 =   0F2 0B1 0B2\n.   1F0 1B0 =   1F1 1B1 1F2 1B2\n")
+    (tmp_path / "wrong.csv").write_text("0B0,0F0\n1F0,1B0\n")
+    (tmp_path / "bytes.csv").write_bytes(b"\xff")
+    return tmp_path
 
 
 def test_options_are_read_as_text_with_dashes_as_underscores():
@@ -14,3 +59,141 @@ def test_options_are_read_as_text_with_dashes_as_underscores():
 def test_malformed_options_are_refused(texts):
     with pytest.raises(ConfigError):
         parse_options(texts)
+
+
+def test_a_family_gets_its_shape_and_options():
+    assert wanted("1f1b", *SIZE) == FILE
+    assert wanted("1f1b", *SIZE, "--option", "warmup=eager") == build("1f1b", ranks=2, microbatches=3, warmup="eager")
+    assert wanted("forward-only", *SIZE, "--stages", "5") == build("forward-only", ranks=2, microbatches=3, stages=5)
+    assert wanted("1f1b", *SIZE, "--forward-only").is_forward_only
+
+
+def test_a_name_may_hold_options_of_its_own_and_its_shape_goes_first():
+    eager = build("1f1b", ranks=2, microbatches=3, warmup="eager")
+
+    assert wanted("1f1b:warmup=eager", *SIZE) == eager
+    assert wanted("forward-only:stages-per-rank=3", *SIZE, "--stages-per-rank", "2").num_stages == 6
+    assert wanted("breadth-depth:slices=2,depth=3", *SIZE).num_slices == 2
+
+
+def test_an_option_of_a_name_that_is_given_apart_as_well_is_given_twice():
+    with pytest.raises(ConfigError, match="1f1b:warmup is given twice, also as --option warmup; keep one"):
+        wanted("1f1b:warmup=eager", *SIZE, "--option", "warmup=eager")
+
+
+@pytest.mark.parametrize("name", ["1f1b:warmup", "1f1b:"])
+def test_a_name_with_a_colon_and_no_option_is_told_the_form(name):
+    with pytest.raises(ConfigError, match=f"no schedule '{name}'; options of 1f1b are written 1f1b:key=value"):
+        wanted(name, *SIZE)
+
+
+@pytest.mark.parametrize("name", ["mine.csv", "mine.json", "lowered.csv", "nameless", "drawing.txt", "./gpipe"])
+def test_a_file_is_taken_as_it_is_without_its_communication(name):
+    assert wanted(name) == FILE
+    assert wanted(name, *SIZE, "--stages-per-rank", "1", "--slices", "1", "--stages", "2") == FILE
+
+
+def test_a_family_goes_before_a_file_of_the_same_name():
+    assert wanted("gpipe", *SIZE) == build("gpipe", ranks=2, microbatches=3)
+
+
+def test_a_dash_is_standard_input(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(FILE.to_csv()))
+
+    assert wanted("-") == FILE
+
+
+def test_the_forwards_of_a_file_can_be_taken_alone():
+    assert wanted("mine.csv", "--forward-only") == build("1f1b", ranks=2, microbatches=3, forward_only=True)
+
+
+def test_a_function_is_called_with_its_options():
+    assert wanted("--from", "mine.py:mine", *SIZE).num_actions == 12
+    assert wanted("--from", "mine.py:mine", *SIZE, "--option", "order=F").is_forward_only
+    assert wanted("--from", "mine.py:mine:order=F", *SIZE).is_forward_only
+
+
+def test_what_a_file_and_its_function_print_goes_to_standard_error(here, capsys):
+    (here / "loud.py").write_text(f"print('loading')\n{MINE}    print('making')\n")
+
+    assert wanted("--from", "loud.py:mine", *SIZE).num_actions == 12
+    assert capsys.readouterr() == ("", "loading\nmaking\n")
+
+
+def test_a_wrong_file_is_named_as_it_was_given(here):
+    (here / "sub").mkdir()
+    (here / "wrong.csv").rename(here / "sub" / "wrong.csv")
+
+    with pytest.raises(ScheduleError, match=r"^sub/wrong\.csv: the schedule breaks"):
+        wanted("sub/wrong.csv")
+
+
+@pytest.mark.parametrize("arguments", [["wrong.csv"], ["--from", "mine.py:mine:order=BF", *SIZE]])
+def test_what_does_not_come_with_penstock_is_proved(arguments):
+    with pytest.raises(ScheduleError, match="runs before its forward"):
+        wanted(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["1f2b", *SIZE], "no schedule '1f2b'.*Did you mean '1f1b'"),
+        (["1f1b:eager", *SIZE], "no schedule '1f1b:eager'"),
+        (["1f1b:warmup=eager,x", *SIZE], "1f1b:'x' is not of the form key=value, such as 1f1b:warmup=eager"),
+        (["1f1b:warmpu=eager", *SIZE], "Did you mean 'warmup'"),
+        (["1f1b:slices=two", *SIZE], "slices: 'two' is not a number"),
+        (["1f1b:ranks=3", *SIZE], "ranks: is no option of a schedule; the command has an argument"),
+        (["1f1b", *SIZE, "--option", "name=x"], "name: is no option of a schedule"),
+        (["none.csv"], r"none\.csv: cannot be read"),
+        (["mine.csv", "--ranks", "3"], r"ranks: 3 asked for, but mine\.csv has 2; a file keeps its own shape"),
+        (["mine.csv", "--microbatches", "4"], "microbatches: 4 asked for, but"),
+        (["mine.csv", "--stages-per-rank", "2"], "stages_per_rank: 4 asked for, but"),
+        (["mine.csv", "--stages", "3"], "stages: 3 asked for, but"),
+        (["mine.csv", "--slices", "2"], "slices: 2 asked for, but"),
+        (["mine.csv:warmup=eager"], "warmup: mine.csv is a file, which takes no options; leave out warmup=eager"),
+        (["bytes.csv"], "byte 0 is not UTF-8"),
+        (["--from", "mine.py:mien", *SIZE], "no function 'mien'"),
+        (["--from", "mine.py:mine:odrer=F", *SIZE], "Did you mean 'order'"),
+    ],
+)
+def test_what_does_not_exist_or_fit_is_refused(arguments, told):
+    with pytest.raises(ConfigError, match=told):
+        wanted(*arguments)
+
+
+def test_a_text_that_is_no_schedule_is_refused_with_its_place(here):
+    (here / "letter.txt").write_text("dear reader,\n")
+
+    with pytest.raises(FormatError, match=r"letter\.txt:1:1"):
+        wanted("letter.txt")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "give either NAME or --from"),
+        (["1f1b", "--from", "mine.py:mine", *SIZE], "give either NAME or --from"),
+        (["1f1b"], "1f1b needs --ranks P and --microbatches M"),
+        (["1f1b", "--ranks", "2"], "1f1b needs --ranks P and --microbatches M"),
+        (["--from", "mine.py:mine", "--microbatches", "2"], "mine needs --ranks P and --microbatches M"),
+    ],
+)
+def test_what_is_left_out_is_wrong_usage(arguments, told, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        wanted(*arguments)
+    assert told in capsys.readouterr().err
+
+
+def test_several_are_found_before_any_is_made():
+    found = all_wanted("gpipe:x=1", "mine.csv", *SIZE, "--from", "mine.py:mine")
+
+    assert [each.text for each in found] == ["gpipe:x=1", "mine.csv", "mine.py:mine"]
+    assert [each.is_built_in for each in found] == [True, False, False]
+    with pytest.raises(ConfigError, match="no schedule '1f2b'"):
+        all_wanted("gpipe:x=1", "1f2b", *SIZE)
+
+
+def test_none_at_all_is_wrong_usage(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        all_wanted(*SIZE)
+    assert "give at least one NAME" in capsys.readouterr().err

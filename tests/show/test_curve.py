@@ -2,21 +2,21 @@
 
 import numpy as np
 
-from penstock.ir.action import Action, Kind, OverlappedPair
-from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
-from penstock.placement import Placement
-from penstock.show.curve import memory_curves
-from penstock.simulate import Costs, simulate
-from tests.show.timelines import timeline_of
+from penstock.show.curve import MemoryCurve, largest_within, memory_curves, memory_levels, without_spikes
+from penstock.simulate import Costs
+from tests.show.timelines import UNIT, paired_timeline, timeline_of
 
 
 def steps(curve):
     return list(zip(np.round(curve.time_s, 6).tolist(), curve.alive.tolist(), strict=True))
 
 
+def curve_of(*steps):
+    return MemoryCurve(np.array([time for time, _ in steps], float), np.array([alive for _, alive in steps]), False)
+
+
 def test_an_activation_is_alive_from_the_start_of_its_forward_to_the_end_of_its_backward():
-    (first, second) = memory_curves(timeline_of(2, 2, costs=Costs.uniform()))
+    (first, second) = memory_curves(timeline_of(2, 2, costs=UNIT))
 
     assert steps(first) == [(0, 1), (1, 1), (1, 2), (2, 2), (4, 2), (6, 1), (7, 1), (9, 0)]
     assert steps(second) == [(1, 1), (2, 1), (2, 1), (4, 0), (4, 1), (5, 1), (5, 1), (7, 0)]
@@ -37,11 +37,25 @@ def test_the_peak_of_a_curve_is_the_peak_of_the_timeline():
 
 
 def test_an_overlapped_pair_is_one_step():
-    pair = OverlappedPair(Action(Kind.FORWARD, 0, 1), Action(Kind.BACKWARD, 0, 0))
-    order = [Action(Kind.FORWARD, 0, 0), pair, Action(Kind.BACKWARD, 0, 1)]
-    schedule = Schedule.from_actions("pair", Placement.line(1), [order], num_microbatches=2)
-    timeline = simulate(Program.from_schedule(schedule), Costs.uniform())
-
-    (curve,) = memory_curves(timeline)
+    (curve,) = memory_curves(paired_timeline())
 
     assert steps(curve) == [(0, 1), (1, 1), (1, 2), (4, 1), (4, 1), (6, 0)]
+
+
+def test_the_two_of_a_pair_see_the_same():
+    levels = memory_levels(paired_timeline())
+
+    assert levels.held.tolist() == [1, 2, 2, 1]
+    assert levels.kept.tolist() == [1, 1, 1, 0]
+
+
+def test_what_is_freed_and_taken_at_once_shows_as_nothing():
+    (_, second) = memory_curves(timeline_of(2, 2, costs=UNIT))
+
+    assert steps(without_spikes(second)) == [(1, 1), (2, 1), (4, 1), (5, 1), (7, 0)]
+
+
+def test_a_column_shows_the_most_that_is_alive_in_it():
+    curve = curve_of((1, 3), (2, 1), (5, 2), (6, 0))
+
+    assert largest_within(curve, np.array([0.0, 1, 1.5, 3, 4, 5.5, 7, 8])).tolist() == [0, 3, 3, 1, 2, 2, 0]

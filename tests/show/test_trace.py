@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
+from penstock.errors import ConfigError
 from penstock.show.trace import to_trace
 from tests.show.timelines import timeline_of
 
@@ -88,3 +89,15 @@ def test_counters_rise_to_the_peak_and_end_at_zero(events):
     values = [e["args"]["activations"] for e in counters]
     assert max(values) == PREDICTED.peak_activations[0]
     assert values[-1] == 0
+
+
+def test_more_instructions_than_viewers_open_are_refused():
+    number = PREDICTED.program.num_instructions
+
+    with pytest.raises(ConfigError, match=f"format: {number} instructions are more than a trace viewer opens"):
+        to_trace({"predicted": PREDICTED}, max_instructions=number - 1)
+    assert to_trace({"predicted": PREDICTED}, max_instructions=number)
+
+
+def test_the_same_timelines_give_the_same_trace():
+    assert to_trace({"predicted": PREDICTED}) == to_trace({"predicted": PREDICTED})

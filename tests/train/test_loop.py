@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from penstock.errors import ConfigError, PenstockError
 from penstock.train.config import config_from_table, load_config
 from penstock.train.loop import train
+from penstock.train.recorded_step import read_recorded_step
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.slow
@@ -78,6 +79,7 @@ def test_the_folder_holds_all_that_is_promised(finished):
         "metrics.jsonl",
         "schedule.csv",
         "summary.json",
+        "timeline.json",
         "timeline.png",
         "timeline.trace.json",
         "tokens",
@@ -101,6 +103,17 @@ def test_the_lines_tell_what_is_trained_how_it_went_and_where_to_look(finished):
     assert "step 6/6" in printed
     assert f"held-out loss {result.held_out_loss:.4f} nats per token" in printed
     assert f"In {folder}:" in printed
+
+
+def test_the_recorded_step_reads_back_as_it_was_measured(finished):
+    folder, result, _ = finished
+
+    recorded = read_recorded_step(folder)
+
+    assert recorded.step == 3
+    assert recorded.timeline.end_s.tolist() == result.timeline.end_s.tolist()
+    assert recorded.layers_of_stage == (range(5),)
+    assert recorded.lead_ins == result.recorded.lead_ins
 
 
 def test_the_same_configuration_gives_the_same_weights(finished, tmp_path, text):

@@ -2,6 +2,9 @@
 
 import json
 import sys
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -25,6 +28,14 @@ def measured_timeline():
 
 def report_lines(folder, outcome=OUTCOME, measured=None):
     return list(write_report(RunFolder(folder), outcome, predict_again(measured)))
+
+
+def uncertainty_lines(measured):
+    """Which timelines are said to be uncertain."""
+    with TemporaryDirectory() as folder:
+        lines = report_lines(Path(folder), measured=measured)
+    told = [line for line in lines if "times of different hosts within 12.0 µs of each other" in line]
+    return [line.partition(":")[0] for line in told]
 
 
 def test_a_prediction_from_the_measured_costs_comes_near_the_measurement():
@@ -66,6 +77,13 @@ def test_the_lines_name_the_files_that_are_there_and_no_others(tmp_path):
         assert f"  {name} " in text
     assert f"tensorboard --logdir {tmp_path / 'tensorboard'}" in text
     assert "weights.safetensors" not in text
+
+
+def test_what_the_clocks_of_several_hosts_leave_uncertain_is_told():
+    measured = replace(measured_timeline(), clock_uncertainty_s=12e-6)
+
+    assert uncertainty_lines(measured) == ["measured"]
+    assert uncertainty_lines(measured_timeline()) == []
 
 
 def test_without_matplotlib_one_line_says_what_is_missing_and_how_to_get_it(tmp_path, monkeypatch):

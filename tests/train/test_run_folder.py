@@ -23,8 +23,8 @@ def test_the_resolved_configuration_reads_back(tmp_path):
 
 
 def test_findings_of_an_earlier_run_go_and_its_weights_stay(tmp_path):
-    names = ["schedule.csv", "summary.json", "timeline.png", "timeline.trace.json", "weights.safetensors", "notes.txt"]
-    for name in names:
+    found_out = ["schedule.csv", "summary.json", "timeline.json", "timeline.png", "timeline.trace.json"]
+    for name in [*found_out, "weights.safetensors", "notes.txt"]:
         (tmp_path / name).write_text("old")
 
     RunFolder(tmp_path).begin(config_in(tmp_path))

@@ -4,11 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, PartitionError, PenstockError
 from penstock.schedules import build
 from penstock.train.config import config_from_table
 from penstock.train.run_folder import RunFolder
-from penstock.train.setup import build_layers, build_schedule, check_ranks, optimizer_options, prepare_together
+from penstock.train.setup import (
+    build_layers,
+    build_schedule,
+    check_plan,
+    check_ranks,
+    optimizer_options,
+    prepare_together,
+)
 from tests.train.local_ranks import error_of, on_ranks
 
 BATCH = {"size": 4, "length": 8}
@@ -37,7 +44,41 @@ def test_a_schedule_may_come_from_a_file(tmp_path):
     assert schedule[1] == build("gpipe", ranks=2, microbatches=4)[1]
 
 
-@pytest.mark.parametrize("name", ["ranks", "microbatches", "stages_per_rank"])
+def test_the_named_schedule_is_built_for_as_many_slices():
+    config = with_pipeline(schedule="seq1f1b", slices=2)
+
+    assert build_schedule(config) == build("seq1f1b", ranks=2, microbatches=4, slices=2)
+    assert build_schedule(with_pipeline(schedule="seq1f1b")).num_slices == 1
+
+
+def test_a_schedule_that_cuts_no_sequences_takes_no_slices():
+    with pytest.raises(ConfigError, match=r"^pipeline\.slices: 1f1b does not cut microbatches, got 2"):
+        build_schedule(with_pipeline(schedule="1f1b", slices=2))
+
+
+def test_a_file_brings_its_own_number_of_slices(tmp_path):
+    path = str(tmp_path / "mine.csv")
+    (tmp_path / "mine.csv").write_text(build("seq1f1b", ranks=2, microbatches=4, slices=2).to_csv())
+
+    for given in (0, 2):
+        assert build_schedule(with_pipeline(schedule=path, slices=given)).num_slices == 2
+    with pytest.raises(ConfigError, match=r"^pipeline\.slices: 4, but .* is for 2 slices; make them equal"):
+        build_schedule(with_pipeline(schedule=path, slices=4))
+
+
+def test_the_length_must_fill_the_slices_evenly_unless_told_otherwise():
+    def check_slices(number, **batch):
+        check_plan(config_of(pipeline={"schedule": "seq1f1b", "slices": number}, batch=BATCH | batch))
+
+    check_slices(4)
+    check_slices(3, allow_ragged=True)
+    with pytest.raises(ConfigError, match=r"^batch\.length: 8 is not a multiple .* 3 slices; use 6 or 9, or set"):
+        check_slices(3)
+    with pytest.raises(ConfigError, match=r"^batch\.length: 8 tokens cannot fill 9 slices"):
+        check_slices(9, allow_ragged=True)
+
+
+@pytest.mark.parametrize("name", ["ranks", "microbatches", "slices", "stages_per_rank"])
 def test_an_option_that_is_a_setting_is_refused(name):
     with pytest.raises(ConfigError, match=rf"pipeline\.options\.{name}: .*set pipeline\.{name}"):
         build_schedule(with_pipeline(options={name: 2}))
@@ -53,6 +94,12 @@ def test_a_schedule_for_other_microbatches_is_refused(tmp_path):
 def test_a_schedule_without_backwards_is_refused():
     with pytest.raises(ConfigError, match="nothing would be learned"):
         build_schedule(with_pipeline(schedule="forward-only"))
+
+
+def test_a_split_is_checked_for_one_copy_of_the_model():
+    check_plan(with_pipeline(schedule="chimera", split=[3, 4]))
+    with pytest.raises(PartitionError, match="names 4 stages, but the schedule has 2"):
+        check_plan(with_pipeline(schedule="chimera", stages_per_rank=2, split=[2, 2, 2, 1]))
 
 
 def test_the_world_must_have_as_many_ranks_as_the_configuration():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock.errors import PenstockError
+from penstock.execute.clock import Clock
 from penstock.models import cross_entropy_loss
 from penstock.train.optim import OptimizerOptions, learning_rate_at
 from penstock.train.step import Trainer, loss_over
@@ -14,9 +15,9 @@ from tests.train.local_ranks import error_of, on_ranks, random_batch, small_laye
 OPTIONS = OptimizerOptions(learning_rate=1e-2, total_steps=10, warmup_steps=4, clip_norm=0.5)
 
 
-def train(transport, batches_of_steps, num_accumulated=1):
+def train(transport, batches_of_steps, num_accumulated=1, options=None):
     loss = loss_over(cross_entropy_loss, num_accumulated)
-    pipeline = small_pipeline(transport, small_layers("float64"), loss=loss)
+    pipeline = small_pipeline(transport, small_layers("float64"), loss=loss, **options or {})
     trainer = Trainer(pipeline, OPTIONS)
     outcomes = [trainer.step(number, batches) for number, batches in enumerate(batches_of_steps, start=1)]
     pipeline.close()
@@ -44,6 +45,20 @@ def test_two_batches_of_half_the_size_make_the_step_of_the_whole_batch():
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
+def test_slices_of_sequences_make_the_steps_of_whole_ones():
+    """Attention and positions reach over the slices, so cutting changes the losses by rounding alone."""
+    batches = [[random_batch(step)] for step in range(6)]
+
+    expected, weights, _ = on_ranks(2, train, batches)[0]
+    for slices in (2, 4):
+        outcomes, found, _ = on_ranks(2, train, batches, 1, {"schedule": "seq1f1b", "slices": slices})[0]
+
+        assert [step.loss for step in outcomes] == pytest.approx([step.loss for step in expected], abs=1e-12)
+        for name in weights:
+            torch.testing.assert_close(found[name], weights[name], rtol=0, atol=1e-10)
+
+
 def test_no_gradient_stays_behind_a_step():
     [(_, _, pipeline)] = on_ranks(1, train, [[random_batch(0)]])
 
@@ -65,6 +80,43 @@ def test_only_a_recorded_step_is_measured():
         assert before is None
         assert timeline.source == "measured"
         assert timeline.makespan_s > 0
+
+
+class LateBatches:
+    """Batches that take a while of a clock that only they move."""
+
+    def __init__(self, now_s, duration_s):
+        self.now_s = now_s
+        self.duration_s = duration_s
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        self.now_s[0] += self.duration_s[index]
+        return random_batch(index)
+
+
+def record_late_batches(transport):
+    now_s = [100.0]
+    clock = Clock(lambda: now_s[0], "one host")
+    pipeline = small_pipeline(transport, loss=loss_over(cross_entropy_loss, 2), clock=clock)
+    durations_s = [16.0, 4.0] if transport.rank else [16.0, 0.5]
+    outcome = Trainer(pipeline, OPTIONS).step(3, LateBatches(now_s, durations_s), record=True)
+    pipeline.close()
+    return outcome.recorded
+
+
+def test_a_recorded_step_tells_how_long_each_rank_waited_for_the_last_batch():
+    """The clocks are one for the program, and stand still while a rank computes: only loading shows."""
+    for recorded in on_ranks(2, record_late_batches):
+        assert recorded.step == 3
+        assert [lead_in.data_s for lead_in in recorded.lead_ins] == [0.5, 4.0]
+        assert recorded.lead_ins[0].asked_s == 0  # its clock stood still from there to the recorded step
+        assert [lead_in.loaded_s for lead_in in recorded.lead_ins] == [lead.asked_s for lead in recorded.lead_ins]
+        assert recorded.layers_of_stage == (range(3), range(3, 7))
+        assert len(recorded.layer_weights) == 7
+        assert recorded.message_bytes == (2 * 8 * 16 * 4, 0)
 
 
 def train_astray(transport, value, where):

@@ -1,17 +1,47 @@
-"""`penstock doctor --system`: one table of what this machine has, and what to fix."""
+"""`penstock doctor`: where the time of a recorded step went and what would take less; or what this machine has."""
 
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 
 from penstock.cli.command import Command
 from penstock.cli.output import format_table, say
 from penstock.cli.status import ExitStatus
+from penstock.errors import ConfigError
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--system", action="store_true", required=True, help="look at this machine")
+    parser.set_defaults(wrong_usage=parser.error)
+    parser.add_argument("folder", metavar="RUN_DIR", nargs="?", help="the folder of a run that recorded a step")
+    parser.add_argument("--system", action="store_true", help="instead, look at this machine")
+    parser.add_argument(
+        "--memory-limit", type=int, metavar="N", help="most activations that a rank may hold: what waits for it is told"
+    )
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
 
 
 def run(arguments: Namespace) -> int:
+    if arguments.system == (arguments.folder is not None):
+        arguments.wrong_usage("give either RUN_DIR or --system")
+    if arguments.system:
+        return _examine_system()
+    if arguments.memory_limit is not None and arguments.memory_limit < 1:
+        raise ConfigError(f"{arguments.memory_limit} activations; give a limit of 1 or more", key="--memory-limit")
+    from penstock.cli.diagnosis import diagnose
+    from penstock.cli.diagnosis_text import to_json, to_text
+    from penstock.cli.what_if import setting_of
+    from penstock.train.config import load_config
+    from penstock.train.recorded_step import read_recorded_step
+    from penstock.train.run_folder import CONFIG
+
+    folder = Path(arguments.folder)
+    recorded = read_recorded_step(folder)
+    setting = setting_of(load_config(folder / CONFIG))
+    diagnosis = diagnose(recorded, setting, memory_limit=arguments.memory_limit)
+    say(to_json(diagnosis) if arguments.format == "json" else to_text(diagnosis))
+    return ExitStatus.FINE
+
+
+def _examine_system() -> int:
     from penstock.cli.probes import examine_system
 
     rows = [(finding.subject, finding.found, finding.fix) for finding in examine_system()]
@@ -19,4 +49,7 @@ def run(arguments: Namespace) -> int:
     return ExitStatus.FINE
 
 
-COMMAND = Command("doctor", "Show what this machine has for training, and what to fix.", add_arguments, run)
+COMMAND = Command(
+    "doctor", "Say where the time of a recorded step went, and what would help; or what this machine has.",
+    add_arguments, run,
+)  # fmt: skip

@@ -5,14 +5,23 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 
-from penstock.cli import check, doctor, schedules, show, train
+from penstock.cli import check, compare, convert, doctor, profile, schedules, show, train
 from penstock.cli.output import complain, forget_stdout
 from penstock.cli.status import ExitStatus, status_of
 from penstock.errors import PenstockError
 from penstock.version import VERSION
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-COMMANDS = (train.COMMAND, schedules.COMMAND, show.COMMAND, check.COMMAND, doctor.COMMAND)
+COMMANDS = (
+    train.COMMAND,
+    schedules.COMMAND,
+    show.COMMAND,
+    check.COMMAND,
+    compare.COMMAND,
+    convert.COMMAND,
+    profile.COMMAND,
+    doctor.COMMAND,
+)
 
 
 def build_parser() -> ArgumentParser:

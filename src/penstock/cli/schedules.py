@@ -1,22 +1,43 @@
-"""`penstock schedules`: every family with its options and limits."""
+"""`penstock schedules`: every family of schedules in a table, or all about one of them."""
 
+import shutil
 from argparse import ArgumentParser, Namespace
 
 from penstock.cli.command import Command
-from penstock.cli.output import say
+from penstock.cli.output import complain, say
 from penstock.cli.status import ExitStatus
+
+WIDTH = 140
+"""Columns where the output is no terminal."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add nothing: the command has no arguments."""
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", help="a family, to read all about it (default: all, in a table)"
+    )
+    parser.add_argument(
+        "--format",
+        choices=("text", "markdown"),
+        default="text",
+        help="markdown: how to choose, all about every family, and how to write your own (default: text)",
+    )
 
 
 def run(arguments: Namespace) -> int:
-    from penstock.cli.describe import describe_family
-    from penstock.schedules import FAMILIES
+    from penstock.cli.handbook import family_text, handbook
+    from penstock.cli.pages import table_page
+    from penstock.schedules import FAMILIES, find_family, installed_families
 
-    say("\n\n".join(describe_family(family) for family in FAMILIES.values()))
+    width = shutil.get_terminal_size((WIDTH, 24)).columns
+    if arguments.name is not None:
+        say(family_text(find_family(arguments.name), width=width, as_markdown=arguments.format == "markdown"))
+        return ExitStatus.FINE
+    installed = installed_families()
+    for problem in installed.problems:
+        complain(problem)
+    families = [*FAMILIES.values(), *installed.families.values()]
+    say(handbook(families) if arguments.format == "markdown" else table_page(families, width))
     return ExitStatus.FINE
 
 
-COMMAND = Command("schedules", "List every family of schedules, its options and its limits.", add_arguments, run)
+COMMAND = Command("schedules", "List every family of schedules, or tell all about one.", add_arguments, run)

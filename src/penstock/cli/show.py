@@ -1,30 +1,80 @@
-"""`penstock show`: a schedule, or the program it is lowered to, as a grid, CSV or JSON."""
+"""`penstock show`: a schedule as text, lowered or not, in some format, or its timeline as a picture."""
 
 from argparse import ArgumentParser, Namespace
 
 from penstock.cli.command import Command
-from penstock.cli.output import say
-from penstock.cli.shape import add_shape_arguments
+from penstock.cli.pictures import (
+    CHARTS,
+    PICTURES,
+    SUFFIXES,
+    add_picture_arguments,
+    refuse_useless,
+    wanted_format,
+    write_result,
+)
+from penstock.cli.shape import add_one_schedule
 from penstock.cli.status import ExitStatus
+from penstock.ir.formats import FORMAT_OF_SUFFIX, WRITABLE
+from penstock.ir.schedule import Schedule
+
+DEFAULT_COSTS = "F=1,I=1,W=1"
+FORMAT_HELP = (
+    "default: grid, or by the suffix of PATH. svg, png: the timeline as a chart; html: as a page to zoom and point at; "
+    "trace: for Perfetto. deepspeed: the instruction streams of DeepSpeed, always with communication; deepspeed-old: "
+    "what they were before it sent gradients first; megatron: the schedule table of Megatron-LM"
+)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="a family; `penstock schedules` lists them")
-    add_shape_arguments(parser)
+    add_one_schedule(parser)
     parser.add_argument("--lowered", action="store_true", help="the program: with sends, receives and reductions")
-    parser.add_argument("--format", choices=("grid", "csv", "json"), default="grid", help="default: grid")
+    parser.add_argument("--format", choices=(*WRITABLE, *PICTURES), help=FORMAT_HELP)
+    parser.add_argument(
+        "--costs",
+        metavar="COSTS",
+        help="of a picture: seconds per action of one stage (and slice), such as F=1,I=1,W=1,transfer=0.1 "
+        f"(default: {DEFAULT_COSTS})",
+    )
+    add_picture_arguments(parser)
 
 
 def run(arguments: Namespace) -> int:
     from penstock.cli.wanted import wanted_schedule
-    from penstock.ir.grid import to_grid
+    from penstock.ir.writing import write_table
     from penstock.lower import lower
 
-    schedule = wanted_schedule(arguments.name, arguments)
-    plan = lower(schedule) if arguments.lowered else schedule
-    writers = {"grid": lambda: to_grid(plan), "csv": plan.to_csv, "json": plan.to_json}
-    say(writers[arguments.format]())
+    format = wanted_format(arguments, FORMAT_OF_SUFFIX | SUFFIXES, "grid")
+    refuse_useless(arguments, "costs", format, PICTURES)
+    refuse_useless(arguments, "theme", format, CHARTS)
+    schedule = wanted_schedule(arguments)
+    if format in PICTURES:
+        data = _picture(schedule, format, arguments)
+    else:
+        data = write_table(lower(schedule) if arguments.lowered else schedule, format).encode()
+    write_result(data, format, arguments.output)
     return ExitStatus.FINE
 
 
-COMMAND = Command("show", "Print a schedule, or the program it is lowered to.", add_arguments, run)
+def _picture(schedule: Schedule, format: str, arguments: Namespace) -> bytes:
+    """Draw the timeline that the lowered schedule has under the costs."""
+    from penstock.lower import lower
+    from penstock.show.chart import timeline_chart
+    from penstock.show.figures import describe_shape
+    from penstock.show.page import to_page
+    from penstock.show.trace import to_trace
+    from penstock.simulate import simulate
+    from penstock.simulate.costs_file import load_costs
+
+    text = arguments.costs or DEFAULT_COSTS
+    timeline = simulate(lower(schedule), load_costs(text))
+    title = f"{describe_shape(timeline.program)}, predicted with {text}"
+    if format == "trace":
+        return to_trace({"predicted": timeline})
+    if format == "html":
+        return to_page({"predicted": timeline}, title=title, theme=arguments.theme)
+    return timeline_chart(timeline, format=format, title=title, theme=arguments.theme or "light")
+
+
+COMMAND = Command(
+    "show", "Print a schedule, or the program it is lowered to, or draw its timeline.", add_arguments, run
+)

@@ -1,117 +1,23 @@
 """`penstock train`: train a run, on ranks started here or as one of the ranks that torchrun started."""
 
-import os
 import sys
-from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
-from pathlib import Path
+from argparse import Namespace
+from typing import Any
 
 from penstock.cli.command import Command
-from penstock.cli.lifetime import (
-    die_with,
-    end_when_told,
-    interrupts_handled_by,
-    launcher_of,
-    leave_at_once,
-    raise_interrupt,
-)
-from penstock.cli.output import complain, forget_stdout
-from penstock.cli.status import ExitStatus
-from penstock.errors import ConfigError
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run_file", metavar="RUN.toml", help="the configuration of the run")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, such as batch.size=32; repeat"
-    )
-    parser.add_argument(
-        "--port", type=int, default=0, help="port on 127.0.0.1 where the ranks meet (default: a free one)"
-    )
+from penstock.cli.run_file import add_run_arguments, run_on_ranks
 
 
 def run(arguments: Namespace) -> int:
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _run_as_rank(arguments, os.environ)
-    with interrupts_handled_by(leave_at_once):
-        from penstock.train.config import load_config
-
-        config = load_config(arguments.run_file, arguments.set)
-        if config.pipeline.ranks > 1:
-            return _launch(arguments, config.pipeline.ranks, Path(config.run.folder))
-        from penstock.train.loop import train
-
-        _use_one_thread_unless(os.environ)
-        try:
-            with interrupts_handled_by(raise_interrupt):
-                train(config, output=sys.stdout)
-        except BrokenPipeError:
-            forget_stdout()
-            return ExitStatus.INTERRUPTED
-    return ExitStatus.FINE
+    return run_on_ranks(arguments, ["train"], _train)
 
 
-def _use_one_thread_unless(environment: Mapping[str, str]) -> None:
-    """Give a single rank as many threads as launched ranks get, so that the number of ranks changes no bit."""
-    import torch
-
-    if "OMP_NUM_THREADS" not in environment:
-        torch.set_num_threads(1)
-
-
-def _launch(arguments: Namespace, num_ranks: int, folder: Path) -> int:
-    """Start one process per rank; each runs this command again and finds its rank in the environment."""
-    from penstock.cli.launch import launch_ranks
-    from penstock.train.run_folder import RunFolder
-
-    overrides = [f"--set={override}" for override in arguments.set]
-    command = ["-m", "penstock.cli", "train", *overrides, "--", arguments.run_file]
-    try:
-        failure = launch_ranks([sys.executable, *_path_flags(), *command], num_ranks=num_ranks, port=arguments.port)
-    finally:
-        RunFolder(folder).sweep()
-    if failure is None:
-        return ExitStatus.FINE
-    if failure.status != ExitStatus.INTERRUPTED:
-        complain(failure.shown)
-    return failure.status
-
-
-def _path_flags() -> list[str]:
-    """Keep files of the working folder from standing in for modules, unless this process finds modules there too."""
-    return [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
-
-
-def _run_as_rank(arguments: Namespace, environment: Mapping[str, str]) -> int:
-    end_when_told()
-    launcher = launcher_of(environment)
-    if launcher is not None:
-        die_with(launcher)
-    from penstock.cli.rank import run_rank
-
-    return run_rank(lambda: _train_as_rank(arguments, environment), environment=environment)
-
-
-def _train_as_rank(arguments: Namespace, environment: Mapping[str, str]) -> None:
-    from penstock.cli.launch import join_ranks, read_number
-    from penstock.train.config import load_config
-
-    config = load_config(arguments.run_file, arguments.set)
-    check_world_size(read_number(environment, "WORLD_SIZE"), config.pipeline.ranks)
+def _train(config: Any) -> None:
     from penstock.train.loop import train
 
-    join_ranks(environment)
     train(config, output=sys.stdout)
 
 
-def check_world_size(world_size: int, num_ranks: int) -> None:
-    """Refuse to join a world whose size is not the number of ranks in the configuration. Raises: ConfigError."""
-    if world_size != num_ranks:
-        raise ConfigError(
-            f"the run is for {num_ranks} ranks, but {world_size} processes were started (WORLD_SIZE). Start "
-            f"{num_ranks} with torchrun --nproc-per-node, or pass --set pipeline.ranks={world_size}",
-            key="pipeline.ranks",
-        )
-
-
-COMMAND = Command("train", "Train a run; starts its ranks on this machine, or joins torchrun's.", add_arguments, run)
+COMMAND = Command(
+    "train", "Train a run; starts its ranks on this machine, or joins torchrun's.", add_run_arguments, run
+)

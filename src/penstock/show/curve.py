@@ -19,35 +19,71 @@ class MemoryCurve:
     is_bytes: bool
 
 
-def memory_curves(timeline: Timeline, *, in_bytes: bool | None = None) -> list[MemoryCurve]:
-    """Return one curve per rank; in bytes if these are known, unless told otherwise."""
+@dataclass(frozen=True, slots=True, eq=False)
+class MemoryLevels:
+    """One entry per row of the program; meaningful for computations only."""
+
+    held: NDArray[np.int64]
+    """What its rank holds while the row runs."""
+    kept: NDArray[np.int64]
+    """What the rank holds once the row has ended, until the next one starts."""
+    is_bytes: bool
+
+
+def memory_levels(timeline: Timeline, *, in_bytes: bool | None = None) -> MemoryLevels:
+    """Return what is alive in and after each row; in bytes if these are known, unless told otherwise."""
     program = timeline.program
     known = bool(timeline.activation_bytes.any())
     counts_bytes = known if in_bytes is None else in_bytes
     if counts_bytes:
-        live = live_bytes(program, timeline.activation_bytes, timeline.weight_context_bytes)
+        held = live_bytes(program, timeline.activation_bytes, timeline.weight_context_bytes)
         taken = timeline.activation_bytes[program.stage]
     else:
-        live = live_activations(program)
+        held = live_activations(program)
         taken = np.ones(program.num_instructions, np.int64)
-    taken = np.where(program.op == Op.FORWARD, taken, 0)
-    return [_curve(timeline, rank, live, taken, counts_bytes) for rank in range(timeline.num_ranks)]
+    # What a row leaves behind is what its successor finds, before that one takes anything.
+    found = held - np.where(program.op == Op.FORWARD, taken, 0)
+    kept = np.zeros_like(held)
+    for rank in range(timeline.num_ranks):
+        rows = timeline.compute_rows(rank)
+        kept[rows[:-1]] = found[rows[1:]]
+    # Two that start and end together leave the same behind.
+    first = np.flatnonzero(program.joined)
+    kept[first] = kept[first + 1]
+    return MemoryLevels(held, kept, counts_bytes)
 
 
-def _curve(
-    timeline: Timeline, rank: int, live: NDArray[np.int64], taken: NDArray[np.int64], is_bytes: bool
-) -> MemoryCurve:
+def memory_curves(timeline: Timeline, *, in_bytes: bool | None = None) -> list[MemoryCurve]:
+    """Return one curve per rank; in bytes if these are known, unless told otherwise."""
+    levels = memory_levels(timeline, in_bytes=in_bytes)
+    return [_curve(timeline, rank, levels) for rank in range(timeline.num_ranks)]
+
+
+def _curve(timeline: Timeline, rank: int, levels: MemoryLevels) -> MemoryCurve:
     """Two steps per computation: what is alive while it runs, and what it leaves behind."""
     rows = timeline.compute_rows(rank)
     if not len(rows):
-        return MemoryCurve(np.zeros(1), np.zeros(1, np.int64), is_bytes)
-    # What a row leaves behind is what its successor finds, before that one takes anything.
-    after = np.append((live[rows] - taken[rows])[1:], 0)
+        return MemoryCurve(np.zeros(1), np.zeros(1, np.int64), levels.is_bytes)
     time_s = np.column_stack([timeline.start_s[rows], timeline.end_s[rows]])
-    alive = np.column_stack([live[rows], after])
+    alive = np.column_stack([levels.held[rows], levels.kept[rows]])
     # Of a pair that starts and ends together, the first has no end and the second no start of its own.
     joined = timeline.program.joined[rows]
-    alive[:-1, 0] = np.where(joined[:-1], np.maximum(live[rows][:-1], live[rows][1:]), alive[:-1, 0])
     keep = np.column_stack([~np.append(False, joined[:-1]), ~joined])
     # Measured ends may pass the next start by a clock tick.
-    return MemoryCurve(np.maximum.accumulate(time_s[keep]), alive[keep].astype(np.int64), is_bytes)
+    return MemoryCurve(np.maximum.accumulate(time_s[keep]), alive[keep].astype(np.int64), levels.is_bytes)
+
+
+def without_spikes(curve: MemoryCurve) -> MemoryCurve:
+    """Return the curve with one step per moment, the last: what is freed and taken at once shows as nothing."""
+    is_last = np.append(curve.time_s[1:] > curve.time_s[:-1], True)
+    return MemoryCurve(curve.time_s[is_last], curve.alive[is_last], curve.is_bytes)
+
+
+def largest_within(curve: MemoryCurve, edges_s: NDArray[np.float64]) -> NDArray[np.int64]:
+    """[num_columns] the most that is alive at any moment of each column of time."""
+    # What a column finds at its beginning, and the steps inside it.
+    level = np.append(0, curve.alive)
+    first = np.searchsorted(curve.time_s, edges_s[:-1], side="right")
+    last = np.searchsorted(curve.time_s, edges_s[1:], side="left")
+    bounds = np.column_stack([first, np.maximum(last, first) + 1]).ravel()
+    return np.asarray(np.maximum.reduceat(np.append(level, 0), bounds)[::2], np.int64)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from penstock.errors import count_of as count_of
 from penstock.ir.timeline import Timeline
 
 TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
@@ -25,15 +26,18 @@ def format_seconds(duration_s: float) -> str:
 
 def format_bytes(size_bytes: int) -> str:
     """Return a size in three digits and its natural unit: `512 B`, `1.50 MiB`."""
-    for unit_bytes, name in BYTE_UNITS:
-        if abs(size_bytes) >= 0.9995 * unit_bytes:
-            return f"{_three_digits(size_bytes / unit_bytes)} {name}"
-    return f"{size_bytes} B"
+    unit_bytes, name = byte_unit(size_bytes)
+    return f"{size_bytes} B" if unit_bytes == 1 else f"{_three_digits(size_bytes / unit_bytes)} {name}"
 
 
 def format_share(share: float) -> str:
     """Return a fraction as a percentage: `12.5 %`."""
     return f"{100 * share:.1f} %"
+
+
+def byte_unit(size_bytes: int) -> tuple[int, str]:
+    """Return the bytes and the name of the largest unit that is not above the size."""
+    return next((unit for unit in BYTE_UNITS if abs(size_bytes) >= 0.9995 * unit[0]), (1, "B"))
 
 
 def summary_table(timelines: Mapping[str, Timeline]) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from penstock.errors import ConfigError
 from penstock.ir.deps import predecessors
 from penstock.ir.instruction import INSTRUCTIONS, Op
 from penstock.ir.timeline import Timeline
@@ -25,11 +26,25 @@ COMPUTATIONS, SENDS, RECEIVES, OTHERS = range(4)
 TRACK_NAMES = ("", " sends", " receives", " reductions and step")
 
 
-def to_trace(timelines: Mapping[str, Timeline]) -> bytes:
+MAX_INSTRUCTIONS = 750_000
+"""Of about 330 bytes each: viewers refuse files of more than about 250 MB."""
+
+
+def to_trace(timelines: Mapping[str, Timeline], *, max_instructions: int = MAX_INSTRUCTIONS) -> bytes:
     """Return the named timelines as one trace, each beginning at time 0; times in the file are microseconds.
 
     Slices of one thread must not overlap, so messages that are under way at once get threads of their own.
+
+    Raises:
+        ConfigError: for more instructions than trace viewers open.
     """
+    number = sum(timeline.program.num_instructions for timeline in timelines.values())
+    if number > max_instructions:
+        raise ConfigError(
+            f"{number:,} instructions are more than a trace viewer opens ({max_instructions:,}); show fewer "
+            "microbatches, or draw SVG or PNG, which merge what cannot be seen",
+            key="format",
+        )
     events: list[Event] = []
     header: list[Event] = []
     tracks = _Tracks()

@@ -1,23 +1,26 @@
 """The training loop: every rank runs it from top to bottom, and rank 0 writes and speaks."""
 
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockWarning
 from penstock.execute.world import default_transport
 from penstock.ir.timeline import Timeline
 from penstock.models import LayerSpec, count_parameters
 from penstock.pipeline import Pipeline
+from penstock.plan import few_microbatches
 from penstock.train.config import RunConfig
 from penstock.train.data import Batch, TokenDataset
 from penstock.train.evaluation import mean_loss
 from penstock.train.metrics import MetricsWriter, StepMetrics
+from penstock.train.recorded_step import RecordedStep, recorded_step_to_json
 from penstock.train.report import Outcome, predict_again, write_report
-from penstock.train.run_folder import SCHEDULE, WEIGHTS, RunFolder
+from penstock.train.run_folder import SCHEDULE, TIMELINE, WEIGHTS, RunFolder
 from penstock.train.setup import build_layers, build_pipeline, optimizer_options, prepare_together
 from penstock.train.step import StepOutcome, Trainer, require_finite
 from penstock.train.weights import save_weights
@@ -36,8 +39,12 @@ class TrainingResult:
     """Of the last step, in nats per token."""
     held_out_loss: float | None
     """After the last step, in nats per token; None where it was not asked for."""
-    timeline: Timeline | None
-    """Measured at the recorded step."""
+    recorded: RecordedStep | None
+    """What was measured at the step to record; None where none was."""
+
+    @property
+    def timeline(self) -> Timeline | None:
+        return None if self.recorded is None else self.recorded.timeline
 
 
 def train(config: RunConfig, *, output: TextIO) -> TrainingResult:
@@ -56,16 +63,35 @@ def train(config: RunConfig, *, output: TextIO) -> TrainingResult:
         # The folder and the tokens are there, for all ranks, or all of them end here.
         dataset = prepare_together(config, folder, wires)
         layers = build_layers(config, dataset.vocabulary)
-        pipeline = build_pipeline(config, layers)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PenstockWarning)  # told below, in this program's own words
+            pipeline = build_pipeline(config, layers)
     with closing(pipeline):
         if pipeline.rank == 0:
             folder.write(SCHEDULE, pipeline.schedule.to_csv().encode())
             output.write(_opening(config, layers, dataset) + pipeline.describe_split())
+            advice = few_microbatches(pipeline.program)
+            output.write(f"note: {advice}\n" if advice else "")
         result = _run_steps(config, pipeline, dataset, folder, output)
         save_weights(folder.path / WEIGHTS, pipeline)
         if pipeline.rank == 0:
             _report(config, result, folder, output, duration_s=time.monotonic() - begin_s)
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Batches:
+    """The batches of one optimizer step, read when they are asked for."""
+
+    dataset: TokenDataset
+    first: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.dataset.batch(self.first + index)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,18 +102,20 @@ class _Run:
     dataset: TokenDataset
     held_out: Sequence[Batch]
     trainer: Trainer
-    timeline: Timeline | None = None
+    recorded: RecordedStep | None = None
 
     def step(self, step: int) -> StepMetrics:
         """Run one optimizer step, counted from 1, and evaluate where it is due."""
         begin_s = time.monotonic()
         # The first step agrees on shapes and is not like the others; the second gives the first figure to show.
         is_recorded = step in (2, self.config.recorded_step) or step % RECORD_EVERY == 0
-        outcome = self.trainer.step(step, self._batches(step), record=is_recorded)
+        accumulate = self.config.batch.accumulate
+        outcome = self.trainer.step(
+            step, _Batches(self.dataset, (step - 1) * accumulate, accumulate), record=is_recorded
+        )
         duration_s = time.monotonic() - begin_s
-        timeline = self.trainer.pipeline.timeline if is_recorded else None
         if step == self.config.recorded_step:
-            self.timeline = timeline
+            self.recorded = outcome.recorded
         return StepMetrics(
             step=step,
             loss=outcome.loss,
@@ -95,13 +123,9 @@ class _Run:
             duration_s=duration_s,
             learning_rate=outcome.learning_rate,
             gradient_norm=outcome.gradient_norm,
-            bubble_fraction=None if timeline is None else timeline.bubble_fraction,
+            bubble_fraction=None if outcome.recorded is None else outcome.recorded.timeline.bubble_fraction,
             held_out_loss=self._held_out_loss(step, outcome),
         )
-
-    def _batches(self, step: int) -> list[Batch]:
-        first = (step - 1) * self.config.batch.accumulate
-        return [self.dataset.batch(first + index) for index in range(self.config.batch.accumulate)]
 
     def _held_out_loss(self, step: int, outcome: StepOutcome) -> float | None:
         every = self.config.run.evaluate_every
@@ -126,7 +150,10 @@ def _run_steps(
             metrics = run.step(step)
             if writer is not None:
                 writer.write(metrics)
-    return TrainingResult(metrics.loss, metrics.held_out_loss, run.timeline)
+            if writer is not None and run.recorded is not None and run.recorded.step == step:
+                # At once: whoever asks where the time goes should not have to wait for the run's end.
+                folder.write(TIMELINE, recorded_step_to_json(run.recorded))
+    return TrainingResult(metrics.loss, metrics.held_out_loss, run.recorded)
 
 
 def _open_metrics(stack: ExitStack, config: RunConfig, folder: RunFolder, output: TextIO) -> MetricsWriter:

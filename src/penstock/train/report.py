@@ -15,7 +15,7 @@ from penstock.simulate.fit import costs_from_timeline
 from penstock.train.files import naming_storage
 from penstock.train.metrics import JSONL_NAME, TENSORBOARD_NAME
 from penstock.train.progress import duration_text
-from penstock.train.run_folder import CONFIG, PICTURE, SCHEDULE, SUMMARY, TRACE, WEIGHTS, RunFolder
+from penstock.train.run_folder import CONFIG, PICTURE, SCHEDULE, SUMMARY, TIMELINE, TRACE, WEIGHTS, RunFolder
 
 Timelines = Mapping[str, Timeline]
 """By name: "predicted" and "measured"; empty where no step was recorded."""
@@ -26,6 +26,7 @@ MEANING = {
     SCHEDULE: "the schedule that ran, one row per rank",
     SUMMARY: "the last losses, and the timelines in figures",
     JSONL_NAME: "one line of numbers per step",
+    TIMELINE: "the recorded step as it was measured: penstock doctor says where its time went",
     PICTURE: "the recorded step, rank by rank: predicted above measured",
     TRACE: "the same with every message: open it at https://ui.perfetto.dev",
 }
@@ -87,7 +88,13 @@ def _findings(outcome: Outcome, timelines: Timelines) -> Iterator[str]:
         yield (
             f"{name + ':':<10} makespan {format_seconds(timeline.makespan_s)}, "
             f"bubble {format_share(timeline.bubble_fraction)} (step {outcome.recorded_step})"
+            f"{_uncertainty_text(timeline)}"
         )
+
+
+def _uncertainty_text(timeline: Timeline) -> str:
+    uncertainty_s = timeline.clock_uncertainty_s
+    return f"; times of different hosts within {format_seconds(uncertainty_s)} of each other" if uncertainty_s else ""
 
 
 def _listing(folder: RunFolder) -> Iterator[str]:

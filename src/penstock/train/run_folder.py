@@ -15,6 +15,7 @@ CONFIG = "config.toml"
 TOKENS = "tokens"
 SCHEDULE = "schedule.csv"
 WEIGHTS = "weights.safetensors"
+TIMELINE = "timeline.json"
 TRACE = "timeline.trace.json"
 PICTURE = "timeline.png"
 SUMMARY = "summary.json"
@@ -57,7 +58,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         self.write(CONFIG, config_to_toml(config).encode())
         with naming_storage(self.path):
-            for name in (SCHEDULE, TRACE, PICTURE, SUMMARY):
+            for name in (SCHEDULE, TIMELINE, TRACE, PICTURE, SUMMARY):
                 (self.path / name).unlink(missing_ok=True)
 
     def sweep(self) -> None:

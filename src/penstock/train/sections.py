@@ -45,7 +45,12 @@ class PipelineSection(Section):
     schedule: str = Field(default="1f1b", min_length=1, description="name of a schedule, or a schedule file")
     options: dict[str, Scalar] = Field(default_factory=dict, description="options of the named schedule")
     microbatches: Positive = Field(default=4, description="microbatches per batch")
-    stages_per_rank: Positive = Field(default=1, description="stages that each rank holds")
+    slices: NotNegative = Field(
+        default=0, description="slices along the sequence per microbatch; 0: none, or as many as a schedule file has"
+    )
+    stages_per_rank: NotNegative = Field(
+        default=0, description="stages that each rank holds; 0: as many as the schedule has by itself"
+    )
     split: Sizes | None = Field(default=None, description="layers per stage; absent: split by weight")
 
 
@@ -88,7 +93,9 @@ class BatchSection(Section):
     accumulate: Positive = Field(
         default=1, description="batches whose gradients are added up before one optimizer step"
     )
-    allow_ragged: bool = Field(default=False, description="whether microbatches of unequal size are allowed")
+    allow_ragged: bool = Field(
+        default=False, description="whether microbatches may differ in size, and slices in length"
+    )
 
 
 class OptimizerSection(Section):

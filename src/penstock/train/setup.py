@@ -5,9 +5,10 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.schedule import Schedule
 from penstock.models import DecoderConfig, LayerSpec, cross_entropy_loss, decoder_layers
-from penstock.partition.split import split_layers
+from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
 from penstock.plan import resolve_schedule
+from penstock.schedules import is_file_name
 from penstock.train.config import RunConfig
 from penstock.train.data import TokenDataset, open_dataset
 from penstock.train.optim import OptimizerOptions
@@ -15,11 +16,15 @@ from penstock.train.run_folder import RunFolder
 from penstock.train.sections import PipelineSection
 from penstock.train.step import loss_over
 
-SET_ELSEWHERE = ("ranks", "microbatches", "stages_per_rank")
+SET_ELSEWHERE = ("ranks", "microbatches", "slices", "stages_per_rank")
 
 
-def prepare_together(config: RunConfig, folder: RunFolder, wires: Transport) -> TokenDataset:
+def prepare_together(
+    config: RunConfig, folder: RunFolder, wires: Transport, *, begins_run: bool = True
+) -> TokenDataset:
     """Make the run folder and open the data: rank 0 first, the others then find the tokens made.
+
+    Unless a run begins, all but the tokens stays as it is.
 
     Raises:
         ConfigError, PenstockError: on every rank, if any rank cannot; or if the ranks do not see the same text.
@@ -30,7 +35,7 @@ def prepare_together(config: RunConfig, folder: RunFolder, wires: Transport) -> 
         problem: PenstockError | None = None
         if turn:
             try:
-                dataset = _prepare(config, folder, is_first=wires.rank == 0)
+                dataset = _prepare(config, folder, is_first=wires.rank == 0, begins_run=begins_run)
             except PenstockError as error:
                 problem = error
         _fail_together(wires, problem)
@@ -41,7 +46,7 @@ def prepare_together(config: RunConfig, folder: RunFolder, wires: Transport) -> 
     return dataset
 
 
-def _prepare(config: RunConfig, folder: RunFolder, *, is_first: bool) -> TokenDataset:
+def _prepare(config: RunConfig, folder: RunFolder, *, is_first: bool, begins_run: bool) -> TokenDataset:
     if not is_first:
         return open_dataset(config, folder.tokens)
     check_plan(config)
@@ -49,7 +54,8 @@ def _prepare(config: RunConfig, folder: RunFolder, *, is_first: bool) -> TokenDa
         dataset = open_dataset(config, folder.tokens)
         if config.run.evaluate_batches:
             dataset.held_out_batches(1)
-        folder.begin(config)
+        if begins_run:
+            folder.begin(config)
     return dataset
 
 
@@ -71,15 +77,32 @@ def check_ranks(config: RunConfig, num_ranks: int) -> None:
 
 
 def check_plan(config: RunConfig) -> None:
-    """Refuse a schedule or a split that cannot run, before anything is read or written.
+    """Refuse a schedule, a split or a length that cannot run, before anything is read or written.
 
     Raises:
         ConfigError, FormatError, ScheduleError, PartitionError: as when the pipeline is built.
     """
     schedule = build_schedule(config)
     check(schedule)
+    _require_tokens(config, schedule.num_slices)
     num_layers = len(build_layers(config, vocabulary=config.model.vocabulary or 1))
-    split_layers(num_layers, schedule.num_stages, split=config.pipeline.split)
+    split_over(schedule.placement, num_layers, split=config.pipeline.split)
+
+
+def _require_tokens(config: RunConfig, num_slices: int) -> None:
+    """Refuse sequences that so many slices do not divide. Raises: ConfigError."""
+    length = config.batch.length
+    if length < num_slices:
+        raise ConfigError(
+            f"{length} tokens cannot fill {num_slices} slices; use at least one token per slice", key="batch.length"
+        )
+    if length % num_slices and not config.batch.allow_ragged:
+        shorter = length - length % num_slices
+        raise ConfigError(
+            f"{length} is not a multiple of the schedule's {num_slices} slices; use {shorter} or "
+            f"{shorter + num_slices}, or set batch.allow_ragged = true",
+            key="batch.length",
+        )
 
 
 def build_layers(config: RunConfig, vocabulary: int) -> list[LayerSpec]:
@@ -111,16 +134,22 @@ def build_schedule(config: RunConfig) -> Schedule:
     for name in SET_ELSEWHERE:
         if name in pipeline.options:
             raise ConfigError(f"is no option of a schedule; set pipeline.{name}", key=f"pipeline.options.{name}")
+    slices = {"slices": pipeline.slices} if pipeline.slices and not is_file_name(pipeline.schedule) else {}
     try:
         schedule = resolve_schedule(
             pipeline.schedule,
             ranks=pipeline.ranks,
             microbatches=pipeline.microbatches,
-            stages_per_rank=pipeline.stages_per_rank,
-            options=pipeline.options,
+            stages_per_rank=pipeline.stages_per_rank or None,
+            options=pipeline.options | slices,
         )
     except ConfigError as error:
         raise _under_its_full_key(error, pipeline) from error
+    if pipeline.slices not in (0, schedule.num_slices):
+        raise ConfigError(
+            f"{pipeline.slices}, but {schedule.name} is for {schedule.num_slices} slices; make them equal",
+            key="pipeline.slices",
+        )
     if schedule.is_forward_only:
         raise ConfigError(f"{schedule.name} has no backwards, so nothing would be learned", key="pipeline.schedule")
     return schedule

@@ -1,0 +1,79 @@
+"""`penstock compare`: how long schedules take, how much they idle and hold, side by side under the same costs."""
+
+from argparse import ArgumentParser, Namespace
+
+from penstock.cli.command import Command
+from penstock.cli.pictures import CHARTS, add_picture_arguments, refuse_useless, wanted_format, write_result
+from penstock.cli.shape import add_schedules
+from penstock.cli.status import ExitStatus
+from penstock.errors import ConfigError
+
+FORMAT_OF_SUFFIX = {".txt": "table", ".json": "json", ".svg": "svg", ".png": "png", ".html": "html", ".htm": "html"}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_schedules(parser)
+    parser.add_argument(
+        "--costs",
+        default="F=1,I=1,W=1",
+        metavar="COSTS",
+        help="seconds per action of one stage (and slice): F=1,I=1,W=1 (the default), B=2 if that is not I + W, "
+        "transfer=0.1 between ranks, overlap=0.8 times the sum for two actions that overlap; or a TOML or JSON file",
+    )
+    parser.add_argument(
+        "--per-rank",
+        action="store_true",
+        help="COSTS are those of all that a rank does for one microbatch; a stage or slice takes its share of them",
+    )
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=VALUES",
+        help="compare at several sizes: microbatches=8..64 doubles, 8..64:8 counts in steps, 8,16,24 are these; so do "
+        "ranks, stages_per_rank, slices and memory_limit; may be repeated",
+    )
+    parser.add_argument("--memory-limit", type=int, metavar="N", help="most activations that a rank may hold at once")
+    parser.add_argument(
+        "--format",
+        choices=("table", "json", *CHARTS),
+        help="default: table, or by the suffix of PATH; svg, png, html: step time against memory as a picture",
+    )
+    add_picture_arguments(parser)
+
+
+def run(arguments: Namespace) -> int:
+    from penstock.cli.comparison import Comparison, compare
+    from penstock.cli.comparison_result import result_of
+    from penstock.cli.output import complain
+    from penstock.cli.sweep import LIMITS, read_sweep, swept_schedules
+    from penstock.simulate.costs_file import load_costs
+
+    limit = arguments.memory_limit
+    if limit is not None and limit < 1:
+        raise ConfigError(f"{limit} activations; give a limit of 1 or more", key="--memory-limit")
+    format = wanted_format(arguments, FORMAT_OF_SUFFIX, "table")
+    refuse_useless(arguments, "theme", format, CHARTS)
+    costs = load_costs(arguments.costs)
+    sweep = read_sweep(arguments.sweep)
+    found = [compare(wanted, costs, per_rank=arguments.per_rank) for wanted in swept_schedules(arguments, sweep)]
+    is_useless = not any(isinstance(row, Comparison) for row in found)
+    if format not in CHARTS or not is_useless:
+        result = result_of(found, format, arguments, swept_limits=sweep.get(LIMITS, ()))
+        write_result(result, format, arguments.output)
+    refused = [row for row in found if not isinstance(row, Comparison)]
+    if is_useless:
+        reasons = [f"\n  {row.name}: {row.reason}" for row in refused]
+        complain("none of these schedules can be compared" + "".join(reasons))
+        return ExitStatus.WRONG_INPUT
+    for row in refused if format in CHARTS else ():
+        complain(f"{row.name} is not in the picture: {row.reason}")
+    return ExitStatus.FINE
+
+
+COMMAND = Command(
+    "compare",
+    "Compare schedules: makespan, bubble, memory and messages under given costs.",
+    add_arguments,
+    run,
+)

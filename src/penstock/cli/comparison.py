@@ -1,0 +1,242 @@
+"""What `penstock compare` finds out about each schedule, and how it is written down."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+
+import numpy as np
+
+from penstock.cli.wanted import Wanted
+from penstock.errors import PenstockError
+from penstock.ir.instruction import Op
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.plan import plan
+from penstock.show.pareto import Candidate, is_on_front
+from penstock.simulate import Costs
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What is predicted of one schedule; fractions of time are between 0 and 1."""
+
+    name: str
+    makespan_s: float
+    span_s: float
+    bubble_fraction: float
+    bubble_rate: float
+    peak_activations: list[int]
+    num_messages: int
+    num_microbatches: int
+    num_parts: Fraction
+    """Stages and slices that a rank runs for one microbatch, in the mean."""
+
+    def fits(self, limit: int) -> bool:
+        """Whether no rank holds more than so many activations."""
+        return max(self.peak_activations) <= limit
+
+    @property
+    def peak_microbatches(self) -> Fraction:
+        """The most that a rank holds, in all that one microbatch leaves on it."""
+        return max(self.peak_activations) / self.num_parts
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A schedule that cannot have the shape that was asked for."""
+
+    name: str
+    reason: str
+
+
+Row = Comparison | Refusal
+GAP = "  "
+ATTRIBUTE_OF_KEY = {
+    "makespan_s": "makespan_s",
+    "span_s": "span_s",
+    "bubble_fraction": "bubble_fraction",
+    "bubble_rate": "bubble_rate",
+    "peak_activations": "peak_activations",
+    "num_microbatches": "num_microbatches",
+    "messages": "num_messages",
+}
+"""What is written of a comparison, by its key in JSON."""
+
+
+def compare(wanted: Wanted, costs: Costs, *, per_rank: bool = False) -> Row:
+    """Make a schedule, prove it and simulate it; `per_rank` costs are divided over a rank's stages and slices."""
+    try:
+        schedule = wanted.make()
+        num_parts = parts_per_rank(schedule)
+        planned = plan(schedule, scaled(costs, float(1 / num_parts)) if per_rank else costs)
+    except PenstockError as error:
+        return Refusal(wanted.text, str(error))
+    timeline = planned.timeline
+    return Comparison(
+        name=wanted.text,
+        makespan_s=timeline.makespan_s,
+        span_s=timeline.span_s,
+        bubble_fraction=timeline.bubble_fraction,
+        bubble_rate=timeline.bubble_rate,
+        peak_activations=timeline.peak_activations,
+        num_messages=count_messages(planned.program),
+        num_microbatches=schedule.num_microbatches,
+        num_parts=num_parts,
+    )
+
+
+def parts_per_rank(schedule: Schedule) -> Fraction:
+    """Return how many stages and slices a rank runs for one microbatch: 1 where each rank has one stage."""
+    stages_on_route = max(len(route) for route in schedule.placement.routes)
+    return Fraction(stages_on_route * schedule.num_slices, schedule.num_ranks)
+
+
+def scaled(costs: Costs, factor: float) -> Costs:
+    """Return costs whose actions take `factor` times as long; transfers keep theirs."""
+
+    def times(seconds: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(factor * entry for entry in seconds)
+
+    return replace(
+        costs,
+        forward_s=times(costs.forward_s),
+        backward_s=times(costs.backward_s),
+        backward_input_s=times(costs.backward_input_s),
+        backward_weight_s=times(costs.backward_weight_s),
+    )
+
+
+def count_messages(program: Program) -> int:
+    """Return how many results cross from rank to rank."""
+    return int(np.isin(program.op, (Op.SEND_FORWARD, Op.SEND_BACKWARD)).sum())
+
+
+def equal_work_s(rows: Sequence[Row]) -> dict[str, float]:
+    """Return, by name, what as many microbatches take as the largest step of the rows has, in steps of their own."""
+    compared = [row for row in rows if isinstance(row, Comparison)]
+    most = max((row.num_microbatches for row in compared), default=0)
+    return {row.name: row.makespan_s * most / row.num_microbatches for row in compared}
+
+
+def candidates_of(rows: Sequence[Row], limit: int | None) -> list[Candidate]:
+    """Return a point of step time (for equal work) and memory for each row that was not refused."""
+    seconds = equal_work_s(rows)
+    return [
+        Candidate(row.name, seconds[row.name], float(row.peak_microbatches), limit is None or row.fits(limit))
+        for row in rows
+        if isinstance(row, Comparison)
+    ]
+
+
+def names_on_front(rows: Sequence[Row], limit: int | None) -> set[str]:
+    """Return the rows that fit and that no other beats in both step time and memory."""
+    candidates = candidates_of(rows, limit)
+    return {one.label for one, is_best in zip(candidates, is_on_front(candidates), strict=True) if is_best}
+
+
+def fastest_within(rows: Sequence[Row], limit: int) -> str:
+    """Say which row is the fastest, for equal work, of those that hold no more than so many activations."""
+    seconds = equal_work_s(rows)
+    fitting = [row.name for row in rows if isinstance(row, Comparison) and row.fits(limit)]
+    found = min(fitting, key=lambda name: seconds[name], default="none fits")
+    return f"fastest within {limit} activations: {found}"
+
+
+def to_json(rows: Sequence[Row], limit: int | None, *, swept_limits: Sequence[int] = ()) -> str:
+    """Write a list of objects, in the order of the names; one that was refused has an `error`, and no figures."""
+    front = names_on_front(rows, limit)
+    return json.dumps([_as_object(row, limit, front, swept_limits) for row in rows], indent=2)
+
+
+def _as_object(row: Row, limit: int | None, front: set[str], swept_limits: Sequence[int]) -> dict[str, object]:
+    found: dict[str, object] = {"name": row.name}
+    found |= {key: getattr(row, attribute, None) for key, attribute in ATTRIBUTE_OF_KEY.items()}
+    if isinstance(row, Refusal):
+        fits = {} if limit is None and not swept_limits else {"fits": None}
+        return found | {"is_on_front": None} | fits | {"error": row.reason}
+    found["is_on_front"] = row.name in front
+    if swept_limits:
+        return found | {"fits": {str(each): row.fits(each) for each in swept_limits}}
+    return found if limit is None else found | {"fits": row.fits(limit)}
+
+
+def to_table(
+    rows: Sequence[Row], limit: int | None, *, per_rank: bool = False, swept_limits: Sequence[int] = ()
+) -> str:
+    """Align the figures under their headings; below them stands what they do not have in common.
+
+    A star marks the front: no other row is better in both step time and memory.
+    """
+    front, seconds = names_on_front(rows, limit), equal_work_s(rows)
+    counts = {row.num_microbatches for row in rows if isinstance(row, Comparison)}
+    columns: dict[str, Callable[[Comparison], str]] = {
+        "makespan s": lambda row: f"{row.makespan_s:.6g}",
+        "span s": lambda row: f"{row.span_s:.6g}",
+        "bubble fraction": lambda row: f"{max(row.bubble_fraction, 0.0):.4f}",  # rounding may leave -1e-16
+        "bubble rate": lambda row: f"{max(row.bubble_rate, 0.0):.4f}",
+        "peak activations": lambda row: str(max(row.peak_activations)),
+        "in microbatches": lambda row: f"{float(row.peak_microbatches):.4g}",
+        "messages": lambda row: str(row.num_messages),
+    }
+    if len(counts) > 1:
+        columns[f"s for {max(counts)}"] = lambda row: f"{seconds[row.name]:.6g}"
+    for each in swept_limits if limit is None else (limit,):
+        columns[f"fits {each}"] = partial(_fits, limit=each)
+    columns["front"] = lambda row: "*" if row.name in front else ""
+    figures = {row.name: [write(row) for write in columns.values()] for row in rows if isinstance(row, Comparison)}
+    widths = [max(map(len, column)) for column in zip(columns, *figures.values(), strict=True)]
+    margin = max(len(name) for name in ("name", *(row.name for row in rows)))
+    lines = [_right("name", margin, list(columns), widths), GAP.join("-" * width for width in (margin, *widths))]
+    for row in rows:
+        if isinstance(row, Refusal):
+            lines.append(f"{row.name.ljust(margin)}{GAP}refused: {_shortly(row.reason)}")
+        else:
+            lines.append(_right(row.name, margin, figures[row.name], widths))
+    within = [fastest_within(rows, each) for each in swept_limits]
+    return "\n".join(lines + ([""] if within else []) + within + notes(rows, per_rank=per_rank))
+
+
+def _fits(row: Comparison, *, limit: int) -> str:
+    return "yes" if row.fits(limit) else "no"
+
+
+def _right(name: str, margin: int, cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+    return GAP.join([name.ljust(margin), *padded]).rstrip()
+
+
+def _shortly(reason: str) -> str:
+    """The title of an error and the first of its findings."""
+    return " ".join(line.strip() for line in reason.splitlines()[:2])
+
+
+def notes(rows: Sequence[Row], *, per_rank: bool) -> list[str]:
+    """Say in what the rows differ that should be equal: the work of an action, and the number of microbatches."""
+    compared = [row for row in rows if isinstance(row, Comparison)]
+    parts = _by_number((row.num_parts, row.name) for row in compared)
+    counts = _by_number((Fraction(row.num_microbatches), row.name) for row in compared)
+    found = []
+    if len(parts) > 1:
+        way_out = (
+            "Each takes its share of the costs."
+            if per_rank
+            else "Costs are per action, so the rows do unequal work; --per-rank divides the costs by these numbers."
+        )
+        found += ["", "note: actions of each kind that a rank runs for one microbatch:"]
+        found += [f"  {number} in {names}" for number, names in parts.items()]
+        found.append(f"  {way_out}")
+    is_named = all(f"{row.num_microbatches} microbatch" in row.name for row in compared)
+    if len(counts) > 1 and not is_named:
+        found += ["", "note: the rows run different numbers of microbatches:"]
+        found += [f"  {number} in {names}" for number, names in counts.items()]
+    return found
+
+
+def _by_number(pairs: Iterable[tuple[Fraction, str]]) -> dict[Fraction, str]:
+    """The names that share a number, by number."""
+    names: dict[Fraction, list[str]] = {}
+    for number, name in sorted(pairs, key=lambda pair: pair[0]):
+        names.setdefault(number, []).append(name)
+    return {number: ", ".join(shared) for number, shared in names.items()}

@@ -1,0 +1,54 @@
+"""What `penstock compare` writes: a table, JSON, or the picture of step time against memory."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.cli.comparison import Comparison, Row, candidates_of, to_json, to_table
+from penstock.cli.pictures import CHARTS
+from penstock.show.pareto import Caption
+from penstock.show.pareto_chart import pareto_chart
+from penstock.show.pareto_page import pareto_page
+from penstock.show.text import count_of
+
+MEMORY_NAME = "peak activations of a rank, in those of one microbatch"
+
+
+def result_of(rows: Sequence[Row], format: str, arguments: Namespace, *, swept_limits: Sequence[int] = ()) -> bytes:
+    """Return the comparison in a format; names of a sweep say their sizes themselves.
+
+    Raises:
+        ConfigError: for a picture of nothing, and one that needs matplotlib where that is not installed.
+    """
+    limit = arguments.memory_limit
+    if format in CHARTS:
+        compared = [row for row in rows if isinstance(row, Comparison)]
+        return _picture(compared, format, arguments)
+    if format == "json":
+        text = to_json(rows, limit, swept_limits=swept_limits)
+    else:
+        text = to_table(rows, limit, per_rank=arguments.per_rank, swept_limits=swept_limits)
+    return f"{text}\n".encode()
+
+
+def _picture(rows: Sequence[Comparison], format: str, arguments: Namespace) -> bytes:
+    """One point per schedule; what does not fit into the limit is beaten by anything that does."""
+    counts = {row.num_microbatches for row in rows}
+    candidates = candidates_of(rows, arguments.memory_limit)
+    if len(counts) > 1 and not arguments.sweep:
+        sizes = [f", {row.num_microbatches} microbatches" for row in rows]
+        candidates = [replace(one, label=one.label + size) for one, size in zip(candidates, sizes, strict=True)]
+    is_unfair = not arguments.per_rank and len({row.num_parts for row in rows}) > 1
+    warnings = ["ranks do unequal work, see --per-rank"] if is_unfair else []
+    warnings += [f"times are for {max(counts)} microbatches"] if len(counts) > 1 else []
+    caption = Caption(_title(arguments), MEMORY_NAME, warning="; ".join(warnings))
+    if format == "html":
+        return pareto_page(candidates, caption, theme=arguments.theme)
+    return pareto_chart(candidates, caption, format=format, theme=arguments.theme or "light")
+
+
+def _title(arguments: Namespace) -> str:
+    sizes = {"rank": arguments.ranks, "microbatch": arguments.microbatches}
+    parts = [count_of(number, noun) for noun, number in sizes.items() if number is not None]
+    costs = f"{arguments.costs} per rank" if arguments.per_rank else arguments.costs
+    return ", ".join(["Step time and memory", *parts, f"with {costs}"])

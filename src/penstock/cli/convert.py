@@ -1,0 +1,70 @@
+"""`penstock convert`: a schedule or program from one format to another, proved on the way."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from penstock.cli.check import read_text
+from penstock.cli.command import Command
+from penstock.cli.output import say
+from penstock.cli.status import ExitStatus
+from penstock.errors import ConfigError
+from penstock.ir.formats import FORMAT_OF_SUFFIX, READABLE, WRITABLE
+
+STREAM = "-"
+"""Stands for standard input or output."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("source", metavar="IN", help="a schedule or program in any format; - is stdin")
+    parser.add_argument("target", metavar="OUT", help="the file to write, whole or not at all; - is stdout")
+    parser.add_argument("--from", dest="source_format", choices=READABLE, help="format of IN (default: by its content)")
+    parser.add_argument("--to", dest="target_format", choices=WRITABLE, help="format of OUT (default: by its suffix)")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--lowered", action="store_true", help="add communication if IN has none; CSV and JSON hold it")
+    kind.add_argument("--compute-only", action="store_true", help="drop communication; other formats do anyway")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it is there already")
+
+
+def run(arguments: Namespace) -> int:
+    from penstock.cli.conversion import Source, Target, convert
+    from penstock.train.files import atomic_file
+
+    target_format = arguments.target_format or _format_of_name(arguments.target)
+    if arguments.target != STREAM:
+        _refuse_to_replace(Path(arguments.target), arguments.force)
+    text = read_text(arguments.source)
+    is_stdin = arguments.source == STREAM
+    file, name = ("<stdin>", None) if is_stdin else (arguments.source, Path(arguments.source).stem)
+    converted = convert(
+        Source(text, file, name, arguments.source_format),
+        Target(target_format, arguments.lowered, arguments.compute_only),
+    )
+    if arguments.target == STREAM:
+        say(converted.text)
+        return ExitStatus.FINE
+    with atomic_file(Path(arguments.target).resolve()) as output:
+        output.write(converted.text.encode())
+    say(f"{arguments.target}: {converted.summary}")
+    return ExitStatus.FINE
+
+
+def _format_of_name(name: str) -> str:
+    suffix = Path(name).suffix
+    if suffix.lower() in FORMAT_OF_SUFFIX:
+        return FORMAT_OF_SUFFIX[suffix.lower()]
+    known = ", ".join(FORMAT_OF_SUFFIX)
+    what = "standard output has no name" if name == STREAM else f"{name} does not end in any of {known}"
+    raise ConfigError(f"{what}, which would tell its format; give one of {', '.join(WRITABLE)}", key="--to")
+
+
+def _refuse_to_replace(path: Path, is_forced: bool) -> None:
+    """A file is replaced on request only, and nothing else ever: a folder, say, or a device."""
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise ConfigError(f"{path} is no ordinary file; give another name, or - for standard output", key="OUT")
+    if not is_forced:
+        raise ConfigError(f"{path} is there already; give another name, or --force to replace it", key="OUT")
+
+
+COMMAND = Command("convert", "Convert a schedule file to another format, proved on the way.", add_arguments, run)

@@ -1,0 +1,203 @@
+"""A diagnosis as tables for people, and as JSON for programs."""
+
+import json
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from penstock.cli.diagnosis import Diagnosis
+from penstock.cli.what_if import Change, Sort
+from penstock.ir.timeline import Timeline
+from penstock.show.text import count_of, format_seconds, format_share, time_unit
+from penstock.simulate.causes import Cause
+from penstock.simulate.losses import Loss
+
+NUM_ON_PATH = 6
+NUM_CHANGES: dict[Sort, int] = {"schedule": 6, "split": 2, "microbatches": 2}
+"""That are listed, of each sort: one sort alone would crowd out the others."""
+SMALLEST_SHARE = 0.001
+"""Of the step: what saves less is not worth a line."""
+NAME_OF_CAUSE = {
+    Cause.DEPENDENCY: "dependency",
+    Cause.TRANSFER: "transfer",
+    Cause.IMBALANCE: "imbalance",
+    Cause.STRAGGLER: "straggler",
+    Cause.LAUNCH: "launch",
+    Cause.SYNCHRONISATION: "synchronisation",
+    Cause.MEMORY: "memory limit",
+    Cause.DATA: "data loading",
+}
+NOTES = {
+    "split": "a stage's measured seconds are shared among its layers by their weights",
+    "microbatches": "computing and sending a microbatch is taken to be in proportion to its size",
+}
+
+
+def to_text(diagnosis: Diagnosis) -> str:
+    """Return what was found, from the whole to the single: figures, idle time, causes, critical path, changes."""
+    parts = [
+        [_title(diagnosis), *_figures(diagnosis)],
+        _idle_table(diagnosis),
+        _losses_table(diagnosis),
+        _path_table(diagnosis),
+        _changes_table(diagnosis),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def chief_finding(diagnosis: Diagnosis) -> str:
+    """Say in a line what costs most of all that is not the schedule's own order."""
+    loss = diagnosis.chief_loss
+    if loss is None or loss.duration_s < SMALLEST_SHARE * diagnosis.step_s:
+        return "Nothing but the schedule's own order costs time worth mentioning."
+    who = f" ({loss.culprit})" if loss.culprit else ""
+    share = format_share(loss.duration_s / diagnosis.step_s)
+    return f"Beside the schedule's own order, {NAME_OF_CAUSE[loss.cause]} costs most: {share} of the step{who}."
+
+
+def _title(diagnosis: Diagnosis) -> str:
+    program = diagnosis.timeline.program
+    return (
+        f"step {diagnosis.recorded.step}: {program.name}, {count_of(program.num_ranks, 'rank')}, "
+        f"{count_of(program.num_stages, 'stage')}, {count_of(program.num_microbatches, 'microbatch')}"
+    )
+
+
+def _figures(diagnosis: Diagnosis) -> Iterator[str]:
+    measured, predicted = diagnosis.timeline, diagnosis.predicted
+    before_s = diagnosis.step_s - measured.makespan_s
+    yield f"measured:   makespan {_figure(measured)}, and {format_seconds(before_s)} before its first computation"
+    yield f"predicted:  makespan {_figure(predicted)} ({_percent(predicted.makespan_s / measured.makespan_s - 1)})"
+    if measured.clock_uncertainty_s:
+        yield f"times of different hosts are within {format_seconds(measured.clock_uncertainty_s)} of each other"
+    yield chief_finding(diagnosis)
+
+
+def _figure(timeline: Timeline) -> str:
+    return f"{format_seconds(timeline.makespan_s)}, bubble {format_share(timeline.bubble_fraction)}"
+
+
+def _idle_table(diagnosis: Diagnosis) -> list[str]:
+    """One row per rank that sums to its idle time, and one for all; causes that nothing is put down to are left out."""
+    table = diagnosis.idle.by_rank
+    total = np.concatenate([table, table.sum(axis=0, keepdims=True)])
+    causes = [cause for cause in Cause if table[:, cause].any()]
+    unit_s, unit = time_unit(float(total.sum(axis=1).max()))
+    rows = []
+    for index, row in enumerate(total):
+        name = "all" if index == len(table) else str(index)
+        rows.append([name, *(f"{row[cause] / unit_s:.3f}" for cause in causes), f"{row.sum() / unit_s:.3f}"])
+    headings = ["rank", *(NAME_OF_CAUSE[cause] for cause in causes), "idle"]
+    return [f"idle time of each rank by its cause, in {unit}", *_right(headings, rows)]
+
+
+def _losses_table(diagnosis: Diagnosis) -> list[str]:
+    rows = []
+    for loss in diagnosis.losses:
+        share = loss.duration_s / diagnosis.step_s
+        if share >= SMALLEST_SHARE:
+            rows.append([_percent(-share), NAME_OF_CAUSE[loss.cause], _culprit(loss)])
+    return ["the step without each cause (some seconds have two)", *_left(["step", "cause", "who"], rows)]
+
+
+def _culprit(loss: Loss) -> str:
+    return f"the order of {loss.culprit}" if loss.cause is Cause.DEPENDENCY else loss.culprit
+
+
+def _path_table(diagnosis: Diagnosis) -> list[str]:
+    total_s = diagnosis.timeline.makespan_s
+    rows = [
+        [format_share(contribution.duration_s / total_s), contribution.what]
+        for contribution in diagnosis.path[:NUM_ON_PATH]
+    ]
+    return ["the critical path consists of", *_left(["share", "what"], rows)]
+
+
+def _changes_table(diagnosis: Diagnosis) -> list[str]:
+    helpful = _helpful(diagnosis.changes)
+    if not helpful:
+        tried = count_of(len(diagnosis.changes), "change")
+        return [f"no other split, schedule or number of microbatches helps: {tried} simulated"]
+    rows = [[_percent(change.step_change), _percent(change.memory_change), change.text] for change in helpful]
+    notes = [f"  {NOTES[sort]}" for sort in dict.fromkeys(change.sort for change in helpful) if sort in NOTES]
+    if diagnosis.recorded.input_share == 1:
+        notes.append("  the input part of a backward does all of it yet: schedules that split backwards gain less")
+    return ["what would help, each simulated", *_left(["step", "memory", "change"], rows), *notes]
+
+
+def _helpful(changes: Sequence[Change]) -> list[Change]:
+    """The best of each sort, in their order."""
+    found = []
+    for sort, count in NUM_CHANGES.items():
+        helps = [change for change in changes if change.sort == sort and change.step_change <= -SMALLEST_SHARE]
+        found += helps[:count]
+    return sorted(found, key=lambda change: change.step_change)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.1f} %"
+
+
+def _right(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = _widths(headings, rows)
+    for line in [headings, ["-" * width for width in widths], *rows]:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+
+
+def _left(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Figures to the right; the last column, words, to the left."""
+    widths = _widths(headings, rows)
+    for line in [headings, ["-" * width for width in widths], *rows]:
+        cells = zip(line, widths, strict=True)
+        yield "  ".join(cell.rjust(width) if "%" in cell else cell.ljust(width) for cell, width in cells).rstrip()
+
+
+def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+
+
+def to_json(diagnosis: Diagnosis) -> str:
+    """Return everything as one object; seconds, and shares of the step."""
+    step_s = diagnosis.step_s
+    document = {
+        "step": diagnosis.recorded.step,
+        "schedule": diagnosis.timeline.program.name,
+        "step_s": step_s,
+        "measured": _timeline(diagnosis.timeline),
+        "predicted": _timeline(diagnosis.predicted),
+        "clock_uncertainty_s": diagnosis.timeline.clock_uncertainty_s,
+        "finding": chief_finding(diagnosis),
+        "idle_s": [
+            {"rank": rank, "idle": float(row.sum())} | {NAME_OF_CAUSE[cause]: float(row[cause]) for cause in Cause}
+            for rank, row in enumerate(diagnosis.idle.by_rank)
+        ],
+        "losses": [
+            {
+                "cause": NAME_OF_CAUSE[loss.cause],
+                "duration_s": loss.duration_s,
+                "step_change": -loss.duration_s / step_s,
+                "culprit": loss.culprit,
+            }
+            for loss in diagnosis.losses
+        ],
+        "critical_path": [{"what": each.what, "duration_s": each.duration_s} for each in diagnosis.path],
+        "changes": [
+            {
+                "sort": change.sort,
+                "change": change.text,
+                "step_change": change.step_change,
+                "memory_change": change.memory_change,
+            }
+            for change in diagnosis.changes
+        ],
+    }
+    return json.dumps(document, indent=2)
+
+
+def _timeline(timeline: Timeline) -> dict[str, float]:
+    return {
+        "makespan_s": timeline.makespan_s,
+        "span_s": timeline.span_s,
+        "bubble_fraction": timeline.bubble_fraction,
+        "bubble_rate": timeline.bubble_rate,
+    }

@@ -1,0 +1,82 @@
+"""The handbook of schedules: a written text, `handbook.md`, with parts that are made from the families.
+
+penstock schedules --format markdown > docs/schedules.md
+"""
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from textwrap import fill
+
+from penstock.cli.comparison import Refusal, compare
+from penstock.cli.pages import LEGEND, NUM_SLICES, UNITS, draw_example, family_page, family_section
+from penstock.cli.wanted import Wanted
+from penstock.schedules import Family, build
+from penstock.simulate import Costs
+
+TEXT = Path(__file__).with_name("handbook.md")
+SIDE_BY_SIDE, FAMILIES = "<!-- side by side -->", "<!-- families -->"
+RANKS, MICROBATCHES = 4, 8
+CONDITIONS = (
+    f"{RANKS} ranks, {MICROBATCHES} microbatches, and equal work for all: what a rank does for one microbatch takes 1 s"
+    " forward, 1 s for the input part of its backward and 1 s for the weight part, shared by its stages and slices. "
+    "Transfers take no time, and two actions that overlap take no less than one after the other. Memory is that of the "
+    "fullest rank, in microbatches: what one microbatch leaves on a rank counts 1."
+)
+WIDTH = 132
+"""Of what is generated and flows."""
+
+
+def handbook(families: Sequence[Family]) -> str:
+    """Return the whole page in Markdown."""
+    sections = "\n\n".join(family_section(family, draw_example(family)) for family in families)
+    text = TEXT.read_text(encoding="utf-8")
+    text = text.replace(SIDE_BY_SIDE, side_by_side(families))
+    return text.replace(FAMILIES, fill(f"{LEGEND} {UNITS}", WIDTH) + f"\n\n{sections}")
+
+
+def family_text(family: Family, *, width: int, as_markdown: bool) -> str:
+    """Return all about one family, for a terminal of some width or in Markdown."""
+    drawing, found = draw_example(family), differences(family.name)
+    if not as_markdown:
+        return family_page(family, drawing, found, width)
+    return "\n".join([family_section(family, drawing), *(f"\nDiffers from its source: {text}" for text in found)])
+
+
+def differences(name: str) -> list[str]:
+    """Return what the written text says on how a family differs from its source."""
+    listed = re.findall(r"^\* `([\w-]+)`: (.*(?:\n  .*)*)", TEXT.read_text(encoding="utf-8"), re.MULTILINE)
+    return [" ".join(text.split()) for family, text in listed if family == name]
+
+
+def side_by_side(families: Sequence[Family]) -> str:
+    """Return a table in Markdown of what is predicted of each family that trains, at one size."""
+    lines = [
+        fill(CONDITIONS, WIDTH),
+        "",
+        "| | makespan | bubble fraction | bubble rate | memory | messages |",
+        "|---|---|---|---|---|---|",
+    ]
+    for family in families:
+        slices = NUM_SLICES if family.takes_slices else 1
+        name = f"{family.name}:slices={slices}" if family.takes_slices else family.name
+        make = partial(build, family.name, ranks=RANKS, microbatches=MICROBATCHES, slices=slices)
+        if family.name != "forward-only":
+            lines.append(_row(Wanted(name, True, make)))
+    return "\n".join(lines)
+
+
+def _row(wanted: Wanted) -> str:
+    found = compare(wanted, Costs.uniform(), per_rank=True)
+    if isinstance(found, Refusal):
+        return f"| `{found.name}` | {found.reason} | | | | |"
+    cells = [
+        f"`{found.name}`",
+        f"{found.makespan_s:.4g} s",
+        f"{max(found.bubble_fraction, 0.0):.3f}",
+        f"{max(found.bubble_rate, 0.0):.3f}",
+        f"{float(found.peak_microbatches):.4g}",
+        str(found.num_messages),
+    ]
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,71 @@
+"""Finds the function that `--from PATH.py:FUNCTION` names; the file is run for it, like any script."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from inspect import isfunction
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from penstock.errors import ConfigError, FormatError, nearest
+from penstock.schedules.foreign import run_foreign
+
+
+def load_function(place: str) -> Callable[..., Any]:
+    """Return the function at `PATH.py:FUNCTION`.
+
+    Raises:
+        ConfigError: if there is no such file or function, or the file fails when it runs.
+        FormatError: if the file is not Python.
+    """
+    file, colon, name = place.rpartition(":")
+    if not colon or not file or not name.isidentifier():
+        raise ConfigError(f"{place!r} is not of the form PATH.py:FUNCTION, such as mine.py:zigzag", key="--from")
+    path = Path(file)
+    module = _run(path, _compiled(path))
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [
+            key
+            for key, value in vars(module).items()
+            if isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_")
+        ]
+        listed = ", ".join(functions) or "none"
+        raise ConfigError(
+            f"{file} has no function {name!r}; its functions: {listed}.{nearest(name, functions)}", key="--from"
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def _compiled(path: Path) -> CodeType:
+    try:
+        return compile(path.read_bytes(), str(path), "exec")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Give the path of a Python file") from error
+    except SyntaxError as error:
+        place = {"line": error.lineno or 1, "column": error.offset or 1}
+        raise FormatError(f"not Python: {error.msg}", file=str(path), **place) from error
+    except ValueError as error:
+        raise FormatError(f"not Python: {error}", file=str(path)) from error
+
+
+def _run(path: Path, code: CodeType) -> ModuleType:
+    module = ModuleType(f"penstock_own_{path.stem}")  # no name of another module, whatever the file is called
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # where dataclasses look for the module that they are in
+    with _imports_from(path.parent):
+        run_foreign(str(path), lambda: exec(code, vars(module)))
+    return module
+
+
+@contextmanager
+def _imports_from(folder: Path) -> Iterator[None]:
+    """Find modules that lie in a folder, as for a script there."""
+    entry = str(folder.resolve())
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):
+            sys.path.remove(entry)

@@ -1,0 +1,76 @@
+"""Pictures on the command line: which format is wanted, how a timeline is drawn in it, and where it goes."""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.errors import ConfigError
+
+PICTURES = ("svg", "png", "html", "trace")
+"""`trace` is for Perfetto or chrome://tracing."""
+CHARTS = ("svg", "png", "html")
+"""What has colours, and so a theme."""
+THEMES = ("light", "dark")
+BINARY = ("png",)
+SUFFIXES = {".svg": "svg", ".png": "png", ".html": "html", ".htm": "html", ".trace": "trace"}
+"""In which format a picture is drawn whose name ends so."""
+
+
+def add_picture_arguments(parser: ArgumentParser) -> None:
+    """Add what only pictures take, and where a result goes."""
+    parser.add_argument("--theme", choices=THEMES, help="of a picture (default: light; HTML follows the browser)")
+    parser.add_argument(
+        "--output", metavar="PATH", help="write there, replacing what is there, instead of to standard output"
+    )
+
+
+def wanted_format(arguments: Namespace, suffixes: dict[str, str], default: str) -> str:
+    """Return the format that is asked for: by --format, else by the suffix of --output, else the default.
+
+    Raises:
+        ConfigError: for a suffix that tells no format, or another one than --format does.
+    """
+    if arguments.output is None:
+        return str(arguments.format or default)
+    told = suffixes.get(Path(arguments.output).suffix.lower())
+    if arguments.format is None and told is None:
+        known = ", ".join(suffixes)
+        raise ConfigError(
+            f"{arguments.output} does not end in any of {known}, which would tell its format; give --format",
+            key="--output",
+        )
+    if told in PICTURES and arguments.format not in (None, told):
+        raise ConfigError(
+            f"{arguments.output} is the name of {told}, but --format is {arguments.format}; make them agree",
+            key="--output",
+        )
+    return str(arguments.format or told)
+
+
+def refuse_useless(arguments: Namespace, name: str, format: str, formats: Sequence[str]) -> None:
+    """Refuse an argument that only some formats take, where another one is written: it would change nothing."""
+    if getattr(arguments, name) is not None and format not in formats:
+        raise ConfigError(f"only for {', '.join(formats)}; leave it out for {format}", key=f"--{name}")
+
+
+def write_result(data: bytes, format: str, output: str | None) -> None:
+    """Write a result to a file, whole or not at all, or to standard output.
+
+    Raises:
+        ConfigError: for a binary format on a terminal, and for a place that is no ordinary file.
+        PenstockError: if the file cannot be written.
+    """
+    from penstock.train.files import atomic_file
+
+    if output is None:
+        if format in BINARY and sys.stdout.isatty():
+            raise ConfigError(f"a terminal cannot show {format}; give --output NAME.{format}", key="--output")
+        sys.stdout.flush()
+        sys.stdout.buffer.write(data)
+        return
+    path = Path(output)
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no ordinary file; give another name", key="--output")
+    with atomic_file(path.resolve()) as file:
+        file.write(data)

@@ -1,0 +1,62 @@
+"""`penstock profile`: measure what a run costs, on ranks started here or as one of the ranks that torchrun started."""
+
+from argparse import ArgumentParser, Namespace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.command import Command
+from penstock.cli.run_file import add_run_arguments, run_on_ranks
+from penstock.errors import ConfigError
+
+NUM_STEPS = 5
+COSTS = "costs.toml"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_run_arguments(parser)
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=NUM_STEPS,
+        metavar="N",
+        help=f"recorded steps, after two others (default {NUM_STEPS})",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE.toml",
+        help=f"where the costs go, for --costs of other commands (default: {COSTS} in the run folder)",
+    )
+
+
+def run(arguments: Namespace) -> int:
+    if arguments.steps < 1:
+        raise ConfigError(f"{arguments.steps} steps; record 1 or more", key="--steps")
+    command = ["profile", f"--steps={arguments.steps}"]
+    if arguments.output is not None:
+        command.append(f"--output={arguments.output}")
+    return run_on_ranks(arguments, command, partial(_profile, arguments))
+
+
+def _profile(arguments: Namespace, config: Any) -> None:
+    from penstock.cli.output import say
+    from penstock.cli.profile_text import profile_text
+    from penstock.simulate.costs_writing import costs_to_toml
+    from penstock.train.files import atomic_file
+    from penstock.train.profiling import profile_run
+
+    profile = profile_run(config, num_steps=arguments.steps)
+    if profile.rank != 0:
+        return
+    path = Path(arguments.output or Path(config.run.folder) / COSTS)
+    with atomic_file(path.absolute()) as file:
+        file.write(costs_to_toml(profile.costs).encode())
+    say(f"{profile_text(profile)}\n\ncosts written to {path}: penstock compare NAME ... --costs {path}")
+
+
+COMMAND = Command(
+    "profile",
+    "Measure what a run's computations and messages cost, and write it for `compare` and `show`.",
+    add_arguments,
+    run,
+)

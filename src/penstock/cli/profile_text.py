@@ -1,0 +1,84 @@
+"""What a profile found, in tables: seconds per stage and kind, channels, and the stage that holds up the others."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from penstock.cli.output import format_table
+from penstock.ir.action import Kind
+from penstock.show.text import count_of, format_bytes, format_seconds
+from penstock.simulate.costs import Spread
+from penstock.simulate.message_costs import BACKWARD, FORWARD, message_costs
+from penstock.train.profiling import Profile
+
+EVEN = 1.05
+"""A stage that takes at most this times the mean holds up nobody worth mentioning."""
+
+
+def profile_text(profile: Profile) -> str:
+    """Return everything that was measured, for people."""
+    parts = [_stages(profile), *_channels(profile), _hosts(profile), bottleneck(profile)]
+    return "\n\n".join(parts)
+
+
+def bottleneck(profile: Profile) -> str:
+    """Say which stage takes longest, and which rank has most to do."""
+    program = profile.program
+    runs = [kind for kind in Kind if (program.op == kind).any()]
+    seconds = np.nan_to_num(profile.costs.durations_s(program.num_stages))[runs].sum(axis=0)
+    ranks = np.array(program.placement.rank_of_stage)
+    per_rank = np.bincount(ranks, weights=seconds)
+    stage, rank = int(seconds.argmax()), int(per_rank.argmax())
+    if per_rank[rank] <= EVEN * per_rank.mean():
+        return f"no bottleneck: every rank computes for about {format_seconds(float(per_rank.mean()))} a microbatch"
+    held = f"stage {stage} on rank {ranks[stage]} takes {format_seconds(float(seconds[stage]))} a microbatch"
+    more = "" if len(seconds) == len(per_rank) else f"; rank {rank} has most to do"
+    share = per_rank[rank] / per_rank.mean()
+    return f"bottleneck: {held}{more}, {share:.2f} times the mean rank, and all others wait for it"
+
+
+def _stages(profile: Profile) -> str:
+    program, costs = profile.program, profile.costs
+    spread_of = {(spread.kind, spread.stage): spread for spread in costs.spreads}
+    table = costs.durations_s(program.num_stages)
+    rows = []
+    for stage, rank in enumerate(program.placement.rank_of_stage):
+        for kind in Kind:
+            if not ((program.op == kind) & (program.stage == stage)).any():
+                continue
+            usual_s = float(table[kind, stage])
+            spread = spread_of.get((kind, stage), Spread(kind, stage, usual_s, 0.0))
+            name = kind.name.lower().replace("_", " ")
+            seconds = (usual_s, spread.median_s, spread.quartile_range_s)
+            rows.append([str(stage), str(rank), name, *map(format_seconds, seconds)])
+    title = f"{program.name}, {count_of(profile.num_steps, 'recorded step')}"
+    return f"{title}\n{format_table(['stage', 'rank', 'kind', 'usual', 'median', 'middle half within'], rows)}"
+
+
+def _channels(profile: Profile) -> Iterator[str]:
+    if not profile.wires:
+        return
+    rows = []
+    latencies = _latencies_s(profile)
+    for wire in profile.wires:
+        ends = (wire.sender, wire.receiver)
+        bandwidth = wire.bandwidth_bytes_per_s
+        speed = "-" if math.isinf(bandwidth) else f"{format_bytes(round(bandwidth))}/s"
+        rows.append([f"{ends[0]} to {ends[1]}", format_seconds(latencies[ends]), format_seconds(wire.latency_s), speed])
+    yield format_table(["channel", "latency", "latency of a ping", "bandwidth"], rows)
+
+
+def _latencies_s(profile: Profile) -> dict[tuple[int, int], float]:
+    placement = profile.program.placement
+    table, ranks = message_costs(placement, profile.costs), placement.rank_of_stage
+    found = {}
+    for direction, neighbours in ((FORWARD, placement.next_stage), (BACKWARD, placement.previous_stage)):
+        for stage, neighbour in enumerate(neighbours):
+            if neighbour >= 0:
+                found[ranks[stage], ranks[neighbour]] = float(table.latency_s[direction, stage])
+    return found
+
+
+def _hosts(profile: Profile) -> str:
+    return f"launch: {format_seconds(profile.costs.launch_s)} of the host for each instruction"

@@ -1,0 +1,115 @@
+"""Commands that run something on the ranks of a run file: started here, or as one of the ranks of torchrun."""
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.lifetime import (
+    die_with,
+    end_when_told,
+    interrupts_handled_by,
+    launcher_of,
+    leave_at_once,
+    raise_interrupt,
+)
+from penstock.cli.output import complain, forget_stdout
+from penstock.cli.status import ExitStatus
+from penstock.errors import ConfigError
+
+Body = Callable[[Any], None]
+"""What every rank does with the `RunConfig`; torch.distributed is initialized where there are several."""
+
+
+def add_run_arguments(parser: ArgumentParser) -> None:
+    """Add the run file, and what changes it or how its ranks are started."""
+    parser.add_argument("run_file", metavar="RUN.toml", help="the configuration of the run")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, such as batch.size=32; repeat"
+    )
+    parser.add_argument(
+        "--port", type=int, default=0, help="port on 127.0.0.1 where the ranks meet (default: a free one)"
+    )
+
+
+def run_on_ranks(arguments: Namespace, command: Sequence[str], body: Body) -> int:
+    """Run `body` on every rank and return the exit status; `command` is what a rank that is started here is told."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _run_as_rank(arguments, body, os.environ)
+    with interrupts_handled_by(leave_at_once):
+        from penstock.train.config import load_config
+
+        config = load_config(arguments.run_file, arguments.set)
+        if config.pipeline.ranks > 1:
+            return _launch(arguments, command, config.pipeline.ranks, Path(config.run.folder))
+        _use_one_thread_unless(os.environ)
+        try:
+            with interrupts_handled_by(raise_interrupt):
+                body(config)
+        except BrokenPipeError:
+            forget_stdout()
+            return ExitStatus.INTERRUPTED
+    return ExitStatus.FINE
+
+
+def _use_one_thread_unless(environment: Mapping[str, str]) -> None:
+    """Give a single rank as many threads as launched ranks get, so that the number of ranks changes no bit."""
+    import torch
+
+    if "OMP_NUM_THREADS" not in environment:
+        torch.set_num_threads(1)
+
+
+def _launch(arguments: Namespace, command: Sequence[str], num_ranks: int, folder: Path) -> int:
+    """Start one process per rank; each runs the command again and finds its rank in the environment."""
+    from penstock.cli.launch import launch_ranks
+    from penstock.train.run_folder import RunFolder
+
+    overrides = [f"--set={override}" for override in arguments.set]
+    words = ["-m", "penstock.cli", *command, *overrides, "--", arguments.run_file]
+    try:
+        failure = launch_ranks([sys.executable, *_path_flags(), *words], num_ranks=num_ranks, port=arguments.port)
+    finally:
+        RunFolder(folder).sweep()
+    if failure is None:
+        return ExitStatus.FINE
+    if failure.status != ExitStatus.INTERRUPTED:
+        complain(failure.shown)
+    return failure.status
+
+
+def _path_flags() -> list[str]:
+    """Keep files of the working folder from standing in for modules, unless this process finds modules there too."""
+    return [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
+
+
+def _run_as_rank(arguments: Namespace, body: Body, environment: Mapping[str, str]) -> int:
+    end_when_told()
+    launcher = launcher_of(environment)
+    if launcher is not None:
+        die_with(launcher)
+    from penstock.cli.rank import run_rank
+
+    return run_rank(lambda: _join_and_run(arguments, body, environment), environment=environment)
+
+
+def _join_and_run(arguments: Namespace, body: Body, environment: Mapping[str, str]) -> None:
+    from penstock.cli.launch import join_ranks, read_number
+    from penstock.train.config import load_config
+
+    config = load_config(arguments.run_file, arguments.set)
+    check_world_size(read_number(environment, "WORLD_SIZE"), config.pipeline.ranks)
+    join_ranks(environment)
+    body(config)
+
+
+def check_world_size(world_size: int, num_ranks: int) -> None:
+    """Refuse to join a world whose size is not the number of ranks in the configuration. Raises: ConfigError."""
+    if world_size != num_ranks:
+        raise ConfigError(
+            f"the run is for {num_ranks} ranks, but {world_size} processes were started (WORLD_SIZE). Start "
+            f"{num_ranks} with torchrun --nproc-per-node, or pass --set pipeline.ranks={world_size}",
+            key="pipeline.ranks",
+        )

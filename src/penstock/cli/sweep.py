@@ -1,0 +1,116 @@
+"""`--sweep KEY=VALUES`: the same schedules at several sizes, and within several limits of memory.
+
+microbatches=8,12,16     these values
+microbatches=8..64       8, 16, 32, 64: doubled as long as they fit
+microbatches=8..64:8     8, 16, 24, ..., 64: in steps of 8
+"""
+
+import re
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+
+from penstock.cli.wanted import Wanted, wanted_schedules
+from penstock.errors import ConfigError, nearest
+from penstock.show.text import count_of
+
+LABELS: dict[str, Callable[[int], str]] = {
+    "ranks": lambda number: count_of(number, "rank"),
+    "microbatches": lambda number: count_of(number, "microbatch"),
+    "stages_per_rank": lambda number: f"{count_of(number, 'stage')} per rank",
+    "slices": lambda number: count_of(number, "slice"),
+}
+"""What a schedule is called at a size, by the key of that size."""
+LIMITS = "memory_limit"
+KEYS = (*LABELS, LIMITS)
+EXAMPLE = "microbatches=8..64"
+MOST_SCHEDULES = 300
+"""That one sweep may simulate."""
+
+_RANGE = re.compile(r"(\d+)\.\.(\d+)(?::(\d+))?")
+
+Sweep = Mapping[str, tuple[int, ...]]
+"""Values by key, in the order in which the keys were given."""
+
+
+def read_sweep(texts: Sequence[str]) -> Sweep:
+    """Read all sweeps.
+
+    Raises:
+        ConfigError: for an unknown key, one given twice, and values that are none of the three forms.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for text in texts:
+        key, equals, values = (part.strip() for part in text.partition("="))
+        key = key.replace("-", "_")
+        if not equals:
+            raise ConfigError(f"{text!r} is not of the form KEY=VALUES, such as {EXAMPLE}", key="--sweep")
+        if key not in KEYS:
+            known = ", ".join(KEYS)
+            raise ConfigError(f"{key!r} cannot be swept; known: {known}.{nearest(key, KEYS)}", key="--sweep")
+        if key in found:
+            raise ConfigError(f"{key} is given twice; put all values into one", key="--sweep")
+        found[key] = _read_values(values, key)
+    return found
+
+
+def swept_schedules(arguments: Namespace, sweep: Sweep) -> list[Wanted]:
+    """Find every schedule at every combination of sizes; what they are called says the sizes.
+
+    Raises:
+        ConfigError: if a size is given beside its sweep, or there are too many combinations.
+    """
+    sizes = {key: values for key, values in sweep.items() if key != LIMITS}
+    for key in sweep:
+        if getattr(arguments, key) is not None:
+            option = f"--{key.replace('_', '-')}"
+            raise ConfigError(f"{key} is swept and given as {option} too; leave one out", key="--sweep")
+    num_names = len(arguments.names) + len(arguments.own)
+    count = num_names
+    for values in sizes.values():
+        count *= len(values)
+    if count > MOST_SCHEDULES:
+        raise ConfigError(
+            f"{count:,} schedules to simulate ({' x '.join(str(len(values)) for values in sizes.values())} sizes of "
+            f"{num_names}); at most {MOST_SCHEDULES}, sweep fewer values",
+            key="--sweep",
+        )
+    found = []
+    for values in product(*sizes.values()):
+        chosen = dict(zip(sizes, values, strict=True))
+        at_size = Namespace(**(vars(arguments) | chosen))
+        found += [replace(wanted, text=_label(wanted.text, chosen)) for wanted in wanted_schedules(at_size)]
+    return found
+
+
+def _label(name: str, chosen: Mapping[str, int]) -> str:
+    return ", ".join([name, *(LABELS[key](number) for key, number in chosen.items())])
+
+
+def _read_values(text: str, key: str) -> tuple[int, ...]:
+    ends = _RANGE.fullmatch(text)
+    values = _between(ends) if ends else _listed(text)
+    if not values or min(values) < 1:
+        raise ConfigError(
+            f"{text!r} are no values for {key}; give such as 8..64 (doubled), 8..64:8 (in steps) or 8,16,24, all 1 or "
+            "more",
+            key="--sweep",
+        )
+    return tuple(dict.fromkeys(values))
+
+
+def _listed(text: str) -> list[int]:
+    parts = text.split(",")
+    return [int(part) for part in parts] if all(re.fullmatch(r"\s*\d+\s*", part) for part in parts) else []
+
+
+def _between(ends: "re.Match[str]") -> list[int]:
+    first, last = int(ends[1]), int(ends[2])
+    if ends[3] is None:
+        return [first << power for power in range((last // first).bit_length())] if 0 < first <= last else []
+    step = int(ends[3])
+    count = (last - first) // step + 1 if step and first <= last else 0
+    if count > MOST_SCHEDULES:
+        raise ConfigError(f"{ends[0]} are {count:,} values; at most {MOST_SCHEDULES}, take larger steps", key="--sweep")
+    return list(range(first, last + 1, step)) if count else []

@@ -1,0 +1,45 @@
+"""What stands above every picture of a timeline: what it shows, and its four figures."""
+
+from penstock.ir.program import Program
+from penstock.ir.timeline import Timeline
+from penstock.show.text import count_of, format_bytes, format_seconds, format_share
+
+
+def describe_shape(program: Program) -> str:
+    """Return a title: the schedule's name, and how many ranks, stages, microbatches and slices it is for."""
+    parts = [program.name, count_of(program.num_ranks, "rank")]
+    if program.num_stages != program.num_ranks:
+        parts.append(count_of(program.num_stages, "stage"))
+    parts.append(count_of(program.num_microbatches, "microbatch"))
+    if program.num_slices > 1:
+        parts.append(count_of(program.num_slices, "slice"))
+    return ", ".join(parts)
+
+
+def figures_of(timeline: Timeline) -> dict[str, str]:
+    """Return the four figures of a timeline by their names: makespan, span, bubble fraction, and peak of memory.
+
+    Where clocks of several hosts were laid together, a fifth says how far apart they may still be.
+    """
+    clocks = {"clocks": f"within {format_seconds(timeline.clock_uncertainty_s)}"}
+    return {
+        "makespan": format_seconds(timeline.makespan_s),
+        "span": format_seconds(timeline.span_s),
+        # Rounding may leave -1e-16 where there is no bubble.
+        "bubble fraction": format_share(max(timeline.bubble_fraction, 0.0)),
+        "peak": _peak(timeline),
+        **(clocks if timeline.clock_uncertainty_s else {}),
+    }
+
+
+def idle_share(timeline: Timeline, ranks: range) -> float:
+    """Return the share of the makespan in which ranks do not work, in the mean."""
+    makespan_s = timeline.makespan_s
+    work_s = float(timeline.work_s[list(ranks)].mean())
+    return max(1 - work_s / makespan_s, 0.0) if makespan_s else 0.0
+
+
+def _peak(timeline: Timeline) -> str:
+    peak_bytes = max(timeline.peak_bytes)
+    text = count_of(max(timeline.peak_activations), "activation")
+    return f"{text} ({format_bytes(peak_bytes)})" if peak_bytes else text

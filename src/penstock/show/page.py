@@ -1,0 +1,158 @@
+"""Timelines as one self-contained HTML page: a viewer in plain JavaScript, with the data in it, that asks no network.
+
+header (JSON)   lanes, kinds, colours, figures      what a reader sees as text
+data (base64)   one row per block, lane after lane  `block_columns`, packed by `columns.py`
+"""
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+import orjson
+
+from penstock.errors import ConfigError
+from penstock.ir.action import Kind
+from penstock.ir.timeline import Timeline
+from penstock.show.block_table import BlockTable, block_table
+from penstock.show.columns import Packed, pack
+from penstock.show.figures import describe_shape, figures_of, idle_share
+from penstock.show.html import fill, read, style_of_themes
+from penstock.show.layout import describe_shades, kinds_used, num_blocks, num_shades, period_s, typical_block_s
+from penstock.show.palette import NAME_OF_KIND, THEMES, blend, block_colours, find_theme, ink_on, to_hex
+from penstock.show.text import format_share
+
+MAX_BLOCKS = 2_000_000
+MAX_BYTES = 5_000_000
+"""Of a page: what a browser opens at once, and a mail takes along."""
+SCRIPTS = ("data.js", "draw.js", "view.js")
+
+
+def to_page(
+    timelines: Mapping[str, Timeline],
+    *,
+    title: str | None = None,
+    theme: str | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> bytes:
+    """Return a page that shows the named timelines, rank by rank below each other; all but the last are drawn pale.
+
+    Without a theme the page follows the reader's browser.
+
+    Raises:
+        ConfigError: for an unknown theme, and for more blocks than a page can hold.
+    """
+    attributes = f' data-theme="{find_theme(theme).name}"' if theme else ""
+    shown = list(timelines.values())
+    number = num_blocks(shown)
+    if number > MAX_BLOCKS:
+        raise _too_many(f"{number:,} computations are", max_bytes)
+    table = block_table(shown)
+    packed = pack(table.columns)
+    name = title or f"{describe_shape(shown[-1].program)}, {' and '.join(timelines)}"
+    figures = {key: figures_of(timeline) for key, timeline in timelines.items()}
+    page = fill(
+        "page.html",
+        attributes=attributes,
+        title=escape(name),
+        label=escape(f"{name}. " + _spoken(figures)),
+        style="\n".join([*style_of_themes(), read("style.css")]),
+        figures="\n".join(_figures(key if len(figures) > 1 else "", entry) for key, entry in figures.items()),
+        legend=_legend(shown),
+        notes="".join(f'<p class="note">{escape(note)}</p>' for note in _notes(shown)),
+        script="\n".join(read(script) for script in SCRIPTS),
+        header=_as_script(_header(timelines, table, packed)),
+        data=packed.text,
+    ).encode()
+    if len(page) > max_bytes:
+        raise _too_many(f"{number:,} computations need {len(page) / 1e6:.2g} MB, which is", max_bytes)
+    return page
+
+
+def _too_many(what: str, max_bytes: int) -> ConfigError:
+    return ConfigError(
+        f"{what} more than a page holds ({max_bytes / 1e6:.2g} MB); show fewer microbatches, or draw SVG or PNG, "
+        "which merge what cannot be seen",
+        key="format",
+    )
+
+
+def _as_script(value: dict[str, Any]) -> str:
+    """JSON that stands inside a script: no name in it can end the script."""
+    return orjson.dumps(value).decode().replace("<", "\\u003c")
+
+
+def _spoken(figures: dict[str, dict[str, str]]) -> str:
+    lines = [[key, *(f"{name} {value}" for name, value in one.items())] for key, one in figures.items()]
+    return "; ".join(" ".join(line) for line in lines)
+
+
+def _figures(name: str, figures: dict[str, str]) -> str:
+    entries = [f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in figures.items()]
+    heading = [f"<div><dd>{escape(name)}</dd></div>"] if name else []
+    return f"<dl>{''.join(heading + entries)}</dl>"
+
+
+def _legend(timelines: list[Timeline]) -> str:
+    colours = block_colours(max(num_shades(timeline.program) for timeline in timelines))
+    swatches = {NAME_OF_KIND[Kind(kind)]: colours[Kind(kind)] for kind in kinds_used(timelines)}
+    entries = {**swatches, "bubble": ("var(--bubble)",)}
+    return "".join(
+        f'<span><span class="swatch">{"".join(f"<i style=background:{colour}></i>" for colour in ramp)}</span>'
+        f"{escape(name)}</span>"
+        for name, ramp in entries.items()
+    )
+
+
+def _notes(timelines: list[Timeline]) -> list[str]:
+    notes = [describe_shades(timelines[-1].program)]
+    if any(timeline.program.joined.any() for timeline in timelines):
+        notes.append("upper and lower half of a block: two actions that overlap")
+    return [note for note in notes if note]
+
+
+def _header(timelines: Mapping[str, Timeline], table: BlockTable, packed: Packed) -> dict[str, Any]:
+    shown = list(timelines.values())
+    shades = sorted({num_shades(timeline.program) for timeline in shown})
+    colours = {str(count): block_colours(count) for count in shades}
+    longest = max(timeline.makespan_s for timeline in shown)
+    return {
+        "tick_s": table.tick_s,
+        "end_ticks": max(longest / table.tick_s, 1.0),
+        "period_ticks": max(max(map(period_s, shown)) / table.tick_s, 1.0),
+        "typical_ticks": typical_block_s(shown) / table.tick_s,
+        "num_slices": max(timeline.program.num_slices for timeline in shown),
+        "is_bytes": table.is_bytes,
+        "most_held": int(table.columns["held"].max(initial=0)),
+        "kinds": [
+            {
+                "letter": kind.letter,
+                "name": NAME_OF_KIND[kind].partition(" ")[2],
+                "colours": {count: ramps[kind] for count, ramps in colours.items()},
+                "inks": {count: [ink_on(colour) for colour in ramps[kind]] for count, ramps in colours.items()},
+            }
+            for kind in Kind
+        ],
+        "lanes": [_lane(list(timelines), shown, table, lane) for lane in range(len(table.lanes))],
+        "columns": packed.contents,
+    }
+
+
+def _lane(names: list[str], timelines: list[Timeline], table: BlockTable, index: int) -> dict[str, Any]:
+    lane = table.lanes[index]
+    timeline = timelines[lane.timeline]
+    rank = lane.rank
+    idle = format_share(idle_share(timeline, range(rank, rank + 1)))
+    is_alone = len(timelines) == 1
+    return {
+        "name": f"rank {rank}" if is_alone else f"{rank} {names[lane.timeline]}",
+        "full_name": f"rank {rank}" if is_alone else f"rank {rank} {names[lane.timeline]}",
+        "figures": f"{idle} idle, peak {timeline.peak_activations[rank]}",
+        "first": lane.first,
+        "count": lane.count,
+        "end": timeline.makespan_s / table.tick_s,
+        "shades": num_shades(timeline.program),
+        "is_pale": lane.timeline < len(timelines) - 1,
+        "colour": {
+            name: to_hex(blend(theme.ranks, rank / max(timeline.num_ranks - 1, 1))) for name, theme in THEMES.items()
+        },
+    }

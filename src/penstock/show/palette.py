@@ -1,0 +1,115 @@
+"""Colours: one ramp per kind, from the first stage of a rank to its last, and the light and the dark theme.
+
+Kinds differ in hue and in lightness, so that readers with any common kind of colour blindness can tell them apart on
+ranks of up to two stages; a test computes how far apart they see them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.errors import ConfigError, nearest
+from penstock.ir.action import Kind
+
+Rgb = tuple[float, ...]
+"""Red, green and blue, from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """The colours of all that is not a block."""
+
+    name: str
+    background: str
+    ink: str
+    faint: str
+    bubble: str
+    line: str
+    ranks: tuple[str, ...]
+    """Stops of the ramp for the memory curves, from the first rank to the last."""
+
+
+THEMES = {
+    theme.name: theme
+    for theme in (
+        Theme(
+            "light", "#FFFFFF", "#1F2328", "#646973", "#E8E9ED", "#D5D7DD",
+            ranks=("#0B3C68", "#0072B2", "#009E73", "#D98200"),
+        ),
+        Theme(
+            "dark", "#14161A", "#E8E9EC", "#9DA2AD", "#32363F", "#3E424C",
+            ranks=("#8FB8FF", "#3FA7E8", "#3CC79A", "#F5B041"),
+        ),
+    )
+}  # fmt: skip
+
+RAMP_OF_KIND = {
+    Kind.FORWARD: ("#1F6FB5", "#4A9FE0", "#93C8F2"),
+    Kind.BACKWARD: ("#B35E00", "#F29D1F", "#FFC766"),
+    Kind.BACKWARD_INPUT: ("#3E9B77", "#74CDA6", "#B4EBD0"),
+    Kind.BACKWARD_WEIGHT: ("#6E2152", "#A8487F", "#D68FB5"),
+}
+"""From deep over the usual one to pale."""
+
+NAME_OF_KIND = {
+    Kind.FORWARD: "F forward",
+    Kind.BACKWARD: "B backward",
+    Kind.BACKWARD_INPUT: "I backward, input part",
+    Kind.BACKWARD_WEIGHT: "W backward, weight part",
+}
+DARK_INK, LIGHT_INK = "#101214", "#FFFFFF"
+"""What is written on blocks."""
+
+
+def find_theme(name: str) -> Theme:
+    """Return a theme by its name.
+
+    Raises:
+        ConfigError: for another name.
+    """
+    if name not in THEMES:
+        raise ConfigError(f"{name!r}; known: {', '.join(THEMES)}.{nearest(name, THEMES)}", key="theme")
+    return THEMES[name]
+
+
+def block_colours(num_shades: int) -> dict[Kind, tuple[str, ...]]:
+    """Return, per kind, one colour for each stage of a rank; the usual one where a rank holds a single stage."""
+    places = [0.5] if num_shades == 1 else [shade / (num_shades - 1) for shade in range(num_shades)]
+    return {kind: tuple(to_hex(blend(ramp, place)) for place in places) for kind, ramp in RAMP_OF_KIND.items()}
+
+
+def ink_on(colour: str) -> str:
+    """Return the ink with more contrast on this colour."""
+    luminance = _luminance(to_rgb(colour))
+    # Contrast as in WCAG 2: the brighter over the darker, both raised by 0.05.
+    on_dark = 1.05 / (luminance + 0.05)
+    on_light = (luminance + 0.05) / (_luminance(to_rgb(DARK_INK)) + 0.05)
+    return LIGHT_INK if on_dark > on_light else DARK_INK
+
+
+def blend(stops: Sequence[str], place: float) -> Rgb:
+    """Return the colour at a place from 0, the first stop, to 1, the last one."""
+    colours = np.array([to_rgb(stop) for stop in stops])
+    at = place * (len(stops) - 1)
+    return tuple(float(np.interp(at, range(len(stops)), colours[:, channel])) for channel in range(3))
+
+
+def paler(colour: str, background: str, paleness: float) -> str:
+    """Mix a colour with what is behind it: 0 leaves it, 1 hides it."""
+    return to_hex(blend((colour, background), paleness))
+
+
+def to_rgb(colour: str) -> Rgb:
+    """Read `#RRGGBB`."""
+    return tuple(int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+
+
+def to_hex(colour: Rgb) -> str:
+    """Write `#RRGGBB`."""
+    return "#" + "".join(f"{round(255 * channel):02X}" for channel in colour)
+
+
+def _luminance(colour: Rgb) -> float:
+    linear = [channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4 for channel in colour]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -1,0 +1,113 @@
+"""Profiling a run: a few of its steps are recorded, its wires measured, and what they cost written down."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from penstock.execute.footprint import SavedBytes, parameter_bytes
+from penstock.execute.split_backward import INPUT_SHARE
+from penstock.execute.transport.protocol import Transport
+from penstock.execute.wires import WireSpeed, channels_of, measure_wires
+from penstock.execute.world import default_transport
+from penstock.ir.program import Program
+from penstock.pipeline import Pipeline
+from penstock.simulate import Costs
+from penstock.simulate.fit import costs_from_timelines
+from penstock.train.config import RunConfig
+from penstock.train.data import Batch, TokenDataset
+from penstock.train.loop import PREPARING_DEADLINE_S
+from penstock.train.run_folder import RunFolder
+from penstock.train.setup import build_layers, build_pipeline, prepare_together
+
+NUM_WARM_UP_STEPS = 2
+"""The first step agrees on shapes, and the second is the first to post receives ahead."""
+SMALLEST_LARGE_BYTES = 1 << 20
+"""The wires are measured with messages of this size, or the run's own if they are larger."""
+ADAM_STATES = 2
+"""AdamW keeps two numbers for each parameter."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Profile:
+    """What was measured, on every rank alike but for `rank`."""
+
+    rank: int
+    costs: Costs
+    program: Program
+    num_steps: int
+    wires: tuple[WireSpeed, ...]
+    """Channels by themselves, while nothing else ran."""
+
+
+def profile_run(config: RunConfig, *, num_steps: int) -> Profile:
+    """Measure a run as one of its ranks; torch.distributed is initialized where there are several.
+
+    No weights change, and nothing is written but the tokens of the text.
+
+    Raises:
+        ConfigError, FormatError, ScheduleError, PartitionError, PipelineError: as when it is trained.
+    """
+    folder = RunFolder(Path(config.run.folder))
+    with closing(default_transport(None, PREPARING_DEADLINE_S)) as wires:
+        dataset = prepare_together(config, folder, wires, begins_run=False)
+        pipeline = build_pipeline(config, build_layers(config, dataset.vocabulary))
+    with closing(pipeline):
+        return profile_pipeline(pipeline, dataset, num_steps)
+
+
+def profile_pipeline(pipeline: Pipeline, dataset: TokenDataset, num_steps: int) -> Profile:
+    """Measure a pipeline on the first batches of a data set; every rank calls it."""
+    for step in range(NUM_WARM_UP_STEPS):
+        _run_step(pipeline, dataset.batch(step))
+    timelines = []
+    for step in range(NUM_WARM_UP_STEPS, NUM_WARM_UP_STEPS + num_steps):
+        _run_step(pipeline, dataset.batch(step), record=True)
+        assert pipeline.timeline is not None
+        timelines.append(pipeline.timeline)
+    assert pipeline.recording is not None
+    message_bytes = pipeline.recording.message_bytes
+    saved = SavedBytes(pipeline.stages)
+    with saved.watching():
+        _run_step(pipeline, dataset.batch(0))
+    wires = _measure_wires(pipeline, message_bytes)
+    costs = costs_from_timelines(
+        timelines,
+        message_bytes=message_bytes,
+        bandwidths={(wire.sender, wire.receiver): wire.bandwidth_bytes_per_s for wire in wires},
+        input_share=INPUT_SHARE,
+    )
+    num_stages = pipeline.program.num_stages
+    held = _per_stage(pipeline.transport, parameter_bytes(pipeline.stages), num_stages)
+    kept = _per_stage(pipeline.transport, saved.largest, num_stages)
+    costs = replace(
+        costs,
+        source=f"{pipeline.program!r}, {num_steps} recorded steps",
+        activation_bytes=kept,
+        weight_context_bytes=kept,  # an upper bound: no module is split in a way that would tell
+        parameter_bytes=held,
+        gradient_bytes=held,
+        optimizer_bytes=tuple(ADAM_STATES * size for size in held),
+    )
+    return Profile(pipeline.rank, costs, pipeline.program, num_steps, tuple(wires))
+
+
+def _run_step(pipeline: Pipeline, batch: Batch, *, record: bool = False) -> None:
+    tokens, target = (part.to(pipeline.device) for part in batch)
+    pipeline.step(tokens, target=target, record=record)
+    for _, parameter in pipeline.named_parameters():
+        parameter.grad = None
+
+
+def _measure_wires(pipeline: Pipeline, message_bytes: Sequence[int]) -> list[WireSpeed]:
+    channels = channels_of(pipeline.schedule.placement)
+    num_bytes = max(SMALLEST_LARGE_BYTES, *message_bytes)
+    return measure_wires(pipeline.transport, channels, num_bytes, pipeline.device)
+
+
+def _per_stage(transport: Transport, own: Mapping[int, int], num_stages: int) -> tuple[int, ...]:
+    """Tell all ranks the bytes of all stages; a collective."""
+    everyone = transport.all_gather_object({str(stage): size for stage, size in own.items()})
+    found = {int(stage): size for sizes in cast(list[dict[str, int]], everyone) for stage, size in sizes.items()}
+    return tuple(found[stage] for stage in range(num_stages))

@@ -1,0 +1,158 @@
+"""The recorded step of a run as a file: read back, it holds the measured times exactly."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from penstock.errors import ConfigError, FormatError
+from penstock.ir.program import Program
+from penstock.ir.timeline import Timeline
+from penstock.simulate.lead_in import LeadIn
+from penstock.train.run_folder import CONFIG, TIMELINE
+
+Moments = Annotated[list[float], Field(min_length=3, max_length=3)]
+NotNegative = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedStep:
+    """What was measured in one step."""
+
+    step: int
+    """Counted from 1."""
+    timeline: Timeline
+    message_bytes: tuple[int, ...]
+    """[num_stages] bytes of each stage's output; 0 for a last stage."""
+    layers_of_stage: tuple[range, ...]
+    layer_weights: tuple[float, ...]
+    """Relative cost per layer, as the split assumed."""
+    lead_ins: tuple[LeadIn, ...]
+    """Per rank, what it did before the step; empty where that is not known."""
+    input_share: float
+    """Of a whole backward, what its input part takes where backwards are split."""
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    format: Literal["penstock-recorded-step"] = "penstock-recorded-step"
+    version: Literal[1] = 1
+    step: Annotated[int, Field(ge=1)]
+    start_s: list[float]
+    end_s: list[float]
+    clock_uncertainty_s: Annotated[float, Field(ge=0)]
+    message_bytes: list[NotNegative]
+    layers_of_stage: list[Annotated[list[NotNegative], Field(min_length=2, max_length=2)]]
+    layer_weights: list[float]
+    lead_ins: list[Moments]
+    input_share: Annotated[float, Field(ge=0, le=1)]
+    program: dict[str, Any]
+
+
+def recorded_step_to_json(recorded: RecordedStep) -> bytes:
+    """Return a text that reads back as the same times, to the last bit."""
+    timeline = recorded.timeline
+    document = _Document(
+        step=recorded.step,
+        start_s=timeline.start_s.tolist(),
+        end_s=timeline.end_s.tolist(),
+        clock_uncertainty_s=timeline.clock_uncertainty_s,
+        message_bytes=list(recorded.message_bytes),
+        layers_of_stage=[[part.start, part.stop] for part in recorded.layers_of_stage],
+        layer_weights=list(recorded.layer_weights),
+        lead_ins=[[each.free_s, each.loaded_s, each.asked_s] for each in recorded.lead_ins],
+        input_share=recorded.input_share,
+        program=orjson.loads(timeline.program.to_json()),
+    )
+    return orjson.dumps(document.model_dump(), option=orjson.OPT_APPEND_NEWLINE)
+
+
+def recorded_step_from_json(text: bytes, *, file: str = "<text>") -> RecordedStep:
+    """Read what `recorded_step_to_json` wrote.
+
+    Raises:
+        FormatError: naming the first part that is missing or wrong.
+    """
+    try:
+        document = _Document.model_validate(orjson.loads(text))
+    except orjson.JSONDecodeError as error:
+        raise FormatError(
+            f"this is no JSON: {error.msg}; the file is cut short or was changed. Record the step again",
+            file=file,
+            line=error.lineno,
+            column=max(error.colno, 1),
+        ) from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "$"
+        raise FormatError(f"{place}: {first['msg']}; record the step again", file=file) from None
+    program = Program.from_json(orjson.dumps(document.program).decode(), file=file)
+    _require_whole(document, program, file)
+    unknown = np.zeros(program.num_stages, np.int64)
+    timeline = Timeline(
+        program,
+        "measured",
+        np.array(document.start_s, np.float64),
+        np.array(document.end_s, np.float64),
+        unknown,
+        unknown,
+        clock_uncertainty_s=document.clock_uncertainty_s,
+    )
+    return RecordedStep(
+        document.step,
+        timeline,
+        tuple(document.message_bytes),
+        tuple(range(first, end) for first, end in document.layers_of_stage),
+        tuple(document.layer_weights),
+        tuple(LeadIn(*moments) for moments in document.lead_ins),
+        document.input_share,
+    )
+
+
+def _require_whole(document: _Document, program: Program, file: str) -> None:
+    """Refuse lists whose lengths do not belong together."""
+    num_layers = max((end for _, end in document.layers_of_stage), default=0)
+    expected = {
+        "start_s": program.num_instructions,
+        "end_s": program.num_instructions,
+        "message_bytes": program.num_stages,
+        "layers_of_stage": program.num_stages,
+        "layer_weights": num_layers,
+        "lead_ins": program.num_ranks if document.lead_ins else 0,
+    }
+    for name, length in expected.items():
+        found = len(getattr(document, name))
+        if found != length:
+            raise FormatError(f"{name}: {found} entries, but {length} belong there; record the step again", file=file)
+    wrong = [moments for moments in document.lead_ins if any(later < earlier for earlier, later in pairwise(moments))]
+    if wrong:
+        raise FormatError(f"lead_ins: {wrong[0]} goes back in time; record the step again", file=file)
+
+
+def read_recorded_step(folder: Path) -> RecordedStep:
+    """Read the recorded step of a run folder.
+
+    Raises:
+        ConfigError: the folder is none, or lacks what is needed; says what, and how to get it.
+        FormatError: the file is not whole.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; give the run folder of `penstock train` (run.folder)")
+    if not (folder / CONFIG).exists():
+        raise ConfigError(f"{folder} holds no {CONFIG}, so it is no run folder; give the one that run.folder names")
+    path = folder / TIMELINE
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{folder} holds no {TIMELINE}: the run has not come to its recorded step, or records none. Let it train "
+            "on, or run it with --set run.record_step=N, where N is a step that it reaches"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    return recorded_step_from_json(text, file=str(path))

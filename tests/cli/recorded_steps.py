@@ -1,0 +1,43 @@
+"""Recorded steps without a run: simulated, and passed off as measured."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from penstock.ir.timeline import Timeline
+from penstock.lower import lower
+from penstock.schedules import build
+from penstock.simulate import Costs, simulate
+from penstock.simulate.lead_in import LeadIn
+from penstock.train.recorded_step import RecordedStep
+
+LAYERS_PER_STAGE = 4
+
+
+def recorded_step(schedule=None, *, forward_s=(1.0,), late_s=0.0, uncertainty_s=0.0, input_share=0.5, **costs):
+    """A step of 4 ranks with 4 layers a stage; a backward takes twice a forward, and rank 1 comes late."""
+    schedule = schedule or build("1f1b", ranks=4, microbatches=8)
+    program = lower(schedule)
+    given = Costs(forward_s=forward_s, backward_s=tuple(2 * seconds for seconds in forward_s), **costs)
+    if schedule.kind.max() > 1:
+        given = replace(given, backward_input_s=forward_s, backward_weight_s=forward_s)
+    played = simulate(program, given)
+    unknown = np.zeros(program.num_stages, np.int64)
+    timeline = Timeline(
+        program, "measured", played.start_s, played.end_s, unknown, unknown, clock_uncertainty_s=uncertainty_s
+    )
+    usual, late = LeadIn(-3.0 - late_s, -2.0 - late_s, -1.0 - late_s), LeadIn(-3.0 - late_s, -2.0 - late_s, -1.0)
+    place_of = {stage: place for route in program.placement.routes for place, stage in enumerate(route)}
+    parts = [
+        range(LAYERS_PER_STAGE * place_of[stage], LAYERS_PER_STAGE * (place_of[stage] + 1))
+        for stage in range(program.num_stages)
+    ]
+    return RecordedStep(
+        step=20,
+        timeline=timeline,
+        message_bytes=(0,) * program.num_stages,
+        layers_of_stage=tuple(parts),
+        layer_weights=(1.0,) * max(part.stop for part in parts),
+        lead_ins=tuple(late if rank == 1 else usual for rank in range(program.num_ranks)),
+        input_share=input_share,
+    )

@@ -1,0 +1,170 @@
+"""`penstock compare`."""
+
+import json
+
+import pytest
+
+from penstock.cli.entry import main
+from penstock.schedules import FAMILIES, build
+
+SIZE = ["--ranks", "4", "--microbatches", "8"]
+
+
+def printed_by(capsys, *arguments, status=0):
+    assert main(["compare", *arguments]) == status
+    return capsys.readouterr().out
+
+
+def objects_by(capsys, *arguments, status=0):
+    return json.loads(printed_by(capsys, *arguments, "--format", "json", status=status))
+
+
+def test_schedules_stand_side_by_side_in_the_order_of_their_names(capsys):
+    lines = printed_by(capsys, "zb-h1", "1f1b", "gpipe", *SIZE).splitlines()
+
+    assert [line.split() for line in lines[2:]] == [
+        ["zb-h1", "27", "27", "0.1111", "0.1111", "4", "4", "48", "*"],
+        ["1f1b", "33", "33", "0.2727", "0.2727", "4", "4", "48"],
+        ["gpipe", "33", "33", "0.2727", "0.2727", "8", "8", "48"],
+    ]
+
+
+def test_json_is_a_list_of_objects_with_peaks_per_rank(capsys):
+    (found,) = objects_by(capsys, "1f1b", *SIZE, "--memory-limit", "4")
+
+    assert found["peak_activations"] == [4, 3, 2, 1]
+    assert list(found)[-2:] == ["is_on_front", "fits"]
+    assert found["fits"] is True
+
+
+def test_costs_are_those_that_are_given(capsys):
+    slow, whole = (
+        objects_by(capsys, "1f1b", *SIZE, "--costs", costs)[0]["makespan_s"]
+        for costs in ("F=2,I=2,W=2,transfer=0", "F=1,I=9,W=9,B=2")
+    )
+
+    assert (slow, whole) == (66.0, 33.0)
+
+
+def test_costs_without_the_parts_of_a_backward_refuse_those_that_split_it(capsys):
+    whole, split = objects_by(capsys, "1f1b", "zb-h1", *SIZE, "--costs", "F=1,B=2")
+
+    assert whole["makespan_s"] == 33.0
+    assert "backward_input_s" in split["error"]
+    assert "(I= and W= where costs are a text)" in split["error"]
+
+
+def test_costs_per_rank_make_work_equal(capsys):
+    one, two = objects_by(capsys, "1f1b", "zbv", *SIZE, "--per-rank")
+
+    for found in (one, two):
+        assert found["makespan_s"] * (1 - found["bubble_fraction"]) == pytest.approx(24)
+
+
+def test_a_family_that_refuses_the_shape_is_a_row_that_says_why(capsys):
+    text = printed_by(capsys, "1f1b", "interleaved-1f1b", *SIZE, "--stages-per-rank", "2")
+    refused, found = objects_by(capsys, "1f1b", "interleaved-1f1b", *SIZE, "--stages-per-rank", "2")
+
+    assert "\n1f1b              refused: stages_per_rank: 1f1b takes 1 stage per rank, got 2\n" in text
+    nothing = dict.fromkeys(found) | {"name": "1f1b"}
+    assert refused == nothing | {"error": "stages_per_rank: 1f1b takes 1 stage per rank, got 2"}
+
+
+def test_if_all_refuse_the_status_is_1(capsys):
+    assert objects_by(capsys, "1f1b", *SIZE, "--stages-per-rank", "2", status=1)[0]["error"]
+    assert main(["compare", "1f1b", *SIZE, "--slices", "2"]) == 1
+    assert capsys.readouterr().err == (
+        "penstock: none of these schedules can be compared\n"
+        "  1f1b: slices: 1f1b does not cut microbatches, got 2; use 1 slice or a family that does\n"
+    )
+
+
+def test_files_and_functions_are_compared_with_families(capsys, tmp_path):
+    file, script = tmp_path / "mine.json", tmp_path / "mine.py"
+    file.write_text(build("1f1b", ranks=4, microbatches=8).to_json())
+    script.write_text("def one(ranks, microbatches, depth=1):\n    1 // depth\n    yield '0F0 0B0'\n")
+
+    found = objects_by(capsys, "1f1b", str(file), *SIZE, "--from", f"{script}:one:depth=0")
+
+    assert [row["name"] for row in found] == ["1f1b", str(file), f"{script}:one:depth=0"]
+    assert {**found[0], "name": ""} == {**found[1], "name": ""}
+    assert found[2]["error"] == f"{script}:2: one failed: ZeroDivisionError: integer division or modulo by zero"
+
+
+def test_files_alone_need_no_shape(capsys, tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0B0\n")
+
+    assert objects_by(capsys, str(file))[0]["makespan_s"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["1f2b", *SIZE], "Did you mean '1f1b'"),
+        (["1f1b", "none.csv", *SIZE], "none.csv: cannot be read"),
+        (["1f1b", *SIZE, "--costs", "F=1,I=1"], "costs: W missing"),
+        (["1f1b", *SIZE, "--memory-limit", "0"], "--memory-limit: 0 activations; give a limit of 1 or more"),
+    ],
+)
+def test_wrong_input_is_one_message_and_status_1(capsys, arguments, told):
+    assert main(["compare", *arguments]) == 1
+    said, complained = capsys.readouterr()
+    assert said == ""
+    assert told in complained
+
+
+def test_a_sweep_compares_all_sizes_and_marks_the_front(capsys):
+    found = objects_by(capsys, "1f1b", "zb-h1", "--ranks", "4", "--sweep", "microbatches=4..8")
+
+    assert [row["name"] for row in found] == [
+        "1f1b, 4 microbatches", "zb-h1, 4 microbatches", "1f1b, 8 microbatches", "zb-h1, 8 microbatches",
+    ]  # fmt: skip
+    assert [row["is_on_front"] for row in found] == [False, False, False, True]
+    assert found[2]["makespan_s"] == 33.0
+
+
+def test_limits_may_be_swept(capsys):
+    text = printed_by(capsys, "1f1b", "gpipe", *SIZE, "--sweep", "memory_limit=4,8")
+
+    assert "\nfastest within 4 activations: 1f1b\nfastest within 8 activations: 1f1b" in text
+
+
+@pytest.mark.parametrize("arguments", [[], SIZE, ["1f1b", "--ranks", "4"]])
+def test_what_is_left_out_is_wrong_usage(arguments, capsys):
+    assert main(["compare", *arguments]) == 2
+
+
+@pytest.mark.slow
+def test_every_family_can_be_compared(capsys):
+    found = objects_by(capsys, *FAMILIES, *SIZE)
+
+    assert [row["name"] for row in found] == list(FAMILIES)
+    assert [row for row in found if "error" in row] == []
+
+
+@pytest.mark.slow
+def test_a_picture_goes_where_it_is_wanted(capsys, tmp_path):
+    file = tmp_path / "front.svg"
+
+    assert printed_by(capsys, "1f1b", "zb-h1", *SIZE, "--output", str(file)) == ""
+
+    assert ">zb-h1</text>" in file.read_text()
+
+
+def test_what_is_not_in_the_picture_is_told(capsys, tmp_path):
+    shape = ["--ranks", "4", "--microbatches", "3", "--format", "html"]
+
+    assert main(["compare", "1f1b", "dualpipe", *shape]) == 0
+    printed = capsys.readouterr()
+    assert "<!DOCTYPE html>" in printed.out
+    assert "dualpipe is not in the picture: microbatches: dualpipe sends half" in printed.err
+
+    assert main(["compare", "dualpipe", *shape, "--output", str(tmp_path / "none.html")]) == 1
+    assert "none of these schedules can be compared" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_has_no_theme(capsys):
+    assert main(["compare", "1f1b", *SIZE, "--theme", "dark"]) == 1
+    assert "--theme: only for svg, png, html; leave it out for table" in capsys.readouterr().err

@@ -1,0 +1,166 @@
+"""`penstock convert`."""
+
+import io
+import os
+import sys
+
+import pytest
+
+from penstock.cli.entry import main
+from penstock.ir.action import Action, Kind
+from penstock.ir.formats.deepspeed import to_deepspeed
+from penstock.ir.formats.megatron import to_megatron
+from penstock.ir.grid import to_grid
+from penstock.ir.schedule import Schedule
+from penstock.lower import lower
+from penstock.placement import Placement
+from penstock.schedules import build
+
+SCHEDULE = build("1f1b", ranks=2, microbatches=3)
+INTERLEAVED = build("interleaved-1f1b", ranks=2, microbatches=4, stages_per_rank=2)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder, where the command runs, with a schedule `in.csv`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.csv").write_text(SCHEDULE.to_csv())
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("out.csv", SCHEDULE.to_csv()),
+        ("out.txt", to_grid(SCHEDULE) + "\n"),
+        ("out.grid", to_grid(SCHEDULE) + "\n"),
+        ("OUT.GRID", to_grid(SCHEDULE) + "\n"),
+        ("out.deepspeed", to_deepspeed(SCHEDULE)),
+    ],
+)
+def test_the_suffix_of_the_new_file_tells_its_format(folder, capsys, name, expected):
+    assert main(["convert", "in.csv", name]) == 0
+    assert (folder / name).read_bytes().decode() == expected
+    told = "2 ranks, 2 stages, 3 microbatches, 12 actions; peak activations per rank 2, 1"
+    assert capsys.readouterr().out == f"{name}: {told}\n"
+
+
+def test_a_format_that_is_given_goes_before_the_suffix(folder):
+    assert main(["convert", "in.csv", "out.txt", "--from", "csv", "--to", "deepspeed-old"]) == 0
+    assert (folder / "out.txt").read_text() == to_deepspeed(SCHEDULE, old=True)
+
+
+def test_a_table_of_megatron_goes_there_and_back(folder):
+    (folder / "table").write_text(to_megatron(INTERLEAVED))
+
+    assert main(["convert", "table", "out.csv"]) == 0
+    assert main(["convert", "out.csv", "out.megatron"]) == 0
+
+    assert (folder / "out.csv").read_bytes().decode() == INTERLEAVED.to_csv()
+    assert (folder / "out.megatron").read_text() == to_megatron(INTERLEAVED)
+
+
+@pytest.mark.parametrize("name", ["csv", "json", "grid", "deepspeed", "deepspeed-old", "megatron"])
+def test_what_is_converted_passes_the_check(folder, name):
+    (folder / "in.csv").write_text((INTERLEAVED if name == "megatron" else SCHEDULE).to_csv())
+
+    assert main(["convert", "in.csv", "out", "--to", name]) == 0
+    assert main(["check", "out", "--ranks", "2"]) == 0
+
+
+def test_communication_is_added_and_dropped_on_request(folder):
+    assert main(["convert", "in.csv", "lowered.csv", "--lowered"]) == 0
+    assert main(["convert", "lowered.csv", "actions.csv", "--compute-only"]) == 0
+
+    assert (folder / "lowered.csv").read_bytes().decode() == lower(SCHEDULE).to_csv()
+    assert (folder / "actions.csv").read_bytes() == (folder / "in.csv").read_bytes()
+
+
+def test_dashes_stand_for_standard_input_and_output(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(SCHEDULE.to_csv()))
+
+    assert main(["convert", "-", "-", "--to", "deepspeed"]) == 0
+    assert capsys.readouterr().out == to_deepspeed(SCHEDULE)
+    assert [path.name for path in folder.iterdir()] == ["in.csv"]
+
+
+def test_a_file_that_is_there_is_replaced_on_request_only(folder, capsys):
+    (folder / "out.json").write_text("precious")
+
+    assert main(["convert", "in.csv", "out.json"]) == 1
+    assert "out.json is there already; give another name, or --force to replace it" in capsys.readouterr().err
+    assert (folder / "out.json").read_text() == "precious"
+
+    assert main(["convert", "in.csv", "out.json", "--force"]) == 0
+    assert (folder / "out.json").read_text().startswith("{")
+
+
+def test_a_file_is_not_replaced_by_what_is_wrong(folder):
+    (folder / "out.json").write_text("precious")
+    (folder / "in.csv").write_text("0B0,0F0")
+
+    assert main(["convert", "in.csv", "out.json", "--force"]) == 1
+    assert (folder / "out.json").read_text() == "precious"
+
+
+@pytest.mark.parametrize("suffix", ["csv", "json"])
+def test_a_wrong_file_is_named_as_it_was_given(folder, capsys, suffix):
+    orders = [[Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0)]]
+    wrong = Schedule.from_actions("drawn", Placement.line(1), orders, num_microbatches=1)
+    (folder / "sub").mkdir()
+    (folder / "sub" / f"in.{suffix}").write_text(wrong.to_csv() if suffix == "csv" else wrong.to_json())
+
+    assert main(["convert", f"sub/in.{suffix}", "-", "--to", "json"]) == 1
+    assert capsys.readouterr().err.startswith(f"penstock: sub/in.{suffix}: the schedule breaks 1 rule\n")
+
+
+def test_a_file_may_replace_itself(folder):
+    assert main(["convert", "in.csv", "in.csv", "--to", "grid", "--force"]) == 0
+    assert (folder / "in.csv").read_text() == to_grid(SCHEDULE) + "\n"
+
+
+def test_a_link_stays_a_link_to_the_new_text(folder):
+    (folder / "kept.txt").write_text("old")
+    (folder / "link.txt").symlink_to("kept.txt")
+
+    assert main(["convert", "in.csv", "link.txt", "--force"]) == 0
+    assert (folder / "link.txt").is_symlink()
+    assert (folder / "kept.txt").read_text() == to_grid(SCHEDULE) + "\n"
+
+
+@pytest.mark.parametrize("name", ["folder.csv", os.devnull])
+def test_only_a_file_can_be_replaced(folder, capsys, name):
+    (folder / "folder.csv").mkdir()
+
+    assert main(["convert", "in.csv", name, "--to", "csv", "--force"]) == 1
+    assert f"OUT: {name} is no ordinary file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["in.csv", "out.dat"], "--to: out.dat does not end in any of .csv, .json, .txt, .grid, .deepspeed, .megatron"),
+        (["in.csv", "-"], "--to: standard output has no name, which would tell its format; give one of csv, json"),
+        (["in.csv", "nowhere/out.csv"], "out.csv: cannot be written: No such file or directory"),
+        (["none.csv", "out.json"], "none.csv: cannot be read (No such file or directory)"),
+        (["in.csv", "out.megatron"], "a table of Megatron-LM cannot express this order"),
+        (["in.csv", "out.grid", "--lowered"], "--lowered: grid holds actions alone"),
+        (["bad.csv", "out.json"], "bad.csv:2:5: "),
+        (["wrong.csv", "out.json"], "rank 0, position"),
+    ],
+)
+def test_what_cannot_be_converted_is_one_message_and_leaves_nothing_behind(folder, capsys, arguments, told):
+    (folder / "bad.csv").write_text("0F0\n1F0,x")
+    (folder / "wrong.csv").write_text("0B0,0F0")
+    before = sorted(path.name for path in folder.iterdir())
+
+    assert main(["convert", *arguments]) == 1
+    assert told in capsys.readouterr().err
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "arguments", [["in.csv"], ["in.csv", "a.csv", "--to", "yaml"], ["a", "b", "--lowered", "--compute-only"]]
+)
+def test_wrong_usage_is_status_2(arguments, capsys):
+    assert main(["convert", *arguments]) == 2

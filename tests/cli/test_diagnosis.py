@@ -1,0 +1,136 @@
+"""Planted causes are named, every idle microsecond has a cause, and the critical path is told whole."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.cli.diagnosis import diagnose
+from penstock.cli.what_if import Setting
+from penstock.ir.timeline import Timeline
+from penstock.lower import lower
+from penstock.simulate import simulate
+from penstock.simulate.causes import Cause
+from penstock.simulate.lead_in import LeadIn
+from penstock.train.recorded_step import RecordedStep
+from tests.planted import Planted
+from tests.simulate.events import uneven_costs
+from tests.strategies import schedules
+
+NUM_TRIALS = 5
+
+
+def some_shape(chance):
+    num_ranks = chance.choice([2, 3, 4])
+    return {
+        "schedule": chance.choice(["1f1b", "gpipe", "zb-h1"]),
+        "num_ranks": num_ranks,
+        "num_microbatches": 2 * num_ranks,
+    }
+
+
+def slow_stage(chance):
+    shape = some_shape(chance)
+    stage = chance.randrange(shape["num_ranks"])
+    return Planted(**shape, slow_stages={stage: 2.5}), f"stage {stage} on rank {stage}, "
+
+
+def slow_channel(chance):
+    shape = some_shape(chance)
+    lower_rank = chance.randrange(shape["num_ranks"] - 1)
+    sender, receiver = chance.choice([(lower_rank, lower_rank + 1), (lower_rank + 1, lower_rank)])
+    return Planted(**shape, slow_channels={(sender, receiver): 0.04}), f"rank {sender} to rank {receiver}, "
+
+
+def late_rank(chance):
+    shape = some_shape(chance)
+    rank = chance.randrange(shape["num_ranks"])
+    return Planted(**shape, late_ranks={rank: 0.06}), f"rank {rank}, late"
+
+
+def slow_data(chance):
+    shape = some_shape(chance)
+    rank = chance.randrange(shape["num_ranks"])
+    return Planted(**shape, slow_data={rank: 0.06}), f"rank {rank}"
+
+
+CAUSES = {
+    slow_stage: Cause.IMBALANCE,
+    slow_channel: Cause.TRANSFER,
+    late_rank: Cause.STRAGGLER,
+    slow_data: Cause.DATA,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize("trial", range(NUM_TRIALS))
+@pytest.mark.parametrize("plant", list(CAUSES))
+def test_a_planted_cause_is_named_with_its_culprit(plant, trial):
+    planted, culprit = plant(random.Random(trial))
+
+    diagnosis = diagnose(planted.record(), planted.setting)
+
+    chief = diagnosis.chief_loss
+    assert (chief.cause, chief.culprit[: len(culprit)]) == (CAUSES[plant], culprit), diagnosis.losses
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_an_unfavourable_split_is_cured_by_moving_a_layer_out_of_the_slow_stage():
+    planted = Planted(num_ranks=2, layers_per_stage=4, slow_stages={1: 2.0})
+
+    diagnosis = diagnose(planted.record(), planted.setting)
+
+    [move] = [change for change in diagnosis.changes if change.text == "move one layer from stage 1 to stage 0"]
+    assert -0.35 < move.step_change < -0.10
+    assert "move one layer from stage 0 to stage 1" not in [change.text for change in diagnosis.changes]
+
+
+def recorded_step(schedule, seed):
+    """A simulated step that passes for a measured one, with uneven costs and ranks that come at different times."""
+    program, chance = lower(schedule), np.random.default_rng(seed)
+    timeline = simulate(program, uneven_costs(program, seed))
+    unknown = np.zeros(program.num_stages, np.int64)
+    measured = Timeline(program, "measured", timeline.start_s, timeline.end_s, unknown, unknown)
+    moments = np.sort(chance.uniform(-9, -1, (program.num_ranks, 3)))
+    parts = [range(2 * place, 2 * place + 2) for place in range(len(program.placement.routes[0]))]
+    place_of = {stage: place for route in program.placement.routes for place, stage in enumerate(route)}
+    return RecordedStep(
+        3,
+        measured,
+        (0,) * program.num_stages,
+        tuple(parts[place_of[stage]] for stage in range(program.num_stages)),
+        (1.0,) * (2 * len(parts)),
+        tuple(LeadIn(*row) for row in moments.tolist()),
+        0.5,
+    )
+
+
+@given(schedules(), st.integers(0, 2**32))
+def test_the_causes_add_up_to_all_idle_time_from_when_a_rank_was_free_to_the_end(schedule, seed):
+    recorded = recorded_step(schedule, seed)
+    timeline = recorded.timeline
+    if timeline.makespan_s == 0:
+        return
+
+    idle = diagnose(recorded, Setting(batch_size=schedule.num_microbatches)).idle
+
+    end_s = timeline.end_s[timeline.program.is_compute].max()
+    expected = [end_s - lead_in.free_s - timeline.work_s[rank] for rank, lead_in in enumerate(recorded.lead_ins)]
+    assert idle.idle_s == pytest.approx(expected, abs=1e-6)
+
+
+@given(schedules(), st.integers(0, 2**32))
+def test_the_contributions_to_the_critical_path_add_up_to_the_makespan(schedule, seed):
+    recorded = recorded_step(schedule, seed)
+    if recorded.timeline.makespan_s == 0:
+        return
+
+    diagnosis = diagnose(recorded, Setting(batch_size=schedule.num_microbatches))
+
+    durations = [contribution.duration_s for contribution in diagnosis.path]
+    assert sum(durations) == pytest.approx(recorded.timeline.makespan_s, abs=1e-6)
+    assert durations == sorted(durations, reverse=True)

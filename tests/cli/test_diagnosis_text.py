@@ -1,0 +1,134 @@
+"""A diagnosis in words: figures with their units, tables that add up, and the same as JSON."""
+
+import json
+import re
+
+import pytest
+
+from penstock.cli.diagnosis import diagnose
+from penstock.cli.diagnosis_text import chief_finding, to_json, to_text
+from penstock.cli.what_if import Setting
+from penstock.schedules import build
+from tests.cli.recorded_steps import recorded_step
+
+SETTING = Setting(batch_size=16, family="1f1b", stages_per_rank=1)
+
+
+def diagnosis_of(setting=SETTING, **step):
+    return diagnose(recorded_step(**step), setting)
+
+
+def sections(text):
+    """Blocks of lines between empty ones, by their first line."""
+    blocks = [block.split("\n") for block in text.split("\n\n")]
+    return {block[0]: block[1:] for block in blocks}
+
+
+def test_the_first_block_says_what_was_measured_and_predicted():
+    lines = to_text(diagnosis_of()).split("\n")[:4]
+
+    assert lines == [
+        "step 20: 1f1b, 4 ranks, 4 stages, 8 microbatches",
+        "measured:   makespan 33.0 s, bubble 27.3 %, and 3.00 s before its first computation",
+        "predicted:  makespan 33.0 s, bubble 27.3 % (+0.0 %)",
+        "Beside the schedule's own order, data loading costs most: 2.8 % of the step (rank 0).",
+    ]
+
+
+def test_idle_times_of_a_rank_add_up_in_its_row():
+    rows = sections(to_text(diagnosis_of(late_s=6.0)))["idle time of each rank by its cause, in s"]
+
+    assert rows[0].split() == [
+        "rank",
+        "dependency",
+        "straggler",
+        "launch",
+        "synchronisation",
+        "data",
+        "loading",
+        "idle",
+    ]
+    for row in rows[2:]:
+        *causes, idle = (float(figure) for figure in row.split()[1:])
+        assert sum(causes) == pytest.approx(idle, abs=0.003)
+    assert rows[-1].split()[0] == "all"
+    assert float(rows[3].split()[2]) == 6.0
+
+
+def test_causes_that_cost_next_to_nothing_have_no_line():
+    rows = sections(to_text(diagnosis_of(late_s=6.0)))["the step without each cause (some seconds have two)"]
+
+    assert [re.split(r"  +", row.strip()) for row in rows[2:]] == [
+        ["-21.4 %", "dependency", "the order of 1f1b"],
+        ["-14.3 %", "straggler", "rank 1, late for the step"],
+        ["-2.4 %", "data loading", "rank 1"],
+        ["-2.4 %", "synchronisation"],
+    ]
+
+
+def test_the_critical_path_is_told_by_what_computes():
+    rows = sections(to_text(diagnosis_of()))["the critical path consists of"]
+
+    assert rows[2:4] == ["48.5 %  backward of stage 3", "24.2 %  forward of stage 3"]
+
+
+def test_changes_that_help_are_listed_with_their_price_in_memory():
+    block = sections(to_text(diagnosis_of()))["what would help, each simulated"]
+
+    assert block[0].split() == ["step", "memory", "change"]
+    assert "-18.2 %   +0.0 %  zb-h1" in block
+    assert len([line for line in block[2:] if "% " in line and "microbatches" not in line]) == 6
+    assert not any("yet" in line for line in block)
+
+
+def test_assumptions_behind_a_change_are_told_where_it_is_listed():
+    text = to_text(diagnosis_of(forward_s=(1.0, 1.0, 1.0, 2.0), input_share=1.0))
+
+    assert "move one layer from stage 3 to stage 2" in text
+    assert "\n  a stage's measured seconds are shared among its layers by their weights" in text
+    assert "\n  the input part of a backward does all of it yet: schedules that split backwards gain less" in text
+
+
+def test_where_nothing_helps_that_is_said():
+    schedule = build("1f1b", ranks=1, microbatches=8)
+
+    text = to_text(diagnosis_of(Setting(batch_size=8), schedule=schedule))
+
+    assert re.search(r"no other split, schedule or number of microbatches helps: \d+ changes simulated", text)
+    assert "stage 0" in text
+
+
+def test_uncertain_clocks_are_told():
+    assert "times of different hosts are within 20.0 µs of each other" in to_text(diagnosis_of(uncertainty_s=2e-5))
+    assert "different hosts" not in to_text(diagnosis_of())
+
+
+def test_the_chief_finding_names_cause_share_and_culprit():
+    uneven = diagnosis_of(forward_s=(1.0, 1.0, 1.0, 2.0))
+
+    assert chief_finding(uneven) == (
+        "Beside the schedule's own order, imbalance costs most: 26.2 % of the step "
+        "(stage 3 on rank 3, 1.60 times the mean)."
+    )
+
+
+def test_json_holds_the_same_with_seconds_that_add_up():
+    diagnosis = diagnosis_of(late_s=6.0, uncertainty_s=2e-5)
+
+    document = json.loads(to_json(diagnosis))
+
+    assert list(document) == [
+        "step", "schedule", "step_s", "measured", "predicted", "clock_uncertainty_s", "finding", "idle_s", "losses",
+        "critical_path", "changes",
+    ]  # fmt: skip
+    assert document["step_s"] == 33.0 + 9.0
+    assert document["clock_uncertainty_s"] == 2e-5
+    for row in document["idle_s"]:
+        assert sum(value for key, value in row.items() if key not in ("rank", "idle")) == pytest.approx(row["idle"])
+    assert document["losses"][1] | {"step_change": 0} == {
+        "cause": "straggler", "duration_s": 6.0, "step_change": 0, "culprit": "rank 1, late for the step",
+    }  # fmt: skip
+    assert {"sort": "schedule", "change": "zb-h1", "memory_change": 0.0}.items() <= next(
+        change for change in document["changes"] if change["change"] == "zb-h1"
+    ).items()
+    assert sum(piece["duration_s"] for piece in document["critical_path"]) == pytest.approx(33.0)

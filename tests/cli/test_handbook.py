@@ -1,0 +1,98 @@
+"""The handbook: docs/schedules.md is what is generated now, and its written parts are true."""
+
+import re
+import shlex
+
+import pytest
+
+from penstock.cli import handbook as written
+from penstock.cli.entry import main
+from penstock.cli.handbook import differences, family_text, handbook, side_by_side
+from penstock.schedules import FAMILIES, build
+from tests.grids import assert_grid
+from tests.house.source import ROOT
+
+ALL = list(FAMILIES.values())
+TEXT = written.TEXT.read_text(encoding="utf-8")
+PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+COMMANDS = re.findall(r"^penstock (?:show|compare) .*", TEXT, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_page_in_docs_is_what_is_generated_now():
+    page = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+
+    assert page == handbook(ALL), "run: penstock schedules --format markdown > docs/schedules.md"
+
+
+@pytest.mark.slow
+def test_every_family_has_a_section_and_a_row_of_figures():
+    page = handbook(ALL)
+
+    assert re.findall(r"^### (.*)", page, re.MULTILINE)[: len(ALL)] == list(FAMILIES)
+    figures = re.findall(r"^\| `([\w-]+)(?::slices=2)?` \| [\d.]+ s \|", page, re.MULTILINE)
+    assert figures == [name for name in FAMILIES if name != "forward-only"]
+    assert "<!--" not in page
+
+
+@pytest.mark.slow
+def test_a_family_that_refuses_the_size_has_its_reason_beside_its_name(monkeypatch):
+    monkeypatch.setattr(written, "MICROBATCHES", 2)
+
+    assert "| `dualpipe` | microbatches: dualpipe needs at least 2 microbatches per rank" in side_by_side(ALL)
+
+
+def test_all_that_is_named_as_a_schedule_to_take_exists():
+    rows = re.findall(r"^\| [^|`]+ \| ([^|]*) \|", TEXT, re.MULTILINE)
+    names = {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
+
+    assert len(names) > 10
+    assert names <= set(FAMILIES)
+
+
+def test_differences_are_about_families_and_options_that_exist():
+    about = re.findall(r"^\* `([\w-]+)`: ", TEXT, re.MULTILINE)
+
+    assert len(about) > 5
+    assert set(about) <= set(FAMILIES)
+    for name in about:
+        for text in differences(name):
+            options = dict(re.findall(r"`(\w+)=(\w+)`", text)) | dict.fromkeys(re.findall(r"\(`(\w+)`\)", text), True)
+            build(name, ranks=4, microbatches=8, **options)
+
+
+def test_the_differences_of_a_family_stand_on_its_page():
+    told = [text.split(":")[0][:10] for text in differences("interleaved-1f1b")]
+
+    assert told == ["any number", "groups bel", "as many mi"]
+    assert differences("gpipe") == []
+    page = " ".join(family_text(FAMILIES["looped-bfs"], width=120, as_markdown=False).split())
+    assert f"differs {differences('looped-bfs')[0]}" in page
+    assert differences("looped-bfs")[0] in family_text(FAMILIES["looped-bfs"], width=120, as_markdown=True)
+
+
+def test_the_function_in_the_text_is_that_of_the_example():
+    example = (ROOT / "examples" / "own_schedule.py").read_text(encoding="utf-8")
+
+    assert len(PYTHON) == 1
+    assert PYTHON[0] in example
+
+
+def test_the_function_in_the_text_runs():
+    namespace = {}
+    exec(PYTHON[0], namespace)
+
+    found = build(namespace["in_groups"], ranks=2, microbatches=4, size=2)
+
+    assert_grid(found, "0F0 0F1 0B0 0B1 0F2 0F3 0B2 0B3\n1F0 1F1 1B0 1B1 1F2 1F3 1B2 1B3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", COMMANDS)
+def test_the_commands_in_the_text_run(line, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "mine.txt").write_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n")
+
+    assert main(shlex.split(line.partition(">")[0].partition("#")[0])[1:]) == 0
+    assert "refused" not in capsys.readouterr().out

@@ -1,0 +1,121 @@
+"""Families on pages: nothing is lost, and everything fits the width."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.cli.pages import command, draw_example, family_page, family_section, table_page
+from penstock.errors import ConfigError
+from penstock.ir.grid import from_grid, to_grid
+from penstock.schedules import FAMILIES, build
+
+ALL = list(FAMILIES.values())
+WIDTHS = [100, 120, 140, 160]
+
+
+def squeezed(text):
+    return "".join(text.split())
+
+
+def column(page, begin, end):
+    return squeezed("".join(line[begin:end] for line in page.splitlines()))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_table_fits_its_width_and_has_a_row_of_figures_and_one_of_advice(width):
+    lines = table_page(ALL, width).splitlines()
+
+    assert max(map(len, lines)) <= width
+    assert [line.split()[0] for line in lines[2:-4] if line and not line.startswith(" ")] == list(FAMILIES)
+    for family in ALL:
+        assert any(line.strip() and line.strip() in family.advice for line in lines)
+
+
+def test_the_table_keeps_every_word():
+    page = table_page(ALL, 120)
+    rules = page.splitlines()[1].split("  ")
+    begin = 0
+
+    for rule, key in zip(rules, ("name", "placement", "restrictions", "bubble", "memory"), strict=True):
+        found = column(page, begin, begin + len(rule))
+        assert all(squeezed(getattr(family, key))[:12] in found for family in ALL)
+        begin += len(rule) + 2
+
+
+@pytest.mark.parametrize(("width", "same_as"), [(20, 100), (400, 160)])
+def test_the_table_keeps_a_readable_width(width, same_as):
+    assert table_page(ALL, width) == table_page(ALL, same_as)
+
+
+@pytest.mark.parametrize("family", ALL, ids=FAMILIES)
+def test_the_page_of_a_family_says_all_about_it(family):
+    page = family_page(family, draw_example(family), ["other than there"], 120)
+
+    assert page.startswith(f"{family.name}: {family.summary}\n\npenstock show {family.name} --ranks ")
+    for text in (family.source, family.placement, family.restrictions, family.bubble, family.memory, family.advice):
+        assert squeezed(text) in squeezed(page)
+    for name, option in family.options.items():
+        assert squeezed(f"option {name}") in squeezed(page)
+        assert squeezed(f"(default {option.default}): {option.help}") in squeezed(page)
+    assert "differs" in page
+    assert "other than there" in page
+
+
+@pytest.mark.parametrize("family", ALL, ids=FAMILIES)
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_drawing_is_cut_into_parts_that_fit_and_lose_nothing(family, width):
+    ranks = family.example[0]
+    drawing = draw_example(family)
+    lines = family_page(family, drawing, [], width).splitlines()[4:]
+    parts = [line for line in lines if line.startswith("rank ")]
+
+    assert max(map(len, parts)) <= width
+    joined = [" ".join(line.partition(":")[2] for line in parts[rank::ranks]) for rank in range(ranks)]
+    assert [line.split() for line in joined] == [line.partition(":")[2].split() for line in drawing.splitlines()]
+
+
+@pytest.mark.parametrize("family", ALL, ids=FAMILIES)
+@pytest.mark.parametrize("width", [60, 120])
+def test_the_drawing_on_a_page_reads_back_as_the_schedule(family, width):
+    drawing = draw_example(family)
+    page = family_page(family, drawing, [], width)
+
+    shown = page[page.index("rank 0:") : page.index("A column is")]
+
+    assert from_grid(shown) == from_grid(drawing)
+
+
+@pytest.mark.parametrize("family", ALL, ids=FAMILIES)
+def test_the_command_of_a_family_draws_its_example(family, capsys):
+    from penstock.cli.entry import main
+
+    assert main(command(family).split()[1:]) == 0
+    assert capsys.readouterr().out == draw_example(family) + "\n"
+
+
+def test_the_section_in_markdown_holds_command_and_drawing_in_a_fence():
+    family = FAMILIES["gpipe"]
+
+    section = family_section(family, draw_example(family))
+
+    assert section.startswith("### gpipe\n\nAll forwards, then all backwards.\n\n* source: GPipe")
+    fence = section.split("```")[1].split("\n\n")
+    assert fence[0].strip() == "penstock show gpipe --ranks 4 --microbatches 6"
+    assert from_grid(fence[1]) == build("gpipe", ranks=4, microbatches=6)
+    assert "* option backward_order: ascending or descending (default ascending): order of the" in section
+
+
+def test_families_that_cut_microbatches_are_drawn_with_slices():
+    family = FAMILIES["seq1f1b"]
+
+    assert draw_example(family) == to_grid(build("seq1f1b", ranks=4, microbatches=6, slices=2))
+    assert command(family).endswith(" --slices 2")
+
+
+def test_an_example_that_a_family_refuses_is_told_in_its_place():
+    family = replace(FAMILIES["dualpipe"], example=(3, 8))
+
+    with pytest.raises(ConfigError) as refused:
+        build("dualpipe", ranks=3, microbatches=8)
+    assert draw_example(family) == str(refused.value)
+    assert str(refused.value)[:20] in family_page(family, draw_example(family), [], 120)

@@ -1,0 +1,84 @@
+"""Which format is wanted, and where a result goes."""
+
+import io
+import sys
+from argparse import Namespace
+
+import pytest
+
+from penstock.cli.pictures import CHARTS, SUFFIXES, refuse_useless, wanted_format, write_result
+from penstock.errors import ConfigError, PenstockError
+
+
+def asked(format=None, output=None, **others):
+    return Namespace(format=format, output=output, **others)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (asked(), "grid"),
+        (asked("png"), "png"),
+        (asked(None, "a.svg"), "svg"),
+        (asked(None, "folder/A.HTML"), "html"),
+        (asked("trace", "a.json"), "trace"),
+        (asked("svg", "a.svg"), "svg"),
+    ],
+)
+def test_the_format_is_the_one_that_is_given_or_that_of_the_suffix(arguments, expected):
+    assert wanted_format(arguments, SUFFIXES, "grid") == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (asked(None, "a.jpg"), r"--output: a\.jpg does not end in any of \.svg, \.png"),
+        (asked(None, "a"), "give --format"),
+        (asked("png", "a.svg"), r"a\.svg is the name of svg, but --format is png"),
+        (asked("csv", "a.png"), r"a\.png is the name of png, but --format is csv"),
+    ],
+)
+def test_names_that_tell_no_format_or_another_one_are_refused(arguments, told):
+    with pytest.raises(ConfigError, match=told):
+        wanted_format(arguments, SUFFIXES, "grid")
+
+
+def test_arguments_that_would_change_nothing_are_refused():
+    refuse_useless(asked(theme=None), "theme", "trace", CHARTS)
+    refuse_useless(asked(theme="dark"), "theme", "png", CHARTS)
+    with pytest.raises(ConfigError, match="--theme: only for svg, png, html; leave it out for trace"):
+        refuse_useless(asked(theme="dark"), "theme", "trace", CHARTS)
+
+
+def test_a_file_is_written_and_replaced(tmp_path):
+    for data in (b"first", b"second"):
+        write_result(data, "png", str(tmp_path / "a.png"))
+
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+    assert (tmp_path / "a.png").read_bytes() == b"second"
+
+
+def test_a_folder_is_not_replaced_and_a_missing_one_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="is no ordinary file"):
+        write_result(b"", "svg", str(tmp_path))
+    with pytest.raises(PenstockError, match=r"missing/a\.svg: cannot be written: No such file"):
+        write_result(b"", "svg", str(tmp_path / "missing" / "a.svg"))
+
+
+def test_standard_output_gets_the_bytes(capsysbinary):
+    write_result(b"\x89PNG\xff", "png", None)
+
+    assert capsysbinary.readouterr().out == b"\x89PNG\xff"
+
+
+def test_a_terminal_gets_no_binary(monkeypatch):
+    class Terminal(io.TextIOWrapper):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stdout", Terminal(io.BytesIO()))
+
+    with pytest.raises(ConfigError, match=r"a terminal cannot show png; give --output NAME\.png"):
+        write_result(b"", "png", None)
+    write_result(b"<svg/>", "svg", None)
+    assert sys.stdout.buffer.getvalue() == b"<svg/>"

@@ -1,0 +1,70 @@
+"""`penstock profile`: what its ranks are told, what is written, and what is refused."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import launch
+from penstock.cli.entry import main
+from penstock.simulate.costs_file import read_costs
+from tests.tiny_run import files_below, settings, start, write_tiny_run
+
+PENSTOCK = ("-m", "penstock.cli")
+
+
+@pytest.fixture
+def run_file(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    write_tiny_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return "run.toml"
+
+
+def test_ranks_are_told_the_same_command(run_file, monkeypatch):
+    launches = []
+    monkeypatch.setattr(launch, "launch_ranks", lambda command, **rest: launches.append((command, rest)))
+
+    arguments = ["--steps", "3", "--output", "mine.toml", "--set", "pipeline.ranks=2"]
+    assert main(["profile", run_file, *arguments]) == 0
+
+    [(command, rest)] = launches
+    assert command[0] == sys.executable
+    told = ["penstock.cli", "profile", "--steps=3", "--output=mine.toml", "--set=pipeline.ranks=2", "--", run_file]
+    assert command[-7:] == told
+    assert rest == {"num_ranks": 2, "port": 0}
+
+
+@pytest.mark.slow
+def test_one_rank_is_profiled_in_this_process(run_file, capsys):
+    assert main(["profile", run_file, "--steps", "1"]) == 0
+
+    text = capsys.readouterr().out
+    assert text.startswith("1f1b, 1 recorded step\n")
+    assert "costs written to run/costs.toml: penstock compare NAME ... --costs run/costs.toml\n" in text
+    assert read_costs(Path("run/costs.toml")).forward_s[0] > 0
+
+
+@pytest.mark.slow
+def test_two_ranks_write_costs_that_other_commands_read(tmp_path):
+    write_tiny_run(tmp_path)
+
+    process = start(
+        [*PENSTOCK, "profile", "run.toml", *settings("pipeline.ranks=2"), "--output", "mine.toml"], tmp_path
+    )
+    printed, complained = process.communicate(timeout=100)
+
+    assert (process.returncode, complained) == (0, "")
+    assert "0 to 1" in printed
+    assert printed.count("costs written to mine.toml") == 1
+    assert "bottleneck" in printed
+    costs = read_costs(tmp_path / "mine.toml")
+    assert len(costs.forward_s) == len(costs.backward_s) == 2
+    assert costs.message_bytes[0] > 0
+    assert not {"run/weights.safetensors", "run/config.toml", "run/costs.toml"} & files_below(tmp_path)
+
+
+def test_no_steps_are_refused(run_file, capsys):
+    assert main(["profile", run_file, "--steps", "0"]) == 1
+    assert "--steps: 0 steps; record 1 or more" in capsys.readouterr().err

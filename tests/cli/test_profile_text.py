@@ -1,0 +1,90 @@
+"""A profile in words: seconds with their spread, channels, and the bottleneck."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.cli.profile_text import bottleneck, profile_text
+from penstock.execute.wires import WireSpeed
+from penstock.ir.action import Kind
+from penstock.lower import lower
+from penstock.schedules import build
+from penstock.simulate import Costs
+from penstock.simulate.costs import Channel, Spread
+from penstock.train.profiling import Profile
+
+COSTS = Costs(
+    forward_s=(0.010, 0.014),
+    backward_s=(0.020, 0.028),
+    latency_s=1e-4,
+    channels=(Channel(1, 0, 2e-4),),
+    launch_s=5e-5,
+    spreads=(Spread(Kind.FORWARD, 0, 0.0098, 0.0005),),
+)
+WIRES = (WireSpeed(0, 1, 3e-5, 2.0 * 2**30), WireSpeed(1, 0, 4e-5, float("inf")))
+
+
+def profile_of(costs=COSTS, wires=WIRES, name="1f1b", **shape):
+    program = lower(build(name, **({"ranks": 2, "microbatches": 4} | shape)))
+    return Profile(rank=0, costs=costs, program=program, num_steps=5, wires=wires)
+
+
+def test_everything_that_was_measured_is_told_with_its_unit():
+    lines = profile_text(profile_of()).split("\n")
+
+    assert [line.split() for line in lines] == [
+        ["1f1b,", "5", "recorded", "steps"],
+        ["stage", "rank", "kind", "usual", "median", "middle", "half", "within"],
+        ["-----", "----", "--------", "-------", "-------", "------------------"],
+        ["0", "0", "forward", "10.0", "ms", "9.80", "ms", "500", "µs"],
+        ["0", "0", "backward", "20.0", "ms", "20.0", "ms", "0.00", "s"],
+        ["1", "1", "forward", "14.0", "ms", "14.0", "ms", "0.00", "s"],
+        ["1", "1", "backward", "28.0", "ms", "28.0", "ms", "0.00", "s"],
+        [],
+        ["channel", "latency", "latency", "of", "a", "ping", "bandwidth"],
+        ["-------", "-------", "-----------------", "----------"],
+        ["0", "to", "1", "100", "µs", "30.0", "µs", "2.00", "GiB/s"],
+        ["1", "to", "0", "200", "µs", "40.0", "µs", "-"],
+        [],
+        ["launch:", "50.0", "µs", "of", "the", "host", "for", "each", "instruction"],
+        [],
+        *[line.split() for line in lines[-1:]],
+    ]
+
+
+def test_the_bottleneck_is_the_stage_that_takes_longest():
+    assert bottleneck(profile_of()) == (
+        "bottleneck: stage 1 on rank 1 takes 42.0 ms a microbatch, 1.17 times the mean rank, and all others wait for it"
+    )
+
+
+def test_even_stages_have_no_bottleneck():
+    even = replace(COSTS, forward_s=(0.010, 0.0101), backward_s=(0.020,))
+
+    assert bottleneck(profile_of(even)) == "no bottleneck: every rank computes for about 30.1 ms a microbatch"
+
+
+def test_with_several_stages_a_rank_the_rank_with_most_to_do_is_told_too():
+    costs = Costs(forward_s=(3.0, 1.0, 1.0, 4.0), backward_s=(0.0,))
+
+    found = bottleneck(profile_of(costs, name="interleaved-1f1b", stages_per_rank=2))
+
+    assert found.startswith(
+        "bottleneck: stage 3 on rank 1 takes 4.00 s a microbatch; rank 1 has most to do, 1.11 times"
+    )
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_only_kinds_that_ran_have_a_row(name):
+    split = replace(COSTS, backward_input_s=(0.01,), backward_weight_s=(0.01,))
+
+    text = profile_text(profile_of(split, name=name))
+
+    assert ("backward input" in text) == ("backward weight" in text) == (name == "zb-h1")
+
+
+def test_a_single_rank_has_no_channels():
+    text = profile_text(profile_of(Costs(forward_s=(1.0,), backward_s=(2.0,)), wires=(), ranks=1))
+
+    assert "channel" not in text
+    assert "launch" in text

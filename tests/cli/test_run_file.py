@@ -1,0 +1,35 @@
+"""What commands with a run file have in common: flags and threads of their ranks, and worlds of another size."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from penstock.cli import run_file
+from penstock.errors import ConfigError
+
+
+@pytest.mark.parametrize(("path", "flags"), [(["/elsewhere"], ["-P"]), (["", "/elsewhere"], []), ([os.getcwd()], [])])
+def test_ranks_find_modules_where_this_process_does(monkeypatch, path, flags):
+    monkeypatch.setattr(sys, "path", path)
+
+    assert run_file._path_flags() == flags
+
+
+def test_a_world_of_another_size_is_refused_with_both_ways_out():
+    with pytest.raises(ConfigError, match=r"for 2 ranks, but 3 .* --nproc-per-node, or pass --set pipeline.ranks=3"):
+        run_file.check_world_size(3, 2)
+
+    run_file.check_world_size(2, 2)
+
+
+def test_a_single_rank_takes_one_thread_unless_the_user_says_otherwise():
+    code = (
+        "import torch; from penstock.cli.run_file import _use_one_thread_unless as use; torch.set_num_threads(2); "
+        "use({'OMP_NUM_THREADS': '2'}); print(torch.get_num_threads()); use({}); print(torch.get_num_threads())"
+    )
+
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+
+    assert found.stdout.split() == ["2", "1"]

@@ -1,0 +1,110 @@
+"""Sweeps: three forms of values, every combination of sizes, and none that explodes."""
+
+from argparse import Namespace
+
+import pytest
+
+from penstock.cli.sweep import MOST_SCHEDULES, read_sweep, swept_schedules
+from penstock.errors import ConfigError
+
+
+def arguments(*names, **given):
+    nothing = dict.fromkeys(("ranks", "microbatches", "stages_per_rank", "stages", "slices", "memory_limit"))
+    return Namespace(names=list(names), own=[], option=[], forward_only=False, **nothing | given)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("8,16,24", (8, 16, 24)),
+        ("16, 8", (16, 8)),
+        ("8,8", (8,)),
+        ("5", (5,)),
+        ("8..64", (8, 16, 32, 64)),
+        ("3..20", (3, 6, 12)),
+        ("8..8", (8,)),
+        ("8..32:8", (8, 16, 24, 32)),
+        ("2..9:3", (2, 5, 8)),
+        ("1..99999999999999999999", tuple(2**power for power in range(67))),
+    ],
+)
+def test_values_are_listed_doubled_or_counted_in_steps(text, values):
+    assert read_sweep([f"microbatches={text}"]) == {"microbatches": values}
+
+
+@pytest.mark.parametrize("text", ["", "8..", "..8", "8..4", "0..8", "0", "8,", "a", "-1", "8..64:0", "1.5", "8..64..2"])
+def test_what_is_none_of_the_three_forms_is_refused_with_all_of_them(text):
+    with pytest.raises(ConfigError, match=r"no values for ranks; give such as 8\.\.64 \(doubled\), 8\.\.64:8"):
+        read_sweep([f"ranks={text}"])
+
+
+def test_keys_may_be_written_as_options_are():
+    assert read_sweep(["stages-per-rank=1,2", "memory_limit=4"]) == {"stages_per_rank": (1, 2), "memory_limit": (4,)}
+
+
+@pytest.mark.parametrize(
+    ("texts", "told"),
+    [
+        (["microbatch=8"], "'microbatch' cannot be swept; known: ranks, .* Did you mean 'microbatches'"),
+        (["ranks=2", "ranks=4"], "ranks is given twice"),
+        (["ranks"], "'ranks' is not of the form KEY=VALUES, such as microbatches="),
+        (["ranks=1..1000000000000:1"], r"1\.\.1000000000000:1 are 1,000,000,000,000 values; at most 300"),
+    ],
+)
+def test_wrong_sweeps_are_refused(texts, told):
+    with pytest.raises(ConfigError, match=told):
+        read_sweep(texts)
+
+
+def test_every_schedule_is_wanted_at_every_combination_of_sizes():
+    sweep = {"ranks": (2, 4), "microbatches": (1, 8)}
+
+    found = swept_schedules(arguments("1f1b", "gpipe"), sweep)
+
+    assert [wanted.text for wanted in found] == [
+        "1f1b, 2 ranks, 1 microbatch",
+        "gpipe, 2 ranks, 1 microbatch",
+        "1f1b, 2 ranks, 8 microbatches",
+        "gpipe, 2 ranks, 8 microbatches",
+        "1f1b, 4 ranks, 1 microbatch",
+        "gpipe, 4 ranks, 1 microbatch",
+        "1f1b, 4 ranks, 8 microbatches",
+        "gpipe, 4 ranks, 8 microbatches",
+    ]
+    schedules = [wanted.make() for wanted in found]
+    assert [(schedule.num_ranks, schedule.num_microbatches) for schedule in schedules[::2]] == [
+        (2, 1), (2, 8), (4, 1), (4, 8),
+    ]  # fmt: skip
+
+
+def test_stages_and_slices_are_swept_too():
+    sweep = {"stages_per_rank": (1, 2), "slices": (1, 2)}
+
+    found = swept_schedules(arguments("seq1f1b", ranks=2, microbatches=4), sweep)
+
+    assert [wanted.text for wanted in found] == [
+        "seq1f1b, 1 stage per rank, 1 slice",
+        "seq1f1b, 1 stage per rank, 2 slices",
+        "seq1f1b, 2 stages per rank, 1 slice",
+        "seq1f1b, 2 stages per rank, 2 slices",
+    ]
+    assert found[1].make().num_slices == 2
+
+
+def test_limits_of_memory_make_no_further_schedules():
+    found = swept_schedules(arguments("1f1b", ranks=2, microbatches=4), {"memory_limit": (2, 4)})
+
+    assert [wanted.text for wanted in found] == ["1f1b"]
+
+
+def test_a_sweep_that_explodes_is_refused_with_its_number_and_the_limit():
+    sweep = {"ranks": tuple(range(1, 11)), "microbatches": tuple(range(1, 31))}
+    assert len(swept_schedules(arguments("1f1b"), sweep)) == MOST_SCHEDULES
+
+    with pytest.raises(ConfigError, match=r"600 schedules to simulate \(10 x 30 sizes of 2\); at most 300"):
+        swept_schedules(arguments("1f1b", "gpipe"), sweep)
+
+
+def test_a_size_is_either_given_or_swept():
+    with pytest.raises(ConfigError, match="stages_per_rank is swept and given as --stages-per-rank too"):
+        swept_schedules(arguments("1f1b", stages_per_rank=2), {"stages_per_rank": (1, 2)})

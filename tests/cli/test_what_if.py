@@ -1,0 +1,163 @@
+"""Changes are simulated on the measured costs: splits, schedules, microbatches."""
+
+import pytest
+
+from penstock.cli.what_if import Setting, changes_for, setting_of
+from penstock.ir.writing import without_communication
+from penstock.lower import lower
+from penstock.schedules import build
+from penstock.simulate import Costs, simulate
+from penstock.simulate.fit import costs_from_timelines
+from penstock.train.config import config_from_table
+from tests.cli.recorded_steps import recorded_step
+
+SETTING = Setting(batch_size=16, family="1f1b", stages_per_rank=1)
+UNEVEN = (1.0, 1.0, 1.0, 2.0)
+
+
+def changes(recorded, setting=SETTING):
+    costs = costs_from_timelines([recorded.timeline], input_share=recorded.input_share)
+    found = changes_for(recorded, without_communication(recorded.timeline.program), costs, setting)
+    return {change.text: change for change in found}
+
+
+def makespan_s(name, costs, **shape):
+    return simulate(lower(build(name, **({"ranks": 4, "microbatches": 8} | shape))), costs).makespan_s
+
+
+def test_a_schedule_changes_the_step_as_its_simulation_says():
+    found = changes(recorded_step())
+
+    now_s = makespan_s("1f1b", Costs.uniform(forward=1.0, backward=2.0))
+    then_s = makespan_s("zb-h1", Costs.uniform(forward=1.0, backward_input=1.0, backward_weight=1.0))
+    assert found["zb-h1"].step_change == pytest.approx(then_s / now_s - 1)
+    assert found["gpipe"].step_change == pytest.approx(0.0)
+    assert (found["gpipe"].memory_change, found["zb-h1"].memory_change) == (1.0, 0.0)
+    assert "1f1b" not in found
+    assert "forward-only" not in found
+
+
+def test_another_order_of_the_same_stages_keeps_their_split():
+    found = changes(recorded_step(forward_s=UNEVEN))
+
+    backward = tuple(2 * seconds for seconds in UNEVEN)
+    now_s = makespan_s("1f1b", Costs(forward_s=UNEVEN, backward_s=backward))
+    then_s = makespan_s("zb-h1", Costs(forward_s=UNEVEN, backward_input_s=UNEVEN, backward_weight_s=UNEVEN))
+    assert found["zb-h1"].step_change == pytest.approx(then_s / now_s - 1)
+
+
+def test_where_the_input_part_does_all_of_a_backward_splitting_it_saves_nothing():
+    found = changes(recorded_step(input_share=1.0))
+
+    assert found["zb-h1"].step_change == pytest.approx(0.0)
+
+
+def test_a_layer_takes_its_share_of_its_stages_time_with_it():
+    """A layer of the last stage takes half a second forward, one of the others a quarter."""
+    found = changes(recorded_step(forward_s=UNEVEN))
+
+    moved = (1.0, 1.0, 1.5, 1.5)
+    costs = Costs(forward_s=moved, backward_s=tuple(2 * seconds for seconds in moved))
+    before = Costs(forward_s=UNEVEN, backward_s=tuple(2 * seconds for seconds in UNEVEN))
+    expected = makespan_s("1f1b", costs) / makespan_s("1f1b", before) - 1
+    assert found["move one layer from stage 3 to stage 2"].step_change == pytest.approx(expected)
+    assert expected < -0.1
+
+
+def test_layers_move_from_longer_to_shorter_stages_only():
+    texts = changes(recorded_step(forward_s=UNEVEN)).keys()
+
+    assert [text for text in texts if text.startswith("move")] == ["move one layer from stage 3 to stage 2"]
+
+
+def test_the_most_even_split_is_tried_as_a_whole():
+    found = changes(recorded_step(forward_s=(1.0, 1.0, 1.0, 4.0)))
+
+    [split] = [change for change in found.values() if change.text.startswith("split ")]
+    assert split.text == "split 6,6,2,2"
+    assert split.step_change < found["move one layer from stage 3 to stage 2"].step_change
+
+
+def test_families_with_more_stages_get_the_layers_cut_anew():
+    found = changes(recorded_step())
+
+    now_s = makespan_s("1f1b", Costs.uniform(forward=1.0, backward=2.0))
+    then_s = makespan_s("interleaved-1f1b", Costs.uniform(forward=0.5, backward=1.0), stages_per_rank=2)
+    assert found["interleaved-1f1b"].step_change == pytest.approx(then_s / now_s - 1)
+    assert found["hanayo"].step_change < 0
+
+
+def test_families_with_more_stages_than_layers_are_left_out():
+    recorded = recorded_step()
+    short = recorded.__class__(
+        **{name: getattr(recorded, name) for name in recorded.__slots__}
+        | {"layers_of_stage": tuple(range(place, place + 1) for place in range(4)), "layer_weights": (1.0,) * 4}
+    )
+
+    assert "zbv" not in changes(short)
+    assert "zb-h1" in changes(short)
+
+
+def test_two_copies_of_the_weights_are_told():
+    assert "chimera, with a second copy of the weights" in changes(recorded_step())
+
+
+def test_fewer_and_more_microbatches_of_the_same_batch_are_tried():
+    found = changes(recorded_step())
+
+    texts = {text for text, change in found.items() if change.sort == "microbatches"}
+    assert texts == {"2 microbatches", "4 microbatches", "16 microbatches"}
+    expected = makespan_s("1f1b", Costs.uniform(forward=0.5, backward=1.0), microbatches=16)
+    now_s = makespan_s("1f1b", Costs.uniform(forward=1.0, backward=2.0))
+    assert found["16 microbatches"].step_change == pytest.approx(expected / now_s - 1)
+    assert found["16 microbatches"].memory_change == pytest.approx(-0.5)
+
+
+def test_slices_are_compared_with_whole_sequences_and_with_more_of_them():
+    """Costs were measured per slice, of which whole microbatches hold two."""
+    schedule = build("seq1f1b", ranks=4, microbatches=8, slices=2)
+
+    found = changes(recorded_step(schedule), Setting(batch_size=16, family="seq1f1b"))
+
+    now_s = makespan_s("seq1f1b", Costs.uniform(forward=1.0, backward=2.0), slices=2)
+    whole_s = makespan_s("1f1b", Costs.uniform(forward=2.0, backward=4.0))
+    more_s = makespan_s("seq1f1b", Costs.uniform(forward=0.5, backward=1.0), microbatches=16, slices=2)
+    assert found["1f1b"].step_change == pytest.approx(whole_s / now_s - 1)
+    assert found["16 microbatches"].step_change == pytest.approx(more_s / now_s - 1)
+    assert more_s < now_s < whole_s
+
+
+def test_a_schedule_from_a_file_keeps_its_microbatches():
+    found = changes(recorded_step(), Setting(batch_size=16))
+
+    assert {change.sort for change in found.values()} == {"schedule"}
+
+
+def test_the_most_helpful_change_comes_first():
+    found = list(changes(recorded_step(forward_s=UNEVEN)).values())
+
+    assert [change.step_change for change in found] == sorted(change.step_change for change in found)
+
+
+def test_a_step_on_two_routes_is_compared_with_others():
+    schedule = build("chimera", ranks=4, microbatches=8)
+    recorded = recorded_step(schedule)
+
+    found = changes(recorded, Setting(batch_size=8, family="chimera"))
+
+    assert found["1f1b"].step_change > 0.1
+
+
+def test_the_setting_of_a_run_is_that_of_its_configuration():
+    table = {
+        "run": {"folder": "run"},
+        "data": {"corpus": "stdlib"},
+        "batch": {"size": 24},
+        "pipeline": {"schedule": "1f1b", "options": {"warmup": "eager"}, "stages_per_rank": 1},
+    }
+    file = table | {"pipeline": {"schedule": "mine.csv"}}
+
+    assert setting_of(config_from_table(table)) == Setting(
+        batch_size=24, family="1f1b", options={"warmup": "eager"}, stages_per_rank=1
+    )
+    assert setting_of(config_from_table(file)).family is None

@@ -1,0 +1,91 @@
+"""Steps with a planted cause: emulated work on ranks that are threads, through the trainer, and one thing made slow."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.cli.what_if import Setting
+from penstock.execute.transport import LocalTransport
+from penstock.models.emulated import EmulatedLayer
+from penstock.pipeline import Pipeline
+from penstock.simulate.lead_in import begin_of
+from penstock.train.optim import OptimizerOptions
+from penstock.train.step import Trainer
+
+OPTIONS = OptimizerOptions(learning_rate=1e-3, total_steps=10, warmup_steps=0)
+FORWARD_S, BACKWARD_S = 0.003, 0.006
+NUM_STEPS = 3
+PATIENCE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A run of emulated work, and what is slow in it."""
+
+    schedule: str = "1f1b"
+    num_ranks: int = 3
+    num_microbatches: int = 6
+    layers_per_stage: int = 1
+    slow_stages: dict = field(default_factory=dict)
+    """Factors by stage."""
+    slow_channels: dict = field(default_factory=dict)
+    """Seconds by (sender, receiver)."""
+    late_ranks: dict = field(default_factory=dict)
+    """Seconds by rank, before the step."""
+    slow_data: dict = field(default_factory=dict)
+    """Seconds by rank, for a batch."""
+
+    @property
+    def setting(self):
+        return Setting(batch_size=self.num_microbatches, family=self.schedule, stages_per_rank=1)
+
+    def record(self):
+        """Return a recorded step; of several, the shortest: the machine may plant causes of its own."""
+        transports = LocalTransport.create(
+            self.num_ranks, PATIENCE_S, delay_s=lambda *ends: self.slow_channels.get(ends, 0.0)
+        )
+        with ThreadPoolExecutor(self.num_ranks) as threads:
+            steps, *_ = [rank.result() for rank in [threads.submit(self._run, wires) for wires in transports]]
+        return min(steps, key=lambda recorded: _length_s(recorded.timeline, recorded.lead_ins))
+
+    def _run(self, wires):
+        layers = [
+            EmulatedLayer(
+                *(self.slow_stages.get(stage, 1) * s / self.layers_per_stage for s in (FORWARD_S, BACKWARD_S))
+            )
+            for stage in range(self.num_ranks)
+            for _ in range(self.layers_per_stage)
+        ]
+        pipeline = Pipeline(layers, self.schedule, self.num_microbatches, square_loss, transport=wires)
+        trainer = Trainer(pipeline, OPTIONS)
+        trainer.step(1, _Batches(0.0, self.num_microbatches))
+        batches = _Batches(self.slow_data.get(wires.rank, 0.0), self.num_microbatches)
+        recorded = []
+        for number in range(2, 2 + NUM_STEPS):
+            time.sleep(self.late_ranks.get(wires.rank, 0.0))
+            recorded.append(trainer.step(number, batches, record=True).recorded)
+        pipeline.close()
+        return recorded
+
+
+@dataclass(frozen=True)
+class _Batches:
+    load_s: float
+    size: int
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        time.sleep(self.load_s)
+        return torch.zeros(self.size, 4), torch.zeros(self.size, 4)
+
+
+def _length_s(timeline, lead_ins):
+    return timeline.makespan_s - begin_of(timeline, lead_ins)
+
+
+def square_loss(output, target):
+    return ((output - target) ** 2).mean()

@@ -1,0 +1,90 @@
+"""What stands around a drawing."""
+
+from penstock.show.caption import add_lane_figures, add_legend, name_ranks, notes_on, top_margin
+from penstock.show.lanes import Detail, Lane, TimeScale
+from penstock.show.palette import THEMES
+from penstock.show.sheet import Sheet
+from tests.show.timelines import UNIT, timeline_of
+
+SHEET = Sheet.of(8.0, 4.0, THEMES["light"], "svg")
+
+
+def lanes_of(timeline, *sizes):
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    return [Lane(timeline, range(ends[index] - size, ends[index]), -index, 1.0) for index, size in enumerate(sizes)]
+
+
+def notes(name, shape, detail, *sizes):
+    timeline = timeline_of(*shape, name, UNIT)
+    return notes_on(lanes_of(timeline, *sizes), detail, TimeScale.of(timeline.makespan_s), 8.0)
+
+
+def test_a_plain_picture_needs_no_notes():
+    assert notes("1f1b", (2, 4), Detail.NUMBERED, 1, 1) == []
+
+
+def test_shades_and_pairs_are_explained():
+    shades, pairs = notes("dualpipe", (4, 8), Detail.NUMBERED, 1, 1, 1, 1)
+
+    assert shades.startswith("dark: stages 0-3")
+    assert pairs == "upper and lower half of a block: two actions that overlap"
+
+
+def test_columns_and_shared_lanes_are_explained():
+    columns, lanes = notes("1f1b", (4, 8), Detail.MERGED, 2, 2)
+
+    assert "a column is 3.00 s of a rank's time" in columns
+    assert lanes == "a lane is the mean of 2 ranks"
+
+
+def test_notes_take_room():
+    assert top_margin([], 8.0) < top_margin(["one"], 8.0) < top_margin(["one", "two"], 8.0)
+    assert top_margin(["one"], 26.0) == 1.8 * top_margin(["one"], 8.0)
+
+
+def test_the_legend_holds_the_kinds_that_are_there_and_the_bubble():
+    sheet = Sheet.of(8.0, 4.0, THEMES["light"], "svg")
+
+    add_legend(sheet, [timeline_of(2, 4, "zbv")])
+
+    (legend,) = sheet.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "F forward",
+        "I backward, input part",
+        "W backward, weight part",
+        "bubble",
+    ]
+
+
+def test_ranks_are_named_at_the_middle_of_their_lanes():
+    axes = SHEET.add_axes(0.5, 2.0)
+
+    name_ranks(axes, lanes_of(timeline_of(5, 5), 1, 1, 3), SHEET)
+
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1", "ranks 2-4"]
+    assert axes.get_yticks().tolist() == [0.5, -0.5, -1.5]
+
+
+def test_two_lanes_of_a_rank_share_its_name():
+    axes = SHEET.add_axes(0.5, 2.0)
+    timeline = timeline_of(1, 2)
+
+    name_ranks(axes, [Lane(timeline, range(1), 0.5, 0.4), Lane(timeline, range(1), 0.1, 0.4)], SHEET)
+
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0"]
+    assert axes.get_yticks().tolist() == [0.5]
+
+
+def test_lanes_tell_how_idle_they_are_and_their_peak_or_their_timeline():
+    timeline = timeline_of(2, 2, costs=UNIT)
+    scale = TimeScale.of(timeline.makespan_s)
+    axes = SHEET.add_axes(0.5, 2.0)
+
+    add_lane_figures(axes, lanes_of(timeline, 1, 1), scale, SHEET, names_source=False)
+    add_lane_figures(axes, lanes_of(timeline, 1), scale, SHEET, names_source=True)
+
+    assert [text.get_text() for text in axes.texts] == [
+        "33.3 % idle, peak 2",
+        "33.3 % idle, peak 1",
+        "predicted  33.3 % idle",
+    ]

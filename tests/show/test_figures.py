@@ -1,0 +1,46 @@
+"""What stands above a picture."""
+
+from dataclasses import replace
+
+from penstock.show.figures import describe_shape, figures_of, idle_share
+from penstock.simulate import Costs
+from tests.show.timelines import UNIT, timeline_of
+
+
+def test_the_four_figures_have_their_units():
+    assert figures_of(timeline_of(4, 8, costs=UNIT)) == {
+        "makespan": "33.0 s",
+        "span": "33.0 s",
+        "bubble fraction": "27.3 %",
+        "peak": "4 activations",
+    }
+
+
+def test_the_peak_is_in_bytes_too_where_these_are_known():
+    costs = Costs.uniform(activation_bytes=(2**20,))
+
+    assert figures_of(timeline_of(1, 2, costs=costs))["peak"] == "1 activation (1.00 MiB)"
+
+
+def test_clocks_of_several_hosts_are_told_with_what_is_uncertain():
+    timeline = replace(timeline_of(2, 2), clock_uncertainty_s=3e-5)
+
+    assert figures_of(timeline)["clocks"] == "within 30.0 µs"
+
+
+def test_a_step_without_bubbles_has_none():
+    assert figures_of(timeline_of(1, 7, costs=Costs.uniform(forward=0.1)))["bubble fraction"] == "0.0 %"
+
+
+def test_a_title_says_what_is_special():
+    assert describe_shape(timeline_of(2, 1).program) == "1f1b, 2 ranks, 1 microbatch"
+    assert describe_shape(timeline_of(2, 4, "zbv").program) == "zbv, 2 ranks, 4 stages, 4 microbatches"
+    sliced = timeline_of(2, 4, "seq1f1b", slices=3).program
+    assert describe_shape(sliced) == "seq1f1b, 2 ranks, 4 microbatches, 3 slices"
+
+
+def test_ranks_are_idle_in_the_mean():
+    timeline = timeline_of(2, 2, costs=UNIT)
+
+    assert idle_share(timeline, range(0, 1)) == 1 - 6 / 9
+    assert idle_share(timeline, range(0, 2)) == 1 - 6 / 9

@@ -1,0 +1,214 @@
+"""The page: self-contained, small, and the timeline comes back out of it; where node is, what its viewer answers."""
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+
+import numpy as np
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.show.html import read
+from penstock.show.page import MAX_BLOCKS, MAX_BYTES, to_page
+from penstock.simulate import Costs
+from tests.show.test_columns import unpack
+from tests.show.timelines import COSTS, UNIT, paired_timeline, timeline_of
+
+needs_node = pytest.mark.skipif(not shutil.which("node"), reason="needs node")
+CALL = re.compile(r'^start\((.*), "([A-Za-z0-9+/=]*)"\);$', re.MULTILINE)
+
+
+class Packed:
+    """What a page holds, as `pack` made it."""
+
+    def __init__(self, page):
+        header, self.text = CALL.search(page.decode()).groups()
+        self.header = json.loads(header)
+        self.contents = self.header["columns"]
+
+
+def asked(page, question):
+    """What the viewer's functions answer to a question about `table`."""
+    data = Packed(page)
+    script = (
+        f"{read('data.js')}\nconst header = {json.dumps(data.header)};"
+        f"unpack({json.dumps(data.text)}, header.columns).then((columns) => {{"
+        f"const table = makeTable(header, columns); console.log(JSON.stringify({question})); }});"
+    )
+    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_page_holds_the_timeline():
+    timeline = timeline_of(3, 5, "zbv")
+
+    data = Packed(to_page({"predicted": timeline}))
+
+    columns, tick_s = unpack(data), data.header["tick_s"]
+    rows = np.concatenate([timeline.compute_rows(rank) for rank in range(3)])
+    assert columns["duration"] * tick_s == pytest.approx(timeline.end_s[rows] - timeline.start_s[rows])
+    assert columns["stage"].tolist() == timeline.program.stage[rows].tolist()
+    assert columns["microbatch"].tolist() == timeline.program.microbatch[rows].tolist()
+    assert [lane["name"] for lane in data.header["lanes"]] == ["rank 0", "rank 1", "rank 2"]
+    first = [lane["first"] for lane in data.header["lanes"]]
+    assert columns["gap"][first] * tick_s == pytest.approx([0, 0.011, 0.022])
+
+
+def test_the_page_needs_no_network():
+    page = to_page({"predicted": timeline_of(2, 4)}).decode()
+
+    assert "default-src 'none'" in page
+    assert not re.findall(r"https?://|//\w+\.\w+/|@import|url\(|<link|<img|<iframe|src=|fetch\(|XMLHttp|import\(", page)
+
+
+def test_the_page_tells_its_figures_and_legend_as_text():
+    page = to_page({"predicted": timeline_of(4, 8, costs=UNIT)}).decode()
+
+    text = unescape(re.sub(r"<[^>]*>", " ", page[page.index("<header>") : page.index("</header>")]))
+    words = " ".join(text.split())
+    assert words == (
+        "1f1b, 4 ranks, 8 microbatches, predicted makespan 33.0 s span 33.0 s bubble fraction 27.3 % "
+        "peak 4 activations F forward B backward bubble"
+    )
+
+
+def test_the_page_follows_the_browser_unless_told_otherwise():
+    timeline = timeline_of(1, 1)
+
+    assert b'<html lang="en">' in to_page({"predicted": timeline})
+    assert b'<html lang="en" data-theme="dark">' in to_page({"predicted": timeline}, theme="dark")
+    with pytest.raises(ConfigError, match="theme"):
+        to_page({"predicted": timeline}, theme="blue")
+
+
+def test_names_cannot_end_the_script_or_become_markup():
+    page = to_page({"</script><b>": timeline_of(1, 1), "other": timeline_of(1, 1)}, title="<i> & {{data}}").decode()
+
+    assert page.count("</script>") == 1
+    assert "<b>" not in page
+    assert "<h1>&lt;i&gt; &amp; {{data}}</h1>" in page
+    assert Packed(page.encode()).header["lanes"][0]["name"] == "0 </script><b>"
+
+
+def test_the_same_timeline_gives_the_same_page():
+    assert to_page({"a": timeline_of(3, 6, "zbv")}) == to_page({"a": timeline_of(3, 6, "zbv")})
+
+
+@pytest.mark.slow
+def test_a_large_timeline_is_a_small_page():
+    timeline = timeline_of(64, 512)
+
+    page = to_page({"predicted": timeline})
+
+    assert 65_000 < timeline.program.is_compute.sum() < MAX_BLOCKS
+    assert len(page) < MAX_BYTES / 10
+
+
+def test_pages_that_would_be_too_large_are_refused_with_the_way_out():
+    message = (
+        r"format: 16 computations need 0\.\d+ MB, which is more than a page holds \(0\.001 MB\); show fewer .* SVG"
+    )
+
+    with pytest.raises(ConfigError, match=message):
+        to_page({"predicted": timeline_of(2, 4)}, max_bytes=1000)
+
+
+@needs_node
+@pytest.mark.slow
+def test_the_viewer_computes_starts_and_ends():
+    timeline = timeline_of(2, 3, "zb-h1")
+    rows = np.concatenate([timeline.compute_rows(rank) for rank in range(2)])
+
+    begin, end = asked(
+        to_page({"predicted": timeline}),
+        "[table.begin, table.end].map((ticks) => Array.from(ticks, (t) => t * table.tick_s))",
+    )
+
+    assert begin == pytest.approx(timeline.start_s[rows])
+    assert end == pytest.approx(timeline.end_s[rows])
+
+
+@needs_node
+@pytest.mark.slow
+def test_the_viewer_says_what_a_block_is_and_what_it_waited_for():
+    page = to_page({"predicted": timeline_of(2, 2, costs=Costs.uniform(transfer=0.25))})
+
+    found = asked(page, "[0, 2, 5].map((block) => describe(table, block))")
+
+    assert found == [
+        {
+            "title": "0F0 forward",
+            "lines": ["rank 0, stage 0, microbatch 0", "0 s to 1 s, takes 1 s", "memory of the rank: 1 activation"],
+            "more": ["no idle time before it"],
+        },
+        {
+            "title": "0B0 backward",
+            "lines": [
+                "rank 0, stage 0, microbatch 0",
+                "4.5 s to 6.5 s, takes 2 s",
+                "memory of the rank: 2 activations",
+            ],
+            "more": [
+                "2.5 s idle before it:",
+                "2.25 s until 1B0 on rank 1 was done",
+                "250 ms for its message to arrive",
+            ],
+        },
+        {
+            "title": "1B0 backward",
+            "lines": [
+                "rank 1, stage 1, microbatch 0",
+                "2.25 s to 4.25 s, takes 2 s",
+                "memory of the rank: 1 activation",
+            ],
+            "more": ["no idle time before it"],
+        },
+    ]
+
+
+@needs_node
+@pytest.mark.slow
+def test_the_viewer_finds_blocks_bubbles_and_halves():
+    timeline = timeline_of(2, 2, costs=UNIT)
+    moments = [0.5, 1.0, 3.0, 6.5, 20.0]
+
+    at = f"{moments}.map((s) => find(table, table.lanes[0], s / table.tick_s, true))"
+    assert asked(to_page({"predicted": timeline}), at) == [
+        {"block": 0}, {"block": 1}, {"before": 2}, {"before": 3}, None,
+    ]  # fmt: skip
+    halves = "[true, false].map((isUpper) => find(table, table.lanes[0], 2 / table.tick_s, isUpper).block)"
+    assert asked(to_page({"predicted": paired_timeline()}), halves) == [1, 2]
+
+
+@needs_node
+@pytest.mark.slow
+def test_the_viewer_names_slices_pairs_and_bubbles():
+    sliced = to_page({"predicted": timeline_of(2, 2, "seq1f1b", slices=2)})
+    paired = to_page({"predicted": paired_timeline()})
+    plain = to_page({"predicted": timeline_of(2, 2, costs=UNIT)})
+
+    assert asked(sliced, "[textOf(table, 1), numberOf(table, 0)]") == ["0F0.1", "0.0"]
+    assert asked(paired, "describe(table, 1).lines[3]") == "overlaps with 0B0"
+    assert asked(plain, "describeBubble(table, 2)") == {
+        "title": "bubble before 0B0",
+        "lines": ["rank 0, 2 s to 4 s"],
+        "more": ["2 s idle before it:", "2 s until 1B0 on rank 1 was done"],
+    }
+
+
+@needs_node
+@pytest.mark.slow
+def test_two_timelines_have_lanes_of_their_own():
+    page = to_page({"predicted": timeline_of(2, 2), "measured": timeline_of(2, 2, costs=COSTS)})
+
+    lanes = asked(page, "table.lanes.map((lane) => [lane.name, lane.full_name, lane.is_pale])")
+    assert lanes == [
+        ["0 predicted", "rank 0 predicted", True],
+        ["0 measured", "rank 0 measured", False],
+        ["1 predicted", "rank 1 predicted", True],
+        ["1 measured", "rank 1 measured", False],
+    ]
+    assert asked(page, "[0, 4, 8, 15].map((block) => laneOf(table, block))") == [0, 1, 2, 3]

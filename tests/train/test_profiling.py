@@ -1,0 +1,110 @@
+"""A profile measures what the run costs, and changes nothing."""
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.execute.split_backward import INPUT_SHARE
+from penstock.simulate import simulate
+from penstock.train.config import config_from_table
+from penstock.train.data import TokenDataset, WindowOptions
+from penstock.train.profiling import ADAM_STATES, NUM_WARM_UP_STEPS, profile_pipeline, profile_run
+from tests.train.local_ranks import VOCABULARY, on_ranks, small_pipeline
+
+NUM_STEPS = 3
+
+
+def dataset():
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, 2000).astype(np.uint16)
+    return TokenDataset(tokens, WindowOptions(batch_size=8, length=8), vocabulary=VOCABULARY)
+
+
+def profile(transport):
+    pipeline = small_pipeline(transport)
+    before = {name: parameter.clone() for name, parameter in pipeline.named_parameters()}
+    steps = []
+    step = pipeline.step
+    pipeline.step = lambda *args, record=False, **kwargs: (steps.append(record), step(*args, record=record, **kwargs))[
+        1
+    ]
+    found = profile_pipeline(pipeline, dataset(), NUM_STEPS)
+    parameters = dict(pipeline.named_parameters())
+    unchanged = all(torch.equal(parameters[name], value) for name, value in before.items())
+    without_gradient = all(parameter.grad is None for parameter in parameters.values())
+    sizes = sum(parameter.nbytes for parameter in parameters.values())
+    pipeline.close()
+    return found, steps, unchanged and without_gradient, sizes
+
+
+@pytest.fixture(scope="module")
+def profiled():
+    return on_ranks(2, profile)
+
+
+def test_steps_are_recorded_after_the_first_ones_and_one_is_watched_for_memory(profiled):
+    expected = [False] * NUM_WARM_UP_STEPS + [True] * NUM_STEPS + [False]
+
+    assert [steps for _, steps, _, _ in profiled] == [expected] * 2
+
+
+def test_no_weight_changes_and_no_gradient_stays(profiled):
+    assert all(is_untouched for _, _, is_untouched, _ in profiled)
+
+
+def test_every_rank_finds_the_same_costs(profiled):
+    (first, *_), (second, *_) = profiled
+
+    assert first.costs == second.costs
+    assert (first.rank, second.rank) == (0, 1)
+
+
+def test_costs_are_those_of_stages_channels_and_bytes(profiled):
+    costs = profiled[0][0].costs
+    sizes = [size for *_, size in profiled]
+
+    assert all(seconds > 0 for seconds in (*costs.forward_s, *costs.backward_s, costs.launch_s))
+    assert costs.backward_input_s == tuple(INPUT_SHARE * seconds for seconds in costs.backward_s)
+    assert {(spread.kind.letter, spread.stage) for spread in costs.spreads} == {("F", 0), ("F", 1), ("B", 0), ("B", 1)}
+    assert costs.message_bytes == (2 * 8 * 16 * 4, 0)
+    assert list(costs.parameter_bytes) == sizes
+    assert costs.optimizer_bytes == tuple(ADAM_STATES * size for size in sizes)
+    assert min(costs.activation_bytes) >= 2 * 8 * 16 * 4
+
+
+def test_wires_are_measured_both_ways(profiled):
+    found = profiled[0][0]
+
+    assert [(wire.sender, wire.receiver) for wire in found.wires] == [(0, 1), (1, 0)]
+    assert found.costs.is_exclusive
+    assert found.costs.bandwidth_bytes_per_s > 1e6
+
+
+def test_the_costs_predict_the_program_that_was_profiled(profiled):
+    found = profiled[0][0]
+
+    assert simulate(found.program, found.costs).makespan_s > 0
+    assert (found.num_steps, found.program.name) == (NUM_STEPS, "1f1b")
+
+
+@pytest.mark.slow
+def test_a_run_is_profiled_without_touching_what_its_folder_holds(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question. " * 60)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "summary.json").write_text("of an earlier run")
+    config = config_from_table(
+        {
+            "run": {"folder": str(folder), "evaluate_batches": 0},
+            "pipeline": {"ranks": 1, "microbatches": 2},
+            "model": {"width": 16, "layers": 1, "heads": 2, "key_value_heads": 2, "hidden": 16},
+            "data": {"files": [str(text)]},
+            "batch": {"size": 4, "length": 16},
+        }
+    )
+
+    found = profile_run(config, num_steps=1)
+
+    assert found.wires == ()
+    assert found.costs.forward_s[0] > 0
+    assert sorted(path.name for path in folder.iterdir()) == ["summary.json", "tokens"]
