@@ -3,8 +3,9 @@
     python bench/predict.py [--ranks 2,4,8] [--families 1f1b,gpipe] [--skip emulated|real] [--output FILE.json]
 
 Emulated: stages sleep, uneven ones, on processes over gloo. Costs are fitted to a few recorded steps of a schedule and
-predict the ten that follow. Real: the demo's model on two ranks with a thread each. Costs are fitted to steps of 1F1B
-and predict other schedules and another split, whose steps are measured in turn with those of 1F1B.
+predict the ten that follow. Real: the demo's model on two ranks with a thread each. Costs are fitted to steps of 1F1B,
+and to others with its backwards in two parts; they predict other schedules and another split, whose steps are measured
+in turn with those of 1F1B.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import random
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -23,7 +25,6 @@ import torch
 
 from penstock.cli.launch import join_ranks, launch_ranks
 from penstock.errors import ConfigError
-from penstock.execute.split_backward import INPUT_SHARE
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.lower import lower
@@ -35,16 +36,16 @@ from penstock.schedules import FAMILIES, build
 from penstock.simulate import simulate
 from penstock.simulate.fit import costs_from_timelines
 from penstock.simulate.layer_estimate import costs_of_parts, costs_per_layer
+from penstock.train.profiling import with_parts
 
 NUM_PROFILED, NUM_STEPS = 5, 10
 """Steps that costs are fitted to, as many as `penstock profile` records, and steps that are to be predicted."""
 EMULATED_BUDGET, REAL_BUDGET = 0.02, 0.07
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 """Of a rank and microbatch; each stage takes its share of it, a fifth more or less."""
-NUM_ROUNDS = 15
-PREFERENCE = -15
-AUTOGROUP = Path("/proc/self/autogroup")
-"""Linux shares time among sessions first, and each rank has one of its own."""
+NUM_ROUNDS = 40
+REST_S = 0.2
+"""Before each step, for whatever else the machine has to do: who is preferred all the time is stopped by the system."""
 NUM_WARM_UP_STEPS = 2
 SEED = 0
 MICROBATCHES = 8
@@ -125,23 +126,36 @@ def real(num_ranks: int) -> Iterator[Row]:
     """Measure schedules in turn, so that a busy minute meets all of them; predict all from 1F1B's steps."""
     layers = decoder_layers(DEMO)
     pipelines = {name: Pipeline(layers, loss=cross_entropy_loss, **how) for name, how in real_settings(num_ranks)}
-    steps: dict[str, list[Timeline]] = {name: [] for name in pipelines}
-    for number in range(NUM_WARM_UP_STEPS + NUM_ROUNDS):
-        batch = torch.randint(256, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(number))
-        for name, pipeline in pipelines.items():
-            timeline = pipeline.profile(batch[:, :-1].contiguous(), target=batch[:, 1:].contiguous())
-            if number >= NUM_WARM_UP_STEPS:
-                steps[name].append(timeline)
-            for _, parameter in pipeline.named_parameters():
-                parameter.grad = None
     profiled = pipelines["1f1b"]
+    steps: dict[str, list[Timeline]] = {name: [] for name in pipelines}
+    parts: list[Timeline] = []
+    chance, turns = random.Random(SEED), list(pipelines)
+    for number in range(NUM_WARM_UP_STEPS + NUM_ROUNDS):
+        chance.shuffle(turns)
+        for name in turns:
+            steps[name].append(recorded(pipelines[name], number))
+        parts.append(recorded(profiled, number, split_backwards=True))
+    for timelines in (*steps.values(), parts):
+        del timelines[:NUM_WARM_UP_STEPS]
     assert profiled.recording is not None
-    costs = costs_from_timelines(steps["1f1b"], message_bytes=profiled.recording.message_bytes, input_share=INPUT_SHARE)
+    costs = costs_from_timelines(steps["1f1b"], message_bytes=profiled.recording.message_bytes)
+    costs = with_parts(costs, costs_from_timelines(parts))
     per_layer = costs_per_layer(costs, profiled.layers_of_stage, profiled.layer_weights)
     for name, pipeline in pipelines.items():
         of_stages = costs_of_parts(per_layer, list(pipeline.layers_of_stage))
         yield row_of("real", name, steps[name], simulate(lower(pipeline.schedule), of_stages))
         pipeline.close()
+
+
+def recorded(pipeline: Pipeline, number: int, *, split_backwards: bool = False) -> Timeline:
+    """Run one step on a batch of its number; no weights change."""
+    batch = torch.randint(DEMO.vocabulary, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(number))
+    tokens, target = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+    time.sleep(REST_S)
+    timeline = pipeline.profile(tokens, target=target, split_backwards=split_backwards)
+    for _, parameter in pipeline.named_parameters():
+        parameter.grad = None
+    return timeline
 
 
 def real_settings(num_ranks: int) -> list[tuple[str, dict[str, object]]]:
@@ -161,7 +175,7 @@ def real_settings(num_ranks: int) -> list[tuple[str, dict[str, object]]]:
 
 def run_as_rank(arguments: argparse.Namespace) -> int:
     """Be one rank; rank 0 writes the rows."""
-    hurry(is_sleeping=arguments.work == "emulated")
+    hurry()
     torch.set_num_threads(1)
     join_ranks(os.environ)
     num_ranks = int(os.environ["WORLD_SIZE"])
@@ -173,18 +187,11 @@ def run_as_rank(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def hurry(*, is_sleeping: bool) -> None:
-    """Run before other processes of this machine, if that is allowed: else what is measured is how busy it is.
-
-    Sleeping ranks take no time from others and may wake up before all of them; computing ones are only preferred.
-    """
+def hurry() -> None:
+    """Run before other processes of this machine, if that is allowed: else what is measured is how busy it is."""
     try:
-        if is_sleeping:
-            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-        else:
-            os.setpriority(os.PRIO_PROCESS, 0, PREFERENCE)
-            AUTOGROUP.write_text(str(PREFERENCE))
-    except (AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except (AttributeError, PermissionError):
         return
 
 

@@ -41,6 +41,7 @@ from penstock.execute.world import default_device, default_transport, shares_pro
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
+from penstock.ir.split_backwards import with_split_backwards
 from penstock.ir.timeline import Timeline
 from penstock.partition.split import describe_split, split_over
 from penstock.plan import few_microbatches, prove_and_lower, resolve_schedule
@@ -137,11 +138,7 @@ class Pipeline:
             PipelineError: on every rank, if the step fails on any. The next step may be run after it; until then
                 gradients hold a part of the failed batch, so zero them.
         """
-        if self._loss is None:
-            raise ConfigError("a training step needs a loss; pass loss=... to Pipeline, or call evaluate", key="loss")
-        if self.schedule.is_forward_only:
-            raise ConfigError(f"{self.schedule.name} has no backwards to train with; call evaluate", key="schedule")
-        return self._run(Mode.TRAIN, Call(args, kwargs, target, return_outputs, record))
+        return self._train(Mode.TRAIN, Call(args, kwargs, target, return_outputs, record))
 
     def evaluate(
         self, *args: Any, target: Any = None, return_outputs: bool = False, record: bool = False, **kwargs: Any
@@ -158,9 +155,13 @@ class Pipeline:
             for module, mode in modes:
                 module.training = mode
 
-    def profile(self, *args: Any, target: Any = None, **kwargs: Any) -> Timeline:
-        """Run one training step and return its measured timeline, the same on every rank."""
-        self.step(*args, target=target, record=True, **kwargs)
+    def profile(self, *args: Any, target: Any = None, split_backwards: bool = False, **kwargs: Any) -> Timeline:
+        """Run one training step and return its measured timeline, the same on every rank.
+
+        `split_backwards` runs every whole backward as its two parts, one right after the other, to measure them.
+        """
+        mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN
+        self._train(mode, Call(args, kwargs, target, record=True))
         assert self.timeline is not None
         return self.timeline
 
@@ -262,9 +263,18 @@ class Pipeline:
             refuse_layers_that_look_back(self._transport, self.stages, _LOOKING_BACK)
         self._num_parameters = count_parameters(self._transport, self.stages, layer_names(layers))
 
+    def _program_of(self, mode: Mode) -> Program:
+        match mode:
+            case Mode.TRAIN:
+                return self.program
+            case Mode.EVALUATE:
+                return self._lowered(self.schedule.forward_only())
+            case Mode.TRAIN_SPLIT:
+                return self._lowered(with_split_backwards(self.schedule))
+
     def _interpreter(self, mode: Mode) -> Interpreter:
         if mode not in self._interpreters:
-            program = self.program if mode is Mode.TRAIN else self._lowered(self.schedule.forward_only())
+            program = self._program_of(mode)
             hooks = Hooks(
                 reduce_stage=self._reduce_stage(),
                 reduce_tied=self._reduce_tied,
@@ -282,6 +292,13 @@ class Pipeline:
         return lambda stage: hook(stage) if stage in last_of_copies else None
 
     # ---- one step
+
+    def _train(self, mode: Mode, call: Call) -> StepResult:
+        if self._loss is None:
+            raise ConfigError("a training step needs a loss; pass loss=... to Pipeline, or call evaluate", key="loss")
+        if self.schedule.is_forward_only:
+            raise ConfigError(f"{self.schedule.name} has no backwards to train with; call evaluate", key="schedule")
+        return self._run(mode, call)
 
     def _run(self, mode: Mode, call: Call) -> StepResult:
         if self._is_closed:
@@ -309,7 +326,7 @@ class Pipeline:
         return self._with_outputs(result, step)
 
     def _step(self, mode: Mode, call: Call, batch: Batch) -> Step:
-        loss = self._loss if mode is Mode.TRAIN or call.target is not None else None
+        loss = self._loss if mode.is_training or call.target is not None else None
         # Only the ranks of last stages weigh losses; the others may have no target to count.
         is_weighing = loss is not None and self._holds_last_stage
         shares = self._loss_weights.shares(batch.microbatches, batch.slices) if is_weighing else LossShares([], [])
@@ -345,7 +362,7 @@ class Pipeline:
         self._messenger.reset()
 
     def _begin_tied(self, mode: Mode) -> None:
-        if mode is Mode.TRAIN:
+        if mode.is_training:
             for copy in self._assembly.tied_copies.values():
                 copy.begin_step()
 

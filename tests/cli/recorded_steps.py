@@ -14,7 +14,7 @@ from penstock.train.recorded_step import RecordedStep
 LAYERS_PER_STAGE = 4
 
 
-def recorded_step(schedule=None, *, forward_s=(1.0,), late_s=0.0, uncertainty_s=0.0, input_share=0.5, **costs):
+def recorded_step(schedule=None, *, forward_s=(1.0,), late_s=0.0, uncertainty_s=0.0, **costs):
     """A step of 4 ranks with 4 layers a stage; a backward takes twice a forward, and rank 1 comes late."""
     schedule = schedule or build("1f1b", ranks=4, microbatches=8)
     program = lower(schedule)
@@ -39,5 +39,4 @@ def recorded_step(schedule=None, *, forward_s=(1.0,), late_s=0.0, uncertainty_s=
         layers_of_stage=tuple(parts),
         layer_weights=(1.0,) * max(part.stop for part in parts),
         lead_ins=tuple(late if rank == 1 else usual for rank in range(program.num_ranks)),
-        input_share=input_share,
     )

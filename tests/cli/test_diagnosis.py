@@ -111,7 +111,6 @@ def recorded_step(schedule, seed):
         tuple(parts[place_of[stage]] for stage in range(program.num_stages)),
         (1.0,) * (2 * len(parts)),
         tuple(LeadIn(*row) for row in moments.tolist()),
-        0.5,
     )
 
 

@@ -44,6 +44,21 @@ def test_a_run_folder_is_told_as_json(folder, capsys):
     assert json.loads(capsys.readouterr().out)["schedule"] == "1f1b"
 
 
+def test_costs_of_a_profile_in_the_folder_tell_how_backwards_split(folder, capsys):
+    main(["doctor", str(folder)])
+    assumed = capsys.readouterr().out
+    (folder / "costs.toml").write_text(
+        "forward_s = 1.0\nsplit_forward_s = 1.5\nbackward_s = 2.0\nbackward_input_s = 2.0\nbackward_weight_s = 0.0\n"
+    )
+    main(["doctor", str(folder)])
+    measured = capsys.readouterr().out
+
+    assert "zb-h1" in assumed
+    assert "taken to be halves" in assumed
+    assert "zb-h1" not in measured
+    assert "halves" not in measured
+
+
 def test_with_a_limit_of_memory_what_waits_for_it_is_told(folder, capsys):
     """Rank 0 of 1F1B holds 4 activations and waits with the fifth forward for a backward to free one."""
     main(["doctor", str(folder), "--format", "json", "--memory-limit", "4"])

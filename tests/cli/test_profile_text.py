@@ -83,6 +83,21 @@ def test_only_kinds_that_ran_have_a_row(name):
     assert ("backward input" in text) == ("backward weight" in text) == (name == "zb-h1")
 
 
+def test_what_was_measured_with_split_backwards_is_told_apart():
+    split = replace(
+        COSTS,
+        split_forward_s=(0.012, 0.016),
+        backward_input_s=(0.015,),
+        backward_weight_s=(0.01,),
+        spreads=(Spread(Kind.BACKWARD_INPUT, 0, 0.014, 0.001),),
+    )
+
+    lines = profile_text(profile_of(split)).split("\n")
+
+    assert "0      0     backward input, where backwards are split  15.0 ms  14.0 ms  1.00 ms" in lines
+    assert "1      1     forward, where backwards are split         16.0 ms" in lines
+
+
 def test_a_single_rank_has_no_channels():
     text = profile_text(profile_of(Costs(forward_s=(1.0,), backward_s=(2.0,)), wires=(), ranks=1))
 

@@ -7,7 +7,7 @@ from penstock.ir.writing import without_communication
 from penstock.lower import lower
 from penstock.schedules import build
 from penstock.simulate import Costs, simulate
-from penstock.simulate.fit import costs_from_timelines
+from penstock.simulate.fit import HALVES, SplitShares, costs_from_timelines
 from penstock.train.config import config_from_table
 from tests.cli.recorded_steps import recorded_step
 
@@ -15,8 +15,8 @@ SETTING = Setting(batch_size=16, family="1f1b", stages_per_rank=1)
 UNEVEN = (1.0, 1.0, 1.0, 2.0)
 
 
-def changes(recorded, setting=SETTING):
-    costs = costs_from_timelines([recorded.timeline], input_share=recorded.input_share)
+def changes(recorded, setting=SETTING, shares=HALVES):
+    costs = costs_from_timelines([recorded.timeline], shares=shares)
     found = changes_for(recorded, without_communication(recorded.timeline.program), costs, setting)
     return {change.text: change for change in found}
 
@@ -46,10 +46,14 @@ def test_another_order_of_the_same_stages_keeps_their_split():
     assert found["zb-h1"].step_change == pytest.approx(then_s / now_s - 1)
 
 
-def test_where_the_input_part_does_all_of_a_backward_splitting_it_saves_nothing():
-    found = changes(recorded_step(input_share=1.0))
+def test_what_was_measured_of_split_backwards_counts():
+    """Where the input part does all of it, nothing is saved; what preparing it costs, is paid."""
+    found = changes(recorded_step(), shares=SplitShares(1.0, 1.0, 0.0))
+    dear = changes(recorded_step(), shares=SplitShares(1.5, 1.0, 0.0))
 
     assert found["zb-h1"].step_change == pytest.approx(0.0)
+    assert dear["zb-h1"].step_change == pytest.approx(0.5 / 3)
+    assert dear["gpipe"].step_change == pytest.approx(0.0)
 
 
 def test_a_layer_takes_its_share_of_its_stages_time_with_it():

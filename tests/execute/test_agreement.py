@@ -76,6 +76,7 @@ def test_the_largest_digest_survives_the_exchange():
     ("second", "text"),
     [
         (Offer(Mode.EVALUATE, 11, 22, False, (2, 2), lengths=(3, 2)), "rank 0 runs step, rank 1 runs evaluate"),
+        (Offer(Mode.TRAIN_SPLIT, 11, 22, False, (2, 2), lengths=(3, 2)), "rank 1 runs a step with split backwards"),
         (Offer(Mode.TRAIN, 12, 22, False, (2, 2), lengths=(3, 2)), "inputs of different shape"),
         (Offer(Mode.TRAIN, 11, 23, False, (2, 2), lengths=(3, 2)), "a target of different shape"),
         (Offer(Mode.TRAIN, 0, 22, False, (3, 1), lengths=(3, 2)), "microbatches of different shape"),
@@ -85,7 +86,7 @@ def test_the_largest_digest_survives_the_exchange():
             "a target, rank 1 was not, but holds",
         ),
     ],
-    ids=["mode", "inputs", "target", "microbatches", "slices", "no target"],
+    ids=["mode", "parts", "inputs", "target", "microbatches", "slices", "no target"],
 )
 def test_ranks_that_run_different_things_all_refuse(second, text):
     for error in refusals(GIVEN, second):

@@ -1,8 +1,10 @@
 """What a recorder measures: every row, on one clock, in an order that the dependencies allow."""
 
 import time
+from functools import partial
 
 import numpy as np
+import torch
 
 from penstock.execute.clock import Clock
 from penstock.execute.record import Recorder
@@ -94,6 +96,26 @@ def test_a_moment_on_the_own_clock_is_found_on_the_timeline():
 def test_the_bytes_of_messages_are_those_of_the_outputs():
     """Batches of 8 in 4 microbatches: 2 rows of floats; the last stage sends none on."""
     assert [recording.message_bytes for recording in on_ranks(3, record)] == [(2 * WIDTH * 4, 2 * WIDTH * 4, 0)] * 3
+
+
+def gradients(wires, *, split_backwards):
+    task = float_task(8)
+    pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires)
+    timeline = pipeline.profile(*task.inputs, target=task.target, split_backwards=split_backwards)
+    after = pipeline.profile(*task.inputs, target=task.target)
+    ops = [set(each.program.op[each.program.is_compute].tolist()) for each in (timeline, after)]
+    return ops, [parameter.grad for _, parameter in pipeline.named_parameters()]
+
+
+def test_a_profile_may_run_backwards_in_two_parts_and_gives_the_same_gradients():
+    whole, split = (
+        on_ranks(2, partial(gradients, split_backwards=False)),
+        on_ranks(2, partial(gradients, split_backwards=True)),
+    )
+
+    for (ops, expected), (ops_of_parts, found) in zip(whole, split, strict=True):
+        assert (ops, ops_of_parts) == ([{0, 1}, {0, 1}], [{0, 2, 3}, {0, 1}])
+        assert all(map(torch.equal, found, expected))
 
 
 def test_a_step_that_is_not_recorded_leaves_the_recording_as_it_was():

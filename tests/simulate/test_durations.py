@@ -63,3 +63,12 @@ def test_a_whole_backward_is_known_by_its_parts():
 
 def test_a_kind_that_does_not_run_need_not_be_known():
     assert lasts(sharded("0F0 0B0"), Costs(forward_s=(1.0,), backward_s=(2.0,))) == {"0F0": 1, "0B0": 2}
+
+
+def test_forwards_that_prepare_a_split_backward_have_seconds_of_their_own():
+    costs = Costs.uniform(forward=1.0, split_forward_s=(1.5, 1.25))
+    mixed = drawn("0F0 0B0", "1F0 1I0 1W0")
+
+    assert (lasts(mixed, costs)["0F0"], lasts(mixed, costs)["1F0"]) == (1.0, 1.25)
+    assert lasts(lower(build("zb-h1", ranks=2, microbatches=1)), costs)["0F0"] == 1.5
+    assert lasts(lower(build("zb-h1", ranks=2, microbatches=1)), Costs.uniform(forward=1.0))["0F0"] == 1.0

@@ -12,7 +12,7 @@ from penstock.lower import lower
 from penstock.schedules import build
 from penstock.simulate import Costs, simulate
 from penstock.simulate.costs import Channel, Spread
-from penstock.simulate.fit import costs_from_timeline, costs_from_timelines
+from penstock.simulate.fit import SplitShares, costs_from_timeline, costs_from_timelines
 
 
 def simulated(name="1f1b", costs=None, ranks=3, microbatches=6, **options):
@@ -86,11 +86,39 @@ def test_a_kind_that_did_not_run_follows_from_the_others():
     assert forward_only.backward_s == forward_only.backward_weight_s == (0.0, 0.0, 0.0)
 
 
-def test_the_input_part_that_did_not_run_has_its_share_of_the_whole():
-    costs = costs_from_timelines([simulated("1f1b", UNEVEN)], input_share=1.0)
+def test_parts_that_did_not_run_have_their_shares_of_the_whole():
+    costs = costs_from_timelines([simulated("1f1b", UNEVEN)], shares=SplitShares(1.5, 0.75, 0.5))
 
-    assert costs.backward_input_s == UNEVEN.backward_s
-    assert costs.backward_weight_s == (0.0, 0.0, 0.0)
+    assert costs.forward_s == UNEVEN.forward_s
+    assert costs.split_forward_s == tuple(1.5 * seconds for seconds in UNEVEN.forward_s)
+    assert costs.backward_input_s == tuple(0.75 * seconds for seconds in UNEVEN.backward_s)
+    assert costs.backward_weight_s == tuple(0.5 * seconds for seconds in UNEVEN.backward_s)
+
+
+def test_whole_backwards_and_their_forwards_follow_from_split_ones():
+    shares = SplitShares(1.25, 0.75, 0.5)
+
+    costs = costs_from_timelines([simulated("zb-h1", UNEVEN)], shares=shares)
+
+    assert costs.split_forward_s == UNEVEN.forward_s
+    assert costs.forward_s == pytest.approx([seconds / 1.25 for seconds in UNEVEN.forward_s])
+    assert costs.backward_s == pytest.approx([seconds / 1.25 for seconds in UNEVEN.backward_s])
+    assert costs.backward_input_s == UNEVEN.backward_input_s
+
+
+def test_shares_are_those_of_measured_costs():
+    costs = Costs(
+        forward_s=(1.0, 3.0),
+        split_forward_s=(2.0, 3.0),
+        backward_s=(4.0, 4.0),
+        backward_input_s=(3.0, 3.0),
+        backward_weight_s=(1.0, 3.0),
+    )
+
+    assert SplitShares.of(costs) == SplitShares(1.25, 0.75, 0.5)
+    assert SplitShares.of(replace(costs, split_forward_s=())) == SplitShares(1.0, 0.75, 0.5)
+    assert SplitShares.of(replace(costs, backward_s=())) is None
+    assert SplitShares.of(Costs(forward_s=(1.0,), backward_s=(2.0,))) is None
 
 
 def test_a_channel_that_is_slower_than_the_usual_one_is_told_apart():

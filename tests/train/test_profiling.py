@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.execute.split_backward import INPUT_SHARE
 from penstock.simulate import simulate
 from penstock.train.config import config_from_table
 from penstock.train.data import TokenDataset, WindowOptions
@@ -23,10 +22,8 @@ def profile(transport):
     pipeline = small_pipeline(transport)
     before = {name: parameter.clone() for name, parameter in pipeline.named_parameters()}
     steps = []
-    step = pipeline.step
-    pipeline.step = lambda *args, record=False, **kwargs: (steps.append(record), step(*args, record=record, **kwargs))[
-        1
-    ]
+    run = pipeline.profile
+    pipeline.profile = lambda *args, **kwargs: (steps.append(kwargs["split_backwards"]), run(*args, **kwargs))[1]
     found = profile_pipeline(pipeline, dataset(), NUM_STEPS)
     parameters = dict(pipeline.named_parameters())
     unchanged = all(torch.equal(parameters[name], value) for name, value in before.items())
@@ -41,8 +38,8 @@ def profiled():
     return on_ranks(2, profile)
 
 
-def test_steps_are_recorded_after_the_first_ones_and_one_is_watched_for_memory(profiled):
-    expected = [False] * NUM_WARM_UP_STEPS + [True] * NUM_STEPS + [False]
+def test_whole_backwards_run_first_then_their_parts_and_one_step_is_watched_for_memory(profiled):
+    expected = [False] * (NUM_WARM_UP_STEPS + NUM_STEPS) + [True] * (NUM_WARM_UP_STEPS + NUM_STEPS) + [False]
 
     assert [steps for _, steps, _, _ in profiled] == [expected] * 2
 
@@ -62,9 +59,11 @@ def test_costs_are_those_of_stages_channels_and_bytes(profiled):
     costs = profiled[0][0].costs
     sizes = [size for *_, size in profiled]
 
-    assert all(seconds > 0 for seconds in (*costs.forward_s, *costs.backward_s, costs.launch_s))
-    assert costs.backward_input_s == tuple(INPUT_SHARE * seconds for seconds in costs.backward_s)
-    assert {(spread.kind.letter, spread.stage) for spread in costs.spreads} == {("F", 0), ("F", 1), ("B", 0), ("B", 1)}
+    parts = (costs.split_forward_s, costs.backward_input_s, costs.backward_weight_s)
+    assert all(min(seconds) > 0 for seconds in (costs.forward_s, costs.backward_s, *parts))
+    assert sorted((spread.kind.letter, spread.stage) for spread in costs.spreads) == [
+        ("B", 0), ("B", 1), ("F", 0), ("F", 1), ("I", 0), ("I", 1), ("W", 0), ("W", 1),
+    ]  # fmt: skip
     assert costs.message_bytes == (2 * 8 * 16 * 4, 0)
     assert list(costs.parameter_bytes) == sizes
     assert costs.optimizer_bytes == tuple(ADAM_STATES * size for size in sizes)
@@ -84,6 +83,20 @@ def test_the_costs_predict_the_program_that_was_profiled(profiled):
 
     assert simulate(found.program, found.costs).makespan_s > 0
     assert (found.num_steps, found.program.name) == (NUM_STEPS, "1f1b")
+
+
+@pytest.mark.slow
+def test_a_schedule_that_splits_backwards_is_profiled_as_it_is():
+    def case(transport):
+        pipeline = small_pipeline(transport, schedule="zb-h1")
+        found = profile_pipeline(pipeline, dataset(), NUM_STEPS)
+        pipeline.close()
+        return found
+
+    costs = on_ranks(2, case)[0].costs
+
+    assert {spread.kind.letter for spread in costs.spreads} == {"F", "I", "W"}
+    assert costs.split_forward_s == ()
 
 
 @pytest.mark.slow

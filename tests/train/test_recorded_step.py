@@ -37,7 +37,6 @@ def recorded_step(schedule, seed=0):
         tuple(range(2 * stage, 2 * stage + 2) for stage in stages),
         tuple(chance.random(2 * len(stages)).tolist()),
         tuple(LeadIn(*row) for row in moments.tolist()),
-        chance.random(),
     )
 
 
@@ -46,7 +45,7 @@ def plain(recorded):
     timeline = recorded.timeline
     times = (timeline.start_s.tolist(), timeline.end_s.tolist(), timeline.clock_uncertainty_s, timeline.source)
     layers = (recorded.layers_of_stage, recorded.layer_weights)
-    return times, layers, (recorded.message_bytes, recorded.lead_ins, recorded.step, recorded.input_share)
+    return times, layers, (recorded.message_bytes, recorded.lead_ins, recorded.step)
 
 
 @given(schedules(), st.integers(0, 2**32))

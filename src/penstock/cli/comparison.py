@@ -105,6 +105,7 @@ def scaled(costs: Costs, factor: float) -> Costs:
         backward_s=times(costs.backward_s),
         backward_input_s=times(costs.backward_input_s),
         backward_weight_s=times(costs.backward_weight_s),
+        split_forward_s=times(costs.split_forward_s),
     )
 
 

@@ -10,7 +10,7 @@ from penstock.ir.writing import without_communication
 from penstock.simulate import simulate
 from penstock.simulate.causes import Cause, IdleTimes, idle_times
 from penstock.simulate.critical import Piece, critical_path
-from penstock.simulate.fit import costs_from_timelines
+from penstock.simulate.fit import HALVES, SplitShares, costs_from_timelines
 from penstock.simulate.lead_in import begin_of, idle_before
 from penstock.simulate.losses import Loss, losses_of
 from penstock.simulate.trips import Trips, with_true_arrivals
@@ -38,6 +38,8 @@ class Diagnosis:
     losses: list[Loss]
     path: list[Contribution]
     changes: list[Change]
+    knows_shares: bool
+    """Whether it was measured what backwards take in two parts."""
 
     @property
     def step_s(self) -> float:
@@ -52,10 +54,20 @@ class Diagnosis:
         return found if found is not None and found.duration_s > 0 else None
 
 
-def diagnose(recorded: RecordedStep, setting: Setting, *, memory_limit: int | Sequence[int] | None = None) -> Diagnosis:
-    """Find out all about a recorded step; `memory_limit` counts activations."""
+def diagnose(
+    recorded: RecordedStep,
+    setting: Setting,
+    *,
+    shares: SplitShares | None = None,
+    memory_limit: int | Sequence[int] | None = None,
+) -> Diagnosis:
+    """Find out all about a recorded step.
+
+    `shares` say what was measured of backwards in two parts; without them they are taken to be halves. `memory_limit`
+    counts activations.
+    """
     timeline = with_true_arrivals(recorded.timeline)
-    costs = costs_from_timelines([timeline], message_bytes=recorded.message_bytes, input_share=recorded.input_share)
+    costs = costs_from_timelines([timeline], message_bytes=recorded.message_bytes, shares=shares or HALVES)
     before = idle_before(timeline, recorded.lead_ins)
     within = idle_times(timeline, costs, memory_limit=memory_limit)
     return Diagnosis(
@@ -66,6 +78,7 @@ def diagnose(recorded: RecordedStep, setting: Setting, *, memory_limit: int | Se
         losses_of(timeline, costs, recorded.lead_ins),
         _contributions(timeline),
         changes_for(recorded, without_communication(timeline.program), costs, setting),
+        shares is not None,
     )
 
 

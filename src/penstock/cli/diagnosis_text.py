@@ -120,8 +120,10 @@ def _changes_table(diagnosis: Diagnosis) -> list[str]:
         return [f"no other split, schedule or number of microbatches helps: {tried} simulated"]
     rows = [[_percent(change.step_change), _percent(change.memory_change), change.text] for change in helpful]
     notes = [f"  {NOTES[sort]}" for sort in dict.fromkeys(change.sort for change in helpful) if sort in NOTES]
-    if diagnosis.recorded.input_share == 1:
-        notes.append("  the input part of a backward does all of it yet: schedules that split backwards gain less")
+    if not diagnosis.knows_shares:
+        notes.append(
+            "  backwards in two parts are taken to be halves that cost nothing more; penstock profile measures it"
+        )
     return ["what would help, each simulated", *_left(["step", "memory", "change"], rows), *notes]
 
 

@@ -29,14 +29,17 @@ def run(arguments: Namespace) -> int:
     from penstock.cli.diagnosis import diagnose
     from penstock.cli.diagnosis_text import to_json, to_text
     from penstock.cli.what_if import setting_of
+    from penstock.simulate.costs_file import read_costs
+    from penstock.simulate.fit import SplitShares
     from penstock.train.config import load_config
     from penstock.train.recorded_step import read_recorded_step
-    from penstock.train.run_folder import CONFIG
+    from penstock.train.run_folder import CONFIG, COSTS
 
     folder = Path(arguments.folder)
     recorded = read_recorded_step(folder)
     setting = setting_of(load_config(folder / CONFIG))
-    diagnosis = diagnose(recorded, setting, memory_limit=arguments.memory_limit)
+    shares = SplitShares.of(read_costs(folder / COSTS)) if (folder / COSTS).exists() else None
+    diagnosis = diagnose(recorded, setting, shares=shares, memory_limit=arguments.memory_limit)
     say(to_json(diagnosis) if arguments.format == "json" else to_text(diagnosis))
     return ExitStatus.FINE
 

@@ -10,7 +10,6 @@ from penstock.cli.run_file import add_run_arguments, run_on_ranks
 from penstock.errors import ConfigError
 
 NUM_STEPS = 5
-COSTS = "costs.toml"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -25,7 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         metavar="FILE.toml",
-        help=f"where the costs go, for --costs of other commands (default: {COSTS} in the run folder)",
+        help="where the costs go, for --costs of other commands (default: costs.toml in the run folder)",
     )
 
 
@@ -44,6 +43,7 @@ def _profile(arguments: Namespace, config: Any) -> None:
     from penstock.simulate.costs_writing import costs_to_toml
     from penstock.train.files import atomic_file
     from penstock.train.profiling import profile_run
+    from penstock.train.run_folder import COSTS
 
     profile = profile_run(config, num_steps=arguments.steps)
     if profile.rank != 0:

@@ -12,6 +12,7 @@ from penstock.simulate.costs import Spread
 from penstock.simulate.message_costs import BACKWARD, FORWARD, message_costs
 from penstock.train.profiling import Profile
 
+NOT_RUN = ", where backwards are split"
 EVEN = 1.05
 """A stage that takes at most this times the mean holds up nobody worth mentioning."""
 
@@ -45,13 +46,17 @@ def _stages(profile: Profile) -> str:
     rows = []
     for stage, rank in enumerate(program.placement.rank_of_stage):
         for kind in Kind:
-            if not ((program.op == kind) & (program.stage == stage)).any():
+            runs = bool(((program.op == kind) & (program.stage == stage)).any())
+            if not runs and (kind, stage) not in spread_of:
                 continue
             usual_s = float(table[kind, stage])
             spread = spread_of.get((kind, stage), Spread(kind, stage, usual_s, 0.0))
-            name = kind.name.lower().replace("_", " ")
+            name = kind.name.lower().replace("_", " ") + ("" if runs else NOT_RUN)
             seconds = (usual_s, spread.median_s, spread.quartile_range_s)
             rows.append([str(stage), str(rank), name, *map(format_seconds, seconds)])
+        if costs.split_forward_s:
+            prepared_s = float(costs.per_stage("split_forward_s", program.num_stages)[stage])
+            rows.append([str(stage), str(rank), f"forward{NOT_RUN}", format_seconds(prepared_s), "", ""])
     title = f"{program.name}, {count_of(profile.num_steps, 'recorded step')}"
     return f"{title}\n{format_table(['stage', 'rank', 'kind', 'usual', 'median', 'middle half within'], rows)}"
 

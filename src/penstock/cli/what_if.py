@@ -17,7 +17,7 @@ from penstock.lower import lower
 from penstock.partition.split import split_over
 from penstock.schedules import FAMILIES, build, is_file_name
 from penstock.simulate import Costs, simulate
-from penstock.simulate.costs import FIELD_OF_KIND
+from penstock.simulate.costs import COMPUTE_FIELDS
 from penstock.simulate.layer_estimate import costs_of_parts, costs_per_layer
 from penstock.train.config import RunConfig
 from penstock.train.recorded_step import RecordedStep
@@ -103,7 +103,7 @@ def _predict(plan: _Plan, per_layer: Costs, num_measured_parts: int) -> _Predict
     factor = num_measured_parts / (plan.schedule.num_microbatches * plan.schedule.num_slices)
     costs = costs_of_parts(per_layer, plan.layers_of_stage)
     scaled: dict[str, Any] = {
-        name: tuple(factor * seconds for seconds in getattr(costs, name)) for name in FIELD_OF_KIND.values()
+        name: tuple(factor * seconds for seconds in getattr(costs, name)) for name in COMPUTE_FIELDS
     }
     kept = tuple(round(factor * len(part) * UNIT_BYTES) for part in plan.layers_of_stage)
     message_bytes = tuple(round(factor * num_bytes) for num_bytes in costs.message_bytes)

@@ -20,6 +20,12 @@ class Mode(IntEnum):
 
     TRAIN = 1
     EVALUATE = 2
+    TRAIN_SPLIT = 3
+    """Train with every backward in two parts, to measure them."""
+
+    @property
+    def is_training(self) -> bool:
+        return self is not Mode.EVALUATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +184,7 @@ def _require_one(views: Sequence[object], what: str) -> None:
 
 
 def _verb(mode: Mode) -> str:
-    return "step" if mode is Mode.TRAIN else "evaluate"
+    return {Mode.TRAIN: "step", Mode.EVALUATE: "evaluate", Mode.TRAIN_SPLIT: "a step with split backwards"}[mode]
 
 
 def _and_others(odd: Sequence[int]) -> str:

@@ -72,6 +72,8 @@ class Interpreter:
         self._rows = range(self._first_row, self._first_row + self.num_rows)
         self._registers = Registers.for_rows(program, self._rows)
         self._carrying = {stage.index: carrying_modules(stage) for stage in stages if program.num_slices > 1}
+        is_split = program.op == Op.BACKWARD_INPUT
+        self._split_stages = frozenset(program.stage[is_split].tolist())
         self._bound = [bound for row in self._rows for bound in _COMPILE[Op(int(program.op[row]))](self, row)]
 
     def run(self, step: Step, note: Callable[[int], None], recorder: Recorder | None = None) -> None:
@@ -84,6 +86,8 @@ class Interpreter:
         if recorder is not None:
             calls = [(bound.row - self._first_row, self._recorded(recorder, bound)) for bound in self._bound]
         self._step = step
+        for stage in self._stages.values() if self._is_training else ():
+            stage.is_split = stage.index in self._split_stages
         with torch.set_grad_enabled(self._is_training):
             for row, call in calls:
                 note(row)
@@ -214,7 +218,6 @@ class Interpreter:
         slot = int(self.program.slot[row])
         saved = self._registers.saved
         is_whole = bool(self.program.op[row] == Op.BACKWARD)
-        stage.is_split |= not is_whole
         run: RunBackward = Stage.backward if is_whole else backward_input
         if (on_slice := self._on_slice(stage, self._place(row))) is not None:
             run = on_slice.backing(run)

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from penstock.errors import MAX_SHOWN, PenstockWarning
 from penstock.execute.stage import SavedForward, Stage
 
-INPUT_SHARE = 0.5
-"""Of a whole backward, what `backward_input` takes; so that split backwards can be predicted before they have run."""
 LARGE_SHARE = 0.1
 """Of the weights of a stage, what must have stayed in the input part to be spoken of."""
 

@@ -25,6 +25,8 @@ FIELD_OF_KIND = {
     Kind.BACKWARD_WEIGHT: "backward_weight_s",
 }
 
+COMPUTE_FIELDS = (*FIELD_OF_KIND.values(), "split_forward_s")
+"""All seconds of computations, per stage."""
 NO_COSTS = ("channels", "spreads", "source")
 
 
@@ -68,6 +70,8 @@ class Costs:
     backward_weight_s: PerStage = ()
     backward_s: PerStage = ()
     """A whole backward; the sum of its parts unless given."""
+    split_forward_s: PerStage = ()
+    """A forward of a stage whose backwards run in two parts, which it has to prepare; as any other unless given."""
     overlap_factor: float = 1.0
     """Two actions that run together take this times the sum of both."""
     microbatch_compute_factor: tuple[float, ...] = (1.0,)

@@ -19,6 +19,9 @@ def durations_s(program: Program, costs: Costs) -> NDArray[np.float64]:
     table = np.zeros((len(Op), program.num_stages))
     table[: len(Kind)] = costs.durations_s(program.num_stages)
     _require_known(program, table, costs)
+    if costs.split_forward_s:
+        is_split = _splits_backwards(program)
+        table[Kind.FORWARD, is_split] = costs.per_stage("split_forward_s", program.num_stages)[is_split]
     table[Op.OPTIMIZER_STEP] = _optimizer_s(program, costs)
     seconds = np.empty(program.num_instructions)
     for part in blocks(program.num_instructions):
@@ -34,6 +37,13 @@ def durations_s(program: Program, costs: Costs) -> NDArray[np.float64]:
     if costs.launch_s:
         seconds += costs.launch_s
     return seconds
+
+
+def _splits_backwards(program: Program) -> NDArray[np.bool_]:
+    """[num_stages] whether any backward of a stage runs in two parts."""
+    found = np.zeros(program.num_stages, np.bool_)
+    found[program.stage[program.op == Op.BACKWARD_INPUT]] = True
+    return found
 
 
 def _require_known(program: Program, table: NDArray[np.float64], costs: Costs) -> None:

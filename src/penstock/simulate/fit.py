@@ -1,6 +1,7 @@
 """From measured timelines to the costs that explain them, so that they, and other schedules, can be predicted."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf, isclose
 from types import MappingProxyType
 
@@ -14,8 +15,31 @@ from penstock.ir.timeline import Timeline
 from penstock.simulate.costs import Channel, Costs, PerStage, Spread
 from penstock.simulate.trips import Trips, usual_s, usual_trip_s
 
-INPUT_SHARE = 0.5
-"""Of a whole backward, what its input part takes, where nothing is known of it: of a product of matrices, half."""
+
+@dataclass(frozen=True, slots=True)
+class SplitShares:
+    """What running backwards in two parts takes, in shares of a whole one and of the forward before it.
+
+    Unless it was measured, halves are taken, as of the products of matrices, and a forward that is no longer for it.
+    """
+
+    forward: float = 1.0
+    """What a forward that prepares a split backward takes of another."""
+    input: float = 0.5
+    weight: float = 0.5
+
+    @classmethod
+    def of(cls, costs: Costs) -> "SplitShares | None":
+        """Return what costs say of it; None where they do not know both whole backwards and their parts."""
+        if not (costs.backward_s and costs.backward_input_s and costs.backward_weight_s and sum(costs.forward_s)):
+            return None
+        forward, whole = sum(costs.forward_s), sum(costs.backward_s)
+        prepared = sum(costs.split_forward_s) if costs.split_forward_s else forward
+        parts = sum(costs.backward_input_s), sum(costs.backward_weight_s)
+        return cls(prepared / forward, parts[0] / whole, parts[1] / whole) if whole else None
+
+
+HALVES = SplitShares()
 
 Ends = tuple[int, int]
 """Sending and receiving rank."""
@@ -36,23 +60,24 @@ def costs_from_timelines(
     *,
     message_bytes: Sequence[int] = (),
     bandwidths: Mapping[Ends, float] = NOTHING_MEASURED,
-    input_share: float = INPUT_SHARE,
+    shares: SplitShares = HALVES,
 ) -> Costs:
     """Estimate costs from timelines of one program, by what is usual, so that a single slow instruction counts nothing.
 
     A computation takes what is usual over the microbatches of its stage. A launch is the usual gap between computations
     for each instruction in it, where no message was late. Latencies come from the messages that were waited for, since
     only they show it, less what `message_bytes` per stage take at `bandwidths`, in bytes per second, of channels that
-    were measured by themselves. A kind of computation that did not run gets what follows from the others: a whole
-    backward is the sum of its parts, the input part has its share of the whole, and the weight part the rest; 0 where
-    nothing is known.
+    were measured by themselves. What did not run, whole backwards or their parts, follows from what did by their
+    `shares`; it is 0 where nothing is known.
     """
     program = timelines[0].program
     samples = _samples(timelines)
     forward, whole, inputs, weights = _usual_s(samples, program.num_stages)
-    whole = np.where(np.isnan(whole), inputs + weights, whole)
-    inputs = np.where(np.isnan(inputs), whole * input_share, inputs)
-    weights = np.where(np.isnan(weights), whole * (1 - input_share), weights)
+    prepared = np.where(np.isnan(inputs), forward * shares.forward, forward)
+    forward = np.where(np.isnan(inputs), forward, forward / shares.forward)
+    whole = np.where(np.isnan(whole), (inputs + weights) / (shares.input + shares.weight), whole)
+    inputs = np.where(np.isnan(inputs), whole * shares.input, inputs)
+    weights = np.where(np.isnan(weights), whole * shares.weight, weights)
     trips, sizes = Trips.of(program), tuple(message_bytes) or (0,)
     trip_s = usual_trip_s(timelines, trips)
     launch_s = _launch_s(timelines, trips, trip_s)
@@ -63,6 +88,7 @@ def costs_from_timelines(
     channels = [Channel(*each, usual.is_exclusive) for each in _by_channel(trips, latencies_s, speeds)]
     return Costs(
         forward_s=_per_stage(forward),
+        split_forward_s=_per_stage(prepared) if shares.forward != 1 else (),
         backward_s=_per_stage(whole),
         backward_input_s=_per_stage(inputs),
         backward_weight_s=_per_stage(weights),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.simulate.costs import FIELD_OF_KIND, Costs
+from penstock.simulate.costs import COMPUTE_FIELDS, Costs
 
 
 def costs_per_layer(costs: Costs, layers_of_stage: Sequence[range], layer_weights: Sequence[float]) -> Costs:
@@ -22,7 +22,7 @@ def costs_per_layer(costs: Costs, layers_of_stage: Sequence[range], layer_weight
     num_stages, num_layers = len(layers_of_stage), len(layer_weights)
     num_copies = np.bincount([layer for part in layers_of_stage for layer in part], minlength=num_layers)
     shared: dict[str, Any] = {}
-    for name in FIELD_OF_KIND.values():
+    for name in COMPUTE_FIELDS:
         if getattr(costs, name):
             of_stages = costs.spread_out(name, num_stages, "stage")
             total = np.zeros(num_layers)
@@ -46,7 +46,7 @@ def costs_of_parts(per_layer: Costs, layers_of_stage: Sequence[range]) -> Costs:
     """Sum costs with an entry per layer over the layers of each stage, whatever the routes of its placement."""
     num_layers = max(part.stop for part in layers_of_stage)
     summed: dict[str, Any] = {}
-    for name in FIELD_OF_KIND.values():
+    for name in COMPUTE_FIELDS:
         if getattr(per_layer, name):
             entries = per_layer.spread_out(name, num_layers, "layer")
             summed[name] = tuple(sum(entries[layer] for layer in part) for part in layers_of_stage)

@@ -68,10 +68,11 @@ def losses_of(timeline: Timeline, costs: Costs, lead_ins: Sequence[LeadIn] = ())
 def evened(costs: Costs, num_stages: int) -> Costs:
     """Return costs in which every stage takes as long as the mean one."""
     means = np.nan_to_num(costs.durations_s(num_stages)).mean(axis=1)
+    prepared = costs.per_stage("split_forward_s", num_stages).mean() if costs.split_forward_s else None
     known: dict[str, Any] = {
         name: (float(means[kind]),) for kind, name in FIELD_OF_KIND.items() if getattr(costs, name)
     }
-    return replace(costs, **known)
+    return replace(costs, **known, split_forward_s=() if prepared is None else (float(prepared),))
 
 
 def _bubble_s(timeline: Timeline) -> float:

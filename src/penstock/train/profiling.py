@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import cast
 
 from penstock.execute.footprint import SavedBytes, parameter_bytes
-from penstock.execute.split_backward import INPUT_SHARE
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.wires import WireSpeed, channels_of, measure_wires
 from penstock.execute.world import default_transport
+from penstock.ir.action import Kind
 from penstock.ir.program import Program
+from penstock.ir.timeline import Timeline
 from penstock.pipeline import Pipeline
 from penstock.simulate import Costs
 from penstock.simulate.fit import costs_from_timelines
@@ -25,6 +26,7 @@ NUM_WARM_UP_STEPS = 2
 """The first step agrees on shapes, and the second is the first to post receives ahead."""
 SMALLEST_LARGE_BYTES = 1 << 20
 """The wires are measured with messages of this size, or the run's own if they are larger."""
+SPLIT_KINDS = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 ADAM_STATES = 2
 """AdamW keeps two numbers for each parameter."""
 
@@ -59,13 +61,8 @@ def profile_run(config: RunConfig, *, num_steps: int) -> Profile:
 
 def profile_pipeline(pipeline: Pipeline, dataset: TokenDataset, num_steps: int) -> Profile:
     """Measure a pipeline on the first batches of a data set; every rank calls it."""
-    for step in range(NUM_WARM_UP_STEPS):
-        _run_step(pipeline, dataset.batch(step))
-    timelines = []
-    for step in range(NUM_WARM_UP_STEPS, NUM_WARM_UP_STEPS + num_steps):
-        _run_step(pipeline, dataset.batch(step), record=True)
-        assert pipeline.timeline is not None
-        timelines.append(pipeline.timeline)
+    timelines = _record(pipeline, dataset, num_steps)
+    parts = _record(pipeline, dataset, num_steps, split_backwards=True) if _runs_wholes(pipeline) else []
     assert pipeline.recording is not None
     message_bytes = pipeline.recording.message_bytes
     saved = SavedBytes(pipeline.stages)
@@ -76,8 +73,9 @@ def profile_pipeline(pipeline: Pipeline, dataset: TokenDataset, num_steps: int) 
         timelines,
         message_bytes=message_bytes,
         bandwidths={(wire.sender, wire.receiver): wire.bandwidth_bytes_per_s for wire in wires},
-        input_share=INPUT_SHARE,
     )
+    if parts:
+        costs = with_parts(costs, costs_from_timelines(parts))
     num_stages = pipeline.program.num_stages
     held = _per_stage(pipeline.transport, parameter_bytes(pipeline.stages), num_stages)
     kept = _per_stage(pipeline.transport, saved.largest, num_stages)
@@ -93,11 +91,37 @@ def profile_pipeline(pipeline: Pipeline, dataset: TokenDataset, num_steps: int) 
     return Profile(pipeline.rank, costs, pipeline.program, num_steps, tuple(wires))
 
 
-def _run_step(pipeline: Pipeline, batch: Batch, *, record: bool = False) -> None:
+def _record(
+    pipeline: Pipeline, dataset: TokenDataset, num_steps: int, *, split_backwards: bool = False
+) -> list[Timeline]:
+    """Record steps, after others in which the ranks agree on shapes."""
+    timelines = []
+    for step in range(NUM_WARM_UP_STEPS + num_steps):
+        timelines.append(_run_step(pipeline, dataset.batch(step), split_backwards=split_backwards))
+    return timelines[NUM_WARM_UP_STEPS:]
+
+
+def _run_step(pipeline: Pipeline, batch: Batch, *, split_backwards: bool = False) -> Timeline:
     tokens, target = (part.to(pipeline.device) for part in batch)
-    pipeline.step(tokens, target=target, record=record)
+    timeline = pipeline.profile(tokens, target=target, split_backwards=split_backwards)
     for _, parameter in pipeline.named_parameters():
         parameter.grad = None
+    return timeline
+
+
+def _runs_wholes(pipeline: Pipeline) -> bool:
+    return bool((pipeline.schedule.kind == Kind.BACKWARD).any())
+
+
+def with_parts(costs: Costs, parts: Costs) -> Costs:
+    """Add what was measured with backwards in two parts: these, and the forwards that prepare them."""
+    return replace(
+        costs,
+        split_forward_s=parts.forward_s,
+        backward_input_s=parts.backward_input_s,
+        backward_weight_s=parts.backward_weight_s,
+        spreads=costs.spreads + tuple(each for each in parts.spreads if each.kind in SPLIT_KINDS),
+    )
 
 
 def _measure_wires(pipeline: Pipeline, message_bytes: Sequence[int]) -> list[WireSpeed]:

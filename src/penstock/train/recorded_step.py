@@ -33,8 +33,6 @@ class RecordedStep:
     """Relative cost per layer, as the split assumed."""
     lead_ins: tuple[LeadIn, ...]
     """Per rank, what it did before the step; empty where that is not known."""
-    input_share: float
-    """Of a whole backward, what its input part takes where backwards are split."""
 
 
 class _Document(BaseModel):
@@ -50,7 +48,6 @@ class _Document(BaseModel):
     layers_of_stage: list[Annotated[list[NotNegative], Field(min_length=2, max_length=2)]]
     layer_weights: list[float]
     lead_ins: list[Moments]
-    input_share: Annotated[float, Field(ge=0, le=1)]
     program: dict[str, Any]
 
 
@@ -66,7 +63,6 @@ def recorded_step_to_json(recorded: RecordedStep) -> bytes:
         layers_of_stage=[[part.start, part.stop] for part in recorded.layers_of_stage],
         layer_weights=list(recorded.layer_weights),
         lead_ins=[[each.free_s, each.loaded_s, each.asked_s] for each in recorded.lead_ins],
-        input_share=recorded.input_share,
         program=orjson.loads(timeline.program.to_json()),
     )
     return orjson.dumps(document.model_dump(), option=orjson.OPT_APPEND_NEWLINE)
@@ -110,7 +106,6 @@ def recorded_step_from_json(text: bytes, *, file: str = "<text>") -> RecordedSte
         tuple(range(first, end) for first, end in document.layers_of_stage),
         tuple(document.layer_weights),
         tuple(LeadIn(*moments) for moments in document.lead_ins),
-        document.input_share,
     )
 
 

@@ -19,6 +19,8 @@ TIMELINE = "timeline.json"
 TRACE = "timeline.trace.json"
 PICTURE = "timeline.png"
 SUMMARY = "summary.json"
+COSTS = "costs.toml"
+"""Of `penstock profile`, which a run leaves alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.execute.loss import Loss
-from penstock.execute.split_backward import INPUT_SHARE
 from penstock.pipeline import Pipeline
 from penstock.simulate.lead_in import LeadIn
 from penstock.train.data import Batch
@@ -111,7 +110,6 @@ class Trainer:
             tuple(self.pipeline.layers_of_stage),
             tuple(self.pipeline.layer_weights),
             tuple(LeadIn(*moments) for moments in everyone),
-            INPUT_SHARE,
         )
 
 
