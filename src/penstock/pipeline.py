@@ -5,40 +5,27 @@ step is then one agreement between the ranks, one run of this rank's instruction
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from penstock.errors import ConfigError, PenstockWarning, PipelineError, StepRefused
+from penstock.errors import ConfigError, PenstockWarning, PipelineError
 from penstock.execute.agreement import Mode, agree_on_setup, digest
 from penstock.execute.assemble import Assembly, Layer, assemble, count_parameters, layer_names, spec_attribute
-from penstock.execute.clock import ClockComparison
-from penstock.execute.failure import FailureDesk
-from penstock.execute.gate import Batch, Call, Gate, wants_of
-from penstock.execute.interpreter import Hooks, Interpreter
-from penstock.execute.loss import Loss, LossShares, LossWeights
-from penstock.execute.messages import Messenger
+from penstock.execute.gate import Call
+from penstock.execute.loss import Loss, LossWeights
 from penstock.execute.options import refuse_unknown, split_options
-from penstock.execute.record import Recorder, Recording, gather_recording
-from penstock.execute.results import (
-    StepResult,
-    collect_outputs,
-    collector_of,
-    merge_slices_and_microbatches,
-    share_losses,
-)
+from penstock.execute.record import Recording
+from penstock.execute.results import StepResult
+from penstock.execute.runner import Runner
 from penstock.execute.slices import refuse_layers_that_look_back
 from penstock.execute.stage import Stage
-from penstock.execute.step import Step
 from penstock.execute.tied import agree_on_copies
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.world import default_device, default_transport, shares_process
-from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.split_backwards import with_split_backwards
@@ -87,7 +74,7 @@ class Pipeline:
         self.rank = self._transport.rank
         self.device = self.options.device or default_device(group)
         self._loss = loss
-        self._loss_weights = LossWeights(self.options.reduction, self.options.count)
+        loss_weights = LossWeights(self.options.reduction, self.options.count)
         if isinstance(schedule, str) and not is_file_name(schedule):
             refuse_unknown(family_options, schedule, find_family(schedule).options)
             if self.options.slices is not None:
@@ -106,22 +93,18 @@ class Pipeline:
         advice = few_microbatches(self.program)
         if advice is not None and self.rank == 0:
             warnings.warn(advice, PenstockWarning, stacklevel=2)
-        self._desk = FailureDesk(self._transport, self._describe)
-        self._messenger = Messenger(
+        self._is_closed = False
+        self._set_up_together(layers, split)
+        self._runner = Runner(
             self._transport,
             self.device,
-            has_variable_shapes=self.options.variable_shapes,
+            self.schedule,
+            self._assembly,
+            self.options,
+            loss=loss,
+            loss_weights=loss_weights,
+            program_of=self._program_of,
         )
-        self._is_closed = False
-        self._interpreters: dict[Mode, Interpreter] = {}
-        self._active: Program = self.program
-        self.recording: Recording | None = None
-        """What was measured in the last recorded step, on every rank."""
-        self._set_up_together(layers, split)
-        has_loss = self._holds_last_stage and loss is not None
-        wants = wants_of(self.stages, self.schedule.placement, self._transport, has_loss=has_loss)
-        self._clocks = ClockComparison(self._transport, self.device, self.options.clock)
-        self._gate = Gate(self._transport, self.device, self.options.batch_rule(self.schedule), wants)
 
     # ---- the calls of a training loop
 
@@ -178,13 +161,14 @@ class Pipeline:
         return self._assembly.copied_names
 
     @property
-    def _holds_last_stage(self) -> bool:
-        return any(self.schedule.placement.next_stage[stage.index] < 0 for stage in self.stages)
-
-    @property
     def timeline(self) -> Timeline | None:
         """The measured timeline of the last recorded step, on every rank."""
         return None if self.recording is None else self.recording.timeline
+
+    @property
+    def recording(self) -> Recording | None:
+        """What was measured in the last recorded step, on every rank."""
+        return self._runner.recording
 
     @property
     def layers_of_stage(self) -> Sequence[range]:
@@ -208,8 +192,7 @@ class Pipeline:
     def close(self) -> None:
         """End the watchdog and release the wires; the modules stay as they are, but no step can be run any more."""
         self._is_closed = True
-        self._desk.close()
-        self._transport.close()
+        self._runner.close()
 
     # ---- planning
 
@@ -272,25 +255,6 @@ class Pipeline:
             case Mode.TRAIN_SPLIT:
                 return self._lowered(with_split_backwards(self.schedule))
 
-    def _interpreter(self, mode: Mode) -> Interpreter:
-        if mode not in self._interpreters:
-            program = self._program_of(mode)
-            hooks = Hooks(
-                reduce_stage=self._reduce_stage(),
-                reduce_tied=self._reduce_tied,
-                optimizer_step=self.options.optimizer_step or _do_nothing,
-            )
-            self._interpreters[mode] = Interpreter(program, self.rank, self.stages, self._messenger, hooks)
-        return self._interpreters[mode]
-
-    def _reduce_stage(self) -> Callable[[int], None]:
-        """The caller's hook; copies of a stage on this rank are one module, so it is called for the last of them."""
-        hook = self.options.reduce_stage or _do_nothing_with
-        rows = slice(*self.program.offsets[self.rank : self.rank + 2])
-        stages = self.program.stage[rows][self.program.op[rows] == Op.REDUCE_GRADIENT].tolist()
-        last_of_copies = {self._parts[stage]: stage for stage in stages}.values()
-        return lambda stage: hook(stage) if stage in last_of_copies else None
-
     # ---- one step
 
     def _train(self, mode: Mode, call: Call) -> StepResult:
@@ -303,83 +267,7 @@ class Pipeline:
     def _run(self, mode: Mode, call: Call) -> StepResult:
         if self._is_closed:
             raise PipelineError(f"rank {self.rank}: the pipeline is closed; make a new one", rank=self.rank)
-        interpreter = self._interpreter(mode)
-        self._active = interpreter.program
-        with self._failing_together():
-            if self._desk.has_failed:
-                self._recover()
-            self._desk.begin()
-            batch = self._gate.admit(mode, call)
-            step = self._step(mode, call, batch)
-            self._messenger.begin(batch.signature)
-            self._begin_tied(mode)
-            recorder = self._begin_recording(interpreter) if call.record else None
-            interpreter.run(step, self._desk.board.note, recorder)
-            if step.keeps_outputs:
-                collect_outputs(self._messenger, step, interpreter.program, self.rank)
-            self._desk.board.note(interpreter.num_rows)
-            self._messenger.finish()
-            result = share_losses(self._transport, step, self.device)
-            if recorder is not None:
-                self.recording = self._gather_recording(interpreter, recorder)
-            self._desk.end()
-        return self._with_outputs(result, step)
-
-    def _step(self, mode: Mode, call: Call, batch: Batch) -> Step:
-        loss = self._loss if mode.is_training or call.target is not None else None
-        # Only the ranks of last stages weigh losses; the others may have no target to count.
-        is_weighing = loss is not None and self._holds_last_stage
-        shares = self._loss_weights.shares(batch.microbatches, batch.slices) if is_weighing else LossShares([], [])
-        keeps_outputs = collector_of(self.schedule.placement) in batch.wanting_outputs
-        return Step(batch.slices, shares, loss, keeps_outputs)
-
-    def _with_outputs(self, result: StepResult, step: Step) -> StepResult:
-        if not step.outputs:
-            return result
-        options = self.options
-        merged = merge_slices_and_microbatches(step, options.merge, options.merge_slices, options.slice_dim)
-        return replace(result, outputs=merged)
-
-    @contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """Turn any error into one that every rank raises, and leave nothing of the step behind."""
-        try:
-            yield
-        except StepRefused:
-            self._desk.end()
-            raise
-        except Exception as error:
-            report = self._desk.report(error)
-            self._messenger.reset()
-            for interpreter in self._interpreters.values():
-                interpreter.clear()
-            for copy in self._assembly.tied_copies.values():
-                copy.end_step()
-            raise report from error
-
-    def _recover(self) -> None:
-        self._desk.recover()
-        self._messenger.reset()
-
-    def _begin_tied(self, mode: Mode) -> None:
-        if mode.is_training:
-            for copy in self._assembly.tied_copies.values():
-                copy.begin_step()
-
-    def _reduce_tied(self, group: int) -> None:
-        self._assembly.tied_copies[group].reduce(self._transport)
-
-    def _begin_recording(self, interpreter: Interpreter) -> Recorder:
-        self._clocks.begin()
-        return Recorder(interpreter.num_rows, self.options.clock)
-
-    def _gather_recording(self, interpreter: Interpreter, recorder: Recorder) -> Recording:
-        sizes = self._messenger.output_bytes()
-        return gather_recording(self._transport, interpreter.program, recorder, self._clocks, output_bytes=sizes)
-
-    def _describe(self, rank: int, row: int) -> str:
-        first, end = self._active.offsets[rank : rank + 2]
-        return str(self._active.instruction(int(first) + row)) if row < end - first else ""
+        return self._runner.run(mode, call)
 
 
 def _require_slices(schedule: Schedule, num_slices: int | None) -> None:
@@ -387,11 +275,3 @@ def _require_slices(schedule: Schedule, num_slices: int | None) -> None:
         raise ConfigError(
             f"{num_slices}, but {schedule.name} is for {schedule.num_slices} slices; make them equal", key="slices"
         )
-
-
-def _do_nothing() -> None:
-    """No optimizer step was asked for."""
-
-
-def _do_nothing_with(stage: int) -> None:
-    """No reduction was asked for."""

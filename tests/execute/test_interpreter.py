@@ -182,7 +182,7 @@ def test_a_rank_keeps_as_many_activations_alive_as_the_check_counts(schedule):
             transport=wires,
             split=[*[1] * (schedule.num_stages - 1), 6 - schedule.num_stages],
         )
-        saved.append(pipeline._interpreter(Mode.TRAIN)._registers.saved)
+        saved.append(pipeline._runner._interpreter(Mode.TRAIN)._registers.saved)
         step_task(pipeline, task)
         return max(seen), len(saved[0])
 
@@ -202,11 +202,11 @@ def test_a_step_and_a_failed_step_leave_the_registers_empty():
 
     pipeline = Pipeline(task.make_layers(), "gpipe", 4, loss)
     step_task(pipeline, task)
-    leftovers = [interpreter._registers.leftovers() for interpreter in pipeline._interpreters.values()]
+    leftovers = [interpreter._registers.leftovers() for interpreter in pipeline._runner._interpreters.values()]
     error_of(step_task, pipeline, task)
 
     assert leftovers == [0]
-    assert [interpreter._registers.leftovers() for interpreter in pipeline._interpreters.values()] == [0]
+    assert [interpreter._registers.leftovers() for interpreter in pipeline._runner._interpreters.values()] == [0]
     gc.collect()
     assert num_saved() == 0
 
@@ -214,7 +214,7 @@ def test_a_step_and_a_failed_step_leave_the_registers_empty():
 def test_what_a_program_does_not_free_is_an_error():
     task = float_task(4)
     pipeline = Pipeline(task.make_layers(), "gpipe", 2, task.loss)
-    interpreter = pipeline._interpreter(Mode.TRAIN)
+    interpreter = pipeline._runner._interpreter(Mode.TRAIN)
     interpreter._bound = [
         bound for bound in interpreter._bound if "0B1" not in str(pipeline.program.instruction(bound.row))
     ]

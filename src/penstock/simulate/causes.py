@@ -81,12 +81,9 @@ def idle_times(
 ) -> IdleTimes:
     """Put every idle second between the first start and the last end down to a cause.
 
-    `costs` say what is usual: for a predicted timeline those it was predicted with, for a measured one what is usual in it
-    (`costs_from_timeline`). `memory_limit` counts activations, one number or one per rank; without it no second is put
-    down to memory. `data_wait_s` says how long each rank waited for its batch before its first computation.
-
-    Raises:
-        ConfigError: if limits or waits are given for another number of ranks.
+    `costs` say what is usual: for a predicted timeline those it was predicted with, for a measured one what is usual in
+    it (`costs_from_timelines`). `memory_limit` counts activations, one number or one per rank; without it no second is
+    put down to memory. `data_wait_s` says how long each rank waited for its batch before its first computation.
     """
     blocks = blocks_of(timeline)
     usual = Usual(timeline, costs)
