@@ -34,8 +34,8 @@ from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES, build
 from penstock.simulate import simulate
-from penstock.simulate.fit import costs_from_timelines
-from penstock.simulate.layer_estimate import costs_of_parts, costs_per_layer
+from penstock.simulate.costs.fit import costs_from_timelines
+from penstock.simulate.costs.layer_estimate import costs_of_parts, costs_per_layer
 from penstock.train.profiling import with_parts
 
 NUM_PROFILED, NUM_STEPS = 5, 10

@@ -10,7 +10,7 @@ from penstock.ir.action import Kind
 from penstock.lower import lower
 from penstock.schedules import build
 from penstock.simulate import Costs
-from penstock.simulate.costs import Channel, Spread
+from penstock.simulate.costs.costs import Channel, Spread
 from penstock.train.profiling import Profile
 
 COSTS = Costs(

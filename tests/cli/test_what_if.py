@@ -7,7 +7,7 @@ from penstock.ir.writing import without_communication
 from penstock.lower import lower
 from penstock.schedules import build
 from penstock.simulate import Costs, simulate
-from penstock.simulate.fit import HALVES, SplitShares, costs_from_timelines
+from penstock.simulate.costs.fit import HALVES, SplitShares, costs_from_timelines
 from penstock.train.config import config_from_table
 from tests.cli.recorded_steps import recorded_step
 

@@ -15,7 +15,7 @@ from penstock.ir.instruction import Op
 from penstock.ir.program import NewRows
 from penstock.lower import lower
 from penstock.simulate import Costs
-from penstock.simulate.costs import Channel
+from penstock.simulate.costs.costs import Channel
 from tests.strategies import feasible_schedules, needs
 
 RECEIVES = (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD)

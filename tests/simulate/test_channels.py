@@ -7,7 +7,7 @@ from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
 from penstock.simulate import Costs, simulate
 from penstock.simulate.channels import add_messages
-from penstock.simulate.costs import Channel
+from penstock.simulate.costs.costs import Channel
 from penstock.simulate.lanes import Lanes
 from tests.simulate.drawing import drawn, ends, starts
 

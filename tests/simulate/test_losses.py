@@ -8,7 +8,7 @@ from penstock.lower import lower
 from penstock.schedules import build
 from penstock.simulate import Costs, simulate
 from penstock.simulate.causes import Cause
-from penstock.simulate.costs import Channel
+from penstock.simulate.costs.costs import Channel
 from penstock.simulate.lead_in import LeadIn
 from penstock.simulate.losses import evened, losses_of
 

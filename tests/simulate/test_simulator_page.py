@@ -6,8 +6,8 @@ from pathlib import Path
 
 from penstock.simulate import Costs
 from penstock.simulate.causes import Cause
-from penstock.simulate.cost_units import UNITS
-from penstock.simulate.costs_file import costs_from_toml
+from penstock.simulate.costs.file import costs_from_toml
+from penstock.simulate.costs.units import UNITS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
 

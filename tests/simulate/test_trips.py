@@ -9,8 +9,8 @@ from penstock.lower import lower
 from penstock.schedules import build
 from penstock.simulate import Costs, simulate
 from penstock.simulate.causes import Cause, idle_times
+from penstock.simulate.costs.fit import costs_from_timeline
 from penstock.simulate.critical import critical_path
-from penstock.simulate.fit import costs_from_timeline
 from penstock.simulate.trips import Trips, usual_s, usual_trip_s, with_true_arrivals
 
 COSTS = Costs(forward_s=(1.0, 2.0), backward_s=(3.0,), latency_s=0.25)

@@ -9,8 +9,8 @@ from penstock.ir.timeline import Timeline
 from penstock.ir.writing import without_communication
 from penstock.simulate import simulate
 from penstock.simulate.causes import Cause, IdleTimes, idle_times
+from penstock.simulate.costs.fit import HALVES, SplitShares, costs_from_timelines
 from penstock.simulate.critical import Piece, critical_path
-from penstock.simulate.fit import HALVES, SplitShares, costs_from_timelines
 from penstock.simulate.lead_in import begin_of, idle_before
 from penstock.simulate.losses import Loss, losses_of
 from penstock.simulate.trips import Trips, with_true_arrivals

@@ -40,7 +40,7 @@ def run(arguments: Namespace) -> int:
 def _profile(arguments: Namespace, config: Any) -> None:
     from penstock.cli.output import say
     from penstock.cli.profile_text import profile_text
-    from penstock.simulate.costs_writing import costs_to_toml
+    from penstock.simulate.costs.writing import costs_to_toml
     from penstock.train.files import atomic_file
     from penstock.train.profiling import profile_run
     from penstock.train.run_folder import COSTS

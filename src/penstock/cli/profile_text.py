@@ -8,8 +8,8 @@ import numpy as np
 from penstock.cli.output import format_table
 from penstock.ir.action import Kind
 from penstock.show.text import count_of, format_bytes, format_seconds
-from penstock.simulate.costs import Spread
-from penstock.simulate.message_costs import BACKWARD, FORWARD, message_costs
+from penstock.simulate.costs.costs import Spread
+from penstock.simulate.costs.messages import BACKWARD, FORWARD, message_costs
 from penstock.train.profiling import Profile
 
 NOT_RUN = ", where backwards are split"

@@ -63,7 +63,7 @@ def _picture(schedule: Schedule, format: str, arguments: Namespace) -> bytes:
     from penstock.show.page import to_page
     from penstock.show.trace import to_trace
     from penstock.simulate import simulate
-    from penstock.simulate.costs_file import load_costs
+    from penstock.simulate.costs.file import load_costs
 
     text = arguments.costs or DEFAULT_COSTS
     timeline = simulate(lower(schedule), load_costs(text))

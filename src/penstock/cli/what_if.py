@@ -17,8 +17,8 @@ from penstock.lower import lower
 from penstock.partition.split import split_over
 from penstock.schedules import FAMILIES, build, is_file_name
 from penstock.simulate import Costs, simulate
-from penstock.simulate.costs import COMPUTE_FIELDS
-from penstock.simulate.layer_estimate import costs_of_parts, costs_per_layer
+from penstock.simulate.costs.costs import COMPUTE_FIELDS
+from penstock.simulate.costs.layer_estimate import costs_of_parts, costs_per_layer
 from penstock.train.config import RunConfig
 from penstock.train.recorded_step import RecordedStep
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from penstock.errors import ConfigError
 from penstock.ir.timeline import Timeline
 from penstock.simulate.blocks import Block, blocks_of
-from penstock.simulate.costs import Costs
+from penstock.simulate.costs.costs import Costs
 from penstock.simulate.full import full_from_s
 from penstock.simulate.usual import Usual
 

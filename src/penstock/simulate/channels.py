@@ -15,9 +15,9 @@ from penstock.ir.deps import NONE
 from penstock.ir.hot import blocks
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
-from penstock.simulate.costs import Costs
+from penstock.simulate.costs.costs import Costs
+from penstock.simulate.costs.messages import BACKWARD, FORWARD, MessageCosts, message_costs
 from penstock.simulate.lanes import Lanes, Rows
-from penstock.simulate.message_costs import BACKWARD, FORWARD, MessageCosts, message_costs
 
 DIRECTION_OF_SEND = {Op.SEND_FORWARD: FORWARD, Op.SEND_BACKWARD: BACKWARD}
 IS_RECEIVE = np.array([op.is_receive for op in Op])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from penstock.ir.deps import NONE
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
-from penstock.simulate.costs import Costs
+from penstock.simulate.costs.costs import Costs
 from penstock.simulate.lanes import Lanes, Rows
 
 REDUCTIONS = (Op.REDUCE_GRADIENT, Op.REDUCE_TIED)

@@ -7,7 +7,7 @@ from penstock.ir.action import Kind
 from penstock.ir.hot import blocks
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
-from penstock.simulate.costs import FIELD_OF_KIND, Costs
+from penstock.simulate.costs.costs import FIELD_OF_KIND, Costs
 
 
 def durations_s(program: Program, costs: Costs) -> NDArray[np.float64]:

@@ -16,7 +16,7 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.simulate.channels import add_messages
 from penstock.simulate.collectives import add_collectives, gathers_before
-from penstock.simulate.costs import Costs
+from penstock.simulate.costs.costs import Costs
 from penstock.simulate.durations import durations_s
 from penstock.simulate.lanes import Lanes
 

@@ -16,8 +16,8 @@ from penstock.ir.instruction import Op
 from penstock.ir.live import live_activations
 from penstock.ir.timeline import Timeline
 from penstock.simulate.blocks import Block
-from penstock.simulate.costs import Costs
-from penstock.simulate.message_costs import FORWARD, message_costs
+from penstock.simulate.costs.costs import Costs
+from penstock.simulate.costs.messages import FORWARD, message_costs
 
 NEVER = inf
 

@@ -22,10 +22,10 @@ from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.simulate.blocks import blocks_of
 from penstock.simulate.causes import Cause
-from penstock.simulate.costs import FIELD_OF_KIND, Costs
+from penstock.simulate.costs.costs import FIELD_OF_KIND, Costs
+from penstock.simulate.costs.messages import FORWARD, message_costs
 from penstock.simulate.engine import simulate
 from penstock.simulate.lead_in import LeadIn, last_to_ask
-from penstock.simulate.message_costs import FORWARD, message_costs
 from penstock.simulate.usual import Usual
 
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from penstock.ir.timeline import Timeline
 from penstock.simulate.blocks import Block
-from penstock.simulate.costs import Costs
+from penstock.simulate.costs.costs import Costs
 from penstock.simulate.durations import durations_s
 
 

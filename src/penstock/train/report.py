@@ -11,7 +11,7 @@ from penstock.show.chart import draw_overlay
 from penstock.show.text import format_seconds, format_share
 from penstock.show.trace import to_trace
 from penstock.simulate import simulate
-from penstock.simulate.fit import costs_from_timeline
+from penstock.simulate.costs.fit import costs_from_timeline
 from penstock.train.files import naming_storage
 from penstock.train.metrics import JSONL_NAME, TENSORBOARD_NAME
 from penstock.train.progress import duration_text

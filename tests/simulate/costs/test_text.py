@@ -6,7 +6,7 @@ from penstock.errors import ConfigError
 from penstock.lower import lower
 from penstock.schedules import build
 from penstock.simulate import Costs, simulate
-from penstock.simulate.costs_text import EXAMPLE, costs_from_text
+from penstock.simulate.costs.text import EXAMPLE, costs_from_text
 
 COSTS = Costs.uniform(forward=1, backward_input=2, backward_weight=3)
 

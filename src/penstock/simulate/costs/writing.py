@@ -6,7 +6,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from penstock.ir.action import Kind
-from penstock.simulate.costs import Channel, Costs, Spread
+from penstock.simulate.costs.costs import Channel, Costs, Spread
 
 
 def costs_to_toml(costs: Costs) -> str:

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from penstock.errors import ConfigError, nearest
-from penstock.simulate.costs import Costs
+from penstock.simulate.costs.costs import Costs
 
 FIELD_OF_KEY = {
     "F": "forward_s",

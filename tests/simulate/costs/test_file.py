@@ -9,8 +9,8 @@ from penstock.ir.action import Kind
 from penstock.lower import lower
 from penstock.schedules import build
 from penstock.simulate import Costs, simulate
-from penstock.simulate.costs import Channel, Spread
-from penstock.simulate.costs_file import costs_from_json, costs_from_toml, load_costs, read_costs
+from penstock.simulate.costs.costs import Channel, Spread
+from penstock.simulate.costs.file import costs_from_json, costs_from_toml, load_costs, read_costs
 
 TOML = """
 forward_ms = [18.5, 24]

@@ -11,8 +11,8 @@ from penstock.ir.timeline import Timeline
 from penstock.lower import lower
 from penstock.schedules import build
 from penstock.simulate import Costs, simulate
-from penstock.simulate.costs import Channel, Spread
-from penstock.simulate.fit import SplitShares, costs_from_timeline, costs_from_timelines
+from penstock.simulate.costs.costs import Channel, Spread
+from penstock.simulate.costs.fit import SplitShares, costs_from_timeline, costs_from_timelines
 
 
 def simulated(name="1f1b", costs=None, ranks=3, microbatches=6, **options):

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.placement import Placement
-from penstock.simulate.costs import Channel, Costs
+from penstock.simulate.costs.costs import Channel, Costs
 
 FORWARD, BACKWARD = range(2)
 """Directions: outputs to the next stage, gradients to the previous one."""

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.simulate.devices import device, devices, link, links
+from penstock.simulate.costs.devices import device, devices, link, links
 
 
 def test_the_known_devices_and_links_are_there():

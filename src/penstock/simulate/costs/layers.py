@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.simulate.costs import Costs
+from penstock.simulate.costs.costs import Costs
 
 NOT_PER_STAGE = (
     "tied_reduce_s",

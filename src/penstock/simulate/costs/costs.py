@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
 from penstock.ir.action import Kind
-from penstock.simulate.analytic import Machine, figures
-from penstock.simulate.cost_rules import require_cost, require_costs
-from penstock.simulate.transformer import Transformer
+from penstock.simulate.costs.analytic import Machine, figures
+from penstock.simulate.costs.rules import require_cost, require_costs
+from penstock.simulate.costs.transformer import Transformer
 
 PerStage = tuple[float, ...]
 """One entry per stage, or a single one that counts for every stage."""

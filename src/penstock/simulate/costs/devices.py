@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from penstock.errors import ConfigError, nearest
-from penstock.simulate.transformer import DataType
+from penstock.simulate.costs.transformer import DataType
 
 FILE = Path(__file__).with_name("devices.toml")
 

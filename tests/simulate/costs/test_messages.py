@@ -5,8 +5,8 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.placement import Placement
 from penstock.simulate import Costs
-from penstock.simulate.costs import Channel
-from penstock.simulate.message_costs import BACKWARD, FORWARD, message_costs
+from penstock.simulate.costs.costs import Channel
+from penstock.simulate.costs.messages import BACKWARD, FORWARD, message_costs
 
 
 def test_a_gradient_has_the_bytes_of_the_output_it_belongs_to():

@@ -8,9 +8,9 @@ from penstock.errors import ConfigError
 from penstock.lower import lower
 from penstock.schedules import build
 from penstock.simulate import Costs, simulate
-from penstock.simulate.analytic import Machine
-from penstock.simulate.devices import Device, Link
-from penstock.simulate.transformer import Transformer, embedding_of, head_of, layer_of
+from penstock.simulate.costs.analytic import Machine
+from penstock.simulate.costs.devices import Device, Link
+from penstock.simulate.costs.transformer import Transformer, embedding_of, head_of, layer_of
 
 DEVICE = Device(
     name="mine", bf16_flops_per_s=1e12, fp16_flops_per_s=1e12, tf32_flops_per_s=5e11, fp32_flops_per_s=2.5e11,

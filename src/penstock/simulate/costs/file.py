@@ -25,9 +25,9 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from penstock.errors import ConfigError, FormatError
 from penstock.ir.action import KIND_OF_LETTER, Kind
-from penstock.simulate.cost_units import Unit, resolve_key
-from penstock.simulate.costs import Channel, Costs, Spread
-from penstock.simulate.costs_text import EXAMPLE, costs_from_text
+from penstock.simulate.costs.costs import Channel, Costs, Spread
+from penstock.simulate.costs.text import EXAMPLE, costs_from_text
+from penstock.simulate.costs.units import Unit, resolve_key
 
 MAX_SHOWN = 60
 

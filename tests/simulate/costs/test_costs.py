@@ -9,7 +9,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.ir.action import Kind
 from penstock.simulate import Costs
-from penstock.simulate.costs import Channel
+from penstock.simulate.costs.costs import Channel
 
 PER_STAGE = ("forward_s", "backward_s", "backward_input_s", "backward_weight_s")
 BESIDE = ("optimizer_s", "unshard_s", "reduce_s")

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from penstock.ir.action import Kind
 from penstock.simulate import Costs
-from penstock.simulate.costs import Channel, Spread
-from penstock.simulate.costs_file import costs_from_json, costs_from_toml
-from penstock.simulate.costs_writing import costs_to_json, costs_to_toml
+from penstock.simulate.costs.costs import Channel, Spread
+from penstock.simulate.costs.file import costs_from_json, costs_from_toml
+from penstock.simulate.costs.writing import costs_to_json, costs_to_toml
 from tests.simulate.events import programs, uneven_costs
 
 MEASURED = Costs(

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.simulate.devices import Device, Link
-from penstock.simulate.transformer import (
+from penstock.simulate.costs.devices import Device, Link
+from penstock.simulate.costs.transformer import (
     OPTIMIZER_BYTES_OF_TYPE,
     Part,
     Transformer,

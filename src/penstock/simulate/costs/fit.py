@@ -12,7 +12,7 @@ from penstock.ir.action import Kind
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
-from penstock.simulate.costs import Channel, Costs, PerStage, Spread
+from penstock.simulate.costs.costs import Channel, Costs, PerStage, Spread
 from penstock.simulate.trips import Trips, usual_s, usual_trip_s
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.simulate.costs import COMPUTE_FIELDS, Costs
+from penstock.simulate.costs.costs import COMPUTE_FIELDS, Costs
 
 
 def costs_per_layer(costs: Costs, layers_of_stage: Sequence[range], layer_weights: Sequence[float]) -> Costs:

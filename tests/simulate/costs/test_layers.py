@@ -5,8 +5,8 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.ir.action import Kind
 from penstock.simulate import Costs
-from penstock.simulate.costs import Channel, Spread
-from penstock.simulate.layers import costs_of_copies, costs_of_split
+from penstock.simulate.costs.costs import Channel, Spread
+from penstock.simulate.costs.layers import costs_of_copies, costs_of_split
 
 LAYERS = Costs(
     forward_s=(1.0, 2.0, 3.0, 4.0),

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.simulate.transformer import Transformer, embedding_of, head_of, layer_of
+from penstock.simulate.costs.transformer import Transformer, embedding_of, head_of, layer_of
 
-TEXT = (Path(__file__).parents[1] / "data" / "published_memory.json").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "data" / "published_memory.json").read_text(encoding="utf-8")
 PUBLISHED = json.loads(TEXT)["per_token"]
 SMALL = Transformer(num_layers=2, hidden=64, num_heads=4, vocabulary=1000, sequence=16, microbatch=3)
 

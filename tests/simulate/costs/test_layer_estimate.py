@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.simulate import Costs
-from penstock.simulate.costs import Channel
-from penstock.simulate.layer_estimate import costs_of_parts, costs_per_layer
+from penstock.simulate.costs.costs import Channel
+from penstock.simulate.costs.layer_estimate import costs_of_parts, costs_per_layer
 
 PARTS = (range(0, 2), range(2, 5))
 

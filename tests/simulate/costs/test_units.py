@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.simulate.cost_units import resolve_key
+from penstock.simulate.costs.units import resolve_key
 
 FIELDS = ("forward_s", "latency_s", "bandwidth_bytes_per_s", "message_bytes", "overlap_factor", "is_exclusive")
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.simulate.cost_rules import require_cost, require_costs
+from penstock.simulate.costs.rules import require_cost, require_costs
 
 
 @pytest.mark.parametrize("entry", [0, 0.0, 1, 2.5, True, 10**30])

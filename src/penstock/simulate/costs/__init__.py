@@ -1,0 +1,1 @@
+"""Costs: what instructions take, and where that is known from."""
