@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.ir.action import parse_action
 from penstock.ir.deps import NONE, predecessors
@@ -46,6 +47,17 @@ def test_a_lag_delays_other_rows_and_not_the_own_rank():
     result = walked(schedule, lag=np.array([0.5, 0.5, 0.0, 0.0]))
 
     assert result.start.tolist() == [0, 1, 1.5, 2.5]
+
+
+@given(feasible_schedules(), st.randoms(use_true_random=False))
+def test_the_order_in_which_ranks_are_looked_at_changes_nothing(schedule, chance):
+    visits = list(range(schedule.num_ranks))
+    chance.shuffle(visits)
+
+    result, usual = walked(schedule, visits=np.array(visits)), walked(schedule)
+
+    assert result.start.tolist() == usual.start.tolist()
+    assert result.end.tolist() == usual.end.tolist()
 
 
 def test_an_order_that_blocks_itself_stops_where_it_blocks():

@@ -37,16 +37,19 @@ def walk(
     duration: NDArray[np.float64],
     *,
     lag: NDArray[np.float64] | None = None,
+    visits: NDArray[np.int64] | None = None,
 ) -> Walk:
     """Run every rank's rows in order, each as early as its predecessors allow.
 
     `offsets` [num_ranks + 1], `predecessors` [num_rows, n] with -1 for none, `duration` [num_rows]. `lag` [num_rows] is
-    the time from a row's end until those that wait for it may start; the row's own rank is free before.
+    the time from a row's end until those that wait for it may start; the row's own rank is free before. `visits`
+    [num_ranks] is the order in which ranks are looked at again and again; it changes nothing but how fast the walk is.
     """
     num_rows = len(duration)
     delay = np.zeros(num_rows) if lag is None else lag
     result = Walk(np.full(num_rows, NOT_RUN), np.full(num_rows, NOT_RUN), offsets[:-1].astype(np.int64))
-    columns = map(frozen, (offsets, predecessors, joined, duration, delay))
+    turns = np.arange(len(offsets) - 1) if visits is None else visits
+    columns = map(frozen, (offsets, predecessors, joined, duration, delay, turns))
     _WALK(num_rows, *columns, result.start, result.end, result.reached, np.zeros(len(offsets) - 1))
     return result
 
@@ -92,12 +95,21 @@ def _advance_rank(
 
 
 def _walk_all(
-    offsets: Any, predecessors: Any, joined: Any, duration: Any, lag: Any, start: Any, end: Any, reached: Any, free: Any
+    offsets: Any,
+    predecessors: Any,
+    joined: Any,
+    duration: Any,
+    lag: Any,
+    visits: Any,
+    start: Any,
+    end: Any,
+    reached: Any,
+    free: Any,
 ) -> None:
     progress = True
     while progress:
         progress = False
-        for rank in range(len(reached)):
+        for rank in visits:
             row = reached[rank]
             row, rank_free = _advance_rank(
                 row, offsets[rank + 1], free[rank], predecessors, joined, duration, lag, start, end

@@ -73,9 +73,25 @@ class Lanes:
             np.concatenate([program.joined, np.zeros(num_added, np.bool_)]),
             np.concatenate([duration_s, *self._duration_s]),
             lag=lags_s,
+            visits=self._visits(),
         )
         return Times(times, lags_s)
+
+    def _visits(self) -> Rows:
+        """Each lane right behind the rank that feeds it: so one round takes a message from end to end."""
+        program = self._program
+        parts = [_first_after(*each) for each in zip(self._lengths, self._after, strict=True)]
+        feeders = np.searchsorted(program.offsets, np.concatenate(parts), side="right") - 1
+        return np.argsort(np.concatenate([np.arange(program.num_ranks), feeders]), kind="stable")
 
 
 def _table(columns: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
     return np.stack(columns, axis=1) if len(columns) > 1 else columns[0].reshape(-1, 1)
+
+
+def _first_after(lengths: Rows, after: Rows) -> Rows:
+    """Per lane, what its first row comes after; 0 where it has no rows."""
+    firsts = np.zeros(len(lengths), np.int64)
+    is_used = lengths > 0
+    firsts[is_used] = after[(np.cumsum(lengths) - lengths)[is_used]]
+    return firsts
