@@ -50,14 +50,23 @@ def test_the_first_ones_choose_first():
 
 
 def test_a_name_near_another_point_gets_a_line():
-    names = names_at((200, 100), (272, 100))
-    walls = [Box(0, 0, 205, 300), Box(205, 0, 400, 92), Box(205, 108, 400, 300)]
+    names = names_at((200, 100), (304, 100))
+    walls = [Box(0, 0, 221, 300), Box(221, 0, 400, 92), Box(221, 108, 400, 300)]
 
     near, _ = place_names(names, [*map(point, names), *walls], PAGE)
     (alone,) = place_names(names[:1], walls, PAGE)
 
-    assert near.box == alone.box == Box(208, 93, 268, 107)
+    assert near.box == alone.box == Box(224, 93, 284, 107)
     assert (near.has_line, alone.has_line) == (True, False)
+
+
+def test_a_name_that_would_look_like_another_points_is_left_out():
+    names = names_at((200, 100), (290, 100))
+    walls = [Box(0, 0, 221, 300), Box(221, 0, 400, 92), Box(221, 108, 400, 300)]
+
+    near, _ = place_names(names, [*map(point, names), *walls], PAGE)
+
+    assert near is None
 
 
 def test_a_name_without_room_is_left_out():

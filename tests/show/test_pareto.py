@@ -99,7 +99,7 @@ def test_names_of_the_front_have_room_before_the_others():
 
     assert picture.num_nameless > 0
     assert [mark.label is not None for mark in picture.marks if mark.is_on_front] == [True] * 3
-    assert picture.note(CAPTION) == f"{HOW_TO_READ}; {picture.num_nameless} names left out"
+    assert picture.notes(CAPTION) == [f"{HOW_TO_READ}; {picture.num_nameless} names left out"]
 
 
 def test_what_is_over_the_limit_says_so():
@@ -141,4 +141,4 @@ def test_nothing_to_compare_is_refused():
 
 
 def test_a_warning_stands_beside_how_to_read_it():
-    assert lay_out(FOUR, CAPTION).note(Caption("", warning="unequal work")) == f"{HOW_TO_READ}; unequal work"
+    assert lay_out(FOUR, CAPTION).notes(Caption("", warning="unequal work")) == [HOW_TO_READ, "unequal work"]

@@ -9,7 +9,7 @@ Each name tries the places around its point, near ones first, and takes the firs
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import hypot
+from math import hypot, inf
 from typing import Literal
 
 DIRECTIONS = ((1, 0), (-1, 0), (0, -1), (0, 1), (1, 1), (-1, 1), (-1, -1), (1, -1))
@@ -19,7 +19,9 @@ MARGIN = 2.0
 Side = Literal["left", "center", "right"]
 NEARER = 1.5
 """A name needs a line where another point is less than so many times as far away as its own."""
-ENOUGH = 14.0
+ATTACHED = 18.0
+"""A name so near to a point looks as if it were that point's, whatever line leads elsewhere."""
+ENOUGH = 24.0
 """So far away a place without a line is better than a nearer one with a line."""
 LINE_STEP = 4.0
 """Between the places at which a line is tested."""
@@ -113,9 +115,10 @@ def _first_free(name: Name, others: Sequence[Name], taken: list[list[Box]], insi
             if not inside.contains(box) or any(box.covers(other) for other in taken[0]):
                 continue
             side: Side = "left" if across > 0 else "right" if across < 0 else "center"
-            if not any(_distance(other, box) < NEARER * _distance(name, box) for other in others):
+            nearest = min((_distance(other, box) for other in others), default=inf)
+            if nearest >= NEARER * _distance(name, box):
                 return Placed(box, side, has_line=False)
-            if not any(step.covers(other) for step in _line(name, box) for other in taken[1]):
+            if nearest > ATTACHED and not any(step.covers(other) for step in _line(name, box) for other in taken[1]):
                 with_line = with_line or Placed(box, side, has_line=True)
         if with_line is not None and distance >= ENOUGH:
             break

@@ -101,10 +101,10 @@ class Pareto:
         """How many candidates have no room for a name."""
         return sum(len(mark.candidates) for mark in self.marks if mark.label is None)
 
-    def note(self, caption: Caption) -> str:
-        """Say how to read the picture."""
-        left_out = f"{self.num_nameless} names left out" if self.num_nameless else ""
-        return "; ".join(part for part in (HOW_TO_READ, left_out, caption.warning) if part)
+    def notes(self, caption: Caption) -> list[str]:
+        """Say how to read the picture, in lines."""
+        left_out = f"; {self.num_nameless} names left out" if self.num_nameless else ""
+        return [HOW_TO_READ + left_out, *([caption.warning] if caption.warning else [])]
 
 
 def is_on_front(candidates: Sequence[Candidate]) -> list[bool]:

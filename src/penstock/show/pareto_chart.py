@@ -24,6 +24,7 @@ PIXELS_PER_INCH = 96
 POINTS = 72 / PIXELS_PER_INCH
 """Of a CSS pixel."""
 LONGEST_TITLE = 70
+LONGEST_NOTE = 135
 """Characters that fit above the plot at full size."""
 
 
@@ -49,7 +50,8 @@ def pareto_chart(
         _draw_mark(axes, mark, colours)
     title_size = min(17.0, 17.0 * LONGEST_TITLE / max(len(caption.title), 1))
     _write(axes, PLOT.left, 34, caption.title, colours.ink, size=title_size, weight="bold")
-    _write(axes, PLOT.left, 62, picture.note(caption), colours.faint, size=12.5)
+    for number, note in enumerate(picture.notes(caption)):
+        _write(axes, PLOT.left, 60 + 20 * number, note, colours.faint, size=min(12.5, 12.5 * LONGEST_NOTE / len(note)))
     return file_of(figure, format)
 
 

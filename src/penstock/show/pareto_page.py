@@ -37,7 +37,7 @@ def pareto_page(candidates: Sequence[Candidate], caption: Caption, *, theme: str
         "pareto.html",
         attributes=f' data-theme="{find_theme(theme).name}"' if theme else "",
         title=escape(caption.title),
-        note=escape(picture.note(caption)),
+        note=escape("; ".join(picture.notes(caption))),
         style="\n".join([*style_of_themes(), read("pareto.css")]),
         view=f"0 {PLOT.top - 12:g} {WIDTH:g} {HEIGHT - PLOT.top + 12:g}",
         font_size=f"{FONT_SIZE:g}",
