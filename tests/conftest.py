@@ -33,6 +33,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture
+def is_full():
+    """Whether all of a test is to run, as in `make test-full`, and not a sample of it."""
+    return settings().max_examples > settings.get_profile("quick").max_examples
+
+
 @pytest.fixture(autouse=True)
 def fixed_seeds():
     random.seed(0)

@@ -5,8 +5,10 @@ Threads share torch's generator, so every value here is drawn from a generator o
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 from penstock.errors import DeadlineExceeded, PeerLost
 from penstock.execute.reference import reference_step
 from penstock.execute.transport import LocalTransport
+from penstock.ir.action import Kind
 from penstock.pipeline import Pipeline
 
 PATIENCE_S = 20.0
@@ -179,6 +182,17 @@ def difference(outcomes, reference, *, tolerance=None, loss_tolerance=None):
         if len(losses) != len(wanted) or not all(_same(*pair, loss_tolerance) for pair in pairs):
             found.append(f"the losses on rank {rank}")
     return found
+
+
+def visits_in_order(schedule):
+    """Whether every stage adds up its gradients microbatch by microbatch, as one process does."""
+    if schedule.num_slices > 1 or len(schedule.placement.routes) > 1:
+        return False
+    for stage, last in product(range(schedule.num_stages), (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)):
+        rows = (schedule.stage == stage) & np.isin(schedule.kind, (Kind.BACKWARD, last))
+        if (np.diff(schedule.microbatch[rows]) < 0).any():
+            return False
+    return True
 
 
 def _same(found, wanted, tolerance):

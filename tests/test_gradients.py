@@ -7,15 +7,13 @@ import random
 from functools import cache
 from itertools import chain, islice, product, zip_longest
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.ir.action import Kind
 from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES, Choice, build
 from tests.local_pipelines import (
@@ -33,6 +31,7 @@ from tests.local_pipelines import (
     step_task,
     token_loss,
     values,
+    visits_in_order,
 )
 from tests.ranks import RankPool
 from tests.strategies import feasible_schedules
@@ -41,7 +40,6 @@ FLOAT64 = torch.float64
 TOLERANCE = 1e-12
 LENGTH = 5  # no multiple of 2, 3 or 4 slices
 NUM_SAMPLED = 5
-QUICK_EXAMPLES = 25
 
 SMALL = {"ranks": 4, "stages_per_rank": 3, "microbatches": 9, "slices": 3}
 LARGE = {"ranks": 8, "stages_per_rank": 4, "microbatches": 17, "slices": 4}
@@ -77,17 +75,6 @@ def options_of(family, chance):
         name: chance.choice(option.choices) if isinstance(option, Choice) else chance.randint(1, 6)
         for name, option in options.items()
     }
-
-
-def visits_in_order(schedule):
-    """Whether every stage adds up its gradients microbatch by microbatch, as one process does."""
-    if schedule.num_slices > 1 or len(schedule.placement.routes) > 1:
-        return False
-    for stage, last in product(range(schedule.num_stages), (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)):
-        rows = (schedule.stage == stage) & np.isin(schedule.kind, (Kind.BACKWARD, last))
-        if (np.diff(schedule.microbatch[rows]) < 0).any():
-            return False
-    return True
 
 
 # ---- the models
@@ -185,8 +172,7 @@ def mistakes(schedule, num_steps=2):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_computes_what_one_process_does(name):
-    is_full = settings().max_examples > QUICK_EXAMPLES
+def test_every_family_computes_what_one_process_does(name, is_full):
     schedules = schedules_of(FAMILIES[name], LARGE if is_full else SMALL)
     chosen = islice(schedules, None if is_full else NUM_SAMPLED)
     num_steps = 1 if is_full else 2

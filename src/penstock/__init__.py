@@ -13,11 +13,10 @@ from importlib import import_module
 from typing import Any
 
 from penstock.check import check
-from penstock.errors import ConfigError, FormatError, PenstockError, PipelineError, ScheduleError
+from penstock.errors import ConfigError, PenstockError, PipelineError, ScheduleError
 from penstock.ir.action import Action, Kind
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
-from penstock.ir.timeline import Timeline
 from penstock.lower import lower
 from penstock.placement import Placement
 from penstock.plan import plan
@@ -27,7 +26,12 @@ from penstock.version import VERSION
 
 __version__ = VERSION
 
-_ON_FIRST_USE = {"Pipeline": "penstock.pipeline", "LayerSpec": "penstock.models.layer"}
+_ON_FIRST_USE = {
+    "LayerSpec": "penstock.models.layer",
+    "LossOutput": "penstock.execute.loss_output",
+    "Pipeline": "penstock.pipeline",
+    "Stream": "penstock.execute.stream",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -44,9 +48,9 @@ __all__ = [
     "Action",
     "ConfigError",
     "Costs",
-    "FormatError",
     "Kind",
     "LayerSpec",
+    "LossOutput",
     "PenstockError",
     "Pipeline",
     "PipelineError",
@@ -54,7 +58,7 @@ __all__ = [
     "Program",
     "Schedule",
     "ScheduleError",
-    "Timeline",
+    "Stream",
     "__version__",
     "build",
     "check",

@@ -7,6 +7,7 @@
     ├── PartitionError         a model cannot be split as asked
     ├── PipelineError          a step failed (rank, instruction, peer, seconds waited)
     │   ├── StepRefused        all ranks refuse a step before anything ran
+    │   │   └── EndOfData      a stream has nothing for it
     │   ├── PeerLost           a peer's process or connection is gone
     │   └── DeadlineExceeded   a wait outlived its deadline
     └── CheckpointError        saved weights cannot be written or read
@@ -114,6 +115,10 @@ class PipelineError(PenstockError):
 
 class StepRefused(PipelineError):
     """All ranks refuse a step alike, before anything ran: nothing has changed, and nothing needs to recover."""
+
+
+class EndOfData(StepRefused):
+    """A `Stream` was at its end when the step began; every rank gets this error."""
 
 
 class PeerLost(PipelineError):

@@ -11,12 +11,22 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from penstock.errors import ConfigError, PenstockWarning, PipelineError
 from penstock.execute.agreement import Mode, agree_on_setup, digest
-from penstock.execute.assemble import Assembly, Layer, assemble, count_parameters, layer_names, spec_attribute
+from penstock.execute.assemble import (
+    Assembly,
+    Layer,
+    assemble,
+    count_parameters,
+    lay_out_skips,
+    layer_names,
+    spec_attribute,
+)
 from penstock.execute.gate import Call
-from penstock.execute.loss import Loss, LossWeights
+from penstock.execute.loss import Loss, LossWeights, loss_scale
+from penstock.execute.memory_report import MemoryReport, MemoryWatch, gather_memory
 from penstock.execute.options import refuse_unknown, split_options
 from penstock.execute.record import Recording
 from penstock.execute.results import StepResult
@@ -44,8 +54,9 @@ class Pipeline:
 
     `layers`: modules, or callables that build one (`LayerSpec`); those of the own stages are used in place. `schedule`:
     a name, a `Schedule`, or the path of a schedule file. `microbatches`: 8 for a name, else what the schedule is for.
-    `split`: layers per stage. `group`: a process group. Further keywords are those of `PipelineOptions`, then options
-    of the schedule's family.
+    `loss`: takes the output and the target of a microbatch, and returns one loss, a dict of named ones, a sum with its
+    weight, or a `LossOutput`. `split`: layers per stage. `group`: a process group. Further keywords are those of
+    `PipelineOptions`, then options of the schedule's family.
 
     Gradients accumulate in `.grad` until the caller zeroes them. With two routes every stage has a copy on another
     rank, whose parameters start equal and end every step with the same total in `.grad`: whoever changes a parameter
@@ -75,6 +86,7 @@ class Pipeline:
         self.device = self.options.device or default_device(group)
         self._loss = loss
         loss_weights = LossWeights(self.options.reduction, self.options.count)
+        loss_scale(self.options.scale_loss)  # refuses what scales nothing
         if isinstance(schedule, str) and not is_file_name(schedule):
             refuse_unknown(family_options, schedule, find_family(schedule).options)
             if self.options.slices is not None:
@@ -114,7 +126,8 @@ class Pipeline:
         """Run forward and backward of one batch; the same call on every rank.
 
         Every rank passes the whole batch, or nothing where it needs none: the first stage of a route takes `args`, the
-        last one `target`, and a keyword reaches every layer whose forward names it. Outputs of both routes go to the
+        last one `target`, and a keyword reaches every layer whose forward names it. A `Stream`, passed alone, brings
+        them one microbatch after another, each pulled when it is needed. Outputs of both routes go to the
         rank of the first route's last stage. `record` measures the step (`timeline`).
 
         Raises:
@@ -148,6 +161,17 @@ class Pipeline:
         assert self.timeline is not None
         return self.timeline
 
+    def memory_report(
+        self, *args: Any, target: Any = None, optimizer: Optimizer | None = None, **kwargs: Any
+    ) -> MemoryReport:
+        """Run one training step and return what every rank held meanwhile, the same on every rank.
+
+        `optimizer` is this rank's, whose state is counted too. On CUDA, torch's peak counters are reset.
+        """
+        memory = MemoryWatch(self.stages, self.device, optimizer)
+        result = self._train(Mode.TRAIN, Call(args, kwargs, target), memory)
+        return MemoryReport(gather_memory(self._transport, memory.memory(self.rank)), result)
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """List this rank's parameters with the unsplit model's names, copies of tied ones included.
 
@@ -169,6 +193,18 @@ class Pipeline:
     def recording(self) -> Recording | None:
         """What was measured in the last recorded step, on every rank."""
         return self._runner.recording
+
+    @property
+    def step_number(self) -> int:
+        """The number of training steps that have succeeded, from which the next one draws with `seed`.
+
+        Set it, on all ranks alike, to go on where another pipeline stopped.
+        """
+        return self._runner.step_number
+
+    @step_number.setter
+    def step_number(self, number: int) -> None:
+        self._runner.step_number = number
 
     @property
     def layers_of_stage(self) -> Sequence[range]:
@@ -234,14 +270,19 @@ class Pipeline:
                 "the tied parameters": f"stages {self._assembly.tied_groups}",
                 "the loss": "none" if self._loss is None else "a function",
                 "the loss reduction": self.options.reduction,
+                "scale_loss": "a function" if callable(self.options.scale_loss) else str(self.options.scale_loss),
                 "slice_dim": str(self.options.slice_dim),
+                "the seed": str(self.options.seed),
                 "variable_shapes": str(self.options.variable_shapes),
+                "main_gradients": str(self.options.main_gradients),
+                "the debug level": self.options.debug,
                 "the deadline": f"{self._transport.deadline_s:g} s",
             },
         )
         agree_on_copies(self._transport, self._assembly.tied_copies)
         for copy in self._assembly.tied_copies.values():
             copy.share_values(self._transport)
+        lay_out_skips(self._transport, self.stages, self._parts)
         if self.schedule.num_slices > 1:
             refuse_layers_that_look_back(self._transport, self.stages, _LOOKING_BACK)
         self._num_parameters = count_parameters(self._transport, self.stages, layer_names(layers))
@@ -257,17 +298,17 @@ class Pipeline:
 
     # ---- one step
 
-    def _train(self, mode: Mode, call: Call) -> StepResult:
+    def _train(self, mode: Mode, call: Call, memory: MemoryWatch | None = None) -> StepResult:
         if self._loss is None:
             raise ConfigError("a training step needs a loss; pass loss=... to Pipeline, or call evaluate", key="loss")
         if self.schedule.is_forward_only:
             raise ConfigError(f"{self.schedule.name} has no backwards to train with; call evaluate", key="schedule")
-        return self._run(mode, call)
+        return self._run(mode, call, memory)
 
-    def _run(self, mode: Mode, call: Call) -> StepResult:
+    def _run(self, mode: Mode, call: Call, memory: MemoryWatch | None = None) -> StepResult:
         if self._is_closed:
             raise PipelineError(f"rank {self.rank}: the pipeline is closed; make a new one", rank=self.rank)
-        return self._runner.run(mode, call)
+        return self._runner.run(mode, call, memory)
 
 
 def _require_slices(schedule: Schedule, num_slices: int | None) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.cli.profile_text import bottleneck, profile_text
+from penstock.execute.memory_report import MemoryPoint, RankMemory, StageMemory
 from penstock.execute.wires import WireSpeed
 from penstock.ir.action import Kind
 from penstock.lower import lower
@@ -103,3 +104,11 @@ def test_a_single_rank_has_no_channels():
 
     assert "channel" not in text
     assert "launch" in text
+
+
+def test_the_memory_of_the_ranks_is_told_where_it_was_measured():
+    stage = StageMemory(0, 1024, 1024, 2, 4096, 0)
+    memory = (RankMemory(0, (stage,), 0, 0, None, 2, (MemoryPoint("begin", 1024, None, None),)),)
+
+    assert "memory, when a rank holds most" in profile_text(replace(profile_of(), memory=memory))
+    assert "memory" not in profile_text(profile_of())

@@ -1,5 +1,7 @@
 """Ranks find out together that they were set up differently, or that they run different things."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -93,6 +95,17 @@ def test_ranks_that_run_different_things_all_refuse(second, text):
         assert type(error) is StepRefused
         assert error.rank == 1
         assert text in str(error)
+
+
+@pytest.mark.parametrize(("places", "is_refused"), [((9, 9), False), ((9, 0), False), ((9, 5), True)])
+def test_streams_that_are_not_at_one_place_are_refused(places, is_refused):
+    offers = [replace(GIVEN, position=place) for place in places]
+
+    if is_refused:
+        for error in refusals(*offers):
+            assert "the stream of rank 0 is at microbatch 8, that of rank 1 at 4" in str(error)
+    else:
+        assert agreements(*offers) == [offers, offers]
 
 
 def test_no_rank_needs_a_target_where_none_was_given():

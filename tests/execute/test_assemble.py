@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.execute.assemble import assemble, count_parameters, layer_names
+from penstock.execute.assemble import assemble, count_parameters, lay_out_skips, layer_names
 from penstock.execute.stage import Stage
+from penstock.models import Skip
 from penstock.placement import Placement
 from tests.local_pipelines import WIDTH, error_of, on_ranks
 
@@ -295,3 +296,48 @@ def test_all_ranks_know_the_sizes_of_all_layers():
     for counts in on_ranks(2, count):
         assert counts == {"first": 9, "lazy": 0, "last": 3}
         assert list(counts) == names
+
+
+class Holder(nn.Module):
+    """A layer that holds a skip of this name."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.skip = Skip(name)
+
+    def forward(self, x):
+        self.skip.put(x)
+        return x
+
+
+def test_every_stage_is_told_of_the_skips_that_go_past_it_though_others_hold_them():
+    layers = [Holder("a"), nn.Tanh(), nn.Tanh(), Holder("a")]
+
+    def case(wires):
+        [stage] = assemble(layers, LINE, SLICES, wires.rank, device=CPU).stages
+        lay_out_skips(wires, [stage], SLICES)
+        if stage.index == 2:
+            return stage.skips
+        x = torch.ones(1)
+        return stage.forward((x,) if stage.index == 0 else ((x, {"a": x}),), {})
+
+    first, middle, last = on_ranks(3, case)
+
+    assert list(first[1]) == list(middle[1]) == ["a"]
+    assert torch.equal(middle[1]["a"], torch.ones(1))
+    assert last is not None
+
+
+def test_a_stage_that_no_skip_concerns_is_told_of_none():
+    def case(wires):
+        [stage] = assemble([nn.Tanh()] * 4, LINE, SLICES, wires.rank, device=CPU).stages
+        lay_out_skips(wires, [stage], SLICES)
+        return stage.skips
+
+    assert on_ranks(3, case) == [None, None, None]
+
+
+def test_a_stage_knows_where_its_first_layer_stands_in_the_model():
+    found = [assemble(specs(), LINE, SLICES, rank, device=CPU).stages[0].first_layer for rank in range(3)]
+
+    assert found == [0, 1, 3]

@@ -3,13 +3,22 @@
 import copy
 import gc
 import weakref
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.execute.deferred_weights import DeferredWeights
+from penstock.execute.graph_search import Survey
+from penstock.execute.parted_products import Parting
+from penstock.execute.product_nodes import ProductNode
+from penstock.execute.split_plan import SplitPlan
 from tests.local_pipelines import settle, values
 
 WIDTH = 6
@@ -182,28 +191,40 @@ class First(nn.Module):
         return pair[0]
 
 
-def two_parts(module, inputs):
+def plan_of(module):
+    """A plan by which no weight is too small."""
+    return SplitPlan([module], small=0)
+
+
+def two_parts(module, inputs, plan=None):
     """Run a module forward; return the two parts of its backward."""
-    with DeferredWeights() as deferred:
+    plan = plan or plan_of(module)
+    plan.begin_step()
+    deferred = plan.start(inputs.numel())
+    with deferred.forward():
         output = module(inputs)
     gradient = values(9, *output.shape, dtype=output.dtype)
     root = torch.autograd.graph.get_gradient_edge(output)
-
-    def input_part():
-        with deferred:
-            torch.autograd.backward([root], [gradient])
-
-    return input_part, deferred.add_gradients
+    return partial(deferred.run_input_part, [root], [gradient]), deferred.add_gradients
 
 
-def in_two_parts(module, inputs):
+def in_two_parts(module, inputs, plan=None):
     seen = []
     watch = module.register_forward_hook(lambda *args: seen.append(args[-1].detach()))
-    input_part, weight_part = two_parts(module, inputs)
+    input_part, weight_part = two_parts(module, inputs, plan)
     watch.remove()
     input_part()
     weight_part()
     return seen[0]
+
+
+def seasoned(module, inputs):
+    """The plan after some steps, which knows the module's graph."""
+    plan = plan_of(module)
+    for _ in range(2):
+        in_two_parts(module, inputs, plan)
+    module.zero_grad()
+    return plan
 
 
 def whole(module, inputs):
@@ -212,19 +233,19 @@ def whole(module, inputs):
     return output.detach()
 
 
-def results(run, module, inputs):
+def results(run, module, inputs, *plan):
     inputs = inputs.clone()
     if inputs.is_floating_point():
         inputs.requires_grad_()
-    return [run(module, inputs), inputs.grad, *(parameter.grad for parameter in module.parameters())]
+    return [run(module, inputs, *plan), inputs.grad, *(parameter.grad for parameter in module.parameters())]
 
 
-def assert_same(module, inputs):
-    other = copy.deepcopy(module)
-    for number in range(2):  # gradients add up
-        found, expected = results(in_two_parts, module, inputs), results(whole, other, inputs)
+def assert_same(module, inputs, is_close=torch.equal):
+    other, plan = copy.deepcopy(module), plan_of(module)
+    for number in range(3):  # gradients add up, and the plan learns
+        found, expected = results(in_two_parts, module, inputs, plan), results(whole, other, inputs)
         for one, two in zip(found, expected, strict=True):
-            assert (one is None and two is None) or torch.equal(one, two), number
+            assert (one is None and two is None) or is_close(one, two), number
 
 
 @pytest.mark.parametrize("name", HIDDEN)
@@ -282,9 +303,13 @@ def test_matrices_wait_for_the_weight_part_and_vectors_do_not():
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 
-def test_a_recomputation_takes_place_once_and_in_the_input_part():
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_recomputation_takes_place_once_and_in_the_input_part(is_known):
     module = Recomputed(linear(), nn.Tanh(), linear(), nn.Tanh(), linear())
-    input_part, weight_part = two_parts(module, values(1, 3, WIDTH).requires_grad_())
+    inputs = values(1, 3, WIDTH).requires_grad_()
+    plan = seasoned(module, inputs) if is_known else None
+    module.num_runs = 0
+    input_part, weight_part = two_parts(module, inputs, plan)
     assert module.num_runs == 1
 
     input_part()
@@ -294,22 +319,81 @@ def test_a_recomputation_takes_place_once_and_in_the_input_part():
     assert module.num_runs == 2
 
 
-def test_a_recomputation_leaves_out_the_last_product():
-    module, ends = Recomputed(linear(), nn.Tanh(), linear()), []
-    module.layers[-1].register_forward_hook(lambda *_: ends.append("last"))
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_recomputation_leaves_out_the_last_product(is_known):
+    module, inputs = Recomputed(linear(), nn.Tanh(), linear()), values(1, 3, WIDTH).requires_grad_()
+    plan = seasoned(module, inputs) if is_known else None
+    input_part, weight_part = two_parts(module, inputs, plan)
 
-    in_two_parts(module, values(1, 3, WIDTH).requires_grad_())
+    with FlopCounterMode(display=False) as counter:
+        input_part()
+        weight_part()
 
-    assert (module.num_runs, ends) == (2, ["last"])
+    assert counter.get_total_flops() == 5 * 2 * 3 * WIDTH**2  # one again, and two gradients of each
 
 
-def test_recomputed_layers_leave_their_weights_for_later_too():
-    module = Recomputed(linear(), nn.Tanh(), linear())
-    input_part, _ = two_parts(module, values(1, 3, WIDTH).requires_grad_())
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputed_layers_leave_their_weights_for_later_too_once_they_are_known(use_reentrant):
+    module, inputs = Recomputed(linear(), nn.Tanh(), linear(), use_reentrant=use_reentrant), values(1, 3, WIDTH)
+    inputs.requires_grad_()
 
+    plan = seasoned(module, inputs)
+    input_part, _ = two_parts(module, inputs, plan)
     input_part()
 
     assert [parameter.grad is None for parameter in module.parameters()] == [True, False, True, False]
+
+
+class Force(nn.Module):
+    """The gradient of an energy, taken within the forward, so that it is differentiated twice."""
+
+    def __init__(self, *, create_graph=True):
+        super().__init__()
+        self.first, self.second, self.create_graph = linear(), linear(WIDTH, 1), create_graph
+
+    def forward(self, hidden):
+        with torch.enable_grad():
+            place = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
+            energy = self.second(torch.tanh(self.first(place)))
+            (force,) = torch.autograd.grad(energy.sum(), place, create_graph=self.create_graph, retain_graph=True)
+        return energy * hidden + force
+
+
+RECOMPUTED = [Recomputed, partial(Recomputed, use_reentrant=True)]
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "create_graph"), [*product([nn.Sequential], [True, False]), *product(RECOMPUTED, [False])]
+)
+def test_a_gradient_taken_within_the_forward_leaves_nothing_for_later(wrapped, create_graph):
+    assert_same(settle(wrapped(linear(), Force(create_graph=create_graph)), 1), values(1, 3, WIDTH))
+
+
+@pytest.mark.parametrize("wrapped", RECOMPUTED)
+def test_where_it_is_recomputed_too_its_weights_are_used_in_both_ways_and_right_to_rounding(wrapped):
+    assert_same(settle(wrapped(linear(), Force()), 1), values(1, 3, WIDTH), is_close=torch.allclose)
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_activations_that_are_moved_away_come_back_once_they_are_known(offloads):
+    class Offloaded(nn.Sequential):
+        def forward(self, hidden):
+            with torch.autograd.graph.save_on_cpu() if offloads else nullcontext():
+                return super().forward(hidden)
+
+    assert_same(settle(nn.Sequential(Offloaded(linear(), nn.Tanh(), linear()), linear()), 1), values(1, 3, WIDTH))
+
+
+def test_layers_that_begin_to_be_recomputed_later_have_the_same_gradients():
+    module = settle(nn.Sequential(linear(), Recomputed(linear(), nn.Tanh(), linear())), 1)
+    other, plan, inputs = copy.deepcopy(module), plan_of(module), values(1, 3, WIDTH)
+    recomputed, run = module[1], module[1].run
+    for is_recomputed in (False, False, True, True):
+        recomputed.forward = Recomputed.forward.__get__(recomputed) if is_recomputed else run
+
+        found, expected = results(in_two_parts, module, inputs, plan), results(whole, other, inputs)
+
+        assert all(map(torch.equal, found, expected))
 
 
 def test_hooks_of_a_weight_used_twice_see_one_gradient():
@@ -370,28 +454,38 @@ def test_the_weight_part_lets_go_of_everything():
     gc.collect()
     gc.disable()
     try:
-        with DeferredWeights() as deferred:
-            output = linear()(values(1, 3, WIDTH).requires_grad_())
-        output.sum().backward()
-        deferred.add_gradients()
-        watched = weakref.ref(deferred)
-        del deferred, output
+        module, inputs = nn.Sequential(linear(), Recomputed(linear())), values(1, 3, WIDTH).requires_grad_()
+        plan = plan_of(module)
+        for _ in range(3):
+            in_two_parts(module, inputs, plan)
 
-        assert watched() is None
-        assert [each for each in gc.get_objects() if type(each).__module__ == DeferredWeights.__module__] == []
+        kept = (DeferredWeights, ProductNode, Survey, Parting, Node)
+        assert [each for each in gc.get_objects() if isinstance(each, kept)] == []
     finally:
         gc.enable()
 
 
-def test_activations_changed_in_place_are_noticed():
+class Shifted(nn.Module):
+    """Needs nothing of its output for its own backward."""
+
+    def forward(self, hidden):
+        return hidden + 1
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_activations_changed_in_place_are_noticed(is_recomputed):
     module, inputs = linear(), values(1, 3, WIDTH).requires_grad_()
-    with DeferredWeights():
-        hidden = inputs * 2
-        output = module(hidden)
-    hidden.detach().add_(1)
+    plan = plan_of(module)
+    if is_recomputed:
+        plan = seasoned(Recomputed(module), inputs)  # so it is parted in the forward
+    seen = []
+    watch = module.register_forward_hook(lambda _, args, out: seen.append(args[0]))
+    input_part, _ = two_parts(nn.Sequential(Shifted(), module), inputs, plan)
+    watch.remove()
+    seen[0].detach().add_(1)
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        output.sum().backward()
+        input_part()
 
 
 @pytest.mark.parametrize(("width", "is_alive"), [(600, True), (6, False)])
@@ -406,25 +500,39 @@ def test_large_weights_are_done_one_by_one_and_small_ones_together(width, is_ali
     assert seen == [is_alive]
 
 
+class Own(nn.Module):
+    """A layer of the user's."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(linear(), nn.Tanh())
+
+    def forward(self, hidden):
+        return self.layers(hidden) + 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"fullgraph": True}])
-def test_a_compiled_function_stays_whole(options):
-    module = settle(nn.Sequential(linear(), nn.Tanh(), linear()), 1)
-    other = copy.deepcopy(module)
-    module[0].compile(backend="eager", **options)
+@pytest.mark.parametrize("wrapped", [nn.Sequential, Recomputed])
+def test_what_is_compiled_has_the_same_gradients(wrapped, options):
+    module = settle(wrapped(Own(), linear()), 1)
+    other, plan = copy.deepcopy(module), plan_of(module)
+    next(each for each in module.modules() if isinstance(each, Own)).compile(backend="aot_eager", **options)
 
-    found, expected = (
-        results(run, each, values(1, 3, WIDTH)) for run, each in ((in_two_parts, module), (whole, other))
-    )
-
-    assert all(map(torch.equal, found, expected))
+    for _ in range(3):
+        found, expected = (
+            results(in_two_parts, module, values(1, 3, WIDTH), plan),
+            results(whole, other, values(1, 3, WIDTH)),
+        )
+        assert all(map(torch.equal, found, expected))
 
 
 def test_without_gradients_nothing_is_left():
-    module = linear()
+    module, plan = linear(), plan_of(linear())
+    deferred = plan.start(3 * WIDTH)
 
-    with DeferredWeights() as deferred, torch.no_grad():
+    with deferred.forward(), torch.no_grad():
         output = module(values(1, 3, WIDTH))
 
     assert not output.requires_grad
-    assert deferred.uses == []
+    assert deferred.late == []

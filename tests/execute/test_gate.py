@@ -10,6 +10,7 @@ from penstock.execute.gate import Call, Gate, Wants, wants_of
 from penstock.execute.microbatch import BatchSpec, Split
 from penstock.execute.slices import BatchRule
 from penstock.execute.stage import Stage
+from penstock.execute.stream import Stream
 from penstock.placement import Placement
 from tests.local_pipelines import error_of, on_ranks
 
@@ -177,3 +178,36 @@ def test_a_rank_wants_what_its_stages_take():
         Wants(inputs=True, target=True, keywords=frozenset(), keywords_of_all=mask),
         Wants(inputs=True, target=False, keywords=mask, keywords_of_all=mask),
     ]
+
+
+def streamed(wires, streams):
+    """Two steps of one gate; return what was admitted, after what the calls of a step would do."""
+    wants = Wants(wires.rank == 0, wires.rank == 2)
+    gate = Gate(wires, CPU, BatchRule(2), wants)
+    batches = []
+    for _ in range(2):
+        batch = gate.admit(Mode.TRAIN, Call((streams[wires.rank],)))
+        if batch.supply is not None:
+            batch.supply.pull(1)
+        batches.append(batch)
+    return batches
+
+
+def test_a_stream_is_agreed_by_its_first_microbatch_and_later_steps_have_its_signature():
+    rows = [(torch.full((3,), float(index)), torch.zeros(3)) for index in range(4)]
+
+    first, middle, last = on_ranks(3, streamed, [Stream(rows) for _ in range(3)])
+
+    signatures = {batch.signature for batches in (first, middle, last) for batch in batches}
+    assert len(signatures) == 1
+    assert [m.size for batch in middle for m in batch.microbatches] == [3] * 4
+    assert [float(part.args[0][0]) for batch in first for (part,) in batch.slices] == [0.0, 1.0, 2.0, 3.0]
+    assert [(batch.supply, batch.has_target) for batch in middle] == [(None, False)] * 2
+    assert all(batch.has_target for batch in last)
+
+
+def test_a_stream_and_a_whole_batch_of_the_same_rows_are_not_taken_for_each_other():
+    calls = [((Stream([(ROWS, ROWS)] * 2),), {}, None), ((ROWS,), {}, ROWS)]
+
+    for error in on_ranks(2, lambda wires: refuse(wires, calls, last_ranks=[1])):
+        assert "different shape" in str(error)

@@ -71,3 +71,35 @@ def test_a_keyword_for_a_place_that_is_already_filled_is_an_error():
         check_keywords([Masked()], {"x": 1}, num_args=1)
 
     check_keywords([Masked()], {"x": 1, "scale": 2}, num_args=0)
+
+
+class InPlace(nn.Module):
+    def forward(self, features):
+        return features.mul_(2.0)
+
+
+def test_a_layer_that_changes_another_stages_output_in_place_is_named_with_the_way_out():
+    features = torch.ones(2, requires_grad=True)
+
+    with pytest.raises(PipelineError, match=r"a InPlace fails with: .* may not change it in place"):
+        run_layers([InPlace()], (features,), {})
+
+    assert run_layers([InPlace()], (features.clone(),), {}).tolist() == [2.0, 2.0]
+
+
+def test_what_a_layer_raises_for_other_reasons_stays_what_it_is():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        run_layers([nn.Linear(3, 2)], (torch.ones(1, 4),), {})
+
+
+def test_whoever_asks_is_told_before_each_layer_which_one_it_is():
+    seen = []
+
+    class Noting(nn.Module):
+        def forward(self, x):
+            seen.append("layer")
+            return x
+
+    run_layers([Noting(), Noting()], (torch.ones(1),), {}, seen.append)
+
+    assert seen == [0, "layer", 1, "layer"]

@@ -6,15 +6,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from penstock.errors import ConfigError, PipelineError
-from penstock.execute.loss import LossShares, LossWeights, combine_losses, microbatch_weights, scalar_loss
+from penstock.execute.loss import LossShares, LossWeights, apply_scale, combine_losses, loss_scale
 from penstock.execute.microbatch import Microbatch
 
 
 def of_sizes(*sizes, targets=None):
     targets = targets or [None] * len(sizes)
     return [Microbatch(index, (), {}, targets[index], size) for index, size in enumerate(sizes)]
+
+
+def microbatch_weights(microbatches, reduction="mean", count=None):
+    return LossWeights(reduction, count).of(microbatches)
 
 
 @given(st.integers(1, 500), st.integers(1, 64))
@@ -91,35 +96,35 @@ def test_there_is_one_loss_for_each_weight(num_losses, num_weights):
         combine_losses([torch.tensor(1.0)] * num_losses, [1.0] * num_weights)
 
 
+# ---- scaling
+
+
+def test_a_number_and_a_function_scale_alike():
+    loss = torch.tensor(3.0, requires_grad=True)
+
+    for scale in (4.0, 4, lambda loss: loss * 4.0, lambda loss: (loss * 4.0).reshape(1)):
+        scaled = apply_scale(loss_scale(scale), loss)
+        assert (scaled.item(), scaled.shape, scaled.requires_grad) == (12.0, (), True)
+    assert loss_scale(None) is None
+
+
+@pytest.mark.parametrize("scale", [0, -2.0, math.inf, math.nan, "2", [2]])
+def test_a_scale_is_a_number_larger_than_0(scale):
+    with pytest.raises(ConfigError, match=r"scale_loss: .* scales no loss"):
+        loss_scale(scale)
+
+
 @pytest.mark.parametrize(
-    ("loss", "found"),
+    ("scale", "found"),
     [
-        (torch.ones(4), r"shape \(4,\)"),
-        (torch.ones(1, 1), r"shape \(1, 1\)"),
-        (torch.ones(0), r"shape \(0,\)"),
-        (1.5, "a float"),
-        (None, "NoneType"),
+        (float, "a float"),
+        (Tensor.detach, r"a tensor of shape \(\) without a gradient"),
+        (lambda loss: loss.expand(2), r"a tensor of shape \(2,\) with a gradient"),
     ],
 )
-def test_a_loss_is_one_number_in_a_tensor(loss, found):
-    with pytest.raises(PipelineError, match=f"microbatch 2: the loss function returned .*{found}"):
-        scalar_loss(loss, 2)
-
-
-def test_a_scalar_loss_passes_untouched():
-    loss = torch.tensor(1.0)
-
-    assert scalar_loss(loss, 0) is loss
-
-
-def test_a_loss_of_shape_1_is_taken_as_a_scalar_with_its_gradient():
-    weight = torch.tensor([3.0], requires_grad=True)
-
-    loss = scalar_loss(weight * 2.0, 0)
-    loss.backward()
-
-    assert loss.shape == ()
-    assert weight.grad.tolist() == [2.0]
+def test_what_a_backward_cannot_begin_at_is_refused(scale, found):
+    with pytest.raises(PipelineError, match=f"scale_loss returned {found} for a loss with one; return the loss times"):
+        apply_scale(scale, torch.tensor(3.0, requires_grad=True))
 
 
 # ---- slices
@@ -142,6 +147,28 @@ def test_a_slice_weighs_by_what_its_target_counts():
     shares = LossWeights(count=torch.sum).shares(*whole_and_slices([3, 2, 2], targets))
 
     assert shares.fractions == [[0.5, 0.0, 0.5]]
+
+
+def test_counts_are_kept_for_loss_functions_that_give_a_weight():
+    targets = [torch.tensor([1, 0, 1]), torch.tensor([0, 0])]
+
+    cut = LossWeights(count=torch.sum).shares(*whole_and_slices([3, 2], targets))
+    whole = LossWeights(count=torch.sum).shares(*whole_and_slices([3], targets[:1]))
+
+    assert [cut.count(0, index) for index in range(2)] == [2.0, 0.0]
+    assert whole.count(0, 0) == 2.0
+    assert LossWeights().shares(*whole_and_slices([3, 2])).count(0, 1) is None
+
+
+def test_losses_of_layers_weigh_by_rows_and_lengths_whatever_counts():
+    weights = LossWeights(count=lambda target: 0 / 0)
+    microbatches = of_sizes(3, 1)
+
+    shares = weights.shares_of_rows(microbatches, [[each] for each in microbatches])
+
+    assert shares == LossShares([0.75, 0.25], [[1.0], [1.0]])
+    assert weights.shares_of_rows(*whole_and_slices([3, 1])).fractions == [[0.75, 0.25]]
+    assert LossWeights("sum").shares_of_rows(microbatches, [[each] for each in microbatches]).weights == [1.0, 1.0]
 
 
 def test_a_slice_of_a_sum_and_a_microbatch_that_is_not_cut_weigh_one():

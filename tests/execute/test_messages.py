@@ -5,6 +5,7 @@ import torch
 
 from penstock.errors import PipelineError
 from penstock.execute.messages import Messenger
+from penstock.execute.transport import Ticket
 from tests.local_pipelines import error_of, on_ranks, values
 
 CPU = torch.device("cpu")
@@ -29,6 +30,20 @@ class Counting:
 
     def wait(self, ticket):
         self._transport.wait(ticket)
+
+
+class LeavingAtOnce(Counting):
+    """Says of every message that it has left, and counts the sends that are waited for nevertheless."""
+
+    num_waits = 0
+
+    def post_send(self, peer, tensor):
+        self._transport.post_send(peer, tensor)
+        return Ticket(peer, True, self.num_sends, is_over=True)
+
+    def wait(self, ticket):
+        self.num_waits += ticket.is_send
+        super().wait(ticket)
 
 
 def messenger_on(wires, **options):
@@ -124,6 +139,39 @@ def test_tensors_arrive_with_type_shape_and_need_of_gradient(dtype):
         assert received["x"].is_leaf
         assert int(received["scalar"]) == 3
         assert received["empty"].shape == (0, 3)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_dimensions_lie_in_memory_at_both_ends_as_they_did_first(num_steps):
+    """Pictures with channels last; those of the second step are written plainly, and arrive like the first."""
+    pictures = values(1, 2, 3, 4, 5)
+    last = pictures.to(memory_format=torch.channels_last).requires_grad_()
+    gradient = values(2, 2, 3, 4, 5)
+
+    def case(wires):
+        messenger = Messenger(wires, torch.device("cpu"))
+        for step in range(num_steps):
+            messenger.begin("layout")
+            sent = last if step == 0 else pictures.clone().requires_grad_()
+            found = exchange_pictures(messenger, wires.rank, sent, gradient)
+            messenger.finish()
+        return found
+
+    for received, wanted in zip(on_ranks(2, case), (gradient, pictures), strict=True):
+        assert torch.equal(received, wanted)
+        assert received.is_contiguous(memory_format=torch.channels_last)
+
+
+def exchange_pictures(messenger, rank, sent, gradient):
+    """Rank 0 sends pictures and gets their gradient, rank 1 the other way round; return what came."""
+    if rank == 0:
+        messenger.note_outputs(FIRST, sent, "0F0")
+        messenger.send_forward(1, FIRST, sent)
+        (received,) = messenger.take_gradients(messenger.post_backward(1, FIRST))
+        return received
+    received = messenger.take_tree(messenger.post_forward(0, FIRST))
+    messenger.send_backward(0, [gradient], FIRST)
+    return received.detach()
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])
@@ -227,6 +275,22 @@ def test_the_sent_tensor_does_not_carry_its_graph():
         return found.grad_fn, found.requires_grad
 
     assert on_ranks(2, case)[1] == (None, True)
+
+
+def test_what_has_left_at_once_is_not_waited_for():
+    def case(wires):
+        transport = LeavingAtOnce(wires)
+        messenger = Messenger(transport, CPU)
+        if wires.rank == 1:
+            return receive_all(messenger, [FIRST, SECOND])
+        send_all(messenger, {FIRST: values(0, 2), SECOND: values(1, 3)})
+        return transport.num_waits
+
+    num_waits, (first, second) = on_ranks(2, case)
+
+    assert num_waits == 0
+    assert torch.equal(first, values(0, 2))
+    assert torch.equal(second, values(1, 3))
 
 
 def test_a_described_message_needs_no_agreement_and_leaves_none_behind():

@@ -59,6 +59,17 @@ def test_pieces_are_views():
     assert torch.equal(parts[1].args[0], x[2:])
 
 
+def test_a_piece_that_is_changed_in_place_leaves_the_others_as_they_were_to_autograd():
+    first, second = split_batch((rows(4, 2),), {}, None, num_microbatches=2)
+    weight = torch.ones(2, requires_grad=True)
+    product = (first.args[0] * weight).sum()
+
+    second.args[0].mul_(3.0)
+    product.backward()  # needs the first piece as it was
+
+    assert weight.grad.tolist() == [1.0, 1.0]
+
+
 def test_what_is_no_tensor_is_replicated():
     marker = object()
     batch = (rows(4), {"flag": True, "more": [marker, None, "text"], "scalar": torch.tensor(7.0)})

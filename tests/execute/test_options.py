@@ -6,6 +6,7 @@ from penstock.errors import ConfigError
 from penstock.execute.microbatch import BatchSpec, Replicate, Split
 from penstock.execute.options import refuse_unknown, split_options
 from penstock.execute.slices import BatchRule
+from penstock.execute.stream_reader import StreamRules
 from penstock.schedules import build
 
 
@@ -34,3 +35,15 @@ def test_the_batch_is_cut_as_the_schedule_and_the_options_say():
     rule = own.batch_rule(build("seq1f1b", ranks=2, microbatches=3, slices=4))
 
     assert rule == BatchRule(3, 4, True, specs, 2, slice_specs)
+
+
+@pytest.mark.parametrize(
+    ("given", "rules"),
+    [
+        ({}, StreamRules(warn_s=1.0)),
+        ({"data_warn_s": None, "count": len}, StreamRules(has_count=True)),
+        ({"variable_shapes": True, "reduction": "sum"}, StreamRules(has_variable_shapes=True, is_sum=True, warn_s=1.0)),
+    ],
+)
+def test_what_microbatches_of_a_stream_must_be_like_follows_from_the_options(given, rules):
+    assert split_options(given)[0].stream_rules() == rules

@@ -28,6 +28,20 @@ def test_a_peer_reads_state_row_step_and_whom_a_rank_waits_for():
     assert waiting.pid == os.getpid()
 
 
+def test_the_row_alone_is_read_before_a_step_in_it_in_a_wait_and_after_it():
+    writer, reader = PositionBoard.in_process(2)
+    rows = [reader.row_of(0)]
+    writer.note_step(7)
+    rows.append(reader.row_of(0))
+    writer.note(300)
+    writer.note_wait(1)
+    rows.append(reader.row_of(0))
+    writer.note_idle()
+    rows.append(reader.row_of(0))
+
+    assert rows == [-1, -1, 300, -1]
+
+
 def test_since_is_the_moment_at_which_the_state_began():
     (board,) = PositionBoard.in_process(1)
     before_s = time.monotonic()

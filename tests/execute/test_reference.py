@@ -6,10 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from penstock import LossOutput
 from penstock.errors import PipelineError
 from penstock.execute.microbatch import BatchSpec, Replicate
+from penstock.execute.randomness import LOSS, generator_seed
 from penstock.execute.reference import reference_evaluate, reference_step
+from penstock.models import AuxiliaryLoss, Skip, connect_skips
 
 NUM_CLASSES = 5
 
@@ -177,3 +181,138 @@ def test_an_unreduced_loss_is_an_error(run):
 
     with pytest.raises(PipelineError, match=r"microbatch 0: the loss function returned a tensor of shape \(2,\)"):
         run(build_layers(), (x,), {"scale": scale}, target, loss=unreduced, num_microbatches=2)
+
+
+# ---- forms of losses, and losses of layers
+
+
+class Adding(nn.Module):
+    """Adds the mean square of its outputs, and how far their mean is from 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+        self.size, self.bias = AuxiliaryLoss("size", 0.5), AuxiliaryLoss("bias", 0.0)
+
+    def forward(self, x):
+        output = self.linear(x)
+        self.size.add(output.square().mean())
+        self.bias.add(output.mean())
+        return output
+
+
+def test_losses_of_layers_are_means_over_the_unsplit_batch():
+    layers = nn.ModuleList([Adding(), nn.Tanh(), Adding()])
+    whole = copy.deepcopy(layers)
+    x, target = torch.randn(7, 4).double(), torch.randn(7, 4).double()
+
+    found = reference_step(layers, (x,), {}, target, loss=F.mse_loss, num_microbatches=3, allow_ragged=True)
+
+    hidden = whole[0].linear(x)
+    output = whole[2].linear(torch.tanh(hidden))
+    size, bias = (sum(part(y) for y in (hidden, output)) for part in (lambda y: y.square().mean(), torch.mean))
+    (F.mse_loss(output, target) + 0.5 * size).backward()
+    assert_same_gradients(layers, whole)
+    torch.testing.assert_close(found.loss, F.mse_loss(output, target).detach())
+    torch.testing.assert_close(found.named_losses, {"size": size.detach(), "bias": bias.detach()})
+    torch.testing.assert_close(found.total, found.loss + 0.5 * size.detach())
+
+
+def test_evaluation_reports_losses_of_layers_too_and_leaves_them_as_they_were():
+    layers = nn.ModuleList([Adding()])
+    x = torch.randn(4, 4).double()
+
+    found = reference_evaluate(layers, (x,), {}, x, loss=F.mse_loss, num_microbatches=2)
+
+    torch.testing.assert_close(found.named_losses["size"], layers[0].linear(x).square().mean().detach())
+    assert layers[0].size.take() is None
+    layers[0](x)
+    assert layers[0].size.take() is not None
+
+
+def test_all_forms_of_one_loss_have_its_gradients():
+    def total(output, target):
+        return F.cross_entropy(output, target, ignore_index=0, reduction="sum")
+
+    def count(target):
+        return int((target != 0).sum())
+
+    forms = [
+        lambda output, target: total(output, target) / count(target),
+        lambda output, target: (total(output, target), count(target)),
+        lambda output, target: {"a": total(output, target) / count(target)},
+        lambda output, target: LossOutput({"a": total(output, target)}, count(target), reported=len(target)),
+        lambda output, target, *, weight: total(output, target) * weight / count(target) / weight,
+    ]
+    x, scale, target = make_batch(8)
+    target[:] = torch.tensor([0, 1, 2, 3, 0, 0, 4, 1])
+    first = build_layers()
+    results = []
+    for form in forms:
+        layers = copy.deepcopy(first)
+        results.append(
+            reference_step(layers, (x,), {"scale": scale}, target, loss=form, num_microbatches=4, count=count)
+        )
+        if form is forms[0]:
+            one = layers
+        assert_same_gradients(layers, one)
+
+    assert [list(result.named_losses) for result in results] == [[], [], ["a"], ["a"], []]
+    assert [result.reported for result in results] == [[], [], [], [2, 2, 2, 2], []]
+    for result in results:
+        torch.testing.assert_close(result.total, results[0].loss)
+
+
+def test_with_a_seed_every_layer_draws_from_where_its_rule_says():
+    layers = [nn.Dropout(0.5), nn.Dropout(0.5)]
+    x, target = torch.ones(4, 8, requires_grad=True), torch.zeros(4)
+
+    def loss(output, target):
+        return output.sum() + torch.rand(())
+
+    found = reference_step(layers, (x,), {}, target, loss=loss, num_microbatches=2, seed=3, step_number=7)
+
+    for microbatch in range(2):
+        expected = torch.ones(2, 8)
+        for layer in range(2):
+            torch.manual_seed(generator_seed(3, 7, layer, (microbatch, 0)))
+            expected = F.dropout(expected, 0.5)
+        assert torch.equal(found.outputs[microbatch], expected)
+        torch.manual_seed(generator_seed(3, 7, LOSS, (microbatch, 0)))
+        assert torch.equal(found.losses[microbatch], expected.sum() + torch.rand(()))
+
+
+class Skipping(nn.Module):
+    """Computes all it does again in the backward, its skips included."""
+
+    def __init__(self, seed, *, puts):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.skip = Skip("a")
+        self.puts = puts
+
+    def forward(self, x):
+        return checkpoint(self.run, x, use_reentrant=False)
+
+    def run(self, x):
+        if not self.puts:
+            return self.linear(x * self.skip.get())
+        output = self.linear(x).tanh()
+        self.skip.put(output)
+        return output.exp()
+
+
+def test_skips_find_each_other_by_name_and_for_each_microbatch_apart():
+    x = torch.randn(6, 4, dtype=torch.float64)
+    layers, whole = ([Skipping(0, puts=True), Skipping(1, puts=False)] for _ in range(2))
+
+    found = reference_step(
+        layers, (x,), {}, x, loss=lambda output, _: output.sum(), num_microbatches=3, reduction="sum"
+    )
+    connect_skips(whole)
+    expected = nn.Sequential(*whole)(x)
+    expected.sum().backward()
+
+    torch.testing.assert_close(torch.cat(found.outputs), expected.detach())
+    assert_same_gradients(nn.ModuleList(layers), nn.ModuleList(whole))

@@ -1,4 +1,6 @@
-"""Every rank gets every loss, bit for bit, whatever the type."""
+"""A result says which losses there are, and has the outputs where they were asked for."""
+
+import pickle
 
 import numpy as np
 import pytest
@@ -8,7 +10,14 @@ from penstock.errors import PipelineError
 from penstock.execute.loss import LossShares
 from penstock.execute.messages import Messenger
 from penstock.execute.microbatch import Microbatch, Stack, Sum
-from penstock.execute.results import collect_outputs, collector_of, merge_slices_and_microbatches, share_losses
+from penstock.execute.results import (
+    MicrobatchLosses,
+    NamedLosses,
+    collect_outputs,
+    collector_of,
+    merge_slices_and_microbatches,
+    reported_by_microbatch,
+)
 from penstock.execute.step import Step
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
@@ -18,65 +27,49 @@ from tests.local_pipelines import on_ranks
 CPU = torch.device("cpu")
 
 
-def share(wires, losses, weights, holders=(-1,)):
-    step = step_of(len(losses), weights)
-    for microbatch, loss in enumerate(losses):
-        if holders[microbatch % len(holders)] % wires.num_ranks == wires.rank:
-            step.losses[microbatch, 0] = loss
-    return share_losses(wires, step, CPU)
-
-
 def step_of(num_microbatches, weights, fractions=(1.0,)):
     slices = [[Microbatch(index, (), {}, None, 1) for _ in fractions] for index in range(num_microbatches)]
     return Step(slices, LossShares(weights, [fractions] * num_microbatches), None, keeps_outputs=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_losses_arrive_with_their_bits_and_type(dtype):
-    losses = [(torch.rand(3, dtype=torch.float64) / 3).to(dtype)[index] for index in range(3)]
+def test_a_result_says_which_losses_there_are():
+    losses, named = MicrobatchLosses([torch.tensor(1.0), torch.tensor(2.0)]), NamedLosses(balance=torch.tensor(3.0))
 
-    for result in on_ranks(3, share, losses, [0.25, 0.25, 0.5]):
-        assert all(map(torch.equal, result.losses, losses))
-        assert result.loss.dtype == dtype
-        assert torch.equal(result.loss, losses[0] * 0.25 + losses[1] * 0.25 + losses[2] * 0.5)
-
-
-def test_losses_may_lie_on_different_ranks():
-    losses = [torch.tensor(1.5), torch.tensor(2.5)]
-
-    for result in on_ranks(2, share, losses, [0.5, 0.5], (0, 1)):
-        assert [float(loss) for loss in result.losses] == [1.5, 2.5]
-        assert float(result.loss) == 2.0
+    assert (float(losses[-1]), float(named["balance"])) == (2.0, 3.0)
+    assert [float(loss) for loss in losses[1:]] == [2.0]
+    for index in (2, -3):
+        with pytest.raises(PipelineError, match=f"of microbatch {index}: there are those of microbatches 0 to 1"):
+            _ = losses[index]
+    with pytest.raises(PipelineError, match=r"no loss 'balanse': there are 'balance'. Did you mean"):
+        _ = named["balanse"]
+    with pytest.raises(PipelineError, match="no loss 'a': there are none with a name"):
+        _ = NamedLosses()["a"]
+    assert named.get("a") is None
 
 
-def test_a_loss_that_is_not_finite_stays_so_unless_it_weighs_nothing():
-    losses = [torch.tensor(float("nan")), torch.tensor(2.0), torch.tensor(float("inf"))]
+def test_losses_travel_between_processes():
+    losses, named = pickle.loads(pickle.dumps((MicrobatchLosses([1.0]), NamedLosses(a=2.0))))
 
-    weightless = on_ranks(2, share, losses[:2], [0.0, 1.0])
-    weighed = on_ranks(2, share, losses[1:], [0.5, 0.5])
-
-    assert [float(result.loss) for result in weightless] == [2.0, 2.0]
-    assert all(result.losses[0].isnan() for result in weightless)
-    assert [float(result.loss) for result in weighed] == [float("inf")] * 2
+    assert (type(losses), losses) == (MicrobatchLosses, [1.0])
+    assert (type(named), named) == (NamedLosses, {"a": 2.0})
 
 
-def test_without_losses_there_is_no_loss():
-    results = on_ranks(2, lambda wires: share_losses(wires, step_of(2, [0.5, 0.5]), CPU))
+def test_reports_are_listed_per_microbatch_whose_loss_this_rank_has():
+    step = step_of(3, [0.5, 0.25, 0.25])
+    assert reported_by_microbatch(step) == []
 
-    assert [(result.loss, result.losses, result.outputs) for result in results] == [(None, [], None)] * 2
+    step.losses.update({(b, 0): torch.tensor(1.0) for b in (2, 0)})
+    step.reported[2, 0] = "last"
+
+    assert reported_by_microbatch(step) == [None, "last"]
 
 
-def test_the_loss_of_a_microbatch_is_made_of_those_of_its_slices():
-    def case(wires):
-        step = step_of(2, [0.25, 0.75], [0.5, 0.5, 0.0])
-        if wires.rank == 1:
-            found = [[1.0, 3.0, float("nan")], [2.0, 6.0, 9.0]]
-            step.losses.update({(b, q): torch.tensor(found[b][q]) for b in range(2) for q in range(3)})
-        return share_losses(wires, step, CPU)
+def test_reports_of_slices_are_listed_per_microbatch():
+    step = step_of(2, [0.5, 0.5], [0.5, 0.5])
+    step.losses.update({(b, q): torch.tensor(1.0) for b in range(2) for q in range(2)})
+    step.reported.update({(b, q): (b, q) for b in range(2) for q in range(2)})
 
-    for result in on_ranks(2, case):
-        assert [float(loss) for loss in result.losses] == [2.0, 4.0]
-        assert float(result.loss) == 3.5
+    assert reported_by_microbatch(step) == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
 
 
 # ---- outputs

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.errors import PipelineError
 from penstock.execute.stage import Stage
 from tests.local_pipelines import WIDTH, block, float_layers, values
 
@@ -141,3 +142,21 @@ def test_training_mode_reaches_all_layers(is_training):
     stage.set_training(is_training)
 
     assert [m.training for layer in stage.layers.values() for m in layer.modules()] == [is_training] * 3
+
+
+@pytest.mark.parametrize(
+    ("layer", "inputs"),
+    [(nn.Linear(2, 2), []), (nn.Identity(), [torch.ones(1, requires_grad=True)])],
+    ids=["parameters", "inputs"],
+)
+def test_a_loss_that_needs_no_gradient_is_an_error_where_there_is_something_to_train(layer, inputs):
+    stage = Stage(3, {"last": layer})
+
+    with pytest.raises(PipelineError, match="stage 3: its outputs need no gradient"):
+        stage.save_loss(inputs, torch.ones(()))
+
+
+def test_a_loss_that_needs_no_gradient_is_fine_where_there_is_nothing_to_train():
+    stage = Stage(3, {"last": nn.Linear(2, 2).requires_grad_(False)})
+
+    assert stage.save_loss([torch.ones(1)], torch.ones(())).edges == []

@@ -1,8 +1,11 @@
 """A step starts empty and does not share what it collects with another step."""
 
+import math
+
 import torch
 
 from penstock.execute.loss import LossShares
+from penstock.execute.loss_output import LossName
 from penstock.execute.microbatch import split_batch
 from penstock.execute.step import Step
 
@@ -19,3 +22,28 @@ def test_two_steps_collect_apart():
     assert second.outputs == {}
     assert [microbatch.size for (microbatch,) in second.slices] == [2, 2]
     assert second.num_slices == 1
+
+
+def empty_step(**options):
+    return Step([], LossShares([], []), None, keeps_outputs=False, **options)
+
+
+def test_losses_of_one_name_and_place_are_added_up_without_their_graph():
+    step, name = empty_step(), LossName("balance", True, torch.float32)
+
+    for value in (1.0, 2.0):
+        step.note(name, (1, 0), torch.tensor(value, requires_grad=True))
+
+    assert step.named == {name: {(1, 0): torch.tensor(3.0, dtype=torch.float64)}}
+    assert not step.named[name][1, 0].requires_grad
+
+
+def test_a_backward_begins_at_the_loss_times_its_factor_and_the_scale():
+    loss = torch.tensor(3.0)
+
+    assert empty_step().root_of(loss, 0.5) == 1.5
+    assert empty_step(scale=lambda loss: loss * 8.0).root_of(loss, 0.5) == 12.0
+
+
+def test_what_weighs_nothing_begins_no_backward():
+    assert empty_step().root_of(torch.tensor(math.nan), 0.0) is None

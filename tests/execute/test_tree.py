@@ -196,6 +196,17 @@ def test_a_layout_holds_what_the_receiver_needs_to_rebuild_the_tree():
     assert received.y == [buffers[1], "x"]
 
 
+def test_a_layout_tells_how_dimensions_lie_in_memory_and_is_equal_where_they_do_not():
+    pictures = torch.ones(2, 3, 4, 5)
+    last = pictures.to(memory_format=torch.channels_last)
+
+    (info,) = decode_layout(encode_layout(last)).tensors
+
+    assert info.order == (0, 2, 3, 1)
+    assert info == TensorInfo.of(pictures)
+    assert TensorInfo.of(pictures).order == ()
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 0.1, -0.0, 1e-320, 2**200, True, 1])
 def test_numbers_travel_exactly(number):
     received = decode_layout(encode_layout(number)).fill([])

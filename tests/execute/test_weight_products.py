@@ -43,15 +43,36 @@ def test_the_gradients_of_a_product_are_those_of_autograd(name):
     args, kwargs = needing_gradients(args), dict(zip(kwargs, needing_gradients(kwargs.values()), strict=True))
     product = find_product(function, args, kwargs)
     needs = [weight is not None for weight in product.weights]
-    part = product.call(*product.weights)
+    part = product.rule.output(product.activations, product.weights, product.bias)
     gradient = values(9, *part.shape)
 
-    found = product.gradients(product.activations, gradient, needs)
+    found = product.rule.weight_gradients(gradient, product.activations, product.weights, needs)
 
     expected, output = autograd_of(function, args, kwargs, product.weights, gradient)
     assert torch.equal(product.finish(part), output)
     assert [each.stride() for each in found] == [each.stride() for each in expected]
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if "embedding" not in name])
+def test_the_gradients_of_activations_are_those_of_autograd(name):
+    function, args, kwargs = CALLS[name]
+    args, kwargs = needing_gradients(args), dict(zip(kwargs, needing_gradients(kwargs.values()), strict=True))
+    product = find_product(function, args, kwargs)
+    activations = product.activations.detach()
+    gradient = values(9, *product.rule.output(activations, product.weights, product.bias).shape)
+
+    found = product.rule.input_gradient(gradient, activations, product.weights)
+
+    again = find_product(function, args, kwargs)
+    (expected,) = torch.autograd.grad(
+        function(*args, **kwargs), args[1 if name == "addmm" else 0], shaped(again, gradient)
+    )
+    assert torch.equal(found.reshape(expected.shape), expected)
+
+
+def shaped(product, gradient):
+    return gradient if product.shape is None else gradient.view(product.shape)
 
 
 def needing_gradients(values):
@@ -77,7 +98,9 @@ def test_only_the_gradients_asked_for_are_computed():
     gradient = values(9, *function(*args, **kwargs).shape)
 
     shapes = {
-        needs: [each.shape for each in product.gradients(product.activations, gradient, needs)]
+        needs: [
+            each.shape for each in product.rule.weight_gradients(gradient, product.activations, product.weights, needs)
+        ]
         for needs in [(True, True), (True, False), (False, True)]
     }
 
@@ -88,7 +111,7 @@ def test_only_the_gradients_asked_for_are_computed():
 def test_gradients_of_a_sparse_table_are_sparse():
     product = find_product(F.embedding, (TOKENS, values(2, 6, 4)), {"sparse": True})
 
-    (found,) = product.gradients(TOKENS, values(9, 2, 3, 4), [True])
+    (found,) = product.rule.weight_gradients(values(9, 2, 3, 4), TOKENS, product.weights, [True])
 
     assert found.is_sparse
     assert torch.equal(found.to_dense()[3], torch.zeros(4))

@@ -27,6 +27,7 @@ ROOMS = {
     "execute": (6, {0, 1}),
     "pipeline": (7, {0, 1, 2, 3, 4, 5, 6}),
     "train": (7, {0, 1, 2, 3, 4, 5, 6}),
+    "moving": (7, {0, 1, 2, 3, 4, 5, 6}),
     "cli": (8, {0, 1, 2, 3, 4, 5, 6, 7}),
     "__main__": (9, {0, 8}),
     "__init__": (9, {0, 1, 2, 3, 4, 5, 6, 7}),
@@ -34,6 +35,9 @@ ROOMS = {
 # The few pairs (from, to) that a floor number does not describe, and why.
 DOORS = {
     ("train", "pipeline"),  # the training loop holds a Pipeline
+    ("moving", "pipeline"),  # so do the adapters
+    ("moving", "train"),  # gradients are clipped by their norm over all ranks in one place
+    ("partition", "execute"),  # layers are measured as they are executed
     ("cli", "__init__"),  # `penstock --version`
 }
 LAST_PLANNING_FLOOR = 5

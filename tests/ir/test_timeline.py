@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from penstock.ir.action import Action, Kind, OverlappedPair
+from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
@@ -45,6 +46,17 @@ def test_messages_are_no_work_and_do_not_stretch_the_makespan():
 
     assert timeline.work_s.tolist() == [6, 6]
     assert timeline.makespan_s == timeline.end_s[program.is_compute].max()
+
+
+def test_the_seconds_of_each_operation_add_up_per_rank():
+    program = lower(build("1f1b", ranks=2, microbatches=3))
+    timeline = simulate(program, Costs.uniform(forward=1, backward_input=1, backward_weight=1, transfer=0.5))
+
+    first, last = timeline.seconds_by_op()
+
+    assert (first[Op.FORWARD], first[Op.BACKWARD]) == (3, 6)
+    assert list(first) == [Op.FORWARD, Op.BACKWARD, Op.SEND_FORWARD, Op.RECEIVE_BACKWARD, Op.REDUCE_GRADIENT]
+    assert list(last) == [Op.FORWARD, Op.BACKWARD, Op.RECEIVE_FORWARD, Op.SEND_BACKWARD, Op.REDUCE_GRADIENT]
 
 
 def test_two_actions_that_overlap_count_their_time_once():

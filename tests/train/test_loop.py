@@ -189,3 +189,14 @@ def test_processes_train_the_same_weights_bit_for_bit_and_only_rank_0_speaks(fin
     assert results[0][2].startswith("31,904 parameters, ")
     assert results[1][2] == ""
     assert (tmp_path / "weights.safetensors").read_bytes() == (folder / "weights.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_looked_at_trains_the_same_bits_and_leaves_a_log(tmp_path, text, finished):
+    result, output = run(tmp_path, text, debug={"level": "values", "ranges": True, "log": "debug"})
+
+    log = (tmp_path / "rank0.log").read_text()
+    assert result.loss == finished[1].loss
+    assert "INFO rank 0 of 1: 1f1b, 2 microbatches" in log
+    assert "over all ranks" in log
+    assert "rank0.log" in output

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from penstock.errors import PenstockError
+from penstock.ir.instruction import Op
 from penstock.ir.timeline import Timeline
 from penstock.lower import lower
 from penstock.schedules import build
@@ -53,6 +54,9 @@ def test_the_report_holds_figures_trace_and_picture(tmp_path):
 
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["loss"], summary["held_out_loss"], summary["recorded_step"]) == (1.5, 1.75, 20)
+    seconds = summary["timelines"]["measured"].pop("seconds_by_operation")
+    assert [of_rank["forward"] for of_rank in seconds] == [each[Op.FORWARD] for each in measured.seconds_by_op()]
+    summary["timelines"]["predicted"].pop("seconds_by_operation")
     assert summary["timelines"]["measured"] == {
         "makespan_s": measured.makespan_s,
         "span_s": measured.span_s,

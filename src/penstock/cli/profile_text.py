@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from penstock.cli.memory_text import memory_text
 from penstock.cli.output import format_table
 from penstock.ir.action import Kind
 from penstock.show.text import count_of, format_bytes, format_seconds
@@ -19,7 +20,8 @@ EVEN = 1.05
 
 def profile_text(profile: Profile) -> str:
     """Return everything that was measured, for people."""
-    parts = [_stages(profile), *_channels(profile), _hosts(profile), bottleneck(profile)]
+    memory = [memory_text(profile.memory)] if profile.memory else []
+    parts = [_stages(profile), *_channels(profile), *memory, _hosts(profile), bottleneck(profile)]
     return "\n\n".join(parts)
 
 

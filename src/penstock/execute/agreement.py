@@ -10,7 +10,7 @@ import torch
 from penstock.errors import PipelineError, StepRefused
 from penstock.execute.transport.protocol import Transport
 
-_NUM_FIELDS = 8
+_NUM_FIELDS = 9
 _DIGEST_BYTES = 7
 """Fits a signed 64-bit integer and leaves 0 for "nothing given"."""
 
@@ -46,6 +46,8 @@ class Offer:
     wants_outputs: bool = False
     lengths: tuple[int, ...] = ()
     """Per slice of each microbatch, its length; zeros where the rank was given nothing to cut."""
+    position: int = 0
+    """Where a rank's stream stands, counted from 1; 0 where it has none."""
 
 
 def digest(text: str) -> int:
@@ -91,6 +93,7 @@ def agree_on_step(transport: Transport, mine: Offer, device: torch.device) -> li
     _require_one([offer.inputs for offer in offers], "inputs")
     _require_one([offer.keywords for offer in offers], "keyword arguments")
     _require_keywords(offers)
+    _require_streams_in_step(offers)
     _require_one([offer.target for offer in offers], "a target")
     _require_target(offers)
     _require_one([offer.sizes if any(offer.sizes) else () for offer in offers], "microbatches")
@@ -124,12 +127,12 @@ def signature_of(offers: Sequence[Offer]) -> str:
 
 def _row(offer: Offer) -> list[int]:
     flags = (offer.takes_keywords, offer.takes_target, offer.wants_outputs)
-    fields = [offer.mode, offer.inputs, offer.target, offer.is_refused, offer.keywords, *flags]
+    fields = [offer.mode, offer.inputs, offer.target, offer.is_refused, offer.keywords, offer.position, *flags]
     return [*map(int, fields), *offer.sizes, *offer.lengths]
 
 
 def _offer(row: Sequence[int], num_sizes: int) -> Offer:
-    mode, inputs, target, is_refused, keywords, *flags = row[:_NUM_FIELDS]
+    mode, inputs, target, is_refused, keywords, position, *flags = row[:_NUM_FIELDS]
     takes_keywords, takes_target, wants_outputs = map(bool, flags)
     end = _NUM_FIELDS + num_sizes
     sizes, lengths = tuple(row[_NUM_FIELDS:end]), tuple(row[end:])
@@ -144,6 +147,7 @@ def _offer(row: Sequence[int], num_sizes: int) -> Offer:
         takes_target,
         wants_outputs,
         lengths,
+        position,
     )
 
 
@@ -170,6 +174,18 @@ def _require_keywords(offers: Sequence[Offer]) -> None:
             "pass them on every rank",
             rank=lacking[0],
         )
+
+
+def _require_streams_in_step(offers: Sequence[Offer]) -> None:
+    """Refuse streams of which one is ahead: their ranks would put inputs and targets of different samples together."""
+    given = [(rank, offer.position) for rank, offer in enumerate(offers) if offer.position]
+    for rank, position in given:
+        if position != given[0][1]:
+            raise StepRefused(
+                f"the stream of rank {given[0][0]} is at microbatch {given[0][1] - 1}, that of rank {rank} at "
+                f"{position - 1}; pass new streams over the same data on all ranks",
+                rank=rank,
+            )
 
 
 def _require_one(views: Sequence[object], what: str) -> None:

@@ -4,7 +4,8 @@
     rank 1: 1RECV_F0 1F0 1B0 1SEND_B0 ...                   rank 1 has run 1F0, so message 0SEND_F0 has arrived
 
 A peer that sends a message has run everything before it in its program, so what that consumed has arrived. Waiting for
-such a send takes no time, and computation never waits for any other.
+such a send takes no time, and computation never waits for any other. Where nothing comes back for long, as in the
+forwards of GPipe, the peer's position says the same: what it has used has arrived.
 """
 
 import numpy as np
@@ -20,20 +21,39 @@ def arrived_before(program: Program, before: NDArray[np.int32], rank: int) -> di
 
     `before` are the program's predecessors.
     """
-    rank_of_row = program.rank_of_row
-    consumer = _consumers(program, before)
-    mine = np.flatnonzero(rank_of_row == rank)
-    sends = mine[np.isin(program.op[mine], (Op.SEND_FORWARD, Op.SEND_BACKWARD))]
+    mine = np.flatnonzero(program.rank_of_row == rank)
     receives = mine[np.isin(program.op[mine], (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD))]
     rank_of_stage = np.array(program.placement.rank_of_stage)
-    peer_of_send = rank_of_stage[program.peer[sends]]
-    # On a channel messages arrive in order: a message has, once those before it are used too.
-    used = {peer: np.maximum.accumulate(consumer[sends[peer_of_send == peer]]) for peer in set(peer_of_send.tolist())}
+    used = _used(program, before, rank)
     nothing: NDArray[np.int64] = np.empty(0, np.int64)
     return {
         int(row): (peer, int(np.searchsorted(used.get(peer, nothing), before[row, 0])))
         for row, peer in zip(receives, rank_of_stage[program.peer[receives]].tolist(), strict=True)
     }
+
+
+def sends_by_producer(program: Program, before: NDArray[np.int32]) -> list[int]:
+    """Per row, the send that carries its result away, or NONE."""
+    feeds = np.full(program.num_instructions, NONE, np.int64)
+    sends = np.flatnonzero(np.isin(program.op, (Op.SEND_FORWARD, Op.SEND_BACKWARD)))
+    feeds[before[sends, 0]] = sends
+    found: list[int] = feeds.tolist()
+    return found
+
+
+def used_at(program: Program, before: NDArray[np.int32], rank: int) -> dict[int, list[int]]:
+    """Per peer, for each send of a rank to it: the peer's row, from 0, after which the message has arrived."""
+    return {peer: (rows - program.offsets[peer]).tolist() for peer, rows in _used(program, before, rank).items()}
+
+
+def _used(program: Program, before: NDArray[np.int32], rank: int) -> dict[int, NDArray[np.int64]]:
+    """Per peer, for each send of a rank to it, the row after which it and all sends before it have been used."""
+    consumer = _consumers(program, before)
+    mine = np.flatnonzero(program.rank_of_row == rank)
+    sends = mine[np.isin(program.op[mine], (Op.SEND_FORWARD, Op.SEND_BACKWARD))]
+    peer_of_send = np.array(program.placement.rank_of_stage)[program.peer[sends]]
+    # On a channel messages arrive in order: a message has, once those before it are used too.
+    return {peer: np.maximum.accumulate(consumer[sends[peer_of_send == peer]]) for peer in set(peer_of_send.tolist())}
 
 
 def _consumers(program: Program, before: NDArray[np.int32]) -> NDArray[np.int64]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError, nearest
+from penstock.execute.skips import StageSkips, open_at, skip_names
 from penstock.execute.stage import Stage
 from penstock.execute.tied import TiedCopy
 from penstock.execute.transport.protocol import Transport
@@ -83,7 +84,8 @@ def assemble(
         for index in slices[stage]:
             if names[index] not in built:
                 built[names[index]] = _build(layers[index], names[index], memory).to(device)
-        stages.append(Stage(stage, {names[index]: built[names[index]] for index in slices[stage]}))
+        own = {names[index]: built[names[index]] for index in slices[stage]}
+        stages.append(Stage(stage, own, slices[stage].start))
     stages_of_layer: dict[str, list[int]] = {}
     for stage in (stage for route in placement.routes for stage in route):
         for index in slices[stage]:
@@ -99,6 +101,28 @@ def count_parameters(transport: Transport, stages: Sequence[Stage], names: Seque
         assert isinstance(theirs, dict)
         everyone |= theirs
     return {name: everyone[name] for name in names}
+
+
+def lay_out_skips(transport: Transport, stages: Sequence[Stage], layers_of_stage: Sequence[range]) -> None:
+    """Tell each stage which skips its layers hold and which go past it; a collective, as layers are built apart."""
+    own = {
+        str(index): skip_names(layer)  # what is gathered has texts as keys
+        for stage in stages
+        for index, layer in zip(layers_of_stage[stage.index], stage.layers.values(), strict=True)
+    }
+    everyone: dict[str, list[str]] = {}
+    for theirs in transport.all_gather_object(own):
+        assert isinstance(theirs, dict)
+        everyone |= theirs
+    holders: dict[str, list[int]] = {}
+    for index in sorted(map(int, everyone)):
+        for name in everyone[str(index)]:
+            holders.setdefault(name, []).append(index)
+    for stage in stages:
+        part = layers_of_stage[stage.index]
+        arriving, leaving = open_at(part.start, holders), open_at(part.stop, holders)
+        skips = StageSkips(list(stage.layers.values()), arriving, leaving, f"stage {stage.index}")
+        stage.skips = None if skips.is_empty else skips
 
 
 def _num_parameters(layer: nn.Module) -> int:

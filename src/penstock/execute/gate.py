@@ -1,12 +1,13 @@
 """The gate of a step: splits the batch and lets it in only if all ranks run the same step on the same batch."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from penstock.errors import PenstockError, PipelineError, StepRefused, nearest
+from penstock.errors import EndOfData, PenstockError, PipelineError, StepRefused, nearest
 from penstock.execute.agreement import (
     Mode,
     Offer,
@@ -17,10 +18,14 @@ from penstock.execute.agreement import (
     known_to_any,
     signature_of,
 )
-from penstock.execute.microbatch import Microbatch
+from penstock.execute.microbatch import Microbatch, PreSplit
 from penstock.execute.slices import BatchRule, with_sizes
 from penstock.execute.stage import Stage
+from penstock.execute.stream import Stream
+from penstock.execute.stream_reader import Reader, StreamRules
+from penstock.execute.supply import Supply, without_data
 from penstock.execute.transport.protocol import Transport
+from penstock.execute.tree import flatten
 from penstock.placement import Placement
 
 
@@ -36,6 +41,10 @@ class Batch:
     """Equal signatures mean equal shapes on every stage."""
     wanting_outputs: frozenset[int]
     """The ranks that asked for outputs."""
+    has_target: bool = False
+    """Whether this rank was given a target."""
+    supply: Supply | None = None
+    """Of data that are pulled when needed, or let go after their use: it fills and empties `slices`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +80,40 @@ class Call:
     record: bool = False
 
 
-class Gate:
-    """Admits the batches of one rank of a pipeline."""
+@dataclass(slots=True, eq=False)
+class _Given:
+    """What a rank was given, before the ranks have agreed on it; digests are 0 for nothing."""
 
-    def __init__(self, transport: Transport, device: torch.device, rule: BatchRule, wants: Wants) -> None:
+    microbatches: list[Microbatch] = field(default_factory=list)
+    slices: list[list[Microbatch]] = field(default_factory=list)
+    inputs: int = 0
+    keywords: int = 0
+    target: int = 0
+    position: int = 0
+    reader: Reader | None = None
+    spent: list[PreSplit] = field(default_factory=list)
+    """What lets go of its parts when they have been used."""
+
+
+class Gate:
+    """Admits the batches of one rank of a pipeline; times are read off `read`."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        device: torch.device,
+        rule: BatchRule,
+        wants: Wants,
+        *,
+        stream_rules: StreamRules = StreamRules(),  # noqa: B008 (it cannot change)
+        read: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._transport = transport
         self._device = device
         self._rule = rule
         self._wants = wants
+        self._stream_rules = stream_rules
+        self._read = read
 
     def admit(self, mode: Mode, call: Call) -> Batch:
         """Split the batch and compare it with what the other ranks were given; one small collective.
@@ -87,52 +122,92 @@ class Gate:
             StepRefused: on every rank alike, if any rank's batch cannot be split or the ranks differ.
         """
         refusal: PenstockError | None = None
-        microbatches: list[Microbatch] = []
-        slices: list[list[Microbatch]] = []
-        inputs = keywords = labels = 0
+        given = _Given()
+        stream: Stream | None = None
         try:
-            self._check(call)
-            microbatches = self._rule.microbatches(call.args, call.kwargs, call.target)
-            slices = [self._rule.slices(microbatch) for microbatch in microbatches]
-            inputs = digest(self._rule.signature(call.args, {}, None)) if call.args else 0
-            keywords = digest(self._rule.signature((), call.kwargs, None)) if call.kwargs else 0
-            labels = digest(self._rule.signature((), {}, call.target)) if call.target is not None else 0
+            stream = _stream_of(call)
+            given = self._whole(call) if stream is None else self._streamed(stream)
         except PenstockError as error:
             refusal = error
+        try:
+            offers = agree_on_step(self._transport, self._offer(mode, call, given, refusal), self._device)
+            if any(offer.is_refused for offer in offers):
+                self._refuse_together(refusal)
+            return self._agreed(given, offers)
+        except StepRefused:
+            if stream is not None:
+                stream.undo_begin()
+            raise
+
+    def _whole(self, call: Call) -> _Given:
+        self._check(call)
+        microbatches = self._rule.microbatches(call.args, call.kwargs, call.target)
+        return _Given(
+            microbatches,
+            [self._rule.slices(microbatch) for microbatch in microbatches],
+            digest(self._rule.signature(call.args, {}, None)) if call.args else 0,
+            digest(self._rule.signature((), call.kwargs, None)) if call.kwargs else 0,
+            digest(self._rule.signature((), {}, call.target)) if call.target is not None else 0,
+            spent=[each for each in flatten((call.args, dict(call.kwargs), call.target))[0] if _is_spent(each)],
+        )
+
+    def _streamed(self, stream: Stream) -> _Given:
+        """Look at the first microbatch only: the others are to be like it."""
+        num_microbatches = self._rule.num_microbatches
+        if not (self._wants.inputs or self._wants.target or self._wants.keywords):
+            return self._whole(Call())
+        reader = Reader(stream, self._transport.rank, self._rule, self._stream_rules, read=self._read)
+        part, slices = reader.begin()
+        self._check(Call(part.args, part.kwargs, part.target))
+        rule = replace(self._rule, num_microbatches=1)
+        kind = f"{num_microbatches} off a stream"
+        empty = [without_data(each) for each in slices]
+        return _Given(
+            [replace(empty[0], index=index, length=0) for index in range(num_microbatches)],
+            [[replace(each, index=index) for each in empty] for index in range(num_microbatches)],
+            digest(f"{kind} {rule.signature(part.args, {}, None)}") if part.args else 0,
+            digest(f"{kind} {rule.signature((), part.kwargs, None)}") if part.kwargs else 0,
+            digest(f"{kind} {rule.signature((), {}, part.target)}") if part.target is not None else 0,
+            stream.position + 1,
+            reader,
+        )
+
+    def _offer(self, mode: Mode, call: Call, given: _Given, refusal: PenstockError | None) -> Offer:
         num_microbatches, num_slices = self._rule.num_microbatches, self._rule.num_slices
-        mine = Offer(
+        return Offer(
             mode,
-            inputs,
-            labels,
+            given.inputs,
+            given.target,
             refusal is not None,
-            tuple(microbatch.size for microbatch in microbatches) or (0,) * num_microbatches,
-            keywords,
+            tuple(microbatch.size for microbatch in given.microbatches) or (0,) * num_microbatches,
+            given.keywords,
             bool(self._wants.keywords),
             self._wants.target,
             call.return_outputs,
-            tuple(each.length for row in slices for each in row) or (0,) * (num_microbatches * num_slices),
+            tuple(each.length for row in given.slices for each in row) or (0,) * (num_microbatches * num_slices),
+            given.position,
         )
-        offers = agree_on_step(self._transport, mine, self._device)
-        if any(offer.is_refused for offer in offers):
-            self._refuse_together(refusal)
-        return self._agreed(microbatches, slices, offers)
 
-    def _agreed(
-        self, microbatches: Sequence[Microbatch], slices: Sequence[Sequence[Microbatch]], offers: Sequence[Offer]
-    ) -> Batch:
+    def _agreed(self, given: _Given, offers: Sequence[Offer]) -> Batch:
         rows, lengths, width = agreed_sizes(offers), agreed_lengths(offers), self._rule.num_slices
         if width > 1 and not any(lengths):
             raise StepRefused(
                 f"nothing in the batch has a dimension {self._rule.slice_dim} to cut into {width} slices; give "
                 "slice_dim the dimension of the sequence, or use a schedule with 1 slice"
             )
-        sized = [replace(each, size=rows[each.index]) for each in microbatches]
+        sized = [
+            each if each.size == rows[each.index] else replace(each, size=rows[each.index])
+            for each in given.microbatches
+        ]
         parts = [
             with_sizes(each, rows[index], lengths[index * width : (index + 1) * width])
-            for index, each in enumerate(slices)
+            for index, each in enumerate(given.slices)
         ]
+        for presplit in given.spent:
+            presplit.parts.clear()
         wanting = frozenset(rank for rank, offer in enumerate(offers) if offer.wants_outputs)
-        return Batch(sized, parts, signature_of(offers), wanting)
+        supply = Supply(parts, given.reader) if given.reader is not None or given.spent else None
+        return Batch(sized, parts, signature_of(offers), wanting, bool(given.target), supply)
 
     def _check(self, call: Call) -> None:
         if self._wants.inputs and not (call.args or call.kwargs):
@@ -148,8 +223,29 @@ class Gate:
                 )
 
     def _refuse_together(self, refusal: PenstockError | None) -> None:
-        texts = self._transport.all_gather_object("" if refusal is None else str(refusal))
+        own = "" if refusal is None else str(refusal)
+        ends = self._transport.all_gather_object(own if isinstance(refusal, EndOfData) else "")
+        texts = self._transport.all_gather_object(own)
+        for rank, text in enumerate(ends):
+            if text:
+                raise EndOfData(str(text), rank=rank) from refusal
         if refusal is not None:
-            raise StepRefused(str(refusal), rank=self._transport.rank) from refusal
+            raise StepRefused(own, rank=self._transport.rank) from refusal
         rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
         raise StepRefused(f"rank {rank} refuses its batch: {text}", rank=rank)
+
+
+def _stream_of(call: Call) -> Stream | None:
+    """The stream that brings the whole batch, if one does."""
+    if not any(isinstance(each, Stream) for each in (*call.args, *call.kwargs.values(), call.target)):
+        return None
+    stream = call.args[0] if call.args else None
+    if isinstance(stream, Stream) and len(call.args) == 1 and not call.kwargs and call.target is None:
+        return stream
+    raise PipelineError(
+        "a Stream brings inputs, keywords and target of each microbatch itself; pass it alone, as in step(stream)"
+    )
+
+
+def _is_spent(value: object) -> bool:
+    return isinstance(value, PreSplit) and value.is_spent

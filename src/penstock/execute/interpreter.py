@@ -5,8 +5,10 @@ two calls, the wait and the computation, so that a recorded step can tell them a
 which schedule it runs; what an operation does is one entry of `_COMPILE`.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -14,17 +16,20 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MAX_SHOWN, PipelineError
-from penstock.execute.arrivals import arrived_before
+from penstock.execute.arrivals import arrived_before, sends_by_producer, used_at
+from penstock.execute.auxiliary import StageWithLosses, auxiliary_of
+from penstock.execute.calls import Bound, Call, Change, around_each, changed
 from penstock.execute.carried import RunBackward, RunForward, Save, StageOnSlice, carrying_modules
-from penstock.execute.loss import scalar_loss
+from penstock.execute.loss_delivery import deliver_loss
 from penstock.execute.messages import Incoming, Key, Messenger
 from penstock.execute.microbatch import Microbatch
-from penstock.execute.record import Call, Recorder
+from penstock.execute.record import Recorder
 from penstock.execute.registers import Registers
 from penstock.execute.split_backward import backward_input, backward_weight
 from penstock.execute.stage import SavedForward, Stage
 from penstock.execute.step import Place, Step
-from penstock.execute.tree import flatten, map_leaves
+from penstock.execute.supply import rows_that_take_data
+from penstock.execute.tree import map_leaves
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
@@ -41,21 +46,24 @@ class Hooks:
     optimizer_step: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """One call of a row; `receive_row` is set where it waits for a message, and is that message's receive."""
-
-    row: int
-    call: Call
-    receive_row: int | None = None
-
-
 class Interpreter:
     """One rank's part of one program, ready to run."""
 
     def __init__(
-        self, program: Program, rank: int, stages: Sequence[Stage], messenger: Messenger, hooks: Hooks
+        self,
+        program: Program,
+        rank: int,
+        stages: Sequence[Stage],
+        messenger: Messenger,
+        hooks: Hooks,
+        *,
+        changes: Sequence[Change] = (),
+        row_of: Callable[[int], int] | None = None,
     ) -> None:
+        """Compile the program; `changes` are made to the calls of every step, around those of a recorded one.
+
+        `row_of` tells how far another rank is in a step: the number of the row that it is at.
+        """
         self.program = program
         self.rank = rank
         self._first_row = int(program.offsets[rank])
@@ -65,26 +73,45 @@ class Interpreter:
         self._hooks = hooks
         self._before = predecessors(program)
         self._rank_of_stage = program.placement.rank_of_stage
-        self._feeds = _sends_by_producer(program, self._before)
+        self._feeds = sends_by_producer(program, self._before)
         self._arrived = arrived_before(program, self._before, rank)
+        self._used = used_at(program, self._before, rank)
+        self._row_of = row_of
         self._is_training = not program.is_forward_only
         self._step: Step | None = None
         self._rows = range(self._first_row, self._first_row + self.num_rows)
         self._registers = Registers.for_rows(program, self._rows)
         self._carrying = {stage.index: carrying_modules(stage) for stage in stages if program.num_slices > 1}
+        self._auxiliary = auxiliary_of(stages)
         is_split = program.op == Op.BACKWARD_INPUT
         self._split_stages = frozenset(program.stage[is_split].tolist())
-        self._bound = [bound for row in self._rows for bound in _COMPILE[Op(int(program.op[row]))](self, row)]
+        self._takes_data = rows_that_take_data(program, self._rows, self._stages)
+        self._changes = changes
+        self._compiled = [bound for row in self._rows for bound in _COMPILE[Op(int(program.op[row]))](self, row)]
+        self._bound = changed(self._compiled, changes)
 
-    def run(self, step: Step, note: Callable[[int], None], recorder: Recorder | None = None) -> None:
-        """Run all rows, measured where there is a recorder; `note` is told each row's number, from 0, before it runs.
+    def run(
+        self,
+        step: Step,
+        note: Callable[[int], None],
+        recorder: Recorder | None = None,
+        changes: Sequence[Change] = (),
+    ) -> None:
+        """Run all rows; `note` is told each row's number, from 0, before it runs.
+
+        They are measured where there is a recorder; `changes` are made to the calls of this step alone.
 
         Raises:
             PipelineError: if anything stays alive behind the step.
         """
-        calls = [(bound.row - self._first_row, bound.call) for bound in self._bound]
+        bounds = self._bound
         if recorder is not None:
-            calls = [(bound.row - self._first_row, self._recorded(recorder, bound)) for bound in self._bound]
+            changes = (around_each(lambda bound: self._recorded(recorder, bound)), *changes)
+        if changes:
+            bounds = changed(self._compiled, (*changes, *self._changes))
+        if step.supply is not None:
+            bounds = step.supply.woven_into(bounds, self._takes_data)
+        calls = [(bound.row - self._first_row, bound.call) for bound in bounds]
         self._step = step
         for stage in self._stages.values() if self._is_training else ():
             stage.is_split = stage.index in self._split_stages
@@ -101,19 +128,24 @@ class Interpreter:
                 rank=self.rank,
             )
 
+    @property
+    def registers(self) -> Registers:
+        """Where the values of this rank live."""
+        return self._registers
+
     def clear(self) -> None:
         """Drop what a failed step left behind."""
         self._registers.clear()
         self._step = None
 
-    def _recorded(self, recorder: Recorder, bound: _Bound) -> Call:
+    def _recorded(self, recorder: Recorder, bound: Bound) -> Call:
         if bound.receive_row is not None:
             return recorder.timed_arrival(bound.receive_row - self._first_row, bound.call)
         return recorder.timed(bound.row - self._first_row, bound.call)
 
     # ---- forward
 
-    def _compile_forward(self, row: int) -> Iterator[_Bound]:
+    def _compile_forward(self, row: int) -> Iterator[Bound]:
         stage = self._stages[int(self.program.stage[row])]
         place = self._place(row)
         slot = int(self.program.slot[row])
@@ -124,6 +156,9 @@ class Interpreter:
         save: Save = stage.save_loss if self._is_last(row) else stage.save
         if (on_slice := self._on_slice(stage, place)) is not None:
             run, save = on_slice.forward, on_slice.saving(save)
+        if modules := self._auxiliary[stage.index]:
+            losses = StageWithLosses(stage, modules, place, self._running_step)
+            run, save = losses.running(run), losses.saving(save)
         # The batch itself belongs to the caller: its gradients, if any, are the caller's too.
         keeps_inputs = int(self._before[row, 0]) != NONE
 
@@ -135,11 +170,11 @@ class Interpreter:
             deliver(run(take_inputs(), self._slice(place).kwargs))
 
         yield from waits
-        yield _Bound(row, forward_training if self._is_training else forward_only)
+        yield Bound(row, forward_training if self._is_training else forward_only)
 
     def _inputs(
         self, row: int, take: Callable[[Incoming], Any]
-    ) -> tuple[Callable[[], tuple[Any, ...]], Sequence[_Bound]]:
+    ) -> tuple[Callable[[], tuple[Any, ...]], Sequence[Bound]]:
         """How a row gets its inputs, and the waits that come before it."""
         source = int(self._before[row, 0])
         if source == NONE:
@@ -162,7 +197,7 @@ class Interpreter:
             value, registers.inputs[slot] = registers.inputs[slot], None
             return (value,)
 
-        return take_received, (_Bound(row, wait, source),)
+        return take_received, (Bound(row, wait, source),)
 
     def _deliver_outputs(self, row: int) -> Callable[[Any], Any]:
         """Where a forward's outputs go; the call returns what the backward starts from."""
@@ -189,31 +224,17 @@ class Interpreter:
         return lambda outputs: handed_on.__setitem__(row, map_leaves(_detached, outputs))
 
     def _deliver_loss(self, place: Place) -> Callable[[Any], Any]:
-        microbatch = place[0]
-
         def deliver(outputs: Any) -> Any:
-            step = self._step
-            assert step is not None
+            step = self._running_step()
             if step.keeps_outputs:
                 step.outputs[place] = map_leaves(_without_gradient, outputs)
-            if step.loss is None:
-                return None
-            loss = scalar_loss(step.loss(outputs, self._slice(place).target), microbatch)
-            step.losses[place] = loss.detach()
-            weight = step.shares.factor(*place)
-            if self._is_training and weight and not loss.requires_grad and _needs_gradient(outputs):
-                raise PipelineError(
-                    f"microbatch {microbatch}: the loss does not depend on the output any more, so nothing would be "
-                    "trained; compute it from the output without detach(), item() or no_grad()"
-                )
-            # Weight 0 means no tokens: such a loss may be NaN, and 0 x NaN would reach every weight.
-            return loss * weight if weight else None
+            return deliver_loss(step, place, outputs, self._slice(place).target, is_training=self._is_training)
 
         return deliver
 
     # ---- backward
 
-    def _compile_backward(self, row: int) -> Iterator[_Bound]:
+    def _compile_backward(self, row: int) -> Iterator[Bound]:
         stage = self._stages[int(self.program.stage[row])]
         slot = int(self.program.slot[row])
         saved = self._registers.saved
@@ -232,13 +253,15 @@ class Interpreter:
                 saved[slot] = None
 
         yield from waits
-        yield _Bound(row, backward)
+        yield Bound(row, backward)
 
-    def _gradients(self, row: int) -> tuple[Callable[[SavedForward], Sequence[Tensor]], Sequence[_Bound]]:
+    def _gradients(self, row: int) -> tuple[Callable[[SavedForward], Sequence[Tensor]], Sequence[Bound]]:
         """How a backward gets the gradients of its stage's outputs."""
         if self._before[row, 0] == NONE:
             return lambda kept: kept.loss_gradients, ()
         take, waits = self._inputs(row, self._messenger.take_gradients)
+        if self._auxiliary[int(self.program.stage[row])]:
+            return lambda kept: [*take()[0], *kept.loss_gradients], waits
         return lambda kept: take()[0], waits
 
     def _put_gradients(self, row: int) -> Callable[[list[Tensor]], None]:
@@ -251,7 +274,7 @@ class Interpreter:
         handed_on = self._registers.handed_on
         return lambda gradients: handed_on.__setitem__(row, gradients)
 
-    def _compile_backward_weight(self, row: int) -> Iterator[_Bound]:
+    def _compile_backward_weight(self, row: int) -> Iterator[Bound]:
         stage = self._stages[int(self.program.stage[row])]
         slot = int(self.program.slot[row])
         saved = self._registers.saved
@@ -262,65 +285,66 @@ class Interpreter:
             backward_weight(stage, kept)
             saved[slot] = None
 
-        yield _Bound(row, run_weight)
+        yield Bound(row, run_weight)
 
     # ---- messages
 
-    def _compile_send(self, row: int) -> Iterator[_Bound]:
+    def _compile_send(self, row: int) -> Iterator[Bound]:
         peer, key, slot = self._peer(row), self._key(row), int(self.program.slot[row])
-        outgoing = self._registers.outgoing
-        send = self._messenger.send_backward
-        if self.program.op[row] == Op.SEND_FORWARD:
-            yield _Bound(row, self._forward_sender(peer, key, slot))
-            return
+        outgoing, let_go = self._registers.outgoing, self._letting_go(peer)
+        send: Callable[[Any], None] = partial(self._messenger.send_forward, peer, key)
+        if self.program.op[row] == Op.SEND_BACKWARD:
+            send = partial(self._messenger.send_backward, peer, key=key)
 
-        def send_backward() -> None:
-            gradients, outgoing[slot] = outgoing[slot], None
-            send(peer, gradients)
+        def send_message() -> None:
+            values, outgoing[slot] = outgoing[slot], None
+            send(values)
+            let_go()
 
-        yield _Bound(row, send_backward)
+        yield Bound(row, send_message)
 
-    def _forward_sender(self, peer: int, key: Key, slot: int) -> Call:
-        outgoing, send = self._registers.outgoing, self._messenger.send_forward
+    def _letting_go(self, peer: int) -> Call:
+        """A call that lets go of what was sent to a peer and is seen to have been used there."""
+        row_of, used, release = self._row_of, self._used[peer], self._messenger.release
+        if row_of is None:
+            return lambda: None
+        return lambda: release(peer, bisect_left(used, row_of(peer)))
 
-        def send_forward() -> None:
-            outputs, outgoing[slot] = outgoing[slot], None
-            send(peer, key, outputs)
-
-        return send_forward
-
-    def _compile_receive(self, row: int) -> Iterator[_Bound]:
+    def _compile_receive(self, row: int) -> Iterator[Bound]:
         is_forward = self.program.op[row] == Op.RECEIVE_FORWARD
         post = self._messenger.post_forward if is_forward else self._messenger.post_backward
         # A gradient belongs to the outputs of this stage, an input to this stage: the key is this stage's both times.
         peer, key, slot = self._peer(row), self._key(row), int(self.program.slot[row])
         received = self._registers.received
-        yield _Bound(row, lambda: received.__setitem__(slot, post(peer, key)))
+        yield Bound(row, lambda: received.__setitem__(slot, post(peer, key)))
 
     # ---- the rest
 
-    def _compile_reduce(self, row: int) -> Iterator[_Bound]:
+    def _compile_reduce(self, row: int) -> Iterator[Bound]:
         stage, reduce_stage = int(self.program.stage[row]), self._hooks.reduce_stage
-        yield _Bound(row, lambda: reduce_stage(stage))
+        yield Bound(row, lambda: reduce_stage(stage))
 
-    def _compile_reduce_tied(self, row: int) -> Iterator[_Bound]:
+    def _compile_reduce_tied(self, row: int) -> Iterator[Bound]:
         group, reduce_tied = int(self.program.peer[row]), self._hooks.reduce_tied
-        yield _Bound(row, lambda: reduce_tied(group))
+        yield Bound(row, lambda: reduce_tied(group))
 
-    def _compile_optimizer_step(self, row: int) -> Iterator[_Bound]:
-        yield _Bound(row, self._hooks.optimizer_step)
+    def _compile_optimizer_step(self, row: int) -> Iterator[Bound]:
+        yield Bound(row, self._hooks.optimizer_step)
 
-    def _compile_sharding(self, row: int) -> Iterator[_Bound]:
+    def _compile_sharding(self, row: int) -> Iterator[Bound]:
         """Parameters are not sharded, so they are always whole."""
-        yield _Bound(row, lambda: None)
+        yield Bound(row, lambda: None)
 
     def _is_last(self, row: int) -> bool:
         return bool(self.program.placement.next_stage[self.program.stage[row]] == NONE)
 
     def _slice(self, place: Place) -> Microbatch:
-        assert self._step is not None
         microbatch, index = place
-        return self._step.slices[microbatch][index]
+        return self._running_step().slices[microbatch][index]
+
+    def _running_step(self) -> Step:
+        assert self._step is not None
+        return self._step
 
     def _on_slice(self, stage: Stage, place: Place) -> StageOnSlice | None:
         """The stage at work on a slice; None where its layers carry nothing from one to the next."""
@@ -339,7 +363,7 @@ class Interpreter:
         return int(program.stage[row]), int(program.microbatch[row]), int(program.slice[row])
 
 
-_COMPILE: dict[Op, Callable[[Interpreter, int], Iterator[_Bound]]] = {
+_COMPILE: dict[Op, Callable[[Interpreter, int], Iterator[Bound]]] = {
     Op.FORWARD: Interpreter._compile_forward,
     Op.BACKWARD: Interpreter._compile_backward,
     Op.BACKWARD_INPUT: Interpreter._compile_backward,
@@ -356,22 +380,9 @@ _COMPILE: dict[Op, Callable[[Interpreter, int], Iterator[_Bound]]] = {
 }
 
 
-def _sends_by_producer(program: Program, before: Any) -> list[int]:
-    """Per row, the send that carries its result away, or NONE."""
-    feeds = [NONE] * program.num_instructions
-    for row, op in enumerate(program.op):
-        if Op(int(op)).is_send:
-            feeds[int(before[row, 0])] = row
-    return feeds
-
-
 def _detached(leaf: Any) -> Any:
     """The same values as a leaf of their own, asking for a gradient where the original has one."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-
-
-def _needs_gradient(tree: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flatten(tree)[0])
 
 
 def _without_gradient(leaf: Any) -> Any:

@@ -1,12 +1,20 @@
 """How a batch's arguments reach the layers of a stage: the first layer's by position, keywords by parameter name."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from penstock.errors import PipelineError, nearest
+
+_LEAF_IN_PLACE = "leaf Variable that requires grad is being used in an in-place operation"
+"""What torch says; the inputs of a stage are leaves, those of a layer in the middle of a model are not."""
+_IN_PLACE = (
+    "a {layer} fails with: {error} What a stage gets from another one must stay as it is until its gradient has been "
+    "taken, so its first layers may not change it in place. Let them work out of place, as ReLU(inplace=False) does, "
+    "on a clone(), or move the border between the stages"
+)
 
 
 def keyword_names(module: nn.Module, num_positional: int = 1) -> list[str]:
@@ -44,8 +52,26 @@ def check_keywords(layers: Sequence[nn.Module], kwargs: Mapping[str, Any], num_a
             )
 
 
-def run_layers(layers: Sequence[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call the layers in order; what one returns is the single positional argument of the next."""
-    for layer in layers:
-        args = (layer(*args, **select_keywords(layer, kwargs, len(args))),)
+def run_layers(
+    layers: Sequence[nn.Module],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    before_layer: Callable[[int], None] | None = None,
+) -> Any:
+    """Call the layers in order; what one returns is the single positional argument of the next.
+
+    `before_layer` is called before each one with its number, from 0.
+
+    Raises:
+        PipelineError: a layer changes an input in place whose gradient another stage waits for.
+    """
+    for index, layer in enumerate(layers):
+        if before_layer is not None:
+            before_layer(index)
+        try:
+            args = (layer(*args, **select_keywords(layer, kwargs, len(args))),)
+        except RuntimeError as error:
+            if _LEAF_IN_PLACE in str(error):
+                raise PipelineError(_IN_PLACE.format(layer=type(layer).__name__, error=error)) from error
+            raise
     return args[0]

@@ -13,12 +13,16 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError, PipelineError, nearest
+from penstock.execute.loss_output import LossValue
 from penstock.execute.microbatch import Microbatch
 
-Loss = Callable[[Any, Any], Tensor]
-"""Takes the output and the target of a microbatch, returns one number, a tensor of shape [] or [1]."""
+Loss = Callable[..., LossValue]
+"""Takes the output and the target of a microbatch. Where it has a keyword-only parameter `weight`, it is told the
+factor in the loss of the batch, by which what it returns is multiplied afterwards."""
 Count = Callable[[Any], float | Tensor]
 """Takes the target of a microbatch, returns the number of samples or tokens that its loss is the mean of."""
+Scale = Callable[[Tensor], Tensor]
+"""Takes a loss of 0 dimensions where its backward begins, returns it scaled, such as `torch.amp.GradScaler.scale`."""
 
 REDUCTIONS = ("mean", "sum")
 
@@ -31,10 +35,16 @@ class LossShares:
     """Per microbatch, its factor in the loss of the batch."""
     fractions: Sequence[Sequence[float]]
     """Per microbatch and slice, the factor in the loss of the microbatch; 1 where microbatches are not cut."""
+    counts: Sequence[Sequence[float]] | None = None
+    """Per microbatch and slice, what `count` said of its target; None without a `count`."""
 
     def factor(self, microbatch: int, slice: int) -> float:
         """Return the factor in the loss of the batch."""
         return self.weights[microbatch] * self.fractions[microbatch][slice]
+
+    def count(self, microbatch: int, slice: int) -> float | None:
+        """Return what `count` said of a target; None without a `count`."""
+        return None if self.counts is None else self.counts[microbatch][slice]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +76,7 @@ class LossWeights:
         Raises:
             PipelineError: a count is negative or not finite.
         """
-        if self.reduction == "sum":
-            return [1.0] * len(microbatches)
-        if self.count is not None:
-            shares = [_counted(self.count, microbatch) for microbatch in microbatches]
-        else:
-            shares = [float(microbatch.size) for microbatch in microbatches]
-            shares = shares if any(shares) else [1.0] * len(microbatches)
-        total = sum(shares) or 1.0
-        return [share / total for share in shares]
+        return self._weights(microbatches, self._counts(microbatches))
 
     def shares(self, microbatches: Sequence[Microbatch], slices: Sequence[Sequence[Microbatch]]) -> LossShares:
         """Return the factors of all microbatches and of their slices.
@@ -84,27 +86,46 @@ class LossWeights:
         Raises:
             PipelineError: a count is negative or not finite, or the slices do not count what their microbatch does.
         """
-        pairs = zip(microbatches, slices, strict=True)
-        return LossShares(self.of(microbatches), [self._fractions(whole, parts) for whole, parts in pairs])
+        wholes = self._counts(microbatches)
+        weights = self._weights(microbatches, wholes)
+        if wholes is None:
+            return LossShares(weights, [self._fractions([part.length for part in parts]) for parts in slices])
+        counts = [self._counts_of_slices(*pair) for pair in zip(wholes, slices, strict=True)]
+        return LossShares(weights, [self._fractions(each) for each in counts], counts)
 
-    def _fractions(self, whole: Microbatch, parts: Sequence[Microbatch]) -> list[float]:
-        if len(parts) == 1 or self.reduction == "sum":
-            return [1.0] * len(parts)
+    def shares_of_rows(self, microbatches: Sequence[Microbatch], slices: Sequence[Sequence[Microbatch]]) -> LossShares:
+        """Return the factors of losses that no target counts for, which every rank knows: by rows and lengths."""
+        return LossWeights(self.reduction).shares(microbatches, slices)
+
+    def _counts(self, microbatches: Sequence[Microbatch]) -> list[float] | None:
         if self.count is None:
-            shares = [float(part.length) for part in parts]
-        else:
-            shares = [_counted(self.count, part) for part in parts]
-            _require_additive(_counted(self.count, whole), shares, whole.index)
+            return None
+        return [_counted(self.count, microbatch) for microbatch in microbatches]
+
+    def _counts_of_slices(self, whole: float, parts: Sequence[Microbatch]) -> list[float]:
+        if len(parts) == 1:
+            return [whole]
+        assert self.count is not None
+        counts = [_counted(self.count, part) for part in parts]
+        _require_additive(whole, counts, parts[0].index)
+        return counts
+
+    def _weights(self, microbatches: Sequence[Microbatch], counts: Sequence[float] | None) -> list[float]:
+        if self.reduction == "sum":
+            return [1.0] * len(microbatches)
+        shares = counts
+        if shares is None:
+            shares = [float(microbatch.size) for microbatch in microbatches]
+            shares = shares if any(shares) else [1.0] * len(microbatches)
+        total = sum(shares) or 1.0
+        return [share / total for share in shares]
+
+    def _fractions(self, shares: Sequence[float]) -> list[float]:
+        if len(shares) == 1 or self.reduction == "sum":
+            return [1.0] * len(shares)
         total = sum(shares)
         # Where nothing counts, the losses of the slices are shown as they are: not a number.
-        return [share / total for share in shares] if total else [1.0 / len(parts)] * len(parts)
-
-
-def microbatch_weights(
-    microbatches: Sequence[Microbatch], reduction: str = "mean", count: Count | None = None
-) -> list[float]:
-    """Return the factor of each microbatch's loss, see `LossWeights`."""
-    return LossWeights(reduction, count).of(microbatches)
+        return [share / total for share in shares] if total else [1.0 / len(shares)] * len(shares)
 
 
 def _counted(count: Count, microbatch: Microbatch) -> float:
@@ -125,20 +146,37 @@ def _require_additive(whole: float, parts: Sequence[float], microbatch: int) -> 
         )
 
 
-def scalar_loss(loss: object, microbatch: int) -> Tensor:
-    """Return what a loss function gave for a microbatch as a 0-dim tensor; one of shape [1] is reshaped.
+def loss_scale(scale: float | Scale | None) -> Scale | None:
+    """Return the function that scales a loss where its backward begins; None where nothing is scaled.
 
     Raises:
-        PipelineError: it is something else.
+        ConfigError: a number that is not finite and larger than 0.
     """
-    if isinstance(loss, Tensor) and tuple(loss.shape) in ((), (1,)) and loss.is_floating_point():
-        return loss if loss.dim() == 0 else loss.reshape(())
-    found = f"a {type(loss).__name__}"
-    if isinstance(loss, Tensor):
-        found = f"a tensor of shape {tuple(loss.shape)} and type {str(loss.dtype).removeprefix('torch.')}"
+    if scale is None or callable(scale):
+        return scale
+    if not (isinstance(scale, (int, float)) and math.isfinite(scale) and scale > 0):
+        raise ConfigError(
+            f"{scale!r} scales no loss; expected a finite number larger than 0, or a function of the loss",
+            key="scale_loss",
+        )
+    return lambda loss: loss * scale
+
+
+def apply_scale(scale: Scale, loss: Tensor) -> Tensor:
+    """Return a weighted loss scaled.
+
+    Raises:
+        PipelineError: the function returns something that no backward can begin at.
+    """
+    scaled: object = scale(loss)
+    if isinstance(scaled, Tensor) and scaled.numel() == 1 and scaled.requires_grad == loss.requires_grad:
+        return scaled.reshape(())
+    found = f"a {type(scaled).__name__}"
+    if isinstance(scaled, Tensor):
+        found = f"a tensor of shape {tuple(scaled.shape)} {'with' if scaled.requires_grad else 'without'} a gradient"
     raise PipelineError(
-        f"microbatch {microbatch}: the loss function returned {found}; expected a floating-point tensor without "
-        "dimensions, or of shape [1]. Reduce it with .mean() or .sum()"
+        f"scale_loss returned {found} for a loss {'with' if loss.requires_grad else 'without'} one; return the loss "
+        "times a number, computed from it without detach() or item()"
     )
 
 

@@ -14,14 +14,54 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
+from penstock.execute.memory_order import empty_in_order, memory_order, stored
 from penstock.execute.transport.protocol import Ticket, Transport
-from penstock.execute.tree import Layout, TensorInfo, decode_layout, encode_layout, flatten
+from penstock.execute.tree import LEAF, Layout, TensorInfo, decode_layout, encode_layout, flatten
 
 Key = tuple[int, int, int]
 """Stage, microbatch, slice."""
-Layouts = dict[Key, Layout]
 _NO_KEY = (0, 0, 0)
 """Of messages that no stage takes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """A layout, and what is asked of it for every message, so that it is worked out once."""
+
+    layout: Layout
+    tensors: tuple[TensorInfo, ...]
+    needing_gradient: tuple[TensorInfo, ...]
+    lone: TensorInfo | None
+    """Of a tree that is one tensor."""
+    has_orders: bool
+    """Whether a tensor lies in memory in an order of its own."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> "_Known":
+        tensors = layout.tensors
+        lone = tensors[0] if layout.spec == LEAF and tensors else None
+        needing_gradient = tuple(info for info in tensors if info.requires_grad)
+        return cls(layout, tensors, needing_gradient, lone, layout.has_orders)
+
+    def is_lone(self, value: Any) -> bool:
+        """Whether a value is a tensor as agreed; False says nothing of other trees."""
+        lone = self.lone
+        return (
+            lone is not None
+            and isinstance(value, Tensor)
+            and value.shape == lone.shape
+            and value.dtype is lone.dtype
+            and value.requires_grad is lone.requires_grad
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Leaving:
+    """A message that had not left when it was posted."""
+
+    number: int
+    """Counts the messages of the step to this peer, from 0."""
+    tickets: list[Ticket]
 
 
 @dataclass(slots=True, eq=False)
@@ -31,10 +71,13 @@ class Incoming:
     peer: int
     key: Key
     is_forward: bool
+    known: _Known | None = None
     is_posted: bool = False
-    layout: Layout | None = None
     tensors: list[Tensor] = field(default_factory=list)
     tickets: list[Ticket] = field(default_factory=list)
+
+
+_Layouts = dict[Key, _Known]
 
 
 class Messenger:
@@ -50,9 +93,9 @@ class Messenger:
         self._transport = transport
         self._device = device
         self._has_variable_shapes = has_variable_shapes
-        self._agreed: dict[str, tuple[Layouts, Layouts]] = {}
-        self._sends: dict[int, deque[list[Ticket]]] = {}
-        self._num_released: dict[int, int] = {}
+        self._agreed: dict[str, tuple[_Layouts, _Layouts]] = {}
+        self._num_sent: dict[int, int] = {}
+        self._leaving: dict[int, deque[_Leaving]] = {}
         self._lazy: dict[int, deque[Incoming]] = {}
         self.reset()
 
@@ -60,13 +103,13 @@ class Messenger:
         """Forget all messages and agreements, as after a failure."""
         self._agreed.clear()
         peers = range(self._transport.num_ranks)
-        self._sends = {peer: deque() for peer in peers}
-        self._num_released = dict.fromkeys(peers, 0)
+        self._num_sent = dict.fromkeys(peers, 0)
+        self._leaving = {peer: deque() for peer in peers}
         self._lazy = {peer: deque() for peer in peers}
         self._signature = ""
         self._is_static = False
-        self._received: Layouts = {}
-        self._produced: Layouts = {}
+        self._received: _Layouts = {}
+        self._produced: _Layouts = {}
 
     def begin(self, signature: str) -> None:
         """Start a step with a batch of this layout; every rank passes the same signature."""
@@ -77,11 +120,9 @@ class Messenger:
 
     def finish(self) -> None:
         """Wait until everything is sent; from now on this batch layout is known."""
-        for peer, messages in self._sends.items():
-            for ticket in (ticket for tickets in messages for ticket in tickets):
-                self._transport.wait(ticket)
-            messages.clear()
-            self._num_released[peer] = 0
+        for peer, num_sent in self._num_sent.items():
+            self.release(peer, num_sent)
+            self._num_sent[peer] = 0
         self._agreed[self._signature] = (self._received, self._produced)
 
     def send_forward(self, peer: int, key: Key, outputs: Any) -> None:
@@ -91,7 +132,8 @@ class Messenger:
             PipelineError: if they differ from what the ranks agreed on; nothing is sent then.
         """
         if self._is_static:
-            self._send(peer, [tensor.detach() for tensor in _tensors(outputs)])
+            tensors = zip(_tensors(outputs), self._produced[key].tensors, strict=True)
+            self._send(peer, [stored(tensor, info.order) for tensor, info in tensors])
         else:
             self.send_described(peer, outputs)
 
@@ -99,32 +141,43 @@ class Messenger:
         """Send a tree behind a header that describes it."""
         header = encode_layout(tree)
         opening = [torch.tensor([len(header)]), torch.frombuffer(bytearray(header), dtype=torch.uint8)]
-        self._send(peer, [*opening, *(tensor.detach() for tensor in _tensors(tree))])
+        self._send(peer, [*opening, *(stored(tensor, memory_order(tensor)) for tensor in _tensors(tree))])
 
     def receive_described(self, peer: int) -> Any:
         """Wait for what `send_described` sends; no other message of the peer may be under way."""
-        incoming = Incoming(peer, _NO_KEY, True, layout=self._receive_header(peer))
-        assert incoming.layout is not None
-        self._post_tensors(incoming, incoming.layout)
+        known = self._receive_header(peer)
+        incoming = Incoming(peer, _NO_KEY, True, known)
+        self._post_tensors(incoming, known)
         return self.take_tree(incoming)
 
-    def send_backward(self, peer: int, gradients: Sequence[Tensor]) -> None:
-        """Send the gradients of a stage's inputs; the other end knows their shapes from its outputs."""
+    def send_backward(self, peer: int, gradients: Sequence[Tensor], key: Key = _NO_KEY) -> None:
+        """Send the gradients of a stage's inputs; the other end knows their shapes from its outputs.
+
+        Where the inputs of `key` lie in memory in an order of their own, so do these on the other end.
+        """
+        known = self._received.get(key)
+        if known is not None and known.has_orders:
+            infos = known.needing_gradient
+            gradients = [stored(each, info.order) for each, info in zip(gradients, infos, strict=True)]
         self._send(peer, gradients)
 
     def release(self, peer: int, num_messages: int) -> None:
         """Let go of the first messages of this step to a peer, which are known to have arrived."""
-        messages = self._sends[peer]
-        for _ in range(num_messages - self._num_released[peer]):
-            for ticket in messages.popleft():
+        leaving = self._leaving[peer]
+        while leaving and leaving[0].number < num_messages:
+            for ticket in leaving.popleft().tickets:
                 self._transport.wait(ticket)
-            self._num_released[peer] += 1
 
     def note_outputs(self, key: Key, outputs: Any, action: str) -> None:
         """Remember, or check, what a stage produced."""
+        known = self._produced.get(key)
+        if known is not None and known.is_lone(outputs):
+            return
         leaves, spec = flatten(outputs)
         found = Layout(spec, tuple(TensorInfo.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
-        expected = self._produced.setdefault(key, found)
+        if known is None:
+            known = self._produced[key] = _Known.of(found)
+        expected = known.layout
         if found != expected:
             raise PipelineError(
                 f"{action}: the output is {_text(found)}, but the ranks agreed on {_text(expected)} for batches of "
@@ -137,25 +190,27 @@ class Messenger:
     def output_bytes(self) -> dict[int, int]:
         """Return, per stage of this rank but a last one, the bytes of its largest output in this step."""
         found: dict[int, int] = {}
-        for (stage, _, _), layout in self._produced.items():
-            found[stage] = max(found.get(stage, 0), layout.num_bytes)
+        for (stage, _, _), known in self._produced.items():
+            found[stage] = max(found.get(stage, 0), known.layout.num_bytes)
         return found
 
     def post_forward(self, peer: int, key: Key) -> Incoming:
         """Post the receive of a stage's inputs."""
-        return self._post(Incoming(peer, key, True, layout=self._received.get(key)))
+        return self._post(Incoming(peer, key, True, self._received.get(key)))
 
     def post_backward(self, peer: int, key: Key) -> Incoming:
         """Post the receive of the gradients of a stage's outputs."""
-        return self._post(Incoming(peer, key, False, layout=self._produced.get(key)))
+        return self._post(Incoming(peer, key, False, self._produced.get(key)))
 
     def take_tree(self, incoming: Incoming) -> Any:
         """Wait for a stage's inputs; tensors that need a gradient are leaves."""
         self._arrive(incoming)
-        assert incoming.layout is not None
-        for tensor, info in zip(incoming.tensors, incoming.layout.tensors, strict=True):
-            tensor.requires_grad_(info.requires_grad)
-        return incoming.layout.fill(incoming.tensors)
+        known, tensors = incoming.known, incoming.tensors
+        assert known is not None
+        for tensor, info in zip(tensors, known.tensors, strict=True):
+            if info.requires_grad:
+                tensor.requires_grad_()
+        return tensors[0] if known.lone is not None else known.layout.fill(tensors)
 
     def take_gradients(self, incoming: Incoming) -> list[Tensor]:
         """Wait for the gradients of a stage's outputs."""
@@ -172,37 +227,41 @@ class Messenger:
     def _post(self, incoming: Incoming) -> Incoming:
         waiting = self._lazy[incoming.peer]
         # Behind a message of unknown shape nothing can be posted: a channel delivers in order.
-        if waiting or not self._is_static or incoming.layout is None:
+        if waiting or not self._is_static or incoming.known is None:
             waiting.append(incoming)
         else:
-            self._post_tensors(incoming, incoming.layout)
+            self._post_tensors(incoming, incoming.known)
         return incoming
 
     def _resolve(self, incoming: Incoming) -> None:
         if incoming.is_forward:
-            incoming.layout = self._received[incoming.key] = self._receive_header(incoming.peer)
-        elif incoming.layout is None:
-            incoming.layout = self._produced[incoming.key]
-        self._post_tensors(incoming, incoming.layout)
+            incoming.known = self._received[incoming.key] = self._receive_header(incoming.peer)
+        elif incoming.known is None:
+            incoming.known = self._produced[incoming.key]
+        self._post_tensors(incoming, incoming.known)
 
-    def _receive_header(self, peer: int) -> Layout:
+    def _receive_header(self, peer: int) -> _Known:
         length = torch.zeros(1, dtype=torch.int64)
         self._transport.wait(self._transport.post_receive(peer, length))
         header = torch.empty(int(length), dtype=torch.uint8)
         self._transport.wait(self._transport.post_receive(peer, header))
-        return decode_layout(header.numpy().tobytes())
+        return _Known.of(decode_layout(header.numpy().tobytes()))
 
-    def _post_tensors(self, incoming: Incoming, layout: Layout) -> None:
-        infos = layout.tensors if incoming.is_forward else tuple(i for i in layout.tensors if i.requires_grad)
-        for info in infos:
-            tensor = torch.empty(info.shape, dtype=info.dtype, device=self._device)
+    def _post_tensors(self, incoming: Incoming, known: _Known) -> None:
+        for info in known.tensors if incoming.is_forward else known.needing_gradient:
+            tensor = empty_in_order(info.shape, info.order, dtype=info.dtype, device=self._device)
             incoming.tensors.append(tensor)
-            incoming.tickets.append(self._transport.post_receive(incoming.peer, tensor))
+            incoming.tickets.append(self._transport.post_receive(incoming.peer, stored(tensor, info.order)))
         incoming.is_posted = True
 
     def _send(self, peer: int, tensors: Sequence[Tensor]) -> None:
         # The transport keeps the tensors until their tickets have been waited for.
-        self._sends[peer].append([self._transport.post_send(peer, tensor) for tensor in tensors])
+        tickets = [self._transport.post_send(peer, tensor) for tensor in tensors]
+        number = self._num_sent[peer]
+        self._num_sent[peer] = number + 1
+        leaving = [ticket for ticket in tickets if not ticket.is_over]
+        if leaving:
+            self._leaving[peer].append(_Leaving(number, leaving))
 
 
 def _tensors(tree: Any) -> list[Tensor]:

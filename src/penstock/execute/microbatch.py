@@ -29,11 +29,13 @@ class Replicate:
 class PreSplit:
     """A value that its caller has split already: `parts` holds one entry, any tree, per microbatch.
 
-    The rows of an entry are counted on dim 0 of its first tensor, or on the `dim` of a `Split` marker for it.
+    The rows of an entry are counted on dim 0 of its first tensor, or on the `dim` of a `Split` marker for it. One that
+    `is_spent` by its step is empty afterwards, and lets go of each entry after its last use on this rank.
     """
 
-    def __init__(self, parts: Sequence[Any]) -> None:
+    def __init__(self, parts: Sequence[Any], *, is_spent: bool = False) -> None:
         self.parts = list(parts)
+        self.is_spent = is_spent
 
     def __repr__(self) -> str:
         return f"PreSplit({self.parts!r})"
@@ -261,9 +263,17 @@ def _pieces(leaf: _Leaf, sizes: tuple[int, ...], num_microbatches: int) -> Seque
     if isinstance(leaf.value, PreSplit):
         return leaf.value.parts
     if leaf.is_split:
-        pieces: Sequence[Any] = leaf.value.split(list(sizes), dim=leaf.dim)
-        return pieces
+        return cut_tensor(leaf.value, sizes, leaf.dim)
     return [leaf.value] * num_microbatches
+
+
+def cut_tensor(tensor: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
+    """Cut a tensor into consecutive pieces that share its memory, each with a version of its own.
+
+    A layer may change one piece in place while another waits for its backward; pieces of `Tensor.split` share one
+    version, so that autograd would take the other for changed too.
+    """
+    return torch.unsafe_split_with_sizes(tensor, list(sizes), dim)
 
 
 @dataclass(frozen=True, slots=True)

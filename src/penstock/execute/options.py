@@ -8,9 +8,11 @@ import torch
 
 from penstock.errors import ConfigError, nearest
 from penstock.execute.clock import Clock
-from penstock.execute.loss import Count
+from penstock.execute.loss import Count, Scale
 from penstock.execute.microbatch import BatchSpec
+from penstock.execute.overlap import Overlap
 from penstock.execute.slices import BatchRule
+from penstock.execute.stream_reader import StreamRules
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.schedule import Schedule
 
@@ -25,6 +27,9 @@ class PipelineOptions:
     """What the loss function returns of a microbatch: its mean, or "sum"."""
     count: Count | None = None
     """count(target) -> what the mean is taken over, such as tokens; default: rows of the batch."""
+    scale_loss: float | Scale | None = None
+    """What every loss is multiplied by where its backward begins, those that layers add included: a number, or a
+    function such as `torch.amp.GradScaler.scale`. Gradients are scaled then, what is reported is not."""
     allow_ragged: bool = False
     """Whether microbatches may differ in size by one row, and slices in length by one."""
     specs: BatchSpec | None = None
@@ -41,6 +46,9 @@ class PipelineOptions:
     """How outputs of slices are merged; default: concatenated on `slice_dim`."""
     tied: Sequence[tuple[str, str]] = ()
     """Pairs of parameter names that mean one parameter."""
+    seed: int | None = None
+    """Where random numbers in the layers' forwards (dropout) begin: each layer, microbatch and training step draws its
+    own, the same for any split. None: they come from torch's generators as they stand."""
     variable_shapes: bool = False
     """Whether a stage's output may change shape between batches of one layout; costs a header per message."""
     deadline_s: float = 60.0
@@ -51,6 +59,8 @@ class PipelineOptions:
     """Where this rank's stages live; default: the CPU, or the current CUDA device under NCCL."""
     transport: Transport | None = None
     """The wires; default: torch.distributed where it is initialised, else this process alone."""
+    data_warn_s: float | None = 1.0
+    """A microbatch of a `Stream` that takes longer than this to pull is warned of, at most once a step; None: never."""
     clock: Clock = field(default_factory=Clock)
     """What a recorded step is timed by."""
     reduce_stage: Callable[[int], None] | None = None
@@ -58,6 +68,20 @@ class PipelineOptions:
     one rank, once; of copies on several ranks, on each, before their gradients are summed."""
     optimizer_step: Callable[[], None] | None = None
     """Called at the end of each training step's program."""
+
+    main_gradients: bool = False
+    """Whether gradients are added up in `.main_grad`, in float32 where weights have fewer bits, and `.grad` is left as
+    it is. `reduce_stage` and `optimizer_step` find them there; zero them by setting `.main_grad` to None."""
+
+    debug: str = "off"
+    """"messages": every message says what it is, and its receiver compares. "values": also, every value must be finite,
+    and copies of parameters equal; norms are logged. Both cost time; the same on every rank."""
+    ranges: bool = False
+    """Whether every instruction is a named range for torch.profiler, and for NVTX on CUDA."""
+    run_ahead: int | None = None
+    """On CUDA, how many computations the host may have queued that have not ended; None: any number."""
+    overlap: Overlap | None = None
+    """overlap(first, second): runs the two computations of an overlapped pair, each once; default: one by one."""
 
     def batch_rule(self, schedule: Schedule) -> BatchRule:
         """Return how a batch is cut for a schedule."""
@@ -68,6 +92,15 @@ class PipelineOptions:
             self.specs,
             self.slice_dim,
             self.slice_specs,
+        )
+
+    def stream_rules(self) -> StreamRules:
+        """Return what the microbatches of a stream must be like."""
+        return StreamRules(
+            has_variable_shapes=self.variable_shapes,
+            is_sum=self.reduction == "sum",
+            has_count=self.count is not None,
+            warn_s=self.data_warn_s,
         )
 
 

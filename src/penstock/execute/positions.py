@@ -21,11 +21,14 @@ from typing import Protocol
 PAGE_BYTES = 4096
 IDENTITY = Struct("<qqq")
 POSITION = Struct("<qqqd")
+ROW = Struct("<q")
 LENGTH = Struct("<q")
 MOMENT = Struct("<d")
 TEXT_BYTES = 8000
 VERDICT_BYTES = 24000
 POSITION_AT = IDENTITY.size
+ROW_AT = POSITION_AT + ROW.size
+"""Behind the state."""
 VERDICT_TIME_AT = POSITION_AT + POSITION.size
 FAILURE_AT = VERDICT_TIME_AT + MOMENT.size
 STACK_AT = FAILURE_AT + LENGTH.size + TEXT_BYTES
@@ -136,7 +139,12 @@ class PositionBoard:
                 os.unlink(own_path)
         return board
 
-    # The next three run once per instruction or more often.
+    # The next four run once per instruction or more often.
+
+    def row_of(self, rank: int) -> int:
+        """Tell which row a rank is at: -1 before the first one, 0 at most where it cannot be seen."""
+        row: int = ROW.unpack_from(self._memory, rank * SLOT_BYTES + ROW_AT)[0]
+        return row
 
     def note(self, row: int) -> None:
         """Say that the instruction of this row begins."""

@@ -1,25 +1,89 @@
 """Plain gradient accumulation on one process: the judge that every schedule is compared with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.execute.auxiliary import AddedLosses, Auxiliary, auxiliary_modules, take_all
 from penstock.execute.keywords import check_keywords, run_layers
-from penstock.execute.loss import Count, Loss, combine_losses, microbatch_weights, scalar_loss
+from penstock.execute.loss import Count, Loss, LossShares, LossWeights, combine_losses
+from penstock.execute.loss_output import LossParts, read_loss, takes_weight
 from penstock.execute.microbatch import BatchSpec, Microbatch, split_batch
+from penstock.execute.randomness import LOSS, Randomness
+from penstock.execute.skips import StageSkips
+from penstock.execute.stage import BeforeLayer
 from penstock.execute.tree import map_leaves
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceResult:
-    """`loss` of the batch; `losses` and `outputs` per microbatch. No tensor keeps its graph."""
+    """`loss` of the batch; `losses` and `outputs` per microbatch. No tensor keeps its graph. The rest is as in
+    `StepResult`."""
 
     loss: Tensor
     losses: list[Tensor]
     outputs: list[Any]
+    named_losses: dict[str, Tensor]
+    reported: list[Any]
+    total: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Forward:
+    """What one microbatch came to."""
+
+    output: Any
+    parts: LossParts
+    added: AddedLosses
+
+
+class _Weighed:
+    """The losses of a batch, weighted as a pipeline weighs them."""
+
+    def __init__(self, weights: LossWeights, microbatches: Sequence[Microbatch]) -> None:
+        wholes = [[microbatch] for microbatch in microbatches]
+        self.shares = weights.shares(microbatches, wholes)
+        self.rows = weights.shares_of_rows(microbatches, wholes)
+
+    def root(self, done: _Forward, microbatch: int) -> Tensor | None:
+        """Return the part of a microbatch in what is trained; None where it has none."""
+        terms = []
+        if weight := self.shares.weights[microbatch]:
+            terms.append(done.parts.loss * weight)
+        if done.added.total is not None and done.added.total.requires_grad and self.rows.weights[microbatch]:
+            terms.append(done.added.total * self.rows.weights[microbatch])
+        return sum(terms[1:], start=terms[0]) if terms else None
+
+    def result(self, done: Sequence[_Forward]) -> ReferenceResult:
+        """Put the microbatches together."""
+        losses = [each.parts.loss.detach() for each in done]
+        loss = combine_losses(losses, self.shares.weights)
+        totals = {index: each.added.total for index, each in enumerate(done) if each.added.total is not None}
+        reported = [each.parts.reported for each in done]
+        return ReferenceResult(
+            loss,
+            losses,
+            [map_leaves(_detached, each.output) for each in done],
+            self._named(done),
+            [] if all(value is None for value in reported) else reported,
+            loss + _combined(totals, self.rows) if totals else loss,
+        )
+
+    def _named(self, done: Sequence[_Forward]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name in dict.fromkeys(name for each in done for name in each.parts.named):
+            named = {index: each.parts.named[name] for index, each in enumerate(done) if name in each.parts.named}
+            found[name] = _combined(named, self.shares)
+        for key in dict.fromkeys(key for each in done for key in each.added.values):
+            values = {index: each.added.values[key] for index, each in enumerate(done) if key in each.added.values}
+            exact = _combined({index: value.to(key.dtype) for index, value in values.items()}, self.rows)
+            found[key.name] = found[key.name] + exact if key.name in found else exact
+        return found
 
 
 def reference_step(
@@ -34,24 +98,32 @@ def reference_step(
     count: Count | None = None,
     allow_ragged: bool = False,
     specs: BatchSpec | None = None,
+    seed: int | None = None,
+    step_number: int = 0,
 ) -> ReferenceResult:
     """Run forward, loss and backward of one microbatch after another; gradients are added to `.grad`.
 
-    A microbatch of weight 0 runs no backward: it has nothing to add.
+    A microbatch of weight 0 runs no backward unless layers add losses: it has nothing to add. With a `seed`, layers
+    draw what they draw in the step of this number of a pipeline with this seed.
     """
     microbatches = split_batch(
         args, kwargs, target, num_microbatches=num_microbatches, specs=specs, allow_ragged=allow_ragged
     )
-    weights = microbatch_weights(microbatches, reduction, count)
+    weighed = _Weighed(LossWeights(reduction, count), microbatches)
     check_keywords(modules, kwargs, len(args))
-    losses, outputs = [], []
-    for microbatch, weight in zip(microbatches, weights, strict=True):
-        output, microbatch_loss = _forward(modules, microbatch, loss)
-        if weight:
-            torch.autograd.backward(microbatch_loss * weight)
-        losses.append(microbatch_loss.detach())
-        outputs.append(map_leaves(_detached, output))
-    return ReferenceResult(combine_losses(losses, weights), losses, outputs)
+    model = _Model(modules, loss, weighed.shares)
+    randomness = None if seed is None else Randomness(seed, _device_of(modules))
+    done = []
+    for microbatch in microbatches:
+        with _drawing(randomness, microbatch.index, step_number) as before_layer:
+            forward = model.forward(microbatch, before_layer)
+        root = weighed.root(forward, microbatch.index)
+        if root is not None:
+            with model.skips.on(model.skips.pop_shelf()):  # layers may compute their forward again
+                torch.autograd.backward(root)
+        done.append(_without_graph(forward))
+    model.end()
+    return weighed.result(done)
 
 
 @torch.no_grad()
@@ -72,16 +144,72 @@ def reference_evaluate(
     microbatches = split_batch(
         args, kwargs, target, num_microbatches=num_microbatches, specs=specs, allow_ragged=allow_ragged
     )
-    weights = microbatch_weights(microbatches, reduction, count)
+    weighed = _Weighed(LossWeights(reduction, count), microbatches)
     check_keywords(modules, kwargs, len(args))
-    pairs = [_forward(modules, microbatch, loss) for microbatch in microbatches]
-    losses = [microbatch_loss for _, microbatch_loss in pairs]
-    return ReferenceResult(combine_losses(losses, weights), losses, [output for output, _ in pairs])
+    model = _Model(modules, loss, weighed.shares)
+    done = [model.forward(microbatch) for microbatch in microbatches]
+    model.end()
+    return weighed.result(done)
 
 
-def _forward(modules: Sequence[nn.Module], microbatch: Microbatch, loss: Loss) -> tuple[Any, Tensor]:
-    output = run_layers(modules, microbatch.args, microbatch.kwargs)
-    return output, scalar_loss(loss(output, microbatch.target), microbatch.index)
+class _Model:
+    """The layers of a whole model with their loss, run one microbatch after another."""
+
+    def __init__(self, modules: Sequence[nn.Module], loss: Loss, shares: LossShares) -> None:
+        self.skips = StageSkips(modules)
+        self._modules = modules
+        self._auxiliary: Sequence[Auxiliary] = auxiliary_modules(modules)
+        self._loss = loss
+        self._shares = shares
+        self._tells_weight = takes_weight(loss)
+
+    def forward(self, microbatch: Microbatch, before_layer: BeforeLayer | None = None) -> _Forward:
+        """Run the layers and the loss."""
+        for module in self._auxiliary:
+            module.begin()
+        run = partial(run_layers, self._modules, before_layer=before_layer)
+        output = self.skips.forward(run, microbatch.args, microbatch.kwargs)
+        added = take_all(self._auxiliary)
+        if before_layer is not None:
+            before_layer(LOSS)
+        known = {"weight": self._shares.factor(microbatch.index, 0)} if self._tells_weight else {}
+        value = self._loss(output, microbatch.target, **known)
+        return _Forward(output, read_loss(value, microbatch.index, self._shares.count(microbatch.index, 0)), added)
+
+    def end(self) -> None:
+        """Leave the layers as they were."""
+        for module in self._auxiliary:
+            module.end()
+
+
+def _without_graph(done: _Forward) -> _Forward:
+    parts, added = done.parts, done.added
+    total = None if added.total is None else added.total.detach()
+    return _Forward(
+        map_leaves(_detached, done.output),
+        LossParts(parts.loss.detach(), parts.named, parts.reported),
+        AddedLosses(added.values, total),
+    )
+
+
+def _combined(losses: Mapping[int, Tensor], shares: LossShares) -> Tensor:
+    """Return the loss of the batch; a microbatch that has none adds nothing."""
+    return combine_losses([*losses.values()], [shares.weights[index] for index in losses])
+
+
+@contextmanager
+def _drawing(randomness: Randomness | None, microbatch: int, step_number: int) -> Iterator[BeforeLayer | None]:
+    if randomness is None:
+        yield None
+        return
+    randomness.step = step_number
+    with randomness.forward((microbatch, 0)) as before_layer:
+        yield before_layer
+
+
+def _device_of(modules: Sequence[nn.Module]) -> torch.device:
+    parameters = (parameter for module in modules for parameter in module.parameters())
+    return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
 
 def _detached(leaf: Any) -> Any:

@@ -1,23 +1,46 @@
-"""Brings the losses of a step from the ranks of the last stages to every rank, and the outputs to one of them."""
+"""What a step gives back; and brings the outputs of a step to one rank."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from penstock.execute.loss import combine_losses
+from penstock.errors import PipelineError, nearest
 from penstock.execute.messages import Messenger
 from penstock.execute.microbatch import merge_outputs
 from penstock.execute.step import Step
-from penstock.execute.transport.protocol import Transport
+from penstock.execute.stream import DataTimes
 from penstock.ir.program import Program
 from penstock.placement import Placement
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_Loss = TypeVar("_Loss")
+
+
+class MicrobatchLosses(list[Tensor]):
+    """The losses of the microbatches, in order."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int) and not -len(self) <= index < len(self):
+            there = f"there are those of microbatches 0 to {len(self) - 1}" if self else "there are none"
+            raise PipelineError(
+                f"there is no loss of microbatch {index}: {there}. Only a step with a loss function and a target has "
+                "losses, one for each of the schedule's microbatches"
+            )
+        return super().__getitem__(index)
+
+
+class NamedLosses(dict[str, _Loss]):
+    """Losses by name."""
+
+    def __missing__(self, name: object) -> _Loss:
+        there = f"there are {', '.join(map(repr, self))}" if self else "there are none with a name"
+        raise PipelineError(
+            f"there is no loss {name!r}: {there}.{nearest(str(name), self)} Names come from a loss function that "
+            "returns a dict, and from the AuxiliaryLoss of a layer"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,35 +48,33 @@ class StepResult:
     """What a step gives back, on every rank alike but for the outputs."""
 
     loss: Tensor | None
-    """0-dim, the loss of the whole batch; None without a loss function."""
-    losses: list[Tensor]
-    """0-dim, one per microbatch, before weighting."""
+    """0-dim, the loss of the whole batch as the loss function has it; None without a loss function."""
+    losses: MicrobatchLosses
+    """0-dim, one per microbatch in order, before weighting."""
     outputs: Any = None
     """The merged outputs of the last layer, if asked for, on the rank of the last stage (with two routes: of the first
     route's); else None."""
+    named_losses: NamedLosses[Tensor] = field(default_factory=NamedLosses)
+    """0-dim, of the whole batch: what the loss function named, each weighted as the loss is, and what layers added to
+    an `AuxiliaryLoss`, before its weight. An auxiliary loss is weighted by rows for a mean, whatever `count` says."""
+    named_microbatch_losses: NamedLosses[MicrobatchLosses] = field(default_factory=NamedLosses)
+    """The same per microbatch in order; 0 where a microbatch has none of that name."""
+    total: Tensor | None = None
+    """0-dim, what the gradients are of: `loss` plus each auxiliary loss times its own weight; None without a loss."""
+    reported: list[Any] = field(default_factory=list)
+    """What the loss function reported (`LossOutput`), one value per microbatch in order (where microbatches are cut, a
+    list with one per slice), on the rank that computed their losses; empty elsewhere, and where nothing was."""
+    data_times: DataTimes | None = None
+    """What the data of a `Stream` cost this rank in this step; None for a batch that was there as a whole."""
 
 
-def share_losses(transport: Transport, step: Step, device: torch.device) -> StepResult:
-    """Give every rank every microbatch's loss; also the end of the step, which no rank passes alone."""
-    # float64 holds every loss exactly, and adding the zeros of the other ranks changes nothing.
-    table = torch.zeros(4, len(step.slices), step.num_slices, dtype=torch.float64, device=device)
-    for (microbatch, index), loss in step.losses.items():
-        table[0, microbatch, index] = loss
-        table[1, microbatch, index] = 1 + _DTYPES.index(loss.dtype)
-        table[2, microbatch, index] = step.shares.fractions[microbatch][index]
-        table[3, microbatch, index] = step.shares.weights[microbatch]
-    transport.all_reduce(table)
-    codes, fractions, weights = table[1:].tolist()
-    if not all(map(all, codes)):
-        return StepResult(None, [])
-    dtypes = [_DTYPES[int(code) - 1] for code, *_ in codes]
-    losses = [_of_microbatch(*each) for each in zip(table[0], dtypes, fractions, strict=True)]
-    return StepResult(combine_losses(losses, [weight for weight, *_ in weights]), losses)
-
-
-def _of_microbatch(values: Tensor, dtype: torch.dtype, fractions: Sequence[float]) -> Tensor:
-    losses = list(values.to(dtype))
-    return losses[0] if len(losses) == 1 else combine_losses(losses, fractions)
+def reported_by_microbatch(step: Step) -> list[Any]:
+    """Return what the loss function reported of the microbatches whose losses this rank computed."""
+    if not step.reported:
+        return []
+    own = sorted({microbatch for microbatch, _ in step.losses})
+    rows = [[step.reported.get((microbatch, index)) for index in range(step.num_slices)] for microbatch in own]
+    return [row[0] if step.num_slices == 1 else row for row in rows]
 
 
 def collector_of(placement: Placement) -> int:

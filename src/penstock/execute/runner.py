@@ -4,7 +4,7 @@ Whatever goes wrong on the way ends the step on all ranks, as one error, and lea
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -12,20 +12,27 @@ import torch
 from penstock.errors import StepRefused
 from penstock.execute.agreement import Mode
 from penstock.execute.assemble import Assembly
+from penstock.execute.auxiliary import auxiliary_modules
 from penstock.execute.clock import ClockComparison
 from penstock.execute.failure import FailureDesk
 from penstock.execute.gate import Batch, Call, Gate, wants_of
+from penstock.execute.inspection import Inspection
 from penstock.execute.interpreter import Hooks, Interpreter
-from penstock.execute.loss import Loss, LossShares, LossWeights
+from penstock.execute.log import log_plan
+from penstock.execute.loss import Loss, LossShares, LossWeights, loss_scale
+from penstock.execute.loss_exchange import LossExchange
+from penstock.execute.loss_output import takes_weight
+from penstock.execute.main_gradients import ATTRIBUTE, MainGradients
+from penstock.execute.memory_report import MemoryWatch
 from penstock.execute.messages import Messenger
 from penstock.execute.options import PipelineOptions
+from penstock.execute.randomness import Randomness
 from penstock.execute.record import Recorder, Recording, gather_recording
 from penstock.execute.results import (
     StepResult,
     collect_outputs,
     collector_of,
     merge_slices_and_microbatches,
-    share_losses,
 )
 from penstock.execute.step import Step
 from penstock.execute.transport.protocol import Transport
@@ -59,20 +66,37 @@ class Runner:
         self._options = options
         self._loss = loss
         self._loss_weights = loss_weights
+        self._tells_weight = loss is not None and takes_weight(loss)
+        self._scale = loss_scale(options.scale_loss)
+        self._exchange = LossExchange(transport, device)
+        self._auxiliary = auxiliary_modules([layer for stage in assembly.stages for layer in stage.layers.values()])
         self._program_of = program_of
         self._interpreters: dict[Mode, Interpreter] = {}
         self._active: Program | None = None
         self._desk = FailureDesk(transport, self._describe)
-        self._messenger = Messenger(transport, device, has_variable_shapes=options.variable_shapes)
+        self._inspection = Inspection(transport, device, assembly, options, self._desk.board.note)
+        self._messenger = Messenger(self._inspection.wires, device, has_variable_shapes=options.variable_shapes)
         self._clocks = ClockComparison(transport, device, options.clock)
         has_loss = self._holds_last_stage and loss is not None
         wants = wants_of(assembly.stages, schedule.placement, transport, has_loss=has_loss)
-        self._gate = Gate(transport, device, options.batch_rule(schedule), wants)
+        self._gate = Gate(
+            transport,
+            device,
+            options.batch_rule(schedule),
+            wants,
+            stream_rules=options.stream_rules(),
+            read=options.clock.read,
+        )
+        self._main_gradients = self._accumulate_beside() if options.main_gradients else None
+        self._randomness = None if options.seed is None else Randomness(options.seed, device, options.deadline_s)
+        self.step_number = 0
+        """Training steps that have succeeded; another number is another draw of what layers draw at random."""
         self.recording: Recording | None = None
         """What was measured in the last recorded step, on every rank."""
+        log_plan(schedule, transport.rank)
 
-    def run(self, mode: Mode, call: Call) -> StepResult:
-        """Run one step; every rank calls it.
+    def run(self, mode: Mode, call: Call, memory: MemoryWatch | None = None) -> StepResult:
+        """Run one step; every rank calls it. `memory`, if any, looks at what this rank holds meanwhile.
 
         Raises:
             StepRefused: on every rank, before anything ran.
@@ -80,24 +104,35 @@ class Runner:
         """
         interpreter = self._interpreter(mode)
         self._active = interpreter.program
+        self._inspection.begin()
         with self._failing_together():
             if self._desk.has_failed:
                 self._recover()
             self._desk.begin()
             batch = self._gate.admit(mode, call)
             step = self._step(mode, call, batch)
+            if self._randomness is not None:
+                self._randomness.step = self.step_number
             self._messenger.begin(batch.signature)
-            self._begin_tied(mode)
-            recorder = self._begin_recording(interpreter) if call.record else None
-            interpreter.run(step, self._desk.board.note, recorder)
+            del batch  # from here on the step alone holds the data
+            changes = self._inspection.changes_of_step(interpreter.program)
+            if memory is not None:
+                changes.append(memory.change(interpreter.program, interpreter.registers))
+            with self._inspection.watching(step, is_training=mode.is_training), self._accumulating(mode):
+                self._begin_tied(mode)
+                recorder = self._begin_recording(interpreter) if call.record else None
+                interpreter.run(step, self._desk.board.note, recorder, changes)
             if step.keeps_outputs:
                 collect_outputs(self._messenger, step, interpreter.program, self._transport.rank)
             self._desk.board.note(interpreter.num_rows)
             self._messenger.finish()
-            result = share_losses(self._transport, step, self._device)
+            result = self._exchange.share(step)
+            if step.supply is not None:
+                result = replace(result, data_times=step.supply.times)
             if recorder is not None:
                 self.recording = self._gather_recording(interpreter, recorder)
             self._desk.end()
+        self.step_number += mode.is_training
         return self._with_outputs(result, step)
 
     def close(self) -> None:
@@ -120,7 +155,12 @@ class Runner:
                 optimizer_step=self._options.optimizer_step or _do_nothing,
             )
             rank, stages = self._transport.rank, self._assembly.stages
-            self._interpreters[mode] = Interpreter(program, rank, stages, self._messenger, hooks)
+            changes = self._inspection.changes(program)
+            if self._randomness is not None and mode.is_training:
+                changes.insert(0, self._randomness.change(program, stages))
+            self._interpreters[mode] = Interpreter(
+                program, rank, stages, self._messenger, hooks, changes=changes, row_of=self._desk.board.row_of
+            )
         return self._interpreters[mode]
 
     def _reduce_stage(self, program: Program) -> Callable[[int], None]:
@@ -134,12 +174,23 @@ class Runner:
         return lambda stage: hook(stage) if stage in last_of_copies else None
 
     def _step(self, mode: Mode, call: Call, batch: Batch) -> Step:
-        loss = self._loss if mode.is_training or call.target is not None else None
+        loss = self._loss if mode.is_training or batch.has_target else None
+        if loss is not None and mode.is_training and self._randomness is not None:
+            loss = self._randomness.around_loss(loss)
         # Only the ranks of last stages weigh losses; the others may have no target to count.
         is_weighing = loss is not None and self._holds_last_stage
         shares = self._loss_weights.shares(batch.microbatches, batch.slices) if is_weighing else LossShares([], [])
         keeps_outputs = collector_of(self._placement) in batch.wanting_outputs
-        return Step(batch.slices, shares, loss, keeps_outputs)
+        return Step(
+            batch.slices,
+            shares,
+            loss,
+            keeps_outputs,
+            auxiliary_shares=self._loss_weights.shares_of_rows(batch.microbatches, batch.slices),
+            tells_weight=self._tells_weight,
+            scale=self._scale,
+            supply=batch.supply,
+        )
 
     def _with_outputs(self, result: StepResult, step: Step) -> StepResult:
         if not step.outputs:
@@ -153,8 +204,19 @@ class Runner:
             for copy in self._assembly.tied_copies.values():
                 copy.begin_step()
 
+    def _accumulate_beside(self) -> MainGradients:
+        for copy in self._assembly.tied_copies.values():
+            copy.attribute = ATTRIBUTE
+        stages = self._assembly.stages
+        return MainGradients(parameter for stage in stages for parameter in stage.named_parameters())
+
+    def _accumulating(self, mode: Mode) -> AbstractContextManager[None]:
+        if self._main_gradients is None or not mode.is_training:
+            return nullcontext()
+        return self._main_gradients.accumulating()
+
     def _reduce_tied(self, group: int) -> None:
-        self._assembly.tied_copies[group].reduce(self._transport)
+        self._assembly.tied_copies[group].reduce(self._inspection.wires)
 
     # ---- failures
 
@@ -174,6 +236,9 @@ class Runner:
             for copy in self._assembly.tied_copies.values():
                 copy.end_step()
             raise report from error
+        finally:
+            for module in self._auxiliary:
+                module.end()
 
     def _recover(self) -> None:
         self._desk.recover()

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PipelineError
 from penstock.execute.carried import Carrying
-from penstock.execute.microbatch import BatchSpec, Microbatch, Replicate, Split, batch_signature, divisors, split_batch
+from penstock.execute.microbatch import (
+    BatchSpec,
+    Microbatch,
+    Replicate,
+    Split,
+    batch_signature,
+    cut_tensor,
+    divisors,
+    split_batch,
+)
 from penstock.execute.stage import Stage
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.tree import flatten
@@ -161,8 +170,7 @@ class _Leaf:
     def pieces(self, lengths: Sequence[int]) -> Sequence[Any]:
         if self.dim is None:
             return [self.value] * len(lengths)
-        pieces: Sequence[Any] = self.value.split(list(lengths), dim=self.dim)
-        return pieces
+        return cut_tensor(self.value, lengths, self.dim)
 
     def __str__(self) -> str:
         return f"{self.place} (shape {tuple(self.value.shape)}, cut on dim {self.dim})"
@@ -170,7 +178,10 @@ class _Leaf:
 
 def with_sizes(slices: Sequence[Microbatch], size: int, lengths: Sequence[int]) -> list[Microbatch]:
     """Return the slices of a microbatch with the sizes on which all ranks agreed."""
-    return [replace(each, size=size, length=length) for each, length in zip(slices, lengths, strict=True)]
+    return [
+        each if (each.size, each.length) == (size, length) else replace(each, size=size, length=length)
+        for each, length in zip(slices, lengths, strict=True)
+    ]
 
 
 def refuse_layers_that_look_back(

@@ -1,8 +1,8 @@
 """Runs the input part and the weight part of a backward apart.
 
-`DeferredWeights` parts them during the forward. Weights that it cannot part have their gradients computed in the input
-part, as in a whole backward: the gradients and the order of the schedule stay, and only what the split was to gain is
-lost. If that is much of a stage, the stage says so once.
+`SplitPlan` says how they are parted. Weights that cannot be parted have their gradients computed in the input part, as
+in a whole backward: the gradients and the order of the schedule stay, and only what the split was to gain is lost. If
+that is much of a stage, and not because they are small, the stage says so once.
 """
 
 import warnings
@@ -21,7 +21,6 @@ def backward_input(stage: Stage, saved: SavedForward, gradients: Sequence[Tensor
     """Return the gradients of the stage's inputs, and keep of the forward only what `backward_weight` needs."""
     if stage.is_examined:
         return stage.backward_input(saved, gradients)
-    stage.is_examined = True
     matrices = {name: weight for name, weight in stage.named_parameters() if weight.requires_grad and weight.dim() > 1}
     early: set[str] = set()
     hooks = [
@@ -33,7 +32,9 @@ def backward_input(stage: Stage, saved: SavedForward, gradients: Sequence[Tensor
     finally:
         for hook in hooks:
             hook.remove()
-    _tell_what_stayed(stage, [name for name in matrices if name in early], matrices)
+    if stage.split_plan.is_settled:
+        stage.is_examined = True
+        _tell_what_stayed(stage, [name for name in matrices if name in early], matrices)
     return results
 
 
@@ -43,6 +44,7 @@ def backward_weight(stage: Stage, saved: SavedForward) -> None:
 
 
 def _tell_what_stayed(stage: Stage, early: Sequence[str], matrices: Mapping[str, nn.Parameter]) -> None:
+    early = [name for name in early if not stage.split_plan.stays_whole(matrices[name])]
     num_early = sum(matrices[name].numel() for name in early)
     share = num_early / sum(weight.numel() for weight in matrices.values()) if matrices else 0.0
     if share <= LARGE_SHARE:
@@ -51,8 +53,8 @@ def _tell_what_stayed(stage: Stage, early: Sequence[str], matrices: Mapping[str,
     warnings.warn(
         f"stage {stage.index}: {share:.0%} of its weights take their gradients in the input part of a split backward: "
         f"{', '.join(early[:MAX_SHOWN])}{more}. They are right, but leave the weight part less to do, which a schedule "
-        "with split backwards lives on. Expected weights that meet activations in linear, embedding, conv1d to conv3d, "
-        "matmul, mm, bmm or addmm, outside compiled and custom functions; or use a schedule with whole backwards",
+        "with split backwards lives on. Expected weights that are the right side of products, convolutions or tables "
+        "alone, outside compiled and custom functions; or use a schedule with whole backwards",
         PenstockWarning,
         stacklevel=2,
     )

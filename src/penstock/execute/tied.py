@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError
+from penstock.execute.main_gradients import main_type
 from penstock.execute.transport.protocol import Transport
 
 _LAZY = "without a shape before its first input"
@@ -31,6 +32,8 @@ class TiedCopy:
     layers: Sequence[nn.Module] = ()
     before: dict[str, Tensor | None] = field(default_factory=dict)
     """The gradients accumulated before this step, which have been reduced already."""
+    attribute: str = "grad"
+    """Where a parameter has its gradient."""
 
     def share_values(self, transport: Transport) -> None:
         """Copy the owner's values and buffers to all other holders."""
@@ -39,13 +42,13 @@ class TiedCopy:
     def begin_step(self) -> None:
         """Set the accumulated gradients aside, so that only this step's part is reduced."""
         for name, parameter in self._trained().items():
-            self.before[name] = parameter.grad
-            parameter.grad = None
+            self.before[name] = getattr(parameter, self.attribute)
+            setattr(parameter, self.attribute, None)
 
     def reduce(self, transport: Transport) -> None:
         """Sum this step's gradients over all holders; a frozen parameter has none."""
         trained = self._trained()
-        own = [_gradient(parameter) for parameter in trained.values()]
+        own = [self._gradient(parameter) for parameter in trained.values()]
         peers = [rank for rank in self.ranks if rank != transport.rank]
         sends = [transport.post_send(peer, part) for peer in peers for part in own]
         parts = {peer: [_room_for(part) for part in own] for peer in peers}
@@ -58,19 +61,26 @@ class TiedCopy:
             for rank in self.ranks[1:]:
                 total += parts[rank][index]
             before = self.before.pop(name, None)
-            parameter.grad = total if before is None else before + total
+            setattr(parameter, self.attribute, total if before is None else before + total)
         self._take_from_owner(transport, self._saved_buffers())
 
     def end_step(self) -> None:
         """Give back what was set aside if the step failed before the reduction."""
         for name, gradient in self.before.items():
-            self.parameters[name].grad = gradient
+            setattr(self.parameters[name], self.attribute, gradient)
         self.before.clear()
 
     def describe(self) -> list[list[str]]:
         """Name every tensor that is kept equal, each with what must be alike on all holders."""
         named = [[name, _describe(parameter)] for name, parameter in self.parameters.items()]
         return named + [["a buffer", _describe(buffer)] for buffer in self._buffers()]
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor:
+        gradient: Tensor | None = getattr(parameter, self.attribute)
+        if gradient is not None:
+            return gradient
+        dtype = parameter.dtype if self.attribute == "grad" else main_type(parameter)
+        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
@@ -132,12 +142,6 @@ def _describe(tensor: Tensor) -> str:
         return _LAZY
     state = "trained" if tensor.requires_grad else "frozen"
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}, {state}"
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-    return parameter.grad
 
 
 def _room_for(tensor: Tensor) -> Tensor:

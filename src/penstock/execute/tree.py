@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError, nearest
+from penstock.execute.memory_order import Order, is_order, memory_order
 
 Name = int | str
 Scalar = bool | int | float | str
@@ -128,6 +129,8 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
 
 def map_leaves(fn: Callable[[Any], Any], value: Any) -> Any:
     """Return the tree with every leaf replaced by `fn(leaf)`."""
+    if isinstance(value, Tensor):
+        return fn(value)
     leaves, spec = flatten(value)
     return spec.unflatten([fn(leaf) for leaf in leaves])
 
@@ -215,10 +218,12 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    order: Order = field(default=(), compare=False)
+    """Of its dimensions in memory; empty where it is that of `shape`. A sender brings a tensor into the agreed one."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorInfo":
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, memory_order(tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +239,11 @@ class Layout:
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorInfo))
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether a tensor lies in memory in an order other than that of its shape."""
+        return any(info.order for info in self.tensors)
 
     @property
     def num_bytes(self) -> int:
@@ -294,7 +304,7 @@ def _leaf_to_json(leaf: Any, place: str) -> object:
         if leaf.layout is not torch.strided:
             raise PipelineError(f"{place} is a tensor of layout {leaf.layout}; expected a dense one: pass its parts")
         info = TensorInfo.of(leaf)
-        return [info.shape, str(info.dtype).removeprefix("torch."), info.requires_grad]
+        return [info.shape, str(info.dtype).removeprefix("torch."), info.requires_grad, info.order]
     if type(leaf) is float:
         return {"float": leaf.hex()}  # exact, and JSON has no nan
     if type(leaf) in (int, bool, str):
@@ -313,10 +323,10 @@ def _leaf_from_json(encoded: Any) -> TensorInfo | Scalar:
             return encoded
         case {"float": str(text)}:
             return float.fromhex(text)
-        case [[*shape], str(name), bool(requires_grad)] if all(type(size) is int and size >= 0 for size in shape):
+        case [[*shape], str(name), bool(requires_grad), [*order]] if all(type(n) is int and n >= 0 for n in shape):
             dtype = getattr(torch, name, None)
-            if isinstance(dtype, torch.dtype):
-                return TensorInfo(tuple(shape), dtype, requires_grad)
+            if isinstance(dtype, torch.dtype) and is_order(order, len(shape)):
+                return TensorInfo(tuple(shape), dtype, requires_grad, tuple(order))
     raise ValueError(f"unknown leaf {encoded!r}")
 
 

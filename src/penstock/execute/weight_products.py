@@ -1,46 +1,67 @@
-"""Which functions multiply activations by weights, and the gradients of these weights by themselves.
+"""Which functions multiply activations by weights, and the gradients of both sides of such a product, each by itself.
 
 Only these are worth running later: a convolution, a matrix product, a table look-up. The weights of a norm, a gate or
 a scale take their gradient from the same pass over the data as the activations do, so parting them would cost a pass.
-Each product here follows autograd's own formula for its function, operation for operation, so that nothing changes but
+Each rule here follows autograd's own formulas for its function, operation for operation, so that nothing changes but
 the moment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Gradients = Callable[[Tensor, Tensor, Sequence[bool]], list[Tensor]]
-"""From the activations, the gradient of the output, and which weights are asked for: the gradients of those."""
+Weights = Sequence[Tensor | None]
 
 
-def _as_it_is(output: Tensor) -> Tensor:
-    return output
+class Rule(Protocol):
+    """How a product and its gradients are computed. It holds no tensors.
+
+    `gradient` is that of `output`. The gradient of a bias is `gradient`, summed to the bias's shape.
+    """
+
+    def output(self, activations: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
+        """Return the product; no view, so that it may be changed in place."""
+        ...
+
+    def input_gradient(self, gradient: Tensor, activations: Tensor, weights: Weights) -> Tensor:
+        """Return the gradient of the activations."""
+        ...
+
+    def weight_gradients(
+        self, gradient: Tensor, activations: Tensor, weights: Weights, needs: Sequence[bool]
+    ) -> list[Tensor]:
+        """Return the gradients of those weights that need one."""
+        ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class WeightProduct:
     """One call of a function, seen as a product of activations and weights."""
 
+    rule: Rule
     activations: Tensor
     weights: tuple[Tensor | None, ...]
-    call: Callable[..., Tensor]
-    """The function of the weights alone, up to `finish`. No view: autograd loses sight of one that is changed."""
-    gradients: Gradients
-    """Holds no activations; the gradient that it takes is that of what `call` returns."""
-    finish: Callable[[Tensor], Tensor] = _as_it_is
-    """Gives the function's output its shape."""
     bias: Tensor | None = None
     """What is added, and stays in the graph: its gradient needs one pass over that of the output, best while at it."""
+    shape: tuple[int, ...] | None = None
+    """That of the function's output, where the rule's is another."""
+    late_bias: Tensor | None = None
+    """What is added to the output once it has its shape."""
 
     @property
     def is_in_graph(self) -> bool:
         """Whether autograd follows the output, too, when the weights are detached."""
         return self.activations.requires_grad or (self.bias is not None and self.bias.requires_grad)
+
+    def finish(self, output: Tensor) -> Tensor:
+        """Turn what the rule returns into what the function returns."""
+        if self.shape is not None:
+            output = output.view(self.shape)
+        return output if self.late_bias is None else output + self.late_bias
 
 
 def find_product(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> WeightProduct | None:
@@ -49,25 +70,80 @@ def find_product(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return None if reader is None else reader(*args, **kwargs)
 
 
+def may_be_product(function: Any) -> bool:
+    """Whether some calls of a function are products."""
+    return function in _READERS
+
+
+# ---- matrix products
+
+
+class _Linear:
+    """rows @ weight.T + bias"""
+
+    def output(self, activations: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
+        assert weights[0] is not None
+        return F.linear(_rows(activations), weights[0], bias)
+
+    def input_gradient(self, gradient: Tensor, activations: Tensor, weights: Weights) -> Tensor:
+        assert weights[0] is not None
+        return _left_gradient(gradient, activations, weights[0].t())
+
+    def weight_gradients(
+        self, gradient: Tensor, activations: Tensor, weights: Weights, needs: Sequence[bool]
+    ) -> list[Tensor]:
+        assert weights[0] is not None
+        return [_right_gradient(gradient, activations, weights[0].t()).t()]
+
+
+class _Matmul:
+    """rows @ weight + bias"""
+
+    def output(self, activations: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
+        rows, (weight,) = _rows(activations), weights
+        assert weight is not None
+        return rows.mm(weight) if bias is None else torch.addmm(bias, rows, weight)
+
+    def input_gradient(self, gradient: Tensor, activations: Tensor, weights: Weights) -> Tensor:
+        assert weights[0] is not None
+        return _left_gradient(gradient, activations, weights[0])
+
+    def weight_gradients(
+        self, gradient: Tensor, activations: Tensor, weights: Weights, needs: Sequence[bool]
+    ) -> list[Tensor]:
+        assert weights[0] is not None
+        return [_right_gradient(gradient, activations, weights[0])]
+
+
+class _Batched:
+    """One matrix product per entry of the first dimension."""
+
+    def output(self, activations: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
+        assert weights[0] is not None
+        return torch.bmm(activations, weights[0])
+
+    def input_gradient(self, gradient: Tensor, activations: Tensor, weights: Weights) -> Tensor:
+        assert weights[0] is not None
+        return gradient.bmm(_like(weights[0], gradient).transpose(1, 2))
+
+    def weight_gradients(
+        self, gradient: Tensor, activations: Tensor, weights: Weights, needs: Sequence[bool]
+    ) -> list[Tensor]:
+        return [_like(activations, gradient).transpose(1, 2).bmm(gradient)]
+
+
+_LINEAR, _MATMUL, _BATCHED = _Linear(), _Matmul(), _Batched()
+
+
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> WeightProduct | None:
-    if input.dim() < 2 or not weight.requires_grad:
+    num_dims = input.dim()
+    if num_dims < 2 or not weight.requires_grad:
         return None
-    rows, shape = input, input.shape[:-1]
-    # torch adds the bias within the product for these only
-    is_added = bias is None or input.dim() == 2 or (input.dim() == 3 and input.is_contiguous())
-    own_bias, late_bias = (bias, None) if is_added else (None, bias)
-    if input.dim() > 2:
-        rows = input.reshape(-1, input.shape[-1])
-
-    def finish(output: Tensor) -> Tensor:
-        output = output if len(shape) == 1 else output.view(*shape, -1)
-        return output if late_bias is None else output + late_bias
-
-    return WeightProduct(rows, (weight,), lambda w: F.linear(rows, w, own_bias), _linear_gradients, finish, own_bias)
-
-
-def _linear_gradients(activations: Tensor, gradient: Tensor, needs: Sequence[bool]) -> list[Tensor]:
-    return [gradient.t().mm(_like(activations, gradient))]
+    shape = None if num_dims == 2 else (*input.shape[:-1], weight.shape[0])
+    if num_dims == 2 or (num_dims == 3 and input.is_contiguous()):
+        return WeightProduct(_LINEAR, input, (weight,), bias, shape)
+    # torch adds the bias within the product for the others only
+    return WeightProduct(_LINEAR, _as_rows(input), (weight,), None, shape, bias)
 
 
 def _matmul(input: Tensor, other: Tensor, **others: Any) -> WeightProduct | None:
@@ -77,42 +153,95 @@ def _matmul(input: Tensor, other: Tensor, **others: Any) -> WeightProduct | None
         return _batched(input, other)
     if other.dim() != 2:
         return None
-    rows, shape = input.reshape(-1, input.shape[-1]) if input.dim() > 2 else input, input.shape[:-1]
-
-    def finish(output: Tensor) -> Tensor:
-        return output if len(shape) == 1 else output.view(*shape, -1)
-
-    return WeightProduct(rows, (other,), lambda w: rows.mm(w), _matrix_gradients(other), finish)
+    shape = None if input.dim() == 2 else (*input.shape[:-1], other.shape[1])
+    return WeightProduct(_MATMUL, _as_rows(input), (other,), None, shape)
 
 
 def _batched(input: Tensor, mat2: Tensor, **others: Any) -> WeightProduct | None:
-    return None if others else WeightProduct(input, (mat2,), lambda w: torch.bmm(input, w), _batched_gradients)
+    if others:
+        return None
+    return WeightProduct(_BATCHED, input, (mat2,))
 
 
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **others: Any) -> WeightProduct | None:
     if others:
         return None
-    return WeightProduct(mat1, (mat2,), lambda w: torch.addmm(input, mat1, w), _matrix_gradients(mat2), bias=input)
+    return WeightProduct(_MATMUL, mat1, (mat2,), input)
 
 
-def _matrix_gradients(weight: Tensor) -> Gradients:
-    """The weight is [inputs, outputs]; its gradient has its layout, as autograd does it."""
-    is_transposed = weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]
-
-    def gradients(activations: Tensor, gradient: Tensor, needs: Sequence[bool]) -> list[Tensor]:
-        inputs = _like(activations, gradient)
-        return [gradient.t().mm(inputs).t() if is_transposed else inputs.t().mm(gradient)]
-
-    return gradients
+def _as_rows(input: Tensor) -> Tensor:
+    """The same for autograd to follow, where a copy is made: then it is the copy that is kept."""
+    return input if input.dim() == 2 or input.is_contiguous() else input.reshape(-1, input.shape[-1])
 
 
-def _batched_gradients(activations: Tensor, gradient: Tensor, needs: Sequence[bool]) -> list[Tensor]:
-    return [_like(activations, gradient).transpose(1, 2).bmm(gradient)]
+def _rows(activations: Tensor) -> Tensor:
+    return activations if activations.dim() == 2 else activations.reshape(-1, activations.shape[-1])
 
 
-def _like(activations: Tensor, gradient: Tensor) -> Tensor:
+def _left_gradient(gradient: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """The gradient of `left` in `_rows(left) @ right`; it has the layout of the rows, as autograd does it."""
+    right = _like(right, gradient)
+    if left.dim() > 2:
+        return gradient.mm(right.t()).view(left.shape)
+    if left.stride(0) == 1 and left.stride(1) == left.shape[0]:
+        return right.mm(gradient.t()).t()
+    return gradient.mm(right.t())
+
+
+def _right_gradient(gradient: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """The gradient of `right` [inputs, outputs] in `_rows(left) @ right`; it has its layout, as autograd does it."""
+    rows = _like(_rows(left), gradient)
+    is_transposed = right.stride(0) == 1 and right.stride(1) == right.shape[0]
+    return gradient.t().mm(rows).t() if is_transposed else rows.t().mm(gradient)
+
+
+def _like(tensor: Tensor, gradient: Tensor) -> Tensor:
     """In the type that the product ran in, which autocast may have chosen."""
-    return activations if activations.dtype == gradient.dtype else activations.to(gradient.dtype)
+    return tensor if tensor.dtype == gradient.dtype else tensor.to(gradient.dtype)
+
+
+# ---- convolutions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Convolution:
+    """A convolution; its bias is one of its weights."""
+
+    function: Callable[..., Tensor]
+    num_dims: int
+    """Dimensions of space."""
+    geometry: tuple[list[int], list[int], list[int]]
+    """Stride, padding, dilation; per dimension of space."""
+    groups: int
+
+    def output(self, activations: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
+        kernel, own_bias = weights
+        return self.function(activations, kernel, own_bias, *self.geometry, self.groups)
+
+    def input_gradient(self, gradient: Tensor, activations: Tensor, weights: Weights) -> Tensor:
+        found: Tensor = self._backward(gradient, activations, weights, (True, False, False))[0]
+        return found
+
+    def weight_gradients(
+        self, gradient: Tensor, activations: Tensor, weights: Weights, needs: Sequence[bool]
+    ) -> list[Tensor]:
+        found = self._backward(gradient, activations, weights, (False, *needs))[1:]
+        return [each for each, is_needed in zip(found, needs, strict=True) if is_needed]
+
+    def _backward(self, gradient: Tensor, activations: Tensor, weights: Weights, needs: Sequence[bool]) -> Any:
+        kernel = weights[0]
+        assert kernel is not None
+        return torch.ops.aten.convolution_backward(
+            gradient,
+            _like(activations, gradient),
+            _like(kernel, gradient),
+            [kernel.shape[0]],
+            *self.geometry,
+            False,  # not transposed
+            [0] * self.num_dims,
+            self.groups,
+            needs,
+        )
 
 
 def _convolution(num_dims: int, function: Callable[..., Tensor]) -> Callable[..., WeightProduct | None]:
@@ -129,27 +258,8 @@ def _convolution(num_dims: int, function: Callable[..., Tensor]) -> Callable[...
     ) -> WeightProduct | None:
         if input.dim() != num_dims + 2 or isinstance(padding, str):
             return None
-        geometry = [_spread(size, num_dims) for size in (stride, padding, dilation)]
-
-        def gradients(activations: Tensor, gradient: Tensor, needs: Sequence[bool]) -> list[Tensor]:
-            kernel = weight.detach().to(gradient.dtype)
-            found = torch.ops.aten.convolution_backward(
-                gradient,
-                _like(activations, gradient),
-                kernel,
-                [kernel.shape[0]],
-                *geometry,
-                False,  # not transposed
-                [0] * num_dims,
-                groups,
-                (False, *needs),
-            )
-            return [each for each, is_needed in zip(found[1:], needs, strict=True) if is_needed]
-
-        def call(w: Tensor, b: Tensor | None) -> Tensor:
-            return function(input, w, b, stride, padding, dilation, groups)
-
-        return WeightProduct(input, (weight, bias), call, gradients)
+        geometry = _spread(stride, num_dims), _spread(padding, num_dims), _spread(dilation, num_dims)
+        return WeightProduct(_Convolution(function, num_dims, geometry, groups), input, (weight, bias))
 
     return read
 
@@ -157,6 +267,39 @@ def _convolution(num_dims: int, function: Callable[..., Tensor]) -> Callable[...
 def _spread(size: int | Sequence[int], num_dims: int) -> list[int]:
     sizes = [size] if isinstance(size, int) else list(size)
     return sizes * num_dims if len(sizes) == 1 else sizes
+
+
+# ---- tables
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LookUp:
+    """Rows of a table; the activations are their numbers, which have no gradient."""
+
+    padding_idx: int | None
+    norm_type: float
+    scale_grad_by_freq: bool
+    sparse: bool
+
+    def output(self, activations: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
+        assert weights[0] is not None
+        return F.embedding(
+            activations, weights[0], self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, self.sparse
+        )
+
+    def input_gradient(self, gradient: Tensor, activations: Tensor, weights: Weights) -> Tensor:
+        raise AssertionError("numbers of rows need no gradient")
+
+    def weight_gradients(
+        self, gradient: Tensor, activations: Tensor, weights: Weights, needs: Sequence[bool]
+    ) -> list[Tensor]:
+        assert weights[0] is not None
+        num_rows = weights[0].shape[0]
+        padding = -1 if self.padding_idx is None else self.padding_idx % num_rows
+        found: Tensor = torch.ops.aten.embedding_backward(
+            gradient, activations, num_rows, padding, self.scale_grad_by_freq, self.sparse
+        )
+        return [found]
 
 
 def _embedding(
@@ -170,19 +313,7 @@ def _embedding(
 ) -> WeightProduct | None:
     if max_norm is not None:  # changes the table in passing
         return None
-    num_rows = weight.shape[0]
-    padding = -1 if padding_idx is None else padding_idx % num_rows
-
-    def gradients(activations: Tensor, gradient: Tensor, needs: Sequence[bool]) -> list[Tensor]:
-        found: Tensor = torch.ops.aten.embedding_backward(
-            gradient, activations, num_rows, padding, scale_grad_by_freq, sparse
-        )
-        return [found]
-
-    def call(w: Tensor) -> Tensor:
-        return F.embedding(input, w, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
-
-    return WeightProduct(input, (weight,), call, gradients)
+    return WeightProduct(_LookUp(padding_idx, norm_type, scale_grad_by_freq, sparse), input, (weight,))
 
 
 _READERS: dict[Any, Callable[..., WeightProduct | None]] = {

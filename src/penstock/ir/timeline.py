@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.ir.instruction import Op
 from penstock.ir.live import live_activations, live_bytes
 from penstock.ir.program import Program
 
@@ -102,6 +103,19 @@ class Timeline:
     def peak_bytes(self) -> list[int]:
         """Per rank, the most bytes of activations and weight contexts alive at once; 0 where sizes are unknown."""
         return self._peaks(live_bytes(self.program, self.activation_bytes, self.weight_context_bytes))
+
+    def seconds_by_op(self) -> list[dict[Op, float]]:
+        """Per rank, the seconds of all its instructions of each operation that it ran, in the order of operations.
+
+        A receive takes from when it is posted until its message has arrived, so other instructions run meanwhile.
+        """
+        return [self._seconds_of_rank(rank) for rank in range(self.num_ranks)]
+
+    def _seconds_of_rank(self, rank: int) -> dict[Op, float]:
+        rows = slice(*self.program.offsets[rank : rank + 2].tolist())
+        duration_s = self.end_s[rows] - self.start_s[rows]
+        total_s = np.bincount(self.program.op[rows], weights=duration_s, minlength=len(Op))
+        return {op: float(total_s[op]) for op in Op if (self.program.op[rows] == op).any()}
 
     def _peaks(self, live: NDArray[Any]) -> list[int]:
         offsets = self.program.offsets

@@ -1,13 +1,18 @@
 """Models as plain lists of layers: single-device code that knows nothing of pipelines."""
 
+from penstock.models.auxiliary import AuxiliaryLoss
 from penstock.models.carry import Carry
 from penstock.models.decoder import DecoderConfig, count_target_tokens, cross_entropy_loss, decoder_layers
 from penstock.models.layer import LayerSpec, count_parameters
+from penstock.models.skip import Skip, connect_skips
 
 __all__ = [
+    "AuxiliaryLoss",
     "Carry",
     "DecoderConfig",
     "LayerSpec",
+    "Skip",
+    "connect_skips",
     "count_parameters",
     "count_target_tokens",
     "cross_entropy_loss",

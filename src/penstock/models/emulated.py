@@ -5,30 +5,43 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class EmulatedLayer(nn.Module):
-    """Sleeps in forward and backward, and hands its input on; its one weight makes it trainable."""
+    """Sleeps in forward and backward, and hands its input on; its one weight, a factor of 1, makes it trainable.
 
-    def __init__(self, forward_s: float, backward_s: float) -> None:
+    `weight_s` is how much of `backward_s` the gradient of the weight takes. Of a backward in two parts, the weight part
+    sleeps for it, and the input part for the rest, whether or not the input needs a gradient.
+    """
+
+    def __init__(self, forward_s: float, backward_s: float, *, weight_s: float = 0.0) -> None:
         super().__init__()
         self.forward_s = forward_s
         self.backward_s = backward_s
-        self.weight = nn.Parameter(torch.zeros(()))
+        self.weight_s = weight_s
+        self.weight = nn.Parameter(torch.ones(1, 1))
 
     def forward(self, features: Tensor) -> Tensor:
-        result: Tensor = _Sleep.apply(features, self.weight, self.forward_s, self.backward_s)  # type: ignore[no-untyped-call]
-        return result
+        weight = _sleep(self.weight, 0.0, self.weight_s) if self.weight_s else self.weight
+        product = F.linear(features.reshape(-1, 1), weight).view_as(features)
+        return _sleep(product, self.forward_s, self.backward_s - self.weight_s)
+
+
+def _sleep(handed_on: Tensor, forward_s: float, backward_s: float) -> Tensor:
+    result: Tensor = _Sleep.apply(handed_on, forward_s, backward_s)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, features: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
+    def forward(ctx: Any, handed_on: Tensor, forward_s: float, backward_s: float) -> Tensor:
         ctx.backward_s = backward_s
-        time.sleep(forward_s)
-        return features + weight
+        if forward_s:
+            time.sleep(forward_s)
+        return handed_on.clone()  # no view: torch's own split of a backward refuses those as outputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         time.sleep(ctx.backward_s)
-        return gradients[0], gradients[0].sum(), None, None
+        return gradients[0], None, None

@@ -23,6 +23,7 @@ from penstock.train.rules import (
 from penstock.train.sections import (
     BatchSection,
     DataSection,
+    DebugSection,
     MetricsSection,
     ModelSection,
     OptimizerSection,
@@ -49,6 +50,7 @@ class RunConfig(Section):
     batch: BatchSection = BatchSection()
     optimizer: OptimizerSection = OptimizerSection()
     metrics: MetricsSection = MetricsSection()
+    debug: DebugSection = DebugSection()
 
     @model_validator(mode="after")
     def _keep_the_rules(self) -> Self:

@@ -21,6 +21,7 @@ from penstock.train.metrics import MetricsWriter, StepMetrics
 from penstock.train.recorded_step import RecordedStep, recorded_step_to_json
 from penstock.train.report import Outcome, predict_again, write_report
 from penstock.train.run_folder import SCHEDULE, TIMELINE, WEIGHTS, RunFolder
+from penstock.train.run_log import run_log
 from penstock.train.setup import build_layers, build_pipeline, optimizer_options, prepare_together
 from penstock.train.step import StepOutcome, Trainer, require_finite
 from penstock.train.weights import save_weights
@@ -59,14 +60,15 @@ def train(config: RunConfig, *, output: TextIO) -> TrainingResult:
     """
     begin_s = time.monotonic()
     folder = RunFolder(Path(config.run.folder))
-    with closing(default_transport(None, PREPARING_DEADLINE_S)) as wires:
-        # The folder and the tokens are there, for all ranks, or all of them end here.
-        dataset = prepare_together(config, folder, wires)
-        layers = build_layers(config, dataset.vocabulary)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PenstockWarning)  # told below, in this program's own words
-            pipeline = build_pipeline(config, layers)
-    with closing(pipeline):
+    with ExitStack() as stack:
+        with closing(default_transport(None, PREPARING_DEADLINE_S)) as wires:
+            # The folder and the tokens are there, for all ranks, or all of them end here.
+            dataset = prepare_together(config, folder, wires)
+            stack.enter_context(run_log(folder.path, wires.rank, config.debug.log))
+            layers = build_layers(config, dataset.vocabulary)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", PenstockWarning)  # told below, in this program's own words
+                pipeline = stack.enter_context(closing(build_pipeline(config, layers)))
         if pipeline.rank == 0:
             folder.write(SCHEDULE, pipeline.schedule.to_csv().encode())
             output.write(_opening(config, layers, dataset) + pipeline.describe_split())

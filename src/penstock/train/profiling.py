@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from penstock.execute.footprint import SavedBytes, parameter_bytes
+from penstock.execute.memory_report import RankMemory
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.wires import WireSpeed, channels_of, measure_wires
 from penstock.execute.world import default_transport
@@ -41,6 +42,8 @@ class Profile:
     num_steps: int
     wires: tuple[WireSpeed, ...]
     """Channels by themselves, while nothing else ran."""
+    memory: tuple[RankMemory, ...] = ()
+    """What each rank held during a step, without an optimizer."""
 
 
 def profile_run(config: RunConfig, *, num_steps: int) -> Profile:
@@ -68,6 +71,7 @@ def profile_pipeline(pipeline: Pipeline, dataset: TokenDataset, num_steps: int) 
     saved = SavedBytes(pipeline.stages)
     with saved.watching():
         _run_step(pipeline, dataset.batch(0))
+    memory = _measure_memory(pipeline, dataset.batch(0))
     wires = _measure_wires(pipeline, message_bytes)
     costs = costs_from_timelines(
         timelines,
@@ -88,7 +92,7 @@ def profile_pipeline(pipeline: Pipeline, dataset: TokenDataset, num_steps: int) 
         gradient_bytes=held,
         optimizer_bytes=tuple(ADAM_STATES * size for size in held),
     )
-    return Profile(pipeline.rank, costs, pipeline.program, num_steps, tuple(wires))
+    return Profile(pipeline.rank, costs, pipeline.program, num_steps, tuple(wires), memory)
 
 
 def _record(
@@ -107,6 +111,14 @@ def _run_step(pipeline: Pipeline, batch: Batch, *, split_backwards: bool = False
     for _, parameter in pipeline.named_parameters():
         parameter.grad = None
     return timeline
+
+
+def _measure_memory(pipeline: Pipeline, batch: Batch) -> tuple[RankMemory, ...]:
+    tokens, target = (part.to(pipeline.device) for part in batch)
+    report = pipeline.memory_report(tokens, target=target)
+    for _, parameter in pipeline.named_parameters():
+        parameter.grad = None
+    return report.ranks
 
 
 def _runs_wholes(pipeline: Pipeline) -> bool:

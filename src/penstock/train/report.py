@@ -15,7 +15,7 @@ from penstock.simulate.costs.fit import costs_from_timeline
 from penstock.train.files import naming_storage
 from penstock.train.metrics import JSONL_NAME, TENSORBOARD_NAME
 from penstock.train.progress import duration_text
-from penstock.train.run_folder import CONFIG, PICTURE, SCHEDULE, SUMMARY, TIMELINE, TRACE, WEIGHTS, RunFolder
+from penstock.train.run_folder import CONFIG, LOG, PICTURE, SCHEDULE, SUMMARY, TIMELINE, TRACE, WEIGHTS, RunFolder
 
 Timelines = Mapping[str, Timeline]
 """By name: "predicted" and "measured"; empty where no step was recorded."""
@@ -29,6 +29,7 @@ MEANING = {
     TIMELINE: "the recorded step as it was measured: penstock doctor says where its time went",
     PICTURE: "the recorded step, rank by rank: predicted above measured",
     TRACE: "the same with every message: open it at https://ui.perfetto.dev",
+    LOG: "what rank 0 logged (debug.log); each rank has such a file",
 }
 
 
@@ -113,6 +114,9 @@ def _summary(outcome: Outcome, timelines: Timelines) -> dict[str, object]:
             "span_s": timeline.span_s,
             "bubble_fraction": timeline.bubble_fraction,
             "bubble_rate": timeline.bubble_rate,
+            "seconds_by_operation": [
+                {op.name.lower(): seconds for op, seconds in of_rank.items()} for of_rank in timeline.seconds_by_op()
+            ],
         }
         for name, timeline in timelines.items()
     }

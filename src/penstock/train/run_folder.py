@@ -19,6 +19,8 @@ TIMELINE = "timeline.json"
 TRACE = "timeline.trace.json"
 PICTURE = "timeline.png"
 SUMMARY = "summary.json"
+LOG = "rank0.log"
+"""Of rank 0; the others have their own number."""
 COSTS = "costs.toml"
 """Of `penstock profile`, which a run leaves alone."""
 

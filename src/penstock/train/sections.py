@@ -52,6 +52,9 @@ class PipelineSection(Section):
         default=0, description="stages that each rank holds; 0: as many as the schedule has by itself"
     )
     split: Sizes | None = Field(default=None, description="layers per stage; absent: split by weight")
+    run_ahead: NotNegative = Field(
+        default=0, description="on CUDA, computations that may be queued and not ended; 0: any number"
+    )
 
 
 class ModelSection(Section):
@@ -121,3 +124,16 @@ class MetricsSection(Section):
         default=False, description="whether TensorBoard files are written (needs penstock[tensorboard])"
     )
     every: Positive = Field(default=1, description="optimizer steps between two lines on the terminal")
+
+
+class DebugSection(Section):
+    """What is looked at while the run goes on; all of it costs time."""
+
+    level: Literal["off", "messages", "values"] = Field(
+        default="off",
+        description="'messages': each says what it is, and is compared; 'values': also, all are finite, copies equal",
+    )
+    ranges: bool = Field(default=False, description="whether every instruction is a range in torch.profiler and NVTX")
+    log: Literal["off", "info", "debug"] = Field(
+        default="off", description="rankN.log in the run folder: 'info': plan and norms; 'debug': every message, too"
+    )

@@ -171,6 +171,9 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec]) -> Pipeline:
         split=config.pipeline.split,
         allow_ragged=config.batch.allow_ragged,
         deadline_s=config.run.deadline_s,
+        debug=config.debug.level,
+        ranges=config.debug.ranges,
+        run_ahead=config.pipeline.run_ahead or None,
     )
 
 

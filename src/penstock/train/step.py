@@ -1,13 +1,13 @@
 """One optimizer step: gradients of some batches added up, clipped over all ranks, and applied."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
 from penstock.errors import PenstockError
-from penstock.execute.loss import Loss
 from penstock.pipeline import Pipeline
 from penstock.simulate.lead_in import LeadIn
 from penstock.train.data import Batch
@@ -36,12 +36,12 @@ class Batches(Protocol):
     def __getitem__(self, index: int, /) -> Batch: ...
 
 
-def loss_over(loss: Loss, num_batches: int) -> Loss:
+def loss_over(loss: Callable[[Any, Any], Tensor], num_batches: int) -> Callable[[Any, Any], Tensor]:
     """Return the loss whose gradients, added over so many batches of equal size, are those of their mean."""
     if num_batches == 1:
         return loss
 
-    def part_of_mean(output: object, target: object) -> Tensor:
+    def part_of_mean(output: Any, target: Any) -> Tensor:
         return loss(output, target) / num_batches
 
     return part_of_mean

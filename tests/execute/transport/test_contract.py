@@ -33,10 +33,12 @@ def pools():
         pool.close()
 
 
-@pytest.fixture(params=["local", "gloo"])
+@pytest.fixture(params=["local", "gloo and direct sockets", "gloo alone"])
 def on_ranks(request, pools):
     """`on_ranks(num_ranks, case, *args)` gives what `case(transport, *args)` returned on every rank."""
-    return run_on_threads if request.param == "local" else partial(run_on_gloo, pools)
+    if request.param == "local":
+        return run_on_threads
+    return partial(run_on_gloo, pools, request.param != "gloo alone")
 
 
 def run_on_threads(num_ranks, case, *args):
@@ -53,13 +55,13 @@ def run_and_close(transport, case, args):
         transport.close()
 
 
-def run_on_gloo(pools, num_ranks, case, *args):
+def run_on_gloo(pools, is_direct, num_ranks, case, *args):
     pool = pools.setdefault(num_ranks, RankPool(num_ranks))
-    return pool.run(run_on_one_rank, case, args, timeout_s=PATIENCE_S)
+    return pool.run(run_on_one_rank, is_direct, case, args, timeout_s=PATIENCE_S)
 
 
-def run_on_one_rank(rank, case, args):
-    return run_and_close(TorchTransport(deadline_s=PATIENCE_S), case, args)
+def run_on_one_rank(rank, is_direct, case, args):
+    return run_and_close(TorchTransport(deadline_s=PATIENCE_S, is_direct=is_direct), case, args)
 
 
 def send(transport, peer, tensor):

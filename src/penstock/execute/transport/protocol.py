@@ -7,22 +7,22 @@ After an error (`PeerLost`, `DeadlineExceeded`) only `abort`, `recover` and `clo
 gets one calls `abort`, so that the ranks that wait for it fail too, then theirs, until no rank waits any more.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(NamedTuple):
     """One posted message; hand it to `wait` of the transport that gave it."""
 
     peer: int
     is_send: bool
     serial: int
     """Counts the messages that this transport posted, from 0."""
+    is_over: bool = False
+    """Whether the message had left when it was posted, so that nothing needs to be waited for."""
 
 
 class WaitObserver(Protocol):

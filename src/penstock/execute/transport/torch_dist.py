@@ -20,6 +20,16 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import PeerLost, PipelineError
 from penstock.execute.transport import collectives
+from penstock.execute.transport.direct import (
+    NOT_DIRECT,
+    Arriving,
+    DirectSocket,
+    Leaving,
+    SizesDiffer,
+    SocketClosed,
+    SocketLate,
+    connect_directly,
+)
 from penstock.execute.transport.meeting import Meeting
 from penstock.execute.transport.protocol import (
     Ticket,
@@ -65,18 +75,67 @@ class _Links:
         return list({id(link): link for link in (self.upward, self.downward, self.collective)}.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A posted message; the tensor must live as long as the work."""
+class _Pending(Protocol):
+    """A posted message."""
+
+    def is_over(self) -> bool:
+        """Look, without blocking, whether it has been sent or received; False where that cannot be seen."""
+        ...
+
+    def wait(self, deadline_s: float) -> None:
+        """Block until it is."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """A message of a backend; the tensor must live as long as the work."""
 
     work: dist.Work
     tensor: Tensor
+
+    def is_over(self) -> bool:
+        return False  # gloo's works know only once they have been waited for
+
+    def wait(self, deadline_s: float) -> None:
+        self.work.wait(timedelta(seconds=max(deadline_s, SHORTEST_WAIT_S)))
+
+
+@dataclass(slots=True, eq=False)
+class _DirectSend:
+    """A small message for which there was no room yet."""
+
+    socket: DirectSocket
+    leaving: Leaving
+
+    def is_over(self) -> bool:
+        return self.leaving.is_done
+
+    def wait(self, deadline_s: float) -> None:
+        self.socket.wait_sent(self.leaving, deadline_s)
+
+
+@dataclass(slots=True, eq=False)
+class _DirectReceive:
+    """A small message that is to come."""
+
+    socket: DirectSocket
+    arriving: Arriving
+
+    def is_over(self) -> bool:
+        return self.socket.has_arrived(self.arriving)
+
+    def wait(self, deadline_s: float) -> None:
+        end_s = time.monotonic() + deadline_s
+        while not self.socket.has_arrived(self.arriving):
+            self.socket.wait_readable(max(end_s - time.monotonic(), 0.0))
 
 
 class TorchTransport:
     """The rank of a process in a group of torch.distributed; peers are counted within that group.
 
-    All ranks of the group make their transports in the same order. A CPU device means gloo, a CUDA device NCCL.
+    All ranks of the group make their transports in the same order. A CPU device means gloo, a CUDA device NCCL. Between
+    CPUs of one host small messages go past gloo (`direct.py`) unless `is_direct` is False.
     Raises: DeadlineExceeded if a rank of the group does not come, PipelineError if there is no group.
     """
 
@@ -86,6 +145,7 @@ class TorchTransport:
         *,
         deadline_s: float = 60.0,
         device: torch.device | str = "cpu",
+        is_direct: bool = True,
     ) -> None:
         own = group or dist.group.WORLD
         if own is None:
@@ -96,7 +156,9 @@ class TorchTransport:
         self.num_ranks = dist.get_world_size(own)
         self.deadline_s = deadline_s
         self._device = torch.device(device)
+        self._is_direct = is_direct and self._device.type == "cpu"
         self._links: _Links | None = None
+        self._direct = NOT_DIRECT
         self._observer: WaitObserver | None = None
         self._open: dict[int, _Pending] = {}
         self._next_serial = 0
@@ -129,6 +191,7 @@ class TorchTransport:
         return collectives.all_gather_object(self._lane(), value)
 
     def abort(self) -> None:
+        self._direct.close()
         for link in self._forget():
             link.abort()
 
@@ -137,6 +200,7 @@ class TorchTransport:
         self._connect()
 
     def close(self) -> None:
+        self._direct.close()
         for link in self._forget():
             link.shutdown()
 
@@ -144,6 +208,7 @@ class TorchTransport:
         """Drop all messages and connections; once the result is dropped too, the sockets close."""
         links = self._links.distinct() if self._links else []
         self._links = None
+        self._direct = NOT_DIRECT
         self._open.clear()
         self._first_serial = self._next_serial
         return links
@@ -155,7 +220,10 @@ class TorchTransport:
             self._links = self._make_links(store)
             # Gloo has one end of a pair ready before the other: a rank that closed at once would break its peer's.
             self.all_gather_object("connected")
-        except RuntimeError as error:
+            if self._is_direct:
+                tags = (PIPELINE_TAG, COLLECTIVE_TAG)
+                self._direct = connect_directly(self.rank, tags, self.all_gather_object, self.deadline_s)
+        except (RuntimeError, OSError) as error:
             self._meeting.give_up()
             raise PeerLost(
                 f"rank {self.rank}: could not connect to the other ranks of the group: {error}. "
@@ -195,27 +263,44 @@ class TorchTransport:
                 link.recv([number], source, PIPELINE_TAG).wait(timedelta(seconds=self.deadline_s))
 
     def _post_send(self, tag: int, peer: int, tensor: Tensor) -> Ticket:
-        ticket = Ticket(peer, True, self._next_serial)
-        sent = tensor.detach().contiguous()
+        sent = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+        direct = self._direct.of(peer, tag, sent.nbytes)
+        if direct is not None:
+            return self._send_directly(direct, peer, sent)
+        ticket, sent = Ticket(peer, True, self._next_serial), sent.detach()
         link = self._link(ticket, self.rank, peer, tag)
         try:
             work = link.send([sent], peer, tag)
         except RuntimeError as error:
             del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
             raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
-        return self._opened(ticket, _Pending(work, sent))
+        return self._opened(ticket, _Work(work, sent))
+
+    def _send_directly(self, direct: DirectSocket, peer: int, sent: Tensor) -> Ticket:
+        ticket = Ticket(peer, True, self._next_serial, is_over=True)
+        try:
+            leaving = direct.send(sent)
+        except SocketClosed as error:
+            raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
+        if leaving is not None:
+            return self._opened(ticket._replace(is_over=False), _DirectSend(direct, leaving))
+        self._next_serial += 1
+        return ticket
 
     def _post_receive(self, tag: int, peer: int, tensor: Tensor) -> Ticket:
         ticket = Ticket(peer, False, self._next_serial)
+        require_contiguous(self.rank, ticket, tensor)
+        direct = self._direct.of(peer, tag, tensor.nbytes)
+        if direct is not None:
+            return self._opened(ticket, _DirectReceive(direct, direct.post(tensor)))
         received = tensor.detach()
-        require_contiguous(self.rank, ticket, received)
         link = self._link(ticket, peer, self.rank, tag)
         try:
             work = link.recv([received], peer, tag)
         except RuntimeError as error:
             del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
             raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
-        return self._opened(ticket, _Pending(work, received))
+        return self._opened(ticket, _Work(work, received))
 
     def _opened(self, ticket: Ticket, pending: _Pending) -> Ticket:
         self._open[ticket.serial] = pending
@@ -228,20 +313,25 @@ class TorchTransport:
         return self._links.between(source, destination, tag)
 
     def _wait(self, ticket: Ticket, deadline_s: float) -> None:
-        begin_s = time.monotonic()
         if ticket.serial < self._first_serial:
             raise peer_lost(self.rank, ticket, 0.0, "abort(), recover() or close() forgot this message")
         pending = self._open.pop(ticket.serial, None)
         if pending is None:
             return
-        if self._observer is not None:
-            self._observer.note_wait(ticket.peer)
+        begin_s = time.monotonic()
         try:
-            pending.work.wait(timedelta(seconds=max(deadline_s, SHORTEST_WAIT_S)))
-        except RuntimeError as error:
-            del pending  # the traceback keeps this frame, and a work kept alive would keep the sockets open
+            if pending.is_over():
+                return
+            if self._observer is not None:
+                self._observer.note_wait(ticket.peer)
+            pending.wait(deadline_s)
+        except SizesDiffer as error:
+            raise PipelineError(f"rank {self.rank}: message of rank {ticket.peer}: {error}", rank=self.rank) from error
+        except (RuntimeError, SocketClosed, SocketLate) as error:
+            del pending  # frames live as long as the error, and a work kept alive would keep the sockets open
+            error.with_traceback(None)
             waited_s = time.monotonic() - begin_s
-            if waited_s >= deadline_s or "Timed out" in str(error):
+            if isinstance(error, SocketLate) or waited_s >= deadline_s or "Timed out" in str(error):
                 raise deadline_exceeded(self.rank, ticket, waited_s, self.deadline_s) from error
             raise peer_lost(self.rank, ticket, waited_s, str(error)) from error
         if self._observer is not None:

@@ -1,0 +1,36 @@
+"""What the ranks held in memory, as tables: when most was held, stage by stage, and at fixed points of the step."""
+
+from collections.abc import Sequence
+
+from penstock.cli.output import format_table
+from penstock.execute.memory_report import MemoryPoint, RankMemory
+from penstock.show.text import format_bytes
+
+_STAGES = ("rank", "stage", "live", "activations", "contexts", "parameters", "gradients", "received", "unsent")
+
+
+def memory_text(ranks: Sequence[RankMemory]) -> str:
+    """Return both tables, one row per stage and one per rank."""
+    stages = [row for rank in ranks for row in _stage_rows(rank)]
+    points = [[str(rank.rank), str(rank.peak_activations), *map(_point, rank.points)] for rank in ranks]
+    names = [point.name for point in ranks[0].points]
+    title = "memory, when a rank holds most"
+    return f"{title}\n{format_table(list(_STAGES), stages)}\n\n{format_table(['rank', 'most live', *names], points)}"
+
+
+def _stage_rows(rank: RankMemory) -> list[list[str]]:
+    rows = []
+    messages = [format_bytes(rank.received_bytes), format_bytes(rank.unsent_bytes)]
+    for stage in rank.stages:
+        held = (stage.activation_bytes, stage.context_bytes, stage.parameter_bytes, stage.gradient_bytes)
+        own = [str(rank.rank), str(stage.stage), str(stage.activations), *map(format_bytes, held)]
+        rows.append([*own, *messages])
+        messages = ["", ""]  # they are the rank's, not a stage's
+    return rows
+
+
+def _point(point: MemoryPoint) -> str:
+    counted = format_bytes(point.counted_bytes)
+    if point.allocated_bytes is None or point.reserved_bytes is None:
+        return counted
+    return f"{counted} ({format_bytes(point.allocated_bytes)} allocated, {format_bytes(point.reserved_bytes)} reserved)"

@@ -1,0 +1,306 @@
+"""`CheckedWires`: a transport that says with every message what it is, and refuses one that is not what is expected.
+
+    sender    [step, instruction, what, numel]  values        what: the operation with its stage, microbatch and slice
+    receiver  compares with what its own program takes next, and only then takes the values
+
+That sends and receives match in order is proved before a step; this is for finding out whether wires, or a program that
+was changed by hand, keep to it. A receive is posted once its header has come, so that a message of another size can do
+no harm; that costs the time which receives posted ahead would save.
+
+[1] An instruction may send several tensors, or none. They are its parts, counted from 0; for none, a header goes alone.
+[2] A receive is announced by its instruction, and taken when its values are needed, which may be in another order.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PipelineError
+from penstock.execute.calls import Bound, Call, Change, around_each
+from penstock.execute.transport.protocol import Ticket, Transport, WaitObserver
+from penstock.ir.deps import predecessors
+from penstock.ir.instruction import Instruction, Op
+from penstock.ir.program import Program
+
+_NO_OP = -1
+_NOTHING = -1
+"""In place of a number of values: the header goes alone."""
+_NUM_FIELDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _What:
+    """What a message is, as both ends know it from their own instruction."""
+
+    op: int = _NO_OP
+    """Of the sending instruction; `_NO_OP` beside all instructions."""
+    stage: int = 0
+    """The sender's; of a reduction, the tied group."""
+    microbatch: int = 0
+    slice: int = 0
+    position: int = -1
+    """The sender's instruction, counted from 0; -1 where the receiver cannot know it."""
+
+    def __str__(self) -> str:
+        if self.op == _NO_OP:
+            return "a message outside all instructions"
+        if self.op == Op.REDUCE_TIED:
+            return f"a gradient of tied group {self.stage}"
+        return str(Instruction(Op(self.op), self.stage, self.microbatch, self.slice, self.stage, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What goes in front of a message."""
+
+    step: int
+    what: _What
+    part: int
+    """[1]"""
+    numel: int
+
+    def to_tensor(self, device: torch.device) -> Tensor:
+        what = self.what
+        place = [what.op, what.stage, what.microbatch, what.slice, what.position]
+        return torch.tensor([self.step, *place, self.part, self.numel], device=device)
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor) -> "_Header":
+        step, *place, part, numel = tensor.tolist()
+        return cls(step, _What(*place), part, numel)
+
+    def __str__(self) -> str:
+        place = f"instruction {self.what.position}, " if self.what.position >= 0 else ""
+        size = "nothing" if self.numel == _NOTHING else f"{self.numel} values"
+        return f"{self.what} ({place}step {self.step}, part {self.part}, {size})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Awaited:
+    """A tensor that was asked for and has not been taken."""
+
+    serial: int
+    tensor: Tensor
+    what: _What | None
+    """None: of the announced receives, the one whose turn it is [2]."""
+
+
+@dataclass(slots=True, eq=False)
+class _Channel:
+    """What is to come from one rank, in order."""
+
+    awaited: deque[_Awaited] = field(default_factory=deque)
+    announced: deque[_What] = field(default_factory=deque)
+    current: _What = field(default_factory=_What)
+    """Of the announced receives, the one whose parts are coming."""
+    part: int = -1
+    """Of that, the last one that has come."""
+
+    def turn_to(self, part: int) -> _What:
+        """Return whose part is next: a part 0 begins another message."""
+        if part == 0 or part != self.part + 1:
+            self.current = self.announced.popleft() if self.announced else _What()
+        self.part = part
+        return self.current
+
+
+class CheckedWires:
+    """A transport around another one, for the messages of a step; both ends use it, or neither."""
+
+    def __init__(self, wires: Transport, device: torch.device) -> None:
+        self.rank = wires.rank
+        self.num_ranks = wires.num_ranks
+        self.deadline_s = wires.deadline_s
+        self._wires = wires
+        self._device = device
+        self._step = 0
+        self._sending = _What()
+        self._receiving: _What | None = _What()
+        self._part = 0
+        self._num_posted = 0
+        self._sends: dict[int, list[Ticket]] = {}
+        self._channels: dict[int, _Channel] = {}
+        self._forget()
+
+    def begin(self, step: int) -> None:
+        """Begin a step, with nothing under way from before."""
+        self._step = step
+        self._forget()
+
+    def change(self, program: Program) -> Change:
+        """Return the change that says with the messages of each instruction which one they belong to."""
+        messages = _Messages.of(program)
+        return around_each(lambda bound: self._telling(messages, bound))
+
+    # ---- the messages of a step
+
+    def post_send(self, peer: int, tensor: Tensor) -> Ticket:
+        return self._leaving(peer, self._post_header(peer, tensor.numel()), self._wires.post_send(peer, tensor))
+
+    def post_receive(self, peer: int, tensor: Tensor) -> Ticket:
+        ticket = self._ticket(peer, is_send=False)
+        self._channels[peer].awaited.append(_Awaited(ticket.serial, tensor, self._receiving))
+        return ticket
+
+    def wait(self, ticket: Ticket) -> None:
+        if ticket.is_send:
+            for each in self._sends.pop(ticket.serial, ()):
+                self._wires.wait(each)
+            return
+        awaited = self._channels[ticket.peer].awaited
+        while awaited and awaited[0].serial <= ticket.serial:  # a channel delivers in order
+            self._take(ticket.peer, awaited.popleft())
+
+    # ---- what passes through
+
+    def watch(self, observer: WaitObserver) -> None:
+        self._wires.watch(observer)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._wires.all_reduce(tensor)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        self._wires.broadcast(tensor, root)
+
+    def all_gather_object(self, value: object) -> list[object]:
+        return self._wires.all_gather_object(value)
+
+    def abort(self) -> None:
+        self._wires.abort()
+
+    def recover(self) -> None:
+        self._forget()
+        self._wires.recover()
+
+    def close(self) -> None:
+        self._wires.close()
+
+    # ---- which instruction a message belongs to
+
+    def _telling(self, messages: "_Messages", bound: Bound) -> Call:
+        op = Op(int(messages.program.op[bound.row]))
+        if bound.receive_row is not None:
+            return self._telling_arrival(*messages.sender(bound.receive_row), bound.call)
+        if op.is_receive:
+            return self._telling_receive(*messages.sender(bound.row), bound.call)
+        if op.is_send:
+            return self._telling_send(messages.receiver(bound.row), messages.what(bound.row), bound.call)
+        return self._telling_reduction(messages.what(bound.row), bound.call) if op is Op.REDUCE_TIED else bound.call
+
+    def _telling_send(self, peer: int, what: _What, call: Call) -> Call:
+        def send() -> None:
+            self._sending, self._part = what, 0
+            call()
+            if self._part == 0:  # [1]
+                self._leaving(peer, self._post_header(peer, _NOTHING))
+            self._sending = _What()
+
+        return send
+
+    def _telling_receive(self, peer: int, what: _What, call: Call) -> Call:
+        def receive() -> None:
+            self._channels[peer].announced.append(what)
+            self._receiving = None
+            call()
+            self._receiving = _What()
+
+        return receive
+
+    def _telling_arrival(self, peer: int, what: _What, call: Call) -> Call:
+        def arrive() -> None:
+            self._receiving = None
+            call()
+            self._receiving = _What()
+            while what in self._channels[peer].announced:  # [1] nothing was taken of it
+                self._next_header(peer, _Awaited(0, torch.empty(0), None))
+
+        return arrive
+
+    def _telling_reduction(self, what: _What, call: Call) -> Call:
+        def reduce() -> None:
+            self._sending = self._receiving = what
+            call()
+            self._sending = self._receiving = _What()
+
+        return reduce
+
+    # ---- the headers
+
+    def _ticket(self, peer: int, *, is_send: bool, is_over: bool = False) -> Ticket:
+        self._num_posted += 1
+        return Ticket(peer, is_send, self._num_posted - 1, is_over)
+
+    def _leaving(self, peer: int, *tickets: Ticket) -> Ticket:
+        """Return one ticket for a header and what follows it."""
+        open_ones = [ticket for ticket in tickets if not ticket.is_over]
+        ticket = self._ticket(peer, is_send=True, is_over=not open_ones)
+        if open_ones:
+            self._sends[ticket.serial] = open_ones
+        return ticket
+
+    def _post_header(self, peer: int, numel: int) -> Ticket:
+        header = _Header(self._step, self._sending, self._part, numel)
+        self._part += 1
+        return self._wires.post_send(peer, header.to_tensor(self._device))
+
+    def _take(self, peer: int, awaited: _Awaited) -> None:
+        while self._next_header(peer, awaited).numel == _NOTHING:
+            pass
+        self._wires.wait(self._wires.post_receive(peer, awaited.tensor))
+
+    def _next_header(self, peer: int, awaited: _Awaited) -> _Header:
+        """Read what the next message is, and refuse any but the one that is awaited, or an empty one before it."""
+        fields = torch.zeros(_NUM_FIELDS, dtype=torch.int64, device=self._device)
+        self._wires.wait(self._wires.post_receive(peer, fields))
+        found = _Header.from_tensor(fields)
+        is_empty = found.numel == _NOTHING
+        what = awaited.what
+        part, numel = found.part, _NOTHING if is_empty else awaited.tensor.numel()
+        if what is None or is_empty:
+            what = self._channels[peer].turn_to(found.part)
+        expected = _Header(self._step, what, part, numel)
+        if found != expected:
+            raise PipelineError(
+                f"rank {self.rank}: expected {expected} next from rank {peer}, but {found} came. The two ranks do not "
+                "send and take their messages in one order: run the same program on both, or look for wires that "
+                "change it",
+                rank=self.rank,
+                instruction=str(expected.what),
+                peer=peer,
+            )
+        return found
+
+    def _forget(self) -> None:
+        self._sends.clear()
+        self._channels = {peer: _Channel() for peer in range(self.num_ranks)}
+        self._sending = self._receiving = _What()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Messages:
+    """What the messages of a program are, and between whom they go."""
+
+    program: Program
+    senders: list[int]
+    """Per receive, the row that it takes its message from."""
+
+    @classmethod
+    def of(cls, program: Program) -> "_Messages":
+        return cls(program, predecessors(program)[:, 0].tolist())
+
+    def what(self, row: int) -> _What:
+        instruction = self.program.instruction(row)
+        if instruction.op is Op.REDUCE_TIED:
+            return _What(Op.REDUCE_TIED, instruction.peer)
+        position = row - int(self.program.offsets[self.program.rank_of_row[row]])
+        return _What(instruction.op, instruction.stage, instruction.microbatch, instruction.slice, position)
+
+    def receiver(self, send: int) -> int:
+        return self.program.placement.rank_of_stage[int(self.program.peer[send])]
+
+    def sender(self, receive: int) -> tuple[int, _What]:
+        """The rank that a receive takes its message from, and what that is."""
+        row = self.senders[receive]
+        return int(self.program.rank_of_row[row]), self.what(row)

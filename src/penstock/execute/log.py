@@ -1,0 +1,87 @@
+"""What a pipeline says through Python's logging, logger `penstock`: its plan at INFO, every message at DEBUG.
+
+Nothing is set up here: who wants to read it gives the logger a handler and a level. A step asks once whether messages
+are wanted; if not, nothing is asked for any of them.
+"""
+
+import logging
+from collections.abc import Iterable
+
+import numpy as np
+from torch import Tensor, nn
+
+from penstock.errors import count_of
+from penstock.execute.calls import Bound, Call, Change, around_each
+from penstock.execute.transport.protocol import Transport
+from penstock.ir.action import Kind
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+
+LOG = logging.getLogger("penstock")
+
+
+def log_plan(schedule: Schedule, rank: int) -> None:
+    """Say which schedule this rank is to run; at DEBUG, how many forwards come before and backwards after the rest."""
+    stages = ", ".join(str(stage) for stage in schedule.placement.stages_of_rank[rank])
+    counts = {"microbatch": schedule.num_microbatches, "slice": schedule.num_slices, "stage": schedule.num_stages}
+    sizes = ", ".join(count_of(number, noun) for noun, number in counts.items())
+    LOG.info("rank %d of %d: %s, %s, of which it holds %s", rank, schedule.num_ranks, schedule.name, sizes, stages)
+    if LOG.isEnabledFor(logging.DEBUG):
+        is_forward = schedule.kind[schedule.offsets[rank] : schedule.offsets[rank + 1]] == Kind.FORWARD
+        warm_up = int(np.argmin(is_forward)) if not is_forward.all() else len(is_forward)
+        cool_down = int(np.argmax(is_forward[::-1])) if is_forward.any() else len(is_forward)
+        steady = len(is_forward) - warm_up - cool_down if warm_up < len(is_forward) else 0
+        LOG.debug("rank %d: %d actions in warm-up, %d steady, %d in cool-down", rank, warm_up, steady, cool_down)
+
+
+def message_log(program: Program, step: int) -> list[Change]:
+    """Return the changes that log every message of a step; none where nobody listens."""
+    if not LOG.isEnabledFor(logging.DEBUG):
+        return []
+    return [around_each(lambda bound: _logging(program, bound, step))]
+
+
+def log_norms(
+    transport: Transport,
+    step: int,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    copied: frozenset[str],
+    gradient_attribute: str = "grad",
+) -> None:
+    """Log the norms of this rank's parameters and gradients, and on rank 0 those over all ranks; a collective."""
+    own = {
+        name: [_square(parameter.detach()), _square(getattr(parameter, gradient_attribute, None))]
+        for name, parameter in parameters
+    }
+    for name, (value, gradient) in own.items():
+        norms = (value**0.5, gradient**0.5)
+        LOG.debug("rank %d, step %d: %s: parameter norm %.6g, gradient norm %.6g", transport.rank, step, name, *norms)
+    everyone = transport.all_gather_object({name: found for name, found in own.items() if name not in copied})
+    whole: dict[str, list[float]] = {}  # a copy on another rank has the same name, and counts once
+    for theirs in everyone:
+        assert isinstance(theirs, dict)
+        whole |= theirs
+    if transport.rank == 0:
+        value, gradient = (sum(found[index] for found in whole.values()) ** 0.5 for index in (0, 1))
+        LOG.info("step %d: parameter norm %.6g, gradient norm %.6g over all ranks", step, value, gradient)
+
+
+def _square(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None else float(tensor.double().square().sum())
+
+
+def _logging(program: Program, bound: Bound, step: int) -> Call:
+    row = bound.row if bound.receive_row is None else bound.receive_row
+    op, call = program.instruction(row).op, bound.call
+    if not (op.is_send or op.is_receive):
+        return call
+    rank, peer = int(program.rank_of_row[row]), program.placement.rank_of_stage[int(program.peer[row])]
+    ends = f"to rank {peer}" if op.is_send else f"from rank {peer}"
+    what = f"{program.instruction(row)} {'arrived' if bound.receive_row is not None else 'posted'}, {ends}"
+
+    def logged() -> None:
+        call()
+        LOG.debug("rank %d, step %d: %s", rank, step, what)
+
+    return logged

@@ -1,0 +1,155 @@
+"""What a loss function may return, and how it is read.
+
+tensor                                 the loss, without dimensions or of shape [1]
+{"name": tensor, ...}                  named losses; their sum is trained
+(sum, weight)                          the loss is sum / weight
+LossOutput(any of these, reported=x)   x is handed to the caller
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PipelineError
+from penstock.execute.tree import map_leaves
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossOutput:
+    """What a loss function returns that has more to say than one number."""
+
+    loss: Tensor | Mapping[str, Tensor]
+    """What is trained: one loss, or named ones whose sum is."""
+    weight: float | Tensor | None = None
+    """What `loss` is a sum over, such as the number of tokens; then the loss is `loss` / `weight`, and `weight` is what
+    the pipeline's `count` says of the target. None: `loss` is what it is."""
+    reported: Any = None
+    """Any tree of values; comes back, detached and in order of the microbatches, as `StepResult.reported`."""
+
+
+LossValue = Tensor | Mapping[str, Tensor] | tuple[Tensor, float | Tensor] | LossOutput
+
+
+@dataclass(frozen=True, slots=True)
+class LossName:
+    """A loss that is reported by name, apart for every type that its values have."""
+
+    name: str
+    is_auxiliary: bool
+    """Whether a layer added it, or else the loss function named it."""
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossParts:
+    """What a loss function said of one microbatch or slice."""
+
+    loss: Tensor
+    """0-dim, with its graph."""
+    named: Mapping[str, Tensor] = field(default_factory=dict)
+    """0-dim, detached; they add up to the loss. Empty where the loss function names none."""
+    reported: Any = None
+    """Without graph."""
+
+
+def takes_weight(loss: Callable[..., LossValue]) -> bool:
+    """Whether a loss function wants to be told the factor of its loss: by a keyword-only parameter `weight`.
+
+    A `weight` that can be given by position is another matter, such as that of classes in torch's own losses.
+    """
+    try:
+        parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
+    except (TypeError, ValueError):  # a built-in function tells nothing
+        return False
+    return "weight" in parameters and parameters["weight"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def read_loss(value: object, microbatch: int, count: float | None = None) -> LossParts:
+    """Read what a loss function returned for a microbatch; `count` is what the pipeline's `count` said of its target.
+
+    A weight of 0 gives losses of 0, whatever the sum.
+
+    Raises:
+        PipelineError: it is none of the forms, or its weight is not the count.
+    """
+    if isinstance(value, Tensor):
+        return LossParts(scalar_loss(value, microbatch))
+    output: LossOutput = value if isinstance(value, LossOutput) else _as_output(value)
+    divisor = None if output.weight is None else _checked_weight(output.weight, microbatch, count)
+    reported = map_leaves(_detached, output.reported)
+    if not isinstance(output.loss, Mapping):
+        return LossParts(_divided(scalar_loss(output.loss, microbatch), divisor), reported=reported)
+    named = {name: _divided(scalar_loss(loss, microbatch, name), divisor) for name, loss in output.loss.items()}
+    _require_names(named, microbatch)
+    first, *others = named.values()
+    return LossParts(sum(others, start=first), {name: loss.detach() for name, loss in named.items()}, reported)
+
+
+def scalar_loss(loss: object, microbatch: int, name: str | None = None) -> Tensor:
+    """Return what a loss function gave for a microbatch as a 0-dim tensor; one of shape [1] is reshaped.
+
+    Raises:
+        PipelineError: it is something else.
+    """
+    if isinstance(loss, Tensor) and tuple(loss.shape) in ((), (1,)) and loss.is_floating_point():
+        return loss if loss.dim() == 0 else loss.reshape(())
+    found = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        found = f"a tensor of shape {tuple(loss.shape)} and type {str(loss.dtype).removeprefix('torch.')}"
+    raise PipelineError(
+        f"microbatch {microbatch}: the loss function returned {found}{'' if name is None else f' as {name!r}'}; "
+        "expected a floating-point tensor without dimensions, or of shape [1]. Reduce it with .mean() or .sum(). A "
+        "dict of named losses, a pair (sum, weight) and a penstock.LossOutput are taken, too"
+    )
+
+
+def _as_output(value: Any) -> LossOutput:
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    return LossOutput(*value) if is_pair else LossOutput(value)
+
+
+def _checked_weight(weight: object, microbatch: int, count: float | None) -> float:
+    place = f"microbatch {microbatch}: the loss function returned a sum with the weight"
+    if isinstance(weight, Mapping):
+        raise PipelineError(
+            f"{place} {weight!r}; expected a number, what the sum is over. To have values reported, return "
+            "penstock.LossOutput(loss, reported=...)"
+        )
+    if not isinstance(weight, (int, float, Tensor)) or (isinstance(weight, Tensor) and weight.numel() != 1):
+        raise PipelineError(f"{place} {weight!r}; expected a number, or a tensor that holds one")
+    number = float(weight)
+    if count is None:
+        raise PipelineError(
+            f"{place} {number:g}, but the weights of all microbatches must be known before the first backward; give "
+            "Pipeline count=..., a function that counts a target as the loss function does, or, with "
+            "reduction='sum', return the sum alone"
+        )
+    if not math.isclose(number, count, rel_tol=1e-9):
+        raise PipelineError(
+            f"{place} {number:g}, but count returned {count:g} for its target; make both count the same"
+        )
+    return number
+
+
+def _require_names(named: Mapping[str, Tensor], microbatch: int) -> None:
+    if not named or not all(isinstance(name, str) and name for name in named):
+        raise PipelineError(
+            f"microbatch {microbatch}: the loss function returned a dict of losses with the names {list(named)}; "
+            "expected one or more, each a text that is not empty"
+        )
+
+
+def _divided(loss: Tensor, divisor: float | None) -> Tensor:
+    if divisor is None:
+        return loss
+    # 0 / 0 is not a number, and what nothing counts in adds nothing.
+    return loss / divisor if divisor else torch.zeros_like(loss)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

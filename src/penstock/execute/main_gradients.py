@@ -1,0 +1,77 @@
+"""Main gradients: those of weights in low precision, added up in float32 beside them.
+
+A sum of many microbatches in bfloat16 loses what is small against it: its values have 8 bits. So each microbatch's
+gradient, which the backward computes in the type of the weights, is added to `.main_grad` as soon as it is there, and
+`.grad` is let go of. Megatron-LM gave them their name.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from penstock.errors import ConfigError
+
+ATTRIBUTE = "main_grad"
+"""Of a parameter: the sum in float32 (float64 stays float64), or None."""
+
+
+class MainGradients:
+    """Adds up the gradients of some parameters in `.main_grad`, until the caller sets it to None.
+
+    Raises:
+        ConfigError: if a parameter has no shape before its first input.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._parameters = list({id(parameter): parameter for _, parameter in _with_shapes(named_parameters)}.values())
+        for parameter in self._parameters:
+            if not hasattr(parameter, ATTRIBUTE):
+                setattr(parameter, ATTRIBUTE, None)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Take the gradients of every backward in here; what `.grad` held before is there again afterwards."""
+        before = [(parameter, parameter.grad) for parameter in self._parameters]
+        hooks = []
+        for parameter in self._parameters:
+            parameter.grad = None
+            if parameter.requires_grad:
+                hooks.append(parameter.register_post_accumulate_grad_hook(_take))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for parameter, gradient in before:
+                parameter.grad = gradient
+
+
+def main_type(parameter: Tensor) -> torch.dtype:
+    """Return the type that a parameter's main gradient has."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _take(parameter: Tensor) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    assert gradient is not None
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    total = getattr(parameter, ATTRIBUTE)
+    if total is None:
+        setattr(parameter, ATTRIBUTE, gradient.to(main_type(parameter)))
+    else:
+        total.add_(gradient)
+
+
+def _with_shapes(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in named_parameters:
+        if is_lazy(parameter):
+            raise ConfigError(
+                f"{name!r} has no shape before its first input, so nothing can be added up beside it; give its layer "
+                "its sizes when it is built",
+                key="main_gradients",
+            )
+        yield name, parameter

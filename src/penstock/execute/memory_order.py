@@ -1,0 +1,40 @@
+"""In which order a tensor's dimensions lie in memory, so that what crosses between ranks keeps it: channels last, say.
+
+An order lists the dimensions from the outermost in memory to the innermost; the empty one is the order in which they
+are written. A tensor with gaps or repeated elements (a slice of a wider one, an expanded one) has none to keep: it
+arrives in the order in which its dimensions are written.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Order = tuple[int, ...]
+
+
+def memory_order(tensor: Tensor) -> Order:
+    """Return the order of a tensor's dimensions in memory."""
+    if tensor.is_contiguous() or tensor.layout is not torch.strided:
+        return ()
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+    return order if tensor.permute(order).is_contiguous() else ()
+
+
+def stored(tensor: Tensor, order: Order) -> Tensor:
+    """Return a view with the dimensions in the order in which they lie in memory."""
+    return tensor.permute(order) if order else tensor
+
+
+def empty_in_order(shape: Sequence[int], order: Order, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of this shape, without values, whose dimensions lie in memory in this order."""
+    if not order:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return torch.empty_permuted(tuple(shape), order, dtype=dtype, device=device)
+
+
+def is_order(order: Sequence[object], num_dims: int) -> bool:
+    """Whether this is an order of so many dimensions; the empty one is."""
+    indices = sorted(dim for dim in order if type(dim) is int)
+    return not order or (len(order) == num_dims and indices == list(range(num_dims)))

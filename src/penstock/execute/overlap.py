@@ -1,0 +1,122 @@
+"""Runs the two computations of an overlapped pair as the caller wants them to, such as on two streams at once.
+
+    rows      RECV_F RECV_B (F1;B0)OVERLAP_F_B SEND_F SEND_B
+    in order  ... wait F, F1, wait B, B0 ...
+    by hook   ... wait F, wait B, overlap(F1, B0) ...
+
+A schedule starts both computations of a pair together, and proves that neither needs what the other makes. So the waits
+may come first, and the hook may run the two in any order, or in two threads.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from penstock.errors import PipelineError
+from penstock.execute.calls import Bound, Call, Change
+from penstock.ir.instruction import Instruction, Op
+from penstock.ir.program import Program
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computation:
+    """One computation of a pair, to be called once, in any thread."""
+
+    instruction: Instruction
+    """Which one it is."""
+    run: Call
+
+    def __call__(self) -> None:
+        self.run()
+
+
+Overlap = Callable[[Computation, Computation], None]
+"""overlap(first, second): runs both, each once, and returns when both have run; the order is that of the pair, as a
+rule the forward first. An error of either is to be raised."""
+Note = Callable[[int], None]
+"""Told the row at work."""
+
+
+def overlapping(program: Program, overlap: Overlap, device: torch.device, note: Note) -> Change:
+    """Return the change that gives the pairs of a program to a hook."""
+    return lambda bounds: list(_paired(program, bounds, _Pairing(overlap, device, note)))
+
+
+def _paired(program: Program, bounds: Sequence[Bound], pairing: "_Pairing") -> Iterator[Bound]:
+    index = 0
+    while index < len(bounds):
+        row = bounds[index].row
+        if not program.joined[row]:
+            yield bounds[index]
+            index += 1
+            continue
+        members = [bound for bound in bounds[index : index + 4] if bound.row in (row, row + 1)]
+        yield from (bound for bound in members if bound.receive_row is not None)
+        first, second = (bound for bound in members if bound.receive_row is None)
+        # In the forward's place, which is where the data that it takes are there.
+        place = first if program.op[first.row] == Op.FORWARD else second
+        yield replace(place, call=pairing.pair(program, first, second))
+        index += len(members)
+
+
+class _Pairing:
+    """Makes one call of the two computations of a pair."""
+
+    def __init__(self, overlap: Overlap, device: torch.device, note: Note) -> None:
+        self._overlap = overlap
+        self._device = device
+        self._note = note
+
+    def pair(self, program: Program, first: Bound, second: Bound) -> Call:
+        instructions = [program.instruction(bound.row) for bound in (first, second)]
+
+        def run_both() -> None:
+            state = _ThreadState(self._device)
+            num_runs = [0, 0]
+
+            def once(index: int, bound: Bound) -> None:
+                num_runs[index] += 1
+                with state.restored():
+                    self._run(bound)
+
+            self._overlap(
+                Computation(instructions[0], lambda: once(0, first)),
+                Computation(instructions[1], lambda: once(1, second)),
+            )
+            wrong = [f"{each} {count} times" for each, count in zip(instructions, num_runs, strict=True) if count != 1]
+            if wrong:
+                raise PipelineError(
+                    f"the overlap hook ran {' and '.join(wrong)}; call both of its arguments once, and return when "
+                    "both have ended"
+                )
+
+        return run_both
+
+    def _run(self, bound: Bound) -> None:
+        try:
+            bound.call()
+        except Exception:
+            self._note(bound.row)  # the error is this computation's, not that of the pair's first
+            raise
+
+
+class _ThreadState:
+    """What torch keeps per thread and a computation depends on, as it is in the thread that made this."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_grad_enabled = torch.is_grad_enabled()
+        self._autocasts: list[dict[str, Any]] = [
+            {"device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
+            for kind in dict.fromkeys((device.type, "cpu"))
+        ]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Have it in the current thread."""
+        with torch.set_grad_enabled(self._is_grad_enabled), ExitStack() as stack:
+            for autocast in self._autocasts:
+                stack.enter_context(torch.autocast(**autocast))
+            yield

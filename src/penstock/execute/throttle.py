@@ -1,0 +1,107 @@
+"""Bounds how far a rank's host runs ahead of its device: a computation starts only when an earlier one has ended.
+
+    limit 2    F0 F1 F2 (waits for the end of F0 on the device) F3 (of F1) ...
+
+Work on a GPU is queued, and its memory is taken when it is queued, not when it runs. So a host far ahead holds memory
+that nothing uses yet, and cuts the allocator's into pieces. Where computations end before they return, as on a CPU,
+there is nothing to bound.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from penstock.errors import ConfigError, DeadlineExceeded
+from penstock.execute.calls import Bound, Call, Change, around_each
+from penstock.ir.program import Program
+
+_PAUSE_S = 50e-6
+
+
+class Marker(Protocol):
+    """A place in a device's queue, such as `torch.cuda.Event`."""
+
+    def record(self) -> None:
+        """Put it behind all that is queued."""
+        ...
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+        ...
+
+
+class Throttle:
+    """Lets at most `limit` computations of one rank be queued and not ended."""
+
+    def __init__(
+        self,
+        limit: int,
+        make_marker: Callable[[], Marker],
+        *,
+        rank: int = 0,
+        deadline_s: float = 60.0,
+        read_clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._limit = limit
+        self._make_marker = make_marker
+        self._rank = rank
+        self._deadline_s = deadline_s
+        self._read_clock = read_clock
+        self._pause = pause
+        self._pending: deque[Marker] = deque()
+
+    def change(self, program: Program) -> Change:
+        """Return the change that holds back the computations of a program, and lets everything else pass."""
+        return around_each(
+            lambda bound: self._held_back(bound.call) if _computes(program, bound) else bound.call,
+        )
+
+    def clear(self) -> None:
+        """Forget what is pending, as after a failure."""
+        self._pending.clear()
+
+    def _held_back(self, call: Call) -> Call:
+        def throttled() -> None:
+            while len(self._pending) >= self._limit:
+                self._await(self._pending.popleft())
+            call()
+            marker = self._make_marker()
+            marker.record()
+            self._pending.append(marker)
+
+        return throttled
+
+    def _await(self, marker: Marker) -> None:
+        """Wait until the device has come to a marker. Raises: DeadlineExceeded."""
+        begin_s = self._read_clock()
+        while not marker.query():
+            waited_s = self._read_clock() - begin_s
+            if waited_s > self._deadline_s:
+                raise DeadlineExceeded(
+                    f"rank {self._rank}: waited {waited_s:.2f} s for its device to end a computation, the deadline is "
+                    f"{self._deadline_s:g} s. Find out what the device waits for, or allow more time",
+                    rank=self._rank,
+                    waited_s=waited_s,
+                )
+            self._pause(_PAUSE_S)
+
+
+def throttle_for(device: torch.device, limit: int | None, *, rank: int, deadline_s: float) -> Throttle | None:
+    """Return what bounds the host's lead on a device; None where nothing is to be bounded.
+
+    Raises:
+        ConfigError: if the limit is no count.
+    """
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise ConfigError(f"{limit!r}; let the host run 1 or more computations ahead, or give None", key="run_ahead")
+    if limit is None or device.type != "cuda":
+        return None
+    return Throttle(limit, torch.cuda.Event, rank=rank, deadline_s=deadline_s)
+
+
+def _computes(program: Program, bound: Bound) -> bool:
+    return bound.receive_row is None and bool(program.is_compute[bound.row])

@@ -1,0 +1,125 @@
+"""`Skip`: what a layer hands to layers further on, past those between them."""
+
+import threading
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from torch import nn
+
+from penstock.errors import ConfigError, PenstockError
+
+
+class Shelf(Protocol):
+    """Where values lie between the layer that puts them and those that get them."""
+
+    def put(self, name: str, value: Any) -> None:
+        """Keep a value under a name."""
+        ...
+
+    def get(self, name: str) -> Any:
+        """Return what was put under a name; every time the same."""
+        ...
+
+
+class Skip(nn.Module):
+    """A submodule without parameters, through which one layer puts a value that later layers get.
+
+        class Down(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.skip = Skip("features")
+
+            def forward(self, features):  # [batch, width]
+                self.skip.put(features)
+                return features.relu()
+
+        class Up(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.skip = Skip("features")
+
+            def forward(self, features):
+                return features + self.skip.get()
+
+    Of all layers that hold a `Skip` of one name, the first puts, once in its forward, and each of the others may get.
+    The value is a tensor or a tree of tensors and plain values; gradients of all that got it add up.
+
+    Whoever runs a model in parts brings the value past all parts between, whose messages grow by its bytes each, and
+    calls `begin_skips` and `end_skips` around each forward. On a single device the model runs as it is if its layers
+    hold one and the same object, or once `connect_skips` was called; a value then lies there until the next is put. A
+    layer that is checkpointed gets it again in the backward, so run that before the next forward.
+
+    Raises:
+        ConfigError: if the name is empty.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        if not name:
+            raise ConfigError("a Skip has no name; give the one by which the layers that get find it", key="name")
+        self.name = name
+        self._own: Shelf = _OwnShelf()
+        # By thread: layers that threads run side by side, each as one rank, may hold one and the same Skip.
+        self._shelves: dict[int, Shelf] = {}
+
+    def put(self, value: Any) -> None:
+        """Hand a value on to the layers that get it.
+
+        Raises:
+            PenstockError: a second value, or one whose gradient could not come back.
+        """
+        self._shelf().put(self.name, value)
+
+    def get(self) -> Any:
+        """Return the value that was put.
+
+        Raises:
+            PenstockError: no layer before this one has put any, or its gradient could not go back.
+        """
+        return self._shelf().get(self.name)
+
+    def begin_skips(self, shelf: Shelf) -> None:
+        """Begin a forward or a backward of layers for which values lie on this shelf."""
+        self._shelves[threading.get_ident()] = shelf
+
+    def end_skips(self) -> None:
+        """End what this thread began."""
+        del self._shelves[threading.get_ident()]
+
+    def extra_repr(self) -> str:
+        """Return the name, for the text of the module."""
+        return repr(self.name)
+
+    def _shelf(self) -> Shelf:
+        found = self._shelves.get(threading.get_ident())
+        if found is not None:
+            return found
+        # Autograd computes a checkpointed forward again in a thread of its own where the device is no CPU.
+        others = list(self._shelves.values())
+        return others[0] if len(others) == 1 else self._own
+
+
+def connect_skips(modules: Iterable[nn.Module]) -> None:
+    """Let the `Skip`s of one name among these layers find each other where the model runs whole, on a single device."""
+    shelf = _OwnShelf()
+    skips = (inner for module in modules for inner in module.modules() if isinstance(inner, Skip))
+    for skip in skips:
+        skip._own = shelf
+
+
+class _OwnShelf:
+    """The shelf of a model that runs whole; a value lies there until the next one of its name."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def put(self, name: str, value: Any) -> None:
+        self._values[name] = value
+
+    def get(self, name: str) -> Any:
+        if name not in self._values:
+            raise PenstockError(
+                f"the skip {name!r} is got before anything was put into it; let an earlier layer put, and where the "
+                "model runs whole, call connect_skips(layers) once, or give the layers one and the same Skip"
+            )
+        return self._values[name]

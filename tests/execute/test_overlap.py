@@ -1,0 +1,178 @@
+"""A hook may run the two computations of a pair in any order, or at once: every bit stays the same."""
+
+import runpy
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+import torch
+
+from penstock.errors import PipelineError
+from penstock.pipeline import Pipeline
+from penstock.schedules import build
+from tests.execute.test_interpreter import PAIRS
+from tests.house.source import ROOT
+from tests.local_pipelines import Task, difference, error_of, float_layers, float_task, on_ranks, step_task
+
+FAMILIES = {
+    "drawn": PAIRS,
+    "dualpipe": build("dualpipe", ranks=2, microbatches=8),
+    "dualpipe-v": build("dualpipe-v", ranks=2, microbatches=6),
+}
+
+
+def backward_first(first, second):
+    second()
+    first()
+
+
+class InTwoThreads:
+    """Runs both at once, and sees to it that both are under way before either goes on."""
+
+    def __init__(self):
+        self.num_pairs = 0
+        self._threads = ThreadPoolExecutor(2)
+
+    def __call__(self, first, second):
+        self.num_pairs += 1
+        begun = Barrier(2, timeout=20.0)
+        futures = [self._threads.submit(lambda run=run: (begun.wait(), run())) for run in (first, second)]
+        for future in futures:
+            future.result()
+
+
+def outcomes_of(schedule, make_overlap, *, steps=2, record=False):
+    task = float_task(2 * schedule.num_microbatches)
+    task = Task(lambda: float_layers(num_layers=schedule.num_stages + 1), task.inputs, task.target)
+
+    def case(wires):
+        overlap = make_overlap()
+        pipeline = Pipeline(task.make_layers(), schedule, loss=task.loss, transport=wires, overlap=overlap)
+        for _ in range(steps):
+            for _, parameter in pipeline.named_parameters():
+                parameter.grad = None
+            outcome = step_task(pipeline, task, record=record)
+        pipeline.close()
+        return outcome, overlap
+
+    results = on_ranks(schedule.num_ranks, case)
+    return [outcome for outcome, _ in results], [overlap for _, overlap in results], task
+
+
+def by_itself(schedule):
+    outcomes, _, _ = outcomes_of(schedule, lambda: None)
+    return [(outcome.result, outcome.gradients) for outcome in outcomes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make_overlap", [lambda: backward_first, InTwoThreads], ids=["backward first", "two threads"])
+@pytest.mark.parametrize("schedule", FAMILIES.values(), ids=FAMILIES)
+def test_a_hook_changes_no_bit(schedule, make_overlap):
+    expected = by_itself(schedule)
+
+    outcomes, _, task = outcomes_of(schedule, make_overlap)
+
+    for outcome, reference in zip(outcomes, expected, strict=True):
+        assert difference([outcome], reference) == []
+    assert difference(outcomes, task.reference(schedule.num_microbatches), tolerance=1e-5, loss_tolerance=1e-5) == []
+
+
+def test_the_hook_is_called_once_per_pair():
+    _, overlaps, _ = outcomes_of(PAIRS, InTwoThreads, steps=1)
+
+    assert [overlap.num_pairs for overlap in overlaps] == [1, 2]
+
+
+def test_a_recorded_pair_starts_when_the_inputs_of_both_are_there():
+    outcomes, _, _ = outcomes_of(PAIRS, lambda: backward_first, record=True)
+    timeline = outcomes[0].timeline
+
+    rows = {str(timeline.program.instruction(row)): row for row in range(timeline.program.num_instructions)}
+    arrived_s = timeline.end_s[rows["0RECV_B0"]]
+    start_s, end_s = timeline.start_s, timeline.end_s
+    assert arrived_s <= start_s[rows["0B0"]] < end_s[rows["0B0"]] <= start_s[rows["0F2"]] < end_s[rows["0F2"]]
+
+
+def test_autocast_and_grad_mode_reach_the_threads_of_a_hook():
+    seen = []
+
+    class Layer(torch.nn.Linear):
+        def forward(self, x):
+            seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+            return super().forward(x).float()
+
+    def case(wires):
+        pipeline = Pipeline([Layer(6, 6), Layer(6, 6)], PAIRS, loss=task.loss, transport=wires, overlap=InTwoThreads())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            step_task(pipeline, task)
+        pipeline.close()
+
+    task = float_task(6)
+    on_ranks(2, case)
+
+    assert len(seen) == 6
+    assert set(seen) == {(True, True, torch.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("hook", "problem"),
+    [
+        (lambda first, second: first(), "the overlap hook ran 1B0 0 times"),
+        (lambda first, second: (first(), second(), None), None),
+    ],
+    ids=["one left out", "both"],
+)
+def test_a_hook_must_run_both_computations(hook, problem):
+    def case(wires):
+        task = float_task(6)
+        pipeline = Pipeline(
+            task.make_layers(), PAIRS, loss=task.loss, transport=wires, overlap=hook if wires.rank else None
+        )
+        step_task(pipeline, task)
+
+    if problem is None:
+        on_ranks(2, case)
+        return
+    error = error_of(on_ranks, 2, case)
+    assert isinstance(error, PipelineError)
+    assert f"rank 1, 1F1: PipelineError: {problem}; call both of its arguments once" in str(error)
+
+
+@pytest.mark.parametrize("make_overlap", [lambda: backward_first, InTwoThreads], ids=["backward first", "two threads"])
+def test_an_error_within_a_pair_names_its_own_computation(make_overlap):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ValueError("no gradient today")
+
+    class Layer(torch.nn.Linear):
+        def forward(self, x):
+            return Fails.apply(super().forward(x))
+
+    def case(wires):
+        task = float_task(6)
+        layers = [torch.nn.Linear(6, 6), Layer(6, 6)]
+        pipeline = Pipeline(layers, PAIRS, loss=task.loss, transport=wires, overlap=make_overlap())
+        step_task(pipeline, task)
+
+    error = error_of(on_ranks, 2, case)
+
+    assert "rank 1, 1B0: ValueError: no gradient today" in str(error)
+
+
+@pytest.mark.slow
+def test_the_example_computes_the_same_bits_with_its_hook(capsys):
+    runpy.run_path(str(ROOT / "examples" / "overlapped_pairs.py"), run_name="__main__")
+
+    assert capsys.readouterr().out.endswith("gradients equal bit for bit\n")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_example_uses_two_streams(capsys):
+    runpy.run_path(str(ROOT / "examples" / "overlapped_pairs.py"), run_name="__main__")
+
+    assert capsys.readouterr().out == "OnTwoStreams on cuda: gradients equal bit for bit\n"

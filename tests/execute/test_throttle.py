@@ -1,0 +1,138 @@
+"""The host runs at most so many computations ahead of its device, and does not wait for ever."""
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError, DeadlineExceeded
+from penstock.execute.calls import Bound
+from penstock.execute.throttle import Throttle, throttle_for
+from penstock.lower import lower
+from penstock.pipeline import Pipeline
+from penstock.schedules import build
+from tests.local_pipelines import error_of, float_task
+
+CUDA = torch.device("cuda")
+
+
+class Device:
+    """A queue of work that moves by one whenever its host pauses."""
+
+    def __init__(self, moves=True):
+        self.moves = moves
+        self.num_queued = self.num_done = 0
+        self.most_pending = 0
+        self.now_s = 0.0
+
+    def compute(self):
+        self.num_queued += 1
+        self.most_pending = max(self.most_pending, self.num_queued - self.num_done)
+
+    def pause(self, seconds):
+        self.now_s += seconds
+        self.num_done += self.moves
+
+    def marker(self):
+        return Place(self)
+
+
+class Place:
+    def __init__(self, device):
+        self.device = device
+        self.place = None
+
+    def record(self):
+        self.place = self.device.num_queued
+
+    def query(self):
+        return self.device.num_done >= self.place
+
+
+def throttled(device, limit, program, **options):
+    throttle = Throttle(limit, device.marker, read_clock=lambda: device.now_s, pause=device.pause, **options)
+    bounds = [Bound(row, device.compute) for row in range(int(program.offsets[1]))]
+    return throttle, throttle.change(program)(bounds)
+
+
+def program_of(microbatches=6):
+    return lower(build("gpipe", ranks=1, microbatches=microbatches))
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_at_most_so_many_computations_are_pending(limit):
+    device, program = Device(), program_of()
+
+    _, bounds = throttled(device, limit, program)
+    for row in range(12):
+        bounds[row].call()
+
+    assert device.most_pending == limit
+
+
+def test_a_limit_that_is_never_reached_waits_for_nothing():
+    device, program = Device(), program_of()
+
+    _, bounds = throttled(device, 12, program)
+    for row in range(12):
+        bounds[row].call()
+
+    assert device.now_s == 0.0
+
+
+def test_only_computations_are_held_back():
+    device, program = Device(), lower(build("gpipe", ranks=2, microbatches=2))
+
+    _, bounds = throttled(device, 1, program)
+    held = [bound.row for bound in bounds if bound.call != device.compute]
+
+    assert held == [row for row in range(int(program.offsets[1])) if program.is_compute[row]]
+
+
+def test_what_a_failed_step_left_pending_is_forgotten():
+    device, program = Device(moves=False), program_of()
+    throttle, bounds = throttled(device, 1, program)
+    bounds[0].call()
+
+    throttle.clear()
+    bounds[1].call()
+
+    assert device.now_s == 0.0
+
+
+def test_a_device_that_stands_still_is_an_error_in_time():
+    device, program = Device(moves=False), program_of()
+    _, bounds = throttled(device, 1, program, rank=3, deadline_s=2.0)
+    bounds[0].call()
+
+    error = error_of(bounds[1].call)
+
+    assert isinstance(error, DeadlineExceeded)
+    assert (error.rank, device.num_queued) == (3, 1)
+    assert 2.0 < error.waited_s < 2.1
+    assert "rank 3: waited 2.00 s for its device to end a computation, the deadline is 2 s" in str(error)
+
+
+def test_a_cpu_is_not_throttled_and_no_limit_throttles_nothing():
+    assert throttle_for(torch.device("cpu"), 2, rank=0, deadline_s=1.0) is None
+    assert throttle_for(CUDA, None, rank=0, deadline_s=1.0) is None
+    assert isinstance(throttle_for(CUDA, 2, rank=0, deadline_s=1.0), Throttle)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5])
+def test_a_limit_that_is_no_count_is_refused(limit):
+    task = float_task(4)
+
+    error = error_of(Pipeline, task.make_layers(), "gpipe", 2, task.loss, run_ahead=limit)
+
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith(f"run_ahead: {limit}; let the host run 1 or more computations ahead")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_throttled_step_gives_the_same_bits():
+    task = float_task(8)
+    losses = []
+    for run_ahead in (None, 1):
+        pipeline = Pipeline(task.make_layers(), "gpipe", 4, task.loss, device=CUDA, run_ahead=run_ahead)
+        losses.append(pipeline.step(*[each.to(CUDA) for each in task.inputs], target=task.target.to(CUDA)).loss)
+
+    assert torch.equal(*losses)

@@ -1,0 +1,159 @@
+"""A skip hands a value past the layers between, on one device as in parts."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.models import Skip, connect_skips
+
+
+class Down(nn.Module):
+    """The first example of `Skip`."""
+
+    def __init__(self, skip=None):
+        super().__init__()
+        self.skip = skip or Skip("features")
+
+    def forward(self, features):
+        self.skip.put(features)
+        return features.relu()
+
+
+class Up(nn.Module):
+    """The second example of `Skip`."""
+
+    def __init__(self, skip=None):
+        super().__init__()
+        self.skip = skip or Skip("features")
+
+    def forward(self, features):
+        return features + self.skip.get()
+
+
+class Record:
+    """A shelf that notes what is asked of it."""
+
+    def __init__(self, value=None):
+        self.asked = []
+        self.value = value
+
+    def put(self, name, value):
+        self.asked.append(("put", name, value))
+
+    def get(self, name):
+        self.asked.append(("get", name))
+        return self.value
+
+
+def test_on_one_device_layers_with_the_same_skip_find_each_other():
+    skip, features = Skip("features"), torch.randn(2, 3)
+
+    model = nn.Sequential(Down(skip), Up(skip))
+
+    for _ in range(2):
+        assert torch.equal(model(features), features.relu() + features)
+        features = torch.randn(2, 3)
+
+
+def test_on_one_device_connected_skips_of_one_name_find_each_other():
+    layers, features = [Down(), nn.Sequential(nn.Tanh(), Up()), Up()], torch.randn(2, 3)
+
+    connect_skips(layers)
+
+    assert torch.equal(nn.Sequential(*layers)(features), features.relu().tanh() + features + features)
+
+
+def test_gradients_of_all_that_got_a_value_add_up():
+    layers, features = [Down(), Up(), Up()], torch.randn(2, 3, requires_grad=True)
+    connect_skips(layers)
+
+    nn.Sequential(*layers)(features).sum().backward()
+
+    assert torch.equal(features.grad, (features > 0) + torch.full((2, 3), 2.0))
+
+
+def test_a_skip_that_nothing_was_put_into_says_how_to_find_it():
+    model = nn.Sequential(Down(), Up())
+
+    with pytest.raises(PenstockError, match=r"skip 'features' is got before .* call connect_skips\(layers\) once"):
+        model(torch.randn(2, 3))
+
+
+def test_connected_models_do_not_see_each_other():
+    first, second = [Down(), Up()], [Down(), Up()]
+    for layers in (first, second):
+        connect_skips(layers)
+    first[0](torch.zeros(1))
+
+    with pytest.raises(PenstockError):
+        second[1](torch.zeros(1))
+
+
+def test_a_copy_of_a_model_is_connected_in_itself():
+    layers = [Down(), Up()]
+    connect_skips(layers)
+
+    copied = copy.deepcopy(layers)
+    copied[0](torch.ones(1))
+
+    assert torch.equal(copied[1](torch.ones(1)), torch.full((1,), 2.0))
+    with pytest.raises(PenstockError):
+        layers[1](torch.ones(1))
+
+
+def test_a_skip_adds_nothing_to_what_a_model_saves():
+    assert list(nn.Sequential(Down(), Up()).state_dict()) == []
+    assert "(skip): Skip('features')" in repr(Down())
+
+
+def test_a_skip_has_a_name():
+    with pytest.raises(ConfigError, match="a Skip has no name"):
+        Skip("")
+
+
+def test_whoever_runs_the_layers_gives_the_shelf():
+    skip, shelf = Skip("features"), Record("value")
+
+    skip.begin_skips(shelf)
+    skip.put(3)
+    found = skip.get()
+    skip.end_skips()
+
+    assert found == "value"
+    assert shelf.asked == [("put", "features", 3), ("get", "features")]
+    with pytest.raises(PenstockError):
+        skip.get()
+
+
+def test_threads_that_run_one_and_the_same_skip_have_shelves_of_their_own():
+    skip, found, both_began = Skip("features"), {}, threading.Barrier(2)
+
+    def run(value):
+        skip.begin_skips(Record(value))
+        both_began.wait(10)
+        found[value] = skip.get()
+        both_began.wait(10)
+        skip.end_skips()
+
+    threads = [threading.Thread(target=run, args=(value,)) for value in ("one", "other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert found == {"one": "one", "other": "other"}
+
+
+def test_the_thread_of_a_recomputation_finds_the_shelf_of_the_one_that_waits_for_it():
+    skip, found = Skip("features"), []
+    skip.begin_skips(Record("value"))
+
+    thread = threading.Thread(target=lambda: found.append(skip.get()))
+    thread.start()
+    thread.join()
+
+    assert found == ["value"]

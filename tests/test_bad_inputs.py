@@ -1,0 +1,519 @@
+"""What a model may hand from stage to stage, and what may go wrong in one: the gradients of one process, or one error.
+
+Each row of the table of borders is a model of four layers whose middle ones pass on something awkward. It runs twice
+per schedule, since only the second step of a layout goes without headers, and must agree with one process bit for bit.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.errors import PipelineError, StepRefused
+from penstock.execute.microbatch import BatchSpec, Replicate
+from penstock.execute.reference import reference_step
+from penstock.pipeline import Pipeline
+from tests.local_pipelines import (
+    WIDTH,
+    Outcome,
+    Task,
+    block,
+    difference,
+    error_of,
+    gradients_of,
+    named,
+    on_ranks,
+    settle,
+    square_loss,
+    step_task,
+    values,
+)
+
+M = 4
+FLOAT64 = torch.float64
+SCHEDULES = {"1f1b": 4, "gpipe": 2, "zb-h1": 4, "zbv": 2, "interleaved-1f1b": 2}
+"""Each with its ranks: with two, four stages make some neighbours share a rank."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def first_backward():
+    """What torch imports at its first backward through a checkpoint may take a busy machine longer than a deadline."""
+    inputs = torch.ones(1, requires_grad=True)
+    checkpoint(torch.sin, inputs, use_reentrant=False).sum().backward()
+
+
+class Body(nn.Module):
+    """A layer with weights that does `act(block, value)`."""
+
+    def __init__(self, seed, act=None):
+        super().__init__()
+        self.block = block(seed, FLOAT64)
+        self._act = act
+
+    def forward(self, value):
+        return self.block(value) if self._act is None else self._act(self.block, value)
+
+
+class Pair(NamedTuple):
+    hidden: Any
+    other: Any
+
+
+@dataclass
+class Record:
+    hidden: Any
+    notes: Any = None
+
+
+class Picture(nn.Module):
+    """Makes a picture [rows, 4, 3, 2] of each row, in the memory format of channels last."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = settle(nn.Linear(WIDTH, 24, dtype=FLOAT64), 1)
+
+    def forward(self, features):
+        return self.weight(features).reshape(-1, 4, 3, 2).to(memory_format=torch.channels_last)
+
+
+class Convolution(nn.Module):
+    """Keeps the memory format, and says so."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner = settle(nn.Conv2d(4, 4, 3, padding=1, dtype=FLOAT64), seed)
+
+    def forward(self, picture):
+        assert picture.is_contiguous(memory_format=torch.channels_last), picture.stride()
+        return self.inner(picture)
+
+
+class Flat(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = settle(nn.Linear(24, WIDTH, dtype=FLOAT64), 3)
+
+    def forward(self, picture):
+        return self.inner(picture.reshape(-1, 24))
+
+
+def four(first, second, third=None, fourth=None):
+    """Four layers that do these things, in order."""
+    return lambda: [Body(seed, act) for seed, act in enumerate((first, second, third, fourth))]
+
+
+def tree(make, take):
+    """The first layer puts its output into a tree, the second passes it on, the third takes it out."""
+    return four(
+        lambda inner, value: make(inner(value)),
+        lambda inner, value: make(inner(take(value))),
+        lambda inner, value: inner(take(value)),
+    )
+
+
+BORDERS = {
+    "tuple": tree(lambda x: (x, x * 2), lambda t: t[0] + t[1]),
+    "list": tree(lambda x: [x, [x.sin()]], lambda t: t[0] + t[1][0]),
+    "dict": tree(lambda x: {"x": x, "twice": x * 2}, lambda t: t["x"] * t["twice"]),
+    "named tuple": tree(lambda x: Pair(x, x.cos()), lambda t: t.hidden * t.other),
+    "dataclass": tree(lambda x: Record(x, {"mask": x > 0}), lambda t: t.hidden * t.notes["mask"]),
+    "bool mask": tree(lambda x: (x, x > 0), lambda t: t[0].masked_fill(t[1], 0.5)),
+    "integers": tree(lambda x: (x, (x > 0).long()), lambda t: t[0] * t[1]),
+    "None": tree(lambda x: (None, x, None), lambda t: t[1]),
+    "python numbers": tree(lambda x: (x, 0.5, 3, True, "a"), lambda t: t[0] * t[1] * t[2]),
+    "empty dict beside": tree(lambda x: (x, {}), lambda t: t[0]),
+    "empty tensor": tree(lambda x: (x, x[:0]), lambda t: t[0] + t[1].sum()),
+    "scalar tensor": tree(lambda x: (x, x.mean()), lambda t: t[0] * t[1]),
+    "half and double": tree(lambda x: (x, x.float(), x.bfloat16()), lambda t: t[0] + t[1].double() * t[2].double()),
+    "complex": tree(lambda x: (x, torch.complex(x, x.cos())), lambda t: t[0] + t[1].abs()),
+    "same tensor twice": tree(lambda x: (x, x), lambda t: t[0] * t[1]),
+    "view of another": tree(lambda x: (x, x[:, :2]), lambda t: t[0] * t[1].prod(1, True)),
+    "expanded view": tree(lambda x: (x, x[:, :1].expand(-1, WIDTH)), lambda t: t[0] * t[1]),
+    "transposed": tree(lambda x: (x, x.T), lambda t: t[0] + t[1].T),
+    "strided view": tree(lambda x: (x, torch.cat([x, x], 1)[:, ::2]), lambda t: t[0] * t[1]),
+    "detached part": tree(lambda x: (x, x.detach()), lambda t: t[0] * t[1]),
+    "part without use": tree(lambda x: (x, x * 2), lambda t: t[0]),
+    "input handed on": four(
+        lambda inner, x: (inner(x), x), lambda inner, t: (inner(t[0]), t[1]), lambda inner, t: inner(t[0] * t[1])
+    ),
+    "view of the input": four(
+        None, lambda inner, x: (inner(x), x[:, :3]), lambda inner, t: inner(t[0] * t[1].prod(1, True))
+    ),
+    "weight handed on": four(
+        lambda inner, x: (inner(x), inner[1].weight),
+        lambda inner, t: (inner(t[0] @ t[1]), t[1]),
+        lambda inner, t: inner(t[0] @ t[1]),
+    ),
+    "two outputs of different gradients": four(
+        lambda inner, x: (inner(x), inner(x * 2)),
+        lambda inner, t: (inner(t[0]) * 3, inner(t[1]) ** 2),
+        lambda inner, t: inner(t[0]) + 7 * t[1],
+    ),
+    "output used twice": four(
+        lambda inner, x: (lambda y: (y, y * 2, inner(y)))(inner(x)), lambda inner, t: inner(t[0]) * t[1] + t[2]
+    ),
+    "output changed in place": four(None, lambda inner, x: inner(x).add(1.0).mul_(2.0)),
+    "output that does not depend on the input": four(None, lambda inner, x: inner(torch.ones_like(x))),
+    "output that needs no gradient": four(None, lambda inner, x: inner(x).detach()),
+    "frozen beginning": lambda: [Body(0).requires_grad_(False), Body(1), Body(2), Body(3)],
+    "frozen middle": lambda: [Body(0), Body(1).requires_grad_(False), Body(2).requires_grad_(False), Body(3)],
+    "channels last": lambda: [Picture(), Convolution(1), Convolution(2), Flat()],
+}
+ROUNDED = {
+    "weight handed on": "a weight used in several ways gets its gradient in several parts",
+    "channels last": "gradients lie in memory like the tensors they belong to, so they are summed in another order",
+}
+
+
+def task_of(make_layers, rows=2 * M):
+    inputs, target = (values(seed, rows, WIDTH, dtype=FLOAT64) for seed in (1, 2))
+    return Task(make_layers, (inputs,), target)
+
+
+def twice(wires, task, schedule, **options):
+    """Two steps from zero gradients, the second of which knows its shapes."""
+    pipeline = Pipeline(task.make_layers(), schedule, M, task.loss, transport=wires, **options)
+    step_task(pipeline, task)
+    for _, parameter in pipeline.named_parameters():
+        parameter.grad = None
+    return step_task(pipeline, task)
+
+
+def with_zeros(reference, outcomes):
+    """Where no gradient leads, a pipeline's backward brings zeros to other ranks, and plain training nothing."""
+    result, gradients = reference
+    found = {name: gradient for outcome in outcomes for name, gradient in outcome.gradients.items()}
+    return result, {
+        name: torch.zeros_like(found[name]) if gradient is None and found[name] is not None else gradient
+        for name, gradient in gradients.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("border", BORDERS)
+def test_what_crosses_a_border_comes_through_with_its_gradients(border, schedule):
+    task = task_of(BORDERS[border])
+
+    outcomes = on_ranks(SCHEDULES[schedule], twice, task, schedule)
+
+    tolerance = 1e-12 if border in ROUNDED else None
+    assert difference(outcomes, with_zeros(task.reference(M), outcomes), tolerance=tolerance) == []
+
+
+# ---- outputs that are no tensors, or end the gradient
+
+
+class Constant(nn.Module):
+    """Gives something without gradient, whatever it gets."""
+
+    def __init__(self, make):
+        super().__init__()
+        self._make = make
+
+    def forward(self, value):
+        return self._make(value)
+
+
+class FromConstant(nn.Module):
+    """Makes rows of what carries no gradient, and has weights of its own."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.weight = settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT64), 7)
+        self._read = read
+
+    def forward(self, value):
+        return self.weight(torch.ones(2, WIDTH, dtype=FLOAT64) * self._read(value))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    ("make", "read"),
+    [
+        (lambda x: float(x.detach().sum()), lambda value: value),
+        (lambda x: {}, len),
+        (lambda x: None, lambda value: 0.5),
+        (lambda x: (), len),
+        (lambda x: (x > 0).long(), lambda value: value.sum(1, True)),
+        (lambda x: x.detach() > 0, lambda value: value),
+    ],
+    ids=["python float", "empty dict", "None", "empty tuple", "integers", "bool mask"],
+)
+def test_a_border_without_gradient_trains_what_is_behind_it(make, read, schedule):
+    task = task_of(lambda: [Body(0), Constant(make), FromConstant(read), Body(3)])
+
+    outcomes = on_ranks(4, lambda wires: twice(wires, task, schedule))
+
+    assert difference(outcomes, with_zeros(task.reference(M), outcomes)) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "last", [lambda inner, x: inner(x).detach(), torch.no_grad()(lambda inner, x: inner(x))], ids=["detach", "no_grad"]
+)
+def test_a_last_stage_whose_output_needs_no_gradient_is_an_error_and_not_a_step_that_trains_nothing(last, num_ranks):
+    task = task_of(four(None, None, None, last))
+
+    for error in on_ranks(num_ranks, lambda wires: error_of(twice, wires, task, "1f1b")):
+        assert isinstance(error, PipelineError)
+        assert "its outputs need no gradient, so that nothing would be trained" in str(error)
+
+
+def test_a_model_that_is_frozen_as_a_whole_trains_nothing_and_says_nothing():
+    task = task_of(lambda: [Body(seed).requires_grad_(False) for seed in range(4)])
+
+    outcomes = on_ranks(2, lambda wires: twice(wires, task, "1f1b"))
+
+    assert all(gradient is None for outcome in outcomes for gradient in outcome.gradients.values())
+
+
+# ---- what may go wrong in a layer or a loss
+
+
+def fails_then_runs(num_ranks, make_layers, breaking, schedule="1f1b", *, rows=2 * M):
+    """Run a step that must fail on all ranks, then one of sound layers; return each rank's error and second outcome.
+
+    `breaking` takes the layers of a rank and a bool, and breaks or mends them.
+    """
+    task = task_of(make_layers, rows)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), schedule, M, task.loss, transport=wires)
+        layers = [layer for stage in pipeline.stages for layer in stage.layers.values()]
+        breaking(layers, True)
+        error = error_of(step_task, pipeline, task)
+        breaking(layers, False)
+        for _, parameter in pipeline.named_parameters():
+            parameter.grad = None
+        return error, step_task(pipeline, task)
+
+    answers = on_ranks(num_ranks, case)
+    assert difference([outcome for _, outcome in answers], task.reference(M)) == []
+    return [error for error, _ in answers]
+
+
+class Faulty(Body):
+    """A layer that does `fault(self, value)` while it is broken."""
+
+    def __init__(self, seed, fault):
+        super().__init__(seed)
+        self.fault = fault
+        self.is_broken = False
+
+    def forward(self, value):
+        return self.fault(self, value) if self.is_broken else self.block(value)
+
+
+def set_broken(layers, is_broken):
+    for layer in layers:
+        layer.is_broken = is_broken
+
+
+def out_of_memory(layer, value):
+    raise torch.OutOfMemoryError("tried to allocate everything")
+
+
+def in_place(layer, value):
+    return layer.block(value.mul_(2.0))
+
+
+def other_recompute(layer, value):
+    """A checkpoint whose second run saves fewer tensors than its first."""
+    runs = []
+
+    def run(value):
+        runs.append(value)
+        return layer.block(value) if len(runs) == 1 else value.sin()
+
+    return checkpoint(run, value, use_reentrant=False)
+
+
+def no_output_shape(layer, value):
+    return layer.block(value).reshape(-1)[:-1]
+
+
+def unsendable(layer, value):
+    return layer.block(value), object()
+
+
+FAULTS = {
+    "out of memory": (out_of_memory, "OutOfMemoryError: tried to allocate everything"),
+    "input changed in place": (in_place, "may not change it in place"),
+    "another recompute": (other_recompute, "different number of tensors"),
+    "no such shape": (no_output_shape, "RuntimeError"),
+    "not sendable": (unsendable, "cannot travel between ranks"),
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_layer_that_fails_ends_the_step_on_all_ranks_and_the_next_one_is_right(fault, schedule):
+    act, text = FAULTS[fault]
+
+    def make_layers():
+        return [Faulty(seed, act if seed == 1 else Body.forward) for seed in range(3)]
+
+    errors = fails_then_runs(3, make_layers, set_broken, schedule)
+
+    assert all(isinstance(error, PipelineError) for error in errors)
+    assert all(text in str(error) for error in errors)
+
+
+def test_the_type_of_what_a_layer_raised_is_not_lost():
+    errors = fails_then_runs(2, lambda: [Faulty(0, out_of_memory), Faulty(1, Body.forward)], set_broken)
+
+    assert isinstance(errors[0].__cause__, torch.OutOfMemoryError)
+    assert errors[0].instruction == "0F0"
+    assert "OutOfMemoryError" in str(errors[1])
+
+
+def test_a_loss_that_is_not_a_number_is_reported_on_every_rank_and_reaches_the_gradients_as_on_one_process():
+    task = task_of(four(None, None))
+    task.loss = lambda output, target: square_loss(output, target) * float("nan")
+
+    outcomes = on_ranks(2, lambda wires: twice(wires, task, "1f1b"))
+
+    assert all(outcome.result.loss.isnan() for outcome in outcomes)
+    assert all(gradient.isnan().all() for outcome in outcomes for gradient in outcome.gradients.values())
+
+
+# ---- hooks
+
+
+class Hooked(nn.Module):
+    """Registers a hook on its input in every forward, and counts all that fire."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.block = block(seed, FLOAT64)
+        self.fired = Counter()
+        self.register_forward_pre_hook(lambda *_: self.note("before the forward"))
+        self.register_forward_hook(lambda *_: self.note("after the forward"))
+        self.block.register_full_backward_hook(lambda *_: self.note("after the backward"))
+        for parameter in self.block.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: self.note("accumulated"))
+
+    def note(self, what):
+        self.fired[what] += 1
+
+    def forward(self, value):
+        if value.requires_grad:
+            value.register_hook(lambda _: self.note("input"))
+        return self.block(value)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "zbv"])
+def test_hooks_fire_once_for_each_microbatch_and_no_more_often_in_a_later_step(schedule):
+    task = task_of(lambda: [Hooked(seed) for seed in range(4)])
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), schedule, M, task.loss, transport=wires)
+        counts = []
+        for _ in range(3):
+            step_task(pipeline, task)
+            layers = [layer for stage in pipeline.stages for layer in stage.layers.values()]
+            counts.append([dict(layer.fired) for layer in layers])
+            for layer in layers:
+                layer.fired.clear()
+        return pipeline.rank, counts
+
+    num_parameters = len(list(block(0).parameters()))
+    always = {
+        "before the forward": M,
+        "after the forward": M,
+        "after the backward": M,
+        "accumulated": M * num_parameters,
+    }
+    for rank, counts in on_ranks(2, case):
+        assert counts[0] == counts[1] == counts[2]
+        for place, fired in enumerate(counts[0]):
+            is_first_layer = rank == 0 and place == 0
+            assert fired == always | ({} if is_first_layer else {"input": M})
+
+
+# ---- batches
+
+
+def dict_loss(output, target):
+    return ((output - target["wanted"]) ** 2 * target["weight"]).mean()
+
+
+def test_targets_may_be_dicts():
+    task = task_of(four(None, None))
+    task.target = {"wanted": task.target, "weight": values(3, 2 * M, WIDTH, dtype=FLOAT64)}
+    task.loss = dict_loss
+
+    assert difference(on_ranks(2, lambda wires: twice(wires, task, "1f1b")), task.reference(M)) == []
+
+
+class Masked(Body):
+    def forward(self, value, mask=None):
+        return self.block(value) if mask is None else self.block(mask[: value.shape[0], :WIDTH] * value)
+
+
+def test_a_keyword_without_rows_is_refused_with_the_way_out_and_right_when_marked():
+    task = task_of(lambda: [Masked(seed) for seed in range(3)])
+    mask = values(4, 16, 16, dtype=FLOAT64)
+    layers = task.make_layers()
+    specs = BatchSpec(kwargs=Replicate())
+    expected = reference_step(
+        layers, task.inputs, {"mask": mask}, task.target, loss=task.loss, num_microbatches=M, specs=specs
+    )
+
+    def case(wires):
+        plain = Pipeline(task.make_layers(), "1f1b", M, task.loss, transport=wires)
+        error = error_of(plain.step, *task.inputs, target=task.target, mask=mask)
+        marked = Pipeline(task.make_layers(), "1f1b", M, task.loss, transport=wires, specs=specs)
+        result = marked.step(*task.inputs, target=task.target, mask=mask)
+        return error, Outcome(result, gradients_of(marked.named_parameters()))
+
+    answers = on_ranks(2, case)
+
+    for error, _ in answers:
+        assert isinstance(error, StepRefused)
+        assert "kwargs['mask'] (shape (16, 16), split on dim 0) has 16 rows" in str(error)
+        assert "Mark what has no batch dimension Replicate()" in str(error)
+    assert difference([outcome for _, outcome in answers], (expected, gradients_of(named(layers)))) == []
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_first_layer_may_change_the_callers_batch_in_place_as_on_one_process(schedule):
+    task = task_of(four(lambda inner, x: inner(x.mul_(2.0)), None))
+    (inputs,) = task.inputs
+    task.inputs = (inputs.clone(),)
+    expected = task.reference(M)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), schedule, M, task.loss, transport=wires)
+        own = inputs.clone()
+        result = pipeline.step(own, target=task.target)
+        return Outcome(result, gradients_of(pipeline.named_parameters())), own
+
+    answers = on_ranks(2, case)
+
+    assert difference([outcome for outcome, _ in answers], expected) == []
+    assert torch.equal(answers[0][1], inputs * 2)
+
+
+def test_gradients_that_the_caller_asks_of_its_own_batch_add_up_as_on_one_process():
+    task = task_of(four(None, None))
+    (inputs,) = task.inputs
+    expected = inputs.clone().requires_grad_()
+    reference_step(task.make_layers(), (expected,), {}, task.target, loss=task.loss, num_microbatches=M)
+
+    def case(wires):
+        own = inputs.clone().requires_grad_()
+        pipeline = Pipeline(task.make_layers(), "1f1b", M, task.loss, transport=wires)
+        pipeline.step(own, target=task.target)
+        return own.grad
+
+    first, last = on_ranks(2, case)
+
+    assert torch.equal(first, expected.grad)
+    assert last is None

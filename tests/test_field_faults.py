@@ -1,0 +1,424 @@
+"""What torch.distributed.pipelining 2.13 computes wrongly, accepts wrongly or hangs on, each done right here.
+
+Faults of layers, losses and what crosses between stages are in `test_bad_inputs.py`, planted deaths and hangs in
+`test_faults.py`.
+"""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.errors import FormatError, PipelineError, ScheduleError, StepRefused
+from penstock.execute.reference import reference_evaluate, reference_step
+from penstock.ir.action import Kind, parse_action
+from penstock.ir.schedule import Schedule
+from penstock.pipeline import Pipeline
+from penstock.placement import Placement
+from penstock.schedules import FAMILIES
+from tests.local_pipelines import (
+    WIDTH,
+    Outcome,
+    Task,
+    block,
+    difference,
+    error_of,
+    float_layers,
+    gradients_of,
+    named,
+    on_ranks,
+    settle,
+    square_loss,
+    step_task,
+    token_task,
+    values,
+)
+from tests.ranks import RankPool
+
+M = 4
+FLOAT64 = torch.float64
+SCHEDULES = ["1f1b", "gpipe", "zb-h1", "zbv", "interleaved-1f1b"]
+
+
+def task_of(rows, make_layers=lambda: float_layers(FLOAT64, 4)):
+    inputs, target = (values(seed, rows, WIDTH, dtype=FLOAT64) for seed in (rows, rows + 1))
+    return Task(make_layers, (inputs,), target)
+
+
+# ---- wrong results without an error
+
+CALLS = [("evaluate", 16), ("evaluate", 8), ("step", 16), ("step", 8), ("step", 24), ("evaluate", 4), ("step", 16)]
+
+
+def changing_shapes(transport, schedule, **options):
+    """Outcomes of calls of many sizes on one pipeline, each from zero gradients."""
+    pipeline = Pipeline(float_layers(FLOAT64, 4), schedule, M, square_loss, transport=transport, **options)
+    outcomes = []
+    for call, rows in CALLS:
+        task = task_of(rows)
+        result = getattr(pipeline, call)(*task.inputs, target=task.target, return_outputs=True)
+        outcomes.append(Outcome(result, gradients_of(pipeline.named_parameters())))
+        for _, parameter in pipeline.named_parameters():
+            parameter.grad = None
+    pipeline.close()
+    return outcomes
+
+
+def differing_calls(answers):
+    """The calls whose losses, outputs or gradients are not those of one process."""
+    found = []
+    for number, (call, rows) in enumerate(CALLS):
+        task, layers = task_of(rows), float_layers(FLOAT64, 4)
+        run = reference_step if call == "step" else reference_evaluate
+        expected = run(layers, task.inputs, {}, task.target, loss=square_loss, num_microbatches=M)
+        outcomes = [answer[number] for answer in answers]
+        outputs = [each.result.outputs for each in outcomes if each.result.outputs is not None]
+        is_same = [torch.equal(each, torch.cat(expected.outputs)) for each in outputs] == [True]
+        if difference(outcomes, (expected, gradients_of(named(layers)))) or not is_same:
+            found.append((number, call, rows))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("variable_shapes", [False, True])
+def test_a_batch_of_another_size_gives_its_own_rows_and_never_those_of_the_batch_before(schedule, variable_shapes):
+    answers = on_ranks(2, lambda wires: changing_shapes(wires, schedule, variable_shapes=variable_shapes))
+
+    assert differing_calls(answers) == []
+
+
+def changing_shapes_on_gloo(rank):
+    return changing_shapes(None, "1f1b", deadline_s=20.0)
+
+
+@pytest.mark.slow
+def test_a_growing_batch_does_not_abort_the_process_on_gloo():
+    with RankPool(2) as pool:
+        answers = pool.run(changing_shapes_on_gloo)
+
+    assert differing_calls(answers) == []
+
+
+@pytest.mark.parametrize("rows", [6, 3, 1])
+def test_a_batch_that_does_not_divide_is_refused_with_the_numbers_and_not_filled_up(rows):
+    task = task_of(rows)
+
+    def case(wires):
+        return error_of(step_task, Pipeline(task.make_layers(), "1f1b", M, square_loss, transport=wires), task)
+
+    for error in on_ranks(2, case):
+        assert isinstance(error, StepRefused)
+        assert f"has {rows} rows" in str(error)
+        assert "4 microbatches" in str(error)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_ragged_batch_has_the_loss_and_the_gradients_of_the_whole(schedule):
+    task = task_of(7)
+    layers = task.make_layers()
+    whole = square_loss(nn.Sequential(*layers)(*task.inputs), task.target)
+    whole.backward()
+
+    def case(wires):
+        options = {"allow_ragged": True, "transport": wires}
+        return step_task(Pipeline(task.make_layers(), schedule, M, square_loss, **options), task)
+
+    for outcome in on_ranks(2, case):
+        assert torch.allclose(outcome.result.loss, whole, rtol=1e-12)
+        for name, parameter in named(layers):
+            if name in outcome.gradients:
+                assert torch.allclose(outcome.gradients[name], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("make_task", [lambda: task_of(8), lambda: token_task(9, FLOAT64)], ids=["mean", "tokens"])
+def test_gradients_of_two_steps_add_up_and_none_is_scaled_twice(schedule, make_task):
+    task = make_task()
+    layers = task.make_layers()
+    for _ in range(2):
+        expected = reference_step(
+            layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=M, **task.options
+        )
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), schedule, M, task.loss, transport=wires, **task.options)
+        step_task(pipeline, task)
+        return step_task(pipeline, task)
+
+    found = on_ranks(2, case)
+
+    assert difference(found, (expected, gradients_of(named(layers)))) == []
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradients_are_whole_when_data_parallelism_is_called_split_backward_or_not(schedule):
+    task = task_of(8)
+    _, expected = task.reference(M)
+
+    def case(wires):
+        seen = {}
+        stages = {}
+
+        def reduce_stage(stage):
+            seen.update(gradients_of(stages[stage].named_parameters()))
+
+        options = {"transport": wires, "reduce_stage": reduce_stage}
+        pipeline = Pipeline(task.make_layers(), schedule, M, square_loss, **options)
+        stages.update({stage.index: stage for stage in pipeline.stages})
+        step_task(pipeline, task)
+        return seen
+
+    found = {name: gradient for seen in on_ranks(2, case) for name, gradient in seen.items()}
+
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+class Scaled(nn.Module):
+    """A layer with a weight that another one shares."""
+
+    def __init__(self, shared=None):
+        super().__init__()
+        self.inner = settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT64), 5) if shared is None else shared.inner
+
+    def forward(self, value):
+        return torch.tanh(self.inner(value))
+
+
+def tied_layers():
+    first = Scaled()
+    return [first, block(1, FLOAT64), block(2, FLOAT64), Scaled(first)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_weight_of_the_first_and_the_last_stage_gets_the_gradient_of_one_weight(schedule):
+    task = task_of(8, tied_layers)
+    _, expected = task.reference(M)
+    tied = [("0.inner.weight", "3.inner.weight"), ("0.inner.bias", "3.inner.bias")]
+
+    def case(wires):
+        # Ranks that are processes hold copies of their own.
+        layers = [Scaled(), block(1, FLOAT64), block(2, FLOAT64), Scaled()]
+        return step_task(Pipeline(layers, schedule, M, square_loss, transport=wires, tied=tied), task)
+
+    for outcome in on_ranks(2, case):
+        for name, gradient in outcome.gradients.items():
+            assert torch.allclose(gradient, expected[name.replace("3.inner", "0.inner")], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_running_statistics_and_calls_of_the_loss_count_each_microbatch_once(schedule):
+    def make_layers():
+        return [nn.BatchNorm1d(WIDTH, dtype=FLOAT64) for _ in range(4)]
+
+    task = task_of(16, make_layers)
+    layers = make_layers()
+    reference_step(layers, task.inputs, {}, task.target, loss=square_loss, num_microbatches=M)
+    expected = {f"{index}.{name}": b for index, layer in enumerate(layers) for name, b in layer.named_buffers()}
+
+    def case(wires):
+        calls = []
+
+        def loss(output, target):
+            calls.append(1)
+            return square_loss(output, target)
+
+        pipeline = Pipeline(make_layers(), schedule, M, loss, transport=wires)
+        step_task(pipeline, task)
+        named_layers = [pair for stage in pipeline.stages for pair in stage.layers.items()]
+        return {f"{place}.{name}": b for place, layer in named_layers for name, b in layer.named_buffers()}, len(calls)
+
+    answers = on_ranks(2, case)
+
+    found = {name: buffer for buffers, _ in answers for name, buffer in buffers.items()}
+    assert sum(num_calls for _, num_calls in answers) == M
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def drawn(placement, num_microbatches, *orders):
+    actions = [[parse_action(text) for text in order.split()] for order in orders]
+    return Schedule.from_actions("drawn", placement, actions, num_microbatches=num_microbatches)
+
+
+def test_losses_are_those_of_their_microbatches_in_whatever_order_the_last_stage_takes_them():
+    schedule = drawn(Placement.line(2), 2, "0F1 0F0 0B1 0B0", "1F1 1F0 1B0 1B1")
+    task = task_of(4)
+    expected, _ = task.reference(2)
+
+    def case(wires):
+        return step_task(Pipeline(task.make_layers(), schedule, loss=square_loss, transport=wires), task)
+
+    for outcome in on_ranks(2, case):
+        assert [float(loss) for loss in outcome.result.losses] == [float(loss) for loss in expected.losses]
+        assert torch.equal(outcome.result.loss, expected.loss)
+
+
+@pytest.mark.parametrize("text", ["2F0junk", "0F", "F0", "0B1.", "()OVERLAP_F_B", "-1OVERLAP_F_B", "0F0 0F1"])
+def test_an_action_is_read_whole_or_refused(text):
+    with pytest.raises(FormatError):
+        parse_action(text)
+
+
+# ---- schedules that cannot run
+
+LINE = Placement.line(2)
+WRONG_ORDERS = {
+    "a forward twice": ("0F0 0F0 0B0", "1F0 1B0", 1),
+    "a backward twice": ("0F0 0B0 0B0", "1F0 1B0", 1),
+    "a microbatch that is not there": ("0F7 0B7", "1F7 1B7", 1),
+    "other microbatches on another rank": ("0F0 0F1 0B0 0B1", "1F0 1F2 1B0 1B2", 2),
+    "a whole and a split backward": ("0F0 0B0 0I0 0W0", "1F0 1B0", 1),
+    "a backward before its forward": ("0B0 0F0", "1F0 1B0", 1),
+    "ranks that wait for each other": ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0", 2),
+    "no backward": ("0F0 0F1 0B0", "1F0 1F1 1B0 1B1", 2),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_ORDERS)
+def test_an_order_that_cannot_run_is_refused_before_it_does(wrong):
+    *orders, num_microbatches = WRONG_ORDERS[wrong]
+
+    with pytest.raises(ScheduleError):
+        ps.check(drawn(LINE, num_microbatches, *orders))
+
+
+def program_rows(*rows):
+    return "\r\n".join(rows) + "\r\n"
+
+
+SOUND = ("0F0,0SEND_F0,0RECV_B0,0B0", "1RECV_F0,1F0,1B0,1SEND_B0")
+WRONG_MESSAGES = {
+    "a send is missing": ("0F0,0RECV_B0,0B0", SOUND[1]),
+    "a receive is missing": (SOUND[0], "1F0,1B0,1SEND_B0"),
+    "sends in another order than receives": (
+        "0F0,0F1,0SEND_F1,0SEND_F0,0RECV_B0,0B0,0RECV_B1,0B1",
+        "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1",
+    ),
+    "both wait for a receive": ("0RECV_B0,0F0,0SEND_F0,0B0", "1RECV_F0,1F0,1B0,1SEND_B0"),
+}
+
+
+def test_the_sound_program_that_the_wrong_ones_are_made_from_passes():
+    ps.check(ps.Program.from_csv(program_rows(*SOUND)))
+
+
+@pytest.mark.parametrize("wrong", WRONG_MESSAGES)
+def test_messages_that_do_not_meet_are_refused_before_they_hang(wrong):
+    with pytest.raises(ScheduleError):
+        ps.check(ps.Program.from_csv(program_rows(*WRONG_MESSAGES[wrong])))
+
+
+def test_a_program_is_not_taken_for_a_schedule():
+    with pytest.raises(FormatError, match="the text has communication; expected actions alone"):
+        Schedule.from_csv(program_rows(*SOUND))
+
+
+def test_an_error_in_a_large_schedule_shows_its_place_and_not_the_whole_grid():
+    text = ps.build("1f1b", ranks=32, microbatches=64).to_csv().replace("0F17,", "", 1)
+
+    with pytest.raises(ScheduleError, match="0B17 has no forward") as caught:
+        ps.check(Schedule.from_csv(text))
+
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_can_be_lowered_and_simulated(name):
+    program = ps.lower(ps.build(name, ranks=4, microbatches=8))
+
+    assert ps.simulate(program, ps.Costs.uniform()).makespan_s > 0
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3, 8])
+def test_the_last_rank_of_1f1b_runs_every_forward_from_the_first(num_microbatches):
+    last = ps.build("1f1b", ranks=4, microbatches=num_microbatches)[3]
+
+    forwards = [action.microbatch for action in last if action.kind is Kind.FORWARD]
+    assert forwards == list(range(num_microbatches))
+
+
+# ---- ranks that were not started alike
+
+DIFFERENT = {
+    "microbatches": (("1f1b", 4), ("1f1b", 8), ("microbatches=4", "microbatches=8")),
+    "schedule": (("1f1b", 4), ("gpipe", 4), ("1f1b", "gpipe")),
+    "stages": (("interleaved-1f1b", 4, 2), ("interleaved-1f1b", 4, 1), ("stages=4", "stages=2")),
+}
+
+
+def started_differently(transport, rank, case):
+    schedule, num_microbatches, *stages_per_rank = DIFFERENT[case][rank]
+    options = {"stages_per_rank": stages_per_rank[0]} if stages_per_rank else {}
+    begin_s = time.monotonic()
+    error = error_of(
+        Pipeline, float_layers(FLOAT64, 4), schedule, num_microbatches, square_loss, transport=transport, **options
+    )
+    return type(error).__name__, str(error), time.monotonic() - begin_s
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_ranks_with_another_plan_are_found_at_the_start_with_both_values(case):
+    for kind, text, _ in on_ranks(2, lambda wires: started_differently(wires, wires.rank, case)):
+        assert kind == "PipelineError"
+        assert "the ranks disagree on the schedule" in text
+        assert all(value in text for value in DIFFERENT[case][2])
+
+
+def started_differently_on_gloo(rank, case):
+    return started_differently(None, rank, case)
+
+
+@pytest.mark.slow
+def test_processes_with_another_plan_end_in_seconds_and_not_in_minutes():
+    with RankPool(2) as pool:
+        answers = pool.run(started_differently_on_gloo, "microbatches")
+
+    assert all(kind == "PipelineError" and took_s < 10.0 for kind, _, took_s in answers)
+
+
+class Breaking(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        self.inner = block(seed, FLOAT64)
+        self.breaks = False
+
+    def forward(self, value):
+        if self.breaks:
+            raise KeyError("planted")
+        return self.inner(value)
+
+
+def test_after_a_caught_failure_any_number_of_steps_and_evaluations_are_right():
+    task = task_of(8, lambda: [Breaking(seed) for seed in range(3)])
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), "1f1b", M, square_loss, transport=wires)
+        outcomes, errors = [], []
+        for number in range(4):
+            for stage in pipeline.stages:
+                for layer in stage.layers.values():
+                    layer.breaks = number % 2 == 0 and stage.index == number
+            if number % 2 == 0:
+                errors.append(error_of(step_task, pipeline, task))
+            for _, parameter in pipeline.named_parameters():
+                parameter.grad = None
+            if number % 2:
+                outcomes.append(step_task(pipeline, task))
+                outcomes.append(step_evaluated(pipeline, task, outcomes[-1]))
+        return errors, outcomes
+
+    answers = on_ranks(3, case)
+
+    assert all(isinstance(error, PipelineError) for errors, _ in answers for error in errors)
+    for number in range(4):
+        assert difference([outcomes[number] for _, outcomes in answers], task.reference(M)) == []
+
+
+def step_evaluated(pipeline, task, outcome):
+    """An evaluation, told like the step before it: the same losses, the gradients untouched."""
+    result = pipeline.evaluate(*task.inputs, target=task.target)
+    return Outcome(result, outcome.gradients)

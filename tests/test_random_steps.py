@@ -1,0 +1,282 @@
+"""Dropout draws the same on any number of ranks and in any schedule, and anew in each step."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.errors import ConfigError, PipelineError
+from penstock.execute.reference import reference_step
+from penstock.models import Skip
+from penstock.pipeline import Pipeline
+from penstock.schedules import build
+from tests.local_pipelines import (
+    WIDTH,
+    Outcome,
+    Task,
+    block,
+    difference,
+    error_of,
+    gradients_of,
+    named,
+    on_ranks,
+    square_loss,
+    step_task,
+    values,
+    visits_in_order,
+)
+from tests.ranks import RankPool
+
+FLOAT64 = torch.float64
+SEED = 5
+NUM_MICROBATCHES = 8
+
+
+class Recomputed(nn.Module):
+    """Runs its forward again in the backward, draws included."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def dropping(seed):
+    return nn.Sequential(nn.Dropout(0.3), block(seed, FLOAT64), nn.Dropout(0.3))
+
+
+def layers():
+    return [Recomputed(dropping(seed)) if seed % 2 else dropping(seed) for seed in range(8)]
+
+
+def noisy_loss(output, target):
+    return square_loss(output + torch.randn(output.shape, dtype=FLOAT64), target)
+
+
+def task(loss=square_loss, make_layers=layers):
+    inputs, target = (values(seed, 2 * NUM_MICROBATCHES, WIDTH, dtype=FLOAT64) for seed in (1, 2))
+    return Task(make_layers, (inputs,), target, loss, {"seed": SEED})
+
+
+def pipeline_of(wires, own, schedule, **options):
+    return Pipeline(own.make_layers(), schedule, loss=own.loss, transport=wires, **own.options | options)
+
+
+def reference_of(own, num_steps=1):
+    """What one process computes in some steps, without zeroing in between."""
+    modules = own.make_layers()
+    for number in range(num_steps):
+        result = reference_step(
+            modules,
+            own.inputs,
+            {},
+            own.target,
+            loss=own.loss,
+            num_microbatches=NUM_MICROBATCHES,
+            step_number=number,
+            **own.options,
+        )
+    return result, gradients_of(named(modules))
+
+
+SHAPES = [
+    {"name": "1f1b", "ranks": 1},
+    {"name": "1f1b", "ranks": 2},
+    {"name": "gpipe", "ranks": 4},
+    {"name": "interleaved-1f1b", "ranks": 2, "stages_per_rank": 2},
+    {"name": "zb-h1", "ranks": 4},
+    {"name": "zbv", "ranks": 3},
+    {"name": "dualpipe", "ranks": 4},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape.values())))
+def test_dropout_draws_the_same_on_any_split(shape):
+    own, schedule = task(), build(microbatches=NUM_MICROBATCHES, **shape)
+
+    def case(wires):
+        pipeline = pipeline_of(wires, own, schedule)
+        step_task(pipeline, own)
+        return step_task(pipeline, own)
+
+    found = on_ranks(schedule.num_ranks, case)
+
+    tolerance = None if visits_in_order(schedule) else 1e-12
+    assert difference(found, reference_of(own, 2), tolerance=tolerance) == []
+
+
+def in_two_threads(first, second):
+    with ThreadPoolExecutor(2) as threads:
+        for future in [threads.submit(first), threads.submit(second)]:
+            future.result()
+
+
+class HandedOn(nn.Module):
+    """Drops, and puts into or gets from a skip, again in its backward, too."""
+
+    def __init__(self, seed, *, puts):
+        super().__init__()
+        self.inner = dropping(seed)
+        self.skip = Skip("a")
+        self.puts = puts
+
+    def forward(self, x):
+        return checkpoint(self.run, x, use_reentrant=False)
+
+    def run(self, x):
+        if not self.puts:
+            x = x + self.skip.get()
+        output = self.inner(x)
+        if self.puts:
+            self.skip.put(output)
+        return output
+
+
+def test_pairs_of_computations_in_two_threads_draw_and_hand_on_the_same():
+    own = task(make_layers=lambda: [HandedOn(9, puts=True), *layers(), HandedOn(10, puts=False)])
+    schedule = build("dualpipe-v", ranks=2, microbatches=NUM_MICROBATCHES)
+    assert schedule.joined.any()
+
+    found = on_ranks(2, lambda wires: step_task(pipeline_of(wires, own, schedule, overlap=in_two_threads), own))
+
+    assert difference(found, reference_of(own), tolerance=1e-12) == []
+
+
+def test_a_loss_that_draws_does_so_alike_on_any_split():
+    own = task(noisy_loss)
+
+    found = on_ranks(2, lambda wires: step_task(pipeline_of(wires, own, "1f1b"), own))
+
+    assert difference(found, reference_of(own)) == []
+
+
+def test_every_step_draws_anew_and_a_number_brings_a_draw_back():
+    own = task()
+
+    pipeline = pipeline_of(None, own, "1f1b")
+    losses = [pipeline.step(*own.inputs, target=own.target).loss for _ in range(3)]
+    assert pipeline.step_number == 3
+    pipeline.step_number = 1
+    again = pipeline.step(*own.inputs, target=own.target).loss
+
+    assert len({loss.item() for loss in losses}) == 3
+    assert torch.equal(again, losses[1])
+    assert pipeline.step_number == 2
+
+
+def test_without_a_seed_nothing_is_set():
+    layer, inputs = dropping(1), values(1, 3, WIDTH, dtype=FLOAT64)
+    pipeline = Pipeline([layer], "1f1b", 1, square_loss)
+
+    torch.manual_seed(1)
+    expected = layer(inputs).detach()
+    torch.manual_seed(1)
+    result = pipeline.step(inputs, target=expected, return_outputs=True)
+
+    assert torch.equal(result.outputs, expected)
+    assert (expected == 0).any()
+
+
+def test_the_callers_generator_and_evaluation_know_nothing_of_it():
+    own = task()
+    pipeline = pipeline_of(None, own, "1f1b")
+    torch.manual_seed(1)
+    expected = torch.rand(4)
+
+    torch.manual_seed(1)
+    evaluations = []
+    for _ in range(2):
+        evaluations.append(pipeline.evaluate(*own.inputs, target=own.target).loss)
+        pipeline.step(*own.inputs, target=own.target)
+
+    assert torch.equal(torch.rand(4), expected)
+    assert torch.equal(*evaluations)
+    assert pipeline.step_number == 2
+
+
+def test_what_draws_in_evaluation_draws_from_the_callers_generator():
+    own = task(noisy_loss)
+    pipeline = pipeline_of(None, own, "1f1b")
+
+    losses = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        losses.append(pipeline.evaluate(*own.inputs, target=own.target).loss)
+
+    assert torch.equal(losses[0], losses[2])
+    assert not torch.equal(losses[0], losses[1])
+
+
+class Failing(nn.Module):
+    """Drops like others, but fails when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = dropping(9)
+        self.fails = True
+
+    def forward(self, x):
+        if self.fails:
+            raise ZeroDivisionError
+        return self.inner(x)
+
+
+def test_a_step_that_failed_draws_the_same_when_it_is_run_again():
+    own = task(make_layers=lambda: [*layers(), Failing()])
+
+    def case(wires):
+        pipeline = pipeline_of(wires, own, "1f1b")
+        assert isinstance(error_of(step_task, pipeline, own), PipelineError)
+        for stage in pipeline.stages:
+            for layer in stage.layers.values():
+                layer.fails = False
+                layer.zero_grad()
+        return step_task(pipeline, own)
+
+    found = on_ranks(2, case)
+
+    def working():
+        last = Failing()
+        last.fails = False
+        return [*layers(), last]
+
+    assert difference(found, reference_of(task(make_layers=working))) == []
+
+
+def test_ranks_with_different_seeds_are_told_so():
+    def case(wires):
+        return pipeline_of(wires, task(), "1f1b", seed=wires.rank)
+
+    error = error_of(on_ranks, 2, case)
+
+    assert isinstance(error, PipelineError)
+    assert "the seed" in str(error)
+
+
+def test_what_is_no_seed_is_refused_at_once():
+    error = error_of(pipeline_of, None, task(), "1f1b", seed=-1)
+
+    assert isinstance(error, ConfigError)
+    assert error.key == "seed"
+
+
+@pytest.mark.slow
+def test_processes_draw_what_threads_do():
+    with RankPool(2) as pool:
+        found = pool.run(step_on_gloo, timeout_s=60.0)
+
+    assert difference(found, reference_of(task())) == []
+
+
+def step_on_gloo(rank):
+    own = task()
+    torch.manual_seed(rank)
+    pipeline = Pipeline(own.make_layers(), "1f1b", loss=own.loss, group=dist.group.WORLD, **own.options)
+    outcome = step_task(pipeline, own)
+    pipeline.close()
+    return Outcome(outcome.result, outcome.gradients)

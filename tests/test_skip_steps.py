@@ -1,0 +1,358 @@
+"""Skips between any stages train as on one device, in every family, forward and backward."""
+
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.errors import PipelineError
+from penstock.execute.reference import reference_evaluate
+from penstock.models import Carry, LayerSpec, Skip
+from penstock.pipeline import Pipeline
+from penstock.schedules import FAMILIES, build
+from tests.local_pipelines import (
+    WIDTH,
+    Outcome,
+    Task,
+    block,
+    difference,
+    error_of,
+    on_ranks,
+    square_loss,
+    step_task,
+    values,
+    visits_in_order,
+)
+from tests.ranks import RankPool
+from tests.strategies import feasible_schedules
+
+FLOAT64 = torch.float64
+NEARLY = {"tolerance": 1e-12, "loss_tolerance": 1e-12}
+LENGTH = 6
+TENSOR_BYTES = 2 * LENGTH * WIDTH * 8
+
+
+class Layer(nn.Module):
+    """A block that puts its output into some skips, and adds to its input what it gets from others."""
+
+    def __init__(self, seed, puts=(), gets=()):
+        super().__init__()
+        self.inner = block(seed, FLOAT64)
+        self.puts = nn.ModuleList(map(Skip, puts))
+        self.gets = nn.ModuleList(map(Skip, gets))
+
+    def forward(self, x):
+        for skip in self.gets:
+            x = x + skip.get()
+        return self.put(self.inner(x))
+
+    def put(self, x):
+        for skip in self.puts:
+            skip.put(x)
+        return x
+
+
+class TreeLayer(Layer):
+    """Hands on a tree: tensors with and without gradient, and other values."""
+
+    def put(self, x):
+        for skip in self.puts:
+            skip.put({"value": (x, x.detach() > 0), "factor": 0.5, "nothing": None})
+        return x
+
+    def forward(self, x):
+        for skip in self.gets:
+            handed_on = skip.get()
+            value, mask = handed_on["value"]
+            assert not mask.requires_grad
+            assert handed_on["nothing"] is None
+            x = x + value * mask * handed_on["factor"]
+        return self.put(self.inner(x))
+
+
+class Recomputed(Layer):
+    """Puts and gets in what runs again in the backward."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class LookingBack(Layer):
+    """Carries from slice to slice, too."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.carry = Carry()
+
+    def forward(self, x):  # [batch, seq, width]
+        before = self.carry.get()
+        sums = x.cumsum(1) if before is None else before + x.cumsum(1)
+        self.carry.put(sums[:, -1:])
+        return super().forward(x + sums)
+
+
+def layers(kind, num_layers):
+    """A far skip over all layers, with another consumer between; short ones, nested and crossing."""
+    last, center = num_layers - 1, num_layers // 2
+    puts, gets = {0: ["far"]}, {last: ["far"]}
+    if num_layers > 3:
+        gets[center] = ["far"]
+        puts[1], gets[last - 1] = ["crossing"], ["crossing", *gets.get(last - 1, [])]
+    for first in range(0, last - 1, 2):
+        puts.setdefault(first, []).append(f"near {first}")
+        gets.setdefault(first + 1, []).append(f"near {first}")
+    return [kind(index, puts.get(index, ()), gets.get(index, ())) for index in range(num_layers)]
+
+
+def task(num_layers, num_microbatches, kind=Layer):
+    shape = (2 * num_microbatches, LENGTH, WIDTH)
+    inputs, target = (values(seed, *shape, dtype=FLOAT64) for seed in (1, 2))
+    return Task(partial(layers, kind, num_layers), (inputs,), target)
+
+
+def mistakes(own, schedule, **options):
+    """How two steps, the second on known shapes, differ from twice the model on one device."""
+
+    def case(wires):
+        pipeline = Pipeline(own.make_layers(), schedule, loss=own.loss, transport=wires, **options)
+        step_task(pipeline, own)
+        return step_task(pipeline, own)
+
+    result, gradients = own.reference(schedule.num_microbatches)
+    twice = {name: 2 * gradient for name, gradient in gradients.items()}
+    return difference(on_ranks(schedule.num_ranks, case), (result, twice), **NEARLY)
+
+
+def mistakes_of(shape, kind=Layer):
+    schedule = build(**shape)
+    return mistakes(task(len(schedule.placement.routes[0]) + 1, schedule.num_microbatches, kind), schedule)
+
+
+KINDS = [Layer, TreeLayer, Recomputed]
+TRAINED = [name for name in FAMILIES if name != "forward-only"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::penstock.errors.PenstockWarning")
+@pytest.mark.parametrize("name", TRAINED)
+def test_skips_train_in_every_family(name):
+    slices = {"slices": 3} if FAMILIES[name].takes_slices else {}
+
+    found = [mistakes_of({"name": name, "ranks": 4, "microbatches": 8, **slices}, kind) for kind in KINDS]
+
+    assert found == [[]] * len(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"name": "1f1b", "ranks": 1, "microbatches": 2},
+        {"name": "zb-h1", "ranks": 3, "microbatches": 4},
+        {"name": "dualpipe", "ranks": 2, "microbatches": 4},
+    ],
+    ids=lambda shape: "-".join(map(str, shape.values())),
+)
+def test_skips_train_as_on_one_device(shape, kind):
+    assert mistakes_of(shape, kind) == []
+
+
+def test_skips_go_along_with_what_slices_carry():
+    schedule = build("seq1f1b", ranks=3, microbatches=3, slices=3)
+
+    assert mistakes(task(4, 3, LookingBack), schedule) == []
+
+
+@pytest.mark.slow
+@given(feasible_schedules())
+def test_skips_train_in_every_feasible_order(schedule):
+    if schedule.is_forward_only:
+        return
+    num_layers = len(schedule.placement.routes[0]) + 1
+    kind = KINDS[schedule.num_microbatches % len(KINDS)]
+
+    assert mistakes(task(num_layers, schedule.num_microbatches, kind), schedule) == []
+
+
+def two_uses():
+    """What is handed on is used twice in all, so that there is but one order in which to add two gradients up."""
+    return [Layer(0, ["a"]), Layer(1), Layer(2, ["b"]), Layer(3, gets=["a"]), Layer(4), Layer(5, gets=["b"])]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_gradients_are_bitwise_equal_where_a_value_is_used_twice(name):
+    own = task(6, 4)
+    own.make_layers = two_uses
+    schedule = build(name, ranks=3, microbatches=4)
+    assert visits_in_order(schedule)
+
+    found = on_ranks(3, lambda wires: step_task(Pipeline(two_uses(), schedule, loss=own.loss, transport=wires), own))
+
+    assert difference(found, own.reference(4)) == []
+
+
+def test_threads_may_hold_the_very_same_skip():
+    skip = Skip("a")
+
+    def sharing():
+        found = [Layer(0), Layer(1), Layer(2)]
+        for layer, role in zip(found, ("puts", "gets", "gets"), strict=True):
+            setattr(layer, role, nn.ModuleList([skip]))
+        return found
+
+    own = task(3, 6)
+    own.make_layers = sharing
+
+    assert mistakes(own, build("1f1b", ranks=3, microbatches=6)) == []
+
+
+def test_layers_that_are_built_apart_find_each_other_by_name():
+    def specs():
+        return [
+            LayerSpec(str(index), partial(Layer, index, *ends))
+            for index, ends in enumerate([(["a"],), (), ((), ["a"])])
+        ]
+
+    own = task(3, 4)
+    own.make_layers = lambda: [Layer(0, ["a"]), Layer(1), Layer(2, (), ["a"])]
+    expected = own.reference(4)
+    own.make_layers = specs
+
+    found = on_ranks(3, lambda wires: step_task(Pipeline(specs(), "1f1b", 4, own.loss, transport=wires), own))
+
+    assert difference(found, expected) == []
+
+
+def test_evaluation_hands_on_skips_and_keeps_nothing():
+    own = task(5, 4)
+
+    def case(wires):
+        pipeline = Pipeline(own.make_layers(), "1f1b", 4, own.loss, transport=wires)
+        return Outcome(pipeline.evaluate(*own.inputs, target=own.target), {})
+
+    found = on_ranks(3, case)
+
+    expected = reference_evaluate(own.make_layers(), own.inputs, {}, own.target, loss=own.loss, num_microbatches=4)
+    assert difference(found, (expected, {})) == []
+
+
+def message_bytes(make_layers):
+    own = task(6, 2)
+    own.make_layers = make_layers
+
+    def case(wires):
+        pipeline = Pipeline(own.make_layers(), "1f1b", 2, own.loss, transport=wires)
+        step_task(pipeline, own, record=True)
+        return pipeline.recording.message_bytes
+
+    return on_ranks(3, case)[0]
+
+
+def test_a_skip_within_a_stage_never_leaves_it():
+    found = message_bytes(lambda: [layer for name in "abc" for layer in (Layer(0, [name]), Layer(1, (), [name]))])
+
+    assert found == (TENSOR_BYTES, TENSOR_BYTES, 0)
+
+
+def test_a_far_skip_adds_its_bytes_to_the_message_of_every_stage_on_the_way():
+    found = message_bytes(lambda: [Layer(0, ["a"]), *map(Layer, range(4)), Layer(5, (), ["a"])])
+
+    assert found == (2 * TENSOR_BYTES, 2 * TENSOR_BYTES, 0)
+
+
+class Watched(Layer):
+    """Notes, without holding on to it, what is put and what is got."""
+
+    def __init__(self, *args, seen):
+        super().__init__(*args)
+        self.seen = seen
+
+    def put(self, x):
+        self.seen.append(weakref.ref(x))
+        return super().put(x)
+
+    def forward(self, x):
+        self.seen.extend(weakref.ref(skip.get()) for skip in self.gets)
+        return super().forward(x)
+
+
+def test_nothing_of_a_skip_stays_behind_a_step():
+    seen = []
+    own = task(5, 4, partial(Watched, seen=seen))
+
+    def case(wires):
+        pipeline = Pipeline(own.make_layers(), "1f1b", 4, own.loss, transport=wires)
+        for _ in range(2):
+            step_task(pipeline, own)
+            pipeline.evaluate(*own.inputs, target=own.target)
+        return pipeline
+
+    pipelines = on_ranks(2, case)
+
+    gc.collect()
+    assert len(pipelines) == 2
+    assert len(seen) > 100
+    assert [each() for each in seen if each() is not None] == []
+
+
+@pytest.mark.parametrize(
+    ("make_layers", "text"),
+    [
+        (lambda: [Layer(0, gets=["a"]), Layer(1), Layer(2, ["a"])], "stage 0: the skip 'a' is got before it is put"),
+        (lambda: [Layer(0, ["a"]), Layer(1, ["a"]), Layer(2, gets=["a"])], "stage 1: the skip 'a' is put twice"),
+        (lambda: [Silent(0, ["a"]), Layer(1), Layer(2, gets=["a"])], "stage 0: the skip 'a' was not put"),
+        (lambda: [Layer(0), Layer(1), Layer(2, gets=["a"])], "stage 2: the skip 'a' is got before it is put"),
+    ],
+    ids=["order", "twice", "never", "nowhere"],
+)
+def test_a_mistake_ends_the_step_on_all_ranks(make_layers, text):
+    own = task(3, 3)
+
+    def case(wires):
+        return error_of(step_task, Pipeline(make_layers(), "1f1b", 3, own.loss, transport=wires), own)
+
+    found = on_ranks(3, case)
+
+    assert all(isinstance(error, PipelineError) for error in found)
+    assert all(text in str(error) for error in found)
+
+
+class Silent(Layer):
+    """Holds a skip that it never puts into."""
+
+    def put(self, x):
+        return x
+
+
+@pytest.mark.slow
+def test_skips_train_between_processes():
+    with RankPool(4) as pool:
+        per_rank = pool.run(steps_on_gloo, timeout_s=60.0)
+
+    for name, found in zip(ON_GLOO, zip(*per_rank, strict=True), strict=True):
+        schedule = build(name, ranks=4, microbatches=8)
+        own = task(len(schedule.placement.routes[0]) + 1, 8, TreeLayer)
+        assert difference(found, own.reference(8), **NEARLY) == []
+
+
+ON_GLOO = ["1f1b", "zbv", "dualpipe"]
+
+
+def steps_on_gloo(rank):
+    found = []
+    for name in ON_GLOO:
+        schedule = build(name, ranks=4, microbatches=8)
+        own = task(len(schedule.placement.routes[0]) + 1, 8, TreeLayer)
+        pipeline = Pipeline(own.make_layers(), schedule, loss=square_loss, group=dist.group.WORLD)
+        step_task(pipeline, own)
+        for _, parameter in pipeline.named_parameters():
+            parameter.grad = None
+        found.append(step_task(pipeline, own))
+        pipeline.close()
+    return found

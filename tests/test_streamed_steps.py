@@ -1,0 +1,716 @@
+"""A batch that comes one microbatch after another gives what the same batch gives as a whole, and is held no longer."""
+
+import gc
+import re
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import EndOfData, PenstockWarning, PipelineError, StepRefused
+from penstock.execute.clock import Clock
+from penstock.execute.microbatch import BatchSpec, PreSplit, Replicate, split_batch
+from penstock.execute.reference import reference_step
+from penstock.execute.stream import DataTimes, Part, Stream
+from penstock.pipeline import Pipeline
+from tests.local_pipelines import (
+    WIDTH,
+    Outcome,
+    Task,
+    block,
+    count_tokens,
+    difference,
+    error_of,
+    float_layers,
+    float_task,
+    gradients_of,
+    on_ranks,
+    square_loss,
+    step_task,
+    values,
+)
+from tests.ranks import RankPool
+
+M = 4
+FLOAT64 = torch.float64
+FAMILIES = ["1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "looped-bfs", "zbv", "dualpipe-v", "dualpipe"]
+
+
+def deep_task(num_microbatches):
+    """Eight layers, so that four ranks may hold two stages each; every row is a sequence."""
+    inputs, target = (values(seed, 2 * num_microbatches, 4, WIDTH, dtype=FLOAT64) for seed in (1, 2))
+    return Task(lambda: float_layers(FLOAT64, 8), (inputs,), target)
+
+
+def pieces(task, num_microbatches=M):
+    """The microbatches of a task's batch, as an iterator gives them."""
+    parts = split_batch(task.inputs, {}, task.target, num_microbatches=num_microbatches)
+    return [(*part.args, part.target) for part in parts]
+
+
+def pipeline_of(wires, task, schedule="1f1b", num_microbatches=M, **options):
+    return Pipeline(
+        task.make_layers(), schedule, num_microbatches, task.loss, transport=wires, **task.options | options
+    )
+
+
+def needs_data(pipeline):
+    placement = pipeline.schedule.placement
+    ends = (placement.previous_stage, placement.next_stage)
+    return any(column[stage.index] < 0 for stage in pipeline.stages for column in ends)
+
+
+def stream_on(pipeline, items, **options):
+    """The arguments of a step: a stream of its own where this rank needs data, else nothing."""
+    return (Stream(items, **options),) if needs_data(pipeline) else ()
+
+
+def outcome_of(pipeline, result):
+    return Outcome(result, gradients_of(pipeline.named_parameters()))
+
+
+def streamed(wires, task, schedule="1f1b", num_microbatches=M, **options):
+    pipeline = pipeline_of(wires, task, schedule, num_microbatches, **options)
+    result = pipeline.step(*stream_on(pipeline, pieces(task, num_microbatches)), return_outputs=True)
+    return outcome_of(pipeline, result)
+
+
+def whole(wires, task, schedule="1f1b", num_microbatches=M, **options):
+    return step_task(pipeline_of(wires, task, schedule, num_microbatches, **options), task)
+
+
+def same(ours, theirs):
+    """Whether two lists of outcomes are equal bit for bit: losses, gradients and outputs."""
+    return all(map(same_on_rank, ours, theirs))
+
+
+def same_on_rank(one, other):
+    losses = [(one.result.loss, other.result.loss), *zip(one.result.losses, other.result.losses, strict=True)]
+    gradients = [(one.gradients[name], other.gradients[name]) for name in one.gradients | other.gradients]
+    outputs = (one.result.outputs, other.result.outputs)
+    has_outputs = outputs[0] is not None or outputs[1] is not None
+    return all(torch.equal(*pair) for pair in [*losses, *gradients, *([outputs] if has_outputs else [])])
+
+
+# ---- exactness
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_streamed_batch_gives_what_the_whole_one_gives_bit_for_bit(family, num_ranks):
+    task = deep_task(8)
+
+    outcomes = on_ranks(num_ranks, streamed, task, family, 8)
+
+    assert same(outcomes, on_ranks(num_ranks, whole, task, family, 8))
+    assert difference(outcomes, task.reference(8), tolerance=1e-12, loss_tolerance=1e-12) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_streamed_batch_is_bitwise_gradient_accumulation_on_one_process(num_ranks):
+    task = float_task(2 * M)
+
+    assert difference(on_ranks(num_ranks, streamed, task), task.reference(M)) == []
+
+
+def test_streamed_microbatches_may_be_cut_into_slices():
+    task = deep_task(M)
+
+    outcomes = on_ranks(2, lambda wires: streamed(wires, task, "seq1f1b", slices=2))
+
+    assert same(outcomes, on_ranks(2, lambda wires: whole(wires, task, "seq1f1b", slices=2)))
+
+
+def train_on_gloo(rank, task):
+    pipeline = Pipeline(task.make_layers(), "1f1b", M, task.loss, deadline_s=20.0)
+    stream = stream_on(pipeline, pieces(task) + pieces(task))
+    results = [pipeline.step(*stream) for _ in range(2)]
+    error = error_of(pipeline.step, *stream)
+    outcome = outcome_of(pipeline, results[-1])
+    pipeline.close()
+    return outcome, type(error).__name__
+
+
+@pytest.mark.slow
+def test_two_streamed_steps_on_gloo_add_up_bit_for_bit_and_a_third_finds_no_data():
+    task = float_task(2 * M)
+    layers = task.make_layers()
+    for _ in range(2):
+        expected = reference_step(layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=M)
+    named = {f"{index}.{name}": p for index, layer in enumerate(layers) for name, p in layer.named_parameters()}
+
+    with RankPool(3) as pool:
+        answers = pool.run(train_on_gloo, Task(float_layers, task.inputs, task.target))
+
+    assert difference([outcome for outcome, _ in answers], (expected, gradients_of(named.items()))) == []
+    assert [error for _, error in answers] == ["EndOfData"] * 3
+
+
+def test_evaluate_takes_a_stream_too():
+    task = float_task(2 * M)
+
+    def case(wires):
+        pipeline = pipeline_of(wires, task)
+        streamed_result = pipeline.evaluate(*stream_on(pipeline, pieces(task)))
+        return streamed_result.loss, pipeline.evaluate(*task.inputs, target=task.target).loss
+
+    for found, expected in on_ranks(2, case):
+        assert torch.equal(found, expected)
+
+
+class Masked(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        self.block = block(seed)
+
+    def forward(self, features, mask=None):
+        return self.block(features if mask is None else features * mask)
+
+
+def test_keywords_come_with_the_parts_of_a_stream():
+    mask = values(5, 2 * M, 1)
+    task = Task(lambda: [Masked(seed) for seed in range(3)], float_task(2 * M).inputs, float_task(2 * M).target)
+    parts = split_batch(task.inputs, {"mask": mask}, task.target, num_microbatches=M)
+    items = [Part(*part.args, target=part.target, mask=part.kwargs["mask"]) for part in parts]
+    layers = task.make_layers()
+    reference_step(layers, task.inputs, {"mask": mask}, task.target, loss=square_loss, num_microbatches=M)
+
+    def case(wires):
+        pipeline = pipeline_of(wires, task)
+        return outcome_of(pipeline, pipeline.step(Stream(items)))
+
+    outcomes = on_ranks(3, case)
+
+    for index, outcome in enumerate(outcomes):
+        for name, parameter in layers[index].named_parameters():
+            assert torch.equal(outcome.gradients[f"{index}.{name}"], parameter.grad)
+
+
+def test_a_part_may_hold_what_has_no_batch_dimension():
+    table = values(6, WIDTH)
+    items = [Part(*piece[:1], target=piece[1], mask=table) for piece in pieces(float_task(2 * M))]
+    task = Task(lambda: [Masked(seed) for seed in range(3)], float_task(2 * M).inputs, float_task(2 * M).target)
+    specs = BatchSpec(kwargs=Replicate())
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), "1f1b", M, square_loss, transport=wires, specs=specs)
+        return pipeline.step(Stream(items)).loss
+
+    for loss in on_ranks(2, case):
+        expected = reference_step(
+            task.make_layers(),
+            task.inputs,
+            {"mask": table},
+            task.target,
+            loss=square_loss,
+            num_microbatches=M,
+            specs=specs,
+        )
+        assert torch.equal(loss, expected.loss)
+
+
+def test_only_the_first_rank_may_stream_while_the_last_one_has_its_targets_as_a_whole():
+    task = float_task(2 * M)
+
+    def case(wires):
+        pipeline = pipeline_of(wires, task)
+        if wires.rank == 0:
+            return outcome_of(pipeline, pipeline.step(Stream(Part(piece[0]) for piece in pieces(task))))
+        return outcome_of(pipeline, pipeline.step(target=task.target))
+
+    assert difference(on_ranks(2, case), task.reference(M)) == []
+
+
+# ---- when data are pulled
+
+
+class Noting(nn.Module):
+    """A layer that notes when it runs."""
+
+    def __init__(self, log, seed):
+        super().__init__()
+        self.block = block(seed)
+        self._log = log
+
+    def forward(self, features):
+        self._log.append("F")
+        return self.block(features)
+
+
+def noted(log, items):
+    for index, item in enumerate(items):
+        log.append(f"pull {index}")
+        yield item
+
+
+def test_the_first_forward_starts_before_the_second_microbatch_is_pulled():
+    task, log = float_task(2 * M), []
+    pipeline = Pipeline([Noting(log, 0)], "1f1b", M, square_loss)
+
+    pipeline.step(Stream(noted(log, pieces(task))))
+
+    assert log == [entry for index in range(M) for entry in (f"pull {index}", "F")]
+
+
+def test_the_next_microbatch_is_pulled_while_the_rank_would_wait_and_none_for_the_next_step():
+    task = float_task(2 * M)
+
+    def case(wires):
+        log, items = [], pieces(task) * 2
+        pipeline = Pipeline([Noting(log, seed) for seed in range(2)], "1f1b", M, square_loss, transport=wires)
+        for stage in pipeline.stages:
+            for name, parameter in stage.named_parameters():
+                if name.endswith("0.weight"):
+                    parameter.register_post_accumulate_grad_hook(lambda _: log.append("B"))
+        pipeline.step(Stream(noted(log, items)))
+        return log
+
+    first, last = on_ranks(2, case)
+
+    # The first rank: its first wait for a gradient comes after the second forward, and the third pull before it.
+    assert first == ["pull 0", "F", "pull 1", "F", "pull 2", "B", "F", "pull 3", "B", "F", "B", "B"]
+    assert last == ["pull 0", "F", "B", "pull 1", "F", "B", "pull 2", "F", "B", "pull 3", "F", "B"]
+
+
+def test_a_rank_between_is_never_asked_for_data():
+    task = float_task(2 * M)
+
+    def case(wires):
+        log = []
+        pipeline_of(wires, task).step(Stream(noted(log, pieces(task))))
+        return len(log)
+
+    assert on_ranks(3, case) == [M, 0, M]
+
+
+def test_a_schedule_that_takes_microbatches_out_of_order_pulls_each_once():
+    task = deep_task(8)
+
+    def case(wires):
+        log = []
+        pipeline_of(wires, task, "dualpipe", 8).step(Stream(noted(log, pieces(task, 8))))
+        return log
+
+    for log in on_ranks(2, case):
+        assert log == [f"pull {index}" for index in range(8)]
+
+
+# ---- how long data are held
+
+
+class Counting:
+    """Gives microbatches, and notes before each how many of those before it are still alive."""
+
+    def __init__(self, items):
+        self._items = [tuple(tensor.clone() for tensor in item) for item in items]
+        self._given = []
+        self.alive = []
+
+    def __iter__(self):
+        while self._items:
+            self.alive.append(self.count())
+            item = self._items.pop(0)
+            self._given += [weakref.ref(tensor) for tensor in item]
+            yield item
+            del item
+
+    def count(self):
+        return sum(ref() is not None for ref in self._given)
+
+
+@pytest.mark.parametrize(("schedule", "most"), [("1f1b", 2), ("gpipe", 8)])
+def test_a_microbatch_is_let_go_when_its_last_use_on_the_rank_is_over(schedule, most):
+    task = float_task(16)
+
+    def case(wires):
+        source = Counting(pieces(task, 8))
+        pipeline_of(wires, task, schedule, 8).step(Stream(source))
+        gc.collect()
+        return source.alive, source.count()
+
+    (first, first_left), (last, last_left) = on_ranks(2, case)
+
+    assert (first_left, last_left) == (0, 0)
+    # What the backward of the first layer needs stays, which is its input; the target does not.
+    assert max(first) <= most
+    assert max(last) <= (1 if schedule == "1f1b" else most)
+
+
+def test_parts_that_may_be_spent_are_let_go_and_the_others_kept():
+    task = float_task(16)
+
+    def case(wires, is_spent):
+        inputs = PreSplit([piece[0].clone() for piece in pieces(task, 8)], is_spent=is_spent)
+        target = PreSplit([piece[1].clone() for piece in pieces(task, 8)], is_spent=is_spent)
+        alive, refs = [], [weakref.ref(part) for part in inputs.parts + target.parts]
+
+        def loss(output, wanted):
+            alive.append(sum(ref() is not None for ref in refs))
+            return square_loss(output, wanted)
+
+        pipeline = Pipeline(float_layers(), "1f1b", 8, loss, transport=wires)
+        result = pipeline.step(inputs, target=target)
+        return outcome_of(pipeline, result), alive, len(inputs.parts)
+
+    ((spent, alive, num_parts),) = on_ranks(1, case, True)
+    ((kept, alive_kept, num_kept),) = on_ranks(1, case, False)
+
+    assert alive == [16, 14, 12, 10, 8, 6, 4, 2]
+    assert alive_kept == [16] * 8
+    assert (num_parts, num_kept) == (0, 8)
+    assert same([spent], [kept])
+
+
+def test_a_refused_step_spends_nothing():
+    inputs = PreSplit([values(1, 2, WIDTH)] * M, is_spent=True)
+    pipeline = pipeline_of(None, float_task(2 * M))
+
+    assert isinstance(error_of(pipeline.step, inputs, target=values(2, 3, WIDTH)), StepRefused)
+
+    assert len(inputs.parts) == M
+
+
+# ---- the time that data cost
+
+
+class FakeTime:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def read(self):
+        return self.now_s
+
+
+def slow(time, items, durations_s):
+    for item, duration_s in zip(items, durations_s, strict=True):
+        time.now_s += duration_s
+        yield item
+
+
+def test_the_time_that_data_cost_is_told_apart_from_that_of_preparing_them():
+    time, task = FakeTime(), float_task(2 * M)
+    pipeline = pipeline_of(None, task, clock=Clock(time.read))
+
+    def prepare(item):
+        time.now_s += 0.25
+        return item
+
+    result = pipeline.step(Stream(slow(time, pieces(task), [0.5, 0.0, 0.25, 0.0]), preprocess=prepare))
+
+    assert result.data_times == DataTimes(waited_s=0.75, prepared_s=1.0)
+    assert pipeline.step(*task.inputs, target=task.target).data_times is None
+
+
+def test_a_recorded_step_counts_no_wait_for_data_as_work():
+    time, task = FakeTime(), float_task(2 * M)
+    pipeline = pipeline_of(None, task, clock=Clock(time.read))
+
+    pipeline.step(Stream(slow(time, pieces(task), [1.0] * M)), record=True)
+
+    assert set(pipeline.timeline.end_s - pipeline.timeline.start_s) == {0.0}
+    assert pipeline.timeline.makespan_s == M - 1  # the first microbatch came before the step began
+
+
+def test_slow_data_are_warned_of_once_a_step_with_rank_microbatch_and_milliseconds():
+    time, task = FakeTime(), float_task(2 * M)
+    pipeline = pipeline_of(None, task, clock=Clock(time.read), data_warn_s=0.1)
+    stream = Stream(slow(time, pieces(task) * 3, [0.0, 0.0, 0.25, 0.5] + [0.1] * 4 + [0.15] * 4))
+
+    with warnings.catch_warnings(record=True) as first:
+        warnings.simplefilter("always")
+        pipeline.step(stream)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PenstockWarning)
+        pipeline.step(stream)
+    with pytest.warns(PenstockWarning, match="rank 0 waited 150 ms for the data of microbatch 0"):
+        pipeline.step(stream)
+
+    assert [str(each.message) for each in first if each.category is PenstockWarning] == [
+        "rank 0 waited 250 ms for the data of microbatch 2 and prepared them for 0 ms, more than data_warn_s = 0.1; "
+        "have them ready earlier, as a data loader with workers does"
+    ]
+
+
+def test_prepared_items_give_what_items_that_were_ready_give():
+    task = float_task(2 * M)
+    raw = [{"x": piece[0] - 1, "y": piece[1]} for piece in pieces(task)]
+
+    def case(wires):
+        pipeline = pipeline_of(wires, task)
+        stream = stream_on(pipeline, raw, preprocess=lambda item: (item["x"] + 1, item["y"]))
+        return outcome_of(pipeline, pipeline.step(*stream))
+
+    shifted = [(raw_item["x"] + 1, raw_item["y"]) for raw_item in raw]
+    ready = Task(task.make_layers, (torch.cat([x for x, _ in shifted]),), task.target)
+
+    assert difference(on_ranks(2, case), ready.reference(M)) == []
+
+
+# ---- data that end, or go on
+
+
+@pytest.mark.parametrize("num_items", [1, 2, 3])
+def test_data_that_end_inside_a_step_end_it_on_all_ranks_with_the_counts_and_new_data_go_on(num_items):
+    task = float_task(2 * M)
+
+    def case(wires):
+        pipeline = pipeline_of(wires, task)
+        stream = stream_on(pipeline, pieces(task)[:num_items])
+        errors = [error_of(pipeline.step, *stream) for _ in range(2)]
+        for _, parameter in pipeline.named_parameters():
+            parameter.grad = None
+        fresh = stream_on(pipeline, pieces(task))
+        return errors, outcome_of(pipeline, pipeline.step(*fresh))
+
+    answers = on_ranks(3, case)
+
+    text = rf"the data ended inside a step: the stream of rank [02] gave {num_items} of its 4 microbatches"
+    for (inside, after), _ in answers:
+        assert isinstance(inside, PipelineError)
+        assert not isinstance(inside, StepRefused)
+        assert re.search(text, str(inside))
+        assert isinstance(after, EndOfData)
+    assert difference([outcome for _, outcome in answers], task.reference(M)) == []
+
+
+def test_what_a_step_does_not_take_stays_for_the_next_one():
+    task = float_task(2 * M)
+    items = [(piece[0] * scale, piece[1]) for scale in (1.0, 0.5) for piece in pieces(task)]
+    second = Task(task.make_layers, (task.inputs[0] * 0.5,), task.target)
+
+    def case(wires):
+        pipeline = pipeline_of(wires, task)
+        stream = stream_on(pipeline, iter(items))
+        pipeline.step(*stream)
+        for _, parameter in pipeline.named_parameters():
+            parameter.grad = None
+        return outcome_of(pipeline, pipeline.step(*stream)), error_of(pipeline.step, *stream)
+
+    answers = on_ranks(2, case)
+
+    assert difference([outcome for outcome, _ in answers], second.reference(M)) == []
+    for _, error in answers:
+        assert isinstance(error, EndOfData)
+        assert "the stream of rank 0 had 8 microbatches, and all of them have been used" in str(error)
+
+
+@pytest.mark.parametrize("fails_at", [0, 2])
+def test_after_data_that_could_not_be_prepared_all_ranks_go_on_with_the_same_microbatches(fails_at):
+    task = float_task(2 * M)
+    items = [(piece[0] * scale, piece[1]) for scale in (1.0, 0.5) for piece in pieces(task)]
+    second = Task(task.make_layers, (task.inputs[0] * 0.5,), task.target)
+
+    def case(wires):
+        def prepare(item):
+            if wires.rank == 0 and item is items[fails_at]:
+                raise OSError("planted")
+            return item
+
+        pipeline = pipeline_of(wires, task)
+        stream = stream_on(pipeline, items, preprocess=prepare)
+        error = error_of(pipeline.step, *stream)
+        for _, parameter in pipeline.named_parameters():
+            parameter.grad = None
+        return error, outcome_of(pipeline, pipeline.step(*stream))
+
+    answers = on_ranks(3, case)
+
+    assert all("OSError: planted" in str(error) for error, _ in answers)
+    assert difference([outcome for _, outcome in answers], second.reference(M)) == []
+
+
+class Failing(nn.Module):
+    def __init__(self, seed, fails_at):
+        super().__init__()
+        self.block = block(seed)
+        self._fails_at = fails_at
+        self._num_calls = 0
+
+    def forward(self, features):
+        self._num_calls += 1
+        if self._num_calls == self._fails_at:
+            raise ValueError("planted")
+        return self.block(features)
+
+
+@pytest.mark.parametrize("fails_at", [1, 3])
+def test_after_a_failed_step_all_ranks_go_on_with_the_same_microbatches(fails_at):
+    task = float_task(2 * M)
+    items = [(piece[0] * scale, piece[1]) for scale in (1.0, 0.5) for piece in pieces(task)]
+    second = Task(lambda: [block(seed) for seed in range(3)], (task.inputs[0] * 0.5,), task.target)
+    expected, gradients = second.reference(M)
+
+    def case(wires):
+        layers = [Failing(seed, fails_at if seed == 1 else 0) for seed in range(3)]
+        pipeline = Pipeline(layers, "1f1b", M, square_loss, transport=wires)
+        stream = stream_on(pipeline, items)
+        error = error_of(pipeline.step, *stream)
+        for _, parameter in pipeline.named_parameters():
+            parameter.grad = None
+        result = pipeline.step(*stream)
+        found = {name.replace(".block", ""): p.grad for name, p in pipeline.named_parameters()}
+        return error, Outcome(result, found)
+
+    answers = on_ranks(3, case)
+
+    assert all("planted" in str(error) for error, _ in answers)
+    assert difference([outcome for _, outcome in answers], (expected, gradients)) == []
+
+
+def test_a_refused_step_leaves_the_stream_where_it_was():
+    task = float_task(2 * M)
+
+    def case(wires):
+        pipeline = pipeline_of(wires, task)
+        stream = stream_on(pipeline, pieces(task))
+        errors = [error_of(pipeline.evaluate if wires.rank else pipeline.step, *stream) for _ in range(2)]
+        return errors, outcome_of(pipeline, pipeline.step(*stream))
+
+    answers = on_ranks(2, case)
+
+    assert all("rank 0 runs step, rank 1 runs evaluate" in str(each) for errors, _ in answers for each in errors)
+    assert difference([outcome for _, outcome in answers], task.reference(M)) == []
+
+
+def test_streams_that_are_not_at_the_same_microbatch_are_refused_with_both_places():
+    task = float_task(2 * M)
+
+    def case(wires):
+        pipeline = pipeline_of(wires, task)
+        stream = Stream(pieces(task) * 3)
+        pipeline.step(stream)
+        return error_of(pipeline.step, stream if wires.rank else Stream(pieces(task)))
+
+    for error in on_ranks(2, case):
+        assert isinstance(error, StepRefused)
+        assert "the stream of rank 0 is at microbatch 0, that of rank 1 at 4" in str(error)
+
+
+# ---- microbatches that are not alike
+
+
+def sum_loss(output, target):
+    return ((output - target) ** 2).sum()
+
+
+def uneven(sizes):
+    return [(values(seed, size, WIDTH), values(seed + 10, size, WIDTH)) for seed, size in enumerate(sizes)]
+
+
+def fails_with(items, **options):
+    def case(wires):
+        pipeline = pipeline_of(wires, Task(float_layers, (), None), **options)
+        return error_of(pipeline.step, *stream_on(pipeline, items))
+
+    return [str(error) for error in on_ranks(2, case)]
+
+
+def test_a_microbatch_of_another_layout_is_an_error_with_both_layouts():
+    for text in fails_with(uneven([2, 2, 3, 2])):
+        assert "microbatch 2 of the stream is args[0] float32[3, 6], target float32[3, 6]" in text
+        assert "microbatch 0 of the step was args[0] float32[2, 6], target float32[2, 6]" in text
+
+
+def test_a_mean_needs_microbatches_of_one_size_and_says_why():
+    for text in fails_with(uneven([2, 2, 3, 2]), variable_shapes=True):
+        assert "microbatch 2 of the stream has 3 rows, microbatch 0 of the step had 2 rows" in text
+        assert "which must be known before the first backward" in text
+        assert "use reduction='sum'" in text
+
+
+def test_a_sum_takes_microbatches_of_any_size():
+    items = uneven([2, 1, 3, 2])
+    layers = float_layers()
+    for inputs, target in items:
+        reference_step(layers, (inputs,), {}, target, loss=sum_loss, num_microbatches=1, reduction="sum")
+
+    def case(wires):
+        task = Task(float_layers, (), None, sum_loss)
+        pipeline = pipeline_of(wires, task, reduction="sum", variable_shapes=True)
+        pipeline.step(*stream_on(pipeline, items))
+        return gradients_of(pipeline.named_parameters())
+
+    expected = {f"{index}.{name}": p.grad for index, layer in enumerate(layers) for name, p in layer.named_parameters()}
+    for found in on_ranks(2, case):
+        assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
+
+
+def test_a_mean_over_tokens_is_refused_because_it_needs_all_targets_at_once():
+    for text in fails_with(uneven([2] * M), count=count_tokens):
+        assert "count weighs microbatches by their targets" in text
+        assert "pass the batch whole" in text
+
+
+def test_sequences_may_differ_in_length_where_shapes_may():
+    items = [
+        (values(seed, 2, length, WIDTH), values(seed + 10, 2, length, WIDTH)) for seed, length in enumerate([3, 5])
+    ]
+    layers = float_layers()
+    whole_inputs, whole_target = PreSplit([x for x, _ in items]), PreSplit([y for _, y in items])
+    reference_step(layers, (whole_inputs,), {}, whole_target, loss=square_loss, num_microbatches=2)
+
+    def case(wires):
+        pipeline = pipeline_of(wires, Task(float_layers, (), None), num_microbatches=2, variable_shapes=True)
+        pipeline.step(*stream_on(pipeline, items))
+        return gradients_of(pipeline.named_parameters())
+
+    expected = {f"{index}.{name}": p.grad for index, layer in enumerate(layers) for name, p in layer.named_parameters()}
+    for found in on_ranks(2, case):
+        assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
+
+
+# ---- wrong use
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "text"),
+    [
+        ((Stream([]), values(1, 4, WIDTH)), {}, "pass it alone"),
+        ((Stream([]),), {"target": values(1, 4, WIDTH)}, "pass it alone"),
+        ((values(1, 4, WIDTH),), {"target": Stream([])}, "pass it alone"),
+        ((Stream([values(1, 4, WIDTH)]),), {}, "a stream yielded a Tensor for a microbatch"),
+        ((Stream([(values(1, 4, WIDTH),)]),), {}, "a stream yielded a tuple of 1 for a microbatch"),
+        ((Stream([Part(values(1, 4, WIDTH), hidden=1)]),), {}, "no layer's forward names 'hidden'"),
+        ((Stream([Part(target=values(1, 4, WIDTH))]),), {}, "was given no inputs"),
+        ((Stream([(values(1, 4, WIDTH), values(1, 3, WIDTH))]),), {}, "expected the same rows"),
+    ],
+)
+def test_wrong_streams_are_refused_with_the_way_out(args, options, text):
+    pipeline = pipeline_of(None, float_task(2 * M))
+
+    error = error_of(pipeline.step, *args, **options)
+
+    assert isinstance(error, StepRefused)
+    assert text in str(error)
+
+
+def test_a_stream_that_another_rank_uses_is_refused_on_all():
+    task = float_task(2 * M)
+    stream = Stream(pieces(task))
+    pipeline_of(None, task).step(stream)
+
+    def case(wires):
+        pipeline = pipeline_of(wires, task)
+        return error_of(pipeline.step, stream if wires.rank else Stream(pieces(task)))
+
+    for error in on_ranks(2, case):
+        assert "rank 1 was given the stream of rank 0; give each rank a Stream of its own" in str(error)
+
+
+def test_an_iterator_that_fails_ends_the_step_on_all_ranks_with_its_own_message():
+    task = float_task(2 * M)
+
+    def broken():
+        yield from pieces(task)[:2]
+        raise OSError("the disk is gone")
+
+    def case(wires):
+        pipeline = pipeline_of(wires, task)
+        return error_of(pipeline.step, *stream_on(pipeline, broken() if wires.rank == 0 else pieces(task)))
+
+    for error in on_ranks(2, case):
+        assert isinstance(error, PipelineError)
+        assert "OSError: the disk is gone" in str(error)
