@@ -3,17 +3,24 @@
     python bench/split_backward.py            one thread; about a minute
     python bench/split_backward.py --device cuda
 
-A whole backward (B) is measured in a forward made for it; I and W are Penstock's parts of it, or torch's functions
-`stage_backward_input` and `stage_backward_weight`. The three take turns, gradients adding up as over the microbatches
-of a step; times are medians. `forwards` counts how often checkpointed layers run in a forward and its backward.
+A whole backward (B) is measured after a forward made for it; I and W are Penstock's parts of it, or torch's functions
+`stage_backward_input` and `stage_backward_weight`. `F'/F` is the forward made for two parts over the one made for a
+whole, and `all` is (F' + I + W) / (F + B). The three take turns, in a new order each round, gradients adding up as over
+the microbatches of a step; times are medians, on the CPU those of this thread's work, whatever else runs there.
+`forwards` counts how often checkpointed layers run in a forward and its backward.
+
+Penstock leaves the small weights of the tiny blocks whole. `--border` shows where parting a weight begins to pay, in
+chains of layers of one width that are always parted: where `all` is 1.33, parting takes as long as the gradient itself.
 """
 
 import argparse
+import itertools
 import json
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -23,13 +30,23 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from penstock.execute.split_backward import backward_input, backward_weight
+from penstock.execute.split_plan import SplitPlan
 from penstock.execute.stage import Stage
+from penstock.models.decoder import DecoderConfig, decoder_layers
 
 NUM_WARM_UP_ROUNDS = 3
 NUM_ROUNDS = 21
 NUM_TINY = 64
 NUM_FORWARDS = 2
-BUDGETS = {"transformer block": 1.05, "the same, checkpointed": 1.05, f"{NUM_TINY} tiny blocks": 1.15, "conv net": None}
+NUM_CHAINED = 16
+FORWARD_BUDGET = 1.05
+BUDGETS = {
+    "transformer block": 1.05,
+    "the same, checkpointed": 1.05,
+    "two decoder blocks": 1.05,
+    f"{NUM_TINY} tiny blocks": 1.15,
+    "conv net": None,
+}
 
 
 class Block(nn.Module):
@@ -84,9 +101,18 @@ def conv_net(channels: int) -> nn.Module:
     return nn.Sequential(*layers)
 
 
+def decoder_blocks() -> nn.Module:
+    """What a rank of the demo runs."""
+    config = DecoderConfig(
+        vocabulary=256, width=160, num_layers=2, num_heads=4, num_key_value_heads=2, hidden=432, max_length=128
+    )
+    return nn.Sequential(*(layer.build() for layer in decoder_layers(config)[1:3]))
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "transformer block": (lambda: Block(256, 4), (8, 128, 256)),
     "the same, checkpointed": (lambda: Checkpointed(Block(256, 4)), (8, 128, 256)),
+    "two decoder blocks": (decoder_blocks, (2, 128, 160)),
     f"{NUM_TINY} tiny blocks": (lambda: nn.Sequential(*(Tiny(64) for _ in range(NUM_TINY))), (64, 64)),
     "conv net": (lambda: conv_net(32), (8, 32, 28, 28)),
 }
@@ -97,7 +123,9 @@ class Row:
     """One line of the table."""
 
     case: str
+    whole_forward_s: list[float] = field(default_factory=list)
     whole_s: list[float] = field(default_factory=list)
+    forward_s: list[float] = field(default_factory=list)
     input_s: list[float] = field(default_factory=list)
     weight_s: list[float] = field(default_factory=list)
     torch_input_s: list[float] = field(default_factory=list)
@@ -107,16 +135,24 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        return _median_ratio(self.input_s, self.weight_s, self.whole_s)
+        return _median_of_sum(self.input_s, self.weight_s) / statistics.median(self.whole_s)
 
     @property
     def torch_ratio(self) -> float:
-        return _median_ratio(self.torch_input_s, self.torch_weight_s, self.whole_s)
+        return _median_of_sum(self.torch_input_s, self.torch_weight_s) / statistics.median(self.whole_s)
+
+    @property
+    def forward_ratio(self) -> float:
+        return statistics.median(self.forward_s) / statistics.median(self.whole_forward_s)
+
+    @property
+    def total_ratio(self) -> float:
+        parts_s = _median_of_sum(self.forward_s, self.input_s, self.weight_s)
+        return parts_s / _median_of_sum(self.whole_forward_s, self.whole_s)
 
 
-def _median_ratio(input_s: list[float], weight_s: list[float], whole_s: list[float]) -> float:
-    parts_s = [first + second for first, second in zip(input_s, weight_s, strict=True)]
-    return statistics.median(parts_s) / statistics.median(whole_s)
+def _median_of_sum(*times: list[float]) -> float:
+    return statistics.median(map(sum, zip(*times, strict=True)))
 
 
 @dataclass(slots=True)
@@ -128,18 +164,20 @@ class Case:
     gradient: Tensor
 
     def whole(self) -> Iterator[None]:
-        """A whole backward."""
+        """A forward and its whole backward."""
         self.stage.is_split = False
         leaf = self.inputs.clone().requires_grad_()
+        yield
         saved = self.stage.save((leaf,), self.stage.forward((leaf,), {}))
         yield
         self.stage.backward(saved, [self.gradient])
         yield
 
     def parts(self) -> Iterator[None]:
-        """Penstock's two parts."""
+        """A forward and Penstock's two parts of its backward."""
         self.stage.is_split = True
         leaf = self.inputs.clone().requires_grad_()
+        yield
         saved = self.stage.save((leaf,), self.stage.forward((leaf,), {}))
         yield
         backward_input(self.stage, saved, [self.gradient])
@@ -148,11 +186,12 @@ class Case:
         yield
 
     def parts_in_torch(self) -> Iterator[None]:
-        """torch's two parts."""
+        """A forward and torch's two parts of its backward."""
         self.stage.is_split = False
         leaf = self.inputs.clone().requires_grad_()
-        output = self.stage.forward((leaf,), {})
         weights = [parameter for _, parameter in self.stage.named_parameters()]
+        yield
+        output = self.stage.forward((leaf,), {})
         yield
         _, groups = stage_backward_input([output], [self.gradient], [leaf], iter(weights))
         yield
@@ -165,12 +204,17 @@ def times_s(steps: Iterator[None], device: torch.device) -> list[float]:
     found = []
     next(steps)
     _wait(device)
-    start = time.perf_counter()
+    start = read(device)
     for _ in steps:
         _wait(device)
-        found.append(time.perf_counter() - start)
-        start = time.perf_counter()
+        found.append(read(device) - start)
+        start = read(device)
     return found
+
+
+def read(device: torch.device) -> float:
+    """Seconds of this thread's own work on the CPU, which runs backwards in it, too; elsewhere of the clock."""
+    return time.thread_time() if device.type == "cpu" else time.perf_counter()
 
 
 def _wait(device: torch.device) -> None:
@@ -185,22 +229,32 @@ def measure(name: str, device: torch.device) -> Row:
     stage = Stage(0, {"0": make().to(device)})
     inputs = torch.randn(shape, device=device)
     case, row = Case(stage, inputs, torch.randn_like(inputs)), Row(name)
+    runs = {"whole": case.whole, "parts": case.parts, "torch": case.parts_in_torch}
+    order = list(runs)
     for number in range(-NUM_WARM_UP_ROUNDS, NUM_ROUNDS):
-        whole = times_s(case.whole(), device)
-        before = num_runs(stage)
-        ours = times_s(case.parts(), device)
-        between = num_runs(stage)
-        theirs = times_s(case.parts_in_torch(), device)
-        if number < 0:
-            continue
-        row.whole_s += whole
-        row.input_s.append(ours[0])
-        row.weight_s.append(ours[1])
-        row.torch_input_s.append(theirs[0])
-        row.torch_weight_s.append(theirs[1])
-        if isinstance(stage.layers["0"], Checkpointed):
-            row.forwards, row.torch_forwards = between - before, num_runs(stage) - between
+        times, forwards = {}, {}
+        for way in order:
+            before = num_runs(stage)
+            times[way] = times_s(runs[way](), device)
+            forwards[way] = num_runs(stage) - before
+        order = [*order[1:], order[0]]
+        if number >= 0:
+            note(row, times)
+            if isinstance(stage.layers["0"], Checkpointed):
+                row.forwards, row.torch_forwards = forwards["parts"], forwards["torch"]
     return row
+
+
+def note(row: Row, times: Mapping[str, list[float]]) -> None:
+    """Add one round."""
+    columns = {
+        "whole": (row.whole_forward_s, row.whole_s),
+        "parts": (row.forward_s, row.input_s, row.weight_s),
+        "torch": ([], row.torch_input_s, row.torch_weight_s),
+    }
+    for way, lists in columns.items():
+        for column, value in zip(lists, times[way], strict=True):
+            column.append(value)
 
 
 def num_runs(stage: Stage) -> int:
@@ -211,26 +265,50 @@ def num_runs(stage: Stage) -> int:
 def is_within(row: Row) -> bool:
     """Whether a row keeps its budget."""
     budget = BUDGETS[row.case]
-    return (budget is None or row.ratio <= budget) and row.forwards in (None, NUM_FORWARDS)
+    is_cheap = budget is None or (row.ratio <= budget and row.forward_ratio <= FORWARD_BUDGET)
+    return is_cheap and row.forwards in (None, NUM_FORWARDS)
 
 
 def line(row: Row) -> str:
     """One row, drawn."""
-    medians_ms = [f"{1e3 * statistics.median(each):8.2f}" for each in (row.whole_s, row.input_s, row.weight_s)]
+    columns = (row.whole_forward_s, row.whole_s, row.forward_s, row.input_s, row.weight_s)
+    medians_ms = [f"{1e3 * statistics.median(each):8.2f}" for each in columns]
+    ratios = [f"{each:8.2f}" for each in (row.forward_ratio, row.ratio, row.total_ratio, row.torch_ratio)]
     forwards = "" if row.forwards is None else f"   forwards {row.forwards} (torch {row.torch_forwards})"
     budget = "" if BUDGETS[row.case] is None else f"   budget {BUDGETS[row.case]:.2f}"
     verdict = "ok" if is_within(row) else "MISSED"
-    return f"{row.case:<24}{''.join(medians_ms)}{row.ratio:8.2f}{row.torch_ratio:8.2f}{budget}{forwards}   {verdict}"
+    return f"{row.case:<24}{''.join(medians_ms)}{''.join(ratios)}{budget}{forwards}   {verdict}"
+
+
+def show_border(device: torch.device) -> None:
+    """Print what parting costs over sizes of weights."""
+    print(f"{'multiplications':<24}{'all':>8}")
+    for num_rows, width in itertools.product((64, 256), (32, 64, 96, 128, 192, 256)):
+        stage = Stage(0, {"0": nn.Sequential(*(nn.Linear(width, width) for _ in range(NUM_CHAINED))).to(device)})
+        stage.split_plan = SplitPlan(list(stage.layers.values()), small=0)
+        inputs = torch.randn(num_rows, width, device=device)
+        case, row = Case(stage, inputs, torch.randn_like(inputs)), Row("")
+        for number in range(-NUM_WARM_UP_ROUNDS, 3 * NUM_ROUNDS):
+            times = {"whole": times_s(case.whole(), device), "parts": times_s(case.parts(), device)}
+            if number >= 0:
+                note(row, times | {"torch": [0.0] * 3})
+        print(f"2**{math.log2(num_rows * width**2):<5.1f} {num_rows:>5} x {width:<8}{row.total_ratio:8.2f}", flush=True)
 
 
 def main() -> int:
     """Print the table and its data; return 1 when a median is above its budget."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", type=torch.device, help="where to measure (default: cpu)")
-    device = parser.parse_args().device
+    parser.add_argument("--border", action="store_true", help="show from which size on parting a weight pays")
+    args = parser.parse_args()
+    device = args.device
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {device}; medians of {NUM_ROUNDS} rounds; ms")
-    print(f"{'':<24}{'B':>8}{'I':>8}{'W':>8}{'(I+W)/B':>8}{'torch':>8}")
+    if args.border:
+        show_border(device)
+        return 0
+    names = ("F", "B", "F'", "I", "W", "F'/F", "(I+W)/B", "all", "torch")
+    print(f"{'':<24}{''.join(f'{each:>8}' for each in names)}")
     rows = []
     for name in CASES:
         rows.append(measure(name, device))

@@ -1,0 +1,187 @@
+"""Measure training of one decoder in tokens per second: Penstock, torch's own pipelines, and data parallel.
+
+    python bench/train.py [--families 1f1b,zbv] [--rounds 10] [--output FILE.json]
+
+Two ranks with a thread each, over gloo, take turns at the same batch: forward, backward, no optimizer. Against torch,
+Penstock runs each schedule in torch's order with the same split, by the operations of the layers. Against data parallel
+it runs with the split that `measure_layers` gives, and may choose its schedule. Data parallel is torch's
+DistributedDataParallel, half a batch a rank, in microbatches of the same size; beside it stands half a batch as one,
+whose products are larger.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from in_torch import COUNTERPARTS, torch_step
+from on_ranks import (
+    Table,
+    become_rank,
+    bench_parser,
+    comma_separated,
+    give_rows,
+    in_turn,
+    paired_ratio,
+    rows_of_ranks,
+    spread_of,
+    with_spread,
+    write_rows,
+)
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.models import DecoderConfig, cross_entropy_loss, decoder_layers
+from penstock.partition.measure import measure_layers
+from penstock.pipeline import Pipeline
+from penstock.schedules import build
+
+NUM_RANKS = 2
+MICROBATCHES = 8
+DECODER = DecoderConfig(
+    vocabulary=256, width=256, num_layers=8, num_heads=4, num_key_value_heads=4, hidden=688, max_length=128
+)
+BATCH, LENGTH = 16, 128
+NUM_TOKENS = BATCH * LENGTH
+PLAIN = ("1f1b", "zb-h1", "interleaved-1f1b", "interleaved-zb", "zbv", "v-zb")
+FINER = ("interleaved-1f1b", "interleaved-zb")
+CANDIDATES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in PLAIN},
+    **{f"{family} with 4 stages a rank": (family, {"stages_per_rank": 4}) for family in FINER},
+}
+"""What is tried against data parallel: families and their options."""
+TORCH_BUDGET, DATA_PARALLEL_BUDGET = 1.03, 0.93
+"""Tokens per second over torch's, on each schedule; over data parallel's, with the best one."""
+
+DATA_PARALLEL = "data parallel"
+MEASURED = ", measured"
+"""How the names of rows end whose split was."""
+
+COLUMNS = {"": 46, "split": 15, "tokens/s": 13, "torch": 13, "ratio": 6}
+
+Step = Callable[[Tensor, Tensor], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of training."""
+
+    name: str
+    split: str
+    ratio: float
+    """Over what it is compared with, which is torch on the same schedule or data parallel: the median of the rounds."""
+    tokens_per_s: float
+    spread: float
+    """The middle half of the steps, as a share of the median."""
+    torch_tokens_per_s: float = 0.0
+    torch_spread: float = 0.0
+
+
+def measure(families: Sequence[str], tried: Sequence[str], num_rounds: int) -> Iterator[dict[str, Any]]:
+    """Measure everything in turn on this rank; all ranks get the same rows."""
+    batch = torch.randint(DECODER.vocabulary, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    tokens, target = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+    one = tokens[: BATCH // MICROBATCHES], target[: BATCH // MICROBATCHES]
+    weights = measure_layers(decoder_layers(DECODER), one[:1], target=one[1], loss=cross_entropy_loss).weights
+    turns: dict[str, Step] = {}
+    splits: dict[str, str] = {}
+    for name, step, split in [*same_schedules(families), *candidates(tried, weights)]:
+        turns[name], splits[name] = step, split
+    turns |= data_parallel_steps()
+    seconds = in_turn({name: partial(step, tokens, target) for name, step in turns.items()}, num_rounds)
+    for name in turns:
+        own, theirs = seconds[name], seconds.get(f"torch {name}")
+        ratio = paired_ratio(theirs or seconds[DATA_PARALLEL], own)
+        if not name.startswith("torch "):
+            yield asdict(Row(name, splits.get(name, ""), ratio, *rate(own), *(rate(theirs) if theirs else ())))
+
+
+def rate(seconds: Sequence[float]) -> tuple[float, float]:
+    """Median tokens per second, and the spread."""
+    return NUM_TOKENS / statistics.median(seconds), spread_of(seconds)
+
+
+def same_schedules(families: Sequence[str]) -> Iterator[tuple[str, Step, str]]:
+    """Name, step and split of Penstock, then of torch."""
+    specs = decoder_layers(DECODER)
+    layers = [spec() for spec in specs]  # all use these in place, and none changes a weight
+    for family in families:
+        schedule = build(family, ranks=NUM_RANKS, microbatches=MICROBATCHES, **COUNTERPARTS[family].options)
+        pipeline = Pipeline(layers, schedule, loss=cross_entropy_loss, weights=[spec.weight for spec in specs])
+        yield family, step_of(pipeline), sizes(pipeline)
+        step = torch_step(family, schedule, layers, pipeline.layers_of_stage, cross_entropy_loss)
+        yield f"torch {family}", step, sizes(pipeline)
+
+
+def candidates(tried: Sequence[str], weights: Sequence[float]) -> Iterator[tuple[str, Step, str]]:
+    """Name, step and split of what is tried against data parallel."""
+    layers = [spec() for spec in decoder_layers(DECODER)]
+    for name in tried:
+        family, options = CANDIDATES[name]
+        schedule = build(family, ranks=NUM_RANKS, microbatches=MICROBATCHES, **options)
+        pipeline = Pipeline(layers, schedule, loss=cross_entropy_loss, weights=weights)
+        yield f"{name}{MEASURED}", step_of(pipeline), sizes(pipeline)
+
+
+def step_of(pipeline: Pipeline) -> Step:
+    return lambda tokens, target: pipeline.step(tokens, target=target)
+
+
+def sizes(pipeline: Pipeline) -> str:
+    return " ".join(str(len(part)) for part in pipeline.layers_of_stage)
+
+
+def data_parallel_steps() -> dict[str, Step]:
+    """Both ways of training half a batch on each rank."""
+    model = DistributedDataParallel(nn.Sequential(*(layer() for layer in decoder_layers(DECODER))))
+
+    def step(num_microbatches: int, tokens: Tensor, target: Tensor) -> None:
+        rank = torch.distributed.get_rank()
+        own = [part.chunk(NUM_RANKS)[rank].chunk(num_microbatches) for part in (tokens, target)]
+        for number, (inputs, wanted) in enumerate(zip(*own, strict=True), start=1):
+            with nullcontext() if number == num_microbatches else model.no_sync():
+                (cross_entropy_loss(model(inputs), wanted) / num_microbatches).backward()
+
+    counts = {DATA_PARALLEL: MICROBATCHES // NUM_RANKS, f"{DATA_PARALLEL}, one microbatch": 1}
+    return {name: partial(step, count) for name, count in counts.items()}
+
+
+def report(rows: Sequence[Row]) -> bool:
+    """Print the table; say whether both budgets are kept."""
+    table = Table(COLUMNS)
+    for row in rows:
+        ours = with_spread(f"{row.tokens_per_s:.0f}", row.spread)
+        theirs = with_spread(f"{row.torch_tokens_per_s:.0f}", row.torch_spread) if row.torch_tokens_per_s else ""
+        table.print([row.name, row.split, ours, theirs, f"{row.ratio:.3f}"])
+    same = [row.ratio for row in rows if row.torch_tokens_per_s]
+    against_torch = statistics.median(same), min(same)
+    best = max((row for row in rows if row.name.endswith(MEASURED)), key=lambda row: row.ratio)
+    print("\nover torch: {:.3f} in the median, {:.3f} at least; {} wanted".format(*against_torch, TORCH_BUDGET))
+    print(f"over data parallel: {best.ratio:.3f} with {best.name}; {DATA_PARALLEL_BUDGET} wanted")
+    return min(same) >= TORCH_BUDGET and best.ratio >= DATA_PARALLEL_BUDGET
+
+
+def main() -> int:
+    """Print the table; return 1 when a budget is missed."""
+    parser = bench_parser(__doc__)
+    parser.add_argument("--families", type=comma_separated, default=list(COUNTERPARTS))
+    parser.add_argument("--candidates", type=comma_separated, default=list(CANDIDATES))
+    arguments = parser.parse_args()
+    if arguments.rows:
+        become_rank()
+        give_rows(arguments.rows, measure(arguments.families, arguments.candidates, arguments.rounds))
+        return 0
+    print(f"torch {torch.__version__}; {NUM_TOKENS} tokens a step; medians of {arguments.rounds} (and middle half)\n")
+    words = ["--families", ",".join(arguments.families), "--candidates", ",".join(arguments.candidates)]
+    words += ["--rounds", str(arguments.rounds)]
+    rows = [Row(**row) for row in rows_of_ranks(__file__, words, num_ranks=NUM_RANKS)]
+    write_rows(arguments.output, [asdict(row) for row in rows])
+    return 0 if report(rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""What each layer of a model takes, measured on a microbatch, so that the split into stages can go by it.
+
+Layers run one after another on one device, each by itself: one that is built lazily is there only while it is measured,
+and of the others' activations nothing is kept but what the next layer gets. So a model that no device can hold as a
+whole can be measured, as long as each of its layers fits.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError, PartitionError, PipelineError
+from penstock.execute.assemble import Layer, layer_names
+from penstock.execute.auxiliary import auxiliary_modules, take_all
+from penstock.execute.keywords import select_keywords
+from penstock.execute.loss import Loss
+from penstock.execute.loss_output import takes_weight
+from penstock.execute.skips import Shelf, StageSkips, skip_names
+from penstock.execute.transport.protocol import Transport
+from penstock.execute.tree import flatten, map_leaves
+from penstock.execute.world import default_device, default_transport
+
+NUM_WARM_UP_ROUNDS = 1
+PATIENCE_S = 3600.0
+"""How long the other ranks wait for the one that measures."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Median seconds of a forward and of a whole backward, one entry per layer; the loss is part of the last one."""
+
+    names: tuple[str, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Seconds of both, which is what a split that keeps all ranks equally busy goes by."""
+        return tuple(map(sum, zip(self.forward_s, self.backward_s, strict=True)))
+
+
+def measure_layers(
+    layers: Sequence[Layer],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    target: Any = None,
+    *,
+    loss: Loss | None = None,
+    num_rounds: int = 7,
+    device: torch.device | None = None,
+    group: dist.ProcessGroup | None = None,
+    transport: Transport | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> LayerTimes:
+    """Measure every layer on a microbatch; the `weights` of the result are for those of `Pipeline`.
+
+        times = measure_layers(layers, (tokens[:2],), target=labels[:2], loss=loss_fn)
+        pipeline = Pipeline(layers, "zbv", loss=loss_fn, weights=times.weights)
+
+    `args` and `kwargs` are what `Pipeline.step` takes, of one microbatch. Layers may be modules or callables that build
+    one, as there; parameters, gradients, buffers and random numbers are afterwards as they were before. Where
+    torch.distributed is initialised, or wires are passed, every rank of the group calls it: the first one measures, and
+    all get its times, since a split is the same on all ranks.
+
+    Raises:
+        PartitionError: no layers, or one that is neither a module nor builds one.
+        ConfigError: no rounds.
+        PipelineError: on the other ranks, if the first one could not measure.
+    """
+    if not layers:
+        raise PartitionError("there are no layers to measure; pass those that Pipeline is to get")
+    if num_rounds < 1:
+        raise ConfigError(f"{num_rounds} is out of range; expected a whole number, 1 or larger", key="num_rounds")
+    own_device = device or default_device(group)
+
+    def measure() -> LayerTimes:
+        walk = _Walk(tuple(args), kwargs or {}, own_device, num_rounds=num_rounds, clock=clock)
+        return walk.times(layers, _last_call(loss, target, own_device))
+
+    wires = transport or default_transport(group, PATIENCE_S)
+    try:
+        return _told_by_first(wires, measure)
+    finally:
+        if transport is None:
+            wires.close()
+
+
+def _told_by_first(wires: Transport, measure: Callable[[], LayerTimes]) -> LayerTimes:
+    """Let rank 0 measure and tell the others, also if it fails: they wait for it."""
+    said: dict[str, Any] = {}
+    if wires.rank == 0:
+        try:
+            said = asdict(measure())
+        except Exception as error:
+            wires.all_gather_object({"failure": f"{type(error).__name__}: {error}"})
+            raise
+    heard = wires.all_gather_object(said)[0]
+    assert isinstance(heard, dict)
+    if "failure" in heard:
+        raise PipelineError(
+            f"rank {wires.rank}: rank 0 could not measure the layers, which all ranks are split by: "
+            f"{heard['failure']}. See its output; or give weights or a split without measuring",
+            rank=wires.rank,
+        )
+    return LayerTimes(**{name: tuple(values) for name, values in heard.items()})
+
+
+def _last_call(loss: Loss | None, target: Any, device: torch.device) -> Callable[[Any], Any]:
+    """What happens to the output of the last layer."""
+    if loss is None:
+        return _as_it_is
+    own_target = map_leaves(partial(_to, device), target)
+    told = {"weight": 1.0} if takes_weight(loss) else {}
+    return lambda output: loss(output, own_target, **told)
+
+
+def _as_it_is(output: Any) -> Any:
+    return output
+
+
+class _Walk:
+    """A microbatch on its way through the layers, each of which it meets several times."""
+
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        device: torch.device,
+        *,
+        num_rounds: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._args, self._kwargs = map_leaves(partial(_to, device), (args, dict(kwargs)))
+        self._skips: dict[str, Any] = {}
+        self._device = device
+        self._num_rounds = num_rounds
+        self._clock = clock
+
+    def times(self, layers: Sequence[Layer], last_call: Callable[[Any], Any]) -> LayerTimes:
+        """Measure all layers, in order."""
+        names = layer_names(layers)
+        finishes = [_as_it_is] * (len(layers) - 1) + [last_call]
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []), torch.enable_grad():
+            seconds = list(map(self._usual_s, layers, names, finishes))
+        forward_s, backward_s = zip(*seconds, strict=True)
+        return LayerTimes(tuple(names), forward_s, backward_s)
+
+    def _usual_s(self, layer: Layer, name: str, finish: Callable[[Any], Any]) -> tuple[float, float]:
+        """Medians of forward and backward; a layer that was built for it is gone afterwards."""
+        with _borrowed(layer, name, self._device) as module:
+            keywords = select_keywords(module, self._kwargs, len(self._args))
+            work = _LayerWork(module, self._args, keywords, self._skips, finish=finish)
+            rounds = [self._round_s(work) for _ in range(NUM_WARM_UP_ROUNDS + self._num_rounds)]
+        self._args, self._skips = (work.output,), self._skips | work.put
+        forwards, backwards = zip(*rounds[NUM_WARM_UP_ROUNDS:], strict=True)
+        return median(forwards), median(backwards)
+
+    def _round_s(self, work: "_LayerWork") -> tuple[float, float]:
+        begin_s = self._now()
+        roots = work.forward()
+        middle_s = self._now()
+        work.backward(roots)
+        return middle_s - begin_s, self._now() - middle_s
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._clock()
+
+
+class _LayerWork:
+    """One layer at work on one microbatch, by itself."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+        skips: Mapping[str, Any],
+        *,
+        finish: Callable[[Any], Any],
+    ) -> None:
+        self._module = module
+        self._inputs = (args, skips)
+        self._keywords = keywords
+        self._finish = finish
+        self._own_skips = skip_names(module)
+        self._skips = StageSkips([module])
+        self._auxiliary = auxiliary_modules([module])
+        self._shelf = Shelf({}, "")
+        self.output: Any = None
+        """Of the last forward, without its graph."""
+        self.put: dict[str, Any] = {}
+        """By name, the skips that the layer holds, put or got; without their graph."""
+
+    def forward(self) -> list[Tensor]:
+        """Run the layer on leaves of its own, as a stage does; return where its backward begins."""
+        args, skips = map_leaves(_leaf, self._inputs)
+        self._shelf = Shelf(skips, "")
+        for module in self._auxiliary:
+            module.begin()
+        with self._skips.on(self._shelf):
+            output = self._module(*args, **self._keywords)
+        value = self._finish(output)
+        put = self._shelf.take(self._own_skips)
+        added = take_all(self._auxiliary).total
+        self._shelf.close()
+        self.output, self.put = map_leaves(_leaf, (output, put))
+        return [leaf for leaf in flatten((value, put, added))[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+    def backward(self, roots: Sequence[Tensor]) -> None:
+        """Run the whole backward; layers that run again find the skips that they got."""
+        with self._skips.on(self._shelf):
+            if roots:
+                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        for module in self._auxiliary:
+            module.end()
+
+
+@contextmanager
+def _borrowed(layer: Layer, name: str, device: torch.device) -> Iterator[nn.Module]:
+    """Bring a layer to the device; leave one that is there already as it was."""
+    module = layer if isinstance(layer, nn.Module) else layer()
+    if not isinstance(module, nn.Module):
+        raise PartitionError(f"layer {name!r} builds a {type(module).__name__}; expected an nn.Module")
+    if module is not layer:
+        yield module.to(device)
+        return
+    home = next((tensor.device for tensor in module.parameters()), device)
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield module.to(device)
+    finally:
+        module.to(home)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer_name, values in buffers.items():
+                module.get_buffer(buffer_name).copy_(values)
+
+
+def _to(device: torch.device, leaf: Any) -> Any:
+    return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
