@@ -1,0 +1,209 @@
+"""For users of Megatron-LM: a `forward_step_func`, run by any schedule of Penstock.
+
+A call of the `ForwardBackward` that `get_forward_backward_func` returns takes what Megatron's functions take, and
+returns what they return. What differs, and what can be deleted, is told in docs/moving/megatron.md.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError, nearest
+from penstock.execute.microbatch import PreSplit
+from penstock.execute.results import StepResult
+from penstock.ir.action import Kind
+from penstock.ir.schedule import Schedule
+from penstock.moving.own_stages import Site
+from penstock.moving.step_stage import CountTokens, ForwardStep, Place, StepCall, StepStage
+from penstock.pipeline import Pipeline
+
+MAX_PIPELINES = 2
+"""Kept for calls to come: one for training, and one for an evaluation of another number of microbatches."""
+
+_NOT_NEEDED = (
+    "seq_length",
+    "micro_batch_size",
+    "decoder_seq_length",
+    "first_val_step",
+    "adjust_tensor_shapes_fn",
+    "p2p_communicator",
+    "pg_collection",
+    "force_all_reduce",
+)
+"""What Megatron's functions take to know shapes and peers beforehand; here the first batch and the group tell them."""
+
+
+def get_forward_backward_func(
+    schedule: str | Path | Schedule | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    count_tokens: CountTokens | None = None,
+    **options: Any,
+) -> "ForwardBackward":
+    """Return a function like Megatron's `forward_backward_func`.
+
+    `schedule`: any of Penstock's; by default `1f1b` for one model part per rank, `interleaved-1f1b` for several.
+    `count_tokens(data)` says how many tokens one item of the data iterator holds that count for the loss. With it, a
+    loss function returns the sum over tokens and their number, and gradients are those of the mean over all tokens of
+    the batch; the rank of the last stage then pulls the whole batch ahead. Further keywords are those of `Pipeline`.
+    """
+    return ForwardBackward(schedule, group=group, count_tokens=count_tokens, **options)
+
+
+@dataclass(slots=True, eq=False)
+class _Prepared:
+    """A pipeline over some model parts, and the stages through which they are called."""
+
+    pipeline: Pipeline
+    stages: list[StepStage]
+
+
+class ForwardBackward:
+    """Runs forward steps as Megatron's schedules do; the first call makes the pipeline, later ones use it again."""
+
+    def __init__(
+        self,
+        schedule: str | Path | Schedule | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        count_tokens: CountTokens | None = None,
+        **options: Any,
+    ) -> None:
+        self._schedule = schedule
+        self._group = group
+        self._count_tokens = count_tokens
+        self._options = options
+        self._prepared: dict[tuple[int, ...], _Prepared] = {}
+        self.result: StepResult | None = None
+        """What the last call's step gave back: its loss is on every rank."""
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: ForwardStep,
+        data_iterator: Any,
+        model: nn.Module | Sequence[nn.Module],
+        num_microbatches: int,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        **unneeded: Any,
+    ) -> list[Any]:
+        """Run one batch; return what the loss function reported of each microbatch, on the rank of the last stage.
+
+        `model` and `data_iterator` are one each, or lists with one entry per model part of this rank; the iterator of a
+        part whose forward step takes no data may be None. `forward_only` runs without gradients, modules in evaluation
+        mode. With `collect_non_loss_data` the list holds `loss_func(output, non_loss_data=True)`.
+
+        Raises:
+            ConfigError: the arguments do not fit each other.
+            PipelineError: on every rank, if the step fails on any.
+        """
+        for name in unneeded:
+            if name not in _NOT_NEEDED:
+                raise ConfigError(f"is nothing that this function takes.{nearest(name, _NOT_NEEDED)}", key=name)
+        if collect_non_loss_data and not forward_only:
+            raise ConfigError(
+                "works with forward_only=True alone: without a loss there is no backward", key="collect_non_loss_data"
+            )
+        models = list(model) if isinstance(model, (nn.ModuleList, Sequence)) else [model]
+        iterators = _per_model(data_iterator, len(models))
+        prepared = self._prepare(models, num_microbatches)
+        return self._run(
+            prepared, StepCall(forward_step_func, iterators, num_microbatches, forward_only, collect_non_loss_data)
+        )
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The pipeline of the last call; None before the first."""
+        return next((prepared.pipeline for prepared in reversed(self._prepared.values())), None)
+
+    def close(self) -> None:
+        """Release the wires of all pipelines made so far."""
+        for prepared in self._prepared.values():
+            prepared.pipeline.close()
+        self._prepared.clear()
+
+    def _prepare(self, models: Sequence[nn.Module], num_microbatches: int) -> _Prepared:
+        key = (num_microbatches, *map(id, models))
+        prepared = self._prepared.pop(key, None) or self._make(models, num_microbatches)
+        self._prepared[key] = prepared  # the last used comes last
+        while len(self._prepared) > MAX_PIPELINES:
+            oldest = next(iter(self._prepared))
+            self._prepared.pop(oldest).pipeline.close()
+        return prepared
+
+    def _make(self, models: Sequence[nn.Module], num_microbatches: int) -> _Prepared:
+        default = "1f1b" if len(models) == 1 else "interleaved-1f1b"
+        count = None if self._count_tokens is None else float
+        site = Site.of(self._group, {"count": count, **self._options})
+        schedule = site.together(lambda: self._order(site, models, num_microbatches, default))
+        indices = schedule.placement.stages_of_rank[site.transport.rank]
+        places = [Place(stage, schedule.num_stages, part) for part, stage in enumerate(indices)]
+        stages = site.together(
+            lambda: [StepStage(*pair, self._count_tokens) for pair in zip(models, places, strict=True)]
+        )
+        return _Prepared(site.pipeline(dict(zip(indices, stages, strict=True)), schedule, _loss_of_stage), stages)
+
+    def _order(self, site: Site, models: Sequence[nn.Module], num_microbatches: int, default: str) -> Schedule:
+        schedule = site.schedule(self._schedule or default, num_microbatches, len(models))
+        _require_order(schedule)
+        indices = schedule.placement.stages_of_rank[site.transport.rank]
+        if len(indices) != len(models):
+            raise ConfigError(
+                f"{len(models)} parts, but {schedule.name} places the stages {list(indices)} on rank "
+                f"{site.transport.rank}; bring one part for each",
+                key="model",
+            )
+        return schedule
+
+    def _run(self, prepared: _Prepared, call: StepCall) -> list[Any]:
+        target = None
+        for stage in prepared.stages:
+            stage.begin(call)
+            if stage.place.is_last and not call.collects_non_loss_data:
+                target = PreSplit(stage.loss_targets())
+        try:
+            run = prepared.pipeline.evaluate if call.is_forward_only else prepared.pipeline.step
+            self.result = run(target=target, microbatch=PreSplit(range(call.num_microbatches)))
+        finally:
+            for stage in prepared.stages:
+                stage.end()
+        return [call.reported[microbatch] for microbatch in sorted(call.reported)]
+
+
+def _loss_of_stage(output: Tensor, target: object) -> Tensor:
+    """The last stage returns the loss itself."""
+    return output
+
+
+def _per_model(data_iterator: Any, num_models: int) -> list[Any]:
+    if not isinstance(data_iterator, (list, tuple)):
+        if data_iterator is not None and num_models > 1:
+            raise ConfigError(f"one for {num_models} model parts; give a list of one per part", key="data_iterator")
+        return [data_iterator] * num_models
+    if len(data_iterator) != num_models:
+        raise ConfigError(f"{len(data_iterator)} for {num_models} model parts; give one per part", key="data_iterator")
+    return list(data_iterator)
+
+
+def _require_order(schedule: Schedule) -> None:
+    """Data iterators give one microbatch after another, so every stage must take them in order, and whole."""
+    if schedule.num_slices > 1:
+        raise ConfigError(
+            f"{schedule.name} cuts microbatches into slices, which a forward step knows nothing of; use another",
+            key="schedule",
+        )
+    is_forward = schedule.kind == Kind.FORWARD
+    for stage in range(schedule.num_stages):
+        order = schedule.microbatch[is_forward & (schedule.stage == stage)]
+        if (np.diff(order) < 0).any():
+            raise ConfigError(
+                f"stage {stage} of {schedule.name} takes the microbatches in the order {order.tolist()}, but data "
+                "iterators give them in ascending order; use another schedule",
+                key="schedule",
+            )

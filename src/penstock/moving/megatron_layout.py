@@ -1,0 +1,152 @@
+"""Megatron-LM's layout strings, which say what layers each stage has: `Et*3|(tt|)*29,m|L`.
+
+    E embedding   t transformer layer   m multi-token prediction   L loss (with the output layer before it)
+    |  ends a stage                     x*3, (tt|)*3  repeat the letter or the group before the star
+    ,  means nothing                    ||  is an empty stage
+
+Stages are in the order of the forward, as here.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+
+from penstock.errors import FormatError, PartitionError
+
+LETTERS = "EtmL"
+_TOKEN = re.compile(rf"[{LETTERS}|()]|\*\d+")
+_MAX_LAYERS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The layers of each stage, as letters."""
+
+    stages: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """Read a layout.
+
+        Raises:
+            FormatError: naming the column; also for layers in an order that no forward can have.
+        """
+        layout = cls(tuple(_Parser(text).read().split("|")))
+        layout._check(text)
+        return layout
+
+    def __str__(self) -> str:
+        """Return the shortest text with one star per run of letters or of equal stages, which reads as this layout."""
+        *ended, last = self.stages
+        parts = []
+        for stage, same in groupby(ended):
+            number = len(list(same))
+            text = _letters(stage)
+            parts.append(f"({text}|)*{number}" if number > 1 else f"{text}|")
+        return "".join(parts) + _letters(last)
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages it has, empty ones too."""
+        return len(self.stages)
+
+    def count(self, letter: str) -> int:
+        """Return how many layers of a kind there are."""
+        return sum(stage.count(letter) for stage in self.stages)
+
+    def split(self) -> list[int]:
+        """Return the number of layers per stage, as `Pipeline` takes it; every letter is one entry of its list.
+
+        Raises:
+            PartitionError: a stage is empty.
+        """
+        for index, stage in enumerate(self.stages):
+            if not stage:
+                raise PartitionError(
+                    f"stage {index} of the layout {self} is empty, and every stage here has a layer; move one there, "
+                    "or put an nn.Identity into the list of layers and count it"
+                )
+        return [len(stage) for stage in self.stages]
+
+    def table(self, num_ranks: int) -> str:
+        """Draw which rank has what, one column per stage of a rank.
+
+        Raises:
+            PartitionError: the stages do not divide over the ranks.
+        """
+        if self.num_stages % num_ranks:
+            raise PartitionError(f"{self.num_stages} stages do not divide over {num_ranks} ranks; use a divisor")
+        num_columns = self.num_stages // num_ranks
+        rows = [["rank", *[f"part {part}" for part in range(num_columns)]]]
+        for rank in range(num_ranks):
+            own = [self.stages[part * num_ranks + rank] for part in range(num_columns)]
+            rows.append([str(rank), *[_letters(stage) or "-" for stage in own]])
+        widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join(lines)
+
+    def _check(self, text: str) -> None:
+        order = "".join(self.stages)
+        counts = Counter(order)
+        for letter, name in (("E", "embedding"), ("L", "loss")):
+            if counts[letter] != 1:
+                raise FormatError(f"{counts[letter]} of {letter} ({name}); a layout has one", file=text)
+        ranks = [LETTERS.index(letter) for letter in order]
+        wrong = next((index for index in range(1, len(ranks)) if ranks[index] < ranks[index - 1]), None)
+        if wrong is not None:
+            raise FormatError(
+                f"{order[wrong]} comes after {order[wrong - 1]}; the order of the forward is E, t, m, L", file=text
+            )
+
+
+class _Parser:
+    """Reads a layout into letters and bars, all repetitions written out."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._tokens: list[tuple[str, int]] = []
+        position = 0
+        while position < len(text):
+            found = _TOKEN.match(text, position)
+            if found is not None:
+                self._tokens.append((found.group(), position + 1))
+            elif text[position] not in ", \t":
+                raise self._error(f"{text[position]!r} is no letter of {LETTERS} and none of | ( ) *3 ,", position + 1)
+            position = position + 1 if found is None else found.end()
+
+    def read(self) -> str:
+        """Return the letters and bars."""
+        groups: list[tuple[list[str], int]] = [([], 0)]
+        for token, column in self._tokens:
+            parts = groups[-1][0]
+            if token == "(":
+                groups.append(([], column))
+            elif token == ")":
+                if len(groups) == 1:
+                    raise self._error("this ) closes nothing", column)
+                inner, _ = groups.pop()
+                groups[-1][0].append("".join(inner))
+            elif token.startswith("*"):
+                self._repeat(parts, int(token[1:]), column)
+            else:
+                parts.append(token)
+        if len(groups) > 1:
+            raise self._error("this ( is never closed", groups[-1][1])
+        return "".join(groups[0][0])
+
+    def _repeat(self, parts: list[str], times: int, column: int) -> None:
+        if not parts or parts[-1] == "|":
+            raise self._error("nothing stands before this star; put a letter or a group in parentheses there", column)
+        if times < 1 or times * len(parts[-1]) > _MAX_LAYERS:
+            raise self._error(f"{times} times; give a number from 1 that leaves at most {_MAX_LAYERS:,} layers", column)
+        parts[-1] *= times
+
+    def _error(self, problem: str, column: int) -> FormatError:
+        return FormatError(problem, file=self._text, column=column)
+
+
+def _letters(stage: str) -> str:
+    """Write runs of a letter short."""
+    runs = [(letter, len(list(same))) for letter, same in groupby(stage)]
+    return "".join(letter if number == 1 else f"{letter}*{number}" for letter, number in runs)

@@ -1,0 +1,131 @@
+"""Stages that bring their own backward instead of autograd's, as Fast-LLM's do.
+
+class Scale(nn.Module):
+    def forward(self, features):  # [batch, width]
+        return features * self.weight, features             output, context
+
+    def backward(self, gradient, context):
+        add_gradient(self.weight, (gradient * context).sum(0))
+        return gradient * self.weight                        the input's gradient
+
+layers = [own_backward(Scale()), ...]
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PipelineError
+from penstock.execute.tree import TreeSpec, flatten, map_leaves
+
+
+def own_backward(module: nn.Module) -> nn.Module:
+    """Return a layer that runs `module` forward and, in the backward, `module.backward`.
+
+    `module(*inputs)` returns `(output, context)`, without a graph. `module.backward(gradient, context)` returns the
+    gradient of the input, in its form, or None where it has none; of several inputs, a tuple. `gradient` has the
+    output's form, with zeros where nothing came back. The gradients of its own weights it adds to their `.grad`
+    (`add_gradient`), so a split schedule finds nothing to leave for later and runs all of it in the input part.
+    Parameters are named `module.` and their name.
+
+    Raises:
+        PipelineError: the module has no `backward`; in the forward, if it does not return a pair.
+    """
+    return _OwnBackward(module)
+
+
+def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add to what a parameter has accumulated, as autograd does; a frozen one gets nothing."""
+    if parameter.requires_grad:
+        parameter.grad = gradient.detach() if parameter.grad is None else parameter.grad + gradient.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A tree of which the tensors have been taken out."""
+
+    spec: TreeSpec
+    others: tuple[Any, ...]
+    """Per leaf, what it is if it is no tensor; else `_TENSOR`."""
+
+    @classmethod
+    def of(cls, tree: Any) -> tuple["_Form", list[Tensor]]:
+        leaves, spec = flatten(tree)
+        others = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        return cls(spec, others), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def filled(self, tensors: Sequence[Any]) -> Any:
+        rest = iter(tensors)
+        return self.spec.unflatten([next(rest) if other is _TENSOR else other for other in self.others])
+
+    def taken_from(self, tree: Any) -> list[Any]:
+        """Return what a tree of this form has in the places of the tensors; a None may stand for a whole branch."""
+        values = self.spec.spread(tree, lambda value: isinstance(value, Tensor), "the gradient of the input")
+        return [value for value, other in zip(values, self.others, strict=True) if other is _TENSOR]
+
+
+_TENSOR = object()
+
+
+class _OwnBackward(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        if not callable(getattr(module, "backward", None)):
+            raise PipelineError(
+                f"{type(module).__name__} has no backward; add backward(gradient, context), or use the module as it is"
+            )
+        self.module = module
+
+    def forward(self, *inputs: Any) -> Any:
+        form, tensors = _Form.of(inputs)
+        call = _Call(self.module, form)
+        # Tokens need no gradient, and the weights are no inputs of the function: something must ask for a backward.
+        anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
+        outputs = _Function.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
+        assert call.outputs is not None
+        return call.outputs.filled(outputs)
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One forward, until its backward has run."""
+
+    module: Any
+    inputs: _Form
+    outputs: _Form | None = None
+    context: Any = None
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        returned = self.module(*self.inputs.filled(tensors))
+        if not (isinstance(returned, tuple) and len(returned) == 2):
+            raise PipelineError(
+                f"{type(self.module).__name__} returned a {type(returned).__name__}; a module with its own backward "
+                "returns a pair (output, context)"
+            )
+        output, self.context = returned
+        self.outputs, found = _Form.of(output)
+        return found
+
+    def backward(self, gradients: Sequence[Tensor]) -> list[Any]:
+        assert self.outputs is not None
+        gradient = map_leaves(lambda leaf: leaf if isinstance(leaf, Tensor) else None, self.outputs.filled(gradients))
+        found = self.module.backward(gradient, self.context)
+        return self.inputs.taken_from(found if len(self.inputs.spec.names) > 1 else (found,))
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = call.forward(tensors)
+        ctx.call = call
+        ctx.mark_non_differentiable(*[output for output in outputs if not output.is_floating_point()])
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        call, ctx.call = ctx.call, None
+        with torch.no_grad():
+            return (None, None, *call.backward(gradients))

@@ -1,0 +1,187 @@
+"""A stage that is run by a forward step of Megatron-LM's form: data in, output and a function for the loss out.
+
+forward_step_func(data_iterator, model) -> (output, loss_func)
+loss_func(output) -> (loss, reported)                   the mean of the microbatch
+loss_func(output) -> (sum, num_tokens, reported)        the sum over its tokens, and their number
+loss_func(output, non_loss_data=True) -> anything       where outputs are collected instead of losses
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError, PipelineError
+from penstock.execute.tree import map_leaves
+
+ForwardStep = Callable[..., tuple[Any, Callable[..., Any]]]
+CountTokens = Callable[[Any], float | Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a model part stands; a forward step that names a parameter `place` is given it."""
+
+    stage: int
+    num_stages: int
+    part: int
+    """Its index among the model parts of its rank."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+
+@dataclass(slots=True, eq=False)
+class StepCall:
+    """One call: what all stages of a rank run, and what the last one reports, by microbatch."""
+
+    forward_step: ForwardStep
+    iterators: list[Any]
+    """Per model part of the rank, its data; None where its forward step takes none."""
+    num_microbatches: int
+    is_forward_only: bool = False
+    collects_non_loss_data: bool = False
+    reported: dict[int, Any] = field(default_factory=dict)
+
+
+class StepStage(nn.Module):
+    """A model part that takes its input by `set_input_tensor`; on the last stage it returns the loss.
+
+    Raises:
+        ConfigError: a part behind the first has no `set_input_tensor`, neither itself nor inside its wrappers.
+    """
+
+    def __init__(self, model: nn.Module, place: Place, count_tokens: CountTokens | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.place = place
+        self._count_tokens = count_tokens
+        self._set_input = _input_setter(model, place)
+        self._call: StepCall | None = None
+        self._data: Any = None
+        self._counts: list[float] = []
+        self._failure: Exception | None = None
+
+    def begin(self, call: StepCall) -> None:
+        """Take up a call; the forwards to come belong to it."""
+        self._call = call
+        self._data = call.iterators[self.place.part]
+        self._counts = []
+        self._failure = None
+        if self.place.is_last and self._count_tokens is not None and not call.collects_non_loss_data:
+            try:
+                self._pull_ahead(self._count_tokens, call.num_microbatches)
+            except Exception as error:  # told by the forward, where it ends the step on all ranks
+                self._failure = error
+
+    def _pull_ahead(self, count_tokens: CountTokens, num_microbatches: int) -> None:
+        if self._data is None:
+            raise ConfigError("is None on the last stage, but count_tokens needs its data", key="data_iterator")
+        items = list(islice(self._data, num_microbatches))
+        self._counts = [float(count_tokens(item)) for item in items]
+        self._data = iter(items)
+
+    def loss_targets(self) -> list[Tensor]:
+        """Return per microbatch what its loss is the mean over: its tokens, or 1 where microbatches count alike."""
+        assert self._call is not None
+        # A batch that ends too early has a count for the missing ones too: the forward then says what is missing.
+        counts = [*self._counts, *[1.0] * self._call.num_microbatches][: self._call.num_microbatches]
+        return [torch.tensor(count, dtype=torch.float64) for count in counts]
+
+    def end(self) -> None:
+        """Forget the call."""
+        self._call, self._data = None, None
+
+    def forward(self, *received: Any, microbatch: int) -> Any:
+        """Run the forward step of one microbatch."""
+        call = self._call
+        assert call is not None
+        if self._failure is not None:
+            raise self._failure
+        self._set_input(_as_list(received))
+        try:
+            output, loss_func = self._step(call.forward_step)
+        except StopIteration as error:
+            raise PipelineError(
+                f"stage {self.place.stage}: the data ended at microbatch {microbatch} of {call.num_microbatches}; give "
+                "an iterator with one item per microbatch on every rank that takes data"
+            ) from error
+        finally:
+            self._set_input([None])  # the model must not keep a microbatch's input alive
+        return self._loss(call, output, loss_func, microbatch) if self.place.is_last else output
+
+    def _step(self, forward_step: ForwardStep) -> tuple[Any, Callable[..., Any]]:
+        if "place" in inspect.signature(forward_step).parameters:
+            return forward_step(self._data, self.model, place=self.place)
+        return forward_step(self._data, self.model)
+
+    def _loss(self, call: StepCall, output: Any, loss_func: Callable[..., Any], microbatch: int) -> Tensor | None:
+        if call.collects_non_loss_data:
+            call.reported[microbatch] = loss_func(output, non_loss_data=True)
+            return None
+        match loss_func(output):
+            case (loss, reported):
+                loss = self._mean(loss, None, microbatch)
+            case (total, num_tokens, reported):
+                loss = self._mean(total, num_tokens, microbatch)
+            case other:
+                raise PipelineError(
+                    f"microbatch {microbatch}: the loss function returned a {type(other).__name__}; expected "
+                    "(loss, reported) or (sum, num_tokens, reported)"
+                )
+        call.reported[microbatch] = map_leaves(_detached, reported)
+        return loss
+
+    def _mean(self, loss: Tensor, num_tokens: Any, microbatch: int) -> Tensor:
+        """The mean loss of the microbatch, from its sum where a number of tokens came with it."""
+        if self._count_tokens is None:
+            return loss if num_tokens is None else loss / torch.as_tensor(num_tokens).clamp(min=1)
+        expected = self._counts[microbatch]
+        if num_tokens is None or float(num_tokens) != expected:
+            found = "no number of tokens" if num_tokens is None else f"{float(num_tokens):g} tokens"
+            raise PipelineError(
+                f"microbatch {microbatch}: the loss function returned {found}, but count_tokens counted {expected:g}; "
+                "return (sum, num_tokens, reported) with the number that count_tokens gives"
+            )
+        return loss / max(expected, 1.0)
+
+
+def _input_setter(model: nn.Module, place: Place) -> Callable[[list[Any]], object]:
+    """Find `set_input_tensor` on the model or inside the wrappers around it."""
+    inner: Any = model
+    while inner is not None:
+        setter: Callable[[list[Any]], object] | None = getattr(inner, "set_input_tensor", None)
+        if setter is not None:
+            return setter
+        inner = getattr(inner, "module", None)
+    if place.is_first:
+        return _ignore_input
+    raise ConfigError(
+        f"part {place.part} of the model is stage {place.stage} and has no set_input_tensor, so what stage "
+        f"{place.stage - 1} sends cannot reach it; add the method, which is given a list of tensors",
+        key="model",
+    )
+
+
+def _ignore_input(tensors: list[Any]) -> None:
+    """The first stage takes data alone."""
+
+
+def _as_list(received: tuple[Any, ...]) -> list[Any]:
+    if not received:
+        return [None]
+    (value,) = received
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

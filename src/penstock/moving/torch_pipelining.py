@@ -1,0 +1,261 @@
+"""For users of `torch.distributed.pipelining`: its stages, its schedule classes and its `step`, run by Penstock.
+
+Change the import and keep the rest. What differs, and what can be deleted, is told in docs/moving/torch-pipelining.md.
+"""
+
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError, nearest
+from penstock.execute.microbatch import BatchSpec, Concat, Split
+from penstock.execute.results import StepResult
+from penstock.ir.schedule import Schedule as Order
+from penstock.moving.own_stages import Site
+from penstock.schedules import FAMILIES, is_file_name
+
+FAMILY_OF_CLASS = {
+    "GPipe": "gpipe",
+    "1F1B": "1f1b",
+    "Interleaved1F1B": "interleaved-1f1b",
+    "LoopedBFS": "looped-bfs",
+    "InterleavedZeroBubble": "interleaved-zb",
+    "ZBVZeroBubble": "zbv",
+    "DualPipeV": "dualpipe-v",
+}
+"""torch's names of schedules, and the families here that run the same orders."""
+
+_NOT_NEEDED = ("input_args", "output_args", "output_grads", "input_grads", "get_mesh")
+"""What torch's stage takes to learn shapes; here the first batch tells them."""
+_NO_EFFECT = ("backward_requires_autograd", "defer_pp_recv")
+
+
+class PipelineStage:
+    """One stage of this rank: `submodule` is stage `stage_index` of `num_stages`.
+
+    Examples of inputs and outputs are taken and not needed: shapes follow from the first batch.
+
+    Raises:
+        ConfigError: an index that is not below `num_stages`, a `dw_builder`, or a keyword that torch does not have.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device | str | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        **given: Any,
+    ) -> None:
+        if not 0 <= stage_index < num_stages:
+            raise ConfigError(f"{stage_index}; expected 0 to {num_stages - 1} of {num_stages}", key="stage_index")
+        if given.pop("dw_builder", None) is not None:
+            raise ConfigError(
+                "weight gradients are split off for every module; drop it, and where a stage computes its own backward "
+                "use penstock.moving.own_backward",
+                key="dw_builder",
+            )
+        for name in given:
+            if name not in _NOT_NEEDED:
+                raise ConfigError(f"is nothing that a stage takes.{nearest(name, _NOT_NEEDED)}", key=name)
+        self.submod = submodule
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.device = None if device is None else torch.device(device)
+        self.group = group
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage takes the batch."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage computes the loss."""
+        return self.stage_index == self.num_stages - 1
+
+
+class Schedule:
+    """A schedule over the stages that the ranks bring, stepped as torch's are.
+
+    `schedule`: torch's name in any case, a name of Penstock's, a `penstock.Schedule`, or the path of a schedule file.
+    `stage`: this rank's stage, or the list of them. What a stage returns as a tuple or list, the next one takes as
+    several arguments. Further keywords are those of torch's classes, then those of `penstock.Pipeline`.
+
+    Raises:
+        ConfigError, PartitionError: if the stages do not fit the schedule; on every rank alike.
+    """
+
+    def __init__(
+        self,
+        schedule: str | Path | Order,
+        stage: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int | None = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        stages = [stage] if isinstance(stage, PipelineStage) else list(stage)
+        if stages and stages[0].device is not None:
+            options.setdefault("device", stages[0].device)
+        site = Site.of(stages[0].group if stages else None, translated(options))
+        order = site.together(lambda: self._order(site, schedule, stages, n_microbatches))
+        self._loss_fn = loss_fn
+        self._loss_keywords: Mapping[str, Any] = {}
+        self._hooks = [
+            each.submod.register_forward_pre_hook(_unpack, with_kwargs=True) for each in stages if not each.is_first
+        ]
+        own = {each.stage_index: each.submod for each in stages}
+        self.pipeline = site.pipeline(own, order, None if loss_fn is None else self._loss)
+        self.result: StepResult | None = None
+        """What the last step gave back: its loss is on every rank."""
+
+    @staticmethod
+    def _order(
+        site: Site, schedule: str | Path | Order, stages: Sequence[PipelineStage], num_microbatches: int | None
+    ) -> Order:
+        _require_stages(stages)
+        return order_of(site, schedule, num_microbatches, len(stages), stages[0].num_stages)
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: MutableSequence[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run one batch; return the merged outputs on the rank of the last stage, None elsewhere.
+
+        The rank of the first stage passes inputs, that of the last one the target. `losses` is filled with the loss of
+        each microbatch, in order, on every rank that gives a list. Without a loss function it is `eval`.
+
+        Raises:
+            PipelineError: on every rank, if the step fails on any.
+        """
+        if self._loss_fn is None:
+            return self.eval(*args, target=target, losses=losses, **kwargs)
+        self._loss_keywords = loss_kwargs or {}
+        result = self.pipeline.step(*args, target=target, return_outputs=return_outputs, **kwargs)
+        return self._given(result, losses)
+
+    def eval(self, *args: Any, target: Any = None, losses: MutableSequence[Tensor] | None = None, **kwargs: Any) -> Any:
+        """Run the forwards of one batch without gradients, modules in evaluation mode; returns as `step` does."""
+        result = self.pipeline.evaluate(*args, target=target, return_outputs=True, **kwargs)
+        return self._given(result, losses)
+
+    def close(self) -> None:
+        """Release the wires, and leave the modules as they were brought."""
+        for hook in self._hooks:
+            hook.remove()
+        self.pipeline.close()
+
+    def _given(self, result: StepResult, losses: MutableSequence[Tensor] | None) -> Any:
+        self.result = result
+        if losses is not None:
+            losses.clear()
+            losses.extend(result.losses)
+        return result.outputs
+
+    def _loss(self, output: Any, target: Any) -> Tensor:
+        assert self._loss_fn is not None
+        return self._loss_fn(output, target, **self._loss_keywords)
+
+
+ScheduleGPipe = partial(Schedule, "GPipe")
+Schedule1F1B = partial(Schedule, "1F1B")
+ScheduleInterleaved1F1B = partial(Schedule, "Interleaved1F1B")
+ScheduleLoopedBFS = partial(Schedule, "LoopedBFS")
+ScheduleInterleavedZeroBubble = partial(Schedule, "InterleavedZeroBubble")
+ScheduleZBVZeroBubble = partial(Schedule, "ZBVZeroBubble")
+ScheduleDualPipeV = partial(Schedule, "DualPipeV")
+
+
+def get_schedule_class(schedule_name: str) -> Callable[..., Schedule]:
+    """Return what makes a schedule of this name, called as torch's class of that name is.
+
+    Raises:
+        ConfigError: for a name that neither torch nor Penstock has.
+    """
+    family = _family(schedule_name)
+    if family not in FAMILIES:
+        known = [*FAMILY_OF_CLASS, *FAMILIES]
+        raise ConfigError(
+            f"there is no schedule {schedule_name!r}; known: {', '.join(known)}.{nearest(schedule_name, known)}"
+        )
+    return partial(Schedule, family)
+
+
+def _family(schedule: str | Path | Order) -> str | Path | Order:
+    """Return torch's name as ours; whatever else it is stays."""
+    if not isinstance(schedule, str) or is_file_name(schedule):
+        return schedule
+    ours = {name.lower(): family for name, family in FAMILY_OF_CLASS.items()}
+    return ours.get(schedule.lower().removeprefix("schedule"), schedule)
+
+
+def order_of(
+    site: Site, schedule: str | Path | Order, num_microbatches: int | None, stages_per_rank: int, num_stages: int
+) -> Order:
+    """Return the schedule for so many stages in all, by torch's name or whatever else `Site.schedule` takes.
+
+    Raises:
+        ConfigError: there is none, or it has another number of stages.
+    """
+    order = site.schedule(_family(schedule), num_microbatches, stages_per_rank)
+    if order.num_stages != num_stages:
+        raise ConfigError(
+            f"{num_stages} stages are given, but {order.name} on {order.num_ranks} ranks with {stages_per_rank} each "
+            f"has {order.num_stages}",
+            key="num_stages",
+        )
+    return order
+
+
+def _require_stages(stages: Sequence[PipelineStage]) -> None:
+    if not stages:
+        raise ConfigError("this rank brings no stage; every rank holds at least one", key="stage")
+    if len({each.num_stages for each in stages}) > 1:
+        counts = ", ".join(f"{each.num_stages} by stage {each.stage_index}" for each in stages)
+        raise ConfigError(f"{counts}; give all stages the same", key="num_stages")
+    indices = [each.stage_index for each in stages]
+    if len(set(indices)) < len(indices):
+        raise ConfigError(f"{indices} on one rank; bring each stage once", key="stage_index")
+
+
+def translated(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn keywords of torch's schedules into those of `Pipeline`."""
+    found = {name: value for name, value in options.items() if name not in _NO_EFFECT}
+    args, keywords = found.pop("args_chunk_spec", None), found.pop("kwargs_chunk_spec", None)
+    if args is not None or keywords is not None:
+        found.setdefault("specs", BatchSpec(args=_marks(args, Split), kwargs=_marks(keywords, Split)))
+    merge = found.pop("output_merge_spec", None)
+    if merge is not None:
+        found.setdefault("merge", _marks(merge, Concat))
+    if not found.pop("scale_grads", True):
+        found.setdefault("reduction", "sum")
+    return found
+
+
+def _marks(spec: Any, of_dim: Callable[[int], Any]) -> Any:
+    """Turn torch's `TensorChunkSpec`s, which have a `split_dim`, into ours; what is ours already stays."""
+    if isinstance(spec, Mapping):
+        return {name: _marks(each, of_dim) for name, each in spec.items()}
+    if isinstance(spec, (tuple, list)):
+        marks = tuple(_marks(each, of_dim) for each in spec)
+        return marks[0] if of_dim is Concat and len(marks) == 1 else marks
+    return of_dim(spec.split_dim) if hasattr(spec, "split_dim") else spec
+
+
+def _unpack(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Call a stage as torch does: what the one before returned as a tuple or list are several arguments."""
+    if len(args) == 1 and isinstance(args[0], (tuple, list)):
+        return tuple(args[0]), kwargs
+    return args, kwargs

@@ -1,0 +1,80 @@
+"""For users of torchtitan: a whole model and lists of module names per stage become the stages of each rank.
+
+What differs, and what can be deleted, is told in docs/moving/torchtitan.md.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.ir.schedule import Schedule as Order
+from penstock.moving.model_parts import ModelParts
+from penstock.moving.own_stages import Site
+from penstock.moving.torch_pipelining import PipelineStage, Schedule, order_of, translated
+from penstock.partition.split import split_layers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pipelined:
+    """What a training loop of torchtitan holds."""
+
+    pp_schedule: Schedule
+    model_parts: list[nn.Module]
+    """This rank's parts, by stage; their parameters have the whole model's names."""
+    pp_has_first_stage: bool
+    pp_has_last_stage: bool
+
+
+def pipeline_llm(
+    model: nn.Module,
+    module_fqns_per_model_part: Sequence[Sequence[str]],
+    schedule: str | Path | Order = "1F1B",
+    n_microbatches: int | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
+    prepare: Callable[[nn.Module], nn.Module | None] | None = None,
+    **options: Any,
+) -> Pipelined:
+    """Cut a model into parts by the names of its modules, and pipeline them; every rank calls it.
+
+    `schedule`: torch's name or ours, a `penstock.Schedule`, or the path of a CSV file. The model, which may be on the
+    meta device, stays as it is: a rank copies what its own stages need. `prepare(part)` is called with each part of
+    this rank before it is used (to give it memory and values, compile or shard it), and may return another module in
+    its place. Parameters that several parts hold are tied. Further keywords: those of `torch_pipelining.Schedule`.
+
+    Raises:
+        ConfigError, PartitionError: the names do not fit the model or the schedule; on every rank alike.
+    """
+    parts = ModelParts(model, module_fqns_per_model_part)
+    site = Site.of(group, translated(options))
+    per_rank = max(parts.num_stages // site.transport.num_ranks, 1)
+    order = site.together(lambda: order_of(site, schedule, n_microbatches, per_rank, parts.num_stages))
+    own = {stage: parts.make(stage) for stage in order.placement.stages_of_rank[site.transport.rank]}
+    if prepare is not None:
+        own = {stage: prepare(part) or part for stage, part in own.items()}
+    stages = [PipelineStage(part, stage, parts.num_stages, device, group=group) for stage, part in own.items()]
+    rest = dict(site.options) | {"tied": [*site.options.get("tied", ()), *parts.tied()], "transport": site.transport}
+    pp_schedule = Schedule(order, stages, loss_fn=loss_fn, **rest)
+    return Pipelined(
+        pp_schedule, list(own.values()), any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+    )
+
+
+def generate_llm_fqn_per_model_part(
+    num_stages: int, num_layers: int, input_weight: float = 1, output_weight: float = 1
+) -> list[list[str]]:
+    """Divide a decoder with torchtitan's names evenly over stages; embedding and output weigh like so many layers.
+
+    Raises:
+        PartitionError: more stages than modules.
+    """
+    names = ["tok_embeddings", *[f"layers.{index}" for index in range(num_layers)], "norm", "output"]
+    weights = [input_weight, *[1.0] * num_layers, 0.0, output_weight]
+    return [[names[index] for index in part] for part in split_layers(len(names), num_stages, weights=weights)]

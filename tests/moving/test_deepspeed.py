@@ -1,0 +1,264 @@
+"""Code written for DeepSpeed's pipelines trains as one process does, optimizer included."""
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError, StepRefused
+from penstock.moving.deepspeed import LayerSpec, PipelineModule, TiedLayerSpec, initialize
+from tests.local_pipelines import error_of, on_ranks, values
+from tests.ranks import RankPool
+
+WIDTH = 6
+VOCABULARY = 11
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as pool:
+        yield pool
+
+
+def logits(module, hidden):
+    return hidden @ module.weight.t()
+
+
+def token_loss(output, labels):
+    return nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+
+def model(**options):
+    layers = [
+        TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH, dtype=torch.float64),
+        LayerSpec(nn.Linear, WIDTH, WIDTH, dtype=torch.float64),
+        torch.tanh,
+        LayerSpec(nn.Linear, WIDTH, WIDTH, dtype=torch.float64),
+        TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH, forward_fn=logits, dtype=torch.float64),
+    ]
+    return PipelineModule(layers, loss_fn=token_loss, **options)
+
+
+def data(num_items):
+    generator = torch.Generator().manual_seed(6)
+    return [tuple(torch.randint(VOCABULARY, (2, 3), generator=generator) for _ in range(2)) for _ in range(num_items)]
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.5)
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def train(rank, num_batches=2, **options):
+    engine = initialize(
+        model(partition_method="uniform"),
+        optimizer=sgd,
+        lr_scheduler=halving,
+        gradient_accumulation_steps=4,
+        **options,
+    )
+    items = iter(data(4 * num_batches))
+    losses = [engine.train_batch(items) for _ in range(num_batches)]
+    parameters = {name: parameter.detach().clone() for name, parameter in engine.pipeline.named_parameters()}
+    found = losses, parameters, engine.grad_norm, engine.global_steps
+    engine.close()
+    return found
+
+
+def one_process(num_batches=2, clip=0.0):
+    """Train the same layers with a plain loop."""
+    layers = [spec() for spec in model().specs()]
+    layers[4].module.weight = layers[0].weight
+    named = {f"{index}.{name}": p for index, layer in enumerate(layers) for name, p in layer.named_parameters()}
+    optimizer = sgd(list({id(p): p for p in named.values()}.values()))
+    scheduler = halving(optimizer)
+    items = iter(data(4 * num_batches))
+    losses, norm = [], None
+    for _ in range(num_batches):
+        total = torch.zeros((), dtype=torch.float64)
+        for _ in range(4):
+            hidden, labels = next(items)
+            for layer in layers:
+                hidden = layer(hidden)
+            loss = token_loss(hidden, labels) * 0.25
+            loss.backward()
+            total += loss.detach()
+        if clip:
+            norm = nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], clip)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, named, norm
+
+
+def check(outcomes, expected, tolerance=1e-12):
+    losses, parameters, _ = expected
+    found = {name: value for _, own, *_ in outcomes for name, value in own.items()}
+    assert found.keys() <= parameters.keys()
+    assert {name for name in parameters if name not in found} <= {"4.module.weight"}
+    for name, value in found.items():
+        torch.testing.assert_close(value, parameters[name].detach(), rtol=tolerance, atol=tolerance, msg=name)
+    for own_losses, *_ in outcomes:
+        torch.testing.assert_close(torch.stack(own_losses), torch.stack(losses), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_batches_train_as_a_plain_loop_does(num_ranks):
+    outcomes = on_ranks(num_ranks, lambda wires: train(wires.rank, transport=wires))
+
+    check(outcomes, one_process())
+    assert [steps for *_, steps in outcomes] == [2] * num_ranks
+
+
+@pytest.mark.slow
+def test_on_gloo_too(pool):
+    check(pool.run(train), one_process())
+
+
+def test_gradients_are_clipped_by_the_norm_over_all_ranks():
+    outcomes = on_ranks(2, lambda wires: train(wires.rank, gradient_clipping=0.05, transport=wires))
+
+    losses, parameters, norm = one_process(clip=0.05)
+    check(outcomes, (losses, parameters, norm))
+    for _, _, found, _ in outcomes:
+        assert found == pytest.approx(float(norm), rel=1e-9)
+
+
+def test_another_schedule_and_split_change_nothing():
+    def case(transport):
+        return train(transport.rank, schedule="zb-h1", split=[3, 2], transport=transport)
+
+    check(on_ranks(2, case), one_process())
+
+
+def test_several_stages_a_rank_are_asked_for_by_num_stages():
+    def case(transport):
+        engine = initialize(
+            model(num_stages=4, partition_method="uniform"),
+            gradient_accumulation_steps=2,
+            schedule="interleaved-1f1b",
+            transport=transport,
+        )
+        stages = [stage.index for stage in engine.pipeline.stages]
+        engine.close()
+        return stages, engine.is_first_stage(), engine.is_last_stage()
+
+    assert on_ranks(2, case) == [([0, 2], True, False), ([1, 3], False, True)]
+    error = on_ranks(2, lambda wires: error_of(initialize, model(num_stages=3), transport=wires))[0]
+    assert isinstance(error, ConfigError)
+    assert "3 on 2 ranks" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("method", "stages"),
+    [("uniform", [3, 2]), ([1, 1, 1, 1, 4], [4, 1]), ([4, 1, 1, 1, 1], [1, 4])],
+)
+def test_the_partition_method_divides_the_layers(method, stages):
+    def case(transport):
+        engine = initialize(model(partition_method=method), transport=transport)
+        engine.close()
+        return [len(part) for part in engine.pipeline.layers_of_stage]
+
+    assert on_ranks(2, case)[0] == stages
+
+
+def test_ranks_between_the_ends_need_no_data():
+    def case(transport):
+        engine = initialize(model(partition_method="uniform"), gradient_accumulation_steps=4, transport=transport)
+        loss = engine.train_batch(None if transport.rank == 1 else iter(data(4)))
+        engine.close()
+        return loss
+
+    assert len({float(loss) for loss in on_ranks(3, case)}) == 1
+
+
+def test_evaluation_between_training_changes_nothing_and_gives_what_is_asked_for():
+    def case(transport):
+        engine = initialize(
+            model(partition_method="uniform"),
+            optimizer=sgd,
+            lr_scheduler=halving,
+            gradient_accumulation_steps=4,
+            transport=transport,
+        )
+        evaluated = engine.eval_batch(iter(data(4)))
+        losses = [engine.train_batch(iter(data(8)[:4]))]
+        loss, outputs = engine.eval_batch(iter(data(4)), return_logits=True)
+        only = engine.eval_batch(iter(data(4)), compute_loss=False)
+        every = engine.eval_batch(iter(data(4)), reduce_output=None)
+        losses.append(engine.train_batch(iter(data(8)[4:])))
+        parameters = {name: parameter.detach() for name, parameter in engine.pipeline.named_parameters()}
+        engine.close()
+        return (losses, parameters), evaluated, loss, outputs, only, every
+
+    first, last = on_ranks(2, case)
+
+    expected = one_process()
+    check([first[0], last[0]], expected)
+    torch.testing.assert_close(first[1], expected[0][0], rtol=1e-12, atol=0)
+    assert first[3] is first[4] is None
+    assert last[3].shape == (8, 3, VOCABULARY)
+    assert torch.equal(last[3], last[4])
+    torch.testing.assert_close(token_loss(last[3], torch.cat([item[1] for item in data(4)])), last[2])
+    torch.testing.assert_close(torch.stack(first[5]).mean(), first[2])
+
+
+@pytest.mark.slow
+def test_an_evaluation_may_have_another_number_of_microbatches(pool):
+    first, last = pool.run(evaluate_six)
+
+    assert first == last
+    assert first[0] == 6
+    assert first[1] == pytest.approx(first[2], rel=1e-12)
+
+
+def evaluate_six(rank):
+    engine = initialize(
+        model(partition_method="uniform"), optimizer=sgd, gradient_accumulation_steps=4, schedule="1f1b"
+    )
+    engine.train_batch(iter(data(4)))
+    loss = engine.eval_batch(iter(data(6)), num_micro_batches=6)
+    num_losses = len(engine.result.losses)
+    parts = engine.eval_batch(iter(data(6)[:4])), engine.eval_batch(iter([*data(6)[4:]] * 2))
+    mean = (float(parts[0]) * 4 + float(parts[1]) * 2) / 6
+    engine.close()
+    return num_losses, float(loss), mean
+
+
+def test_data_that_end_early_refuse_the_batch_on_all_ranks_and_the_next_one_runs():
+    def case(transport):
+        engine = initialize(model(partition_method="uniform"), gradient_accumulation_steps=4, transport=transport)
+        error = error_of(engine.train_batch, iter(data(3)))
+        empty = error_of(engine.train_batch, iter(()))
+        loss = engine.train_batch(iter(data(4)))
+        engine.close()
+        return error, empty, loss
+
+    for error, empty, loss in on_ranks(2, case):
+        assert isinstance(error, StepRefused)
+        assert "3 parts for 4 microbatches" in str(error)
+        assert "0 parts for 4 microbatches" in str(empty)
+        assert loss.isfinite()
+
+
+def test_tuples_are_one_argument_and_a_rank_of_functions_has_an_optimizer_too():
+    def add(pair):
+        return pair[0] + pair[1]
+
+    items = [((values(1, 2, WIDTH), values(2, 2, WIDTH)), values(3, 2, WIDTH))]
+
+    def case(transport):
+        layers = PipelineModule(
+            [add, LayerSpec(nn.Linear, WIDTH, WIDTH)], loss_fn=nn.functional.mse_loss, partition_method="uniform"
+        )
+        engine = initialize(layers, optimizer=sgd, gradient_accumulation_steps=1, transport=transport)
+        before = [parameter.clone() for parameter in engine.parameters()]
+        engine.train_batch(iter(items))
+        moved = [not torch.equal(*pair) for pair in zip(before, engine.parameters(), strict=True)]
+        engine.close()
+        return moved
+
+    assert on_ranks(2, case) == [[], [True, True]]

@@ -1,0 +1,464 @@
+"""Forward steps written for Megatron-LM run unchanged, report what they report, and give one process's gradients."""
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError, PipelineError
+from penstock.moving.megatron import get_forward_backward_func
+from penstock.moving.step_stage import Place
+from penstock.schedules import build
+from tests.local_pipelines import error_of, on_ranks
+from tests.moving.megatron_model import (
+    Part,
+    count_tokens,
+    forward_step,
+    forward_step_per_token,
+    microbatches,
+    one_process,
+    squares,
+)
+from tests.moving.own_layers import Wrapper, assert_gradients, gradients
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as pool:
+        yield pool
+
+
+def parts_of(rank, num_ranks, num_parts, wrap=lambda part: part):
+    num_stages = num_ranks * num_parts
+    return {stage: wrap(Part(stage, num_stages)) for stage in range(rank, num_stages, num_ranks)}
+
+
+def data_of(stage, num_stages, num_microbatches):
+    """First and last stage get data, as Megatron's loaders do; what lies between gets none."""
+    return iter(microbatches(num_microbatches)) if stage in (0, num_stages - 1) else None
+
+
+def train(rank, num_ranks, num_parts, num_microbatches, *, step=forward_step, wrap=lambda part: part, **options):
+    parts = parts_of(rank, num_ranks, num_parts, wrap)
+    forward_backward_func = get_forward_backward_func(**options)
+    reported = forward_backward_func(
+        forward_step_func=step,
+        data_iterator=[data_of(stage, num_ranks * num_parts, num_microbatches) for stage in parts],
+        model=list(parts.values()),
+        num_microbatches=num_microbatches,
+        seq_length=3,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+    loss = forward_backward_func.result.loss
+    forward_backward_func.close()
+    return reported, loss, gradients({stage: innermost(part) for stage, part in parts.items()})
+
+
+def innermost(model):
+    return innermost(model.module) if isinstance(model, Wrapper) else model
+
+
+def mean_squares(output, item):
+    return squares(output, item).mean()
+
+
+def check(outcomes, num_stages, num_microbatches):
+    items = microbatches(num_microbatches)
+    losses, expected = one_process(num_stages, items, mean_squares, [1 / num_microbatches] * num_microbatches)
+    assert_gradients([found for *_, found in outcomes], expected)
+    assert [reported for reported, _, _ in outcomes[:-1]] == [[]] * (len(outcomes) - 1)
+    assert [row["lm loss"] for row in outcomes[-1][0]] == losses
+    assert [row["first"] for row in outcomes[-1][0]] == [item["features"][0, 0, 0] for item in items]
+    assert not any(row["lm loss"].requires_grad for row in outcomes[-1][0])
+    for _, loss, _ in outcomes:
+        torch.testing.assert_close(loss, sum(losses) / num_microbatches, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(("num_parts", "num_microbatches"), [(1, 4), (1, 1), (2, 4), (2, 3)])
+def test_a_forward_step_trains_as_one_process_does(num_parts, num_microbatches):
+    outcomes = on_ranks(2, lambda wires: train(wires.rank, 2, num_parts, num_microbatches, transport=wires))
+
+    check(outcomes, 2 * num_parts, num_microbatches)
+
+
+def test_on_one_rank_there_is_no_pipeline_and_the_same_code():
+    check(on_ranks(1, lambda wires: train(0, 1, 1, 4, transport=wires)), 1, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_on_gloo_too(pool, num_parts):
+    check(pool.run(train, 2, num_parts, 4), 2 * num_parts, 4)
+
+
+def test_a_zero_bubble_schedule_runs_the_same_step():
+    outcomes = on_ranks(2, lambda wires: train(wires.rank, 2, 1, 6, transport=wires, schedule="zb-h1"))
+
+    check(outcomes, 2, 6)
+
+
+def test_set_input_tensor_is_reached_through_wrappers():
+    def wrapped(part):
+        return Wrapper(Wrapper(part))
+
+    outcomes = on_ranks(2, lambda wires: train(wires.rank, 2, 2, 4, wrap=wrapped, transport=wires))
+
+    check(outcomes, 4, 4)
+
+
+def test_a_part_without_set_input_tensor_is_refused_unless_it_is_the_first():
+    def case(transport):
+        parts = {0: nn.Linear(6, 6), 1: nn.Linear(6, 6)}
+        call = get_forward_backward_func(transport=transport)
+        return error_of(
+            call, forward_step_func=forward_step, data_iterator=None, model=parts[transport.rank], num_microbatches=2
+        )
+
+    for error in on_ranks(2, case):
+        with pytest.raises(ConfigError, match="part 0 of the model is stage 1 and has no set_input_tensor"):
+            raise error
+
+
+def test_losses_summed_over_tokens_are_those_of_the_whole_batch():
+    outcomes = on_ranks(
+        2,
+        lambda wires: train(
+            wires.rank, 2, 1, 5, step=forward_step_per_token, count_tokens=count_tokens, transport=wires
+        ),
+    )
+
+    items = microbatches(5)
+    counts = [float(count_tokens(item)) for item in items]
+    assert len(set(counts)) > 1
+    weights = [count / sum(counts) for count in counts]
+    losses, expected = one_process(2, items, lambda o, i: (squares(o, i) * i["mask"]).sum() / i["mask"].sum(), weights)
+    assert_gradients([found for *_, found in outcomes], expected)
+    assert [float(row["lm loss"][1]) for row in outcomes[1][0]] == counts
+    whole = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+    torch.testing.assert_close(outcomes[0][1], whole, rtol=1e-12, atol=0)
+
+
+def test_three_values_without_a_count_weigh_microbatches_alike():
+    outcomes = on_ranks(2, lambda wires: train(wires.rank, 2, 1, 4, step=forward_step_per_token, transport=wires))
+
+    def loss_of(output, item):
+        return (squares(output, item) * item["mask"]).sum() / item["mask"].sum().to(torch.int64)
+
+    assert_gradients([found for *_, found in outcomes], one_process(2, microbatches(4), loss_of, [0.25] * 4)[1])
+
+
+def test_microbatches_without_tokens_add_nothing():
+    items = microbatches(3)
+    items[1]["mask"].zero_()
+
+    def case(transport):
+        part = Part(transport.rank, 2)
+        call = get_forward_backward_func(count_tokens=count_tokens, transport=transport)
+        reported = call(
+            forward_step_func=forward_step_per_token, data_iterator=iter(items), model=part, num_microbatches=3
+        )
+        return reported, gradients({transport.rank: part})
+
+    (_, first), (reported, last) = on_ranks(2, case)
+
+    counts = [float(count_tokens(item)) for item in items]
+    expected = one_process(
+        2,
+        items,
+        lambda o, i: (squares(o, i) * i["mask"]).sum() / max(float(i["mask"].sum()), 1.0),
+        [count / sum(counts) for count in counts],
+    )[1]
+    assert_gradients([first, last], expected)
+    assert float(reported[1]["lm loss"][1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("step", "count", "text"),
+    [
+        (forward_step_per_token, lambda item: 1, "returned . tokens, but count_tokens counted 1"),
+        (forward_step, count_tokens, "returned no number of tokens, but count_tokens counted"),
+    ],
+)
+def test_a_count_that_is_not_the_losses_own_is_refused_on_all_ranks(step, count, text):
+    def case(transport):
+        return error_of(train, transport.rank, 2, 1, 2, step=step, count_tokens=count, transport=transport)
+
+    for error in on_ranks(2, case):
+        with pytest.raises(PipelineError, match=text):
+            raise error
+
+
+def test_collected_data_are_the_outputs_of_all_microbatches():
+    def case(transport):
+        part = Part(transport.rank, 2)
+        call = get_forward_backward_func(transport=transport)
+        collected = call(
+            forward_step_func=forward_step,
+            data_iterator=iter(microbatches(3)),
+            model=part,
+            num_microbatches=3,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+        return collected, call.result.loss, [parameter.grad for parameter in part.parameters()]
+
+    first, last = on_ranks(2, case)
+
+    parts = [Part(0, 2), Part(1, 2)]
+    for row, item in zip(last[0], microbatches(3), strict=True):
+        parts[1].set_input_tensor([parts[0](item["features"])])
+        assert torch.equal(row["logits"], parts[1](None))
+    assert first[0] == []
+    assert first[1] is last[1] is None
+    assert not any(first[2] + last[2])
+
+
+def test_collecting_data_while_training_is_refused():
+    call = get_forward_backward_func()
+
+    error = error_of(
+        call,
+        forward_step_func=forward_step,
+        data_iterator=None,
+        model=Part(0, 1),
+        num_microbatches=1,
+        collect_non_loss_data=True,
+    )
+
+    assert "forward_only=True" in str(error)
+
+
+def test_forward_only_reports_losses_and_leaves_no_gradient_and_training_goes_on():
+    def case(transport):
+        part = Part(transport.rank, 2)
+        call = get_forward_backward_func(transport=transport)
+        everything = {"forward_step_func": forward_step, "model": part}
+        evaluated = call(data_iterator=iter(microbatches(4)), num_microbatches=4, forward_only=True, **everything)
+        grads = [parameter.grad for parameter in part.parameters()]
+        trained = call(data_iterator=iter(microbatches(4)), num_microbatches=4, **everything)
+        found = gradients({transport.rank: part})
+        assert part.input_tensor is None
+        call.close()
+        return evaluated, grads, trained, found
+
+    first, last = on_ranks(2, case)
+
+    losses, expected = one_process(2, microbatches(4), mean_squares, [0.25] * 4)
+    assert [row["lm loss"] for row in last[0]] == losses
+    assert not any(first[1] + last[1])
+    assert [row["lm loss"] for row in last[2]] == losses
+    assert_gradients([first[3], last[3]], expected)
+
+
+@pytest.mark.slow
+def test_the_number_of_microbatches_may_change_from_call_to_call(pool):
+    assert pool.run(ramp_up) == [[], [2, 4, 6, 2]]
+
+
+def ramp_up(rank):
+    part = Part(rank, 2)
+    call = get_forward_backward_func()
+    found = []
+    for number in (2, 4, 6, 2):
+        found.append(
+            len(
+                call(
+                    forward_step_func=forward_step,
+                    data_iterator=iter(microbatches(number)),
+                    model=part,
+                    num_microbatches=number,
+                )
+            )
+        )
+    call.close()
+    return found if rank else []
+
+
+def test_a_forward_step_may_ask_for_its_place():
+    def step(data_iterator, model, *, place):
+        seen.append((place.stage, place.part, place.is_first, place.is_last))
+        return forward_step(data_iterator, model)
+
+    seen = []
+    on_ranks(2, lambda wires: train(wires.rank, 2, 2, 1, step=step, transport=wires))
+
+    assert sorted(seen) == [(0, 0, True, False), (1, 0, False, False), (2, 1, False, False), (3, 1, False, True)]
+
+
+def test_every_part_has_a_data_iterator_of_its_own():
+    def step(data_iterator, model, *, place):
+        seen.setdefault(place.stage, []).append(next(data_iterator))
+        return forward_step(iter(microbatches(1)), model)
+
+    def case(transport):
+        call = get_forward_backward_func(transport=transport)
+        parts = parts_of(transport.rank, 2, 2)
+        iterators = [iter([f"{stage}.{index}" for index in range(4)]) for stage in parts]
+        call(forward_step_func=step, data_iterator=iterators, model=list(parts.values()), num_microbatches=4)
+
+    seen = {}
+    on_ranks(2, case)
+
+    assert seen == {stage: [f"{stage}.{index}" for index in range(4)] for stage in range(4)}
+
+
+class EncoderDecoder(Part):
+    """Two stages encode, two decode: one tensor crosses into the decoder, and two within it."""
+
+    def set_input_tensor(self, input_tensor):
+        self.input_tensor = input_tensor
+
+    def run(self, place, item):
+        if place.stage < 2:
+            hidden = item["features"] if place.is_first else self.input_tensor[0]
+            return torch.tanh(self.layer(hidden))
+        decoded, memory = (item["labels"] * 0.5, *self.input_tensor) if place.stage == 2 else self.input_tensor
+        decoded = torch.tanh(self.layer(decoded)) * memory
+        return decoded if place.is_last else [decoded, memory]
+
+
+def encode_and_decode(data_iterator, model, *, place):
+    item = next(data_iterator)
+    output = model.run(place, item)
+    return output, lambda output: (mean_squares(output, item), {})
+
+
+def train_encoder_and_decoder(rank, **options):
+    parts = {stage: EncoderDecoder(stage, 4) for stage in (rank, rank + 2)}
+    call = get_forward_backward_func(**options)
+    iterators = [iter(microbatches(4)) for _ in parts]
+    call(forward_step_func=encode_and_decode, data_iterator=iterators, model=list(parts.values()), num_microbatches=4)
+    call.close()
+    return gradients(parts)
+
+
+def encoder_and_decoder_in_one_process():
+    parts = [EncoderDecoder(stage, 4) for stage in range(4)]
+    for item in microbatches(4):
+        value = None
+        for stage, part in enumerate(parts):
+            part.set_input_tensor(value if isinstance(value, list) else [value])
+            value = part.run(Place(stage, 4, 0), item)
+        (mean_squares(value, item) / 4).backward()
+    return gradients(dict(enumerate(parts)))
+
+
+def test_an_encoder_hands_its_memory_through_all_of_the_decoder():
+    found = on_ranks(2, lambda wires: train_encoder_and_decoder(wires.rank, transport=wires))
+
+    assert_gradients(found, encoder_and_decoder_in_one_process(), tolerance=1e-12)
+
+
+@pytest.mark.slow
+def test_an_encoder_and_a_decoder_on_gloo_too(pool):
+    assert_gradients(pool.run(train_encoder_and_decoder), encoder_and_decoder_in_one_process(), tolerance=1e-12)
+
+
+def test_the_schedule_follows_from_the_number_of_parts_unless_it_is_named():
+    def case(transport):
+        names = []
+        for num_parts, schedule in ((1, None), (2, None), (2, "looped-bfs")):
+            call = get_forward_backward_func(schedule, transport=transport)
+            parts = parts_of(transport.rank, 2, num_parts)
+            iterators = [iter(microbatches(2)) for _ in parts]
+            assert call.pipeline is None
+            models = list(parts.values())
+            call(forward_step_func=forward_step, data_iterator=iterators, model=models, num_microbatches=2)
+            names.append(call.pipeline.schedule.name)
+        return names
+
+    assert on_ranks(2, case)[0] == ["1f1b", "interleaved-1f1b", "looped-bfs"]
+
+
+def test_data_that_end_early_stop_all_ranks_with_one_message_and_the_next_call_runs():
+    def case(transport):
+        part = Part(transport.rank, 2)
+        call = get_forward_backward_func(transport=transport)
+        everything = {"forward_step_func": forward_step, "model": part, "num_microbatches": 4}
+        error = error_of(call, data_iterator=iter(microbatches(2 if transport.rank == 0 else 4)), **everything)
+        part.zero_grad()
+        call(data_iterator=iter(microbatches(4)), **everything)
+        return error, gradients({transport.rank: part})
+
+    outcomes = on_ranks(2, case)
+
+    for error, _ in outcomes:
+        with pytest.raises(PipelineError, match="stage 0: the data ended at microbatch 2 of 4"):
+            raise error
+    expected = one_process(2, microbatches(4), mean_squares, [0.25] * 4)[1]
+    assert_gradients([found for _, found in outcomes], expected)
+
+
+def test_a_loss_scale_reaches_gradients_and_no_report():
+    outcomes = on_ranks(2, lambda wires: train(wires.rank, 2, 1, 4, scale_loss=1024.0, transport=wires))
+
+    losses, expected = one_process(2, microbatches(4), mean_squares, [0.25] * 4)
+    assert_gradients([found for *_, found in outcomes], {key: value * 1024 for key, value in expected.items()})
+    assert [row["lm loss"] for row in outcomes[-1][0]] == losses
+
+
+def of_length(items, length):
+    return [{name: value[:, :length] for name, value in item.items()} for item in items]
+
+
+@pytest.mark.parametrize("variable_shapes", [True, False])
+def test_lengths_may_change_from_batch_to_batch_where_that_is_said(variable_shapes):
+    def case(transport):
+        part = Part(transport.rank, 2)
+        call = get_forward_backward_func(variable_shapes=variable_shapes, transport=transport)
+        everything = {"forward_step_func": forward_step, "model": part, "num_microbatches": 4}
+        call(data_iterator=iter(microbatches(4)), **everything)
+        part.zero_grad()
+        shorter = {"data_iterator": iter(of_length(microbatches(4), 2)), **everything}
+        return (call(**shorter), gradients({transport.rank: part})) if variable_shapes else error_of(call, **shorter)
+
+    found = on_ranks(2, case)
+
+    if variable_shapes:
+        expected = one_process(2, of_length(microbatches(4), 2), mean_squares, [0.25] * 4)[1]
+        assert_gradients([gradient for _, gradient in found], expected)
+    else:
+        assert "variable_shapes=True" in str(found[0])
+
+
+def test_a_loss_function_that_returns_something_else_is_told():
+    def step(data_iterator, model):
+        output, _ = forward_step(data_iterator, model)
+        return output, lambda output: output.mean()
+
+    def case(transport):
+        return error_of(train, transport.rank, 2, 1, 2, step=step, transport=transport)
+
+    assert "expected (loss, reported) or (sum, num_tokens, reported)" in str(on_ranks(2, case)[0])
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    def call(**given):
+        usual = {"forward_step_func": forward_step, "data_iterator": None, "model": Part(0, 1), "num_microbatches": 2}
+        schedule = given.pop("schedule", None)
+        return str(error_of(get_forward_backward_func(schedule), **{**usual, **given}))
+
+    assert "Did you mean 'seq_length' or" in call(seq_lenght=3)
+    assert "2 for 1 model parts" in call(data_iterator=[None, None])
+    assert "one for 2 model parts" in call(model=[Part(0, 2), Part(1, 2)], data_iterator=iter(()))
+    assert "places the stages [0] on rank 0; bring one part for each" in call(
+        model=[Part(0, 2), Part(1, 2)], schedule=build("1f1b", ranks=1, microbatches=2)
+    )
+    assert "slices" in call(schedule=build("seq1f1b", ranks=1, microbatches=2, slices=2))
+    assert "takes the microbatches in the order [1, 0]" in call(
+        schedule=build(lambda ranks, microbatches: [["0F1", "0F0", "0B1", "0B0"]], ranks=1, microbatches=2)
+    )
+
+
+def test_ties_name_parameters_by_stage_and_model():
+    def case(transport):
+        part = Part(transport.rank, 2)
+        tied = [("0.model.layer.weight", "1.model.layer.weight")]
+        call = get_forward_backward_func(tied=tied, transport=transport)
+        call(forward_step_func=forward_step, data_iterator=iter(microbatches(2)), model=part, num_microbatches=2)
+        return part.layer.weight.grad
+
+    first, last = on_ranks(2, case)
+
+    assert torch.equal(first, last)

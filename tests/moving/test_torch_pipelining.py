@@ -1,0 +1,329 @@
+"""Code written for torch.distributed.pipelining runs with the import changed, and gives one process's gradients."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import microbatch as torch_microbatch
+
+from penstock.errors import ConfigError, PartitionError, StepRefused
+from penstock.execute.microbatch import Replicate
+from penstock.execute.reference import reference_step
+from penstock.moving import torch_pipelining as moved
+from penstock.schedules import build
+from tests.local_pipelines import error_of, on_ranks, settle, square_loss, values
+from tests.moving.own_layers import assert_gradients, batch, gradients, own_stage, reference
+from tests.ranks import RankPool
+
+IN_ORDER = {"1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as pool:
+        yield pool
+
+
+def stages_on(rank, num_ranks, name, group=None):
+    """The stages that torch's users place on a rank for a schedule of this name."""
+    if name in ("1F1B", "GPipe"):
+        indices = [rank]
+    elif name in ("ZBVZeroBubble", "DualPipeV"):
+        indices = [rank, 2 * num_ranks - 1 - rank]
+    else:
+        indices = [rank, rank + num_ranks]
+    num_stages = num_ranks * len(indices)
+    stages = [
+        moved.PipelineStage(own_stage(index), index, num_stages, torch.device("cpu"), group=group) for index in indices
+    ]
+    return stages if len(stages) > 1 else stages[0]
+
+
+def train(rank, num_ranks, name, num_microbatches, steps=1, **options):
+    """Write the loop of a torch user: inputs where the first stage is, target where the last one is."""
+    stages = stages_on(rank, num_ranks, name)
+    schedule = moved.Schedule(name, stages, num_microbatches, square_loss, **options)
+    own = stages if isinstance(stages, list) else [stages]
+    inputs, target = batch(8)
+    losses = []
+    for _ in range(steps):
+        args = (inputs,) if any(stage.is_first for stage in own) else ()
+        if any(stage.is_last for stage in own):
+            output = schedule.step(*args, target=target, losses=losses)
+        else:
+            output = schedule.step(*args)
+    found = gradients({stage.stage_index: stage.submod for stage in own})
+    loss = schedule.result.loss
+    schedule.close()
+    return output, losses, loss, found
+
+
+def check(outcomes, name, num_ranks, *, steps=1):
+    num_stages = num_ranks * (1 if name in ("1F1B", "GPipe") else 2)
+    expected, expected_gradients = reference(num_stages, 8, steps=steps)
+    tolerance = 0.0 if name in IN_ORDER else 1e-12
+    assert_gradients([found for *_, found in outcomes], expected_gradients, tolerance=tolerance)
+    last = 0 if name in ("ZBVZeroBubble", "DualPipeV") else num_ranks - 1
+    for rank, (output, losses, loss, _) in enumerate(outcomes):
+        assert torch.equal(loss, expected.loss)
+        if rank == last:
+            torch.testing.assert_close(output, torch.cat(expected.outputs), rtol=0, atol=0)
+            assert losses == expected.losses
+        else:
+            assert output is None
+            assert losses == []
+
+
+@pytest.mark.parametrize("name", moved.FAMILY_OF_CLASS)
+def test_every_schedule_of_torch_trains_as_one_process_does(name):
+    check(on_ranks(2, lambda wires: train(wires.rank, 2, name, 8, transport=wires)), name, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
+def test_on_gloo_too(pool, name):
+    check(pool.run(train, 2, name, 8), name, 2)
+
+
+@pytest.mark.slow
+def test_a_group_of_its_own_is_used(pool):
+    assert pool.run(alone_in_a_group) == [1, 1]
+
+
+def alone_in_a_group(rank):
+    groups = [dist.new_group([other]) for other in range(2)]
+    stage = moved.PipelineStage(own_stage(0), 0, 1, "cpu", group=groups[rank])
+    schedule = moved.Schedule1F1B(stage, 2, square_loss)
+    inputs, target = batch(8)
+    schedule.step(inputs, target=target)
+    num_ranks = schedule.pipeline.transport.num_ranks
+    schedule.close()
+    return num_ranks
+
+
+def test_three_steps_add_up_and_refill_the_list_of_losses():
+    outcomes = on_ranks(2, lambda wires: train(wires.rank, 2, "1F1B", 8, steps=3, transport=wires))
+
+    check(outcomes, "1F1B", 2, steps=3)
+
+
+def test_names_are_read_in_any_case_and_ours_are_taken_too():
+    def names(transport):
+        made = []
+        for name in ("1f1b", "SCHEDULE1F1B", "gPipe", "zb-h1"):
+            schedule = moved.Schedule(name, stages_on(transport.rank, 2, "1F1B"), 4, square_loss, transport=transport)
+            made.append(schedule.pipeline.schedule.name)
+        return made
+
+    assert on_ranks(2, names)[0] == ["1f1b", "1f1b", "gpipe", "zb-h1"]
+    assert moved.get_schedule_class("interleavedzerobubble").args == ("interleaved-zb",)
+    assert "Did you mean" in str(error_of(moved.get_schedule_class, "Interleaved1F1"))
+
+
+def test_a_schedule_made_elsewhere_is_taken_as_it_is(tmp_path):
+    order = build("zb-h1", ranks=2, microbatches=8)
+    (tmp_path / "mine.csv").write_text(order.to_csv())
+
+    for schedule in (order, tmp_path / "mine.csv", str(tmp_path / "mine.csv")):
+        outcomes = on_ranks(2, lambda wires, given=schedule: train_given(wires, given))
+        assert_gradients(outcomes, reference(2, 8)[1])
+
+
+def train_given(transport, schedule):
+    stage = stages_on(transport.rank, 2, "1F1B")
+    moving = moved.Schedule(schedule, stage, loss_fn=square_loss, transport=transport)
+    inputs, target = batch(8)
+    moving.step(inputs, target=target)
+    moving.close()
+    return gradients({stage.stage_index: stage.submod})
+
+
+def test_eval_gives_outputs_and_losses_and_no_gradients():
+    def case(transport):
+        stage = stages_on(transport.rank, 2, "1F1B")
+        schedule = moved.ScheduleGPipe(stage, 4, square_loss, transport=transport)
+        inputs, target = batch(8)
+        losses = []
+        output = schedule.eval(inputs, target=target, losses=losses)
+        without_target = schedule.eval(inputs)
+        schedule.close()
+        return output, without_target, losses, [parameter.grad for parameter in stage.submod.parameters()]
+
+    first, last = on_ranks(2, case)
+    expected, _ = reference(2, 4)
+
+    assert first[0] is None
+    assert torch.equal(last[0], torch.cat(expected.outputs))
+    assert torch.equal(last[1], last[0])
+    assert last[2] == first[2] == expected.losses
+    assert not any(first[3] + last[3])
+
+
+def test_a_schedule_without_a_loss_runs_forward_only():
+    def case(transport):
+        stage = stages_on(transport.rank, 2, "1F1B")
+        schedule = moved.Schedule1F1B(stage, 4, transport=transport)
+        output = schedule.step(batch(8)[0])
+        schedule.close()
+        return output, [parameter.grad for parameter in stage.submod.parameters()]
+
+    first, last = on_ranks(2, case)
+
+    assert torch.equal(last[0], torch.cat(reference(2, 4)[0].outputs))
+    assert not any(first[1] + last[1])
+
+
+class Two(nn.Module):
+    """Returns two tensors, or takes two."""
+
+    def __init__(self, returns_two, seed):
+        super().__init__()
+        self.linear = settle(nn.Linear(6, 6, dtype=torch.float64), seed)
+        self.returns_two = returns_two
+
+    def forward(self, features, bias=None, scale=None):
+        result = self.linear(features) if bias is None else self.linear(features) + bias
+        result = result if scale is None else result * scale
+        return (result, features.tanh()) if self.returns_two else result
+
+
+class OnOne(Two):
+    """The second stage as one process runs it: fed one tuple."""
+
+    def forward(self, pair, scale=None):
+        return super().forward(*pair, scale=scale)
+
+
+def test_a_tuple_becomes_several_arguments_of_the_next_stage():
+    inputs, target = batch(8)
+
+    def case(transport):
+        stage = moved.PipelineStage(Two(transport.rank == 0, transport.rank), transport.rank, 2, "cpu")
+        schedule = moved.Schedule1F1B(stage, 4, square_loss, transport=transport)
+        schedule.step(inputs, target=target, scale=inputs + 2)
+        schedule.close()
+        assert len(stage.submod._forward_pre_hooks) == 0
+        return gradients({stage.stage_index: stage.submod})
+
+    found = on_ranks(2, case)
+
+    layers = [Two(True, 0), OnOne(False, 1)]
+    reference_step(layers, (inputs,), {"scale": inputs + 2}, target, loss=square_loss, num_microbatches=4)
+    assert_gradients(found, gradients(dict(enumerate(layers))))
+
+
+def test_specs_of_torch_say_how_to_split_and_merge():
+    inputs, target = batch(8)
+    scale = values(5, 1, 6, dtype=torch.float64)
+    spec = torch_microbatch.TensorChunkSpec
+
+    def case(transport):
+        stage = moved.PipelineStage(Turned(transport.rank), transport.rank, 2, "cpu")
+        schedule = moved.Schedule1F1B(
+            stage,
+            4,
+            square_loss,
+            args_chunk_spec=spec.from_tuple((1,)),
+            kwargs_chunk_spec={"scale": Replicate()},
+            output_merge_spec=spec(0),
+            transport=transport,
+        )
+        output = schedule.step(inputs.t(), target=target, scale=scale)
+        schedule.close()
+        return output, gradients({stage.stage_index: stage.submod})
+
+    (_, first), (output, last) = on_ranks(2, case)
+
+    layers = [Turned(0), Turned(1)]
+    whole = layers[1](layers[0](inputs.t(), scale), scale)
+    square_loss(whole, target).backward()
+    torch.testing.assert_close(output, whole)
+    assert_gradients([first, last], gradients(dict(enumerate(layers))), tolerance=1e-12)
+
+
+class Turned(nn.Module):
+    """The first stage takes columns instead of rows."""
+
+    def __init__(self, stage):
+        super().__init__()
+        self.stage = stage
+        self.inner = own_stage(stage)
+
+    def forward(self, features, scale):
+        return self.inner((features if self.stage else features.t()) * scale)
+
+
+@pytest.mark.parametrize("scale_grads", [True, False])
+def test_scale_grads_divides_by_the_microbatches_or_not(scale_grads):
+    outcomes = on_ranks(2, lambda wires: train(wires.rank, 2, "1F1B", 8, scale_grads=scale_grads, transport=wires))
+
+    expected = reference(2, 8, reduction="mean" if scale_grads else "sum")[1]
+    assert_gradients([found for *_, found in outcomes], expected)
+
+
+def test_keywords_for_the_loss_reach_it():
+    def weighted(output, target, *, factor):
+        return factor * square_loss(output, target)
+
+    def case(transport):
+        schedule = moved.Schedule1F1B(stages_on(transport.rank, 2, "1F1B"), 4, weighted, transport=transport)
+        inputs, target = batch(8)
+        schedule.step(inputs, target=target, loss_kwargs={"factor": 3.0})
+        schedule.close()
+        return schedule.result.loss
+
+    assert on_ranks(2, case)[0] == reference(2, 4, loss=lambda o, t: 3.0 * square_loss(o, t))[0].loss
+
+
+def test_what_torch_needs_to_learn_shapes_is_taken_and_a_dw_builder_is_not():
+    moved.PipelineStage(nn.Identity(), 0, 1, "cpu", input_args=(torch.ones(1),), output_args=None, get_mesh=None)
+
+    assert "own_backward" in str(error_of(moved.PipelineStage, nn.Identity(), 0, 1, dw_builder=lambda: None))
+    assert "Did you mean 'input_args' or" in str(error_of(moved.PipelineStage, nn.Identity(), 0, 1, input_arg=1))
+    assert "expected 0 to 1 of 2" in str(error_of(moved.PipelineStage, nn.Identity(), 2, 2))
+
+
+def test_stages_that_do_not_fit_each_other_or_the_schedule_are_refused():
+    def stage(index, num_stages):
+        return moved.PipelineStage(nn.Identity(), index, num_stages)
+
+    def errors(transport):
+        return [
+            error_of(moved.Schedule, "1F1B", given, 4, square_loss, transport=transport)
+            for given in ([], [stage(0, 2), stage(1, 3)], [stage(0, 2), stage(0, 2)], stage(transport.rank, 4))
+        ]
+
+    found = on_ranks(2, errors)[1]
+
+    assert [type(error) for error in found] == [ConfigError] * 4
+    assert "brings no stage" in str(found[0])
+    assert "2 by stage 0, 3 by stage 1" in str(found[1])
+    assert "bring each stage once" in str(found[2])
+    assert "num_stages: 4 stages are given, but 1f1b on 2 ranks" in str(found[3])
+
+
+def test_a_loop_of_stages_under_a_v_schedule_says_which_to_bring():
+    def case(transport):
+        stages = [moved.PipelineStage(nn.Identity(), index, 4) for index in (transport.rank, transport.rank + 2)]
+        return error_of(moved.ScheduleZBVZeroBubble, stages, 4, square_loss, transport=transport)
+
+    found = on_ranks(2, case)
+
+    assert [type(error) for error in found] == [PartitionError] * 2
+    assert "0 3 | 1 2" in str(found[0])
+
+
+def test_keywords_that_only_one_rank_gives_are_refused_on_all():
+    def case(transport):
+        stage = moved.PipelineStage(Two(False, 0), transport.rank, 2, "cpu")
+        schedule = moved.Schedule1F1B(stage, 4, square_loss, transport=transport)
+        inputs, target = batch(8)
+        keywords = {"scale": inputs} if transport.rank == 0 else {}
+        error = error_of(schedule.step, inputs, target=target, **keywords)
+        schedule.close()
+        return error
+
+    found = on_ranks(2, case)
+
+    assert [type(error) for error in found] == [StepRefused] * 2
+    assert "pass them on every rank" in str(found[0])

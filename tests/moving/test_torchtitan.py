@@ -1,0 +1,170 @@
+"""A whole model and lists of names are pipelined as torchtitan does it, with one process's gradients."""
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError
+from penstock.execute.reference import reference_step
+from penstock.moving.torchtitan import generate_llm_fqn_per_model_part, pipeline_llm
+from penstock.schedules import build
+from tests.local_pipelines import error_of, on_ranks, settle
+from tests.moving.test_model_parts import Model
+from tests.ranks import RankPool
+
+NAMES = [["tok_embeddings", "layers.0"], ["layers.1"], ["layers.2"], ["norm", "output"]]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as pool:
+        yield pool
+
+
+def whole_model(is_tied=False):
+    model = settle(Model().to(torch.float64), 7)
+    if is_tied:
+        model.output.weight = model.tok_embeddings.weight
+    return model
+
+
+def token_loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def batch():
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(5, (8, 3), generator=generator), torch.randint(5, (8, 3), generator=generator)
+
+
+def train(rank, schedule, names=NAMES, is_tied=False, **options):
+    model = whole_model(is_tied)
+    pipelined = pipeline_llm(model, names, schedule, 4, token_loss, **options)
+    tokens, labels = batch()
+    targets, losses = (labels, []) if pipelined.pp_has_last_stage else (None, None)
+    if pipelined.pp_has_first_stage:
+        pipelined.pp_schedule.step(tokens, target=targets, losses=losses)
+    else:
+        pipelined.pp_schedule.step(target=targets, losses=losses)
+    pipelined.pp_schedule.close()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    found = {name: p.grad for part in pipelined.model_parts for name, p in part.named_parameters()}
+    return losses, found
+
+
+def reference(is_tied=False):
+    model = whole_model(is_tied)
+    tokens, labels = batch()
+    result = reference_step([model], (tokens,), {}, labels, loss=token_loss, num_microbatches=4)
+    return result, {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def check(outcomes, is_tied=False, tolerance=0.0):
+    expected, expected_gradients = reference(is_tied)
+    found = {name: gradient for _, own in outcomes for name, gradient in own.items()}
+    assert found.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=tolerance, atol=tolerance, msg=name)
+    assert [losses for losses, _ in outcomes if losses is not None] == [expected.losses]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "names"),
+    [
+        ("1F1B", [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "norm", "output"]]),
+        ("Interleaved1F1B", NAMES),
+        ("ZBVZeroBubble", NAMES),
+    ],
+)
+def test_parts_train_as_the_whole_model_does(schedule, names):
+    outcomes = on_ranks(2, lambda wires: train(wires.rank, schedule, names, transport=wires))
+
+    check(outcomes, tolerance=0.0 if schedule != "ZBVZeroBubble" else 1e-12)
+
+
+@pytest.mark.slow
+def test_on_gloo_too(pool):
+    check(pool.run(train, "Interleaved1F1B"))
+
+
+def test_a_csv_file_is_the_schedule_and_tells_which_parts_are_whose(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(build("zbv", ranks=2, microbatches=4).to_csv())
+
+    outcomes = on_ranks(2, lambda wires: train(wires.rank, str(path), transport=wires))
+
+    check(outcomes, tolerance=1e-12)
+    assert [losses is None for losses, _ in outcomes] == [False, True]
+
+
+def test_an_output_tied_to_the_embedding_stays_tied_over_ranks():
+    outcomes = on_ranks(2, lambda wires: train(wires.rank, "Interleaved1F1B", is_tied=True, transport=wires))
+
+    check(outcomes, is_tied=True, tolerance=1e-12)
+    assert torch.equal(outcomes[0][1]["tok_embeddings.weight"], outcomes[1][1]["output.weight"])
+
+
+def test_every_part_is_prepared_before_it_is_used():
+    def prepare(part):
+        part.to_empty(device="cpu")
+        values_of = whole_model().state_dict()
+        part.load_state_dict({name: values_of[name] for name in part.state_dict()})
+
+    def case(transport):
+        with torch.device("meta"):
+            model = Model().to(torch.float64)
+        pipelined = pipeline_llm(
+            model, NAMES, "Interleaved1F1B", 4, token_loss, prepare=prepare, device="cpu", transport=transport
+        )
+        tokens, labels = batch()
+        losses = []
+        pipelined.pp_schedule.step(tokens, target=labels, losses=losses)
+        pipelined.pp_schedule.close()
+        found = {name: p.grad for part in pipelined.model_parts for name, p in part.named_parameters()}
+        return losses if pipelined.pp_has_last_stage else None, found
+
+    check(on_ranks(2, case))
+
+
+def test_a_prepared_part_may_be_another_module():
+    class Doubled(nn.Module):
+        def __init__(self, part):
+            super().__init__()
+            self.part = part
+
+        def forward(self, hidden):
+            return self.part(hidden)
+
+    def case(transport):
+        pipelined = pipeline_llm(whole_model(), NAMES, "Interleaved1F1B", 4, prepare=Doubled, transport=transport)
+        pipelined.pp_schedule.close()
+        return [type(part) for part in pipelined.model_parts]
+
+    assert on_ranks(2, case)[0] == [Doubled, Doubled]
+
+
+def test_another_number_of_parts_than_the_schedule_has_stages_is_refused_on_all_ranks():
+    def case(transport):
+        return error_of(
+            pipeline_llm,
+            whole_model(),
+            [*NAMES[:1], ["layers", "norm", "output"]],
+            "ZBVZeroBubble",
+            4,
+            token_loss,
+            transport=transport,
+        )
+
+    for error in on_ranks(2, case):
+        assert isinstance(error, ConfigError)
+        assert "zbv" in str(error)
+
+
+def test_names_are_generated_for_even_parts():
+    assert generate_llm_fqn_per_model_part(4, 6) == [
+        ["tok_embeddings", "layers.0"],
+        ["layers.1", "layers.2"],
+        ["layers.3", "layers.4"],
+        ["layers.5", "norm", "output"],
+    ]
+    assert [len(part) for part in generate_llm_fqn_per_model_part(2, 4, input_weight=3)] == [2, 5]
