@@ -14,7 +14,7 @@ demo: .venv/.stamp
 test: .venv/.stamp
 	scripts/test $(PYTEST_ARGS)
 
-# The same tests with many more generated examples per property.
+# The same tests with many more generated examples per property, and with far more combinations in tests/exactness.
 test-full: .venv/.stamp
 	scripts/test --hypothesis-profile=full $(PYTEST_ARGS)
 
