@@ -39,13 +39,13 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 from torch.nn.functional import mse_loss
 
 from penstock.cli.launch import join_ranks, launch_ranks
+from penstock.execute.batch.microbatch import Microbatch
+from penstock.execute.batch.step import Step
+from penstock.execute.failures.positions import PositionBoard
 from penstock.execute.interpreter import Hooks, Interpreter
-from penstock.execute.loss import LossShares
+from penstock.execute.losses.loss import LossShares
 from penstock.execute.messages import Messenger
-from penstock.execute.microbatch import Microbatch
-from penstock.execute.positions import PositionBoard
-from penstock.execute.stage import SavedForward, Stage
-from penstock.execute.step import Step
+from penstock.execute.stages.stage import SavedForward, Stage
 from penstock.execute.transport import Ticket, TorchTransport
 from penstock.execute.tree import encode_layout
 from penstock.lower import lower

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PipelineError, StepRefused
-from penstock.execute.microbatch import BatchSpec, Replicate
+from penstock.execute.batch.microbatch import BatchSpec, Replicate
 from penstock.execute.reference import reference_step
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import (

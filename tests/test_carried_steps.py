@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PenstockError, PipelineError
-from penstock.execute.microbatch import BatchSpec, Concat, Split
+from penstock.execute.batch.microbatch import BatchSpec, Concat, Split
 from penstock.execute.reference import reference_evaluate
 from penstock.ir.action import parse_action
 from penstock.ir.schedule import Schedule

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, PipelineError, StepRefused
-from penstock.execute.microbatch import BatchSpec, PreSplit, Replicate, Stack, Sum
+from penstock.execute.batch.microbatch import BatchSpec, PreSplit, Replicate, Stack, Sum
 from penstock.execute.reference import reference_evaluate, reference_step
 from penstock.ir.action import parse_action
 from penstock.ir.instruction import Op

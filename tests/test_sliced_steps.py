@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, StepRefused
-from penstock.execute.microbatch import BatchSpec, Concat, Replicate, Split
+from penstock.execute.batch.microbatch import BatchSpec, Concat, Replicate, Split
 from penstock.execute.reference import reference_step
 from penstock.pipeline import Pipeline
 from penstock.schedules import build

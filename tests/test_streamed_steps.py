@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from penstock.errors import EndOfData, PenstockWarning, PipelineError, StepRefused
-from penstock.execute.clock import Clock
-from penstock.execute.microbatch import BatchSpec, PreSplit, Replicate, split_batch
+from penstock.execute.batch.microbatch import BatchSpec, PreSplit, Replicate, split_batch
+from penstock.execute.batch.stream import DataTimes, Part, Stream
+from penstock.execute.observing.clock import Clock
 from penstock.execute.reference import reference_step
-from penstock.execute.stream import DataTimes, Part, Stream
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import (
     WIDTH,

@@ -28,9 +28,9 @@ __version__ = VERSION
 
 _ON_FIRST_USE = {
     "LayerSpec": "penstock.models.layer",
-    "LossOutput": "penstock.execute.loss_output",
+    "LossOutput": "penstock.execute.losses.output",
     "Pipeline": "penstock.pipeline",
-    "Stream": "penstock.execute.stream",
+    "Stream": "penstock.execute.batch.stream",
 }
 
 

@@ -14,8 +14,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError, PenstockWarning, PipelineError
-from penstock.execute.agreement import Mode, agree_on_setup, digest
-from penstock.execute.assemble import (
+from penstock.execute.batch.agreement import Mode, agree_on_setup, digest
+from penstock.execute.batch.gate import Call
+from penstock.execute.batch.slices import refuse_layers_that_look_back
+from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
+from penstock.execute.losses.results import StepResult
+from penstock.execute.observing.memory_report import MemoryReport, MemoryWatch, gather_memory
+from penstock.execute.observing.record import Recording
+from penstock.execute.options import refuse_unknown, split_options
+from penstock.execute.runner import Runner
+from penstock.execute.stages.assemble import (
     Assembly,
     Layer,
     assemble,
@@ -24,16 +32,8 @@ from penstock.execute.assemble import (
     layer_names,
     spec_attribute,
 )
-from penstock.execute.gate import Call
-from penstock.execute.loss import Loss, LossWeights, loss_scale
-from penstock.execute.memory_report import MemoryReport, MemoryWatch, gather_memory
-from penstock.execute.options import refuse_unknown, split_options
-from penstock.execute.record import Recording
-from penstock.execute.results import StepResult
-from penstock.execute.runner import Runner
-from penstock.execute.slices import refuse_layers_that_look_back
-from penstock.execute.stage import Stage
-from penstock.execute.tied import agree_on_copies
+from penstock.execute.stages.stage import Stage
+from penstock.execute.stages.tied import agree_on_copies
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.world import default_device, default_transport, shares_process
 from penstock.ir.program import Program

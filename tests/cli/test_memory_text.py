@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from penstock.cli.memory_text import memory_text
-from penstock.execute.memory_report import POINTS, MemoryPoint, RankMemory, StageMemory
+from penstock.execute.observing.memory_report import POINTS, MemoryPoint, RankMemory, StageMemory
 
 KIB = 1024
 POINT = MemoryPoint("begin", 8 * KIB, None, None)

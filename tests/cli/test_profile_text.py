@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from penstock.cli.profile_text import bottleneck, profile_text
-from penstock.execute.memory_report import MemoryPoint, RankMemory, StageMemory
-from penstock.execute.wires import WireSpeed
+from penstock.execute.observing.memory_report import MemoryPoint, RankMemory, StageMemory
+from penstock.execute.observing.wires import WireSpeed
 from penstock.ir.action import Kind
 from penstock.lower import lower
 from penstock.schedules import build

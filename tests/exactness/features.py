@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from penstock.execute.microbatch import PreSplit
+from penstock.execute.batch.microbatch import PreSplit
 from penstock.models import Skip
 from tests.local_pipelines import IGNORED, VOCABULARY, WIDTH, block, count_tokens, settle, token_loss
 

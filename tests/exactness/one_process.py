@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.execute.keywords import run_layers
-from penstock.execute.loss import LossWeights, combine_losses
-from penstock.execute.randomness import Randomness
+from penstock.execute.batch.keywords import run_layers
+from penstock.execute.batch.slices import BatchRule
+from penstock.execute.losses.loss import LossWeights, combine_losses
 from penstock.execute.reference import reference_step
-from penstock.execute.slices import BatchRule
+from penstock.execute.stages.randomness import Randomness
 
 
 @dataclass

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.errors import PipelineError
-from penstock.execute.agreement import Mode
+from penstock.execute.batch.agreement import Mode
 from penstock.execute.reference import reference_step
-from penstock.execute.stage import SavedForward
+from penstock.execute.stages.stage import SavedForward
 from penstock.ir.action import Action, Kind, OverlappedPair, parse_action
 from penstock.ir.live import peak_activations
 from penstock.ir.schedule import Schedule

@@ -3,10 +3,10 @@
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.execute.microbatch import BatchSpec, Replicate, Split
+from penstock.execute.batch.microbatch import BatchSpec, Replicate, Split
+from penstock.execute.batch.slices import BatchRule
+from penstock.execute.batch.stream_reader import StreamRules
 from penstock.execute.options import refuse_unknown, split_options
-from penstock.execute.slices import BatchRule
-from penstock.execute.stream_reader import StreamRules
 from penstock.schedules import build
 
 

@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import LossOutput
 from penstock.errors import PipelineError
-from penstock.execute.microbatch import BatchSpec, Replicate
-from penstock.execute.randomness import LOSS, generator_seed
+from penstock.execute.batch.microbatch import BatchSpec, Replicate
 from penstock.execute.reference import reference_evaluate, reference_step
+from penstock.execute.stages.randomness import LOSS, generator_seed
 from penstock.models import AuxiliaryLoss, Skip, connect_skips
 
 NUM_CLASSES = 5

@@ -2,8 +2,8 @@
 
 import pytest
 
-from penstock.execute.carried import Trail
 from penstock.execute.registers import Registers
+from penstock.execute.stages.carried import Trail
 from penstock.ir.instruction import Op
 from penstock.lower import lower
 from penstock.schedules import build

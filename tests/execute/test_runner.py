@@ -2,12 +2,12 @@
 
 import torch
 
-from penstock.execute.agreement import Mode
-from penstock.execute.assemble import assemble
-from penstock.execute.gate import Call
-from penstock.execute.loss import LossWeights
+from penstock.execute.batch.agreement import Mode
+from penstock.execute.batch.gate import Call
+from penstock.execute.losses.loss import LossWeights
 from penstock.execute.options import PipelineOptions
 from penstock.execute.runner import Runner
+from penstock.execute.stages.assemble import assemble
 from penstock.execute.transport import LocalTransport
 from penstock.partition.split import split_over
 from penstock.plan import prove_and_lower

@@ -214,8 +214,8 @@ def test_allowed_imports_pass(name, line, measure):
         ("penstock.ir.walk", "def f():\n    import json", late_imports),
         ("penstock.ir.walk", "def f():\n    import numba", late_imports),
         ("penstock.placement", "from penstock.ir.walk import _ready", private_imports),
-        ("penstock.execute.stage", "from torch.utils import _pytree", private_imports),
-        ("penstock.execute.stage", "import torch\ntorch._C._cuda()", private_attributes),
+        ("penstock.execute.stages.stage", "from torch.utils import _pytree", private_imports),
+        ("penstock.execute.stages.stage", "import torch\ntorch._C._cuda()", private_attributes),
         ("penstock.placement", "from penstock import __version__", wrong_floors),
     ],
 )

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.pipelining import microbatch as torch_microbatch
 
 from penstock.errors import ConfigError, PartitionError, StepRefused
-from penstock.execute.microbatch import Replicate
+from penstock.execute.batch.microbatch import Replicate
 from penstock.execute.reference import reference_step
 from penstock.moving import torch_pipelining as moved
 from penstock.schedules import build

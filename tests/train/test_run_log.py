@@ -2,7 +2,7 @@
 
 import logging
 
-from penstock.execute.log import LOG
+from penstock.execute.observing.log import LOG
 from penstock.train.run_log import run_log
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.errors import PenstockError
-from penstock.execute.clock import Clock
+from penstock.execute.observing.clock import Clock
 from penstock.models import cross_entropy_loss
 from penstock.train.optim import OptimizerOptions, learning_rate_at
 from penstock.train.step import Trainer, loss_over

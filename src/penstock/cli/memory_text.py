@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from penstock.cli.output import format_table
-from penstock.execute.memory_report import MemoryPoint, RankMemory
+from penstock.execute.observing.memory_report import MemoryPoint, RankMemory
 from penstock.show.text import format_bytes
 
 _STAGES = ("rank", "stage", "live", "activations", "contexts", "parameters", "gradients", "received", "unsent")

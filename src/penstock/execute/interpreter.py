@@ -17,18 +17,18 @@ from torch import Tensor
 
 from penstock.errors import MAX_SHOWN, PipelineError
 from penstock.execute.arrivals import arrived_before, sends_by_producer, used_at
-from penstock.execute.auxiliary import StageWithLosses, auxiliary_of
+from penstock.execute.batch.microbatch import Microbatch
+from penstock.execute.batch.step import Place, Step
+from penstock.execute.batch.supply import rows_that_take_data
 from penstock.execute.calls import Bound, Call, Change, around_each, changed
-from penstock.execute.carried import RunBackward, RunForward, Save, StageOnSlice, carrying_modules
-from penstock.execute.loss_delivery import deliver_loss
+from penstock.execute.losses.delivery import deliver_loss
 from penstock.execute.messages import Incoming, Key, Messenger
-from penstock.execute.microbatch import Microbatch
-from penstock.execute.record import Recorder
+from penstock.execute.observing.record import Recorder
 from penstock.execute.registers import Registers
-from penstock.execute.split_backward import backward_input, backward_weight
-from penstock.execute.stage import SavedForward, Stage
-from penstock.execute.step import Place, Step
-from penstock.execute.supply import rows_that_take_data
+from penstock.execute.split.backward import backward_input, backward_weight
+from penstock.execute.stages.auxiliary import StageWithLosses, auxiliary_of
+from penstock.execute.stages.carried import RunBackward, RunForward, Save, StageOnSlice, carrying_modules
+from penstock.execute.stages.stage import SavedForward, Stage
 from penstock.execute.tree import map_leaves
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError, nearest
-from penstock.execute.clock import Clock
-from penstock.execute.loss import Count, Scale
-from penstock.execute.microbatch import BatchSpec
+from penstock.execute.batch.microbatch import BatchSpec
+from penstock.execute.batch.slices import BatchRule
+from penstock.execute.batch.stream_reader import StreamRules
+from penstock.execute.losses.loss import Count, Scale
+from penstock.execute.observing.clock import Clock
 from penstock.execute.overlap import Overlap
-from penstock.execute.slices import BatchRule
-from penstock.execute.stream_reader import StreamRules
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.schedule import Schedule
 

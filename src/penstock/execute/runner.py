@@ -10,31 +10,31 @@ from dataclasses import replace
 import torch
 
 from penstock.errors import StepRefused
-from penstock.execute.agreement import Mode
-from penstock.execute.assemble import Assembly
-from penstock.execute.auxiliary import auxiliary_modules
-from penstock.execute.clock import ClockComparison
-from penstock.execute.failure import FailureDesk
-from penstock.execute.gate import Batch, Call, Gate, wants_of
-from penstock.execute.inspection import Inspection
+from penstock.execute.batch.agreement import Mode
+from penstock.execute.batch.gate import Batch, Call, Gate, wants_of
+from penstock.execute.batch.step import Step
+from penstock.execute.failures.failure import FailureDesk
 from penstock.execute.interpreter import Hooks, Interpreter
-from penstock.execute.log import log_plan
-from penstock.execute.loss import Loss, LossShares, LossWeights, loss_scale
-from penstock.execute.loss_exchange import LossExchange
-from penstock.execute.loss_output import takes_weight
-from penstock.execute.main_gradients import ATTRIBUTE, MainGradients
-from penstock.execute.memory_report import MemoryWatch
-from penstock.execute.messages import Messenger
-from penstock.execute.options import PipelineOptions
-from penstock.execute.randomness import Randomness
-from penstock.execute.record import Recorder, Recording, gather_recording
-from penstock.execute.results import (
+from penstock.execute.losses.exchange import LossExchange
+from penstock.execute.losses.loss import Loss, LossShares, LossWeights, loss_scale
+from penstock.execute.losses.output import takes_weight
+from penstock.execute.losses.results import (
     StepResult,
     collect_outputs,
     collector_of,
     merge_slices_and_microbatches,
 )
-from penstock.execute.step import Step
+from penstock.execute.messages import Messenger
+from penstock.execute.observing.clock import ClockComparison
+from penstock.execute.observing.inspection import Inspection
+from penstock.execute.observing.log import log_plan
+from penstock.execute.observing.memory_report import MemoryWatch
+from penstock.execute.observing.record import Recorder, Recording, gather_recording
+from penstock.execute.options import PipelineOptions
+from penstock.execute.stages.assemble import Assembly
+from penstock.execute.stages.auxiliary import auxiliary_modules
+from penstock.execute.stages.main_gradients import ATTRIBUTE, MainGradients
+from penstock.execute.stages.randomness import Randomness
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.errors import ConfigError
-from penstock.execute.microbatch import PreSplit
-from penstock.execute.results import StepResult
+from penstock.execute.batch.microbatch import PreSplit
+from penstock.execute.losses.results import StepResult
 from penstock.execute.tree import map_leaves
 from penstock.ir.schedule import Schedule
 from penstock.moving.deepspeed_module import LayerSpec, PipelineModule, TiedLayerSpec

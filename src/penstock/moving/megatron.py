@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, nearest
-from penstock.execute.microbatch import PreSplit
-from penstock.execute.results import StepResult
+from penstock.execute.batch.microbatch import PreSplit
+from penstock.execute.losses.results import StepResult
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.moving.own_stages import Site

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import ConfigError, PartitionError, PenstockError
-from penstock.execute.agreement import agree_on_setup, digest
-from penstock.execute.loss import Loss
+from penstock.execute.batch.agreement import agree_on_setup, digest
+from penstock.execute.losses.loss import Loss
 from penstock.execute.options import refuse_unknown, split_options
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.world import default_transport

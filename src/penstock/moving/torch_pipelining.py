@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, nearest
-from penstock.execute.microbatch import BatchSpec, Concat, Split
-from penstock.execute.results import StepResult
+from penstock.execute.batch.microbatch import BatchSpec, Concat, Split
+from penstock.execute.losses.results import StepResult
 from penstock.ir.schedule import Schedule as Order
 from penstock.moving.own_stages import Site
 from penstock.schedules import FAMILIES, is_file_name

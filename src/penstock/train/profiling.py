@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from penstock.execute.footprint import SavedBytes, parameter_bytes
-from penstock.execute.memory_report import RankMemory
+from penstock.execute.observing.footprint import SavedBytes, parameter_bytes
+from penstock.execute.observing.memory_report import RankMemory
+from penstock.execute.observing.wires import WireSpeed, channels_of, measure_wires
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.wires import WireSpeed, channels_of, measure_wires
 from penstock.execute.world import default_transport
 from penstock.ir.action import Kind
 from penstock.ir.program import Program

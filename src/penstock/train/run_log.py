@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.execute.log import LOG
+from penstock.execute.observing.log import LOG
 
 _LEVELS = {"info": logging.INFO, "debug": logging.DEBUG}
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"

@@ -1,0 +1,177 @@
+"""`Stream`: a batch that comes one microbatch after another from an iterator, each pulled when it is needed."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.errors import ConfigError, EndOfData, PipelineError, described
+from penstock.execute.tree import TensorInfo, flatten
+
+Preprocess = Callable[[Any], Any]
+"""Takes what the iterator gave, returns what the stream is to yield instead."""
+
+
+class Part:
+    """What a stream yields for one microbatch, in the words of `Pipeline.step`: `Part(tokens, mask=mask, target=t)`."""
+
+    __slots__ = ("args", "kwargs", "target")
+
+    def __init__(self, *args: Any, target: Any = None, **kwargs: Any) -> None:
+        self.args = args
+        self.kwargs = kwargs
+        self.target = target
+
+    def layout(self) -> str:
+        """Say what tensors and plain values it has; equal texts mean equal shapes on every stage."""
+        found = []
+        for root, value in (("args", self.args), ("kwargs", self.kwargs), ("target", self.target)):
+            leaves, tree = flatten(value)
+            found += [f"{place} {_described(leaf)}" for place, leaf in zip(tree.places(root), leaves, strict=True)]
+        return ", ".join(found) or "empty"
+
+
+def _described(leaf: Any) -> str:
+    if type(leaf) in (bool, int, str):
+        return repr(leaf)  # it may decide a shape
+    if type(leaf).__module__.partition(".")[0] == "torch" and hasattr(leaf, "shape"):
+        info = TensorInfo.of(leaf)
+        need = " that needs a gradient" if info.requires_grad else ""
+        return f"{str(info.dtype).removeprefix('torch.')}{list(info.shape)}{need}"
+    return type(leaf).__name__
+
+
+@dataclass(slots=True)
+class DataTimes:
+    """What a rank's data cost it in one step, in seconds."""
+
+    waited_s: float = 0.0
+    """Until the iterator had given what was asked of it."""
+    prepared_s: float = 0.0
+    """In the `preprocess` of the stream."""
+
+
+@dataclass(slots=True)
+class Pull:
+    """One microbatch off a stream, and what it cost."""
+
+    part: Part
+    times: DataTimes = field(default_factory=DataTimes)
+
+
+class Stream:
+    """A batch for `Pipeline.step` and `evaluate` whose microbatches an iterator gives one by one.
+
+        stream = ps.Stream(iter(loader))          on each rank that needs data, over the same data
+        for _ in range(num_steps):
+            pipeline.step(stream)                 takes the next `microbatches` of them
+
+    The iterator gives one microbatch at a time: a tuple or list `(input, ..., target)`, or a `Part`, which may have
+    keywords, or no target. `preprocess`, if any, is called with each and returns one of these. What a step does not
+    take stays for the next one. A rank with neither a first nor a last stage, nor layers that take keywords, needs
+    none.
+
+    A stream is one rank's: ranks that are threads of one process need one each. After a step that failed, what is left
+    of its microbatches is passed over, so that all ranks go on with the same ones.
+
+    Raises:
+        ConfigError: there is nothing to iterate over.
+    """
+
+    def __init__(self, source: Iterable[Any], *, preprocess: Preprocess | None = None) -> None:
+        if not isinstance(source, Iterable):
+            raise ConfigError(f"{described(source)} gives no microbatches; pass an iterable of them", key="source")
+        self._items: Iterator[Any] = iter(source)
+        self._preprocess = preprocess
+        self._peeked: Pull | None = None
+        self._unprepared: list[Any] = []
+        self._num_taken = 0
+        self._begin = 0
+        self._end = 0
+        self._rank: int | None = None
+
+    @property
+    def position(self) -> int:
+        """Microbatches before those of the step that was begun last."""
+        return self._begin
+
+    @property
+    def num_taken(self) -> int:
+        """Microbatches that steps have taken, or passed over, so far."""
+        return self._num_taken
+
+    def begin_step(self, rank: int, num_microbatches: int, read: Callable[[], float]) -> Pull:
+        """Pass over what the step before has left, and return the next microbatch without taking it.
+
+        Raises:
+            EndOfData: there is none.
+            PipelineError: another rank uses this stream, or what it yields is no microbatch.
+        """
+        if self._rank not in (None, rank):
+            raise PipelineError(
+                f"rank {rank} was given the stream of rank {self._rank}; give each rank a Stream of its own"
+            )
+        self._rank = rank
+        try:
+            while self._num_taken < self._end:
+                self._drop()
+            # Before the pull: should it fail, this rank passes over the step as the others do.
+            self._begin, self._end = self._num_taken, self._num_taken + num_microbatches
+            self._peeked = self._peeked or self._pull(read)
+        except StopIteration:
+            raise EndOfData(
+                f"the data are at an end: the stream of rank {rank} had {self._num_taken} microbatches, and all of "
+                "them have been used. End the loop, or pass a new Stream on every rank"
+            ) from None
+        return self._peeked
+
+    def undo_begin(self) -> None:
+        """Stay before a step that the ranks refused: the next one begins with the same microbatch."""
+        self._end = self._begin
+
+    def take(self, rank: int, read: Callable[[], float]) -> Pull:
+        """Return the next microbatch of the step, pulled now unless it has been looked at.
+
+        Raises:
+            PipelineError: there is none, or what the stream yields is no microbatch.
+        """
+        try:
+            pull = self._peeked or self._pull(read)
+        except StopIteration:
+            size = self._end - self._begin
+            raise PipelineError(
+                f"the data ended inside a step: the stream of rank {rank} gave {self._num_taken - self._begin} of its "
+                f"{size} microbatches, {self._num_taken} in all. Yield a multiple of {size}, or drop the rest before",
+                rank=rank,
+            ) from None
+        self._peeked = None
+        self._num_taken += 1
+        return pull
+
+    def _drop(self) -> None:
+        if self._peeked is None and not self._unprepared:
+            next(self._items)
+        self._peeked, self._unprepared = None, []
+        self._num_taken += 1
+
+    def _pull(self, read: Callable[[], float]) -> Pull:
+        begin_s = read()
+        # An item stays until it has been prepared: a failed attempt must not lose one that other ranks still have.
+        self._unprepared = self._unprepared or [next(self._items)]
+        got_s = read()
+        item = self._unprepared[0]
+        part = _part(item if self._preprocess is None else self._preprocess(item))
+        self._unprepared = []
+        return Pull(part, DataTimes(got_s - begin_s, read() - got_s))
+
+
+def _part(item: Any) -> Part:
+    if isinstance(item, Part):
+        return item
+    if type(item) in (tuple, list) and len(item) > 1:
+        *args, target = item
+        return Part(*args, target=target)
+    found = f"a {type(item).__name__}" + (f" of {len(item)}" if isinstance(item, (tuple, list)) else "")
+    raise PipelineError(
+        f"a stream yielded {found} for a microbatch; expected a tuple or list (input, ..., target), or "
+        "penstock.execute.batch.stream.Part(input, ..., target=..., keyword=...)"
+    )

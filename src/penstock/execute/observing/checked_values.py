@@ -1,0 +1,169 @@
+"""Finds the first instruction that makes a value which is not finite: the rank, the action and the layer.
+
+    forward     every input of a stage, every output of a layer or of a module within it, every loss
+    backward    every gradient of a layer's input, then those of the stage's parameters
+
+What comes from another rank was looked at there, so that the rank which made it is the one that is named. Each look
+waits for the device; this is for finding out, not for training.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PipelineError
+from penstock.execute.batch.step import Step
+from penstock.execute.calls import Bound, Call, Change, around_each
+from penstock.execute.stages.stage import Stage
+from penstock.execute.tree import flatten
+from penstock.ir.deps import NONE
+from penstock.ir.instruction import Op
+from penstock.ir.program import Program
+
+_BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
+_Place = tuple[int, int, int]
+"""Stage, microbatch, slice."""
+
+
+class ValueChecks:
+    """Looks at the values of one rank's stages while `watching`."""
+
+    def __init__(self, rank: int, stages: Sequence[Stage], gradient_attribute: str = "grad") -> None:
+        self._rank = rank
+        self._stages = {stage.index: stage for stage in stages}
+        self._gradient_attribute = gradient_attribute
+        self._here = threading.local()
+        """`action`: what runs in this thread, and `backward`: what will run backward through it."""
+
+    def change(self, program: Program, step: Callable[[], Step]) -> Change:
+        """Return the change that looks at what each computation made; `step` gives the one under way."""
+        first, end = (int(offset) for offset in program.offsets[self._rank : self._rank + 2])
+        rows = [row for row in range(first, end) if program.op[row] in _BACKWARDS]
+        backwards = {_place(program, row): str(program.instruction(row)) for row in rows}
+        return around_each(
+            lambda bound: self._checking(program, bound, backwards.get(_place(program, bound.row), ""), step)
+        )
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at what the layers take and make, meanwhile."""
+        with ExitStack() as stack:
+            for handle in (handle for stage in self._stages.values() for handle in self._hooked(stage)):
+                stack.callback(handle.remove)
+            yield
+
+    def require_finite_gradients(self, when: str) -> None:
+        """Refuse gradients of parameters that are not finite. Raises: PipelineError."""
+        for stage in self._stages.values():
+            self._check_parameters(stage, when)
+
+    # ---- computations
+
+    def _checking(self, program: Program, bound: Bound, backward: str, step: Callable[[], Step]) -> Call:
+        if bound.receive_row is not None or not program.is_compute[bound.row]:
+            return bound.call
+        instruction = program.instruction(bound.row)
+        stage, action = self._stages[instruction.stage], str(instruction)
+        place = (instruction.microbatch, instruction.slice)
+        is_forward = instruction.op is Op.FORWARD
+        has_loss = is_forward and program.placement.next_stage[stage.index] == NONE
+
+        def checked() -> None:
+            self._here.action, self._here.backward = action, backward if is_forward else None
+            try:
+                bound.call()
+            finally:
+                self._here.action = self._here.backward = None
+            if has_loss:
+                self._check_loss(step(), place, action)
+            if not is_forward:
+                self._check_parameters(stage, action)
+
+        return checked
+
+    def _check_loss(self, step: Step, place: tuple[int, int], action: str) -> None:
+        loss = step.losses.get(place)
+        if loss is not None and step.shares.factor(*place):  # without weight it trains nothing, and may be anything
+            self._check(loss, action, "the loss")
+
+    def _check_parameters(self, stage: Stage, action: str) -> None:
+        for name, parameter in stage.named_parameters():
+            gradient = getattr(parameter, self._gradient_attribute, None)
+            if gradient is not None:
+                self._check(gradient, action, f"the gradient of {name!r}")
+
+    # ---- layers
+
+    def _hooked(self, stage: Stage) -> Iterator[Any]:
+        first = next(iter(stage.layers))
+        for name, layer in stage.layers.items():
+            look = partial(self._look_at_inputs, name, is_first=name == first)
+            yield layer.register_forward_pre_hook(lambda _, args, look=look: look(args))
+            for own, module in layer.named_modules():
+                full = f"{name}.{own}" if own else name
+                yield module.register_forward_hook(
+                    lambda _, args, output, full=full: self._look_at_output(full, output)
+                )
+
+    def _look_at_inputs(self, name: str, args: Any, *, is_first: bool) -> None:
+        action = self._action()
+        if action is None:
+            return
+        backward = self._here.backward
+        for tensor in _tensors(args):
+            if is_first:
+                self._check(tensor, action, f"an input of layer {name!r}, the stage's first,")
+            if backward and tensor.requires_grad and torch.is_grad_enabled():
+                tensor.register_hook(self._gradient_hook(backward, name))  # type: ignore[no-untyped-call]
+
+    def _gradient_hook(self, backward: str, name: str) -> Callable[[Tensor], None]:
+        return lambda gradient: self._check(gradient, backward, f"the gradient that layer {name!r} gives its input")
+
+    def _look_at_output(self, name: str, output: Any) -> None:
+        action = self._action()
+        if action is not None:
+            for tensor in _tensors(output):
+                self._check(tensor, action, f"the output of layer {name!r}")
+
+    def _action(self) -> str | None:
+        """What runs; None in a function that is being compiled, and where torch runs a backward in a thread of its own,
+        which may compute a forward again."""
+        if torch.compiler.is_compiling():
+            return None
+        return getattr(self._here, "action", None)
+
+    def _check(self, tensor: Tensor, action: str, what: str) -> None:
+        found = not_finite(tensor)
+        if found:
+            raise PipelineError(
+                f"{action}: {what} {found}, the first here that are not finite. Look at what this layer was given and "
+                "at its parameters; a lower learning rate, clipping or a wider type may help",
+                rank=self._rank,
+                instruction=action,
+            )
+
+
+def not_finite(tensor: Tensor) -> str:
+    """Say how many values of a tensor are not finite; empty where all are."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return ""
+    with torch.no_grad():
+        is_finite = torch.isfinite(tensor)
+        if bool(is_finite.all()):
+            return ""
+        num_nan = int(torch.isnan(tensor).sum())
+        num_infinite = tensor.numel() - int(is_finite.sum()) - num_nan
+    return f"has {num_nan} NaN and {num_infinite} infinite of its {tensor.numel()} values"
+
+
+def _place(program: Program, row: int) -> _Place:
+    return int(program.stage[row]), int(program.microbatch[row]), int(program.slice[row])
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]

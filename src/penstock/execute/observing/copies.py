@@ -1,0 +1,70 @@
+"""Compares what several ranks hold copies of: tied parameters, and the two copies of a model with two routes.
+
+Each copy is changed by its own rank's optimizer, so copies stay equal only as long as all of them are treated alike.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PipelineError
+from penstock.execute.stages.main_gradients import main_type
+from penstock.execute.stages.tied import TiedCopy
+from penstock.execute.transport.protocol import Transport
+
+Read = Callable[[nn.Parameter], Tensor]
+"""What is compared of a parameter."""
+
+
+def value_of(parameter: nn.Parameter) -> Tensor:
+    """Return what a parameter is."""
+    return parameter.detach()
+
+
+def gradient_of(attribute: str) -> Read:
+    """Return what reads the gradient that has been accumulated in an attribute of a parameter; zeros where none has."""
+
+    def read(parameter: nn.Parameter) -> Tensor:
+        gradient: Tensor | None = getattr(parameter, attribute, None)
+        if gradient is not None:
+            return gradient.detach()
+        return torch.zeros_like(parameter, dtype=parameter.dtype if attribute == "grad" else main_type(parameter))
+
+    return read
+
+
+def require_equal_copies(transport: Transport, copies: Mapping[int, TiedCopy], what: str, read: Read) -> None:
+    """Compare, bit for bit, what `read` gives of this rank's copies with what the owners have; all holders call it.
+
+    Raises:
+        PipelineError: on a rank whose copy differs: which parameter, on which ranks, and by how much at most.
+    """
+    sends = [
+        transport.post_send(peer, read(parameter))
+        for copy in copies.values()
+        if copy.ranks[0] == transport.rank
+        for peer in copy.ranks[1:]
+        for parameter in copy.parameters.values()
+    ]
+    for copy in copies.values():
+        if copy.ranks[0] != transport.rank:
+            for name, parameter in copy.parameters.items():
+                _require_equal(transport, copy.ranks[0], read(parameter), f"{what} {name!r}")
+    for ticket in sends:
+        transport.wait(ticket)
+
+
+def _require_equal(transport: Transport, owner: int, mine: Tensor, what: str) -> None:
+    theirs = torch.empty_like(mine, memory_format=torch.contiguous_format)
+    transport.wait(transport.post_receive(owner, theirs))
+    if torch.equal(mine, theirs):
+        return
+    difference = (mine.double() - theirs.double()).abs()
+    raise PipelineError(
+        f"the copies of {what} on ranks {owner} and {transport.rank} differ by up to {float(difference.max()):.6g}, in "
+        f"{int((mine != theirs).sum())} of {mine.numel()} values; they must stay equal bit for bit. Change a parameter "
+        "in the same way on every rank that holds it: the same optimizer, learning rate and clipping",
+        rank=transport.rank,
+        peer=owner,
+    )

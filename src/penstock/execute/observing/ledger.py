@@ -1,0 +1,95 @@
+"""`Ledger`: what autograd keeps of the forwards of each stage, from when it saves a tensor until it lets go of it."""
+
+import gc
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from penstock.execute.tree import flatten
+
+_CONTAINERS = (list, tuple, dict, deque)
+_OURS = "penstock.execute."
+
+
+class Ledger:
+    """Counts the storages that forwards have left for their backwards; `but` are there anyway."""
+
+    def __init__(self, but: Iterable[Tensor]) -> None:
+        self._but = {tensor.untyped_storage().data_ptr() for tensor in but}
+        self._entries: dict[int, dict[int, _Entry]] = {}
+        self._stage = 0
+
+    @contextmanager
+    def of_stage(self, stage: int) -> Iterator[None]:
+        """Note what a forward of a stage, run in this thread meanwhile, leaves behind."""
+        self._stage = stage
+        with saved_tensors_hooks(self._save, _unwrapped):
+            yield
+
+    def held(self, stage: int) -> Mapping[int, int]:
+        """Return the bytes of each storage, by its address, that is kept for backwards of a stage."""
+        return {address: entry.num_bytes for address, entry in self._entries.get(stage, {}).items()}
+
+    def _save(self, tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in self._but:
+            return tensor
+        entries = self._entries.setdefault(self._stage, {})
+        entry = entries.setdefault(storage.data_ptr(), _Entry(storage.nbytes()))
+        return _Held(tensor, entries, storage.data_ptr(), entry)
+
+
+class _Entry:
+    __slots__ = ("num_bytes", "num_uses")
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.num_uses = 0
+
+
+class _Held:
+    """A tensor in autograd's hands; when autograd drops it, the ledger knows."""
+
+    __slots__ = ("_address", "_entries", "_entry", "tensor")
+
+    def __init__(self, tensor: Tensor, entries: dict[int, _Entry], address: int, entry: _Entry) -> None:
+        self.tensor = tensor
+        self._entries = entries
+        self._address = address
+        self._entry = entry
+        entry.num_uses += 1
+
+    def __del__(self) -> None:
+        self._entry.num_uses -= 1
+        if not self._entry.num_uses:
+            self._entries.pop(self._address, None)
+
+
+def storages(tree: Any) -> dict[int, int]:
+    """Return the bytes of each storage, by its address, that holds a tensor of a tree."""
+    found = (leaf.untyped_storage() for leaf in flatten(tree)[0] if isinstance(leaf, Tensor))
+    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+
+
+def tensors_behind(owner: object) -> list[Tensor]:
+    """Return the tensors, parameters apart, that an object of ours holds, whatever way it keeps them."""
+    found: list[Tensor] = []
+    waiting, seen = [owner], {id(owner)}
+    while waiting:
+        for each in gc.get_referents(waiting.pop()):
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+            if isinstance(each, Tensor):
+                found += [] if isinstance(each, nn.Parameter) else [each]
+            elif isinstance(each, _CONTAINERS) or type(each).__module__.startswith(_OURS):
+                waiting.append(each)
+    return found
+
+
+def _unwrapped(saved: Any) -> Tensor:
+    return saved.tensor if isinstance(saved, _Held) else saved

@@ -1,0 +1,270 @@
+"""What the ranks hold in memory during a step: counted tensor by tensor, so that it says which stage holds what.
+
+A storage counts once, under the first of: parameters, gradients, activations, contexts for weight gradients, received
+messages, unsent messages. It is looked at between instructions. What an instruction takes and gives back by itself is
+not seen here; on a CUDA device, torch's own counters beside these figures have it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from penstock.execute.calls import Bound, Call, Change, around_each
+from penstock.execute.losses.results import StepResult
+from penstock.execute.observing.ledger import Ledger, storages, tensors_behind
+from penstock.execute.registers import Registers
+from penstock.execute.stages.main_gradients import ATTRIBUTE
+from penstock.execute.stages.stage import Stage
+from penstock.execute.transport.protocol import Transport
+from penstock.ir.instruction import Op
+from penstock.ir.program import Program
+
+POINTS = ("begin", "after warm-up", "peak", "end")
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """What one stage holds, when its rank holds most."""
+
+    stage: int
+    parameter_bytes: int
+    gradient_bytes: int
+    activations: int
+    """Microbatches (or slices) between their forward and the end of their backward."""
+    activation_bytes: int
+    """What autograd keeps of them, inputs of the stage included."""
+    context_bytes: int
+    """Of those whose backward has run its first part, what the weight gradients wait for."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPoint:
+    """What a rank holds at one moment of a step."""
+
+    name: str
+    """One of `POINTS`: before the first instruction, before the first backward, when most is held, after the last."""
+    counted_bytes: int
+    allocated_bytes: int | None
+    """By torch's allocator for CUDA; at the peak, the most since the beginning. None on a CPU."""
+    reserved_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What one rank held during a step."""
+
+    rank: int
+    stages: tuple[StageMemory, ...]
+    received_bytes: int
+    """Buffers of receives, and what has arrived and is not used yet; at the peak."""
+    unsent_bytes: int
+    """What was made for another stage and has not been sent, or handed on within the rank; at the peak."""
+    optimizer_bytes: int | None
+    """None where no optimizer was given."""
+    peak_activations: int
+    """The most activations alive at once, which is what a check counts."""
+    points: tuple[MemoryPoint, ...]
+
+    @property
+    def counted_bytes(self) -> int:
+        """What was counted at the peak, the optimizer's state apart."""
+        held = ("parameter_bytes", "gradient_bytes", "activation_bytes", "context_bytes")
+        own = sum(int(getattr(stage, name)) for stage in self.stages for name in held)
+        return own + self.received_bytes + self.unsent_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MemoryReport:
+    """What all ranks held during one training step; the same on every rank but for `result`."""
+
+    ranks: tuple[RankMemory, ...]
+    result: StepResult
+    """Of the step that was looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """What a rank holds between two instructions."""
+
+    activations: Mapping[int, int]
+    parameters: Mapping[int, int]
+    gradients: Mapping[int, int]
+    kept: Mapping[int, int]
+    contexts: Mapping[int, int]
+    received_bytes: int
+    unsent_bytes: int
+
+    @property
+    def counted_bytes(self) -> int:
+        columns = (self.parameters, self.gradients, self.kept, self.contexts)
+        return sum(sum(column.values()) for column in columns) + self.received_bytes + self.unsent_bytes
+
+
+_NO_SAMPLE = _Sample({}, {}, {}, {}, {}, 0, 0)
+
+
+@dataclass(slots=True, eq=False)
+class MemoryWatch:
+    """Looks at one rank's memory during one step."""
+
+    stages: Sequence[Stage]
+    device: torch.device
+    optimizer: Optimizer | None = None
+    peak_activations: int = 0
+    points: dict[str, MemoryPoint] = field(default_factory=dict)
+    _peak: _Sample = _NO_SAMPLE
+    _ledger: Ledger = field(init=False)
+    _stage_of_slot: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._ledger = Ledger(parameter for stage in self.stages for _, parameter in stage.named_parameters())
+
+    def change(self, program: Program, registers: Registers) -> Change:
+        """Return the change that looks at the memory before the first call and after each."""
+
+        def watched(bounds: Sequence[Bound]) -> list[Bound]:
+            first = bounds[0].row if bounds else 0
+            first_backward = next((bound.row for bound in bounds if program.is_backward[bound.row]), None)
+            last = bounds[-1] if bounds else None
+            names = {first: POINTS[0]} | ({} if first_backward is None else {first_backward: POINTS[1]})
+
+            def wrap(bound: Bound) -> Call:
+                before = names.pop(bound.row, "")
+                return self._watched(program, bound, registers, (before, POINTS[3] if bound is last else ""))
+
+            return around_each(wrap)(bounds)
+
+        return watched
+
+    def memory(self, rank: int) -> RankMemory:
+        """Return what was seen in a step that is over."""
+        peak = self._peak
+        allocated, reserved = _most_on_device(self.device)
+        points = {**self.points, POINTS[2]: MemoryPoint(POINTS[2], peak.counted_bytes, allocated, reserved)}
+        stages = tuple(
+            StageMemory(
+                stage.index,
+                *(
+                    int(column.get(stage.index, 0))
+                    for column in (peak.parameters, peak.gradients, peak.activations, peak.kept, peak.contexts)
+                ),
+            )
+            for stage in self.stages
+        )
+        return RankMemory(
+            rank,
+            stages,
+            peak.received_bytes,
+            peak.unsent_bytes,
+            None if self.optimizer is None else _optimizer_bytes(self.optimizer),
+            self.peak_activations,
+            tuple(points[name] for name in POINTS if name in points),
+        )
+
+    def _watched(self, program: Program, bound: Bound, registers: Registers, names: tuple[str, str]) -> Call:
+        stage, slot, call = int(program.stage[bound.row]), int(program.slot[bound.row]), bound.call
+        is_forward = bound.receive_row is None and program.op[bound.row] == Op.FORWARD
+        before, after = names
+
+        def watched() -> None:
+            if before:
+                self._look(registers, before)
+            if is_forward:
+                self._stage_of_slot[slot] = stage
+                with self._ledger.of_stage(stage):
+                    call()
+            else:
+                call()
+            self._look(registers, after)
+
+        return watched
+
+    def _look(self, registers: Registers, name: str) -> None:
+        sample = self._sample(registers)
+        self.peak_activations = max(self.peak_activations, sum(sample.activations.values()))
+        if sample.counted_bytes > self._peak.counted_bytes:
+            self._peak = sample
+        if name == POINTS[0] and self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        if name:
+            self.points[name] = MemoryPoint(name, sample.counted_bytes, *_on_device(self.device))
+
+    def _sample(self, registers: Registers) -> _Sample:
+        counter = _Counter()
+        parameters = {stage.index: counter.add(p for _, p in stage.named_parameters()) for stage in self.stages}
+        gradients = {
+            stage.index: counter.add(gradient for _, p in stage.named_parameters() for gradient in _gradients(p))
+            for stage in self.stages
+        }
+        kept = {stage.index: counter.add_storages(self._ledger.held(stage.index)) for stage in self.stages}
+        activations = dict.fromkeys(kept, 0)
+        contexts = dict.fromkeys(kept, 0)
+        for slot, saved in enumerate(registers.saved):
+            if saved is None:
+                continue
+            stage = self._stage_of_slot[slot]
+            activations[stage] += 1
+            kept[stage] += counter.add(saved.inputs)
+            is_context = not saved.edges  # the first part of its backward has run
+            column = contexts if is_context else kept
+            column[stage] += counter.add(tensors_behind(saved.deferred))
+        received = counter.add(tensor for each in registers.received if each is not None for tensor in each.tensors)
+        received += counter.add_storages(storages(registers.inputs))
+        unsent = counter.add_storages(storages([registers.outgoing, list(registers.handed_on.values())]))
+        return _Sample(activations, parameters, gradients, kept, contexts, received, unsent)
+
+
+class _Counter:
+    """Adds up storages, each once."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def add(self, tensors: Iterable[Tensor]) -> int:
+        return self.add_storages(storages(list(tensors)))
+
+    def add_storages(self, found: Mapping[int, int]) -> int:
+        """Return the bytes of storages, by address, that had not been seen."""
+        new = {address: num_bytes for address, num_bytes in found.items() if address not in self._seen}
+        self._seen.update(new)
+        return sum(new.values())
+
+
+def gather_memory(transport: Transport, own: RankMemory) -> tuple[RankMemory, ...]:
+    """Give every rank what all ranks saw; a collective."""
+    everyone = cast(list[dict[str, Any]], transport.all_gather_object(asdict(own)))
+    return tuple(
+        RankMemory(
+            **{
+                **row,
+                "stages": tuple(StageMemory(**stage) for stage in row["stages"]),
+                "points": tuple(MemoryPoint(**point) for point in row["points"]),
+            }
+        )
+        for row in everyone
+    )
+
+
+def _gradients(parameter: nn.Parameter) -> list[Tensor]:
+    found = (parameter.grad, getattr(parameter, ATTRIBUTE, None))
+    return [gradient for gradient in found if gradient is not None]
+
+
+def _optimizer_bytes(optimizer: Optimizer) -> int:
+    return _Counter().add_storages(storages(list(optimizer.state.values())))
+
+
+def _on_device(device: torch.device) -> tuple[int | None, int | None]:
+    if device.type != "cuda":
+        return None, None
+    return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+
+
+def _most_on_device(device: torch.device) -> tuple[int | None, int | None]:
+    if device.type != "cuda":
+        return None, None
+    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)

@@ -1,0 +1,1 @@
+"""A backward in two parts: what waits for the second, and how it gets there."""

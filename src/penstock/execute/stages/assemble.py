@@ -1,0 +1,286 @@
+"""From a list of layers to the stages of one rank: builds only what the rank holds, and finds tied parameters.
+
+A layer is a module, used in place, or a callable that builds one, such as a `LayerSpec`, whose `name` becomes the
+prefix of its parameters; else its index does. Parameters are tied where a layer's `tied` says so, where the caller
+does, where two modules hold one and the same parameter, and where routes run copies of one stage on different ranks.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from penstock.errors import PartitionError, nearest
+from penstock.execute.stages.skips import StageSkips, open_at, skip_names
+from penstock.execute.stages.stage import Stage
+from penstock.execute.stages.tied import TiedCopy
+from penstock.execute.transport.protocol import Transport
+from penstock.placement import Placement
+
+Layer = nn.Module | Callable[[], nn.Module]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assembly:
+    """What one rank holds of the model, and which parameters are tied over ranks."""
+
+    stages: list[Stage]
+    tied_groups: tuple[tuple[int, ...], ...]
+    """Per parameter or stage that several ranks hold, one stage of each, the owner's first; the same on all ranks."""
+    tied_copies: dict[int, TiedCopy]
+    """Per index of a group that this rank belongs to, its copy."""
+    copied_names: frozenset[str]
+    """Names under which this rank holds parameters that belong to another name."""
+
+
+def spec_attribute(layer: Layer, name: str, default: Any) -> Any:
+    """Return what a layer's spec says of itself; a module says nothing, its attributes mean something else."""
+    return default if isinstance(layer, nn.Module) else getattr(layer, name, default)
+
+
+def layer_names(layers: Sequence[Layer]) -> list[str]:
+    """Return the prefix of each layer's parameters.
+
+    Raises:
+        PartitionError: if two layers have the same name.
+    """
+    names = [str(spec_attribute(layer, "name", index)) for index, layer in enumerate(layers)]
+    for name in names:
+        if names.count(name) > 1:
+            raise PartitionError(f"{names.count(name)} layers are named {name!r}; give each layer a name of its own")
+    return names
+
+
+def assemble(
+    layers: Sequence[Layer],
+    placement: Placement,
+    slices: Sequence[range],
+    rank: int,
+    *,
+    device: torch.device,
+    tied: Iterable[tuple[str, str]] = (),
+    shares_modules: bool = False,
+) -> Assembly:
+    """Build the stages of a rank; `slices[stage]` are the indices of the stage's layers.
+
+    Every route runs a whole copy of the model. Copies of a layer on one rank are one module; on several ranks their
+    parameters are tied. `shares_modules` says that ranks may hold the very same modules, as threads of one process do:
+    then a rank takes a deep copy of a module whose first copy is another rank's.
+
+    Raises:
+        PartitionError: if a layer is neither a module nor builds one, or a tie names an unknown layer or parameter.
+    """
+    names = layer_names(layers)
+    built: dict[str, nn.Module] = {}
+    stages = []
+    copied: dict[int, Any] = {}  # one memory for all deep copies: modules that share a parameter go on sharing it
+    for stage in placement.stages_of_rank[rank]:
+        first_rank = placement.rank_of_stage[_copies(placement, stage)[0]]
+        memory = copied if shares_modules and first_rank != rank else None
+        for index in slices[stage]:
+            if names[index] not in built:
+                built[names[index]] = _build(layers[index], names[index], memory).to(device)
+        own = {names[index]: built[names[index]] for index in slices[stage]}
+        stages.append(Stage(stage, own, slices[stage].start))
+    stages_of_layer: dict[str, list[int]] = {}
+    for stage in (stage for route in placement.routes for stage in route):
+        for index in slices[stage]:
+            stages_of_layer.setdefault(names[index], []).append(stage)
+    return _Ties(stages_of_layer, placement, rank, built).assembly(stages, _tied_names(layers, names, tied))
+
+
+def count_parameters(transport: Transport, stages: Sequence[Stage], names: Sequence[str]) -> dict[str, int]:
+    """Per layer of the whole model, in order, its number of parameters; a layer is only built on its own ranks."""
+    own = {name: _num_parameters(layer) for stage in stages for name, layer in stage.layers.items()}
+    everyone: dict[str, int] = {}
+    for theirs in transport.all_gather_object(own):
+        assert isinstance(theirs, dict)
+        everyone |= theirs
+    return {name: everyone[name] for name in names}
+
+
+def lay_out_skips(transport: Transport, stages: Sequence[Stage], layers_of_stage: Sequence[range]) -> None:
+    """Tell each stage which skips its layers hold and which go past it; a collective, as layers are built apart."""
+    own = {
+        str(index): skip_names(layer)  # what is gathered has texts as keys
+        for stage in stages
+        for index, layer in zip(layers_of_stage[stage.index], stage.layers.values(), strict=True)
+    }
+    everyone: dict[str, list[str]] = {}
+    for theirs in transport.all_gather_object(own):
+        assert isinstance(theirs, dict)
+        everyone |= theirs
+    holders: dict[str, list[int]] = {}
+    for index in sorted(map(int, everyone)):
+        for name in everyone[str(index)]:
+            holders.setdefault(name, []).append(index)
+    for stage in stages:
+        part = layers_of_stage[stage.index]
+        arriving, leaving = open_at(part.start, holders), open_at(part.stop, holders)
+        skips = StageSkips(list(stage.layers.values()), arriving, leaving, f"stage {stage.index}")
+        stage.skips = None if skips.is_empty else skips
+
+
+def _num_parameters(layer: nn.Module) -> int:
+    """Count the parameters of a layer; those that wait for a first input to have a shape count nothing."""
+    return sum(parameter.numel() for parameter in layer.parameters() if not is_lazy(parameter))
+
+
+def _copies(placement: Placement, stage: int) -> list[int]:
+    """The stages that hold the same layers, one per route."""
+    place = placement.routes[placement.route_of_stage[stage]].index(stage)
+    return [route[place] for route in placement.routes]
+
+
+def _build(layer: Layer, name: str, memory: dict[int, Any] | None) -> nn.Module:
+    """Build a layer; a module is used in place, or copied where there is a memory of copies."""
+    try:
+        if isinstance(layer, nn.Module):
+            return layer if memory is None else _copy(layer, name, memory)
+        module = layer()
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        raise PartitionError(
+            f"layer {name!r} does not fit in this rank's memory ({error}); make it smaller, or use more ranks"
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise PartitionError(f"layer {name!r} builds a {type(module).__name__}; expected an nn.Module")
+    return module
+
+
+def _copy(layer: nn.Module, name: str, memory: dict[int, Any]) -> nn.Module:
+    try:
+        return copy.deepcopy(layer, memory)
+    except (RuntimeError, TypeError) as error:
+        raise PartitionError(
+            f"layer {name!r} cannot be copied ({error}), but the schedule needs a second copy of the model; give a "
+            "callable that builds the layer, or use a schedule with one route"
+        ) from error
+
+
+def _tied_names(layers: Sequence[Layer], names: Sequence[str], tied: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """Groups of parameter names that mean one parameter; the first layer's name comes first."""
+    pairs = list(tied)
+    for name, layer in zip(names, layers, strict=True):
+        pairs += [(f"{name}.{own}", other) for own, other in spec_attribute(layer, "tied", ())]
+    pairs += _shared_objects(layers, names)
+    groups: list[set[str]] = []
+    for pair in pairs:
+        touching = [group for group in groups if group & set(pair)]
+        groups = [group for group in groups if group not in touching] + [set(pair).union(*touching)]
+    position = {name: index for index, name in enumerate(names)}
+    return [sorted(group, key=lambda full: (position[_layer_of(full, names)], full)) for group in groups]
+
+
+def _shared_objects(layers: Sequence[Layer], names: Sequence[str]) -> list[tuple[str, str]]:
+    first: dict[int, str] = {}
+    pairs = []
+    for name, layer in zip(names, layers, strict=True):
+        if not isinstance(layer, nn.Module):
+            continue
+        for own, parameter in layer.named_parameters():
+            known = first.setdefault(id(parameter), f"{name}.{own}")
+            if known != f"{name}.{own}":
+                pairs.append((known, f"{name}.{own}"))
+    return pairs
+
+
+def _layer_of(full_name: str, names: Sequence[str]) -> str:
+    """The layer that a parameter's full name belongs to."""
+    found = [name for name in names if full_name.startswith(f"{name}.")]
+    if not found:
+        raise PartitionError(
+            f"a tied parameter is named {full_name!r}, but no layer has that prefix; the layers are "
+            f"{', '.join(names)}.{nearest(full_name.split('.')[0], names)}"
+        )
+    return max(found, key=len)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ties:
+    """Turns groups of names, and copies of stages, into shared objects on this rank and copies over ranks."""
+
+    stages_of_layer: Mapping[str, Sequence[int]]
+    """Per layer the stages that hold it, in the order of the routes."""
+    placement: Placement
+    rank: int
+    layers: Mapping[str, nn.Module]
+    """The layers of this rank."""
+
+    def assembly(self, stages: list[Stage], groups: Sequence[Sequence[str]]) -> Assembly:
+        tied_groups: list[tuple[int, ...]] = []
+        copies: dict[int, TiedCopy] = {}
+        copied: set[str] = set()
+        for group in groups:
+            layers = [self._layer(name) for name in group]
+            here = [name for name, layer in zip(group, layers, strict=True) if layer in self.layers]
+            parameter = self._share(here)
+            copied.update(name for name in here if name != group[0])
+            holders = self._holders(stage for layer in layers for stage in self.stages_of_layer[layer])
+            if len(holders) < 2:
+                continue
+            if parameter is not None:
+                copies[len(tied_groups)] = TiedCopy({here[0]: parameter}, list(holders))
+            tied_groups.append(tuple(holders.values()))
+        for holders in self._holders_of_copied_stages():
+            if self.rank in holders:
+                stage = next(stage for stage in stages if stage.index == holders[self.rank])
+                copies[len(tied_groups)] = _copy_of_stage(stage, copies.values(), list(holders))
+            tied_groups.append(tuple(holders.values()))
+        return Assembly(stages, tuple(tied_groups), copies, frozenset(copied))
+
+    def _holders(self, stages: Iterable[int]) -> dict[int, int]:
+        """One stage per rank, in the order of first use."""
+        holders: dict[int, int] = {}
+        for stage in stages:
+            holders.setdefault(self.placement.rank_of_stage[stage], stage)
+        return holders
+
+    def _holders_of_copied_stages(self) -> list[dict[int, int]]:
+        """The holders of every stage that has copies on other ranks."""
+        found = [self._holders(_copies(self.placement, stage)) for stage in self.placement.routes[0]]
+        return [holders for holders in found if len(holders) > 1]
+
+    def _layer(self, name: str) -> str:
+        return _layer_of(name, list(self.stages_of_layer))
+
+    def _share(self, names: Sequence[str]) -> nn.Parameter | None:
+        """Make all these names of this rank one object and return it."""
+        if not names:
+            return None
+        first = self._parameter(names[0])
+        for name in names[1:]:
+            if self._parameter(name).shape != first.shape:
+                raise PartitionError(
+                    f"{names[0]!r} {tuple(first.shape)} and {name!r} {tuple(self._parameter(name).shape)} are tied but "
+                    "differ in shape; tie parameters of one shape"
+                )
+            module, own = self._owner(name)
+            setattr(module, own, first)
+        return first
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        layer = self._layer(name)
+        parameters = dict(self.layers[layer].named_parameters(remove_duplicate=False))
+        parameter = parameters.get(name.removeprefix(f"{layer}."))
+        if parameter is None:
+            raise PartitionError(f"{name!r} is tied but is no parameter of its layer; name one of its parameters")
+        return parameter
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        """The module that holds the parameter, and its name there."""
+        layer = self._layer(name)
+        path, _, own = name.removeprefix(f"{layer}.").rpartition(".")
+        return self.layers[layer].get_submodule(path), own
+
+
+def _copy_of_stage(stage: Stage, others: Iterable[TiedCopy], ranks: Sequence[int]) -> TiedCopy:
+    """All of a stage as a copy, but for the parameters that are reduced with others already."""
+    reduced = {id(parameter) for other in others for parameter in other.parameters.values()}
+    parameters = {name: parameter for name, parameter in stage.named_parameters() if id(parameter) not in reduced}
+    return TiedCopy(parameters, ranks, list(stage.layers.values()))

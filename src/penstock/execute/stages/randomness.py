@@ -1,0 +1,147 @@
+"""Random numbers that do not depend on the split: dropout draws the same on one rank and on many, in any schedule.
+
+Where a layer, or the loss, runs forward, torch's default generators stand where (seed, step, layer, microbatch, slice)
+puts them; afterwards they stand where the caller had left them. A recomputation by activation checkpointing draws again
+what its forward drew, for it sets the generators back by itself (`preserve_rng_state`).
+
+Setting a generator costs two or three microseconds per layer. (`torch.manual_seed`, which sets those of all devices,
+takes a hundred times as long, and a generator of one's own is not what dropout draws from.) torch's generator of the
+CPU uses 32 bits of a seed, so that two layers of a long training may draw alike once in a while.
+"""
+
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from penstock.errors import ConfigError, DeadlineExceeded
+from penstock.execute.batch.step import Place
+from penstock.execute.calls import Bound, Call, Change, around_each
+from penstock.execute.stages.stage import BeforeLayer, Stage
+from penstock.ir.instruction import Op
+from penstock.ir.program import Program
+
+# Ranks that are threads share torch's one generator per process and device, so they take turns at it. A backward does,
+# too, because a recomputation in it draws. Re-entrant, because a layer may run a pipeline of its own.
+_GENERATOR_TURN = threading.RLock()
+
+LOSS = -1
+"""The place of the loss among the layers."""
+_MAX_SEED = 2**63 - 1
+_BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
+
+
+def check_seed(seed: object) -> None:
+    """Refuse what is no seed. Raises: ConfigError."""
+    if seed is None or (isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed <= _MAX_SEED):
+        return
+    raise ConfigError(f"{seed!r} is no seed; expected a whole number from 0 to 2**63 - 1, or None", key="seed")
+
+
+def generator_seed(seed: int, step: int, layer: int, place: Place) -> int:
+    """Return where a generator starts in a layer's forward; layers are counted in the unsplit model."""
+    packed = struct.pack("<5q", seed, step, layer, *place)
+    return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+class Randomness:
+    """What the layers of one rank draw while they run forward in training; `patience_s` is for its turns.
+
+    Raises:
+        ConfigError: for a seed that is none.
+    """
+
+    def __init__(self, seed: int, device: torch.device, patience_s: float = 60.0) -> None:
+        check_seed(seed)
+        self._patience_s = patience_s
+        self.step = 0
+        """The number of the training step at hand."""
+        self._seed = seed
+        self._place: Place = (0, 0)
+        self._generators: list[torch.Generator] = [torch.default_generator]
+        if device.type == "cuda":
+            current = torch.cuda.current_device()  # CUDA begins here at the latest, and with it there are generators
+            index = current if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[index])
+
+    @contextmanager
+    def forward(self, place: Place) -> Iterator[BeforeLayer]:
+        """Yield what to call before each layer with its place in the unsplit model; then set back the generators.
+
+        Raises:
+            DeadlineExceeded: another thread has kept the generators for too long.
+        """
+        with self._turn():
+            states = [generator.get_state() for generator in self._generators]
+            try:
+                yield partial(self._begin_layer, place)
+            finally:
+                for generator, state in zip(self._generators, states, strict=True):
+                    generator.set_state(state)
+
+    def around_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the loss function as one that draws by this rule, for the forward at hand."""
+
+        @wraps(loss)
+        def drawing(*args: Any, **kwargs: Any) -> Any:
+            with self.forward(self._place) as before_layer:
+                before_layer(LOSS)
+                return loss(*args, **kwargs)
+
+        return drawing
+
+    def change(self, program: Program, stages: Sequence[Stage]) -> Change:
+        """Return what makes the calls of a training program draw by this rule."""
+        of_index = {stage.index: stage for stage in stages}
+
+        def wrap(bound: Bound) -> Call:
+            op = Op(int(program.op[bound.row]))
+            if bound.receive_row is not None or op not in (Op.FORWARD, *_BACKWARDS):
+                return bound.call
+            if op in _BACKWARDS:
+                return self._in_turn(bound.call)
+            place = int(program.microbatch[bound.row]), int(program.slice[bound.row])
+            return self._drawing(of_index[int(program.stage[bound.row])], place, bound.call)
+
+        return around_each(wrap)
+
+    def _begin_layer(self, place: Place, layer: int) -> None:
+        start = generator_seed(self._seed, self.step, layer, place)
+        for generator in self._generators:
+            generator.manual_seed(start)
+
+    def _drawing(self, stage: Stage, place: Place, call: Call) -> Call:
+        def forward() -> None:
+            self._place = place
+            stage.drawing = partial(self.forward, place)
+            try:
+                call()
+            finally:
+                stage.drawing = None
+
+        return forward
+
+    def _in_turn(self, call: Call) -> Call:
+        def backward() -> None:
+            with self._turn():
+                call()
+
+        return backward
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if not _GENERATOR_TURN.acquire(timeout=self._patience_s):
+            raise DeadlineExceeded(
+                f"another rank of this process has drawn random numbers for {self._patience_s:g} s; look at what its "
+                "layers do, or raise deadline_s",
+                waited_s=self._patience_s,
+            )
+        try:
+            yield
+        finally:
+            _GENERATOR_TURN.release()

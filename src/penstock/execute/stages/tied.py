@@ -1,0 +1,155 @@
+"""Tied parameters: one parameter that several stages hold, as one object on a rank and as copies on several ranks.
+
+Two layers may share a parameter, and with two routes every stage has a copy that runs the other direction.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from penstock.errors import PartitionError
+from penstock.execute.stages.main_gradients import main_type
+from penstock.execute.transport.protocol import Transport
+
+_LAZY = "without a shape before its first input"
+
+
+@dataclass(slots=True, eq=False)
+class TiedCopy:
+    """This rank's copies of parameters that other ranks hold too, reduced together.
+
+    `ranks` are all holders, the owner first. Every holder ends a step with the same gradients, bit for bit: the sum of
+    all contributions in the order of `ranks`, on top of what was accumulated before the step. `layers` are copies as a
+    whole: they start with the owner's buffers, and saved ones (running statistics) are the owner's after each step.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    """By their names on this rank; the other holders have as many, in the same order."""
+    ranks: Sequence[int]
+    layers: Sequence[nn.Module] = ()
+    before: dict[str, Tensor | None] = field(default_factory=dict)
+    """The gradients accumulated before this step, which have been reduced already."""
+    attribute: str = "grad"
+    """Where a parameter has its gradient."""
+
+    def share_values(self, transport: Transport) -> None:
+        """Copy the owner's values and buffers to all other holders."""
+        self._take_from_owner(transport, [*self.parameters.values(), *self._buffers()])
+
+    def begin_step(self) -> None:
+        """Set the accumulated gradients aside, so that only this step's part is reduced."""
+        for name, parameter in self._trained().items():
+            self.before[name] = getattr(parameter, self.attribute)
+            setattr(parameter, self.attribute, None)
+
+    def reduce(self, transport: Transport) -> None:
+        """Sum this step's gradients over all holders; a frozen parameter has none."""
+        trained = self._trained()
+        own = [self._gradient(parameter) for parameter in trained.values()]
+        peers = [rank for rank in self.ranks if rank != transport.rank]
+        sends = [transport.post_send(peer, part) for peer in peers for part in own]
+        parts = {peer: [_room_for(part) for part in own] for peer in peers}
+        receives = [transport.post_receive(peer, part) for peer in peers for part in parts[peer]]
+        for ticket in (*receives, *sends):
+            transport.wait(ticket)
+        parts[transport.rank] = own
+        for index, (name, parameter) in enumerate(trained.items()):
+            total = parts[self.ranks[0]][index].clone()
+            for rank in self.ranks[1:]:
+                total += parts[rank][index]
+            before = self.before.pop(name, None)
+            setattr(parameter, self.attribute, total if before is None else before + total)
+        self._take_from_owner(transport, self._saved_buffers())
+
+    def end_step(self) -> None:
+        """Give back what was set aside if the step failed before the reduction."""
+        for name, gradient in self.before.items():
+            setattr(self.parameters[name], self.attribute, gradient)
+        self.before.clear()
+
+    def describe(self) -> list[list[str]]:
+        """Name every tensor that is kept equal, each with what must be alike on all holders."""
+        named = [[name, _describe(parameter)] for name, parameter in self.parameters.items()]
+        return named + [["a buffer", _describe(buffer)] for buffer in self._buffers()]
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor:
+        gradient: Tensor | None = getattr(parameter, self.attribute)
+        if gradient is not None:
+            return gradient
+        dtype = parameter.dtype if self.attribute == "grad" else main_type(parameter)
+        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for layer in self.layers for buffer in layer.buffers()]
+
+    def _saved_buffers(self) -> list[Tensor]:
+        return [buffer for layer in self.layers for buffer in _saved_buffers(layer)]
+
+    def _take_from_owner(self, transport: Transport, tensors: Iterable[Tensor]) -> None:
+        owner = self.ranks[0]
+        values = [tensor.detach() for tensor in tensors]
+        if transport.rank == owner:
+            for ticket in [transport.post_send(peer, value) for peer in self.ranks[1:] for value in values]:
+                transport.wait(ticket)
+            return
+        for value in values:
+            received = _room_for(value)
+            transport.wait(transport.post_receive(owner, received))
+            value.copy_(received)
+
+
+def agree_on_copies(transport: Transport, copies: Mapping[int, TiedCopy]) -> None:
+    """Make sure that all holders of a tied parameter hold the same kind of tensor; a collective over all ranks.
+
+    Raises:
+        PartitionError: on every rank alike, naming the ranks and what differs.
+    """
+    everyone = transport.all_gather_object({str(group): copy.describe() for group, copy in copies.items()})
+    first: dict[str, tuple[int, list[list[str]]]] = {}
+    for rank, described in enumerate(everyone):
+        for group, tensors in described.items() if isinstance(described, dict) else ():
+            owner, expected = first.setdefault(group, (rank, tensors))
+            _require_alike(owner, expected, rank, tensors)
+
+
+def _require_alike(owner: int, expected: list[list[str]], rank: int, found: list[list[str]]) -> None:
+    if len(expected) != len(found):
+        raise PartitionError(
+            f"rank {owner} holds {len(expected)} parameters and buffers of a stage, but rank {rank} holds {len(found)} "
+            "of its copy; let a layer build the same module on every rank"
+        )
+    for (name, text), (other_name, other_text) in zip(expected, found, strict=True):
+        if _LAZY in (text, other_text):
+            raise PartitionError(
+                f"{name!r} is {text} on rank {owner}, so the copy on rank {rank} cannot be made equal; give its layer "
+                "its sizes when it is built"
+            )
+        if text != other_text:
+            raise PartitionError(
+                f"a tied parameter is {text} on rank {owner} ({name}), but {other_text} on rank {rank} ({other_name}); "
+                "tie parameters of one shape and type, all trained or all frozen"
+            )
+
+
+def _describe(tensor: Tensor) -> str:
+    if is_lazy(tensor):
+        return _LAZY
+    state = "trained" if tensor.requires_grad else "frozen"
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}, {state}"
+
+
+def _room_for(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _saved_buffers(layer: nn.Module) -> list[Tensor]:
+    """The buffers that a weights file holds: running statistics, not tables that are computed anew."""
+    parameters = dict(layer.named_parameters(remove_duplicate=False))
+    state = layer.state_dict()
+    return [value for name, value in state.items() if name not in parameters and isinstance(value, Tensor)]

@@ -1,0 +1,105 @@
+"""Keywords reach the layers that name them."""
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import PipelineError
+from penstock.execute.batch.keywords import check_keywords, keyword_names, run_layers, select_keywords
+
+
+class Masked(nn.Module):
+    def forward(self, x, mask=None, *, scale=1.0, **others):
+        assert not others
+        return x * scale if mask is None else x * scale * mask
+
+
+class Variadic(nn.Module):
+    def forward(self, *inputs, scale):
+        return sum(inputs) * scale
+
+
+class Hidden(nn.Module):
+    def forward(self, x, /, y=1):
+        return x
+
+
+def test_a_parameter_filled_by_position_is_not_filled_by_keyword():
+    assert keyword_names(Masked()) == ["mask", "scale"]
+    assert keyword_names(Masked(), 0) == ["x", "mask", "scale"]
+    assert keyword_names(Masked(), 2) == ["scale"]
+    assert keyword_names(Variadic(), 3) == ["scale"]
+    assert keyword_names(Hidden(), 0) == ["y"]
+
+
+def test_a_layer_gets_only_what_it_names():
+    assert select_keywords(Masked(), {"scale": 2.0, "positions": 1, "x": 3}) == {"scale": 2.0}
+    assert select_keywords(nn.Linear(1, 1), {"scale": 2.0}) == {}
+
+
+def test_every_layer_that_names_a_keyword_gets_it():
+    layers = [Masked(), nn.ReLU(), Masked()]
+
+    result = run_layers(layers, (torch.tensor([3.0, -1.0]),), {"mask": torch.tensor([2.0, 1.0]), "scale": 10.0})
+
+    assert result.tolist() == [1200.0, 0.0]
+
+
+def test_the_first_layer_gets_all_positional_arguments():
+    assert run_layers([Variadic(), Masked()], (1, 2, 3), {"scale": 2}) == 24
+
+
+def test_an_input_may_come_by_keyword_for_the_first_layer_only():
+    assert run_layers([Masked(), Masked()], (), {"x": 5, "scale": 2}) == 20
+
+
+def test_a_tuple_is_one_argument_of_the_next_layer():
+    class Pair(nn.Module):
+        def forward(self, x):
+            return (x, x)
+
+    assert run_layers([Pair(), nn.Identity()], (1,), {}) == (1, 1)
+
+
+def test_a_keyword_that_no_layer_takes_is_an_error_with_the_nearest_name():
+    with pytest.raises(PipelineError, match=r"parameter 'maks'\. Did you mean 'mask'\?.*\['mask', 'scale'\]"):
+        check_keywords([Masked(), nn.ReLU()], {"maks": 1}, num_args=1)
+
+
+def test_a_keyword_for_a_place_that_is_already_filled_is_an_error():
+    with pytest.raises(PipelineError, match="free parameter 'x'"):
+        check_keywords([Masked()], {"x": 1}, num_args=1)
+
+    check_keywords([Masked()], {"x": 1, "scale": 2}, num_args=0)
+
+
+class InPlace(nn.Module):
+    def forward(self, features):
+        return features.mul_(2.0)
+
+
+def test_a_layer_that_changes_another_stages_output_in_place_is_named_with_the_way_out():
+    features = torch.ones(2, requires_grad=True)
+
+    with pytest.raises(PipelineError, match=r"a InPlace fails with: .* may not change it in place"):
+        run_layers([InPlace()], (features,), {})
+
+    assert run_layers([InPlace()], (features.clone(),), {}).tolist() == [2.0, 2.0]
+
+
+def test_what_a_layer_raises_for_other_reasons_stays_what_it_is():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        run_layers([nn.Linear(3, 2)], (torch.ones(1, 4),), {})
+
+
+def test_whoever_asks_is_told_before_each_layer_which_one_it_is():
+    seen = []
+
+    class Noting(nn.Module):
+        def forward(self, x):
+            seen.append("layer")
+            return x
+
+    run_layers([Noting(), Noting()], (torch.ones(1),), {}, seen.append)
+
+    assert seen == [0, "layer", 1, "layer"]

@@ -1,0 +1,197 @@
+"""Weighted losses of microbatches add up to the loss of the batch."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.errors import ConfigError, PipelineError
+from penstock.execute.batch.microbatch import Microbatch
+from penstock.execute.losses.loss import LossShares, LossWeights, apply_scale, combine_losses, loss_scale
+
+
+def of_sizes(*sizes, targets=None):
+    targets = targets or [None] * len(sizes)
+    return [Microbatch(index, (), {}, targets[index], size) for index, size in enumerate(sizes)]
+
+
+def microbatch_weights(microbatches, reduction="mean", count=None):
+    return LossWeights(reduction, count).of(microbatches)
+
+
+@given(st.integers(1, 500), st.integers(1, 64))
+def test_equal_sizes_weigh_exactly_one_over_m(size, num_microbatches):
+    assert microbatch_weights(of_sizes(*[size] * num_microbatches), "mean") == [1 / num_microbatches] * num_microbatches
+
+
+def test_a_mean_weighs_by_rows():
+    assert microbatch_weights(of_sizes(3, 3, 2), "mean") == [3 / 8, 3 / 8, 2 / 8]
+
+
+def test_a_sum_weighs_everything_one():
+    assert microbatch_weights(of_sizes(3, 1), "sum") == [1.0, 1.0]
+
+
+def test_without_rows_a_mean_weighs_all_the_same():
+    assert microbatch_weights(of_sizes(0, 0), "mean") == [0.5, 0.5]
+
+
+def test_a_count_weighs_by_what_it_counts():
+    targets = [torch.tensor([1, -100, 2]), torch.tensor([5, 6, 7]), torch.tensor([-100, -100, -100])]
+
+    weights = microbatch_weights(of_sizes(3, 3, 3, targets=targets), count=lambda target: (target != -100).sum())
+
+    assert weights == [2 / 5, 3 / 5, 0.0]
+    assert all(type(weight) is float for weight in weights)
+
+
+def test_a_batch_without_tokens_weighs_nothing():
+    assert microbatch_weights(of_sizes(1, 1), count=lambda target: 0) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
+def test_a_wrong_count_names_its_microbatch(bad):
+    targets = [1.0, bad]
+
+    with pytest.raises(PipelineError, match=f"microbatch 1: count returned {bad}"):
+        microbatch_weights(of_sizes(1, 1, targets=targets), count=float)
+
+
+def test_a_wrong_reduction_is_refused_before_any_step():
+    with pytest.raises(ConfigError, match=r"reduction: 'maen'.*Did you mean 'mean'\?"):
+        LossWeights("maen")
+    with pytest.raises(ConfigError, match="count: a sum is not divided"):
+        LossWeights("sum", count=len)
+
+
+def test_losses_are_added_in_order_and_in_their_own_dtype():
+    losses = [torch.tensor(value, requires_grad=True) for value in (1e8, 1.0, -1e8)]
+
+    total = combine_losses(losses, [1.0, 1.0, 1.0])
+
+    assert total.dtype == torch.float32
+    assert total == 0.0  # (1e8 + 1) - 1e8 in float32; any other order gives 1
+    assert not total.requires_grad
+
+
+def test_losses_are_weighted():
+    losses = [torch.tensor(4.0, dtype=torch.float64), torch.tensor(8.0, dtype=torch.float64)]
+
+    total = combine_losses(losses, [0.25, 0.75])
+
+    assert total.dtype == torch.float64
+    assert total == 7.0
+
+
+def test_a_mean_of_no_tokens_adds_nothing():
+    assert combine_losses([torch.tensor(math.nan), torch.tensor(3.0)], [0.0, 1.0]) == 3.0
+
+
+@pytest.mark.parametrize(("num_losses", "num_weights"), [(0, 0), (1, 2)])
+def test_there_is_one_loss_for_each_weight(num_losses, num_weights):
+    with pytest.raises(PipelineError, match=f"{num_losses} losses for {num_weights} weights"):
+        combine_losses([torch.tensor(1.0)] * num_losses, [1.0] * num_weights)
+
+
+# ---- scaling
+
+
+def test_a_number_and_a_function_scale_alike():
+    loss = torch.tensor(3.0, requires_grad=True)
+
+    for scale in (4.0, 4, lambda loss: loss * 4.0, lambda loss: (loss * 4.0).reshape(1)):
+        scaled = apply_scale(loss_scale(scale), loss)
+        assert (scaled.item(), scaled.shape, scaled.requires_grad) == (12.0, (), True)
+    assert loss_scale(None) is None
+
+
+@pytest.mark.parametrize("scale", [0, -2.0, math.inf, math.nan, "2", [2]])
+def test_a_scale_is_a_number_larger_than_0(scale):
+    with pytest.raises(ConfigError, match=r"scale_loss: .* scales no loss"):
+        loss_scale(scale)
+
+
+@pytest.mark.parametrize(
+    ("scale", "found"),
+    [
+        (float, "a float"),
+        (Tensor.detach, r"a tensor of shape \(\) without a gradient"),
+        (lambda loss: loss.expand(2), r"a tensor of shape \(2,\) with a gradient"),
+    ],
+)
+def test_what_a_backward_cannot_begin_at_is_refused(scale, found):
+    with pytest.raises(PipelineError, match=f"scale_loss returned {found} for a loss with one; return the loss times"):
+        apply_scale(scale, torch.tensor(3.0, requires_grad=True))
+
+
+# ---- slices
+
+
+def whole_and_slices(lengths, targets=None):
+    target = None if targets is None else torch.cat(targets)
+    targets = targets or [None] * len(lengths)
+    parts = [Microbatch(0, (), {}, targets[q], 2, q, length) for q, length in enumerate(lengths)]
+    return [Microbatch(0, (), {}, target, 2)], [parts]
+
+
+def test_a_slice_weighs_by_its_length():
+    assert LossWeights().shares(*whole_and_slices([2, 1, 1])) == LossShares([1.0], [[0.5, 0.25, 0.25]])
+
+
+def test_a_slice_weighs_by_what_its_target_counts():
+    targets = [torch.tensor([1, 0, 1]), torch.tensor([0, 0]), torch.tensor([1, 1])]
+
+    shares = LossWeights(count=torch.sum).shares(*whole_and_slices([3, 2, 2], targets))
+
+    assert shares.fractions == [[0.5, 0.0, 0.5]]
+
+
+def test_counts_are_kept_for_loss_functions_that_give_a_weight():
+    targets = [torch.tensor([1, 0, 1]), torch.tensor([0, 0])]
+
+    cut = LossWeights(count=torch.sum).shares(*whole_and_slices([3, 2], targets))
+    whole = LossWeights(count=torch.sum).shares(*whole_and_slices([3], targets[:1]))
+
+    assert [cut.count(0, index) for index in range(2)] == [2.0, 0.0]
+    assert whole.count(0, 0) == 2.0
+    assert LossWeights().shares(*whole_and_slices([3, 2])).count(0, 1) is None
+
+
+def test_losses_of_layers_weigh_by_rows_and_lengths_whatever_counts():
+    weights = LossWeights(count=lambda target: 0 / 0)
+    microbatches = of_sizes(3, 1)
+
+    shares = weights.shares_of_rows(microbatches, [[each] for each in microbatches])
+
+    assert shares == LossShares([0.75, 0.25], [[1.0], [1.0]])
+    assert weights.shares_of_rows(*whole_and_slices([3, 1])).fractions == [[0.75, 0.25]]
+    assert LossWeights("sum").shares_of_rows(microbatches, [[each] for each in microbatches]).weights == [1.0, 1.0]
+
+
+def test_a_slice_of_a_sum_and_a_microbatch_that_is_not_cut_weigh_one():
+    assert LossWeights("sum").shares(*whole_and_slices([2, 1])).fractions == [[1.0, 1.0]]
+    assert LossWeights().shares(*whole_and_slices([3])).fractions == [[1.0]]
+
+
+@pytest.mark.parametrize("count", [None, lambda target: 0], ids=["no length", "no tokens"])
+def test_slices_that_count_nothing_weigh_all_the_same(count):
+    shares = LossWeights(count=count).shares(*whole_and_slices([0, 0]))
+
+    assert shares.fractions == [[0.5, 0.5]]
+    assert shares.factor(0, 1) == (0.5 if count is None else 0.0)
+
+
+def test_a_count_that_slices_do_not_share_is_refused():
+    targets = [torch.zeros(3), torch.zeros(2)]
+
+    with pytest.raises(PipelineError, match=r"microbatch 0: count returned 1 .* but \[1.0, 1.0\] for .* its slices"):
+        LossWeights(count=lambda target: 1).shares(*whole_and_slices([3, 2], targets))
+
+
+def test_the_factor_of_a_slice_is_its_part_of_the_microbatchs_part():
+    shares = LossShares([0.25, 0.75], [[0.5, 0.5], [0.2, 0.8]])
+
+    assert shares.factor(1, 1) == 0.75 * 0.8

@@ -1,0 +1,177 @@
+"""The first instruction that makes a value which is not finite is named, with its layer."""
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import PipelineError
+from penstock.execute.observing.checked_values import not_finite
+from penstock.pipeline import Pipeline
+from penstock.schedules import build
+from tests.local_pipelines import (
+    Task,
+    difference,
+    error_of,
+    float_layers,
+    float_task,
+    gradients_of,
+    on_ranks,
+    step_task,
+    values,
+)
+
+NAN, INF = float("nan"), float("inf")
+
+
+class Breaks(nn.Module):
+    """Makes one value of its `number`-th forward, or of its gradient, something else."""
+
+    def __init__(self, number, value=NAN, *, backward=False):
+        super().__init__()
+        self.number = number
+        self.value = value
+        self.backward = backward
+        self.calls = 0
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        self.calls += 1
+        y = self.inner(x)
+        if self.calls != self.number:
+            return y
+        if not self.backward:
+            return y + torch.full_like(y, self.value)
+        return Spoils.apply(y, self.value)
+
+
+class Spoils(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, value):
+        ctx.value = value
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        gradient[0, 0] = ctx.value
+        return gradient, None
+
+
+def failing(make_layers, name="1f1b", *, num_ranks=2, **options):
+    task = float_task(8)
+
+    def case(wires):
+        schedule = build(name, ranks=num_ranks, microbatches=4)
+        loss = options.get("loss", task.loss)
+        pipeline = Pipeline(make_layers(), schedule, loss=loss, transport=wires, debug="values")
+        step_task(pipeline, task)
+
+    return error_of(on_ranks, num_ranks, case)
+
+
+def layers_with(place, breaking):
+    layers = float_layers(num_layers=4)
+    layers[place] = nn.Sequential(nn.Linear(6, 6), breaking)
+    return layers
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_an_output_that_is_not_finite_names_rank_action_and_module(name):
+    error = failing(lambda: layers_with(2, Breaks(3, INF)), name)
+
+    assert isinstance(error, PipelineError)
+    text = "rank 1, 1F2: PipelineError: 1F2: the output of layer '2.1' has 0 NaN and 12 infinite of its 12 values"
+    assert text in str(error)
+
+
+@pytest.mark.parametrize(("name", "action"), [("1f1b", "0B2"), ("zb-h1", "0I2")])
+def test_a_gradient_that_is_not_finite_names_the_layer_that_made_it(name, action):
+    error = failing(lambda: layers_with(1, Breaks(3, backward=True)), name)
+
+    assert f"rank 0, {action}: PipelineError: {action}: the gradient that layer '1' gives its input has" in str(error)
+
+
+def test_a_gradient_of_a_parameter_alone_is_named():
+    """The first layer gives no gradient to its input, which is the batch."""
+    error = failing(lambda: layers_with(0, Breaks(2, backward=True)))
+
+    assert "rank 0, 0B1: PipelineError: 0B1: the gradient of '0." in str(error)
+
+
+def test_the_batch_and_the_loss_are_looked_at():
+    def layers_of_a_bad_batch():
+        layers = float_layers(num_layers=4)
+        layers[0].register_forward_pre_hook(lambda _, args: (args[0] / 0,), prepend=True)
+        return layers
+
+    of_loss = failing(lambda: float_layers(num_layers=4), loss=lambda output, target: (output - target).sum() / 0)
+
+    assert "0F0: an input of layer '0', the stage's first, has" in str(failing(layers_of_a_bad_batch))
+    assert "rank 1, 1F0: PipelineError: 1F0: the loss has" in str(of_loss)
+
+
+def test_a_loss_without_weight_may_be_anything():
+    """Its microbatch has no tokens, so it trains nothing."""
+    inputs, target = values(1, 8, 6), values(2, 8, 6)
+    target[2:4] = NAN
+
+    def loss(output, target):
+        return ((output - target) ** 2).mean()
+
+    task = Task(
+        lambda: float_layers(num_layers=4), (inputs,), target, loss,
+        {"count": lambda target: int(torch.isfinite(target).sum())},
+    )  # fmt: skip
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, debug="values", **task.options)
+        return step_task(pipeline, task)
+
+    outcomes = on_ranks(2, case)
+
+    assert all(torch.isfinite(gradient).all() for outcome in outcomes for gradient in outcome.gradients.values())
+
+
+def test_gradients_from_before_the_step_are_told_apart():
+    task = float_task(8)
+    pipeline = Pipeline(task.make_layers(), "gpipe", 4, task.loss, debug="values")
+    next(pipeline.named_parameters())[1].grad = torch.full((6,), NAN)
+
+    error = error_of(step_task, pipeline, task)
+
+    assert "before the step: the gradient of '0.0.weight' has 6 NaN and 0 infinite of its 6 values" in str(error)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe-v"])
+def test_finite_steps_pass_bit_for_bit_and_leave_no_hooks(name):
+    schedule = build(name, ranks=2, microbatches=4)
+    task = float_task(8)
+    task = Task(lambda: float_layers(num_layers=schedule.num_stages), task.inputs, task.target)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), schedule, loss=task.loss, transport=wires, debug="values")
+        outcome = step_task(pipeline, task)
+        modules = [module for stage in pipeline.stages for layer in stage.layers.values() for module in layer.modules()]
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+        pipeline.evaluate(*task.inputs, target=task.target)
+        return outcome
+
+    assert difference(on_ranks(2, case), task.reference(4)) == []
+
+
+def test_the_step_after_a_failed_one_is_not_blamed():
+    task = float_task(8)
+    layers = layers_with(1, Breaks(2))
+    pipeline = Pipeline(layers, "gpipe", 4, task.loss, debug="values")
+    error_of(step_task, pipeline, task)
+    for _, parameter in pipeline.named_parameters():
+        parameter.grad = None
+
+    step_task(pipeline, task)
+
+    assert all(torch.isfinite(gradient).all() for gradient in gradients_of(pipeline.named_parameters()).values())
+
+
+def test_whole_numbers_are_finite():
+    assert not_finite(torch.arange(3)) == ""
+    assert not_finite(torch.tensor([1.0, NAN, -INF, INF])) == "has 1 NaN and 2 infinite of its 4 values"

@@ -1,0 +1,227 @@
+"""Every message says what it is, and one that is not what its receiver expects is refused with both descriptions."""
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import PipelineError
+from penstock.execute.observing.checked_wires import CheckedWires
+from penstock.execute.transport.protocol import Ticket
+from penstock.pipeline import Pipeline
+from penstock.placement import Placement
+from penstock.schedules import build
+from tests.execute.test_interpreter import drawn
+from tests.local_pipelines import (
+    Task,
+    difference,
+    error_of,
+    float_layers,
+    float_task,
+    on_ranks,
+    step_task,
+    token_layers,
+    token_task,
+    values,
+)
+
+CPU = torch.device("cpu")
+OUT_OF_ORDER = drawn(Placement.line(2), "0F2 0F0 0F1 0B1 0B0 0B2", "1F2 1F0 1F1 1B1 1B0 1B2")
+
+
+def run_twice(wires, task, schedule, **options):
+    """Return what the second step did, in which receives would be posted ahead."""
+    pipeline = Pipeline(
+        task.make_layers(), schedule, loss=task.loss, transport=wires, debug="messages", **task.options, **options
+    )
+    step_task(pipeline, task)
+    for _, parameter in pipeline.named_parameters():
+        parameter.grad = None
+    outcome = step_task(pipeline, task)
+    pipeline.close()
+    return outcome
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        build("1f1b", ranks=3, microbatches=4),
+        build("zbv", ranks=2, microbatches=4),
+        build("interleaved-1f1b", ranks=2, microbatches=4),
+    ],
+    ids=["1f1b", "zbv", "interleaved"],
+)
+def test_checked_messages_change_no_bit(schedule):
+    task = float_task(8)
+    layers = Task(lambda: float_layers(num_layers=schedule.num_stages), task.inputs, task.target)
+
+    outcomes = on_ranks(schedule.num_ranks, run_twice, layers, schedule)
+
+    assert difference(outcomes, layers.reference(4)) == []
+
+
+def test_messages_out_of_the_order_of_microbatches_pass():
+    task = float_task(12, torch.float64)
+
+    outcomes = on_ranks(2, run_twice, task, OUT_OF_ORDER)
+
+    assert difference(outcomes, task.reference(3), tolerance=1e-12) == []
+
+
+def test_tied_gradients_and_the_copies_of_two_routes_pass():
+    task = token_task(8, torch.float64)
+    tied = Task(lambda: token_layers(torch.float64), task.inputs, task.target, task.loss, task.options)
+
+    on_ranks(2, lambda wires: run_twice(wires, tied, build("1f1b", ranks=2, microbatches=4), tied=TIED))
+    on_ranks(2, lambda wires: run_twice(wires, tied, build("dualpipe", ranks=2, microbatches=4)))
+
+
+TIED = [("0.weight", "4.weight")]
+
+
+def test_messages_without_any_tensor_pass():
+    """Nothing of the first two layers is trained, so no gradient goes back there."""
+
+    def frozen_layers():
+        layers = float_layers(num_layers=4)
+        for layer in layers[:2]:
+            layer.requires_grad_(False)
+        return layers
+
+    task = float_task(8)
+    frozen = Task(frozen_layers, task.inputs, task.target)
+
+    outcomes = on_ranks(2, run_twice, frozen, build("interleaved-1f1b", ranks=2, microbatches=4))
+
+    assert difference(outcomes, frozen.reference(4)) == []
+
+
+class Swapping:
+    """Wires that change the places of two messages: one waits until the next has gone."""
+
+    def __init__(self, wires, place):
+        self._wires = wires
+        self._place = place
+        self.num_sent = 0
+        self._kept = []
+
+    def __getattr__(self, name):
+        return getattr(self._wires, name)
+
+    def post_send(self, peer, tensor):
+        self.num_sent += 1
+        if self.num_sent in (self._place, self._place + 1):  # a header and its values
+            self._kept.append((peer, tensor))
+            return Ticket(peer, True, -1, is_over=True)
+        ticket = self._wires.post_send(peer, tensor)
+        if self.num_sent == self._place + 3:
+            for kept in self._kept:
+                self._wires.post_send(*kept)
+        return ticket
+
+
+def test_a_swapped_order_is_told_with_both_actions_and_their_indices():
+    task = float_task(8)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), "gpipe", 4, task.loss, transport=wires, debug="messages")
+        step_task(pipeline, task)
+        if wires.rank == 0:
+            checked = pipeline._runner._inspection.wires
+            checked._wires = Swapping(checked._wires, 3)
+        step_task(pipeline, task)
+
+    error = error_of(on_ranks, 2, case)
+
+    assert isinstance(error, PipelineError)
+    assert (
+        "expected 0SEND_F1 (instruction 3, step 1, part 0, 12 values) next from rank 0, but "
+        "0SEND_F2 (instruction 5, step 1, part 0, 12 values) came" in str(error)
+    )
+    assert "rank 1, 1F1: PipelineError: rank 1: expected" in str(error)
+
+
+def between(first, second):
+    """Return what happens on two ranks whose wires are checked."""
+
+    def case(wires):
+        return (first, second)[wires.rank](CheckedWires(wires, CPU))
+
+    return on_ranks(2, case)
+
+
+def send(wires, *tensors):
+    for ticket in [wires.post_send(1, tensor) for tensor in tensors]:
+        wires.wait(ticket)
+
+
+def receive(wires, *tensors):
+    for ticket in reversed([wires.post_receive(0, tensor) for tensor in tensors]):
+        wires.wait(ticket)
+
+
+def test_values_arrive_whatever_is_waited_for_first():
+    found = [torch.zeros(3), torch.zeros(2, 2)]
+
+    between(lambda wires: send(wires, values(0, 3), values(1, 2, 2)), lambda wires: receive(wires, *found))
+
+    assert torch.equal(found[0], values(0, 3))
+    assert torch.equal(found[1], values(1, 2, 2))
+
+
+def test_a_message_of_another_size_is_refused_before_it_is_taken():
+    error = error_of(between, lambda wires: send(wires, values(0, 3)), lambda wires: receive(wires, torch.zeros(4)))
+
+    assert "expected a message outside all instructions (step 0, part 0, 4 values)" in str(error)
+    assert "(step 0, part 0, 3 values) came" in str(error)
+
+
+def test_a_message_of_another_step_is_refused():
+    def second(wires):
+        wires.begin(1)
+        receive(wires, torch.zeros(3))
+
+    error = error_of(between, lambda wires: send(wires, values(0, 3)), second)
+
+    assert "(step 1, part 0, 3 values) next" in str(error)
+    assert "(step 0, part 0, 3 values) came" in str(error)
+
+
+def test_the_ranks_agree_on_the_debug_level():
+    task = float_task(8)
+
+    def case(wires):
+        level = "messages" if wires.rank else "off"
+        Pipeline(task.make_layers(), "gpipe", 4, task.loss, transport=wires, debug=level)
+
+    error = error_of(on_ranks, 2, case)
+
+    assert "the ranks disagree on the debug level: rank 0 has off, rank 1 has messages" in str(error)
+
+
+def test_a_step_after_a_failed_one_runs_with_checked_messages():
+    task = float_task(8)
+
+    class Sometimes(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            Sometimes.calls += 1
+            if Sometimes.calls == 3:
+                raise ValueError("not now")
+            return x
+
+    def case(wires):
+        layers = task.make_layers()
+        layers.append(Sometimes())
+        pipeline = Pipeline(layers, "1f1b", 4, task.loss, transport=wires, debug="messages")
+        error = error_of(step_task, pipeline, task)
+        for _, parameter in pipeline.named_parameters():
+            parameter.grad = None
+        outcome = step_task(pipeline, task)
+        pipeline.close()
+        return error, outcome
+
+    results = on_ranks(2, case)
+
+    assert all("not now" in str(error) for error, _ in results)
+    assert difference([outcome for _, outcome in results], task.reference(4)) == []

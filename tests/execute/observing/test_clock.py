@@ -1,0 +1,166 @@
+"""Clocks of different hosts are brought to one scale, as exactly as the pings say."""
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.execute.observing.clock import BOOT_ID, Alignment, Clock, ClockComparison, Offset, host_of_this_process
+from penstock.execute.transport import TorchTransport
+from tests.local_pipelines import on_ranks
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+SPEEDS = (1.0, 1.001, 0.998)
+"""Drift of a part in a thousand is far more than clocks have; here a step must show it within milliseconds."""
+AHEAD_S = (0.0, 5000.0, -70.0)
+SHORT_S = 0.02
+
+
+def false_clock(rank, host=None, *, begin_s=0.0):
+    """A clock that is ahead, and goes faster or slower, than the true one from `begin_s` on."""
+    return Clock(
+        lambda: AHEAD_S[rank] + begin_s + SPEEDS[rank] * (time.monotonic() - begin_s),
+        f"host {rank}" if host is None else host,
+    )
+
+
+def true_s(rank, shown_s, begin_s):
+    return (shown_s - AHEAD_S[rank] - begin_s) / SPEEDS[rank] + begin_s
+
+
+def compare(wires, hosts, begin_s):
+    """Return the alignment, and moments between its two ends on the own clock."""
+    clock = false_clock(wires.rank, hosts[wires.rank], begin_s=begin_s)
+    comparison = ClockComparison(wires, CPU, clock)
+    comparison.begin()
+    moments = [clock.read()]
+    while moments[-1] < moments[0] + SHORT_S:
+        moments.append(clock.read())
+    return comparison.end(), np.array(moments)
+
+
+def worst_error_s(rank, alignment, moments, begin_s):
+    aligned = alignment.to_common(rank, moments)
+    return float(np.abs(aligned - true_s(rank, moments, begin_s)).max())
+
+
+def assert_aligned(found, begin_s):
+    alignment = found[0][0]
+    assert all(other == alignment for other, _ in found)
+    for rank, (_, moments) in enumerate(found):
+        own = max(alignment.first[rank].uncertainty_s, alignment.last[rank].uncertainty_s)
+        assert worst_error_s(rank, alignment, moments, begin_s) <= own + 1e-6
+        assert own <= alignment.uncertainty_s
+
+
+def test_offset_and_drift_of_faked_clocks_are_found_within_the_stated_uncertainty():
+    begin_s = time.monotonic()
+
+    found = on_ranks(3, compare, ("a", "b", "c"), begin_s)
+
+    assert_aligned(found, begin_s)
+    assert 0 < found[0][0].uncertainty_s < SHORT_S
+    assert [round(offset.ahead_s) for offset in found[1][0].first] == [0, 5000, -70]
+
+
+def test_ranks_of_one_host_share_an_offset_and_only_one_of_them_is_pinged():
+    begin_s = time.monotonic()
+
+    def case(wires):
+        sent = []
+        post_send = wires.post_send
+        wires.post_send = lambda peer, tensor: (sent.append(peer), post_send(peer, tensor))[1]
+        clock = Clock(time.monotonic, "b" if wires.rank else "a")
+        comparison = ClockComparison(wires, CPU, clock)
+        comparison.begin()
+        return comparison.end(), sent
+
+    found = on_ranks(3, case)
+
+    assert found[0][0].first[1] == found[0][0].first[2]
+    assert {peer for _, sent in found for peer in sent} == {0, 1}
+    assert found[2][1] == []
+    assert time.monotonic() > begin_s
+
+
+def test_on_one_host_nothing_is_sent_and_nothing_is_uncertain():
+    def case(wires):
+        wires.post_send = None  # calling it would fail
+        comparison = ClockComparison(wires, CPU, Clock())
+        comparison.begin()
+        return comparison.end()
+
+    alignment = on_ranks(2, case)[1]
+
+    assert alignment.uncertainty_s == 0.0
+    assert alignment.to_common(1, np.array([3.5])).tolist() == [3.5]
+
+
+def test_of_several_pings_the_shortest_counts():
+    """Answers that take long on one way give an offset that is off by as much; some are let through at once."""
+    begin_s = time.monotonic()
+    turn = threading.local()
+
+    def case(wires):
+        if wires.rank == 1:
+            post_send, wait = wires.post_send, threading.Event().wait
+            turn.count = 0
+
+            def sometimes_late(peer, tensor):
+                turn.count += 1
+                if turn.count % 4:
+                    wait(0.005)
+                return post_send(peer, tensor)
+
+            wires.post_send = sometimes_late
+        return compare(wires, ("a", "b"), begin_s)
+
+    found = on_ranks(2, case)
+
+    assert_aligned(found, begin_s)
+    assert found[0][0].uncertainty_s < 0.0025
+
+
+def test_the_uncertainty_between_two_ranks_is_that_of_the_two_worst_hosts():
+    sure, known, vague = (Offset(0.0, ahead_s, uncertainty_s) for ahead_s, uncertainty_s in ((0, 0), (1, 2), (2, 5)))
+
+    assert Alignment((sure, known, vague), (sure, known, vague)).uncertainty_s == 7
+    assert Alignment((sure, vague, vague), (sure, vague, vague)).uncertainty_s == 5
+    assert Alignment((sure, sure), (sure, sure)).uncertainty_s == 0
+
+
+def test_the_offset_is_interpolated_between_start_and_end():
+    first, last = Offset(10.0, 1.0, 0.0), Offset(20.0, 2.0, 0.0)
+
+    assert Alignment((first,), (last,)).to_common(0, np.array([10.0, 15.0, 20.0])).tolist() == [9.0, 13.5, 18.0]
+
+
+def test_a_process_that_does_not_know_its_boot_shares_its_clock_with_no_other(monkeypatch, tmp_path):
+    assert str(os.getpid()) not in host_of_this_process().split() or not BOOT_ID.exists()
+
+    monkeypatch.setattr("penstock.execute.observing.clock.BOOT_ID", tmp_path / "none")
+
+    assert host_of_this_process().endswith(f" process {os.getpid()}")
+
+
+def compare_over_gloo(rank, hosts, begin_s):
+    wires = TorchTransport(deadline_s=20.0)
+    try:
+        alignment, moments = compare(wires, hosts, begin_s)
+    finally:
+        wires.close()
+    return alignment, moments
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [("a", "b"), ("a", "b", "c")])
+def test_processes_over_gloo_are_aligned(hosts):
+    begin_s = time.monotonic()
+
+    found = run_ranks(len(hosts), compare_over_gloo, hosts, begin_s)
+
+    assert_aligned(found, begin_s)

@@ -1,0 +1,96 @@
+"""Copies of parameters that drift apart are noticed: which, where, and by how much."""
+
+import pytest
+import torch
+
+from penstock.errors import PipelineError
+from penstock.execute.observing.copies import gradient_of, require_equal_copies, value_of
+from penstock.pipeline import Pipeline
+from tests.local_pipelines import error_of, on_ranks, step_task, token_task
+
+TIED = [("0.weight", "4.weight")]
+
+
+def pipeline_on(wires, task, schedule="1f1b", **options):
+    return Pipeline(
+        task.make_layers(), schedule, 4, task.loss, transport=wires, debug="values", **task.options, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "name"), [("1f1b", {"tied": TIED}, "4.weight"), ("dualpipe", {}, "2.1.bias")]
+)
+def test_injected_drift_names_the_parameter_the_ranks_and_the_largest_difference(schedule, options, name):
+    task = token_task(8)
+
+    def case(wires):
+        pipeline = pipeline_on(wires, task, schedule, **options)
+        step_task(pipeline, task)
+        if wires.rank == 1:
+            with torch.no_grad():
+                parameter = dict(pipeline.named_parameters())[name].view(-1)
+                parameter[0] = parameter[2] = 0.0
+                parameter[2] += 0.5
+        before = [dict(pipeline.named_parameters())[name] if wires.rank else None]
+        step_task(pipeline, task)
+        return before
+
+    error = error_of(on_ranks, 2, case)
+
+    assert isinstance(error, PipelineError)
+    assert f"the copies of parameter {name!r} on ranks 0 and 1 differ by up to" in str(error)
+    assert "in 2 of" in str(error)
+
+
+def test_equal_copies_pass_in_training_and_evaluation():
+    task = token_task(8)
+
+    def case(wires):
+        pipeline = pipeline_on(wires, task, tied=TIED)
+        step_task(pipeline, task)
+        with torch.no_grad():
+            for _, parameter in pipeline.named_parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+        step_task(pipeline, task)
+        pipeline.evaluate(*task.inputs, target=task.target)
+
+    on_ranks(2, case)
+
+
+def test_gradients_of_copies_are_compared_too_and_none_counts_as_zero():
+    task = token_task(8)
+
+    def case(wires):
+        pipeline = pipeline_on(wires, task, tied=TIED)
+        copies = pipeline._assembly.tied_copies
+        require_equal_copies(wires, copies, "the gradient of", gradient_of("grad"))
+        parameter = next(iter(copies[0].parameters.values()))
+        parameter.grad = torch.zeros_like(parameter)
+        if wires.rank == 1:
+            parameter.grad[1, 2] = -3.0
+        require_equal_copies(wires, copies, "parameter", value_of)
+        require_equal_copies(wires, copies, "the gradient of", gradient_of("grad"))
+
+    error = error_of(on_ranks, 2, case)
+
+    text = "the copies of the gradient of '4.weight' on ranks 0 and 1 differ by up to 3, in 1 of 66 values"
+    assert text in str(error)
+    assert (error.rank, error.peer) == (1, 0)
+
+
+def test_main_gradients_are_compared_where_they_are_kept():
+    task = token_task(8, torch.bfloat16)
+
+    def case(wires):
+        pipeline = pipeline_on(wires, task, tied=TIED, main_gradients=True)
+        step_task(pipeline, task)
+        parameter = dict(pipeline.named_parameters())["4.weight" if wires.rank else "0.weight"]
+        assert parameter.main_grad.dtype == torch.float32
+        if wires.rank:
+            parameter.main_grad[0, 0] += 1.0
+        require_equal_copies(wires, pipeline._assembly.tied_copies, "the gradient of", gradient_of("main_grad"))
+
+    error = error_of(on_ranks, 2, case)
+
+    assert "the copies of the gradient of '4.weight' on ranks 0 and 1 differ by up to 1, in 1 of 66" in str(error)

@@ -1,0 +1,185 @@
+"""What is off leaves no trace in the calls of a step; what is on stands around the calls in the order told."""
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError, PipelineError
+from penstock.execute.batch.agreement import Mode
+from penstock.ir.live import peak_activations
+from penstock.pipeline import Pipeline
+from penstock.schedules import build
+from tests.execute.test_interpreter import PAIRS
+from tests.local_pipelines import Task, difference, error_of, float_layers, float_task, on_ranks, step_task
+from tests.ranks import RankPool
+
+CPU = torch.device("cpu")
+
+
+def test_what_is_off_costs_nothing():
+    task = float_task(4)
+    pipeline = Pipeline(task.make_layers(), "gpipe", 2, task.loss, run_ahead=3)
+    interpreter = pipeline._runner._interpreter(Mode.TRAIN)
+
+    inspection = pipeline._runner._inspection
+    assert inspection.changes(pipeline.program) == []
+    assert inspection.wires is pipeline.transport
+    assert all(bound is own for bound, own in zip(interpreter._bound, interpreter._compiled, strict=True))
+
+
+@pytest.mark.parametrize("level", ["value", "", "on"])
+def test_a_debug_level_that_does_not_exist_is_refused(level):
+    task = float_task(4)
+
+    error = error_of(Pipeline, task.make_layers(), "gpipe", 2, task.loss, debug=level)
+
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith(f"debug: {level!r}; expected one of off, messages, values.")
+
+
+def test_everything_at_once_changes_no_bit():
+    task = float_task(12)
+
+    def both(first, second):
+        second()
+        first()
+
+    def case(wires):
+        pipeline = Pipeline(
+            task.make_layers(), PAIRS, loss=task.loss, transport=wires, debug="values", ranges=True, overlap=both
+        )
+        step_task(pipeline, task)
+        for _, parameter in pipeline.named_parameters():
+            parameter.grad = None
+        return step_task(pipeline, task, record=True)
+
+    outcomes = on_ranks(2, case)
+
+    assert difference(outcomes, task.reference(3)) == []
+    assert outcomes[0].timeline.makespan_s > 0
+
+
+def test_a_pair_that_is_looked_at_still_names_its_own_computation():
+    task = float_task(12)
+
+    def both(first, second):
+        second()
+        first()
+
+    def case(wires):
+        layers = task.make_layers()
+        layers[-1].register_full_backward_hook(lambda module, inputs, outputs: 1 / 0)
+        pipeline = Pipeline(layers, PAIRS, loss=task.loss, transport=wires, debug="values", overlap=both)
+        step_task(pipeline, task)
+
+    error = error_of(on_ranks, 2, case)
+
+    assert isinstance(error, PipelineError)
+    assert "rank 1, 1B0: ZeroDivisionError" in str(error)
+
+
+def test_steps_are_counted_through_failures():
+    task = float_task(8)
+    schedule = build("1f1b", ranks=2, microbatches=4)
+    calls = []
+
+    def loss(output, target):
+        calls.append(1)
+        return task.loss(output, target) if len(calls) != 2 else None
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), schedule, loss=loss, transport=wires, debug="messages")
+        error_of(step_task, pipeline, task)
+        inspection = pipeline._runner._inspection
+        assert inspection._step is None  # nothing of a failed step lives on
+        step_task(pipeline, task)
+        return inspection._number
+
+    assert on_ranks(2, case) == [1, 1]
+
+
+# ---- on gloo
+
+LEVELS = ["messages", "values"]
+SCHEDULES = [("1f1b", 5), ("zbv", 4), ("dualpipe", 4)]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.mark.slow
+def test_debug_levels_on_gloo_change_no_bit(pool):
+    per_rank = pool.run(checked_steps, timeout_s=60.0)
+
+    for cell, (name, num_microbatches) in enumerate(SCHEDULES):
+        plain, *checked = zip(*(outcomes[cell] for outcomes in per_rank), strict=True)
+        reference = deep_task(num_microbatches).reference(num_microbatches)
+        assert difference(plain, reference, tolerance=1e-12, loss_tolerance=1e-12) == [], name
+        for level, outcomes in zip(LEVELS, checked, strict=True):
+            for outcome, expected in zip(outcomes, plain, strict=True):
+                assert difference([outcome], (expected.result, expected.gradients)) == [], (name, level)
+
+
+def deep_task(num_microbatches):
+    task = float_task(2 * num_microbatches, torch.float64)
+    return Task(lambda: float_layers(torch.float64, 6), task.inputs, task.target)
+
+
+def checked_steps(rank):
+    found = []
+    for name, num_microbatches in SCHEDULES:
+        task = deep_task(num_microbatches)
+        found.append([second_step(task, name, num_microbatches, debug=level) for level in ("off", *LEVELS)])
+    return found
+
+
+def second_step(task, name, num_microbatches, **options):
+    pipeline = Pipeline(task.make_layers(), name, num_microbatches, task.loss, **options)
+    step_task(pipeline, task)
+    for _, parameter in pipeline.named_parameters():
+        parameter.grad = None
+    outcome = step_task(pipeline, task)
+    pipeline.close()
+    return outcome
+
+
+@pytest.mark.slow
+def test_on_gloo_a_value_that_is_not_finite_ends_the_step_on_all_ranks_with_its_maker(pool):
+    first, second = pool.run(step_with_a_nan, timeout_s=60.0)
+
+    assert "rank 1 is the culprit: in 1F2 it raised PipelineError: 1F2: the output of layer '3.1' has" in first
+    assert "rank 1, 1F2: PipelineError: 1F2: the output of layer '3.1' has" in second
+
+
+def step_with_a_nan(rank):
+    task = deep_task(4)
+    layers = task.make_layers()
+    calls = []
+
+    def spoil(module, args, output):
+        calls.append(1)
+        return output * float("nan") if len(calls) == 3 else output
+
+    layers[3][1].register_forward_hook(spoil)
+    pipeline = Pipeline(layers, "1f1b", 4, task.loss, debug="values")
+    error = error_of(step_task, pipeline, task)
+    pipeline.close()
+    return str(error)
+
+
+@pytest.mark.slow
+def test_on_gloo_every_rank_gets_the_memory_of_all(pool):
+    first, second = pool.run(memory_on_gloo, timeout_s=60.0)
+
+    assert first == second
+    assert [rank.peak_activations for rank in first] == peak_activations(build("zb-h2", ranks=2, microbatches=4))
+
+
+def memory_on_gloo(rank):
+    task = deep_task(4)
+    pipeline = Pipeline(task.make_layers(), "zb-h2", 4, task.loss)
+    report = pipeline.memory_report(*task.inputs, target=task.target)
+    pipeline.close()
+    return report.ranks

@@ -1,0 +1,88 @@
+"""The ledger knows a saved tensor from the moment that autograd takes it until it lets go."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from penstock.execute.observing.ledger import Ledger, storages, tensors_behind
+from penstock.execute.stages.tied import TiedCopy
+
+FLOAT = 4
+
+
+def total(ledger, stage):
+    return sum(ledger.held(stage).values())
+
+
+def test_what_a_forward_saves_is_held_until_its_backward():
+    ledger = Ledger([])
+
+    with ledger.of_stage(2):
+        output = torch.ones(5, requires_grad=True).tanh()
+    held = total(ledger, 2)
+    output.sum().backward()
+
+    assert held == FLOAT * 5
+    assert total(ledger, 2) == 0
+
+
+def test_a_storage_saved_twice_counts_once_and_until_both_are_gone():
+    ledger, values = Ledger([]), torch.ones(5, requires_grad=True)
+
+    with ledger.of_stage(0):
+        first, second = values * values, values * 2 * values
+    assert total(ledger, 0) == FLOAT * (5 + 5)
+    del first
+    assert total(ledger, 0) == FLOAT * (5 + 5)
+    del second
+    assert total(ledger, 0) == 0
+
+
+def test_stages_are_told_apart_and_parameters_left_out():
+    layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    ledger = Ledger(parameter for layer in layers for parameter in layer.parameters())
+    outputs = []
+
+    for stage, layer in enumerate(layers):
+        with ledger.of_stage(stage):
+            outputs.append(layer(torch.ones(2 + stage, 3, requires_grad=True)))
+
+    assert [total(ledger, stage) for stage in (0, 1)] == [FLOAT * 6, FLOAT * 9]
+
+
+def test_gradients_are_the_same_bit_for_bit():
+    def gradient(ledger):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        values = torch.randn(3, 4, requires_grad=True)
+        if ledger is None:
+            output = model(values)
+        else:
+            with ledger.of_stage(0):
+                output = model(values)
+        output.square().sum().backward()
+        return values.grad
+
+    assert torch.equal(gradient(None), gradient(Ledger([])))
+
+
+def test_views_of_one_storage_count_once():
+    values = torch.zeros(6)
+
+    found = storages({"whole": values, "half": [values[:3]], "empty": torch.zeros(0), "other": torch.zeros(2)})
+
+    assert sorted(found.values()) == [FLOAT * 2, FLOAT * 6]
+
+
+def test_tensors_are_found_behind_objects_of_this_folder_but_no_parameters():
+    @dataclass
+    class Foreign:
+        value: torch.Tensor = field(default_factory=lambda: torch.zeros(7))
+
+    parameter, kept, deep = nn.Parameter(torch.zeros(2)), torch.zeros(3), torch.zeros(4)
+    owner = TiedCopy({"a": parameter}, [0], [Foreign()], {"b": kept, "c": deque([(deep, None)])})
+
+    assert {len(tensor) for tensor in tensors_behind(owner)} == {3, 4}
+    assert tensors_behind(None) == []

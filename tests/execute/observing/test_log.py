@@ -1,0 +1,107 @@
+"""The log tells the plan at INFO and every message at DEBUG, and costs nothing where nobody reads it."""
+
+import logging
+import re
+
+import pytest
+
+from penstock.execute.observing.log import log_plan, message_log
+from penstock.lower import lower
+from penstock.pipeline import Pipeline
+from penstock.schedules import build
+from tests.local_pipelines import float_task, on_ranks, step_task, token_task
+
+
+def lines(caplog, level):
+    return [record.getMessage() for record in caplog.records if record.name == "penstock" and record.levelno == level]
+
+
+def test_the_plan_is_told_at_info(caplog):
+    caplog.set_level(logging.INFO, "penstock")
+
+    log_plan(build("interleaved-1f1b", ranks=2, microbatches=4), 1)
+
+    assert lines(caplog, logging.INFO) == [
+        "rank 1 of 2: interleaved-1f1b, 4 microbatches, 1 slice, 4 stages, of which it holds 1, 3"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "counts"), [("1f1b", 0, (4, 8, 4)), ("1f1b", 3, (1, 14, 1)), ("gpipe", 0, (8, 0, 8))]
+)
+def test_the_phases_are_told_at_debug(caplog, name, rank, counts):
+    caplog.set_level(logging.DEBUG, "penstock")
+
+    log_plan(build(name, ranks=4, microbatches=8), rank)
+
+    assert lines(caplog, logging.DEBUG) == [
+        "rank {}: {} actions in warm-up, {} steady, {} in cool-down".format(rank, *counts)
+    ]
+
+
+def test_schedules_without_backwards_have_warm_up_alone(caplog):
+    caplog.set_level(logging.DEBUG, "penstock")
+
+    log_plan(build("gpipe", ranks=2, microbatches=3, forward_only=True), 0)
+
+    assert lines(caplog, logging.DEBUG) == ["rank 0: 3 actions in warm-up, 0 steady, 0 in cool-down"]
+
+
+def test_every_message_is_told_at_debug(caplog):
+    task = float_task(4)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), "1f1b", 2, task.loss, transport=wires)
+        step_task(pipeline, task)
+
+    with caplog.at_level(logging.DEBUG, "penstock"):
+        on_ranks(2, case)
+
+    told = [line for line in lines(caplog, logging.DEBUG) if line.startswith("rank 1, step 0: ")]
+    assert [line.removeprefix("rank 1, step 0: ") for line in told] == [
+        "1RECV_F0 posted, from rank 0",
+        "1RECV_F1 posted, from rank 0",
+        "1RECV_F0 arrived, from rank 0",
+        "1SEND_B0 posted, to rank 0",
+        "1RECV_F1 arrived, from rank 0",
+        "1SEND_B1 posted, to rank 0",
+    ]
+
+
+def test_where_nobody_listens_no_call_is_changed():
+    program = lower(build("1f1b", ranks=2, microbatches=2))
+
+    assert logging.getLogger("penstock").getEffectiveLevel() > logging.DEBUG
+    assert message_log(program, 0) == []
+
+
+def test_norms_are_told_per_parameter_and_once_over_all_ranks(caplog):
+    task = token_task(8)
+
+    def case(wires):
+        pipeline = Pipeline(
+            task.make_layers(), "1f1b", 4, task.loss, transport=wires, debug="values", tied=[("0.weight", "4.weight")],
+            **task.options,
+        )  # fmt: skip
+        step_task(pipeline, task)
+        return {name: (parameter, parameter.grad) for name, parameter in pipeline.named_parameters()}
+
+    with caplog.at_level(logging.DEBUG, "penstock"):
+        held = on_ranks(2, case)
+
+    once = {**held[1], **held[0]}
+    del once["4.weight"]  # the copy of 0.weight
+    assert norms_in(lines(caplog, logging.INFO), "step 0: ") == pytest.approx(norms(once.values()), rel=1e-5)
+    told = norms_in(lines(caplog, logging.DEBUG), "rank 1, step 0: 4.weight: ")
+    assert told == pytest.approx(norms([held[1]["4.weight"]]), rel=1e-5)
+
+
+def norms(pairs):
+    """Return the norm of all parameters, and of all gradients."""
+    columns = zip(*pairs, strict=True)
+    return [sum(float(tensor.detach().square().sum()) for tensor in column) ** 0.5 for column in columns]
+
+
+def norms_in(told, opening):
+    [line] = [line for line in told if line.startswith(opening)]
+    return [float(number) for number in re.findall(r"norm ([0-9.e-]+)", line)]

@@ -1,0 +1,200 @@
+"""What a rank holds is counted by its tensors: as many activations as a check counts, and every byte once."""
+
+from itertools import islice
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.execute.observing.memory_report import POINTS
+from penstock.ir.live import peak_activations
+from penstock.pipeline import Pipeline
+from penstock.schedules import FAMILIES, build
+from tests.local_pipelines import (
+    WIDTH,
+    Task,
+    difference,
+    error_of,
+    float_layers,
+    float_task,
+    gradients_of,
+    on_ranks,
+    settle,
+    step_task,
+    values,
+)
+from tests.test_gradients import SMALL, schedules_of, task_for
+
+FLOAT = 4
+BLOCK_PARAMETERS = FLOAT * (WIDTH * WIDTH + 3 * WIDTH)
+"""A norm with scale and bias, a linear layer with bias."""
+
+
+TRAINABLE = [name for name in FAMILIES if not build(name, ranks=2, microbatches=4).is_forward_only]
+
+
+def report_of(schedule, task, *, steps=2, keeps_gradients=False):
+    """Return every rank's report of the last of some steps, with its gradients."""
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), schedule, loss=task.loss, transport=wires, **task.options)
+        for _ in range(steps):
+            for _, parameter in () if keeps_gradients else pipeline.named_parameters():
+                parameter.grad = None
+            report = pipeline.memory_report(*task.inputs, target=task.target)
+        pipeline.close()
+        return report, gradients_of(pipeline.named_parameters())
+
+    return on_ranks(schedule.num_ranks, case)
+
+
+def deep_task(num_layers, rows=16):
+    task = float_task(rows)
+    return Task(lambda: float_layers(num_layers=num_layers), task.inputs, task.target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILIES if not build(name, ranks=2, microbatches=4).is_forward_only]
+)
+def test_every_family_keeps_as_many_activations_as_the_check_counts(name):
+    shapes = [pair for pair in islice(schedules_of(FAMILIES[name], SMALL), 8) if not pair[1].is_forward_only]
+    found = {}
+    for shape, schedule in shapes[:3]:
+        report, _ = report_of(schedule, task_for(schedule), steps=1)[0]
+        found[str(shape)] = ([rank.peak_activations for rank in report.ranks], peak_activations(schedule))
+
+    assert found
+    assert {shape: pair for shape, pair in found.items() if pair[0] != pair[1]} == {}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_report_changes_no_bit_and_is_the_same_on_every_rank(name):
+    schedule, task = build(name, ranks=2, microbatches=8), deep_task(4)
+
+    outcomes = report_of(schedule, task)
+
+    reports = [report for report, _ in outcomes]
+    assert reports[0].ranks == reports[1].ranks
+    reference, gradients = task.reference(8)
+    for report, own in outcomes:
+        assert torch.equal(report.result.loss, reference.loss)
+        assert all(torch.equal(gradient, gradients[name]) for name, gradient in own.items())
+
+
+def test_the_bytes_of_a_stage_are_those_of_its_layers():
+    """A block saves its input, mean and deviation of the norm, the norm's output and its own output."""
+    schedule, task = build("gpipe", ranks=3, microbatches=8), deep_task(3)
+
+    report, _ = report_of(schedule, task, keeps_gradients=True)[0]
+
+    rows = 2  # of a microbatch
+    saved = FLOAT * rows * (3 * WIDTH + 2)
+    first = report.ranks[0].stages[0]
+    assert (first.parameter_bytes, first.gradient_bytes) == (BLOCK_PARAMETERS, BLOCK_PARAMETERS)
+    assert (first.activations, first.context_bytes) == (8, 0)
+    # Inputs of the batch are views of one storage, and the last block's output is the tanh's.
+    assert first.activation_bytes == 8 * (saved - FLOAT * rows * WIDTH) + FLOAT * 16 * WIDTH
+    # A received input is saved by the norm and waits for its gradient, and counts once.
+    assert report.ranks[1].stages[0].activation_bytes == 8 * saved
+
+
+def test_the_points_of_a_step_stand_in_order_and_add_up():
+    schedule, task = build("1f1b", ranks=2, microbatches=8), deep_task(2)
+
+    report, _ = report_of(schedule, task)[0]
+
+    for rank in report.ranks:
+        assert [point.name for point in rank.points] == list(POINTS)
+        begin, _, peak, end = (point.counted_bytes for point in rank.points)
+        assert begin == BLOCK_PARAMETERS
+        assert end == 2 * BLOCK_PARAMETERS
+        assert peak == rank.counted_bytes == max(point.counted_bytes for point in rank.points)
+        assert all(point.allocated_bytes is None for point in rank.points)
+
+
+def test_after_the_first_part_of_a_backward_only_what_weights_need_is_held():
+    """Of a linear layer that waits for its weights: its activations, and the gradient of its output."""
+    rows, width = 64, 256
+    inputs, target = (values(seed, 8 * rows, width) for seed in (1, 2))
+    schedule = build("zb-h1", ranks=2, microbatches=8)
+    task = Task(lambda: [settle(nn.Linear(width, width), 0), settle(nn.Linear(width, width), 1)], (inputs,), target)
+
+    report, _ = report_of(schedule, task, keeps_gradients=True)[0]
+
+    last = report.ranks[1].stages[0]
+    assert (last.activations, last.activation_bytes) == (2, 0)
+    assert last.context_bytes == 2 * (2 * FLOAT * rows * width)
+
+
+class Shift(nn.Module):
+    """Adds a parameter, for which autograd saves nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x):
+        return x + self.shift
+
+
+def test_inputs_that_wait_for_their_gradient_are_counted_though_no_layer_saved_them():
+    schedule, task = build("gpipe", ranks=3, microbatches=8), float_task(16)
+    task = Task(lambda: [Shift(), Shift(), Shift()], task.inputs, task.target)
+
+    report, _ = report_of(schedule, task, keeps_gradients=True)[0]
+
+    middle = report.ranks[1].stages[0]
+    assert (middle.activations, middle.activation_bytes) == (8, 8 * FLOAT * 2 * WIDTH)
+
+
+def test_receives_and_unsent_messages_are_counted():
+    schedule, task = build("1f1b", ranks=2, microbatches=8), deep_task(2)
+
+    report, _ = report_of(schedule, task)[0]
+
+    message = FLOAT * 2 * WIDTH
+    assert all(rank.received_bytes % message == 0 for rank in report.ranks)
+    assert report.ranks[0].received_bytes > 0
+
+
+def test_an_optimizer_is_counted_where_it_is_given():
+    task = deep_task(2)
+    pipeline = Pipeline(task.make_layers(), "gpipe", 8, task.loss)
+    optimizer = torch.optim.AdamW([parameter for _, parameter in pipeline.named_parameters()])
+
+    sizes = []
+    for given in (None, optimizer, optimizer):
+        report = pipeline.memory_report(*task.inputs, target=task.target, optimizer=given)
+        sizes.append(report.ranks[0].optimizer_bytes)
+        optimizer.step()
+
+    # The first report with it came after one step; per parameter two moments, and a count of steps.
+    num_parameters = len(list(pipeline.named_parameters()))
+    assert sizes == [None, *[2 * (2 * BLOCK_PARAMETERS) + FLOAT * num_parameters] * 2]
+
+
+def test_a_report_needs_a_loss_and_steps_go_on_after_it():
+    task = deep_task(2)
+    without = Pipeline(task.make_layers(), "gpipe", 8)
+    pipeline = Pipeline(task.make_layers(), "gpipe", 8, task.loss)
+
+    error = error_of(without.memory_report, *task.inputs)
+    pipeline.memory_report(*task.inputs, target=task.target)
+    for _, parameter in pipeline.named_parameters():
+        parameter.grad = None
+
+    assert "a training step needs a loss" in str(error)
+    assert difference([step_task(pipeline, task)], task.reference(8)) == []
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_points_have_the_allocators_figures():
+    task, device = deep_task(2), torch.device("cuda")
+    pipeline = Pipeline(task.make_layers(), "gpipe", 8, task.loss, device=device)
+
+    report = pipeline.memory_report(*[each.to(device) for each in task.inputs], target=task.target.to(device))
+
+    begin, _, peak, _ = report.ranks[0].points
+    assert 0 < begin.allocated_bytes <= peak.allocated_bytes <= peak.reserved_bytes
+    assert peak.allocated_bytes >= peak.counted_bytes

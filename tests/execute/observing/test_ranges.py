@@ -1,0 +1,87 @@
+"""Every instruction appears in a profiler's trace under its name."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from penstock.execute.calls import Bound
+from penstock.execute.observing.ranges import NAMES, range_name, ranges
+from penstock.ir.instruction import Instruction, Op
+from penstock.lower import lower
+from penstock.pipeline import Pipeline
+from penstock.schedules import build
+from tests.local_pipelines import difference, float_task, step_task
+
+
+def names_in_trace(call):
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        call()
+    return [event.name for event in profiler.events()]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "name"),
+    [
+        (Instruction(Op.FORWARD, 2, 5, 0, 2, 0), "Forward stage 2 microbatch 5"),
+        (Instruction(Op.BACKWARD_INPUT, 2, 5, 3, 2, 0), "Backward input stage 2 microbatch 5 slice 3"),
+        (Instruction(Op.SEND_BACKWARD, 2, 0, 0, 1, 0), "Send backward stage 2 microbatch 0"),
+        (Instruction(Op.OPTIMIZER_STEP, 1, 0, 0, 1, 0), "Optimizer step stage 1"),
+    ],
+    ids=str,
+)
+def test_a_range_is_named_in_words(instruction, name):
+    assert range_name(instruction) == name
+
+
+def test_every_operation_has_a_name_of_its_own():
+    assert list(NAMES) == list(Op)
+    assert len(set(NAMES.values())) == len(Op)
+
+
+@pytest.mark.slow
+def test_a_traced_step_names_its_instructions_in_order():
+    task = float_task(8)
+    pipeline = Pipeline(task.make_layers(), "gpipe", 2, task.loss, ranges=True)
+
+    found = [name for name in names_in_trace(lambda: step_task(pipeline, task)) if " stage " in name]
+
+    assert found[:4] == [
+        "Forward stage 0 microbatch 0",
+        "Forward stage 0 microbatch 1",
+        "Backward stage 0 microbatch 0",
+        "Backward stage 0 microbatch 1",
+    ]
+
+
+@pytest.mark.slow
+def test_a_wait_is_told_from_posting_its_receive():
+    program = lower(build("gpipe", ranks=2, microbatches=1))
+    first = int(program.offsets[1])
+    bounds = [Bound(first, lambda: None), Bound(first + 1, lambda: None, first), Bound(first + 1, lambda: None)]
+
+    named = ranges(program, torch.device("cpu"))(bounds)
+    found = names_in_trace(lambda: [bound.call() for bound in named])
+
+    assert found == [
+        "Receive forward stage 1 microbatch 0",
+        "Wait: Receive forward stage 1 microbatch 0",
+        "Forward stage 1 microbatch 0",
+    ]
+
+
+def test_ranges_change_no_bit():
+    task = float_task(8)
+    pipeline = Pipeline(task.make_layers(), "gpipe", 4, task.loss, ranges=True)
+
+    assert difference([step_task(pipeline, task)], task.reference(4)) == []
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_ranges_are_those_of_nvtx_too():
+    task = float_task(8)
+    device = torch.device("cuda")
+    pipeline = Pipeline(task.make_layers(), "gpipe", 2, task.loss, ranges=True, device=device)
+
+    result = pipeline.step(*[each.to(device) for each in task.inputs], target=task.target.to(device))
+
+    assert torch.isfinite(result.loss)

@@ -1,0 +1,183 @@
+"""The input part and the weight part of a stage's backward together are the whole; what cannot wait is said once."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.errors import PenstockWarning
+from penstock.execute.split.backward import backward_input, backward_weight
+from penstock.execute.stages.stage import Stage
+from penstock.pipeline import Pipeline
+from tests.local_pipelines import WIDTH, block, on_ranks, settle, square_loss, values
+
+
+def run(parts, layer=None, *, is_split=True):
+    stage = Stage(0, {"0": block(0) if layer is None else layer})
+    stage.is_split = is_split
+    return run_stage(stage, parts)
+
+
+def run_stage(stage, parts):
+    hidden = values(1, 2, 3, WIDTH).requires_grad_()
+    saved = stage.save((hidden,), stage.forward((hidden,), {}))
+    gradients = parts(stage, saved, [values(2, 2, 3, WIDTH)])
+    return [*gradients, *(parameter.grad for _, parameter in stage.named_parameters())]
+
+
+def in_two_parts(stage, saved, gradients):
+    found = backward_input(stage, saved, gradients)
+    backward_weight(stage, saved)
+    return found
+
+
+class Product(torch.autograd.Function):
+    """hidden @ weight, as a function of the user's own."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, weight = ctx.saved_tensors
+        return gradient @ weight.t(), hidden.flatten(0, -2).t() @ gradient.flatten(0, -2)
+
+
+class Custom(nn.Module):
+    """Calls the user's own function."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+
+    def forward(self, hidden):
+        return Product.apply(hidden, self.weight)
+
+
+def custom():
+    return settle(nn.Sequential(nn.Linear(WIDTH, WIDTH), Custom()), 0)
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_input_part_and_weight_part_together_are_the_whole_backward(is_split):
+    assert all(map(torch.equal, run(in_two_parts, is_split=is_split), run(Stage.backward, is_split=False)))
+
+
+def test_a_whole_backward_after_a_forward_made_for_two_parts_is_whole():
+    assert all(map(torch.equal, run(Stage.backward), run(Stage.backward, is_split=False)))
+
+
+def test_the_input_gradient_is_there_after_the_input_part():
+    assert torch.equal(run(backward_input)[0], run(Stage.backward)[0])
+
+
+def test_the_gradients_of_matrices_come_with_the_weight_part():
+    *_, weight, bias = run(backward_input)
+
+    assert weight is None
+    assert bias is not None
+
+
+def test_layers_that_run_again_within_the_backward_leave_their_weights_for_later_once_known():
+    stage, early = Stage(0, {"0": Again(nn.Linear(WIDTH, WIDTH))}), []
+    for _ in range(2):
+        stage.is_split = True
+        *_, weight, bias = run_stage(stage, backward_input)
+        early.append((weight is not None, bias is not None))
+        stage.layers["0"].zero_grad()
+
+    assert early == [(True, True), (False, True)]
+
+
+class Again(nn.Module):
+    """Runs its layer once more in the backward; in the older way of torch, that begins a backward of its own."""
+
+    def __init__(self, layer, *, use_reentrant=True):
+        super().__init__()
+        self.layer, self.use_reentrant = layer, use_reentrant
+
+    def forward(self, hidden):
+        return checkpoint(self.layer, hidden, use_reentrant=self.use_reentrant)
+
+
+def test_what_is_no_longer_needed_is_let_go_after_each_part():
+    stage = Stage(0, {"0": block(0)})
+    stage.is_split = True
+    hidden = values(1, 3, WIDTH).requires_grad_()
+    saved = stage.save((hidden,), stage.forward((hidden,), {}))
+
+    backward_input(stage, saved, [values(2, 3, WIDTH)])
+    assert (saved.inputs, saved.edges, saved.loss_gradients) == ([], [], [])
+
+    backward_weight(stage, saved)
+    assert saved.deferred is None
+
+
+def test_weights_that_cannot_wait_have_their_gradients_and_are_named_once():
+    stage = Stage(3, {"0": custom()})
+    stage.is_split = True
+
+    with pytest.warns(PenstockWarning, match=r"stage 3: 50% of its weights .*: 0\.1\.weight") as told:
+        found = run_stage(stage, in_two_parts)
+    assert all(map(torch.equal, found[1:], run(Stage.backward, custom(), is_split=False)[1:]))
+    assert "0.0.weight" not in str(told[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_stage(stage, in_two_parts)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: settle(nn.Sequential(block(0), Custom(), nn.Linear(WIDTH, 200), nn.Linear(200, WIDTH)), 0),
+        lambda: settle(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True), 0),
+        lambda: Again(block(0)),
+        lambda: nn.Sequential(Again(block(0), use_reentrant=False), block(1)),
+    ],
+    ids=[
+        "little that cannot wait",
+        "torch's own attention",
+        "what is known from the next step on",
+        "what is small then",
+    ],
+)
+def test_nothing_is_said_of(make):
+    stage = Stage(0, {"0": make()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            stage.is_split = True
+            run_stage(stage, in_two_parts)
+
+
+def test_small_weights_stay_whole_once_their_sizes_are_known_and_nothing_is_said_of_them():
+    stage, early = Stage(0, {"0": nn.Linear(WIDTH, WIDTH)}), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            stage.is_split = True
+            *_, weight, _ = run_stage(stage, backward_input)
+            early.append(weight is not None)
+            stage.layers["0"].zero_grad()
+
+    assert early == [False, True]
+
+
+def split_while_training(transport, schedule):
+    pipeline = Pipeline(
+        [block(seed) for seed in range(2)], schedule, loss=square_loss, microbatches=2, transport=transport
+    )
+    for _ in range(2):
+        pipeline.step(values(1, 4, WIDTH), target=values(2, 4, WIDTH))
+        pipeline.evaluate(values(1, 4, WIDTH), target=values(2, 4, WIDTH))
+    pipeline.close()
+    return [stage.is_split for stage in pipeline.stages]
+
+
+@pytest.mark.parametrize(("schedule", "is_split"), [("zb-h1", True), ("1f1b", False)])
+def test_only_schedules_with_split_backwards_make_forwards_for_them(schedule, is_split):
+    assert on_ranks(2, split_while_training, schedule) == [[is_split], [is_split]]

@@ -1,0 +1,538 @@
+"""A forward leaves the gradients of its weights for later: each once, complete, and holding only what it needs."""
+
+import copy
+import gc
+import weakref
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from penstock.execute.split.deferred_weights import DeferredWeights
+from penstock.execute.split.graph_search import Survey
+from penstock.execute.split.parted_products import Parting
+from penstock.execute.split.plan import SplitPlan
+from penstock.execute.split.product_nodes import ProductNode
+from tests.local_pipelines import settle, values
+
+WIDTH = 6
+IMAGES = (2, 4, 5, 5)
+
+
+class Attention(nn.Module):
+    """Self-attention from three projections of one input."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value, self.output = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, hidden):
+        scores = self.query(hidden) @ self.key(hidden).transpose(1, 2)
+        return self.output(scores.softmax(-1) @ self.value(hidden)) + hidden
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a trained difference of low rank (LoRA)."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, hidden):
+        return self.frozen(hidden) + self.up(self.down(hidden))
+
+
+class Shared(nn.Module):
+    """One weight twice: as it is, and transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+
+    def forward(self, hidden):
+        return torch.tanh(hidden @ self.weight) @ self.weight.t()
+
+
+class Made(nn.Module):
+    """The weight is computed from parameters; the last parameter is a scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = (nn.Parameter(torch.empty(WIDTH, WIDTH)) for _ in range(2))
+        self.scale = nn.Parameter(torch.empty(WIDTH))
+
+    def forward(self, hidden):
+        made = nn.functional.linear(hidden, torch.tanh(self.left) * 2)
+        return nn.functional.linear(made, (self.right + 1).t()) * self.scale
+
+
+class Learned(nn.Module):
+    """Adds the same to everything: a learned vector through a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.vector, self.layer = nn.Parameter(torch.empty(1, WIDTH)), linear()
+
+    def forward(self, hidden):
+        return self.layer(hidden) + torch.relu_(self.layer(self.vector))
+
+
+class Experts(nn.Module):
+    """One matrix per expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, WIDTH, WIDTH))
+
+    def forward(self, hidden):
+        return torch.bmm(hidden.flatten(0, 1).expand(3, -1, -1), self.weight).mean(0)
+
+
+class Squared(torch.autograd.Function):
+    """hidden * weight ** 2, as a function of the user's own."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight**2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, weight = ctx.saved_tensors
+        return gradient @ (weight**2).t(), hidden.flatten(0, -2).t() @ gradient.flatten(0, -2) * 2 * weight
+
+
+class Custom(nn.Module):
+    """Calls the user's own function."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+
+    def forward(self, hidden):
+        return Squared.apply(hidden, self.weight)
+
+
+class Recomputed(nn.Module):
+    """Keeps nothing of its layers, and counts how often they run."""
+
+    def __init__(self, *layers, use_reentrant=False):
+        super().__init__()
+        self.layers, self.use_reentrant, self.num_runs = nn.Sequential(*layers), use_reentrant, 0
+
+    def forward(self, hidden):
+        return checkpoint(self.run, hidden, use_reentrant=self.use_reentrant)
+
+    def run(self, hidden):
+        self.num_runs += 1
+        return self.layers(hidden)
+
+
+def linear(*sizes):
+    return nn.Linear(*(sizes or (WIDTH, WIDTH)))
+
+
+def convolutions():
+    return nn.Sequential(
+        nn.Conv2d(4, 6, 3, padding=1),
+        nn.BatchNorm2d(6),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(6, 4, 3, bias=False, groups=2),
+    )
+
+
+def used_twice():
+    shared = linear()
+    return nn.Sequential(shared, nn.Tanh(), shared)
+
+
+def partly_frozen():
+    layers = nn.Sequential(linear(), nn.Tanh(), linear())
+    layers[0].weight.requires_grad_(False)
+    layers[2].bias.requires_grad_(False)
+    return layers
+
+
+HIDDEN = {
+    "linear": lambda: nn.Sequential(linear(), nn.GELU(), linear()),
+    "in place": lambda: nn.Sequential(linear(), nn.ReLU(inplace=True), linear()),
+    "norms": lambda: nn.Sequential(nn.LayerNorm(WIDTH), linear(), nn.RMSNorm(WIDTH)),
+    "attention": Attention,
+    "torch's own attention": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True),
+    "frozen": partly_frozen,
+    "all frozen": lambda: linear().requires_grad_(False),
+    "low rank": LowRank,
+    "used twice": used_twice,
+    "shared": Shared,
+    "made": Made,
+    "a learned first input": Learned,
+    "experts": Experts,
+    "custom": lambda: nn.Sequential(linear(), Custom(), linear()),
+    "recurrent": lambda: nn.Sequential(linear(), nn.GRU(WIDTH, WIDTH), First()),
+    "recomputed": lambda: nn.Sequential(linear(), Recomputed(linear(), nn.Tanh(), linear()), Recomputed(Attention())),
+    "recomputed in an older way": lambda: nn.Sequential(
+        linear(), Recomputed(linear(), nn.Tanh(), linear(), use_reentrant=True)
+    ),
+    "recomputed within": lambda: Recomputed(linear(), Recomputed(linear(), nn.Tanh()), Made()),
+}
+
+
+class First(nn.Module):
+    """The first of what it is given."""
+
+    def forward(self, pair):
+        return pair[0]
+
+
+def plan_of(module):
+    """A plan by which no weight is too small."""
+    return SplitPlan([module], small=0)
+
+
+def two_parts(module, inputs, plan=None):
+    """Run a module forward; return the two parts of its backward."""
+    plan = plan or plan_of(module)
+    plan.begin_step()
+    deferred = plan.start(inputs.numel())
+    with deferred.forward():
+        output = module(inputs)
+    gradient = values(9, *output.shape, dtype=output.dtype)
+    root = torch.autograd.graph.get_gradient_edge(output)
+    return partial(deferred.run_input_part, [root], [gradient]), deferred.add_gradients
+
+
+def in_two_parts(module, inputs, plan=None):
+    seen = []
+    watch = module.register_forward_hook(lambda *args: seen.append(args[-1].detach()))
+    input_part, weight_part = two_parts(module, inputs, plan)
+    watch.remove()
+    input_part()
+    weight_part()
+    return seen[0]
+
+
+def seasoned(module, inputs):
+    """The plan after some steps, which knows the module's graph."""
+    plan = plan_of(module)
+    for _ in range(2):
+        in_two_parts(module, inputs, plan)
+    module.zero_grad()
+    return plan
+
+
+def whole(module, inputs):
+    output = module(inputs)
+    output.backward(values(9, *output.shape, dtype=output.dtype))
+    return output.detach()
+
+
+def results(run, module, inputs, *plan):
+    inputs = inputs.clone()
+    if inputs.is_floating_point():
+        inputs.requires_grad_()
+    return [run(module, inputs, *plan), inputs.grad, *(parameter.grad for parameter in module.parameters())]
+
+
+def assert_same(module, inputs, is_close=torch.equal):
+    other, plan = copy.deepcopy(module), plan_of(module)
+    for number in range(3):  # gradients add up, and the plan learns
+        found, expected = results(in_two_parts, module, inputs, plan), results(whole, other, inputs)
+        for one, two in zip(found, expected, strict=True):
+            assert (one is None and two is None) or is_close(one, two), number
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_both_parts_are_the_whole_backward_bit_for_bit(name):
+    assert_same(settle(HIDDEN[name](), 1), values(1, 2, 3, WIDTH))
+
+
+def test_convolutions_and_batch_norms_have_the_same_gradients():
+    assert_same(settle(convolutions(), 1), values(1, *IMAGES))
+
+
+@pytest.mark.parametrize("recompute", [nn.Sequential, Recomputed])
+def test_a_stage_without_differentiable_inputs_has_the_same_gradients(recompute):
+    layers = recompute(nn.Embedding(5, WIDTH, padding_idx=1), nn.Tanh(), linear())
+
+    assert_same(settle(layers, 1), torch.tensor([[1, 2, 4], [4, 0, 4]]))
+
+
+@pytest.mark.parametrize("name", ["in place", "attention", "low rank", "recomputed"])
+def test_the_batch_itself_needs_no_gradient(name):
+    module = settle(HIDDEN[name](), 1)
+    other = copy.deepcopy(module)
+
+    in_two_parts(module, values(1, 2, 3, WIDTH))
+    whole(other, values(1, 2, 3, WIDTH))
+
+    gradients = [[p.grad for p in each.parameters() if p.requires_grad] for each in (module, other)]
+    assert all(map(torch.equal, *gradients))
+
+
+def test_an_output_of_a_first_layer_without_bias_may_be_changed_in_place():
+    module = settle(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(inplace=True), linear()), 1)
+    other = copy.deepcopy(module)
+
+    in_two_parts(module, values(1, 3, WIDTH))
+    whole(other, values(1, 3, WIDTH))
+
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+
+
+def test_autocast_gives_the_same_gradients():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(settle(nn.Sequential(linear(), nn.LayerNorm(WIDTH), Attention()), 1), values(1, 2, 3, WIDTH))
+
+
+def test_matrices_wait_for_the_weight_part_and_vectors_do_not():
+    module = settle(nn.Sequential(nn.LayerNorm(WIDTH), linear(), Attention()), 1)
+    input_part, weight_part = two_parts(module, values(1, 2, 3, WIDTH).requires_grad_())
+
+    input_part()
+
+    late = {name for name, parameter in module.named_parameters() if parameter.grad is None}
+    assert late == {name for name, parameter in module.named_parameters() if parameter.dim() > 1}
+    weight_part()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_recomputation_takes_place_once_and_in_the_input_part(is_known):
+    module = Recomputed(linear(), nn.Tanh(), linear(), nn.Tanh(), linear())
+    inputs = values(1, 3, WIDTH).requires_grad_()
+    plan = seasoned(module, inputs) if is_known else None
+    module.num_runs = 0
+    input_part, weight_part = two_parts(module, inputs, plan)
+    assert module.num_runs == 1
+
+    input_part()
+    assert module.num_runs == 2
+
+    weight_part()
+    assert module.num_runs == 2
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_recomputation_leaves_out_the_last_product(is_known):
+    module, inputs = Recomputed(linear(), nn.Tanh(), linear()), values(1, 3, WIDTH).requires_grad_()
+    plan = seasoned(module, inputs) if is_known else None
+    input_part, weight_part = two_parts(module, inputs, plan)
+
+    with FlopCounterMode(display=False) as counter:
+        input_part()
+        weight_part()
+
+    assert counter.get_total_flops() == 5 * 2 * 3 * WIDTH**2  # one again, and two gradients of each
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputed_layers_leave_their_weights_for_later_too_once_they_are_known(use_reentrant):
+    module, inputs = Recomputed(linear(), nn.Tanh(), linear(), use_reentrant=use_reentrant), values(1, 3, WIDTH)
+    inputs.requires_grad_()
+
+    plan = seasoned(module, inputs)
+    input_part, _ = two_parts(module, inputs, plan)
+    input_part()
+
+    assert [parameter.grad is None for parameter in module.parameters()] == [True, False, True, False]
+
+
+class Force(nn.Module):
+    """The gradient of an energy, taken within the forward, so that it is differentiated twice."""
+
+    def __init__(self, *, create_graph=True):
+        super().__init__()
+        self.first, self.second, self.create_graph = linear(), linear(WIDTH, 1), create_graph
+
+    def forward(self, hidden):
+        with torch.enable_grad():
+            place = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
+            energy = self.second(torch.tanh(self.first(place)))
+            (force,) = torch.autograd.grad(energy.sum(), place, create_graph=self.create_graph, retain_graph=True)
+        return energy * hidden + force
+
+
+RECOMPUTED = [Recomputed, partial(Recomputed, use_reentrant=True)]
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "create_graph"), [*product([nn.Sequential], [True, False]), *product(RECOMPUTED, [False])]
+)
+def test_a_gradient_taken_within_the_forward_leaves_nothing_for_later(wrapped, create_graph):
+    assert_same(settle(wrapped(linear(), Force(create_graph=create_graph)), 1), values(1, 3, WIDTH))
+
+
+@pytest.mark.parametrize("wrapped", RECOMPUTED)
+def test_where_it_is_recomputed_too_its_weights_are_used_in_both_ways_and_right_to_rounding(wrapped):
+    assert_same(settle(wrapped(linear(), Force()), 1), values(1, 3, WIDTH), is_close=torch.allclose)
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_activations_that_are_moved_away_come_back_once_they_are_known(offloads):
+    class Offloaded(nn.Sequential):
+        def forward(self, hidden):
+            with torch.autograd.graph.save_on_cpu() if offloads else nullcontext():
+                return super().forward(hidden)
+
+    assert_same(settle(nn.Sequential(Offloaded(linear(), nn.Tanh(), linear()), linear()), 1), values(1, 3, WIDTH))
+
+
+def test_layers_that_begin_to_be_recomputed_later_have_the_same_gradients():
+    module = settle(nn.Sequential(linear(), Recomputed(linear(), nn.Tanh(), linear())), 1)
+    other, plan, inputs = copy.deepcopy(module), plan_of(module), values(1, 3, WIDTH)
+    recomputed, run = module[1], module[1].run
+    for is_recomputed in (False, False, True, True):
+        recomputed.forward = Recomputed.forward.__get__(recomputed) if is_recomputed else run
+
+        found, expected = results(in_two_parts, module, inputs, plan), results(whole, other, inputs)
+
+        assert all(map(torch.equal, found, expected))
+
+
+def test_hooks_of_a_weight_used_twice_see_one_gradient():
+    module, seen = used_twice(), []
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.shape))
+        parameter.register_hook(lambda gradient: seen.append(gradient.shape))
+
+    in_two_parts(module, values(1, 3, WIDTH).requires_grad_())
+
+    assert sorted(seen) == sorted([module[0].weight.shape, module[0].bias.shape] * 2)
+
+
+def test_hooks_of_modules_and_activations_run_once_and_count():
+    module, seen = settle(nn.Sequential(linear(), Doubling(), linear()), 1), []
+    other = copy.deepcopy(module)
+    module[0].register_full_backward_hook(lambda *_: seen.append("module"))
+
+    found, expected = (
+        results(run, each, values(1, 3, WIDTH)) for run, each in ((in_two_parts, module), (whole, other))
+    )
+
+    assert all(map(torch.equal, found, expected))
+    assert seen == ["module"]
+
+
+class Doubling(nn.Module):
+    """Doubles the gradient as it comes by."""
+
+    def forward(self, hidden):
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * 2)
+        return hidden
+
+
+def test_between_the_parts_only_what_the_weights_need_is_alive():
+    module = nn.Sequential(linear(WIDTH, 5), nn.Tanh(), nn.Softmax(-1), nn.Linear(5, WIDTH), nn.Sigmoid())
+    alive = [None] * len(module)
+    for index, layer in enumerate(module):
+        layer.register_forward_hook(lambda _, args, out, index=index: alive.__setitem__(index, storage(out)))
+    input_part, weight_part = two_parts(module, values(1, 3, WIDTH).requires_grad_())
+    assert [watched() is not None for watched in alive] == [False, True, True, False, True]
+
+    input_part()
+    assert [watched() is not None for watched in alive] == [False, False, True, False, False]
+
+    weight_part()
+    assert [watched() is not None for watched in alive] == [False] * 5
+
+
+def storage(tensor):
+    """A reference to the memory of a tensor that does not keep it alive."""
+    return weakref.ref(tensor.untyped_storage())
+
+
+@pytest.mark.slow
+def test_the_weight_part_lets_go_of_everything():
+    gc.collect()
+    gc.disable()
+    try:
+        module, inputs = nn.Sequential(linear(), Recomputed(linear())), values(1, 3, WIDTH).requires_grad_()
+        plan = plan_of(module)
+        for _ in range(3):
+            in_two_parts(module, inputs, plan)
+
+        kept = (DeferredWeights, ProductNode, Survey, Parting, Node)
+        assert [each for each in gc.get_objects() if isinstance(each, kept)] == []
+    finally:
+        gc.enable()
+
+
+class Shifted(nn.Module):
+    """Needs nothing of its output for its own backward."""
+
+    def forward(self, hidden):
+        return hidden + 1
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_activations_changed_in_place_are_noticed(is_recomputed):
+    module, inputs = linear(), values(1, 3, WIDTH).requires_grad_()
+    plan = plan_of(module)
+    if is_recomputed:
+        plan = seasoned(Recomputed(module), inputs)  # so it is parted in the forward
+    seen = []
+    watch = module.register_forward_hook(lambda _, args, out: seen.append(args[0]))
+    input_part, _ = two_parts(nn.Sequential(Shifted(), module), inputs, plan)
+    watch.remove()
+    seen[0].detach().add_(1)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        input_part()
+
+
+@pytest.mark.parametrize(("width", "is_alive"), [(600, True), (6, False)])
+def test_large_weights_are_done_one_by_one_and_small_ones_together(width, is_alive):
+    module = nn.Sequential(nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+    inputs, seen = [], []
+    module[1].register_forward_pre_hook(lambda _, args: inputs.append(storage(args[0])))
+    module[3].weight.register_hook(lambda _: seen.append(inputs[0]() is not None))
+
+    in_two_parts(module, values(1, 3, width).requires_grad_())
+
+    assert seen == [is_alive]
+
+
+class Own(nn.Module):
+    """A layer of the user's."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(linear(), nn.Tanh())
+
+    def forward(self, hidden):
+        return self.layers(hidden) + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"fullgraph": True}])
+@pytest.mark.parametrize("wrapped", [nn.Sequential, Recomputed])
+def test_what_is_compiled_has_the_same_gradients(wrapped, options):
+    module = settle(wrapped(Own(), linear()), 1)
+    other, plan = copy.deepcopy(module), plan_of(module)
+    next(each for each in module.modules() if isinstance(each, Own)).compile(backend="aot_eager", **options)
+
+    for _ in range(3):
+        found, expected = (
+            results(in_two_parts, module, values(1, 3, WIDTH), plan),
+            results(whole, other, values(1, 3, WIDTH)),
+        )
+        assert all(map(torch.equal, found, expected))
+
+
+def test_without_gradients_nothing_is_left():
+    module, plan = linear(), plan_of(linear())
+    deferred = plan.start(3 * WIDTH)
+
+    with deferred.forward(), torch.no_grad():
+        output = module(values(1, 3, WIDTH))
+
+    assert not output.requires_grad
+    assert deferred.late == []

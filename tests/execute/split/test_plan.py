@@ -1,0 +1,121 @@
+"""How backwards are split follows from what earlier forwards have shown, and changes only as a step begins."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.execute.split.plan import SMALL, SplitPlan
+from penstock.models.emulated import EmulatedLayer
+from tests.local_pipelines import values
+
+WIDTH = 4
+
+
+def late_weights(plan, module, num_rows=2, *, begins=True):
+    """Run a forward and its backward; return the matrices whose gradients came with the weight part."""
+    if begins:
+        plan.begin_step()
+    module.zero_grad()
+    hidden = values(1, num_rows, WIDTH).requires_grad_()
+    deferred = plan.start(hidden.numel())
+    with deferred.forward():
+        output = module(hidden)
+    deferred.run_input_part([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
+    late = {name for name, each in module.named_parameters() if each.grad is None}
+    deferred.add_gradients()
+    assert all(each.grad is not None for each in module.parameters())
+    return late
+
+
+class Recomputed(nn.Sequential):
+    """Runs again in the backward."""
+
+    def forward(self, hidden):
+        return checkpoint(super().forward, hidden, use_reentrant=False)
+
+
+class Borrowed(nn.Module):
+    """Uses a weight that another module holds, under checkpointing."""
+
+    def __init__(self):
+        super().__init__()
+        self.holder = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, hidden):
+        return checkpoint(lambda x: nn.functional.linear(x, self.holder.weight), hidden, use_reentrant=False)
+
+
+def test_a_small_weight_stays_whole_from_the_next_step_on():
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 2 * WIDTH, bias=False))
+    plan = SplitPlan([module], small=2 * WIDTH * WIDTH + 1)
+
+    assert late_weights(plan, module) == {"0.weight", "1.weight"}
+    assert late_weights(plan, module, begins=False) == {"0.weight", "1.weight"}
+    assert late_weights(plan, module) == {"1.weight"}
+    assert late_weights(plan, module, begins=False) == {"1.weight"}
+    assert [plan.stays_whole(layer.weight) for layer in module] == [True, False]
+
+
+def test_sizes_are_looked_at_again_when_the_batch_grows():
+    module = nn.Linear(WIDTH, WIDTH, bias=False)
+    plan = SplitPlan([module], small=4 * WIDTH * WIDTH)
+
+    assert [late_weights(plan, module, rows) for rows in (2, 2, 3, 8, 8)] == [
+        {"weight"},
+        set(),
+        set(),
+        {"weight"},
+        {"weight"},
+    ]
+
+
+def test_the_usual_border_leaves_small_weights_whole():
+    module = nn.Linear(WIDTH, WIDTH, bias=False)
+    plan = SplitPlan([module])
+    num_rows = SMALL // WIDTH**2
+
+    assert [late_weights(plan, module, rows) for rows in (1, 1, num_rows, num_rows)] == [
+        {"weight"},
+        set(),
+        {"weight"},
+        {"weight"},
+    ]
+
+
+@pytest.mark.parametrize("make", [lambda: EmulatedLayer(0.0, 1e-9, weight_s=1e-9), lambda: nn.Conv1d(2, 2, 3)])
+def test_what_takes_an_unknown_time_is_never_small(make):
+    module = make()
+    plan = SplitPlan([module])
+
+    assert ["weight" in late_weights(plan, module) for _ in range(2)] == [True, True]
+
+
+def test_what_is_recomputed_waits_from_the_next_step_on():
+    module = nn.Sequential(Recomputed(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
+    plan = SplitPlan([module], small=0)
+
+    found, settled = [], []
+    for _ in range(2):
+        found.append(late_weights(plan, module))
+        settled.append(plan.is_settled)
+
+    assert found == [{"1.weight"}, {"0.0.weight", "1.weight"}]
+    assert settled == [False, True]
+
+
+def test_if_the_holder_of_a_weight_is_not_where_it_is_used_every_function_is_watched():
+    module = Borrowed()
+    plan = SplitPlan([module], small=0)
+
+    assert [late_weights(plan, module) for _ in range(4)] == [set(), set(), {"holder.weight"}, {"holder.weight"}]
+
+
+def test_modules_are_as_they_were_between_the_parts():
+    module = Recomputed(nn.Linear(WIDTH, WIDTH))
+    plan = SplitPlan([module], small=0)
+
+    for _ in range(3):
+        late_weights(plan, module)
+
+    assert all("forward" not in each.__dict__ for each in module.modules())

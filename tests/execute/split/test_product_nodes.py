@@ -1,0 +1,105 @@
+"""The weight gradients of a product in a graph are autograd's own, bit for bit, layout included."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from penstock.execute.split.product_nodes import read_product
+from tests.execute.split.test_weight_products import CALLS
+from tests.local_pipelines import values
+
+NODES = {
+    **CALLS,
+    "transposed convolution": (
+        F.conv_transpose2d,
+        (values(1, 2, 4, 5, 5), values(2, 4, 6, 3, 3)),
+        {"stride": 2, "output_padding": 1, "bias": values(3, 6)},
+    ),
+    "complex matrices": (torch.mm, (values(1, 3, 5) + 0j, values(2, 5, 4) * 1j), {}),
+    "complex batches": (torch.bmm, (values(1, 2, 3, 5) + 0j, values(2, 2, 5, 4) * 1j), {}),
+}
+
+
+def product_in(output):
+    waiting = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if (product := read_product(node, type(node).__name__)) is not None:
+            return node, product
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    raise AssertionError("no product")
+
+
+def leaf(value):
+    is_tensor = isinstance(value, torch.Tensor)
+    return value.detach().requires_grad_() if is_tensor and (value.is_floating_point() or value.is_complex()) else value
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_the_gradients_of_a_product_are_those_of_autograd(name):
+    function, args, kwargs = NODES[name]
+    args, kwargs = [leaf(value) for value in args], {key: leaf(value) for key, value in kwargs.items()}
+    output = function(*args, **kwargs)
+    _, product = product_in(output)
+    late = []
+    product.watch(late)
+    gradient = values(9, *output.shape).to(output.dtype)
+    output.backward(gradient, inputs=[each for each in args if isinstance(each, torch.Tensor) and each.requires_grad])
+    product.let_go()
+
+    expected = torch.autograd.grad(function(*args, **kwargs), sides(name, args, kwargs), gradient)
+    found = gradients_through(product, sides(name, args, kwargs))
+
+    assert late == [product]
+    assert all(map(torch.equal, found, expected))
+    assert [each.stride() for each in found] == [each.stride() for each in expected]
+
+
+def sides(name, args, kwargs):
+    """The weights of a call."""
+    if "conv" in name:
+        return [each for each in (*args[1:3], kwargs.get("bias")) if isinstance(each, torch.Tensor)]
+    return [args[2] if name == "addmm" else args[1]]
+
+
+def gradients_through(product, weights):
+    for weight in weights:
+        weight.grad = None
+    torch.autograd.backward(product.roots, product.finish())
+    return [weight.grad for weight in weights]
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda: F.linear(values(1, 2, 5), values(2, 4, 5)),
+        lambda: torch.addmm(values(3, 4), values(1, 3, 5), values(2, 5, 4), beta=2),
+        lambda: values(1, 3, 5) + values(2, 3, 5),
+        lambda: torch.bmm(leaf(values(1, 2, 3, 5)), values(2, 2, 5, 4)),
+    ],
+)
+def test_what_has_no_weights_or_no_known_formula_is_none(output):
+    output = output()
+
+    assert output.grad_fn is None or read_product(output.grad_fn, type(output.grad_fn).__name__) is None
+
+
+def test_activations_that_others_keep_are_told():
+    weight, hidden = nn.Parameter(values(2, 5, 4)), leaf(values(1, 3, 5))
+
+    found = [
+        product_in(run(hidden))[1].is_hooked
+        for run in (lambda x: x @ weight, lambda x: checkpoint(lambda y: y @ weight, x, use_reentrant=False))
+    ]
+
+    assert found == [False, True]
+
+
+def test_a_product_after_nothing_but_its_weights_is_an_end():
+    weight = nn.Parameter(values(2, 5, 4))
+
+    ends = [product_in(hidden @ weight)[1].end() for hidden in (values(1, 3, 5), leaf(values(1, 3, 5)))]
+
+    assert [end is None for end in ends] == [False, True]

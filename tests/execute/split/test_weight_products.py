@@ -1,0 +1,141 @@
+"""The weight gradients of a product are autograd's own, bit for bit."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from penstock.execute.split.weight_products import find_product
+from tests.local_pipelines import values
+
+TOKENS = torch.tensor([[1, 4, 0], [4, 4, 2]])
+MATRIX = values(3, 5, 4)
+TRANSPOSED = values(3, 4, 5).t()
+
+CALLS = {
+    "linear": (F.linear, (values(1, 3, 5), values(2, 4, 5)), {}),
+    "linear with a bias": (F.linear, (values(1, 2, 3, 5), values(2, 4, 5), values(3, 4)), {}),
+    "linear over four dims": (F.linear, (values(1, 2, 2, 3, 5), values(2, 4, 5)), {"bias": values(3, 4)}),
+    "linear of three dims": (F.linear, (values(1, 2, 3, 5), values(2, 4, 5), values(3, 4)), {}),
+    "linear of what is not contiguous": (F.linear, (values(1, 3, 2, 5).transpose(0, 1), values(2, 4, 5)), {}),
+    "the same with a bias": (F.linear, (values(1, 3, 2, 5).mT, values(2, 4, 2), values(3, 4)), {}),
+    "matmul of what is not contiguous": (torch.matmul, (values(1, 3, 5, 2).mT, MATRIX), {}),
+    "matmul": (torch.matmul, (values(1, 2, 3, 5), MATRIX), {}),
+    "the operator": (torch.Tensor.matmul, (values(1, 3, 5), MATRIX), {}),
+    "matmul by a transposed weight": (torch.matmul, (values(1, 2, 3, 5), TRANSPOSED), {}),
+    "batched matmul": (torch.matmul, (values(1, 2, 3, 5), values(2, 2, 5, 4)), {}),
+    "mm": (torch.mm, (values(1, 3, 5), TRANSPOSED), {}),
+    "mm as a method": (torch.Tensor.mm, (values(1, 3, 5), MATRIX), {}),
+    "bmm": (torch.bmm, (values(1, 2, 3, 5), values(2, 2, 5, 4)), {}),
+    "addmm": (torch.addmm, (values(3, 4), values(1, 3, 5), MATRIX), {}),
+    "conv1d": (F.conv1d, (values(1, 2, 4, 9), values(2, 6, 4, 3), values(3, 6)), {"padding": 1}),
+    "conv2d": (F.conv2d, (values(1, 2, 4, 7, 6), values(2, 6, 2, 3, 2), None, (2, 1), (1, 0), 1, 2), {}),
+    "conv2d with a bias": (F.conv2d, (values(1, 2, 4, 7, 6), values(2, 6, 4, 3, 2), values(3, 6)), {"dilation": 2}),
+    "conv3d": (F.conv3d, (values(1, 2, 2, 4, 4, 4), values(2, 3, 2, 2, 2, 2)), {"stride": [2]}),
+    "embedding": (F.embedding, (TOKENS, values(2, 6, 4)), {}),
+    "embedding with padding": (F.embedding, (TOKENS, values(2, 6, 4)), {"padding_idx": -2}),
+    "embedding by frequency": (F.embedding, (TOKENS, values(2, 6, 4)), {"scale_grad_by_freq": True}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_gradients_of_a_product_are_those_of_autograd(name):
+    function, args, kwargs = CALLS[name]
+    args, kwargs = needing_gradients(args), dict(zip(kwargs, needing_gradients(kwargs.values()), strict=True))
+    product = find_product(function, args, kwargs)
+    needs = [weight is not None for weight in product.weights]
+    part = product.rule.output(product.activations, product.weights, product.bias)
+    gradient = values(9, *part.shape)
+
+    found = product.rule.weight_gradients(gradient, product.activations, product.weights, needs)
+
+    expected, output = autograd_of(function, args, kwargs, product.weights, gradient)
+    assert torch.equal(product.finish(part), output)
+    assert [each.stride() for each in found] == [each.stride() for each in expected]
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if "embedding" not in name])
+def test_the_gradients_of_activations_are_those_of_autograd(name):
+    function, args, kwargs = CALLS[name]
+    args, kwargs = needing_gradients(args), dict(zip(kwargs, needing_gradients(kwargs.values()), strict=True))
+    product = find_product(function, args, kwargs)
+    activations = product.activations.detach()
+    gradient = values(9, *product.rule.output(activations, product.weights, product.bias).shape)
+
+    found = product.rule.input_gradient(gradient, activations, product.weights)
+
+    again = find_product(function, args, kwargs)
+    (expected,) = torch.autograd.grad(
+        function(*args, **kwargs), args[1 if name == "addmm" else 0], shaped(again, gradient)
+    )
+    assert torch.equal(found.reshape(expected.shape), expected)
+
+
+def shaped(product, gradient):
+    return gradient if product.shape is None else gradient.view(product.shape)
+
+
+def needing_gradients(values):
+    return [leaf(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value for value in values]
+
+
+def leaf(tensor):
+    return tensor.detach().requires_grad_()
+
+
+def autograd_of(function, args, kwargs, weights, gradient):
+    """What autograd computes for the weights in a call, and the call's output."""
+    leaf_of = {id(weight): leaf(weight) for weight in weights if weight is not None}
+    args = [leaf_of.get(id(value), value) for value in args]
+    output = function(*args, **{name: leaf_of.get(id(value), value) for name, value in kwargs.items()})
+    output.backward(gradient.reshape(output.shape))
+    return [leaf.grad for leaf in leaf_of.values()], output
+
+
+def test_only_the_gradients_asked_for_are_computed():
+    function, args, kwargs = CALLS["conv2d with a bias"]
+    product = find_product(function, args, kwargs)
+    gradient = values(9, *function(*args, **kwargs).shape)
+
+    shapes = {
+        needs: [
+            each.shape for each in product.rule.weight_gradients(gradient, product.activations, product.weights, needs)
+        ]
+        for needs in [(True, True), (True, False), (False, True)]
+    }
+
+    kernel, bias = args[1].shape, args[2].shape
+    assert shapes == {(True, True): [kernel, bias], (True, False): [kernel], (False, True): [bias]}
+
+
+def test_gradients_of_a_sparse_table_are_sparse():
+    product = find_product(F.embedding, (TOKENS, values(2, 6, 4)), {"sparse": True})
+
+    (found,) = product.rule.weight_gradients(values(9, 2, 3, 4), TOKENS, product.weights, [True])
+
+    assert found.is_sparse
+    assert torch.equal(found.to_dense()[3], torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs"),
+    [
+        (F.linear, (values(1, 5), values(2, 4, 5)), {}),
+        (torch.matmul, (values(1, 5), MATRIX), {}),
+        (torch.matmul, (values(1, 2, 3, 5), values(2, 1, 5, 4)), {}),
+        (torch.mm, (values(1, 3, 5), MATRIX), {"out": torch.empty(3, 4)}),
+        (torch.bmm, (values(1, 2, 3, 5), values(2, 2, 5, 4)), {"out": torch.empty(2, 3, 4)}),
+        (torch.addmm, (values(3, 4), values(1, 3, 5), MATRIX), {"beta": 2}),
+        (F.conv2d, (values(1, 4, 7, 6), values(2, 6, 4, 3, 2)), {}),
+        (F.conv2d, (values(1, 2, 4, 7, 6), values(2, 6, 4, 3, 2)), {"padding": "same"}),
+        (F.embedding, (TOKENS, values(2, 6, 4)), {"max_norm": 1.0}),
+        (torch.add, (values(1, 5), values(2, 5)), {}),
+    ],
+)
+def test_what_has_no_known_formula_is_no_product(function, args, kwargs):
+    assert find_product(function, needing_gradients(args), kwargs) is None
+
+
+@pytest.mark.parametrize("function", [F.linear, torch.matmul])
+def test_a_frozen_weight_makes_no_product(function):
+    assert find_product(function, (values(1, 2, 3, 3), values(2, 3, 3)), {}) is None

@@ -1,0 +1,343 @@
+"""A rank builds the layers of its own stages and nothing else, and knows which parameters are one."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import PartitionError
+from penstock.execute.stages.assemble import assemble, count_parameters, lay_out_skips, layer_names
+from penstock.execute.stages.stage import Stage
+from penstock.models import Skip
+from penstock.placement import Placement
+from tests.local_pipelines import WIDTH, error_of, on_ranks
+
+CPU = torch.device("cpu")
+LINE = Placement.line(3)
+SLICES = (range(0, 1), range(1, 3), range(3, 4))
+
+
+@dataclass
+class Spec:
+    """A layer to be, which notes that it was built."""
+
+    name: str
+    built: list
+    width: int = WIDTH
+    tied: tuple = ()
+
+    def __call__(self):
+        self.built.append(self.name)
+        return nn.Linear(self.width, self.width)
+
+
+def specs(built=None, **changes):
+    found = [Spec(name, [] if built is None else built) for name in ("in", "mid.0", "mid.1", "out")]
+    for name, change in changes.items():
+        found = [Spec(s.name, s.built, **change) if s.name == name else s for s in found]
+    return found
+
+
+def modules():
+    return [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+
+
+def put_together(layers, rank, placement=LINE, slices=SLICES, **options):
+    return assemble(layers, placement, slices, rank, device=CPU, **options)
+
+
+def test_only_the_layers_of_the_own_stages_are_built():
+    built = []
+
+    assembly = put_together(specs(built), 1)
+
+    assert built == ["mid.0", "mid.1"]
+    assert [list(stage.layers) for stage in assembly.stages] == [["mid.0", "mid.1"]]
+    assert [name for name, _ in assembly.stages[0].named_parameters()] == [
+        "mid.0.weight", "mid.0.bias", "mid.1.weight", "mid.1.bias",
+    ]  # fmt: skip
+
+
+def test_a_rank_with_several_stages_holds_them_in_order():
+    vee = Placement.vee(2)
+
+    assembly = put_together(modules(), 0, vee, tuple(range(stage, stage + 1) for stage in range(4)))
+
+    assert [(stage.index, list(stage.layers)) for stage in assembly.stages] == [(0, ["0"]), (3, ["3"])]
+
+
+def test_modules_are_used_in_place():
+    layers = modules()
+
+    assembly = put_together(layers, 2)
+
+    assert assembly.stages[0].layers["3"] is layers[3]
+
+
+def test_a_layer_is_named_by_its_spec_or_else_by_its_place():
+    named_module = nn.Linear(WIDTH, WIDTH)
+    named_module.name = "of the module itself"
+
+    assert layer_names([*specs()[:2], named_module, lambda: nn.ReLU()]) == ["in", "mid.0", "2", "3"]
+
+
+def test_two_layers_of_one_name_are_refused():
+    error = error_of(layer_names, [*specs(), specs()[0]])
+
+    assert isinstance(error, PartitionError)
+    assert "2 layers are named 'in'" in str(error)
+
+
+def test_what_builds_no_module_is_refused():
+    error = error_of(put_together, [*specs()[:3], lambda: "a text"], 2)
+
+    assert isinstance(error, PartitionError)
+    assert "layer '3' builds a str" in str(error)
+
+
+# ---- ties
+
+
+def tied_by_pairs():
+    return modules(), {"tied": [("3.weight", "0.weight")]}
+
+
+def tied_by_object():
+    layers = modules()
+    layers[3].weight = layers[0].weight
+    return layers, {}
+
+
+@pytest.mark.parametrize("make", [tied_by_pairs, tied_by_object])
+def test_every_rank_knows_the_group_and_holders_know_each_other(make):
+    layers, options = make()
+
+    assemblies = [put_together(layers, rank, **options) for rank in range(3)]
+
+    assert [assembly.tied_groups for assembly in assemblies] == [((0, 2),)] * 3
+    assert [list(assembly.tied_copies) for assembly in assemblies] == [[0], [], [0]]
+    assert list(assemblies[2].tied_copies[0].ranks) == [0, 2]
+    assert list(assemblies[2].tied_copies[0].parameters) == ["3.weight"]
+    assert assemblies[2].tied_copies[0].parameters["3.weight"] is layers[3].weight
+    assert [assembly.copied_names for assembly in assemblies] == [frozenset(), frozenset(), frozenset({"3.weight"})]
+
+
+def test_a_spec_says_what_it_is_tied_to():
+    layers = specs(out={"tied": (("weight", "in.weight"), ("bias", "in.bias"))})
+
+    assembly = put_together(layers, 2)
+
+    assert assembly.tied_groups == ((0, 2), (0, 2))
+    assert assembly.copied_names == {"out.weight", "out.bias"}
+
+
+def test_pairs_that_share_a_name_are_one_group():
+    assembly = put_together(
+        modules(), 0, tied=[("3.weight", "2.weight"), ("0.bias", "3.bias"), ("2.weight", "0.weight")]
+    )
+
+    assert sorted(assembly.tied_groups) == [(0, 1, 2), (0, 2)]
+
+
+def test_tied_parameters_of_one_rank_become_one_object():
+    assembly = put_together(modules(), 1, tied=[("1.weight", "2.weight")])
+
+    layers = assembly.stages[0].layers
+    assert layers["1"].weight is layers["2"].weight
+    assert assembly.tied_groups == ()
+    assert assembly.tied_copies == {}
+    assert assembly.copied_names == {"2.weight"}
+
+
+def test_a_rank_that_holds_a_parameter_twice_counts_once():
+    placement = Placement.explicit([0, 1, 0])
+
+    assembly = put_together(modules(), 0, placement, tied=[("0.weight", "3.weight"), ("0.weight", "1.weight")])
+
+    assert assembly.tied_groups == ((0, 1),)
+    assert list(assembly.tied_copies[0].ranks) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("pair", "text"),
+    [
+        (("4.weight", "0.weight"), "no layer has that prefix"),
+        (("3.wieght", "0.weight"), "'3.wieght' is tied but is no parameter"),
+        (("3.inner.weight", "0.weight"), "'3.inner.weight' is tied but is no parameter"),
+        (("3.training", "0.weight"), "'3.training' is tied but is no parameter"),
+    ],
+)
+def test_a_tie_to_nothing_is_refused(pair, text):
+    error = error_of(put_together, modules(), 2, tied=[pair])
+
+    assert isinstance(error, PartitionError)
+    assert text in str(error)
+
+
+def test_parameters_of_different_shape_cannot_be_one():
+    layers = specs(**{"mid.1": {"width": 3}})
+
+    error = error_of(put_together, layers, 1, tied=[("mid.0.weight", "mid.1.weight")])
+
+    assert isinstance(error, PartitionError)
+    assert "'mid.0.weight' (6, 6) and 'mid.1.weight' (3, 3)" in str(error)
+
+
+def test_a_layer_that_does_not_fit_in_memory_is_named():
+    def huge():
+        return nn.Linear(2**40, 2**20)
+
+    with pytest.raises(PartitionError, match="layer '0' does not fit in this rank's memory"):
+        assemble([huge], Placement.line(1), [range(1)], 0, device=torch.device("cpu"))
+
+
+# ---- copies of the model
+
+BOTH_WAYS = Placement.bidirectional(2)
+HALVES = (range(0, 2), range(2, 4)) * 2
+THREE_WAYS = Placement.bidirectional(3)
+THIRDS = (range(0, 1), range(1, 3), range(3, 4)) * 2
+
+
+def both_ways(layers, rank, **options):
+    return put_together(layers, rank, BOTH_WAYS, HALVES, **options)
+
+
+def test_the_copies_of_a_stage_are_tied_as_a_whole():
+    first, second = (both_ways(modules(), rank) for rank in range(2))
+
+    assert first.tied_groups == second.tied_groups == ((0, 2), (1, 3))
+    for index in range(2):
+        mine, theirs = first.tied_copies[index], second.tied_copies[index]
+        names = [f"{layer}.{name}" for layer in HALVES[index] for name in ("weight", "bias")]
+        assert list(mine.parameters) == list(theirs.parameters) == names
+        assert list(mine.ranks) == list(theirs.ranks) == [[0, 1], [1, 0]][index]
+        assert len(mine.layers) == 2
+    assert first.copied_names == second.copied_names == frozenset()
+
+
+def test_copies_of_a_stage_on_one_rank_are_one_module_and_need_no_exchange():
+    built = []
+
+    assembly = put_together(specs(built), 1, THREE_WAYS, THIRDS)
+
+    assert built == ["mid.0", "mid.1"]
+    first, second = assembly.stages
+    assert (first.index, second.index) == (1, 4)
+    assert all(first.layers[name] is second.layers[name] for name in built)
+    assert assembly.tied_groups == ((0, 3), (2, 5))
+    assert assembly.tied_copies == {}
+
+
+def test_modules_of_both_copies_are_used_in_place_where_ranks_are_processes():
+    layers = modules()
+
+    first, second = both_ways(layers, 0).stages
+
+    assert [*first.layers.values(), *second.layers.values()] == layers
+
+
+def test_the_second_copy_is_a_deep_copy_where_ranks_may_hold_the_very_same_modules():
+    layers = modules()
+
+    first, second = both_ways(layers, 0, shares_modules=True).stages
+
+    assert list(first.layers.values()) == layers[:2]
+    for name, layer in second.layers.items():
+        assert layer is not layers[int(name)]
+        assert torch.equal(layer.weight, layers[int(name)].weight)
+
+
+def test_deep_copies_go_on_sharing_what_they_share():
+    layers = modules()
+    layers[3] = layers[2]
+
+    _, second = both_ways(layers, 0, shares_modules=True).stages
+
+    assert second.layers["3"] is second.layers["2"]
+    assert second.layers["3"] is not layers[2]
+
+
+def test_a_tied_parameter_and_its_copies_are_one_group():
+    layers = specs(out={"tied": (("weight", "in.weight"),)})
+
+    first, second = (both_ways(layers, rank) for rank in range(2))
+
+    assert first.tied_groups == second.tied_groups == ((0, 2), (0, 2), (1, 3))
+    assert [list(copy.parameters) for copy in first.tied_copies.values()] == [
+        ["in.weight"], ["in.bias", "mid.0.weight", "mid.0.bias"], ["mid.1.weight", "mid.1.bias", "out.bias"],
+    ]  # fmt: skip
+    for assembly in (first, second):
+        held = {name: layer for stage in assembly.stages for name, layer in stage.layers.items()}
+        assert held["out"].weight is held["in"].weight
+        assert assembly.copied_names == {"out.weight"}
+
+
+def test_a_module_that_cannot_be_copied_says_what_to_do():
+    layers = modules()
+    layers[2].cached = layers[2].weight.sum()  # torch copies no results of computations
+
+    with pytest.raises(PartitionError, match=r"layer '2' cannot be copied .* give a callable that builds the layer"):
+        both_ways(layers, 0, shares_modules=True)
+
+
+# ---- sizes
+
+
+def test_all_ranks_know_the_sizes_of_all_layers():
+    names = ["first", "lazy", "last"]
+    layers = {"first": nn.Linear(2, 3), "lazy": nn.LazyLinear(3), "last": nn.Linear(3, 1, bias=False)}
+
+    def count(wires):
+        own = names[:2] if wires.rank else names[1:]
+        return count_parameters(wires, [Stage(0, {name: layers[name] for name in own})], names)
+
+    for counts in on_ranks(2, count):
+        assert counts == {"first": 9, "lazy": 0, "last": 3}
+        assert list(counts) == names
+
+
+class Holder(nn.Module):
+    """A layer that holds a skip of this name."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.skip = Skip(name)
+
+    def forward(self, x):
+        self.skip.put(x)
+        return x
+
+
+def test_every_stage_is_told_of_the_skips_that_go_past_it_though_others_hold_them():
+    layers = [Holder("a"), nn.Tanh(), nn.Tanh(), Holder("a")]
+
+    def case(wires):
+        [stage] = assemble(layers, LINE, SLICES, wires.rank, device=CPU).stages
+        lay_out_skips(wires, [stage], SLICES)
+        if stage.index == 2:
+            return stage.skips
+        x = torch.ones(1)
+        return stage.forward((x,) if stage.index == 0 else ((x, {"a": x}),), {})
+
+    first, middle, last = on_ranks(3, case)
+
+    assert list(first[1]) == list(middle[1]) == ["a"]
+    assert torch.equal(middle[1]["a"], torch.ones(1))
+    assert last is not None
+
+
+def test_a_stage_that_no_skip_concerns_is_told_of_none():
+    def case(wires):
+        [stage] = assemble([nn.Tanh()] * 4, LINE, SLICES, wires.rank, device=CPU).stages
+        lay_out_skips(wires, [stage], SLICES)
+        return stage.skips
+
+    assert on_ranks(3, case) == [None, None, None]
+
+
+def test_a_stage_knows_where_its_first_layer_stands_in_the_model():
+    found = [assemble(specs(), LINE, SLICES, rank, device=CPU).stages[0].first_layer for rank in range(3)]
+
+    assert found == [0, 1, 3]

@@ -1,0 +1,207 @@
+"""A stage works on one slice after another as on the whole sequence, and lets go of what no slice needs any more."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.execute.stages.carried import Carrying, StageOnSlice, carrying_modules
+from penstock.execute.stages.stage import Stage
+from penstock.models import Carry
+from tests.local_pipelines import values
+
+WIDTH = 3
+NUM_SLICES = 3
+
+
+class Mixing(nn.Module):
+    """Every position is the sum of a product of it with a weight and of all before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(values(1, WIDTH))
+        self.carry = Carry()
+        self.seen = []
+
+    def forward(self, x):  # [batch, seq, width]
+        before = self.carry.get()
+        self.seen.append(before)
+        sums = (x * self.weight).cumsum(1) if before is None else before + (x * self.weight).cumsum(1)
+        self.carry.put(sums[:, -1:] * 1.0)
+        return sums.tanh()
+
+
+class Slices:
+    """A stage, and the slices of two microbatches on it."""
+
+    def __init__(self, layer):
+        self.stage = Stage(4, {"0": layer})
+        self.trails = {}
+        self.saved = {}
+        self.modules = carrying_modules(self.stage)
+        self.run = Stage.backward
+
+    def at(self, microbatch, part):
+        place = (microbatch, part)
+        return StageOnSlice(self.stage, self.modules, self.trails, place, part == NUM_SLICES - 1)
+
+    def forward(self, microbatch, part, inputs):
+        inputs = inputs.detach().requires_grad_()
+        on_slice = self.at(microbatch, part)
+        outputs = on_slice.forward((inputs,), {})
+        if torch.is_grad_enabled():
+            self.saved[microbatch, part] = on_slice.saving(self.stage.save)(inputs, outputs)
+        return outputs.detach()
+
+    def backward(self, microbatch, part, gradient):
+        run = self.at(microbatch, part).backing(self.run)
+        return run(self.stage, self.saved.pop((microbatch, part)), [gradient])
+
+
+def whole(inputs, gradient):
+    layer = Mixing()
+    inputs = inputs.detach().requires_grad_()
+    layer(inputs).backward(gradient)
+    return inputs.grad, layer.weight.grad
+
+
+def test_two_microbatches_under_way_at_once_get_the_gradients_of_whole_sequences():
+    layer = Mixing()
+    slices = Slices(layer)
+    inputs, gradients = ([values(seed + m, 2, 6, WIDTH) for m in range(2)] for seed in (10, 20))
+    found = {}
+
+    for part in range(NUM_SLICES):
+        for m in (0, 1):
+            slices.forward(m, part, inputs[m].chunk(NUM_SLICES, 1)[part])
+    assert slices.trails.keys() == {(4, 0), (4, 1)}
+    for part in reversed(range(NUM_SLICES)):
+        for m in (1, 0):
+            (found[m, part],) = slices.backward(m, part, gradients[m].chunk(NUM_SLICES, 1)[part])
+
+    expected = [whole(*pair) for pair in zip(inputs, gradients, strict=True)]
+    for m, (expected_input, _) in enumerate(expected):
+        torch.testing.assert_close(torch.cat([found[m, part] for part in range(NUM_SLICES)], 1), expected_input)
+    torch.testing.assert_close(layer.weight.grad, expected[0][1] + expected[1][1])
+    assert slices.trails == {}
+
+
+def test_without_gradients_nothing_is_kept_beyond_the_last_slice():
+    slices, inputs = Slices(Mixing()), values(1, 2, 6, WIDTH)
+
+    with torch.no_grad():
+        outputs = [slices.forward(0, part, each) for part, each in enumerate(inputs.chunk(NUM_SLICES, 1))]
+        expected = Mixing()(inputs)
+
+    torch.testing.assert_close(torch.cat(outputs, 1), expected)
+    assert slices.trails == {}
+
+
+def test_without_gradients_what_a_slice_left_is_freed_when_the_next_has_run():
+    layer = Mixing()
+    slices = Slices(layer)
+
+    with torch.no_grad():
+        for part in range(2):
+            slices.forward(0, part, values(part, 2, 2, WIDTH))
+    taken = weakref.ref(layer.seen.pop())
+    gc.collect()
+
+    assert taken() is None
+    assert slices.trails[4, 0].latest[0].value is not None
+
+
+def test_the_value_goes_when_a_newer_one_is_left_and_the_gradients_when_they_are_used():
+    slices = Slices(Mixing())
+    for part in range(NUM_SLICES):
+        slices.forward(0, part, values(part, 2, 2, WIDTH))
+    trail = slices.trails[4, 0]
+    left = [trail.passed[part].left[0] for part in range(NUM_SLICES - 1)]
+
+    assert [each.value for each in left] == [None, None]
+    assert trail.latest == [None]
+    slices.backward(0, 2, values(5, 2, 2, WIDTH))
+    assert [len(each.gradients) for each in left] == [0, 1]
+    assert trail.passed.keys() == {0, 1}
+
+
+def test_the_last_slice_leaves_nothing():
+    slices = Slices(Mixing())
+    for part in range(NUM_SLICES):
+        slices.forward(0, part, values(part, 2, 2, WIDTH))
+
+    assert slices.trails[4, 0].passed[NUM_SLICES - 1].left == [None]
+
+
+def test_what_a_slice_took_goes_through_the_backward_as_further_inputs_and_outputs():
+    """So whoever runs a backward, whole or split, need not know that anything is carried."""
+    slices, calls = Slices(Mixing()), []
+
+    def run(stage, saved, gradients):
+        calls.append((len(saved.inputs), len(saved.edges), len(gradients)))
+        return stage.backward(saved, gradients)
+
+    slices.run = run
+    for part in range(NUM_SLICES):
+        slices.forward(0, part, values(part, 2, 2, WIDTH))
+    results = [slices.backward(0, part, values(5, 2, 2, WIDTH)) for part in reversed(range(NUM_SLICES))]
+
+    assert calls == [(2, 1, 1), (2, 2, 2), (1, 2, 2)]  # the last slice leaves nothing, the first takes nothing
+    assert [len(each) for each in results] == [1, 1, 1]
+
+
+class Failing(Mixing):
+    def forward(self, x):
+        super().forward(x)
+        raise ValueError("out of luck")
+
+
+def test_a_forward_that_fails_leaves_its_layers_as_they_were():
+    slices = Slices(Failing())
+
+    with pytest.raises(ValueError, match="out of luck"):
+        slices.forward(0, 0, values(1, 2, 2, WIDTH))
+
+    assert slices.modules[0].end_slice() is None
+    assert slices.modules[0].get() is None
+
+
+def test_a_backward_that_fails_leaves_its_layers_as_they_were():
+    layer = Mixing()
+    slices = Slices(layer)
+    slices.forward(0, 0, values(1, 2, 2, WIDTH))
+    slices.forward(0, 1, values(1, 2, 2, WIDTH))
+
+    with pytest.raises(RuntimeError):
+        slices.backward(0, 1, values(1, 7, WIDTH))
+
+    assert layer.carry.get() is None
+
+
+def test_a_layer_that_runs_again_in_its_backward_takes_what_it_took():
+    layer = Mixing()
+    slices = Slices(layer)
+    for part in range(2):
+        slices.forward(0, part, values(part, 2, 2, WIDTH))
+
+    def run(stage, saved, gradients):
+        layer(values(1, 2, 2, WIDTH))
+        return stage.backward(saved, gradients)
+
+    slices.run = run
+    slices.backward(0, 1, values(5, 2, 2, WIDTH))
+
+    assert layer.seen[2] is layer.seen[1] is not None
+
+
+def test_every_module_that_carries_is_found_once():
+    shared = Mixing()
+    stage = Stage(0, {"a": nn.Sequential(nn.Linear(2, 2), shared), "b": nn.ModuleList([shared]), "c": Mixing()})
+
+    found = carrying_modules(stage)
+
+    assert found == [shared.carry, stage.layers["c"].carry]
+    assert isinstance(Carry(), Carrying)
+    assert not isinstance(nn.Linear(2, 2), Carrying)

@@ -1,0 +1,275 @@
+"""Main gradients are the sums in float32 of what each microbatch's backward computes in the weights' own type."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError
+from penstock.execute.stages.main_gradients import MainGradients, main_type
+from penstock.execute.stages.tied import TiedCopy
+from penstock.pipeline import Pipeline
+from tests.local_pipelines import (
+    VOCABULARY,
+    WIDTH,
+    Task,
+    block,
+    error_of,
+    named,
+    on_ranks,
+    settle,
+    square_loss,
+    token_layers,
+    token_loss,
+    values,
+)
+
+BFLOAT16 = torch.bfloat16
+NUM_MICROBATCHES = 4
+
+
+def main_gradients_of(named_parameters):
+    return {name: parameter.main_grad for name, parameter in named_parameters}
+
+
+def float_task():
+    return Task(
+        lambda: [block(seed, BFLOAT16) for seed in range(4)],
+        (values(1, 8, WIDTH, dtype=BFLOAT16),),
+        values(2, 8, WIDTH, dtype=BFLOAT16),
+    )
+
+
+def token_task():
+    tokens = torch.randint(VOCABULARY, (8, 3), generator=torch.Generator().manual_seed(3))
+    return Task(lambda: token_layers(BFLOAT16), (tokens,), tokens.flip(0), token_loss)
+
+
+def frozen_task():
+    def layers():
+        made = [block(seed, BFLOAT16) for seed in range(4)]
+        made[1].requires_grad_(False)
+        made[2][1].weight.requires_grad_(False)
+        return made
+
+    task = float_task()
+    return Task(layers, task.inputs, task.target)
+
+
+def shared_task():
+    """Two layers on one rank are one and the same."""
+    task = float_task()
+
+    def layers():
+        made = [block(seed, BFLOAT16) for seed in range(3)]
+        return [*made, nn.Sequential(made[2], nn.Tanh(), made[2])]
+
+    return Task(layers, task.inputs, task.target)
+
+
+TASKS = {"blocks": float_task, "tokens": token_task, "frozen": frozen_task, "shared": shared_task}
+
+
+def expected_of(task, num_steps=1, tied=()):
+    """Plain training on one process, whose gradients are taken away and added up after each microbatch."""
+    layers = task.make_layers()
+    parameters = dict(nn.Sequential(*layers).named_parameters())  # shared ones once
+    for name, other in tied:
+        layers[int(name[0])].weight = parameters[other]
+    totals = dict.fromkeys(parameters)
+    for _ in range(num_steps):
+        for inputs, target in zip(*(each.chunk(NUM_MICROBATCHES) for each in (*task.inputs, task.target)), strict=True):
+            (task.loss(nn.Sequential(*layers)(inputs), target) * (1 / NUM_MICROBATCHES)).backward()
+            for name, parameter in parameters.items():
+                if parameter.grad is not None:
+                    before = totals[name]
+                    totals[name] = parameter.grad.float() if before is None else before + parameter.grad.float()
+                    parameter.grad = None
+    return totals
+
+
+def run(transport, task, schedule, num_steps=1, **options):
+    layers = task.make_layers()
+    pipeline = Pipeline(
+        layers, schedule, NUM_MICROBATCHES, task.loss, transport=transport, main_gradients=True, **options
+    )
+    for _ in range(num_steps):
+        pipeline.step(*task.inputs, target=task.target)
+    pipeline.close()
+    parameters = dict(pipeline.named_parameters())
+    assert all(parameter.grad is None for parameter in parameters.values())
+    return main_gradients_of(parameters.items())
+
+
+def together(found):
+    return {name: gradient for gradients in found for name, gradient in gradients.items()}
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert (gradient is None) == (expected[name] is None), name
+        assert gradient is None or (gradient.dtype == torch.float32 and torch.equal(gradient, expected[name])), name
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("task", TASKS)
+def test_each_microbatch_is_added_in_float32_bit_for_bit(task, schedule):
+    task = TASKS[task]()
+
+    assert_equal(together(on_ranks(2, run, task, schedule)), expected_of(task))
+
+
+def test_it_is_not_what_adding_up_in_the_weights_type_gives():
+    task = float_task()
+    layers = task.make_layers()
+    for inputs, target in zip(*(each.chunk(NUM_MICROBATCHES) for each in (*task.inputs, task.target)), strict=True):
+        (task.loss(nn.Sequential(*layers)(inputs), target) * (1 / NUM_MICROBATCHES)).backward()
+
+    found = expected_of(task)
+
+    assert any(not torch.equal(found[name], parameter.grad.float()) for name, parameter in named(layers))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_several_steps_add_up(schedule):
+    task = token_task()
+
+    assert_equal(together(on_ranks(2, run, task, schedule, 2)), expected_of(task, num_steps=2))
+
+
+TIED = [("4.weight", "0.weight")]
+
+
+def run_tied(transport, task, num_steps):
+    return run(transport, task, "1f1b", num_steps, tied=TIED)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_tied_parameters_are_reduced_in_float32(num_steps):
+    task = token_task()
+    first, last = on_ranks(2, run_tied, task, num_steps)
+
+    expected = expected_of(task, num_steps, TIED)["0.weight"]
+
+    assert first["0.weight"].dtype == torch.float32
+    assert torch.equal(first["0.weight"], last["4.weight"])
+    assert torch.allclose(
+        first["0.weight"], expected, rtol=0.02, atol=1e-3
+    )  # the parts of a microbatch are in bfloat16
+    assert not torch.equal(first["0.weight"], first["0.weight"].bfloat16().float())
+
+
+def reduce_without(transport):
+    """Reduce a parameter that has a gradient on rank 0 alone."""
+    parameter = nn.Parameter(torch.ones(3, dtype=BFLOAT16))
+    parameter.main_grad = torch.full((3,), 1 + 2**-20) if transport.rank == 0 else None
+    copied = TiedCopy({"weight": parameter}, [0, 1], attribute="main_grad")
+    copied.reduce(transport)
+    return parameter.main_grad
+
+
+def test_a_holder_without_a_gradient_gets_that_of_the_others_in_float32():
+    found = on_ranks(2, reduce_without)
+
+    assert all(torch.equal(gradient, torch.full((3,), 1 + 2**-20)) for gradient in found)
+
+
+def test_both_copies_of_a_model_with_two_routes_end_with_the_whole_in_float32():
+    task = float_task()
+    gradients = on_ranks(2, run, task, "dualpipe")
+
+    expected = expected_of(task)
+
+    for found in gradients:
+        assert found.keys() == expected.keys()
+        for name in found:
+            assert found[name].dtype == torch.float32
+            assert torch.allclose(found[name], expected[name], rtol=1e-5, atol=1e-7), name
+            assert torch.equal(found[name], gradients[0][name])
+
+
+def test_what_grad_held_before_a_step_is_there_after_it():
+    layer = block(0, BFLOAT16)
+    before = torch.ones_like(layer[1].weight)
+    layer[1].weight.grad = before
+    pipeline = Pipeline([layer], "1f1b", 2, square_loss, main_gradients=True)
+
+    pipeline.step(values(1, 4, WIDTH, dtype=BFLOAT16), target=values(2, 4, WIDTH, dtype=BFLOAT16))
+
+    assert layer[1].weight.grad is before
+    assert torch.equal(before, torch.ones_like(before))
+    pipeline.close()
+
+
+def test_backwards_outside_a_step_fill_grad():
+    layer = block(0, BFLOAT16)
+    pipeline = Pipeline([layer], "1f1b", 2, square_loss, main_gradients=True)
+    pipeline.step(values(1, 4, WIDTH, dtype=BFLOAT16), target=values(2, 4, WIDTH, dtype=BFLOAT16))
+    found = layer[1].weight.main_grad.clone()
+
+    layer(values(1, 4, WIDTH, dtype=BFLOAT16)).sum().backward()
+
+    assert layer[1].weight.grad is not None
+    assert torch.equal(layer[1].weight.main_grad, found)
+    pipeline.close()
+
+
+def test_the_optimizer_step_at_the_end_finds_them():
+    layer, seen = block(0, BFLOAT16), []
+    pipeline = Pipeline(
+        [layer],
+        "1f1b",
+        2,
+        square_loss,
+        main_gradients=True,
+        optimizer_step=lambda: seen.append((layer[1].weight.main_grad.dtype, layer[1].weight.grad)),
+    )
+
+    pipeline.step(values(1, 4, WIDTH, dtype=BFLOAT16), target=values(2, 4, WIDTH, dtype=BFLOAT16))
+
+    assert seen == [(torch.float32, None)]
+    pipeline.close()
+
+
+def test_nothing_is_left_on_a_parameter_when_the_accumulation_fails():
+    weight = nn.Parameter(torch.ones(2, dtype=BFLOAT16))
+    main = MainGradients([("weight", weight), ("again", weight)])
+
+    def fail():
+        with main.accumulating():
+            weight.sum().backward()
+            raise ZeroDivisionError
+
+    assert isinstance(error_of(fail), ZeroDivisionError)
+    weight.sum().backward()
+    assert weight.main_grad.tolist() == [1.0, 1.0]
+    assert weight.grad.tolist() == [1.0, 1.0]
+
+
+def test_gradients_of_sparse_tables_become_dense():
+    table = settle(nn.Embedding(5, WIDTH, sparse=True), 1)
+    other = copy.deepcopy(table)
+    main = MainGradients(table.named_parameters())
+
+    with main.accumulating():
+        for tokens in (torch.tensor([1, 2]), torch.tensor([2, 4])):
+            table(tokens).sum().backward()
+            other(tokens).sum().backward()
+
+    assert torch.equal(table.weight.main_grad, other.weight.grad.to_dense())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "main"), [(BFLOAT16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)]
+)
+def test_no_type_loses_bits(dtype, main):
+    assert main_type(torch.zeros(1, dtype=dtype)) == main
+
+
+def test_parameters_without_a_shape_are_refused():
+    error = error_of(MainGradients, [("0.weight", nn.LazyLinear(3).weight)])
+
+    assert isinstance(error, ConfigError)
+    assert "'0.weight' has no shape" in str(error)

@@ -1,0 +1,146 @@
+"""Random numbers depend on seed, step, layer, microbatch and slice, and the caller's generators notice nothing."""
+
+import threading
+from itertools import product
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError, DeadlineExceeded
+from penstock.execute.stages.randomness import LOSS, Randomness, check_seed, generator_seed
+
+CPU = torch.device("cpu")
+
+
+def draw(randomness, place, layer, size=4):
+    with randomness.forward(place) as before_layer:
+        before_layer(layer)
+        return torch.rand(size)
+
+
+def test_every_step_layer_microbatch_and_slice_begins_elsewhere():
+    places = product((0, 1), (0, 1, 2), (LOSS, 0, 1, 2), (0, 1, 2), (0, 1))
+
+    found = [generator_seed(seed, step, layer, (microbatch, part)) for seed, step, layer, microbatch, part in places]
+
+    assert len({start % 2**32 for start in found}) == len(found)  # torch's generator of the CPU uses 32 bits
+    assert all(0 <= start < 2**63 for start in found)
+
+
+def test_where_a_layer_begins_is_the_same_in_every_process_and_version():
+    assert generator_seed(1, 2, 3, (4, 5)) == 776076787286141139
+
+
+def test_a_layer_draws_the_same_whatever_was_drawn_before():
+    randomness = Randomness(7, CPU)
+    expected = draw(randomness, (2, 0), 5)
+
+    with randomness.forward((2, 0)) as before_layer:
+        before_layer(4)
+        torch.rand(100)
+        before_layer(5)
+        found = torch.rand(4)
+
+    assert torch.equal(found, expected)
+    assert not torch.equal(draw(Randomness(8, CPU), (2, 0), 5), expected)
+
+
+def test_another_step_draws_something_else():
+    randomness = Randomness(7, CPU)
+    first = draw(randomness, (0, 0), 0)
+
+    randomness.step = 1
+
+    assert not torch.equal(draw(randomness, (0, 0), 0), first)
+
+
+def test_the_callers_generator_stands_afterwards_where_it_stood():
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+
+    draw(Randomness(7, CPU), (0, 0), 0)
+    with pytest.raises(TypeError):
+        draw(Randomness(7, CPU), (0, 0), 0, size="wrong")
+
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_loss_draws_by_the_same_rule():
+    randomness = Randomness(7, CPU)
+
+    def loss(output, *, more):
+        """Draw."""
+        return output + more + torch.rand(())
+
+    found = randomness.around_loss(loss)
+
+    assert found(torch.zeros(()), more=1) == 1 + draw(randomness, (0, 0), LOSS, 1)
+    assert found.__wrapped__ is loss
+    assert found.__doc__ == "Draw."
+
+
+def test_threads_take_turns_at_the_one_generator():
+    expected = [draw(Randomness(7, CPU), (microbatch, 0), 0) for microbatch in range(2)]
+    found = {}
+    other = threading.Thread(target=lambda: found.update(other=draw(Randomness(7, CPU), (1, 0), 0)))
+
+    with Randomness(7, CPU).forward((0, 0)) as before_layer:
+        before_layer(0)
+        other.start()
+        other.join(0.05)  # it cannot end before its turn, however long it is waited for
+        is_waiting = other.is_alive()
+        found["own"] = torch.rand(4)
+    other.join()
+
+    assert is_waiting
+    assert torch.equal(found["own"], expected[0])
+    assert torch.equal(found["other"], expected[1])
+
+
+def test_nobody_waits_for_a_turn_longer_than_the_deadline():
+    found = []
+
+    def wait():
+        try:
+            draw(Randomness(7, CPU, patience_s=0.01), (0, 0), 0)
+        except DeadlineExceeded as error:
+            found.append(error)
+
+    with Randomness(7, CPU).forward((0, 0)):
+        other = threading.Thread(target=wait)
+        other.start()
+        other.join()
+
+    assert "another rank of this process has drawn random numbers for 0.01 s" in str(found[0])
+    assert found[0].waited_s == 0.01
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.0, "1", True])
+def test_what_is_no_seed_is_refused(seed):
+    with pytest.raises(ConfigError, match=r"seed: .* is no seed; expected a whole number from 0 to 2\*\*63 - 1"):
+        check_seed(seed)
+
+
+@pytest.mark.parametrize("seed", [None, 0, 2**63 - 1])
+def test_seeds_pass(seed):
+    check_seed(seed)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_its_generator_stands_by_the_same_rule():
+    device = torch.device("cuda")
+    randomness = Randomness(7, device)
+    torch.cuda.manual_seed(3)
+    expected = torch.rand(4, device=device)
+    torch.cuda.manual_seed(3)
+
+    found = []
+    for _ in range(2):
+        with randomness.forward((0, 0)) as before_layer:
+            before_layer(0)
+            found.append((torch.rand(4), torch.rand(4, device=device)))
+
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert torch.equal(torch.rand(4, device=device), expected)

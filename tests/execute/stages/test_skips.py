@@ -1,0 +1,229 @@
+"""Skips travel with the messages of the stages between, are gone when done, and say what is wrong with them."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import PenstockError
+from penstock.execute.stages.skips import Shelf, StageSkips, open_at, skip_names
+from penstock.execute.stages.stage import Stage
+from penstock.models import Skip
+
+
+class Puts(nn.Module):
+    """Puts twice its input under every name, and passes its input on."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.skips = nn.ModuleList(map(Skip, names))
+
+    def forward(self, x):
+        for skip in self.skips:
+            skip.put(2 * x)
+        return x
+
+
+class Gets(nn.Module):
+    """Adds to its input what it gets under every name."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.skips = nn.ModuleList(map(Skip, names))
+
+    def forward(self, x):
+        return x + sum(skip.get() for skip in self.skips)
+
+
+def run(skips, layers, inputs):
+    return skips.forward(lambda args, keywords: nn.Sequential(*layers)(*args), inputs, {})
+
+
+# ---- which skips are open where
+
+
+def test_a_skip_is_open_from_behind_its_first_layer_to_its_last():
+    holders = {"late": [3, 4], "far": [0, 2, 5], "inside": [1, 1]}
+
+    found = [open_at(border, holders) for border in range(7)]
+
+    assert found == [[], ["far"], ["far"], ["far"], ["far", "late"], ["far"], []]
+
+
+def test_open_skips_stand_in_the_order_of_their_first_layers():
+    assert open_at(3, {"b": [0, 4], "c": [1, 3], "a": [1, 5]}) == ["b", "a", "c"]
+
+
+def test_the_names_of_a_layer_are_found_wherever_they_are_in_it():
+    assert skip_names(nn.Sequential(Puts("b", "a"), nn.Sequential(Gets("b")))) == ["b", "a"]
+    assert skip_names(nn.Linear(1, 1)) == []
+
+
+# ---- what a stage takes and gives
+
+
+def test_what_leaves_is_the_output_and_all_open_skips():
+    layers = [Puts("a", "b"), Gets("b")]
+    x = torch.ones(2)
+
+    output, skips = run(StageSkips(layers, leaving=["a"]), layers, (x,))
+
+    assert torch.equal(output, 3 * x)
+    assert list(skips) == ["a"]
+    assert torch.equal(skips["a"], 2 * x)
+
+
+def test_a_skip_inside_one_stage_never_leaves_it():
+    layers = [Puts("a"), Gets("a")]
+
+    assert torch.equal(run(StageSkips(layers), layers, (torch.ones(2),)), torch.full((2,), 3.0))
+
+
+def test_a_stage_hands_on_what_goes_past_it():
+    skips = StageSkips([nn.Tanh()], ["a", "b"], ["b"])
+    a, b = torch.ones(1), torch.zeros(1)
+
+    output, on_its_way = run(skips, [nn.Tanh()], ((a, {"a": a, "b": b}),))
+
+    assert torch.equal(output, a.tanh())
+    assert on_its_way.keys() == {"b"}
+    assert on_its_way["b"] is b
+
+
+def test_a_stage_may_get_and_hand_on_the_same_value():
+    layers = [Gets("a")]
+    a = torch.ones(1, requires_grad=True)
+    stage = Stage(1, {"0": layers[0]})
+    stage.skips = StageSkips(layers, ["a"], ["a"])
+
+    inputs = (torch.ones(1, requires_grad=True), {"a": a})
+    outputs = stage.forward((inputs,), {})
+    saved = stage.save((inputs,), outputs)
+
+    gradients = stage.backward(saved, [torch.full((1,), 10.0), torch.full((1,), 100.0)])
+    assert [gradient.item() for gradient in gradients] == [10, 110]
+
+
+def test_a_stage_without_skips_has_nothing_to_do():
+    assert StageSkips([nn.Tanh()]).is_empty
+    assert not StageSkips([nn.Tanh()], ["a"], ["a"]).is_empty
+    assert not StageSkips([nn.Sequential(Puts("a"))]).is_empty
+
+
+# ---- for how long a value stays
+
+
+def test_a_value_that_is_not_got_on_its_stage_is_free_as_soon_as_it_is_handed_on():
+    layers = [Puts("a"), nn.Tanh()]
+    skips = StageSkips(layers, leaving=["a"])
+
+    found = weakref.ref(run(skips, layers, (torch.ones(2),))[1]["a"])
+    shelf = skips.pop_shelf()
+
+    gc.collect()
+    assert found() is None
+    assert shelf is not None
+
+
+def test_of_a_value_that_only_goes_past_a_stage_nothing_is_kept_but_the_way_of_its_gradient():
+    stage = Stage(1, {"0": nn.Tanh()})
+    stage.skips = StageSkips([nn.Tanh()], ["a"], ["a"])
+    inputs = (torch.zeros(2, requires_grad=True), {"a": (torch.ones(2, requires_grad=True), torch.ones(2), "b")})
+
+    outputs = stage.forward((inputs,), {})
+    saved = stage.save((inputs,), outputs)
+    found = weakref.ref(inputs[1]["a"][0])
+    del inputs, outputs
+
+    gc.collect()
+    assert found() is None
+    gradients = stage.backward(saved, [torch.full((2,), 3.0), torch.tensor([5.0, 7.0])])
+    assert [gradient.tolist() for gradient in gradients] == [[3, 3], [5, 7]]
+
+
+def test_a_value_that_is_got_stays_for_a_recomputation_which_puts_nothing_new():
+    layers = [Puts("a"), Gets("a")]
+    skips = StageSkips(layers)
+    run(skips, layers, (torch.ones(2),))
+
+    with skips.on(skips.pop_shelf()):
+        again = nn.Sequential(*layers)(torch.zeros(2))
+
+    assert torch.equal(again, torch.full((2,), 2.0))
+    assert skips.pop_shelf() is None
+
+
+def test_evaluation_keeps_nothing():
+    layers = [Puts("a"), Gets("a")]
+    skips = StageSkips(layers)
+
+    with torch.no_grad():
+        run(skips, layers, (torch.ones(2),))
+
+    assert skips.pop_shelf() is None
+
+
+def test_layers_are_left_alone_after_a_forward_that_failed():
+    layers = [Puts("a"), Gets("b")]
+    skips = StageSkips(layers)
+    with pytest.raises(PenstockError):
+        run(skips, layers, (torch.ones(2),))
+
+    with pytest.raises(PenstockError, match="call connect_skips"):
+        layers[1](torch.ones(2))
+
+
+# ---- mistakes
+
+
+def shelf(**arrived):
+    return Shelf(arrived, "stage 3")
+
+
+def test_a_second_value_of_one_name_is_refused():
+    for own in (shelf(a=1), shelf()):
+        with pytest.raises(PenstockError, match="stage 3: the skip 'a' is put twice for one microbatch; put once"):
+            [own.put("a", 2) for _ in range(2)]
+
+
+def test_a_skip_that_is_got_before_it_is_put_is_refused_with_those_that_are_there():
+    with pytest.raises(PenstockError, match=r"stage 3: the skip 'a' is got before it is put \(there are: 'b'\)"):
+        shelf(b=1).get("a")
+    with pytest.raises(PenstockError, match="there are: none"):
+        shelf().get("a")
+
+
+def test_a_skip_that_was_not_put_is_missed_where_it_should_leave():
+    skips = StageSkips([Puts("b")], leaving=["a"], place="stage 3")
+
+    with pytest.raises(PenstockError, match="stage 3: the skip 'a' was not put, but a later stage holds a Skip"):
+        run(skips, [Puts("b")], (torch.ones(1),))
+
+
+def test_a_none_may_be_handed_on():
+    own = shelf()
+    own.put("a", None)
+
+    assert own.get("a") is None
+    assert own.take(["a"]) == {"a": None}
+
+
+def test_what_would_lose_its_gradient_is_refused():
+    own = shelf(needing=torch.ones(1, requires_grad=True), number=torch.ones(1))
+
+    with torch.no_grad():
+        with pytest.raises(PenstockError, match="the skip 'new' is put where gradients are off"):
+            own.put("new", torch.ones(1))
+        with pytest.raises(PenstockError, match="the skip 'needing' is got where gradients are off"):
+            own.get("needing")
+        assert own.get("number") == 1
+
+
+def test_without_gradients_anything_goes():
+    with torch.no_grad():
+        own = shelf()
+        own.put("a", torch.ones(1))
+
+        assert own.get("a") == 1

@@ -1,0 +1,369 @@
+"""A tied parameter has one value and one gradient, however many ranks and stages hold it."""
+
+import copy
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import PipelineError
+from penstock.execute.reference import reference_step
+from penstock.execute.stages.tied import TiedCopy, agree_on_copies
+from penstock.ir.action import parse_action
+from penstock.ir.schedule import Schedule
+from penstock.models import LayerSpec
+from penstock.pipeline import Pipeline
+from penstock.placement import Placement
+from tests.local_pipelines import (
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Task,
+    error_of,
+    float_layers,
+    named,
+    on_ranks,
+    settle,
+    token_loss,
+    token_task,
+    values,
+)
+
+FLOAT64 = torch.float64
+
+
+# ---- one copy
+
+
+def parameter_of(rank, *, gradient=None):
+    parameter = nn.Parameter(torch.full((2, 3), float(rank), dtype=FLOAT64))
+    parameter.grad = gradient
+    return parameter
+
+
+def copy_of(parameter, ranks):
+    return TiedCopy({"weight": parameter}, ranks)
+
+
+def test_all_holders_start_with_the_owners_value():
+    def case(wires):
+        copied = copy_of(parameter_of(wires.rank), [1, 0, 2])
+        copied.share_values(wires)
+        return copied.parameters["weight"].detach()
+
+    assert [value.unique().tolist() for value in on_ranks(3, case)] == [[1.0], [1.0], [1.0]]
+
+
+def test_all_holders_get_the_sum_of_this_step_on_top_of_what_was_accumulated():
+    def case(wires):
+        copied = copy_of(parameter_of(wires.rank, gradient=torch.full((2, 3), 100.0, dtype=FLOAT64)), [2, 0])
+        copied.begin_step()
+        copied.parameters["weight"].grad = values(wires.rank, 2, 3, dtype=FLOAT64)
+        if wires.rank != 1:
+            copied.reduce(wires)
+        return copied.parameters["weight"].grad
+
+    first, _, last = on_ranks(3, case)
+
+    expected = 100.0 + (values(2, 2, 3, dtype=FLOAT64) + values(0, 2, 3, dtype=FLOAT64))
+    assert torch.equal(first, expected)
+    assert torch.equal(last, expected)
+
+
+def test_a_holder_without_a_gradient_gets_that_of_the_others():
+    def case(wires):
+        copied = copy_of(parameter_of(wires.rank), [0, 1])
+        copied.begin_step()
+        if wires.rank == 0:
+            copied.parameters["weight"].grad = torch.ones(2, 3, dtype=FLOAT64)
+        copied.reduce(wires)
+        return copied.parameters["weight"].grad
+
+    assert [gradient.unique().tolist() for gradient in on_ranks(2, case)] == [[1.0], [1.0]]
+
+
+def test_a_failed_step_gives_back_what_was_accumulated():
+    accumulated = torch.ones(2, 3, dtype=FLOAT64)
+    copied = copy_of(parameter_of(0, gradient=accumulated), [0, 1])
+
+    copied.begin_step()
+    copied.end_step()
+
+    assert copied.parameters["weight"].grad is accumulated
+
+
+def test_all_holders_add_in_one_order_and_so_get_the_same_bits():
+    parts = [1e16, 1.0, -1e16]  # summed in the order of the ranks below: 0, else 1
+
+    def case(wires):
+        copied = copy_of(parameter_of(wires.rank), [0, 1, 2])
+        copied.begin_step()
+        copied.parameters["weight"].grad = torch.full((2, 3), parts[wires.rank], dtype=FLOAT64)
+        copied.reduce(wires)
+        return copied.parameters["weight"].grad.unique().tolist()
+
+    assert on_ranks(3, case) == [[0.0]] * 3
+
+
+def test_several_parameters_are_reduced_together_and_each_by_itself():
+    def case(wires):
+        first, second = parameter_of(wires.rank), parameter_of(wires.rank)
+        frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+        copied = TiedCopy({"first": first, "frozen": frozen, "second": second}, [1, 0])
+        copied.begin_step()
+        first.grad = torch.full((2, 3), 1.0 + wires.rank, dtype=FLOAT64)
+        second.grad = torch.full((2, 3), 10.0 * (1 + wires.rank), dtype=FLOAT64)
+        copied.reduce(wires)
+        return first.grad.unique().tolist(), frozen.grad, second.grad.unique().tolist()
+
+    assert on_ranks(2, case) == [([3.0], None, [30.0])] * 2
+
+
+class Counting(nn.Module):
+    """A layer with a saved and an unsaved buffer."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), float(value)))
+        self.register_buffer("mean", torch.full((2,), float(value)))
+        self.register_buffer("table", torch.full((3,), float(value)), persistent=False)
+
+
+def test_copies_of_a_layer_start_with_the_owners_buffers_and_keep_saved_ones_equal():
+    def case(wires):
+        layer = Counting(wires.rank)
+        copied = TiedCopy({"weight": layer.weight}, [1, 0], [layer])
+        copied.share_values(wires)
+        start = [tensor.unique().tolist() for tensor in (layer.weight, layer.mean, layer.table)]
+        for buffer in layer.buffers():
+            buffer += 10 * (1 + wires.rank)
+        copied.begin_step()
+        copied.reduce(wires)
+        return start, layer.mean.unique().tolist(), layer.table.unique().tolist()
+
+    first, second = on_ranks(2, case)
+
+    assert first == ([[1.0]] * 3, [21.0], [11.0])
+    assert second == ([[1.0]] * 3, [21.0], [21.0])
+
+
+# ---- in a pipeline
+
+
+def tied_specs():
+    """An embedding whose weight is the head's too, by specs."""
+    layers = [LayerSpec("embedding", partial(nn.Embedding, VOCABULARY, WIDTH, dtype=FLOAT64), seed=5)]
+    layers += [LayerSpec(f"blocks.{i}", partial(lambda i: float_layers(FLOAT64)[i], i)) for i in range(2)]
+    head = partial(nn.Linear, WIDTH, VOCABULARY, bias=False, dtype=FLOAT64)
+    return [*layers, LayerSpec("head", head, seed=5, tied=(("weight", "embedding.weight"),))]
+
+
+def tied_modules():
+    """The same, by one parameter object in two modules."""
+    modules = [layer() for layer in tied_specs()]
+    modules[3].weight = modules[0].weight
+    return modules
+
+
+def untied_modules():
+    return [layer() for layer in tied_specs()]
+
+
+WAYS = {
+    "specs": (tied_specs, {}),
+    "pairs": (untied_modules, {"tied": [("0.weight", "3.weight")]}),
+    "one object": (tied_modules, {}),
+}
+LOOPED = Schedule.from_actions(
+    "looped",
+    Placement.explicit([0, 1, 0]),
+    [
+        [parse_action(text) for text in order.split()]
+        for order in ("0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1", "1F0 1F1 1B0 1B1")
+    ],
+    num_microbatches=2,
+)
+SHAPES = {"one stage": (1, "1f1b"), "one rank": (2, LOOPED), "two ranks": (2, "1f1b"), "three ranks": (3, "1f1b")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("way", WAYS)
+def test_tied_weights_learn_like_one_weight(way, shape):
+    make_layers, options = WAYS[way]
+    num_ranks, schedule = SHAPES[shape]
+    task = token_task(8, FLOAT64)
+    batches = [task, token_task(6, FLOAT64)]
+
+    def case(wires):
+        pipeline = Pipeline(make_layers(), schedule, 2, token_loss, transport=wires, **task.options, **options)
+        return learn(pipeline, batches)
+
+    found = on_ranks(num_ranks, case)
+
+    expected = learn_alone(tied_modules(), batches)
+    weights = {plain(name): weight for part in found for name, weight in part.items()}
+    expected["3.weight"] = expected["0.weight"]
+    assert weights.keys() >= expected.keys() - {"3.weight"}
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-12)
+    assert torch.equal(weights.get("3.weight", weights["0.weight"]), weights["0.weight"])
+
+
+def plain(name):
+    """The name that a parameter of a spec has in the list of modules."""
+    for index, prefix in enumerate(("embedding", "blocks.0", "blocks.1", "head")):
+        if name.startswith(prefix):
+            return f"{index}{name.removeprefix(prefix)}"
+    return name
+
+
+def learn(pipeline, batches):
+    """Five optimizer steps, each on the gradients of two batches; returns the weights."""
+    parameters = dict(pipeline.named_parameters())
+    optimizer = torch.optim.SGD({id(p): p for p in parameters.values()}.values(), lr=0.5, momentum=0.9)
+    for _ in range(5):
+        for task in batches:
+            pipeline.step(*task.inputs, target=task.target)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+def learn_alone(layers, batches):
+    parameters = {id(p): p for _, p in named(layers)}.values()
+    optimizer = torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+    for _ in range(5):
+        for task in batches:
+            reference_step(layers, task.inputs, {}, task.target, loss=token_loss, num_microbatches=2, **task.options)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in named(layers)}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_layer_that_appears_twice_is_one_layer(num_ranks):
+    def make_layers():
+        first, second = float_layers(FLOAT64, 2)
+        return [first, second, first]
+
+    task = Task(make_layers, (values(1, 4, WIDTH, dtype=FLOAT64),), values(2, 4, WIDTH, dtype=FLOAT64))
+    layers = make_layers()
+
+    def case(wires):
+        pipeline = Pipeline(copy.deepcopy(layers), "1f1b", 2, task.loss, transport=wires)
+        pipeline.step(*task.inputs, target=task.target)
+        return {name: parameter.grad for name, parameter in pipeline.named_parameters()}
+
+    found = on_ranks(num_ranks, case)
+
+    reference_step(layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=2)
+    for part in found:
+        for name, gradient in part.items():
+            index, _, own = name.partition(".")
+            wanted = dict(layers[int(index)].named_parameters())[own].grad
+            torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_evaluation_leaves_tied_gradients_alone():
+    task = token_task(4, FLOAT64)
+
+    def case(wires):
+        pipeline = Pipeline(tied_modules(), "1f1b", 2, token_loss, transport=wires)
+        pipeline.step(*task.inputs, target=task.target)
+        before = {name: parameter.grad.clone() for name, parameter in pipeline.named_parameters()}
+        pipeline.evaluate(*task.inputs, target=task.target)
+        return all(torch.equal(p.grad, before[name]) for name, p in pipeline.named_parameters())
+
+    assert on_ranks(2, case) == [True, True]
+
+
+def test_a_failed_step_keeps_the_tied_gradient_of_the_step_before():
+    task = token_task(4, FLOAT64)
+    assert task.target.shape == (4, LENGTH)
+
+    def case(wires):
+        losses = [token_loss, lambda output, target: None]
+        pipeline = Pipeline(tied_modules(), "1f1b", 2, lambda o, t: losses[0](o, t), transport=wires)
+        pipeline.step(*task.inputs, target=task.target)
+        weight = dict(pipeline.named_parameters())["3.weight" if wires.rank else "0.weight"]
+        before = weight.grad.clone()
+        losses.reverse()
+        error = error_of(pipeline.step, *task.inputs, target=task.target)
+        return error, torch.equal(weight.grad, before)
+
+    found = on_ranks(2, case)
+
+    assert all(isinstance(error, PipelineError) for error, _ in found)
+    assert [is_kept for _, is_kept in found] == [True, True]
+
+
+def test_the_copy_is_named_and_the_owner_is_not():
+    found = on_ranks(2, lambda wires: Pipeline(tied_specs(), "1f1b", 2, token_loss, transport=wires).copied_names)
+
+    assert found == [frozenset(), frozenset({"head.weight"})]
+
+
+def test_a_tied_weight_is_settled_by_its_first_layer():
+    def case(wires):
+        layers = untied_modules()
+        settle(layers[3], 77)
+        pipeline = Pipeline(layers, "1f1b", 2, token_loss, transport=wires, tied=[("0.weight", "3.weight")])
+        return dict(pipeline.named_parameters())["3.weight" if wires.rank else "0.weight"].detach()
+
+    first, last = on_ranks(2, case)
+
+    assert torch.equal(first, untied_modules()[0].weight)
+    assert torch.equal(last, first)
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        (
+            nn.Parameter(torch.zeros(3, 2)),
+            r"\(2, 3\) float32, trained on rank 0 \(weight\), but \(3, 2\) float32, trained",
+        ),
+        (nn.Parameter(torch.zeros(2, 3), requires_grad=False), "trained on rank 0 .* but .* frozen on rank 1"),
+    ],
+    ids=["shape", "frozen"],
+)
+def test_copies_that_differ_in_kind_are_refused_on_every_rank(second, text):
+    first = nn.Parameter(torch.zeros(2, 3))
+
+    def agree(wires):
+        copy = copy_of((first, second)[wires.rank], [0, 1])
+        return str(error_of(agree_on_copies, wires, {0: copy}))
+
+    for message in on_ranks(2, agree):
+        assert re.search(text, message)
+
+
+def test_a_frozen_copy_gets_no_gradient():
+    def reduce(wires):
+        copy = copy_of(nn.Parameter(torch.zeros(2), requires_grad=False), [0, 1])
+        copy.begin_step()
+        copy.reduce(wires)
+        return copy.parameters["weight"].grad
+
+    assert on_ranks(2, reduce) == [None, None]
+
+
+def test_a_parameter_without_a_shape_cannot_have_copies():
+    def agree(wires):
+        layer = nn.LazyLinear(3)
+        return str(error_of(agree_on_copies, wires, {0: TiedCopy(dict(layer.named_parameters()), [0, 1])}))
+
+    for message in on_ranks(2, agree):
+        assert "'weight' is without a shape before its first input on rank 0" in message
+
+
+def test_copies_of_different_layers_are_refused_on_every_rank():
+    def agree(wires):
+        layer = nn.Linear(2, 2, bias=wires.rank == 0)
+        return str(error_of(agree_on_copies, wires, {0: TiedCopy(dict(layer.named_parameters()), [0, 1])}))
+
+    for message in on_ranks(2, agree):
+        assert "rank 0 holds 2 parameters and buffers of a stage, but rank 1 holds 1 of its copy" in message
