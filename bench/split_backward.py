@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ FORWARD_BUDGET = 1.05
 BUDGETS = {
     "transformer block": 1.05,
     "the same, checkpointed": 1.05,
-    "two decoder blocks": 1.05,
+    "two decoder blocks": None,
     f"{NUM_TINY} tiny blocks": 1.15,
     "conv net": None,
 }
@@ -135,24 +136,25 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        return _median_of_sum(self.input_s, self.weight_s) / statistics.median(self.whole_s)
+        return _ratio([self.input_s, self.weight_s], [self.whole_s])
 
     @property
     def torch_ratio(self) -> float:
-        return _median_of_sum(self.torch_input_s, self.torch_weight_s) / statistics.median(self.whole_s)
+        return _ratio([self.torch_input_s, self.torch_weight_s], [self.whole_s])
 
     @property
     def forward_ratio(self) -> float:
-        return statistics.median(self.forward_s) / statistics.median(self.whole_forward_s)
+        return _ratio([self.forward_s], [self.whole_forward_s])
 
     @property
     def total_ratio(self) -> float:
-        parts_s = _median_of_sum(self.forward_s, self.input_s, self.weight_s)
-        return parts_s / _median_of_sum(self.whole_forward_s, self.whole_s)
+        return _ratio([self.forward_s, self.input_s, self.weight_s], [self.whole_forward_s, self.whole_s])
 
 
-def _median_of_sum(*times: list[float]) -> float:
-    return statistics.median(map(sum, zip(*times, strict=True)))
+def _ratio(parts: list[list[float]], wholes: list[list[float]]) -> float:
+    """The median over the rounds of what was measured in one moment: the machine's speed drifts between them."""
+    sums = [map(sum, zip(*columns, strict=True)) for columns in (parts, wholes)]
+    return statistics.median(part_s / whole_s for part_s, whole_s in zip(*sums, strict=True))
 
 
 @dataclass(slots=True)
@@ -296,14 +298,15 @@ def show_border(device: torch.device) -> None:
 
 
 def main() -> int:
-    """Print the table and its data; return 1 when a median is above its budget."""
+    """Print the table; return 1 when a median is above its budget."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", type=torch.device, help="where to measure (default: cpu)")
+    parser.add_argument("--output", help="a JSON file for the times and ratios")
     parser.add_argument("--border", action="store_true", help="show from which size on parting a weight pays")
     args = parser.parse_args()
     device = args.device
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {device}; medians of {NUM_ROUNDS} rounds; ms")
+    print(f"torch {torch.__version__}, {device}; medians of {NUM_ROUNDS} rounds, and of their ratios; ms")
     if args.border:
         show_border(device)
         return 0
@@ -313,7 +316,10 @@ def main() -> int:
     for name in CASES:
         rows.append(measure(name, device))
         print(line(rows[-1]), flush=True)
-    print(json.dumps([asdict(row) | {"ratio": row.ratio, "torch_ratio": row.torch_ratio} for row in rows]))
+    if args.output:
+        ratios = [{"ratio": row.ratio, "total_ratio": row.total_ratio, "torch_ratio": row.torch_ratio} for row in rows]
+        table = [asdict(row) | each for row, each in zip(rows, ratios, strict=True)]
+        Path(args.output).write_text(json.dumps(table, indent=2))
     return 0 if all(map(is_within, rows)) else 1
 
 

@@ -160,3 +160,25 @@ def test_a_loss_that_needs_no_gradient_is_fine_where_there_is_nothing_to_train()
     stage = Stage(3, {"last": nn.Linear(2, 2).requires_grad_(False)})
 
     assert stage.save_loss([torch.ones(1)], torch.ones(())).edges == []
+
+
+def test_a_whole_backward_beside_split_ones_is_searched_for_nothing():
+    stage, alone = Stage(0, {"0": block(0)}), block(0)
+    stage.is_split = True
+    matrix = stage.layers["0"][1].weight
+    known = []
+
+    for is_whole in (True, False):
+        loss = stage.forward((values(1, 3, WIDTH),), {}).sum()
+        saved = stage.save_loss((), loss)
+        if is_whole:
+            stage.backward(saved, saved.loss_gradients)
+        else:
+            stage.backward_input(saved, saved.loss_gradients)
+            stage.backward_weight(saved)
+        known.append(stage.split_plan.stays_whole(matrix))
+        alone(values(1, 3, WIDTH)).sum().backward()
+
+    assert known == [False, True]
+    for name, parameter in alone.named_parameters():
+        assert torch.equal(dict(stage.named_parameters())[f"0.{name}"].grad, parameter.grad)

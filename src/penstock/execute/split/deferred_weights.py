@@ -36,6 +36,11 @@ class DeferredWeights:
         self._parting = Parting(self.late, weights)
         self._watch = watch
 
+    @property
+    def is_parted(self) -> bool:
+        """Whether the forward was another than it would have been for a whole backward."""
+        return bool(self._parting.seen)
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Run the forward in here."""

@@ -132,6 +132,8 @@ class Stage:
 
         `gradients` holds one tensor per saved edge. An input that did not take part gets zeros.
         """
+        if saved.deferred is not None and not saved.deferred.is_parted:
+            saved.deferred = None  # a schedule has whole backwards beside split ones, and they need no search
         results = self.backward_input(saved, gradients)
         self.backward_weight(saved)
         return results
