@@ -171,6 +171,7 @@ def mistakes(schedule, num_steps=2):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # every shape, where all of it is to run
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_computes_what_one_process_does(name, is_full):
     schedules = schedules_of(FAMILIES[name], LARGE if is_full else SMALL)

@@ -118,6 +118,7 @@ class _Parser:
     def read(self) -> str:
         """Return the letters and bars."""
         groups: list[tuple[list[str], int]] = [([], 0)]
+        before = ""
         for token, column in self._tokens:
             parts = groups[-1][0]
             if token == "(":
@@ -127,17 +128,20 @@ class _Parser:
                     raise self._error("this ) closes nothing", column)
                 inner, _ = groups.pop()
                 groups[-1][0].append("".join(inner))
-            elif token.startswith("*"):
-                self._repeat(parts, int(token[1:]), column)
-            else:
+            elif not token.startswith("*"):
                 parts.append(token)
+            elif before in ("", "|", "("):
+                raise self._error(
+                    "nothing stands before this star; put a letter or a group in parentheses there", column
+                )
+            else:
+                self._repeat(parts, int(token[1:]), column)
+            before = token
         if len(groups) > 1:
             raise self._error("this ( is never closed", groups[-1][1])
         return "".join(groups[0][0])
 
     def _repeat(self, parts: list[str], times: int, column: int) -> None:
-        if not parts or parts[-1] == "|":
-            raise self._error("nothing stands before this star; put a letter or a group in parentheses there", column)
         if times < 1 or times * len(parts[-1]) > _MAX_LAYERS:
             raise self._error(f"{times} times; give a number from 1 that leaves at most {_MAX_LAYERS:,} layers", column)
         parts[-1] *= times
