@@ -205,7 +205,7 @@ def connect_directly(rank: int, tags: tuple[int, ...], all_gather: GatherObject,
         doors = [_Door(*row) for row in cast(list[list[Any]], all_gather([door.path, door.secret, door.most_bytes]))]
         made: _Connections = {}
         for peer in range(rank + 1, len(doors)):
-            made |= _connect(rank, peer, tags, doors[peer])
+            made |= _connect(rank, peer, tags, doors[peer], deadline_s)
         reached = cast(list[list[int]], all_gather(sorted({peer for peer, _ in made})))
         num_coming = len(tags) * sum(rank in theirs for theirs in reached)
         made |= door.accept(num_coming, deadline_s)
@@ -256,7 +256,7 @@ _Connections = dict[tuple[int, int], socket.socket]
 """By peer and tag."""
 
 
-def _connect(rank: int, peer: int, tags: tuple[int, ...], door: _Door) -> _Connections:
+def _connect(rank: int, peer: int, tags: tuple[int, ...], door: _Door, deadline_s: float) -> _Connections:
     """Connect to a peer for every tag, or not at all."""
     made: _Connections = {}
     if not door.path:
@@ -264,6 +264,7 @@ def _connect(rank: int, peer: int, tags: tuple[int, ...], door: _Door) -> _Conne
     try:
         for tag in tags:
             connection = made[peer, tag] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection.settimeout(deadline_s)
             connection.connect(door.path)
             connection.send(HELLO.pack(rank, tag, door.secret.encode()))
             _made_ready(connection)
