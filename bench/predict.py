@@ -9,21 +9,28 @@ in turn with those of 1F1B.
 """
 
 import argparse
-import json
 import os
 import random
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from on_ranks import (
+    NUM_WARM_UP_ROUNDS,
+    REST_S,
+    SEED,
+    become_rank,
+    comma_separated,
+    give_rows,
+    rows_of_ranks,
+    write_rows,
+)
 
-from penstock.cli.launch import join_ranks, launch_ranks
 from penstock.errors import ConfigError
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
@@ -44,10 +51,6 @@ EMULATED_BUDGET, REAL_BUDGET = 0.02, 0.07
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 """Of a rank and microbatch; each stage takes its share of it, a fifth more or less."""
 NUM_ROUNDS = 40
-REST_S = 0.2
-"""Before each step, for whatever else the machine has to do: who is preferred all the time is stopped by the system."""
-NUM_WARM_UP_STEPS = 2
-SEED = 0
 MICROBATCHES = 8
 DEMO = DecoderConfig(
     vocabulary=256, width=160, num_layers=4, num_heads=4, num_key_value_heads=2, hidden=432, max_length=128
@@ -130,13 +133,13 @@ def real(num_ranks: int) -> Iterator[Row]:
     steps: dict[str, list[Timeline]] = {name: [] for name in pipelines}
     parts: list[Timeline] = []
     chance, turns = random.Random(SEED), list(pipelines)
-    for number in range(NUM_WARM_UP_STEPS + NUM_ROUNDS):
+    for number in range(NUM_WARM_UP_ROUNDS + NUM_ROUNDS):
         chance.shuffle(turns)
         for name in turns:
             steps[name].append(recorded(pipelines[name], number))
         parts.append(recorded(profiled, number, split_backwards=True))
     for timelines in (*steps.values(), parts):
-        del timelines[:NUM_WARM_UP_STEPS]
+        del timelines[:NUM_WARM_UP_ROUNDS]
     assert profiled.recording is not None
     costs = costs_from_timelines(steps["1f1b"], message_bytes=profiled.recording.message_bytes)
     costs = with_parts(costs, costs_from_timelines(parts))
@@ -170,40 +173,7 @@ def real_settings(num_ranks: int) -> list[tuple[str, dict[str, object]]]:
     return [*plain, (f"1f1b, split {UNEVEN_SPLIT}", {"schedule": uneven, "split": UNEVEN_SPLIT})]
 
 
-# ---- ranks
-
-
-def run_as_rank(arguments: argparse.Namespace) -> int:
-    """Be one rank; rank 0 writes the rows."""
-    hurry()
-    torch.set_num_threads(1)
-    join_ranks(os.environ)
-    num_ranks = int(os.environ["WORLD_SIZE"])
-    rows = emulated(num_ranks, arguments.families) if arguments.work == "emulated" else real(num_ranks)
-    with open(arguments.rows if os.environ["RANK"] == "0" else os.devnull, "w") as file:
-        for row in rows:
-            file.write(json.dumps(asdict(row)) + "\n")
-            file.flush()
-    return 0
-
-
-def hurry() -> None:
-    """Run before other processes of this machine, if that is allowed: else what is measured is how busy it is."""
-    try:
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    except (AttributeError, PermissionError):
-        return
-
-
-def on_ranks(num_ranks: int, work: str, families: list[str]) -> list[Row]:
-    """Run one sort of work on processes of this machine."""
-    with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder, "rows")
-        words = [__file__, "--as-rank", "--work", work, "--families", ",".join(families), "--rows", str(rows)]
-        failure = launch_ranks([sys.executable, *words], num_ranks=num_ranks)
-        if failure is not None:
-            raise SystemExit(f"{work} work on {num_ranks} ranks failed: {failure.shown}")
-        return [Row(**json.loads(line)) for line in rows.read_text().splitlines()]
+# ---- the command
 
 
 def shown(row: Row) -> str:
@@ -216,13 +186,11 @@ def shown(row: Row) -> str:
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    comma_separated: Callable[[str], list[str]] = lambda text: text.split(",")  # noqa: E731
     trained = [name for name in FAMILIES if name != "forward-only"]
     parser.add_argument("--ranks", type=comma_separated, default=["2", "4", "8"], help="of emulated work")
     parser.add_argument("--families", type=comma_separated, default=trained, help="of emulated work")
     parser.add_argument("--skip", choices=("emulated", "real"), help="leave out one sort of work")
     parser.add_argument("--output", help="a JSON file for the rows")
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--rows", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -231,22 +199,26 @@ def read_arguments() -> argparse.Namespace:
 def main() -> int:
     """Print one line per prediction; return 1 when one is further off than its budget."""
     arguments = read_arguments()
-    if arguments.as_rank:
-        return run_as_rank(arguments)
+    if arguments.rows:
+        become_rank()
+        num_ranks = dist.get_world_size()
+        rows_here = emulated(num_ranks, arguments.families) if arguments.work == "emulated" else real(num_ranks)
+        give_rows(arguments.rows, map(asdict, rows_here))
+        return 0
     print("work      ranks  schedule                    measured (middle half)  predicted      error  budget  load")
     rows: list[Row] = []
     wanted = [("emulated", int(count)) for count in arguments.ranks] + [("real", 2)]
     for work, num_ranks in wanted:
         if work != arguments.skip:
-            found = on_ranks(num_ranks, work, arguments.families)
+            words = ["--work", work, "--families", ",".join(arguments.families)]
+            found = [Row(**row) for row in rows_of_ranks(__file__, words, num_ranks=num_ranks)]
             print("\n".join(map(shown, found)), flush=True)
             rows += found
     for work in dict.fromkeys(row.work for row in rows):
         errors = [abs(row.error) for row in rows if row.work == work]
         within = sum(row.work == work and abs(row.error) <= row.budget for row in rows)
         print(f"{work}: {within} of {len(errors)} within budget; median error {100 * statistics.median(errors):.2f} %")
-    if arguments.output:
-        Path(arguments.output).write_text(json.dumps([asdict(row) | {"error": row.error} for row in rows], indent=2))
+    write_rows(arguments.output, [asdict(row) | {"error": row.error} for row in rows])
     return int(any(abs(row.error) > row.budget for row in rows))
 
 
