@@ -1,39 +1,26 @@
-"""Sockets straight between ranks of one host, which carry small messages without gloo.
+"""Sockets straight between ranks of one host, which carry messages without gloo.
 
 For every message gloo writes three times and wakes a thread of its own on both ends, which for a small message costs
-ten times what the kernel takes to hand it over. Here the sender writes once and the receiver reads once. A message is
-small by its size alone, which both ends know, so both look for it in the same place; each kind keeps its own order.
-
-Ranks that cannot reach each other's socket files, such as those of other hosts, stay with gloo for everything.
+ten times what the kernel takes to hand it over. Here the sender writes once and the receiver reads once: small messages
+as packets of the socket, larger ones through memory that both ends see (`shared_memory.py`). Which of the two, or gloo,
+a message takes is decided by its size alone, which both ends know, so both look for it in the same place; each way
+keeps its own order. How ranks find each other stands in `doors.py`.
 """
 
 import ctypes
-import secrets
 import select
 import socket
-import struct
-import tempfile
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Condition, Thread
-from typing import Any, cast
+from typing import Protocol
 
 from torch import Tensor
 
-MOST_BYTES = 65536
-"""Of a small message: of larger ones too few would have room at once in what systems give a socket."""
-BUFFER_BYTES = 2**20
-"""What is asked of the system for messages on their way; it may give less."""
-MIN_MESSAGES_UNDER_WAY = 3
 SEND_FLAGS = int(socket.MSG_DONTWAIT)
 RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_TRUNC)
 """The length of a message that is too long is told, too."""
-HELLO = struct.Struct("<qq16s")
-"""Rank, tag, and a secret that shows who may connect."""
-GatherObject = Callable[[object], list[object]]
 
 
 class SocketClosed(Exception):
@@ -58,19 +45,57 @@ class Arriving:
 
 @dataclass(slots=True, eq=False)
 class Leaving:
-    """A message for which the system had no room yet."""
+    """A message for which there was no room yet."""
 
     tensor: Tensor
     is_done: bool = False
 
 
-class DirectSocket:
-    """The small messages to and from one peer, for one purpose."""
+class Carrier(Protocol):
+    """How messages get over a socket; all its methods raise OSError where the peer is gone."""
+
+    def write(self, tensor: Tensor) -> None:
+        """Hand a message over without blocking. Raises: BlockingIOError if there is no room."""
+        ...
+
+    def write_when_there_is_room(self, tensor: Tensor) -> None:
+        """Block until a message is handed over."""
+        ...
+
+    def read(self, tensor: Tensor) -> int:
+        """Fill a tensor with the next message and return the message's bytes, 0 where the peer has closed its socket.
+
+        Without blocking; where the bytes are not the tensor's, its values are of no use. Raises: BlockingIOError if
+        there is no message yet.
+        """
+        ...
+
+
+class Packets:
+    """One packet of the socket for each message."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+
+    def write(self, tensor: Tensor) -> None:
+        self._connection.send(_memory_of(tensor), SEND_FLAGS)
+
+    def write_when_there_is_room(self, tensor: Tensor) -> None:
+        self._connection.send(_memory_of(tensor))
+
+    def read(self, tensor: Tensor) -> int:
+        return self._connection.recv_into(_memory_of(tensor), 0, RECEIVE_FLAGS)
+
+
+class DirectSocket:
+    """The messages of one size class to and from one peer, for one purpose."""
+
+    def __init__(self, connection: socket.socket, carrier: Carrier | None = None) -> None:
+        """Use packets unless there is another carrier."""
+        self._connection = connection
+        self._carrier = carrier or Packets(connection)
         self._arriving: deque[Arriving] = deque()
-        self._overflow = _Overflow(connection)
+        self._overflow = _Overflow(self._carrier)
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
@@ -82,7 +107,7 @@ class DirectSocket:
         if not self._overflow.is_empty:
             return self._overflow.add(tensor)
         try:
-            self._connection.send(_memory_of(tensor), SEND_FLAGS)
+            self._carrier.write(tensor)
         except BlockingIOError:
             return self._overflow.add(tensor)
         except OSError as error:
@@ -105,7 +130,7 @@ class DirectSocket:
         while not arriving.is_done:
             first = waiting[0].tensor
             try:
-                num_bytes = self._connection.recv_into(_memory_of(first), 0, RECEIVE_FLAGS)
+                num_bytes = self._carrier.read(first)
             except BlockingIOError:
                 return False
             except OSError as error:
@@ -130,10 +155,10 @@ class DirectSocket:
 
 
 class _Overflow:
-    """Sends in order what the system had no room for, from a thread of its own, so that computation never waits."""
+    """Sends in order what there was no room for, from a thread of its own, so that computation never waits."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
         self._queue: deque[Leaving] = deque()
         self._changed = Condition()
         self._problem = ""
@@ -160,7 +185,7 @@ class _Overflow:
     def _drain(self) -> None:
         while True:
             try:
-                self._connection.send(_memory_of(self._queue[0].tensor))
+                self._carrier.write_when_there_is_room(self._queue[0].tensor)
             except OSError as error:  # the queue stays, so that everything behind this message fails too
                 with self._changed:
                     self._problem = str(error)
@@ -171,121 +196,6 @@ class _Overflow:
                 self._changed.notify_all()
                 if not self._queue:
                     return
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DirectSockets:
-    """The sockets of one rank, by peer and tag; a peer that cannot be reached has none."""
-
-    by_peer_and_tag: dict[tuple[int, int], DirectSocket]
-    most_bytes: int
-    """Of a message that goes this way."""
-
-    def of(self, peer: int, tag: int, num_bytes: int) -> DirectSocket | None:
-        """Return the socket for a message, or None where it must go another way."""
-        if 0 < num_bytes <= self.most_bytes:
-            return self.by_peer_and_tag.get((peer, tag))
-        return None
-
-    def close(self) -> None:
-        for each in self.by_peer_and_tag.values():
-            each.close()
-
-
-NOT_DIRECT = DirectSockets({}, 0)
-
-
-def connect_directly(rank: int, tags: tuple[int, ...], all_gather: GatherObject, deadline_s: float) -> DirectSockets:
-    """Connect with every rank that can be reached; every rank of the group calls this, and both ends of a pair agree.
-
-    Raises: OSError where a connection breaks while it is made.
-    """
-    with ExitStack() as stack:
-        door = _Door.open(stack)
-        doors = [_Door(*row) for row in cast(list[list[Any]], all_gather([door.path, door.secret, door.most_bytes]))]
-        made: _Connections = {}
-        for peer in range(rank + 1, len(doors)):
-            made |= _connect(rank, peer, tags, doors[peer], deadline_s)
-        reached = cast(list[list[int]], all_gather(sorted({peer for peer, _ in made})))
-        num_coming = len(tags) * sum(rank in theirs for theirs in reached)
-        made |= door.accept(num_coming, deadline_s)
-    most_bytes = min(each.most_bytes for each in doors)
-    return DirectSockets({key: DirectSocket(connection) for key, connection in made.items()}, most_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Door:
-    """Where a rank waits for others to connect, as all ranks know it."""
-
-    path: str
-    """Empty where there is none."""
-    secret: str = ""
-    most_bytes: int = MOST_BYTES
-    listener: socket.socket | None = None
-    """On the rank itself."""
-
-    @classmethod
-    def open(cls, stack: ExitStack) -> "_Door":
-        """Listen at a path that only this user can reach, until the stack is closed."""
-        try:
-            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-")), "door")
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            listener.bind(str(path))
-            listener.listen(socket.SOMAXCONN)
-            return cls(str(path), secrets.token_hex(8), _make_room(listener), listener)
-        except (AttributeError, OSError):  # a system without such sockets, or no room for the file
-            return cls("")
-
-    def accept(self, num_coming: int, deadline_s: float) -> "_Connections":
-        """Take the connections of peers, which stand in line already."""
-        made: _Connections = {}
-        while self.listener is not None and len(made) < num_coming:
-            self.listener.settimeout(deadline_s)
-            connection, _ = self.listener.accept()
-            connection.settimeout(deadline_s)
-            greeting = connection.recv(HELLO.size)
-            if greeting[-len(self.secret) :] != self.secret.encode():
-                connection.close()
-                continue
-            rank, tag, _ = HELLO.unpack(greeting)
-            made[rank, tag] = _made_ready(connection)
-        return made
-
-
-_Connections = dict[tuple[int, int], socket.socket]
-"""By peer and tag."""
-
-
-def _connect(rank: int, peer: int, tags: tuple[int, ...], door: _Door, deadline_s: float) -> _Connections:
-    """Connect to a peer for every tag, or not at all."""
-    made: _Connections = {}
-    if not door.path:
-        return made
-    try:
-        for tag in tags:
-            connection = made[peer, tag] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            connection.settimeout(deadline_s)
-            connection.connect(door.path)
-            connection.send(HELLO.pack(rank, tag, door.secret.encode()))
-            _made_ready(connection)
-    except (AttributeError, OSError):  # another host, another user, or another view of the files
-        for connection in made.values():
-            connection.close()
-        return {}
-    return made
-
-
-def _made_ready(connection: socket.socket) -> socket.socket:
-    connection.settimeout(None)
-    _make_room(connection)
-    return connection
-
-
-def _make_room(connection: socket.socket) -> int:
-    """Ask for room, and return how large a message may be so that several can be under way."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-    given = connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-    return min(MOST_BYTES, given // (2 * MIN_MESSAGES_UNDER_WAY))
 
 
 def _memory_of(tensor: Tensor) -> "ctypes.Array[ctypes.c_char]":

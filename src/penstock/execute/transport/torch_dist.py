@@ -20,16 +20,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import PeerLost, PipelineError
 from penstock.execute.transport import collectives
-from penstock.execute.transport.direct import (
-    NOT_DIRECT,
-    Arriving,
-    DirectSocket,
-    Leaving,
-    SizesDiffer,
-    SocketClosed,
-    SocketLate,
-    connect_directly,
-)
+from penstock.execute.transport.direct import Arriving, DirectSocket, Leaving, SizesDiffer, SocketClosed, SocketLate
+from penstock.execute.transport.doors import NOT_DIRECT, connect_directly
 from penstock.execute.transport.meeting import Meeting
 from penstock.execute.transport.protocol import (
     Ticket,
@@ -103,7 +95,7 @@ class _Work:
 
 @dataclass(slots=True, eq=False)
 class _DirectSend:
-    """A small message for which there was no room yet."""
+    """A message past gloo for which there was no room yet."""
 
     socket: DirectSocket
     leaving: Leaving
@@ -117,7 +109,7 @@ class _DirectSend:
 
 @dataclass(slots=True, eq=False)
 class _DirectReceive:
-    """A small message that is to come."""
+    """A message past gloo that is to come."""
 
     socket: DirectSocket
     arriving: Arriving
@@ -135,7 +127,7 @@ class TorchTransport:
     """The rank of a process in a group of torch.distributed; peers are counted within that group.
 
     All ranks of the group make their transports in the same order. A CPU device means gloo, a CUDA device NCCL. Between
-    CPUs of one host small messages go past gloo (`direct.py`) unless `is_direct` is False.
+    CPUs of one host messages go past gloo (`direct.py`) unless `is_direct` is False.
     Raises: DeadlineExceeded if a rank of the group does not come, PipelineError if there is no group.
     """
 

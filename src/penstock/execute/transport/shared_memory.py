@@ -1,0 +1,139 @@
+"""Messages of some size between ranks of one host, through memory that both see.
+
+The sender copies a message into the memory and tells its place over the socket of the pair; the receiver copies it out.
+So a message has left when it is posted, and costs two copies and a packet, where gloo takes a message over the loopback
+interface in pieces, with a thread at both ends. The memory has no name (`memfd_create` of Linux): it is handed over
+with the first packet and gone with the last of both processes, however they end.
+"""
+
+import ctypes
+import mmap
+import os
+import select
+import socket
+import struct
+from collections import deque
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.execute.transport.direct import SEND_FLAGS
+
+ROOM_BYTES = 2**25
+"""For messages under way in one direction; memory is taken only for as much of it as was ever used at once."""
+MOST_BYTES = ROOM_BYTES // 4
+"""Of a message that goes this way."""
+ALIGNMENT = 64
+HEAD_BYTES = ALIGNMENT
+"""In front of the room: how many messages the receiver has taken."""
+HALF_BYTES = HEAD_BYTES + ROOM_BYTES
+NOTE = struct.Struct("<qq")
+"""Where a message begins, and its bytes."""
+MILLISECONDS_BETWEEN_LOOKS = 1
+
+
+def make_memory() -> int:
+    """Return the file of a memory for both directions. Raises: AttributeError, OSError where there is none."""
+    file = os.memfd_create("penstock")
+    os.ftruncate(file, 2 * HALF_BYTES)
+    return file
+
+
+class SharedMemory:
+    """Carries the messages of one socket; the rank that made the memory sends through its first half.
+
+    The file may be closed afterwards. Raises: OSError if the memory cannot be had.
+    """
+
+    def __init__(self, connection: socket.socket, file: int, *, is_maker: bool) -> None:
+        self._connection = connection
+        memory = mmap.mmap(file, 2 * HALF_BYTES)
+        first, second = (_Half(memory, begin) for begin in (0, HALF_BYTES))
+        self._outgoing, self._incoming = (first, second) if is_maker else (second, first)
+        self._room = _Room(ROOM_BYTES)
+        self._num_received = 0
+        self._hang_up = select.poll()
+        self._hang_up.register(connection, 0)  # nothing but the end of the connection
+
+    def write(self, tensor: Tensor) -> None:
+        begin = self._room.find(tensor.nbytes, self._outgoing.num_taken)
+        if begin is None:
+            raise BlockingIOError
+        ctypes.memmove(self._outgoing.address + begin, tensor.data_ptr(), tensor.nbytes)
+        self._connection.send(NOTE.pack(begin, tensor.nbytes), SEND_FLAGS)
+        self._room.take(begin, tensor.nbytes)
+
+    def write_when_there_is_room(self, tensor: Tensor) -> None:
+        while True:
+            try:
+                return self.write(tensor)
+            except BlockingIOError:
+                if self._hang_up.poll(MILLISECONDS_BETWEEN_LOOKS):
+                    raise BrokenPipeError("it has closed its socket") from None
+
+    def read(self, tensor: Tensor) -> int:
+        note = self._connection.recv(NOTE.size, socket.MSG_DONTWAIT)
+        if not note:
+            return 0
+        begin, num_bytes = NOTE.unpack(note)
+        if num_bytes == tensor.nbytes:
+            ctypes.memmove(tensor.data_ptr(), self._incoming.address + begin, num_bytes)
+        self._num_received += 1
+        self._incoming.num_taken = self._num_received
+        return int(num_bytes)
+
+
+class _Half:
+    """The memory of one direction, as one process sees it.
+
+    What counts as taken may be written over. No processor moves the copy past the count: a call into the system, or
+    the release of Python's lock, lies between them.
+    """
+
+    def __init__(self, memory: mmap.mmap, begin: int) -> None:
+        self._count = ctypes.c_uint64.from_buffer(memory, begin)  # keeps the memory, too
+        self.address = ctypes.addressof(self._count) + HEAD_BYTES
+
+    @property
+    def num_taken(self) -> int:
+        return self._count.value
+
+    @num_taken.setter
+    def num_taken(self, number: int) -> None:
+        self._count.value = number
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    begin: int
+    end: int
+
+
+class _Room:
+    """Where the sender's messages lie, which are taken in the order in which they were put.
+
+    An empty room is filled from its beginning again, so that a few pages, and caches, see all traffic.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._under_way: deque[_Place] = deque()
+        self._num_freed = 0
+
+    def find(self, num_bytes: int, num_taken: int) -> int | None:
+        """Return where a message has room once so many of all were taken, or None."""
+        while self._num_freed < num_taken:
+            self._under_way.popleft()
+            self._num_freed += 1
+        if not self._under_way:
+            return 0 if num_bytes <= self._num_bytes else None
+        first, last = self._under_way[0].begin, self._under_way[-1].end
+        if last > first:  # what is free lies behind the last one and before the first
+            if last + num_bytes <= self._num_bytes:
+                return last
+            last = 0
+        return last if last + num_bytes <= first else None
+
+    def take(self, begin: int, num_bytes: int) -> None:
+        """Put a message there."""
+        self._under_way.append(_Place(begin, begin + -(-num_bytes // ALIGNMENT) * ALIGNMENT))
