@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.execute.transport import shared_memory
-from penstock.execute.transport.direct import DirectSocket, SizesDiffer, SocketClosed, SocketLate
+from penstock.execute.transport.direct import DirectSocket, MessageLate, SizesDiffer, SocketClosed
 from penstock.execute.transport.shared_memory import SharedMemory
 
 PATIENCE_S = 20.0
@@ -90,7 +90,7 @@ def test_nothing_overtakes_what_waits_for_room(pair, size):
 def test_waiting_for_room_has_a_deadline(pair, size):
     _, leaving = fill(pair[0], size)
 
-    with pytest.raises(SocketLate):
+    with pytest.raises(MessageLate):
         pair[0].wait_sent(leaving, 0.01)
 
 

@@ -27,7 +27,7 @@ class SocketClosed(Exception):
     """The peer is gone."""
 
 
-class SocketLate(Exception):
+class MessageLate(Exception):
     """Nothing came, or could leave, in time."""
 
 
@@ -115,7 +115,7 @@ class DirectSocket:
         return None
 
     def wait_sent(self, leaving: Leaving, deadline_s: float) -> None:
-        """Block until a message has left. Raises: SocketClosed, SocketLate."""
+        """Block until a message has left. Raises: SocketClosed, MessageLate."""
         self._overflow.wait(leaving, deadline_s)
 
     def post(self, tensor: Tensor) -> Arriving:
@@ -143,9 +143,9 @@ class DirectSocket:
         return True
 
     def wait_readable(self, deadline_s: float) -> None:
-        """Block until something can be read. Raises: SocketLate."""
+        """Block until something can be read. Raises: MessageLate."""
         if not self._poll.poll(deadline_s * 1000):
-            raise SocketLate
+            raise MessageLate
 
     def close(self) -> None:
         """Close the socket, which wakes whoever waits at either end."""
@@ -180,7 +180,7 @@ class _Overflow:
             is_over = self._changed.wait_for(lambda: leaving.is_done or bool(self._problem), deadline_s)
             if leaving.is_done:
                 return
-            raise SocketClosed(self._problem) if is_over else SocketLate
+            raise SocketClosed(self._problem) if is_over else MessageLate
 
     def _drain(self) -> None:
         while True:

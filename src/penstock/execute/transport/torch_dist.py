@@ -20,9 +20,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import PeerLost, PipelineError
 from penstock.execute.transport import collectives
-from penstock.execute.transport.direct import Arriving, DirectSocket, Leaving, SizesDiffer, SocketClosed, SocketLate
+from penstock.execute.transport.direct import DirectSocket, MessageLate, SizesDiffer, SocketClosed
 from penstock.execute.transport.doors import NOT_DIRECT, connect_directly
 from penstock.execute.transport.meeting import Meeting
+from penstock.execute.transport.pending import DirectReceive, DirectSend, GlooMessage, Pending, QueuedMessage
 from penstock.execute.transport.protocol import (
     Ticket,
     WaitObserver,
@@ -33,8 +34,8 @@ from penstock.execute.transport.protocol import (
 
 PIPELINE_TAG = 0
 COLLECTIVE_TAG = 1
-SHORTEST_WAIT_S = 0.001
-"""Torch counts milliseconds and takes 0 for `without limit`."""
+WATCHDOG = timedelta(days=1)
+"""NCCL's own limit of a message, counted from its posting; what exceeds it ends the process, not the step."""
 
 
 class _Link(Protocol):
@@ -67,62 +68,6 @@ class _Links:
         return list({id(link): link for link in (self.upward, self.downward, self.collective)}.values())
 
 
-class _Pending(Protocol):
-    """A posted message."""
-
-    def is_over(self) -> bool:
-        """Look, without blocking, whether it has been sent or received; False where that cannot be seen."""
-        ...
-
-    def wait(self, deadline_s: float) -> None:
-        """Block until it is."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class _Work:
-    """A message of a backend; the tensor must live as long as the work."""
-
-    work: dist.Work
-    tensor: Tensor
-
-    def is_over(self) -> bool:
-        return False  # gloo's works know only once they have been waited for
-
-    def wait(self, deadline_s: float) -> None:
-        self.work.wait(timedelta(seconds=max(deadline_s, SHORTEST_WAIT_S)))
-
-
-@dataclass(slots=True, eq=False)
-class _DirectSend:
-    """A message past gloo for which there was no room yet."""
-
-    socket: DirectSocket
-    leaving: Leaving
-
-    def is_over(self) -> bool:
-        return self.leaving.is_done
-
-    def wait(self, deadline_s: float) -> None:
-        self.socket.wait_sent(self.leaving, deadline_s)
-
-
-@dataclass(slots=True, eq=False)
-class _DirectReceive:
-    """A message past gloo that is to come."""
-
-    socket: DirectSocket
-    arriving: Arriving
-
-    def is_over(self) -> bool:
-        return self.socket.has_arrived(self.arriving)
-
-    def wait(self, deadline_s: float) -> None:
-        end_s = time.monotonic() + deadline_s
-        while not self.socket.has_arrived(self.arriving):
-            self.socket.wait_readable(max(end_s - time.monotonic(), 0.0))
-
-
 class TorchTransport:
     """The rank of a process in a group of torch.distributed; peers are counted within that group.
 
@@ -152,7 +97,7 @@ class TorchTransport:
         self._links: _Links | None = None
         self._direct = NOT_DIRECT
         self._observer: WaitObserver | None = None
-        self._open: dict[int, _Pending] = {}
+        self._open: dict[int, Pending] = {}
         self._next_serial = 0
         self._first_serial = 0
         store = own.get_group_store()
@@ -215,10 +160,10 @@ class TorchTransport:
             if self._is_direct:
                 tags = (PIPELINE_TAG, COLLECTIVE_TAG)
                 self._direct = connect_directly(self.rank, tags, self.all_gather_object, self.deadline_s)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, MessageLate) as error:
             self._meeting.give_up()
             raise PeerLost(
-                f"rank {self.rank}: could not connect to the other ranks of the group: {error}. "
+                f"rank {self.rank}: could not connect to the other ranks of the group: {error or 'no answer in time'}. "
                 "See whether all of them still run, then call recover() on every rank",
                 rank=self.rank,
                 waited_s=time.monotonic() - begin_s,
@@ -238,7 +183,7 @@ class TorchTransport:
 
     def _make_nccl(self, store: Store) -> _Link:
         link = dist.ProcessGroupNCCL(store, self.rank, self.num_ranks, dist.ProcessGroupNCCL.Options())
-        link.set_timeout(timedelta(seconds=self.deadline_s))
+        link.set_timeout(WATCHDOG)
         return cast(_Link, link)
 
     def _meet_pairs(self, links: _Links) -> None:
@@ -250,9 +195,9 @@ class TorchTransport:
         for source, destination in permutations(range(self.num_ranks), 2):
             link = links.between(source, destination, PIPELINE_TAG)
             if self.rank == source:
-                link.send([number], destination, PIPELINE_TAG).wait(timedelta(seconds=self.deadline_s))
+                QueuedMessage(link.send([number], destination, PIPELINE_TAG), number).wait(self.deadline_s)
             elif self.rank == destination:
-                link.recv([number], source, PIPELINE_TAG).wait(timedelta(seconds=self.deadline_s))
+                QueuedMessage(link.recv([number], source, PIPELINE_TAG), number).wait(self.deadline_s)
 
     def _post_send(self, tag: int, peer: int, tensor: Tensor) -> Ticket:
         sent = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
@@ -266,7 +211,7 @@ class TorchTransport:
         except RuntimeError as error:
             del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
             raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
-        return self._opened(ticket, _Work(work, sent))
+        return self._opened(ticket, self._message(work, sent))
 
     def _send_directly(self, direct: DirectSocket, peer: int, sent: Tensor) -> Ticket:
         ticket = Ticket(peer, True, self._next_serial, is_over=True)
@@ -275,7 +220,7 @@ class TorchTransport:
         except SocketClosed as error:
             raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
         if leaving is not None:
-            return self._opened(ticket._replace(is_over=False), _DirectSend(direct, leaving))
+            return self._opened(ticket._replace(is_over=False), DirectSend(direct, leaving))
         self._next_serial += 1
         return ticket
 
@@ -284,7 +229,7 @@ class TorchTransport:
         require_contiguous(self.rank, ticket, tensor)
         direct = self._direct.of(peer, tag, tensor.nbytes)
         if direct is not None:
-            return self._opened(ticket, _DirectReceive(direct, direct.post(tensor)))
+            return self._opened(ticket, DirectReceive(direct, direct.post(tensor)))
         received = tensor.detach()
         link = self._link(ticket, peer, self.rank, tag)
         try:
@@ -292,9 +237,12 @@ class TorchTransport:
         except RuntimeError as error:
             del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
             raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
-        return self._opened(ticket, _Work(work, received))
+        return self._opened(ticket, self._message(work, received))
 
-    def _opened(self, ticket: Ticket, pending: _Pending) -> Ticket:
+    def _message(self, work: dist.Work, tensor: Tensor) -> Pending:
+        return QueuedMessage(work, tensor) if self._device.type == "cuda" else GlooMessage(work, tensor)
+
+    def _opened(self, ticket: Ticket, pending: Pending) -> Ticket:
         self._open[ticket.serial] = pending
         self._next_serial += 1
         return ticket
@@ -319,11 +267,11 @@ class TorchTransport:
             pending.wait(deadline_s)
         except SizesDiffer as error:
             raise PipelineError(f"rank {self.rank}: message of rank {ticket.peer}: {error}", rank=self.rank) from error
-        except (RuntimeError, SocketClosed, SocketLate) as error:
+        except (RuntimeError, SocketClosed, MessageLate) as error:
             del pending  # frames live as long as the error, and a work kept alive would keep the sockets open
             error.with_traceback(None)
             waited_s = time.monotonic() - begin_s
-            if isinstance(error, SocketLate) or waited_s >= deadline_s or "Timed out" in str(error):
+            if isinstance(error, MessageLate) or waited_s >= deadline_s or "Timed out" in str(error):
                 raise deadline_exceeded(self.rank, ticket, waited_s, self.deadline_s) from error
             raise peer_lost(self.rank, ticket, waited_s, str(error)) from error
         if self._observer is not None:
