@@ -30,8 +30,8 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from penstock.execute.split.backward import backward_input, backward_weight
 from penstock.execute.split.plan import SplitPlan
+from penstock.execute.stages.split_backward import backward_input, backward_weight
 from penstock.execute.stages.stage import Stage
 from penstock.models.decoder import DecoderConfig, decoder_layers
 

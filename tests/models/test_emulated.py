@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from penstock.execute.split.backward import backward_input, backward_weight
+from penstock.execute.stages.split_backward import backward_input, backward_weight
 from penstock.execute.stages.stage import Stage
 from penstock.models.emulated import EmulatedLayer
 

@@ -25,9 +25,9 @@ from penstock.execute.losses.delivery import deliver_loss
 from penstock.execute.messages import Incoming, Key, Messenger
 from penstock.execute.observing.record import Recorder
 from penstock.execute.registers import Registers
-from penstock.execute.split.backward import backward_input, backward_weight
 from penstock.execute.stages.auxiliary import StageWithLosses, auxiliary_of
 from penstock.execute.stages.carried import RunBackward, RunForward, Save, StageOnSlice, carrying_modules
+from penstock.execute.stages.split_backward import backward_input, backward_weight
 from penstock.execute.stages.stage import SavedForward, Stage
 from penstock.execute.tree import map_leaves
 from penstock.ir.deps import NONE, predecessors

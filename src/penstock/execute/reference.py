@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.execute.batch.keywords import check_keywords, run_layers
 from penstock.execute.batch.microbatch import BatchSpec, Microbatch, split_batch
 from penstock.execute.losses.loss import Count, Loss, LossShares, LossWeights, combine_losses
 from penstock.execute.losses.output import LossParts, read_loss, takes_weight
 from penstock.execute.stages.auxiliary import AddedLosses, Auxiliary, auxiliary_modules, take_all
+from penstock.execute.stages.keywords import check_keywords, run_layers
 from penstock.execute.stages.randomness import LOSS, Randomness
 from penstock.execute.stages.skips import StageSkips
 from penstock.execute.stages.stage import BeforeLayer

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PartitionError, PipelineError
-from penstock.execute.batch.keywords import select_keywords
+from penstock.execute.stages.keywords import select_keywords
 from penstock.execute.losses.loss import Loss
 from penstock.execute.losses.output import takes_weight
 from penstock.execute.stages.assemble import Layer, layer_names

@@ -8,8 +8,7 @@ from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.batch.step import Step
 from penstock.execute.losses.exchange import LossExchange
 from penstock.execute.losses.loss import LossShares
-from penstock.execute.losses.output import LossName
-from penstock.execute.stages.auxiliary import ALL_TOGETHER
+from penstock.execute.losses.output import ALL_TOGETHER, LossName
 from tests.local_pipelines import error_of, on_ranks
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.batch.step import Step
 from penstock.execute.losses.loss import LossShares
-from penstock.execute.losses.output import LossName
-from penstock.execute.stages.auxiliary import ALL_TOGETHER, StageWithLosses, auxiliary_modules, auxiliary_of, take_all
+from penstock.execute.losses.output import ALL_TOGETHER, LossName
+from penstock.execute.stages.auxiliary import StageWithLosses, auxiliary_modules, auxiliary_of, take_all
 from penstock.execute.stages.stage import Stage
 from penstock.models import AuxiliaryLoss
 from tests.local_pipelines import WIDTH, settle, values

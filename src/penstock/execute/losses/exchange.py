@@ -15,9 +15,8 @@ from torch import Tensor
 from penstock.errors import PipelineError
 from penstock.execute.batch.step import Step
 from penstock.execute.losses.loss import LossShares, combine_losses
-from penstock.execute.losses.output import LossName
+from penstock.execute.losses.output import ALL_TOGETHER, LossName
 from penstock.execute.losses.results import MicrobatchLosses, NamedLosses, StepResult, reported_by_microbatch
-from penstock.execute.stages.auxiliary import ALL_TOGETHER
 from penstock.execute.transport.protocol import Transport
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -32,6 +32,8 @@ class LossOutput:
     """Any tree of values; comes back, detached and in order of the microbatches, as `StepResult.reported`."""
 
 
+ALL_TOGETHER = ""
+"""Under this name stands what the auxiliary losses of a microbatch add to what is trained, with their weights."""
 LossValue = Tensor | Mapping[str, Tensor] | tuple[Tensor, float | Tensor] | LossOutput
 
 

@@ -13,12 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.execute.batch.step import Place, Step
-from penstock.execute.losses.output import LossName
+from penstock.execute.losses.output import ALL_TOGETHER, LossName
 from penstock.execute.stages.carried import RunForward, Save
 from penstock.execute.stages.stage import SavedForward, Stage
-
-ALL_TOGETHER = ""
-"""Under this name stands what the auxiliary losses of a microbatch add to what is trained, with their weights."""
 
 
 @runtime_checkable

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import PipelineError
-from penstock.execute.batch.keywords import keyword_names, run_layers
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.split.plan import SplitPlan
+from penstock.execute.stages.keywords import keyword_names, run_layers
 from penstock.execute.stages.skips import Shelf, StageSkips
 from penstock.execute.tree import flatten
 

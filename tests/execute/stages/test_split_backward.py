@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PenstockWarning
-from penstock.execute.split.backward import backward_input, backward_weight
+from penstock.execute.stages.split_backward import backward_input, backward_weight
 from penstock.execute.stages.stage import Stage
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import WIDTH, block, on_ranks, settle, square_loss, values

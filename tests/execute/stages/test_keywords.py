@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PipelineError
-from penstock.execute.batch.keywords import check_keywords, keyword_names, run_layers, select_keywords
+from penstock.execute.stages.keywords import check_keywords, keyword_names, run_layers, select_keywords
 
 
 class Masked(nn.Module):
