@@ -26,6 +26,7 @@ from penstock.execute.losses.results import (
 )
 from penstock.execute.messages import Messenger
 from penstock.execute.observing.clock import ClockComparison
+from penstock.execute.observing.device_recorder import recorder_for
 from penstock.execute.observing.inspection import Inspection
 from penstock.execute.observing.log import log_plan
 from penstock.execute.observing.memory_report import MemoryWatch
@@ -254,9 +255,11 @@ class Runner:
 
     def _begin_recording(self, interpreter: Interpreter) -> Recorder:
         self._clocks.begin()
-        return Recorder(interpreter.num_rows, self._options.clock)
+        options = self._options
+        return recorder_for(self._device, interpreter.num_rows, options.clock, options.deadline_s)
 
     def _gather_recording(self, interpreter: Interpreter, recorder: Recorder) -> Recording:
+        recorder.finish()
         sizes = self._messenger.output_bytes()
         return gather_recording(self._transport, interpreter.program, recorder, self._clocks, output_bytes=sizes)
 

@@ -44,6 +44,9 @@ class Recorder:
 
         return timed_wait
 
+    def finish(self) -> None:
+        """Make sure that all times are there."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recording:
