@@ -32,6 +32,14 @@ def test_the_demo_loads_and_overrides_change_it():
     assert config.pipeline.split == (3, 4)
 
 
+@pytest.mark.parametrize("split", ["declared", "even", "measured"])
+def test_the_rule_of_the_split_can_be_named(split):
+    config = load_config(EXAMPLES / "demo.toml", [f"pipeline.split={split}"])
+
+    assert config.pipeline.split == split
+    assert f'\nsplit = "{split}"\n' in config_to_toml(config)
+
+
 def test_the_defaults_are_a_valid_run():
     config = config_from_table(MINIMAL)
 
@@ -116,6 +124,13 @@ def test_an_unknown_key_names_the_nearest_known_one(table, key, hint):
         (table_with(data={"files": "a.txt"}), "data.files", "got 'a.txt', expected a list"),
         (table_with(data={"files": [1]}), "data.files[0]", "got 1, expected a valid string"),
         (table_with(pipeline={"split": [2, 0]}), "pipeline.split[1]", "got 0"),
+        (
+            table_with(pipeline={"split": "mesured"}),
+            "pipeline.split",
+            "got 'mesured', expected 'declared', 'even' or 'measured' ('declared': even by the weights that layers",
+        ),
+        (table_with(pipeline={"split": "mesured"}), "pipeline.split", "Did you mean 'measured' or 'declared'?"),
+        (table_with(pipeline={"split": 3}), "pipeline.split", "got 3, expected a list ('declared'"),
         (table_with(pipeline={"options": {"a": [1]}}), "pipeline.options.a", "expected a string, a number, true or"),
         (table_with(pipeline={"options": 3}), "pipeline.options", "expected a table"),
         ({**MINIMAL, "batch": 3}, "batch", "got 3, expected a table"),

@@ -21,6 +21,8 @@ from penstock.train.rules import (
     pipeline_problems,
 )
 from penstock.train.sections import (
+    LISTED,
+    NAMED,
     BatchSection,
     DataSection,
     DebugSection,
@@ -156,7 +158,7 @@ def _problems_of(error: ValidationError) -> list[Problem]:
 
 def _resolve(location: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], FieldInfo | None]:
     """Return the names that a user wrote, without pydantic's names of union members, and the field they mean."""
-    names = location[:3]
+    names = tuple(name for name in location if name not in (NAMED, LISTED))[:3]
     fields = _fields_of(str(names[0]))
     return names, fields.get(str(names[1])) if len(names) > 1 else None
 

@@ -23,6 +23,7 @@ from penstock.train.report import Outcome, predict_again, write_report
 from penstock.train.run_folder import SCHEDULE, TIMELINE, WEIGHTS, RunFolder
 from penstock.train.run_log import run_log
 from penstock.train.setup import build_layers, build_pipeline, optimizer_options, prepare_together
+from penstock.train.split import choose_split
 from penstock.train.step import StepOutcome, Trainer, require_finite
 from penstock.train.weights import save_weights
 
@@ -66,12 +67,14 @@ def train(config: RunConfig, *, output: TextIO) -> TrainingResult:
             dataset = prepare_together(config, folder, wires)
             stack.enter_context(run_log(folder.path, wires.rank, config.debug.log))
             layers = build_layers(config, dataset.vocabulary)
+            rule = choose_split(config, layers, dataset, folder, wires)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", PenstockWarning)  # told below, in this program's own words
-                pipeline = stack.enter_context(closing(build_pipeline(config, layers)))
+                pipeline = stack.enter_context(closing(build_pipeline(config, layers, rule)))
         if pipeline.rank == 0:
             folder.write(SCHEDULE, pipeline.schedule.to_csv().encode())
             output.write(_opening(config, layers, dataset) + pipeline.describe_split())
+            output.write(f"{rule.note}\n" if rule.note else "")
             advice = few_microbatches(pipeline.program)
             output.write(f"note: {advice}\n" if advice else "")
         result = _run_steps(config, pipeline, dataset, folder, output)

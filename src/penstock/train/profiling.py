@@ -22,6 +22,7 @@ from penstock.train.data import Batch, TokenDataset
 from penstock.train.loop import PREPARING_DEADLINE_S
 from penstock.train.run_folder import RunFolder
 from penstock.train.setup import build_layers, build_pipeline, prepare_together
+from penstock.train.split import choose_split
 
 NUM_WARM_UP_STEPS = 2
 """The first step agrees on shapes, and the second is the first to post receives ahead."""
@@ -49,7 +50,7 @@ class Profile:
 def profile_run(config: RunConfig, *, num_steps: int) -> Profile:
     """Measure a run as one of its ranks; torch.distributed is initialized where there are several.
 
-    No weights change, and nothing is written but the tokens of the text.
+    No weights change, and nothing is written but the tokens of the text, and what layers take if the split goes by it.
 
     Raises:
         ConfigError, FormatError, ScheduleError, PartitionError, PipelineError: as when it is trained.
@@ -57,7 +58,8 @@ def profile_run(config: RunConfig, *, num_steps: int) -> Profile:
     folder = RunFolder(Path(config.run.folder))
     with closing(default_transport(None, PREPARING_DEADLINE_S)) as wires:
         dataset = prepare_together(config, folder, wires, begins_run=False)
-        pipeline = build_pipeline(config, build_layers(config, dataset.vocabulary))
+        layers = build_layers(config, dataset.vocabulary)
+        pipeline = build_pipeline(config, layers, choose_split(config, layers, dataset, folder, wires))
     with closing(pipeline):
         return profile_pipeline(pipeline, dataset, num_steps)
 

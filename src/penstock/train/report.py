@@ -15,7 +15,18 @@ from penstock.simulate.costs.fit import costs_from_timeline
 from penstock.train.files import naming_storage
 from penstock.train.metrics import JSONL_NAME, TENSORBOARD_NAME
 from penstock.train.progress import duration_text
-from penstock.train.run_folder import CONFIG, LOG, PICTURE, SCHEDULE, SUMMARY, TIMELINE, TRACE, WEIGHTS, RunFolder
+from penstock.train.run_folder import (
+    CONFIG,
+    LAYER_TIMES,
+    LOG,
+    PICTURE,
+    SCHEDULE,
+    SUMMARY,
+    TIMELINE,
+    TRACE,
+    WEIGHTS,
+    RunFolder,
+)
 
 Timelines = Mapping[str, Timeline]
 """By name: "predicted" and "measured"; empty where no step was recorded."""
@@ -24,6 +35,7 @@ MEANING = {
     CONFIG: "every setting of the run, with its meaning",
     WEIGHTS: "the trained weights, with the names of the unsplit model",
     SCHEDULE: "the schedule that ran, one row per rank",
+    LAYER_TIMES: "what each layer took when it was measured: the split goes by it",
     SUMMARY: "the last losses, and the timelines in figures",
     JSONL_NAME: "one line of numbers per step",
     TIMELINE: "the recorded step as it was measured: penstock doctor says where its time went",

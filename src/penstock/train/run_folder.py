@@ -21,6 +21,8 @@ PICTURE = "timeline.png"
 SUMMARY = "summary.json"
 LOG = "rank0.log"
 """Of rank 0; the others have their own number."""
+LAYER_TIMES = "layer_times.json"
+"""What a split by measured seconds goes by; runs in the folder share it."""
 COSTS = "costs.toml"
 """Of `penstock profile`, which a run leaves alone."""
 

@@ -1,8 +1,8 @@
 """The sections of a run's configuration: every key, its type, its default, its unit."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -11,6 +11,19 @@ Scalar = bool | int | float | str
 # A TOML array arrives as a list; the frozen value is a tuple. Only this step is lenient, the items stay strict.
 Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
 Sizes = Annotated[tuple[Positive, ...], Field(strict=False)]
+
+NAMED, LISTED = "a name", "a list"
+"""Which sort of `pipeline.split` was meant, so that a wrong one is judged as that."""
+
+
+def _sort_of_split(value: Any) -> str:
+    return NAMED if isinstance(value, str) else LISTED
+
+
+Split = Annotated[
+    Annotated[Literal["declared", "even", "measured"], Tag(NAMED)] | Annotated[Sizes, Tag(LISTED)],
+    Discriminator(_sort_of_split),
+]
 
 
 class Section(BaseModel):
@@ -51,7 +64,11 @@ class PipelineSection(Section):
     stages_per_rank: NotNegative = Field(
         default=0, description="stages that each rank holds; 0: as many as the schedule has by itself"
     )
-    split: Sizes | None = Field(default=None, description="layers per stage; absent: split by weight")
+    split: Split = Field(
+        default="declared",
+        description="'declared': even by the weights that layers declare; 'even': by their number; 'measured': by what "
+        "they take; or a list of layers per stage",
+    )
     run_ahead: NotNegative = Field(
         default=0, description="on CUDA, computations that may be queued and not ended; 0: any number"
     )

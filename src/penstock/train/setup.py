@@ -1,7 +1,7 @@
 """From a configuration to what a run needs: its folder, its data, its pipeline, its optimizer's options."""
 
 from penstock.check import check
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.schedule import Schedule
 from penstock.models import DecoderConfig, LayerSpec, cross_entropy_loss, decoder_layers
@@ -14,7 +14,9 @@ from penstock.train.data import TokenDataset, open_dataset
 from penstock.train.optim import OptimizerOptions
 from penstock.train.run_folder import RunFolder
 from penstock.train.sections import PipelineSection
+from penstock.train.split import SplitRule
 from penstock.train.step import loss_over
+from penstock.train.together import failing_together
 
 SET_ELSEWHERE = ("ranks", "microbatches", "slices", "stages_per_rank")
 
@@ -32,13 +34,9 @@ def prepare_together(
     check_ranks(config, wires.num_ranks)
     dataset: TokenDataset | None = None
     for turn in (wires.rank == 0, wires.rank != 0):
-        problem: PenstockError | None = None
-        if turn:
-            try:
+        with failing_together(wires):
+            if turn:
                 dataset = _prepare(config, folder, is_first=wires.rank == 0, begins_run=begins_run)
-            except PenstockError as error:
-                problem = error
-        _fail_together(wires, problem)
     assert dataset is not None
     digests = wires.all_gather_object(dataset.digest)
     if len(set(map(str, digests))) > 1:
@@ -57,14 +55,6 @@ def _prepare(config: RunConfig, folder: RunFolder, *, is_first: bool, begins_run
         if begins_run:
             folder.begin(config)
     return dataset
-
-
-def _fail_together(wires: Transport, problem: PenstockError | None) -> None:
-    texts = [str(text) for text in wires.all_gather_object("" if problem is None else str(problem))]
-    if problem is not None:
-        raise problem
-    if any(texts):
-        raise PenstockError(next(text for text in texts if text))
 
 
 def check_ranks(config: RunConfig, num_ranks: int) -> None:
@@ -86,7 +76,8 @@ def check_plan(config: RunConfig) -> None:
     check(schedule)
     _require_tokens(config, schedule.num_slices)
     num_layers = len(build_layers(config, vocabulary=config.model.vocabulary or 1))
-    split_over(schedule.placement, num_layers, split=config.pipeline.split)
+    split = config.pipeline.split
+    split_over(schedule.placement, num_layers, split=None if isinstance(split, str) else split)
 
 
 def _require_tokens(config: RunConfig, num_slices: int) -> None:
@@ -162,13 +153,14 @@ def _under_its_full_key(error: ConfigError, pipeline: PipelineSection) -> Config
     return ConfigError(problem, key=f"{section}.{error.key or 'schedule'}")
 
 
-def build_pipeline(config: RunConfig, layers: list[LayerSpec]) -> Pipeline:
+def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule) -> Pipeline:
     """Build this rank's part of the model; every rank calls it."""
     return Pipeline(
         layers,
         schedule=build_schedule(config),
         loss=loss_over(cross_entropy_loss, config.batch.accumulate),
-        split=config.pipeline.split,
+        split=rule.split,
+        weights=rule.weights,
         allow_ragged=config.batch.allow_ragged,
         deadline_s=config.run.deadline_s,
         debug=config.debug.level,
