@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.cli.what_if import Setting
+from penstock.execute.batch.stream import Stream
 from penstock.execute.transport import LocalTransport
 from penstock.models.emulated import EmulatedLayer
 from penstock.pipeline import Pipeline
@@ -36,6 +37,8 @@ class Planted:
     """Seconds by rank, before the step."""
     slow_data: dict = field(default_factory=dict)
     """Seconds by rank, for a batch."""
+    slow_streams: dict = field(default_factory=dict)
+    """Seconds by rank and microbatch; if there are any, all ranks have streams."""
 
     @property
     def setting(self):
@@ -62,6 +65,8 @@ class Planted:
         trainer = Trainer(pipeline, OPTIONS)
         trainer.step(1, _Batches(0.0, self.num_microbatches))
         batches = _Batches(self.slow_data.get(wires.rank, 0.0), self.num_microbatches)
+        if self.slow_streams:
+            batches = _Streams(wires.rank, self.slow_streams, self.num_microbatches)
         recorded = []
         for number in range(2, 2 + NUM_STEPS):
             time.sleep(self.late_ranks.get(wires.rank, 0.0))
@@ -81,6 +86,23 @@ class _Batches:
     def __getitem__(self, index):
         time.sleep(self.load_s)
         return torch.zeros(self.size, 4), torch.zeros(self.size, 4)
+
+
+@dataclass(frozen=True)
+class _Streams:
+    rank: int
+    slow: dict
+    num_microbatches: int
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return Stream(map(self._microbatch, range(self.num_microbatches)))
+
+    def _microbatch(self, index):
+        time.sleep(self.slow.get((self.rank, index), 0.0))
+        return torch.zeros(1, 4), torch.zeros(1, 4)
 
 
 def _length_s(timeline, lead_ins):

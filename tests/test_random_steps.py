@@ -169,6 +169,20 @@ def test_every_step_draws_anew_and_a_number_brings_a_draw_back():
     assert pipeline.step_number == 2
 
 
+@pytest.mark.parametrize("seed", [SEED, None])
+def test_ranks_that_went_on_at_different_numbers_are_told_and_evaluate_all_the_same(seed):
+    own = task()
+
+    def case(wires):
+        pipeline = pipeline_of(wires, own, "1f1b", seed=seed)
+        pipeline.step_number = 4 + wires.rank
+        pipeline.evaluate(*own.inputs, target=own.target)
+        return step_task(pipeline, own) if seed is None else error_of(step_task, pipeline, own)
+
+    for found in on_ranks(2, case):
+        assert seed is None or "rank 0 is at step_number 4, rank 1 at 5" in str(found)
+
+
 def test_without_a_seed_nothing_is_set():
     layer, inputs = dropping(1), values(1, 3, WIDTH, dtype=FLOAT64)
     pipeline = Pipeline([layer], "1f1b", 1, square_loss)

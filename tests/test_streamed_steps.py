@@ -414,6 +414,31 @@ def test_a_recorded_step_counts_no_wait_for_data_as_work():
     assert pipeline.timeline.makespan_s == M - 1  # the first microbatch came before the step began
 
 
+def test_a_recorded_step_tells_on_every_rank_who_waited_for_which_data_and_when():
+    """All ranks read one clock, which only the data of the last one move."""
+    time, task = FakeTime(), float_task(2 * M)
+    clock = Clock(time.read, "one host")
+
+    def recorded(wires):
+        pipeline = pipeline_of(wires, task, clock=clock)
+        items = slow(time, pieces(task), [2.0, 0.0, 0.5, 0.25]) if wires.rank else pieces(task)
+        result = pipeline.step(*stream_on(pipeline, items), record=True)
+        timeline = pipeline.timeline
+        pipeline.step(*task.inputs, target=task.target, record=True)
+        return result.data_times, timeline, pipeline.timeline
+
+    for rank, (times, timeline, without) in enumerate(on_ranks(2, recorded)):
+        assert without.data_waits == ()
+        assert [wait.microbatch for wait in timeline.data_waits] == [*range(M), *range(M)]
+        assert [wait.rank for wait in timeline.data_waits] == [0] * M + [1] * M
+        lengths_s = [wait.end_s - wait.begin_s for wait in timeline.data_waits]
+        assert lengths_s[M:] == [2.0, 0.0, 0.5, 0.25]
+        own = slice(rank * M, (rank + 1) * M)
+        assert times.waited_s + times.prepared_s == pytest.approx(sum(lengths_s[own]))
+        first, second, third, fourth = timeline.data_waits[M:]
+        assert first.end_s <= 0 <= second.begin_s <= third.begin_s < third.end_s <= fourth.begin_s
+
+
 def test_slow_data_are_warned_of_once_a_step_with_rank_microbatch_and_milliseconds():
     time, task = FakeTime(), float_task(2 * M)
     pipeline = pipeline_of(None, task, clock=Clock(time.read), data_warn_s=0.1)

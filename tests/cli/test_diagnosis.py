@@ -58,11 +58,27 @@ def slow_data(chance):
     return Planted(**shape, slow_data={rank: 0.06}), f"rank {rank}"
 
 
+def slow_stream(chance):
+    """One microbatch inside the step comes late, to the first or the last rank."""
+    shape = some_shape(chance)
+    rank = chance.choice([0, shape["num_ranks"] - 1])
+    late = (rank, chance.randrange(1, shape["num_microbatches"]))
+    return Planted(**shape, slow_streams={late: 0.06}), f"rank {rank}, for microbatches"
+
+
+def slow_first_microbatch(chance):
+    shape = some_shape(chance)
+    rank = chance.choice([0, shape["num_ranks"] - 1])
+    return Planted(**shape, slow_streams={(rank, 0): 0.06}), f"rank {rank}"
+
+
 CAUSES = {
     slow_stage: Cause.IMBALANCE,
     slow_channel: Cause.TRANSFER,
     late_rank: Cause.STRAGGLER,
     slow_data: Cause.DATA,
+    slow_stream: Cause.DATA,
+    slow_first_microbatch: Cause.DATA,
 }
 
 

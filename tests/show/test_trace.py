@@ -2,10 +2,12 @@
 
 import json
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.ir.timeline import DataWait
 from penstock.show.trace import to_trace
 from tests.show.timelines import timeline_of
 
@@ -89,6 +91,26 @@ def test_counters_rise_to_the_peak_and_end_at_zero(events):
     values = [e["args"]["activations"] for e in counters]
     assert max(values) == PREDICTED.peak_activations[0]
     assert values[-1] == 0
+
+
+def test_waits_for_data_are_slices_on_a_thread_of_their_own_from_the_start_of_the_step_on():
+    waits = (
+        DataWait(0, 0, -2.0, -1.0),
+        DataWait(0, 1, -0.5, 0.002),
+        DataWait(0, 2, 0.25, 0.5),
+        DataWait(2, 1, 0.0, 1.0),
+    )
+    trace = json.loads(to_trace({"measured": replace(MEASURED, data_waits=waits)}))["traceEvents"]
+
+    slices = [event for event in of_phase(trace, "X") if event["cat"] == "data"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in of_phase(trace, "M") if e["name"] == "thread_name"}
+    assert [(e["pid"], e["name"], e["ts"], e["dur"]) for e in slices] == [
+        (0, "data of microbatch 1", 0, 2_000),
+        (2, "data of microbatch 1", 0, 1_000_000),
+        (0, "data of microbatch 2", 250_000, 250_000),
+    ]
+    assert {names[e["pid"], e["tid"]] for e in slices} == {"measured data"}
+    assert slices[0]["args"] == {"microbatch": 1, "timeline": "measured"}
 
 
 def test_more_instructions_than_viewers_open_are_refused():

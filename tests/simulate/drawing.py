@@ -48,3 +48,8 @@ def starts(timeline, column="start_s"):
 
 def ends(timeline):
     return starts(timeline, "end_s")
+
+
+def row_of(program, text):
+    """The row of an instruction, by its text."""
+    return next(row for row in range(program.num_instructions) if str(program.instruction(row)) == text)

@@ -1,15 +1,22 @@
 """Blocks: what ran without a break, who made the messages it waited for, and which gather."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.ir.instruction import Op
+from penstock.ir.timeline import DataWait
+from penstock.lower import lower
+from penstock.schedules import build
 from penstock.simulate import Costs, simulate
-from penstock.simulate.blocks import Gather, Message, blocks_of
-from tests.simulate.drawing import drawn, sharded
+from penstock.simulate.blocks import Gather, Message, blocks_of, in_order
+from tests.simulate.drawing import drawn, row_of, sharded
 from tests.simulate.events import programs, uneven_costs
+from tests.simulate.feeding import fed
 
 
 def named(timeline):
@@ -88,3 +95,34 @@ def test_a_block_names_the_gather_in_front_of_it():
 
     assert first.gather == Gather(row=0, start_s=0.0, end_s=2.5)
     assert second.gather is None
+
+
+def test_a_block_has_the_waits_for_data_since_the_block_before_it_on_its_rank():
+    program = drawn("0F0 0F1 0F2", "1F0 1F1 1F2", num_microbatches=3)
+    timeline = fed(program, Costs.uniform(), {row_of(program, text): 0.5 for text in ("0F1", "0F2", "1F2")})
+
+    found = {name: [wait.microbatch for wait in block.data_waits] for name, block in named(timeline).items()}
+
+    assert found == {"0F0": [], "0F1": [1], "0F2": [2], "1F0": [], "1F1": [], "1F2": [2]}
+
+
+def test_a_wait_that_lasts_longer_than_a_computation_of_the_device_is_one_of_the_block_behind_it_too():
+    timeline = simulate(drawn("0F0 0F1 0F2", num_microbatches=3), Costs.uniform())
+    waits = (DataWait(0, 1, 0.25, 0.75), DataWait(0, 2, 0.75, 2.5))
+
+    found = {name: block.data_waits for name, block in named(replace(timeline, data_waits=waits)).items()}
+
+    assert found == {"0F0": (), "0F1": waits, "0F2": waits[1:]}
+
+
+def test_blocks_in_order_come_after_what_they_need():
+    blocks = blocks_of(simulate(lower(build("zbv", ranks=4, microbatches=8)), Costs.uniform()))
+
+    order = list(in_order(blocks, 4))
+
+    place = {index: number for number, index in enumerate(order)}
+    assert sorted(order) == list(range(len(blocks)))
+    for index, block in enumerate(blocks):
+        assert all(place[message.producer] < place[index] for message in block.messages)
+    for earlier, later in pairwise(range(len(blocks))):
+        assert place[earlier] < place[later] or blocks[earlier].rank != blocks[later].rank

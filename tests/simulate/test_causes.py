@@ -9,15 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
+from penstock.ir.timeline import DataWait
 from penstock.lower import lower
 from penstock.schedules import build
 from penstock.simulate import Costs, simulate
 from penstock.simulate.blocks import blocks_of
-from penstock.simulate.causes import Cause, idle_times
+from penstock.simulate.causes import Cause, idle_spans, idle_times
 from penstock.simulate.full import full_from_s
 from penstock.simulate.usual import Usual
-from tests.simulate.drawing import drawn, late_ranks, sharded
+from tests.simulate.drawing import drawn, late_ranks, row_of, sharded
 from tests.simulate.events import programs, uneven_costs
+from tests.simulate.feeding import fed, slow_rows
 
 
 def seconds(found, rank):
@@ -28,8 +30,8 @@ def seconds(found, rank):
 class Why:
     """A second definition: the cause of one rank's idleness at one moment, asked from rank to rank."""
 
-    def __init__(self, timeline, costs, memory_limit, data_wait_s):
-        self.timeline, self.usual, self.data_wait_s = timeline, Usual(timeline, costs), data_wait_s
+    def __init__(self, timeline, costs, memory_limit):
+        self.timeline, self.usual = timeline, Usual(timeline, costs)
         self.blocks = blocks_of(timeline)
         self.full_s = full_from_s(timeline, costs, self.blocks, memory_limit)
         self.begin_s = min(block.start_s for block in self.blocks)
@@ -51,6 +53,7 @@ class Why:
     def moments(self):
         """Every moment at which a label may change."""
         yield from (self.begin_s, self.end_s)
+        yield from (moment_s for wait in self.timeline.data_waits for moment_s in (wait.begin_s, wait.end_s))
         for index, block in enumerate(self.blocks):
             yield from (block.start_s, block.end_s, self.full_s[index])
             yield from (block.start_s + length_s for length_s in self.work_limits(block))
@@ -67,14 +70,13 @@ class Why:
         return None if place == 0 else self.blocks[own[place - 1]]
 
     def phases(self, index):
-        """Until when a block waits for its message, for its gather, for data, and for launches."""
+        """Until when a block waits for its message, for its gather, and for launches."""
         block, before = self.blocks[index], self.previous(index)
         free_s = self.begin_s if before is None else before.end_s
         first_row = self.timeline.program.offsets[block.rank] if before is None else before.rows.stop
         arrival_s = max([free_s, *(message.arrival_s for message in block.messages)])
         gathered_s = max(arrival_s, block.gather.end_s) if block.gather else arrival_s
-        fed_s = gathered_s + (self.data_wait_s[block.rank] if before is None else 0.0)
-        return arrival_s, gathered_s, fed_s, fed_s + self.usual.launches_s(int(block.row - first_row))
+        return arrival_s, gathered_s, gathered_s + self.usual.launches_s(int(block.row - first_row))
 
     def label(self, rank, moment_s):
         """A cause, or a string while the rank works as it should."""
@@ -103,12 +105,15 @@ class Why:
         if moment_s > self.full_s[index]:
             return Cause.MEMORY
         message = max(block.messages, key=lambda each: each.arrival_s, default=None)
-        arrival_s, gathered_s, fed_s, launched_s = self.phases(index)
+        arrival_s, gathered_s, launched_s = self.phases(index)
         if message is not None and moment_s < self.blocks[message.producer].end_s:
             return self.inherited(self.blocks[message.producer].rank, moment_s, Cause.DEPENDENCY)
-        ends = (arrival_s, gathered_s, fed_s, launched_s)
-        causes = (Cause.TRANSFER, Cause.SYNCHRONISATION, Cause.DATA, Cause.LAUNCH)
-        return next((cause for end_s, cause in zip(ends, causes, strict=True) if moment_s < end_s), Cause.STRAGGLER)
+        if moment_s < gathered_s:
+            return Cause.TRANSFER if moment_s < arrival_s else Cause.SYNCHRONISATION
+        own = [wait for wait in self.timeline.data_waits if wait.rank == block.rank]
+        if any(wait.begin_s < moment_s < wait.end_s for wait in own):
+            return Cause.DATA
+        return Cause.LAUNCH if moment_s < launched_s else Cause.STRAGGLER
 
 
 # What holds for every timeline
@@ -118,25 +123,24 @@ class Why:
 @given(programs(), st.integers(0, 2**32), st.integers(1, 3))
 def test_the_causes_of_a_rank_add_up_to_its_idle_time(program, seed, limit):
     costs = uneven_costs(program, seed)
-    timeline = simulate(program, costs)
+    timeline = fed(program, costs, slow_rows(program, seed))
 
-    found = idle_times(timeline, costs, memory_limit=limit, data_wait_s=[0.5] * program.num_ranks)
+    found = idle_times(timeline, costs, memory_limit=limit)
 
     assert (found.by_rank >= 0).all()
     assert found.idle_s == pytest.approx(timeline.makespan_s - timeline.work_s, abs=1e-9)
 
 
 @pytest.mark.slow
-@given(programs(), st.integers(0, 2**32), st.integers(1, 4), st.integers(0, 3))
-def test_the_causes_are_those_that_each_moment_has(program, seed, limit, num_quarters):
+@given(programs(), st.integers(0, 2**32), st.integers(1, 4), st.sampled_from([0.0, 0.3]))
+def test_the_causes_are_those_that_each_moment_has(program, seed, limit, share_of_slow_data):
     costs = uneven_costs(program, seed)
-    timeline = simulate(program, costs)
+    timeline = fed(program, costs, slow_rows(program, seed, share_of_slow_data))
     usual = replace(costs, microbatch_compute_factor=(1.0,), launch_s=0.0)
-    waits_s = [num_quarters / 4] * program.num_ranks
 
-    found = idle_times(timeline, usual, memory_limit=limit, data_wait_s=waits_s)
+    found = idle_times(timeline, usual, memory_limit=limit)
 
-    expected = Why(timeline, usual, limit, waits_s).by_rank()
+    expected = Why(timeline, usual, limit).by_rank()
     assert found.by_rank == pytest.approx(expected, abs=1e-9)
 
 
@@ -246,14 +250,38 @@ def test_waiting_for_parameters_and_for_the_end_of_the_step_is_synchronisation()
     assert seconds(idle_times(timeline, costs), 0) == {"synchronisation": 2}
 
 
-def test_waiting_for_the_batch_is_data_where_nothing_else_explains_it():
-    program = drawn("0F0", "1F0", "2F0")
-    timeline = simulate(program, Costs.uniform())
+def test_waiting_for_a_microbatch_is_data_on_its_rank_and_on_those_that_wait_for_it():
+    program = drawn("0F0 0F1", "1F0 1F1", "2F0 2F1", num_microbatches=2)
+    timeline = fed(program, Costs.uniform(), {row_of(program, "0F1"): 2.5})
 
-    found = idle_times(late_ranks(timeline, 0.5, first=1), Costs.uniform(), data_wait_s=[0.0, 0.375, 9.0])
+    found = idle_times(timeline, Costs.uniform())
 
-    assert seconds(found, 1) == {"dependency": 1, "data": 0.375, "straggler": 0.125, "synchronisation": 1}
-    assert seconds(found, 2) == {"dependency": 2, "data": 0.375, "straggler": 0.125}
+    assert seconds(found, 0) == {"data": 2.5, "synchronisation": 2}
+    # Rank 0 waits from 1 to 3.5; rank 1 from 2 on, when it has done 1F0, and rank 2 from 3 on.
+    assert seconds(found, 1) == {"dependency": 1 + 1, "data": 1.5, "synchronisation": 1}
+    assert seconds(found, 2) == {"dependency": 2 + 2, "data": 0.5}
+
+
+def test_waiting_for_data_costs_nothing_while_a_message_is_waited_for_too():
+    program = drawn("0F0 0F1", "1F0 1F1", num_microbatches=2)
+    costs = replace(Costs.uniform(), forward_s=(4.0, 1.0))
+
+    for data_s, data in ((2.5, {}), (3.5, {"data": 0.5})):
+        timeline = fed(program, costs, {row_of(program, "1F1"): data_s})
+
+        # Rank 1 computes 1F0 from 4 to 5 and has the input of 1F1 at 8: data that take 3 seconds cost none.
+        assert seconds(idle_times(timeline, costs), 1) == {"dependency": 2.5 + 1.5, "imbalance": 1.5 + 1.5} | data
+
+
+def test_beside_data_the_host_has_the_time_that_it_usually_needs():
+    timeline = simulate(drawn("0F0 0F1", num_microbatches=2), Costs.uniform())
+    later_s = np.array([0, 4.0])
+    wait = DataWait(0, 1, 1.125, 4.125)
+    measured = replace(timeline, source="measured", start_s=timeline.start_s + later_s, end_s=timeline.end_s + later_s)
+
+    found = idle_times(replace(measured, data_waits=(wait,)), Costs.uniform(launch_s=0.5))
+
+    assert seconds(found, 0) == {"data": 3, "launch": 0.5, "straggler": 0.5}
 
 
 def test_being_full_while_a_forward_could_run_is_memory():
@@ -274,12 +302,26 @@ def test_a_rank_that_may_hold_more_is_not_full():
     assert idle_times(timeline, costs, memory_limit=[2, 1]).by_rank[0, Cause.MEMORY] == 0
 
 
-@pytest.mark.parametrize(
-    ("key", "options"), [("memory_limit", {"memory_limit": [1, 1, 1]}), ("data_wait_s", {"data_wait_s": [0.0]})]
-)
-def test_values_for_another_number_of_ranks_are_refused(key, options):
+def test_limits_for_another_number_of_ranks_are_refused():
     costs = Costs.uniform()
     timeline = simulate(drawn("0F0", "1F0"), costs)
 
-    with pytest.raises(ConfigError, match=rf"{key}: {len(options[key])} values for 2 ranks; give one"):
-        idle_times(timeline, costs, **options)
+    with pytest.raises(ConfigError, match="memory_limit: 3 values for 2 ranks; give one"):
+        idle_times(timeline, costs, memory_limit=[1, 1, 1])
+
+
+@pytest.mark.slow
+@given(programs(), st.integers(0, 2**32))
+def test_spans_lie_between_blocks_and_add_up_to_the_idle_time_of_each_cause(program, seed):
+    costs = uneven_costs(program, seed)
+    timeline = fed(program, costs, slow_rows(program, seed))
+
+    sums = np.zeros((timeline.num_ranks, len(Cause)))
+    for rank, spans in enumerate(idle_spans(timeline, costs)):
+        rows = timeline.compute_rows(rank)
+        assert all(earlier.end_s <= later.begin_s for earlier, later in pairwise(spans))
+        for begin_s, end_s, cause in spans:
+            sums[rank, cause] += end_s - begin_s
+            middle_s = (begin_s + end_s) / 2
+            assert not ((timeline.start_s[rows] < middle_s) & (middle_s < timeline.end_s[rows])).any()
+    assert sums == pytest.approx(idle_times(timeline, costs).by_rank)

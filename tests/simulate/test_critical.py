@@ -1,17 +1,21 @@
 """The critical path: its pieces add up to the makespan, follow one another, and name what took the time."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.ir.timeline import DataWait
 from penstock.lower import lower
 from penstock.placement import Placement
 from penstock.schedules import build
 from penstock.simulate import Costs, simulate
 from penstock.simulate.blocks import blocks_of
 from penstock.simulate.critical import critical_path
-from tests.simulate.drawing import drawn, late_ranks, sharded
+from tests.simulate.drawing import drawn, late_ranks, row_of, sharded
 from tests.simulate.events import programs, uneven_costs
+from tests.simulate.feeding import fed, slow_rows
 
 
 def told(timeline):
@@ -29,7 +33,7 @@ def simulated(*lines, costs=None, **options):
 @pytest.mark.slow
 @given(programs(), st.integers(0, 2**32))
 def test_the_pieces_add_up_to_the_makespan(program, seed):
-    timeline = simulate(program, uneven_costs(program, seed))
+    timeline = fed(program, uneven_costs(program, seed), slow_rows(program, seed))
 
     path = critical_path(timeline)
 
@@ -40,7 +44,7 @@ def test_the_pieces_add_up_to_the_makespan(program, seed):
 @pytest.mark.slow
 @given(programs(), st.integers(0, 2**32))
 def test_every_computation_on_the_path_ran_when_the_path_is_there(program, seed):
-    timeline = simulate(program, uneven_costs(program, seed))
+    timeline = fed(program, uneven_costs(program, seed), slow_rows(program, seed))
     block_of_row = {block.row: block for block in blocks_of(timeline)}
 
     moment_s = min(block.start_s for block in block_of_row.values())
@@ -59,6 +63,26 @@ def test_without_launches_and_collectives_nothing_pauses(program, seed):
         "backward_weight_s", "message_bytes", "latency_s", "bandwidth_bytes_per_s", "channels")})  # fmt: skip
 
     assert {piece.doing for piece in critical_path(simulate(program, plain))} <= {"compute", "transfer"}
+    slow = fed(program, plain, slow_rows(program, seed))
+    assert {piece.doing for piece in critical_path(slow)} <= {"compute", "transfer", "data"}
+
+
+def test_data_that_come_later_than_the_message_lead_the_path_back_on_their_own_rank():
+    program, costs = drawn("0F0 0F1", "1F0 1F1", num_microbatches=2), replace(Costs.uniform(), forward_s=(4.0, 1.0))
+
+    covered, later = (fed(program, costs, {row_of(program, "1F1"): data_s}) for data_s in (2.0, 3.5))
+
+    assert told(covered) == ["compute 0F0 4", "compute 0F1 4", "compute 1F1 1"]
+    assert told(later) == ["compute 0F0 4", "compute 1F0 1", "data 1F1 3.5", "compute 1F1 1"]
+
+
+def test_what_a_rank_pauses_beside_its_wait_for_data_is_a_pause():
+    timeline = simulated("0F0 0F1", num_microbatches=2)
+    later_s = [0.0, 2.0]
+    wait = DataWait(0, 1, 1.25, 2.5)
+    timeline = replace(timeline, start_s=timeline.start_s + later_s, end_s=timeline.end_s + later_s, data_waits=(wait,))
+
+    assert told(timeline) == ["compute 0F0 1", "pause 0F1 0.25", "data 0F1 1.25", "pause 0F1 0.5", "compute 0F1 1"]
 
 
 def test_it_goes_down_the_ranks_and_up_again():

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.ir.timeline import DataWait
 from penstock.lower import lower
 from penstock.schedules import build
 from penstock.simulate import Costs, simulate
@@ -11,6 +12,8 @@ from penstock.simulate.causes import Cause
 from penstock.simulate.costs.costs import Channel
 from penstock.simulate.lead_in import LeadIn
 from penstock.simulate.losses import evened, losses_of
+from tests.simulate.drawing import row_of
+from tests.simulate.feeding import fed
 
 EVEN = Costs(forward_s=(1.0,) * 3, backward_s=(2.0,) * 3)
 
@@ -99,6 +102,42 @@ def test_slow_data_costs_what_a_batch_at_once_would_save():
 
     # Without its 7 s rank 1 would ask at -8; but then rank 2, without its own 2 s, at -7.
     assert (loss.duration_s, loss.culprit) == (6.0, "rank 1")
+
+
+def fed_step(slow, *waits):
+    """A measured step, with the seconds that data take before the instructions named."""
+    program = lower(build("1f1b", ranks=3, microbatches=6))
+    timeline = fed(program, EVEN, {row_of(program, text): data_s for text, data_s in slow.items()})
+    return replace(timeline, source="measured", data_waits=(*timeline.data_waits, *waits))
+
+
+def test_data_that_come_late_within_the_step_cost_what_it_would_be_shorter_and_nothing_else_is_blamed():
+    timeline = fed_step({"2F0": 0.5, "0F3": 4.0, "0F5": 0.0})
+
+    found = losses(EVEN, timeline=timeline)
+
+    longer_s = timeline.makespan_s - measured(EVEN).makespan_s
+    assert longer_s > 1
+    assert {cause: loss.duration_s for cause, loss in found.items() if loss.duration_s} == {
+        Cause.DEPENDENCY: 6.0,
+        Cause.DATA: longer_s,
+    }
+    assert found[Cause.DATA].culprit == "rank 0, for microbatches within the step"
+
+
+def test_of_data_before_and_within_the_step_the_larger_part_names_the_culprit():
+    lead_ins = [LeadIn(-9, -9, -9)] * 3
+    inside_s = fed_step({"2F3": 4.0}).makespan_s - measured(EVEN).makespan_s
+
+    for first_s, culprit in ((1.0, "rank 2, for microbatches within the step"), (8.0, "rank 1")):
+        timeline = fed_step({"2F3": 4.0}, DataWait(1, 0, -9.0, first_s - 9.0))
+        timeline = replace(timeline, data_waits=tuple(sorted(timeline.data_waits, key=lambda wait: wait.rank)))
+
+        found = losses(EVEN, lead_ins, timeline)
+
+        assert (found[Cause.DATA].duration_s, found[Cause.DATA].culprit) == (first_s + inside_s, culprit)
+        assert found[Cause.STRAGGLER].duration_s == 0
+        assert found[Cause.SYNCHRONISATION].duration_s == 9.0 - first_s
 
 
 def test_the_dearest_cause_comes_first():

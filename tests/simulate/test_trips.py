@@ -12,6 +12,8 @@ from penstock.simulate.causes import Cause, idle_times
 from penstock.simulate.costs.fit import costs_from_timeline
 from penstock.simulate.critical import critical_path
 from penstock.simulate.trips import Trips, usual_s, usual_trip_s, with_true_arrivals
+from tests.simulate.drawing import drawn, row_of
+from tests.simulate.feeding import fed
 
 COSTS = Costs(forward_s=(1.0, 2.0), backward_s=(3.0,), latency_s=0.25)
 
@@ -83,6 +85,25 @@ def test_true_arrivals_are_those_that_the_wire_gave():
     assert (noted.end_s > true.end_s).any()
     assert np.allclose(found.end_s, true.end_s)
     assert found.start_s.tolist() == noted.start_s.tolist()
+
+
+def test_a_message_that_came_while_its_receiver_waited_for_data_was_there():
+    """Rank 1 looks for the input of 1F1 when it has its data; it left at 2.5, and a quarter second is usual."""
+    program = drawn("0F0 0F1", "1F0 1F1", num_microbatches=2)
+    costs = Costs(forward_s=(1.25, 1.0), latency_s=0.25)
+    row, receive = row_of(program, "1F1"), row_of(program, "1RECV_F1")
+    timeline = fed(program, costs, {row: 2.0})
+    end_s = timeline.end_s.copy()
+    end_s[receive] = timeline.start_s[row]  # noticed when it was looked for
+    noted = replace(timeline, source="measured", end_s=end_s)
+
+    trips = Trips.of(program)
+
+    awaited = {
+        str(program.instruction(send)): here for send, here in zip(trips.sends, trips.is_awaited(noted), strict=True)
+    }
+    assert awaited == {"0SEND_F0": True, "0SEND_F1": False}
+    assert (noted.end_s[receive], with_true_arrivals(noted).end_s[receive]) == (4.5, 2.75)
 
 
 def test_what_a_rank_needs_to_take_a_message_counts_as_no_transfer():

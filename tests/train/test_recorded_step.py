@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, FormatError
-from penstock.ir.timeline import Timeline
+from penstock.ir.timeline import DataWait, Timeline
 from penstock.lower import lower
 from penstock.schedules import build
 from penstock.simulate.lead_in import LeadIn
@@ -27,7 +27,18 @@ def recorded_step(schedule, seed=0):
     start_s = chance.random(program.num_instructions)
     unknown = np.zeros(program.num_stages, np.int64)
     end_s = start_s + chance.random(program.num_instructions)
-    timeline = Timeline(program, "measured", start_s, end_s, unknown, unknown, clock_uncertainty_s=chance.random())
+    waits = [DataWait(rank, 0, *np.sort(chance.random(2) - 1).tolist()) for rank in range(program.num_ranks)]
+    uncertainty_s = chance.random()
+    timeline = Timeline(
+        program,
+        "measured",
+        start_s,
+        end_s,
+        unknown,
+        unknown,
+        clock_uncertainty_s=uncertainty_s,
+        data_waits=tuple(waits[::2]),
+    )
     stages = range(program.num_stages)
     moments = np.sort(chance.random((program.num_ranks, 3)) - 2)
     return RecordedStep(
@@ -45,7 +56,7 @@ def plain(recorded):
     timeline = recorded.timeline
     times = (timeline.start_s.tolist(), timeline.end_s.tolist(), timeline.clock_uncertainty_s, timeline.source)
     layers = (recorded.layers_of_stage, recorded.layer_weights)
-    return times, layers, (recorded.message_bytes, recorded.lead_ins, recorded.step)
+    return times, timeline.data_waits, layers, (recorded.message_bytes, recorded.lead_ins, recorded.step)
 
 
 @given(schedules(), st.integers(0, 2**32))
@@ -56,6 +67,20 @@ def test_what_is_written_reads_back_to_the_last_bit(schedule, seed):
 
     assert found.timeline.program == recorded.timeline.program
     assert plain(found) == plain(recorded)
+
+
+def test_a_file_of_before_waits_for_data_were_kept_has_none(small):
+    document = json.loads(small)
+    assert len(document.pop("data_waits")) == 1
+
+    found = recorded_step_from_json(json.dumps(document).encode())
+
+    assert found.timeline.data_waits == ()
+    assert found.lead_ins == recorded_step_from_json(small).lead_ins
+
+
+def wait(rank=0, microbatch=0, begin_s=-1.0, end_s=2.0):
+    return {"rank": rank, "microbatch": microbatch, "begin_s": begin_s, "end_s": end_s}
 
 
 @pytest.fixture
@@ -110,6 +135,11 @@ def test_a_file_that_was_cut_short_says_so(folder):
         ("lead_ins", [[0.0, 1.0, 0.5]] * 2, "goes back in time"),
         ("lead_ins", [[0.0, 1.0, 2.0]], "lead_ins: 1 entries, but 2 belong there"),
         ("lead_ins", [[0.0]] * 2, r"lead_ins\.0: "),
+        ("data_waits", [wait(rank=2)], r"data_waits\.0: rank 2, microbatch 0, but there are 2 ranks and 2 m"),
+        ("data_waits", [wait(), wait(1, 2)], r"data_waits\.1: rank 1, microbatch 2, but there are"),
+        ("data_waits", [wait(begin_s=3.0)], r"data_waits\.0: from 3\.0 to 2\.0 s, which goes back in time"),
+        ("data_waits", [wait(), wait(1), wait(0, 1)], r"data_waits\.2: from -1\.0 to 2\.0 s, which goes back"),
+        ("data_waits", [{"rank": 0}], r"data_waits\.0\.microbatch: "),
         ("step", 0, "step: "),
         ("version", 2, "version: "),
         ("end_s", None, "end_s: "),

@@ -4,20 +4,24 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from penstock.errors import PenstockError
+from penstock.execute.batch.stream import Stream
 from penstock.execute.observing.clock import Clock
-from penstock.models import cross_entropy_loss
-from penstock.train.optim import OptimizerOptions, learning_rate_at
-from penstock.train.step import Trainer, loss_over
+from penstock.execute.reference import reference_step
+from penstock.models import AuxiliaryLoss, LayerSpec, cross_entropy_loss
+from penstock.simulate.lead_in import with_first_waits
+from penstock.train.optim import OptimizerOptions, build_optimizer, clip_gradients, learning_rate_at
+from penstock.train.step import Trainer, scale_over
 from tests.train.local_ranks import error_of, on_ranks, random_batch, small_layers, small_pipeline
 
 OPTIONS = OptimizerOptions(learning_rate=1e-2, total_steps=10, warmup_steps=4, clip_norm=0.5)
 
 
 def train(transport, batches_of_steps, num_accumulated=1, options=None):
-    loss = loss_over(cross_entropy_loss, num_accumulated)
-    pipeline = small_pipeline(transport, small_layers("float64"), loss=loss, **options or {})
+    scale = scale_over(num_accumulated)
+    pipeline = small_pipeline(transport, small_layers("float64"), scale_loss=scale, **options or {})
     trainer = Trainer(pipeline, OPTIONS)
     outcomes = [trainer.step(number, batches) for number, batches in enumerate(batches_of_steps, start=1)]
     pipeline.close()
@@ -59,6 +63,82 @@ def test_slices_of_sequences_make_the_steps_of_whole_ones():
             torch.testing.assert_close(found[name], weights[name], rtol=0, atol=1e-10)
 
 
+class Balanced(nn.Module):
+    """A layer that wants its scores small, and reports how large they are."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.router = nn.Linear(16, 16, dtype=torch.float64)
+        self.z_loss, self.largest = AuxiliaryLoss("z_loss", weight=0.5), AuxiliaryLoss("largest", weight=0.0)
+
+    def forward(self, features):
+        scores = self.router(features)
+        self.z_loss.add(scores.logsumexp(-1).square().mean())
+        self.largest.add(scores.max())
+        return features + scores
+
+
+def balanced_layers():
+    embedding, first, *others = small_layers("float64")
+    return [embedding, first, LayerSpec("balanced", Balanced), *others]
+
+
+def named_cross_entropy(logits, target):
+    return {"cross_entropy": cross_entropy_loss(logits, target), "square": 0.01 * logits.square().mean()}
+
+
+def train_on_the_mean_plainly(batches_of_steps):
+    """One process, one microbatch after another; gradients and losses of the batches are divided by their number."""
+    layers = balanced_layers()
+    modules = [layer() for layer in layers]
+    pairs = list(zip(layers, modules, strict=True))
+    named = [(f"{layer.name}.{key}", value) for layer, module in pairs for key, value in module.named_parameters()]
+    optimizer = build_optimizer(named, OPTIONS)
+    told = []
+    for number, batches in enumerate(batches_of_steps, start=1):
+        results = [
+            reference_step(modules, (tokens,), {}, target, loss=named_cross_entropy, num_microbatches=4)
+            for tokens, target in batches
+        ]
+        for _, parameter in named:
+            parameter.grad /= len(batches)
+        norm = clip_gradients([(name, parameter.grad) for name, parameter in named], lambda own: [own], 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate_at(number, OPTIONS)
+        optimizer.step()
+        optimizer.zero_grad()
+        names = results[0].named_losses
+        means = {name: sum(each.named_losses[name].item() for each in results) / len(results) for name in names}
+        told.append((sum(each.loss.item() for each in results) / len(results), norm, means))
+    return told, {name: parameter.detach() for name, parameter in named}
+
+
+@pytest.mark.parametrize("num_batches", [2, 3])
+def test_losses_that_layers_add_are_trained_and_told_as_their_mean_over_the_batches_too(num_batches):
+    batches = [[random_batch(num_batches * step + index) for index in range(num_batches)] for step in range(2)]
+
+    def case(transport):
+        scale = scale_over(num_batches)
+        pipeline = small_pipeline(transport, balanced_layers(), loss=named_cross_entropy, scale_loss=scale)
+        trainer = Trainer(pipeline, OPTIONS)
+        outcomes = [trainer.step(number, each) for number, each in enumerate(batches, start=1)]
+        pipeline.close()
+        return outcomes, {name: parameter.detach() for name, parameter in pipeline.named_parameters()}
+
+    told, expected = train_on_the_mean_plainly(batches)
+    results = on_ranks(2, case)
+
+    assert {name for _, weights in results for name in weights} == set(expected)
+    for outcomes, weights in results:
+        for outcome, (loss, norm, means) in zip(outcomes, told, strict=True):
+            assert (outcome.loss, outcome.gradient_norm) == pytest.approx((loss, norm), abs=1e-12)
+            assert outcome.named_losses == pytest.approx(means, abs=1e-12)
+            assert set(means) == {"cross_entropy", "square", "z_loss", "largest"}
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-10)
+
+
 def test_no_gradient_stays_behind_a_step():
     [(_, _, pipeline)] = on_ranks(1, train, [[random_batch(0)]])
 
@@ -66,7 +146,7 @@ def test_no_gradient_stays_behind_a_step():
 
 
 def record_a_step(transport):
-    pipeline = small_pipeline(transport, loss=loss_over(cross_entropy_loss, 2))
+    pipeline = small_pipeline(transport, scale_loss=scale_over(2))
     trainer = Trainer(pipeline, OPTIONS)
     trainer.step(1, [random_batch(0), random_batch(1)])
     before = pipeline.timeline
@@ -100,7 +180,7 @@ class LateBatches:
 def record_late_batches(transport):
     now_s = [100.0]
     clock = Clock(lambda: now_s[0], "one host")
-    pipeline = small_pipeline(transport, loss=loss_over(cross_entropy_loss, 2), clock=clock)
+    pipeline = small_pipeline(transport, scale_loss=scale_over(2), clock=clock)
     durations_s = [16.0, 4.0] if transport.rank else [16.0, 0.5]
     outcome = Trainer(pipeline, OPTIONS).step(3, LateBatches(now_s, durations_s), record=True)
     pipeline.close()
@@ -117,6 +197,50 @@ def test_a_recorded_step_tells_how_long_each_rank_waited_for_the_last_batch():
         assert recorded.layers_of_stage == (range(3), range(3, 7))
         assert len(recorded.layer_weights) == 7
         assert recorded.message_bytes == (2 * 8 * 16 * 4, 0)
+
+
+def stream_of(batch, num_microbatches=4):
+    return Stream(list(zip(*(part.chunk(num_microbatches) for part in batch), strict=True)))
+
+
+def test_a_batch_may_come_as_a_stream_and_gives_the_same_step():
+    batches = [[random_batch(2 * step + index) for index in range(2)] for step in range(2)]
+
+    [(whole, expected, _)] = on_ranks(1, train, batches, 2)
+    [(streamed, found, _)] = on_ranks(1, train, [[stream_of(batch) for batch in each] for each in batches], 2)
+
+    assert streamed == whole
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def record_late_stream(transport):
+    now_s = [100.0]
+
+    def items(late_s):
+        tokens, target = random_batch(0)
+        for pair in zip(tokens.chunk(4), target.chunk(4), strict=True):
+            now_s[0] += late_s.pop(0)
+            yield pair
+
+    clock = Clock(lambda: now_s[0], "one host")
+    pipeline = small_pipeline(transport, clock=clock)
+    late_s = [[16.0, 8.0, 4.0, 2.0], [16.0, 0.5, 0.25, 0.125]][transport.rank]
+    outcome = Trainer(pipeline, OPTIONS).step(3, [Stream(items(late_s))], record=True)
+    pipeline.close()
+    return outcome.recorded
+
+
+def test_a_recorded_step_tells_how_long_each_rank_waited_for_which_microbatch_of_a_stream():
+    """The clocks are one for the program, and stand still while a rank computes: only loading shows."""
+    for recorded in on_ranks(2, record_late_stream):
+        waits = recorded.timeline.data_waits
+        assert [lead_in.data_s for lead_in in recorded.lead_ins] == [0.0, 0.0]
+        assert [(wait.rank, wait.microbatch) for wait in waits] == [
+            (rank, each) for rank in (0, 1) for each in range(4)
+        ]
+        assert [wait.end_s - wait.begin_s for wait in waits] == [16.0, 8.0, 4.0, 2.0, 16.0, 0.5, 0.25, 0.125]
+        assert waits[0].begin_s == recorded.lead_ins[0].asked_s
+        assert [lead_in.data_s for lead_in in with_first_waits(recorded.timeline, recorded.lead_ins)] == [16.0, 16.0]
 
 
 def train_astray(transport, value, where):

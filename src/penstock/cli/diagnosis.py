@@ -105,5 +105,7 @@ def _text(piece: Piece, timeline: Timeline, sender_of: dict[int, int]) -> str:
             return f"messages from rank {sender} to rank {piece.rank}"
         case "gather":
             return f"rank {piece.rank} gathering parameters"
+        case "data":
+            return f"rank {piece.rank} waiting for the data of a microbatch"
         case "pause":
             return f"rank {piece.rank} between computations"

@@ -110,7 +110,8 @@ class Runner:
             if self._desk.has_failed:
                 self._recover()
             self._desk.begin()
-            batch = self._gate.admit(mode, call)
+            draws = self._randomness is not None and mode.is_training
+            batch = self._gate.admit(mode, call, step_number=self.step_number if draws else 0)
             step = self._step(mode, call, batch)
             if self._randomness is not None:
                 self._randomness.step = self.step_number
@@ -131,7 +132,7 @@ class Runner:
             if step.supply is not None:
                 result = replace(result, data_times=step.supply.times)
             if recorder is not None:
-                self.recording = self._gather_recording(interpreter, recorder)
+                self.recording = self._gather_recording(interpreter, recorder, step)
             self._desk.end()
         self.step_number += mode.is_training
         return self._with_outputs(result, step)
@@ -258,10 +259,16 @@ class Runner:
         options = self._options
         return recorder_for(self._device, interpreter.num_rows, options.clock, options.deadline_s)
 
-    def _gather_recording(self, interpreter: Interpreter, recorder: Recorder) -> Recording:
+    def _gather_recording(self, interpreter: Interpreter, recorder: Recorder, step: Step) -> Recording:
         recorder.finish()
-        sizes = self._messenger.output_bytes()
-        return gather_recording(self._transport, interpreter.program, recorder, self._clocks, output_bytes=sizes)
+        return gather_recording(
+            self._transport,
+            interpreter.program,
+            recorder,
+            self._clocks,
+            output_bytes=self._messenger.output_bytes(),
+            data_waits=() if step.supply is None else step.supply.waits,
+        )
 
 
 def _do_nothing() -> None:

@@ -15,6 +15,16 @@ Floats = NDArray[np.float64]
 Source = Literal["untimed", "predicted", "measured"]
 
 
+@dataclass(frozen=True, slots=True)
+class DataWait:
+    """A rank had to wait until it had the data of a microbatch that a stream brings inside a step."""
+
+    rank: int
+    microbatch: int
+    begin_s: float
+    end_s: float
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
     """Start and end of every instruction of a program, in seconds from the first start.
@@ -35,6 +45,8 @@ class Timeline:
     """Per rank, bytes of parameters, gradients and optimizer state, beside `peak_bytes`; empty where unknown."""
     clock_uncertainty_s: float = 0.0
     """The most by which times of different ranks may be off against each other; 0 where they have one clock."""
+    data_waits: tuple[DataWait, ...] = ()
+    """Each rank's in their order. The first microbatch is waited for before the step's instructions, so below 0."""
 
     def __post_init__(self) -> None:
         self.start_s.flags.writeable = False

@@ -4,6 +4,7 @@ process: one rank         thread: computations, sends or receives of one timelin
 ├── predicted             0F0 0F1 ....... 0B0        "X" slices with stage, microbatch and text
 ├── predicted sends       0SEND_F0 ─────────────┐    flow arrows ("s" to "f") end at the receive
 ├── predicted receives                          └─▶
+├── measured data         data of microbatch 1       waits for what a stream brings, from the step's start on
 └── predicted activations                            "C" counter
 """
 
@@ -103,6 +104,7 @@ def _timeline_events(name: str, timeline: Timeline, tracks: _Tracks) -> Iterator
                 threads[row] = tracks.thread(rank, lane_name)
     yield from _slices(name, timeline, threads, begin_ns, end_ns)
     yield from _arrows(name, timeline, threads, begin_ns, end_ns)
+    yield from _data_waits(name, timeline, tracks)
     yield from _counters(name, timeline)
 
 
@@ -175,6 +177,22 @@ def _arrows(
             "ph": "f", "bp": "e", "pid": int(rank_of_row[receive]), "tid": int(threads[receive]),
             "ts": arrival_ns / 1e3,
         }  # fmt: skip
+
+
+def _data_waits(name: str, timeline: Timeline, tracks: _Tracks) -> Iterator[Event]:
+    for wait in timeline.data_waits:
+        begin_ns, end_ns = round(max(wait.begin_s, 0.0) * 1e9), round(wait.end_s * 1e9)
+        if end_ns > begin_ns:
+            yield {
+                "name": f"data of microbatch {wait.microbatch}",
+                "cat": "data",
+                "ph": "X",
+                "pid": wait.rank,
+                "tid": tracks.thread(wait.rank, f"{name} data"),
+                "ts": begin_ns / 1e3,
+                "dur": (end_ns - begin_ns) / 1e3,
+                "args": {"microbatch": wait.microbatch, "timeline": name},
+            }
 
 
 def _counters(name: str, timeline: Timeline) -> Iterator[Event]:

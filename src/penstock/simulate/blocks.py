@@ -1,5 +1,6 @@
-"""A timeline as blocks of computation: what ran without a break, and the messages and gathers that it waited for."""
+"""A timeline as blocks of computation: what ran without a break, and the messages, gathers and data it waited for."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -8,8 +9,9 @@ from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
-from penstock.ir.timeline import Timeline
+from penstock.ir.timeline import DataWait, Timeline
 from penstock.simulate.collectives import gather_of_row
+from penstock.simulate.data_waits import waits_of_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class Block:
     end_s: float
     messages: tuple[Message, ...]
     gather: Gather | None = None
+    data_waits: tuple[DataWait, ...] = ()
+    """Of its rank, since the block before."""
 
     @property
     def rows(self) -> range:
@@ -63,6 +67,7 @@ def blocks_of(timeline: Timeline) -> list[Block]:
 
     before = predecessors(program)[:, 0]
     gathers, ranks = gather_of_row(program), program.rank_of_row
+    waits = [deque(own) for own in waits_of_ranks(timeline)]
     found = []
     for row in rows[~is_second[rows]].tolist():
         members = (row, row + 1) if program.joined[row] else (row,)
@@ -75,9 +80,34 @@ def blocks_of(timeline: Timeline) -> list[Block]:
                 end_s=float(timeline.end_s[list(members)].max()),
                 messages=tuple(_messages(timeline, members, before, block_of_row)),
                 gather=_gather(timeline, [int(gathers[member]) for member in members]),
+                data_waits=tuple(_taken(waits[ranks[row]], float(timeline.start_s[row]))),
             )
         )
     return found
+
+
+def in_order(blocks: Sequence[Block], num_ranks: int) -> Iterator[int]:
+    """Return the indices of the blocks, each after those before it on its rank and those that made its messages."""
+    waiting: list[deque[int]] = [deque() for _ in range(num_ranks)]
+    for index, block in enumerate(blocks):
+        waiting[block.rank].append(index)
+    is_done = [False] * len(blocks)
+    num_done = -1
+    while num_done < sum(is_done):  # what has run can run
+        num_done = sum(is_done)
+        for queue in waiting:
+            while queue and all(is_done[message.producer] for message in blocks[queue[0]].messages):
+                is_done[queue[0]] = True
+                yield queue.popleft()
+
+
+def _taken(waits: deque[DataWait], until_s: float) -> Iterator[DataWait]:
+    """Take off the waits that began before a moment; one that goes on, while a device computes, stays as well."""
+    while waits and waits[0].begin_s < until_s:
+        yield waits[0]
+        if waits[0].end_s > until_s:
+            return
+        waits.popleft()
 
 
 def _messages(

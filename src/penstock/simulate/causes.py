@@ -10,21 +10,21 @@ An idle second of a rank is put down to what the rank that it waits for was doin
 may take longer than the mean stage: what is above the mean is *imbalance*. [3] It may take longer than it usually does:
 a *straggler*. [4] The message is on its way: a *transfer*. Where the other rank is idle itself, its cause is inherited.
 Where a forward was ready and only the limit of activations kept the rank from running it, that limit is the cause.
+Where all that comes from elsewhere was there, and the rank waited for the data of a microbatch, the *data* are.
 So each second has one cause, and the causes of a rank add up to its idle time.
 """
 
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ConfigError
 from penstock.ir.timeline import Timeline
-from penstock.simulate.blocks import Block, blocks_of
+from penstock.simulate.blocks import Block, blocks_of, in_order
 from penstock.simulate.costs.costs import Costs
 from penstock.simulate.full import full_from_s
 from penstock.simulate.usual import Usual
@@ -48,7 +48,7 @@ class Cause(IntEnum):
     MEMORY = 6
     """A forward was ready, but the rank held as many activations as it may."""
     DATA = 7
-    """The rank waited for its batch."""
+    """The rank waited for its batch, or for a microbatch of it."""
 
 
 WORK = len(Cause)
@@ -72,61 +72,59 @@ class IdleTimes:
         return np.asarray(self.by_rank.sum(axis=1))
 
 
-def idle_times(
-    timeline: Timeline,
-    costs: Costs,
-    *,
-    memory_limit: int | Sequence[int] | None = None,
-    data_wait_s: Sequence[float] | None = None,
-) -> IdleTimes:
+class IdleSpan(NamedTuple):
+    """A stretch of a rank's idle time that has one cause."""
+
+    begin_s: float
+    end_s: float
+    cause: Cause
+
+
+def idle_times(timeline: Timeline, costs: Costs, *, memory_limit: int | Sequence[int] | None = None) -> IdleTimes:
     """Put every idle second between the first start and the last end down to a cause.
 
     `costs` say what is usual: for a predicted timeline those it was predicted with, for a measured one what is usual in
     it (`costs_from_timelines`). `memory_limit` counts activations, one number or one per rank; without it no second is
-    put down to memory. `data_wait_s` says how long each rank waited for its batch before its first computation.
+    put down to memory.
     """
+    return IdleTimes(np.array([record.idle_s for record in _records(timeline, costs, memory_limit)]))
+
+
+def idle_spans(timeline: Timeline, costs: Costs) -> list[list[IdleSpan]]:
+    """Return, per rank and in order, the stretches that `idle_times` adds up."""
+    return [record.spans for record in _records(timeline, costs, None)]
+
+
+def _records(timeline: Timeline, costs: Costs, memory_limit: int | Sequence[int] | None) -> list["_Record"]:
     blocks = blocks_of(timeline)
     usual = Usual(timeline, costs)
     full_s = full_from_s(timeline, costs, blocks, memory_limit)
-    waits_s = _data_waits_s(data_wait_s, timeline.num_ranks)
     begin_s = min((block.start_s for block in blocks), default=0.0)
     first_rows = timeline.program.offsets.tolist()
-    records = [_Record(begin_s, first_rows[rank], wait_s) for rank, wait_s in enumerate(waits_s)]
-    for index in _in_order(blocks, timeline.num_ranks):
+    records = [_Record(begin_s, first_rows[rank]) for rank in range(timeline.num_ranks)]
+    for index in in_order(blocks, timeline.num_ranks):
         block = blocks[index]
         record = records[block.rank]
         until_s = max(min(block.start_s, full_s[index]), record.end_s)
         _add_message(record, block, blocks, records, until_s)
-        record.add(min(record.end_s + record.data_wait_s, until_s), Cause.DATA, is_idle=True)
-        launches_s = usual.launches_s(block.row - record.next_row)
-        record.add(min(record.end_s + launches_s, until_s), Cause.LAUNCH, is_idle=True)
-        record.add(until_s, Cause.STRAGGLER, is_idle=True)  # all is there, and still the rank does not begin
+        _add_own(record, block, until_s, usual.launches_s(block.row - record.next_row))
         record.add(block.start_s, Cause.MEMORY, is_idle=True)
         _add_work(record, block, usual)
     _add_ends(records)
-    return IdleTimes(np.array([record.idle_s for record in records]))
-
-
-def _data_waits_s(data_wait_s: Sequence[float] | None, num_ranks: int) -> Sequence[float]:
-    if data_wait_s is None:
-        return [0.0] * num_ranks
-    if len(data_wait_s) != num_ranks:
-        raise ConfigError(f"{len(data_wait_s)} values for {num_ranks} ranks; give one per rank", key="data_wait_s")
-    return data_wait_s
+    return records
 
 
 class _Record:
     """What one rank did from the first start on: labelled segments, one behind the other."""
 
-    def __init__(self, begin_s: float, next_row: int, data_wait_s: float) -> None:
+    def __init__(self, begin_s: float, next_row: int) -> None:
         self.begin_s = begin_s
         self.next_row = next_row
         """The instruction behind the last block."""
-        self.data_wait_s = data_wait_s
-        """Of the block to come."""
         self.ends_s: list[float] = []
         self.labels: list[int] = []
         self.idle_s = [0.0] * len(Cause)
+        self.spans: list[IdleSpan] = []
 
     @property
     def end_s(self) -> float:
@@ -138,6 +136,7 @@ class _Record:
             return
         if is_idle:
             self.idle_s[label] += length_s
+            self.spans.append(IdleSpan(self.end_s, until_s, Cause(label)))
         self.ends_s.append(until_s)
         self.labels.append(label)
 
@@ -150,21 +149,6 @@ class _Record:
             ordinary = label in (WORK, Cause.DEPENDENCY)
             self.add(min(end_s, until_s), of_work if ordinary else label, is_idle=True)
         self.add(until_s, of_work, is_idle=True)
-
-
-def _in_order(blocks: Sequence[Block], num_ranks: int) -> Iterator[int]:
-    """Indices of the blocks, each after those before it on its rank and those that made its messages."""
-    waiting: list[deque[int]] = [deque() for _ in range(num_ranks)]
-    for index, block in enumerate(blocks):
-        waiting[block.rank].append(index)
-    is_done = [False] * len(blocks)
-    num_done = -1
-    while num_done < sum(is_done):  # what has run can run
-        num_done = sum(is_done)
-        for queue in waiting:
-            while queue and all(is_done[message.producer] for message in blocks[queue[0]].messages):
-                is_done[queue[0]] = True
-                yield queue.popleft()
 
 
 def _add_message(
@@ -180,6 +164,24 @@ def _add_message(
         record.add(min(block.gather.end_s, until_s), Cause.SYNCHRONISATION, is_idle=True)
 
 
+def _add_own(record: _Record, block: Block, until_s: float, launches_s: float) -> None:
+    """The idle time in which all has come from elsewhere: the rank waits for data, and else its host is at work."""
+    for wait in block.data_waits:
+        if wait.end_s > record.end_s:
+            launches_s = _add_host(record, min(max(wait.begin_s, record.end_s), until_s), launches_s)
+            record.add(min(wait.end_s, until_s), Cause.DATA, is_idle=True)
+    _add_host(record, until_s, launches_s)
+
+
+def _add_host(record: _Record, until_s: float, launches_s: float) -> float:
+    """The host launches, for so long as it usually needs; return what is left of that."""
+    begin_s = record.end_s
+    record.add(min(begin_s + launches_s, until_s), Cause.LAUNCH, is_idle=True)
+    launched_s = record.end_s - begin_s
+    record.add(until_s, Cause.STRAGGLER, is_idle=True)  # all is there, and still the rank does not begin
+    return launches_s - launched_s
+
+
 def _add_work(record: _Record, block: Block, usual: Usual) -> None:
     on_its_stage_s = usual.on_its_stage_s(block)
     ordinary_s = min(on_its_stage_s, usual.on_the_mean_stage_s(block))
@@ -187,7 +189,6 @@ def _add_work(record: _Record, block: Block, usual: Usual) -> None:
     record.add(min(block.start_s + on_its_stage_s, block.end_s), Cause.IMBALANCE, is_idle=False)
     record.add(block.end_s, Cause.STRAGGLER, is_idle=False)
     record.next_row = block.row + block.num_rows
-    record.data_wait_s = 0.0
 
 
 def _add_ends(records: Sequence[_Record]) -> None:

@@ -5,8 +5,8 @@
     path     F0 >F0  B0 >F1  B1 >....B1
 
 Walked from the last end backwards: before each block stands what it waited for longest, its rank's previous block, a
-message, or a gather of its parameters. What none of them explains is a pause of the rank itself. The pieces add up to
-the makespan.
+message, a gather of its parameters, or the data of a microbatch. What none of them explains is a pause of the rank
+itself. The pieces add up to the makespan.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from typing import Literal
 from penstock.ir.timeline import Timeline
 from penstock.simulate.blocks import Block, blocks_of
 
-Doing = Literal["compute", "transfer", "gather", "pause"]
+Doing = Literal["compute", "transfer", "gather", "data", "pause"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class Piece:
 
     doing: Doing
     rank: int
-    """The rank that computes or pauses, or that the message goes to."""
+    """The rank that computes, pauses or waits for data, or that the message goes to."""
     row: int
-    """The row of the program that computes, or whose start the transfer, gather or pause leads to."""
+    """The row of the program that computes, or whose start the transfer, gather, wait or pause leads to."""
     duration_s: float
 
 
@@ -61,8 +61,9 @@ def _step_back(
     arrival_s = free_s if message is None else message.arrival_s
     if gather is not None and gather.end_s > max(free_s, arrival_s):
         return _step_over_gather(blocks, previous, index, begin_s, pieces)
-    if message is None or arrival_s <= free_s:
-        _add(pieces, "pause", block, block.start_s - free_s)
+    fed_s = max((wait.end_s for wait in block.data_waits), default=free_s)
+    if message is None or arrival_s <= max(free_s, fed_s):
+        _add_pause(pieces, block, free_s, block.start_s)
         return before, free_s
     arrival_s = min(arrival_s, block.start_s)
     produced_s = min(blocks[message.producer].end_s, arrival_s)
@@ -83,10 +84,21 @@ def _step_over_gather(
     end_s = min(gather.end_s, block.start_s)
     launched_s = max(begin_s, min(gather.start_s, end_s))
     free_s = begin_s if before is None else min(blocks[before].end_s, launched_s)
-    _add(pieces, "pause", block, block.start_s - end_s)
+    _add_pause(pieces, block, end_s, block.start_s)
     _add(pieces, "gather", block, end_s - launched_s)
-    _add(pieces, "pause", block, launched_s - free_s)
+    _add_pause(pieces, block, free_s, launched_s)
     return before, free_s
+
+
+def _add_pause(pieces: list[Piece], block: Block, begin_s: float, end_s: float) -> None:
+    """Add a pause in front of a block, from its end back: what of it is a wait for data is that."""
+    for wait in reversed(block.data_waits):
+        wait_begin_s, wait_end_s = max(wait.begin_s, begin_s), min(wait.end_s, end_s)
+        if wait_begin_s < wait_end_s:
+            _add(pieces, "pause", block, end_s - wait_end_s)
+            _add(pieces, "data", block, wait_end_s - wait_begin_s)
+            end_s = wait_begin_s
+    _add(pieces, "pause", block, end_s - begin_s)
 
 
 def _add(pieces: list[Piece], doing: Doing, block: Block, duration_s: float) -> None:

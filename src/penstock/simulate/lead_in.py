@@ -4,10 +4,11 @@
     rank 1      . . [ batch ............ ]|asks|F0 ...      here it waits for its own batch
              free                         begin
 
-This is the time before the timeline's first computation; from there on `simulate.causes` counts.
+This is the time before the timeline's first computation; from there on `simulate.causes` counts. A step that is fed by
+a stream waits for its first microbatch by itself, before it asks the others: that wait counts as the batch's, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from penstock.ir.timeline import Timeline
 from penstock.simulate.causes import Cause, IdleTimes
+from penstock.simulate.data_waits import waits_of_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,27 @@ def idle_before(timeline: Timeline, lead_ins: Sequence[LeadIn]) -> IdleTimes:
     What all ranks need between batch and step is the host's work; what one needs on top makes it a straggler.
     """
     table = np.zeros((timeline.num_ranks, len(Cause)))
-    for rank, segments in enumerate(_segments(timeline, lead_ins)):
+    for rank, segments in enumerate(_segments(timeline, with_first_waits(timeline, lead_ins))):
         for segment in segments:
             table[rank, segment.cause] += segment.end_s - segment.begin_s
     return IdleTimes(table)
+
+
+def with_first_waits(timeline: Timeline, lead_ins: Sequence[LeadIn]) -> list[LeadIn]:
+    """Return the lead-ins as if what ranks waited for after their call, before any computed, had come with the batch.
+
+    So `loaded_s` is later by these seconds, and a rank asks when the last of them is over.
+    """
+    return [*_with_first_waits(timeline, lead_ins)]
+
+
+def _with_first_waits(timeline: Timeline, lead_ins: Sequence[LeadIn]) -> Iterator[LeadIn]:
+    first_s, of_ranks = _first_s(timeline), waits_of_ranks(timeline)
+    for lead_in, waits in zip(lead_ins, of_ranks, strict=False):  # there may be no lead-ins
+        first = [wait for wait in waits if wait.end_s <= first_s]
+        waited_s = sum(wait.end_s - wait.begin_s for wait in first)
+        asked_s = max([lead_in.asked_s, *(wait.end_s for wait in first)])
+        yield LeadIn(lead_in.free_s, min(lead_in.loaded_s + waited_s, asked_s), asked_s)
 
 
 def last_to_ask(lead_ins: Sequence[LeadIn]) -> int:

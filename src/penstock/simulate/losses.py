@@ -6,7 +6,8 @@ Inside the step each cause is taken out of the costs, and the step simulated aga
     even stages    [====================]           the difference is what imbalance costs
     measured       [================================]   what is above the prediction took longer than usual
 
-Before the step, the last rank to come is let come as early as it could have.
+What ranks waited for data is no cost: the measured step is laid out again without it. Before the step, the last rank to
+come is let come as early as it could have.
 """
 
 from collections.abc import Sequence
@@ -25,8 +26,9 @@ from penstock.simulate.causes import Cause
 from penstock.simulate.costs.costs import FIELD_OF_KIND, Costs
 from penstock.simulate.costs.messages import FORWARD, message_costs
 from penstock.simulate.engine import simulate
-from penstock.simulate.lead_in import LeadIn, last_to_ask
+from penstock.simulate.lead_in import LeadIn, last_to_ask, with_first_waits
 from penstock.simulate.usual import Usual
+from penstock.simulate.without_waits import makespan_without_waits_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,9 @@ def losses_of(timeline: Timeline, costs: Costs, lead_ins: Sequence[LeadIn] = ())
     They need not add up to the idle time of any rank: two causes may delay the same second.
     """
     program = timeline.program
+    lead_ins = with_first_waits(timeline, lead_ins)
     predicted_s = simulate(program, costs).makespan_s
+    fed_s = makespan_without_waits_s(timeline, range(timeline.num_ranks))
 
     def without(other: Costs) -> float:
         return max(predicted_s - simulate(program, other).makespan_s, 0.0)
@@ -58,8 +62,8 @@ def losses_of(timeline: Timeline, costs: Costs, lead_ins: Sequence[LeadIn] = ())
         Loss(Cause.TRANSFER, without(free), _slowest_channel(program, costs)),
         Loss(Cause.IMBALANCE, without(even), _heaviest_stage(program, costs)),
         Loss(Cause.LAUNCH, without(replace(costs, launch_s=0.0)), ""),
-        _straggler(timeline, costs, max(timeline.makespan_s - predicted_s, 0.0), lead_ins),
-        _data(lead_ins),
+        _straggler(timeline, costs, max(fed_s - predicted_s, 0.0), lead_ins),
+        _data(timeline, timeline.makespan_s - fed_s, lead_ins),
         Loss(Cause.SYNCHRONISATION, _agreement_s(timeline, lead_ins), ""),
     ]
     return sorted(found, key=lambda loss: -loss.duration_s)
@@ -128,9 +132,14 @@ def excess_of_ranks_s(timeline: Timeline, costs: Costs) -> NDArray[np.float64]:
     return found
 
 
-def _data(lead_ins: Sequence[LeadIn]) -> Loss:
-    saved_s = _saved_before_s(lead_ins, [lead_in.data_s for lead_in in lead_ins])
-    return Loss(Cause.DATA, saved_s, f"rank {last_to_ask(lead_ins)}" if lead_ins else "")
+def _data(timeline: Timeline, inside_s: float, lead_ins: Sequence[LeadIn]) -> Loss:
+    """What ranks waited for before the step, and for single microbatches within it."""
+    before_s = _saved_before_s(lead_ins, [lead_in.data_s for lead_in in lead_ins])
+    if inside_s > before_s:
+        without_s = [makespan_without_waits_s(timeline, [rank]) for rank in range(timeline.num_ranks)]
+        rank = without_s.index(min(without_s))
+        return Loss(Cause.DATA, before_s + inside_s, f"rank {rank}, for microbatches within the step")
+    return Loss(Cause.DATA, before_s + inside_s, f"rank {last_to_ask(lead_ins)}" if lead_ins else "")
 
 
 def _agreement_s(timeline: Timeline, lead_ins: Sequence[LeadIn]) -> float:

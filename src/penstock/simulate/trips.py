@@ -6,6 +6,8 @@ busy, the message may have been there for long:
     rank 0   [F0] send
     rank 1   [ B0        ]|wait|[F0]      the message was there long before the wait
     rank 1        . . . .  wait |[F0]     it was awaited: the end of the wait is its arrival
+
+A rank that waits for data is as busy as one that computes: it looks for the message after it.
 """
 
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
+from penstock.simulate.data_waits import fed_s
 
 RECEIVES = (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD)
 
@@ -60,7 +63,8 @@ class Trips:
         # its rank once it is posted; its end is the arrival.
         last = self.consumers - 1
         is_receive = np.isin(timeline.program.op[last], RECEIVES)
-        return np.where(is_receive, timeline.start_s[last], timeline.end_s[last])
+        done_s = np.where(is_receive, timeline.start_s[last], timeline.end_s[last])
+        return np.asarray(np.maximum(done_s, fed_s(timeline, self.consumers)))
 
     def is_awaited(self, timeline: Timeline) -> NDArray[np.bool_]:
         """Whether the receiver was idle already when the message left."""
@@ -105,9 +109,26 @@ def with_true_arrivals(timeline: Timeline) -> Timeline:
     """Return a measured timeline in which messages that had been there before they were looked for arrive when they
     usually do, not when they were noticed."""
     trips = Trips.of(timeline.program)
-    expected_s = timeline.end_s[trips.sends] + usual_trip_s([timeline], trips)
-    was_there = expected_s <= trips.idle_from_s(timeline)
-    posted_s, noted_s = timeline.start_s[trips.receives], timeline.end_s[trips.receives]
+    posted_s = timeline.start_s[trips.receives]
     end_s = timeline.end_s.copy()
-    end_s[trips.receives] = np.where(was_there, np.clip(expected_s, posted_s, noted_s), noted_s)
+    end_s[trips.receives] = np.maximum(_arrivals_s(timeline, trips), np.minimum(posted_s, end_s[trips.receives]))
     return replace(timeline, end_s=end_s)
+
+
+def with_unhindered_arrivals(timeline: Timeline) -> Timeline:
+    """Return the same without regard to when a receive was posted: had its rank been earlier, it would have been, too.
+
+    So some messages arrive before their receive is posted.
+    """
+    trips = Trips.of(timeline.program)
+    end_s = timeline.end_s.copy()
+    end_s[trips.receives] = _arrivals_s(timeline, trips)
+    return replace(timeline, end_s=end_s)
+
+
+def _arrivals_s(timeline: Timeline, trips: Trips) -> Floats:
+    """When messages arrived: as noted if they were awaited, else after the usual time, but not later than noted."""
+    expected_s = timeline.end_s[trips.sends] + usual_trip_s([timeline], trips)
+    noted_s = timeline.end_s[trips.receives]
+    was_there = expected_s <= trips.idle_from_s(timeline)
+    return np.asarray(np.where(was_there, np.minimum(expected_s, noted_s), noted_s))

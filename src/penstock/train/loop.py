@@ -137,8 +137,7 @@ class _Run:
         is_due = step == self.config.run.steps or (every > 0 and step % every == 0)
         if not (self.held_out and is_due):
             return None
-        # The pipeline's loss is a batch's share of the mean over the batches of an optimizer step.
-        loss = mean_loss(self.trainer.pipeline, self.held_out) * self.config.batch.accumulate
+        loss = mean_loss(self.trainer.pipeline, self.held_out)
         require_finite("the held-out loss", loss, step, outcome.learning_rate)
         return loss
 

@@ -1,7 +1,9 @@
 """The recorded step of a run as a file: read back, it holds the measured times exactly."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.errors import ConfigError, FormatError
 from penstock.ir.program import Program
-from penstock.ir.timeline import Timeline
+from penstock.ir.timeline import DataWait, Timeline
 from penstock.simulate.lead_in import LeadIn
 from penstock.train.run_folder import CONFIG, TIMELINE
 
@@ -35,6 +37,15 @@ class RecordedStep:
     """Per rank, what it did before the step; empty where that is not known."""
 
 
+class _Wait(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    rank: NotNegative
+    microbatch: NotNegative
+    begin_s: float
+    end_s: float
+
+
 class _Document(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -48,6 +59,8 @@ class _Document(BaseModel):
     layers_of_stage: list[Annotated[list[NotNegative], Field(min_length=2, max_length=2)]]
     layer_weights: list[float]
     lead_ins: list[Moments]
+    data_waits: list[_Wait] = Field(default_factory=list)
+    """Files of before there were any lack them."""
     program: dict[str, Any]
 
 
@@ -63,6 +76,7 @@ def recorded_step_to_json(recorded: RecordedStep) -> bytes:
         layers_of_stage=[[part.start, part.stop] for part in recorded.layers_of_stage],
         layer_weights=list(recorded.layer_weights),
         lead_ins=[[each.free_s, each.loaded_s, each.asked_s] for each in recorded.lead_ins],
+        data_waits=[_Wait(**asdict(wait)) for wait in timeline.data_waits],
         program=orjson.loads(timeline.program.to_json()),
     )
     return orjson.dumps(document.model_dump(), option=orjson.OPT_APPEND_NEWLINE)
@@ -98,6 +112,7 @@ def recorded_step_from_json(text: bytes, *, file: str = "<text>") -> RecordedSte
         unknown,
         unknown,
         clock_uncertainty_s=document.clock_uncertainty_s,
+        data_waits=tuple(DataWait(**wait.model_dump()) for wait in document.data_waits),
     )
     return RecordedStep(
         document.step,
@@ -127,6 +142,22 @@ def _require_whole(document: _Document, program: Program, file: str) -> None:
     wrong = [moments for moments in document.lead_ins if any(later < earlier for earlier, later in pairwise(moments))]
     if wrong:
         raise FormatError(f"lead_ins: {wrong[0]} goes back in time; record the step again", file=file)
+    _require_waits(document.data_waits, program, file)
+
+
+def _require_waits(waits: Sequence[_Wait], program: Program, file: str) -> None:
+    """Refuse waits for data of ranks and microbatches that there are not, and such as are not in their order."""
+    ends_s = [-inf] * program.num_ranks
+    for index, wait in enumerate(waits):
+        problem = ""
+        if wait.rank >= program.num_ranks or wait.microbatch >= program.num_microbatches:
+            problem = f"rank {wait.rank}, microbatch {wait.microbatch}, but there are {program.num_ranks} ranks and "
+            problem += f"{program.num_microbatches} microbatches"
+        elif not ends_s[wait.rank] <= wait.begin_s <= wait.end_s:
+            problem = f"from {wait.begin_s} to {wait.end_s} s, which goes back in time"
+        if problem:
+            raise FormatError(f"data_waits.{index}: {problem}; record the step again", file=file)
+        ends_s[wait.rank] = wait.end_s
 
 
 def read_recorded_step(folder: Path) -> RecordedStep:

@@ -15,7 +15,7 @@ from penstock.train.optim import OptimizerOptions
 from penstock.train.run_folder import RunFolder
 from penstock.train.sections import PipelineSection
 from penstock.train.split import SplitRule
-from penstock.train.step import loss_over
+from penstock.train.step import scale_over
 from penstock.train.together import failing_together
 
 SET_ELSEWHERE = ("ranks", "microbatches", "slices", "stages_per_rank")
@@ -158,7 +158,8 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule) 
     return Pipeline(
         layers,
         schedule=build_schedule(config),
-        loss=loss_over(cross_entropy_loss, config.batch.accumulate),
+        loss=cross_entropy_loss,
+        scale_loss=scale_over(config.batch.accumulate),
         split=rule.split,
         weights=rule.weights,
         allow_ragged=config.batch.allow_ragged,

@@ -1,13 +1,13 @@
 """One optimizer step: gradients of some batches added up, clipped over all ranks, and applied."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
-
-from torch import Tensor
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, cast
 
 from penstock.errors import PenstockError
+from penstock.execute.batch.stream import Stream
+from penstock.execute.losses.results import StepResult
 from penstock.pipeline import Pipeline
 from penstock.simulate.lead_in import LeadIn
 from penstock.train.data import Batch
@@ -20,35 +20,41 @@ class StepOutcome:
     """What an optimizer step was like, on every rank alike."""
 
     loss: float
-    """Sum of the pipeline's losses over the batches."""
+    """Mean of the pipeline's losses over the batches."""
     gradient_norm: float
     """Over all ranks, before clipping."""
     learning_rate: float
     recorded: RecordedStep | None = None
     """What was measured in the last pipeline step, if it was to be recorded."""
+    named_losses: Mapping[str, float] = field(default_factory=dict)
+    """Mean over the batches of every loss that has a name, those that layers add before their weights."""
 
 
 class Batches(Protocol):
-    """The batches of one optimizer step; each is asked for just before its pipeline step, so that waits for it show."""
+    """The batches of one optimizer step; each is asked for just before its pipeline step, so that waits for it show.
+
+    A `Stream` brings a batch one microbatch after another, on this rank's device already.
+    """
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Batch: ...
+    def __getitem__(self, index: int, /) -> Batch | Stream: ...
 
 
-def loss_over(loss: Callable[[Any, Any], Tensor], num_batches: int) -> Callable[[Any, Any], Tensor]:
-    """Return the loss whose gradients, added over so many batches of equal size, are those of their mean."""
-    if num_batches == 1:
-        return loss
+def scale_over(num_batches: int) -> float | None:
+    """Return the `scale_loss` of a pipeline whose gradients, added over so many batches of equal size, are those of
+    their mean.
 
-    def part_of_mean(output: Any, target: Any) -> Tensor:
-        return loss(output, target) / num_batches
-
-    return part_of_mean
+    It reaches every loss where its backward begins, those that layers add included, and nothing that is reported.
+    """
+    return None if num_batches == 1 else 1 / num_batches
 
 
 class Trainer:
-    """A pipeline with its optimizer; every rank holds one and calls it alike."""
+    """A pipeline with its optimizer; every rank holds one and calls it alike.
+
+    For steps of several batches the pipeline's `scale_loss` is `scale_over` of their number.
+    """
 
     def __init__(self, pipeline: Pipeline, options: OptimizerOptions) -> None:
         self.pipeline = pipeline
@@ -64,7 +70,8 @@ class Trainer:
             PenstockError: on every rank, if the loss or the gradient norm is not finite; the weights stay as they were.
         """
         rate = learning_rate_at(number, self._options)
-        loss, moments_s = self._accumulate(batches, record)
+        losses, moments_s = self._accumulate(batches, record)
+        loss = losses.mean
         recorded = self._gather(number, moments_s) if record else None
         require_finite("the loss", loss, number, rate)
         norm = clip_gradients(
@@ -78,24 +85,27 @@ class Trainer:
             group["lr"] = rate
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return StepOutcome(loss, norm, rate, recorded)
+        return StepOutcome(loss, norm, rate, recorded, losses.named_means)
 
-    def _accumulate(self, batches: Batches, record: bool) -> tuple[float, list[float]]:
-        """Return the sum of the losses, and when this rank was free for the last pipeline step, had its batch, and
-        asked for the step."""
-        total, device, read = 0.0, self.pipeline.device, self.pipeline.options.clock.read
+    def _accumulate(self, batches: Batches, record: bool) -> tuple["_Losses", list[float]]:
+        """Return the losses, and when this rank was free for the last pipeline step, had its batch, and asked for the
+        step."""
+        losses, device, read = _Losses(), self.pipeline.device, self.pipeline.options.clock.read
         moments_s: list[float] = []
         for index in range(len(batches)):
             moments_s = [read()]
-            tokens, target = batches[index]
+            batch = batches[index]
             moments_s.append(read())
-            tokens, target = tokens.to(device), target.to(device)
+            if not isinstance(batch, Stream):
+                batch = batch[0].to(device), batch[1].to(device)
             moments_s.append(read())
-            is_recorded = record and index == len(batches) - 1
-            result = self.pipeline.step(tokens, target=target, record=is_recorded)
-            assert result.loss is not None, "the pipeline has a loss"
-            total += result.loss.item()
-        return total, moments_s
+            losses.add(self._run(batch, is_recorded=record and index == len(batches) - 1))
+        return losses, moments_s
+
+    def _run(self, batch: Batch | Stream, *, is_recorded: bool) -> StepResult:
+        if isinstance(batch, Stream):
+            return self.pipeline.step(batch, record=is_recorded)
+        return self.pipeline.step(batch[0], target=batch[1], record=is_recorded)
 
     def _gather(self, number: int, moments_s: list[float]) -> RecordedStep:
         """Put the recorded step together with what each rank did before it; a collective."""
@@ -111,6 +121,30 @@ class Trainer:
             tuple(self.pipeline.layer_weights),
             tuple(LeadIn(*moments) for moments in everyone),
         )
+
+
+@dataclass(slots=True, eq=False)
+class _Losses:
+    """What the pipeline steps of one optimizer step reported, added up."""
+
+    total: float = 0.0
+    count: int = 0
+    named: dict[str, float] = field(default_factory=dict)
+
+    def add(self, result: StepResult) -> None:
+        assert result.loss is not None, "the pipeline has a loss"
+        self.total += result.loss.item()
+        self.count += 1
+        for name, loss in result.named_losses.items():
+            self.named[name] = self.named.get(name, 0.0) + loss.item()
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+    @property
+    def named_means(self) -> dict[str, float]:
+        return {name: total / self.count for name, total in self.named.items()}
 
 
 def require_finite(what: str, value: float, step: int, learning_rate: float) -> None:

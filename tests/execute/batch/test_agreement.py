@@ -108,6 +108,20 @@ def test_streams_that_are_not_at_one_place_are_refused(places, is_refused):
         assert agreements(*offers) == [offers, offers]
 
 
+def test_ranks_that_would_draw_different_random_numbers_all_refuse_with_both_numbers():
+    for error in refusals(*(replace(GIVEN, step_number=number) for number in (5, 5, 3))):
+        assert type(error) is StepRefused
+        assert error.rank == 2
+        assert "rank 0 is at step_number 5, rank 2 at 3" in str(error)
+        assert "set pipeline.step_number alike on all ranks" in str(error)
+
+
+def test_a_step_number_survives_the_exchange():
+    offer = replace(GIVEN, position=9, step_number=2**40)
+
+    assert agreements(offer, offer)[0] == [offer, offer]
+
+
 def test_no_rank_needs_a_target_where_none_was_given():
     without = Offer(Mode.EVALUATE, 11, 0, False, (2, 2), takes_target=True)
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import StepRefused
+from penstock.errors import ConfigError, StepRefused
 from penstock.execute.batch.agreement import Mode
-from penstock.execute.batch.gate import Call, Gate, Wants, wants_of
+from penstock.execute.batch.gate import Call, Gate, Refusal, Wants, wants_of
 from penstock.execute.batch.microbatch import BatchSpec, Split
 from penstock.execute.batch.slices import BatchRule
 from penstock.execute.batch.stream import Stream
@@ -31,6 +31,16 @@ ROWS = torch.arange(6.0)
 INPUTS_ONLY = (ROWS,), {}, None
 TARGET_ONLY = (), {}, ROWS
 NOTHING = (), {}, None
+
+
+def test_what_a_caller_found_wrong_refuses_the_step_on_all_ranks_whatever_the_others_give():
+    calls = [((ROWS,), {"scale": ROWS}, None), ((), {}, Refusal(ConfigError("is a list", key="data")))]
+
+    first, second = on_ranks(2, lambda wires: refuse(wires, calls, keywords=frozenset({"scale"})))
+
+    assert type(first) is type(second) is StepRefused
+    assert str(first) == "rank 1 refuses its batch: data: is a list"
+    assert str(second) == "data: is a list"
 
 
 def test_every_rank_knows_the_sizes_and_has_the_parts_that_it_was_given():

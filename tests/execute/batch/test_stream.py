@@ -61,7 +61,9 @@ def test_a_step_that_was_refused_begins_again_with_the_same_microbatch():
         stream.begin_step(0, 3, READ)
         stream.undo_begin()
 
-    assert inputs_of(stream.begin_step(0, 3, READ)) == 0
+    again = stream.begin_step(0, 3, READ)
+    assert inputs_of(again) == 0
+    assert not again.is_of_this_step  # nobody waits for it any more
     assert stream.position == 0
 
 
@@ -134,7 +136,10 @@ def test_the_wait_for_an_item_and_its_preparation_are_timed_apart():
         clock.now_s += 5
         return item
 
-    assert Stream(source(), preprocess=prepare).begin_step(0, 1, clock.read).times == DataTimes(11.0, 6.0)
+    pull = Stream(source(), preprocess=prepare).begin_step(0, 1, clock.read)
+
+    assert pull.times == DataTimes(11.0, 6.0)
+    assert (pull.begin_s, pull.end_s) == (1.0, 18.0)
 
 
 def test_a_stream_belongs_to_the_rank_that_used_it_first():

@@ -9,6 +9,7 @@ from penstock.errors import PenstockWarning, PipelineError
 from penstock.execute.batch.slices import BatchRule
 from penstock.execute.batch.stream import Stream
 from penstock.execute.batch.stream_reader import Reader, StreamRules
+from penstock.ir.timeline import DataWait
 
 
 def item(rows, length=4):
@@ -77,6 +78,31 @@ def test_only_the_first_slow_pull_of_a_step_is_warned_of():
     (warning,) = found
     assert warning.category is PenstockWarning
     assert "rank 1 waited 500 ms for the data of microbatch 1 and prepared them for 500 ms" in str(warning.message)
+
+
+def test_every_wait_is_noted_with_its_microbatch_when_it_was():
+    moments = iter([0.0, 0.25, 0.5, 1.0, 1.5, 2.0])  # begin, got, ready of each of two pulls
+    reader = reader_of([item(2)] * 2, read=lambda: next(moments))
+    assert reader.waits == [DataWait(1, 0, 0.0, 0.5)]
+
+    for index in range(2):
+        reader.next(index)
+
+    assert reader.waits == [DataWait(1, 0, 0.0, 0.5), DataWait(1, 1, 1.0, 2.0)]
+
+
+def test_a_wait_of_a_step_that_was_refused_is_none_of_the_next_one():
+    stream = Stream([item(2)] * 2)
+    readers = [Reader(stream, 1, BatchRule(2), StreamRules(), read=lambda: 0.0) for _ in range(2)]
+    readers[0].begin()
+    stream.undo_begin()
+
+    readers[1].begin()
+    for index in range(2):
+        readers[1].next(index)
+
+    assert [wait.microbatch for wait in readers[0].waits] == [0]
+    assert [wait.microbatch for wait in readers[1].waits] == [1]
 
 
 def test_a_count_is_refused_before_anything_is_pulled():

@@ -8,6 +8,7 @@ from penstock.execute.batch.supply import Supply, rows_that_take_data, without_d
 from penstock.execute.calls import Bound
 from penstock.execute.stages.stage import Stage
 from penstock.ir.instruction import Op
+from penstock.ir.timeline import DataWait
 from penstock.lower import lower
 from penstock.schedules import build
 from tests.test_streamed_steps import Masked
@@ -17,6 +18,7 @@ EMPTY = Microbatch(0, (), {}, None, 2)
 
 class Endless:
     times = DataTimes()
+    waits = (DataWait(0, 1, 0.5, 0.75),)
 
     def next(self, index):
         return [Microbatch(index, (f"data {index}",), {}, None, 2)]
@@ -85,6 +87,11 @@ def test_a_batch_that_is_there_needs_no_pull_and_costs_no_time():
     supply.pull(1)
 
     assert supply.times == DataTimes()
+    assert supply.waits == ()
+
+
+def test_the_waits_for_data_are_those_of_their_source():
+    assert Supply([[EMPTY]], Endless()).waits == Endless.waits
 
 
 @pytest.mark.parametrize(("rank", "takes"), [(0, {"0F0": 0, "0F1": 1}), (1, {}), (2, {"2F0": 0, "2F1": 1})])

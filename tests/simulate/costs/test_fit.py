@@ -13,6 +13,7 @@ from penstock.schedules import build
 from penstock.simulate import Costs, simulate
 from penstock.simulate.costs.costs import Channel, Spread
 from penstock.simulate.costs.fit import SplitShares, costs_from_timeline, costs_from_timelines
+from tests.simulate.feeding import fed
 
 
 def simulated(name="1f1b", costs=None, ranks=3, microbatches=6, **options):
@@ -65,6 +66,18 @@ def test_gaps_before_computations_that_wait_for_nothing_are_launches():
 
     assert costs_from_timeline(spread).launch_s == pytest.approx(0.5)
     assert costs_from_timeline(spread).backward_s == (2.0,)
+
+
+def test_waits_for_data_count_neither_as_launches_nor_as_transfers():
+    program = lower(build("1f1b", ranks=2, microbatches=6))
+    costs = Costs(forward_s=(1.0, 2.0), backward_s=(2.0, 3.0), latency_s=0.25, launch_s=0.01)
+    rows = np.flatnonzero((program.op == Op.FORWARD) & (program.microbatch > 0))
+
+    slow = fed(program, costs, dict.fromkeys(rows.tolist(), 5.0))
+    found = costs_from_timeline(slow)
+
+    assert 0 <= found.launch_s <= costs.launch_s
+    assert found.latency_s == pytest.approx(costs.latency_s, abs=2 * costs.launch_s)
 
 
 def test_a_message_that_nobody_waited_for_tells_no_latency():

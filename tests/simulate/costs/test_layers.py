@@ -6,7 +6,7 @@ from penstock.errors import ConfigError
 from penstock.ir.action import Kind
 from penstock.simulate import Costs
 from penstock.simulate.costs.costs import Channel, Spread
-from penstock.simulate.costs.layers import costs_of_copies, costs_of_split
+from penstock.simulate.costs.layers import costs_of_split
 
 LAYERS = Costs(
     forward_s=(1.0, 2.0, 3.0, 4.0),
@@ -56,12 +56,3 @@ def test_what_belongs_to_no_layer_stays():
 def test_a_split_that_does_not_fit_is_refused(split, told):
     with pytest.raises(ConfigError, match=told):
         costs_of_split(LAYERS, split)
-
-
-def test_copies_of_a_model_repeat_its_stages():
-    both = costs_of_copies(costs_of_split(LAYERS, [1, 3]), 2)
-
-    assert both.forward_s == (1, 9, 1, 9)
-    assert both.message_bytes == (10, 40, 10, 40)
-    assert both.microbatch_compute_factor == (1.0, 2.0)
-    assert costs_of_copies(Costs.uniform(), 2) == Costs.uniform()

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from penstock.ir.action import Kind
 from penstock.simulate import Costs
 from penstock.simulate.costs.costs import Channel, Spread
-from penstock.simulate.costs.file import costs_from_json, costs_from_toml
-from penstock.simulate.costs.writing import costs_to_json, costs_to_toml
+from penstock.simulate.costs.file import costs_from_toml
+from penstock.simulate.costs.writing import costs_to_toml
 from tests.simulate.events import programs, uneven_costs
 
 MEASURED = Costs(
@@ -30,13 +30,11 @@ def test_costs_read_back_as_they_were(program, seed):
     costs = uneven_costs(program, seed)
 
     assert costs_from_toml(costs_to_toml(costs)) == costs
-    assert costs_from_json(costs_to_json(costs)) == costs
 
 
 @pytest.mark.parametrize("costs", [Costs(), Costs.uniform(), MEASURED], ids=["unknown", "uniform", "measured"])
 def test_whatever_is_known_is_written(costs):
     assert costs_from_toml(costs_to_toml(costs)) == costs
-    assert costs_from_json(costs_to_json(costs)) == costs
 
 
 def test_toml_has_a_line_per_cost_that_differs_from_its_default():

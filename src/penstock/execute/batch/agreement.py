@@ -10,7 +10,7 @@ import torch
 from penstock.errors import PipelineError, StepRefused
 from penstock.execute.transport.protocol import Transport
 
-_NUM_FIELDS = 9
+_NUM_FIELDS = 10
 _DIGEST_BYTES = 7
 """Fits a signed 64-bit integer and leaves 0 for "nothing given"."""
 
@@ -48,6 +48,8 @@ class Offer:
     """Per slice of each microbatch, its length; zeros where the rank was given nothing to cut."""
     position: int = 0
     """Where a rank's stream stands, counted from 1; 0 where it has none."""
+    step_number: int = 0
+    """What the step draws its random numbers by; 0 where it draws none."""
 
 
 def digest(text: str) -> int:
@@ -90,6 +92,7 @@ def agree_on_step(transport: Transport, mine: Offer, device: torch.device) -> li
         raise StepRefused(
             f"rank 0 runs {_verb(modes[0])}, rank {odd} runs {_verb(modes[odd])}; call the same on every rank", rank=odd
         )
+    _require_one_draw([offer.step_number for offer in offers])
     _require_one([offer.inputs for offer in offers], "inputs")
     _require_one([offer.keywords for offer in offers], "keyword arguments")
     _require_keywords(offers)
@@ -127,12 +130,13 @@ def signature_of(offers: Sequence[Offer]) -> str:
 
 def _row(offer: Offer) -> list[int]:
     flags = (offer.takes_keywords, offer.takes_target, offer.wants_outputs)
-    fields = [offer.mode, offer.inputs, offer.target, offer.is_refused, offer.keywords, offer.position, *flags]
+    places = (offer.position, offer.step_number)
+    fields = [offer.mode, offer.inputs, offer.target, offer.is_refused, offer.keywords, *places, *flags]
     return [*map(int, fields), *offer.sizes, *offer.lengths]
 
 
 def _offer(row: Sequence[int], num_sizes: int) -> Offer:
-    mode, inputs, target, is_refused, keywords, position, *flags = row[:_NUM_FIELDS]
+    mode, inputs, target, is_refused, keywords, position, step_number, *flags = row[:_NUM_FIELDS]
     takes_keywords, takes_target, wants_outputs = map(bool, flags)
     end = _NUM_FIELDS + num_sizes
     sizes, lengths = tuple(row[_NUM_FIELDS:end]), tuple(row[end:])
@@ -148,7 +152,19 @@ def _offer(row: Sequence[int], num_sizes: int) -> Offer:
         wants_outputs,
         lengths,
         position,
+        step_number,
     )
+
+
+def _require_one_draw(step_numbers: Sequence[int]) -> None:
+    """Refuse a step whose ranks would draw different random numbers."""
+    for rank, number in enumerate(step_numbers):
+        if number != step_numbers[0]:
+            raise StepRefused(
+                f"rank 0 is at step_number {step_numbers[0]}, rank {rank} at {number}, but with a seed random numbers "
+                "go by it; set pipeline.step_number alike on all ranks, to the training steps that the run has had",
+                rank=rank,
+            )
 
 
 def _require_target(offers: Sequence[Offer]) -> None:
@@ -168,7 +184,7 @@ def _require_keywords(offers: Sequence[Offer]) -> None:
     their layers' defaults."""
     given = [rank for rank, offer in enumerate(offers) if offer.keywords]
     lacking = [rank for rank, offer in enumerate(offers) if offer.takes_keywords and not offer.keywords]
-    if given and lacking:
+    if given and lacking and not any(offer.is_refused for offer in offers):
         raise StepRefused(
             f"rank {given[0]} was given keyword arguments, rank {lacking[0]} was not, but its layers may take them; "
             "pass them on every rank",

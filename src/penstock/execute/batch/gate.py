@@ -80,6 +80,13 @@ class Call:
     record: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Refusal:
+    """Passed as the target: this rank cannot run the step, so all ranks refuse it and are told why."""
+
+    error: PenstockError
+
+
 @dataclass(slots=True, eq=False)
 class _Given:
     """What a rank was given, before the ranks have agreed on it; digests are 0 for nothing."""
@@ -115,8 +122,10 @@ class Gate:
         self._stream_rules = stream_rules
         self._read = read
 
-    def admit(self, mode: Mode, call: Call) -> Batch:
+    def admit(self, mode: Mode, call: Call, *, step_number: int = 0) -> Batch:
         """Split the batch and compare it with what the other ranks were given; one small collective.
+
+        `step_number` is what the step draws its random numbers by, 0 where it draws none.
 
         Raises:
             StepRefused: on every rank alike, if any rank's batch cannot be split or the ranks differ.
@@ -130,7 +139,8 @@ class Gate:
         except PenstockError as error:
             refusal = error
         try:
-            offers = agree_on_step(self._transport, self._offer(mode, call, given, refusal), self._device)
+            offer = replace(self._offer(mode, call, given, refusal), step_number=step_number)
+            offers = agree_on_step(self._transport, offer, self._device)
             if any(offer.is_refused for offer in offers):
                 self._refuse_together(refusal)
             return self._agreed(given, offers)
@@ -140,6 +150,8 @@ class Gate:
             raise
 
     def _whole(self, call: Call) -> _Given:
+        if isinstance(call.target, Refusal):
+            raise call.target.error
         self._check(call)
         microbatches = self._rule.microbatches(call.args, call.kwargs, call.target)
         return _Given(

@@ -246,17 +246,17 @@ def _even_sizes(leaf: _Leaf, num_microbatches: int, allow_ragged: bool) -> tuple
         below, above = size * num_microbatches, (size + 1) * num_microbatches
         raise PipelineError(
             f"{_title(leaf)} has {rows} rows, which {num_microbatches} microbatches do not divide evenly. "
-            f"Pass {below} or {above} rows (a multiple of {num_microbatches}), use {divisors(rows)} microbatches, "
+            f"Pass {below} or {above} rows (a multiple of {num_microbatches}), use {say_divisors(rows)} microbatches, "
             "pass allow_ragged=True, or mark it Replicate() if it has no batch dimension"
         )
     return tuple(size + (index < num_larger) for index in range(num_microbatches))
 
 
-def divisors(rows: int) -> str:
+def say_divisors(rows: int) -> str:
     """Say into how many equal parts so many rows can be split."""
-    found = [number for number in range(1, rows + 1) if rows % number == 0]
-    shown = ", ".join(map(str, found[:MAX_SHOWN_DIVISORS]))
-    return f"one of {shown}{', ...' if len(found) > MAX_SHOWN_DIVISORS else ''}"
+    divisors = [number for number in range(1, rows + 1) if rows % number == 0]
+    shown = ", ".join(map(str, divisors[:MAX_SHOWN_DIVISORS]))
+    return f"one of {shown}{', ...' if len(divisors) > MAX_SHOWN_DIVISORS else ''}"
 
 
 def _pieces(leaf: _Leaf, sizes: tuple[int, ...], num_microbatches: int) -> Sequence[Any]:

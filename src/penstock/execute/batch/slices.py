@@ -18,7 +18,7 @@ from penstock.execute.batch.microbatch import (
     Split,
     batch_signature,
     cut_tensor,
-    divisors,
+    say_divisors,
     split_batch,
 )
 from penstock.execute.stages.carried import Carrying
@@ -145,7 +145,7 @@ class BatchRule:
             below = size * self.num_slices
             raise PipelineError(
                 f"{first} has length {first.length}, which {self.num_slices} slices do not divide evenly. Pass "
-                f"{below} or {below + self.num_slices} positions, use {divisors(first.length)} slices, or pass "
+                f"{below} or {below + self.num_slices} positions, use {say_divisors(first.length)} slices, or pass "
                 "allow_ragged=True"
             )
         return [size + (index < num_longer) for index in range(self.num_slices)]

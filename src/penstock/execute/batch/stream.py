@@ -1,7 +1,7 @@
 """`Stream`: a batch that comes one microbatch after another from an iterator, each pulled when it is needed."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.errors import ConfigError, EndOfData, PipelineError, described
@@ -55,7 +55,12 @@ class Pull:
     """One microbatch off a stream, and what it cost."""
 
     part: Part
-    times: DataTimes = field(default_factory=DataTimes)
+    times: DataTimes
+    begin_s: float
+    end_s: float
+    """On the clock that the pull was timed by, as `begin_s`."""
+    is_of_this_step: bool = True
+    """Whether no step before has waited for it, and was then refused."""
 
 
 class Stream:
@@ -127,6 +132,8 @@ class Stream:
     def undo_begin(self) -> None:
         """Stay before a step that the ranks refused: the next one begins with the same microbatch."""
         self._end = self._begin
+        if self._peeked is not None:
+            self._peeked = replace(self._peeked, is_of_this_step=False)
 
     def take(self, rank: int, read: Callable[[], float]) -> Pull:
         """Return the next microbatch of the step, pulled now unless it has been looked at.
@@ -161,7 +168,8 @@ class Stream:
         item = self._unprepared[0]
         part = _part(item if self._preprocess is None else self._preprocess(item))
         self._unprepared = []
-        return Pull(part, DataTimes(got_s - begin_s, read() - got_s))
+        end_s = read()
+        return Pull(part, DataTimes(got_s - begin_s, end_s - got_s), begin_s, end_s)
 
 
 def _part(item: Any) -> Part:

@@ -8,6 +8,7 @@ from penstock.errors import PenstockWarning, PipelineError
 from penstock.execute.batch.microbatch import Microbatch, split_batch
 from penstock.execute.batch.slices import BatchRule
 from penstock.execute.batch.stream import DataTimes, Part, Pull, Stream
+from penstock.ir.timeline import DataWait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class Reader:
     ) -> None:
         self._stream = stream
         self.times = DataTimes()
+        self.waits: list[DataWait] = []
         self._rank = rank
         self._rule = rule
         self._rules = rules
@@ -52,6 +54,8 @@ class Reader:
                 "a Stream brings one after another; pass the batch whole (as PreSplit), or use reduction='sum'"
             )
         pull = self._stream.begin_step(self._rank, self._rule.num_microbatches, self._read)
+        if pull.is_of_this_step:
+            self._note_wait(0, pull)
         self._layout = pull.part.layout()
         self._waiting = self._cut(0, pull.part)
         self._sizes = _sizes(self._waiting)
@@ -68,6 +72,7 @@ class Reader:
         if index == 0:
             first, self._waiting = self._waiting, []
             return first
+        self._note_wait(index, pull)
         layout = pull.part.layout()
         slices = self._cut(index, pull.part)
         if layout != self._layout and not self._rules.has_variable_shapes:
@@ -99,6 +104,9 @@ class Reader:
         if self._rules.is_sum or not self._differs(slices):
             return ""
         return " and reduction='sum': a mean needs all sizes before the first backward"
+
+    def _note_wait(self, index: int, pull: Pull) -> None:
+        self.waits.append(DataWait(self._rank, index, pull.begin_s, pull.end_s))
 
     def _note(self, index: int, pull: Pull) -> None:
         self.times.waited_s += pull.times.waited_s

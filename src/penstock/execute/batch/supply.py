@@ -17,12 +17,14 @@ from penstock.execute.calls import Bound
 from penstock.execute.stages.stage import Stage
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
+from penstock.ir.timeline import DataWait
 
 
 class Source(Protocol):
     """Where the microbatches of a step come from that are not there yet."""
 
     times: DataTimes
+    waits: list[DataWait]
 
     def next(self, index: int, /) -> list[Microbatch]:
         """Return the slices of the next microbatch, number `index` of the step."""
@@ -41,6 +43,11 @@ class Supply:
     def times(self) -> DataTimes:
         """What the data have cost so far."""
         return DataTimes() if self._source is None else self._source.times
+
+    @property
+    def waits(self) -> Sequence[DataWait]:
+        """When this rank waited for the data so far, on the clock of its stream's times."""
+        return () if self._source is None else self._source.waits
 
     def pull(self, microbatch: int) -> None:
         """Have the data of a microbatch, and of those before it."""

@@ -1,6 +1,6 @@
 """Measures when each instruction of a rank starts and ends, and lays the ranks' measurements together."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from penstock.execute.observing.clock import Alignment, Clock, ClockComparison
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.program import Program
-from penstock.ir.timeline import Timeline
+from penstock.ir.timeline import DataWait, Timeline
 
 Call = Callable[[], None]
 
@@ -72,14 +72,20 @@ def gather_recording(
     comparison: ClockComparison,
     *,
     output_bytes: Mapping[int, int],
+    data_waits: Sequence[DataWait] = (),
 ) -> Recording:
     """Give every rank what all ranks measured, from the first start on, on one clock; a collective.
 
-    `output_bytes` are those of this rank's stages.
+    `output_bytes` are those of this rank's stages, `data_waits` its own, on its clock.
     """
     alignment = comparison.end()
     sizes = {str(stage): num_bytes for stage, num_bytes in output_bytes.items()}
-    own = {"start_s": recorder.start_s.tolist(), "end_s": recorder.end_s.tolist(), "output_bytes": sizes}
+    own = {
+        "start_s": recorder.start_s.tolist(),
+        "end_s": recorder.end_s.tolist(),
+        "output_bytes": sizes,
+        "data_waits": [[wait.microbatch, wait.begin_s, wait.end_s] for wait in data_waits],
+    }
     everyone = cast(list[dict[str, Any]], transport.all_gather_object(own))
     start_s, end_s = (
         np.concatenate([alignment.to_common(rank, np.array(row[name])) for rank, row in enumerate(everyone)])
@@ -95,7 +101,21 @@ def gather_recording(
         unknown,
         unknown,
         clock_uncertainty_s=alignment.uncertainty_s,
+        data_waits=tuple(
+            wait
+            for rank, row in enumerate(everyone)
+            for wait in _on_timeline(row["data_waits"], rank, alignment, origin_s)
+        ),
     )
     bytes_of_stage = {stage: num_bytes for row in everyone for stage, num_bytes in row["output_bytes"].items()}
     message_bytes = tuple(bytes_of_stage.get(str(stage), 0) for stage in range(program.num_stages))
     return Recording(timeline, message_bytes, transport.rank, alignment, origin_s)
+
+
+def _on_timeline(
+    rows: Sequence[tuple[int, float, float]], rank: int, alignment: Alignment, origin_s: float
+) -> Iterator[DataWait]:
+    """A rank's waits for data, as microbatch, begin and end on its clock, at the timeline's times."""
+    for microbatch, *times_s in rows:
+        begin_s, end_s = (alignment.to_common(rank, np.array(times_s)) - origin_s).tolist()
+        yield DataWait(rank, microbatch, begin_s, end_s)

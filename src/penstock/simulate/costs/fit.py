@@ -13,6 +13,7 @@ from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.simulate.costs.costs import Channel, Costs, PerStage, Spread
+from penstock.simulate.data_waits import fed_s
 from penstock.simulate.trips import Trips, usual_s, usual_trip_s
 
 
@@ -148,7 +149,8 @@ def _launch_s(timelines: Sequence[Timeline], trips: Trips, trip_s: Floats) -> fl
         late = trips.idle_from_s(timeline) < timeline.end_s[trips.sends] + trip_s
         for rows in (timeline.compute_rows(rank) for rank in range(timeline.num_ranks)):
             earlier, later = rows[:-1], rows[1:]
-            counts = ~np.isin(later, trips.consumers[late]) & ~program.joined[earlier]
+            has_waited = fed_s(timeline, later) > timeline.end_s[earlier]
+            counts = ~np.isin(later, trips.consumers[late]) & ~program.joined[earlier] & ~has_waited
             gap_s, lengths = timeline.start_s[later] - timeline.end_s[earlier], later - earlier
             takes = np.isin(later, trips.consumers)
             for sort in zip(lengths[counts].tolist(), takes[counts].tolist(), gap_s[counts].tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""From costs per layer to costs per stage: what a split of the model costs, and what two copies of it do."""
+"""From costs per layer to costs per stage: what a split of the model costs."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -37,13 +37,6 @@ def costs_of_split(per_layer: Costs, layers_per_stage: Sequence[int]) -> Costs:
     outputs = per_layer.spread_out("message_bytes", num_layers, "layer")
     summed["message_bytes"] = tuple(outputs[end - 1] for _, end in bounds)
     return replace(per_layer, **summed, spreads=())
-
-
-def costs_of_copies(costs: Costs, copies: int) -> Costs:
-    """Repeat entries per stage, as bidirectional placements hold several copies of the model."""
-    names = [*_per_stage_fields(costs), "message_bytes"]
-    repeated = {name: getattr(costs, name) * copies for name in names if len(getattr(costs, name)) > 1}
-    return replace(costs, **repeated)
 
 
 def _per_stage_fields(costs: Costs) -> list[str]:

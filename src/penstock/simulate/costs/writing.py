@@ -1,4 +1,4 @@
-"""Writes costs as TOML or JSON, so that `costs_file` reads the same costs back."""
+"""Writes costs as TOML, so that `costs_from_toml` reads the same costs back."""
 
 import json
 from collections.abc import Iterator
@@ -12,11 +12,6 @@ from penstock.simulate.costs.costs import Channel, Costs, Spread
 def costs_to_toml(costs: Costs) -> str:
     """Return all that differs from the defaults, one key a line; lists have one entry per stage."""
     return "".join(f"{line}\n" for line in _toml_lines(costs))
-
-
-def costs_to_json(costs: Costs) -> str:
-    """Return the same as an object."""
-    return json.dumps(_plain(costs), indent=2)
 
 
 def _toml_lines(costs: Costs) -> Iterator[str]:
