@@ -41,6 +41,11 @@ class DeferredWeights:
         """Whether the forward was another than it would have been for a whole backward."""
         return bool(self._parting.seen)
 
+    @property
+    def kept_gradients(self) -> list[Tensor]:
+        """What the input part has left for the weight part, and must not be changed before."""
+        return [each.gradient for each in self.late if each.gradient is not None]
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Run the forward in here."""

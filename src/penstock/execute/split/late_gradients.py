@@ -27,6 +27,11 @@ class LateGradient(Protocol):
         """The parameters that the weights are made of, often themselves."""
         ...
 
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient of the product's output, until it was finished with."""
+        ...
+
     def finish(self) -> Sequence[Tensor]:
         """Return the gradients, one per root, once, and let go of what they were computed from."""
         ...

@@ -168,7 +168,7 @@ class _Call:
 class _Use:
     """One product in whose output's gradient the backward has come by."""
 
-    __slots__ = ("_activations", "_all_weights", "_gradient", "_needs", "_rule", "parameters", "roots")
+    __slots__ = ("_activations", "_all_weights", "_needs", "_rule", "gradient", "parameters", "roots")
 
     def __init__(self, call: _Call, activations: Tensor, gradient: Tensor) -> None:
         self._rule, self._all_weights = call.rule, call.weights
@@ -176,14 +176,14 @@ class _Use:
         self.roots = [weight for weight in call.weights if weight is not None and weight.requires_grad]
         self.parameters = [leaf for weight in self.roots for leaf in _parameters_behind(weight) or ()]
         self._activations: Tensor | None = activations
-        self._gradient: Tensor | None = gradient
+        self.gradient: Tensor | None = gradient
 
     def finish(self) -> Sequence[Tensor]:
         """Return the gradients of the weights that need one, and let go of everything."""
-        activations, gradient = self._activations, self._gradient
+        activations, gradient = self._activations, self.gradient
         assert activations is not None
         assert gradient is not None
-        self._activations = self._gradient = None
+        self._activations = self.gradient = None
         found = self._rule.weight_gradients(gradient, activations, self._all_weights, self._needs)
         return [
             each if each.dtype == weight.dtype else each.to(weight.dtype)

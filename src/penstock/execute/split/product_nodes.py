@@ -25,10 +25,10 @@ class ProductNode:
 
     __slots__ = (
         "_activations",
-        "_gradient",
         "_gradients",
         "_name",
         "_node",
+        "gradient",
         "num_multiplications",
         "parameters",
         "places",
@@ -50,7 +50,7 @@ class ProductNode:
         self._name = name
         self._gradients = gradients
         self._activations: Tensor | None = None
-        self._gradient: Tensor | None = None
+        self.gradient: Tensor | None = None
 
     @property
     def is_hooked(self) -> bool:
@@ -71,7 +71,7 @@ class ProductNode:
         def keep(gradients: tuple[Tensor | None, ...]) -> None:
             if gradients[0] is not None:
                 self._activations = getattr(self._node, f"_saved_{self._name}").detach()
-                self._gradient = gradients[0]
+                self.gradient = gradients[0]
                 late.append(self)
 
         self._node.register_prehook(keep)
@@ -82,10 +82,10 @@ class ProductNode:
 
     def finish(self) -> Sequence[Tensor]:
         """Return the gradients of the weights, one per root, and let go of everything."""
-        activations, gradient = self._activations, self._gradient
+        activations, gradient = self._activations, self.gradient
         assert activations is not None
         assert gradient is not None
-        self._activations = self._gradient = None
+        self._activations = self.gradient = None
         return self._gradients(gradient, activations)
 
 

@@ -61,7 +61,7 @@ def _take(parameter: Tensor) -> None:
         gradient = gradient.to_dense()
     total = getattr(parameter, ATTRIBUTE)
     if total is None:
-        setattr(parameter, ATTRIBUTE, gradient.to(main_type(parameter)))
+        setattr(parameter, ATTRIBUTE, gradient.to(main_type(parameter), copy=True))  # its memory may be another's, too
     else:
         total.add_(gradient)
 

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.errors import PipelineError
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.split.plan import SplitPlan
+from penstock.execute.stages.first_gradients import FirstGradients
 from penstock.execute.stages.keywords import keyword_names, run_layers
 from penstock.execute.stages.skips import Shelf, StageSkips
 from penstock.execute.tree import flatten
@@ -58,6 +59,7 @@ class Stage:
         self.is_examined = False
         """Whether a split backward has shown what cannot be left for later."""
         self._is_split = False
+        self._first_gradients = FirstGradients()
         self.skips: StageSkips | None = None
         """What its layers hand on past each other, or None if nothing."""
         self.drawing: Callable[[], AbstractContextManager[BeforeLayer]] | None = None
@@ -78,6 +80,7 @@ class Stage:
     def is_split(self, is_split: bool) -> None:
         self._is_split = is_split
         self.split_plan.begin_step()
+        self._first_gradients.begin_step(parameter for module in self._modules for parameter in module.parameters())
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters with the unsplit model's names; a parameter used twice is listed once."""
@@ -141,6 +144,7 @@ class Stage:
     def backward_input(self, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Run the backward up to what the forward left for later, and let go of the rest."""
         skips = nullcontext() if self.skips is None else self.skips.on(saved.shelf)
+        self._first_gradients.begin_backward()
         with skips:
             if saved.edges and saved.deferred is not None:
                 saved.deferred.run_input_part(saved.edges, gradients)
@@ -151,6 +155,8 @@ class Stage:
         for leaf in saved.inputs:
             results.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
             leaf.grad = None
+        kept = [] if saved.deferred is None else saved.deferred.kept_gradients
+        self._first_gradients.keep_apart([*gradients, *results, *kept])
         saved.inputs, saved.edges, saved.loss_gradients = [], [], []
         return results
 

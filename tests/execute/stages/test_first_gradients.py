@@ -1,0 +1,109 @@
+"""No backward changes what another has left: the first gradient of a parameter has memory of its own."""
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.execute.split.plan import SplitPlan
+from penstock.execute.stages.first_gradients import FirstGradients
+from penstock.execute.stages.main_gradients import MainGradients
+from penstock.execute.stages.split_backward import backward_input, backward_weight
+from penstock.execute.stages.stage import Stage
+from tests.local_pipelines import WIDTH, settle, values
+
+LENGTH = 3
+
+
+class Positions(nn.Module):
+    """Adds a table to a single sequence: its gradient is a view of that of the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(LENGTH, WIDTH))
+
+    def forward(self, hidden):
+        return hidden + self.table.unsqueeze(0)
+
+
+def stage_of(*layers, is_split):
+    stage = Stage(0, {"0": settle(nn.Sequential(*layers), 0)})
+    stage.split_plan = SplitPlan([stage.layers["0"]], small=0)
+    stage.is_split = is_split
+    return stage
+
+
+def forward(stage, seed):
+    hidden = values(seed, 1, LENGTH, WIDTH).requires_grad_()
+    return stage.save((hidden,), stage.forward((hidden,), {}))
+
+
+def gradients_of(stage):
+    return [parameter.grad for _, parameter in stage.named_parameters()]
+
+
+def test_weight_parts_that_wait_get_the_gradients_of_their_own_microbatch():
+    stage, plain = (stage_of(nn.Linear(WIDTH, WIDTH), Positions(), is_split=is_split) for is_split in (True, False))
+
+    waiting = [forward(stage, seed) for seed in range(3)]
+    for saved in waiting:
+        backward_input(stage, saved, [values(9, 1, LENGTH, WIDTH)])
+    for saved in waiting:
+        backward_weight(stage, saved)
+    for seed in range(3):
+        plain.backward(forward(plain, seed), [values(9, 1, LENGTH, WIDTH)])
+
+    assert all(map(torch.equal, gradients_of(stage), gradients_of(plain)))
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_what_was_returned_and_what_came_in_stay_as_they_were(is_split):
+    """The stage begins with the table, so all three are the same values."""
+    stage, incoming = stage_of(Positions(), is_split=is_split), values(9, 1, LENGTH, WIDTH)
+
+    (returned,) = stage.backward_input(forward(stage, 0), [incoming])
+    stage.backward_input(forward(stage, 1), [values(8, 1, LENGTH, WIDTH)])
+
+    assert torch.equal(incoming, values(9, 1, LENGTH, WIDTH))
+    assert torch.equal(returned, values(9, 1, LENGTH, WIDTH))
+
+
+def test_main_gradients_have_memory_of_their_own():
+    stage, incoming = stage_of(Positions(), is_split=False), values(9, 1, LENGTH, WIDTH, dtype=torch.float32)
+    stage.layers["0"].float()
+    hidden = values(0, 1, LENGTH, WIDTH, dtype=torch.float32).requires_grad_()
+
+    with MainGradients(stage.named_parameters()).accumulating():
+        for _ in range(2):
+            stage.backward_input(stage.save((hidden,), stage.forward((hidden,), {})), [incoming])
+
+    assert torch.equal(incoming, values(9, 1, LENGTH, WIDTH, dtype=torch.float32))
+
+
+def test_only_what_is_new_and_shared_is_copied():
+    first, second, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    needed, third.grad = torch.ones(4), torch.ones(2)
+    gradients = FirstGradients()
+    gradients.begin_step([first, second, third])
+    gradients.begin_backward()
+
+    first.grad, second.grad = needed[:2], torch.ones(2)
+    others = second.grad, third.grad
+    gradients.keep_apart([needed])
+    needed += 1
+
+    assert first.grad.tolist() == [1.0, 1.0]
+    assert second.grad is others[0]
+    assert third.grad is others[1]
+
+
+def test_sparse_gradients_are_left_alone():
+    table = nn.Embedding(4, 2, sparse=True)
+    gradients = FirstGradients()
+    gradients.begin_step(table.parameters())
+    gradients.begin_backward()
+
+    table(torch.tensor([1, 2])).sum().backward()
+    before = table.weight.grad
+    gradients.keep_apart([torch.ones(2)])
+
+    assert table.weight.grad is before
