@@ -141,6 +141,17 @@ def test_connections_and_memory_are_gone_once_closed():
     assert num_open_files() == before
 
 
+@pytest.mark.filterwarnings("error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning")
+def test_connections_that_are_dropped_close():
+    before = num_open_files()
+    ranks = connected(2)
+
+    del ranks
+    gc.collect()
+
+    assert num_open_files() == before
+
+
 # ---- in a transport
 
 

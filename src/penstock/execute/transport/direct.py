@@ -153,6 +153,9 @@ class DirectSocket:
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
+    def __del__(self) -> None:
+        self._connection.close()  # of a transport that was dropped without closing it
+
 
 class _Overflow:
     """Sends in order what there was no room for, from a thread of its own, so that computation never waits."""
