@@ -8,16 +8,15 @@ backwards: what it takes more is the price of the runtime. They take turns; rati
 a GPU, `--device cpu --layers 4 --width 160` tries it out.
 """
 
-import random
 import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from on_ranks import NUM_WARM_UP_ROUNDS, SEED, Table, bench_parser, paired_ratio, spread_of, with_spread, write_rows
+from on_ranks import Table, bench_parser, in_turn, paired_ratio, spread_of, with_spread, write_rows
 from torch import Tensor, nn
 
 from penstock.models import DecoderConfig, cross_entropy_loss, decoder_layers
@@ -72,25 +71,11 @@ def pipeline_step(layers: Sequence[nn.Module], name: str, device: torch.device) 
     return schedule.num_stages, lambda tokens, target: pipeline.step(tokens, target=target)
 
 
-def seconds_in_turn(turns: Mapping[str, Step], batch: tuple[Tensor, Tensor], num_rounds: int) -> dict[str, list[float]]:
-    """Call each once a round, in a new order each time; the first rounds are for warming up."""
-    chance, order = random.Random(SEED), list(turns)
-    found: dict[str, list[float]] = {name: [] for name in turns}
-    for number in range(NUM_WARM_UP_ROUNDS + num_rounds):
-        chance.shuffle(order)
-        for name in order:
-            _wait_for(batch[0].device)
-            begin_s = time.perf_counter()
-            turns[name](*batch)
-            _wait_for(batch[0].device)
-            if number >= NUM_WARM_UP_ROUNDS:
-                found[name].append(time.perf_counter() - begin_s)
-    return found
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def wait_after(step: Step, batch: tuple[Tensor, Tensor]) -> None:
+    """Take a step, and wait until its device has done it."""
+    step(*batch)
+    if batch[0].device.type == "cuda":
+        torch.cuda.synchronize(batch[0].device)
 
 
 def measure(config: DecoderConfig, batch_size: int, device: torch.device, num_rounds: int) -> list[Row]:
@@ -101,7 +86,7 @@ def measure(config: DecoderConfig, batch_size: int, device: torch.device, num_ro
     turns, counts = {PLAIN: plain_step(layers)}, {PLAIN: 1}
     for name in SCHEDULES:
         counts[name], turns[name] = pipeline_step(layers, name, device)
-    seconds = seconds_in_turn(turns, (tokens, target), num_rounds)
+    seconds = in_turn({name: partial(wait_after, step, (tokens, target)) for name, step in turns.items()}, num_rounds)
     rows = []
     for name, own in seconds.items():
         rate = tokens.numel() / statistics.median(own)

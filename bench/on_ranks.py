@@ -59,23 +59,27 @@ def become_rank(*, measures_time: bool = True) -> None:
 
 
 def in_turn(turns: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, list[float]]:
-    """Call each once a round, all ranks together; return the seconds of each call.
+    """Call each once a round, all ranks together where there are several; return the seconds of each call.
 
-    A call takes from when all ranks were there until the last one has returned. The order changes with every round, so
-    that a busy moment of the machine does not always meet the same one; the first rounds are for warming up.
+    A call takes from when all ranks were there until the last one has returned, so one that leaves work to a device
+    waits for it. The order changes with every round, so that a busy moment of the machine does not always meet the same
+    one; the first rounds are for warming up.
     """
-    chance, order = random.Random(SEED), list(turns)
+    chance, order, has_peers = random.Random(SEED), list(turns), dist.is_initialized()
     own: dict[str, list[tuple[float, float]]] = {name: [] for name in turns}
     for _ in range(NUM_WARM_UP_ROUNDS + num_rounds):
         chance.shuffle(order)
         for name in order:
             time.sleep(REST_S)
-            dist.barrier()
+            if has_peers:
+                dist.barrier()
             begin_s = time.monotonic()  # one clock for all processes of a machine
             turns[name]()
             own[name].append((begin_s, time.monotonic()))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    everyone: list[Any] = [own]
+    if has_peers:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
     return {name: _seconds([theirs[name][NUM_WARM_UP_ROUNDS:] for theirs in everyone]) for name in turns}
 
 

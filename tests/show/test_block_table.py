@@ -1,11 +1,15 @@
 """The table behind the page holds the timeline."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from penstock.show.bars import COLLECTIVE, OPTIMIZER_STEP
 from penstock.show.block_table import LOWER, UPPER, block_table
 from penstock.simulate import Costs
-from tests.show.timelines import UNIT, paired_timeline, timeline_of
+from penstock.simulate.causes import Cause
+from tests.show.timelines import UNIT, paired_timeline, timeline_of, timeline_with_bars
 
 
 def times(table):
@@ -76,6 +80,43 @@ def test_bytes_are_held_where_all_timelines_know_them():
     assert block_table([known]).is_bytes
     assert block_table([known]).columns["held"].max() == 2**40
     assert not block_table([known, unknown]).is_bytes
+
+
+def test_bars_come_back_to_the_tick_and_know_what_they_are():
+    table = block_table([timeline_with_bars()])
+
+    found = []
+    for lane in table.lanes:
+        free = 0
+        for bar in range(lane.first_bar, lane.first_bar + lane.num_bars):
+            begin = free + int(table.columns["bar_gap"][bar])
+            free = begin + int(table.columns["bar_duration"][bar])
+            name = table.bar_names[table.columns["bar_name"][bar]]
+            found.append((lane.rank, *name, round(begin * table.tick_s, 6), round(free * table.tick_s, 6)))
+    assert found == [
+        (0, "0REDUCE_TIED0", COLLECTIVE, 9.0, 9.5), (0, "0STEP", OPTIMIZER_STEP, 9.5, 11.5),
+        (1, "1REDUCE_TIED0", COLLECTIVE, 7.0, 9.5), (1, "1STEP", OPTIMIZER_STEP, 9.5, 11.5),
+    ]  # fmt: skip
+
+
+def test_gaps_are_numbered_lane_after_lane_one_more_than_blocks():
+    table = block_table([timeline_with_bars()], [UNIT])
+
+    assert table.columns["idle_gap"].tolist() == [2, 3, 5 + 0, 5 + 4]
+    assert table.columns["idle_cause"].tolist() == [Cause.DEPENDENCY] * 3 + [Cause.SYNCHRONISATION]
+    assert (table.columns["idle_ticks"] * table.tick_s).tolist() == pytest.approx([2, 1, 1, 2])
+
+
+def test_the_costs_of_a_prediction_say_what_is_usual():
+    """Only what lies above the mean stage is imbalance."""
+    costs = replace(UNIT, forward_s=(1.0, 3.0))
+    timeline = timeline_of(2, 1, costs=costs)
+
+    def causes(*of_it):
+        return set(block_table([timeline], *of_it).columns["idle_cause"].tolist())
+
+    assert Cause.IMBALANCE in causes([costs])
+    assert Cause.IMBALANCE not in causes([Costs.uniform(forward=3.0)])
 
 
 def test_lanes_of_a_rank_stand_together():

@@ -4,7 +4,7 @@ from penstock.show.caption import add_lane_figures, add_legend, name_ranks, note
 from penstock.show.lanes import Detail, Lane, TimeScale
 from penstock.show.palette import THEMES
 from penstock.show.sheet import Sheet
-from tests.show.timelines import UNIT, timeline_of
+from tests.show.timelines import UNIT, timeline_of, timeline_with_bars
 
 SHEET = Sheet.of(8.0, 4.0, THEMES["light"], "svg")
 
@@ -54,6 +54,15 @@ def test_the_legend_holds_the_kinds_that_are_there_and_the_bubble():
         "W backward, weight part",
         "bubble",
     ]
+
+
+def test_the_legend_names_bars_where_there_are_any():
+    sheet = Sheet.of(8.0, 4.0, THEMES["light"], "svg")
+
+    add_legend(sheet, [timeline_of(2, 4), timeline_with_bars()])
+
+    (legend,) = sheet.figure.legends
+    assert [text.get_text() for text in legend.get_texts()][-3:] == ["bubble", "collective", "optimizer step"]
 
 
 def test_ranks_are_named_at_the_middle_of_their_lanes():

@@ -9,7 +9,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.show.chart import draw_overlay, draw_timeline, overlay_chart, timeline_chart
 from penstock.simulate import Costs
-from tests.show.timelines import UNIT, timeline_of
+from tests.show.timelines import UNIT, timeline_of, timeline_with_bars
 
 PNG = b"\x89PNG\r\n\x1a\n"
 MAX_SVG_BYTES = 2_000_000
@@ -41,6 +41,13 @@ def test_blocks_are_numbered_with_their_microbatch():
     texts = texts_of(timeline_chart(timeline_of(2, 8)))
 
     assert all(texts.count(str(microbatch)) >= 4 for microbatch in range(8))  # F and B on both ranks
+
+
+def test_the_axis_goes_on_to_the_end_of_the_last_optimizer_step():
+    texts = texts_of(timeline_chart(timeline_with_bars()))
+
+    assert {"collective", "optimizer step", "10"} <= set(texts)  # computations end after 9 s, the last step after 11.5
+    assert any(text.startswith("makespan 9.00 s") for text in texts)
 
 
 def test_kinds_that_are_not_there_are_not_in_the_legend():

@@ -1,7 +1,11 @@
 """How much detail a picture has, and what lanes draw."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
+from penstock.show.bars import FOOT
 from penstock.show.lanes import (
     MAX_DRAWN_BLOCKS,
     MAX_NUMBERED_BLOCKS,
@@ -12,9 +16,9 @@ from penstock.show.lanes import (
     columns_for,
     draw_lanes,
 )
-from penstock.show.palette import THEMES, block_colours, paler, to_hex
+from penstock.show.palette import COLLECTIVE_COLOUR, THEMES, block_colours, paler, to_hex
 from penstock.show.sheet import Sheet
-from tests.show.timelines import UNIT, paired_timeline, timeline_of
+from tests.show.timelines import UNIT, paired_timeline, timeline_of, timeline_with_bars
 
 LIGHT = THEMES["light"]
 
@@ -100,6 +104,42 @@ def test_an_overlapped_pair_is_framed():
     (frame,) = [patch for patch in drawn(paired_timeline(), Detail.NUMBERED).patches if is_frame(patch)]
 
     assert frame.get_path().vertices.tolist() == [[1, 0], [1, 1], [4, 1], [4, 0], [1, 0]]
+
+
+def strips_of(axes):
+    """(colour, left, right, low, high) of what is drawn as strips, lane after lane."""
+    return [
+        (to_hex(strip.get_facecolor()[0][:3]), *np.round([box.x0, box.x1, box.y0, box.y1], 6).tolist())
+        for strip in axes.collections
+        for box in (path.get_extents() for path in strip.get_paths())
+    ]
+
+
+@pytest.mark.parametrize("detail", Detail)
+def test_collectives_and_optimizer_steps_are_thin_bars_at_their_place(detail):
+    found = strips_of(drawn(timeline_with_bars(), detail))
+
+    assert found == [
+        (LIGHT.bubble, 0.0, 9.0, 1.0, 2.0),
+        (COLLECTIVE_COLOUR, 9.0, 9.5, 1.0, 1.0 + FOOT),
+        (LIGHT.ink, 9.5, 11.5, 1.0, 1.0 + FOOT),
+        (LIGHT.bubble, 0.0, 9.0, 0.0, 1.0),
+        (COLLECTIVE_COLOUR, 7.0, 9.5, 0.0, FOOT),
+        (LIGHT.ink, 9.5, 11.5, 0.0, FOOT),
+    ]
+
+
+def test_the_strip_of_idle_time_begins_with_the_first_computation():
+    timeline = timeline_with_bars()
+    later = replace(timeline, start_s=timeline.start_s + 3, end_s=timeline.end_s + 3)
+
+    assert strips_of(drawn(later, Detail.PLAIN))[0] == (LIGHT.bubble, 3.0, 12.0, 1.0, 2.0)
+
+
+def test_a_pale_lane_has_paler_bars():
+    colours = [colour for colour, *_ in strips_of(drawn(timeline_with_bars(), Detail.PLAIN, paleness=0.45))]
+
+    assert colours[1] == paler(COLLECTIVE_COLOUR, LIGHT.background, 0.45)
 
 
 def test_numbers_stand_in_the_middle_of_their_blocks():

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html import unescape
 
 import numpy as np
@@ -11,12 +12,13 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.show.html import read
-from penstock.show.page import MAX_BLOCKS, MAX_BYTES, to_page
+from penstock.show.page import MAX_BLOCKS, MAX_BYTES, SCRIPTS, to_page
 from penstock.simulate import Costs
 from tests.show.test_columns import unpack
-from tests.show.timelines import COSTS, UNIT, paired_timeline, timeline_of
+from tests.show.timelines import COSTS, UNIT, paired_timeline, timeline_of, timeline_with_bars
 
 needs_node = pytest.mark.skipif(not shutil.which("node"), reason="needs node")
+MAX_SCRIPT_LINES = 550
 CALL = re.compile(r'^start\((.*), "([A-Za-z0-9+/=]*)"\);$', re.MULTILINE)
 
 
@@ -153,8 +155,9 @@ def test_the_viewer_says_what_a_block_is_and_what_it_waited_for():
             ],
             "more": [
                 "2.5 s idle before it:",
-                "2.25 s until 1B0 on rank 1 was done",
-                "250 ms for its message to arrive",
+                "2.25 s dependency",
+                "250 ms transfer",
+                "the message of 1B0 came last, after 250 ms",
             ],
         },
         {
@@ -175,12 +178,52 @@ def test_the_viewer_finds_blocks_bubbles_and_halves():
     timeline = timeline_of(2, 2, costs=UNIT)
     moments = [0.5, 1.0, 3.0, 6.5, 20.0]
 
-    at = f"{moments}.map((s) => find(table, table.lanes[0], s / table.tick_s, true))"
+    at = f"{moments}.map((s) => find(table, 0, s / table.tick_s, 0.2)).map((f) => [f.block ?? -1, f.said?.title])"
     assert asked(to_page({"predicted": timeline}), at) == [
-        {"block": 0}, {"block": 1}, {"before": 2}, {"before": 3}, None,
+        [0, "0F0 forward"], [1, "0F1 forward"], [-1, "bubble before 0B0"], [-1, "bubble before 0B1"], [-1, None],
     ]  # fmt: skip
-    halves = "[true, false].map((isUpper) => find(table, table.lanes[0], 2 / table.tick_s, isUpper).block)"
+    halves = "[0.2, 0.7].map((down) => find(table, 0, 2 / table.tick_s, down).block)"
     assert asked(to_page({"predicted": paired_timeline()}), halves) == [1, 2]
+
+
+@needs_node
+@pytest.mark.slow
+def test_the_viewer_finds_bars_at_the_foot_of_their_lane_and_the_idle_time_behind_the_last_block():
+    page = to_page({"predicted": timeline_with_bars()}, costs={"predicted": UNIT})
+
+    found = asked(
+        page, "[[8, 0.9], [8, 0.5], [10, 0.9]].map(([s, down]) => find(table, 1, s / table.tick_s, down).said)"
+    )
+
+    assert found == [
+        {"title": "1REDUCE_TIED0 collective", "lines": ["rank 1", "7 s to 9.5 s, takes 2.5 s"], "more": []},
+        {"title": "bubble after 1B1", "lines": ["rank 1", "7 s to 9 s, takes 2 s"], "more": ["2 s synchronisation"]},
+        {"title": "1STEP optimizer step", "lines": ["rank 1", "9.5 s to 11.5 s, takes 2 s"], "more": []},
+    ]
+
+
+def test_the_legend_of_the_page_names_bars_where_there_are_any():
+    page = to_page({"predicted": timeline_with_bars()}).decode()
+
+    legend = re.sub(r"<[^>]*>", " ", page[page.index('<div class="legend">') : page.index("</header>")])
+    assert " ".join(legend.split()) == "F forward B backward bubble collective optimizer step"
+
+
+def test_the_causes_go_by_the_costs_of_the_prediction():
+    costs = Costs.uniform(forward=1.0)
+    timeline = timeline_of(2, 1, costs=replace(costs, forward_s=(1.0, 3.0)))
+
+    def causes(**known):
+        data = Packed(to_page({"predicted": timeline}, **known))
+        return {data.header["causes"][cause] for cause in unpack(data)["idle_cause"].tolist()}
+
+    assert causes() == {"dependency", "imbalance", "synchronisation"}
+    assert causes(costs={"predicted": costs}) == {"dependency", "straggler", "synchronisation"}
+
+
+def test_the_viewer_stays_small():
+    assert sum(len(read(script).splitlines()) for script in SCRIPTS) < MAX_SCRIPT_LINES
+    assert max(len(line) for script in SCRIPTS for line in read(script).splitlines()) <= 120
 
 
 @needs_node
@@ -190,12 +233,12 @@ def test_the_viewer_names_slices_pairs_and_bubbles():
     paired = to_page({"predicted": paired_timeline()})
     plain = to_page({"predicted": timeline_of(2, 2, costs=UNIT)})
 
-    assert asked(sliced, "[textOf(table, 1), numberOf(table, 0)]") == ["0F0.1", "0.0"]
+    assert asked(sliced, "[0, 1].map((block) => textOf(table, block))") == ["0F0", "0F0.1"]
     assert asked(paired, "describe(table, 1).lines[3]") == "overlaps with 0B0"
-    assert asked(plain, "describeBubble(table, 2)") == {
+    assert asked(plain, "describeBubble(table, 0, 2)") == {
         "title": "bubble before 0B0",
-        "lines": ["rank 0, 2 s to 4 s"],
-        "more": ["2 s idle before it:", "2 s until 1B0 on rank 1 was done"],
+        "lines": ["rank 0", "2 s to 4 s, takes 2 s"],
+        "more": ["2 s dependency", "the message of 1B0 came last, after 0 s"],
     }
 
 

@@ -8,6 +8,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.ir.action import Kind
 from penstock.show.palette import (
+    COLLECTIVE_COLOUR,
     DARK_INK,
     LIGHT_INK,
     THEMES,
@@ -75,6 +76,14 @@ def test_no_block_looks_like_a_bubble(eye, theme):
     colours = [colour for ramp in block_colours(3).values() for colour in ramp]
 
     assert min(difference(colour, theme.bubble, eye) for colour in colours) > 3
+
+
+@pytest.mark.parametrize("eye", EYES)
+def test_collectives_are_told_from_all_that_they_may_lie_on(eye):
+    blocks = [colour for count in (1, 2, 3) for ramp in block_colours(count).values() for colour in ramp]
+    papers = [colour for theme in THEMES.values() for colour in (theme.background, theme.bubble, theme.ink)]
+
+    assert min(difference(COLLECTIVE_COLOUR, colour, eye) for colour in [*blocks, *papers]) > 10
 
 
 @pytest.mark.parametrize("theme", THEMES.values(), ids=list(THEMES))

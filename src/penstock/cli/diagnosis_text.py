@@ -8,6 +8,7 @@ import numpy as np
 from penstock.cli.diagnosis import Diagnosis
 from penstock.cli.what_if import Change, Sort
 from penstock.ir.timeline import Timeline
+from penstock.show.idle import NAME_OF_CAUSE
 from penstock.show.text import count_of, format_seconds, format_share, time_unit
 from penstock.simulate.causes import Cause
 from penstock.simulate.losses import Loss
@@ -17,16 +18,6 @@ NUM_CHANGES: dict[Sort, int] = {"schedule": 6, "split": 2, "microbatches": 2}
 """That are listed, of each sort: one sort alone would crowd out the others."""
 SMALLEST_SHARE = 0.001
 """Of the step: what saves less is not worth a line."""
-NAME_OF_CAUSE = {
-    Cause.DEPENDENCY: "dependency",
-    Cause.TRANSFER: "transfer",
-    Cause.IMBALANCE: "imbalance",
-    Cause.STRAGGLER: "straggler",
-    Cause.LAUNCH: "launch",
-    Cause.SYNCHRONISATION: "synchronisation",
-    Cause.MEMORY: "memory limit",
-    Cause.DATA: "data loading",
-}
 NOTES = {
     "split": "a stage's measured seconds are shared among its layers by their weights",
     "microbatches": "computing and sending a microbatch is taken to be in proportion to its size",

@@ -66,12 +66,13 @@ def _picture(schedule: Schedule, format: str, arguments: Namespace) -> bytes:
     from penstock.simulate.costs.file import load_costs
 
     text = arguments.costs or DEFAULT_COSTS
-    timeline = simulate(lower(schedule), load_costs(text))
+    costs = load_costs(text)
+    timeline = simulate(lower(schedule), costs)
     title = f"{describe_shape(timeline.program)}, predicted with {text}"
     if format == "trace":
         return to_trace({"predicted": timeline})
     if format == "html":
-        return to_page({"predicted": timeline}, title=title, theme=arguments.theme)
+        return to_page({"predicted": timeline}, costs={"predicted": costs}, title=title, theme=arguments.theme)
     return timeline_chart(timeline, format=format, title=title, theme=arguments.theme or "light")
 
 

@@ -4,6 +4,9 @@ A lane is what one rank does in one timeline; the lanes of a rank stand together
 block before it has ended, and takes `duration` ticks. `producer` is the block whose message it waited for, and
 `transfer` the ticks from that one's end until the message was there. Small differences compress well, and blocks that
 touch still touch after rounding.
+
+Bars, the collectives and optimizer steps, are columns of their own, laid out the same way lane after lane; so are the
+causes of idle time, of which a lane of n blocks has those of n + 1 gaps: before each block, and after the last.
 """
 
 from collections.abc import Sequence
@@ -15,10 +18,13 @@ from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE
 from penstock.ir.timeline import Timeline
+from penstock.show.bars import bars_of_rank, last_end_s
 from penstock.show.columns import tick_for, whole_ticks
 from penstock.show.curve import MemoryLevels, memory_levels
+from penstock.show.idle import IdleGaps, idle_gaps
 from penstock.show.layout import Blocks, blocks_of_rank
 from penstock.show.waits import Waits, waits_of
+from penstock.simulate.costs.costs import Costs
 from penstock.simulate.critical import critical_path
 
 Columns = dict[str, NDArray[Any]]
@@ -34,6 +40,8 @@ class TableLane:
     timeline: int
     first: int
     count: int
+    first_bar: int
+    num_bars: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +53,8 @@ class BlockTable:
     tick_s: float
     is_bytes: bool
     """Whether `held` and `kept` are bytes; else activations."""
+    bar_names: list[tuple[str, int]]
+    """Instruction and sort of what bars stand for; the column `bar_name` has places in this list."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,31 +65,44 @@ class _Facts:
     levels: MemoryLevels
     waits: Waits
     is_critical: NDArray[np.bool_]
+    idle: list[IdleGaps]
     index_of_row: NDArray[np.int64]
     """Where each row lies in the table; `NONE` for what computes nothing."""
 
 
-def block_table(timelines: Sequence[Timeline]) -> BlockTable:
-    """Lay out the blocks of timelines of one number of ranks, rank by rank."""
+def block_table(timelines: Sequence[Timeline], costs: Sequence[Costs | None] = ()) -> BlockTable:
+    """Lay out the blocks of timelines of one number of ranks, rank by rank.
+
+    `costs` are what each was predicted with; None, or none at all, where that is not known.
+    """
     in_bytes = all(timeline.activation_bytes.any() for timeline in timelines)
-    tick_s = tick_for(max(timeline.makespan_s for timeline in timelines))
+    tick_s = tick_for(max(map(last_end_s, timelines)))
     lanes: list[TableLane] = []
     laid: list[tuple[int, Blocks]] = []
-    facts = [_facts_of(timeline, in_bytes=in_bytes) for timeline in timelines]
-    first = 0
+    beside: list[Columns] = []
+    bar_names: dict[tuple[str, int], int] = {}
+    known = costs or [None] * len(timelines)
+    facts = [_facts_of(timeline, of_it, in_bytes=in_bytes) for timeline, of_it in zip(timelines, known, strict=True)]
+    first = first_bar = 0
     for rank in range(max(timeline.num_ranks for timeline in timelines)):
         for index, timeline in enumerate(timelines):
             blocks = blocks_of_rank(timeline, rank)
             facts[index].index_of_row[blocks.row] = first + np.arange(len(blocks))
-            lanes.append(TableLane(rank, index, first, len(blocks)))
+            bars = _bars(timeline, rank, tick_s, bar_names)
+            num_bars = len(bars["bar_gap"])
+            beside.append(bars | _idle(facts[index].idle[rank], first + len(lanes), tick_s))
+            lanes.append(TableLane(rank, index, first, len(blocks), first_bar, num_bars))
             laid.append((index, blocks))
-            first += len(blocks)
-    parts = [_columns(facts[index], blocks, tick_s, in_bytes=in_bytes) for index, blocks in laid]
+            first, first_bar = first + len(blocks), first_bar + num_bars
+    parts = [
+        _columns(facts[index], blocks, tick_s, in_bytes=in_bytes) | more
+        for (index, blocks), more in zip(laid, beside, strict=True)
+    ]
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return BlockTable(columns, lanes, tick_s, in_bytes)
+    return BlockTable(columns, lanes, tick_s, in_bytes, list(bar_names))
 
 
-def _facts_of(timeline: Timeline, *, in_bytes: bool) -> _Facts:
+def _facts_of(timeline: Timeline, costs: Costs | None, *, in_bytes: bool) -> _Facts:
     num_rows = timeline.program.num_instructions
     is_critical = np.zeros(num_rows, np.bool_)
     for piece in critical_path(timeline):
@@ -88,7 +111,28 @@ def _facts_of(timeline: Timeline, *, in_bytes: bool) -> _Facts:
     joined = np.flatnonzero(timeline.program.joined)
     is_critical[joined + 1] = is_critical[joined]
     levels = memory_levels(timeline, in_bytes=in_bytes)
-    return _Facts(timeline, levels, waits_of(timeline), is_critical, np.full(num_rows, NONE, np.int64))
+    index_of_row = np.full(num_rows, NONE, np.int64)
+    return _Facts(timeline, levels, waits_of(timeline), is_critical, idle_gaps(timeline, costs), index_of_row)
+
+
+def _bars(timeline: Timeline, rank: int, tick_s: float, names: dict[tuple[str, int], int]) -> Columns:
+    """Lay out the bars of one rank; `names` grows by what it did not hold yet."""
+    bars = bars_of_rank(timeline, rank)
+    begin, end = whole_ticks(bars.start_s, tick_s), whole_ticks(bars.end_s, tick_s)
+    own = zip((str(timeline.program.instruction(int(row))) for row in bars.row), bars.sort.tolist(), strict=True)
+    return {
+        "bar_gap": (begin - np.append(0, end[:-1])[: len(end)]).astype(np.int32),
+        "bar_duration": (end - begin).astype(np.uint32),
+        "bar_name": np.array([names.setdefault(name, len(names)) for name in own], np.uint32),
+    }
+
+
+def _idle(gaps: IdleGaps, first: int, tick_s: float) -> Columns:
+    return {
+        "idle_gap": (first + gaps.gap).astype(np.uint32),
+        "idle_cause": gaps.cause.astype(np.uint8),
+        "idle_ticks": whole_ticks(gaps.duration_s, tick_s).astype(np.uint32),
+    }
 
 
 def _columns(facts: _Facts, blocks: Blocks, tick_s: float, *, in_bytes: bool) -> Columns:

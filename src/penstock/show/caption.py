@@ -5,8 +5,9 @@ from typing import Any
 
 from penstock.ir.action import Kind
 from penstock.ir.timeline import Timeline
+from penstock.show.bars import NAMES, sorts_used, window_s
 from penstock.show.figures import idle_share
-from penstock.show.lanes import Detail, Lane, TimeScale, columns_for
+from penstock.show.lanes import Detail, Lane, TimeScale, colour_of_bar, columns_for
 from penstock.show.layout import describe_shades, kinds_used, num_shades
 from penstock.show.palette import NAME_OF_KIND, block_colours
 from penstock.show.sheet import Sheet, scale_of
@@ -48,7 +49,7 @@ def add_title(sheet: Sheet, title: str, figures: str, notes: Sequence[str]) -> N
 
 
 def add_legend(sheet: Sheet, timelines: list[Timeline]) -> None:
-    """Below the figures: the kinds that occur, each in the shades of its stages, and the bubble."""
+    """Below the figures: the kinds that occur, each in the shades of its stages, the bubble, and bars if any."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
@@ -56,13 +57,15 @@ def add_legend(sheet: Sheet, timelines: list[Timeline]) -> None:
     colours = block_colours(shades)
     kinds = [Kind(kind) for kind in kinds_used(timelines)]
     swatches = [tuple(Patch(facecolor=colour, linewidth=0) for colour in colours[kind]) for kind in kinds]
+    bars = sorts_used(timelines)
+    plain = [sheet.theme.bubble, *(colour_of_bar(sort, sheet.theme) for sort in bars)]
     legend = sheet.figure.legend(
-        handles=[*swatches, Patch(facecolor=sheet.theme.bubble, linewidth=0)],
-        labels=[*(NAME_OF_KIND[kind] for kind in kinds), "bubble"],
+        handles=[*swatches, *(Patch(facecolor=colour, linewidth=0) for colour in plain)],
+        labels=[*(NAME_OF_KIND[kind] for kind in kinds), "bubble", *(NAMES[sort] for sort in bars)],
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
         loc="center left",
         bbox_to_anchor=(sheet.left, 1 - sheet.scale * LEGEND_AT / sheet.height),
-        ncols=len(kinds) + 1,
+        ncols=len(kinds) + len(plain),
         frameon=False,
         fontsize=8.5 * sheet.scale,
         labelcolor=sheet.theme.ink,
@@ -104,7 +107,7 @@ def add_lane_figures(axes: Any, lanes: Sequence[Lane], scale: TimeScale, sheet: 
             color=theme.ink if lane.paleness == 0 else theme.faint,
             va="center",
         )
-        end = lane.timeline.makespan_s / scale.unit_s
+        end = window_s(lane.timeline)[1] / scale.unit_s
         axes.plot(
             [end, end], [lane.bottom - 0.02, lane.bottom + lane.height + 0.02], color=theme.ink, linewidth=1, zorder=4
         )

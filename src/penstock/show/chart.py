@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock.errors import ConfigError
 from penstock.ir.timeline import Timeline
+from penstock.show.bars import last_end_s
 from penstock.show.caption import (
     add_lane_figures,
     add_legend,
@@ -45,7 +46,7 @@ def timeline_chart(timeline: Timeline, *, format: str = "svg", title: str | None
         ConfigError: for an unknown format or theme, or if matplotlib is not installed.
     """
     lanes = _stack(timeline)
-    scale = TimeScale.of(timeline.makespan_s)
+    scale = TimeScale.of(last_end_s(timeline))
     width, detail = _width_and_detail(lanes, scale)
     notes = notes_on(lanes, detail, scale, width)
     lanes_height = scale_of(width) * _lanes_height(len(lanes), MIN_LANE, MAX_LANE)
@@ -82,7 +83,7 @@ def overlay_chart(measured: Timeline, predicted: Timeline, *, format: str = "svg
         for pair in zip(_stack(predicted, 0.51, 0.39, 0.45), _stack(measured, 0.09, 0.39), strict=True)
         for lane in pair
     ]
-    scale = TimeScale.of(max(measured.makespan_s, predicted.makespan_s))
+    scale = TimeScale.of(max(last_end_s(measured), last_end_s(predicted)))
     width, detail = _width_and_detail(lanes, scale)
     notes = notes_on(lanes, detail, scale, width)
     lanes_height = scale_of(width) * _lanes_height(len(lanes) // 2, 2 * MIN_LANE, 0.72)

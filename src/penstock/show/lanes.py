@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.ir.action import Kind
 from penstock.ir.timeline import Timeline
+from penstock.show.bars import COLLECTIVE, FOOT, NAMES, bars_of_rank, merged, window_s
 from penstock.show.density import column_edges, density_of, rasterise
 from penstock.show.layout import (
     Blocks,
@@ -20,7 +21,7 @@ from penstock.show.layout import (
     period_s,
     typical_block_s,
 )
-from penstock.show.palette import block_colours, ink_on, paler, to_rgb
+from penstock.show.palette import COLLECTIVE_COLOUR, Theme, block_colours, ink_on, paler, to_rgb
 from penstock.show.sheet import DOTS_PER_INCH, Sheet
 from penstock.show.text import time_unit
 
@@ -101,14 +102,44 @@ def draw_lanes(axes: Any, lanes: Sequence[Lane], scale: TimeScale, sheet: Sheet,
     """Draw every lane on a strip that shows where it idles."""
     edges_s = columns_for(lanes, scale.end_s, sheet.inner_width)
     for lane in lanes:
-        full = lane.timeline.makespan_s / scale.unit_s
+        begin, end = (moment_s / scale.unit_s for moment_s in window_s(lane.timeline))
         axes.broken_barh(
-            [(0.0, full)], (lane.bottom, lane.height), facecolors=sheet.theme.bubble, linewidth=0, zorder=1
+            [(begin, end - begin)], (lane.bottom, lane.height), facecolors=sheet.theme.bubble, linewidth=0, zorder=1
         )
         if detail is Detail.MERGED:
             _draw_columns(axes, lane, scale, sheet, edges_s)
         else:
             _draw_blocks(axes, lane, scale, sheet, is_numbered=detail is Detail.NUMBERED)
+        _draw_bars(axes, lane, scale, sheet)
+
+
+def colour_of_bar(sort: int, theme: Theme) -> str:
+    """Return the colour of one sort of bars."""
+    return COLLECTIVE_COLOUR if sort == COLLECTIVE else theme.ink
+
+
+def _draw_bars(axes: Any, lane: Lane, scale: TimeScale, sheet: Sheet) -> None:
+    """At the foot of the lane what runs beside the computations of any of its ranks; what is nearer than a dot is one.
+
+    However many there are, there are no more bars than dots.
+    """
+    dot_s = 72 / DOTS_PER_INCH / scale.points_per_unit(sheet) * scale.unit_s
+    bars = [bars_of_rank(lane.timeline, rank) for rank in lane.ranks]
+    for sort in range(len(NAMES)):
+        start_s = np.concatenate([each.start_s[each.sort == sort] for each in bars])
+        end_s = np.concatenate([each.end_s[each.sort == sort] for each in bars])
+        if not len(start_s):
+            continue
+        start_s, end_s = merged(start_s, end_s, dot_s)
+        widths_s = np.maximum(end_s - start_s, dot_s)
+        axes.broken_barh(
+            np.column_stack([start_s, widths_s]) / scale.unit_s,
+            (lane.bottom, FOOT * lane.height),
+            facecolors=paler(colour_of_bar(sort, sheet.theme), sheet.theme.background, lane.paleness),
+            edgecolors=sheet.theme.background,
+            linewidth=0.4,
+            zorder=3.5,
+        )
 
 
 def _colours(lane: Lane, sheet: Sheet) -> dict[Kind, list[str]]:
@@ -197,5 +228,5 @@ def _draw_columns(axes: Any, lane: Lane, scale: TimeScale, sheet: Sheet, edges_s
     extent = (edges_s[0] / scale.unit_s, edges_s[-1] / scale.unit_s, lane.bottom, lane.bottom + lane.height)
     image = axes.imshow(picture, extent=extent, aspect="auto", interpolation="none", zorder=2)
     # The last column may end after the timeline does.
-    end = lane.timeline.makespan_s / scale.unit_s
+    end = window_s(lane.timeline)[1] / scale.unit_s
     image.set_clip_path(Rectangle((0.0, lane.bottom), end, lane.height, transform=axes.transData))

@@ -13,13 +13,26 @@ import orjson
 from penstock.errors import ConfigError
 from penstock.ir.action import Kind
 from penstock.ir.timeline import Timeline
+from penstock.show.bars import COLLECTIVE, FOOT, NAMES, last_end_s, sorts_used, window_s
 from penstock.show.block_table import BlockTable, block_table
 from penstock.show.columns import Packed, pack
 from penstock.show.figures import describe_shape, figures_of, idle_share
-from penstock.show.html import fill, read, style_of_themes
+from penstock.show.html import VARIABLES, fill, read, style_of_themes
+from penstock.show.idle import NAME_OF_CAUSE
 from penstock.show.layout import describe_shades, kinds_used, num_blocks, num_shades, period_s, typical_block_s
-from penstock.show.palette import NAME_OF_KIND, THEMES, blend, block_colours, find_theme, ink_on, to_hex
+from penstock.show.palette import (
+    COLLECTIVE_COLOUR,
+    NAME_OF_KIND,
+    THEMES,
+    blend,
+    block_colours,
+    find_theme,
+    ink_on,
+    to_hex,
+)
 from penstock.show.text import format_share
+from penstock.simulate.causes import Cause
+from penstock.simulate.costs.costs import Costs
 
 MAX_BLOCKS = 2_000_000
 MAX_BYTES = 5_000_000
@@ -30,13 +43,15 @@ SCRIPTS = ("data.js", "draw.js", "view.js")
 def to_page(
     timelines: Mapping[str, Timeline],
     *,
+    costs: Mapping[str, Costs] | None = None,
     title: str | None = None,
     theme: str | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> bytes:
     """Return a page that shows the named timelines, rank by rank below each other; all but the last are drawn pale.
 
-    Without a theme the page follows the reader's browser.
+    `costs` are what timelines were predicted with, by their names; for the causes of idle time, what is usual in a
+    timeline is taken where they are not given. Without a theme the page follows the reader's browser.
 
     Raises:
         ConfigError: for an unknown theme, and for more blocks than a page can hold.
@@ -46,7 +61,7 @@ def to_page(
     number = num_blocks(shown)
     if number > MAX_BLOCKS:
         raise _too_many(f"{number:,} computations are", max_bytes)
-    table = block_table(shown)
+    table = block_table(shown, [(costs or {}).get(key) for key in timelines])
     packed = pack(table.columns)
     name = title or f"{describe_shape(shown[-1].program)}, {' and '.join(timelines)}"
     figures = {key: figures_of(timeline) for key, timeline in timelines.items()}
@@ -95,7 +110,8 @@ def _figures(name: str, figures: dict[str, str]) -> str:
 def _legend(timelines: list[Timeline]) -> str:
     colours = block_colours(max(num_shades(timeline.program) for timeline in timelines))
     swatches = {NAME_OF_KIND[Kind(kind)]: colours[Kind(kind)] for kind in kinds_used(timelines)}
-    entries = {**swatches, "bubble": ("var(--bubble)",)}
+    bars = {NAMES[sort]: (COLLECTIVE_COLOUR if sort == COLLECTIVE else "var(--ink)",) for sort in sorts_used(timelines)}
+    entries = {**swatches, "bubble": ("var(--bubble)",), **bars}
     return "".join(
         f'<span><span class="swatch">{"".join(f"<i style=background:{colour}></i>" for colour in ramp)}</span>'
         f"{escape(name)}</span>"
@@ -114,7 +130,7 @@ def _header(timelines: Mapping[str, Timeline], table: BlockTable, packed: Packed
     shown = list(timelines.values())
     shades = sorted({num_shades(timeline.program) for timeline in shown})
     colours = {str(count): block_colours(count) for count in shades}
-    longest = max(timeline.makespan_s for timeline in shown)
+    longest = max(map(last_end_s, shown))
     return {
         "tick_s": table.tick_s,
         "end_ticks": max(longest / table.tick_s, 1.0),
@@ -132,6 +148,13 @@ def _header(timelines: Mapping[str, Timeline], table: BlockTable, packed: Packed
             }
             for kind in Kind
         ],
+        "bars": [
+            {"text": text, "name": NAMES[sort], "colour": COLLECTIVE_COLOUR if sort == COLLECTIVE else "ink"}
+            for text, sort in table.bar_names
+        ],
+        "foot": FOOT,
+        "themes": {name: {key: getattr(theme, key) for key in ("name", *VARIABLES)} for name, theme in THEMES.items()},
+        "causes": [NAME_OF_CAUSE[cause] for cause in Cause],
         "lanes": [_lane(list(timelines), shown, table, lane) for lane in range(len(table.lanes))],
         "columns": packed.contents,
     }
@@ -149,7 +172,10 @@ def _lane(names: list[str], timelines: list[Timeline], table: BlockTable, index:
         "figures": f"{idle} idle, peak {timeline.peak_activations[rank]}",
         "first": lane.first,
         "count": lane.count,
-        "end": timeline.makespan_s / table.tick_s,
+        "first_bar": lane.first_bar,
+        "num_bars": lane.num_bars,
+        "begin": window_s(timeline)[0] / table.tick_s,
+        "end": window_s(timeline)[1] / table.tick_s,
         "shades": num_shades(timeline.program),
         "is_pale": lane.timeline < len(timelines) - 1,
         "colour": {

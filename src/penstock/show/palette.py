@@ -58,6 +58,8 @@ NAME_OF_KIND = {
     Kind.BACKWARD_INPUT: "I backward, input part",
     Kind.BACKWARD_WEIGHT: "W backward, weight part",
 }
+COLLECTIVE_COLOUR = "#9933FF"
+"""Of the bars over blocks of any kind; optimizer steps, which lie on no block, are drawn in the theme's ink."""
 DARK_INK, LIGHT_INK = "#101214", "#FFFFFF"
 """What is written on blocks."""
 

@@ -11,28 +11,27 @@ async function unpack(text, contents) {
   return Object.fromEntries(contents.map((c) => [c.name, new TYPES[c.type](buffer, c.offset, c.length)]));
 }
 
-// Times are in ticks from here on: start and end of every block, from gaps and durations.
-function makeTable(header, columns) {
-  const count = columns.gap.length;
-  const [begin, end] = [new Float64Array(count), new Float64Array(count)];
-  for (const lane of header.lanes) {
+// Times are in ticks from here on: starts and ends, lane after lane, from durations and the gaps before them.
+function layOut(lanes, gap, duration) {
+  const [begin, end] = [new Float64Array(gap.length), new Float64Array(gap.length)];
+  for (const [first, count] of lanes) {
     let free = 0;
-    for (let block = lane.first; block < lane.first + lane.count; block++) {
-      begin[block] = free + columns.gap[block];
-      free = end[block] = begin[block] + columns.duration[block];
+    for (let at = first; at < first + count; at++) {
+      begin[at] = free + gap[at];
+      free = end[at] = begin[at] + duration[at];
     }
   }
-  return { ...header, ...columns, begin, end };
+  return { begin, end };
+}
+
+function makeTable(header, columns) {
+  const blocks = layOut(header.lanes.map((l) => [l.first, l.count]), columns.gap, columns.duration);
+  const bar = layOut(header.lanes.map((l) => [l.first_bar, l.num_bars]), columns.bar_gap, columns.bar_duration);
+  return { ...header, ...columns, ...blocks, bar };
 }
 
 function laneOf(table, block) {
-  let [low, high] = [0, table.lanes.length - 1];
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if (table.lanes[middle].first <= block) low = middle;
-    else high = middle - 1;
-  }
-  return low;
+  return table.lanes.findLastIndex((lane) => lane.first <= block);
 }
 
 // The first block of a lane that starts after this moment; one behind the last if none does.
@@ -46,114 +45,93 @@ function firstAfter(table, lane, tick) {
   return low;
 }
 
-// What lies at a moment of a lane: { block } or, in a bubble, { before }, the block that ends it; null at the end.
-function find(table, lane, tick, isUpperHalf) {
+// What lies at a moment of a lane, so far down in it, and what is said of it: a bar, a block or a bubble.
+function find(table, index, tick, down) {
+  const lane = table.lanes[index];
+  const bars = down > 1 - table.foot ? lane.num_bars : 0;
+  for (let bar = lane.first_bar; bar < lane.first_bar + bars; bar++)
+    if (table.bar.begin[bar] <= tick && tick < table.bar.end[bar]) return { said: describeBar(table, index, bar) };
   const next = firstAfter(table, lane, tick);
-  let block = next - 1;
-  if (block >= lane.first && tick < table.end[block]) {
-    if (table.half[block] === LOWER && isUpperHalf) block--;
-    return { block };
+  if (next > lane.first && tick < table.end[next - 1]) {
+    const block = table.half[next - 1] === LOWER && down < 0.5 ? next - 2 : next - 1;
+    return { block, said: describe(table, block) };
   }
-  return next < lane.first + lane.count ? { before: next } : null;
-}
-
-function kindOf(table, block) {
-  return table.kinds[table.kind[block]];
-}
-
-function numberOf(table, block) {
-  const part = table.num_slices > 1 ? "." + table.slice[block] : "";
-  return table.microbatch[block] + part;
+  return { said: lane.begin <= tick && tick < lane.end ? describeBubble(table, index, next) : null };
 }
 
 // As in files and messages: a slice is named unless it is the first.
 function textOf(table, block) {
   const part = table.slice[block] ? "." + table.slice[block] : "";
-  return table.stage[block] + kindOf(table, block).letter + table.microbatch[block] + part;
+  return table.stage[block] + table.kinds[table.kind[block]].letter + table.microbatch[block] + part;
 }
 
-// When the lane was done with what stands before this block; the two of a pair wait together.
-function freeSince(table, block) {
-  const first = table.half[block] === LOWER ? block - 1 : block;
-  return first > table.lanes[laneOf(table, first)].first ? table.end[first - 1] : 0;
-}
-
-// The idle time before a block, in ticks, and in words what it was spent on.
-function idleBefore(table, block) {
-  const [since, until] = [freeSince(table, block), table.begin[block]];
-  if (until - since <= 0) return { ticks: 0, since, reasons: [] };
+// The idle time before a block, or behind the last one of a lane, and in words what it is put down to.
+function idleBefore(table, index, block) {
+  const lane = table.lanes[index];
+  const first = table.half[block] === LOWER ? block - 1 : block; // the two of a pair wait together
+  const since = first > lane.first ? table.end[first - 1] : lane.begin;
+  const isBehind = first === lane.first + lane.count;
+  const until = isBehind ? lane.end : table.begin[first];
   const reasons = [];
-  const producer = table.producer[block];
-  let at = since;
-  const add = (moment, reason) => {
-    if (moment - at > 0) reasons.push(`${seconds(table, moment - at)} ${reason}`);
-    at = Math.max(at, moment);
-  };
-  if (producer >= 0) {
-    const made = Math.min(table.end[producer], until);
-    const lane = table.lanes[laneOf(table, producer)];
-    add(made, `until ${textOf(table, producer)} on ${lane.full_name} was done`);
-    add(Math.min(table.end[producer] + table.transfer[block], until), "for its message to arrive");
-  }
-  add(until, "with nothing missing: preparing to run");
-  return { ticks: until - since, since, reasons };
+  const gap = first + index; // a lane has one gap more than blocks
+  for (let at = table.idle_gap.indexOf(gap); table.idle_gap[at] === gap; at++)
+    reasons.push(`${seconds(table, table.idle_ticks[at])} ${table.causes[table.idle_cause[at]]}`);
+  const producer = isBehind ? -1 : table.producer[block];
+  if (producer >= 0 && reasons.length)
+    reasons.push(`the message of ${textOf(table, producer)} came last, after ${seconds(table, table.transfer[block])}`);
+  return { since, until, isBehind, reasons };
+}
+
+// Moments are in the unit of the axis, so that they can be compared.
+function span(table, begin, end) {
+  const moments = [begin, end].map((tick) => seconds(table, tick, 6, table.end_ticks));
+  return `${moments.join(" to ")}, takes ${seconds(table, end - begin)}`;
 }
 
 function describe(table, block) {
-  const kind = kindOf(table, block);
-  const idle = idleBefore(table, block);
+  const index = laneOf(table, block);
+  const half = table.half[block];
   const part = table.num_slices > 1 ? `, slice ${table.slice[block]}` : "";
-  const lane = table.lanes[laneOf(table, block)];
+  const { since, until, reasons } = idleBefore(table, index, block);
   const lines = [
-    `${lane.full_name}, stage ${table.stage[block]}, microbatch ${table.microbatch[block]}${part}`,
-    `${moment(table, table.begin[block])} to ${moment(table, table.end[block])}, ` +
-      `takes ${seconds(table, table.end[block] - table.begin[block])}`,
+    `${table.lanes[index].full_name}, stage ${table.stage[block]}, microbatch ${table.microbatch[block]}${part}`,
+    span(table, table.begin[block], table.end[block]),
     `memory of the rank: ${amount(table, table.held[block])}`,
   ];
-  const half = table.half[block];
   if (half) lines.push(`overlaps with ${textOf(table, half === UPPER ? block + 1 : block - 1)}`);
-  return { title: `${textOf(table, block)} ${kind.name}`, lines, more: describeIdle(table, idle) };
+  const idle = until > since ? `${seconds(table, until - since)} idle before it:` : "no idle time before it";
+  const title = `${textOf(table, block)} ${table.kinds[table.kind[block]].name}`;
+  return { title, lines, more: [idle, ...reasons] };
 }
 
-function describeIdle(table, idle) {
-  if (!idle.ticks) return ["no idle time before it"];
-  return [`${seconds(table, idle.ticks)} idle before it:`, ...idle.reasons];
+function describeBubble(table, index, before) {
+  const { since, until, isBehind, reasons } = idleBefore(table, index, before);
+  const title = isBehind ? `bubble after ${textOf(table, before - 1)}` : `bubble before ${textOf(table, before)}`;
+  return { title, lines: [table.lanes[index].full_name, span(table, since, until)], more: reasons };
 }
 
-function describeBubble(table, before) {
-  const idle = idleBefore(table, before);
-  const span = `${moment(table, idle.since)} to ${moment(table, table.begin[before])}`;
-  const lane = table.lanes[laneOf(table, before)];
-  return { title: `bubble before ${textOf(table, before)}`, lines: [`${lane.full_name}, ${span}`], more: describeIdle(table, idle) };
+function describeBar(table, index, bar) {
+  const { text, name } = table.bars[table.bar_name[bar]];
+  const lines = [table.lanes[index].full_name, span(table, table.bar.begin[bar], table.bar.end[bar])];
+  return { title: `${text} ${name}`, lines, more: [] };
 }
 
-// Figures: seconds in their natural unit, with as many digits as a reader can use.
+// Figures in their natural unit, with as many digits as a reader can use.
 
 const UNITS = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]];
-
-function unitFor(duration) {
-  return UNITS.find(([size]) => Math.abs(duration) >= 0.9995 * size) ?? (duration ? UNITS[3] : UNITS[0]);
-}
-
-function digits(value, count) {
-  return Number(value.toPrecision(count)).toString();
-}
-
-function seconds(table, ticks) {
-  const [size, name] = unitFor(ticks * table.tick_s);
-  return `${digits((ticks * table.tick_s) / size, 4)} ${name}`;
-}
-
-// A moment in the unit of the axis, so that moments can be compared.
-function moment(table, ticks) {
-  const [size, name] = unitFor(table.end_ticks * table.tick_s);
-  return `${digits((ticks * table.tick_s) / size, 6)} ${name}`;
-}
-
 const BYTES = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]];
+
+function unitFor(units, value) {
+  return units.find(([size]) => Math.abs(value) >= 0.9995 * size) ?? units[units.length - 1];
+}
+
+function seconds(table, ticks, count = 4, like = ticks) {
+  const [size, name] = unitFor(UNITS, like * table.tick_s || 1);
+  return `${+((ticks * table.tick_s) / size).toPrecision(count)} ${name}`;
+}
 
 function amount(table, value) {
   if (!table.is_bytes) return `${value} activation${value === 1 ? "" : "s"}`;
-  const [size, name] = BYTES.find(([bytes]) => value >= 0.9995 * bytes) ?? BYTES[4];
-  return `${digits(value / size, 3)} ${name}`;
+  const [size, name] = unitFor(BYTES, value);
+  return `${+(value / size).toPrecision(3)} ${name}`;
 }

@@ -1,0 +1,82 @@
+"""What is drawn beside the computations, as thin bars at the foot of a lane: collectives and optimizer steps.
+
+lane of rank 1   [2F0][2B0].......      a reduction may run beside a computation, so it has a strip of its own,
+                      ====    ##        over the blocks; an optimizer step comes when all of them are done
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.ir.instruction import INSTRUCTIONS, Op
+from penstock.ir.timeline import Timeline
+
+Floats = NDArray[np.float64]
+COLLECTIVE, OPTIMIZER_STEP = range(2)
+NAMES = ("collective", "optimizer step")
+"""By sort, as in a legend."""
+FOOT = 0.17
+"""The height of a bar, as a share of the lane's."""
+_SORT_OF_OP = {
+    op: OPTIMIZER_STEP if op is Op.OPTIMIZER_STEP else COLLECTIVE
+    for op, info in INSTRUCTIONS.items()
+    if info.is_collective
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bars:
+    """The bars of one rank in the order of their starts; one entry of each column per bar."""
+
+    row: NDArray[np.int64]
+    """Of the program."""
+    start_s: Floats
+    end_s: Floats
+    sort: NDArray[np.int64]
+
+
+def bars_of_rank(timeline: Timeline, rank: int) -> Bars:
+    """Lay out the collectives and optimizer steps of one rank that take time."""
+    program = timeline.program
+    begin, end = int(program.offsets[rank]), int(program.offsets[rank + 1])
+    sorts = _sort_of_row(program.op[begin:end])
+    rows = begin + np.flatnonzero((sorts >= 0) & (timeline.end_s[begin:end] > timeline.start_s[begin:end]))
+    rows = rows[np.argsort(timeline.start_s[rows], kind="stable")]
+    return Bars(rows, timeline.start_s[rows], timeline.end_s[rows], sorts[rows - begin])
+
+
+def sorts_used(timelines: Sequence[Timeline]) -> list[int]:
+    """Return the sorts of bars that occur, in order."""
+    found = [bars_of_rank(timeline, rank).sort for timeline in timelines for rank in range(timeline.num_ranks)]
+    return [int(sort) for sort in np.unique(np.concatenate([np.zeros(0, np.int64), *found]))]
+
+
+def window_s(timeline: Timeline) -> tuple[float, float]:
+    """Return the first start and the last end of all computations, between which a rank without one is idle."""
+    rows = timeline.program.is_compute
+    if not rows.any():
+        return 0.0, 0.0
+    return float(timeline.start_s[rows].min()), float(timeline.end_s[rows].max())
+
+
+def last_end_s(timeline: Timeline) -> float:
+    """Return when the last of all that is drawn ends."""
+    ends = [float(bars_of_rank(timeline, rank).end_s.max(initial=0.0)) for rank in range(timeline.num_ranks)]
+    return max(window_s(timeline)[1], *ends)
+
+
+def merged(start_s: Floats, end_s: Floats, gap_s: float) -> tuple[Floats, Floats]:
+    """Return the starts and the ends of what is left where intervals nearer than so much become one."""
+    order = np.argsort(start_s, kind="stable")
+    start_s, reach_s = start_s[order], np.maximum.accumulate(end_s[order])
+    firsts = np.flatnonzero(np.append(True, start_s[1:] > reach_s[:-1] + gap_s)[: len(start_s)])
+    lasts = np.append(firsts[1:], len(start_s))[: len(firsts)] - 1
+    return start_s[firsts], reach_s[lasts]
+
+
+def _sort_of_row(op: NDArray[Any]) -> NDArray[np.int64]:
+    sorts: NDArray[np.int64] = np.array([_SORT_OF_OP.get(each, -1) for each in Op], np.int64)[op]
+    return sorts

@@ -1,0 +1,55 @@
+"""Collectives and optimizer steps: where they lie, and what ends when."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from penstock.lower import lower
+from penstock.schedules import build
+from penstock.show.bars import COLLECTIVE, OPTIMIZER_STEP, bars_of_rank, last_end_s, merged, sorts_used, window_s
+from penstock.simulate import simulate
+from tests.show.timelines import UNIT, timeline_of, timeline_with_bars
+
+
+def test_reductions_and_optimizer_steps_are_bars_in_the_order_of_their_starts():
+    timeline = timeline_with_bars()
+
+    bars = [bars_of_rank(timeline, rank) for rank in range(2)]
+
+    assert [str(timeline.program.instruction(row)) for row in bars[1].row] == ["1REDUCE_TIED0", "1STEP"]
+    assert [each.start_s.tolist() for each in bars] == [[9.0, 9.5], [7.0, 9.5]]
+    assert bars[1].end_s.tolist() == [9.5, 11.5]
+    assert bars[1].sort.tolist() == [COLLECTIVE, OPTIMIZER_STEP]
+
+
+def test_what_takes_no_time_is_no_bar():
+    timeline = simulate(lower(build("1f1b", ranks=2, microbatches=2), optimizer_step=True), UNIT)
+
+    assert sorts_used([timeline]) == []
+    assert len(bars_of_rank(timeline, 0).row) == 0
+
+
+def test_the_sorts_of_any_timeline_count():
+    assert sorts_used([timeline_of(2, 2), timeline_with_bars()]) == [COLLECTIVE, OPTIMIZER_STEP]
+
+
+def test_idle_time_lies_between_the_first_and_the_last_computation_and_bars_may_end_later():
+    timeline = timeline_with_bars()
+    later = replace(timeline, start_s=timeline.start_s + 3, end_s=timeline.end_s + 3)
+
+    assert window_s(timeline) == (0.0, 9.0)
+    assert last_end_s(timeline) == 11.5
+    assert window_s(later) == (3.0, 12.0)
+
+
+@pytest.mark.parametrize(
+    ("start_s", "end_s", "expected"),
+    [
+        ([], [], []),
+        ([0.0, 1.5, 4.0], [1.0, 2.0, 5.0], [(0.0, 2.0), (4.0, 5.0)]),
+        ([4.0, 0.0, 1.0], [5.0, 9.0, 2.0], [(0.0, 9.0)]),
+    ],
+)
+def test_bars_nearer_than_can_be_seen_are_one(start_s, end_s, expected):
+    assert list(zip(*merged(np.array(start_s), np.array(end_s), 0.5), strict=True)) == expected
