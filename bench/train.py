@@ -58,8 +58,6 @@ TORCH_BUDGET, DATA_PARALLEL_BUDGET = 1.03, 0.93
 """Tokens per second over torch's, on each schedule; over data parallel's, with the best one."""
 
 DATA_PARALLEL = "data parallel"
-MEASURED = ", measured"
-"""How the names of rows end whose split was."""
 
 COLUMNS = {"": 46, "split": 15, "tokens/s": 13, "torch": 13, "ratio": 6}
 
@@ -67,18 +65,33 @@ Step = Callable[[Tensor, Tensor], object]
 
 
 @dataclass(frozen=True)
+class Way:
+    """One way of training, to be measured."""
+
+    name: str
+    step: Step
+    split: str = ""
+    has_measured_split: bool = False
+    """Whether layers were spread over the stages by the times that they take."""
+    in_torch: Step | None = None
+    """The same schedule and split in torch, to compare with; else data parallel is."""
+
+
+@dataclass(frozen=True)
 class Row:
-    """One way of training."""
+    """What was measured of one way of training."""
 
     name: str
     split: str
+    has_measured_split: bool
     ratio: float
     """Over what it is compared with, which is torch on the same schedule or data parallel: the median of the rounds."""
     tokens_per_s: float
     spread: float
     """The middle half of the steps, as a share of the median."""
-    torch_tokens_per_s: float = 0.0
-    torch_spread: float = 0.0
+    torch_tokens_per_s: float | None = None
+    """None where it is compared with data parallel."""
+    torch_spread: float | None = None
 
 
 def measure(families: Sequence[str], tried: Sequence[str], num_rounds: int) -> Iterator[dict[str, Any]]:
@@ -87,17 +100,16 @@ def measure(families: Sequence[str], tried: Sequence[str], num_rounds: int) -> I
     tokens, target = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
     one = tokens[: BATCH // MICROBATCHES], target[: BATCH // MICROBATCHES]
     weights = measure_layers(decoder_layers(DECODER), one[:1], target=one[1], loss=cross_entropy_loss).weights
-    turns: dict[str, Step] = {}
-    splits: dict[str, str] = {}
-    for name, step, split in [*same_schedules(families), *candidates(tried, weights)]:
-        turns[name], splits[name] = step, split
-    turns |= data_parallel_steps()
-    seconds = in_turn({name: partial(step, tokens, target) for name, step in turns.items()}, num_rounds)
-    for name in turns:
-        own, theirs = seconds[name], seconds.get(f"torch {name}")
+    ways = [*same_schedules(families), *candidates(tried, weights), *data_parallel_ways()]
+    turns = {way.name: partial(way.step, tokens, target) for way in ways}
+    turns |= {f"torch {way.name}": partial(way.in_torch, tokens, target) for way in ways if way.in_torch is not None}
+    seconds = in_turn(turns, num_rounds)
+    for way in ways:
+        own, theirs = seconds[way.name], seconds.get(f"torch {way.name}")
         ratio = paired_ratio(theirs or seconds[DATA_PARALLEL], own)
-        if not name.startswith("torch "):
-            yield asdict(Row(name, splits.get(name, ""), ratio, *rate(own), *(rate(theirs) if theirs else ())))
+        yield asdict(
+            Row(way.name, way.split, way.has_measured_split, ratio, *rate(own), *(rate(theirs) if theirs else ()))
+        )
 
 
 def rate(seconds: Sequence[float]) -> tuple[float, float]:
@@ -105,26 +117,25 @@ def rate(seconds: Sequence[float]) -> tuple[float, float]:
     return NUM_TOKENS / statistics.median(seconds), spread_of(seconds)
 
 
-def same_schedules(families: Sequence[str]) -> Iterator[tuple[str, Step, str]]:
-    """Name, step and split of Penstock, then of torch."""
+def same_schedules(families: Sequence[str]) -> Iterator[Way]:
+    """Schedules that torch has too."""
     specs = decoder_layers(DECODER)
     layers = [spec() for spec in specs]  # all use these in place, and none changes a weight
     for family in families:
         schedule = build(family, ranks=NUM_RANKS, microbatches=MICROBATCHES, **COUNTERPARTS[family].options)
         pipeline = Pipeline(layers, schedule, loss=cross_entropy_loss, weights=[spec.weight for spec in specs])
-        yield family, step_of(pipeline), sizes(pipeline)
-        step = torch_step(family, schedule, layers, pipeline.layers_of_stage, cross_entropy_loss)
-        yield f"torch {family}", step, sizes(pipeline)
+        in_torch = torch_step(family, schedule, layers, pipeline.layers_of_stage, cross_entropy_loss)
+        yield Way(family, step_of(pipeline), sizes(pipeline), in_torch=in_torch)
 
 
-def candidates(tried: Sequence[str], weights: Sequence[float]) -> Iterator[tuple[str, Step, str]]:
-    """Name, step and split of what is tried against data parallel."""
+def candidates(tried: Sequence[str], weights: Sequence[float]) -> Iterator[Way]:
+    """What is tried against data parallel."""
     layers = [spec() for spec in decoder_layers(DECODER)]
     for name in tried:
         family, options = CANDIDATES[name]
         schedule = build(family, ranks=NUM_RANKS, microbatches=MICROBATCHES, **options)
         pipeline = Pipeline(layers, schedule, loss=cross_entropy_loss, weights=weights)
-        yield f"{name}{MEASURED}", step_of(pipeline), sizes(pipeline)
+        yield Way(f"{name}, measured", step_of(pipeline), sizes(pipeline), has_measured_split=True)
 
 
 def step_of(pipeline: Pipeline) -> Step:
@@ -135,7 +146,7 @@ def sizes(pipeline: Pipeline) -> str:
     return " ".join(str(len(part)) for part in pipeline.layers_of_stage)
 
 
-def data_parallel_steps() -> dict[str, Step]:
+def data_parallel_ways() -> list[Way]:
     """Both ways of training half a batch on each rank."""
     model = DistributedDataParallel(nn.Sequential(*(layer() for layer in decoder_layers(DECODER))))
 
@@ -147,7 +158,13 @@ def data_parallel_steps() -> dict[str, Step]:
                 (cross_entropy_loss(model(inputs), wanted) / num_microbatches).backward()
 
     counts = {DATA_PARALLEL: MICROBATCHES // NUM_RANKS, f"{DATA_PARALLEL}, one microbatch": 1}
-    return {name: partial(step, count) for name, count in counts.items()}
+    return [Way(name, partial(step, count)) for name, count in counts.items()]
+
+
+def torch_text(row: Row) -> str:
+    if row.torch_tokens_per_s is None or row.torch_spread is None:
+        return ""
+    return with_spread(f"{row.torch_tokens_per_s:.0f}", row.torch_spread)
 
 
 def report(rows: Sequence[Row]) -> bool:
@@ -155,11 +172,10 @@ def report(rows: Sequence[Row]) -> bool:
     table = Table(COLUMNS)
     for row in rows:
         ours = with_spread(f"{row.tokens_per_s:.0f}", row.spread)
-        theirs = with_spread(f"{row.torch_tokens_per_s:.0f}", row.torch_spread) if row.torch_tokens_per_s else ""
-        table.print([row.name, row.split, ours, theirs, f"{row.ratio:.3f}"])
-    same = [row.ratio for row in rows if row.torch_tokens_per_s]
+        table.print([row.name, row.split, ours, torch_text(row), f"{row.ratio:.3f}"])
+    same = [row.ratio for row in rows if row.torch_tokens_per_s is not None]
     against_torch = statistics.median(same), min(same)
-    best = max((row for row in rows if row.name.endswith(MEASURED)), key=lambda row: row.ratio)
+    best = max((row for row in rows if row.has_measured_split), key=lambda row: row.ratio)
     print("\nover torch: {:.3f} in the median, {:.3f} at least; {} wanted".format(*against_torch, TORCH_BUDGET))
     print(f"over data parallel: {best.ratio:.3f} with {best.name}; {DATA_PARALLEL_BUDGET} wanted")
     return min(same) >= TORCH_BUDGET and best.ratio >= DATA_PARALLEL_BUDGET

@@ -98,16 +98,16 @@ def resolve_schedule(
     if options:
         name = next(iter(options))
         raise ConfigError("is no option here; a schedule that is given whole takes no options of a family", key=name)
-    found = schedule if isinstance(schedule, Schedule) else read_schedule(Path(schedule))
-    if found.num_ranks != ranks:
+    whole = schedule if isinstance(schedule, Schedule) else read_schedule(Path(schedule))
+    if whole.num_ranks != ranks:
         raise ConfigError(
-            f"{found.name} is for {found.num_ranks} ranks, but {ranks} run; start {found.num_ranks} processes, or "
+            f"{whole.name} is for {whole.num_ranks} ranks, but {ranks} run; start {whole.num_ranks} processes, or "
             "give a schedule for as many ranks as run",
             key="schedule",
         )
-    if microbatches not in (None, found.num_microbatches):
+    if microbatches not in (None, whole.num_microbatches):
         raise ConfigError(
-            f"{microbatches}, but {found.name} is for {found.num_microbatches} microbatches; make them equal",
+            f"{microbatches}, but {whole.name} is for {whole.num_microbatches} microbatches; make them equal",
             key="microbatches",
         )
-    return found
+    return whole

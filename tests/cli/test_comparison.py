@@ -13,7 +13,7 @@ from penstock.cli.comparison import (
     names_on_front,
     notes,
     parts_per_rank,
-    scaled,
+    scale_durations,
     to_json,
     to_table,
 )
@@ -90,10 +90,10 @@ def test_work_per_rank_is_the_same_for_all_with_costs_per_rank(name):
 def test_only_the_times_of_actions_are_scaled():
     costs = Costs.uniform(forward=1, backward_input=2, backward_weight=3, backward=4, transfer=5, launch_s=6)
 
-    assert scaled(costs, 0.5) == Costs.uniform(
+    assert scale_durations(costs, 0.5) == Costs.uniform(
         forward=0.5, backward_input=1, backward_weight=1.5, backward=2, transfer=5, launch_s=6
     )
-    assert scaled(Costs(forward_s=(1, 2)), 0.5) == Costs(forward_s=(0.5, 1))
+    assert scale_durations(Costs(forward_s=(1, 2)), 0.5) == Costs(forward_s=(0.5, 1))
 
 
 @pytest.mark.parametrize("error", [ConfigError("takes 1 stage"), ScheduleError("mine: breaks 2 rules")])

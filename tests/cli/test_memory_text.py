@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from penstock.cli.memory_text import memory_text
-from penstock.execute.observing.memory_report import POINTS, MemoryPoint, RankMemory, StageMemory
+from penstock.execute.observing.memory_report import MemoryPoint, Moment, RankMemory, StageMemory
 
 KIB = 1024
 POINT = MemoryPoint("begin", 8 * KIB, None, None)
@@ -14,7 +14,7 @@ RANK = RankMemory(
     unsent_bytes=256,
     optimizer_bytes=None,
     peak_activations=6,
-    points=tuple(replace(POINT, name=name) for name in POINTS),
+    points=tuple(replace(POINT, name=name) for name in Moment),
 )
 
 

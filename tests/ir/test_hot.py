@@ -1,5 +1,7 @@
 """Hot loops: the same result interpreted and compiled, and small tables never wait for a compiler."""
 
+from typing import Any, NamedTuple
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,17 @@ def _sum_into(column, result):
     for row in range(len(column)):
         total = _add(total, column[row])
     result[0] = total
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+    factor: int
+
+
+def _scaled_sum(pair, result):
+    left, right, factor = pair
+    result[0] = _add(left[0], right[0]) * factor
 
 
 def total_of(hot, num_rows, *, as_if=None):
@@ -46,6 +59,25 @@ def test_what_is_no_array_is_passed_as_it_is():
 
     assert isinstance(seen[0], memoryview)
     assert seen[1:] == [7, True]
+
+
+def test_arrays_that_go_together_are_passed_like_others():
+    seen = []
+
+    Hot(seen.append)(1, Pair(np.zeros(1), np.ones(1), 7))
+
+    assert isinstance(seen[0], Pair)
+    assert [type(each) for each in seen[0]] == [memoryview, memoryview, int]
+
+
+@pytest.mark.slow
+def test_arrays_that_go_together_give_the_same_compiled():
+    hot, pair = Hot(_scaled_sum, _add), Pair(np.full(1, 2.0), np.full(1, 5.0), 3)
+
+    for run in (hot.interpreted, hot.compiled):
+        result = np.zeros(1)
+        run(pair, result)
+        assert result[0] == 21
 
 
 def test_the_result_of_the_function_is_returned():

@@ -54,14 +54,14 @@ def find_messages(subject: Subject, rows: RowIndex, findings: Findings) -> Messa
 
     `rows` are those of the program.
     """
-    found = _possible_messages(subject, rows, findings)
-    is_needed, is_sent, is_received = (end != NONE for end in (found.producer, found.send, found.receive))
+    possible = _possible_messages(subject, rows, findings)
+    is_needed, is_sent, is_received = (end != NONE for end in (possible.producer, possible.send, possible.receive))
     is_whole = is_needed & is_sent & is_received
     if is_whole.all():
-        return found
+        return possible
     if not np.array_equal(is_whole, is_needed | is_sent | is_received):
-        _tell_missing_ends(findings, found)
-    return Messages(*(end[is_whole] for end in (found.producer, found.send, found.receive, found.consumer)))
+        _tell_missing_ends(findings, possible)
+    return Messages(*(end[is_whole] for end in (possible.producer, possible.send, possible.receive, possible.consumer)))
 
 
 def _possible_messages(subject: Subject, rows: RowIndex, findings: Findings) -> Messages:
@@ -170,21 +170,21 @@ class _Ends:
         self.findings.add(row, f"moves the same message as {place}", "Drop one of the two")
 
 
-def _tell_missing_ends(findings: Findings, found: Messages) -> None:
+def _tell_missing_ends(findings: Findings, possible: Messages) -> None:
     """Say which ends lack their other end, or a result that somebody needs, and which results lack a message."""
     subject = findings.subject
-    is_needed, is_sent, is_received = (end != NONE for end in (found.producer, found.send, found.receive))
-    for row in found.send[is_sent & ~is_received].tolist():
+    is_needed, is_sent, is_received = (end != NONE for end in (possible.producer, possible.send, possible.receive))
+    for row in possible.send[is_sent & ~is_received].tolist():
         other, rank = _other_end(subject, row)
         findings.add(row, f"has no receive on rank {rank}; expected one {other} there", f"Add {other} on rank {rank}")
-    for row in found.receive[is_received & ~is_sent].tolist():
+    for row in possible.receive[is_received & ~is_sent].tolist():
         other, rank = _other_end(subject, row)
         findings.add(row, f"has no send on rank {rank}; expected one {other} there", f"Add {other} on rank {rank}")
     unneeded = is_sent & is_received & ~is_needed
-    for row in np.concatenate([found.send[unneeded], found.receive[unneeded]]).tolist():
+    for row in np.concatenate([possible.send[unneeded], possible.receive[unneeded]]).tolist():
         findings.add(row, "moves a result that no action makes or needs", "Drop both the send and the receive")
     unbrought = is_needed & ~is_sent & ~is_received
-    for producer, row in zip(found.producer[unbrought].tolist(), found.consumer[unbrought].tolist(), strict=True):
+    for producer, row in zip(possible.producer[unbrought].tolist(), possible.consumer[unbrought].tolist(), strict=True):
         ranks = f"rank {subject.rank[producer]} and its receive on rank {subject.rank[row]}"
         problem = f"needs the result of {subject.place(producer)}, and no message brings it"
         findings.add(row, problem, f"Add the send on {ranks}")

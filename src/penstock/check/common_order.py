@@ -14,7 +14,7 @@ receive in front of its consumer by 2, and every channel keeps its order by 3. T
 may run as well: for them, `channels` and `transports` look at each model on its own.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,20 +25,39 @@ from penstock.check.report import Subject
 from penstock.ir.common_order import Starts, common_order
 from penstock.ir.deps import NONE
 from penstock.ir.hot import Hot
+from penstock.ir.instruction import Op
 from penstock.ir.program import Program
+
+# The numbers that stand in the column `op`.
+LAST_COMPUTATION, LAST_MESSAGE = int(Op.BACKWARD_WEIGHT), int(Op.RECEIVE_BACKWARD)
+RECEIVES = (int(Op.RECEIVE_FORWARD), int(Op.RECEIVE_BACKWARD))
+LAST_OF_ONE_RANK = int(Op.REDUCE_GRADIENT)
+"""Behind it stand the collectives that join ranks."""
+
+
+class Rows(NamedTuple):
+    """The columns that count here; the rank at the other end of a message is looked up by its stage."""
+
+    op: Any
+    moment: Any
+    peer: Any
+    rank_of_stage: Any
+
+
+class Seen(NamedTuple):
+    """The moment of the last message to or from each other rank, and of which rank's messages it was."""
+
+    last_message: Any
+    seen_by: Any
 
 
 def keeps_common_order(subject: Subject, actions: Actions, messages: Messages, start: Starts) -> bool:
     """Return whether 1 to 4 hold, where `start` are the starts of the actions in an untimed walk."""
     program = subject.table
     assert isinstance(program, Program)
-    return bool(
-        _KEEP(
-            program.num_instructions, program.offsets, program.op, program.peer, subject.rank_of_stage,
-            _moments(program, actions, messages, start), np.zeros(program.num_ranks, np.int64),
-            np.full(program.num_ranks, NONE, np.int64),
-        )
-    )  # fmt: skip
+    rows = Rows(program.op, _moments(program, actions, messages, start), program.peer, subject.rank_of_stage)
+    seen = Seen(np.zeros(program.num_ranks, np.int64), np.full(program.num_ranks, NONE, np.int64))
+    return bool(_KEEP(program.num_instructions, program.offsets, rows, seen))
 
 
 def _moments(program: Program, actions: Actions, messages: Messages, start: Starts) -> NDArray[np.int32]:
@@ -53,31 +72,23 @@ def _moments(program: Program, actions: Actions, messages: Messages, start: Star
     return moment
 
 
-def _rank_keeps(
-    rank: int,
-    begin: int,
-    end: int,
-    op: Any,
-    peer: Any,
-    rank_of_stage: Any,
-    moment: Any,
-    last_message: Any,
-    seen_by: Any,
-) -> bool:
+def _rank_keeps(rank: int, begin: int, end: int, rows: Rows, seen: Seen) -> bool:
     """Look at one rank's rows in order; `last_message[other]` counts where `seen_by[other]` is the rank itself."""
+    op, moment, peer, rank_of_stage = rows
+    last_message, seen_by = seen
     last = -1
     has_joined = False
     for row in range(begin, end):
         code = op[row]
-        if code > 7:  # behind RECEIVE_BACKWARD
-            has_joined = has_joined or code > 10  # REDUCE_TIED, OPTIMIZER_STEP
+        if code > LAST_MESSAGE:
+            has_joined = has_joined or code > LAST_OF_ONE_RANK
             continue
         now = moment[row]
         if has_joined or now < last:
             return False
-        if code != 5 and code != 7:  # not RECEIVE_FORWARD, RECEIVE_BACKWARD
+        if code not in RECEIVES:
             last = now
-        if code > 3:  # a message
+        if code > LAST_COMPUTATION:
             other = rank_of_stage[peer[row]]
             if seen_by[other] == rank and now < last_message[other]:
                 return False
@@ -86,12 +97,10 @@ def _rank_keeps(
     return True
 
 
-def _all_keep(
-    offsets: Any, op: Any, peer: Any, rank_of_stage: Any, moment: Any, last_message: Any, seen_by: Any
-) -> bool:
+def _all_keep(offsets: Any, rows: Rows, seen: Seen) -> bool:
     for rank in range(len(offsets) - 1):
         begin, end = offsets[rank], offsets[rank + 1]
-        if not _rank_keeps(rank, begin, end, op, peer, rank_of_stage, moment, last_message, seen_by):
+        if not _rank_keeps(rank, begin, end, rows, seen):
             return False
     return True
 

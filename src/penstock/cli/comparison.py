@@ -53,16 +53,8 @@ class Refusal:
 
 Row = Comparison | Refusal
 GAP = "  "
-ATTRIBUTE_OF_KEY = {
-    "makespan_s": "makespan_s",
-    "span_s": "span_s",
-    "bubble_fraction": "bubble_fraction",
-    "bubble_rate": "bubble_rate",
-    "peak_activations": "peak_activations",
-    "num_microbatches": "num_microbatches",
-    "messages": "num_messages",
-}
-"""What is written of a comparison, by its key in JSON."""
+FIGURES = ("makespan_s", "span_s", "bubble_fraction", "bubble_rate", "peak_activations", "num_microbatches")
+"""What JSON has of a comparison under the same names; beside them stand its messages."""
 
 
 def compare(wanted: Wanted, costs: Costs, *, per_rank: bool = False) -> Row:
@@ -70,7 +62,7 @@ def compare(wanted: Wanted, costs: Costs, *, per_rank: bool = False) -> Row:
     try:
         schedule = wanted.make()
         num_parts = parts_per_rank(schedule)
-        planned = plan(schedule, scaled(costs, float(1 / num_parts)) if per_rank else costs)
+        planned = plan(schedule, scale_durations(costs, float(1 / num_parts)) if per_rank else costs)
     except PenstockError as error:
         return Refusal(wanted.text, str(error))
     timeline = planned.timeline
@@ -93,7 +85,7 @@ def parts_per_rank(schedule: Schedule) -> Fraction:
     return Fraction(stages_on_route * schedule.num_slices, schedule.num_ranks)
 
 
-def scaled(costs: Costs, factor: float) -> Costs:
+def scale_durations(costs: Costs, factor: float) -> Costs:
     """Return costs whose actions take `factor` times as long; transfers keep theirs."""
 
     def times(seconds: tuple[float, ...]) -> tuple[float, ...]:
@@ -141,8 +133,8 @@ def fastest_within(rows: Sequence[Row], limit: int) -> str:
     """Say which row is the fastest, for equal work, of those that hold no more than so many activations."""
     seconds = equal_work_s(rows)
     fitting = [row.name for row in rows if isinstance(row, Comparison) and row.fits(limit)]
-    found = min(fitting, key=lambda name: seconds[name], default="none fits")
-    return f"fastest within {limit} activations: {found}"
+    fastest = min(fitting, key=lambda name: seconds[name], default="none fits")
+    return f"fastest within {limit} activations: {fastest}"
 
 
 def to_json(rows: Sequence[Row], limit: int | None, *, swept_limits: Sequence[int] = ()) -> str:
@@ -152,15 +144,14 @@ def to_json(rows: Sequence[Row], limit: int | None, *, swept_limits: Sequence[in
 
 
 def _as_object(row: Row, limit: int | None, front: set[str], swept_limits: Sequence[int]) -> dict[str, object]:
-    found: dict[str, object] = {"name": row.name}
-    found |= {key: getattr(row, attribute, None) for key, attribute in ATTRIBUTE_OF_KEY.items()}
+    members: dict[str, object] = {"name": row.name} | {key: getattr(row, key, None) for key in FIGURES}
     if isinstance(row, Refusal):
         fits = {} if limit is None and not swept_limits else {"fits": None}
-        return found | {"is_on_front": None} | fits | {"error": row.reason}
-    found["is_on_front"] = row.name in front
+        return members | {"messages": None, "is_on_front": None} | fits | {"error": row.reason}
+    members |= {"messages": row.num_messages, "is_on_front": row.name in front}
     if swept_limits:
-        return found | {"fits": {str(each): row.fits(each) for each in swept_limits}}
-    return found if limit is None else found | {"fits": row.fits(limit)}
+        return members | {"fits": {str(swept): row.fits(swept) for swept in swept_limits}}
+    return members if limit is None else members | {"fits": row.fits(limit)}
 
 
 def to_table(
@@ -183,8 +174,8 @@ def to_table(
     }
     if len(counts) > 1:
         columns[f"s for {max(counts)}"] = lambda row: f"{seconds[row.name]:.6g}"
-    for each in swept_limits if limit is None else (limit,):
-        columns[f"fits {each}"] = partial(_fits, limit=each)
+    for shown_limit in swept_limits if limit is None else (limit,):
+        columns[f"fits {shown_limit}"] = partial(_fits, limit=shown_limit)
     columns["front"] = lambda row: "*" if row.name in front else ""
     figures = {row.name: [write(row) for write in columns.values()] for row in rows if isinstance(row, Comparison)}
     widths = [max(map(len, column)) for column in zip(columns, *figures.values(), strict=True)]
@@ -195,7 +186,7 @@ def to_table(
             lines.append(f"{row.name.ljust(margin)}{GAP}refused: {_shortly(row.reason)}")
         else:
             lines.append(_right(row.name, margin, figures[row.name], widths))
-    within = [fastest_within(rows, each) for each in swept_limits]
+    within = [fastest_within(rows, swept) for swept in swept_limits]
     return "\n".join(lines + ([""] if within else []) + within + notes(rows, per_rank=per_rank))
 
 
@@ -218,21 +209,21 @@ def notes(rows: Sequence[Row], *, per_rank: bool) -> list[str]:
     compared = [row for row in rows if isinstance(row, Comparison)]
     parts = _by_number((row.num_parts, row.name) for row in compared)
     counts = _by_number((Fraction(row.num_microbatches), row.name) for row in compared)
-    found = []
+    lines = []
     if len(parts) > 1:
         way_out = (
             "Each takes its share of the costs."
             if per_rank
             else "Costs are per action, so the rows do unequal work; --per-rank divides the costs by these numbers."
         )
-        found += ["", "note: actions of each kind that a rank runs for one microbatch:"]
-        found += [f"  {number} in {names}" for number, names in parts.items()]
-        found.append(f"  {way_out}")
+        lines += ["", "note: actions of each kind that a rank runs for one microbatch:"]
+        lines += [f"  {number} in {names}" for number, names in parts.items()]
+        lines.append(f"  {way_out}")
     is_named = all(f"{row.num_microbatches} microbatch" in row.name for row in compared)
     if len(counts) > 1 and not is_named:
-        found += ["", "note: the rows run different numbers of microbatches:"]
-        found += [f"  {number} in {names}" for number, names in counts.items()]
-    return found
+        lines += ["", "note: the rows run different numbers of microbatches:"]
+        lines += [f"  {number} in {names}" for number, names in counts.items()]
+    return lines
 
 
 def _by_number(pairs: Iterable[tuple[Fraction, str]]) -> dict[Fraction, str]:

@@ -38,10 +38,10 @@ def handbook(families: Sequence[Family]) -> str:
 
 def family_text(family: Family, *, width: int, as_markdown: bool) -> str:
     """Return all about one family, for a terminal of some width or in Markdown."""
-    drawing, found = draw_example(family), differences(family.name)
+    drawing, deviations = draw_example(family), differences(family.name)
     if not as_markdown:
-        return family_page(family, drawing, found, width)
-    return "\n".join([family_section(family, drawing), *(f"\nDiffers from its source: {text}" for text in found)])
+        return family_page(family, drawing, deviations, width)
+    return "\n".join([family_section(family, drawing), *(f"\nDiffers from its source: {text}" for text in deviations)])
 
 
 def differences(name: str) -> list[str]:
@@ -68,15 +68,15 @@ def side_by_side(families: Sequence[Family]) -> str:
 
 
 def _row(wanted: Wanted) -> str:
-    found = compare(wanted, Costs.uniform(), per_rank=True)
-    if isinstance(found, Refusal):
-        return f"| `{found.name}` | {found.reason} | | | | |"
+    row = compare(wanted, Costs.uniform(), per_rank=True)
+    if isinstance(row, Refusal):
+        return f"| `{row.name}` | {row.reason} | | | | |"
     cells = [
-        f"`{found.name}`",
-        f"{found.makespan_s:.4g} s",
-        f"{max(found.bubble_fraction, 0.0):.3f}",
-        f"{max(found.bubble_rate, 0.0):.3f}",
-        f"{float(found.peak_microbatches):.4g}",
-        str(found.num_messages),
+        f"`{row.name}`",
+        f"{row.makespan_s:.4g} s",
+        f"{max(row.bubble_fraction, 0.0):.3f}",
+        f"{max(row.bubble_rate, 0.0):.3f}",
+        f"{float(row.peak_microbatches):.4g}",
+        str(row.num_messages),
     ]
     return f"| {' | '.join(cells)} |"

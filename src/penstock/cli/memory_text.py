@@ -23,7 +23,7 @@ def _stage_rows(rank: RankMemory) -> list[list[str]]:
     messages = [format_bytes(rank.received_bytes), format_bytes(rank.unsent_bytes)]
     for stage in rank.stages:
         held = (stage.activation_bytes, stage.context_bytes, stage.parameter_bytes, stage.gradient_bytes)
-        own = [str(rank.rank), str(stage.stage), str(stage.activations), *map(format_bytes, held)]
+        own = [str(rank.rank), str(stage.stage), str(stage.num_activations), *map(format_bytes, held)]
         rows.append([*own, *messages])
         messages = ["", ""]  # they are the rank's, not a stage's
     return rows

@@ -2,7 +2,9 @@
 
 A small plan must not wait for a compiler, a large one must not wait for the interpreter: the same function serves both.
 Such a function only indexes arrays and calls its `helpers`, which stand in the same file and are named callers first.
-What is compiled is kept on disk beside the source (or where NUMBA_CACHE_DIR says): the next process only loads it.
+Arrays that go together may come as a NamedTuple. What is compiled is kept on disk beside the source (or where
+NUMBA_CACHE_DIR says): the next process only loads it. Constants of its module are part of it: who changes the numbers
+of operations must touch the files whose loops know them.
 
 Where rows do not depend on each other, numpy on one block of rows after the other serves both as well: see `blocks`.
 """
@@ -78,4 +80,6 @@ def _with_globals(function: Callable[..., Any], names: dict[str, Any]) -> Functi
 
 
 def _view(column: Any) -> Any:
+    if isinstance(column, tuple):
+        return type(column)(*map(_view, column))
     return column.data if isinstance(column, np.ndarray) else column

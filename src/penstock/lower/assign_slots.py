@@ -8,7 +8,7 @@ slots: taken by the receive, freed by its consumer. Send slots: taken by the act
 send. The runtime holds as many buffers as there are slots, not one per microbatch.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,48 @@ from penstock.ir.hot import Hot
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 
+# The numbers that stand in the column `op`.
+FORWARD, LAST_COMPUTATION = int(Op.FORWARD), int(Op.BACKWARD_WEIGHT)
+LAST_WITH_MESSAGES = int(Op.BACKWARD_INPUT)
+"""Of the computations, it and those in front of it may take and make a message."""
+DIRECTION = tuple(0 if op in (Op.FORWARD, Op.SEND_FORWARD, Op.RECEIVE_FORWARD) else 1 for op in Op)
+"""By operation: of what it computes, sends or receives."""
+LAST_USES = (int(Op.BACKWARD), int(Op.BACKWARD_WEIGHT))
+"""Of an activation, in training."""
+SENDS = (int(Op.SEND_FORWARD), int(Op.SEND_BACKWARD))
+RECEIVES = (int(Op.RECEIVE_FORWARD), int(Op.RECEIVE_BACKWARD))
 ACTIVATION, RECEIVE, SEND = range(3)
 NUM_POOLS = 3
+
+
+class Rows(NamedTuple):
+    """The columns of the program that count here, the last of which is filled in, and its kind."""
+
+    op: Any
+    joined: Any
+    identity: Any
+    slot: Any
+    is_forward_only: bool
+
+
+class Cells(NamedTuple):
+    """By identity: whether its message is sent, [direction, identity], and the slots in use, of messages by direction.
+
+    `arrived` is a slot plus 1, and 0 where nothing came.
+    """
+
+    is_sent: Any
+    kept: Any
+    arrived: Any
+    leaving: Any
+
+
+class Pools(NamedTuple):
+    """Of one rank: the slots that are free again, in the order they became so, and the counts, by pool."""
+
+    free: Any
+    num_free: Any
+    num_used: Any
 
 
 def assign_slots(program: Program) -> Program:
@@ -31,11 +71,12 @@ def assign_slots(program: Program) -> Program:
         is_sent[direction, identity[program.op == op]] = True
     slot = np.zeros(num_rows, np.int32)
     longest = int(np.diff(program.offsets).max(initial=0))
-    _ASSIGN(
-        num_rows, program.offsets, program.op, program.joined, identity, is_sent, program.is_forward_only, slot,
-        np.zeros(num_cells, np.int32), np.zeros((2, num_cells), np.int32), np.zeros((2, num_cells), np.int32),
-        np.zeros((NUM_POOLS, longest + 1), np.int32), np.zeros(NUM_POOLS, np.int64), np.zeros(NUM_POOLS, np.int64),
-    )  # fmt: skip
+    messages = (2, num_cells)
+    cells = Cells(is_sent, np.zeros(num_cells, np.int32), np.zeros(messages, np.int32), np.zeros(messages, np.int32))
+    counts = np.zeros((2, NUM_POOLS), np.int64)
+    pools = Pools(np.zeros((NUM_POOLS, longest + 1), np.int32), counts[0], counts[1])
+    rows = Rows(program.op, program.joined, identity, slot, program.is_forward_only)
+    _ASSIGN(num_rows, program.offsets, rows, cells, pools)
     return program.with_slots(slot)
 
 
@@ -56,52 +97,46 @@ def _give_slot(pool: int, slot: int, free: Any, num_free: Any) -> None:
     num_free[pool] += 1
 
 
-def _assign_rank(
-    begin: int, end: int, op: Any, joined: Any, identity: Any, is_sent: Any, forward_only: bool, slot: Any,
-    kept: Any, arrived: Any, leaving: Any, free: Any, num_free: Any, num_used: Any,
-) -> None:  # fmt: skip
-    """Run one rank's rows; by identity, `kept`, `arrived` (plus 1) and `leaving` are slots in use."""
+def _assign_rank(begin: int, end: int, rows: Rows, cells: Cells, pools: Pools) -> None:
+    """Run one rank's rows."""
+    op, joined, identity, slot, is_forward_only = rows
+    is_sent, kept, arrived, leaving = cells
+    free, num_free, num_used = pools
     for row in range(begin, end):
         code = op[row]
         key = identity[row]
-        direction = 0 if code == 0 or code == 4 or code == 5 else 1  # FORWARD, SEND_FORWARD, RECEIVE_FORWARD
-        if code == 0:
-            kept[key] = _take_slot(0, free, num_free, num_used)
-        if code <= 3:  # the computations
+        direction = DIRECTION[code]
+        if code <= LAST_COMPUTATION:
+            if code == FORWARD:
+                kept[key] = _take_slot(ACTIVATION, free, num_free, num_used)
             slot[row] = kept[key]
-        if code <= 2 and is_sent[direction, key]:  # not BACKWARD_WEIGHT
-            leaving[direction, key] = _take_slot(2, free, num_free, num_used)
-        if code == 4 or code == 6:  # SEND_FORWARD, SEND_BACKWARD
+            if code <= LAST_WITH_MESSAGES and is_sent[direction, key]:
+                leaving[direction, key] = _take_slot(SEND, free, num_free, num_used)
+        elif code in SENDS:
             slot[row] = leaving[direction, key]
-        if code == 5 or code == 7:  # RECEIVE_FORWARD, RECEIVE_BACKWARD
-            slot[row] = _take_slot(1, free, num_free, num_used)
+        elif code in RECEIVES:
+            slot[row] = _take_slot(RECEIVE, free, num_free, num_used)
             arrived[direction, key] = slot[row] + 1
         if joined[row]:
             continue  # joined rows run together: neither may use what the other frees
         first = row - 1 if row > begin and joined[row - 1] else row
         for member in range(first, row + 1):
             code = op[member]
-            if code == 1 or code == 3 or (code == 0 and forward_only):  # BACKWARD, BACKWARD_WEIGHT
-                _give_slot(0, slot[member], free, num_free)
-            came = arrived[1 if code > 0 else 0, identity[member]] if code <= 2 else 0
+            if code in LAST_USES or (code == FORWARD and is_forward_only):
+                _give_slot(ACTIVATION, slot[member], free, num_free)
+            came = arrived[DIRECTION[code], identity[member]] if code <= LAST_WITH_MESSAGES else 0
             if came > 0:
-                _give_slot(1, came - 1, free, num_free)
-            if code == 4 or code == 6:  # SEND_FORWARD, SEND_BACKWARD
-                _give_slot(2, slot[member], free, num_free)
+                _give_slot(RECEIVE, came - 1, free, num_free)
+            if code in SENDS:
+                _give_slot(SEND, slot[member], free, num_free)
 
 
-def _assign_all(
-    offsets: Any, op: Any, joined: Any, identity: Any, is_sent: Any, forward_only: bool, slot: Any,
-    kept: Any, arrived: Any, leaving: Any, free: Any, num_free: Any, num_used: Any,
-) -> None:  # fmt: skip
+def _assign_all(offsets: Any, rows: Rows, cells: Cells, pools: Pools) -> None:
     for rank in range(len(offsets) - 1):
-        for pool in range(len(num_free)):
-            num_free[pool] = 0
-            num_used[pool] = 0
-        _assign_rank(
-            offsets[rank], offsets[rank + 1], op, joined, identity, is_sent, forward_only, slot,
-            kept, arrived, leaving, free, num_free, num_used,
-        )  # fmt: skip
+        for pool in range(NUM_POOLS):
+            pools.num_free[pool] = 0
+            pools.num_used[pool] = 0
+        _assign_rank(offsets[rank], offsets[rank + 1], rows, cells, pools)
 
 
 _ASSIGN = Hot(_assign_all, _assign_rank, _take_slot, _give_slot)

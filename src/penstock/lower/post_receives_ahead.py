@@ -18,6 +18,10 @@ from penstock.ir.hot import Hot, blocks
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 
+# The numbers that stand in the column `op`.
+FIRST_MESSAGE, LAST_MESSAGE = int(Op.SEND_FORWARD), int(Op.RECEIVE_BACKWARD)
+RECEIVES = (int(Op.RECEIVE_FORWARD), int(Op.RECEIVE_BACKWARD))
+
 
 def post_receives_ahead(program: Program) -> Program:
     """Move receives toward the front of their rank."""
@@ -67,10 +71,10 @@ def _move_receives(
         begin, end = offsets[rank], offsets[rank + 1]
         for row in range(begin, end):
             code = op[row]
-            if code < 4 or code > 7:  # SEND_FORWARD to RECEIVE_BACKWARD are messages
+            if code < FIRST_MESSAGE or code > LAST_MESSAGE:
                 continue
             other = rank_of_stage[peer[row]]
-            if code == 5 or code == 7:  # RECEIVE_FORWARD, RECEIVE_BACKWARD
+            if code in RECEIVES:
                 # Places grow from rank to rank: what an earlier rank has left in `last_place` is no limit.
                 first = max(last_place[other], place[begin])
                 place[row] = max(min(place[row], place_of_consumer[row] - 1), first)

@@ -40,15 +40,15 @@ class PlugIn:
             raise ConfigError(f"{what} has the name of a family that comes with Penstock; give it another")
         if not _NAME.fullmatch(self.name):
             raise ConfigError(f"{what} has a name that is not of letters, digits, - and _; give it another")
-        found = run_foreign(what, self.load)
-        if not isinstance(found, Family):
-            raise ConfigError(f"{what} is of type {type(found).__name__}; expected a penstock.schedules.Family")
-        if found.name != self.name:
-            raise ConfigError(f"{what} holds a family named {found.name!r}; give both the same name")
+        family = run_foreign(what, self.load)
+        if not isinstance(family, Family):
+            raise ConfigError(f"{what} is of type {type(family).__name__}; expected a penstock.schedules.Family")
+        if family.name != self.name:
+            raise ConfigError(f"{what} holds a family named {family.name!r}; give both the same name")
         for key in TEXTS:
-            if not isinstance(getattr(found, key), str):
-                raise ConfigError(f"{what} has {getattr(found, key)!r} for its {key}; give a text")
-        return replace(found, generate=lambda shape, options: _generate(found, shape, options))
+            if not isinstance(getattr(family, key), str):
+                raise ConfigError(f"{what} has {getattr(family, key)!r} for its {key}; give a text")
+        return replace(family, generate=lambda shape, options: _generate(family, shape, options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ def find_installed(name: str) -> PlugIn | None:
     Raises:
         ConfigError: if several distributions bring this name.
     """
-    found = [plug_in for plug_in in plug_ins() if plug_in.name == name]
-    if len(found) > 1:
-        owners = " and ".join(plug_in.distribution for plug_in in found)
+    of_name = [plug_in for plug_in in plug_ins() if plug_in.name == name]
+    if len(of_name) > 1:
+        owners = " and ".join(plug_in.distribution for plug_in in of_name)
         raise ConfigError(f"the schedule {name!r} comes from {owners}; uninstall all but one")
-    return found[0] if found else None
+    return of_name[0] if of_name else None
 
 
 def load_installed(built_in: Collection[str]) -> Installed:
@@ -88,10 +88,10 @@ def load_installed(built_in: Collection[str]) -> Installed:
 
 def plug_ins() -> list[PlugIn]:
     """List the entry points of our group; of a distribution that is there twice, the first counts, as for imports."""
-    found: dict[tuple[str, str], PlugIn] = {}
+    first_of_name: dict[tuple[str, str], PlugIn] = {}
     for plug_in in _all_plug_ins():
-        found.setdefault((plug_in.distribution.lower(), plug_in.name), plug_in)
-    return list(found.values())
+        first_of_name.setdefault((plug_in.distribution.lower(), plug_in.name), plug_in)
+    return list(first_of_name.values())
 
 
 def _all_plug_ins() -> Iterator[PlugIn]:

@@ -108,9 +108,9 @@ def owed(slots: Slots, legs: tuple[Leg, ...], free: NDArray[np.bool_]) -> NDArra
 
 def pays(slots: Slots, legs: tuple[Leg, ...], free: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """[num_ranks, num_slots] the free slots that run a weight part of these legs."""
-    found = np.zeros(slots.shape, np.bool_)
-    found[:, 1:] = free[:, 1:] & (owed(slots, legs, free)[:, :-1] > 0)
-    return found
+    is_paying = np.zeros(slots.shape, np.bool_)
+    is_paying[:, 1:] = free[:, 1:] & (owed(slots, legs, free)[:, :-1] > 0)
+    return is_paying
 
 
 def squeeze(slots: Slots) -> Slots:
@@ -119,19 +119,19 @@ def squeeze(slots: Slots) -> Slots:
     Weight parts keep their places in the order. Legs that turn round on a rank find theirs earlier in its order.
     """
     rank, slot = np.nonzero(slots)
-    leg = slots[rank, slot]
-    before = np.full((len(leg), 1), NONE, np.int32)
-    for each in LEGS:
-        rows = np.flatnonzero(leg == each).reshape(len(slots), -1)
-        if _goes_out(each):
+    leg_of_row = slots[rank, slot]
+    before = np.full((len(leg_of_row), 1), NONE, np.int32)
+    for leg in LEGS:
+        rows = np.flatnonzero(leg_of_row == leg).reshape(len(slots), -1)
+        if _goes_out(leg):
             before[rows[1:], 0] = rows[:-1]
         else:
             before[rows[:-1], 0] = rows[1:]
     offsets = np.searchsorted(rank, np.arange(len(slots) + 1))
-    times = walk(offsets, before, np.zeros(len(leg), np.bool_), np.ones(len(leg)))
+    times = walk(offsets, before, np.zeros(len(leg_of_row), np.bool_), np.ones(len(leg_of_row)))
     start = times.start.astype(np.int64)
     squeezed: Slots = np.zeros((len(slots), int(start.max()) + 1), np.int8)
-    squeezed[rank, start] = leg
+    squeezed[rank, start] = leg_of_row
     return squeezed
 
 
@@ -139,14 +139,14 @@ def to_orders(slots: Slots, *, is_split: bool) -> list[NDArray[np.int32]]:
     """Per rank, [num_actions, 3] kind, stage and microbatch of its slots in order; `WEIGHT`s are left out."""
     num_ranks = len(slots)
     rank, slot = np.nonzero(np.where(slots == Leg.WEIGHT, IDLE, slots))
-    leg = slots[rank, slot]
-    rows = np.zeros((len(leg), 3), np.int32)
-    for each, kind in _KIND.items():
-        found = np.flatnonzero(leg == each)
-        rows[found, 0] = kind if is_split or kind is Kind.FORWARD else Kind.BACKWARD
-        rows[found, 1] = 2 * num_ranks - 1 - rank[found] if each in _LATER_STAGE else rank[found]
-        rows[found, 2] = np.tile(np.arange(len(found) // num_ranks), num_ranks)
-    return np.split(rows, np.searchsorted(rank, np.arange(1, num_ranks)))
+    leg_of_row = slots[rank, slot]
+    columns = np.zeros((len(leg_of_row), 3), np.int32)
+    for leg, kind in _KIND.items():
+        rows = np.flatnonzero(leg_of_row == leg)
+        columns[rows, 0] = kind if is_split or kind is Kind.FORWARD else Kind.BACKWARD
+        columns[rows, 1] = 2 * num_ranks - 1 - rank[rows] if leg in _LATER_STAGE else rank[rows]
+        columns[rows, 2] = np.tile(np.arange(len(rows) // num_ranks), num_ranks)
+    return np.split(columns, np.searchsorted(rank, np.arange(1, num_ranks)))
 
 
 def _goes_out(leg: Leg) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.execute.observing.memory_report import POINTS
+from penstock.execute.observing.memory_report import Moment
 from penstock.ir.live import peak_activations
 from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES, build
@@ -92,7 +92,7 @@ def test_the_bytes_of_a_stage_are_those_of_its_layers():
     saved = FLOAT * rows * (3 * WIDTH + 2)
     first = report.ranks[0].stages[0]
     assert (first.parameter_bytes, first.gradient_bytes) == (BLOCK_PARAMETERS, BLOCK_PARAMETERS)
-    assert (first.activations, first.context_bytes) == (8, 0)
+    assert (first.num_activations, first.context_bytes) == (8, 0)
     # Inputs of the batch are views of one storage, and the last block's output is the tanh's.
     assert first.activation_bytes == 8 * (saved - FLOAT * rows * WIDTH) + FLOAT * 16 * WIDTH
     # A received input is saved by the norm and waits for its gradient, and counts once.
@@ -105,7 +105,7 @@ def test_the_points_of_a_step_stand_in_order_and_add_up():
     report, _ = report_of(schedule, task)[0]
 
     for rank in report.ranks:
-        assert [point.name for point in rank.points] == list(POINTS)
+        assert [point.name for point in rank.points] == list(Moment)
         begin, _, peak, end = (point.counted_bytes for point in rank.points)
         assert begin == BLOCK_PARAMETERS
         assert end == 2 * BLOCK_PARAMETERS
@@ -123,7 +123,7 @@ def test_after_the_first_part_of_a_backward_only_what_weights_need_is_held():
     report, _ = report_of(schedule, task, keeps_gradients=True)[0]
 
     last = report.ranks[1].stages[0]
-    assert (last.activations, last.activation_bytes) == (2, 0)
+    assert (last.num_activations, last.activation_bytes) == (2, 0)
     assert last.context_bytes == 2 * (2 * FLOAT * rows * width)
 
 
@@ -145,7 +145,7 @@ def test_inputs_that_wait_for_their_gradient_are_counted_though_no_layer_saved_t
     report, _ = report_of(schedule, task, keeps_gradients=True)[0]
 
     middle = report.ranks[1].stages[0]
-    assert (middle.activations, middle.activation_bytes) == (8, 8 * FLOAT * 2 * WIDTH)
+    assert (middle.num_activations, middle.activation_bytes) == (8, 8 * FLOAT * 2 * WIDTH)
 
 
 def test_receives_and_unsent_messages_are_counted():

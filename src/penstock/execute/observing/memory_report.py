@@ -7,6 +7,7 @@ not seen here; on a CUDA device, torch's own counters beside these figures have 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,18 @@ from penstock.execute.transport.protocol import Transport
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 
-POINTS = ("begin", "after warm-up", "peak", "end")
+
+class Moment(StrEnum):
+    """When a rank's memory is noted, in the order of a step."""
+
+    BEGIN = "begin"
+    """Before the first instruction."""
+    AFTER_WARM_UP = "after warm-up"
+    """Before the first backward."""
+    PEAK = "peak"
+    """When most is held."""
+    END = "end"
+    """After the last instruction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +45,7 @@ class StageMemory:
     stage: int
     parameter_bytes: int
     gradient_bytes: int
-    activations: int
+    num_activations: int
     """Microbatches (or slices) between their forward and the end of their backward."""
     activation_bytes: int
     """What autograd keeps of them, inputs of the stage included."""
@@ -45,8 +57,7 @@ class StageMemory:
 class MemoryPoint:
     """What a rank holds at one moment of a step."""
 
-    name: str
-    """One of `POINTS`: before the first instruction, before the first backward, when most is held, after the last."""
+    name: Moment
     counted_bytes: int
     allocated_bytes: int | None
     """By torch's allocator for CUDA; at the peak, the most since the beginning. None on a CPU."""
@@ -90,7 +101,7 @@ class MemoryReport:
 class _Sample:
     """What a rank holds between two instructions."""
 
-    activations: Mapping[int, int]
+    num_activations: Mapping[int, int]
     parameters: Mapping[int, int]
     gradients: Mapping[int, int]
     kept: Mapping[int, int]
@@ -107,6 +118,17 @@ class _Sample:
 _NO_SAMPLE = _Sample({}, {}, {}, {}, {}, 0, 0)
 
 
+def _stage_memory(stage: int, sample: _Sample) -> StageMemory:
+    return StageMemory(
+        stage,
+        parameter_bytes=sample.parameters.get(stage, 0),
+        gradient_bytes=sample.gradients.get(stage, 0),
+        num_activations=sample.num_activations.get(stage, 0),
+        activation_bytes=sample.kept.get(stage, 0),
+        context_bytes=sample.contexts.get(stage, 0),
+    )
+
+
 @dataclass(slots=True, eq=False)
 class MemoryWatch:
     """Looks at one rank's memory during one step."""
@@ -115,7 +137,7 @@ class MemoryWatch:
     device: torch.device
     optimizer: Optimizer | None = None
     peak_activations: int = 0
-    points: dict[str, MemoryPoint] = field(default_factory=dict)
+    points: dict[Moment, MemoryPoint] = field(default_factory=dict)
     _peak: _Sample = _NO_SAMPLE
     _ledger: Ledger = field(init=False)
     _stage_of_slot: dict[int, int] = field(default_factory=dict)
@@ -130,11 +152,13 @@ class MemoryWatch:
             first = bounds[0].row if bounds else 0
             first_backward = next((bound.row for bound in bounds if program.is_backward[bound.row]), None)
             last = bounds[-1] if bounds else None
-            names = {first: POINTS[0]} | ({} if first_backward is None else {first_backward: POINTS[1]})
+            moments = {first: Moment.BEGIN}
+            if first_backward is not None:
+                moments[first_backward] = Moment.AFTER_WARM_UP
 
             def wrap(bound: Bound) -> Call:
-                before = names.pop(bound.row, "")
-                return self._watched(program, bound, registers, (before, POINTS[3] if bound is last else ""))
+                before, after = moments.pop(bound.row, None), Moment.END if bound is last else None
+                return self._watched(program, bound, registers, before=before, after=after)
 
             return around_each(wrap)(bounds)
 
@@ -144,34 +168,25 @@ class MemoryWatch:
         """Return what was seen in a step that is over."""
         peak = self._peak
         allocated, reserved = _most_on_device(self.device)
-        points = {**self.points, POINTS[2]: MemoryPoint(POINTS[2], peak.counted_bytes, allocated, reserved)}
-        stages = tuple(
-            StageMemory(
-                stage.index,
-                *(
-                    int(column.get(stage.index, 0))
-                    for column in (peak.parameters, peak.gradients, peak.activations, peak.kept, peak.contexts)
-                ),
-            )
-            for stage in self.stages
-        )
+        points = {**self.points, Moment.PEAK: MemoryPoint(Moment.PEAK, peak.counted_bytes, allocated, reserved)}
         return RankMemory(
             rank,
-            stages,
+            tuple(_stage_memory(stage.index, peak) for stage in self.stages),
             peak.received_bytes,
             peak.unsent_bytes,
             None if self.optimizer is None else _optimizer_bytes(self.optimizer),
             self.peak_activations,
-            tuple(points[name] for name in POINTS if name in points),
+            tuple(points[moment] for moment in Moment if moment in points),
         )
 
-    def _watched(self, program: Program, bound: Bound, registers: Registers, names: tuple[str, str]) -> Call:
+    def _watched(
+        self, program: Program, bound: Bound, registers: Registers, *, before: Moment | None, after: Moment | None
+    ) -> Call:
         stage, slot, call = int(program.stage[bound.row]), int(program.slot[bound.row]), bound.call
         is_forward = bound.receive_row is None and program.op[bound.row] == Op.FORWARD
-        before, after = names
 
         def watched() -> None:
-            if before:
+            if before is not None:
                 self._look(registers, before)
             if is_forward:
                 self._stage_of_slot[slot] = stage
@@ -183,15 +198,15 @@ class MemoryWatch:
 
         return watched
 
-    def _look(self, registers: Registers, name: str) -> None:
+    def _look(self, registers: Registers, moment: Moment | None) -> None:
         sample = self._sample(registers)
-        self.peak_activations = max(self.peak_activations, sum(sample.activations.values()))
+        self.peak_activations = max(self.peak_activations, sum(sample.num_activations.values()))
         if sample.counted_bytes > self._peak.counted_bytes:
             self._peak = sample
-        if name == POINTS[0] and self.device.type == "cuda":
+        if moment is Moment.BEGIN and self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        if name:
-            self.points[name] = MemoryPoint(name, sample.counted_bytes, *_on_device(self.device))
+        if moment is not None:
+            self.points[moment] = MemoryPoint(moment, sample.counted_bytes, *_on_device(self.device))
 
     def _sample(self, registers: Registers) -> _Sample:
         counter = _Counter()
@@ -201,21 +216,23 @@ class MemoryWatch:
             for stage in self.stages
         }
         kept = {stage.index: counter.add_storages(self._ledger.held(stage.index)) for stage in self.stages}
-        activations = dict.fromkeys(kept, 0)
+        num_activations = dict.fromkeys(kept, 0)
         contexts = dict.fromkeys(kept, 0)
         for slot, saved in enumerate(registers.saved):
             if saved is None:
                 continue
             stage = self._stage_of_slot[slot]
-            activations[stage] += 1
+            num_activations[stage] += 1
             kept[stage] += counter.add(saved.inputs)
             is_context = not saved.edges  # the first part of its backward has run
             column = contexts if is_context else kept
             column[stage] += counter.add(tensors_behind(saved.deferred))
-        received = counter.add(tensor for each in registers.received if each is not None for tensor in each.tensors)
+        received = counter.add(
+            tensor for incoming in registers.received if incoming is not None for tensor in incoming.tensors
+        )
         received += counter.add_storages(storages(registers.inputs))
         unsent = counter.add_storages(storages([registers.outgoing, list(registers.handed_on.values())]))
-        return _Sample(activations, parameters, gradients, kept, contexts, received, unsent)
+        return _Sample(num_activations, parameters, gradients, kept, contexts, received, unsent)
 
 
 class _Counter:
@@ -227,9 +244,9 @@ class _Counter:
     def add(self, tensors: Iterable[Tensor]) -> int:
         return self.add_storages(storages(list(tensors)))
 
-    def add_storages(self, found: Mapping[int, int]) -> int:
+    def add_storages(self, bytes_at: Mapping[int, int]) -> int:
         """Return the bytes of storages, by address, that had not been seen."""
-        new = {address: num_bytes for address, num_bytes in found.items() if address not in self._seen}
+        new = {address: num_bytes for address, num_bytes in bytes_at.items() if address not in self._seen}
         self._seen.update(new)
         return sum(new.values())
 
@@ -250,8 +267,8 @@ def gather_memory(transport: Transport, own: RankMemory) -> tuple[RankMemory, ..
 
 
 def _gradients(parameter: nn.Parameter) -> list[Tensor]:
-    found = (parameter.grad, getattr(parameter, ATTRIBUTE, None))
-    return [gradient for gradient in found if gradient is not None]
+    gradients = (parameter.grad, getattr(parameter, ATTRIBUTE, None))
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def _optimizer_bytes(optimizer: Optimizer) -> int:

@@ -78,53 +78,42 @@ def may_be_product(function: Any) -> bool:
 # ---- matrix products
 
 
-class _Linear:
-    """rows @ weight.T + bias"""
+@dataclass(frozen=True, slots=True, eq=False)
+class _MatrixProduct:
+    """rows @ weight + bias, or rows @ weight.T + bias."""
+
+    is_transposed: bool
+    """Whether the weight is [outputs, inputs], as that of a linear layer."""
 
     def output(self, activations: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        assert weights[0] is not None
-        return F.linear(_rows(activations), weights[0], bias)
-
-    def input_gradient(self, gradient: Tensor, activations: Tensor, weights: Weights) -> Tensor:
-        assert weights[0] is not None
-        return _left_gradient(gradient, activations, weights[0].t())
-
-    def weight_gradients(
-        self, gradient: Tensor, activations: Tensor, weights: Weights, needs: Sequence[bool]
-    ) -> list[Tensor]:
-        assert weights[0] is not None
-        return [_right_gradient(gradient, activations, weights[0].t()).t()]
-
-
-class _Matmul:
-    """rows @ weight + bias"""
-
-    def output(self, activations: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        rows, (weight,) = _rows(activations), weights
-        assert weight is not None
+        rows, weight = _rows(activations), _first(weights)
+        if self.is_transposed:
+            return F.linear(rows, weight, bias)
         return rows.mm(weight) if bias is None else torch.addmm(bias, rows, weight)
 
     def input_gradient(self, gradient: Tensor, activations: Tensor, weights: Weights) -> Tensor:
-        assert weights[0] is not None
-        return _left_gradient(gradient, activations, weights[0])
+        return _left_gradient(gradient, activations, self._right(weights))
 
     def weight_gradients(
         self, gradient: Tensor, activations: Tensor, weights: Weights, needs: Sequence[bool]
     ) -> list[Tensor]:
-        assert weights[0] is not None
-        return [_right_gradient(gradient, activations, weights[0])]
+        right_gradient = _right_gradient(gradient, activations, self._right(weights))
+        return [right_gradient.t() if self.is_transposed else right_gradient]
+
+    def _right(self, weights: Weights) -> Tensor:
+        """The matrix on the right of the product, [inputs, outputs]."""
+        weight = _first(weights)
+        return weight.t() if self.is_transposed else weight
 
 
 class _Batched:
     """One matrix product per entry of the first dimension."""
 
     def output(self, activations: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        assert weights[0] is not None
-        return torch.bmm(activations, weights[0])
+        return torch.bmm(activations, _first(weights))
 
     def input_gradient(self, gradient: Tensor, activations: Tensor, weights: Weights) -> Tensor:
-        assert weights[0] is not None
-        return gradient.bmm(_like(weights[0], gradient).transpose(1, 2))
+        return gradient.bmm(_like(_first(weights), gradient).transpose(1, 2))
 
     def weight_gradients(
         self, gradient: Tensor, activations: Tensor, weights: Weights, needs: Sequence[bool]
@@ -132,7 +121,7 @@ class _Batched:
         return [_like(activations, gradient).transpose(1, 2).bmm(gradient)]
 
 
-_LINEAR, _MATMUL, _BATCHED = _Linear(), _Matmul(), _Batched()
+_LINEAR, _MATMUL, _BATCHED = _MatrixProduct(is_transposed=True), _MatrixProduct(is_transposed=False), _Batched()
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> WeightProduct | None:
@@ -167,6 +156,12 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **others: Any) -> WeightPr
     if others:
         return None
     return WeightProduct(_MATMUL, mat1, (mat2,), input)
+
+
+def _first(weights: Weights) -> Tensor:
+    """The weight itself; behind it may stand a bias, which alone may be None."""
+    assert weights[0] is not None
+    return weights[0]
 
 
 def _as_rows(input: Tensor) -> Tensor:
@@ -219,18 +214,17 @@ class _Convolution:
         return self.function(activations, kernel, own_bias, *self.geometry, self.groups)
 
     def input_gradient(self, gradient: Tensor, activations: Tensor, weights: Weights) -> Tensor:
-        found: Tensor = self._backward(gradient, activations, weights, (True, False, False))[0]
-        return found
+        input_gradient: Tensor = self._backward(gradient, activations, weights, (True, False, False))[0]
+        return input_gradient
 
     def weight_gradients(
         self, gradient: Tensor, activations: Tensor, weights: Weights, needs: Sequence[bool]
     ) -> list[Tensor]:
-        found = self._backward(gradient, activations, weights, (False, *needs))[1:]
-        return [each for each, is_needed in zip(found, needs, strict=True) if is_needed]
+        gradients = self._backward(gradient, activations, weights, (False, *needs))[1:]
+        return [wanted for wanted, is_needed in zip(gradients, needs, strict=True) if is_needed]
 
     def _backward(self, gradient: Tensor, activations: Tensor, weights: Weights, needs: Sequence[bool]) -> Any:
-        kernel = weights[0]
-        assert kernel is not None
+        kernel = _first(weights)
         return torch.ops.aten.convolution_backward(
             gradient,
             _like(activations, gradient),
@@ -282,9 +276,9 @@ class _LookUp:
     sparse: bool
 
     def output(self, activations: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        assert weights[0] is not None
+        table = _first(weights)
         return F.embedding(
-            activations, weights[0], self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, self.sparse
+            activations, table, self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, self.sparse
         )
 
     def input_gradient(self, gradient: Tensor, activations: Tensor, weights: Weights) -> Tensor:
@@ -293,13 +287,12 @@ class _LookUp:
     def weight_gradients(
         self, gradient: Tensor, activations: Tensor, weights: Weights, needs: Sequence[bool]
     ) -> list[Tensor]:
-        assert weights[0] is not None
-        num_rows = weights[0].shape[0]
+        num_rows = _first(weights).shape[0]
         padding = -1 if self.padding_idx is None else self.padding_idx % num_rows
-        found: Tensor = torch.ops.aten.embedding_backward(
+        table_gradient: Tensor = torch.ops.aten.embedding_backward(
             gradient, activations, num_rows, padding, self.scale_grad_by_freq, self.sparse
         )
-        return [found]
+        return [table_gradient]
 
 
 def _embedding(

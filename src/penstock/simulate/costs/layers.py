@@ -41,5 +41,5 @@ def costs_of_split(per_layer: Costs, layers_per_stage: Sequence[int]) -> Costs:
 
 def _per_stage_fields(costs: Costs) -> list[str]:
     """The fields that add up over layers and are known."""
-    tuples = [each.name for each in fields(costs) if isinstance(getattr(costs, each.name), tuple)]
+    tuples = [member.name for member in fields(costs) if isinstance(getattr(costs, member.name), tuple)]
     return [name for name in tuples if name not in NOT_PER_STAGE and getattr(costs, name)]

@@ -39,19 +39,19 @@ def _toml(value: Any) -> str:
 
 def _plain(costs: Costs | Channel | Spread) -> dict[str, Any]:
     """The fields that differ from their defaults, as plain values; a single entry stands for itself."""
-    found: dict[str, Any] = {}
-    for each in fields(costs):
-        value = getattr(costs, each.name)
-        if value == _default(each) or each.name == "source":
+    plain: dict[str, Any] = {}
+    for member in fields(costs):
+        value = getattr(costs, member.name)
+        if value == _default(member) or member.name == "source":
             continue
-        if each.name in ("channels", "spreads"):
-            found[each.name] = [_plain(row) for row in value]
+        if member.name in ("channels", "spreads"):
+            plain[member.name] = [_plain(row) for row in value]
         elif isinstance(value, tuple):
-            found[each.name] = value[0] if len(value) == 1 else list(value)
+            plain[member.name] = value[0] if len(value) == 1 else list(value)
         else:
-            found[each.name] = value.letter if isinstance(value, Kind) else value
-    return found
+            plain[member.name] = value.letter if isinstance(value, Kind) else value
+    return plain
 
 
-def _default(each: "Field[Any]") -> Any:
-    return None if each.default is MISSING else each.default
+def _default(member: "Field[Any]") -> Any:
+    return None if member.default is MISSING else member.default
