@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.errors import PipelineError, StepRefused
 from penstock.execute.batch.microbatch import BatchSpec, Replicate
 from penstock.execute.reference import reference_step
+from penstock.execute.split.plan import SplitPlan
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import (
     WIDTH,
@@ -517,3 +518,87 @@ def test_gradients_that_the_caller_asks_of_its_own_batch_add_up_as_on_one_proces
 
     assert torch.equal(first, expected.grad)
     assert last is None
+
+
+class Scaling(nn.Module):
+    """Hands a number on that all layers behind the first get from it."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.block = block(seed, FLOAT64)
+
+    def forward(self, value, scale=None):
+        x, factor, _ = value if isinstance(value, tuple) else (value, scale, None)
+        return self.block(x) * factor, factor, float("nan")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_number_that_layers_hand_on_may_be_another_in_each_step(schedule):
+    def make_layers():
+        return [*(Scaling(seed) for seed in range(3)), Body(3, lambda inner, t: inner(t[0]) * t[1])]
+
+    task = task_of(make_layers)
+    layers, expected = make_layers(), []
+    for scale in (0.5, 0.25):
+        keywords = {"scale": scale}
+        reference_step(layers, task.inputs, keywords, task.target, loss=task.loss, num_microbatches=M)
+        expected.append(gradients_of(named(layers)))
+
+    def case(wires):
+        pipeline = Pipeline(make_layers(), schedule, M, task.loss, transport=wires)
+        found = []
+        for scale in (0.5, 0.25):
+            pipeline.step(*task.inputs, target=task.target, scale=scale)
+            found.append(gradients_of(pipeline.named_parameters()))
+        return found
+
+    for steps in on_ranks(2, case):
+        for found, wanted in zip(steps, expected, strict=True):
+            assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+class Memory(nn.Module):
+    """Multiplies a buffer, which each forward adds to, by its weight."""
+
+    def __init__(self, is_recomputed):
+        super().__init__()
+        self.weight = nn.Parameter(values(9, WIDTH, WIDTH, dtype=FLOAT64))
+        self.register_buffer("memory", torch.zeros(2, WIDTH, dtype=FLOAT64))
+        self.is_recomputed = is_recomputed
+
+    def forward(self, x):
+        self.memory += x.detach()
+        if self.is_recomputed:
+            return checkpoint(self.times, x, use_reentrant=False)
+        return self.times(x)
+
+    def times(self, x):
+        return x * (self.memory @ self.weight)
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_what_a_split_backward_needs_may_not_be_changed_between_its_parts(is_recomputed):
+    """zb-h1 runs the forward of the next microbatch before W; 1f1b, whose last stage does not, is right."""
+
+    def make_layers():
+        return [Body(0), Memory(is_recomputed)]
+
+    task = task_of(make_layers)
+    layers = make_layers()
+    for x, target in zip(*(part.tensor_split(M) for part in (*task.inputs, task.target)), strict=True):
+        (task.loss(layers[1](layers[0](x)), target) / M).backward()
+    expected = layers[1].weight.grad
+
+    def case(wires, schedule):
+        pipeline = Pipeline(make_layers(), schedule, M, task.loss, transport=wires)
+        (stage,) = pipeline.stages
+        stage.split_plan = SplitPlan(list(stage.layers.values()), small=0)
+        pipeline.step(*task.inputs, target=task.target)
+        gradients = gradients_of(pipeline.named_parameters())
+        if schedule == "zb-h1":  # what is recomputed is left for later from the second step on
+            pipeline.step(*task.inputs, target=task.target)
+        return gradients
+
+    assert torch.equal(on_ranks(2, case, "1f1b")[1]["1.weight"], expected)
+    error = error_of(on_ranks, 2, case, "zb-h1")
+    assert "was changed in place between the input and the weight part of the backward" in str(error)

@@ -15,6 +15,7 @@ from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.local_pipelines import (
     WIDTH,
+    Task,
     block,
     difference,
     error_of,
@@ -353,21 +354,52 @@ def test_frozen_layers_get_no_gradient_and_the_others_the_same():
     assert difference(on_ranks(5, run_with(task, "1f1b", 4)), reference) == []
 
 
-def test_layers_may_be_frozen_between_steps_where_shapes_are_variable():
+@pytest.mark.parametrize("variable_shapes", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "zbv"])
+def test_layers_may_be_frozen_and_unfrozen_between_steps(schedule, variable_shapes):
     task = float_task(4)
+    names = [name for name, _ in named(task.make_layers())]
+    all_gradients = task.reference(2)[1]
 
     def case(wires):
-        pipeline = Pipeline(task.make_layers(), "gpipe", 2, task.loss, transport=wires, variable_shapes=True)
-        first = step_task(pipeline, task)
-        for _, parameter in pipeline.named_parameters():
-            parameter.grad = None
-            parameter.requires_grad_(wires.rank == 1)
-        step_task(pipeline, task)
-        return first.gradients, gradients_of(pipeline.named_parameters())
+        pipeline = Pipeline(
+            task.make_layers(), schedule, 2, task.loss, transport=wires, variable_shapes=variable_shapes
+        )
+        found = []
+        for num_frozen in (2, 2, 0, 0, 3, 0):
+            for name, parameter in pipeline.named_parameters():
+                parameter.grad = None
+                parameter.requires_grad_(int(name.partition(".")[0]) >= num_frozen)
+            pipeline.evaluate(*task.inputs)
+            found.append((num_frozen, step_task(pipeline, task).gradients))
+        return found
 
-    (_, frozen), (before, after) = on_ranks(2, case)
-    assert set(frozen.values()) == {None}
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    for num_frozen, gradients in [step for steps in on_ranks(2, case) for step in steps]:
+        for name in names & gradients.keys():
+            wanted = all_gradients[name] if int(name.partition(".")[0]) >= num_frozen else None
+            assert torch.equal(gradients[name], wanted) if wanted is not None else gradients[name] is None
+
+
+def test_a_batch_that_comes_to_need_a_gradient_may_follow_one_that_does_not():
+    """Nothing of the first stage can be trained, so that its outputs need what the batch needs."""
+    task = Task(lambda: [nn.Tanh(), *float_layers(num_layers=3)], (values(1, 4, WIDTH),), values(2, 4, WIDTH))
+    wanted = task.reference(2)[1]
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), "gpipe", 2, task.loss, transport=wires, split=(1, 3))
+        found = []
+        for needs_gradient in (False, True, False):
+            for _, parameter in pipeline.named_parameters():
+                parameter.grad = None
+            inputs = task.inputs[0].clone().requires_grad_(needs_gradient)
+            pipeline.step(inputs, target=task.target)
+            found.append((inputs.grad is not None, gradients_of(pipeline.named_parameters())))
+        return found
+
+    first, second = on_ranks(2, case)
+
+    assert [has_gradient for has_gradient, _ in first] == [False, True, False]
+    assert all(torch.equal(gradients[name], wanted[name]) for _, gradients in second for name in gradients)
 
 
 # ---- what is measured

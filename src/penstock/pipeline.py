@@ -14,6 +14,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError, PenstockWarning, PipelineError
+from penstock.execute.arguments import (
+    layer_list,
+    require_deadline,
+    require_loss,
+    require_schedule,
+    require_split,
+    take_process_group,
+)
 from penstock.execute.batch.agreement import Mode, agree_on_setup, digest
 from penstock.execute.batch.gate import Call
 from penstock.execute.batch.slices import refuse_layers_that_look_back
@@ -34,6 +42,7 @@ from penstock.execute.stages.assemble import (
 )
 from penstock.execute.stages.stage import Stage
 from penstock.execute.stages.tied import agree_on_copies
+from penstock.execute.together import together
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.world import default_device, default_transport, shares_process
 from penstock.ir.program import Program
@@ -55,7 +64,8 @@ class Pipeline:
     `layers`: modules, or callables that build one (`LayerSpec`); those of the own stages are used in place. `schedule`:
     a name, a `Schedule`, or the path of a schedule file. `microbatches`: 8 for a name, else what the schedule is for.
     `loss`: takes the output and the target of a microbatch, and returns one loss, a dict of named ones, a sum with its
-    weight, or a `LossOutput`. `split`: layers per stage. `group`: a process group. Further keywords are those of
+    weight, or a `LossOutput`. `split`: layers per stage. `group`: a process group; or a whole number, which is the
+    option `group` of the schedule's family, in the default process group. Further keywords are those of
     `PipelineOptions`, then options of the schedule's family.
 
     Gradients accumulate in `.grad` until the caller zeroes them. With two routes every stage has a copy on another
@@ -66,6 +76,7 @@ class Pipeline:
     Raises:
         ScheduleError, PartitionError, ConfigError: if the schedule, the split or a setting is wrong.
         PipelineError: if the ranks were not set up alike.
+        On the other ranks a ConfigError with that rank's words, where something is wrong on one only.
     """
 
     def __init__(
@@ -77,36 +88,24 @@ class Pipeline:
         *,
         stages_per_rank: int | None = None,
         split: Sequence[int] | None = None,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | int | None = None,
         **options: Any,
     ) -> None:
-        self.options, family_options = split_options(options)
-        self._transport = self.options.transport or default_transport(group, self.options.deadline_s)
+        self.options, self._family_options = split_options(options)
+        require_deadline(self.options.deadline_s)
+        known = find_family(str(schedule)).options if isinstance(group, int) and _is_family(schedule) else ()
+        process_group = take_process_group(group, self._family_options, known)
+        self._transport = self.options.transport or default_transport(process_group, self.options.deadline_s)
         self.rank = self._transport.rank
-        self.device = self.options.device or default_device(group)
+        self.device = self.options.device or default_device(process_group)
         self._loss = loss
-        loss_weights = LossWeights(self.options.reduction, self.options.count)
-        loss_scale(self.options.scale_loss)  # refuses what scales nothing
-        if isinstance(schedule, str) and not is_file_name(schedule):
-            refuse_unknown(family_options, schedule, find_family(schedule).options)
-            if self.options.slices is not None:
-                family_options["slices"] = self.options.slices
-        self.schedule = resolve_schedule(
-            schedule,
-            ranks=self._transport.num_ranks,
-            microbatches=microbatches,
-            stages_per_rank=stages_per_rank,
-            options=family_options,
-        )
-        _require_slices(self.schedule, self.options.slices)
-        self._assembly = self._assemble(layers, split)
-        self.stages: list[Stage] = self._assembly.stages
-        self.program = self._lowered(self.schedule)
+        # What is wrong on one rank only, such as a layer that cannot be built there, must not let the others wait.
+        together(self._transport, lambda: self._plan(layers, schedule, microbatches, stages_per_rank, split))
         advice = few_microbatches(self.program)
         if advice is not None and self.rank == 0:
             warnings.warn(advice, PenstockWarning, stacklevel=2)
         self._is_closed = False
-        self._set_up_together(layers, split)
+        self._set_up_together()
         self._runner = Runner(
             self._transport,
             self.device,
@@ -114,7 +113,7 @@ class Pipeline:
             self._assembly,
             self.options,
             loss=loss,
-            loss_weights=loss_weights,
+            loss_weights=self._loss_weights,
             program_of=self._program_of,
         )
 
@@ -209,7 +208,7 @@ class Pipeline:
     @property
     def layers_of_stage(self) -> Sequence[range]:
         """Per stage, its layers; with two routes, those of both copies."""
-        return self._parts
+        return self._layers_of_stage
 
     @property
     def layer_weights(self) -> Sequence[float]:
@@ -223,7 +222,8 @@ class Pipeline:
 
     def describe_split(self) -> str:
         """Draw which stage has which layers, its share of the weight, and its parameters, copies of tied ones too."""
-        return describe_split(self._parts, list(self._num_parameters), self._weights, [*self._num_parameters.values()])
+        names, counts = list(self._num_parameters), list(self._num_parameters.values())
+        return describe_split(self._layers_of_stage, names, self._weights, counts)
 
     def close(self) -> None:
         """End the watchdog and release the wires; the modules stay as they are, but no step can be run any more."""
@@ -231,6 +231,45 @@ class Pipeline:
         self._runner.close()
 
     # ---- planning
+
+    def _plan(
+        self,
+        layers: Sequence[Layer],
+        schedule: str | Path | Schedule,
+        microbatches: int | None,
+        stages_per_rank: int | None,
+        split: Sequence[int] | None,
+    ) -> None:
+        """Decide what runs and make this rank's part of it; no message to another rank."""
+        require_loss(self._loss)
+        self._loss_weights = LossWeights(self.options.reduction, self.options.count)
+        loss_scale(self.options.scale_loss)  # refuses what scales nothing
+        self.schedule = self._resolve(schedule, microbatches, stages_per_rank)
+        require_split(split)
+        listed = layer_list(layers)
+        self._assembly = self._assemble(listed, split)
+        self._layer_names = layer_names(listed)
+        self.stages: list[Stage] = self._assembly.stages
+        self.program = self._lowered(self.schedule)
+
+    def _resolve(
+        self, schedule: str | Path | Schedule, microbatches: int | None, stages_per_rank: int | None
+    ) -> Schedule:
+        require_schedule(schedule)
+        family_options = self._family_options
+        if _is_family(schedule):
+            refuse_unknown(family_options, str(schedule), find_family(str(schedule)).options)
+            if self.options.slices is not None:
+                family_options["slices"] = self.options.slices
+        resolved = resolve_schedule(
+            schedule,
+            ranks=self._transport.num_ranks,
+            microbatches=microbatches,
+            stages_per_rank=stages_per_rank,
+            options=family_options,
+        )
+        _require_slices(resolved, self.options.slices)
+        return resolved
 
     def _assemble(self, layers: Sequence[Layer], split: Sequence[int] | None) -> Assembly:
         weights = self.options.weights
@@ -240,11 +279,11 @@ class Pipeline:
             weights = [float(spec_attribute(layer, "weight", 1.0)) for layer in layers]
         self._weights = weights
         placement = self.schedule.placement
-        self._parts = split_over(placement, len(layers), weights=weights, split=split)
+        self._layers_of_stage = split_over(placement, len(layers), weights=weights, split=split)
         return assemble(
             layers,
             placement,
-            self._parts,
+            self._layers_of_stage,
             self.rank,
             device=self.device,
             tied=self.options.tied,
@@ -259,14 +298,14 @@ class Pipeline:
             optimizer_step=self.options.optimizer_step is not None,
         )
 
-    def _set_up_together(self, layers: Sequence[Layer], split: Sequence[int] | None) -> None:
+    def _set_up_together(self) -> None:
         agree_on_setup(
             self._transport,
             {
                 "the version of Penstock": VERSION,
                 "the schedule": f"{self.schedule!r} #{digest(self.schedule.to_csv()):x}",
-                "the layers": ", ".join(layer_names(layers)),
-                "the split": ", ".join(str(len(part)) for part in self._parts),
+                "the layers": ", ".join(self._layer_names),
+                "the split": ", ".join(str(len(layers)) for layers in self._layers_of_stage),
                 "the tied parameters": f"stages {self._assembly.tied_groups}",
                 "the loss": "none" if self._loss is None else "a function",
                 "the loss reduction": self.options.reduction,
@@ -282,10 +321,10 @@ class Pipeline:
         agree_on_copies(self._transport, self._assembly.tied_copies)
         for copy in self._assembly.tied_copies.values():
             copy.share_values(self._transport)
-        lay_out_skips(self._transport, self.stages, self._parts)
+        lay_out_skips(self._transport, self.stages, self._layers_of_stage)
         if self.schedule.num_slices > 1:
             refuse_layers_that_look_back(self._transport, self.stages, _LOOKING_BACK)
-        self._num_parameters = count_parameters(self._transport, self.stages, layer_names(layers))
+        self._num_parameters = count_parameters(self._transport, self.stages, self._layer_names)
 
     def _program_of(self, mode: Mode) -> Program:
         match mode:
@@ -309,6 +348,10 @@ class Pipeline:
         if self._is_closed:
             raise PipelineError(f"rank {self.rank}: the pipeline is closed; make a new one", rank=self.rank)
         return self._runner.run(mode, call, memory)
+
+
+def _is_family(schedule: object) -> bool:
+    return isinstance(schedule, str) and not is_file_name(schedule)
 
 
 def _require_slices(schedule: Schedule, num_slices: int | None) -> None:

@@ -23,6 +23,8 @@ from penstock.placement import Placement
 from penstock.schedules import build
 from tests.local_pipelines import (
     WIDTH,
+    Task,
+    block,
     difference,
     error_of,
     float_layers,
@@ -323,3 +325,70 @@ def test_a_stage_that_hands_back_no_gradient_gives_zeros_to_those_before_it():
 
     assert set(first + second) == {0.0}
     assert min(last) > 0.0
+
+
+class Counting(nn.Module):
+    """Returns a buffer that its next forward changes, or a copy of it."""
+
+    def __init__(self, returns_copy):
+        super().__init__()
+        self.returns_copy = returns_copy
+        self.register_buffer("total", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        self.total += x.detach().mean(0)
+        return x, self.total.clone() if self.returns_copy else self.total
+
+
+class Using(nn.Module):
+    def forward(self, state):
+        return state[0] * 2 + state[1]
+
+
+@pytest.mark.parametrize("returns_copy", [True, False])
+def test_an_output_that_its_stage_changes_before_it_is_used_is_an_error_and_a_copy_is_right(returns_copy):
+    """Rank 0 runs two forwards of stage 0 before the first one's output is used."""
+    task = Task(lambda: [Counting(returns_copy), Using(), block(1)], (values(1, 4, WIDTH),), values(2, 4, WIDTH))
+    schedule = drawn(Placement.explicit([0, 0, 1]), "0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1", "2F0 2B0 2F1 2B1")
+
+    def case(wires):
+        try:
+            return run_task(wires, task, schedule, 2)
+        except PipelineError as error:
+            return str(error)
+
+    first, second = on_ranks(2, case)
+
+    if returns_copy:
+        assert difference([first, second], task.reference(2)) == []
+    else:
+        assert "rank 0, 1F0: PipelineError: 0F0: a tensor of its output was changed in place" in first
+        assert "rank 0 is the culprit" in second
+
+
+class ChangingInBackward(nn.Module):
+    """Changes the tensor that it returned last when the backward of any microbatch comes by."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        outputs, self.last = self.linear(x), torch.zeros(WIDTH)
+        outputs.register_hook(self._change)
+        return outputs, self.last
+
+    def _change(self, gradient):
+        self.last += 1
+
+
+def test_an_output_that_is_changed_before_it_is_sent_is_not_sent():
+    task = Task(lambda: [ChangingInBackward(), Using()], (values(1, 6, WIDTH),), values(2, 6, WIDTH))
+
+    def case(wires):
+        return str(error_of(run_task, wires, task, PAIRS, 3))  # 0F2 and 0B0 come before the send of 0F2
+
+    first, second = on_ranks(2, case)
+
+    assert "rank 0, 0SEND_F2: PipelineError: 0F2: a tensor of its output was changed in place" in first
+    assert "rank 0 is the culprit" in second

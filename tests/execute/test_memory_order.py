@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.execute.memory_order import empty_in_order, is_order, memory_order, stored
+from penstock.execute.memory_order import empty_in_order, is_order, memory_order, stored, written_out
 
 
 def made(shape, order):
@@ -58,3 +58,11 @@ def test_what_is_no_order_of_two_dimensions_is_told(order):
 @pytest.mark.parametrize("order", [(), (0, 1), (1, 0)])
 def test_an_order_names_every_dimension_once_or_none(order):
     assert is_order(order, 2)
+
+
+def test_memory_holds_the_values_of_what_is_written_out():
+    values = torch.tensor([1 + 2j, 3 - 4j])
+
+    assert torch.equal(torch.view_as_real(written_out(values.conj())), torch.tensor([[1.0, -2.0], [3.0, 4.0]]))
+    assert not written_out(values.conj().imag).is_neg()
+    assert written_out(values) is values

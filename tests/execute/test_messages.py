@@ -1,5 +1,7 @@
 """Messages between stages: shapes agreed once, checked before they are sent, received in the order of the channel."""
 
+import math
+
 import pytest
 import torch
 
@@ -139,6 +141,32 @@ def test_tensors_arrive_with_type_shape_and_need_of_gradient(dtype):
         assert received["x"].is_leaf
         assert int(received["scalar"]) == 3
         assert received["empty"].shape == (0, 3)
+
+
+@pytest.mark.parametrize("options", [{}, {"has_variable_shapes": True}])
+def test_plain_numbers_arrive_as_they_are_in_each_message(options):
+    numbers = [0.5, math.nan, -1e-300]
+    trees = [{"x": values(k, 2, 3), "n": number, "k": k, "odd": k % 2 == 1} for k, number in enumerate(numbers)]
+    steps = [{FIRST: tree, SECOND: tree["n"]} for tree in trees]
+
+    def case(wires):
+        return exchange(wires, steps, **options)
+
+    (_, sent), (found, received) = on_ranks(2, case)
+
+    assert sent == received
+    for expected, (tree, alone) in zip(trees, found, strict=True):
+        assert torch.equal(tree.pop("x"), expected.pop("x"))
+        assert repr(tree) == repr(expected)
+        assert repr(alone) == repr(expected["n"])
+
+
+def test_a_tree_without_numbers_takes_no_message_for_them():
+    steps = [{FIRST: (values(step, 2, 3), "text", None)} for step in range(2)]
+
+    (_, sent), _ = on_ranks(2, exchange, steps)
+
+    assert sent == [3, 1]
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])
@@ -291,6 +319,34 @@ def test_what_has_left_at_once_is_not_waited_for():
     assert num_waits == 0
     assert torch.equal(first, values(0, 2))
     assert torch.equal(second, values(1, 3))
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_an_output_that_is_changed_while_it_is_on_its_way_is_told_with_its_stage(has_left, needs_gradient):
+    """A parameter, which needs a gradient, may be changed by the optimizer before this rank knows that it arrived."""
+    output = values(0, 2).requires_grad_(needs_gradient)
+
+    def case(wires):
+        if wires.rank == 1:
+            return receive_all(Messenger(wires, CPU), [(3, 2, 0)])
+        messenger = Messenger(LeavingAtOnce(wires) if has_left else wires, CPU)
+        messenger.begin("batch")
+        messenger.note_outputs((2, 2, 0), output, "2F2")
+        messenger.send_forward(1, (2, 2, 0), output)
+        with torch.no_grad():
+            output.add_(1)
+        try:
+            messenger.finish()
+        except PipelineError as error:
+            return str(error)
+        return ""
+
+    message, _ = on_ranks(2, case)
+
+    assert message.startswith("stage 2, microbatch 2: a tensor of its output was changed in place") == (
+        not has_left and not needs_gradient
+    )
 
 
 def test_a_described_message_needs_no_agreement_and_leaves_none_behind():

@@ -1,7 +1,11 @@
 """The runner plans each mode once, runs it, and starts afresh behind a failed step."""
 
+from functools import partial
+
+import pytest
 import torch
 
+from penstock.errors import PeerLost
 from penstock.execute.batch.agreement import Mode
 from penstock.execute.batch.gate import Call
 from penstock.execute.losses.loss import LossWeights
@@ -10,9 +14,10 @@ from penstock.execute.runner import Runner
 from penstock.execute.stages.assemble import assemble
 from penstock.execute.transport import LocalTransport
 from penstock.partition.split import split_over
+from penstock.pipeline import Pipeline
 from penstock.plan import prove_and_lower
 from penstock.schedules import build
-from tests.local_pipelines import error_of, float_task, square_loss
+from tests.local_pipelines import error_of, float_task, on_ranks, square_loss, token_task
 
 CPU = torch.device("cpu")
 
@@ -57,5 +62,59 @@ def test_a_step_runs_behind_a_failed_one_as_if_it_had_not_been():
     error = error_of(runner.run, Mode.TRAIN, call)
     result = runner.run(Mode.TRAIN, call)
 
-    assert "rank 0, 0F2: ValueError: the third microbatch is bad" in str(error)
+    assert "rank 0, 0F2, in the loss function: ValueError: the third microbatch is bad" in str(error)
     assert torch.equal(result.loss, task.reference(4)[0].loss)
+
+
+@pytest.mark.parametrize("interrupted", [(3, 2), (None, 2), (4, None)])
+def test_behind_an_interrupt_that_the_caller_caught_all_ranks_run_the_next_step(interrupted):
+    """Rank by rank, the forward in which it comes; the ranks without one fail at once, not at their deadline."""
+    task = float_task(8)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), "gpipe", 4, square_loss, transport=wires)
+        pipeline.step(*task.inputs, target=task.target)
+        num_forwards = 0
+
+        def interrupt(*_):
+            nonlocal num_forwards
+            num_forwards += 1
+            if num_forwards == interrupted[wires.rank]:
+                raise KeyboardInterrupt("of this rank")
+
+        handle = next(iter(pipeline.stages[0].layers.values())).register_forward_pre_hook(interrupt)
+        try:
+            pipeline.step(*task.inputs, target=task.target)
+        except (KeyboardInterrupt, PeerLost) as raised:
+            error = raised
+        handle.remove()
+        return error, pipeline.step(*task.inputs, target=task.target).loss
+
+    for (error, loss), at in zip(on_ranks(2, case), interrupted, strict=True):
+        assert type(error) is (PeerLost if at is None else KeyboardInterrupt)
+        assert str(error) == "of this rank" if at is not None else "KeyboardInterrupt: of this rank" in str(error)
+        assert torch.equal(loss, task.reference(4)[0].loss)
+
+
+@pytest.mark.parametrize("frozen_on", [0, 1])
+def test_a_tied_weight_that_only_some_of_its_ranks_freeze_is_told_on_all_at_the_next_step(frozen_on):
+    task = token_task(8)
+
+    def case(wires):
+        layers = task.make_layers()
+        layers[-1].weight = layers[0].weight
+        pipeline = Pipeline(layers, "1f1b", 4, task.loss, transport=wires, **task.options)
+        step = partial(pipeline.step, *task.inputs, target=task.target)
+        loss = step().loss
+        weight = dict(pipeline.named_parameters())["4.weight" if wires.rank else "0.weight"]
+        weight.requires_grad_(wires.rank != frozen_on)
+        errors = [error_of(step), error_of(step)]
+        weight.requires_grad_(False)
+        return errors, torch.equal(step().loss, loss)
+
+    states = ["trained", "trained"]
+    states[frozen_on] = "frozen"
+    expected = f"{states[0]} on rank 0 (0.weight), but (11, 6) float32, {states[1]} on rank 1 (4.weight)"
+    for errors, is_right in on_ranks(2, case):
+        assert all(expected in str(error) for error in errors)
+        assert is_right

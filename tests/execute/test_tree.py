@@ -17,7 +17,6 @@ from penstock.execute.tree import (
     LEAF,
     TensorInfo,
     decode_layout,
-    describe_tensors,
     encode_layout,
     flatten,
     map_leaves,
@@ -173,15 +172,6 @@ def test_marks_that_do_not_fit_are_an_error(marks, message):
         spec.spread((marks,), lambda mark: isinstance(mark, str), "value")
 
 
-def test_tensors_are_described_in_order():
-    tree = {"a": torch.ones(2, 3, dtype=torch.float64), "n": 5, "b": [torch.ones((), requires_grad=True)]}
-
-    assert describe_tensors(tree) == (
-        TensorInfo((2, 3), torch.float64, False),
-        TensorInfo((), torch.float32, True),
-    )
-
-
 def test_a_layout_holds_what_the_receiver_needs_to_rebuild_the_tree():
     sent = Point({"h": torch.ones(2, 0, dtype=torch.bfloat16, requires_grad=True), 7: 2.5}, [torch.ones(3) > 0, "x"])
 
@@ -189,7 +179,10 @@ def test_a_layout_holds_what_the_receiver_needs_to_rebuild_the_tree():
     buffers = [torch.zeros(info.shape, dtype=info.dtype) for info in layout.tensors]
     received = layout.fill(buffers)
 
-    assert layout.tensors == describe_tensors(sent)
+    assert layout.tensors == (
+        TensorInfo((2, 0), torch.bfloat16, True),
+        TensorInfo((3,), torch.bool, False),
+    )
     assert isinstance(received, Point)
     assert received.x["h"] is buffers[0]
     assert received.x[7] == 2.5

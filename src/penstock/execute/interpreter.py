@@ -8,7 +8,6 @@ which schedule it runs; what an operation does is one entry of `_COMPILE`.
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -30,6 +29,7 @@ from penstock.execute.stages.carried import RunBackward, RunForward, Save, Stage
 from penstock.execute.stages.split_backward import backward_input, backward_weight
 from penstock.execute.stages.stage import SavedForward, Stage
 from penstock.execute.tree import map_leaves
+from penstock.execute.untouched import Untouched
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
@@ -113,8 +113,9 @@ class Interpreter:
             bounds = step.supply.woven_into(bounds, self._takes_data)
         calls = [(bound.row - self._first_row, bound.call) for bound in bounds]
         self._step = step
-        for stage in self._stages.values() if self._is_training else ():
-            stage.is_split = stage.index in self._split_stages
+        if self._is_training:
+            for stage in self._stages.values():
+                stage.is_split = stage.index in self._split_stages
         with torch.set_grad_enabled(self._is_training):
             for row, call in calls:
                 note(row)
@@ -181,8 +182,7 @@ class Interpreter:
             place = self._place(row)
             return lambda: self._slice(place).args, ()
         if not Op(int(self.program.op[source])).is_receive:
-            handed_on = self._registers.handed_on
-            return lambda: (handed_on.pop(source),), ()
+            return self._handed_on(source), ()
         registers, slot = self._registers, int(self.program.slot[source])
         release, (peer, num_arrived) = self._messenger.release, self._arrived[source]
 
@@ -199,29 +199,39 @@ class Interpreter:
 
         return take_received, (Bound(row, wait, source),)
 
+    def _handed_on(self, source: int) -> Callable[[], tuple[Any, ...]]:
+        """How a row gets what another one of this rank has left for it."""
+        handed_on, action = self._registers.handed_on, str(self.program.instruction(source))
+        if self.program.op[source] == Op.FORWARD:
+            return lambda: (handed_on.pop(source).taken(action),)
+        return lambda: (handed_on.pop(source),)
+
     def _deliver_outputs(self, row: int) -> Callable[[Any], Any]:
         """Where a forward's outputs go; the call returns what the backward starts from."""
         if self._is_last(row):
             return self._deliver_loss(self._place(row))
         key, action = self._key(row), str(self.program.instruction(row))
         note_outputs = self._messenger.note_outputs
-        put = self._put(row)
+        leave = self._leave(row)
 
         def deliver(outputs: Any) -> Any:
             note_outputs(key, outputs, action)
-            put(outputs)
+            leave(Untouched.detached(outputs))
             return outputs
 
         return deliver
 
-    def _put(self, row: int) -> Callable[[Any], None]:
-        """Leave a forward's outputs for their send, or for a stage of this rank."""
+    def _leave(self, row: int) -> Callable[[Any], None]:
+        """A call that leaves what a row makes for its send, or for another stage of this rank."""
         send = int(self._feeds[row])
-        if send != NONE:
-            outgoing, slot = self._registers.outgoing, int(self.program.slot[send])
-            return lambda outputs: outgoing.__setitem__(slot, map_leaves(_detached, outputs))
-        handed_on = self._registers.handed_on
-        return lambda outputs: handed_on.__setitem__(row, map_leaves(_detached, outputs))
+        is_sent = send != NONE
+        column: list[Any] | dict[int, Any] = self._registers.outgoing if is_sent else self._registers.handed_on
+        place = int(self.program.slot[send]) if is_sent else row
+
+        def leave(value: Any) -> None:
+            column[place] = value
+
+        return leave
 
     def _deliver_loss(self, place: Place) -> Callable[[Any], Any]:
         def deliver(outputs: Any) -> Any:
@@ -242,13 +252,13 @@ class Interpreter:
         run: RunBackward = Stage.backward if is_whole else backward_input
         if (on_slice := self._on_slice(stage, self._place(row))) is not None:
             run = on_slice.backing(run)
-        put = self._put_gradients(row)
+        leave = self._leave_gradients(row)
         take_gradients, waits = self._gradients(row)
 
         def backward() -> None:
             kept = saved[slot]
             assert kept is not None
-            put(run(stage, kept, take_gradients(kept)))
+            leave(run(stage, kept, take_gradients(kept)))
             if is_whole:
                 saved[slot] = None
 
@@ -264,15 +274,10 @@ class Interpreter:
             return lambda kept: [*take()[0], *kept.loss_gradients], waits
         return lambda kept: take()[0], waits
 
-    def _put_gradients(self, row: int) -> Callable[[list[Tensor]], None]:
+    def _leave_gradients(self, row: int) -> Callable[[list[Tensor]], None]:
         if self.program.placement.previous_stage[self.program.stage[row]] == NONE:
             return lambda gradients: None
-        send = int(self._feeds[row])
-        if send != NONE:
-            outgoing, slot = self._registers.outgoing, int(self.program.slot[send])
-            return lambda gradients: outgoing.__setitem__(slot, gradients)
-        handed_on = self._registers.handed_on
-        return lambda gradients: handed_on.__setitem__(row, gradients)
+        return self._leave(row)
 
     def _compile_backward_weight(self, row: int) -> Iterator[Bound]:
         stage = self._stages[int(self.program.stage[row])]
@@ -292,13 +297,16 @@ class Interpreter:
     def _compile_send(self, row: int) -> Iterator[Bound]:
         peer, key, slot = self._peer(row), self._key(row), int(self.program.slot[row])
         outgoing, let_go = self._registers.outgoing, self._letting_go(peer)
-        send: Callable[[Any], None] = partial(self._messenger.send_forward, peer, key)
-        if self.program.op[row] == Op.SEND_BACKWARD:
-            send = partial(self._messenger.send_backward, peer, key=key)
+        action = str(self.program.instruction(int(self._before[row, 0])))
+        is_forward = self.program.op[row] == Op.SEND_FORWARD
+        send_forward, send_backward = self._messenger.send_forward, self._messenger.send_backward
 
         def send_message() -> None:
             values, outgoing[slot] = outgoing[slot], None
-            send(values)
+            if is_forward:
+                send_forward(peer, key, values.taken(action))
+            else:
+                send_backward(peer, values, key)
             let_go()
 
         yield Bound(row, send_message)
@@ -316,7 +324,11 @@ class Interpreter:
         # A gradient belongs to the outputs of this stage, an input to this stage: the key is this stage's both times.
         peer, key, slot = self._peer(row), self._key(row), int(self.program.slot[row])
         received = self._registers.received
-        yield Bound(row, lambda: received.__setitem__(slot, post(peer, key)))
+
+        def post_receive() -> None:
+            received[slot] = post(peer, key)
+
+        yield Bound(row, post_receive)
 
     # ---- the rest
 
@@ -378,11 +390,6 @@ _COMPILE: dict[Op, Callable[[Interpreter, int], Iterator[Bound]]] = {
     Op.REDUCE_TIED: Interpreter._compile_reduce_tied,
     Op.OPTIMIZER_STEP: Interpreter._compile_optimizer_step,
 }
-
-
-def _detached(leaf: Any) -> Any:
-    """The same values as a leaf of their own, asking for a gradient where the original has one."""
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def _without_gradient(leaf: Any) -> Any:

@@ -27,6 +27,13 @@ def stored(tensor: Tensor, order: Order) -> Tensor:
     return tensor.permute(order) if order else tensor
 
 
+def written_out(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory holds its values: torch conjugates and negates some only when it reads them."""
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.detach().resolve_conj().resolve_neg()
+    return tensor
+
+
 def empty_in_order(shape: Sequence[int], order: Order, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor of this shape, without values, whose dimensions lie in memory in this order."""
     if not order:

@@ -2,7 +2,8 @@
 
 The first time that a batch layout runs, a forward message is preceded by a header that describes it, and receives are
 taken from their channel when they are needed. From then on both ends know every shape: receives are posted ahead, and a
-sender whose tensors differ fails at once, naming the action. With variable shapes, headers stay.
+sender whose tensors differ fails at once, naming the action. Plain numbers then have a message of their own beside the
+tensors. With variable shapes, headers stay.
 """
 
 from collections import deque
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from penstock.errors import PipelineError
 from penstock.execute.memory_order import empty_in_order, memory_order, stored
+from penstock.execute.plain_numbers import PlainNumbers, is_alike
 from penstock.execute.transport.protocol import Ticket, Transport
 from penstock.execute.tree import LEAF, Layout, TensorInfo, decode_layout, encode_layout, flatten
+from penstock.execute.untouched import Untouched
 
 Key = tuple[int, int, int]
 """Stage, microbatch, slice."""
@@ -25,33 +28,35 @@ _NO_KEY = (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Known:
+class _AgreedLayout:
     """A layout, and what is asked of it for every message, so that it is worked out once."""
 
     layout: Layout
     tensors: tuple[TensorInfo, ...]
     needing_gradient: tuple[TensorInfo, ...]
-    lone: TensorInfo | None
+    only_tensor: TensorInfo | None
     """Of a tree that is one tensor."""
     has_orders: bool
     """Whether a tensor lies in memory in an order of its own."""
+    numbers: PlainNumbers | None
+    """What may have other values in each message."""
 
     @classmethod
-    def of(cls, layout: Layout) -> "_Known":
+    def of(cls, layout: Layout) -> "_AgreedLayout":
         tensors = layout.tensors
-        lone = tensors[0] if layout.spec == LEAF and tensors else None
+        only_tensor = tensors[0] if layout.spec == LEAF and tensors else None
         needing_gradient = tuple(info for info in tensors if info.requires_grad)
-        return cls(layout, tensors, needing_gradient, lone, layout.has_orders)
+        return cls(layout, tensors, needing_gradient, only_tensor, layout.has_orders, PlainNumbers.of(layout))
 
-    def is_lone(self, value: Any) -> bool:
-        """Whether a value is a tensor as agreed; False says nothing of other trees."""
-        lone = self.lone
+    def fits_tensor(self, value: Any) -> bool:
+        """Whether a value is the one tensor that was agreed on; False says nothing of other trees."""
+        expected = self.only_tensor
         return (
-            lone is not None
+            expected is not None
             and isinstance(value, Tensor)
-            and value.shape == lone.shape
-            and value.dtype is lone.dtype
-            and value.requires_grad is lone.requires_grad
+            and value.shape == expected.shape
+            and value.dtype is expected.dtype
+            and value.requires_grad is expected.requires_grad
         )
 
 
@@ -62,6 +67,9 @@ class _Leaving:
     number: int
     """Counts the messages of the step to this peer, from 0."""
     tickets: list[Ticket]
+    outputs: Untouched
+    """What the tickets carry of a stage's outputs."""
+    key: Key
 
 
 @dataclass(slots=True, eq=False)
@@ -71,13 +79,15 @@ class Incoming:
     peer: int
     key: Key
     is_forward: bool
-    known: _Known | None = None
+    agreed: _AgreedLayout | None = None
     is_posted: bool = False
     tensors: list[Tensor] = field(default_factory=list)
     tickets: list[Ticket] = field(default_factory=list)
+    numbers: Tensor | None = None
+    """Where they are not in a header, the plain numbers of the tree."""
 
 
-_Layouts = dict[Key, _Known]
+_Layouts = dict[Key, _AgreedLayout]
 
 
 class Messenger:
@@ -93,19 +103,19 @@ class Messenger:
         self._transport = transport
         self._device = device
         self._has_variable_shapes = has_variable_shapes
-        self._agreed: dict[str, tuple[_Layouts, _Layouts]] = {}
+        self._agreed_before: dict[str, tuple[_Layouts, _Layouts]] = {}
         self._num_sent: dict[int, int] = {}
         self._leaving: dict[int, deque[_Leaving]] = {}
-        self._lazy: dict[int, deque[Incoming]] = {}
+        self._not_posted: dict[int, deque[Incoming]] = {}
         self.reset()
 
     def reset(self) -> None:
         """Forget all messages and agreements, as after a failure."""
-        self._agreed.clear()
+        self._agreed_before.clear()
         peers = range(self._transport.num_ranks)
         self._num_sent = dict.fromkeys(peers, 0)
         self._leaving = {peer: deque() for peer in peers}
-        self._lazy = {peer: deque() for peer in peers}
+        self._not_posted = {peer: deque() for peer in peers}
         self._signature = ""
         self._is_static = False
         self._received: _Layouts = {}
@@ -114,16 +124,16 @@ class Messenger:
     def begin(self, signature: str) -> None:
         """Start a step with a batch of this layout; every rank passes the same signature."""
         self._signature = signature
-        agreed = self._agreed.get(signature)
-        self._is_static = agreed is not None and not self._has_variable_shapes
-        self._received, self._produced = agreed if self._is_static and agreed else ({}, {})
+        layouts = self._agreed_before.get(signature)
+        self._is_static = layouts is not None and not self._has_variable_shapes
+        self._received, self._produced = layouts if self._is_static and layouts else ({}, {})
 
     def finish(self) -> None:
         """Wait until everything is sent; from now on this batch layout is known."""
         for peer, num_sent in self._num_sent.items():
             self.release(peer, num_sent)
             self._num_sent[peer] = 0
-        self._agreed[self._signature] = (self._received, self._produced)
+        self._agreed_before[self._signature] = (self._received, self._produced)
 
     def send_forward(self, peer: int, key: Key, outputs: Any) -> None:
         """Send a stage's outputs.
@@ -131,23 +141,28 @@ class Messenger:
         Raises:
             PipelineError: if they differ from what the ranks agreed on; nothing is sent then.
         """
-        if self._is_static:
-            tensors = zip(_tensors(outputs), self._produced[key].tensors, strict=True)
-            self._send(peer, [stored(tensor, info.order) for tensor, info in tensors])
-        else:
-            self.send_described(peer, outputs)
+        if not self._is_static:
+            self.send_described(peer, outputs, key)
+            return
+        agreed, leaves = self._produced[key], flatten(outputs)[0]
+        described = zip(_tensors_of(leaves), agreed.tensors, strict=True)
+        parts = [stored(tensor, info.order) for tensor, info in described]
+        if agreed.numbers is not None:
+            parts.insert(0, agreed.numbers.written(leaves).to(self._device))
+        self._send(peer, parts, key)
 
-    def send_described(self, peer: int, tree: Any) -> None:
+    def send_described(self, peer: int, tree: Any, key: Key = _NO_KEY) -> None:
         """Send a tree behind a header that describes it."""
         header = encode_layout(tree)
         opening = [torch.tensor([len(header)]), torch.frombuffer(bytearray(header), dtype=torch.uint8)]
-        self._send(peer, [*opening, *(stored(tensor, memory_order(tensor)) for tensor in _tensors(tree))])
+        tensors = [stored(tensor, memory_order(tensor)) for tensor in _tensors_of(flatten(tree)[0])]
+        self._send(peer, [*(part.to(self._device) for part in opening), *tensors], key)
 
     def receive_described(self, peer: int) -> Any:
         """Wait for what `send_described` sends; no other message of the peer may be under way."""
-        known = self._receive_header(peer)
-        incoming = Incoming(peer, _NO_KEY, True, known)
-        self._post_tensors(incoming, known)
+        agreed = self._receive_header(peer)
+        incoming = Incoming(peer, _NO_KEY, True, agreed)
+        self._post_tensors(incoming, agreed)
         return self.take_tree(incoming)
 
     def send_backward(self, peer: int, gradients: Sequence[Tensor], key: Key = _NO_KEY) -> None:
@@ -155,44 +170,51 @@ class Messenger:
 
         Where the inputs of `key` lie in memory in an order of their own, so do these on the other end.
         """
-        known = self._received.get(key)
-        if known is not None and known.has_orders:
-            infos = known.needing_gradient
-            gradients = [stored(each, info.order) for each, info in zip(gradients, infos, strict=True)]
-        self._send(peer, gradients)
+        agreed = self._received.get(key)
+        if agreed is not None and agreed.has_orders:
+            described = zip(gradients, agreed.needing_gradient, strict=True)
+            gradients = [stored(gradient, info.order) for gradient, info in described]
+        self._send(peer, gradients, key)
 
     def release(self, peer: int, num_messages: int) -> None:
-        """Let go of the first messages of this step to a peer, which are known to have arrived."""
+        """Let go of the first messages of this step to a peer, which are known to have arrived.
+
+        Raises:
+            PipelineError: if an output was changed in place on its way.
+        """
         leaving = self._leaving[peer]
         while leaving and leaving[0].number < num_messages:
-            for ticket in leaving.popleft().tickets:
+            message = leaving.popleft()
+            for ticket in message.tickets:
                 self._transport.wait(ticket)
+            stage, microbatch, _ = message.key
+            message.outputs.taken(f"stage {stage}, microbatch {microbatch}")
 
     def note_outputs(self, key: Key, outputs: Any, action: str) -> None:
         """Remember, or check, what a stage produced."""
-        known = self._produced.get(key)
-        if known is not None and known.is_lone(outputs):
+        agreed = self._produced.get(key)
+        if agreed is not None and agreed.fits_tensor(outputs):
             return
         leaves, spec = flatten(outputs)
-        found = Layout(spec, tuple(TensorInfo.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
-        if known is None:
-            known = self._produced[key] = _Known.of(found)
-        expected = known.layout
-        if found != expected:
+        layout = Layout(spec, tuple(TensorInfo.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+        if agreed is None:
+            agreed = self._produced[key] = _AgreedLayout.of(layout)
+        expected = agreed.layout
+        if not is_alike(layout, expected):
             raise PipelineError(
-                f"{action}: the output is {_text(found)}, but the ranks agreed on {_text(expected)} for batches of "
-                "this layout. Return the same shapes for equal batches, or create the pipeline with "
-                "variable_shapes=True",
+                f"{action}: the output is {_text(layout)}, but the ranks agreed on {_text(expected)} for batches of "
+                "this layout. Return the same shapes, types and texts for equal batches, and let the same tensors need "
+                "a gradient; or create the pipeline with variable_shapes=True",
                 rank=self._transport.rank,
                 instruction=action,
             )
 
     def output_bytes(self) -> dict[int, int]:
         """Return, per stage of this rank but a last one, the bytes of its largest output in this step."""
-        found: dict[int, int] = {}
-        for (stage, _, _), known in self._produced.items():
-            found[stage] = max(found.get(stage, 0), known.layout.num_bytes)
-        return found
+        largest: dict[int, int] = {}
+        for (stage, _, _), agreed in self._produced.items():
+            largest[stage] = max(largest.get(stage, 0), agreed.layout.num_bytes)
+        return largest
 
     def post_forward(self, peer: int, key: Key) -> Incoming:
         """Post the receive of a stage's inputs."""
@@ -205,12 +227,17 @@ class Messenger:
     def take_tree(self, incoming: Incoming) -> Any:
         """Wait for a stage's inputs; tensors that need a gradient are leaves."""
         self._arrive(incoming)
-        known, tensors = incoming.known, incoming.tensors
-        assert known is not None
-        for tensor, info in zip(tensors, known.tensors, strict=True):
+        agreed, tensors = incoming.agreed, incoming.tensors
+        assert agreed is not None
+        for tensor, info in zip(tensors, agreed.tensors, strict=True):
             if info.requires_grad:
                 tensor.requires_grad_()
-        return tensors[0] if known.lone is not None else known.layout.fill(tensors)
+        if agreed.only_tensor is not None:
+            return tensors[0]
+        layout = agreed.layout
+        if agreed.numbers is not None and incoming.numbers is not None:
+            layout = agreed.numbers.read(layout, incoming.numbers)
+        return layout.fill(tensors)
 
     def take_gradients(self, incoming: Incoming) -> list[Tensor]:
         """Wait for the gradients of a stage's outputs."""
@@ -218,54 +245,63 @@ class Messenger:
         return incoming.tensors
 
     def _arrive(self, incoming: Incoming) -> None:
-        waiting = self._lazy[incoming.peer]
+        waiting = self._not_posted[incoming.peer]
         while not incoming.is_posted:
             self._resolve(waiting.popleft())
         for ticket in incoming.tickets:
             self._transport.wait(ticket)
 
     def _post(self, incoming: Incoming) -> Incoming:
-        waiting = self._lazy[incoming.peer]
+        waiting = self._not_posted[incoming.peer]
         # Behind a message of unknown shape nothing can be posted: a channel delivers in order.
-        if waiting or not self._is_static or incoming.known is None:
+        if waiting or not self._is_static or incoming.agreed is None:
             waiting.append(incoming)
         else:
-            self._post_tensors(incoming, incoming.known)
+            if incoming.is_forward and incoming.agreed.numbers is not None:
+                self._post_numbers(incoming, incoming.agreed.numbers.num_bytes)
+            self._post_tensors(incoming, incoming.agreed)
         return incoming
 
     def _resolve(self, incoming: Incoming) -> None:
         if incoming.is_forward:
-            incoming.known = self._received[incoming.key] = self._receive_header(incoming.peer)
-        elif incoming.known is None:
-            incoming.known = self._produced[incoming.key]
-        self._post_tensors(incoming, incoming.known)
+            incoming.agreed = self._received[incoming.key] = self._receive_header(incoming.peer)
+        elif incoming.agreed is None:
+            incoming.agreed = self._produced[incoming.key]
+        self._post_tensors(incoming, incoming.agreed)
 
-    def _receive_header(self, peer: int) -> _Known:
-        length = torch.zeros(1, dtype=torch.int64)
+    def _receive_header(self, peer: int) -> _AgreedLayout:
+        length = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._transport.wait(self._transport.post_receive(peer, length))
-        header = torch.empty(int(length), dtype=torch.uint8)
+        header = torch.empty(int(length), dtype=torch.uint8, device=self._device)
         self._transport.wait(self._transport.post_receive(peer, header))
-        return _Known.of(decode_layout(header.numpy().tobytes()))
+        return _AgreedLayout.of(decode_layout(header.cpu().numpy().tobytes()))
 
-    def _post_tensors(self, incoming: Incoming, known: _Known) -> None:
-        for info in known.tensors if incoming.is_forward else known.needing_gradient:
+    def _post_numbers(self, incoming: Incoming, num_bytes: int) -> None:
+        incoming.numbers = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        incoming.tickets.append(self._transport.post_receive(incoming.peer, incoming.numbers))
+
+    def _post_tensors(self, incoming: Incoming, agreed: _AgreedLayout) -> None:
+        for info in agreed.tensors if incoming.is_forward else agreed.needing_gradient:
             tensor = empty_in_order(info.shape, info.order, dtype=info.dtype, device=self._device)
             incoming.tensors.append(tensor)
             incoming.tickets.append(self._transport.post_receive(incoming.peer, stored(tensor, info.order)))
         incoming.is_posted = True
 
-    def _send(self, peer: int, tensors: Sequence[Tensor]) -> None:
+    def _send(self, peer: int, tensors: Sequence[Tensor], key: Key) -> None:
         # The transport keeps the tensors until their tickets have been waited for.
         tickets = [self._transport.post_send(peer, tensor) for tensor in tensors]
         number = self._num_sent[peer]
         self._num_sent[peer] = number + 1
         leaving = [ticket for ticket in tickets if not ticket.is_over]
         if leaving:
-            self._leaving[peer].append(_Leaving(number, leaving))
+            # Not what needs a gradient: a parameter may be an output, which the optimizer changes once it has arrived.
+            both = zip(tickets, tensors, strict=True)
+            on_its_way = [tensor for ticket, tensor in both if not (ticket.is_over or tensor.requires_grad)]
+            self._leaving[peer].append(_Leaving(number, leaving, Untouched.of(on_its_way), key))
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
+def _tensors_of(leaves: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _text(layout: Layout) -> str:

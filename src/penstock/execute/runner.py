@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from penstock.errors import StepRefused
-from penstock.execute.batch.agreement import Mode
+from penstock.execute.batch.agreement import Extra, Mode, digest
 from penstock.execute.batch.gate import Batch, Call, Gate, wants_of
 from penstock.execute.batch.step import Step
 from penstock.execute.failures.failure import FailureDesk
@@ -36,6 +36,7 @@ from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.auxiliary import auxiliary_modules
 from penstock.execute.stages.main_gradients import ATTRIBUTE, MainGradients
 from penstock.execute.stages.randomness import Randomness
+from penstock.execute.stages.tied import agree_on_copies
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
@@ -71,6 +72,8 @@ class Runner:
         self._scale = loss_scale(options.scale_loss)
         self._exchange = LossExchange(transport, device)
         self._auxiliary = auxiliary_modules([layer for stage in assembly.stages for layer in stage.layers.values()])
+        self._parameters = [parameter for stage in assembly.stages for _, parameter in stage.named_parameters()]
+        self._trained = 0
         self._program_of = program_of
         self._interpreters: dict[Mode, Interpreter] = {}
         self._active: Program | None = None
@@ -111,7 +114,15 @@ class Runner:
                 self._recover()
             self._desk.begin()
             draws = self._randomness is not None and mode.is_training
-            batch = self._gate.admit(mode, call, step_number=self.step_number if draws else 0)
+            batch = self._gate.admit(
+                mode,
+                call,
+                step_number=self.step_number if draws else 0,
+                trained=self._own_trained() if mode.is_training else 0,
+                extra=Extra.MEMORY if memory is not None else Extra.RECORDING if call.record else Extra.NOTHING,
+            )
+            if mode.is_training:
+                self._agree_on_tied(batch.trained)
             step = self._step(mode, call, batch)
             if self._randomness is not None:
                 self._randomness.step = self.step_number
@@ -201,6 +212,16 @@ class Runner:
         merged = merge_slices_and_microbatches(step, options.merge, options.merge_slices, options.slice_dim)
         return replace(result, outputs=merged)
 
+    def _own_trained(self) -> int:
+        """What stands for which parameters of this rank need gradients, which callers may change between steps."""
+        return digest("".join(["01"[parameter.requires_grad] for parameter in self._parameters]))
+
+    def _agree_on_tied(self, trained: int) -> None:
+        """Compare the copies of tied parameters once more if any rank trains others than in the step before."""
+        if trained != self._trained:
+            agree_on_copies(self._transport, self._assembly.tied_copies)
+            self._trained = trained
+
     def _begin_tied(self, mode: Mode) -> None:
         if mode.is_training:
             for copy in self._assembly.tied_copies.values():
@@ -230,13 +251,15 @@ class Runner:
         except StepRefused:
             self._desk.end()
             raise
-        except Exception as error:
+        except BaseException as error:
             report = self._desk.report(error)
             self._messenger.reset()
             for interpreter in self._interpreters.values():
                 interpreter.clear()
             for copy in self._assembly.tied_copies.values():
                 copy.end_step()
+            if not isinstance(error, Exception):
+                raise  # an interrupt is the caller's to handle; the other ranks have been told
             raise report from error
         finally:
             for module in self._auxiliary:
@@ -245,6 +268,8 @@ class Runner:
     def _recover(self) -> None:
         self._desk.recover()
         self._messenger.reset()
+        stages = self._assembly.stages
+        self._parameters = [parameter for stage in stages for _, parameter in stage.named_parameters()]
 
     def _describe(self, rank: int, row: int) -> str:
         if self._active is None:

@@ -84,8 +84,8 @@ class TreeSpec:
             return [marks] * self.num_leaves
         if self.container is NoneType:
             return []
-        found = zip(self._steps(root), self.children, self._marks_of_children(marks, root), strict=True)
-        return [mark for step, child, below in found for mark in child.spread(below, is_mark, step)]
+        children = zip(self._steps(root), self.children, self._marks_of_children(marks, root), strict=True)
+        return [mark for step, child, below in children for mark in child.spread(below, is_mark, step)]
 
     @property
     def has_fields(self) -> bool:
@@ -260,11 +260,6 @@ class Layout:
         return self.spec.unflatten([next(remaining) if isinstance(leaf, TensorInfo) else leaf for leaf in self.leaves])
 
 
-def describe_tensors(tree: Any) -> tuple[TensorInfo, ...]:
-    """Describe every tensor of the tree, in the order of its leaves; other leaves are left out."""
-    return tuple(TensorInfo.of(leaf) for leaf in flatten(tree)[0] if isinstance(leaf, Tensor))
-
-
 def encode_layout(tree: Any) -> bytes:
     """Write the layout of the tree as JSON, the same bytes for the same layout.
 
@@ -374,21 +369,21 @@ def _class_path(container: type) -> str:
 
 
 def _imported_class(path: str) -> type:
-    found = _find_class(path)
-    if found is None or _field_names(found) is None:
+    imported = _find_class(path)
+    if imported is None or _field_names(imported) is None:
         raise PipelineError(
             f"a peer sent a value of the class {path}, which is no dataclass or named tuple among the modules that "
             "this rank has imported; import its module on every rank"
         )
-    return found
+    return imported
 
 
 def _find_class(path: str) -> type | None:
     """Look a class up among the imported modules, through plain dictionaries only, so that no code can run."""
     module, _, qualname = path.partition(":")
-    found: Any = sys.modules.get(module)
+    holder: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        if not isinstance(found, type(sys)) and not isinstance(found, type):
+        if not isinstance(holder, type(sys)) and not isinstance(holder, type):
             return None
-        found = vars(found).get(part)
-    return found if isinstance(found, type) else None
+        holder = vars(holder).get(part)
+    return holder if isinstance(holder, type) else None

@@ -1,16 +1,31 @@
 """Finds out in which world a pipeline runs: this process alone, or a group of torch.distributed."""
 
+import warnings
+
 import torch
 import torch.distributed as dist
 
+from penstock.errors import PenstockWarning
 from penstock.execute.transport.local import LocalTransport
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.torch_dist import TorchTransport
 
 
 def default_transport(group: dist.ProcessGroup | None, deadline_s: float) -> Transport:
-    """Return wires within the group, or in the default group if there is one, else for one rank."""
+    """Return wires within the group, or in the default group if there is one, else for one rank.
+
+    A process that torchrun has started and that has no group is warned: every one of them would train by itself.
+    """
     if not _is_distributed():
+        # Asked of torch: nothing here reads the environment.
+        if dist.is_available() and dist.is_torchelastic_launched():
+            warnings.warn(
+                "torchrun has started this process, but torch.distributed has no process group, so that it runs the "
+                "whole pipeline alone, and so does every other process. Call torch.distributed.init_process_group() "
+                "before Pipeline is made",
+                PenstockWarning,
+                stacklevel=3,
+            )
         return LocalTransport.create(1, deadline_s)[0]
     return TorchTransport(group, deadline_s=deadline_s, device=default_device(group))
 
@@ -21,10 +36,19 @@ def shares_process(transport: Transport) -> bool:
 
 
 def default_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the current CUDA device where the group's backend is NCCL, else the CPU."""
-    if _is_distributed() and dist.get_backend(group) == "nccl":
+    """Return the current CUDA device where the group carries CUDA tensors by NCCL, else the CPU."""
+    if _is_distributed() and torch.cuda.is_available() and carries_cuda(dist.get_backend_config(group)):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def carries_cuda(backends: str) -> bool:
+    """Whether backends, as in "cpu:gloo,cuda:nccl", hold NCCL for CUDA tensors.
+
+    Asked of what torch calls a backend configuration: the name of the backend is "undefined" of a group that was made
+    without one, and holds both where there are two.
+    """
+    return "cuda:nccl" in backends.lower().replace(" ", "").split(",")
 
 
 def _is_distributed() -> bool:

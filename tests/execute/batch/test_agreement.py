@@ -7,6 +7,7 @@ import torch
 
 from penstock.errors import PipelineError, StepRefused
 from penstock.execute.batch.agreement import (
+    Extra,
     Mode,
     Offer,
     agree_on_setup,
@@ -15,6 +16,7 @@ from penstock.execute.batch.agreement import (
     agreed_sizes,
     digest,
     signature_of,
+    trained_of,
 )
 from tests.local_pipelines import error_of, on_ranks
 
@@ -59,7 +61,7 @@ def test_ranks_that_need_nothing_may_offer_nothing():
         assert [offer.inputs for offer in offers] == [11, 0, 0]
         assert agreed_sizes(offers) == (2, 2)
         assert agreed_lengths(offers) == (3, 2)
-        assert signature_of(offers) == "TRAIN 11 0 22"
+        assert signature_of(offers) == "TRAIN 11 0 22 0"
 
 
 def test_equal_batches_have_one_signature_whoever_was_given_them():
@@ -116,10 +118,35 @@ def test_ranks_that_would_draw_different_random_numbers_all_refuse_with_both_num
         assert "set pipeline.step_number alike on all ranks" in str(error)
 
 
-def test_a_step_number_survives_the_exchange():
-    offer = replace(GIVEN, position=9, step_number=2**40)
+@pytest.mark.parametrize(
+    ("extras", "text"),
+    [
+        ((Extra.NOTHING, Extra.NOTHING, Extra.RECORDING), "nothing besides in this step, rank 2 for a recording (rec"),
+        ((Extra.RECORDING, Extra.RECORDING, Extra.MEMORY), "(record=True, profile) in this step, rank 2 for a memory"),
+        ((Extra.MEMORY, Extra.MEMORY, Extra.NOTHING), "a memory report (memory_report) in this step, rank 2 for noth"),
+    ],
+)
+def test_ranks_that_would_gather_different_things_after_the_step_all_refuse(extras, text):
+    for error in refusals(*(replace(GIVEN, extra=extra) for extra in extras)):
+        assert type(error) is StepRefused
+        assert error.rank == 2
+        assert text in str(error)
+
+
+def test_what_is_asked_besides_and_the_step_number_survive_the_exchange():
+    offer = replace(GIVEN, position=9, step_number=2**40, extra=Extra.MEMORY)
 
     assert agreements(offer, offer)[0] == [offer, offer]
+
+
+def test_what_any_rank_trains_is_part_of_the_signature_and_the_same_for_all():
+    trained = [(5, 2**56 - 1), (5, 6), (6, 5), (0, 0)]
+    found = [agreements(*(replace(GIVEN, trained=each) for each in pair)) for pair in trained]
+
+    assert [[offer.trained for offer in offers[1]] for offers in found] == [list(pair) for pair in trained]
+    assert all(signature_of(first) == signature_of(second) for first, second in found)
+    assert len({signature_of(offers[0]) for offers in found}) == len(trained)
+    assert [trained_of(offers[0]) == 0 for offers in found] == [False, False, False, True]
 
 
 def test_no_rank_needs_a_target_where_none_was_given():

@@ -61,6 +61,20 @@ def test_ragged_sizes_reach_ranks_that_were_given_nothing():
     assert [m.size for m in second.microbatches] == [3, 2]
 
 
+def test_all_ranks_know_by_the_batch_whether_one_of_them_trains_other_parameters():
+    def case(wires):
+        gate = Gate(wires, CPU, BatchRule(2), Wants(inputs=True, target=False))
+        steps = [(7, 8), (7, 8), (7, 9)]
+        return [gate.admit(Mode.TRAIN, Call((ROWS,)), trained=pair[wires.rank]) for pair in steps]
+
+    first, second = on_ranks(2, case)
+
+    for batches in ([batch.signature for batch in first], [batch.trained for batch in first]):
+        assert batches[0] == batches[1] != batches[2]
+    assert [batch.signature for batch in first] == [batch.signature for batch in second]
+    assert [batch.trained for batch in first] == [batch.trained for batch in second]
+
+
 def test_a_batch_of_another_shape_has_another_signature():
     (small, _), (large, _) = (on_ranks(2, admit, [((torch.zeros(rows),), {}, None), NOTHING]) for rows in (2, 4))
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from penstock.errors import PipelineError
-from penstock.execute.failures.diagnose import diagnose, process_trouble
+from penstock.execute.failures.diagnose import LEGEND, diagnose, process_trouble
 from penstock.execute.failures.positions import SLOT_BYTES, PositionBoard
 from penstock.execute.failures.watchdog import Watchdog
 from penstock.execute.transport import TorchTransport
@@ -71,6 +71,7 @@ def test_a_cycle_of_waits_has_no_culprit_and_is_printed():
     verdict = diagnose(boards[0], describe)
 
     assert verdict.culprit is None
+    assert not verdict.is_told_by_culprit
     assert "a message was lost or the orders do not match" in verdict.reason
     assert "rank 1 in instruction 1 of rank 1 waits for rank 2, rank 2 in instruction 2" in verdict.reason
     assert "rank 0 in" not in verdict.reason
@@ -81,13 +82,18 @@ def test_the_first_failure_is_blamed_with_its_traceback():
     boards[0].note(0)
     boards[0].note_wait(1)
     boards[2].note(6)
-    boards[2].note_failure("ValueError: planted\n  File model.py\n    raise ValueError")
-    boards[1].note_failure("KeyError: 'later'\n  File other.py")
+    boards[2].note_failure("ValueError: planted\nlayer 3 (Linear)\n  File model.py\n    raise ValueError")
+    boards[1].note_failure("KeyError: 'later'\n\n  File other.py")
 
     verdict = diagnose(boards[0], describe)
 
-    assert (verdict.culprit, verdict.reason) == (2, "in instruction 6 of rank 2 it raised ValueError: planted")
-    assert "File model.py" in verdict.text
+    assert verdict.culprit == 2
+    assert verdict.reason == "in instruction 6 of rank 2, in layer 3 (Linear), it raised ValueError: planted"
+    assert "rank 2 was here:\n  File model.py" in verdict.text
+    table = verdict.positions.splitlines()
+    assert [line.split()[0] for line in table[:-1]] == ["rank", "0", "1", "2"]
+    assert table[-1] == LEGEND
+    assert verdict.is_told_by_culprit
 
 
 def test_a_verdict_of_another_rank_is_adopted_word_for_word():
@@ -189,7 +195,7 @@ def linger_in_layer():
 
 def misbehave(fault, board):
     if fault == "raise":
-        board.note_failure("ZeroDivisionError: planted\n  File model.py")
+        board.note_failure("ZeroDivisionError: planted\n\n  File model.py")
         return
     if fault in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)

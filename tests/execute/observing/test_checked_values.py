@@ -80,8 +80,8 @@ def test_an_output_that_is_not_finite_names_rank_action_and_module(name):
     error = failing(lambda: layers_with(2, Breaks(3, INF)), name)
 
     assert isinstance(error, PipelineError)
-    text = "rank 1, 1F2: PipelineError: 1F2: the output of layer '2.1' has 0 NaN and 12 infinite of its 12 values"
-    assert text in str(error)
+    where = "rank 1, 1F2, in layer 2 (Sequential): PipelineError: 1F2: the output of layer '2.1'"
+    assert f"{where} has 0 NaN and 12 infinite of its 12 values" in str(error)
 
 
 @pytest.mark.parametrize(("name", "action"), [("1f1b", "0B2"), ("zb-h1", "0I2")])

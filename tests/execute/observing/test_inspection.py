@@ -149,8 +149,9 @@ def second_step(task, name, num_microbatches, **options):
 def test_on_gloo_a_value_that_is_not_finite_ends_the_step_on_all_ranks_with_its_maker(pool):
     first, second = pool.run(step_with_a_nan, timeout_s=60.0)
 
-    assert "rank 1 is the culprit: in 1F2 it raised PipelineError: 1F2: the output of layer '3.1' has" in first
-    assert "rank 1, 1F2: PipelineError: 1F2: the output of layer '3.1' has" in second
+    told = "PipelineError: 1F2: the output of layer '3.1' has"
+    assert f"rank 1 is the culprit: in 1F2, in layer 3 (Sequential), it raised {told}" in first
+    assert f"rank 1, 1F2, in layer 3 (Sequential): {told}" in second
 
 
 def step_with_a_nan(rank):

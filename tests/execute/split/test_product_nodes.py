@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from penstock.errors import PipelineError
 from penstock.execute.split.product_nodes import read_product
 from tests.execute.split.test_weight_products import CALLS
 from tests.local_pipelines import values
@@ -103,3 +104,20 @@ def test_a_product_after_nothing_but_its_weights_is_an_end():
     ends = [product_in(hidden @ weight)[1].end() for hidden in (values(1, 3, 5), leaf(values(1, 3, 5)))]
 
     assert [end is None for end in ends] == [False, True]
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_activations_that_are_changed_in_place_before_the_weight_part_are_told(is_changed):
+    activations, weight = values(1, 3, 5), leaf(values(2, 5, 4))
+    output = activations @ weight
+    _, product = product_in(output)
+    product.watch([])
+    output.backward(values(3, 3, 4), inputs=[product.end()])
+    product.let_go()
+    expected = activations.t() @ values(3, 3, 4)
+    if is_changed:
+        activations[0] = 0.0
+        with pytest.raises(PipelineError, match=r"of shape \(3, 5\), was changed in place .* at version 1, expected 0"):
+            product.finish()
+    else:
+        assert torch.equal(product.finish()[0], expected)

@@ -10,8 +10,9 @@ from penstock.errors import PartitionError
 from penstock.execute.stages.assemble import assemble, count_parameters, lay_out_skips, layer_names
 from penstock.execute.stages.stage import Stage
 from penstock.models import Skip
+from penstock.pipeline import Pipeline
 from penstock.placement import Placement
-from tests.local_pipelines import WIDTH, error_of, on_ranks
+from tests.local_pipelines import WIDTH, Task, difference, error_of, on_ranks, settle, square_loss, step_task, values
 
 CPU = torch.device("cpu")
 LINE = Placement.line(3)
@@ -272,6 +273,47 @@ def test_a_tied_parameter_and_its_copies_are_one_group():
         held = {name: layer for stage in assembly.stages for name, layer in stage.layers.items()}
         assert held["out"].weight is held["in"].weight
         assert assembly.copied_names == {"out.weight"}
+
+
+def test_a_tie_between_threads_is_two_copies_on_two_ranks_and_one_object_on_one():
+    """Layer 0 of rank 0 shares its weight with layer 3 of rank 2, and layers 1 and 2 of rank 1 share theirs."""
+    layers = modules()
+    layers[3].weight, layers[2].weight = layers[0].weight, layers[1].weight
+
+    first, middle, last = (put_together(layers, rank, shares_modules=True) for rank in range(3))
+
+    assert first.stages[0].layers["0"] is layers[0]
+    assert list(middle.stages[0].layers.values()) == layers[1:3]
+    copied = last.stages[0].layers["3"]
+    assert copied.weight is not layers[0].weight
+    assert torch.equal(copied.weight, layers[0].weight)
+    assert last.tied_copies[0].parameters["3.weight"] is copied.weight
+
+
+def test_what_a_copied_module_shares_with_another_of_its_rank_is_one_object():
+    """Layer 2 shares its weight with layer 0, on another rank, and its bias with layer 1, on its own."""
+    layers = modules()
+    layers[2].weight, layers[2].bias = layers[0].weight, layers[1].bias
+
+    own = put_together(layers, 1, shares_modules=True).stages[0].layers
+
+    assert own["2"] is not layers[2]
+    assert own["2"].bias is own["1"].bias is layers[1].bias
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv", "dualpipe"])
+def test_threads_that_are_given_one_list_with_a_tie_train_as_one_process_does(schedule):
+    def tied_layers():
+        layers = [settle(nn.Linear(WIDTH, WIDTH).double(), seed) for seed in range(6)]
+        layers[5] = layers[1]
+        return layers
+
+    inputs, target = (values(seed, 8, WIDTH, dtype=torch.float64) for seed in (1, 2))
+    task = Task(tied_layers, (inputs,), target)
+    shared = tied_layers()
+    outcomes = on_ranks(2, lambda wires: step_task(Pipeline(shared, schedule, 4, square_loss, transport=wires), task))
+
+    assert not difference(outcomes, task.reference(4), tolerance=1e-12, loss_tolerance=1e-12)
 
 
 def test_a_module_that_cannot_be_copied_says_what_to_do():

@@ -121,6 +121,26 @@ def test_several_parameters_are_reduced_together_and_each_by_itself():
     assert on_ranks(2, case) == [([3.0], None, [30.0])] * 2
 
 
+def test_sparse_gradients_of_other_rows_add_up_to_a_dense_one():
+    def case(wires):
+        embedding = nn.Embedding(3, 2, sparse=True, dtype=FLOAT64)
+        copied = copy_of(embedding.weight, [0, 1, 2])
+        if wires.rank < 2:
+            embedding(torch.tensor([0])).sum().backward()  # accumulated before
+        copied.begin_step()
+        if wires.rank == 2:
+            embedding.weight.grad = torch.full((3, 2), 5.0, dtype=FLOAT64)
+        else:
+            embedding(torch.tensor([wires.rank, 2])).sum().backward()
+        copied.reduce(wires)
+        return embedding.weight.grad
+
+    *sparse_before, none_before = on_ranks(3, case)
+
+    assert none_before[:, 0].tolist() == [6.0, 6.0, 7.0]
+    assert [gradient[:, 0].tolist() for gradient in sparse_before] == [[7.0, 6.0, 7.0]] * 2
+
+
 class Counting(nn.Module):
     """A layer with a saved and an unsaved buffer."""
 
@@ -265,6 +285,28 @@ def test_a_layer_that_appears_twice_is_one_layer(num_ranks):
             index, _, own = name.partition(".")
             wanted = dict(layers[int(index)].named_parameters())[own].grad
             torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
+def test_a_sparse_embedding_that_several_ranks_hold_learns_like_one(schedule):
+    def make_layers():
+        layers = tied_modules() if schedule == "1f1b" else untied_modules()
+        layers[0].sparse = True
+        return layers
+
+    tokens, target = (torch.randint(VOCABULARY, (4, LENGTH)) for _ in range(2))
+    task = Task(make_layers, (tokens,), target, token_loss)
+    expected = {name: gradient.to_dense() for name, gradient in task.reference(4)[1].items()}
+
+    def case(wires):
+        pipeline = Pipeline(make_layers(), schedule, 4, token_loss, transport=wires)
+        pipeline.step(tokens, target=target)
+        return {name: parameter.grad for name, parameter in pipeline.named_parameters()}
+
+    expected.setdefault("3.weight", expected["0.weight"])
+    for part in on_ranks(2, case):
+        for name, gradient in part.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-12)
 
 
 def test_evaluation_leaves_tied_gradients_alone():

@@ -184,6 +184,26 @@ def test_types_empty_scalar_and_non_contiguous_tensors_arrive_unchanged(on_ranks
     assert on_ranks(2, exchange_samples)[1] == [True] * len(SAMPLES)
 
 
+_COMPLEX = torch.tensor([[1 + 2j, 3 - 4j], [5j, 6]])
+LAZY = [_COMPLEX.conj(), _COMPLEX.conj().t(), _COMPLEX[:, :1].conj(), _COMPLEX.conj().imag]
+"""What torch conjugates or negates only when it is read; its memory holds other values."""
+
+
+def exchange_lazy_values(transport):
+    if transport.rank == 0:
+        for sample in LAZY:
+            send(transport, 1, sample)
+        return []
+    received = [receive(transport, 0, torch.empty(sample.shape, dtype=sample.dtype)) for sample in LAZY]
+    return [torch.equal(got, sample) for got, sample in zip(received, LAZY, strict=True)]
+
+
+def test_what_torch_conjugates_or_negates_when_it_is_read_arrives_so(on_ranks):
+    assert all(sample.is_conj() or sample.is_neg() for sample in LAZY)
+
+    assert on_ranks(2, exchange_lazy_values)[1] == [True] * len(LAZY)
+
+
 def drop_tensors_after_posting(transport):
     if transport.rank == 0:
         tickets = [transport.post_send(1, torch.full((50_000,), float(k))) for k in range(5)]
@@ -252,6 +272,18 @@ def test_all_reduce_sums_and_broadcast_copies_in_place(on_ranks):
     answers = on_ranks(3, reduce_and_broadcast)
 
     assert answers == [[[6.0, 60.0], [[3.0, 3.0], [3.0, 3.0]], 2, 3]] * 3
+
+
+def reduce_and_broadcast_lazy_values(transport):
+    total = torch.tensor([1 + 2j]).conj()
+    transport.all_reduce(total)
+    from_one = torch.tensor([complex(transport.rank, transport.rank)]).conj()
+    transport.broadcast(from_one, 1)
+    return total.item(), from_one.item()
+
+
+def test_collectives_of_what_is_conjugated_when_it_is_read_are_right(on_ranks):
+    assert on_ranks(2, reduce_and_broadcast_lazy_values) == [(2 - 4j, 1 - 1j)] * 2
 
 
 def reduce_in_rank_order(transport):

@@ -10,7 +10,7 @@ import torch
 from penstock.errors import PipelineError, StepRefused
 from penstock.execute.transport.protocol import Transport
 
-_NUM_FIELDS = 10
+_NUM_FIELDS = 12
 _DIGEST_BYTES = 7
 """Fits a signed 64-bit integer and leaves 0 for "nothing given"."""
 
@@ -26,6 +26,14 @@ class Mode(IntEnum):
     @property
     def is_training(self) -> bool:
         return self is not Mode.EVALUATE
+
+
+class Extra(IntEnum):
+    """What a rank was asked to find out about a step; all ranks gather it together when the step is over."""
+
+    NOTHING = 0
+    RECORDING = 1
+    MEMORY = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,9 @@ class Offer:
     """Where a rank's stream stands, counted from 1; 0 where it has none."""
     step_number: int = 0
     """What the step draws its random numbers by; 0 where it draws none."""
+    trained: int = 0
+    """Stands for which of the rank's parameters need gradients; 0 where none is to get one."""
+    extra: Extra = Extra.NOTHING
 
 
 def digest(text: str) -> int:
@@ -92,6 +103,7 @@ def agree_on_step(transport: Transport, mine: Offer, device: torch.device) -> li
         raise StepRefused(
             f"rank 0 runs {_verb(modes[0])}, rank {odd} runs {_verb(modes[odd])}; call the same on every rank", rank=odd
         )
+    _require_one_extra([offer.extra for offer in offers])
     _require_one_draw([offer.step_number for offer in offers])
     _require_one([offer.inputs for offer in offers], "inputs")
     _require_one([offer.keywords for offer in offers], "keyword arguments")
@@ -125,18 +137,23 @@ def signature_of(offers: Sequence[Offer]) -> str:
     inputs = max(offer.inputs for offer in offers)
     keywords = max(offer.keywords for offer in offers)
     target = max(offer.target for offer in offers)
-    return f"{offers[0].mode.name} {inputs} {keywords} {target}"
+    return f"{offers[0].mode.name} {inputs} {keywords} {target} {trained_of(offers)}"
+
+
+def trained_of(offers: Sequence[Offer]) -> int:
+    """Return what stands for all parameters of all ranks that need gradients; 0 where none is to get one."""
+    return digest(str([offer.trained for offer in offers])) if any(offer.trained for offer in offers) else 0
 
 
 def _row(offer: Offer) -> list[int]:
     flags = (offer.takes_keywords, offer.takes_target, offer.wants_outputs)
-    places = (offer.position, offer.step_number)
+    places = (offer.position, offer.step_number, offer.trained, offer.extra)
     fields = [offer.mode, offer.inputs, offer.target, offer.is_refused, offer.keywords, *places, *flags]
     return [*map(int, fields), *offer.sizes, *offer.lengths]
 
 
 def _offer(row: Sequence[int], num_sizes: int) -> Offer:
-    mode, inputs, target, is_refused, keywords, position, step_number, *flags = row[:_NUM_FIELDS]
+    mode, inputs, target, is_refused, keywords, position, step_number, trained, extra, *flags = row[:_NUM_FIELDS]
     takes_keywords, takes_target, wants_outputs = map(bool, flags)
     end = _NUM_FIELDS + num_sizes
     sizes, lengths = tuple(row[_NUM_FIELDS:end]), tuple(row[end:])
@@ -153,7 +170,20 @@ def _offer(row: Sequence[int], num_sizes: int) -> Offer:
         lengths,
         position,
         step_number,
+        trained,
+        Extra(extra),
     )
+
+
+def _require_one_extra(extras: Sequence[Extra]) -> None:
+    """Refuse a step after which only some ranks would wait for what the others have to give."""
+    for rank, extra in enumerate(extras):
+        if extra is not extras[0]:
+            raise StepRefused(
+                f"rank 0 was asked for {_asked(extras[0])} in this step, rank {rank} for {_asked(extra)}; "
+                "ask for the same on every rank",
+                rank=rank,
+            )
 
 
 def _require_one_draw(step_numbers: Sequence[int]) -> None:
@@ -217,6 +247,14 @@ def _require_one(views: Sequence[object], what: str) -> None:
 
 def _verb(mode: Mode) -> str:
     return {Mode.TRAIN: "step", Mode.EVALUATE: "evaluate", Mode.TRAIN_SPLIT: "a step with split backwards"}[mode]
+
+
+def _asked(extra: Extra) -> str:
+    return {
+        Extra.NOTHING: "nothing besides",
+        Extra.RECORDING: "a recording (record=True, profile)",
+        Extra.MEMORY: "a memory report (memory_report)",
+    }[extra]
 
 
 def _and_others(odd: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from penstock.errors import EndOfData, PenstockError, PipelineError, StepRefused, nearest
 from penstock.execute.batch.agreement import (
+    Extra,
     Mode,
     Offer,
     agree_on_step,
@@ -17,6 +18,7 @@ from penstock.execute.batch.agreement import (
     digest,
     known_to_any,
     signature_of,
+    trained_of,
 )
 from penstock.execute.batch.microbatch import Microbatch, PreSplit
 from penstock.execute.batch.slices import BatchRule, with_sizes
@@ -38,13 +40,15 @@ class Batch:
     slices: list[list[Microbatch]]
     """Per microbatch its slices; the microbatch itself where it is not cut."""
     signature: str
-    """Equal signatures mean equal shapes on every stage."""
+    """Equal signatures mean equal shapes on every stage, and gradients for the same tensors."""
     wanting_outputs: frozenset[int]
     """The ranks that asked for outputs."""
     has_target: bool = False
     """Whether this rank was given a target."""
     supply: Supply | None = None
     """Of data that are pulled when needed, or let go after their use: it fills and empties `slices`."""
+    trained: int = 0
+    """Stands for which parameters of all ranks need gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +126,13 @@ class Gate:
         self._stream_rules = stream_rules
         self._read = read
 
-    def admit(self, mode: Mode, call: Call, *, step_number: int = 0) -> Batch:
+    def admit(
+        self, mode: Mode, call: Call, *, step_number: int = 0, trained: int = 0, extra: Extra = Extra.NOTHING
+    ) -> Batch:
         """Split the batch and compare it with what the other ranks were given; one small collective.
 
-        `step_number` is what the step draws its random numbers by, 0 where it draws none.
+        `step_number` is what the step draws its random numbers by, 0 where it draws none; `trained` stands for which of
+        this rank's parameters need gradients, 0 where none is to get one. `extra` is what else it was asked for.
 
         Raises:
             StepRefused: on every rank alike, if any rank's batch cannot be split or the ranks differ.
@@ -139,7 +146,8 @@ class Gate:
         except PenstockError as error:
             refusal = error
         try:
-            offer = replace(self._offer(mode, call, given, refusal), step_number=step_number)
+            offer = self._offer(mode, call, given, refusal)
+            offer = replace(offer, step_number=step_number, trained=trained, extra=extra)
             offers = agree_on_step(self._transport, offer, self._device)
             if any(offer.is_refused for offer in offers):
                 self._refuse_together(refusal)
@@ -173,10 +181,10 @@ class Gate:
         self._check(Call(part.args, part.kwargs, part.target))
         rule = replace(self._rule, num_microbatches=1)
         kind = f"{num_microbatches} off a stream"
-        empty = [without_data(each) for each in slices]
+        empty_slices = [without_data(one) for one in slices]
         return _Given(
-            [replace(empty[0], index=index, length=0) for index in range(num_microbatches)],
-            [[replace(each, index=index) for each in empty] for index in range(num_microbatches)],
+            [replace(empty_slices[0], index=index, length=0) for index in range(num_microbatches)],
+            [[replace(one, index=index) for one in empty_slices] for index in range(num_microbatches)],
             digest(f"{kind} {rule.signature(part.args, {}, None)}") if part.args else 0,
             digest(f"{kind} {rule.signature((), part.kwargs, None)}") if part.kwargs else 0,
             digest(f"{kind} {rule.signature((), {}, part.target)}") if part.target is not None else 0,
@@ -208,18 +216,20 @@ class Gate:
                 "slice_dim the dimension of the sequence, or use a schedule with 1 slice"
             )
         sized = [
-            each if each.size == rows[each.index] else replace(each, size=rows[each.index])
-            for each in given.microbatches
+            part if part.size == rows[part.index] else replace(part, size=rows[part.index])
+            for part in given.microbatches
         ]
         parts = [
-            with_sizes(each, rows[index], lengths[index * width : (index + 1) * width])
-            for index, each in enumerate(given.slices)
+            with_sizes(slices, rows[index], lengths[index * width : (index + 1) * width])
+            for index, slices in enumerate(given.slices)
         ]
         for presplit in given.spent:
             presplit.parts.clear()
         wanting = frozenset(rank for rank, offer in enumerate(offers) if offer.wants_outputs)
         supply = Supply(parts, given.reader) if given.reader is not None or given.spent else None
-        return Batch(sized, parts, signature_of(offers), wanting, bool(given.target), supply)
+        return Batch(
+            sized, parts, signature_of(offers), wanting, bool(given.target), supply, trained=trained_of(offers)
+        )
 
     def _check(self, call: Call) -> None:
         if self._wants.inputs and not (call.args or call.kwargs):

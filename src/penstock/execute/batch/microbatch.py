@@ -166,11 +166,11 @@ def _leaves(batch: tuple[tuple[Any, ...], dict[str, Any], Any], specs: BatchSpec
     specs = specs or BatchSpec()
     # A rank that needs no inputs calls the step with none of them: specs for them are no mistake.
     marks = (specs.args if batch[0] else None, specs.kwargs if batch[1] else None, specs.target)
-    found: list[_Leaf] = []
+    marked: list[_Leaf] = []
     for root, value, mark in zip(("args", "kwargs", "target"), batch, marks, strict=True):
         leaves, tree = flatten(value)
-        found += map(_Leaf, tree.places(root), leaves, tree.spread(mark, _is_split_mark, root))
-    return found
+        marked += map(_Leaf, tree.places(root), leaves, tree.spread(mark, _is_split_mark, root))
+    return marked
 
 
 def _agreed_sizes(leaves: list[_Leaf], num_microbatches: int, allow_ragged: bool) -> tuple[int, ...]:

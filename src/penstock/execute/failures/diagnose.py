@@ -22,6 +22,7 @@ LEGEND = (
     "(an instruction is named stage, kind, microbatch: 2F1 is the forward of stage 2 on microbatch 1, B its backward)"
 )
 _PROCESS = "its process"
+_RAISED = "it raised"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,16 @@ class Verdict:
     def is_death(self) -> bool:
         """Whether the culprit's process is gone."""
         return self.reason.startswith(_PROCESS) and GONE in self.reason
+
+    @property
+    def positions(self) -> str:
+        """Where all ranks were, with the legend."""
+        return self.text.partition("\n\n")[2].partition("\n\n")[0]
+
+    @property
+    def is_told_by_culprit(self) -> bool:
+        """Whether the culprit raised an error of its own, which says more than anybody else can."""
+        return self.culprit is not None and f" {_RAISED} " in self.reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +112,9 @@ def _failed(positions: list[RankPosition], describe: Callable[[int, int], str]) 
     if not failed:
         return None
     first = min(failed, key=lambda position: (position.since_s, position.rank))
-    summary = first.failure.partition("\n")[0]
-    return _Finding(first.rank, f"{place_of(first, describe)} it raised {summary}", True)
+    summary, place, *_ = [*first.failure.split("\n", 2), ""]
+    within = f", in {place}," if place else ""
+    return _Finding(first.rank, f"{place_of(first, describe)}{within} {_RAISED} {summary}", True)
 
 
 def _broken(positions: list[RankPosition], describe: Callable[[int, int], str]) -> _Finding | None:
@@ -172,7 +184,7 @@ def _message(positions: list[RankPosition], finding: _Finding, describe: Callabl
 
 def _stack(position: RankPosition) -> list[str]:
     """The inner end of where a rank was: the end of a traceback, or the beginning of a watchdog's view."""
-    raised_in, stands_in = position.failure.splitlines()[1:], position.stack.splitlines()
+    raised_in, stands_in = position.failure.splitlines()[2:], position.stack.splitlines()
     return raised_in[-STACK_LINES:] if position.failure else stands_in[:STACK_LINES]
 
 

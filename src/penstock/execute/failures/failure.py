@@ -6,14 +6,22 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+from torch.utils.checkpoint import CheckpointError
+
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
 from penstock.execute.failures.diagnose import Verdict, diagnose, place_of, position_table
+from penstock.execute.failures.places import noted_place
 from penstock.execute.failures.positions import PositionBoard, RankPosition
 from penstock.execute.failures.watchdog import Watchdog
 from penstock.execute.transport.protocol import Transport
 
 NUM_CALLS = 6
 """Of a traceback, the innermost calls that the other ranks are shown."""
+_OTHER_RECOMPUTE = (
+    "A checkpointed layer did something else when it ran again for its backward. Let it depend on its inputs and "
+    "weights alone; what draws at random must draw the same again, so let it draw from torch's default generators, "
+    "which checkpointing puts back (preserve_rng_state=True), and not from Python's or numpy's"
+)
 Describe = Callable[[int, int], str]
 """(rank, row) -> the text of an instruction; empty for a row after the last."""
 
@@ -53,7 +61,7 @@ class FailureDesk:
         self.board.begin_epoch()
         self.has_failed = False
 
-    def report(self, error: Exception) -> PipelineError:
+    def report(self, error: BaseException) -> PipelineError:
         """Return the error to raise: which rank is to blame, and where every rank was."""
         if self.has_failed and isinstance(error, (PeerLost, DeadlineExceeded)):
             return self._not_recovered(error)
@@ -61,7 +69,7 @@ class FailureDesk:
         position = self.board.read(self.board.rank)
         if not isinstance(error, (PeerLost, DeadlineExceeded)):
             calls = "".join(traceback.format_exception(error, limit=-NUM_CALLS))
-            self.board.note_failure(f"{_summary(error)}\n{calls}")
+            self.board.note_failure(f"{_summary(error)}\n{noted_place(error)}\n{calls}")
         peer = error.peer if isinstance(error, PipelineError) else None
         verdict = diagnose(self.board, self._describe, peer=peer)
         self._transport.abort()
@@ -72,24 +80,36 @@ class FailureDesk:
         self._watchdog.stop()
         self.board.note_done()
 
-    def _error(self, error: Exception, position: RankPosition, verdict: Verdict) -> PipelineError:
+    def _error(self, error: BaseException, position: RankPosition, verdict: Verdict) -> PipelineError:
         rank = self.board.rank
         instruction = self._describe(rank, position.row) if position.row >= 0 else ""
         if not isinstance(error, (PeerLost, DeadlineExceeded)):
-            where = f"rank {rank}, {instruction}" if instruction else f"rank {rank}"
-            return PipelineError(f"{where}: {type(error).__name__}: {error}", rank=rank, instruction=instruction)
+            return PipelineError(self._own_words(error, instruction, verdict), rank=rank, instruction=instruction)
         noticed = "went on when the others had given up"
         if verdict.culprit != rank:
             noticed = f"waited {error.waited_s or 0.0:.2f} s for rank {error.peer}"
         found, _, positions = verdict.text.partition("\n")
         kind = PeerLost if verdict.is_death else type(error)
+        # The rank that raised says the rest itself.
+        rest = "" if verdict.is_told_by_culprit else f"\n{positions}"
         return kind(
-            f"{found}\nrank {rank}, {place_of(position, self._describe)}: {noticed}\n{positions}",
+            f"{found}\nrank {rank}, {place_of(position, self._describe)}: {noticed}{rest}",
             rank=rank,
             instruction=instruction,
             peer=error.peer,
             waited_s=error.waited_s,
         )
+
+    def _own_words(self, error: BaseException, instruction: str, verdict: Verdict) -> str:
+        """What this rank's own work raised; the rank to blame also says where all ranks were."""
+        rank, place = self.board.rank, noted_place(error)
+        where = [f"rank {rank}", *([instruction] if instruction else []), *([f"in {place}"] if place else [])]
+        lines = [f"{', '.join(where)}: {type(error).__name__}: {error}"]
+        if isinstance(error, CheckpointError):
+            lines.append(_OTHER_RECOMPUTE)
+        if self.board.num_ranks > 1 and verdict.culprit == rank:
+            lines += ["", verdict.positions]
+        return "\n".join(lines)
 
     def _not_recovered(self, error: PeerLost | DeadlineExceeded) -> PipelineError:
         """What the ranks found at the failure before is no explanation now: say who is missing, and where all are."""
@@ -102,6 +122,6 @@ class FailureDesk:
         )
 
 
-def _summary(error: Exception) -> str:
+def _summary(error: BaseException) -> str:
     """The type and the first line of the message, whatever else the error says."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]

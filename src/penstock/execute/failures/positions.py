@@ -179,7 +179,8 @@ class PositionBoard:
         self._set(State.DONE)
 
     def note_failure(self, text: str) -> None:
-        """Say what this rank's own work raised, in one line, and where, in the lines after it.
+        """Say what this rank's own work raised, in one line; in the next, in what of the user's code (or nothing); and
+        its traceback in the lines after these.
 
         Not for errors that only report what a peer did.
         """

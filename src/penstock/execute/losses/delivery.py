@@ -6,6 +6,7 @@ from torch import Tensor
 
 from penstock.errors import PipelineError
 from penstock.execute.batch.step import Place, Step
+from penstock.execute.failures.places import note_place, without_target
 from penstock.execute.losses.loss import Loss
 from penstock.execute.losses.output import LossName, LossParts, read_loss
 from penstock.execute.tree import flatten
@@ -37,7 +38,11 @@ def deliver_loss(step: Step, place: Place, outputs: Any, target: Any, *, is_trai
 
 
 def _measured(step: Step, loss: Loss, place: Place, outputs: Any, target: Any, factor: float) -> LossParts:
-    value = loss(outputs, target, weight=factor) if step.tells_weight else loss(outputs, target)
+    try:
+        value = loss(outputs, target, weight=factor) if step.tells_weight else loss(outputs, target)
+    except Exception as error:
+        note_place(error, without_target("the loss function", target))
+        raise
     return read_loss(value, place[0], step.shares.count(*place))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.errors import ConfigError, PipelineError, nearest
 from penstock.execute.batch.microbatch import Microbatch
+from penstock.execute.failures.places import note_place, without_target
 from penstock.execute.losses.output import LossValue
 
 Loss = Callable[..., LossValue]
@@ -129,7 +130,11 @@ class LossWeights:
 
 
 def _counted(count: Count, microbatch: Microbatch) -> float:
-    share = float(count(microbatch.target))
+    try:
+        share = float(count(microbatch.target))
+    except Exception as error:
+        note_place(error, without_target("count", microbatch.target))
+        raise
     if not (math.isfinite(share) and share >= 0):
         raise PipelineError(
             f"microbatch {microbatch.index}: count returned {share} for its target; expected a finite number, 0 or "

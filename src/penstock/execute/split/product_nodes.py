@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from penstock.errors import PipelineError
 from penstock.execute.split.late_gradients import LateGradient
+from penstock.execute.untouched import version_of
 
 Gradients = Callable[[Tensor, Tensor], Sequence[Tensor]]
 """From the gradient of the output and the activations, those of the weights."""
@@ -28,6 +30,7 @@ class ProductNode:
         "_gradients",
         "_name",
         "_node",
+        "_version",
         "gradient",
         "num_multiplications",
         "parameters",
@@ -50,6 +53,7 @@ class ProductNode:
         self._name = name
         self._gradients = gradients
         self._activations: Tensor | None = None
+        self._version = 0
         self.gradient: Tensor | None = None
 
     @property
@@ -71,6 +75,7 @@ class ProductNode:
         def keep(gradients: tuple[Tensor | None, ...]) -> None:
             if gradients[0] is not None:
                 self._activations = getattr(self._node, f"_saved_{self._name}").detach()
+                self._version = version_of(self._activations)
                 self.gradient = gradients[0]
                 late.append(self)
 
@@ -81,12 +86,28 @@ class ProductNode:
         self._node = None
 
     def finish(self) -> Sequence[Tensor]:
-        """Return the gradients of the weights, one per root, and let go of everything."""
+        """Return the gradients of the weights, one per root, and let go of everything.
+
+        Raises:
+            PipelineError: if the activations have been changed in place since the backward came by.
+        """
         activations, gradient = self._activations, self.gradient
         assert activations is not None
         assert gradient is not None
         self._activations = self.gradient = None
+        require_unchanged(activations, self._version)
         return self._gradients(gradient, activations)
+
+
+def require_unchanged(activations: Tensor, version: int) -> None:
+    """Refuse activations that were changed in place between the two parts of a backward. Raises: PipelineError."""
+    if version_of(activations) != version:
+        raise PipelineError(
+            f"what was multiplied by weights in a forward, of shape {tuple(activations.shape)}, was changed in place "
+            f"between the input and the weight part of the backward: it is at version {version_of(activations)}, "
+            f"expected {version}. Let the layer use a copy (clone()) of what it changes, such as a buffer, or run a "
+            "schedule with whole backwards"
+        )
 
 
 def _edge(node: Node, place: int) -> GradientEdge:

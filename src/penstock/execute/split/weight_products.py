@@ -52,11 +52,6 @@ class WeightProduct:
     late_bias: Tensor | None = None
     """What is added to the output once it has its shape."""
 
-    @property
-    def is_in_graph(self) -> bool:
-        """Whether autograd follows the output, too, when the weights are detached."""
-        return self.activations.requires_grad or (self.bias is not None and self.bias.requires_grad)
-
     def finish(self, output: Tensor) -> Tensor:
         """Turn what the rule returns into what the function returns."""
         if self.shape is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from penstock.errors import PartitionError, nearest
+from penstock.errors import PartitionError, PenstockError, nearest
 from penstock.execute.stages.skips import StageSkips, open_at, skip_names
 from penstock.execute.stages.stage import Stage
 from penstock.execute.stages.tied import TiedCopy
@@ -58,18 +58,18 @@ def layer_names(layers: Sequence[Layer]) -> list[str]:
 def assemble(
     layers: Sequence[Layer],
     placement: Placement,
-    slices: Sequence[range],
+    layers_of_stage: Sequence[range],
     rank: int,
     *,
     device: torch.device,
     tied: Iterable[tuple[str, str]] = (),
     shares_modules: bool = False,
 ) -> Assembly:
-    """Build the stages of a rank; `slices[stage]` are the indices of the stage's layers.
+    """Build the stages of a rank; `layers_of_stage[stage]` are the indices of the stage's layers.
 
     Every route runs a whole copy of the model. Copies of a layer on one rank are one module; on several ranks their
     parameters are tied. `shares_modules` says that ranks may hold the very same modules, as threads of one process do:
-    then a rank takes a deep copy of a module whose first copy is another rank's.
+    then a rank takes a deep copy of a module whose first copy is another rank's, or that shares a parameter with one.
 
     Raises:
         PartitionError: if a layer is neither a module nor builds one, or a tie names an unknown layer or parameter.
@@ -77,20 +77,48 @@ def assemble(
     names = layer_names(layers)
     built: dict[str, nn.Module] = {}
     stages = []
-    copied: dict[int, Any] = {}  # one memory for all deep copies: modules that share a parameter go on sharing it
+    copying = _Copying(layers, placement, layers_of_stage, rank) if shares_modules else None
     for stage in placement.stages_of_rank[rank]:
-        first_rank = placement.rank_of_stage[_copies(placement, stage)[0]]
-        memory = copied if shares_modules and first_rank != rank else None
-        for index in slices[stage]:
+        for index in layers_of_stage[stage]:
             if names[index] not in built:
+                memory = None if copying is None else copying.memory_for(layers[index], stage)
                 built[names[index]] = _build(layers[index], names[index], memory).to(device)
-        own = {names[index]: built[names[index]] for index in slices[stage]}
-        stages.append(Stage(stage, own, slices[stage].start))
+        own = {names[index]: built[names[index]] for index in layers_of_stage[stage]}
+        stages.append(Stage(stage, own, layers_of_stage[stage].start))
     stages_of_layer: dict[str, list[int]] = {}
     for stage in (stage for route in placement.routes for stage in route):
-        for index in slices[stage]:
+        for index in layers_of_stage[stage]:
             stages_of_layer.setdefault(names[index], []).append(stage)
     return _Ties(stages_of_layer, placement, rank, built).assembly(stages, _tied_names(layers, names, tied))
+
+
+class _Copying:
+    """Which modules a rank must copy, since another rank, a thread of the same process, uses them in place.
+
+    One memory holds all deep copies, so that modules that share a parameter go on sharing it.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], placement: Placement, layers_of_stage: Sequence[range], rank: int
+    ) -> None:
+        self._placement = placement
+        self._rank = rank
+        self._rank_of: dict[int, int] = {}
+        """By id of a parameter, the rank that uses it in place: that of the first stage that has it."""
+        self._copied: dict[int, Any] = {}
+        for stage in placement.routes[0]:
+            for layer in (layers[index] for index in layers_of_stage[stage]):
+                for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
+                    self._rank_of.setdefault(id(parameter), placement.rank_of_stage[stage])
+
+    def memory_for(self, layer: Layer, stage: int) -> dict[int, Any] | None:
+        """Return the memory of copies with which to copy a layer, None if it is used in place."""
+        if not isinstance(layer, nn.Module):
+            return None
+        if self._placement.rank_of_stage[_copies(self._placement, stage)[0]] != self._rank:
+            return self._copied
+        is_other = any(self._rank_of[id(parameter)] != self._rank for parameter in layer.parameters())
+        return self._copied if is_other else None
 
 
 def count_parameters(transport: Transport, stages: Sequence[Stage], names: Sequence[str]) -> dict[str, int]:
@@ -119,8 +147,8 @@ def lay_out_skips(transport: Transport, stages: Sequence[Stage], layers_of_stage
         for name in everyone[str(index)]:
             holders.setdefault(name, []).append(index)
     for stage in stages:
-        part = layers_of_stage[stage.index]
-        arriving, leaving = open_at(part.start, holders), open_at(part.stop, holders)
+        own_layers = layers_of_stage[stage.index]
+        arriving, leaving = open_at(own_layers.start, holders), open_at(own_layers.stop, holders)
         skips = StageSkips(list(stage.layers.values()), arriving, leaving, f"stage {stage.index}")
         stage.skips = None if skips.is_empty else skips
 
@@ -142,12 +170,14 @@ def _build(layer: Layer, name: str, memory: dict[int, Any] | None) -> nn.Module:
         if isinstance(layer, nn.Module):
             return layer if memory is None else _copy(layer, name, memory)
         module = layer()
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
-            raise
-        raise PartitionError(
-            f"layer {name!r} does not fit in this rank's memory ({error}); make it smaller, or use more ranks"
-        ) from error
+    except PenstockError:
+        raise
+    except Exception as error:
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise PartitionError(
+                f"layer {name!r} does not fit in this rank's memory ({error}); make it smaller, or use more ranks"
+            ) from error
+        raise PartitionError(f"layer {name!r} cannot be built: {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
         raise PartitionError(f"layer {name!r} builds a {type(module).__name__}; expected an nn.Module")
     return module
@@ -158,8 +188,8 @@ def _copy(layer: nn.Module, name: str, memory: dict[int, Any]) -> nn.Module:
         return copy.deepcopy(layer, memory)
     except (RuntimeError, TypeError) as error:
         raise PartitionError(
-            f"layer {name!r} cannot be copied ({error}), but the schedule needs a second copy of the model; give a "
-            "callable that builds the layer, or use a schedule with one route"
+            f"layer {name!r} cannot be copied ({error}), but another rank of this process uses it, or what it shares "
+            "with others; give a callable that builds the layer"
         ) from error
 
 

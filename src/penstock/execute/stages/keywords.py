@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import PipelineError, nearest
+from penstock.execute.failures.places import note_place
 
 _LEAF_IN_PLACE = "leaf Variable that requires grad is being used in an in-place operation"
 """What torch says; the inputs of a stage are leaves, those of a layer in the middle of a model are not."""
@@ -57,10 +58,13 @@ def run_layers(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     before_layer: Callable[[int], None] | None = None,
+    *,
+    names: Sequence[str] = (),
 ) -> Any:
     """Call the layers in order; what one returns is the single positional argument of the next.
 
-    `before_layer` is called before each one with its number, from 0.
+    `before_layer` is called before each one with its number, from 0. With `names`, an error that a layer raises notes
+    which layer it was.
 
     Raises:
         PipelineError: a layer changes an input in place whose gradient another stage waits for.
@@ -70,8 +74,23 @@ def run_layers(
             before_layer(index)
         try:
             args = (layer(*args, **select_keywords(layer, kwargs, len(args))),)
-        except RuntimeError as error:
-            if _LEAF_IN_PLACE in str(error):
-                raise PipelineError(_IN_PLACE.format(layer=type(layer).__name__, error=error)) from error
-            raise
+        except Exception as error:
+            told = _told(error, layer)
+            if names:
+                note_place(told, layer_place(names[index], layer))
+            if told is error:
+                raise
+            raise told from error
     return args[0]
+
+
+def layer_place(name: str, layer: object) -> str:
+    """Return how messages name a layer: by its place in the list, or by its name where it has one, and by its class."""
+    return f"layer {name if name.isdecimal() else repr(name)} ({type(layer).__name__})"
+
+
+def _told(error: Exception, layer: nn.Module) -> Exception:
+    """The error, or one that says more of it."""
+    if isinstance(error, RuntimeError) and _LEAF_IN_PLACE in str(error):
+        return PipelineError(_IN_PLACE.format(layer=type(layer).__name__, error=error))
+    return error

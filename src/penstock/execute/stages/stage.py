@@ -54,6 +54,7 @@ class Stage:
         self.first_layer = first_layer
         """The place of its first layer in the unsplit model."""
         self._modules = list(self.layers.values())
+        self._names = list(self.layers)
         self.split_plan = SplitPlan(self._modules)
         """How its backwards are split, if they are."""
         self.is_examined = False
@@ -168,9 +169,15 @@ class Stage:
 
     def _run(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         if self.drawing is None:
-            return run_layers(self._modules, inputs, keywords)
+            return run_layers(self._modules, inputs, keywords, names=self._names)
         with self.drawing() as before_layer:
-            return run_layers(self._modules, inputs, keywords, lambda index: before_layer(self.first_layer + index))
+            return run_layers(
+                self._modules,
+                inputs,
+                keywords,
+                lambda index: before_layer(self.first_layer + index),
+                names=self._names,
+            )
 
     @property
     def _is_trainable(self) -> bool:

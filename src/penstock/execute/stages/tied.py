@@ -22,8 +22,9 @@ class TiedCopy:
     """This rank's copies of parameters that other ranks hold too, reduced together.
 
     `ranks` are all holders, the owner first. Every holder ends a step with the same gradients, bit for bit: the sum of
-    all contributions in the order of `ranks`, on top of what was accumulated before the step. `layers` are copies as a
-    whole: they start with the owner's buffers, and saved ones (running statistics) are the owner's after each step.
+    all contributions in the order of `ranks`, on top of what was accumulated before the step. It is dense, also where
+    a layer gives sparse gradients, since holders need not touch the same rows. `layers` are copies as a whole: they
+    start with the owner's buffers, and saved ones (running statistics) are the owner's after each step.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -61,7 +62,7 @@ class TiedCopy:
             for rank in self.ranks[1:]:
                 total += parts[rank][index]
             before = self.before.pop(name, None)
-            setattr(parameter, self.attribute, total if before is None else before + total)
+            setattr(parameter, self.attribute, total if before is None else _dense(before) + total)
         self._take_from_owner(transport, self._saved_buffers())
 
     def end_step(self) -> None:
@@ -78,7 +79,7 @@ class TiedCopy:
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
         gradient: Tensor | None = getattr(parameter, self.attribute)
         if gradient is not None:
-            return gradient
+            return _dense(gradient)
         dtype = parameter.dtype if self.attribute == "grad" else main_type(parameter)
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
 
@@ -142,6 +143,10 @@ def _describe(tensor: Tensor) -> str:
         return _LAZY
     state = "trained" if tensor.requires_grad else "frozen"
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}, {state}"
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _room_for(tensor: Tensor) -> Tensor:

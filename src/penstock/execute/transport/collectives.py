@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
+from penstock.execute.memory_order import written_out
 from penstock.execute.transport.protocol import Ticket
 
 
@@ -44,7 +45,7 @@ class Lane:
 
 def all_reduce(lane: Lane, tensor: Tensor) -> None:
     """Sum over all ranks in rank order, in place."""
-    total = tensor.detach().contiguous()
+    total = written_out(tensor.detach()).contiguous()
     if lane.rank == 0:
         part = torch.empty_like(total)
         for peer in range(1, lane.num_ranks):
@@ -62,7 +63,7 @@ def broadcast(lane: Lane, tensor: Tensor, root: int) -> None:
         raise PipelineError(
             f"rank {lane.rank}: broadcast from rank {root}, but there are ranks 0..{lane.num_ranks - 1}"
         )
-    values = tensor.detach().contiguous()
+    values = written_out(tensor.detach()).contiguous()
     if lane.rank != root:
         lane.receive(root, values)
         _store(values, tensor)

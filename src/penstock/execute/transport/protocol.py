@@ -106,7 +106,7 @@ def peer_lost(rank: int, ticket: Ticket, waited_s: float, reason: str) -> PeerLo
     """Say that the other end of a message is gone."""
     return PeerLost(
         f"rank {rank}: lost rank {ticket.peer} while it {_what(ticket)}, after {waited_s:.2f} s: {reason}. "
-        f"Look at the output of rank {ticket.peer}; abort() and recover() make the transport usable again",
+        f"Look at the output of rank {ticket.peer} for the cause, then start all ranks again",
         rank=rank,
         peer=ticket.peer,
         waited_s=waited_s,
@@ -128,7 +128,7 @@ def missing_ranks(rank: int, missing: list[int], waited_s: float) -> DeadlineExc
     """Say which ranks did not come to a meeting of all ranks."""
     return DeadlineExceeded(
         f"rank {rank}: waited {waited_s:.2f} s for all ranks to connect, but ranks {missing} did not come. "
-        "Restart them, or call recover() again once they are back",
+        "See whether they still run and come to the same call, as every rank must; if not, start all ranks again",
         rank=rank,
         peer=missing[0] if missing else None,
         waited_s=waited_s,

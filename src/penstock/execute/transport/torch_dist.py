@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import PeerLost, PipelineError
+from penstock.execute.memory_order import written_out
 from penstock.execute.transport import collectives
 from penstock.execute.transport.direct import DirectSocket, MessageLate, SizesDiffer, SocketClosed
 from penstock.execute.transport.doors import NOT_DIRECT, connect_directly
@@ -164,7 +165,7 @@ class TorchTransport:
             self._meeting.give_up()
             raise PeerLost(
                 f"rank {self.rank}: could not connect to the other ranks of the group: {error or 'no answer in time'}. "
-                "See whether all of them still run, then call recover() on every rank",
+                "See whether all of them still run; if they do not, start all ranks again",
                 rank=self.rank,
                 waited_s=time.monotonic() - begin_s,
             ) from error.with_traceback(None)  # its frames hold links
@@ -200,7 +201,9 @@ class TorchTransport:
                 QueuedMessage(link.recv([number], source, PIPELINE_TAG), number).wait(self.deadline_s)
 
     def _post_send(self, tag: int, peer: int, tensor: Tensor) -> Ticket:
-        sent = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+        sent = written_out(tensor)
+        if not sent.is_contiguous():
+            sent = sent.detach().contiguous()
         direct = self._direct.of(peer, tag, sent.nbytes)
         if direct is not None:
             return self._send_directly(direct, peer, sent)

@@ -1,0 +1,157 @@
+"""Looks at what `Pipeline` was given before anything is made of it, and says what was expected instead."""
+
+import inspect
+import math
+from collections.abc import Callable, Collection
+from operator import index
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from penstock.errors import ConfigError, described
+from penstock.ir.schedule import Schedule
+
+GROUP = "group"
+"""Both a process group, as everywhere in torch, and an option of some families: how many microbatches make a group."""
+
+
+def layer_list(layers: Any) -> list[Any]:
+    """Return the layers of a model: modules, or what builds one when it is called without arguments.
+
+    Raises:
+        ConfigError: they are no list of these.
+    """
+    if isinstance(layers, str | dict | nn.ModuleDict) or not _is_list(layers):
+        raise ConfigError(
+            f"{_kind(layers)}; give a list of layers, in order: modules, or callables that build one. "
+            "An nn.Sequential is taken apart by [*model]",
+            key="layers",
+        )
+    found = list(layers)
+    for number, layer in enumerate(found):
+        problem = _why_no_layer(layer)
+        if problem:
+            raise ConfigError(
+                f"layer {number} is {problem}. Give a module, or a callable that builds one when it is called without "
+                "arguments; a function that computes goes into the forward of a module",
+                key="layers",
+            )
+    return found
+
+
+def require_schedule(schedule: Any) -> None:
+    """Make sure that a schedule is a name, a `Schedule` or the path of a file.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(schedule, str | Path | Schedule):
+        return
+    advice = ""
+    if callable(schedule):
+        advice = ". penstock.build(function, ranks=..., microbatches=...) makes a schedule of a function"
+    raise ConfigError(
+        f"{described(schedule)}; expected a name, a Schedule, or the path of a schedule file{advice}", key="schedule"
+    )
+
+
+def require_split(split: Any) -> None:
+    """Make sure that a split is a list of whole numbers.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if split is None:
+        return
+    if isinstance(split, str) or not _is_list(split):
+        raise ConfigError(f"{described(split)}; give a list, the number of layers per stage: split=[2, 3]", key="split")
+    for number in split:
+        try:
+            index(number)
+        except TypeError:
+            raise ConfigError(f"{described(number)} is no number of layers; give whole numbers", key="split") from None
+
+
+def require_loss(loss: Any) -> None:
+    """Make sure that a loss is a function of output and target, or None.
+
+    Raises:
+        ConfigError: it is something else, such as the class of a loss.
+    """
+    if isinstance(loss, type):
+        raise ConfigError(f"the class {loss.__name__} is given; give one of it, loss={loss.__name__}()", key="loss")
+    if loss is not None and not callable(loss):
+        raise ConfigError(
+            f"{described(loss)}; give a function of the output and the target, such as torch.nn.MSELoss()", key="loss"
+        )
+
+
+def require_deadline(deadline_s: Any) -> None:
+    """Make sure that a deadline is a time.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
+    if not (is_number and math.isfinite(deadline_s) and deadline_s > 0):
+        raise ConfigError(f"{described(deadline_s)}; give a number of seconds larger than 0", key="deadline_s")
+
+
+def take_process_group(
+    group: Any, options: dict[str, Any], known_options: Collection[str] = ()
+) -> dist.ProcessGroup | None:
+    """Return the process group; a whole number is put into the options of the schedule's family, if it knows a group.
+
+    Raises:
+        ConfigError: it is neither a process group nor such a number.
+    """
+    if group is None:
+        return None
+    if dist.is_available() and isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, int) and not isinstance(group, bool) and GROUP in known_options:
+        options[GROUP] = group
+        return None
+    raise ConfigError(
+        f"{described(group)}; expected a process group of torch.distributed. As a number it is an option of some "
+        "families of schedules; beside a process group it is given in penstock.build(name, ..., group=2)",
+        key=GROUP,
+    )
+
+
+def _is_list(value: Any) -> bool:
+    return hasattr(value, "__len__") and hasattr(value, "__iter__")
+
+
+def _why_no_layer(layer: Any) -> str:
+    if isinstance(layer, nn.Module):
+        return ""
+    if not callable(layer):
+        return described(layer)
+    missing = _missing_arguments(layer)
+    return f"{_kind(layer)}, which cannot be called without {missing}" if missing else ""
+
+
+def _missing_arguments(build: Callable[..., Any]) -> str:
+    """What a callable cannot be called without; nothing where it does not say."""
+    if inspect.isbuiltin(build):  # those of torch say nothing, and none builds a module
+        return "arguments"
+    try:
+        parameters = inspect.signature(build).parameters.values()
+    except (TypeError, ValueError):
+        return ""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    missing = [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
+    return ", ".join(missing)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, nn.Module):
+        return f"one module, a {type(value).__name__}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if inspect.isroutine(value):
+        return f"the function {value.__name__}"
+    return described(value)

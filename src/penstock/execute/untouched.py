@@ -1,0 +1,60 @@
+"""Outputs between their stage and whoever uses them: a change in place meanwhile is an error, not a wrong value.
+
+A stage may return a tensor that it goes on using, such as a buffer that its next forward adds to. On one process that
+forward comes after the value was used; in a pipeline it may come before. Every tensor counts the changes made to it and
+to its views (see "In-place correctness checks" in torch's notes on autograd), so telling takes a comparison of numbers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor
+
+from penstock.errors import PipelineError
+from penstock.execute.tree import flatten, map_leaves
+
+
+@dataclass(slots=True, eq=False)
+class Untouched:
+    """A tree, and how often its tensors had been changed when it was laid here."""
+
+    value: Any
+    versions: Sequence[int]
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        return cls(value, _versions(value))
+
+    @classmethod
+    def detached(cls, value: Any) -> Self:
+        """Lay the same values here as leaves of their own, which ask for a gradient where the original has one."""
+        return cls.of(map_leaves(_detached, value))
+
+    def taken(self, where: str) -> Any:
+        """Return the tree. Raises: PipelineError, naming `where` it was made, if a tensor has been changed since."""
+        if _versions(self.value) != self.versions:
+            raise PipelineError(
+                f"{where}: a tensor of its output was changed in place after it had been returned and before the next "
+                "stage had it, which would get a later value. Return a copy (clone()) of what layers change, such as a "
+                "buffer, or let them make a new tensor instead"
+            )
+        return self.value
+
+
+def version_of(tensor: Tensor) -> int:
+    """Count the changes in place of a tensor; those of inference mode are not counted."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _versions(value: Any) -> list[int]:
+    if isinstance(value, Tensor):
+        return [version_of(value)]
+    return [version_of(leaf) for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]

@@ -1,0 +1,152 @@
+"""What Pipeline cannot work with is refused by its name, with the way out."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import penstock as ps
+from penstock.errors import ConfigError
+from penstock.execute.arguments import (
+    layer_list,
+    require_deadline,
+    require_loss,
+    require_schedule,
+    require_split,
+    take_process_group,
+)
+from penstock.models import LayerSpec
+from penstock.pipeline import Pipeline
+from tests.local_pipelines import error_of
+
+
+def compute(features):
+    return features
+
+
+def build_rows(ranks, microbatches):
+    return []
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [nn.Linear(2, 2), nn.Tanh],
+        (partial(nn.Linear, 2, 2), lambda: nn.Tanh()),
+        nn.Sequential(nn.Linear(2, 2), nn.Tanh()),
+        nn.ModuleList([nn.Linear(2, 2), nn.Tanh()]),
+        [LayerSpec("first", nn.Tanh), nn.Tanh()],
+    ],
+    ids=["list", "tuple", "sequential", "module list", "specs"],
+)
+def test_modules_and_what_builds_one_are_layers(layers):
+    assert len(layer_list(layers)) == 2
+
+
+NO_LAYERS = {
+    "numbers": ([1, 2], "layers: layer 0 is 1 of type int. Give a module, or a callable"),
+    "one module": (nn.Linear(2, 2), "layers: one module, a Linear; give a list of layers"),
+    "a text": ("ab", "layers: 'ab' of type str; give a list"),
+    "by name": ({"a": nn.Tanh()}, "give a list of layers"),
+    "module dict": (nn.ModuleDict({"a": nn.Tanh()}), "layers: one module, a ModuleDict; give a list"),
+    "torch's function": (
+        [nn.Tanh(), torch.tanh],
+        "layers: layer 1 is the function tanh, which cannot be called without",
+    ),
+    "own function": (
+        [compute],
+        "layers: layer 0 is the function compute, which cannot be called without features. Give",
+    ),
+    "class": ([nn.Linear], "layer 0 is the class Linear, which cannot be called without in_features, out_features"),
+    "nothing": (None, "layers: None; give a list"),
+}
+
+
+@pytest.mark.parametrize("case", NO_LAYERS)
+def test_what_is_no_list_of_layers_is_refused(case):
+    layers, message = NO_LAYERS[case]
+
+    refused(message, "layers", layer_list, layers)
+
+
+def test_a_schedule_is_a_name_a_file_or_a_schedule():
+    for schedule in ("1f1b", Path("mine.csv"), ps.build("1f1b", ranks=2, microbatches=2)):
+        require_schedule(schedule)
+
+    refused("schedule: 4 of type int; expected a name, a Schedule, or the path", "schedule", require_schedule, 4)
+    refused("penstock.build(function, ranks=..., microbatches=...)", "schedule", require_schedule, build_rows)
+
+
+def test_a_split_is_a_list_of_whole_numbers():
+    for split in (None, [1, 2], (1, 2), torch.Size([1, 2])):
+        require_split(split)
+
+    refused("split: 3 of type int; give a list, the number of layers per stage", "split", require_split, 3)
+    refused("split: '12' of type str; give a list", "split", require_split, "12")
+    refused("split: 1.5 of type float is no number of layers", "split", require_split, [2, 1.5])
+
+
+def test_a_loss_is_a_function_or_a_module():
+    for loss in (None, compute, nn.MSELoss()):
+        require_loss(loss)
+
+    refused("loss: 'mse' of type str; give a function of the output and the target", "loss", require_loss, "mse")
+    refused("loss: the class MSELoss is given; give one of it, loss=MSELoss()", "loss", require_loss, nn.MSELoss)
+
+
+@pytest.mark.parametrize("deadline_s", [-1, 0, float("nan"), float("inf"), "60", None, True])
+def test_a_deadline_is_a_time(deadline_s):
+    require_deadline(0.5)
+
+    refused("give a number of seconds larger than 0", "deadline_s", require_deadline, deadline_s)
+
+
+def test_a_number_as_group_is_an_option_of_a_family_that_knows_one():
+    options = {}
+
+    assert take_process_group(2, options, ["group"]) is None
+    assert options == {"group": 2}
+
+
+def test_what_is_no_process_group_is_refused_where_the_family_has_no_such_option():
+    for group, known in ((2, []), (2, ["slices"]), ("gloo", ["group"]), (True, ["group"]), (2.0, ["group"])):
+        refused("expected a process group of torch.distributed", "group", take_process_group, group, {}, known)
+
+
+def test_a_process_group_is_taken_as_it_is():
+    store = dist.HashStore()
+    group = dist.ProcessGroup(store, 0, 1)
+
+    assert take_process_group(None, {}) is None
+    assert take_process_group(group, {}, ["group"]) is group
+
+
+MISTAKES = {
+    "layers": {"layers": [1, 2]},
+    "split": {"split": 3},
+    "schedule": {"schedule": build_rows},
+    "loss": {"loss": "mse"},
+    "deadline_s": {"deadline_s": -1},
+    "group": {"group": 2},
+    "group, of": {"group": 2, "schedule": ps.build("interleaved-1f1b", ranks=1, microbatches=2)},
+}
+
+
+@pytest.mark.parametrize("key", MISTAKES)
+def test_a_pipeline_refuses_each_by_its_name(key):
+    given = {"layers": [nn.Linear(2, 2)], "schedule": "1f1b", "microbatches": 2} | MISTAKES[key]
+
+    error = error_of(Pipeline, given.pop("layers"), **given)
+
+    assert isinstance(error, ConfigError)
+    assert error.key == key.partition(",")[0]
+
+
+def refused(message, key, call, *args):
+    error = error_of(call, *args)
+    assert isinstance(error, ConfigError)
+    assert message in str(error)
+    assert error.key == key
