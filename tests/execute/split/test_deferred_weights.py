@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.execute.split.deferred_weights import DeferredWeights
@@ -135,6 +135,88 @@ class Recomputed(nn.Module):
         return self.layers(hidden)
 
 
+class Method(nn.Module):
+    """Recomputes a method that uses the layer's own matrices, in one of several ways."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.empty(WIDTH, WIDTH)) for _ in range(2))
+        self.run = run
+
+    def forward(self, hidden):
+        return hidden + checkpoint(self.run, self, hidden, use_reentrant=False)
+
+
+class Again(torch.autograd.Function):
+    """Keeps nothing of its layers but their input, as a function of the user's own."""
+
+    @staticmethod
+    def forward(ctx, layers, hidden):
+        ctx.layers = layers
+        ctx.save_for_backward(hidden)
+        return layers(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.layers(hidden)
+        torch.autograd.backward(output, gradient)
+        return None, hidden.grad
+
+
+class TwoWays(nn.Module):
+    """The same layers recomputed by torch's checkpointing and by a function of the user's own."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, hidden):
+        return Again.apply(self.layers, checkpoint(self.layers, hidden * 1, use_reentrant=False))
+
+
+class Selective(nn.Sequential):
+    """Keeps what its matrix products return, and recomputes the rest."""
+
+    def forward(self, hidden):
+        contexts = partial(
+            create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        )
+        return checkpoint(super().forward, hidden, use_reentrant=False, context_fn=contexts)
+
+
+class Nested(nn.Sequential):
+    """Recomputes two of its layers within a recomputation of all of them, each in a way of its own."""
+
+    outer, inner = True, False
+
+    def forward(self, hidden):
+        return checkpoint(self.run, hidden, use_reentrant=self.outer)
+
+    def run(self, hidden):
+        return self[2](
+            torch.tanh(checkpoint(lambda x: self[1](torch.tanh(self[0](x))), hidden, use_reentrant=self.inner))
+        )
+
+
+class NestedOtherwise(Nested):
+    """The other way about."""
+
+    outer, inner = False, True
+
+
+class Mapped(nn.Module):
+    """Recomputes a layer that runs under vmap."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, hidden):
+        return hidden + checkpoint(torch.vmap(self.layer), hidden, use_reentrant=False)
+
+
 def linear(*sizes):
     return nn.Linear(*(sizes or (WIDTH, WIDTH)))
 
@@ -181,6 +263,23 @@ HIDDEN = {
         linear(), Recomputed(linear(), nn.Tanh(), linear(), use_reentrant=True)
     ),
     "recomputed within": lambda: Recomputed(linear(), Recomputed(linear(), nn.Tanh()), Made()),
+}
+
+
+METHODS = {
+    "matrices": lambda self, x: torch.tanh(x @ self.first) @ self.second,
+    "matrices, then a function": lambda self, x: torch.tanh(torch.tanh(x @ self.first) @ self.second),
+    "linear": lambda self, x: nn.functional.linear(torch.tanh(nn.functional.linear(x, self.second)), self.first),
+    "one matrix twice": lambda self, x: nn.functional.linear(torch.tanh(x @ self.first), self.first) + self.second[0],
+    "a transposed matrix": lambda self, x: nn.functional.linear(x, self.first.t()) @ (self.second + 1),
+}
+RECOMPUTED_OTHERWISE = {
+    **{f"a method: {name}": partial(Method, run) for name, run in METHODS.items()},
+    "by a function of one's own too": lambda: TwoWays(linear(), nn.Tanh(), linear()),
+    "selectively": lambda: Selective(linear(), nn.Tanh(), linear(), nn.Tanh()),
+    "under vmap": Mapped,
+    "nested, reentrant outside": lambda: Nested(*(linear() for _ in range(3))),
+    "nested, reentrant inside": lambda: NestedOtherwise(*(linear() for _ in range(3))),
 }
 
 
@@ -240,9 +339,9 @@ def results(run, module, inputs, *plan):
     return [run(module, inputs, *plan), inputs.grad, *(parameter.grad for parameter in module.parameters())]
 
 
-def assert_same(module, inputs, is_close=torch.equal):
+def assert_same(module, inputs, is_close=torch.equal, num_steps=3):
     other, plan = copy.deepcopy(module), plan_of(module)
-    for number in range(3):  # gradients add up, and the plan learns
+    for number in range(num_steps):  # gradients add up, and the plan learns
         found, expected = results(in_two_parts, module, inputs, plan), results(whole, other, inputs)
         for one, two in zip(found, expected, strict=True):
             assert (one is None and two is None) or is_close(one, two), number
@@ -251,6 +350,45 @@ def assert_same(module, inputs, is_close=torch.equal):
 @pytest.mark.parametrize("name", HIDDEN)
 def test_both_parts_are_the_whole_backward_bit_for_bit(name):
     assert_same(settle(HIDDEN[name](), 1), values(1, 2, 3, WIDTH))
+
+
+@pytest.mark.parametrize("shape", [(WIDTH, WIDTH), (2, WIDTH, WIDTH), (3, WIDTH)], ids=str)
+@pytest.mark.parametrize("name", RECOMPUTED_OTHERWISE)
+def test_layers_recomputed_in_other_ways_have_the_same_gradients(name, shape):
+    """Where rows and columns are as many, tensors that are mistaken for each other have the right sizes."""
+    layers = nn.Sequential(linear(), *(RECOMPUTED_OTHERWISE[name]() for _ in range(2)), linear())
+
+    assert_same(settle(layers, 1).double(), values(1, *shape, dtype=torch.float64), close_to_rounding, num_steps=4)
+
+
+def close_to_rounding(found, expected):
+    return torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_checkpointing_may_become_reentrant_later():
+    module = settle(nn.Sequential(linear(), Recomputed(linear(), nn.Tanh(), linear())), 1)
+    other, plan, inputs = copy.deepcopy(module), plan_of(module), values(1, WIDTH, WIDTH)
+    for use_reentrant in (False, False, True, True, False, False):
+        module[1].use_reentrant = use_reentrant
+
+        found, expected = results(in_two_parts, module, inputs, plan), results(whole, other, inputs)
+
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_forward_that_is_replaced_between_steps_is_run(use_reentrant):
+    module = settle(Recomputed(linear(), nn.Tanh(), linear(), use_reentrant=use_reentrant), 1)
+    inputs = values(1, WIDTH, WIDTH)
+    plan = seasoned(module, inputs.clone().requires_grad_())
+    for each in (module, other := copy.deepcopy(module)):
+        each.layers[0].forward = lambda hidden, layer=each.layers[0]: hidden @ layer.weight * 2
+
+    for _ in range(3):
+        found, expected = results(in_two_parts, module, inputs, plan), results(whole, other, inputs)
+        assert all(
+            each is None or close_to_rounding(each, wanted) for each, wanted in zip(found, expected, strict=True)
+        )
 
 
 def test_convolutions_and_batch_norms_have_the_same_gradients():

@@ -1,11 +1,13 @@
-"""A product that is run apart from its weights hands them to the weight part, in the stage's own backward alone."""
+"""A product that is parted in the forward leaves its weights where something waits for them, and is whole elsewhere."""
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
-from penstock.execute.split.parted_products import Parting
+from penstock.execute.split.graph_search import search
+from penstock.execute.split.parted_products import Parting, StrangeActivations
 from tests.local_pipelines import WIDTH, settle, values
 
 
@@ -13,59 +15,101 @@ def layer():
     return settle(nn.Linear(WIDTH, WIDTH), 1)
 
 
-def run(module, hidden, *, is_in_backward=True, weights=None):
-    """What a parting holds after a backward."""
-    late = []
-    parting = Parting(late, weights)
-    with parting:
-        output = module(hidden)
-    parting.is_in_backward = is_in_backward
-    torch.autograd.backward([get_gradient_edge(output)], [torch.ones_like(output)])
+def hidden():
+    return values(1, 3, WIDTH).requires_grad_()
+
+
+def parting_of(module):
+    return Parting(frozenset(map(id, module.parameters())))
+
+
+def parted(module, inputs):
+    with parting_of(module):
+        return module(inputs)
+
+
+def left_by(output):
+    """What a backward leaves that does without the gradients of the products that a search finds."""
+    edges, late = [get_gradient_edge(output)], []
+    survey = search(edges, frozenset())
+    for product in survey.late:
+        product.watch(late)
+    ends = [end for product in survey.late if (end := product.end()) is not None]
+    inputs = [get_gradient_edge(leaf) for leaf in survey.early] + ends
+    torch.autograd.backward(edges, [torch.ones_like(output)], inputs=inputs)
+    for product in survey.late:
+        product.let_go()
     return late
 
 
-@pytest.mark.parametrize("needs_gradient", [True, False])
-def test_the_gradient_of_the_weight_waits(needs_gradient):
-    module, other = layer(), layer()
-    hidden = values(1, 3, WIDTH).requires_grad_(needs_gradient)
+def gradients(module, inputs, run):
+    """The gradients after a backward of what `run` returns."""
+    leaf = inputs.detach().requires_grad_()
+    run(module, leaf).sum().backward()
+    return [leaf.grad, *(parameter.grad for parameter in module.parameters())]
 
-    (left,) = run(module, hidden)
-    other(values(1, 3, WIDTH)).sum().backward()
+
+@pytest.mark.parametrize("needs_gradient", [True, False])
+def test_the_gradient_of_the_weight_waits_if_a_search_finds_the_product(needs_gradient):
+    module, other = layer(), layer()
+    inputs = hidden().detach().requires_grad_(needs_gradient)
+
+    (left,) = left_by(parted(module, inputs))
+    other(inputs.detach()).sum().backward()
 
     assert module.weight.grad is None
     assert torch.equal(module.bias.grad, other.bias.grad)
-    assert left.parameters == left.roots == [module.weight]
+    assert left.parameters == [module.weight]
     assert torch.equal(*left.finish(), other.weight.grad)
 
 
-def test_a_backward_outside_the_input_part_leaves_nothing():
-    assert run(layer(), values(1, 3, WIDTH).requires_grad_(), is_in_backward=False) == []
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        (layer, values(1, 3, WIDTH)),
+        (lambda: nn.Conv1d(3, 2, 2), values(1, 2, 3, WIDTH)),
+        (lambda: nn.Sequential(nn.Embedding(5, WIDTH), layer()), torch.tensor([1, 2, 4])),
+    ],
+)
+def test_any_other_backward_gets_all_gradients_bit_for_bit(make, inputs):
+    module, other = settle(make(), 1), settle(make(), 1)
+
+    parted(module, inputs).sum().backward()
+    other(inputs).sum().backward()
+
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), other.parameters(), strict=True))
 
 
-def test_products_of_other_weights_stay_whole():
-    module = layer()
+def test_gradients_of_gradients_are_right():
+    def penalty(run):
+        module, leaf = layer(), hidden()
+        output = run(module, leaf)
+        (slope,) = torch.autograd.grad((output**2).sum(), leaf, create_graph=True)
+        (slope**2).sum().backward()
+        return [leaf.grad, module.weight.grad]
 
-    assert run(module, values(1, 3, WIDTH).requires_grad_(), weights=frozenset()) == []
-    assert module.weight.grad is not None
+    for found, expected in zip(penalty(parted), penalty(lambda module, leaf: module(leaf)), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-12)
+
+
+def test_products_of_other_weights_stay_as_they_are():
+    with Parting(frozenset()):
+        output = layer()(hidden())
+
+    assert output.grad_fn.name() == "AddmmBackward0"
 
 
 def test_an_output_that_takes_no_part_leaves_nothing():
-    first, second = layer(), layer()
-    hidden = values(1, 3, WIDTH).requires_grad_()
+    module = nn.ModuleList([layer(), layer()])
+    with parting_of(module):
+        output = torch.stack([each(hidden()) for each in module])[0]
 
-    def module(x):
-        return torch.stack([first(x), second(x)])[0]
-
-    late = run(module, hidden)
-
-    assert [use.parameters for use in late][-1:] == [[first.weight]]
+    assert [each.parameters for each in left_by(output)][-1:] == [[module[0].weight]]
 
 
 def test_without_gradients_it_is_the_function_itself():
-    module = layer()
-
-    with Parting([], None), torch.no_grad():
-        output = module(values(1, 3, WIDTH))
+    with torch.no_grad():
+        output = parted(layer(), hidden())
 
     assert output.grad_fn is None
 
@@ -73,6 +117,91 @@ def test_without_gradients_it_is_the_function_itself():
 def test_the_output_may_be_changed_in_place():
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(inplace=True))
 
-    (left,) = run(module, values(1, 2, 3, WIDTH))
+    (left,) = left_by(parted(module, values(1, 2, 3, WIDTH)))
 
-    assert left.roots == [module[0].weight]
+    assert left.parameters == [module[0].weight]
+
+
+def test_where_functions_of_ones_own_are_not_allowed_the_product_is_a_plain_one():
+    module, other = layer(), layer()
+
+    with parting_of(module):
+        found = gradients(module, values(1, 2, 3, WIDTH), lambda each, leaf: torch.vmap(each)(leaf))
+    expected = gradients(other, values(1, 2, 3, WIDTH), lambda each, leaf: torch.vmap(each)(leaf))
+
+    assert all(map(torch.equal, found, expected))
+
+
+def test_what_a_recomputation_runs_has_all_gradients_too():
+    """As a function of the user's own needs it, that runs layers again and a backward through them."""
+    module, other = layer(), layer()
+    parting = parting_of(module)
+    parting.is_in_backward = True
+
+    with parting:
+        found = gradients(module, hidden(), lambda each, leaf: each(leaf))
+    expected = gradients(other, hidden(), lambda each, leaf: each(leaf))
+
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_change_in_place_of_what_a_recomputation_keeps_is_noticed():
+    module, inputs = layer(), hidden() * 1
+    parting = parting_of(module)
+    parting.is_in_backward = True
+    with parting:
+        output = module(inputs)
+
+    inputs.detach().add_(1)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_activations_that_are_not_what_was_kept_are_refused():
+    """With as many rows as columns, a recomputation that is not parted saves tensors of the same sizes."""
+    module = settle(nn.Linear(WIDTH, WIDTH, bias=False), 1)
+    inputs = values(1, WIDTH, WIDTH).requires_grad_()
+    with parting_of(module):
+        output = torch.tanh(checkpoint(module, inputs, use_reentrant=False))
+
+    with pytest.raises(StrangeActivations, match="saved other tensors"):
+        output.sum().backward()
+
+
+class Within(nn.Module):
+    """Takes a gradient within its forward, for which checkpointed layers run again."""
+
+    def __init__(self, take):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.empty(WIDTH, WIDTH)) for _ in range(2))
+        self.take = take
+
+    def run(self, place):
+        return torch.tanh(torch.tanh(place @ self.first) @ self.second)
+
+    def forward(self, inputs):
+        place = inputs.detach().requires_grad_()
+        self.take(checkpoint(self.run, place, use_reentrant=False).sum(), place)
+        return inputs * place.grad
+
+
+def take(energy, place):
+    (place.grad,) = torch.autograd.grad(energy, place)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        take,
+        lambda energy, place: energy.backward(inputs=[place]),
+        lambda energy, place: torch.autograd.backward(energy, inputs=place),
+        lambda energy, place: torch.autograd.backward([energy], [torch.ones(())], inputs=[place]),
+    ],
+)
+def test_layers_that_run_again_for_a_backward_within_a_forward_are_parted_alike(how):
+    module, other = settle(Within(how), 1), settle(Within(how), 1)
+
+    found, expected = parted(module, values(1, WIDTH, WIDTH)), other(values(1, WIDTH, WIDTH))
+
+    assert torch.equal(found, expected)

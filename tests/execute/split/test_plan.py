@@ -3,8 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.overrides import has_torch_function
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from penstock.errors import PipelineError
+from penstock.execute.split.parted_products import StrangeActivations
 from penstock.execute.split.plan import SMALL, SplitPlan
 from penstock.models.emulated import EmulatedLayer
 from tests.local_pipelines import values
@@ -31,8 +34,10 @@ def late_weights(plan, module, num_rows=2, *, begins=True):
 class Recomputed(nn.Sequential):
     """Runs again in the backward."""
 
+    use_reentrant = False
+
     def forward(self, hidden):
-        return checkpoint(super().forward, hidden, use_reentrant=False)
+        return checkpoint(super().forward, hidden, use_reentrant=self.use_reentrant)
 
 
 class Borrowed(nn.Module):
@@ -109,6 +114,77 @@ def test_if_the_holder_of_a_weight_is_not_where_it_is_used_every_function_is_wat
     plan = SplitPlan([module], small=0)
 
     assert [late_weights(plan, module) for _ in range(4)] == [set(), set(), {"holder.weight"}, {"holder.weight"}]
+
+
+class Own(nn.Module):
+    """Checkpoints part of its forward, in which it uses its own matrix."""
+
+    def __init__(self, run=lambda hidden, weight: hidden @ weight):
+        super().__init__()
+        self.weight, self.run = nn.Parameter(torch.eye(WIDTH)), run
+
+    def forward(self, hidden):
+        return torch.tanh(checkpoint(self.run, hidden, self.weight, use_reentrant=False))
+
+
+def test_matrices_of_the_users_own_layers_are_parted_by_watching_every_function():
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Own())
+    plan = SplitPlan([module], small=0)
+
+    assert [late_weights(plan, module) for _ in range(3)] == [{"0.weight"}, *[{"0.weight", "1.weight"}] * 2]
+    assert plan.is_settled
+
+
+def test_what_no_watching_parts_stays_whole_and_is_watched_no_more():
+    watched = []
+
+    def run(hidden, weight):
+        watched.append(has_torch_function((hidden,)))
+        return torch.vmap(torch.matmul, (0, None))(hidden.unflatten(0, (1, -1)), weight)
+
+    module = Own(run)
+    plan = SplitPlan([module], small=0)
+
+    assert [late_weights(plan, module) for _ in range(4)] == [set()] * 4
+    assert watched[::2] == watched[1::2] == [False, True, False, False]
+    assert plan.is_settled
+
+
+def test_reentrant_checkpointing_is_parted_in_its_own_backward():
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Recomputed(nn.Linear(WIDTH, WIDTH)))
+    module[1].use_reentrant = True
+    plan = SplitPlan([module], small=0)
+
+    assert [late_weights(plan, module) for _ in range(2)] == [{"1.0.weight"}] * 2
+    assert plan.is_settled
+
+
+def test_small_weights_under_it_stay_whole():
+    module = Recomputed(nn.Linear(WIDTH, WIDTH))
+    module.use_reentrant = True
+    plan = SplitPlan([module])
+
+    assert [late_weights(plan, module) for _ in range(3)] == [{"0.weight"}, set(), set()]
+
+
+@pytest.mark.parametrize(("num_rows", "cause"), [(2, CheckpointError), (WIDTH, StrangeActivations)])
+def test_after_a_recomputation_that_went_another_way_nothing_is_parted_in_the_forward(num_rows, cause):
+    """With as many rows as columns the sizes of what was saved are alike."""
+    again = []
+    module = Own(lambda hidden, weight: (torch.tanh(hidden) if again else hidden) @ weight)
+    plan = SplitPlan([module], small=0)
+    late_weights(plan, module)
+    plan.begin_step()
+    deferred = plan.start(num_rows * WIDTH)
+    with deferred.forward():
+        output = module(values(1, num_rows, WIDTH).requires_grad_())
+    again.append(True)
+
+    with pytest.raises(PipelineError, match=r"Own\.weight were run apart from their weights") as caught:
+        deferred.run_input_part([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
+
+    assert isinstance(caught.value.__cause__, cause)
+    assert late_weights(plan, module) == set()
 
 
 def test_modules_are_as_they_were_between_the_parts():

@@ -1,5 +1,7 @@
 """Modules are watched while a stage runs, and only those that hold the weights in question."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -21,22 +23,54 @@ class Matrix(nn.Module):
         return hidden @ self.weight
 
 
-def parted(watch, module, weights):
+class Derived(nn.Linear):
+    """A layer of the user's with the forward of torch's."""
+
+
+def own_forward():
+    module = nn.Linear(WIDTH, WIDTH)
+    module.forward = lambda hidden: hidden @ module.weight
+    return module
+
+
+def parted(watch, module, weights, *shape):
     """Whether a module's output comes of a product run apart from its weights."""
-    parting = Parting([], weights)
+    parting = Parting(weights)
     with watch(parting):
-        output = module(values(1, 2, WIDTH).requires_grad_())
+        output = module(values(1, *shape or (2, WIDTH)).requires_grad_())
     return output.grad_fn.name() == "PartedProductBackward"
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Linear(WIDTH, WIDTH), Matrix, lambda: nn.LazyLinear(WIDTH)])
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(WIDTH, WIDTH), lambda: Derived(WIDTH, WIDTH), lambda: nn.LazyLinear(WIDTH)]
+)
 def test_products_of_the_weights_in_question_are_parted(make):
     module = make()
     module(values(1, 2, WIDTH))
     weights = frozenset([id(module.weight)])
+    watched = WatchedLayers([module], weights)
 
-    assert parted(WatchedLayers([module], weights).watching, module, weights)
+    assert watched.is_complete
+    assert parted(watched.watching, module, weights)
     assert parted(watching_all, module, weights)
+
+
+@pytest.mark.parametrize("make", [Matrix, own_forward])
+def test_a_forward_of_the_users_is_not_watched_by_itself(make):
+    module = make()
+    weights = frozenset([id(module.weight)])
+    watched = WatchedLayers([module], weights)
+
+    assert not watched.is_complete
+    assert not parted(watched.watching, module, weights)
+    assert parted(watching_all, module, weights)
+
+
+def test_torchs_other_layers_are_watched_while_they_run():
+    module = nn.Conv1d(2, 2, 1)
+    weights = frozenset(map(id, module.parameters()))
+
+    assert parted(WatchedLayers([module], weights).watching, module, weights, 2, 2, WIDTH)
 
 
 def test_products_of_other_weights_are_not():
@@ -50,7 +84,7 @@ def test_products_of_other_weights_are_not():
 def test_a_mode_finds_what_holders_do_not_show():
     module = weight_norm(nn.Linear(WIDTH, WIDTH, bias=False))
 
-    assert parted(watching_all, module, None)
+    assert parted(watching_all, module, frozenset(map(id, module.parameters())))
 
 
 @pytest.mark.parametrize("own", [None, lambda hidden: hidden])
@@ -60,17 +94,21 @@ def test_forwards_are_given_back_even_when_one_fails(own):
         module.forward = own
     watched = WatchedLayers([module], frozenset([id(module.weight)]))
 
-    with pytest.raises(ZeroDivisionError), watched.watching(Parting([], None)):
+    with pytest.raises(ZeroDivisionError), watched.watching(Parting(frozenset())):
         raise ZeroDivisionError
 
     assert module.__dict__.get("forward") is own
 
 
-def test_a_forward_of_the_users_own_is_run():
+@pytest.mark.parametrize("is_watching", [True, False])
+def test_a_forward_that_is_replaced_later_is_run_and_kept(is_watching):
     module = nn.Linear(WIDTH, WIDTH)
-    module.forward = lambda hidden: hidden @ module.weight * 2
-    hidden = values(1, 2, WIDTH)
     watched = WatchedLayers([module], frozenset([id(module.weight)]))
+    with watched.watching(Parting(frozenset())) if is_watching else nullcontext():
+        module.forward = own = lambda hidden: hidden * 2
+    hidden = values(1, 2, WIDTH)
 
-    with watched.watching(Parting([], None)):
-        assert torch.equal(module(hidden), hidden @ module.weight * 2)
+    with watched.watching(Parting(frozenset())):
+        assert torch.equal(module(hidden), hidden * 2)
+
+    assert module.__dict__["forward"] is own

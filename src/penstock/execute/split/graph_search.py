@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from penstock.execute.split.parted_products import PARTED, PartedNode, read_parted
 from penstock.execute.split.product_nodes import ProductNode, read_product
 
 _MAX_NODES = 16
@@ -28,7 +29,7 @@ _PLAIN = (_LEAF, "TBackward0")
 class Survey:
     """What a graph consists of, as far as splitting its backward goes."""
 
-    late: list[ProductNode]
+    late: list[ProductNode | PartedNode]
     """The products whose weights wait."""
     early: list[Tensor]
     """The leaves whose gradients are computed at once, the stage's inputs among them."""
@@ -57,7 +58,7 @@ def search(edges: Sequence[GradientEdge], whole: frozenset[int]) -> Survey:
             continue
         survey.is_opaque |= "CheckpointFunction" in kind
         followed = node.next_functions
-        product = read_product(node, kind)
+        product = read_parted(node) if kind == PARTED else read_product(node, kind)
         if product is not None and _find_parameters(product) and _may_wait(product, whole, survey):
             survey.late.append(product)
             followed = tuple(each for place, each in enumerate(followed) if place not in product.places)
@@ -66,7 +67,7 @@ def search(edges: Sequence[GradientEdge], whole: frozenset[int]) -> Survey:
     return survey
 
 
-def _find_parameters(product: ProductNode) -> bool:
+def _find_parameters(product: ProductNode | PartedNode) -> bool:
     """Find the parameters that a product's weights are made of; false if they are not made of these alone."""
     waiting, num_nodes = [edge.node for edge in product.roots], 0
     while waiting:
@@ -86,7 +87,7 @@ def _find_parameters(product: ProductNode) -> bool:
     return True
 
 
-def _may_wait(product: ProductNode, whole: frozenset[int], survey: Survey) -> bool:
+def _may_wait(product: ProductNode | PartedNode, whole: frozenset[int], survey: Survey) -> bool:
     ids = [id(parameter) for parameter in product.parameters]
     for key in ids:
         survey.sizes[key] = survey.sizes.get(key, 0.0) + product.num_multiplications

@@ -1,7 +1,10 @@
-"""Where a forward looks for the products that it is to run apart from their weights.
+"""Where a forward looks for the products that it is to part.
 
-Watching every function of torch costs more than most of them do. So linear layers are watched each by itself, and
-others that hold weights in question only while they run. Modules are changed only while the stage runs.
+What is parted in the forward must be parted where the layers run again, too. Watching every function of torch, in the
+whole forward and the whole backward, always finds the same; but it costs more than most functions do. A layer of
+torch's own runs its product within its own forward, and nothing of that forward runs again without the rest of it. So
+linear layers are watched each by itself, and torch's other layers only while they run. A layer of the user's may have
+part of its forward checkpointed, so it is not watched by itself. Modules are changed only while the stage runs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,32 +28,35 @@ def watching_all(parting: Parting) -> Iterator[None]:
 
 
 class WatchedLayers:
-    """The modules that hold certain weights."""
+    """The layers of torch's that hold certain weights."""
 
     def __init__(self, modules: Sequence[nn.Module], weights: frozenset[int]) -> None:
         """`weights` are ids of parameters."""
         self._parting: Parting | None = None
-        self._forwards: list[_WatchedForward] = []
+        self._holders: list[_Holder] = []
+        held: set[int] = set()
         for module in {id(each): each for root in modules for each in root.modules()}.values():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            if weights.isdisjoint(map(id, module.parameters(recurse=False))):
-                continue
-            is_linear = type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
-            watched = self._linear_forward(module) if is_linear else self._other_forward(module)
-            self._forwards.append(_WatchedForward(module, watched))
+            own = weights.intersection(map(id, module.parameters(recurse=False)))
+            if own and _is_of_torch(module):
+                held |= own
+                is_linear = type(module).forward is nn.Linear.forward
+                self._holders.append(
+                    _Holder(module, self._linear_forward(module) if is_linear else self._other_forward(module))
+                )
+        self.is_complete = held == weights
+        """Whether each of the weights is held by such a layer."""
 
     @contextmanager
     def watching(self, parting: Parting) -> Iterator[None]:
-        """Have the modules' products run through a parting."""
+        """Have the layers' products run through a parting."""
         before, self._parting = self._parting, parting
-        for forward in self._forwards:
-            forward.exchange()
+        for holder in self._holders:
+            holder.exchange()
         try:
             yield
         finally:
-            for forward in self._forwards:
-                forward.restore()
+            for holder in self._holders:
+                holder.restore()
             self._parting = before
 
     def _linear_forward(self, module: Any) -> _Forward:
@@ -74,23 +80,25 @@ class WatchedLayers:
         return forward
 
 
-class _WatchedForward:
-    """A module's forward, and what takes its place while the stage runs."""
+def _is_of_torch(module: nn.Module) -> bool:
+    """Whether a module runs a forward that torch's own layers bring; one given to the instance is the user's."""
+    return type(module).forward.__module__.startswith("torch.nn.") and "forward" not in module.__dict__
 
-    __slots__ = ("_attributes", "_before", "_watched")
+
+class _Holder:
+    """A module, and what takes its forward's place while the stage runs."""
+
+    __slots__ = ("_attributes", "_watched")
 
     def __init__(self, module: nn.Module, watched: _Forward) -> None:
         self._attributes = module.__dict__
         self._watched = watched
-        self._before: _Forward | None = self._attributes.get("forward")
 
     def exchange(self) -> None:
-        """Give the module the watched forward."""
-        self._attributes["forward"] = self._watched
+        """Give the module the watched forward, unless the user has given it another since it was looked at."""
+        self._attributes.setdefault("forward", self._watched)
 
     def restore(self) -> None:
         """Give the module its forward back."""
-        if self._before is None:
-            self._attributes.pop("forward", None)
-        else:
-            self._attributes["forward"] = self._before
+        if self._attributes.get("forward") is self._watched:
+            del self._attributes["forward"]
