@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import ConfigError, StepRefused
+from penstock.errors import ConfigError, EndOfData, StepRefused
 from penstock.moving.deepspeed import LayerSpec, PipelineModule, TiedLayerSpec, initialize
 from tests.local_pipelines import error_of, on_ranks, values
 from tests.ranks import RankPool
@@ -152,6 +152,44 @@ def test_several_stages_a_rank_are_asked_for_by_num_stages():
     assert "3 on 2 ranks" in str(error)
 
 
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipe"])
+def test_a_family_that_leaves_no_choice_gets_its_stages_and_both_copies_train(schedule):
+    def case(transport):
+        engine = initialize(
+            model(partition_method="uniform"), gradient_accumulation_steps=4, schedule=schedule, transport=transport
+        )
+        ends = engine.is_first_stage(), engine.is_last_stage()
+        engine.eval_batch(iter(data(4) * 2), num_micro_batches=8)
+        engine.train_batch(iter(data(4)))
+        found = {name: parameter.grad for name, parameter in engine.pipeline.named_parameters()}
+        loss = engine.eval_batch(iter(data(4)))
+        for parameter in engine.parameters():
+            parameter.data -= 0.5 * parameter.grad
+        moved = engine.eval_batch(iter(data(4)))
+        evaluated = engine.eval_batch(iter(data(4) * 2), num_micro_batches=8)
+        engine.close()
+        return ends, loss, (moved, evaluated), found
+
+    first, last = on_ranks(2, case)
+
+    layers = [spec() for spec in model().specs()]
+    layers[4].module.weight = layers[0].weight
+    losses = []
+    for hidden, labels in data(4):
+        for layer in layers:
+            hidden = layer(hidden)
+        losses.append(token_loss(hidden, labels) / 4)
+        losses[-1].backward()
+    assert [first[0], last[0]] == [(True, True)] * 2 if schedule == "dualpipe" else [(True, True), (False, False)]
+    for _, loss, evaluated, _ in (first, last):
+        torch.testing.assert_close(loss, sum(losses).detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(*evaluated, rtol=1e-12, atol=0)  # both pipelines run the same modules
+        assert evaluated[0] < loss
+    wanted = {f"{index}.{name}": p.grad for index, layer in enumerate(layers) for name, p in layer.named_parameters()}
+    for name, gradient in (first[3] | last[3]).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
 @pytest.mark.parametrize(
     ("method", "stages"),
     [("uniform", [3, 2]), ([1, 1, 1, 1, 4], [4, 1]), ([4, 1, 1, 1, 1], [1, 4])],
@@ -238,10 +276,48 @@ def test_data_that_end_early_refuse_the_batch_on_all_ranks_and_the_next_one_runs
         return error, empty, loss
 
     for error, empty, loss in on_ranks(2, case):
-        assert isinstance(error, StepRefused)
-        assert "3 parts for 4 microbatches" in str(error)
-        assert "0 parts for 4 microbatches" in str(empty)
+        assert type(error) is type(empty) is EndOfData
+        assert "the data of rank 0 ended: a batch takes 4 items, and 3 were left" in str(error)
+        assert "and 0 were left" in str(empty)
         assert loss.isfinite()
+
+
+def broken_loader():
+    yield from data(2)
+    raise OSError("disk gone")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (lambda: None, "was given nothing for data_iter; pass an iterator"),
+        (lambda: data(4), "was given a list for data_iter; pass an iterator"),
+        (lambda: iter([inputs for inputs, _ in data(4)]), "gave a Tensor; expected pairs (inputs, labels)"),
+        (broken_loader, "data_iter of rank 1 raised OSError: disk gone"),
+    ],
+)
+def test_data_that_are_none_refuse_the_batch_on_all_ranks(given, text):
+    def case(transport):
+        engine = initialize(model(partition_method="uniform"), gradient_accumulation_steps=4, transport=transport)
+        error = error_of(engine.train_batch, given() if transport.rank else iter(data(4)))
+        without_labels = engine.eval_batch(iter(data(4)) if transport.rank == 0 else None, compute_loss=False)
+        engine.close()
+        return error, without_labels
+
+    outcomes = on_ranks(2, case)
+
+    for error, _ in outcomes:
+        assert type(error) is StepRefused
+        assert text in str(error)
+    assert outcomes[1][1].shape == (8, 3, VOCABULARY)
+
+
+def test_what_deepspeed_takes_and_this_does_not_is_told():
+    assert "loss_fn: is missing" in str(error_of(initialize(PipelineModule([nn.Identity()])).train_batch, iter(())))
+    assert "loss_fn: is missing" in str(error_of(initialize(PipelineModule([nn.Identity()])).eval_batch, iter(())))
+    assert "config: is not read; give gradient_accumulation_steps" in str(error_of(initialize, model(), config={}))
+    optimizer = sgd([nn.Parameter(torch.zeros(1))])
+    assert "optimizer: a SGD; give a function" in str(error_of(initialize, model(), optimizer=optimizer))
 
 
 def test_tuples_are_one_argument_and_a_rank_of_functions_has_an_optimizer_too():

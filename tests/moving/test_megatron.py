@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import ConfigError, PipelineError
+from penstock.errors import ConfigError, PipelineError, StepRefused
 from penstock.moving.megatron import get_forward_backward_func
 from penstock.moving.step_stage import Place
 from penstock.schedules import build
@@ -440,15 +440,96 @@ def test_arguments_that_do_not_fit_are_refused():
         return str(error_of(get_forward_backward_func(schedule), **{**usual, **given}))
 
     assert "Did you mean 'seq_length' or" in call(seq_lenght=3)
-    assert "2 for 1 model parts" in call(data_iterator=[None, None])
+    assert "a list of 2 for 1 model parts; give one iterator per part" in call(data_iterator=[None, None])
     assert "one for 2 model parts" in call(model=[Part(0, 2), Part(1, 2)], data_iterator=iter(()))
     assert "places the stages [0] on rank 0; bring one part for each" in call(
         model=[Part(0, 2), Part(1, 2)], schedule=build("1f1b", ranks=1, microbatches=2)
     )
-    assert "slices" in call(schedule=build("seq1f1b", ranks=1, microbatches=2, slices=2))
     assert "takes the microbatches in the order [1, 0]" in call(
         schedule=build(lambda ranks, microbatches: [["0F1", "0F0", "0B1", "0B0"]], ranks=1, microbatches=2)
     )
+
+
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_arguments_that_do_not_fit_on_one_rank_are_told_on_all(has_trained):
+    def case(transport):
+        call = get_forward_backward_func(transport=transport)
+        given = {"forward_step_func": forward_step, "model": Part(transport.rank, 2), "num_microbatches": 4}
+        if has_trained:
+            call(data_iterator=iter(microbatches(4)), **given)
+        iterators = [None, None] if transport.rank else iter(microbatches(4))
+        return error_of(call, data_iterator=iterators, **given)
+
+    for error in on_ranks(2, case):
+        assert type(error) is (StepRefused if has_trained else ConfigError)
+        assert "data_iterator: a list of 2 for 1 model parts" in str(error)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"schedule": build("seq1f1b", ranks=1, microbatches=2, slices=2)}, {"schedule": "seq1f1b", "slices": 2}],
+)
+def test_slices_are_refused_before_anything_is_called(options):
+    error = error_of(get_forward_backward_func, **options)
+
+    assert isinstance(error, ConfigError)
+    assert "a forward step takes whole ones off its data iterator; use a schedule without slices" in str(error)
+
+
+def test_a_file_with_slices_is_refused_on_all_ranks(tmp_path):
+    path = tmp_path / "sliced.csv"
+    path.write_text(build("seq1f1b", ranks=2, microbatches=2, slices=2).to_csv())
+
+    def case(transport):
+        return error_of(train, transport.rank, 2, 1, 2, schedule=str(path), transport=transport)
+
+    assert ["use a schedule without slices" in str(error) for error in on_ranks(2, case)] == [True, True]
+
+
+def train_two_routes(rank, num_microbatches, **options):
+    """Two parts a rank, one for each direction; each has its own route's half of the batch."""
+    items, half = microbatches(num_microbatches), num_microbatches // 2
+    parts = [Part(rank, 2), Part(1 - rank, 2)]
+    call = get_forward_backward_func("dualpipe", **options)
+    places = []
+
+    def step(data_iterator, model, *, place):
+        places.append((place.stage, place.num_stages, place.is_first, place.is_last))
+        return forward_step(data_iterator, model)
+
+    given = {"data_iterator": [iter(items[:half]), iter(items[half:])], "model": parts}
+    reported = call(forward_step_func=step, num_microbatches=num_microbatches, **given)
+    loss = call.result.loss
+    call.close()
+    return reported, loss, gradients({rank: parts[0], 1 - rank: parts[1]}), set(places)
+
+
+def check_two_routes(outcomes):
+    losses, expected = one_process(2, microbatches(4), mean_squares, [0.25] * 4)
+    for reported, loss, found, places in outcomes:
+        assert_gradients([found], expected, tolerance=1e-12)
+        torch.testing.assert_close(loss, sum(losses) / 4, rtol=1e-12, atol=0)
+        assert places == {(0, 2, True, False), (1, 2, False, True)}
+        assert len(reported) == 2
+    assert [row["lm loss"] for row in outcomes[1][0] + outcomes[0][0]] == losses
+
+
+def test_a_part_for_each_direction_runs_the_same_step():
+    check_two_routes(on_ranks(2, lambda wires: train_two_routes(wires.rank, 4, transport=wires)))
+
+
+@pytest.mark.slow
+def test_a_part_for_each_direction_on_gloo_too(pool):
+    check_two_routes(pool.run(train_two_routes, 4))
+
+
+def test_tokens_cannot_be_counted_over_two_routes():
+    def case(transport):
+        return error_of(train_two_routes, transport.rank, 4, count_tokens=count_tokens, transport=transport)
+
+    for error in on_ranks(2, case):
+        assert isinstance(error, ConfigError)
+        assert "count_tokens: dualpipe has two routes" in str(error)
 
 
 def test_ties_name_parameters_by_stage_and_model():

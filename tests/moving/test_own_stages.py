@@ -1,13 +1,17 @@
 """Every rank brings its own stages only, and the ranks agree on who brings what."""
 
 import pytest
+import torch
 from torch import nn
 
 from penstock.errors import ConfigError, PartitionError, PipelineError
-from penstock.moving.own_stages import ForeignStage, Site
+from penstock.execute.reference import reference_step
+from penstock.moving.own_stages import ForeignStage, OwnStage, Site, require_parts
 from penstock.schedules import build
 from tests.local_pipelines import error_of, on_ranks, square_loss
-from tests.moving.own_layers import assert_gradients, batch, gradients, own_stage, reference
+from tests.moving.own_layers import assert_gradients, batch, gradients, own_stage, reference, whole_model
+from tests.ranks import RankPool
+from tests.test_two_routes import two_routes
 
 
 def pipeline_of(transport, schedule, stages, *, num_microbatches=4, **options):
@@ -84,11 +88,142 @@ def test_ranks_that_name_different_schedules_hear_of_it():
     assert "the ranks disagree on the schedule" in str(errors[0])
 
 
-def test_two_copies_of_the_model_are_refused():
-    errors = on_ranks(2, lambda wires: error_of(pipeline_of, wires, "dualpipe", [0, 1]))
+# ---- two routes
 
-    assert [type(error) for error in errors] == [ConfigError] * 2
-    assert "two copies of every stage" in str(errors[0])
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as pool:
+        yield pool
+
+
+def two_copies(rank, num_ranks, schedule, num_microbatches, *, change=None, steps=1, **options):
+    """Train on the modules that a rank brings, one for each direction; the second copies start with other values."""
+    site = Site.of(None, options)
+    order = site.schedule(schedule, num_microbatches, 2)
+    own = {rank: own_stage(rank)}
+    own[2 * num_ranks - 1 - rank] = own[rank] if 2 * rank + 1 == num_ranks else own_stage(50 + rank)
+    if change is not None:
+        change(own)
+    pipeline = site.pipeline(own, order, square_loss)
+    inputs, target = batch(2 * num_microbatches)
+    for _ in range(steps):
+        result = pipeline.step(inputs, target=target)
+    found = gradients({stage % num_ranks: module for stage, module in own.items()})
+    values = {stage: [value.clone() for value in module.state_dict().values()] for stage, module in own.items()}
+    names = {name for name, _ in pipeline.named_parameters()}
+    pipeline.close()
+    return result, found, values, names
+
+
+def check_two_copies(outcomes, num_microbatches, expected=None, steps=1):
+    num_ranks = len(outcomes)
+    result, expected_gradients = expected or reference(num_ranks, num_microbatches, 2 * num_microbatches, steps=steps)
+    assert_gradients([found for _, found, _, _ in outcomes], expected_gradients, tolerance=1e-12)
+    for rank, (own, found, values, _) in enumerate(outcomes):
+        assert own.losses == result.losses
+        assert own.loss == result.loss
+        _, other, other_values, _ = outcomes[num_ranks - 1 - rank]
+        assert all(torch.equal(found[key], other[key]) for key in found)  # both copies, bit for bit
+        copy = rank + num_ranks
+        assert all(torch.equal(*pair) for pair in zip(values[rank], other_values[copy], strict=True))
+        assert values[rank][0].equal(own_stage(rank).state_dict()["0.weight"])
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches"), [("dualpipe", 2, 4), ("chimera", 4, 6)])
+def test_a_module_for_each_direction_trains_as_one_process_does(schedule, num_ranks, num_microbatches):
+    outcomes = on_ranks(
+        num_ranks, lambda wires: two_copies(wires.rank, num_ranks, schedule, num_microbatches, transport=wires)
+    )
+
+    check_two_copies(outcomes, num_microbatches)
+    assert [{name[0] for name in names} for *_, names in outcomes] == [
+        {str(rank), str(num_ranks - 1 - rank)} for rank in range(num_ranks)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["dualpipe", "chimera"])
+def test_a_module_for_each_direction_on_gloo_too(pool, schedule):
+    check_two_copies(pool.run(two_copies, 2, schedule, 4), 4)
+
+
+def test_gradients_of_two_routes_add_up_over_steps():
+    outcomes = on_ranks(2, lambda wires: two_copies(wires.rank, 2, "dualpipe", 4, steps=2, transport=wires))
+
+    check_two_copies(outcomes, 4, steps=2)
+
+
+def test_where_both_copies_are_on_one_rank_it_brings_one_module():
+    outcomes = on_ranks(3, lambda wires: two_copies(wires.rank, 3, two_routes(3, 4), 4, transport=wires))
+
+    check_two_copies(outcomes, 4)
+
+
+def tie(own):
+    """Share a weight of the two parts that a rank holds, as an embedding and a head are."""
+    first, last = (own[stage] for stage in sorted(own, key=lambda stage: stage % 2))
+    last[1].weight = first[1].weight
+
+
+@pytest.mark.parametrize("names", [(), [("0.1.weight", "1.1.weight")]])
+def test_a_parameter_that_both_parts_of_a_rank_share_is_tied(names):
+    outcomes = on_ranks(
+        2, lambda wires: two_copies(wires.rank, 2, "dualpipe", 4, change=tie, tied=names, transport=wires)
+    )
+
+    layers = whole_model(2)
+    tie(dict(enumerate(layers)))
+    inputs, target = batch(8)
+    result = reference_step(layers, (inputs,), {}, target, loss=square_loss, num_microbatches=4)
+    wanted = gradients(dict(enumerate(layers)))
+    assert_gradients([found for _, found, _, _ in outcomes], wanted, tolerance=1e-12)
+    assert [own.loss for own, *_ in outcomes] == [result.loss] * 2
+
+
+def test_copies_that_differ_are_refused_on_every_rank_before_a_step():
+    def widen(own):
+        own[2 if 2 in own else 0] = own_stage(0).append(nn.Linear(6, 6))
+
+    def case(transport):
+        change = widen if transport.rank == 1 else None
+        return error_of(two_copies, transport.rank, 2, "dualpipe", 4, change=change, transport=transport)
+
+    first, second = on_ranks(2, case)
+
+    assert type(first) is type(second) is PartitionError
+    assert str(first) == str(second)
+    assert "rank 1 brings, as stage 2, a module with 3.weight (6, 6) float32, trained, where the" in str(first)
+
+
+def test_what_a_rank_brought_is_built_as_it_is():
+    module = nn.Linear(1, 1)
+
+    assert OwnStage(module)() is module
+
+
+# ---- the schedule
+
+
+def test_stages_per_rank_follow_from_the_parts_unless_a_family_leaves_no_choice():
+    site = Site.of(None, {})
+
+    assert [site.stages_per_rank("1f1b", 1), site.stages_per_rank("interleaved-1f1b", 3)] == [1, 3]
+    assert site.stages_per_rank("dualpipe", 1) is None
+    assert site.stages_per_rank(build("dualpipe", ranks=2, microbatches=4), 2) == 2
+
+
+def test_a_model_of_another_number_of_parts_is_refused():
+    require_parts(build("dualpipe", ranks=2, microbatches=4), 2, "parts")
+
+    error = error_of(require_parts, build("zbv", ranks=2, microbatches=4), 2, "parts")
+
+    assert isinstance(error, ConfigError)
+    assert "parts: 2 parts of the model are given, but zbv on 2 ranks runs 4 one after another" in str(error)
+
+
+def test_slices_are_an_option_of_the_schedule():
+    assert Site.of(None, {"slices": 2}).schedule("seq1f1b", 4, 1).num_slices == 2
 
 
 def test_unknown_options_are_refused_and_those_of_the_family_taken():
@@ -101,6 +236,18 @@ def test_unknown_options_are_refused_and_those_of_the_family_taken():
 
     assert "Did you mean 'warmup'?" in str(error)
     assert eager == build("1f1b", ranks=2, microbatches=4, warmup="eager")
+
+
+def test_a_number_as_group_is_an_option_of_the_family():
+    def order(transport):
+        site = Site.of(4, {"transport": transport})
+        return site.group, site.schedule("interleaved-1f1b", 8, 2), error_of(site.schedule, "1f1b", 8, 1)
+
+    group, schedule, error = on_ranks(2, order)[0]
+
+    assert group is None
+    assert schedule == build("interleaved-1f1b", ranks=2, microbatches=8, stages_per_rank=2, group=4)
+    assert "neither Pipeline nor 1f1b has the option 'group'" in str(error)
 
 
 def test_a_failure_of_one_rank_is_every_ranks_at_once():

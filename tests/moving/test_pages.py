@@ -4,14 +4,17 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from penstock.moving import deepspeed, megatron, torch_pipelining, torchtitan
 from penstock.moving.torch_pipelining import FAMILY_OF_CLASS
+from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES
 from tests.ranks import RankPool
 
 FOLDER = Path(__file__).parents[2] / "docs" / "moving"
 SYSTEMS = ["torch-pipelining", "megatron", "deepspeed", "torchtitan"]
+PAGES = [*SYSTEMS, "dualpipe"]
 OURS, TORCHS = "from penstock.moving.torch_pipelining import", "from torch.distributed.pipelining import"
 
 
@@ -65,7 +68,40 @@ def test_the_example_for_torch_gives_torchs_own_losses(pair):
     assert ours[1] == pytest.approx(torchs[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", [*SYSTEMS, "README"])
+@pytest.mark.slow
+def test_the_example_for_dualpipe_trains_as_that_for_torch_does_on_one_process(alone, pair):
+    """Both have one model and one batch, and two directions need two processes."""
+    (expected,) = alone.run(run_example, example("torch-pipelining"), timeout_s=110.0)
+
+    for history in pair.run(run_example, example("dualpipe"), timeout_s=110.0):
+        assert history == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_backward_of_ones_own_trains_as_autograds(pair):
+    for matches in pair.run(run_own_backward, snippet_of_own_backward()):
+        assert matches
+
+
+def snippet_of_own_backward():
+    (code,) = re.findall(r"```\n(from penstock.moving.own_backward.*?)```", page("README"), re.DOTALL)
+    return code.replace(", ...]", "]")
+
+
+def run_own_backward(rank, code):
+    """Run the page's lines and compare the gradients that its layer gets on both ranks with autograd's."""
+    found = {"torch": torch, "nn": torch.nn}
+    exec(compile(code, "snippet", "exec"), found)
+    layers = [*found["layers"], found["own_backward"](found["Scale"](16))]
+    inputs = torch.linspace(-1, 1, 64).reshape(4, 16)
+    pipeline = Pipeline(layers, "zb-h1", 2, loss=lambda output, target: (output**2).mean())
+    pipeline.step(inputs)
+    gradients = [parameter.grad for _, parameter in pipeline.named_parameters()]
+    pipeline.close()
+    return len(gradients) == 1 and torch.allclose(gradients[0], 2 * (inputs**2).sum(0) / 64)
+
+
+@pytest.mark.parametrize("name", [*PAGES, "README"])
 def test_links_lead_somewhere(name):
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page(name))
 
@@ -79,7 +115,7 @@ def test_every_name_that_a_page_imports_exists():
         "deepspeed": deepspeed,
         "torchtitan": torchtitan,
     }
-    lines = re.findall(r"from penstock\.moving\.(\w+) import ([\w, ]+)", "".join(map(page, SYSTEMS)))
+    lines = re.findall(r"from penstock\.moving\.(\w+) import ([\w, ]+)", "".join(map(page, PAGES)))
 
     missing = [(room, name) for room, names in lines for name in names.split(", ") if not hasattr(modules[room], name)]
     assert len(lines) > len(SYSTEMS)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, PipelineError
-from penstock.moving.step_stage import Place, StepCall, StepStage
+from penstock.moving.step_stage import Place, StepCall, StepLoss, StepStage
 from tests.local_pipelines import error_of
 from tests.moving.megatron_model import Part
 from tests.moving.own_layers import Wrapper
@@ -23,9 +23,15 @@ def step_returning(returned):
 
 
 def begun(returned=None, *, place=LAST, count_tokens=None, data=None, num_microbatches=1):
-    stage = StepStage(Part(place.stage, place.num_stages), place, count_tokens)
+    stage = StepStage(Part(place.stage, place.num_stages), place, count_tokens, step_loss=StepLoss())
     stage.begin(StepCall(step_returning(returned), [data], num_microbatches))
     return stage
+
+
+def loss_of(stage, microbatch=0):
+    """Run a forward and then the loss function, as a last stage does."""
+    output = stage(features(), microbatch=microbatch)
+    return stage._step_loss(output, None).loss
 
 
 def features():
@@ -39,20 +45,45 @@ def test_a_stage_that_is_not_the_last_returns_its_output():
     assert stage.model.input_tensor is None
 
 
-def test_the_last_stage_returns_the_loss_and_leaves_the_report_without_a_graph():
+def test_the_last_stage_returns_its_output_and_hands_its_loss_and_report_to_the_pipelines_loss_function():
     loss = torch.ones((), requires_grad=True) * 2
     stage = begun((loss, {"lm loss": loss}))
 
-    assert stage(features(), microbatch=0) is loss
-    reported = stage._call.reported[0]["lm loss"]
-    assert reported == 2
-    assert not reported.requires_grad
+    output = stage(features(), microbatch=0)
+    found = stage._step_loss(output, None)
+
+    assert output.shape == (1, 3, 6)
+    assert found.loss is loss
+    assert found.weight is None
+    assert found.reported == {"lm loss": loss}
+
+
+def test_what_is_collected_instead_of_losses_is_reported():
+    def step(data_iterator, model):
+        return model(None), lambda output, non_loss_data=False: {"shape": output.shape, "collected": non_loss_data}
+
+    stage = StepStage(Part(1, 2), LAST, step_loss=StepLoss())
+    stage.begin(StepCall(step, [None], 1, is_forward_only=True, collects_non_loss_data=True))
+
+    found = stage._step_loss(stage(features(), microbatch=0), None)
+
+    assert found.reported == {"shape": (1, 3, 6), "collected": True}
+    assert found.loss == 0
+
+
+def test_a_stage_that_ended_its_call_left_no_loss_behind():
+    stage = begun((torch.ones(()), {}))
+    stage(features(), microbatch=0)
+
+    stage.end()
+
+    assert stage._step_loss._next is None
 
 
 def test_a_sum_is_divided_by_its_tokens_and_none_of_them_by_one():
-    assert begun((torch.tensor(6.0), torch.tensor(3), {}))(features(), microbatch=0) == 2
-    assert begun((torch.tensor(6.0), 3, {}))(features(), microbatch=0) == 2
-    assert begun((torch.tensor(0.0), torch.tensor(0), {}))(features(), microbatch=0) == 0
+    assert loss_of(begun((torch.tensor(6.0), torch.tensor(3), {}))) == 2
+    assert loss_of(begun((torch.tensor(6.0), 3, {}))) == 2
+    assert loss_of(begun((torch.tensor(0.0), torch.tensor(0), {}))) == 0
 
 
 def test_tokens_are_counted_ahead_on_the_last_stage_alone():
@@ -67,7 +98,7 @@ def test_tokens_are_counted_ahead_on_the_last_stage_alone():
 
     assert counted == [3, 2]
     assert [float(target) for target in last.loss_targets()] == [3, 2]
-    assert last(features(), microbatch=0) == 2
+    assert loss_of(last) == 2
 
 
 def test_data_that_cannot_be_counted_are_told_by_the_forward():
@@ -88,11 +119,36 @@ def test_the_end_of_data_names_stage_and_microbatch():
         stage(features(), microbatch=1)
 
 
+@pytest.mark.parametrize(
+    ("returned", "found"), [(torch.ones(1), "a Tensor"), ((1, 2, 3), "3 values"), ((1, 2), "2 values")]
+)
+def test_a_forward_step_that_returns_no_pair_is_told(returned, found):
+    stage = StepStage(Part(0, 2), Place(0, 2, 0), step_loss=StepLoss())
+    stage.begin(StepCall(lambda data_iterator, model: returned, [None], 1))
+
+    with pytest.raises(PipelineError, match=rf"forward_step_func returned {found}; expected the pair"):
+        stage(microbatch=0)
+
+
+def test_a_step_that_wants_data_where_there_are_none_is_told_so_and_other_errors_stay():
+    def step(data_iterator, model):
+        return next(data_iterator), None
+
+    wanting = StepStage(Part(1, 2), LAST, step_loss=StepLoss())
+    wanting.begin(StepCall(step, [None], 1))
+    failing = begun((torch.ones(()), {}), data=iter([1]))
+    failing.model.forward = len
+
+    with pytest.raises(PipelineError, match=r"stage 1: the forward step failed .* and data_iterator is None on this"):
+        wanting(features(), microbatch=0)
+    assert isinstance(error_of(failing, features(), microbatch=0), TypeError)
+
+
 def test_the_input_goes_to_the_innermost_model_that_takes_it():
     part, seen = Part(1, 2), []
     part.set_input_tensor = seen.append
     part.forward = lambda features: torch.ones(())
-    stage = StepStage(Wrapper(Wrapper(part)), LAST)
+    stage = StepStage(Wrapper(Wrapper(part)), LAST, step_loss=StepLoss())
     stage.begin(StepCall(step_returning((torch.ones(()), {})), [None], 1))
 
     stage(features(), microbatch=0)
@@ -102,9 +158,9 @@ def test_the_input_goes_to_the_innermost_model_that_takes_it():
 
 
 def test_a_first_part_needs_no_set_input_tensor_and_a_later_one_does():
-    StepStage(nn.Linear(1, 1), Place(0, 2, 0))
+    StepStage(nn.Linear(1, 1), Place(0, 2, 0), step_loss=StepLoss())
 
-    error = error_of(StepStage, nn.Linear(1, 1), LAST)
+    error = error_of(StepStage, nn.Linear(1, 1), LAST, step_loss=StepLoss())
 
     assert isinstance(error, ConfigError)
     assert "stage 1 and has no set_input_tensor, so what stage 0 sends cannot reach it" in str(error)

@@ -101,6 +101,86 @@ def alone_in_a_group(rank):
     return num_ranks
 
 
+def train_two_routes(rank, num_ranks, name, **options):
+    """Write the loop of a user of DeepSeek's DualPipe: two modules a rank, data at either end of both directions."""
+    indices = [rank, 2 * num_ranks - 1 - rank]
+    stages = [moved.PipelineStage(own_stage(index % num_ranks), index, 2 * num_ranks, "cpu") for index in indices]
+    schedule = moved.get_schedule_class(name)(stages, 4, square_loss, **options)
+    inputs, target = batch(8)
+    args = (inputs,) if any(stage.is_first for stage in stages) else ()
+    output = schedule.step(*args, target=target if any(stage.is_last for stage in stages) else None)
+    found = gradients({stage.stage_index % num_ranks: stage.submod for stage in stages})
+    loss = schedule.result.loss
+    schedule.close()
+    return output, loss, found, [(stage.is_first, stage.is_last) for stage in stages]
+
+
+def check_two_routes(outcomes):
+    expected, expected_gradients = reference(2, 4)
+    assert_gradients([found for _, _, found, _ in outcomes], expected_gradients, tolerance=1e-12)
+    assert [loss for _, loss, _, _ in outcomes] == [expected.loss] * 2
+    torch.testing.assert_close(outcomes[1][0], torch.cat(expected.outputs), rtol=1e-12, atol=1e-12)
+    assert outcomes[0][0] is None
+    assert [ends for *_, ends in outcomes] == [[(True, False), (False, True)], [(False, True), (True, False)]]
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "chimera"])
+def test_a_module_for_each_direction_trains_as_one_process_does(name):
+    check_two_routes(on_ranks(2, lambda wires: train_two_routes(wires.rank, 2, name, transport=wires)))
+
+
+@pytest.mark.slow
+def test_a_module_for_each_direction_on_gloo_too(pool):
+    check_two_routes(pool.run(train_two_routes, 2, "dualpipe"))
+
+
+def halves(rank, inputs, target):
+    return inputs.chunk(2)[rank], target.chunk(2)[1 - rank]
+
+
+def other_target(rank, inputs, target):
+    return inputs, target + rank
+
+
+@pytest.mark.parametrize(("give", "what"), [(halves, "inputs"), (other_target, "a target")])
+@pytest.mark.parametrize("call", ["step", "eval"])
+def test_a_half_of_the_batch_at_either_end_is_refused_and_the_whole_batch_runs_after_it(give, what, call):
+    def case(transport):
+        indices = [transport.rank, 3 - transport.rank]
+        stages = [moved.PipelineStage(own_stage(index % 2), index, 4) for index in indices]
+        schedule = moved.Schedule("dualpipe", stages, 4, square_loss, transport=transport)
+        inputs, target = give(transport.rank, *batch(8))
+        error = error_of(getattr(schedule, call), inputs, target=target)
+        schedule.step(batch(8)[0], target=batch(8)[1])
+        loss = schedule.result.loss
+        schedule.close()
+        return error, loss
+
+    for error, loss in on_ranks(2, case):
+        assert type(error) is StepRefused
+        assert f"rank 0 and rank 1 were given {what} of other values" in str(error)
+        assert loss == reference(2, 4)[0].loss
+
+
+def test_the_second_route_begins_with_several_arguments_and_hands_on_several_too():
+    inputs, target = batch(8)
+
+    def case(transport):
+        stages = [moved.PipelineStage(Two(index in (0, 2), index % 2), index, 4) for index in both[transport.rank]]
+        schedule = moved.Schedule("chimera", stages, 4, square_loss, transport=transport)
+        schedule.step(inputs, target=target, scale=inputs + 2)
+        schedule.close()
+        assert not any(stage.submod._forward_pre_hooks for stage in stages)
+        return gradients({stage.stage_index % 2: stage.submod for stage in stages})
+
+    both = [(0, 3), (1, 2)]
+    found = on_ranks(2, case)
+
+    layers = [Two(True, 0), OnOne(False, 1)]
+    reference_step(layers, (inputs,), {"scale": inputs + 2}, target, loss=square_loss, num_microbatches=4)
+    assert_gradients(found, gradients(dict(enumerate(layers))), tolerance=1e-12)
+
+
 def test_three_steps_add_up_and_refill_the_list_of_losses():
     outcomes = on_ranks(2, lambda wires: train(wires.rank, 2, "1F1B", 8, steps=3, transport=wires))
 
@@ -280,7 +360,58 @@ def test_what_torch_needs_to_learn_shapes_is_taken_and_a_dw_builder_is_not():
 
     assert "own_backward" in str(error_of(moved.PipelineStage, nn.Identity(), 0, 1, dw_builder=lambda: None))
     assert "Did you mean 'input_args' or" in str(error_of(moved.PipelineStage, nn.Identity(), 0, 1, input_arg=1))
-    assert "expected 0 to 1 of 2" in str(error_of(moved.PipelineStage, nn.Identity(), 2, 2))
+
+
+def refused(transport, call, loss_fn=square_loss):
+    """What a step or evaluation raises on a rank whose user forgot something."""
+    schedule = moved.Schedule1F1B(stages_on(transport.rank, 2, "1F1B"), 4, loss_fn, transport=transport)
+    error = error_of(call, schedule, *batch(8))
+    schedule.close()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("call", "loss_fn", "text"),
+    [
+        (lambda schedule, x, y: schedule.step(x), square_loss, "rank 1 computes the losses and was given no target"),
+        (
+            lambda schedule, x, y: schedule.step(x, target=y),
+            None,
+            "target: is given, but the schedule was made without",
+        ),
+        (
+            lambda schedule, x, y: schedule.eval(x, target=y),
+            None,
+            "target: is given, but the schedule was made without",
+        ),
+        (
+            lambda schedule, x, y: schedule.step(x, losses=[]),
+            None,
+            "losses: is given, but the schedule was made without",
+        ),
+    ],
+)
+def test_a_forgotten_target_or_loss_is_told_on_all_ranks_before_anything_runs(call, loss_fn, text):
+    for error in on_ranks(2, lambda wires: refused(wires, call, loss_fn)):
+        assert type(error) is StepRefused
+        assert text in str(error)
+
+
+def test_an_evaluation_needs_no_target():
+    def case(transport):
+        schedule = moved.Schedule1F1B(stages_on(transport.rank, 2, "1F1B"), 4, square_loss, transport=transport)
+        output = schedule.eval(batch(8)[0])
+        schedule.close()
+        return output
+
+    assert on_ranks(2, case)[1].shape == (8, 6)
+
+
+def test_a_module_in_place_of_a_stage_is_told():
+    error = error_of(moved.Schedule1F1B, nn.Identity(), 4, square_loss)
+
+    assert isinstance(error, ConfigError)
+    assert "stage: is a Identity; expected a PipelineStage" in str(error)
 
 
 def test_stages_that_do_not_fit_each_other_or_the_schedule_are_refused():
@@ -290,16 +421,23 @@ def test_stages_that_do_not_fit_each_other_or_the_schedule_are_refused():
     def errors(transport):
         return [
             error_of(moved.Schedule, "1F1B", given, 4, square_loss, transport=transport)
-            for given in ([], [stage(0, 2), stage(1, 3)], [stage(0, 2), stage(0, 2)], stage(transport.rank, 4))
+            for given in (
+                [],
+                [stage(0, 2), stage(1, 3)],
+                [stage(0, 2), stage(0, 2)],
+                stage(transport.rank, 4),
+                stage(2 * transport.rank, 2),
+            )
         ]
 
     found = on_ranks(2, errors)[1]
 
-    assert [type(error) for error in found] == [ConfigError] * 4
+    assert [type(error) for error in found] == [ConfigError] * 5
     assert "brings no stage" in str(found[0])
     assert "2 by stage 0, 3 by stage 1" in str(found[1])
     assert "bring each stage once" in str(found[2])
     assert "num_stages: 4 stages are given, but 1f1b on 2 ranks" in str(found[3])
+    assert "stage_index: 2; expected 0 to 1 of 2" in str(found[4])
 
 
 def test_a_loop_of_stages_under_a_v_schedule_says_which_to_bring():

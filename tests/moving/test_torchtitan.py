@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PipelineError
 from penstock.execute.reference import reference_step
 from penstock.moving.torchtitan import generate_llm_fqn_per_model_part, pipeline_llm
 from penstock.schedules import build
@@ -82,6 +82,16 @@ def test_parts_train_as_the_whole_model_does(schedule, names):
     check(outcomes, tolerance=0.0 if schedule != "ZBVZeroBubble" else 1e-12)
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_every_part_is_on_two_ranks_under_a_schedule_of_two_routes(is_tied):
+    names = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "norm", "output"]]
+
+    outcomes = on_ranks(2, lambda wires: train(wires.rank, "dualpipe", names, is_tied, transport=wires))
+
+    for outcome in outcomes:
+        check([outcome], is_tied, tolerance=1e-12)  # each rank has the whole model
+
+
 @pytest.mark.slow
 def test_on_gloo_too(pool):
     check(pool.run(train, "Interleaved1F1B"))
@@ -157,7 +167,36 @@ def test_another_number_of_parts_than_the_schedule_has_stages_is_refused_on_all_
 
     for error in on_ranks(2, case):
         assert isinstance(error, ConfigError)
-        assert "zbv" in str(error)
+        assert "2 parts of the model are given, but zbv on 2 ranks runs 4" in str(error)
+
+
+def test_parts_that_do_not_divide_over_the_ranks_are_told_so():
+    names = [["tok_embeddings"], ["layers"], ["norm", "output"]]
+
+    for error in on_ranks(2, lambda wires: error_of(train, wires.rank, "1F1B", names, transport=wires)):
+        assert isinstance(error, ConfigError)
+        assert "3 parts of the model do not divide over 2 ranks; give a multiple" in str(error)
+
+
+def test_ranks_with_other_names_hear_of_it():
+    names = [NAMES, [[*NAMES[0], "layers.1"], NAMES[2], ["norm"], ["output"]]]
+
+    for error in on_ranks(2, lambda wires: error_of(train, wires.rank, "zbv", names[wires.rank], transport=wires)):
+        assert isinstance(error, PipelineError)
+        assert "the ranks disagree on module_fqns_per_model_part: rank 0 has [['tok_embeddings', 'layers.0']," in (
+            str(error)
+        )
+
+
+def test_what_is_pipelined_unpacks_as_torchtitans_does():
+    pp_schedule, model_parts, has_first, has_last = pipeline_llm(
+        whole_model(), [["tok_embeddings", "layers", "norm", "output"]], "1F1B", 4, token_loss
+    )
+
+    assert [name for name, _ in model_parts[0].named_parameters()] == list(reference()[1])
+    assert has_first
+    assert has_last
+    pp_schedule.close()
 
 
 def test_names_are_generated_for_even_parts():

@@ -14,18 +14,30 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, EndOfData, PipelineError
+from penstock.execute.batch.gate import Refusal
 from penstock.execute.batch.microbatch import PreSplit
 from penstock.execute.losses.results import StepResult
+from penstock.execute.stages.assemble import Layer
 from penstock.execute.tree import map_leaves
 from penstock.ir.schedule import Schedule
 from penstock.moving.deepspeed_module import LayerSpec, PipelineModule, TiedLayerSpec
-from penstock.moving.own_stages import Site
+from penstock.moving.own_stages import OwnStage, Site, require_parts
 from penstock.pipeline import Pipeline
 from penstock.train.optim import clip_gradients
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
+
+
+_KEYWORDS = "give gradient_accumulation_steps, gradient_clipping, optimizer, lr_scheduler by keyword"
+_ELSEWHERE = {
+    "args": f"is not read; {_KEYWORDS}",
+    "config": f"is not read; {_KEYWORDS}",
+    "model_parameters": "is not needed: optimizer(parameters) is called with those of this rank",
+    "training_data": "is not taken: give every call of train_batch an iterator",
+}
+"""What DeepSpeed's function of this name takes, and what to do instead."""
 
 
 def initialize(
@@ -49,6 +61,15 @@ def initialize(
     Raises:
         ConfigError, PartitionError: if the model cannot be divided as asked.
     """
+    for name in _ELSEWHERE:
+        if name in options:
+            raise ConfigError(_ELSEWHERE[name], key=name)
+    for name, given in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
+        if given is not None and not callable(given):
+            raise ConfigError(
+                f"a {type(given).__name__}; give a function that makes it, since only now the rank's parameters exist",
+                key=name,
+            )
     engine = Engine(
         model, gradient_accumulation_steps, schedule, group=group, gradient_clipping=gradient_clipping, **options
     )
@@ -105,9 +126,11 @@ class Engine:
         own over the same data; other ranks need none. Then the optimizer and its scheduler take a step.
 
         Raises:
-            StepRefused: on every rank, if a rank's data end too early.
+            EndOfData: on every rank, if a rank's data end too early.
+            StepRefused: on every rank, if a rank that needs data has none, or other ones.
             PipelineError: on every rank, if the step fails on any.
         """
+        self._require_loss()
         inputs, labels = self._pull(self.pipeline, data_iter)
         self.result = self.pipeline.step(*inputs, target=labels)
         if self._clip_norm:
@@ -133,10 +156,12 @@ class Engine:
         With `return_logits`, a pair of it and the outputs, which the rank of the last layer has; without
         `compute_loss`, the outputs alone; without `reduce_output`, the losses of the microbatches.
         """
+        if compute_loss:
+            self._require_loss()
         pipeline = self._pipeline(num_micro_batches or self.num_microbatches)
-        inputs, labels = self._pull(pipeline, data_iter)
+        inputs, labels = self._pull(pipeline, data_iter, needs_labels=compute_loss)
         wants_outputs = self.is_last_stage() and (return_logits or not compute_loss)
-        self.result = pipeline.evaluate(*inputs, target=labels if compute_loss else None, return_outputs=wants_outputs)
+        self.result = pipeline.evaluate(*inputs, target=labels, return_outputs=wants_outputs)
         if not compute_loss:
             return self.result.outputs
         loss = self.result.losses if reduce_output is None else self.result.loss
@@ -144,11 +169,13 @@ class Engine:
 
     def is_first_stage(self) -> bool:
         """Whether this rank takes inputs."""
-        return any(stage.index == 0 for stage in self.pipeline.stages)
+        previous = self.pipeline.schedule.placement.previous_stage
+        return any(previous[stage.index] < 0 for stage in self.pipeline.stages)
 
     def is_last_stage(self) -> bool:
         """Whether this rank computes losses."""
-        return any(stage.index == self.pipeline.schedule.num_stages - 1 for stage in self.pipeline.stages)
+        following = self.pipeline.schedule.placement.next_stage
+        return any(following[stage.index] < 0 for stage in self.pipeline.stages)
 
     def close(self) -> None:
         """Release the wires."""
@@ -166,14 +193,20 @@ class Engine:
         split = given.pop("split", None)
         site = Site.of(self._group, given if split is not None else {"weights": self.model.weights, **given})
         num_ranks = site.transport.num_ranks
-        num_stages = self.model.num_stages or num_ranks
-        if num_stages % num_ranks:
+        num_stages = self.model.num_stages
+        if num_stages is not None and num_stages % num_ranks:
             raise ConfigError(f"{num_stages} on {num_ranks} ranks; give a multiple", key="num_stages")
-        schedule = site.schedule(self._schedule, num_microbatches, num_stages // num_ranks)
-        layers = list(self._layers)
+        per_rank = site.stages_per_rank(self._schedule, num_stages or num_ranks)
+        schedule = site.schedule(self._schedule, num_microbatches, per_rank)
+        if num_stages is not None:
+            require_parts(schedule, num_stages, "num_stages")
+        layers: list[Layer] = list(self._layers)
         options = dict(site.options)
         if self._pipelines:
-            built = {name: module for stage in self.pipeline.stages for name, module in stage.layers.items()}
+            modules = dict(pair for stage in self.pipeline.stages for pair in stage.layers.items())
+            # Where ranks are threads, a second route would run a deep copy of a bare module.
+            has_copies = len(schedule.placement.routes) > 1
+            built = {name: OwnStage(module) if has_copies else module for name, module in modules.items()}
             layers = [built.get(str(index), layer) for index, layer in enumerate(layers)]
             options["tied"] = [*options.get("tied", ()), *self._ties()]
         return Pipeline(
@@ -191,14 +224,24 @@ class Engine:
         specs = [(index, layer) for index, layer in enumerate(self._layers) if not isinstance(layer, nn.Module)]
         return [(f"{index}.{own}", other) for index, spec in specs for own, other in spec.tied]
 
-    def _pull(self, pipeline: Pipeline, data_iter: Iterator[Any] | None) -> tuple[tuple[Any, ...], Any]:
-        """Take a batch's items; where there are too few, the step is refused on all ranks by their number."""
-        if data_iter is None or not (self.is_first_stage() or self.is_last_stage()):
+    def _require_loss(self) -> None:
+        if self.model.loss_fn is None:
+            raise ConfigError("is missing, so there is no loss to compute; give it to PipelineModule", key="loss_fn")
+
+    def _pull(
+        self, pipeline: Pipeline, data_iter: Iterator[Any] | None, *, needs_labels: bool = True
+    ) -> tuple[tuple[Any, ...], Any]:
+        """Take a batch's items, inputs and labels; what is wrong with them refuses the step on all ranks."""
+        is_first, is_last = self.is_first_stage(), self.is_last_stage()
+        if not (is_first or is_last) or (data_iter is None and not is_first and not needs_labels):
             return (), None
-        items = list(islice(data_iter, pipeline.schedule.num_microbatches))
-        inputs, labels = zip(*items, strict=True) if items else ((), ())
-        first = (PreSplit(_on(self.pipeline.device, inputs)),) if self.is_first_stage() else ()
-        return first, PreSplit(_on(self.pipeline.device, labels)) if self.is_last_stage() else None
+        try:
+            items = _items(data_iter, pipeline)
+        except PipelineError as error:
+            return (), Refusal(error)
+        inputs, labels = zip(*items, strict=True)
+        first = (PreSplit(_on(self.pipeline.device, inputs)),) if is_first else ()
+        return first, PreSplit(_on(self.pipeline.device, labels)) if is_last and needs_labels else None
 
     def _update(self) -> None:
         self.global_steps += 1
@@ -208,6 +251,35 @@ class Engine:
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.optimizer.zero_grad()
+
+
+def _items(data_iter: Iterator[Any] | None, pipeline: Pipeline) -> list[Any]:
+    """Return the items of a batch.
+
+    Raises:
+        EndOfData: there are fewer.
+        PipelineError: there is no iterator, it fails, or its items are no pairs.
+    """
+    rank, number = pipeline.rank, pipeline.schedule.num_microbatches
+    if not isinstance(data_iter, Iterator):
+        found = "nothing" if data_iter is None else f"a {type(data_iter).__name__}"
+        raise PipelineError(
+            f"rank {rank} holds the first or the last layer and was given {found} for data_iter; pass an iterator, "
+            "made once, off which every batch takes its items"
+        )
+    try:
+        items = list(islice(data_iter, number))
+    except Exception as error:
+        raise PipelineError(f"data_iter of rank {rank} raised {type(error).__name__}: {error}") from error
+    if len(items) < number:
+        raise EndOfData(f"the data of rank {rank} ended: a batch takes {number} items, and {len(items)} were left")
+    for item in items:
+        if not (isinstance(item, (tuple, list)) and len(item) == 2):
+            raise PipelineError(
+                f"data_iter of rank {rank} gave a {type(item).__name__}; expected pairs (inputs, labels), in which "
+                "several inputs are a tuple"
+            )
+    return items
 
 
 def _on(device: torch.device, items: tuple[Any, ...]) -> list[Any]:

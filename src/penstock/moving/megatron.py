@@ -4,22 +4,24 @@ A call of the `ForwardBackward` that `get_forward_backward_func` returns takes w
 returns what they return. What differs, and what can be deleted, is told in docs/moving/megatron.md.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import ConfigError, nearest
+from penstock.execute.batch.gate import Refusal
 from penstock.execute.batch.microbatch import PreSplit
-from penstock.execute.losses.results import StepResult
+from penstock.execute.losses.results import MicrobatchLosses, StepResult
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
+from penstock.moving.brought import parts_of_stages
 from penstock.moving.own_stages import Site
-from penstock.moving.step_stage import CountTokens, ForwardStep, Place, StepCall, StepStage
+from penstock.moving.step_stage import CountTokens, ForwardStep, Place, StepCall, StepLoss, StepStage
 from penstock.pipeline import Pipeline
 
 MAX_PIPELINES = 2
@@ -37,11 +39,16 @@ _NOT_NEEDED = (
 )
 """What Megatron's functions take to know shapes and peers beforehand; here the first batch and the group tell them."""
 
+_SLICES = (
+    "it cuts microbatches into slices, but a forward step takes whole ones off its data iterator; use a schedule "
+    "without slices"
+)
+
 
 def get_forward_backward_func(
     schedule: str | Path | Schedule | None = None,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | int | None = None,
     count_tokens: CountTokens | None = None,
     **options: Any,
 ) -> "ForwardBackward":
@@ -70,7 +77,7 @@ class ForwardBackward:
         self,
         schedule: str | Path | Schedule | None = None,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | int | None = None,
         count_tokens: CountTokens | None = None,
         **options: Any,
     ) -> None:
@@ -78,6 +85,8 @@ class ForwardBackward:
         self._group = group
         self._count_tokens = count_tokens
         self._options = options
+        if options.get("slices") not in (None, 1) or (isinstance(schedule, Schedule) and schedule.num_slices > 1):
+            raise ConfigError(_SLICES, key="schedule")
         self._prepared: dict[tuple[int, ...], _Prepared] = {}
         self.result: StepResult | None = None
         """What the last call's step gave back: its loss is on every rank."""
@@ -100,22 +109,18 @@ class ForwardBackward:
         mode. With `collect_non_loss_data` the list holds `loss_func(output, non_loss_data=True)`.
 
         Raises:
-            ConfigError: the arguments do not fit each other.
+            ConfigError: on every rank, if the arguments do not fit each other; after a call that did, a StepRefused.
             PipelineError: on every rank, if the step fails on any.
         """
-        for name in unneeded:
-            if name not in _NOT_NEEDED:
-                raise ConfigError(f"is nothing that this function takes.{nearest(name, _NOT_NEEDED)}", key=name)
-        if collect_non_loss_data and not forward_only:
-            raise ConfigError(
-                "works with forward_only=True alone: without a loss there is no backward", key="collect_non_loss_data"
-            )
         models = list(model) if isinstance(model, (nn.ModuleList, Sequence)) else [model]
-        iterators = _per_model(data_iterator, len(models))
-        prepared = self._prepare(models, num_microbatches)
-        return self._run(
-            prepared, StepCall(forward_step_func, iterators, num_microbatches, forward_only, collect_non_loss_data)
-        )
+        call = StepCall(forward_step_func, [], num_microbatches, forward_only, collect_non_loss_data)
+        problem: ConfigError | None = None
+        try:
+            _require_known(unneeded, call)
+            call.iterators = _per_model(data_iterator, len(models))
+        except ConfigError as error:
+            problem = error  # this rank goes on to where the others listen, or they would wait for it
+        return self._run(self._prepare(models, num_microbatches, problem), call, problem)
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -128,30 +133,42 @@ class ForwardBackward:
             prepared.pipeline.close()
         self._prepared.clear()
 
-    def _prepare(self, models: Sequence[nn.Module], num_microbatches: int) -> _Prepared:
+    def _prepare(self, models: Sequence[nn.Module], num_microbatches: int, problem: ConfigError | None) -> _Prepared:
         key = (num_microbatches, *map(id, models))
-        prepared = self._prepared.pop(key, None) or self._make(models, num_microbatches)
+        prepared = self._prepared.pop(key, None) or self._make(models, num_microbatches, problem)
         self._prepared[key] = prepared  # the last used comes last
         while len(self._prepared) > MAX_PIPELINES:
             oldest = next(iter(self._prepared))
             self._prepared.pop(oldest).pipeline.close()
         return prepared
 
-    def _make(self, models: Sequence[nn.Module], num_microbatches: int) -> _Prepared:
-        default = "1f1b" if len(models) == 1 else "interleaved-1f1b"
+    def _make(self, models: Sequence[nn.Module], num_microbatches: int, problem: ConfigError | None) -> _Prepared:
         count = None if self._count_tokens is None else float
         site = Site.of(self._group, {"count": count, **self._options})
-        schedule = site.together(lambda: self._order(site, models, num_microbatches, default))
+        schedule = site.together(lambda: self._order(site, models, num_microbatches, problem))
         indices = schedule.placement.stages_of_rank[site.transport.rank]
-        places = [Place(stage, schedule.num_stages, part) for part, stage in enumerate(indices)]
+        position, length = parts_of_stages(schedule.placement), len(schedule.placement.routes[0])
+        places = [Place(position[stage], length, part) for part, stage in enumerate(indices)]
+        loss = StepLoss()
         stages = site.together(
-            lambda: [StepStage(*pair, self._count_tokens) for pair in zip(models, places, strict=True)]
+            lambda: [StepStage(*pair, self._count_tokens, step_loss=loss) for pair in zip(models, places, strict=True)]
         )
-        return _Prepared(site.pipeline(dict(zip(indices, stages, strict=True)), schedule, _loss_of_stage), stages)
+        return _Prepared(site.pipeline(dict(zip(indices, stages, strict=True)), schedule, loss), stages)
 
-    def _order(self, site: Site, models: Sequence[nn.Module], num_microbatches: int, default: str) -> Schedule:
+    def _order(
+        self, site: Site, models: Sequence[nn.Module], num_microbatches: int, problem: ConfigError | None
+    ) -> Schedule:
+        if problem is not None:
+            raise problem
+        default = "1f1b" if len(models) == 1 else "interleaved-1f1b"
         schedule = site.schedule(self._schedule or default, num_microbatches, len(models))
         _require_order(schedule)
+        if len(schedule.placement.routes) > 1 and self._count_tokens is not None:
+            raise ConfigError(
+                f"{schedule.name} has two routes, each with a last stage on a rank of its own, and neither sees the "
+                "tokens of all microbatches; drop it, or use a schedule with one route",
+                key="count_tokens",
+            )
         indices = schedule.placement.stages_of_rank[site.transport.rank]
         if len(indices) != len(models):
             raise ConfigError(
@@ -161,24 +178,31 @@ class ForwardBackward:
             )
         return schedule
 
-    def _run(self, prepared: _Prepared, call: StepCall) -> list[Any]:
-        target = None
-        for stage in prepared.stages:
+    def _run(self, prepared: _Prepared, call: StepCall, problem: ConfigError | None) -> list[Any]:
+        target: Refusal | PreSplit | None = None if problem is None else Refusal(problem)
+        for stage in prepared.stages if problem is None else ():
             stage.begin(call)
-            if stage.place.is_last and not call.collects_non_loss_data:
+            if stage.place.is_last:
                 target = PreSplit(stage.loss_targets())
         try:
             run = prepared.pipeline.evaluate if call.is_forward_only else prepared.pipeline.step
-            self.result = run(target=target, microbatch=PreSplit(range(call.num_microbatches)))
+            result = run(target=target, microbatch=PreSplit(range(call.num_microbatches)))
         finally:
             for stage in prepared.stages:
                 stage.end()
-        return [call.reported[microbatch] for microbatch in sorted(call.reported)]
+        is_without_loss = call.collects_non_loss_data
+        self.result = replace(result, loss=None, losses=MicrobatchLosses(), total=None) if is_without_loss else result
+        return result.reported
 
 
-def _loss_of_stage(output: Tensor, target: object) -> Tensor:
-    """The last stage returns the loss itself."""
-    return output
+def _require_known(unneeded: Iterable[str], call: StepCall) -> None:
+    for name in unneeded:
+        if name not in _NOT_NEEDED:
+            raise ConfigError(f"is nothing that this function takes.{nearest(name, _NOT_NEEDED)}", key=name)
+    if call.collects_non_loss_data and not call.is_forward_only:
+        raise ConfigError(
+            "works with forward_only=True alone: without a loss there is no backward", key="collect_non_loss_data"
+        )
 
 
 def _per_model(data_iterator: Any, num_models: int) -> list[Any]:
@@ -187,17 +211,17 @@ def _per_model(data_iterator: Any, num_models: int) -> list[Any]:
             raise ConfigError(f"one for {num_models} model parts; give a list of one per part", key="data_iterator")
         return [data_iterator] * num_models
     if len(data_iterator) != num_models:
-        raise ConfigError(f"{len(data_iterator)} for {num_models} model parts; give one per part", key="data_iterator")
+        raise ConfigError(
+            f"a list of {len(data_iterator)} for {num_models} model parts; give one iterator per part",
+            key="data_iterator",
+        )
     return list(data_iterator)
 
 
 def _require_order(schedule: Schedule) -> None:
     """Data iterators give one microbatch after another, so every stage must take them in order, and whole."""
     if schedule.num_slices > 1:
-        raise ConfigError(
-            f"{schedule.name} cuts microbatches into slices, which a forward step knows nothing of; use another",
-            key="schedule",
-        )
+        raise ConfigError(_SLICES, key="schedule")
     is_forward = schedule.kind == Kind.FORWARD
     for stage in range(schedule.num_stages):
         order = schedule.microbatch[is_forward & (schedule.stage == stage)]

@@ -1,10 +1,11 @@
 """Pipelines of ranks that bring their own stages only: none has, or could build, the whole list of layers.
 
 A stage of another rank is a `ForeignStage`, a layer that is never built here. So stages are named by their index on
-every rank: parameter `weight` of stage 2 is `2.weight`, also in `tied`.
+every rank: parameter `weight` of stage 2 is `2.weight`, also in `tied`. With two routes, each rank brings a module for
+every one of its stages, and both copies of part k of the model have the names of stage k.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,13 +13,16 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from penstock.errors import ConfigError, PartitionError, PenstockError
-from penstock.execute.batch.agreement import agree_on_setup, digest
+from penstock.errors import ConfigError, PartitionError
+from penstock.execute.arguments import take_process_group
 from penstock.execute.losses.loss import Loss
 from penstock.execute.options import refuse_unknown, split_options
+from penstock.execute.stages.assemble import Layer
+from penstock.execute.together import together
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.world import default_transport
 from penstock.ir.schedule import Schedule
+from penstock.moving.brought import agree_on_brought, parts_of_stages
 from penstock.pipeline import Pipeline
 from penstock.plan import resolve_schedule
 from penstock.schedules import find_family, is_file_name
@@ -40,6 +44,16 @@ class ForeignStage:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class OwnStage:
+    """Hands over what this rank brought; of a bare module, a second route on another thread would run a deep copy."""
+
+    module: nn.Module
+
+    def __call__(self) -> nn.Module:
+        return self.module
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Site:
     """Where a pipeline is to run, and what it was asked for beside its schedule."""
 
@@ -50,9 +64,13 @@ class Site:
     family_options: Mapping[str, Any]
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None, options: Mapping[str, Any]) -> "Site":
-        """Take the wires that `options` name, or new ones; every rank of the group calls it."""
+    def of(cls, group: dist.ProcessGroup | int | None, options: Mapping[str, Any]) -> "Site":
+        """Take the wires that `options` name, or new ones; every rank of the group calls it.
+
+        As for `Pipeline`, a whole number as `group` is an option of the schedule's family.
+        """
         own, family_options = split_options(options)
+        group = take_process_group(group, family_options, ["group"])
         transport = own.transport or default_transport(group, own.deadline_s)
         rest = {name: options[name] for name in options if name not in family_options and name != "transport"}
         return cls(group, transport, rest, family_options)
@@ -61,67 +79,82 @@ class Site:
         """Return what `make` returns; every rank calls it, and if it fails on any, all ranks hear of it at once.
 
         Raises:
-            PenstockError: the rank's own, else a ConfigError with that of the first rank that has one.
+            Exception: the rank's own, else a ConfigError with that of the first rank that has one.
         """
-        failure: PenstockError | None = None
-        try:
-            made = make()
-        except PenstockError as error:
-            failure = error
-        texts = self.transport.all_gather_object("" if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        for rank, text in enumerate(texts):
-            if text:
-                raise ConfigError(f"rank {rank}: {text}")
-        return made
+        return together(self.transport, make)
 
-    def schedule(self, schedule: str | Path | Schedule, microbatches: int | None, stages_per_rank: int) -> Schedule:
+    def schedule(
+        self, schedule: str | Path | Schedule, microbatches: int | None, stages_per_rank: int | None
+    ) -> Schedule:
         """Return the schedule for this many ranks, a file's or a given one's as it is.
 
         Raises:
             ConfigError: there is no such schedule, or it cannot run here.
         """
-        is_name = isinstance(schedule, str) and not is_file_name(schedule)
+        is_name = _is_name(schedule)
+        family_options = dict(self.family_options)
         if is_name:
-            refuse_unknown(self.family_options, str(schedule), find_family(str(schedule)).options)
-        found = resolve_schedule(
+            refuse_unknown(family_options, str(schedule), find_family(str(schedule)).options)
+            if self.options.get("slices") is not None:
+                family_options["slices"] = self.options["slices"]
+        return resolve_schedule(
             schedule,
             ranks=self.transport.num_ranks,
             microbatches=microbatches,
             stages_per_rank=stages_per_rank if is_name else None,
-            options=self.family_options,
+            options=family_options,
         )
-        if len(found.placement.routes) > 1:
-            raise ConfigError(
-                f"{found.name} runs two copies of every stage, which ranks that bring their own stages do not have; "
-                "use a schedule with one route, or give Pipeline the whole list of layers",
-                key="schedule",
-            )
-        return found
+
+    def stages_per_rank(self, schedule: str | Path | Schedule, num_parts: int) -> int | None:
+        """Return how many stages a rank has of a model in so many parts; None where a family leaves no choice.
+
+        Families of two routes hold each part twice.
+        """
+        per_rank = max(num_parts // self.transport.num_ranks, 1)
+        taken = find_family(str(schedule)).stages_per_rank if _is_name(schedule) else (0,)
+        return per_rank if per_rank in taken or 0 in taken else None
 
     def pipeline(self, own: Mapping[int, nn.Module], schedule: Schedule, loss: Loss | None) -> Pipeline:
         """Make the pipeline of which this rank brings the stages `own`; every rank calls it.
 
+        With two routes, what the two copies of a part start with are the first one's values.
+
         Raises:
-            PartitionError: on every rank alike, if a rank brings other stages than the schedule places there.
+            PartitionError: on every rank alike, if a rank brings other stages than the schedule places there, or if two
+                copies of a part differ.
         """
-        _agree_on_owners(self.transport, own, schedule)
-        layers = [own[stage] if stage in own else ForeignStage(stage) for stage in range(schedule.num_stages)]
-        return Pipeline(layers, schedule, loss=loss, group=self.group, transport=self.transport, **self.options)
+        shared = agree_on_brought(self.transport, own, schedule)
+        routes = schedule.placement.routes
+        parts = parts_of_stages(schedule.placement)
+        layers: list[Layer] = [ForeignStage(part) for part in range(len(routes[0]))]
+        for stage, module in own.items():
+            layers[parts[stage]] = module if len(routes) == 1 else OwnStage(module)
+        options = dict(self.options)
+        if shared:
+            options["tied"] = [*options.get("tied", ()), *shared]
+        return Pipeline(layers, schedule, loss=loss, group=self.group, transport=self.transport, **options)
 
 
-def _agree_on_owners(transport: Transport, own: Collection[int], schedule: Schedule) -> None:
-    agree_on_setup(transport, {"the schedule": f"{schedule!r} #{digest(schedule.to_csv()):x}"})
-    everyone = transport.all_gather_object(sorted(own))
-    for rank, found in enumerate(everyone):
-        expected = list(schedule.placement.stages_of_rank[rank])
-        if found != expected:
-            raise PartitionError(
-                f"rank {rank} brings the stages {found}, but {schedule.name} with {schedule.num_stages} stages places "
-                f"{expected} there; bring these (in all: {_drawn(schedule)}), or use another schedule"
-            )
+def require_parts(schedule: Schedule, num_parts: int, key: str) -> None:
+    """Make sure that a schedule runs a model of so many parts.
+
+    Raises:
+        ConfigError: it runs another number.
+    """
+    length = len(schedule.placement.routes[0])
+    if length != num_parts and num_parts % schedule.num_ranks:
+        raise ConfigError(
+            f"{num_parts} parts of the model do not divide over {schedule.num_ranks} ranks; give a multiple, or a "
+            "schedule that says where each stage is",
+            key=key,
+        )
+    if length != num_parts:
+        raise ConfigError(
+            f"{num_parts} parts of the model are given, but {schedule.name} on {schedule.num_ranks} ranks runs "
+            f"{length} one after another; give {length}, or use another schedule",
+            key=key,
+        )
 
 
-def _drawn(schedule: Schedule) -> str:
-    return " | ".join(" ".join(map(str, stages)) for stages in schedule.placement.stages_of_rank)
+def _is_name(schedule: str | Path | Schedule) -> bool:
+    return isinstance(schedule, str) and not is_file_name(schedule)

@@ -1,5 +1,8 @@
 """A stage that is run by a forward step of Megatron-LM's form: data in, output and a function for the loss out.
 
+The function for the loss is called where the pipeline calls its own, right after the forward that returned it, and what
+it reports goes the way of what any loss function reports (`StepResult.reported`).
+
 forward_step_func(data_iterator, model) -> (output, loss_func)
 loss_func(output) -> (loss, reported)                   the mean of the microbatch
 loss_func(output) -> (sum, num_tokens, reported)        the sum over its tokens, and their number
@@ -8,7 +11,8 @@ loss_func(output, non_loss_data=True) -> anything       where outputs are collec
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PipelineError
-from penstock.execute.tree import map_leaves
+from penstock.execute.losses.output import LossOutput
 
 ForwardStep = Callable[..., tuple[Any, Callable[..., Any]]]
 CountTokens = Callable[[Any], float | Tensor]
@@ -27,7 +31,9 @@ class Place:
     """Where a model part stands; a forward step that names a parameter `place` is given it."""
 
     stage: int
+    """Its place on the route that a microbatch travels; with two routes, each begins with 0."""
     num_stages: int
+    """Those of the route."""
     part: int
     """Its index among the model parts of its rank."""
 
@@ -42,7 +48,7 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class StepCall:
-    """One call: what all stages of a rank run, and what the last one reports, by microbatch."""
+    """One call: what all stages of a rank run."""
 
     forward_step: ForwardStep
     iterators: list[Any]
@@ -50,20 +56,38 @@ class StepCall:
     num_microbatches: int
     is_forward_only: bool = False
     collects_non_loss_data: bool = False
-    reported: dict[int, Any] = field(default_factory=dict)
+
+
+class StepLoss:
+    """The loss function of a rank's pipeline: that of the forward step that was run last."""
+
+    def __init__(self) -> None:
+        self._next: Callable[[Any], LossOutput] | None = None
+
+    def follow(self, loss: Callable[[Any], LossOutput] | None) -> None:
+        """Take the loss of the forward step just run; None: forget it."""
+        self._next = loss
+
+    def __call__(self, output: Any, target: object) -> LossOutput:
+        loss, self._next = self._next, None
+        assert loss is not None
+        return loss(output)
 
 
 class StepStage(nn.Module):
-    """A model part that takes its input by `set_input_tensor`; on the last stage it returns the loss.
+    """A model part that takes its input by `set_input_tensor`; on the last stage it hands its loss to `step_loss`.
 
     Raises:
         ConfigError: a part behind the first has no `set_input_tensor`, neither itself nor inside its wrappers.
     """
 
-    def __init__(self, model: nn.Module, place: Place, count_tokens: CountTokens | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, place: Place, count_tokens: CountTokens | None = None, *, step_loss: StepLoss
+    ) -> None:
         super().__init__()
         self.model = model
         self.place = place
+        self._step_loss = step_loss
         self._count_tokens = count_tokens
         self._set_input = _input_setter(model, place)
         self._call: StepCall | None = None
@@ -100,6 +124,7 @@ class StepStage(nn.Module):
     def end(self) -> None:
         """Forget the call."""
         self._call, self._data = None, None
+        self._step_loss.follow(None)
 
     def forward(self, *received: Any, microbatch: int) -> Any:
         """Run the forward step of one microbatch."""
@@ -109,37 +134,44 @@ class StepStage(nn.Module):
             raise self._failure
         self._set_input(_as_list(received))
         try:
-            output, loss_func = self._step(call.forward_step)
+            returned = self._step(call.forward_step)
         except StopIteration as error:
             raise PipelineError(
                 f"stage {self.place.stage}: the data ended at microbatch {microbatch} of {call.num_microbatches}; give "
                 "an iterator with one item per microbatch on every rank that takes data"
             ) from error
+        except TypeError as error:
+            if self._data is not None:
+                raise
+            raise PipelineError(
+                f"stage {self.place.stage}: the forward step failed ({error}), and data_iterator is None on this rank; "
+                "if it takes data here, give this rank an iterator, too"
+            ) from error
         finally:
             self._set_input([None])  # the model must not keep a microbatch's input alive
-        return self._loss(call, output, loss_func, microbatch) if self.place.is_last else output
+        output, loss_func = _pair(returned)
+        if self.place.is_last:
+            self._step_loss.follow(partial(self._loss, call, loss_func, microbatch))
+        return output
 
-    def _step(self, forward_step: ForwardStep) -> tuple[Any, Callable[..., Any]]:
+    def _step(self, forward_step: ForwardStep) -> object:
         if "place" in inspect.signature(forward_step).parameters:
             return forward_step(self._data, self.model, place=self.place)
         return forward_step(self._data, self.model)
 
-    def _loss(self, call: StepCall, output: Any, loss_func: Callable[..., Any], microbatch: int) -> Tensor | None:
+    def _loss(self, call: StepCall, loss_func: Callable[..., Any], microbatch: int, output: Any) -> LossOutput:
         if call.collects_non_loss_data:
-            call.reported[microbatch] = loss_func(output, non_loss_data=True)
-            return None
+            return LossOutput(torch.zeros(()), reported=loss_func(output, non_loss_data=True))
         match loss_func(output):
             case (loss, reported):
-                loss = self._mean(loss, None, microbatch)
+                return LossOutput(self._mean(loss, None, microbatch), reported=reported)
             case (total, num_tokens, reported):
-                loss = self._mean(total, num_tokens, microbatch)
+                return LossOutput(self._mean(total, num_tokens, microbatch), reported=reported)
             case other:
                 raise PipelineError(
                     f"microbatch {microbatch}: the loss function returned a {type(other).__name__}; expected "
                     "(loss, reported) or (sum, num_tokens, reported)"
                 )
-        call.reported[microbatch] = map_leaves(_detached, reported)
-        return loss
 
     def _mean(self, loss: Tensor, num_tokens: Any, microbatch: int) -> Tensor:
         """The mean loss of the microbatch, from its sum where a number of tokens came with it."""
@@ -172,6 +204,16 @@ def _input_setter(model: nn.Module, place: Place) -> Callable[[list[Any]], objec
     )
 
 
+def _pair(returned: object) -> tuple[Any, Callable[..., Any]]:
+    """Read what a forward step returned."""
+    if isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1]):
+        return returned
+    found = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+    raise PipelineError(
+        f"forward_step_func returned {found}; expected the pair (output, loss_func), on every stage alike"
+    )
+
+
 def _ignore_input(tensors: list[Any]) -> None:
     """The first stage takes data alone."""
 
@@ -181,7 +223,3 @@ def _as_list(received: tuple[Any, ...]) -> list[Any]:
         return [None]
     (value,) = received
     return list(value) if isinstance(value, (tuple, list)) else [value]
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

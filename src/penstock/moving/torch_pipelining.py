@@ -3,6 +3,7 @@
 Change the import and keep the rest. What differs, and what can be deleted, is told in docs/moving/torch-pipelining.md.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError, nearest
+from penstock.errors import ConfigError, PipelineError, nearest
+from penstock.execute.batch.gate import Refusal
 from penstock.execute.batch.microbatch import BatchSpec, Concat, Split
 from penstock.execute.losses.results import StepResult
+from penstock.execute.tree import flatten
 from penstock.ir.schedule import Schedule as Order
 from penstock.moving.own_stages import Site
+from penstock.placement import Placement
 from penstock.schedules import FAMILIES, is_file_name
 
 FAMILY_OF_CLASS = {
@@ -41,7 +45,7 @@ class PipelineStage:
     Examples of inputs and outputs are taken and not needed: shapes follow from the first batch.
 
     Raises:
-        ConfigError: an index that is not below `num_stages`, a `dw_builder`, or a keyword that torch does not have.
+        ConfigError: a `dw_builder`, or a keyword that torch does not have.
     """
 
     def __init__(
@@ -54,8 +58,6 @@ class PipelineStage:
         group: dist.ProcessGroup | None = None,
         **given: Any,
     ) -> None:
-        if not 0 <= stage_index < num_stages:
-            raise ConfigError(f"{stage_index}; expected 0 to {num_stages - 1} of {num_stages}", key="stage_index")
         if given.pop("dw_builder", None) is not None:
             raise ConfigError(
                 "weight gradients are split off for every module; drop it, and where a stage computes its own backward "
@@ -70,16 +72,15 @@ class PipelineStage:
         self.num_stages = num_stages
         self.device = None if device is None else torch.device(device)
         self.group = group
+        self.is_first = stage_index == 0
+        """Whether this stage takes the batch; a schedule of two routes, once made, tells each its own first stage."""
+        self.is_last = stage_index == num_stages - 1
+        """Whether this stage computes losses; likewise."""
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this stage takes the batch."""
-        return self.stage_index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this stage computes the loss."""
-        return self.stage_index == self.num_stages - 1
+    def take_place(self, placement: Placement) -> None:
+        """Learn where the routes of a schedule begin and end."""
+        self.is_first = placement.previous_stage[self.stage_index] < 0
+        self.is_last = placement.next_stage[self.stage_index] < 0
 
 
 class Schedule:
@@ -101,18 +102,26 @@ class Schedule:
         loss_fn: Callable[..., Tensor] | None = None,
         **options: Any,
     ) -> None:
-        stages = [stage] if isinstance(stage, PipelineStage) else list(stage)
+        stages = list(stage) if isinstance(stage, Sequence) else [stage]
+        for each in stages:
+            if not isinstance(each, PipelineStage):
+                raise ConfigError(
+                    f"is a {type(each).__name__}; expected a PipelineStage, or a list of them", key="stage"
+                )
         if stages and stages[0].device is not None:
             options.setdefault("device", stages[0].device)
-        site = Site.of(stages[0].group if stages else None, translated(options))
+        site = Site.of(stages[0].group if stages else None, translate_options(options))
         order = site.together(lambda: self._order(site, schedule, stages, n_microbatches))
         self._loss_fn = loss_fn
         self._loss_keywords: Mapping[str, Any] = {}
-        self._hooks = [
-            each.submod.register_forward_pre_hook(_unpack, with_kwargs=True) for each in stages if not each.is_first
-        ]
+        for each in stages:
+            each.take_place(order.placement)
+        self._has_compared = len(order.placement.routes) == 1
+        self._computes_losses = any(each.is_last for each in stages)
         own = {each.stage_index: each.submod for each in stages}
         self.pipeline = site.pipeline(own, order, None if loss_fn is None else self._loss)
+        inner = {id(each.submod): each.submod for each in stages if not each.is_first}
+        self._hooks = [module.register_forward_pre_hook(_unpack, with_kwargs=True) for module in inner.values()]
         self.result: StepResult | None = None
         """What the last step gave back: its loss is on every rank."""
 
@@ -121,7 +130,14 @@ class Schedule:
         site: Site, schedule: str | Path | Order, stages: Sequence[PipelineStage], num_microbatches: int | None
     ) -> Order:
         _require_stages(stages)
-        return order_of(site, schedule, num_microbatches, len(stages), stages[0].num_stages)
+        order = site.schedule(family_of(schedule), num_microbatches, len(stages))
+        if order.num_stages != stages[0].num_stages:
+            raise ConfigError(
+                f"{stages[0].num_stages} stages are given, but {order.name} on {order.num_ranks} ranks with "
+                f"{len(stages)} each has {order.num_stages}",
+                key="num_stages",
+            )
+        return order
 
     def step(
         self,
@@ -143,11 +159,22 @@ class Schedule:
         if self._loss_fn is None:
             return self.eval(*args, target=target, losses=losses, **kwargs)
         self._loss_keywords = loss_kwargs or {}
+        if target is None and self._computes_losses:
+            target = Refusal(
+                PipelineError(f"rank {self.pipeline.rank} computes the losses and was given no target; pass target=...")
+            )
+        target = self._compared(args, kwargs, target)
         result = self.pipeline.step(*args, target=target, return_outputs=return_outputs, **kwargs)
         return self._given(result, losses)
 
     def eval(self, *args: Any, target: Any = None, losses: MutableSequence[Tensor] | None = None, **kwargs: Any) -> Any:
         """Run the forwards of one batch without gradients, modules in evaluation mode; returns as `step` does."""
+        if self._loss_fn is None and not (target is None and losses is None):
+            given = "losses" if target is None else "target"
+            target = Refusal(
+                ConfigError("is given, but the schedule was made without a loss_fn; give it one", key=given)
+            )
+        target = self._compared(args, kwargs, target)
         result = self.pipeline.evaluate(*args, target=target, return_outputs=True, **kwargs)
         return self._given(result, losses)
 
@@ -156,6 +183,23 @@ class Schedule:
         for hook in self._hooks:
             hook.remove()
         self.pipeline.close()
+
+    def _compared(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:
+        """Return the target, or in the first step of two routes, if the ranks were given other batches, a refusal.
+
+        DualPipe's users give each end a half, of which each end would use a half.
+        """
+        if self._has_compared:
+            return target
+        self._has_compared = True
+        everyone = self.pipeline.transport.all_gather_object([_fingerprint((args, dict(kwargs))), _fingerprint(target)])
+        for what, texts in zip(("inputs", "a target"), zip(*everyone, strict=True), strict=True):
+            ranks = [rank for rank, text in enumerate(texts) if text]
+            odd = next((rank for rank in ranks if texts[rank] != texts[ranks[0]]), None)
+            if odd is not None:
+                text = f"rank {ranks[0]} and rank {odd} were given {what} of other values"
+                return Refusal(PipelineError(f"{text}; with two routes, pass the whole batch at both ends"))
+        return target
 
     def _given(self, result: StepResult, losses: MutableSequence[Tensor] | None) -> Any:
         self.result = result
@@ -184,7 +228,7 @@ def get_schedule_class(schedule_name: str) -> Callable[..., Schedule]:
     Raises:
         ConfigError: for a name that neither torch nor Penstock has.
     """
-    family = _family(schedule_name)
+    family = family_of(schedule_name)
     if family not in FAMILIES:
         known = [*FAMILY_OF_CLASS, *FAMILIES]
         raise ConfigError(
@@ -193,30 +237,12 @@ def get_schedule_class(schedule_name: str) -> Callable[..., Schedule]:
     return partial(Schedule, family)
 
 
-def _family(schedule: str | Path | Order) -> str | Path | Order:
-    """Return torch's name as ours; whatever else it is stays."""
+def family_of(schedule: str | Path | Order) -> str | Path | Order:
+    """Return torch's name of a schedule as ours; whatever else it is stays."""
     if not isinstance(schedule, str) or is_file_name(schedule):
         return schedule
     ours = {name.lower(): family for name, family in FAMILY_OF_CLASS.items()}
     return ours.get(schedule.lower().removeprefix("schedule"), schedule)
-
-
-def order_of(
-    site: Site, schedule: str | Path | Order, num_microbatches: int | None, stages_per_rank: int, num_stages: int
-) -> Order:
-    """Return the schedule for so many stages in all, by torch's name or whatever else `Site.schedule` takes.
-
-    Raises:
-        ConfigError: there is none, or it has another number of stages.
-    """
-    order = site.schedule(_family(schedule), num_microbatches, stages_per_rank)
-    if order.num_stages != num_stages:
-        raise ConfigError(
-            f"{num_stages} stages are given, but {order.name} on {order.num_ranks} ranks with {stages_per_rank} each "
-            f"has {order.num_stages}",
-            key="num_stages",
-        )
-    return order
 
 
 def _require_stages(stages: Sequence[PipelineStage]) -> None:
@@ -225,12 +251,17 @@ def _require_stages(stages: Sequence[PipelineStage]) -> None:
     if len({each.num_stages for each in stages}) > 1:
         counts = ", ".join(f"{each.num_stages} by stage {each.stage_index}" for each in stages)
         raise ConfigError(f"{counts}; give all stages the same", key="num_stages")
+    for each in stages:
+        if not 0 <= each.stage_index < each.num_stages:
+            raise ConfigError(
+                f"{each.stage_index}; expected 0 to {each.num_stages - 1} of {each.num_stages}", key="stage_index"
+            )
     indices = [each.stage_index for each in stages]
     if len(set(indices)) < len(indices):
         raise ConfigError(f"{indices} on one rank; bring each stage once", key="stage_index")
 
 
-def translated(options: Mapping[str, Any]) -> dict[str, Any]:
+def translate_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Turn keywords of torch's schedules into those of `Pipeline`."""
     found = {name: value for name, value in options.items() if name not in _NO_EFFECT}
     args, keywords = found.pop("args_chunk_spec", None), found.pop("kwargs_chunk_spec", None)
@@ -242,6 +273,15 @@ def translated(options: Mapping[str, Any]) -> dict[str, Any]:
     if not found.pop("scale_grads", True):
         found.setdefault("reduction", "sum")
     return found
+
+
+def _fingerprint(tree: Any) -> str:
+    """Return what stands for the values of all tensors; empty without any."""
+    tensors = [leaf.detach().cpu() for leaf in flatten(tree)[0] if type(leaf) is Tensor]
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest() if tensors else ""
 
 
 def _marks(spec: Any, of_dim: Callable[[int], Any]) -> Any:

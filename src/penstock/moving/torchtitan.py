@@ -3,7 +3,7 @@
 What differs, and what can be deleted, is told in docs/moving/torchtitan.md.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,22 +12,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.execute.batch.agreement import agree_on_setup
 from penstock.ir.schedule import Schedule as Order
+from penstock.moving.brought import parts_of_stages
 from penstock.moving.model_parts import ModelParts
-from penstock.moving.own_stages import Site
-from penstock.moving.torch_pipelining import PipelineStage, Schedule, order_of, translated
+from penstock.moving.own_stages import Site, require_parts
+from penstock.moving.torch_pipelining import PipelineStage, Schedule, family_of, translate_options
 from penstock.partition.split import split_layers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pipelined:
-    """What a training loop of torchtitan holds."""
+    """What a training loop of torchtitan holds; it unpacks into these four, too."""
 
     pp_schedule: Schedule
     model_parts: list[nn.Module]
     """This rank's parts, by stage; their parameters have the whole model's names."""
     pp_has_first_stage: bool
     pp_has_last_stage: bool
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.pp_schedule, self.model_parts, self.pp_has_first_stage, self.pp_has_last_stage))
 
 
 def pipeline_llm(
@@ -47,24 +52,33 @@ def pipeline_llm(
     `schedule`: torch's name or ours, a `penstock.Schedule`, or the path of a CSV file. The model, which may be on the
     meta device, stays as it is: a rank copies what its own stages need. `prepare(part)` is called with each part of
     this rank before it is used (to give it memory and values, compile or shard it), and may return another module in
-    its place. Parameters that several parts hold are tied. Further keywords: those of `torch_pipelining.Schedule`.
+    its place. Parameters that several parts hold are tied. Under a schedule of two routes every part is on two ranks.
+    Further keywords: those of `torch_pipelining.Schedule`.
 
     Raises:
         ConfigError, PartitionError: the names do not fit the model or the schedule; on every rank alike.
     """
     parts = ModelParts(model, module_fqns_per_model_part)
-    site = Site.of(group, translated(options))
-    per_rank = max(parts.num_stages // site.transport.num_ranks, 1)
-    order = site.together(lambda: order_of(site, schedule, n_microbatches, per_rank, parts.num_stages))
-    own = {stage: parts.make(stage) for stage in order.placement.stages_of_rank[site.transport.rank]}
+    site = Site.of(group, translate_options(options))
+    order = site.together(lambda: _order(site, schedule, n_microbatches, parts.num_stages))
+    agree_on_setup(site.transport, {"module_fqns_per_model_part": str(list(map(list, module_fqns_per_model_part)))})
+    part_of_stage = parts_of_stages(order.placement)
+    own = {stage: parts.make(part_of_stage[stage]) for stage in order.placement.stages_of_rank[site.transport.rank]}
     if prepare is not None:
         own = {stage: prepare(part) or part for stage, part in own.items()}
-    stages = [PipelineStage(part, stage, parts.num_stages, device, group=group) for stage, part in own.items()]
+    stages = [PipelineStage(part, stage, order.num_stages, device, group=group) for stage, part in own.items()]
     rest = dict(site.options) | {"tied": [*site.options.get("tied", ()), *parts.tied()], "transport": site.transport}
     pp_schedule = Schedule(order, stages, loss_fn=loss_fn, **rest)
     return Pipelined(
         pp_schedule, list(own.values()), any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
     )
+
+
+def _order(site: Site, schedule: str | Path | Order, num_microbatches: int | None, num_parts: int) -> Order:
+    given = family_of(schedule)
+    order = site.schedule(given, num_microbatches, site.stages_per_rank(given, num_parts))
+    require_parts(order, num_parts, "module_fqns_per_model_part")
+    return order
 
 
 def generate_llm_fqn_per_model_part(

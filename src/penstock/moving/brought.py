@@ -1,0 +1,140 @@
+"""What ranks bring to a pipeline of own stages, compared before it is made: every stage once, and copies alike.
+
+With two routes, part k of the model is stage k of the first route and stage k of the second one, a copy of it.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations, zip_longest
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import PartitionError
+from penstock.execute.batch.agreement import agree_on_setup, digest
+from penstock.execute.stages.tied import TiedCopy
+from penstock.execute.transport.protocol import Transport
+from penstock.execute.world import shares_process
+from penstock.ir.schedule import Schedule
+from penstock.partition.split import split_over
+from penstock.placement import Placement
+
+Pair = tuple[str, str]
+
+
+def agree_on_brought(transport: Transport, own: Mapping[int, nn.Module], schedule: Schedule) -> list[Pair]:
+    """Make sure that every rank brings the stages that the schedule places there; a collective.
+
+    Returns, with two routes, the names of parameters that a rank holds as one object in two parts of the model: what
+    all ranks must treat as tied, since both parts have copies elsewhere.
+
+    Raises:
+        PipelineError: the ranks have different schedules.
+        PartitionError: on every rank alike, naming the rank, its stage and the first difference.
+    """
+    agree_on_setup(transport, {"the schedule": f"{schedule!r} #{digest(schedule.to_csv()):x}"})
+    everyone = transport.all_gather_object({str(stage): _described(module) for stage, module in sorted(own.items())})
+    brought: dict[int, Any] = {}
+    for rank, theirs in enumerate(everyone):
+        assert isinstance(theirs, dict)
+        _require_stages(rank, sorted(map(int, theirs)), schedule)
+        brought |= {int(stage): described for stage, described in theirs.items()}
+    if len(schedule.placement.routes) == 1:
+        return []
+    parts = parts_of_stages(schedule.placement)
+    for first, other in _copies(parts):
+        _require_copies(brought[first], brought[other], first, other, schedule.placement)
+        if shares_process(transport):
+            _require_two_modules(brought[first], brought[other], first, other, schedule.placement)
+    return _agree_on_shared(transport, _shared(own, parts), schedule.placement, parts)
+
+
+def parts_of_stages(placement: Placement) -> list[int]:
+    """Return per stage the part of the model that it runs: its place on its route.
+
+    Raises:
+        PartitionError: the routes differ in length.
+    """
+    return [part.start for part in split_over(placement, len(placement.routes[0]))]
+
+
+def _described(module: nn.Module) -> list[Any]:
+    """An identity within this process, and every parameter and buffer."""
+    return [id(module), TiedCopy(dict(module.named_parameters()), (), [module]).describe()]
+
+
+def _require_stages(rank: int, found: list[int], schedule: Schedule) -> None:
+    expected = list(schedule.placement.stages_of_rank[rank])
+    if found != expected:
+        drawn = " | ".join(" ".join(map(str, stages)) for stages in schedule.placement.stages_of_rank)
+        raise PartitionError(
+            f"rank {rank} brings the stages {found}, but {schedule.name} with {schedule.num_stages} stages places "
+            f"{expected} there; bring these (in all: {drawn}), or use another schedule"
+        )
+
+
+def _copies(parts: Sequence[int]) -> list[tuple[int, int]]:
+    """The first copy of a part with every other one."""
+    return [(parts.index(part), stage) for stage, part in enumerate(parts) if parts.index(part) != stage]
+
+
+def _require_copies(expected: Any, found: Any, first: int, other: int, placement: Placement) -> None:
+    """Two copies on one rank are one module, on two ranks modules of the same form."""
+    first_rank, rank = placement.rank_of_stage[first], placement.rank_of_stage[other]
+    if first_rank == rank:
+        if expected[0] != found[0]:
+            raise PartitionError(
+                f"rank {rank}: the stages {first} and {other} are two copies of one part of the model, and both here, "
+                "but two modules are brought; bring one and the same for both"
+            )
+        return
+    for (name, text), (other_name, other_text) in zip_longest(expected[1], found[1], fillvalue=("nothing more", "")):
+        if (name, text) != (other_name, other_text):
+            raise PartitionError(
+                f"rank {rank} brings, as stage {other}, a module with {_named(other_name, other_text)}, where the "
+                f"other copy of this part of the model, stage {first} of rank {first_rank}, has {_named(name, text)}; "
+                "bring modules with the same parameters and buffers for both"
+            )
+
+
+def _named(name: str, text: str) -> str:
+    return f"{name} {text}".rstrip()
+
+
+def _require_two_modules(expected: Any, found: Any, first: int, other: int, placement: Placement) -> None:
+    """Ranks that are threads would add to the gradients of one module at the same time."""
+    first_rank, rank = placement.rank_of_stage[first], placement.rank_of_stage[other]
+    if first_rank != rank and expected[0] == found[0]:
+        raise PartitionError(
+            f"rank {first_rank} and rank {rank} bring the very same module as the stages {first} and {other}; give "
+            "each rank a module of its own"
+        )
+
+
+def _shared(own: Mapping[int, nn.Module], parts: Sequence[int]) -> list[Pair]:
+    """Names of parameters of different parts that are one object on this rank."""
+    names: dict[int, list[str]] = {}
+    for stage in sorted(own, key=lambda stage: (parts[stage], stage)):
+        for name, parameter in own[stage].named_parameters():
+            full = f"{parts[stage]}.{name}"
+            if full not in names.setdefault(id(parameter), []):
+                names[id(parameter)].append(full)
+    return [pair for same in names.values() for pair in combinations(same, 2)]
+
+
+def _agree_on_shared(transport: Transport, own: list[Pair], placement: Placement, parts: Sequence[int]) -> list[Pair]:
+    """All ranks' pairs; a rank that holds both parts of a pair must hold one object, too."""
+    everyone = [{(str(a), str(b)) for a, b in _pairs(theirs)} for theirs in transport.all_gather_object(own)]
+    for rank, pair in ((rank, pair) for rank, pairs in enumerate(everyone) for pair in sorted(pairs)):
+        needed = {int(name.partition(".")[0]) for name in pair}
+        for other, stages in enumerate(placement.stages_of_rank):
+            if needed <= {parts[stage] for stage in stages} and pair not in everyone[other]:
+                raise PartitionError(
+                    f"{pair[0]!r} and {pair[1]!r} are one parameter on rank {rank}, but two on rank {other}, which "
+                    "holds the other copies of both; share them on both ranks, or on neither and name them in tied"
+                )
+    return sorted(set().union(*everyone))
+
+
+def _pairs(theirs: object) -> list[Any]:
+    assert isinstance(theirs, list)
+    return theirs
