@@ -58,7 +58,7 @@ WRONG_SETTINGS = {
     "a wrong option": ("pipeline.options={warm=1}", r"pipeline\.options\.warm: 1f1b has no option .*'warmup'"),
     "an option's value": ('pipeline.options={warmup="x"}', r"pipeline\.options\.warmup: 'x' is not"),
     "stages per rank": ("pipeline.stages_per_rank=9", r"pipeline\.stages_per_rank: 1f1b takes 1 stage"),
-    "a split of other layers": ("pipeline.split=[9]", r"split \[9\] .* the model has 5; change"),
+    "a split of other layers": ("pipeline.split=[9]", r"split \[9\] .* the model has 5; take 4 away"),
     "a split of other stages": ("pipeline.split=[3, 2]", "names 2 stages, but the schedule has 1"),
     "a schedule for other ranks": ("pipeline.schedule=two.csv", r"pipeline\.schedule: two is for 2 ranks, but 1 run"),
     "for other microbatches": ("pipeline.schedule=other.csv", r"pipeline\.microbatches: 2, but other is for 3"),

@@ -38,9 +38,9 @@ def test_everything_that_was_measured_is_told_with_its_unit():
         ["stage", "rank", "kind", "usual", "median", "middle", "half", "within"],
         ["-----", "----", "--------", "-------", "-------", "------------------"],
         ["0", "0", "forward", "10.0", "ms", "9.80", "ms", "500", "µs"],
-        ["0", "0", "backward", "20.0", "ms", "20.0", "ms", "0.00", "s"],
-        ["1", "1", "forward", "14.0", "ms", "14.0", "ms", "0.00", "s"],
-        ["1", "1", "backward", "28.0", "ms", "28.0", "ms", "0.00", "s"],
+        ["0", "0", "backward", "20.0", "ms", "20.0", "ms", "0.00", "ms"],
+        ["1", "1", "forward", "14.0", "ms", "14.0", "ms", "0.00", "ms"],
+        ["1", "1", "backward", "28.0", "ms", "28.0", "ms", "0.00", "ms"],
         [],
         ["channel", "latency", "latency", "of", "a", "ping", "bandwidth"],
         ["-------", "-------", "-----------------", "----------"],
@@ -51,6 +51,12 @@ def test_everything_that_was_measured_is_told_with_its_unit():
         [],
         *[line.split() for line in lines[-1:]],
     ]
+
+
+def test_a_latency_that_was_not_found_has_the_unit_of_the_ping_beside_it():
+    text = profile_text(profile_of(replace(COSTS, latency_s=0.0)))
+
+    assert "0 to 1   0.00 µs  30.0 µs" in text
 
 
 def test_the_bottleneck_is_the_stage_that_takes_longest():

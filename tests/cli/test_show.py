@@ -136,6 +136,11 @@ def test_the_number_of_stages_is_passed_on(capsys):
         (["1f1b", *SHAPE, "--option", "warmup"], "--option 'warmup' is not of the form key=value"),
         (["1f1b", *SHAPE, "--option", "warmpu=eager"], "Did you mean 'warmup'?"),
         (["none.csv"], "none.csv: cannot be read (No such file or directory)"),
+        (
+            ["mine.py:mine", *SHAPE],
+            "mine.py:mine is Python, which only --from runs: write --from mine.py:mine",
+        ),
+        (["mine.py", *SHAPE], "write --from mine.py:FUNCTION in its place"),
         (["--from", "none.py:mine", *SHAPE], "none.py: cannot be read (No such file or directory)"),
     ],
 )

@@ -7,6 +7,7 @@ import pytest
 
 from tests.house.source import ROOT, defined_names, modules, parse
 
+WORDS_OF_SCHEDULES = ["rank", "stage", "microbatch", "action", "instruction", "timeline", "span", "makespan"]
 BANNED_WORDS = {"mb", "pg", "cfg", "fwd", "bwd", "chunk", "chunks"}
 BANNED_NAMES = ("stage_idx", "stage_id")
 ENVIRONMENT = {"os.environ", "os.getenv", "os.environb", "os.putenv", "sys.argv"}
@@ -51,9 +52,7 @@ def test_nothing_is_left_unfinished(text):
     assert [module.name for module in modules() if pattern.search(module.text)] == []
 
 
-@pytest.mark.parametrize(
-    "word", ["rank", "stage", "microbatch", "action", "instruction", "timeline", "span", "makespan"]
-)
+@pytest.mark.parametrize("word", [*WORDS_OF_SCHEDULES, "activation", "context", "carry", "tied", "stream", "skip"])
 def test_the_words_are_written_down(word):
     text = (ROOT / "docs" / "words.md").read_text(encoding="utf-8")
     assert re.search(rf"^\|[^|]*\*\*{word}\*\*", text, re.MULTILINE)

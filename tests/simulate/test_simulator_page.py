@@ -4,6 +4,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+from penstock.show.idle import NAME_OF_CAUSE
 from penstock.simulate import Costs
 from penstock.simulate.causes import Cause
 from penstock.simulate.costs.file import costs_from_toml
@@ -30,4 +31,4 @@ def test_every_unit_and_every_cause_is_named():
     names = [unit for units in UNITS.values() for unit in units]
 
     assert [unit for unit in names if f"`{unit}`" not in PAGE] == []
-    assert [cause.name for cause in Cause if f"| {cause.name.lower()} |" not in PAGE] == []
+    assert [cause.name for cause in Cause if f"| {NAME_OF_CAUSE[cause]} |" not in PAGE] == []

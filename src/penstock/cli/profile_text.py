@@ -1,14 +1,14 @@
 """What a profile found, in tables: seconds per stage and kind, channels, and the stage that holds up the others."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from penstock.cli.memory_text import memory_text
 from penstock.cli.output import format_table
 from penstock.ir.action import Kind
-from penstock.show.text import count_of, format_bytes, format_seconds
+from penstock.show.text import count_of, format_bytes, format_seconds, time_unit
 from penstock.simulate.costs.costs import Spread
 from penstock.simulate.costs.messages import BACKWARD, FORWARD, message_costs
 from penstock.train.profiling import Profile
@@ -55,7 +55,7 @@ def _stages(profile: Profile) -> str:
             spread = spread_of.get((kind, stage), Spread(kind, stage, usual_s, 0.0))
             name = kind.name.lower().replace("_", " ") + ("" if runs else NOT_RUN)
             seconds = (usual_s, spread.median_s, spread.quartile_range_s)
-            rows.append([str(stage), str(rank), name, *map(format_seconds, seconds)])
+            rows.append([str(stage), str(rank), name, *_side_by_side(seconds)])
         if costs.split_forward_s:
             prepared_s = float(costs.per_stage("split_forward_s", program.num_stages)[stage])
             rows.append([str(stage), str(rank), f"forward{NOT_RUN}", format_seconds(prepared_s), "", ""])
@@ -72,8 +72,14 @@ def _channels(profile: Profile) -> Iterator[str]:
         ends = (wire.sender, wire.receiver)
         bandwidth = wire.bandwidth_bytes_per_s
         speed = "-" if math.isinf(bandwidth) else f"{format_bytes(round(bandwidth))}/s"
-        rows.append([f"{ends[0]} to {ends[1]}", format_seconds(latencies[ends]), format_seconds(wire.latency_s), speed])
+        rows.append([f"{ends[0]} to {ends[1]}", *_side_by_side((latencies[ends], wire.latency_s)), speed])
     yield format_table(["channel", "latency", "latency of a ping", "bandwidth"], rows)
+
+
+def _side_by_side(durations_s: Sequence[float]) -> list[str]:
+    """Write durations; 0, which has no natural unit, in that of the smallest other: seconds would look coarser."""
+    unit = time_unit(min((duration_s for duration_s in durations_s if duration_s), default=0.0))[1]
+    return [format_seconds(duration_s) if duration_s else f"0.00 {unit}" for duration_s in durations_s]
 
 
 def _latencies_s(profile: Profile) -> dict[tuple[int, int], float]:

@@ -26,6 +26,7 @@ SHAPE_KEYS = ("stages_per_rank", "stages", "slices")
 RESERVED = ("name", "ranks", "microbatches", "forward_only")
 """What `build` takes as well, but all NAMEs have in common."""
 
+_PYTHON = re.compile(r".+\.py(:\w+)?")
 _WITH_OPTIONS = re.compile(r"(.+?):([A-Za-z_][\w-]*=.*)")
 
 
@@ -65,6 +66,9 @@ def wanted_schedules(arguments: Namespace) -> list[Wanted]:
 def find_wanted(text: str, arguments: Namespace) -> Wanted:
     """Find what a NAME stands for: a family, or a file that is there under this name."""
     name, options = _split(text, arguments)
+    if python := _PYTHON.fullmatch(name):
+        place = python[0] if python[1] else f"{name}:FUNCTION"
+        raise ConfigError(f"{name} is Python, which only --from runs: write --from {place} in its place")
     if name not in FAMILIES and (name == STDIN or is_file_name(name) or Path(name).is_file()):
         return Wanted(text, False, partial(_as_asked, _read(name), name, arguments, options))
     family, colon, _ = name.partition(":")

@@ -110,8 +110,14 @@ def _check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None
     if sum(given) != num_layers:
         raise PartitionError(
             f"split {given} adds up to {sum(given)} layers, but the model has {num_layers}; "
-            f"change the numbers by {num_layers - sum(given):+d} in all"
+            f"{_way_to_add_up(num_layers - sum(given))}, or leave split out for stages as even as can be"
         )
+
+
+def _way_to_add_up(num_missing: int) -> str:
+    if num_missing > 0:
+        return f"give {num_missing} more to some stage"
+    return f"take {-num_missing} away from some stage"
 
 
 def _ranges(sizes: Sequence[int]) -> tuple[range, ...]:

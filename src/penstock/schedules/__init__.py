@@ -39,6 +39,9 @@ from penstock.schedules.registry import Installed, find_installed, is_file_name,
 MAX_FORWARDS = 50_000_000
 """Planning takes 320 to 410 bytes per forward at its peak (bench/planning.py), so this many take 16 to 21 GB."""
 
+MAX_NAMED_FAMILIES = 3
+"""That a message names to take instead; `penstock schedules` lists all."""
+
 STREAMS = ("deepspeed-train", "deepspeed-inference")
 """DeepSpeed's names of its two streams of instructions, which are a format here."""
 
@@ -173,7 +176,10 @@ def _resolve_stages(family: Family, ranks: int, stages_per_rank: int | None, sta
                 key="stages",
             )
         if 0 not in allowed and (rest or per_rank not in allowed):
-            raise ConfigError(f"{family.name} takes {_allowed(family)} per rank, not {stages} on {ranks}", key="stages")
+            way_out = f"give {ranks * allowed[0]}" if rest else _way_to_get(per_rank, family)
+            raise ConfigError(
+                f"{family.name} takes {_allowed(family)} per rank, not {stages} on {ranks}; {way_out}", key="stages"
+            )
         if stages < ranks:
             raise ConfigError(
                 f"{count_of(stages, 'stage')} for {ranks} ranks; give {ranks} or more, so that none is empty",
@@ -182,8 +188,18 @@ def _resolve_stages(family: Family, ranks: int, stages_per_rank: int | None, sta
         return stages
     chosen = allowed[0] if stages_per_rank is None else stages_per_rank
     if chosen not in allowed and 0 not in allowed:
-        raise ConfigError(f"{family.name} takes {_allowed(family)} per rank, got {chosen}", key="stages_per_rank")
+        raise ConfigError(
+            f"{family.name} takes {_allowed(family)} per rank, got {chosen}; {_way_to_get(chosen, family)}",
+            key="stages_per_rank",
+        )
     return ranks * chosen
+
+
+def _way_to_get(per_rank: int, family: Family) -> str:
+    """Name families that take so many stages per rank, those first whose names contain the name of this one."""
+    named = [name for name, other in FAMILIES.items() if {per_rank, 0}.intersection(other.stages_per_rank)]
+    named.sort(key=lambda name: family.name not in name)
+    return f"leave it out, or take a family with {per_rank}, such as {', '.join(named[:MAX_NAMED_FAMILIES])}"
 
 
 def _allowed(family: Family) -> str:

@@ -1,0 +1,128 @@
+"""What docs/pipeline.md shows runs as it stands, and its table has every keyword with its default."""
+
+import inspect
+import re
+import subprocess
+import sys
+from dataclasses import MISSING, fields
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.execute.losses.results import StepResult
+from penstock.execute.options import PipelineOptions
+from penstock.execute.reference import reference_step
+from penstock.pipeline import Pipeline
+from tests.house.source import ROOT
+from tests.ranks import RankPool
+
+PAGE = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+SCRIPT = BLOCKS[0]
+(DATA_PARALLEL,) = (block for block in BLOCKS if "init_device_mesh" in block)
+
+
+def run_block(rank, code):
+    """Run a script as a rank of the pool, whose default group it must leave to the pool."""
+    found = {}
+    exec(compile(code.replace("dist.destroy_process_group()", "pass"), "docs/pipeline.md", "exec"), found)
+    return found
+
+
+def history_of(rank):
+    return run_block(rank, SCRIPT)["history"]
+
+
+def gradients_of_replica(rank):
+    found = run_block(rank, DATA_PARALLEL)
+    return {name: parameter.grad for name, parameter in found["pipeline"].named_parameters()}
+
+
+@pytest.mark.slow
+def test_the_python_of_the_page_runs_in_one_process():
+    code = "\n".join(block for block in BLOCKS if block != DATA_PARALLEL)
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert "7 rows, which 4 microbatches do not divide evenly" in done.stdout
+    first, last = map(float, re.search(r"^loss (.*) -> (.*)$", done.stdout, re.MULTILINE).groups())
+    assert last < first
+
+
+@pytest.mark.slow
+def test_the_full_script_gives_the_same_bits_on_two_ranks_as_on_one():
+    with RankPool(1) as alone, RankPool(2) as pair:
+        (expected,) = alone.run(history_of)
+
+        assert pair.run(history_of) == [expected, expected]
+    assert expected[-1] < expected[0]
+
+
+@pytest.mark.slow
+def test_two_replicas_of_a_pipeline_have_the_gradients_of_the_whole_batch():
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]
+    inputs, target = torch.randn(32, 16), torch.rand(32, 16)
+    reference_step(layers, (inputs,), {}, target, loss=nn.functional.mse_loss, num_microbatches=8)
+    expected = dict(nn.ModuleList(layers).named_parameters())
+
+    with RankPool(4) as pool:
+        found = pool.run(gradients_of_replica)
+
+    assert {name for gradients in found for name in gradients} == set(expected)
+    for gradients in found:
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name].grad, rtol=1e-5, atol=1e-7)
+
+
+class Detached(nn.Module):
+    def forward(self, features):
+        return features.detach() * self.scale
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+
+@pytest.mark.parametrize(("split", "expected"), [([1, 1, 1, 1], [0.0, 0.0]), ([1, 2, 1, 1], [0.0, None])])
+def test_before_a_detached_value_gradients_are_zero_but_in_the_stage_that_detaches(split, expected):
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), Detached(), nn.Linear(4, 4), nn.Linear(4, 4)][: sum(split)]
+    pipeline = Pipeline(layers, "interleaved-1f1b", 2, nn.functional.mse_loss, stages_per_rank=4, split=split)
+
+    pipeline.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+
+    gradients = [layer.weight.grad for layer in layers[:2]]
+    assert [gradient if gradient is None else gradient.abs().max().item() for gradient in gradients] == expected
+    assert layers[2].scale.grad.abs().max() > 0
+
+
+def test_the_table_has_every_keyword_with_its_default():
+    rows = re.findall(
+        r"^\| `(\w+)` \| [^|]+ \| `([^|]*)` \| [^|]+ \|$", PAGE.partition("## All keywords")[2], re.MULTILINE
+    )
+    given = {
+        name: parameter.default
+        for name, parameter in inspect.signature(Pipeline.__init__).parameters.items()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD and name not in ("self", "layers")
+    }
+    for option in fields(PipelineOptions):
+        given[option.name] = option.default if option.default is not MISSING else option.default_factory
+
+    shown = {name: f"{value.__name__}()" if isinstance(value, type) else repr(value) for name, value in given.items()}
+
+    assert dict(rows) == shown
+    assert len(rows) == len(shown)
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", PAGE)
+
+    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+
+
+def test_everything_that_the_result_has_is_told():
+    table = PAGE.partition("## Result")[2].partition("## Gradients")[0]
+
+    assert [field.name for field in fields(StepResult) if f"`{field.name}`" not in table] == []
