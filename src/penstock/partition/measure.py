@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PartitionError, PipelineError
-from penstock.execute.stages.keywords import select_keywords
 from penstock.execute.losses.loss import Loss
 from penstock.execute.losses.output import takes_weight
 from penstock.execute.stages.assemble import Layer, layer_names
 from penstock.execute.stages.auxiliary import auxiliary_modules, take_all
+from penstock.execute.stages.keywords import select_keywords
 from penstock.execute.stages.skips import Shelf, StageSkips, skip_names
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.tree import flatten, map_leaves
