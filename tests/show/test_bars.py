@@ -31,7 +31,11 @@ def test_what_takes_no_time_is_no_bar():
 
 
 def test_the_sorts_of_any_timeline_count():
-    assert sorts_used([timeline_of(2, 2), timeline_with_bars()]) == [COLLECTIVE, OPTIMIZER_STEP]
+    timelines = [timeline_of(2, 2), timeline_with_bars()]
+
+    assert sorts_used(timelines) == [COLLECTIVE, OPTIMIZER_STEP]
+    assert sorts_used(timelines, longer_than_s=2.0) == [COLLECTIVE]  # of 2.5 s, waiting included
+    assert sorts_used(timelines, longer_than_s=2.5) == []
 
 
 def test_idle_time_lies_between_the_first_and_the_last_computation_and_bars_may_end_later():

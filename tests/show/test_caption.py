@@ -1,5 +1,9 @@
 """What stands around a drawing."""
 
+from dataclasses import replace
+
+import numpy as np
+
 from penstock.show.caption import add_lane_figures, add_legend, name_ranks, notes_on, top_margin
 from penstock.show.lanes import Detail, Lane, TimeScale
 from penstock.show.palette import THEMES
@@ -63,6 +67,18 @@ def test_the_legend_names_bars_where_there_are_any():
 
     (legend,) = sheet.figure.legends
     assert [text.get_text() for text in legend.get_texts()][-3:] == ["bubble", "collective", "optimizer step"]
+
+
+def test_the_legend_leaves_out_bars_that_are_a_hair():
+    """A reduction by a hook that does nothing takes some microseconds."""
+    timeline, sheet = timeline_with_bars(), Sheet.of(8.0, 4.0, THEMES["light"], "svg")
+    is_bar = ~timeline.program.is_compute
+    end_s = np.where(is_bar, np.minimum(timeline.end_s, timeline.start_s + 1e-3), timeline.end_s)
+
+    add_legend(sheet, [replace(timeline, end_s=end_s)])
+
+    (legend,) = sheet.figure.legends
+    assert legend.get_texts()[-1].get_text() == "bubble"
 
 
 def test_ranks_are_named_at_the_middle_of_their_lanes():

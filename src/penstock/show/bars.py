@@ -48,9 +48,10 @@ def bars_of_rank(timeline: Timeline, rank: int) -> Bars:
     return Bars(rows, timeline.start_s[rows], timeline.end_s[rows], sorts[rows - begin])
 
 
-def sorts_used(timelines: Sequence[Timeline]) -> list[int]:
-    """Return the sorts of bars that occur, in order."""
-    found = [bars_of_rank(timeline, rank).sort for timeline in timelines for rank in range(timeline.num_ranks)]
+def sorts_used(timelines: Sequence[Timeline], *, longer_than_s: float = 0.0) -> list[int]:
+    """Return the sorts of bars that occur, in order; those that have a bar of some length."""
+    bars = [bars_of_rank(timeline, rank) for timeline in timelines for rank in range(timeline.num_ranks)]
+    found = [each.sort[each.end_s - each.start_s > longer_than_s] for each in bars]
     return [int(sort) for sort in np.unique(np.concatenate([np.zeros(0, np.int64), *found]))]
 
 

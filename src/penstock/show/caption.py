@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock.ir.action import Kind
 from penstock.ir.timeline import Timeline
-from penstock.show.bars import NAMES, sorts_used, window_s
+from penstock.show.bars import NAMES, last_end_s, sorts_used, window_s
 from penstock.show.figures import idle_share
 from penstock.show.lanes import Detail, Lane, TimeScale, colour_of_bar, columns_for
 from penstock.show.layout import describe_shades, kinds_used, num_shades
@@ -18,6 +18,8 @@ TITLE_AT, FIGURES_AT, LEGEND_AT, NOTE_AT = 0.3, 0.58, 0.88, 1.16
 LINE = 0.22
 """Between two notes, in the same inches."""
 MAX_NAMED_LANES = 64
+HAIR = 1 / 500
+"""Of the width of a chart; what is shorter is no bar that anybody would look up."""
 
 
 def notes_on(lanes: Sequence[Lane], detail: Detail, scale: TimeScale, inner_width: float) -> list[str]:
@@ -57,7 +59,7 @@ def add_legend(sheet: Sheet, timelines: list[Timeline]) -> None:
     colours = block_colours(shades)
     kinds = [Kind(kind) for kind in kinds_used(timelines)]
     swatches = [tuple(Patch(facecolor=colour, linewidth=0) for colour in colours[kind]) for kind in kinds]
-    bars = sorts_used(timelines)
+    bars = sorts_used(timelines, longer_than_s=HAIR * max(last_end_s(timeline) for timeline in timelines))
     plain = [sheet.theme.bubble, *(colour_of_bar(sort, sheet.theme) for sort in bars)]
     legend = sheet.figure.legend(
         handles=[*swatches, *(Patch(facecolor=colour, linewidth=0) for colour in plain)],
