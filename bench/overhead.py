@@ -10,23 +10,35 @@ what remains is the time of the interpreter.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from in_torch import COUNTERPARTS, torch_step
-from on_ranks import become_rank, bench_parser, comma_separated, give_rows, in_turn, rows_of_ranks
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 from torch.nn.functional import mse_loss
 
+from penstock.cli.launch import join_ranks, launch_ranks
 from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.batch.step import Step
 from penstock.execute.failures.positions import PositionBoard
@@ -36,59 +48,98 @@ from penstock.execute.messages import Messenger
 from penstock.execute.stages.stage import SavedForward, Stage
 from penstock.execute.transport import Ticket, TorchTransport
 from penstock.execute.tree import encode_layout
-from penstock.ir.schedule import Schedule
 from penstock.lower import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
 
 NUM_RANKS, NUM_MICROBATCHES, ROWS, WIDTH = 2, 64, 4, 64
+NUM_WARM_UP_ROUNDS = 3
 NUM_REPETITIONS = 200
 INSTRUCTION_BUDGET_S = 6e-6
-ONE_STAGE_BUDGET, TWO_STAGES_BUDGET = 0.9, 0.4
-"""The most that a step may take of torch's time, by the stages that a rank holds."""
-FAMILIES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zb", "zbv", "dualpipe-v")
 
 
-def schedule_of(name: str) -> Schedule:
-    """The schedule that orders as torch's does, with the stages per rank that are its family's own."""
-    return build(name, ranks=NUM_RANKS, microbatches=NUM_MICROBATCHES, **COUNTERPARTS[name].options)
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A schedule that torch has as well, and the most that a step may take of torch's time."""
+
+    torch: Callable[..., Any]
+    stages_per_rank: int
+    budget: float
+    is_vee: bool = False
 
 
-# ---- steps of two ranks
+FAMILIES = {
+    "gpipe": Family(ScheduleGPipe, 1, 0.9),
+    "1f1b": Family(Schedule1F1B, 1, 0.9),
+    "interleaved-1f1b": Family(ScheduleInterleaved1F1B, 2, 0.4),
+    "looped-bfs": Family(ScheduleLoopedBFS, 2, 0.4),
+    "interleaved-zb": Family(ScheduleInterleavedZeroBubble, 2, 0.4),
+    "zbv": Family(ScheduleZBVZeroBubble, 2, 0.4, is_vee=True),
+    "dualpipe-v": Family(ScheduleDualPipeV, 2, 0.4, is_vee=True),
+}
 
 
-def measure(names: Sequence[str], num_rounds: int, *, is_direct: bool) -> Iterator[dict[str, Any]]:
-    """Measure a step of each family in both on this rank; all ranks get the same rows."""
+# ---- steps over gloo
+
+
+def layers_of(family: Family) -> list[nn.Module]:
+    return [nn.Linear(WIDTH, WIDTH) for _ in range(NUM_RANKS * family.stages_per_rank)]
+
+
+def penstock_step(name: str, batch: Tensor, *, is_direct: bool = True) -> Callable[[], object]:
+    """Make a pipeline, and return a call that runs one step."""
+    pipeline = Pipeline(
+        layers_of(FAMILIES[name]),
+        build(name, ranks=NUM_RANKS, microbatches=NUM_MICROBATCHES, stages_per_rank=FAMILIES[name].stages_per_rank),
+        loss=mse_loss,
+        transport=TorchTransport(is_direct=is_direct),
+    )
+    return lambda: pipeline.step(batch, target=batch)
+
+
+def torch_step(name: str, batch: Tensor) -> Callable[[], object]:
+    """Make torch's schedule, and return a call that runs one step."""
+    family, rank = FAMILIES[name], dist.get_rank()
+    layers = layers_of(family)
+    held = [rank, 2 * NUM_RANKS - 1 - rank] if family.is_vee else [*range(rank, len(layers), NUM_RANKS)]
+    stages = [PipelineStage(layers[stage], stage, len(layers), torch.device("cpu")) for stage in held]
+    schedule = family.torch(stages if len(stages) > 1 else stages[0], NUM_MICROBATCHES, loss_fn=mse_loss)
+    arguments = [batch] if 0 in held else []
+    losses: list[Tensor] = []
+    keywords = {"target": batch, "losses": losses} if len(layers) - 1 in held else {}
+
+    def step() -> object:
+        losses.clear()
+        return schedule.step(*arguments, **keywords)
+
+    return step
+
+
+def timed_s(step: Callable[[], object]) -> float:
+    """Run a step on all ranks at once; the time until the last one is done."""
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def compare(names: Sequence[str], num_rounds: int, *, is_direct: bool) -> dict[str, dict[str, list[float]]]:
+    """Return, per family, the times of a step of both."""
     batch = torch.randn(NUM_MICROBATCHES * ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
-    turns: dict[str, Callable[[], object]] = {}
-    for name in names:
-        schedule = schedule_of(name)
-        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(schedule.num_stages)]
-        pipeline = Pipeline(layers, schedule, loss=mse_loss, transport=TorchTransport(is_direct=is_direct))
-        turns[name] = partial(pipeline.step, batch, target=batch)
-        turns[in_torch(name)] = partial(
-            torch_step(name, schedule, layers, pipeline.layers_of_stage, mse_loss), batch, batch
-        )
-    seconds = in_turn(turns, num_rounds)
-    yield from (step_row(name, seconds[name], seconds[in_torch(name)]) for name in names)
-
-
-def in_torch(name: str) -> str:
-    return f"{name} in torch"
-
-
-def step_row(name: str, ours_s: Sequence[float], theirs_s: Sequence[float]) -> dict[str, Any]:
-    penstock_s, torch_s = (statistics.median(times_s) / NUM_MICROBATCHES for times_s in (ours_s, theirs_s))
-    budget = ONE_STAGE_BUDGET if COUNTERPARTS[name].takes_one_stage else TWO_STAGES_BUDGET
-    return {
-        "family": name,
-        "penstock_s": penstock_s,
-        "torch_s": torch_s,
-        "ratio": penstock_s / torch_s,
-        "budget": budget,
-        "is_kept": penstock_s / torch_s <= budget,
-        "times_s": {"penstock": ours_s, "torch": theirs_s},
+    steps = {
+        name: {"penstock": penstock_step(name, batch, is_direct=is_direct), "torch": torch_step(name, batch)}
+        for name in names
     }
+    times: dict[str, dict[str, list[float]]] = {name: {"penstock": [], "torch": []} for name in names}
+    for number in range(NUM_WARM_UP_ROUNDS + num_rounds):
+        gc.collect()
+        for name, both in steps.items():
+            for who, step in both.items():
+                taken_s = timed_s(step)
+                if number >= NUM_WARM_UP_ROUNDS:
+                    times[name][who].append(taken_s)
+    return times
 
 
 def run_before_others() -> None:
@@ -99,6 +150,31 @@ def run_before_others() -> None:
     with suppress(AttributeError, OSError):
         os.setpriority(os.PRIO_PROCESS, 0, -20)
         Path("/proc/self/autogroup").write_text("-20")  # Linux weighs whole sessions against each other
+
+
+def run_as_rank(arguments: argparse.Namespace) -> int:
+    """Be one rank; rank 0 writes the times."""
+    run_before_others()
+    torch.set_num_threads(1)
+    join_ranks(os.environ)
+    times = compare(arguments.families, arguments.rounds, is_direct=not arguments.gloo)
+    if os.environ["RANK"] == "0":
+        Path(arguments.times).write_text(json.dumps(times))
+    dist.barrier()
+    return 0
+
+
+def on_ranks(names: Sequence[str], num_rounds: int, *, is_direct: bool) -> dict[str, dict[str, list[float]]]:
+    """Run the comparison on processes of this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        times = Path(folder, "times")
+        words = ["--as-rank", "--families", ",".join(names), "--rounds", str(num_rounds), "--times", str(times)]
+        words += [] if is_direct else ["--gloo"]
+        failure = launch_ranks([sys.executable, __file__, *words], num_ranks=NUM_RANKS)
+        if failure is not None:
+            raise SystemExit(f"the ranks failed: {failure.shown}")
+        found: dict[str, dict[str, list[float]]] = json.loads(times.read_text())
+        return found
 
 
 # ---- instructions alone
@@ -155,7 +231,8 @@ class IdleStage(Stage):
 
 def instruction_times_s(name: str) -> list[float]:
     """Return seconds per instruction of rank 1 in each of some steps; it holds the last or a middle stage."""
-    rank, schedule = 1, schedule_of(name)
+    family, rank = FAMILIES[name], 1
+    schedule = build(name, ranks=NUM_RANKS, microbatches=NUM_MICROBATCHES, stages_per_rank=family.stages_per_rank)
     tensor = torch.zeros(ROWS, WIDTH, requires_grad=True)
     transport: Any = InstantTransport(rank, NUM_RANKS, encode_layout(tensor))
     board = PositionBoard.in_process(NUM_RANKS)[rank]
@@ -165,7 +242,7 @@ def instruction_times_s(name: str) -> list[float]:
     interpreter = Interpreter(lower(schedule), rank, stages, messenger, hooks)
     parts = [[Microbatch(index, (tensor,), {}, tensor, ROWS)] for index in range(NUM_MICROBATCHES)]
     loss = torch.zeros((), requires_grad=True)
-    times_s = []
+    found = []
     for _ in range(NUM_REPETITIONS):
         shares = LossShares([1.0] * NUM_MICROBATCHES, [[1.0]] * NUM_MICROBATCHES)
         step = Step(parts, shares, lambda output, target: loss, keeps_outputs=False)
@@ -173,11 +250,25 @@ def instruction_times_s(name: str) -> list[float]:
         messenger.begin("batch")
         interpreter.run(step, board.note)
         messenger.finish()
-        times_s.append((time.perf_counter() - start) / interpreter.num_rows)
-    return times_s[1:]
+        found.append((time.perf_counter() - start) / interpreter.num_rows)
+    return found[1:]
 
 
 # ---- the tables
+
+
+def step_row(name: str, times: dict[str, list[float]]) -> dict[str, Any]:
+    ours_s, torch_s = (statistics.median(times[who]) / NUM_MICROBATCHES for who in ("penstock", "torch"))
+    budget = FAMILIES[name].budget
+    return {
+        "family": name,
+        "penstock_s": ours_s,
+        "torch_s": torch_s,
+        "ratio": ours_s / torch_s,
+        "budget": budget,
+        "is_kept": ours_s / torch_s <= budget,
+        "times_s": times,
+    }
 
 
 def middle_half(times_s: list[float]) -> str:
@@ -187,31 +278,30 @@ def middle_half(times_s: list[float]) -> str:
 
 
 def step_line(row: dict[str, Any]) -> str:
-    spread = "  ".join(middle_half(sorted(times_s)) for times_s in row["times_s"].values())
+    ours_s, torch_s = (sorted(each) for each in row["times_s"].values())
+    spread = "  ".join(middle_half(each) for each in (ours_s, torch_s))
     figures = f"{1e3 * row['penstock_s']:9.3f}{1e3 * row['torch_s']:9.3f}{row['ratio']:8.2f}{row['budget']:8.2f}"
     return f"{row['family']:<18}{figures}   {spread}   {'ok' if row['is_kept'] else 'TOO SLOW'}"
 
 
-def words_of(arguments: argparse.Namespace) -> list[str]:
-    words = ["--families", ",".join(arguments.families), "--rounds", str(arguments.rounds)]
-    return [*words, "--gloo"] if arguments.gloo else words
-
-
 def main() -> int:
     """Print both tables; return 1 when a budget is not kept."""
-    parser = bench_parser(__doc__)
-    parser.add_argument("--families", type=comma_separated, default=list(FAMILIES), help="which ones")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=21, help="how often every step is measured")
+    parser.add_argument("--families", type=lambda text: text.split(","), default=list(FAMILIES), help="which ones")
     parser.add_argument("--gloo", action="store_true", help="have gloo carry Penstock's messages too")
+    parser.add_argument("--output", help="a JSON file for the rows")
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--times", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.as_rank:
+        return run_as_rank(arguments)
     run_before_others()
-    if arguments.rows:
-        become_rank(measures_time=False)  # in its own way, see above
-        give_rows(arguments.rows, measure(arguments.families, arguments.rounds, is_direct=not arguments.gloo))
-        return 0
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {NUM_RANKS} gloo ranks, {NUM_MICROBATCHES} microbatches; ms per microbatch")
     print(f"{'':<18}{'penstock':>9}{'torch':>9}{'ratio':>8}{'budget':>8}   middle halves")
-    steps = rows_of_ranks(__file__, words_of(arguments), num_ranks=NUM_RANKS)
+    measured = on_ranks(arguments.families, arguments.rounds, is_direct=not arguments.gloo)
+    steps = [step_row(name, times) for name, times in measured.items()]
     print("\n".join(map(step_line, steps)))
     print(f"\none rank alone, stages that compute nothing; microseconds per instruction\n{'':<18}{'median':>9}")
     alone = {name: statistics.median(instruction_times_s(name)) for name in arguments.families}
