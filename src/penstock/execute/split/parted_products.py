@@ -30,9 +30,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.overrides import TorchFunctionMode
 
 from penstock.execute.split.late_gradients import LateGradient
-from penstock.execute.split.product_nodes import require_unchanged
+from penstock.execute.split.product_nodes import WaitingProduct
 from penstock.execute.split.weight_products import Rule, WeightProduct, Weights, find_product, may_be_product
-from penstock.execute.untouched import version_of
 
 _MAX_NODES = 16
 _PLAIN = (Tensor, nn.Parameter)
@@ -214,71 +213,32 @@ class _Keep(torch.autograd.Function):
         return None
 
 
-class PartedNode:
+class PartedNode(WaitingProduct):
     """The node of such a product in a graph, as a product whose weights may wait."""
 
-    __slots__ = (
-        "_activations",
-        "_call",
-        "_needs",
-        "_node",
-        "_version",
-        "gradient",
-        "num_multiplications",
-        "parameters",
-        "places",
-        "roots",
-    )
-
-    is_hooked = False
-    """Whoever keeps its activations: the node asks for them once, for itself and for the weights."""
+    __slots__ = ("_call", "_needs")
 
     def __init__(self, node: Any) -> None:
-        self._node: Any = node
+        places, self._needs = _places(node)
         self._call: _Call | None = node.call
-        self.places, self._needs = _places(node)
-        """Which of the node's next functions are those of the weights."""
-        self.roots = [GradientEdge(*node.next_functions[place]) for place in self.places]
-        """Where the weights' gradients enter the graph that leads to the parameters."""
-        self.num_multiplications: float = node.call.num_multiplications
-        """How many the gradients of the weights take; infinite where they say nothing of its time."""
-        self.parameters: list[nn.Parameter] = []
-        """What the weights are made of."""
-        self._activations: Tensor | None = None
-        self._version = 0
-        self.gradient: Tensor | None = None
+        super().__init__(node, places, node.call.num_multiplications)
 
-    def end(self) -> GradientEdge | None:
-        """Return where the product's gradient arrives, if the weights are all that it leads to."""
-        others = [node for place, (node, _) in enumerate(self._node.next_functions) if place not in self.places]
-        return GradientEdge(self._node, 0) if others.count(None) == len(others) else None
+    @property
+    def is_hooked(self) -> bool:
+        return False  # whoever keeps its activations: the node asks for them once, for itself and for the weights
 
     def watch(self, late: list[LateGradient]) -> None:
-        """Have the backward that comes by keep what the weights' gradients need, and note the product."""
-        call = self._node.call
-        call.is_late = True
+        self._node.call.is_late = True
+        super().watch(late)
 
-        def keep(gradients: tuple[Tensor | None, ...]) -> None:
-            if gradients[0] is not None:
-                call.opened = self._activations = call.activations(self._node).detach()
-                self._version = version_of(self._activations)
-                self.gradient = gradients[0]
-                late.append(self)
+    def _saved_activations(self) -> Tensor:
+        call: _Call = self._node.call
+        call.opened = call.activations(self._node).detach()
+        return call.opened
 
-        self._node.register_prehook(keep)
-
-    def let_go(self) -> None:
-        """Forget the node, whose hook knows the product: together they would live on."""
-        self._node = None
-
-    def finish(self) -> Sequence[Tensor]:
-        """Return the gradients of the weights, one per root, and let go of everything."""
-        activations, gradient, call = self._activations, self.gradient, self._call
-        assert activations is not None
-        assert gradient is not None
+    def _weight_gradients(self, gradient: Tensor, activations: Tensor) -> Sequence[Tensor]:
+        call, self._call = self._call, None
         assert call is not None
-        self._activations = self.gradient = self._call = None
-        require_unchanged(activations, self._version)
         return [each for each in _weight_gradients(call, gradient, activations, self._needs) if each is not None]
 
 

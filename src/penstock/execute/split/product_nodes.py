@@ -6,6 +6,7 @@ nothing changes but the moment.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,13 +23,11 @@ Gradients = Callable[[Tensor, Tensor], Sequence[Tensor]]
 _UNSIGNED = 2**64
 
 
-class ProductNode:
+class WaitingProduct(ABC):
     """One product in a graph; until the backward has come by it holds a node, then what its weights' gradients need."""
 
     __slots__ = (
         "_activations",
-        "_gradients",
-        "_name",
         "_node",
         "_version",
         "gradient",
@@ -38,9 +37,7 @@ class ProductNode:
         "roots",
     )
 
-    def __init__(
-        self, node: Node, name: str, places: Sequence[int], gradients: Gradients, num_multiplications: float
-    ) -> None:
+    def __init__(self, node: Node, places: Sequence[int], num_multiplications: float) -> None:
         self.places = places
         """Which of the node's next functions are those of the weights."""
         self.roots = [_edge(node, place) for place in places]
@@ -50,16 +47,14 @@ class ProductNode:
         self.num_multiplications = num_multiplications
         """How many the gradients of the weights take; infinite where they say nothing of its time."""
         self._node: Any = node
-        self._name = name
-        self._gradients = gradients
         self._activations: Tensor | None = None
         self._version = 0
         self.gradient: Tensor | None = None
 
     @property
+    @abstractmethod
     def is_hooked(self) -> bool:
         """Whether the activations are kept by others, such as checkpointing: they can be asked for only once."""
-        return getattr(self._node, f"_raw_saved_{self._name}").unpack_hook is not None
 
     def end(self) -> GradientEdge | None:
         """Return where the product's gradient arrives, if the weights are all that it leads to."""
@@ -74,7 +69,7 @@ class ProductNode:
 
         def keep(gradients: tuple[Tensor | None, ...]) -> None:
             if gradients[0] is not None:
-                self._activations = getattr(self._node, f"_saved_{self._name}").detach()
+                self._activations = self._saved_activations().detach()
                 self._version = version_of(self._activations)
                 self.gradient = gradients[0]
                 late.append(self)
@@ -96,6 +91,38 @@ class ProductNode:
         assert gradient is not None
         self._activations = self.gradient = None
         require_unchanged(activations, self._version)
+        return self._weight_gradients(gradient, activations)
+
+    @abstractmethod
+    def _saved_activations(self) -> Tensor:
+        """What the node has kept of the activations."""
+
+    @abstractmethod
+    def _weight_gradients(self, gradient: Tensor, activations: Tensor) -> Sequence[Tensor]:
+        """The gradients of the weights, one per root."""
+
+
+class ProductNode(WaitingProduct):
+    """A product that autograd has a node of its own for, with a formula that is known."""
+
+    __slots__ = ("_gradients", "_name")
+
+    def __init__(
+        self, node: Node, name: str, places: Sequence[int], gradients: Gradients, num_multiplications: float
+    ) -> None:
+        super().__init__(node, places, num_multiplications)
+        self._name = name
+        self._gradients = gradients
+
+    @property
+    def is_hooked(self) -> bool:
+        return getattr(self._node, f"_raw_saved_{self._name}").unpack_hook is not None
+
+    def _saved_activations(self) -> Tensor:
+        saved: Tensor = getattr(self._node, f"_saved_{self._name}")
+        return saved
+
+    def _weight_gradients(self, gradient: Tensor, activations: Tensor) -> Sequence[Tensor]:
         return self._gradients(gradient, activations)
 
 
