@@ -282,7 +282,8 @@ class Runner:
     def _begin_recording(self, interpreter: Interpreter) -> Recorder:
         self._clocks.begin()
         options = self._options
-        return recorder_for(self._device, interpreter.num_rows, options.clock, options.deadline_s)
+        rank, deadline_s = self._transport.rank, options.deadline_s
+        return recorder_for(self._device, interpreter.num_rows, options.clock, rank=rank, deadline_s=deadline_s)
 
     def _gather_recording(self, interpreter: Interpreter, recorder: Recorder, step: Step) -> Recording:
         recorder.finish()

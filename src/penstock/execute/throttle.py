@@ -10,27 +10,13 @@ there is nothing to bound.
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
-from penstock.errors import ConfigError, DeadlineExceeded
+from penstock.errors import ConfigError
 from penstock.execute.calls import Bound, Call, Change, around_each
+from penstock.execute.markers import Marker, await_marker
 from penstock.ir.program import Program
-
-_PAUSE_S = 50e-6
-
-
-class Marker(Protocol):
-    """A place in a device's queue, such as `torch.cuda.Event`."""
-
-    def record(self) -> None:
-        """Put it behind all that is queued."""
-        ...
-
-    def query(self) -> bool:
-        """Whether the device has come to it."""
-        ...
 
 
 class Throttle:
@@ -67,27 +53,19 @@ class Throttle:
     def _held_back(self, call: Call) -> Call:
         def throttled() -> None:
             while len(self._pending) >= self._limit:
-                self._await(self._pending.popleft())
+                await_marker(
+                    self._pending.popleft(),
+                    rank=self._rank,
+                    deadline_s=self._deadline_s,
+                    read_clock=self._read_clock,
+                    pause=self._pause,
+                )
             call()
             marker = self._make_marker()
             marker.record()
             self._pending.append(marker)
 
         return throttled
-
-    def _await(self, marker: Marker) -> None:
-        """Wait until the device has come to a marker. Raises: DeadlineExceeded."""
-        begin_s = self._read_clock()
-        while not marker.query():
-            waited_s = self._read_clock() - begin_s
-            if waited_s > self._deadline_s:
-                raise DeadlineExceeded(
-                    f"rank {self._rank}: waited {waited_s:.2f} s for its device to end a computation, the deadline is "
-                    f"{self._deadline_s:g} s. Find out what the device waits for, or allow more time",
-                    rank=self._rank,
-                    waited_s=waited_s,
-                )
-            self._pause(_PAUSE_S)
 
 
 def throttle_for(device: torch.device, limit: int | None, *, rank: int, deadline_s: float) -> Throttle | None:

@@ -1,25 +1,20 @@
 """Measures rows on a GPU: by events in the device's queue, since the host only queues what is to run."""
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from penstock.errors import DeadlineExceeded
+from penstock.execute.markers import Marker, await_marker
 from penstock.execute.observing.clock import Clock
 from penstock.execute.observing.record import Call, Recorder
 
-PAUSE_S = 50e-6
 MILLISECONDS = 1e-3
 
 
-class TimedEvent(Protocol):
-    """A place in a device's queue that knows when the device came to it, such as `torch.cuda.Event`."""
-
-    def record(self) -> None: ...
-    def query(self) -> bool: ...
+class TimedEvent(Marker, Protocol):
+    """A place in a device's queue that knows when the device came to it."""
 
     def elapsed_time(self, end_event: Any, /) -> float:
         """Milliseconds from this event to a later one."""
@@ -32,14 +27,17 @@ class DeviceRecorder(Recorder):
     Made while the device has nothing to do, or is soon to have done it.
     """
 
-    def __init__(self, num_rows: int, clock: Clock, make_event: Callable[[], TimedEvent], deadline_s: float) -> None:
+    def __init__(
+        self, num_rows: int, clock: Clock, make_event: Callable[[], TimedEvent], *, rank: int, deadline_s: float
+    ) -> None:
         super().__init__(num_rows, clock)
         self._make_event = make_event
+        self._rank = rank
         self._deadline_s = deadline_s
         self._events: dict[int, tuple[TimedEvent, TimedEvent]] = {}
         self._origin = make_event()
         self._origin.record()
-        self._await(self._origin)
+        await_marker(self._origin, rank=rank, deadline_s=deadline_s)
         self._origin_s = clock.read()
 
     def timed(self, row: int, call: Call) -> Call:
@@ -54,7 +52,7 @@ class DeviceRecorder(Recorder):
 
     def finish(self) -> None:
         for row, (start, end) in self._events.items():
-            self._await(end)
+            await_marker(end, rank=self._rank, deadline_s=self._deadline_s)
             start_s, arrival_s = self._time_s(start), float(self.end_s[row])
             # The end of a receive is its arrival, which the host saw, maybe before the device came to its posting.
             self.start_s[row] = min(start_s, arrival_s) if arrival_s else start_s
@@ -64,22 +62,11 @@ class DeviceRecorder(Recorder):
     def _time_s(self, event: TimedEvent) -> float:
         return self._origin_s + self._origin.elapsed_time(event) * MILLISECONDS
 
-    def _await(self, event: TimedEvent) -> None:
-        """Wait until the device has come to an event. Raises: DeadlineExceeded."""
-        begin_s = time.monotonic()
-        while not event.query():
-            waited_s = time.monotonic() - begin_s
-            if waited_s > self._deadline_s:
-                raise DeadlineExceeded(
-                    f"a recorded step: waited {waited_s:.2f} s for the device, the deadline is {self._deadline_s:g} s. "
-                    "Find out what the device waits for, or allow more time",
-                    waited_s=waited_s,
-                )
-            time.sleep(PAUSE_S)
 
-
-def recorder_for(device: torch.device, num_rows: int, clock: Clock, deadline_s: float) -> Recorder:
+def recorder_for(device: torch.device, num_rows: int, clock: Clock, *, rank: int, deadline_s: float) -> Recorder:
     """Return what measures a step on this device."""
     if device.type != "cuda":
         return Recorder(num_rows, clock)
-    return DeviceRecorder(num_rows, clock, partial(torch.cuda.Event, enable_timing=True), deadline_s)
+    return DeviceRecorder(
+        num_rows, clock, partial(torch.cuda.Event, enable_timing=True), rank=rank, deadline_s=deadline_s
+    )
