@@ -68,7 +68,7 @@ def gradients(device, overlap):
     pipeline = ps.Pipeline(layers, schedule, loss=nn.functional.mse_loss, device=device, overlap=overlap)
     inputs, target = torch.randn(2, 64, 32, device=device)
     pipeline.step(inputs, target=target)
-    return [parameter.grad for _, parameter in pipeline.named_parameters()]
+    return [parameter.grad for parameter in pipeline.parameters()]
 
 
 def main():

@@ -171,12 +171,18 @@ class Pipeline:
         result = self._train(Mode.TRAIN, Call(args, kwargs, target), memory)
         return MemoryReport(gather_memory(self._transport, memory.memory(self.rank)), result)
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """List this rank's parameters with the unsplit model's names, copies of tied ones included.
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """List this rank's parameters, each once: what its optimizer takes."""
+        return (parameter for _, parameter in self.named_parameters())
 
-        With two routes, the ranks of a stage's two copies both list its parameters, under the same names.
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """List this rank's parameters, each once, with the unsplit model's names and in its order.
+
+        As in `nn.Module`, a tied parameter has the first of its names on this rank. Other ranks may hold copies of it
+        under another name (`copied_names`). With two routes, the ranks of a stage's two copies both list its
+        parameters, under the same names.
         """
-        yield from {name: parameter for stage in self.stages for name, parameter in stage.named_parameters()}.items()
+        yield from self._assembly.named_parameters()
 
     @property
     def copied_names(self) -> frozenset[str]:

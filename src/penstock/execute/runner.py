@@ -72,7 +72,7 @@ class Runner:
         self._scale = loss_scale(options.scale_loss)
         self._exchange = LossExchange(transport, device)
         self._auxiliary = auxiliary_modules([layer for stage in assembly.stages for layer in stage.layers.values()])
-        self._parameters = [parameter for stage in assembly.stages for _, parameter in stage.named_parameters()]
+        self._parameters = [parameter for _, parameter in assembly.named_parameters()]
         self._trained = 0
         self._program_of = program_of
         self._interpreters: dict[Mode, Interpreter] = {}
@@ -230,8 +230,7 @@ class Runner:
     def _accumulate_beside(self) -> MainGradients:
         for copy in self._assembly.tied_copies.values():
             copy.attribute = ATTRIBUTE
-        stages = self._assembly.stages
-        return MainGradients(parameter for stage in stages for parameter in stage.named_parameters())
+        return MainGradients(self._assembly.named_parameters())
 
     def _accumulating(self, mode: Mode) -> AbstractContextManager[None]:
         if self._main_gradients is None or not mode.is_training:
@@ -268,8 +267,7 @@ class Runner:
     def _recover(self) -> None:
         self._desk.recover()
         self._messenger.reset()
-        stages = self._assembly.stages
-        self._parameters = [parameter for stage in stages for _, parameter in stage.named_parameters()]
+        self._parameters = [parameter for _, parameter in self._assembly.named_parameters()]
 
     def _describe(self, rank: int, row: int) -> str:
         if self._active is None:

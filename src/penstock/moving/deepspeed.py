@@ -117,7 +117,7 @@ class Engine:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return this rank's parameters, one that several layers share once."""
-        return list({id(parameter): parameter for _, parameter in self.pipeline.named_parameters()}.values())
+        return list(self.pipeline.parameters())
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Train on the next `gradient_accumulation_steps` items `(inputs, labels)`; every rank gets the mean loss.

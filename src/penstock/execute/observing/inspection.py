@@ -127,11 +127,10 @@ class Inspection:
         self._log_norms()
 
     def _log_norms(self) -> None:
-        named = {name: parameter for stage in self._assembly.stages for name, parameter in stage.named_parameters()}
         log_norms(
             self._transport,
             self._number,
-            named.items(),
+            self._assembly.named_parameters(),
             copied=self._assembly.copied_names,
             gradient_attribute=self._gradient_attribute,
         )

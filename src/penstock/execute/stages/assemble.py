@@ -36,6 +36,14 @@ class Assembly:
     copied_names: frozenset[str]
     """Names under which this rank holds parameters that belong to another name."""
 
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return this rank's parameters in the order of the unsplit model, each once and under its first name there."""
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for stage in sorted(self.stages, key=lambda stage: stage.first_layer):
+            for name, parameter in stage.named_parameters():
+                found.setdefault(id(parameter), (name, parameter))
+        return list(found.values())
+
 
 def spec_attribute(layer: Layer, name: str, default: Any) -> Any:
     """Return what a layer's spec says of itself; a module says nothing, its attributes mean something else."""

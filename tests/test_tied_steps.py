@@ -1,0 +1,134 @@
+"""Every optimizer steps a tied weight once, also where one rank holds both of its uses."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.execute.reference import reference_step
+from penstock.models import LayerSpec
+from penstock.pipeline import Pipeline
+from tests.local_pipelines import float_layers, named, on_ranks, token_layers, token_loss, token_task
+
+FLOAT64 = torch.float64
+NUM_BLOCKS = 6
+PAIR = ("0.weight", f"{NUM_BLOCKS + 1}.weight")
+
+
+def untied_layers():
+    embedding, *_, head = token_layers(FLOAT64)
+    return [embedding, *float_layers(FLOAT64, NUM_BLOCKS), head]
+
+
+def tied_layers():
+    layers = untied_layers()
+    layers[-1].weight = layers[0].weight
+    return layers
+
+
+def tied_specs():
+    """The same model, layer by layer; the tie is declared by the head."""
+    last = NUM_BLOCKS + 1
+    build = lambda index: lambda: untied_layers()[index]  # noqa: E731
+    return [
+        LayerSpec(str(index), build(index), tied=(("weight", "0.weight"),) if index == last else ())
+        for index in range(last + 1)
+    ]
+
+
+WAYS = {"one object": (tied_layers, ()), "pairs": (untied_layers, [PAIR]), "specs": (tied_specs, ())}
+SHAPES = {
+    "one rank": ("1f1b", 1, {}),
+    "two ranks": ("1f1b", 2, {}),
+    "zbv": ("zbv", 2, {}),
+    "v-half": ("v-half", 2, {}),
+    "interleaved": ("interleaved-1f1b", 2, {"stages_per_rank": 2}),
+    "interleaved, odd": ("interleaved-1f1b", 3, {"stages_per_rank": 2}),
+    "hanayo": ("hanayo", 2, {"stages_per_rank": 2}),
+    "dualpipe": ("dualpipe", 2, {}),
+}
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.05),
+}
+TASKS = [token_task(8, FLOAT64), token_task(12, FLOAT64)]
+
+
+def learn(parameters, make_optimizer, step):
+    """Take three optimizer steps, each on the gradients of two batches."""
+    optimizer = make_optimizer(parameters)
+    for _ in range(3):
+        for task in TASKS:
+            step(task)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def learn_on_rank(wires, shape, way, make_optimizer):
+    (schedule, _, options), (make_layers, tied) = SHAPES[shape], WAYS[way]
+    pipeline = Pipeline(
+        make_layers(), schedule, 4, token_loss, transport=wires, tied=tied, **options, **TASKS[0].options
+    )
+    learn(pipeline.parameters(), make_optimizer, lambda task: pipeline.step(*task.inputs, target=task.target))
+    return {name: parameter.detach() for name, parameter in pipeline.named_parameters()}
+
+
+def learn_alone(make_optimizer):
+    layers = tied_layers()
+
+    def step(task):
+        reference_step(layers, task.inputs, {}, task.target, loss=token_loss, num_microbatches=4, **task.options)
+
+    learn(nn.ModuleList(layers).parameters(), make_optimizer, step)
+    return {name: parameter.detach() for name, parameter in named(layers)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_tied_weight_is_stepped_once(shape, way, optimizer):
+    num_ranks = SHAPES[shape][1]
+
+    found = on_ranks(num_ranks, learn_on_rank, shape, way, OPTIMIZERS[optimizer])
+
+    expected = learn_alone(OPTIMIZERS[optimizer])
+    expected[PAIR[1]] = expected[PAIR[0]]
+    assert {name for weights in found for name in weights} >= expected.keys() - {PAIR[1]}
+    for weights in found:
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def names_of_one_process():
+    return [name for name, _ in nn.ModuleList(tied_layers()).named_parameters()]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_object_has_one_name_the_first_of_the_unsplit_model(way):
+    make_layers, tied = WAYS[way]
+
+    def case(wires):
+        pipeline = Pipeline(make_layers(), "zbv", 4, token_loss, transport=wires, tied=tied)
+        names = [name for name, _ in pipeline.named_parameters()]
+        return names, len(list(pipeline.parameters())), pipeline.copied_names
+
+    (first, num_first, copied), (second, num_second, _) = on_ranks(2, case)
+
+    assert PAIR[0] in first
+    assert PAIR[1] not in first + second
+    assert copied == {PAIR[1]}
+    assert [num_first, num_second] == [len(set(first)), len(set(second))]
+    assert [name for name in names_of_one_process() if name in first] == first
+
+
+def test_dualpipe_names_a_tied_weight_alike_on_both_ranks_that_hold_it():
+    def case(wires):
+        pipeline = Pipeline(tied_layers(), "dualpipe", 4, token_loss, transport=wires)
+        return [name for name, _ in pipeline.named_parameters()]
+
+    first, second = on_ranks(2, case)
+
+    assert first == second == names_of_one_process()
