@@ -7,8 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from penstock.execute.observing.inspection import DEBUG_LEVELS
-from penstock.execute.options import PipelineOptions
+from penstock.execute.options import DEBUG_LEVELS, PipelineOptions
 from penstock.train.sections import DebugSection
 from tests.house.source import ROOT
 

@@ -5,31 +5,32 @@ step is then one agreement between the ranks, one run of this rank's instruction
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError, PenstockWarning, PipelineError
 from penstock.execute.arguments import (
+    GROUP,
     layer_list,
-    require_deadline,
     require_loss,
     require_schedule,
     require_split,
-    take_process_group,
 )
 from penstock.execute.batch.agreement import Mode, agree_on_setup, digest
 from penstock.execute.batch.gate import Call
 from penstock.execute.batch.slices import refuse_layers_that_look_back
+from penstock.execute.joining import Joined, join
 from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
 from penstock.execute.losses.results import StepResult
 from penstock.execute.observing.memory_report import MemoryReport, MemoryWatch, gather_memory
 from penstock.execute.observing.record import Recording
-from penstock.execute.options import refuse_unknown, split_options
+from penstock.execute.options import refuse_unknown
 from penstock.execute.runner import Runner
 from penstock.execute.stages.assemble import (
     Assembly,
@@ -40,11 +41,11 @@ from penstock.execute.stages.assemble import (
     layer_names,
     spec_attribute,
 )
+from penstock.execute.stages.main_gradients import require_shapes
 from penstock.execute.stages.stage import Stage
 from penstock.execute.stages.tied import agree_on_copies
-from penstock.execute.together import together
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.world import default_device, default_transport, shares_process
+from penstock.execute.world import default_device, shares_process
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.split_backwards import with_split_backwards
@@ -91,31 +92,20 @@ class Pipeline:
         group: dist.ProcessGroup | int | None = None,
         **options: Any,
     ) -> None:
-        self.options, self._family_options = split_options(options)
-        require_deadline(self.options.deadline_s)
-        known = find_family(str(schedule)).options if isinstance(group, int) and _is_family(schedule) else ()
-        process_group = take_process_group(group, self._family_options, known)
-        self._transport = self.options.transport or default_transport(process_group, self.options.deadline_s)
+        joined = join(group, options, _options_of_family(schedule))
+        self.options, self._family_options = joined.options, joined.family_options
+        self._transport = joined.transport
         self.rank = self._transport.rank
-        self.device = self.options.device or default_device(process_group)
         self._loss = loss
-        # What is wrong on one rank only, such as a layer that cannot be built there, must not let the others wait.
-        together(self._transport, lambda: self._plan(layers, schedule, microbatches, stages_per_rank, split))
+        self._is_closed = False
+        with joined.leaving_on_failure():
+            # What is wrong on one rank only, such as a layer that cannot be built there, must not let the others wait.
+            joined.together(lambda: self._plan(joined, layers, schedule, microbatches, stages_per_rank, split))
+            self._set_up_together()
+            self._runner = self._make_runner()
         advice = few_microbatches(self.program)
         if advice is not None and self.rank == 0:
             warnings.warn(advice, PenstockWarning, stacklevel=2)
-        self._is_closed = False
-        self._set_up_together()
-        self._runner = Runner(
-            self._transport,
-            self.device,
-            self.schedule,
-            self._assembly,
-            self.options,
-            loss=loss,
-            loss_weights=self._loss_weights,
-            program_of=self._program_of,
-        )
 
     # ---- the calls of a training loop
 
@@ -240,6 +230,7 @@ class Pipeline:
 
     def _plan(
         self,
+        joined: Joined,
         layers: Sequence[Layer],
         schedule: str | Path | Schedule,
         microbatches: int | None,
@@ -247,6 +238,8 @@ class Pipeline:
         split: Sequence[int] | None,
     ) -> None:
         """Decide what runs and make this rank's part of it; no message to another rank."""
+        device = self.options.device
+        self.device = default_device(joined.process_group) if device is None else torch.device(device)
         require_loss(self._loss)
         self._loss_weights = LossWeights(self.options.reduction, self.options.count)
         loss_scale(self.options.scale_loss)  # refuses what scales nothing
@@ -256,6 +249,8 @@ class Pipeline:
         self._assembly = self._assemble(listed, split)
         self._layer_names = layer_names(listed)
         self.stages: list[Stage] = self._assembly.stages
+        if self.options.main_gradients:
+            require_shapes(self._assembly.named_parameters())
         self.program = self._lowered(self.schedule)
 
     def _resolve(
@@ -332,6 +327,18 @@ class Pipeline:
             refuse_layers_that_look_back(self._transport, self.stages, _LOOKING_BACK)
         self._num_parameters = count_parameters(self._transport, self.stages, self._layer_names)
 
+    def _make_runner(self) -> Runner:
+        return Runner(
+            self._transport,
+            self.device,
+            self.schedule,
+            self._assembly,
+            self.options,
+            loss=self._loss,
+            loss_weights=self._loss_weights,
+            program_of=self._program_of,
+        )
+
     def _program_of(self, mode: Mode) -> Program:
         match mode:
             case Mode.TRAIN:
@@ -358,6 +365,14 @@ class Pipeline:
 
 def _is_family(schedule: object) -> bool:
     return isinstance(schedule, str) and not is_file_name(schedule)
+
+
+def _options_of_family(schedule: object) -> Collection[str]:
+    """The options that a schedule's family knows; of an unknown family, what a number as `group` may be."""
+    try:
+        return find_family(str(schedule)).options if _is_family(schedule) else ()
+    except ConfigError:
+        return (GROUP,)
 
 
 def _require_slices(schedule: Schedule, num_slices: int | None) -> None:

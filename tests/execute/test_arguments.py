@@ -11,8 +11,11 @@ from torch import nn
 import penstock as ps
 from penstock.errors import ConfigError
 from penstock.execute.arguments import (
+    is_time,
+    is_whole_number,
     layer_list,
-    require_deadline,
+    require,
+    require_device,
     require_loss,
     require_schedule,
     require_split,
@@ -97,11 +100,31 @@ def test_a_loss_is_a_function_or_a_module():
     refused("loss: the class MSELoss is given; give one of it, loss=MSELoss()", "loss", require_loss, nn.MSELoss)
 
 
-@pytest.mark.parametrize("deadline_s", [-1, 0, float("nan"), float("inf"), "60", None, True])
-def test_a_deadline_is_a_time(deadline_s):
-    require_deadline(0.5)
+@pytest.mark.parametrize("seconds", [-1, 0, float("nan"), float("inf"), "60", None, True])
+def test_a_time_is_a_number_of_seconds(seconds):
+    assert is_time(0.5)
+    assert not is_time(seconds)
 
-    refused("give a number of seconds larger than 0", "deadline_s", require_deadline, deadline_s)
+
+@pytest.mark.parametrize("value", [0, 1.0, "1", True, None])
+def test_a_whole_number_has_a_smallest(value):
+    assert is_whole_number(1, 1)
+    assert not is_whole_number(value, 1)
+
+
+def test_a_device_is_one_that_torch_knows():
+    for device in (None, "cpu", torch.device("cpu"), "cuda:3"):
+        require_device(device)
+
+    refused(
+        "device: 'gpu' of type str is no device of torch: Expected one of cpu, cuda", "device", require_device, "gpu"
+    )
+
+
+def test_an_option_says_what_was_expected():
+    require("run_ahead", 1, True, "a number")
+
+    refused("run_ahead: 0 of type int; expected a number", "run_ahead", require, "run_ahead", 0, False, "a number")
 
 
 def test_a_number_as_group_is_an_option_of_a_family_that_knows_one():

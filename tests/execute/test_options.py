@@ -6,7 +6,7 @@ from penstock.errors import ConfigError
 from penstock.execute.batch.microbatch import BatchSpec, Replicate, Split
 from penstock.execute.batch.slices import BatchRule
 from penstock.execute.batch.stream_reader import StreamRules
-from penstock.execute.options import refuse_unknown, split_options
+from penstock.execute.options import PipelineOptions, refuse_unknown, split_options
 from penstock.schedules import build
 
 
@@ -22,6 +22,38 @@ def test_options_are_told_apart_by_name():
 def test_a_misspelt_option_names_the_nearest_of_either(given, meant):
     with pytest.raises(ConfigError, match=f"has the option '{given}'. Did you mean '{meant}'"):
         refuse_unknown({given: 1}, "1f1b", ["warmup"])
+
+
+WRONG = {
+    "deadline_s": [0, "60"],
+    "transport": ["gloo", 3],
+    "device": ["gpu", object()],
+    "count": [3],
+    "reduce_stage": ["stage"],
+    "optimizer_step": [1],
+    "overlap": [True],
+    "specs": [Replicate()],
+    "slice_specs": [{}],
+    "slice_dim": ["sequence"],
+    "seed": [-1, 2**63, 1.0, "1", True],
+    "run_ahead": [0, -1, 1.5, True],
+    "data_warn_s": [0, "1"],
+    "clock": [print],
+    "debug": ["value", 2],
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_an_option_of_another_kind_is_refused_by_its_name(key):
+    for value in WRONG[key]:
+        with pytest.raises(ConfigError) as caught:
+            PipelineOptions(**{key: value})
+        assert caught.value.key == key
+
+
+@pytest.mark.parametrize("given", [{"seed": 0}, {"seed": 2**63 - 1}, {"device": "cpu"}, {"run_ahead": 1}])
+def test_what_may_be_given_passes(given):
+    PipelineOptions(**given)
 
 
 def test_known_options_pass():

@@ -124,7 +124,7 @@ def test_a_limit_that_is_no_count_is_refused(limit):
     error = error_of(Pipeline, task.make_layers(), "gpipe", 2, task.loss, run_ahead=limit)
 
     assert isinstance(error, ConfigError)
-    assert str(error).startswith(f"run_ahead: {limit}; let the host run 1 or more computations ahead")
+    assert str(error).startswith(f"run_ahead: {limit} of type {type(limit).__name__}; expected 1 or more computations")
 
 
 @pytest.mark.gpu

@@ -241,7 +241,7 @@ def test_unknown_options_are_refused_and_those_of_the_family_taken():
 def test_a_number_as_group_is_an_option_of_the_family():
     def order(transport):
         site = Site.of(4, {"transport": transport})
-        return site.group, site.schedule("interleaved-1f1b", 8, 2), error_of(site.schedule, "1f1b", 8, 1)
+        return site.joined.process_group, site.schedule("interleaved-1f1b", 8, 2), error_of(site.schedule, "1f1b", 8, 1)
 
     group, schedule, error = on_ranks(2, order)[0]
 

@@ -7,6 +7,7 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -88,15 +89,38 @@ def require_loss(loss: Any) -> None:
         )
 
 
-def require_deadline(deadline_s: Any) -> None:
-    """Make sure that a deadline is a time.
+def require(key: str, value: Any, is_right: bool, expected: str) -> None:
+    """Make sure that an option is what it is expected to be.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is not.
     """
-    is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
-    if not (is_number and math.isfinite(deadline_s) and deadline_s > 0):
-        raise ConfigError(f"{described(deadline_s)}; give a number of seconds larger than 0", key="deadline_s")
+    if not is_right:
+        raise ConfigError(f"{described(value)}; expected {expected}", key=key)
+
+
+def require_device(device: Any) -> None:
+    """Make sure that a device is one that torch knows, or None.
+
+    Raises:
+        ConfigError: it is not; with what torch says of it.
+    """
+    try:
+        torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{described(device)} is no device of torch: {reason}", key="device") from error
+
+
+def is_whole_number(value: Any, least: int) -> bool:
+    """Whether a value is a whole number of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_time(value: Any) -> bool:
+    """Whether a value is a number of seconds larger than 0."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value > 0
 
 
 def take_process_group(

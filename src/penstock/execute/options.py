@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError, nearest
+from penstock.execute.arguments import is_time, is_whole_number, require, require_device
 from penstock.execute.batch.microbatch import BatchSpec
 from penstock.execute.batch.slices import BatchRule
 from penstock.execute.batch.stream_reader import StreamRules
@@ -16,10 +17,19 @@ from penstock.execute.overlap import Overlap
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.schedule import Schedule
 
+DEBUG_LEVELS = ("off", "messages", "values")
+DEFAULT_DEADLINE_S = 60.0
+_MAX_SEED = 2**63 - 1
+_FUNCTIONS = ("count", "reduce_stage", "optimizer_step", "overlap")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """What `Pipeline` takes by keyword beside the options of its schedule."""
+    """What `Pipeline` takes by keyword beside the options of its schedule.
+
+    Raises:
+        ConfigError: an option is of another kind than is said here.
+    """
 
     weights: Sequence[float] | None = None
     """Relative cost per layer, for the split; default: the `weight` of a layer's spec, else 1."""
@@ -51,11 +61,11 @@ class PipelineOptions:
     own, the same for any split. None: they come from torch's generators as they stand."""
     variable_shapes: bool = False
     """Whether a stage's output may change shape between batches of one layout; costs a header per message."""
-    deadline_s: float = 60.0
+    deadline_s: float = DEFAULT_DEADLINE_S
     """How long any wait for another rank may last."""
     memory_limit: int | Sequence[int] | None = None
     """The most activations alive per rank that the schedule may need."""
-    device: torch.device | None = None
+    device: torch.device | str | None = None
     """Where this rank's stages live; default: the CPU, or the current CUDA device under NCCL."""
     transport: Transport | None = None
     """The wires; default: torch.distributed where it is initialised, else this process alone."""
@@ -83,6 +93,29 @@ class PipelineOptions:
     overlap: Overlap | None = None
     """overlap(first, second): runs the two computations of an overlapped pair, each once; default: one by one."""
 
+    def __post_init__(self) -> None:
+        """Refuse here, before any message, what one rank would stumble over later, while the others wait for it."""
+        require("deadline_s", self.deadline_s, is_time(self.deadline_s), "a number of seconds larger than 0")
+        require("transport", self.transport, _is_transport(self.transport), "a penstock Transport, or None")
+        require_device(self.device)
+        for name in _FUNCTIONS:
+            value = getattr(self, name)
+            require(name, value, value is None or callable(value), "a function, or None")
+        for name in ("specs", "slice_specs"):
+            value = getattr(self, name)
+            require(name, value, value is None or isinstance(value, BatchSpec), "a BatchSpec, or None")
+        require("slice_dim", self.slice_dim, isinstance(self.slice_dim, int), "the number of a dimension")
+        is_seed = self.seed is None or (is_whole_number(self.seed, 0) and self.seed <= _MAX_SEED)
+        require("seed", self.seed, is_seed, "a whole number from 0 to 2**63 - 1, or None")
+        is_limit = self.run_ahead is None or is_whole_number(self.run_ahead, 1)
+        require("run_ahead", self.run_ahead, is_limit, "1 or more computations that the host may run ahead, or None")
+        is_patience = self.data_warn_s is None or is_time(self.data_warn_s)
+        require("data_warn_s", self.data_warn_s, is_patience, "a number of seconds larger than 0, or None")
+        require("clock", self.clock, isinstance(self.clock, Clock), "a penstock Clock")
+        if self.debug not in DEBUG_LEVELS:
+            hint = nearest(str(self.debug), DEBUG_LEVELS)
+            require("debug", self.debug, False, f"one of {', '.join(DEBUG_LEVELS)}.{hint}")
+
     def batch_rule(self, schedule: Schedule) -> BatchRule:
         """Return how a batch is cut for a schedule."""
         return BatchRule(
@@ -109,6 +142,10 @@ def split_options(given: Mapping[str, Any]) -> tuple[PipelineOptions, dict[str, 
     known = {option.name for option in fields(PipelineOptions)}
     own = {name: value for name, value in given.items() if name in known}
     return PipelineOptions(**own), {name: value for name, value in given.items() if name not in known}
+
+
+def _is_transport(value: object) -> bool:
+    return value is None or isinstance(value, Transport)
 
 
 def refuse_unknown(given: Mapping[str, Any], family: str, family_options: Collection[str]) -> None:

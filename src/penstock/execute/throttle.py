@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.errors import ConfigError
 from penstock.execute.calls import Bound, Call, Change, around_each
 from penstock.execute.markers import Marker, await_marker
 from penstock.ir.program import Program
@@ -69,13 +68,7 @@ class Throttle:
 
 
 def throttle_for(device: torch.device, limit: int | None, *, rank: int, deadline_s: float) -> Throttle | None:
-    """Return what bounds the host's lead on a device; None where nothing is to be bounded.
-
-    Raises:
-        ConfigError: if the limit is no count.
-    """
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise ConfigError(f"{limit!r}; let the host run 1 or more computations ahead, or give None", key="run_ahead")
+    """Return what bounds the host's lead on a device; None where nothing is to be bounded."""
     if limit is None or device.type != "cuda":
         return None
     return Throttle(limit, torch.cuda.Event, rank=rank, deadline_s=deadline_s)

@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import ConfigError, PartitionError
-from penstock.execute.arguments import take_process_group
+from penstock.execute.arguments import GROUP
+from penstock.execute.joining import Joined, join
 from penstock.execute.losses.loss import Loss
-from penstock.execute.options import refuse_unknown, split_options
+from penstock.execute.options import refuse_unknown
 from penstock.execute.stages.assemble import Layer
-from penstock.execute.together import together
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.world import default_transport
 from penstock.ir.schedule import Schedule
 from penstock.moving.brought import agree_on_brought, parts_of_stages
 from penstock.pipeline import Pipeline
@@ -57,11 +56,9 @@ class OwnStage:
 class Site:
     """Where a pipeline is to run, and what it was asked for beside its schedule."""
 
-    group: dist.ProcessGroup | None
-    transport: Transport
+    joined: Joined
     options: Mapping[str, Any]
-    """Those of `PipelineOptions`."""
-    family_options: Mapping[str, Any]
+    """Those of `PipelineOptions`, as they were given."""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | int | None, options: Mapping[str, Any]) -> "Site":
@@ -69,11 +66,14 @@ class Site:
 
         As for `Pipeline`, a whole number as `group` is an option of the schedule's family.
         """
-        own, family_options = split_options(options)
-        group = take_process_group(group, family_options, ["group"])
-        transport = own.transport or default_transport(group, own.deadline_s)
-        rest = {name: options[name] for name in options if name not in family_options and name != "transport"}
-        return cls(group, transport, rest, family_options)
+        joined = join(group, options, [GROUP])
+        taken = {"transport", *joined.family_options}
+        return cls(joined, {name: options[name] for name in options if name not in taken})
+
+    @property
+    def transport(self) -> Transport:
+        """The wires to the other ranks."""
+        return self.joined.transport
 
     def together(self, make: Callable[[], T]) -> T:
         """Return what `make` returns; every rank calls it, and if it fails on any, all ranks hear of it at once.
@@ -81,7 +81,7 @@ class Site:
         Raises:
             Exception: the rank's own, else a ConfigError with that of the first rank that has one.
         """
-        return together(self.transport, make)
+        return self.joined.together(make)
 
     def schedule(
         self, schedule: str | Path | Schedule, microbatches: int | None, stages_per_rank: int | None
@@ -92,7 +92,7 @@ class Site:
             ConfigError: there is no such schedule, or it cannot run here.
         """
         is_name = _is_name(schedule)
-        family_options = dict(self.family_options)
+        family_options = dict(self.joined.family_options)
         if is_name:
             refuse_unknown(family_options, str(schedule), find_family(str(schedule)).options)
             if self.options.get("slices") is not None:
@@ -132,7 +132,8 @@ class Site:
         options = dict(self.options)
         if shared:
             options["tied"] = [*options.get("tied", ()), *shared]
-        return Pipeline(layers, schedule, loss=loss, group=self.group, transport=self.transport, **options)
+        group = self.joined.process_group
+        return Pipeline(layers, schedule, loss=loss, group=group, transport=self.transport, **options)
 
 
 def require_parts(schedule: Schedule, num_parts: int, key: str) -> None:

@@ -33,7 +33,7 @@ def test_a_debug_level_that_does_not_exist_is_refused(level):
     error = error_of(Pipeline, task.make_layers(), "gpipe", 2, task.loss, debug=level)
 
     assert isinstance(error, ConfigError)
-    assert str(error).startswith(f"debug: {level!r}; expected one of off, messages, values.")
+    assert str(error).startswith(f"debug: {level!r} of type str; expected one of off, messages, values.")
 
 
 def test_everything_at_once_changes_no_bit():

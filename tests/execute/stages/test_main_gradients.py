@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.execute.stages.main_gradients import MainGradients, main_type
+from penstock.execute.stages.main_gradients import MainGradients, main_type, require_shapes
 from penstock.execute.stages.tied import TiedCopy
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import (
@@ -269,7 +269,7 @@ def test_no_type_loses_bits(dtype, main):
 
 
 def test_parameters_without_a_shape_are_refused():
-    error = error_of(MainGradients, [("0.weight", nn.LazyLinear(3).weight)])
+    error = error_of(require_shapes, [("0.weight", nn.LazyLinear(3).weight)])
 
     assert isinstance(error, ConfigError)
     assert "'0.weight' has no shape" in str(error)

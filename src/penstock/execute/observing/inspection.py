@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from penstock.errors import ConfigError, nearest
 from penstock.execute.batch.step import Step
 from penstock.execute.calls import Change
 from penstock.execute.observing.checked_values import ValueChecks
@@ -31,8 +30,6 @@ from penstock.execute.throttle import throttle_for
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.program import Program
 
-DEBUG_LEVELS = ("off", "messages", "values")
-
 
 class Inspection:
     """What one rank's steps are looked at with. Every rank has the same, but for `ranges` and `run_ahead`."""
@@ -46,11 +43,6 @@ class Inspection:
         note: Callable[[int], None],
     ) -> None:
         """Take what a pipeline was given; `note` is told the position of an instruction that fails in a pair."""
-        if options.debug not in DEBUG_LEVELS:
-            raise ConfigError(
-                f"{options.debug!r}; expected one of {', '.join(DEBUG_LEVELS)}.{nearest(options.debug, DEBUG_LEVELS)}",
-                key="debug",
-            )
         self._transport = transport
         self._device = device
         self._assembly = assembly

@@ -19,14 +19,10 @@ ATTRIBUTE = "main_grad"
 
 
 class MainGradients:
-    """Adds up the gradients of some parameters in `.main_grad`, until the caller sets it to None.
-
-    Raises:
-        ConfigError: if a parameter has no shape before its first input.
-    """
+    """Adds up the gradients of some parameters in `.main_grad`, until the caller sets it to None."""
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self._parameters = list({id(parameter): parameter for _, parameter in _with_shapes(named_parameters)}.values())
+        self._parameters = list({id(parameter): parameter for _, parameter in named_parameters}.values())
         for parameter in self._parameters:
             if not hasattr(parameter, ATTRIBUTE):
                 setattr(parameter, ATTRIBUTE, None)
@@ -66,7 +62,12 @@ def _take(parameter: Tensor) -> None:
         total.add_(gradient)
 
 
-def _with_shapes(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
+def require_shapes(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Make sure that every parameter can have a main gradient.
+
+    Raises:
+        ConfigError: one has no shape before its first input.
+    """
     for name, parameter in named_parameters:
         if is_lazy(parameter):
             raise ConfigError(
@@ -74,4 +75,3 @@ def _with_shapes(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterat
                 "its sizes when it is built",
                 key="main_gradients",
             )
-        yield name, parameter

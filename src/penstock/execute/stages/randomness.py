@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from penstock.errors import ConfigError, DeadlineExceeded
+from penstock.errors import DeadlineExceeded
 from penstock.execute.batch.step import Place
 from penstock.execute.calls import Bound, Call, Change, around_each
 from penstock.execute.stages.stage import BeforeLayer, Stage
@@ -32,15 +32,7 @@ _GENERATOR_TURN = threading.RLock()
 
 LOSS = -1
 """The place of the loss among the layers."""
-_MAX_SEED = 2**63 - 1
 _BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
-
-
-def check_seed(seed: object) -> None:
-    """Refuse what is no seed. Raises: ConfigError."""
-    if seed is None or (isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed <= _MAX_SEED):
-        return
-    raise ConfigError(f"{seed!r} is no seed; expected a whole number from 0 to 2**63 - 1, or None", key="seed")
 
 
 def generator_seed(seed: int, step: int, layer: int, place: Place) -> int:
@@ -50,14 +42,9 @@ def generator_seed(seed: int, step: int, layer: int, place: Place) -> int:
 
 
 class Randomness:
-    """What the layers of one rank draw while they run forward in training; `patience_s` is for its turns.
-
-    Raises:
-        ConfigError: for a seed that is none.
-    """
+    """What the layers of one rank draw while they run forward in training; `patience_s` is for its turns."""
 
     def __init__(self, seed: int, device: torch.device, patience_s: float = 60.0) -> None:
-        check_seed(seed)
         self._patience_s = patience_s
         self.step = 0
         """The number of the training step at hand."""

@@ -1,7 +1,8 @@
 """How the ranks of a group agree on a place in their store that nobody has written to before.
 
 Connections are made through keys in a store. Keys of an earlier connection would lead to closed ports, so each
-connection gets a round of its own. A rank that gives up a round raises the `floor`, and whoever comes late skips it.
+connection gets a round of its own. A rank that gives up a round raises the `floor`, and whoever comes late skips it:
+a rank that missed rounds, because it failed before it came to them, meets the others again in the next one.
 """
 
 import time
@@ -13,7 +14,10 @@ from penstock.execute.transport.protocol import missing_ranks
 
 
 class Meeting:
-    """The rounds in which one group of ranks meets, as one rank sees them."""
+    """The rounds in which one group of ranks meets, as one rank sees them.
+
+    Their count is in the store, so a second meeting over the same store goes on where the first one was.
+    """
 
     def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
         self._store = store
@@ -27,7 +31,7 @@ class Meeting:
         Raises: DeadlineExceeded, naming the ranks that did not come.
         """
         begin_s = time.monotonic()
-        self._round = max(self._round + 1, self._store.add("floor", 0))
+        self._round = self._enter_round()
         self._store.set(self._key(self._rank), "here")
         keys = [self._key(rank) for rank in range(self._num_ranks)]
         try:
@@ -43,6 +47,13 @@ class Meeting:
         floor = self._store.add("floor", 0)
         if floor <= self._round:
             self._store.add("floor", self._round + 1 - floor)
+
+    def _enter_round(self) -> int:
+        counter = f"rounds/{self._rank}"
+        entered = self._store.add(counter, 0)
+        number = max(entered, self._store.add("floor", 0))
+        self._store.add(counter, number + 1 - entered)
+        return number
 
     def _key(self, rank: int) -> str:
         return f"{self._round}/here/{rank}"

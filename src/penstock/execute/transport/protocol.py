@@ -7,7 +7,7 @@ After an error (`PeerLost`, `DeadlineExceeded`) only `abort`, `recover` and `clo
 gets one calls `abort`, so that the ranks that wait for it fail too, then theirs, until no rank waits any more.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -37,6 +37,7 @@ class WaitObserver(Protocol):
         ...
 
 
+@runtime_checkable
 class Transport(Protocol):
     """The wires of one rank; used from that rank's own thread only."""
 

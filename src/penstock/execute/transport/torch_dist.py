@@ -101,10 +101,9 @@ class TorchTransport:
         self._open: dict[int, Pending] = {}
         self._next_serial = 0
         self._first_serial = 0
-        store = own.get_group_store()
-        transport = store.add(f"penstock/transports/{self.rank}", 1)
-        self._meeting = Meeting(PrefixStore(f"penstock/{transport}", store), self.rank, self.num_ranks)
-        self._connect()
+        group_store = PrefixStore("penstock", own.get_group_store())
+        store = self._connect(Meeting(group_store, self.rank, self.num_ranks))
+        self._recoveries = Meeting(PrefixStore("recoveries", store), self.rank, self.num_ranks)
         self._next_serial = 0  # connecting sent messages of its own, which nobody should have to count
 
     def post_send(self, peer: int, tensor: Tensor) -> Ticket:
@@ -135,7 +134,7 @@ class TorchTransport:
 
     def recover(self) -> None:
         self.abort()
-        self._connect()
+        self._connect(self._recoveries)
 
     def close(self) -> None:
         self._direct.close()
@@ -151,8 +150,8 @@ class TorchTransport:
         self._first_serial = self._next_serial
         return links
 
-    def _connect(self) -> None:
-        store = self._meeting.fresh_store(self.deadline_s)
+    def _connect(self, meeting: Meeting) -> Store:
+        store = meeting.fresh_store(self.deadline_s)
         begin_s = time.monotonic()
         try:
             self._links = self._make_links(store)
@@ -162,7 +161,7 @@ class TorchTransport:
                 tags = (PIPELINE_TAG, COLLECTIVE_TAG)
                 self._direct = connect_directly(self.rank, tags, self.all_gather_object, self.deadline_s)
         except (RuntimeError, OSError, MessageLate) as error:
-            self._meeting.give_up()
+            meeting.give_up()
             raise PeerLost(
                 f"rank {self.rank}: could not connect to the other ranks of the group: {error or 'no answer in time'}. "
                 "See whether all of them still run; if they do not, start all ranks again",
@@ -170,9 +169,10 @@ class TorchTransport:
                 waited_s=time.monotonic() - begin_s,
             ) from error.with_traceback(None)  # its frames hold links
         except PipelineError:
-            self._meeting.give_up()
+            meeting.give_up()
             self.abort()
             raise
+        return store
 
     def _make_links(self, store: Store) -> _Links:
         if self._device.type != "cuda":

@@ -1,0 +1,94 @@
+"""How a rank joins the others of its group: also with wrong arguments, so that they hear of the mistake at once.
+
+A rank that raised before it had joined would leave the others waiting for it until their deadline.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from penstock.errors import DeadlineExceeded, PeerLost, PenstockError
+from penstock.execute.arguments import is_time, take_process_group
+from penstock.execute.options import DEFAULT_DEADLINE_S, PipelineOptions, split_options
+from penstock.execute.together import together
+from penstock.execute.transport.protocol import Transport
+from penstock.execute.world import default_transport
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joined:
+    """One rank's connection to the others, and the options that it was given."""
+
+    options: PipelineOptions
+    """The defaults where the rank's own cannot be used."""
+    family_options: dict[str, Any]
+    process_group: dist.ProcessGroup | None
+    transport: Transport
+    refusal: PenstockError | None
+    """What is wrong with this rank's options."""
+
+    def together(self, make: Callable[[], T]) -> T:
+        """Return what `make` returns; if it fails on any rank, or any rank's options are wrong, it fails on all.
+
+        Raises:
+            Exception: the rank's own, else a ConfigError with the words of the first rank that has one.
+        """
+        return together(self.transport, lambda: self._made(make))
+
+    @contextmanager
+    def leaving_on_failure(self) -> Iterator[None]:
+        """Leave the others if anything fails within, so that none waits for this rank and the group can be used again.
+
+        What all ranks refuse alike closes the connections that `join` made. Whatever else fails is this rank's alone,
+        and ends the waits of the others too.
+        """
+        try:
+            yield
+        except (PeerLost, DeadlineExceeded):
+            self.transport.abort()
+            raise
+        except PenstockError:
+            if self.options.transport is None:
+                self.transport.close()
+            raise
+        except BaseException:
+            self.transport.abort()
+            raise
+
+    def _made(self, make: Callable[[], T]) -> T:
+        if self.refusal is not None:
+            raise self.refusal
+        return make()
+
+
+def join(group: Any, given: Mapping[str, Any], options_of_family: Collection[str]) -> Joined:
+    """Connect to the other ranks, whatever is wrong with the options; every rank of the group calls it.
+
+    `group` is a process group or an option of the family, as for `Pipeline`; with a wrong one, the rank joins the
+    default group.
+
+    Raises:
+        PeerLost, DeadlineExceeded: if a rank does not come.
+    """
+    try:
+        options, family_options = split_options(given)
+        process_group = take_process_group(group, family_options, options_of_family)
+        refusal = None
+    except PenstockError as error:
+        options, family_options, process_group, refusal = _usable(given), {}, None, error
+    transport = options.transport or default_transport(process_group, options.deadline_s)
+    return Joined(options, family_options, process_group, transport, refusal)
+
+
+def _usable(given: Mapping[str, Any]) -> PipelineOptions:
+    """Of options that were refused, those that decide how the rank joins the others, where they are right."""
+    transport, deadline_s = given.get("transport"), given.get("deadline_s")
+    return PipelineOptions(
+        transport=transport if isinstance(transport, Transport) else None,
+        deadline_s=float(deadline_s) if deadline_s is not None and is_time(deadline_s) else DEFAULT_DEADLINE_S,
+    )

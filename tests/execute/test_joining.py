@@ -1,0 +1,137 @@
+"""A mistake of one rank reaches the others at once, and leaves the process group usable."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import penstock as ps
+from penstock.errors import ConfigError, DeadlineExceeded, PenstockError, PipelineError
+from penstock.execute.joining import join
+from penstock.execute.transport import LocalTransport
+from tests.local_pipelines import error_of, float_task, on_ranks, step_task
+from tests.ranks import run_ranks
+
+TASK = float_task(8)
+DEADLINE_S = 45.0
+
+MISTAKES = {
+    "layers": {"layers": [1, 2]},
+    "layers that cannot be built": {"layers": [lambda: 1 / 0] * 5},
+    "schedule": {"schedule": "1f1bb"},
+    "microbatches": {"microbatches": 0},
+    "loss": {"loss": "mse"},
+    "stages_per_rank": {"stages_per_rank": 3},
+    "split": {"split": [9]},
+    "group": {"group": "pipeline"},
+    "unknown": {"deadlin_s": 3},
+    "deadline_s": {"deadline_s": 0},
+    "transport": {"transport": "gloo"},
+    "device": {"device": "gpu"},
+    "weights": {"weights": [1]},
+    "reduction": {"reduction": "average"},
+    "count": {"count": 3},
+    "scale_loss": {"scale_loss": 0},
+    "specs": {"specs": {}},
+    "slices": {"slices": 0},
+    "slice_dim": {"slice_dim": "sequence"},
+    "tied": {"tied": [("0.1.weight", "9.weight")]},
+    "seed": {"seed": -1},
+    "memory_limit": {"memory_limit": 0},
+    "clock": {"clock": time},
+    "reduce_stage": {"reduce_stage": 1},
+    "optimizer_step": {"optimizer_step": 1},
+    "debug": {"debug": "all"},
+    "run_ahead": {"run_ahead": 0},
+    "overlap": {"overlap": 1},
+    "main_gradients": {"layers": [nn.LazyLinear(6) for _ in range(5)]},
+}
+
+
+def make(mistake=None, **options):
+    given = {"layers": TASK.make_layers(), "schedule": "1f1b", "microbatches": 2, "loss": TASK.loss, **options}
+    given |= MISTAKES[mistake] if mistake else {}
+    return ps.Pipeline(given.pop("layers"), given.pop("schedule"), **given)
+
+
+def with_mistakes_of_one_rank(rank, wrong_rank, mistakes):
+    found = {}
+    for mistake in mistakes:
+        begin_s = time.monotonic()
+        error = error_of(make, mistake if rank == wrong_rank else None, deadline_s=DEADLINE_S, main_gradients=True)
+        found[mistake] = (type(error), str(error), time.monotonic() - begin_s)
+    return found, step_task(make(deadline_s=DEADLINE_S), TASK).result.loss.item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong_rank", [0, 1])
+def test_each_argument_wrong_on_one_rank_is_told_on_both_and_the_next_pipeline_works(wrong_rank):
+    outcomes = run_ranks(2, with_mistakes_of_one_rank, wrong_rank, list(MISTAKES))
+
+    (own, loss), (other, other_loss) = outcomes[wrong_rank], outcomes[1 - wrong_rank]
+    for mistake in MISTAKES:
+        kind, text, own_s = own[mistake]
+        other_kind, other_text, other_s = other[mistake]
+        assert issubclass(kind, PenstockError) or mistake == "layers that cannot be built", mistake
+        assert other_kind is ConfigError, (mistake, other_text)
+        assert other_text.startswith(f"rank {wrong_rank}: "), mistake
+        assert text in other_text, mistake
+        assert max(own_s, other_s) < DEADLINE_S / 3, mistake
+    assert loss == other_loss == TASK.reference(2)[0].loss.item()
+
+
+def comes_too_late(rank):
+    """The second rank fails before it makes its first two pipelines."""
+    errors = [] if rank else [type(error_of(make, deadline_s=0.5)) for _ in range(2)]
+    dist.barrier()
+    for _ in range(2):
+        pipeline = make(deadline_s=DEADLINE_S)
+        loss = step_task(pipeline, TASK).result.loss.item()
+        pipeline.close()
+    return errors, loss
+
+
+@pytest.mark.slow
+def test_a_rank_that_missed_a_construction_meets_the_others_in_the_next():
+    (errors, loss), (none, other_loss) = run_ranks(2, comes_too_late)
+
+    assert (errors, none) == ([DeadlineExceeded] * 2, [])
+    assert loss == other_loss == TASK.reference(2)[0].loss.item()
+
+
+def test_threads_hear_of_a_mistake_too_and_may_use_their_transports_again():
+    def case(wires):
+        error = error_of(make, "run_ahead" if wires.rank else None, transport=wires)
+        return error, step_task(make(transport=wires), TASK).result.loss
+
+    (error, loss), (own, _) = on_ranks(2, case)
+
+    assert (type(error), type(own)) == (ConfigError, ConfigError)
+    assert str(error) == f"rank 1: {own}"
+    assert torch.equal(loss, TASK.reference(2)[0].loss)
+
+
+def test_wrong_options_give_way_to_the_defaults_until_all_ranks_have_heard_of_them():
+    wires = LocalTransport.create(1, 1.0)[0]
+
+    joined = join("x", {"transport": wires, "seed": -1, "warmup": 3}, [])
+
+    assert joined.transport is wires
+    assert joined.options.seed is None
+    assert isinstance(error_of(joined.together, list), ConfigError)
+
+
+def test_an_error_of_one_rank_alone_ends_the_waits_of_the_others():
+    def case(wires):
+        joined = join(None, {"transport": wires}, [])
+        with joined.leaving_on_failure():
+            if wires.rank:
+                raise ZeroDivisionError
+            wires.all_gather_object("here")
+
+    first, second = on_ranks(2, lambda wires: error_of(case, wires), deadline_s=DEADLINE_S)
+
+    assert isinstance(first, PipelineError)
+    assert isinstance(second, ZeroDivisionError)
