@@ -33,7 +33,6 @@ from penstock.execute.observing.record import Recording
 from penstock.execute.options import refuse_unknown
 from penstock.execute.runner import Runner
 from penstock.execute.stages.assemble import (
-    Assembly,
     Layer,
     assemble,
     count_parameters,
@@ -42,6 +41,7 @@ from penstock.execute.stages.assemble import (
     spec_attribute,
 )
 from penstock.execute.stages.main_gradients import require_shapes
+from penstock.execute.stages.shared_builders import BuiltLayers, build_own, gather_shared_names
 from penstock.execute.stages.stage import Stage
 from penstock.execute.stages.tied import agree_on_copies
 from penstock.execute.transport.protocol import Transport
@@ -100,7 +100,9 @@ class Pipeline:
         self._is_closed = False
         with joined.leaving_on_failure():
             # What is wrong on one rank only, such as a layer that cannot be built there, must not let the others wait.
-            joined.together(lambda: self._plan(joined, layers, schedule, microbatches, stages_per_rank, split))
+            built = joined.together(lambda: self._plan(joined, layers, schedule, microbatches, stages_per_rank, split))
+            shared = gather_shared_names(self._transport, built)
+            joined.together(lambda: self._assemble(built, shared))
             self._set_up_together()
             self._runner = self._make_runner()
         advice = few_microbatches(self.program)
@@ -236,8 +238,8 @@ class Pipeline:
         microbatches: int | None,
         stages_per_rank: int | None,
         split: Sequence[int] | None,
-    ) -> None:
-        """Decide what runs and make this rank's part of it; no message to another rank."""
+    ) -> BuiltLayers:
+        """Decide what runs and build this rank's layers; no message to another rank."""
         device = self.options.device
         self.device = default_device(joined.process_group) if device is None else torch.device(device)
         require_loss(self._loss)
@@ -246,12 +248,11 @@ class Pipeline:
         self.schedule = self._resolve(schedule, microbatches, stages_per_rank)
         require_split(split)
         listed = layer_list(layers)
-        self._assembly = self._assemble(listed, split)
         self._layer_names = layer_names(listed)
-        self.stages: list[Stage] = self._assembly.stages
-        if self.options.main_gradients:
-            require_shapes(self._assembly.named_parameters())
-        self.program = self._lowered(self.schedule)
+        self._split(listed, split)
+        own_stages = self.schedule.placement.stages_of_rank[self.rank]
+        own = dict.fromkeys(index for stage in own_stages for index in self._layers_of_stage[stage])
+        return build_own(listed, self._layer_names, list(own))
 
     def _resolve(
         self, schedule: str | Path | Schedule, microbatches: int | None, stages_per_rank: int | None
@@ -272,24 +273,30 @@ class Pipeline:
         _require_slices(resolved, self.options.slices)
         return resolved
 
-    def _assemble(self, layers: Sequence[Layer], split: Sequence[int] | None) -> Assembly:
+    def _split(self, layers: Sequence[Layer], split: Sequence[int] | None) -> None:
         weights = self.options.weights
         if split is not None and weights is not None:
             raise ConfigError("split says already which stage gets how many layers; pass one of the two", key="weights")
         if weights is None:
             weights = [float(spec_attribute(layer, "weight", 1.0)) for layer in layers]
         self._weights = weights
-        placement = self.schedule.placement
-        self._layers_of_stage = split_over(placement, len(layers), weights=weights, split=split)
-        return assemble(
-            layers,
-            placement,
+        self._layers_of_stage = split_over(self.schedule.placement, len(layers), weights=weights, split=split)
+
+    def _assemble(self, built: BuiltLayers, shared: Sequence[tuple[str, str]]) -> None:
+        """Make this rank's stages and the program; no message to another rank."""
+        self._assembly = assemble(
+            built.layers,
+            self.schedule.placement,
             self._layers_of_stage,
             self.rank,
             device=self.device,
-            tied=self.options.tied,
+            tied=[*self.options.tied, *shared],
             shares_modules=shares_process(self._transport),
         )
+        self.stages: list[Stage] = self._assembly.stages
+        if self.options.main_gradients:
+            require_shapes(self._assembly.named_parameters())
+        self.program = self._lowered(self.schedule)
 
     def _lowered(self, schedule: Schedule) -> Program:
         return prove_and_lower(

@@ -90,7 +90,7 @@ def assemble(
         for index in layers_of_stage[stage]:
             if names[index] not in built:
                 memory = None if copying is None else copying.memory_for(layers[index], stage)
-                built[names[index]] = _build(layers[index], names[index], memory).to(device)
+                built[names[index]] = build_layer(layers[index], names[index], memory).to(device)
         own = {names[index]: built[names[index]] for index in layers_of_stage[stage]}
         stages.append(Stage(stage, own, layers_of_stage[stage].start))
     stages_of_layer: dict[str, list[int]] = {}
@@ -172,8 +172,12 @@ def _copies(placement: Placement, stage: int) -> list[int]:
     return [route[place] for route in placement.routes]
 
 
-def _build(layer: Layer, name: str, memory: dict[int, Any] | None) -> nn.Module:
-    """Build a layer; a module is used in place, or copied where there is a memory of copies."""
+def build_layer(layer: Layer, name: str, memory: dict[int, Any] | None = None) -> nn.Module:
+    """Build a layer; a module is used in place, or copied where there is a memory of copies.
+
+    Raises:
+        PartitionError: it cannot be built, or is no module then.
+    """
     try:
         if isinstance(layer, nn.Module):
             return layer if memory is None else _copy(layer, name, memory)

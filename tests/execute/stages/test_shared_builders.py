@@ -1,0 +1,202 @@
+"""Layers whose builders share a parameter are tied, also where each is built by another process."""
+
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from penstock.errors import PartitionError
+from penstock.execute.reference import reference_step
+from penstock.execute.stages.shared_builders import build_own
+from penstock.models import LayerSpec
+from penstock.pipeline import Pipeline
+from tests.local_pipelines import (
+    VOCABULARY,
+    WIDTH,
+    block,
+    error_of,
+    named,
+    on_ranks,
+    settle,
+    token_loss,
+    token_task,
+)
+from tests.ranks import run_ranks
+
+FLOAT64 = torch.float64
+TASK = token_task(8, FLOAT64)
+
+
+class Table(nn.Module):
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def forward(self, tokens):
+        return F.embedding(tokens, self.table)
+
+
+class Head(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, hidden):
+        return F.linear(hidden, self.weight)
+
+
+def new_table():
+    return settle(nn.Embedding(VOCABULARY, WIDTH, dtype=FLOAT64), 7).weight
+
+
+def blocks(count=2):
+    return [LayerSpec(f"block.{index}", partial(block, index, FLOAT64)) for index in range(count)]
+
+
+def closures():
+    table = new_table()
+    return [LayerSpec("in", lambda: Table(table)), *blocks(), LayerSpec("out", lambda: Head(table))]
+
+
+def functions_of_a_model():
+    """The builders hand out parts of a model that is there already, of which two share a weight."""
+    model = nn.ModuleList([Table(new_table()), *[block(index, FLOAT64) for index in range(2)]])
+    model.append(Head(model[0].table))
+    return [
+        LayerSpec(name, partial(model.__getitem__, i)) for i, name in enumerate(("in", "block.0", "block.1", "out"))
+    ]
+
+
+@cache
+def cached_table():
+    return new_table()
+
+
+def a_module_and_a_builder():
+    first = Table(cached_table())
+    return [first, *blocks(), LayerSpec("out", lambda: Head(cached_table()))]
+
+
+WAYS = [closures, functions_of_a_model, a_module_and_a_builder]
+
+
+def learn(step, parameters):
+    optimizer = torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+    for _ in range(3):
+        step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def learn_on_rank(rank, way, schedule):
+    pipeline = Pipeline(way(), schedule, 4, token_loss, **TASK.options)
+    learn(lambda: pipeline.step(*TASK.inputs, target=TASK.target), pipeline.parameters())
+    return {name: parameter.detach() for name, parameter in pipeline.named_parameters()}
+
+
+def learn_alone():
+    layers = [layer() for layer in closures()]
+    learn(
+        lambda: reference_step(
+            layers, TASK.inputs, {}, TASK.target, loss=token_loss, num_microbatches=4, **TASK.options
+        ),
+        nn.ModuleList(layers).parameters(),
+    )
+    return dict(named(layers))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, "1f1b"), (3, "1f1b"), (2, "zbv"), (2, "dualpipe")], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_builders_that_share_a_parameter_tie_it_over_processes(way, shape):
+    found = run_ranks(shape[0], learn_on_rank, way, shape[1])
+
+    expected = learn_alone()
+    table = expected["0.table"].detach()
+    assert sum(any(w.shape == table.shape for w in weights.values()) for weights in found) in (1, 2)
+    for weights in found:
+        for name, weight in weights.items():
+            if weight.shape == table.shape:
+                torch.testing.assert_close(weight, table, rtol=1e-12, atol=1e-12)
+            if name.startswith("block"):
+                index, _, own = name.removeprefix("block.").partition(".")
+                torch.testing.assert_close(weight, expected[f"{int(index) + 1}.{own}"], rtol=1e-12, atol=1e-12)
+
+
+def parts_of_a_model(rank):
+    """Nothing is shared, though all parameters were there before the builders were called."""
+    model = [block(index, FLOAT64) for index in range(4)]
+    layers = [LayerSpec(str(index), partial(model.__getitem__, index)) for index in range(4)]
+    return Pipeline(layers, "1f1b", 2, token_loss)._assembly.tied_groups
+
+
+@pytest.mark.slow
+def test_parts_of_one_model_that_share_nothing_are_not_tied():
+    assert run_ranks(2, parts_of_a_model) == [(), ()]
+
+
+# ---- one rank
+
+
+def counting(calls, name, make):
+    def build():
+        calls.append(name)
+        return make()
+
+    return LayerSpec(name, build)
+
+
+def test_builders_of_other_ranks_are_left_alone_where_nothing_was_there_before():
+    calls = []
+    layers = [counting(calls, str(index), lambda: nn.Linear(2, 2)) for index in range(4)]
+
+    built = build_own(layers, ["0", "1", "2", "3"], [2, 1])
+
+    assert calls == ["2", "1"]
+    assert list(built.shared) == []
+    assert built.layers[1]() is built.layers[1]()
+    assert built.layers[1].name == "1"
+
+
+def test_builders_of_other_ranks_are_asked_without_memory_and_their_failures_are_theirs():
+    weight = nn.Parameter(torch.zeros(2, 2))
+    devices = []
+
+    def head():
+        devices.append(nn.Linear(2, 2).weight.device.type)
+        return Head(weight)
+
+    def fail():
+        raise RuntimeError("this one needs a file that is on its own rank")
+
+    layers = [LayerSpec("in", lambda: Head(weight)), fail, LayerSpec("out", head), Head(weight), lambda: 3]
+
+    built = build_own(layers, ["in", "1", "out", "3", "4"], [0])
+
+    assert list(built.shared) == [("in.weight", "out.weight"), ("in.weight", "3.weight")]
+    assert devices == ["meta"]
+
+
+def test_asking_draws_no_random_numbers():
+    weight = nn.Parameter(torch.zeros(2, 2))
+    layers = [
+        lambda: Head(weight),
+        lambda: nn.Sequential(nn.Linear(3, 3), nn.LSTM(2, 2), nn.Embedding(4, 2)),
+    ]
+    before = torch.get_rng_state()
+
+    build_own(layers, ["0", "1"], [0])
+
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_threads_that_would_train_one_object_refuse_it():
+    layers = closures()
+
+    errors = on_ranks(2, lambda wires: error_of(Pipeline, layers, "1f1b", 4, token_loss, transport=wires))
+
+    assert [type(error) for error in errors] == [PartitionError] * 2
+    assert "'in.table' and 'out.weight' are one parameter" in str(errors[0])
+    assert str(errors[0]) == str(errors[1])
