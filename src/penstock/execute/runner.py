@@ -35,6 +35,7 @@ from penstock.execute.options import PipelineOptions
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.auxiliary import auxiliary_modules
 from penstock.execute.stages.main_gradients import ATTRIBUTE, MainGradients
+from penstock.execute.stages.own_parameters import OwnParameters
 from penstock.execute.stages.randomness import Randomness
 from penstock.execute.stages.tied import agree_on_copies
 from penstock.execute.transport.protocol import Transport
@@ -72,7 +73,7 @@ class Runner:
         self._scale = loss_scale(options.scale_loss)
         self._exchange = LossExchange(transport, device)
         self._auxiliary = auxiliary_modules([layer for stage in assembly.stages for layer in stage.layers.values()])
-        self._parameters = [parameter for _, parameter in assembly.named_parameters()]
+        self._own = OwnParameters(assembly)
         self._trained = 0
         self._program_of = program_of
         self._interpreters: dict[Mode, Interpreter] = {}
@@ -113,6 +114,8 @@ class Runner:
             if self._desk.has_failed:
                 self._recover()
             self._desk.begin()
+            if mode.is_training and self._own.refresh() and self._main_gradients is not None:
+                self._main_gradients = self._accumulate_beside()
             draws = self._randomness is not None and mode.is_training
             batch = self._gate.admit(
                 mode,
@@ -214,7 +217,7 @@ class Runner:
 
     def _own_trained(self) -> int:
         """What stands for which parameters of this rank need gradients, which callers may change between steps."""
-        return digest("".join(["01"[parameter.requires_grad] for parameter in self._parameters]))
+        return digest("".join(["01"[parameter.requires_grad] for _, parameter in self._own.named]))
 
     def _agree_on_tied(self, trained: int) -> None:
         """Compare the copies of tied parameters once more if any rank trains others than in the step before."""
@@ -230,7 +233,7 @@ class Runner:
     def _accumulate_beside(self) -> MainGradients:
         for copy in self._assembly.tied_copies.values():
             copy.attribute = ATTRIBUTE
-        return MainGradients(self._assembly.named_parameters())
+        return MainGradients(self._own.named)
 
     def _accumulating(self, mode: Mode) -> AbstractContextManager[None]:
         if self._main_gradients is None or not mode.is_training:
@@ -267,7 +270,6 @@ class Runner:
     def _recover(self) -> None:
         self._desk.recover()
         self._messenger.reset()
-        self._parameters = [parameter for _, parameter in self._assembly.named_parameters()]
 
     def _describe(self, rank: int, row: int) -> str:
         if self._active is None:
