@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from penstock.errors import PartitionError
 from penstock.execute.stages.assemble import assemble, count_parameters, lay_out_skips, layer_names
@@ -318,6 +319,71 @@ def test_threads_that_are_given_one_list_with_a_tie_train_as_one_process_does(sc
     # A rank that holds both uses lists the parameter once, under the name of layer 1.
     expected = {name: gradient for name, gradient in gradients.items() if name in names or not name.startswith("5.")}
     assert not difference(outcomes, (result, expected), tolerance=1e-12, loss_tolerance=1e-12)
+
+
+class TwoUses(nn.Module):
+    """Holds one parameter under two names, the later one in the alphabet first."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.first.weight = self.second.weight
+
+    def forward(self, hidden):
+        return self.first(torch.tanh(self.second(hidden)))
+
+
+WRAPPED_TIES = {
+    "checkpoint wrapper": (lambda: checkpoint_wrapper(nn.Linear(WIDTH, WIDTH, bias=False)), "3.weight"),
+    "compiled": (lambda: torch.compile(nn.Linear(WIDTH, WIDTH, bias=False), backend="eager"), "3._orig_mod.weight"),
+    "held twice": (TwoUses, "3.first.weight"),
+    "held twice, by the other name": (TwoUses, "3.second.weight"),
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
+@pytest.mark.parametrize("wrapped", WRAPPED_TIES)
+def test_a_tie_reaches_every_use_within_a_layer(wrapped, schedule):
+    make, name = WRAPPED_TIES[wrapped]
+
+    def build():
+        return [settle(layer.double(), seed) for seed, layer in enumerate([*modules()[:3], make()])]
+
+    def tied_layers():
+        layers = build()
+        for holder in layers[3].modules():
+            if type(holder) is nn.Linear:
+                holder.weight = layers[0].weight
+        return layers
+
+    inputs, target = (values(seed, 8, WIDTH, dtype=torch.float64) for seed in (1, 2))
+    task = Task(tied_layers, (inputs,), target)
+
+    def case(wires):
+        pipeline = Pipeline(build(), schedule, 4, square_loss, transport=wires, tied=[("0.weight", name)])
+        outcome = step_task(pipeline, task)
+        counted = [own for own, _ in pipeline.named_parameters() if own not in pipeline.copied_names]
+        return outcome, counted
+
+    (first, counted), (second, others) = on_ranks(2, case)
+    _, expected = task.reference(4)
+    for outcome in (first, second):
+        for own, gradient in outcome.gradients.items():
+            wanted = expected["0.weight"] if own.startswith("3.") else expected[own]
+            torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
+    assert set(counted + others) == {own for own in expected if not own.startswith("3.")}
+
+
+def test_the_name_that_is_listed_is_the_one_that_counts():
+    layers = [nn.Linear(WIDTH, WIDTH), TwoUses()]
+
+    assembly = assemble(
+        layers, Placement.line(1), [range(2)], 0, device=CPU, tied=[("1.first.weight", "1.second.weight")]
+    )
+
+    assert [name for name, _ in assembly.named_parameters()] == ["0.weight", "0.bias", "1.second.weight"]
+    assert assembly.copied_names == {"1.first.weight"}
 
 
 def test_a_module_that_cannot_be_copied_says_what_to_do():

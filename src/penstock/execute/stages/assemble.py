@@ -262,7 +262,9 @@ class _Ties:
             layers = [self._layer(name) for name in group]
             here = [name for name, layer in zip(group, layers, strict=True) if layer in self.layers]
             parameter = self._share(here)
-            copied.update(name for name in here if name != group[0])
+            listed = {layer: self._listed_name(layer, parameter) for layer in layers if layer in self.layers}
+            copied.update(here, listed.values())
+            copied.discard(listed.get(layers[0], ""))
             holders = self._holders(stage for layer in layers for stage in self.stages_of_layer[layer])
             if len(holders) < 2:
                 continue
@@ -275,6 +277,10 @@ class _Ties:
                 copies[len(tied_groups)] = _copy_of_stage(stage, copies.values(), list(holders))
             tied_groups.append(tuple(holders.values()))
         return Assembly(stages, tuple(tied_groups), copies, frozenset(copied))
+
+    def _listed_name(self, layer: str, parameter: nn.Parameter | None) -> str:
+        """The name under which a layer lists a parameter that it may hold twice."""
+        return next(f"{layer}.{own}" for own, found in self.layers[layer].named_parameters() if found is parameter)
 
     def _holders(self, stages: Iterable[int]) -> dict[int, int]:
         """One stage per rank, in the order of first use."""
@@ -302,8 +308,7 @@ class _Ties:
                     f"{names[0]!r} {tuple(first.shape)} and {name!r} {tuple(self._parameter(name).shape)} are tied but "
                     "differ in shape; tie parameters of one shape"
                 )
-            module, own = self._owner(name)
-            setattr(module, own, first)
+            self._replace(self.layers[self._layer(name)], self._parameter(name), first)
         return first
 
     def _parameter(self, name: str) -> nn.Parameter:
@@ -314,11 +319,13 @@ class _Ties:
             raise PartitionError(f"{name!r} is tied but is no parameter of its layer; name one of its parameters")
         return parameter
 
-    def _owner(self, name: str) -> tuple[nn.Module, str]:
-        """The module that holds the parameter, and its name there."""
-        layer = self._layer(name)
-        path, _, own = name.removeprefix(f"{layer}.").rpartition(".")
-        return self.layers[layer].get_submodule(path), own
+    def _replace(self, layer: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Put one parameter in the place of another wherever a layer holds it, which names do not tell: some wrappers
+        leave themselves out of them, and a layer may hold a parameter twice."""
+        for module in layer.modules():
+            for own, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if parameter is old:
+                    setattr(module, own, new)
 
 
 def _copy_of_stage(stage: Stage, others: Iterable[TiedCopy], ranks: Sequence[int]) -> TiedCopy:
