@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError
+from penstock.execute.stages.gradient_parts import added, common_form, parts_of, room_for, settled, size_of, total_of
 from penstock.execute.stages.main_gradients import main_type
 from penstock.execute.transport.protocol import Transport
 
@@ -22,9 +23,8 @@ class TiedCopy:
     """This rank's copies of parameters that other ranks hold too, reduced together.
 
     `ranks` are all holders, the owner first. Every holder ends a step with the same gradients, bit for bit: the sum of
-    all contributions in the order of `ranks`, on top of what was accumulated before the step. It is dense, also where
-    a layer gives sparse gradients, since holders need not touch the same rows. `layers` are copies as a whole: they
-    start with the owner's buffers, and saved ones (running statistics) are the owner's after each step.
+    all contributions in the order of `ranks`, on top of what was accumulated before the step. `layers` are copies as a
+    whole: they start with the owner's buffers, and saved ones (running statistics) are the owner's after each step.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -47,22 +47,9 @@ class TiedCopy:
             setattr(parameter, self.attribute, None)
 
     def reduce(self, transport: Transport) -> None:
-        """Sum this step's gradients over all holders; a frozen parameter has none."""
-        trained = self._trained()
-        own = [self._gradient(parameter) for parameter in trained.values()]
-        peers = [rank for rank in self.ranks if rank != transport.rank]
-        sends = [transport.post_send(peer, part) for peer in peers for part in own]
-        parts = {peer: [_room_for(part) for part in own] for peer in peers}
-        receives = [transport.post_receive(peer, part) for peer in peers for part in parts[peer]]
-        for ticket in (*receives, *sends):
-            transport.wait(ticket)
-        parts[transport.rank] = own
-        for index, (name, parameter) in enumerate(trained.items()):
-            total = parts[self.ranks[0]][index].clone()
-            for rank in self.ranks[1:]:
-                total += parts[rank][index]
-            before = self.before.pop(name, None)
-            setattr(parameter, self.attribute, total if before is None else _dense(before) + total)
+        """Sum this step's gradients over all holders; a frozen parameter has none, and one that nobody used neither."""
+        if trained := self._trained():
+            self._reduce(transport, trained)
         self._take_from_owner(transport, self._saved_buffers())
 
     def end_step(self) -> None:
@@ -76,12 +63,40 @@ class TiedCopy:
         named = [[name, _describe(parameter)] for name, parameter in self.parameters.items()]
         return named + [["a buffer", _describe(buffer)] for buffer in self._buffers()]
 
-    def _gradient(self, parameter: nn.Parameter) -> Tensor:
-        gradient: Tensor | None = getattr(parameter, self.attribute)
-        if gradient is not None:
-            return _dense(gradient)
+    def _reduce(self, transport: Transport, trained: Mapping[str, nn.Parameter]) -> None:
+        own = [settled(getattr(parameter, self.attribute)) for parameter in trained.values()]
+        likes = [self._like(parameter) for parameter in trained.values()]
+        sizes = self._exchange_sizes(transport, own)
+        forms = [common_form(column) for column in zip(*sizes.values(), strict=True)]
+        mine = [parts_of(*each) for each in zip(own, likes, forms, strict=True)]
+        parts = {
+            rank: mine if rank == transport.rank else [room_for(*each) for each in zip(likes, forms, told, strict=True)]
+            for rank, told in sizes.items()
+        }
+        self._exchange(transport, {rank: [part for each in found for part in each] for rank, found in parts.items()})
+        for index, (name, parameter) in enumerate(trained.items()):
+            total = total_of([parts[rank][index] for rank in self.ranks], likes[index], forms[index])
+            setattr(parameter, self.attribute, added(self.before.pop(name, None), total))
+
+    def _like(self, parameter: nn.Parameter) -> Tensor:
+        """What has the shape and type of a dense gradient, and no memory."""
         dtype = parameter.dtype if self.attribute == "grad" else main_type(parameter)
-        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+        return torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
+
+    def _exchange_sizes(self, transport: Transport, own: Sequence[Tensor | None]) -> dict[int, list[int]]:
+        """What every holder tells of its gradients, in the order of `ranks`."""
+        device = next(iter(self.parameters.values())).device
+        told = {rank: torch.tensor([size_of(gradient) for gradient in own], device=device) for rank in self.ranks}
+        self._exchange(transport, {rank: [sizes] for rank, sizes in told.items()})
+        return {rank: sizes.tolist() for rank, sizes in told.items()}
+
+    def _exchange(self, transport: Transport, tensors: Mapping[int, Sequence[Tensor]]) -> None:
+        """Send this rank's tensors to all other holders, and fill theirs."""
+        peers = [rank for rank in self.ranks if rank != transport.rank]
+        sends = [transport.post_send(peer, tensor) for peer in peers for tensor in tensors[transport.rank]]
+        receives = [transport.post_receive(peer, tensor) for peer in peers for tensor in tensors[peer]]
+        for ticket in (*receives, *sends):
+            transport.wait(ticket)
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
@@ -143,10 +158,6 @@ def _describe(tensor: Tensor) -> str:
         return _LAZY
     state = "trained" if tensor.requires_grad else "frozen"
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}, {state}"
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _room_for(tensor: Tensor) -> Tensor:
