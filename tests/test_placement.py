@@ -72,3 +72,9 @@ def test_a_rank_without_stages_is_refused(rank_of_stage):
 def test_a_stage_on_no_route_or_on_two_is_refused(routes):
     with pytest.raises(ScheduleError, match="exactly one route"):
         Placement.explicit([0, 1], routes)
+
+
+@pytest.mark.parametrize("routes", [[[0, 1], []], [[], [0, 1]]])
+def test_a_route_without_stages_is_refused(routes):
+    with pytest.raises(ScheduleError, match=rf"route {routes.index([])} has no stages.*drop it"):
+        Placement.explicit([0, 1], routes)

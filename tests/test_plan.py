@@ -91,6 +91,14 @@ def test_a_schedule_is_taken_as_it_is():
 
     assert resolve_schedule(schedule, ranks=2, options={}) is schedule
     assert resolve_schedule(schedule, ranks=2, microbatches=4, options={}) is schedule
+    assert resolve_schedule(schedule, ranks=2, stages_per_rank=1, options={}) is schedule
+
+
+def test_other_stages_per_rank_than_those_of_a_whole_schedule_are_refused():
+    schedule = build("gpipe", ranks=2, microbatches=4)
+
+    with pytest.raises(ConfigError, match=r"stages_per_rank: 2, but gpipe has 2 stages on 2 ranks; leave it out"):
+        resolve_schedule(schedule, ranks=2, stages_per_rank=2, options={})
 
 
 def test_a_name_without_a_number_of_microbatches_gets_8():

@@ -29,6 +29,11 @@ class Placement:
                 f"placement {self.rank_of_stage}: every rank from 0 to the largest must hold a stage; "
                 "number the ranks 0, 1, ... without gaps"
             )
+        if () in self.routes:
+            raise ScheduleError(
+                f"routes {self.routes}: route {self.routes.index(())} has no stages, so nothing would compute its "
+                "microbatches; drop it, or give it stages"
+            )
         visited = sorted(stage for route in self.routes for stage in route)
         if visited != list(range(self.num_stages)):
             raise ScheduleError(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.check import Limits, prove
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, count_of
 from penstock.ir.program import Program
 from penstock.ir.reading import read_schedule
 from penstock.ir.schedule import Schedule
@@ -89,7 +89,8 @@ def resolve_schedule(
     Without a number of `microbatches`, a family gets 8, and a schedule that is given whole keeps its own.
 
     Raises:
-        ConfigError: if there is no such name or file, or the schedule is for other numbers of ranks or microbatches.
+        ConfigError: if there is no such name or file, or the schedule is for other numbers of ranks, stages per rank or
+            microbatches.
         FormatError: if the file cannot be read as a schedule.
     """
     if isinstance(schedule, str) and not is_file_name(schedule):
@@ -109,5 +110,11 @@ def resolve_schedule(
         raise ConfigError(
             f"{microbatches}, but {whole.name} is for {whole.num_microbatches} microbatches; make them equal",
             key="microbatches",
+        )
+    if stages_per_rank is not None and stages_per_rank * ranks != whole.num_stages:
+        raise ConfigError(
+            f"{stages_per_rank}, but {whole.name} has {count_of(whole.num_stages, 'stage')} on "
+            f"{count_of(ranks, 'rank')}; leave it out, since a schedule that is given whole has its own",
+            key="stages_per_rank",
         )
     return whole

@@ -1,5 +1,7 @@
 """Schedules as tables: rows as values, equality, the forwards alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,6 +9,7 @@ from hypothesis import given
 from penstock.errors import ScheduleError
 from penstock.ir.action import Action, Kind, OverlappedPair, parse_action
 from penstock.ir.schedule import Schedule
+from penstock.lower import lower
 from penstock.placement import Placement
 from penstock.schedules import build
 from tests.strategies import feasible_schedules
@@ -82,6 +85,68 @@ def test_the_columns_cannot_be_changed():
 
     with pytest.raises(ValueError, match="read-only"):
         schedule.stage[0] = 1
+
+
+def routed(routes, *, microbatches=2):
+    rows = [np.array([[Kind.FORWARD, 0, 0], [Kind.BACKWARD, 0, 0]])]
+    return Schedule.from_arrays(
+        "routed", Placement.line(1), rows, num_microbatches=microbatches, route_of_microbatch=routes
+    )
+
+
+@pytest.mark.parametrize("route", [1, -1, 127])
+def test_a_microbatch_on_a_route_that_does_not_exist_is_refused(route):
+    with pytest.raises(ScheduleError, match=f"routed: microbatch 1 travels route {route}; expected .* below 1"):
+        routed([0, route])
+
+
+@pytest.mark.parametrize("routes", [[0], [0, 0, 0], [[0, 0]], [0.0, 0.0]])
+def test_anything_but_one_route_per_microbatch_is_refused(routes):
+    with pytest.raises(ScheduleError, match="routed: expected 2 whole numbers in route_of_microbatch, one per micro"):
+        routed(routes)
+
+
+def test_a_program_needs_a_route_for_every_microbatch_too():
+    program = lower(build("1f1b", ranks=2, microbatches=2))
+
+    with pytest.raises(ScheduleError, match="1f1b: microbatch 1 travels route 1"):
+        replace(program, route_of_microbatch=np.array([0, 1]))
+
+
+def test_routes_cannot_be_changed_and_the_callers_arrays_stay_its_own():
+    routes, joined = np.zeros(1, np.int8), np.zeros(2, np.bool_)
+    rows = [np.array([[Kind.FORWARD, 0, 0], [Kind.BACKWARD, 0, 0]])]
+
+    schedule = Schedule.from_arrays(
+        "own", Placement.line(1), rows, num_microbatches=1, joined=joined, route_of_microbatch=routes
+    )
+
+    routes[0], joined[0] = 1, True
+    assert (schedule.route_of_microbatch[0], schedule.joined[0]) == (0, False)
+    for table in (schedule, lower(schedule)):
+        with pytest.raises(ValueError, match="read-only"):
+            table.route_of_microbatch[0] = 1
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ((-1, 0, 0, 0), "kind -1 .* from 0 to 3"),
+        ((4, 0, 0, 0), "kind 4 "),
+        ((257, 0, 0, 0), "kind 257 "),
+        ((0, 2**31, 0, 0), "stage 2147483648 "),
+        ((0, 0, 2**32, 0), "microbatch 4294967296 "),
+        ((0, 0, 0, 2**15), "slice 32768 .* from -32768 to 32767"),
+    ],
+)
+def test_a_number_that_does_not_fit_its_column_is_refused(row, told):
+    with pytest.raises(ScheduleError, match=f"wide, rank 0: {told}"):
+        Schedule.from_arrays("wide", Placement.line(1), [np.array([row])], num_microbatches=1)
+
+
+def test_a_number_of_an_action_that_does_not_fit_is_refused():
+    with pytest.raises(ScheduleError, match="microbatch 4294967296 "):
+        Schedule.from_actions("wide", Placement.line(1), [[Action(Kind.FORWARD, 0, 2**32)]], num_microbatches=1)
 
 
 def test_the_number_of_orders_must_be_the_number_of_ranks():

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from penstock.ir.formats.json_text import program_from_json, program_to_json
 from penstock.ir.formats.torch_csv import program_from_csv, program_to_csv
 from penstock.ir.instruction import Instruction, Op
-from penstock.ir.schedule import Ints, Schedule
+from penstock.ir.schedule import Ints, Schedule, require_routes
 from penstock.placement import Placement
 
 COLUMNS = ("op", "stage", "microbatch", "slice", "peer", "slot", "joined")
@@ -38,7 +38,8 @@ class Program:
     offsets: Ints
 
     def __post_init__(self) -> None:
-        for name in (*COLUMNS, "offsets"):
+        require_routes(self.name, self.placement, self.num_microbatches, self.route_of_microbatch)
+        for name in (*COLUMNS, "offsets", "route_of_microbatch"):
             getattr(self, name).flags.writeable = False
 
     @classmethod

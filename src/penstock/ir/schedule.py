@@ -15,6 +15,15 @@ from penstock.placement import Placement
 
 Ints = NDArray[np.integer[Any]]
 
+_INT16, _INT32 = np.iinfo(np.int16), np.iinfo(np.int32)
+LIMITS = {
+    "kind": (0, len(Kind) - 1),
+    "stage": (_INT32.min, _INT32.max),
+    "microbatch": (_INT32.min, _INT32.max),
+    "slice": (_INT16.min, _INT16.max),
+}
+"""Per column the smallest and the largest number that it can hold."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
@@ -38,7 +47,8 @@ class Schedule:
     offsets: Ints
 
     def __post_init__(self) -> None:
-        for column in (self.kind, self.stage, self.microbatch, self.slice, self.joined, self.offsets):
+        require_routes(self.name, self.placement, self.num_microbatches, self.route_of_microbatch)
+        for column in self._columns:
             column.flags.writeable = False
 
     @classmethod
@@ -53,7 +63,11 @@ class Schedule:
         joined: NDArray[np.bool_] | None = None,
         route_of_microbatch: Ints | None = None,
     ) -> "Schedule":
-        """Make a schedule from one array [num_actions, 3 or 4] per rank: kind, stage, microbatch (and slice)."""
+        """Make a schedule from one array [num_actions, 3 or 4] per rank: kind, stage, microbatch (and slice).
+
+        Raises:
+            ScheduleError: for another number of arrays, a number that its column cannot hold, or wrong routes.
+        """
         if len(orders) != placement.num_ranks:
             raise ScheduleError(
                 f"{name}: {len(orders)} orders for {placement.num_ranks} ranks; give one order per rank"
@@ -65,13 +79,15 @@ class Schedule:
         stage: Ints = np.zeros(num_rows, np.int32)
         microbatch: Ints = np.zeros(num_rows, np.int32)
         slices: Ints = np.zeros(num_rows, np.int16)
-        columns = (kind, stage, microbatch, slices)
-        for order, begin, end in zip(orders, offsets, offsets[1:], strict=False):
-            for index in range(order.shape[1] if len(order) else 0):
-                columns[index][begin:end] = order[:, index]
+        columns = {"kind": kind, "stage": stage, "microbatch": microbatch, "slice": slices}
+        for rank, (order, begin, end) in enumerate(zip(orders, offsets, offsets[1:], strict=False)):
+            for what, numbers in zip(columns, order.T if len(order) else (), strict=False):
+                _require_fits(f"{name}, rank {rank}: {what}", numbers, *LIMITS[what])
+                columns[what][begin:end] = numbers
+        # Copies, since the columns of a schedule are made read-only, and the caller's arrays are the caller's.
         no_routes: Ints = np.zeros(num_microbatches, np.int8)
-        routes = no_routes if route_of_microbatch is None else route_of_microbatch
-        together = np.zeros(num_rows, np.bool_) if joined is None else joined
+        routes = no_routes if route_of_microbatch is None else np.array(route_of_microbatch)
+        together = np.zeros(num_rows, np.bool_) if joined is None else np.array(joined)
         return cls(
             name, placement, num_microbatches, num_slices, routes, kind, stage, microbatch, slices, together, offsets
         )
@@ -93,7 +109,7 @@ class Schedule:
         for order in orders:
             singles = [(action, first) for entry in order for action, first in _members(entry)]
             rows = [(action.kind, action.stage, action.microbatch, action.slice) for action, _ in singles]
-            arrays.append(np.array(rows, np.int32).reshape(len(rows), 4))
+            arrays.append(np.array(rows, np.int64).reshape(len(rows), 4))
             joined += [first for _, first in singles]
         return cls.from_arrays(
             name,
@@ -214,6 +230,33 @@ class Schedule:
             FormatError: with the place of what does not fit.
         """
         return schedule_from_json(text, cls, file=file)
+
+
+def require_routes(name: str, placement: Placement, num_microbatches: int, route_of_microbatch: Ints) -> None:
+    """Refuse a table whose microbatches do not each have a route of the placement: no stage would compute them.
+
+    Raises:
+        ScheduleError: with the first microbatch that has none.
+    """
+    routes, num_routes = route_of_microbatch, len(placement.routes)
+    if routes.shape != (num_microbatches,) or routes.dtype.kind not in "iu":
+        raise ScheduleError(
+            f"{name}: expected {num_microbatches} whole numbers in route_of_microbatch, one per microbatch, got an "
+            f"array of shape {routes.shape} and type {routes.dtype}"
+        )
+    wrong = np.flatnonzero((routes < 0) | (routes >= num_routes))
+    if len(wrong):
+        raise ScheduleError(
+            f"{name}: microbatch {wrong[0]} travels route {routes[wrong[0]]}; expected a route of the placement, "
+            f"from 0 and below {num_routes}"
+        )
+
+
+def _require_fits(where: str, numbers: Ints, smallest: int, largest: int) -> None:
+    if smallest <= numbers.min() and numbers.max() <= largest:
+        return
+    outside = numbers[(numbers < smallest) | (numbers > largest)]
+    raise ScheduleError(f"{where} {outside[0]} does not fit; expected a number from {smallest} to {largest}")
 
 
 def _members(entry: Action | OverlappedPair) -> tuple[tuple[Action, bool], ...]:

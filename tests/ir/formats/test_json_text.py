@@ -1,6 +1,7 @@
 """JSON: a complete round trip, and strict reading that names the path of what is wrong."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -110,6 +111,7 @@ def test_what_is_no_json_is_refused_with_line_and_column(text, line, column):
         (["placement", "rank_of_stage"], [0, 2], "placement: .* every rank from 0"),
         (["placement", "rank_of_stage", 0], -1, r"placement.rank_of_stage\[0\]: -1 does not fit"),
         (["placement", "routes"], [[0], [0]], "placement: .*exactly one route"),
+        (["placement", "routes"], [[0, 1], []], "placement: .*route 1 has no stages"),
         (["placement", "routes", 0, 1], "1", r"placement.routes\[0\]\[1\]: \"1\" does not fit"),
         (["ranks"], {}, r"ranks: {} is no list"),
         (["ranks"], [["0F0"]], "ranks: 1 lists; expected 2"),
@@ -139,6 +141,34 @@ def test_what_is_wrong_in_a_schedule_is_refused_with_its_path(path, value, told)
 def test_what_is_wrong_in_a_program_is_refused_with_its_path(path, value, told):
     with pytest.raises(FormatError, match=told):
         program_from_json(with_value(program_to_json(PROGRAM), path, value), Program)
+
+
+@pytest.mark.parametrize("old", ['"microbatches": 3', '"style":"line"'])
+@pytest.mark.parametrize("spelling", ["plain", "escaped"])
+def test_a_key_that_is_there_twice_is_refused(old, spelling):
+    key, _, value = old.partition(":")
+    again = key if spelling == "plain" else key.replace("s", "\\u0073")
+    text = schedule_to_json(SCHEDULE)
+    assert old in text
+
+    with pytest.raises(FormatError, match=rf"the key {key} is there 2 times; expected it once"):
+        schedule_from_json(text.replace(old, f"{old}, {again}: {value}"), Schedule)
+
+
+def test_a_name_that_is_also_a_key_is_no_repeated_key():
+    text = schedule_to_json(replace(SCHEDULE, name='ranks "ranks": \\'))
+
+    assert schedule_from_json(text, Schedule).name == 'ranks "ranks": \\'
+    assert schedule_from_json(schedule_to_json(replace(SCHEDULE, name="ranks")), Schedule) == SCHEDULE
+
+
+@pytest.mark.parametrize("depth", [300, 900])
+def test_what_is_nested_too_deeply_is_refused(depth):
+    nested = "[" * depth + "]" * depth
+
+    for text in (nested, schedule_to_json(SCHEDULE).replace('"microbatches": 3', f'"microbatches": {nested}')):
+        with pytest.raises(FormatError, match="a value that is nested too deeply"):
+            schedule_from_json(text, Schedule)
 
 
 @pytest.mark.parametrize("key", json.loads(program_to_json(PROGRAM)))

@@ -9,6 +9,7 @@ A program is a "penstock-program" and has "tied_groups", "peers" and "slots" bes
 with one number per instruction, two for an overlapped pair.
 """
 
+import json
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
@@ -210,7 +211,16 @@ class _Reader:
             raise FormatError(problem, file=self._file, line=error.lineno, column=max(error.colno, 1)) from None
         if not isinstance(document, dict):
             raise self.fail("$", f"{_shown(document)} is no object; expected one with the keys of a schedule")
+        keys = (*_PROGRAM_KEYS, *_PLACEMENT_KEYS)
+        if "\\" in text or any(text.count(f'"{key}"') > 1 for key in keys):
+            json.loads(text.removeprefix("\ufeff"), object_pairs_hook=self._refuse_repeated)  # orjson keeps the last
         return document
+
+    def _refuse_repeated(self, pairs: list[tuple[str, Any]]) -> None:
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise self.fail("$", f'the key "{key}" is there {keys.count(key)} times; expected it once')
 
     def document(self, text: str, format_name: str, keys: tuple[str, ...]) -> dict[str, Any]:
         """Parse the text and check its top level."""
@@ -326,5 +336,8 @@ class _Reader:
 
 def _shown(value: Any) -> str:
     """A value as JSON, cut short."""
-    text = _dump(value)
+    try:
+        text = _dump(value)
+    except orjson.JSONEncodeError:
+        return "a value that is nested too deeply"
     return text if len(text) <= 60 else f"{text[:57]}..."
