@@ -208,4 +208,5 @@ def rewritten(schedule, text):
     """Lower the schedule and put each rank's instructions in the order of the text, a line per rank."""
     program = lower(schedule)
     rows = {str(row): row for rank in range(len(program)) for row in program[rank]}
-    return with_orders(program, [[rows[word] for word in line.split()] for line in text.strip().splitlines()])
+    orders = [[rows[word] for word in line.split()] for line in text.strip().splitlines()]
+    return replace(with_orders(program, orders), omits_reductions="REDUCE" not in text)

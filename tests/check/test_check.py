@@ -24,6 +24,7 @@ def test_the_facts_of_a_schedule():
         peak_received=None,
         peak_unsent=None,
         transports=(),
+        omits_reductions=False,
     )
 
 

@@ -39,6 +39,37 @@ def test_a_program_with_communication_is_proved_too(file, capsys, text):
     assert capsys.readouterr().out.startswith("ok: 2 ranks, 2 stages, 3 microbatches, 12 actions, ")
 
 
+OMITTED = "; it omits the reductions of its gradients: whoever runs it must do them\n"
+
+
+def test_a_program_of_another_system_without_reductions_passes_and_is_told_as_such(file, capsys):
+    whole = lower(SCHEDULE).to_csv()
+    text = whole.replace(",0REDUCE_GRAD", "").replace(",1REDUCE_GRAD", "")
+
+    assert main(["check", file(text)]) == 0
+    assert capsys.readouterr().out.endswith(f"peak activations per rank 2, 1{OMITTED}")
+    assert main(["check", file(whole)]) == 0
+    assert OMITTED not in capsys.readouterr().out
+
+
+def test_a_program_that_reduces_some_stages_only_is_refused(file, capsys):
+    assert main(["check", file(lower(SCHEDULE).to_csv().replace(",0REDUCE_GRAD", ""))]) == 1
+    assert "the last backward of stage 0, whose gradient is never reduced" in capsys.readouterr().err
+
+
+def test_a_program_in_json_must_hold_its_reductions(file, capsys):
+    table = json.loads(lower(SCHEDULE).to_json())
+    for rank in range(2):
+        index = table["ranks"][rank].index(f"{rank}REDUCE_GRAD")
+        for key in ("ranks", "peers", "slots"):
+            del table[key][rank][index]
+
+    assert main(["check", file(json.dumps(table))]) == 1
+    assert capsys.readouterr().err.count("is never reduced") == 2
+    assert main(["check", file(json.dumps(table | {"omits_reductions": True}))]) == 0
+    assert capsys.readouterr().out.endswith(OMITTED)
+
+
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [("0SEND_F1,", ""), ("1RECV_F0", "1RECV_F1"), ("0SEND_F0", "0SEND_F0,0SEND_F0"), ("1F2", "1F7"), ("0B1", "0F1")],

@@ -123,7 +123,7 @@ def test_routes_cannot_be_changed_and_the_callers_arrays_stay_its_own():
 
     routes[0], joined[0] = 1, True
     assert (schedule.route_of_microbatch[0], schedule.joined[0]) == (0, False)
-    for table in (schedule, lower(schedule)):
+    for table in (schedule, replace(lower(schedule), route_of_microbatch=np.zeros(1, np.int8))):
         with pytest.raises(ValueError, match="read-only"):
             table.route_of_microbatch[0] = 1
 

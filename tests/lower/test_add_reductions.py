@@ -1,5 +1,7 @@
 """Reductions: a stage's gradients as soon as they are whole, tied groups at the end in one order on all ranks."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 
@@ -106,6 +108,14 @@ def test_members_of_a_tied_group_on_one_rank_stand_in_ascending_order():
 
 def test_an_empty_tied_group_adds_nothing_and_keeps_its_index():
     assert_becomes("0F0 0B0", "0F0 0B0 0REDUCE_GRAD 0REDUCE_TIED1", tied_groups=[(), (0,)])
+
+
+def test_what_has_its_reductions_omits_them_no_longer():
+    program = program_of("0F0 0B0")
+
+    assert (program.omits_reductions, add_reductions(program).omits_reductions) == (True, False)
+    assert not program_of("0F0").omits_reductions
+    assert replace(program, omits_reductions=False) != program
 
 
 def test_forwards_alone_stay_as_they_are():

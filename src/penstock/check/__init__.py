@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.check.channels import Messages, check_order, count_messages, find_messages
-from penstock.check.collectives import check_collectives
+from penstock.check.collectives import check_collectives, leaves_reductions_out
 from penstock.check.common_order import keeps_common_order
 from penstock.check.cycle import check_feasible
 from penstock.check.memory import (
@@ -60,6 +60,8 @@ class Facts:
     """Per rank, the most results made and not sent; None for a schedule."""
     transports: tuple[TransportModel, ...]
     """The transport models that were proved; none for a schedule."""
+    omits_reductions: bool
+    """Whether it is a training program that leaves the reductions of its gradients to whoever runs it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,6 +135,7 @@ def prove(
         peak_received=None if pool is None else pool.received,
         peak_unsent=None if pool is None else pool.unsent,
         transports=models if isinstance(table, Program) else (),
+        omits_reductions=isinstance(table, Program) and leaves_reductions_out(table),
     )
     return Proof(facts, actions.schedule, order.start)
 

@@ -1,4 +1,8 @@
-"""Proof 5: the members of a group run its collectives once each, late enough, and all in one total order.
+"""Proof 5: every gradient is reduced once and late enough, and all members of a group run its collectives in one order.
+
+A training program reduces the gradient of each stage that has a backward and of each member of each tied group, and it
+takes the optimizer step on all ranks or on none, as `lower` makes it. Two kinds of programs have none of these: those
+that say so (`omits_reductions`), and those that only run forwards.
 
 Tied reductions (members: the ranks of the tied stages) and the optimizer step (members: all ranks) join ranks of the
 pipeline. Gradient reductions join replicas of one stage, which run the same program, so only their own place counts.
@@ -12,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.check.report import Findings, Subject
-from penstock.ir.instruction import Op
+from penstock.ir.instruction import INSTRUCTIONS, Op
 from penstock.ir.program import Program
 
 
@@ -32,15 +36,23 @@ def check_collectives(subject: Subject, findings: Findings) -> list[Join] | None
     last = _last_backward(program)
     _check_reductions(program, last, findings)
     joins = _find_joins(subject, findings)
+    is_complete = not program.is_forward_only and not leaves_reductions_out(program)
+    if is_complete:
+        _check_all_reduced(program, last, findings)
     for index, group in enumerate(program.tied_groups):
-        if index in joins:
-            _check_tied_members(subject, joins[index], group, findings)
+        if is_complete or index in joins:
+            _check_tied_members(subject, joins.get(index) or Join(_tied_name(index), {}), group, findings)
     step = joins.get(len(program.tied_groups))
     if step is not None:
         _check_step(subject, step, findings)
     if len(findings.violations) == num_found:
         _check_total_order(subject, list(joins.values()), findings)
     return list(joins.values()) if len(findings.violations) == num_found else None
+
+
+def leaves_reductions_out(program: Program) -> bool:
+    """Whether a training program says that it omits its reductions, and holds none."""
+    return program.omits_reductions and not bool((program.op >= Op.REDUCE_GRADIENT).any())
 
 
 def _last_backward(program: Program) -> NDArray[np.int64]:
@@ -62,6 +74,11 @@ def _check_reductions(program: Program, last: NDArray[np.int64], findings: Findi
             f"runs before {place}, the last backward of its stage: the gradient is not whole yet",
             f"Move it behind {subject.text(final)}",
         )
+    updates = np.flatnonzero(program.op >= Op.REDUCE_GRADIENT)
+    is_own = (program.op[updates] == Op.REDUCE_GRADIENT) | program.is_forward_only
+    for row in updates[is_own & (last[program.stage[updates]] < 0)].tolist():
+        what = "the program" if program.is_forward_only else f"stage {program.stage[row]}"
+        findings.add(row, f"belongs to training, but {what} has no backward", "Drop it")
     # Of one stage, the gradient is reduced once, and once per tied group.
     is_tied = program.op[reductions] == Op.REDUCE_TIED
     group = np.where(is_tied, program.peer[reductions].astype(np.int64) + 1, 0)
@@ -71,6 +88,21 @@ def _check_reductions(program: Program, last: NDArray[np.int64], findings: Findi
         earlier = int(reductions[np.flatnonzero(key == key[index])[0]])
         problem = f"reduces the same gradient again as {subject.place(earlier)}"
         findings.add(int(reductions[index]), problem, "Drop one of the two")
+
+
+def _check_all_reduced(program: Program, last: NDArray[np.int64], findings: Findings) -> None:
+    """Prove that each stage with a backward has its reduction somewhere."""
+    reduced = program.stage[program.op == Op.REDUCE_GRADIENT]
+    for stage in np.setdiff1d(np.flatnonzero(last >= 0), reduced).tolist():
+        text = f"{stage}{INSTRUCTIONS[Op.REDUCE_GRADIENT].text}"
+        problem = (
+            f"is the last backward of stage {stage}, whose gradient is never reduced; expected one {text} behind it"
+        )
+        findings.add(int(last[stage]), problem, f"Add {text} behind it")
+
+
+def _tied_name(index: int) -> str:
+    return f"the reduction of tied group {index}"
 
 
 def _find_joins(subject: Subject, findings: Findings) -> dict[int, Join]:
@@ -86,21 +118,21 @@ def _find_joins(subject: Subject, findings: Findings) -> dict[int, Join]:
             problem = f"names the tied group {number}; the program has {num_groups}"
             findings.add(row, problem, "Drop it, or name one of the program's tied groups")
             continue
-        name = f"the reduction of tied group {number}" if is_tied else "the optimizer step"
+        name = _tied_name(number) if is_tied else "the optimizer step"
         joins.setdefault(number, Join(name, {})).rows.setdefault(int(subject.rank[row]), []).append(row)
     return joins
 
 
 def _check_tied_members(subject: Subject, join: Join, group: tuple[int, ...], findings: Findings) -> None:
     stage_of = {int(subject.table.stage[row]): row for rows in join.rows.values() for row in rows}
-    for stage in set(group) - set(stage_of):
-        present = subject.place(min(stage_of.values()))
+    for stage in sorted(set(group) - set(stage_of)):
+        if stage_of:
+            why = f"while {subject.place(min(stage_of.values()))} takes part and would wait for it"
+        else:
+            why = f"so the copies of its parameter on stages {group} would not stay equal"
         rank = int(subject.rank_of_stage[stage])
-        findings.add_missing(
-            rank,
-            f"{join.name} is missing for stage {stage}, while {present} takes part and would wait for it",
-            f"Add it on rank {rank}, or drop it on all members {group}",
-        )
+        problem = f"{join.name} is missing for stage {stage}, {why}"
+        findings.add_missing(rank, problem, f"Add it on rank {rank} behind the last backward of stage {stage}")
     for stage in set(stage_of) - set(group):
         problem = f"is no member of {join.name}, whose stages are {group}"
         findings.add(stage_of[stage], problem, "Drop it, or add the stage to the group")

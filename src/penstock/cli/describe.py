@@ -7,7 +7,10 @@ from penstock.ir.schedule import Schedule
 
 
 def describe_plan(plan: Schedule | Program, facts: Facts) -> str:
-    """Return the size of a proved plan in words, with the most activations that each rank holds at once."""
+    """Return the size of a proved plan in words, with the most activations that each rank holds at once.
+
+    A training program without its reductions is named as such: whoever runs it must reduce the gradients.
+    """
     sizes = {
         "rank": plan.num_ranks,
         "stage": plan.num_stages,
@@ -18,4 +21,5 @@ def describe_plan(plan: Schedule | Program, facts: Facts) -> str:
         sizes["instruction"] = plan.num_instructions
     parts = [count_of(number, noun) for noun, number in sizes.items()]
     held = ", ".join(str(most) for most in facts.peak_activations)
-    return f"{', '.join(parts)}; peak activations per rank {held}"
+    omitted = "; it omits the reductions of its gradients: whoever runs it must do them" * facts.omits_reductions
+    return f"{', '.join(parts)}; peak activations per rank {held}{omitted}"

@@ -36,6 +36,9 @@ class Program:
     slot: Ints
     joined: NDArray[np.bool_]
     offsets: Ints
+    omits_reductions: bool = False
+    """True for a training program that leaves all reductions to whoever runs it: so other systems write some of theirs,
+    and so a program is before `lower.add_reductions`. Of all others, `penstock.check` demands every reduction."""
 
     def __post_init__(self) -> None:
         require_routes(self.name, self.placement, self.num_microbatches, self.route_of_microbatch)
@@ -60,6 +63,7 @@ class Program:
             slot=np.zeros(schedule.num_actions, np.int32),
             joined=schedule.joined,
             offsets=schedule.offsets,
+            omits_reductions=not schedule.is_forward_only,
         )
 
     @property
@@ -170,8 +174,8 @@ class Program:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Program):
             return NotImplemented
-        same_sizes = (self.num_microbatches, self.num_slices, self.tied_groups) == (
-            other.num_microbatches, other.num_slices, other.tied_groups,
+        same_sizes = (self.num_microbatches, self.num_slices, self.tied_groups, self.omits_reductions) == (
+            other.num_microbatches, other.num_slices, other.tied_groups, other.omits_reductions,
         )  # fmt: skip
         same_placement = (self.placement.rank_of_stage, self.placement.routes) == (
             other.placement.rank_of_stage, other.placement.routes,

@@ -131,6 +131,7 @@ def test_what_is_wrong_in_a_schedule_is_refused_with_its_path(path, value, told)
     [
         (["format"], "penstock-schedule", r"format: .* expected 'penstock-program'"),
         (["tied_groups", 0, 0], 2, r"tied_groups\[0\]\[0\]: 2 does not fit"),
+        (["omits_reductions"], False, "omits_reductions: false does not fit; expected true, or no such key"),
         (["slots"], [[]], "slots: 1 lists; expected 2"),
         (["slots", 1], [0], r"slots\[1\]: 1 numbers; expected"),
         (["slots", 0, 3], -1, r"slots\[0\]\[3\]: -1 does not fit"),
@@ -141,6 +142,13 @@ def test_what_is_wrong_in_a_schedule_is_refused_with_its_path(path, value, told)
 def test_what_is_wrong_in_a_program_is_refused_with_its_path(path, value, told):
     with pytest.raises(FormatError, match=told):
         program_from_json(with_value(program_to_json(PROGRAM), path, value), Program)
+
+
+def test_a_program_that_omits_its_reductions_reads_back_as_one():
+    program = Program.from_schedule(SCHEDULE)
+
+    assert program_from_json(program_to_json(program), Program).omits_reductions
+    assert not program_from_json(program_to_json(PROGRAM), Program).omits_reductions
 
 
 @pytest.mark.parametrize("old", ['"microbatches": 3', '"style":"line"'])

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from penstock.check import check
 from penstock.errors import FormatError
 from penstock.ir.formats.torch_csv import program_from_csv, program_to_csv, schedule_from_csv, schedule_to_csv
 from penstock.ir.program import COLUMNS, Program
@@ -74,6 +75,27 @@ def test_programs_of_torch_are_read_and_written_as_they_are(key):
     text = "\r\n".join(LOWERED[key]) + "\r\n"
 
     assert program_to_csv(program_from_csv(text, Program)) == text
+
+
+@pytest.mark.parametrize("key", LOWERED)
+def test_programs_of_torch_are_whole(key):
+    program = assign_slots(program_from_csv("\n".join(LOWERED[key]), Program))
+
+    assert not check(program).omits_reductions
+
+
+@pytest.mark.parametrize(
+    ("text", "omits"),
+    [
+        ("0F0,0B0", True),
+        ("0F0,0I0,0W0", True),
+        ("0F0", False),
+        ("0F0,0B0,0REDUCE_GRAD", False),
+        ("0F0,0B0,0STEP", False),
+    ],
+)
+def test_a_training_program_without_reductions_is_read_as_one_that_omits_them(text, omits):
+    assert program_from_csv(text, Program).omits_reductions == omits
 
 
 def test_lines_end_as_torch_ends_them():

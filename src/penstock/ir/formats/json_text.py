@@ -6,7 +6,7 @@
      "ranks": [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]}
 
 A program is a "penstock-program" and has "tied_groups", "peers" and "slots" besides; the latter two are lists per rank
-with one number per instruction, two for an overlapped pair.
+with one number per instruction, two for an overlapped pair. One that omits its reductions has "omits_reductions": true.
 """
 
 import json
@@ -42,6 +42,8 @@ _SCHEDULE_KEYS = (
     "format", "version", "name", "placement", "microbatches", "slices", "route_of_microbatch", "ranks",
 )  # fmt: skip
 _PROGRAM_KEYS = (*_SCHEDULE_KEYS, "tied_groups", "peers", "slots")
+_OMITS = "omits_reductions"
+"""A key that only those programs have of which it is true."""
 _PLACEMENT_KEYS = ("style", "rank_of_stage", "routes")
 
 Table = TypeVar("Table")
@@ -71,6 +73,8 @@ class ProgramTable(InstructionTable, _Metadata, Protocol):
     def slot(self) -> Ints: ...
     @property
     def tied_groups(self) -> tuple[tuple[int, ...], ...]: ...
+    @property
+    def omits_reductions(self) -> bool: ...
 
 
 def schedule_to_json(schedule: ScheduleTable) -> str:
@@ -89,6 +93,7 @@ def program_to_json(program: ProgramTable) -> str:
             "peers": _per_rank(program.peer, offsets),
             "slots": _per_rank(program.slot, offsets),
         }
+        | ({_OMITS: True} if program.omits_reductions else {})
     )
 
 
@@ -114,7 +119,9 @@ def program_from_json(text: str, make: Callable[..., Table], *, file: str = "<te
         FormatError: with line and column for what is no JSON, else with the JSON path of what is wrong.
     """
     reader = _Reader(file)
-    document = reader.document(text, PROGRAM_FORMAT, _PROGRAM_KEYS)
+    document = reader.document(text, PROGRAM_FORMAT, _PROGRAM_KEYS, optional=(_OMITS,))
+    if document.get(_OMITS, True) is not True:
+        raise reader.fail(_OMITS, f"{_shown(document[_OMITS])} does not fit; expected true, or no such key")
     cells, fields = reader.table(document)
     num_stages = fields["placement"].num_stages
     groups = reader.number_lists(document["tied_groups"], "tied_groups", num_stages - 1)
@@ -136,6 +143,7 @@ def program_from_json(text: str, make: Callable[..., Table], *, file: str = "<te
         microbatch=np.where(is_tied, 0, cells.microbatch).astype(np.int32),
         peer=peer,
         slot=reader.column(document["slots"], "slots", cells, MAX_NUMBER),
+        omits_reductions=_OMITS in document,
     )
 
 
@@ -211,7 +219,7 @@ class _Reader:
             raise FormatError(problem, file=self._file, line=error.lineno, column=max(error.colno, 1)) from None
         if not isinstance(document, dict):
             raise self.fail("$", f"{_shown(document)} is no object; expected one with the keys of a schedule")
-        keys = (*_PROGRAM_KEYS, *_PLACEMENT_KEYS)
+        keys = (*_PROGRAM_KEYS, *_PLACEMENT_KEYS, _OMITS)
         if "\\" in text or any(text.count(f'"{key}"') > 1 for key in keys):
             json.loads(text.removeprefix("\ufeff"), object_pairs_hook=self._refuse_repeated)  # orjson keeps the last
         return document
@@ -222,7 +230,9 @@ class _Reader:
             if keys.count(key) > 1:
                 raise self.fail("$", f'the key "{key}" is there {keys.count(key)} times; expected it once')
 
-    def document(self, text: str, format_name: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    def document(
+        self, text: str, format_name: str, keys: tuple[str, ...], optional: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
         """Parse the text and check its top level."""
         document = self.object(text)
         for key, expected in (("format", format_name), ("version", VERSION)):
@@ -230,7 +240,8 @@ class _Reader:
                 raise self.fail("$", f'the key "{key}" is missing; expected {expected!r} there')
             if document[key] != expected or type(document[key]) is not type(expected):
                 raise self.fail(key, f"{_shown(document[key])} cannot be read here; expected {expected!r}")
-        return self._keys(document, "$", keys)
+        self._keys({key: value for key, value in document.items() if key not in optional}, "$", keys)
+        return document
 
     def table(self, document: dict[str, Any]) -> tuple[Cells, dict[str, Any]]:
         """Read what schedules and programs have in common, as cells and as fields of either."""

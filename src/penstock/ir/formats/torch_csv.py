@@ -95,12 +95,16 @@ def program_from_csv(
 ) -> Table:
     """Read instructions; `make` is called with the fields of a `Program`, by name. All slots are 0.
 
+    A training program without a single reduction or optimizer step is read as one that omits its reductions: earlier
+    versions of torch, which had no REDUCE_GRAD, wrote such texts.
+
     Raises:
         FormatError: with line and column, for whatever is not exactly such a text.
     """
     cells, layout, fail = _read(text, file, num_ranks)
     _refuse_idle_cells(text, file)
     is_tied = cells.op == Op.REDUCE_TIED
+    has_backward = bool(((cells.op > Op.FORWARD) & (cells.op <= Op.BACKWARD_WEIGHT)).any())
     return make(
         name=name,
         placement=layout.placement,
@@ -116,6 +120,7 @@ def program_from_csv(
         slot=np.zeros(len(cells.op), np.int32),
         joined=cells.joined,
         offsets=cells.offsets,
+        omits_reductions=has_backward and not bool((cells.op >= Op.REDUCE_GRADIENT).any()),
     )
 
 
