@@ -26,9 +26,12 @@ bench: .venv/.stamp
 	$(BIN)/python bench/planning.py
 	$(BIN)/python bench/simulate.py
 
-# A .venv that is already there is kept and completed, unless its interpreter no longer runs.
+# A .venv that is already there is kept and completed, unless its interpreter no longer runs. The distribution was called
+# penstock once: left in place, it would own the command of the same name too.
 .venv/.stamp: pyproject.toml constraints.txt
 	$(BIN)/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip uninstall -qq --yes penstock
+	rm -rf src/penstock.egg-info
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 

@@ -31,7 +31,7 @@ def test_what_is_fine_needs_no_fix():
         (probes.examine_cores({"OMP_NUM_THREADS": "many"}), "set OMP_NUM_THREADS to a number, or unset it"),
         (probes.examine_loopback("192.0.2.1"), "bring the loopback interface up: ip link set lo up"),
         (probes.examine_hostname("no-such.invalid"), "add '127.0.0.1 no-such.invalid' to /etc/hosts"),
-        (*probes.examine_extras({"no_such_package": "plot"}), "optional: pip install 'penstock[plot]'"),
+        (*probes.examine_extras({"no_such_package": "plot"}), "optional: pip install '.[plot]' in Penstock's clone"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.subject,
 )

@@ -1,6 +1,7 @@
 """The documents say what is so: parity lists every feature once, and the README's Python and file tree are real."""
 
 import re
+import tomllib
 
 import pytest
 
@@ -80,6 +81,48 @@ def test_the_file_tree_of_the_readme_names_every_room():
     rooms = {path.name for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
 
     assert [room for room in rooms if room.removesuffix(".py") not in tree] == []
+
+
+def wrong_installs(text):
+    """Lines that install another package, `penstock` of PyPI, or an extra that zsh takes for a glob."""
+    pattern = re.compile(r"""pip install[^\n]*?[\s"'](?:torch-)?penstock\b|pip install[^\n"']*\s\.\[""")
+    return [line for line in text.splitlines() if pattern.search(line)]
+
+
+def test_nothing_tells_to_install_another_package():
+    folders = [SOURCE, *(ROOT / name for name in ("docs", "examples", "bench", "changelog.d"))]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md", ".toml")]
+    files += [ROOT / name for name in ("README.md", "Makefile", "pyproject.toml")]
+
+    found = {str(path.relative_to(ROOT)): wrong_installs(path.read_text(encoding="utf-8")) for path in files}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pip install penstock",
+        "pip install -U 'penstock[plot]'",
+        "python -m pip install torch-penstock",
+        "pip install numpy penstock",
+        "pip install .[plot]",
+        "pip install -e .[dev]",
+    ],
+)
+def test_wrong_installs_are_found(line):
+    assert wrong_installs(line) == [line]
+
+
+def test_right_installs_pass():
+    assert wrong_installs("""pip install .\npip install -e ".[dev]"\npip install '.[plot]' in Penstock's clone""") == []
+
+
+def test_the_distribution_has_a_name_of_its_own():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    assert project["name"] == "torch-penstock"
+    assert list(project["scripts"]) == ["penstock"]
+    assert "torch-penstock[plot,tensorboard,tokenizers]" in project["optional-dependencies"]["dev"]
 
 
 @pytest.mark.parametrize(

@@ -62,5 +62,5 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
-    with pytest.raises(ConfigError, match=r"pip install penstock\[plot\]"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[plot\]' in Penstock's clone"):
         Sheet.of(8.0, 4.0, LIGHT, "svg")

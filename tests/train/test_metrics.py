@@ -93,7 +93,7 @@ def test_tensorboard_files_hold_the_numbers(tmp_path):
 def test_missing_tensorboard_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
 
-    with pytest.raises(ConfigError, match=r"pip install 'penstock\[tensorboard\]'") as caught:
+    with pytest.raises(ConfigError, match=r"pip install '\.\[tensorboard\]' in Penstock's clone") as caught:
         write_all(tmp_path, [], tensorboard=True)
 
     assert caught.value.key == "metrics.tensorboard"

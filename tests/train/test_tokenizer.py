@@ -61,5 +61,5 @@ def test_a_missing_package_says_how_to_install_it(tmp_path, monkeypatch):
     path = save_tokenizer(tmp_path / "words.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
 
-    with pytest.raises(ConfigError, match=r"pip install 'penstock\[tokenizers\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[tokenizers\]' in Penstock's clone"):
         load_tokenizer(path)

@@ -155,7 +155,7 @@ def examine_disks(folders: Mapping[str, str]) -> Iterator[Finding]:
 def examine_extras(extras: Mapping[str, str]) -> Iterator[Finding]:
     for package, extra in extras.items():
         if find_spec(package) is None:
-            yield Finding(package, "not installed", f"optional: pip install 'penstock[{extra}]'")
+            yield Finding(package, "not installed", f"optional: pip install '.[{extra}]' in Penstock's clone")
         else:
             yield Finding(package, version(package))
 

@@ -101,7 +101,7 @@ def new_figure(width: float, height: float, theme: Theme, format: str) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("charts need matplotlib; install it with: pip install penstock[plot]") from error
+        raise ConfigError("charts need matplotlib; pip install '.[plot]' in Penstock's clone") from error
     return Figure(figsize=(width, height), dpi=DOTS_PER_INCH, facecolor=theme.background)
 
 

@@ -157,7 +157,7 @@ def _open_tensorboard(folder: Path) -> Iterator[Sink]:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ConfigError(
-            "the tensorboard package is missing; pip install 'penstock[tensorboard]', "
+            "the tensorboard package is missing; pip install '.[tensorboard]' in Penstock's clone, "
             "or set metrics.tensorboard = false",
             key="metrics.tensorboard",
         ) from error

@@ -138,7 +138,7 @@ class MetricsSection(Section):
 
     jsonl: bool = Field(default=True, description="whether metrics.jsonl is written, one object a step")
     tensorboard: bool = Field(
-        default=False, description="whether TensorBoard files are written (needs penstock[tensorboard])"
+        default=False, description="whether TensorBoard files are written (needs the extra `tensorboard`)"
     )
     every: Positive = Field(default=1, description="optimizer steps between two lines on the terminal")
 

@@ -52,7 +52,7 @@ def _parse_tokenizer(name: str, content: bytes) -> Tokenizer:
         import tokenizers
     except ImportError as error:
         raise ConfigError(
-            f"{name} needs the tokenizers package: pip install 'penstock[tokenizers]', or use 'bytes'",
+            f"{name} needs the tokenizers package: pip install '.[tokenizers]' in Penstock's clone, or use 'bytes'",
             key=TOKENIZER_KEY,
         ) from error
     try:
