@@ -61,6 +61,14 @@ def test_a_step_is_bitwise_gradient_accumulation_on_one_process(schedule, option
     assert {key: found for key, found in differences.items() if found} == {}
 
 
+def test_all_forwards_first_is_bitwise_gradient_accumulation_on_one_process():
+    for task in tasks_of(0, 2):
+        outcomes = on_ranks(
+            2, lambda wires, task=task: run_task(wires, task, "interleaved-1f1b", 2, all_forward_first=True)
+        )
+        assert difference(outcomes, task.reference(2)) == []
+
+
 def test_gradients_in_descending_order_are_equal_up_to_rounding():
     task = token_task(17, torch.float64)
 
@@ -429,6 +437,19 @@ def test_a_recorded_step_gives_every_rank_the_same_timeline(num_ranks):
 
 
 # ---- hooks
+
+
+def test_a_step_computes_gradients_and_changes_no_weight():
+    task = float_task(4)
+    layers = task.make_layers()
+    before = [parameter.detach().clone() for layer in layers for parameter in layer.parameters()]
+    pipeline = Pipeline(layers, "gpipe", 2, task.loss)
+
+    step_task(pipeline, task)
+
+    after = [parameter for layer in layers for parameter in layer.parameters()]
+    assert all(map(torch.equal, before, after))
+    assert any(parameter.grad.any() for parameter in after)
 
 
 def test_hooks_run_in_a_training_step_only():

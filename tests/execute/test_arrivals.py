@@ -71,11 +71,12 @@ def test_a_computation_whose_result_stays_feeds_no_send():
 
 
 class MostOpen:
-    """Passes everything on to a transport and keeps the most sends that were open at once."""
+    """Passes everything on to a transport and keeps the most sends that were open at once, and open receives."""
 
     def __init__(self, transport):
         self._transport = transport
         self.open, self.most = set(), 0
+        self.open_receives, self.num_waits = set(), 0
 
     def __getattr__(self, name):
         return getattr(self._transport, name)
@@ -86,9 +87,16 @@ class MostOpen:
         self.most = max(self.most, len(self.open))
         return ticket
 
+    def post_receive(self, peer, tensor):
+        ticket = self._transport.post_receive(peer, tensor)
+        self.open_receives.add(ticket)
+        return ticket
+
     def wait(self, ticket):
         self._transport.wait(ticket)
+        self.num_waits += 1
         self.open.discard(ticket)
+        self.open_receives.discard(ticket)
 
 
 def most_open_sends(wires, num_microbatches):
@@ -101,6 +109,26 @@ def most_open_sends(wires, num_microbatches):
     pipeline.step(batch, target=batch)
     pipeline.close()
     return transport.most
+
+
+def left_open(wires, name):
+    transport = MostOpen(wires)
+    layers = [torch.nn.Linear(3, 3) for _ in range(4)]
+    pipeline = Pipeline(layers, name, 4, torch.nn.functional.mse_loss, transport=transport)
+    batch = torch.ones(4, 3)
+    found = []
+    for _ in range(2):
+        pipeline.step(batch, target=batch)
+        found.append((len(transport.open), len(transport.open_receives)))
+    pipeline.close()
+    return found, transport.num_waits
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zbv"])
+def test_every_send_and_every_receive_is_waited_for_when_a_step_ends(name):
+    for found, num_waits in on_ranks(2, left_open, name):
+        assert found == [(0, 0)] * 2
+        assert num_waits > 16
 
 
 @pytest.mark.parametrize("num_microbatches", [4, 16])

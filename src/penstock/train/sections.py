@@ -47,7 +47,8 @@ class RunSection(Section):
     evaluate_batches: NotNegative = Field(default=16, description="held-out batches per evaluation; 0: never evaluate")
     record_step: NotNegative = Field(
         default=20,
-        description="step, counted from 1, whose timeline is recorded; the last one in a shorter run; 0: none",
+        description="step, counted from 1, whose timeline is kept; the last one in a shorter run; 0: none is kept. "
+        "Step 2 and every 10th are measured in any case, for the bubble that the metrics show",
     )
 
 
