@@ -62,6 +62,17 @@ def placements(draw):
     return Placement.explicit(draw(st.permutations([*range(num_ranks), *more])))
 
 
+def one_of_each_rank(placement, stages):
+    """The first of these stages on each rank: only such can be tied."""
+    first = {placement.rank_of_stage[stage]: stage for stage in sorted(stages, reverse=True)}
+    return sorted(first.values())
+
+
+def ends(schedule):
+    """The first and the last stage, or the first alone where they are on one rank."""
+    return one_of_each_rank(schedule.placement, (0, schedule.num_stages - 1))
+
+
 def needs(action, schedule):
     """The actions, on whatever rank, that must have run before; as the design words it, apart from `ir/deps.py`."""
     kind, stage, microbatch, part = action.kind, action.stage, action.microbatch, action.slice

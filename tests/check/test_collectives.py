@@ -10,7 +10,6 @@ from penstock.errors import ConfigError
 from penstock.ir.instruction import Op
 from penstock.ir.program import COLUMNS, Program
 from penstock.lower import add_messages, assign_slots, lower
-from penstock.placement import Placement
 from penstock.schedules import FAMILIES, build
 from tests.check.tables import (
     assert_refused,
@@ -19,7 +18,6 @@ from tests.check.tables import (
     instruction,
     lowered,
     refusal,
-    schedule_of,
     swapped,
     violations_of,
     without,
@@ -30,12 +28,6 @@ TIED = {"tied_groups": [(0, 1), (1, 2)], "optimizer_step": True}
 
 def test_reductions_and_step_pass_where_lowering_puts_them():
     check(lowered(ranks=3, **TIED))
-
-
-def test_several_tied_stages_on_one_rank_pass():
-    schedule = schedule_of("0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0", placement=Placement.loop(2, 4))
-
-    check(lower(schedule, tied_groups=[(0, 2, 3)], optimizer_step=True))
 
 
 @pytest.mark.parametrize("text", ["0REDUCE_GRAD", "0REDUCE_TIED0"])

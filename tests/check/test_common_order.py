@@ -18,7 +18,7 @@ from penstock.placement import Placement
 from penstock.schedules import build
 from tests.check.machine import Machine, shuffled
 from tests.check.tables import edited, feasible_cases, find, rewritten, schedule_of
-from tests.strategies import feasible_schedules
+from tests.strategies import ends, feasible_schedules
 
 GPIPE = schedule_of("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1")
 
@@ -50,7 +50,7 @@ def moved(program, text, *, behind):
 
 @given(feasible_schedules(), st.booleans(), st.booleans())
 def test_the_lowering_keeps_the_common_order(schedule, ties_stages, optimizer_step):
-    groups = [(0, schedule.num_stages - 1)] if ties_stages else []
+    groups = [ends(schedule)] if ties_stages else []
 
     assert keeps(lower(schedule, tied_groups=groups, optimizer_step=optimizer_step))
 

@@ -10,7 +10,7 @@ from penstock.ir.reading import read_table
 from penstock.ir.writing import WRITERS, without_communication, write_table
 from penstock.lower import assign_slots, lower
 from penstock.schedules import build
-from tests.strategies import feasible_schedules, schedules
+from tests.strategies import ends, feasible_schedules, schedules
 
 SCHEDULE = build("1f1b", ranks=2, microbatches=3)
 
@@ -41,7 +41,7 @@ def test_programs_of_every_family_read_back_as_the_same(schedule):
 
 @given(schedule=feasible_schedules())
 def test_without_communication_a_program_is_the_schedule_that_it_came_from(schedule):
-    assert without_communication(lower(schedule, tied_groups=[(0, schedule.num_stages - 1)])) == schedule
+    assert without_communication(lower(schedule, tied_groups=[ends(schedule)])) == schedule
     assert without_communication(schedule) is schedule
 
 

@@ -97,15 +97,6 @@ def test_tied_groups_stand_in_the_order_of_their_index_on_every_rank():
     )
 
 
-def test_members_of_a_tied_group_on_one_rank_stand_in_ascending_order():
-    assert_becomes(
-        "0F0 1F0 1B0 0B0",
-        "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD 0REDUCE_TIED0 1REDUCE_TIED0",
-        placement=Placement.loop(1, 2),
-        tied_groups=[(1, 0)],
-    )
-
-
 def test_an_empty_tied_group_adds_nothing_and_keeps_its_index():
     assert_becomes("0F0 0B0", "0F0 0B0 0REDUCE_GRAD 0REDUCE_TIED1", tied_groups=[(), (0,)])
 

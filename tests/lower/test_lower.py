@@ -1,5 +1,7 @@
 """Lowering: every schedule that can run becomes a program that is proved under every transport model."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +29,7 @@ from tests.lower.programs import (
     pairs,
     pairs_of_ranks,
 )
-from tests.strategies import feasible_schedules, schedules
+from tests.strategies import feasible_schedules, one_of_each_rank, schedules
 
 WHOLE = """
     0F0 0F1 0F2 0B0 0B1 0B2
@@ -88,6 +90,25 @@ def test_a_tied_group_with_a_stage_that_does_not_exist_is_refused(group):
     assert str(caught.value).startswith(f"tied group {tuple(sorted(group))}: the stages are 0..1; name stages")
 
 
+def test_two_tied_stages_of_one_rank_are_refused():
+    """They share one parameter there, whose gradient would be reduced once for each of them."""
+    told = r"tied group \(0, 1, 2\): stages 0 and 2 are on rank 0, where they share the parameter; name one stage"
+
+    with pytest.raises(ScheduleError, match=told):
+        lowered("0F0 2F0 2B0 0B0\n1F0 1B0", placement=Placement.explicit([0, 1, 0]), tied_groups=[(0, 1, 2)])
+
+
+def test_a_program_with_two_tied_stages_of_one_rank_is_refused_wherever_it_comes_from():
+    program = lowered("0F0 2F0 2B0 0B0\n1F0 1B0", placement=Placement.explicit([0, 1, 0]), tied_groups=[(0, 1)])
+
+    with pytest.raises(ScheduleError, match="stages 0 and 2 are on rank 0"):
+        replace(program, tied_groups=((0, 2),))
+    with pytest.raises(ScheduleError, match="stages 0 and 2 are on rank 0"):
+        Program.from_json(program.to_json().replace('"tied_groups": [[0,1]]', '"tied_groups": [[0,2]]'))
+    with pytest.raises(ScheduleError, match="stages 0 and 2 are on rank 0"):
+        Program.from_csv(program.to_csv().replace("0REDUCE_TIED0", "0REDUCE_TIED0,2REDUCE_TIED0"))
+
+
 def test_an_order_that_cannot_run_is_refused():
     with pytest.raises(ScheduleError, match="drawn: the order cannot run to its end"):
         lowered("0F0 0B1 0F1 0B0\n1F0 1B0 1F1 1B1")
@@ -108,6 +129,7 @@ def requests(draw):
     """A random feasible schedule, tied groups of its stages, and whether to add the optimizer step."""
     schedule = draw(feasible_schedules())
     groups = draw(st.lists(st.sets(st.integers(0, schedule.num_stages - 1)), max_size=3))
+    groups = [one_of_each_rank(schedule.placement, group) for group in groups]
     return schedule, groups, draw(st.booleans())
 
 

@@ -16,7 +16,7 @@ from penstock.ir.program import NewRows
 from penstock.lower import lower
 from penstock.simulate import Costs
 from penstock.simulate.costs.costs import Channel
-from tests.strategies import feasible_schedules, needs
+from tests.strategies import feasible_schedules, needs, one_of_each_rank
 
 RECEIVES = (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD)
 KINDS = ("forward_s", "backward_s", "backward_input_s", "backward_weight_s")
@@ -43,8 +43,7 @@ class Events:
         self.lane_free_s = [0.0] * program.num_ranks
         self.of_group = {}
         for row in np.flatnonzero(program.op == Op.REDUCE_TIED).tolist():
-            parties = self.of_group.setdefault(int(program.peer[row]), {})
-            parties.setdefault(int(program.rank_of_row[row]), []).append(row)
+            self.of_group.setdefault(int(program.peer[row]), {})[int(program.rank_of_row[row])] = row
 
     def times(self):
         while self.moments:
@@ -106,22 +105,20 @@ class Events:
 
     def launch(self, row, rank, now):
         self.end_s[row] = np.nan
-        if self.program.op[row] == Op.REDUCE_TIED and row != self.of_group[self.program.peer[row]][rank][-1]:
-            return  # members of one rank take part together
         self.launched[rank].append((row, now))
 
     def begins_collective(self, rank, now):
         if not self.is_next_collective(rank, now):
             return False
         row, _ = self.launched[rank][0]
-        parties = {rank: [row]}
+        parties = {rank: row}
         if self.program.op[row] == Op.REDUCE_TIED:
             parties = self.of_group[self.program.peer[row]]
-            if not all(self.is_next_collective(party, now, rows[-1]) for party, rows in parties.items()):
+            if not all(self.is_next_collective(party, now, own) for party, own in parties.items()):
                 return False
-        for party, rows in parties.items():
+        for party, own in parties.items():
             del self.launched[party][0]
-            self.end_s[rows] = self.lane_free_s[party] = now + self.collective_s(row)
+            self.end_s[own] = self.lane_free_s[party] = now + self.collective_s(row)
             heappush(self.moments, self.lane_free_s[party])
         return True
 
@@ -199,7 +196,7 @@ def programs(draw):
     """Lowered random schedules with tied stages, an optimizer step, and stages gathered and dropped at random."""
     schedule = draw(feasible_schedules())
     stages = st.sets(st.integers(0, schedule.num_stages - 1), min_size=1)
-    groups = draw(st.lists(stages, max_size=2))
+    groups = [one_of_each_rank(schedule.placement, group) for group in draw(st.lists(stages, max_size=2))]
     program = lower(schedule, tied_groups=groups, optimizer_step=draw(st.booleans()))
     return program if draw(st.booleans()) else with_sharding(program, draw(st.integers(0, 2**32)))
 

@@ -5,11 +5,10 @@ import pytest
 
 from penstock.ir.deps import NONE
 from penstock.lower import lower
-from penstock.placement import Placement
 from penstock.schedules import build
 from penstock.simulate import Costs, simulate
 from penstock.simulate.collectives import gather_of_row
-from tests.simulate.drawing import drawn, ends, sharded, starts
+from tests.simulate.drawing import ends, sharded, starts
 
 
 def test_the_first_computation_of_a_stage_waits_for_its_gather_and_others_do_not():
@@ -90,16 +89,6 @@ def test_tied_groups_are_reduced_one_after_the_other_in_their_order():
     timeline = simulate(program, Costs.uniform(tied_reduce_s=(2.0, 1.0)))
 
     assert (ends(timeline)["0REDUCE_TIED0"], ends(timeline)["1REDUCE_TIED1"]) == (8, 9)
-
-
-def test_two_tied_stages_of_one_rank_take_part_together():
-    program = drawn("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0", placement=Placement.vee(2), tied_groups=[(0, 3), (0, 1, 3)])
-
-    timeline = simulate(program, Costs.uniform(tied_reduce_s=(1.0,)))
-
-    end_s = ends(timeline)["0B0"]
-    assert ends(timeline)["0REDUCE_TIED0"] == ends(timeline)["3REDUCE_TIED0"] == end_s + 1
-    assert {ends(timeline)[f"{stage}REDUCE_TIED1"] for stage in (0, 1, 3)} == {end_s + 2}
 
 
 @pytest.mark.parametrize("name", ["unshard_s", "reduce_s"])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.errors import ScheduleError
 from penstock.ir.formats.json_text import program_from_json, program_to_json
 from penstock.ir.formats.torch_csv import program_from_csv, program_to_csv
 from penstock.ir.instruction import Instruction, Op
@@ -27,7 +28,7 @@ class Program:
     num_slices: int
     route_of_microbatch: Ints
     tied_groups: tuple[tuple[int, ...], ...]
-    """Groups of stages that hold copies of one parameter and reduce its gradient together."""
+    """Groups of stages that hold copies of one parameter and reduce its gradient together, at most one per rank."""
     op: Ints
     stage: Ints
     microbatch: Ints
@@ -42,6 +43,8 @@ class Program:
 
     def __post_init__(self) -> None:
         require_routes(self.name, self.placement, self.num_microbatches, self.route_of_microbatch)
+        for group in self.tied_groups:
+            _require_tied_group(group, self.placement)
         for name in (*COLUMNS, "offsets", "route_of_microbatch"):
             getattr(self, name).flags.writeable = False
 
@@ -212,6 +215,20 @@ class NewRows:
     @staticmethod
     def after(row: Ints) -> Ints:
         return 3 * row + 2
+
+
+def _require_tied_group(group: tuple[int, ...], placement: Placement) -> None:
+    if not all(0 <= stage < placement.num_stages for stage in group):
+        raise ScheduleError(f"tied group {group}: the stages are 0..{placement.num_stages - 1}; name stages among them")
+    first_of_rank: dict[int, int] = {}
+    for stage in sorted(set(group)):
+        rank = placement.rank_of_stage[stage]
+        first = first_of_rank.setdefault(rank, stage)
+        if first != stage:
+            raise ScheduleError(
+                f"tied group {group}: stages {first} and {stage} are on rank {rank}, where they share the parameter; "
+                "name one stage of each rank"
+            )
 
 
 def _interleaved(old: NDArray[Any], added: NDArray[Any], places: Ints) -> NDArray[Any]:

@@ -7,7 +7,7 @@ reductions, the optimizer step if asked for, buffers.
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from penstock.errors import ConfigError, ScheduleError, described
+from penstock.errors import ConfigError, described
 from penstock.ir.common_order import Starts
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
@@ -33,23 +33,19 @@ def lower(
 ) -> Program:
     """Make the program of a schedule: messages, gradient reductions, on request the optimizer step, buffers.
 
-    `tied_groups` are groups of stages that hold copies of one parameter; `start` are the starts of the schedule's
-    untimed walk, where they are known already. The result passes `penstock.check` under every transport model, whatever
-    feasible order the schedule has.
+    `tied_groups` are groups of stages that hold copies of one parameter, at most one of each rank; `start` are the
+    starts of the schedule's untimed walk, if known. The result passes `penstock.check` under every transport
+    model, whatever feasible order the schedule has.
 
     Raises:
         ConfigError: for anything but a schedule.
-        ScheduleError: if the schedule cannot run to its end, or a tied group names a stage that does not exist.
+        ScheduleError: if the schedule cannot run to its end, or a tied group names a stage that does not exist, or two
+            stages of one rank.
     """
     if not isinstance(schedule, Schedule):
         hint = " that is not lowered yet" if isinstance(schedule, Program) else ""
         raise ConfigError(f"{described(schedule)}; expected a Schedule{hint}", key="schedule")
     groups = tuple(tuple(sorted(set(group))) for group in tied_groups)
-    for group in groups:
-        if not all(0 <= stage < schedule.num_stages for stage in group):
-            raise ScheduleError(
-                f"tied group {group}: the stages are 0..{schedule.num_stages - 1}; name stages among them"
-            )
     program = Program.from_schedule(schedule, tied_groups=groups)
     messages: tuple[Pass, ...] = (partial(add_messages, start=start), post_receives_ahead)
     for apply in (*messages, *REDUCTIONS, *(STEP if optimizer_step else ()), *BUFFERS):

@@ -47,37 +47,23 @@ def add_collectives(program: Program, costs: Costs, before: NDArray[np.int32], l
     if not seconds.any() and Op.REDUCE_TIED not in program.op[launches]:
         nowhere: Rows = np.empty(0, np.int64)
         return Collectives(nowhere, nowhere)
-    owner_of = _owners(program, launches)
-    owners = np.unique(owner_of)
-    is_tied = program.op[launches[owners]] == Op.REDUCE_TIED
+    is_tied = program.op[launches] == Op.REDUCE_TIED
     first = lanes.next_row
     # A tied reduction has two rows in its lane, its arrival and itself.
     runs = first + np.cumsum(1 + is_tied) - 1
     arrivals = runs[is_tied] - 1
-    num_rows = len(owners) + len(arrivals)
-    meetings = _meet(program.peer[launches[owners[is_tied]]], arrivals, first + num_rows)
+    num_rows = len(launches) + len(arrivals)
+    meetings = _meet(program.peer[launches[is_tied]], arrivals, first + num_rows)
     after, duration_s = np.empty(num_rows, np.int64), np.zeros(num_rows)
-    after[runs - first], duration_s[runs - first] = launches[owners], seconds[owners]
-    after[arrivals - first], after[runs[is_tied] - first] = launches[owners[is_tied]], meetings.over
-    lengths = np.bincount(program.rank_of_row[launches[owners]], 1 + is_tied, program.num_ranks).astype(np.int64)
+    after[runs - first], duration_s[runs - first] = launches, seconds
+    after[arrivals - first], after[runs[is_tied] - first] = launches[is_tied], meetings.over
+    lengths = np.bincount(program.rank_of_row[launches], 1 + is_tied, program.num_ranks).astype(np.int64)
     lanes.add(lengths, after=after, duration_s=duration_s, lag_s=np.zeros(num_rows))
     nothing_s = np.zeros(len(arrivals))
     lanes.add(meetings.lengths, after=meetings.after, duration_s=nothing_s, lag_s=nothing_s)
-    found = Collectives(launches, runs[np.searchsorted(owners, owner_of)])
+    found = Collectives(launches, runs)
     _let_steps_wait(program, found, before)
     return found
-
-
-def _owners(program: Program, launches: Rows) -> Rows:
-    """Per launch, the one that stands for it: members of a tied group on one rank take part together, with the last."""
-    owner_of = np.arange(len(launches))
-    tied = np.flatnonzero(program.op[launches] == Op.REDUCE_TIED)
-    rank, group = program.rank_of_row[launches[tied]].astype(np.int64), program.peer[launches[tied]]
-    parties, index = np.unique(rank * (len(program.tied_groups) + 1) + group, return_inverse=True)
-    last = np.zeros(len(parties), np.int64)
-    last[index] = tied  # ascending, and the last assignment stays
-    owner_of[tied] = last[index]
-    return owner_of
 
 
 def _meet(groups: NDArray[np.int32], arrivals: Rows, first: int) -> _Meetings:

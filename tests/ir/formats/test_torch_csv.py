@@ -17,7 +17,7 @@ from penstock.ir.schedule import Schedule
 from penstock.lower import lower
 from penstock.lower.assign_slots import assign_slots
 from penstock.schedules import build
-from tests.strategies import feasible_schedules, schedules
+from tests.strategies import ends, feasible_schedules, schedules
 
 FROM_TORCH = json.loads((Path(__file__).parents[2] / "data" / "torch_csv.json").read_text(encoding="utf-8"))
 ROWS = {key: case for key, case in FROM_TORCH.items() if "rows" in case}
@@ -48,7 +48,7 @@ def test_any_order_reads_back_in_its_order(schedule):
 
 @given(schedules(max_ranks=3, max_microbatches=4), st.booleans())
 def test_a_program_reads_back_as_itself_once_its_slots_are_assigned(schedule, has_step):
-    groups = [] if schedule.is_forward_only else [(0,), (0, schedule.num_stages - 1)]
+    groups = [] if schedule.is_forward_only else [(0,), ends(schedule)]
     program = lower(schedule, tied_groups=groups, optimizer_step=has_step)
 
     again = assign_slots(program_from_csv(program_to_csv(program), Program))
