@@ -21,6 +21,7 @@ PAGE = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 SCRIPT = BLOCKS[0]
 (DATA_PARALLEL,) = (block for block in BLOCKS if "init_device_mesh" in block)
+(MIXED_PRECISION,) = (block for block in BLOCKS if "GradScaler(" in block)
 
 
 def run_block(rank, code):
@@ -30,8 +31,8 @@ def run_block(rank, code):
     return found
 
 
-def history_of(rank):
-    return run_block(rank, SCRIPT)["history"]
+def history_of(rank, script):
+    return run_block(rank, script)["history"]
 
 
 def gradients_of_replica(rank):
@@ -41,7 +42,7 @@ def gradients_of_replica(rank):
 
 @pytest.mark.slow
 def test_the_python_of_the_page_runs_in_one_process():
-    code = "\n".join(block for block in BLOCKS if block != DATA_PARALLEL)
+    code = "\n".join(block for block in BLOCKS if block not in (DATA_PARALLEL, MIXED_PRECISION))
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=False)
 
@@ -54,10 +55,22 @@ def test_the_python_of_the_page_runs_in_one_process():
 @pytest.mark.slow
 def test_the_full_script_gives_the_same_bits_on_two_ranks_as_on_one():
     with RankPool(1) as alone, RankPool(2) as pair:
-        (expected,) = alone.run(history_of)
+        (expected,) = alone.run(history_of, SCRIPT)
 
-        assert pair.run(history_of) == [expected, expected]
+        assert pair.run(history_of, SCRIPT) == [expected, expected]
     assert expected[-1] < expected[0]
+
+
+@pytest.mark.slow
+def test_mixed_precision_gives_the_same_bits_and_scales_on_several_ranks_as_on_one():
+    with RankPool(1) as alone, RankPool(2) as pair, RankPool(4) as four:
+        (expected,) = alone.run(history_of, MIXED_PRECISION)
+
+        assert pair.run(history_of, MIXED_PRECISION) == [expected] * 2
+        assert four.run(history_of, MIXED_PRECISION) == [expected] * 4
+    losses, scales = zip(*expected, strict=True)
+    assert losses[-1] < losses[0]
+    assert len(set(scales)) > 3
 
 
 @pytest.mark.slow

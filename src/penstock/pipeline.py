@@ -26,6 +26,7 @@ from penstock.execute.batch.agreement import Mode, agree_on_setup, digest
 from penstock.execute.batch.gate import Call
 from penstock.execute.batch.slices import refuse_layers_that_look_back
 from penstock.execute.joining import Joined, join
+from penstock.execute.losses.grad_scaler import describe_scale, grad_scaler_of
 from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
 from penstock.execute.losses.results import StepResult
 from penstock.execute.observing.memory_report import MemoryReport, MemoryWatch, gather_memory
@@ -299,11 +300,12 @@ class Pipeline:
         self.program = self._lowered(self.schedule)
 
     def _lowered(self, schedule: Schedule) -> Program:
+        has_scaler = grad_scaler_of(self.options.scale_loss) is not None  # its ranks agree where optimizers step
         return prove_and_lower(
             schedule,
             memory_limit=self.options.memory_limit,
             tied_groups=self._assembly.tied_groups,
-            optimizer_step=self.options.optimizer_step is not None,
+            optimizer_step=has_scaler or self.options.optimizer_step is not None,
         )
 
     def _set_up_together(self) -> None:
@@ -317,7 +319,7 @@ class Pipeline:
                 "the tied parameters": f"stages {self._assembly.tied_groups}",
                 "the loss": "none" if self._loss is None else "a function",
                 "the loss reduction": self.options.reduction,
-                "scale_loss": "a function" if callable(self.options.scale_loss) else str(self.options.scale_loss),
+                "scale_loss": describe_scale(self.options.scale_loss),
                 "slice_dim": str(self.options.slice_dim),
                 "the seed": str(self.options.seed),
                 "variable_shapes": str(self.options.variable_shapes),

@@ -39,7 +39,8 @@ class PipelineOptions:
     """count(target) -> what the mean is taken over, such as tokens; default: rows of the batch."""
     scale_loss: float | Scale | None = None
     """What every loss is multiplied by where its backward begins, those that layers add included: a number, or a
-    function such as `torch.amp.GradScaler.scale`. Gradients are scaled then, what is reported is not."""
+    function. Gradients are scaled then, what is reported is not. Where it is a method of a `torch.amp.GradScaler`, the
+    scalers of all ranks take one decision."""
     allow_ragged: bool = False
     """Whether microbatches may differ in size by one row, and slices in length by one."""
     specs: BatchSpec | None = None

@@ -16,6 +16,7 @@ from penstock.execute.batch.step import Step
 from penstock.execute.failures.failure import FailureDesk
 from penstock.execute.interpreter import Hooks, Interpreter
 from penstock.execute.losses.exchange import LossExchange
+from penstock.execute.losses.grad_scaler import SharedScaler, grad_scaler_of
 from penstock.execute.losses.loss import Loss, LossShares, LossWeights, loss_scale
 from penstock.execute.losses.output import takes_weight
 from penstock.execute.losses.results import (
@@ -71,6 +72,7 @@ class Runner:
         self._loss_weights = loss_weights
         self._tells_weight = loss is not None and takes_weight(loss)
         self._scale = loss_scale(options.scale_loss)
+        self._scaler = self._shared_scaler()
         self._exchange = LossExchange(transport, device)
         self._auxiliary = auxiliary_modules([layer for stage in assembly.stages for layer in stage.layers.values()])
         self._own = OwnParameters(assembly)
@@ -122,6 +124,7 @@ class Runner:
                 call,
                 step_number=self.step_number if draws else 0,
                 trained=self._own_trained() if mode.is_training else 0,
+                scale=self._scaler.scale if self._scaler is not None and mode.is_training else 0.0,
                 extra=Extra.MEMORY if memory is not None else Extra.RECORDING if call.record else Extra.NOTHING,
             )
             if mode.is_training:
@@ -168,7 +171,7 @@ class Runner:
             hooks = Hooks(
                 reduce_stage=self._reduce_stage(program),
                 reduce_tied=self._reduce_tied,
-                optimizer_step=self._options.optimizer_step or _do_nothing,
+                optimizer_step=self._optimizer_step,
             )
             rank, stages = self._transport.rank, self._assembly.stages
             changes = self._inspection.changes(program)
@@ -188,6 +191,22 @@ class Runner:
         layers = {stage.index: tuple(map(id, stage.layers.values())) for stage in self._assembly.stages}
         last_of_copies = {layers[stage]: stage for stage in stages}.values()
         return lambda stage: hook(stage) if stage in last_of_copies else None
+
+    def _optimizer_step(self) -> None:
+        """The end of a training step's program: the scalers of all ranks agree before any optimizer is stepped."""
+        if self._scaler is not None:
+            self._scaler.share(
+                parameter for stage in self._assembly.stages for _, parameter in stage.named_parameters()
+            )
+        if self._options.optimizer_step is not None:
+            self._options.optimizer_step()
+
+    def _shared_scaler(self) -> SharedScaler | None:
+        scaler = grad_scaler_of(self._options.scale_loss)
+        if scaler is None:
+            return None
+        attribute = ATTRIBUTE if self._options.main_gradients else "grad"
+        return SharedScaler(scaler, self._transport, self._device, attribute)
 
     def _step(self, mode: Mode, call: Call, batch: Batch) -> Step:
         loss = self._loss if mode.is_training or batch.has_target else None
@@ -295,10 +314,6 @@ class Runner:
             output_bytes=self._messenger.output_bytes(),
             data_waits=() if step.supply is None else step.supply.waits,
         )
-
-
-def _do_nothing() -> None:
-    """No optimizer step was asked for."""
 
 
 def _do_nothing_with(stage: int) -> None:

@@ -118,6 +118,13 @@ def test_ranks_that_would_draw_different_random_numbers_all_refuse_with_both_num
         assert "set pipeline.step_number alike on all ranks" in str(error)
 
 
+def test_ranks_whose_losses_and_gradients_would_be_scaled_differently_all_refuse_with_both_scales():
+    for error in refusals(*(replace(GIVEN, scale=scale) for scale in (65536.0, 65536.0, 2.0**-3))):
+        assert type(error) is StepRefused
+        assert error.rank == 2
+        assert "rank 0 has the scale 65536, that of rank 2 has 0.125" in str(error)
+
+
 @pytest.mark.parametrize(
     ("extras", "text"),
     [
@@ -134,7 +141,7 @@ def test_ranks_that_would_gather_different_things_after_the_step_all_refuse(extr
 
 
 def test_what_is_asked_besides_and_the_step_number_survive_the_exchange():
-    offer = replace(GIVEN, position=9, step_number=2**40, extra=Extra.MEMORY)
+    offer = replace(GIVEN, position=9, step_number=2**40, extra=Extra.MEMORY, scale=1 / 3)
 
     assert agreements(offer, offer)[0] == [offer, offer]
 

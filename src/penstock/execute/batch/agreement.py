@@ -1,6 +1,7 @@
 """What ranks make sure of together: that they were set up alike, and that they run the same step on the same batch."""
 
 import hashlib
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -10,7 +11,7 @@ import torch
 from penstock.errors import PipelineError, StepRefused
 from penstock.execute.transport.protocol import Transport
 
-_NUM_FIELDS = 12
+_NUM_FIELDS = 13
 _DIGEST_BYTES = 7
 """Fits a signed 64-bit integer and leaves 0 for "nothing given"."""
 
@@ -61,6 +62,8 @@ class Offer:
     trained: int = 0
     """Stands for which of the rank's parameters need gradients; 0 where none is to get one."""
     extra: Extra = Extra.NOTHING
+    scale: float = 0.0
+    """The scale of the rank's GradScaler; 0 where it has none."""
 
 
 def digest(text: str) -> int:
@@ -105,6 +108,7 @@ def agree_on_step(transport: Transport, mine: Offer, device: torch.device) -> li
         )
     _require_one_extra([offer.extra for offer in offers])
     _require_one_draw([offer.step_number for offer in offers])
+    _require_one_scale([offer.scale for offer in offers])
     _require_one([offer.inputs for offer in offers], "inputs")
     _require_one([offer.keywords for offer in offers], "keyword arguments")
     _require_keywords(offers)
@@ -147,13 +151,14 @@ def trained_of(offers: Sequence[Offer]) -> int:
 
 def _row(offer: Offer) -> list[int]:
     flags = (offer.takes_keywords, offer.takes_target, offer.wants_outputs)
-    places = (offer.position, offer.step_number, offer.trained, offer.extra)
+    (scale,) = struct.unpack("<q", struct.pack("<d", offer.scale))  # all its bits
+    places = (offer.position, offer.step_number, offer.trained, offer.extra, scale)
     fields = [offer.mode, offer.inputs, offer.target, offer.is_refused, offer.keywords, *places, *flags]
     return [*map(int, fields), *offer.sizes, *offer.lengths]
 
 
 def _offer(row: Sequence[int], num_sizes: int) -> Offer:
-    mode, inputs, target, is_refused, keywords, position, step_number, trained, extra, *flags = row[:_NUM_FIELDS]
+    mode, inputs, target, is_refused, keywords, position, step_number, trained, extra, scale, *flags = row[:_NUM_FIELDS]
     takes_keywords, takes_target, wants_outputs = map(bool, flags)
     end = _NUM_FIELDS + num_sizes
     sizes, lengths = tuple(row[_NUM_FIELDS:end]), tuple(row[end:])
@@ -172,6 +177,7 @@ def _offer(row: Sequence[int], num_sizes: int) -> Offer:
         step_number,
         trained,
         Extra(extra),
+        *struct.unpack("<d", struct.pack("<q", scale)),
     )
 
 
@@ -193,6 +199,17 @@ def _require_one_draw(step_numbers: Sequence[int]) -> None:
             raise StepRefused(
                 f"rank 0 is at step_number {step_numbers[0]}, rank {rank} at {number}, but with a seed random numbers "
                 "go by it; set pipeline.step_number alike on all ranks, to the training steps that the run has had",
+                rank=rank,
+            )
+
+
+def _require_one_scale(scales: Sequence[float]) -> None:
+    """Refuse a step whose gradients some ranks would unscale by another number than its losses are scaled by."""
+    for rank, scale in enumerate(scales):
+        if scale != scales[0]:
+            raise StepRefused(
+                f"the GradScaler of rank 0 has the scale {scales[0]:g}, that of rank {rank} has {scale:g}; call its "
+                "update() on every rank after each optimizer step, and change or load its state on all ranks alike",
                 rank=rank,
             )
 

@@ -127,12 +127,20 @@ class Gate:
         self._read = read
 
     def admit(
-        self, mode: Mode, call: Call, *, step_number: int = 0, trained: int = 0, extra: Extra = Extra.NOTHING
+        self,
+        mode: Mode,
+        call: Call,
+        *,
+        step_number: int = 0,
+        trained: int = 0,
+        extra: Extra = Extra.NOTHING,
+        scale: float = 0.0,
     ) -> Batch:
         """Split the batch and compare it with what the other ranks were given; one small collective.
 
         `step_number` is what the step draws its random numbers by, 0 where it draws none; `trained` stands for which of
         this rank's parameters need gradients, 0 where none is to get one. `extra` is what else it was asked for.
+        `scale` is that of the rank's GradScaler, 0 where it has none.
 
         Raises:
             StepRefused: on every rank alike, if any rank's batch cannot be split or the ranks differ.
@@ -147,7 +155,7 @@ class Gate:
             refusal = error
         try:
             offer = self._offer(mode, call, given, refusal)
-            offer = replace(offer, step_number=step_number, trained=trained, extra=extra)
+            offer = replace(offer, step_number=step_number, trained=trained, extra=extra, scale=scale)
             offers = agree_on_step(self._transport, offer, self._device)
             if any(offer.is_refused for offer in offers):
                 self._refuse_together(refusal)

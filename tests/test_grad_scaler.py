@@ -1,0 +1,379 @@
+"""Training with `torch.amp.GradScaler` on several ranks: scales, skipped steps and weights are those of one process."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+
+from penstock.errors import PipelineError, StepRefused
+from penstock.pipeline import Pipeline
+from penstock.train.optim import clip_gradients
+from tests.local_pipelines import VOCABULARY, WIDTH, block, error_of, named, on_ranks, settle, square_loss, values
+from tests.ranks import RankPool
+
+STEPS = 12
+M = 4
+OVERFLOWS_IN = (4, 9)
+"""Steps, counted from 1, in which one gradient becomes infinite."""
+
+
+def make_scaler(**options):
+    return GradScaler("cpu", **{"init_scale": 2.0**10, "growth_interval": 2} | options)
+
+
+def make_layers(dtype=torch.float32):
+    return [block(seed, dtype) for seed in range(4)]
+
+
+def batch(step, dtype=torch.float32):
+    return values(100 + step, 8, WIDTH, dtype=dtype), values(200 + step, 8, WIDTH, dtype=dtype)
+
+
+def tokens(step, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(VOCABULARY, (8,), generator=generator), values(200 + step, 8, WIDTH, dtype=dtype)
+
+
+class Overflow:
+    """Makes the gradient of one layer's matrix infinite in some steps, wherever the layer is."""
+
+    def __init__(self, layer, steps=OVERFLOWS_IN):
+        self.step = 0
+        self._steps = steps
+        next(parameter for parameter in layer.parameters() if parameter.ndim == 2).register_hook(self._replaced)
+
+    def _replaced(self, gradient):
+        return gradient * float("inf") if self.step in self._steps else gradient
+
+
+class Training:
+    """Optimizer, scaler and history of a run; `update` follows a step that left scaled gradients in the parameters."""
+
+    def __init__(self, named_parameters, scaler, make_optimizer=torch.optim.AdamW):
+        self.parameters = dict(named_parameters)
+        self.scaler = scaler
+        self.optimizer = make_optimizer(self.parameters.values())
+        self.scales, self.skipped = [], []
+
+    def update(self, clip=None):
+        trained = [name for name, parameter in self.parameters.items() if parameter.grad is not None]
+        before = {name: self.parameters[name].detach().clone() for name in trained}
+        if clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            clip()
+        if trained:
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.scales.append(self.scaler.get_scale())
+        if trained:
+            self.skipped.append(all(torch.equal(value, self.parameters[name]) for name, value in before.items()))
+
+    def outcome(self):
+        weights = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        return self.scales, self.skipped, weights, self.scaler.state_dict()
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how."""
+
+    make_layers: Any = make_layers
+    """Of a type."""
+    layer: int | None = 1
+    """Whose gradient overflows."""
+    accumulate: int = 1
+    batch: Any = batch
+    dtype: torch.dtype = torch.float32
+    autocast: Any = None
+    """A type of torch's."""
+    clip_norm: float | None = None
+    init_scale: float = 2.0**10
+    make_optimizer: Any = torch.optim.AdamW
+
+    def begin(self):
+        layers = self.make_layers(self.dtype)
+        overflow = None if self.layer is None else Overflow(layers[self.layer])
+        return layers, overflow, make_scaler(init_scale=self.init_scale)
+
+    def batches(self, step, overflow):
+        if overflow is not None:
+            overflow.step = step
+        return [self.batch(step * self.accumulate + number, self.dtype) for number in range(self.accumulate)]
+
+    def casting(self):
+        return nullcontext() if self.autocast is None else torch.autocast("cpu", self.autocast)
+
+    def clip(self, parameters, all_gather=lambda own: [own], skip=()):
+        if self.clip_norm is None:
+            return None
+        return lambda: clip_gradients(
+            [(name, parameter.grad) for name, parameter in parameters.items()], all_gather, self.clip_norm, skip=skip
+        )
+
+
+def on_one_process(case):
+    """What plain torch does."""
+    layers, overflow, scaler = case.begin()
+    training = Training(named(layers), scaler, case.make_optimizer)
+    model = nn.Sequential(*layers)
+    for step in range(1, STEPS + 1):
+        for inputs, target in case.batches(step, overflow):
+            for parts in zip(inputs.chunk(M), target.chunk(M), strict=True):
+                with case.casting():
+                    loss = square_loss(model(parts[0]), parts[1]) * (1 / M)
+                    scaler.scale(loss).backward()
+        training.update(case.clip(training.parameters))
+    return training.outcome()
+
+
+def on_a_rank(wires, schedule, case):
+    layers, overflow, scaler = case.begin()
+    pipeline = Pipeline(layers, schedule, M, square_loss, scale_loss=scaler.scale, transport=wires)
+    training = Training(pipeline.named_parameters(), scaler, case.make_optimizer)
+    for step in range(1, STEPS + 1):
+        for inputs, target in case.batches(step, overflow):
+            with case.casting():
+                pipeline.step(inputs, target=target)
+        gather, skip = pipeline.transport.all_gather_object, pipeline.copied_names
+        training.update(case.clip(training.parameters, gather, skip))
+    pipeline.close()
+    return training.outcome()
+
+
+def on_a_process(rank, schedule, case):
+    return on_a_rank(None, schedule, case)
+
+
+def assert_alike(found, expected, *, rtol=0.0):
+    """Every rank has the scales and skipped steps of one process, and its part of the weights."""
+    scales, skipped, weights, state = expected
+    assert sorted({name for outcome in found for name in outcome[2]}) == sorted(weights)
+    for own_scales, own_skipped, own_weights, own_state in found:
+        assert own_scales == scales
+        assert own_skipped in (skipped, [])  # a rank without gradients skips nothing
+        assert own_state == state
+        for name, weight in own_weights.items():
+            torch.testing.assert_close(weight, weights[name], rtol=rtol, atol=rtol)
+
+
+def skipped_steps(expected):
+    return [step for step, is_skipped in enumerate(expected[1], 1) if is_skipped]
+
+
+# ---- against one process
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("gpipe", 4), ("interleaved-1f1b", 2), ("zb-h1", 2), ("zbv", 2)],
+)
+def test_an_overflow_on_one_stage_is_one_decision_of_all_ranks(name, num_ranks, layer):
+    case = Case(layer=layer)
+
+    expected, found = on_one_process(case), on_ranks(num_ranks, on_a_rank, name, case)
+
+    assert_alike(found, expected)
+    assert skipped_steps(expected) == list(OVERFLOWS_IN)
+    assert len(set(expected[0])) == 3  # it grew and shrank
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_both_copies_of_a_model_with_two_routes_skip_the_same_steps(layer):
+    case = Case(layer=layer, dtype=torch.float64)
+
+    expected = on_one_process(case)
+
+    assert_alike(on_ranks(2, on_a_rank, "dualpipe", case), expected, rtol=1e-12)
+    assert skipped_steps(expected) == list(OVERFLOWS_IN)
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_an_overflow_in_one_of_several_accumulated_steps_is_kept(layer):
+    case = Case(layer=layer, accumulate=3)
+
+    expected = on_one_process(case)
+
+    assert_alike(on_ranks(2, on_a_rank, "1f1b", case), expected)
+    assert skipped_steps(expected) == list(OVERFLOWS_IN)
+
+
+def test_gradients_are_clipped_by_one_norm_after_they_are_unscaled():
+    case = Case(clip_norm=0.05)
+
+    expected = on_one_process(case)
+
+    assert_alike(on_ranks(2, on_a_rank, "1f1b", case), expected)
+    assert not torch.equal(expected[2]["0.1.weight"], on_one_process(Case())[2]["0.1.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_under_autocast_the_scale_settles_where_it_does_on_one_process(dtype):
+    case = Case(layer=None, autocast=dtype, init_scale=2.0**24)
+
+    expected = on_one_process(case)
+
+    assert_alike(on_ranks(2, on_a_rank, "1f1b", case), expected)
+    assert len(skipped_steps(expected)) == (8 if dtype is torch.float16 else 0)
+
+
+def with_embedding(dtype):
+    return [settle(nn.Embedding(VOCABULARY, WIDTH, sparse=True, dtype=dtype), 7), *make_layers(dtype)]
+
+
+@pytest.mark.parametrize("layer", [0, 4])
+def test_sparse_gradients_overflow_like_others(layer):
+    case = Case(with_embedding, layer, batch=tokens, make_optimizer=partial(torch.optim.SGD, lr=0.1))
+
+    expected = on_one_process(case)
+
+    assert_alike(on_ranks(2, on_a_rank, "1f1b", case), expected)
+    assert skipped_steps(expected) == list(OVERFLOWS_IN)
+
+
+def with_frozen(frozen, dtype):
+    layers = make_layers(dtype)
+    for layer in frozen:
+        layers[layer].requires_grad_(False)
+    return layers
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("frozen", "layer"), [((0, 1), 3), ((2, 3), 0)], ids=["first rank", "rank of the losses"])
+def test_a_rank_without_gradients_updates_its_scale_alone(frozen, layer, accumulate):
+    case = Case(partial(with_frozen, frozen), layer, accumulate=accumulate, clip_norm=0.05)
+
+    expected = on_one_process(case)
+
+    assert_alike(on_ranks(2, on_a_rank, "1f1b", case), expected)
+    assert skipped_steps(expected) == list(OVERFLOWS_IN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_processes_decide_as_one(num_ranks):
+    cases = [Case(layer=layer) for layer in (0, 3)]
+    expected = [on_one_process(case) for case in cases]
+
+    with RankPool(num_ranks) as pool:
+        for name in ("1f1b", "zb-h1"):
+            for case, wanted in zip(cases, expected, strict=True):
+                assert_alike(pool.run(on_a_process, name, case), wanted)
+
+
+# ---- what else ranks may do
+
+
+def scaled_pipeline(wires, scaler, layers=None, **options):
+    scale = None if scaler is None else scaler.scale
+    return Pipeline(layers or make_layers(), "1f1b", M, square_loss, scale_loss=scale, transport=wires, **options)
+
+
+def gradients(pipeline, attribute="grad"):
+    return [getattr(parameter, attribute) for _, parameter in pipeline.named_parameters()]
+
+
+def test_after_an_overflow_no_gradient_of_any_rank_is_finite():
+    def run(wires):
+        layers, overflow, scaler = Case().begin()
+        pipeline = scaled_pipeline(wires, scaler, layers, main_gradients=True)
+        for overflow.step in (3, 4):
+            inputs, target = batch(overflow.step)
+            pipeline.step(inputs, target=target)
+            yield [bool(each.isfinite().any()) for each in gradients(pipeline, "main_grad")]
+
+    for before, after in on_ranks(2, lambda wires: list(run(wires))):
+        assert (set(before), set(after)) == ({True}, {False})
+
+
+def test_an_optimizer_that_is_stepped_by_the_pipeline_skips_as_well():
+    case = Case()
+    expected = on_one_process(case)
+
+    def run(wires):
+        layers, overflow, scaler = case.begin()
+        pipeline = scaled_pipeline(wires, scaler, layers, optimizer_step=lambda: training.update())
+        training = Training(pipeline.named_parameters(), scaler)
+        for step in range(1, STEPS + 1):
+            ((inputs, target),) = case.batches(step, overflow)
+            pipeline.step(inputs, target=target)
+        return training.outcome()
+
+    assert_alike(on_ranks(2, run), expected)
+
+
+def test_a_disabled_scaler_does_nothing():
+    def run(wires):
+        pipelines = [scaled_pipeline(wires, scaler) for scaler in (make_scaler(enabled=False), None)]
+        inputs, target = batch(1)
+        for pipeline in pipelines:
+            pipeline.step(inputs, target=target)
+        assert pipelines[0].program == pipelines[1].program
+        return [gradients(pipeline) for pipeline in pipelines]
+
+    for with_scaler, without in on_ranks(2, run):
+        assert all(map(torch.equal, with_scaler, without))
+
+
+@pytest.mark.parametrize(
+    "other", [None, make_scaler(enabled=False), make_scaler(init_scale=2.0), make_scaler(growth_interval=9)]
+)
+def test_ranks_with_other_scalers_are_refused(other):
+    def make(wires):
+        return error_of(scaled_pipeline, wires, other if wires.rank else make_scaler())
+
+    for error in on_ranks(2, make):
+        assert isinstance(error, PipelineError)
+        assert "disagree on scale_loss: rank 0 has a GradScaler with {'scale': 1024.0" in str(error)
+
+
+def test_a_scale_that_one_rank_changed_is_refused_before_the_step_and_can_be_put_right():
+    inputs, target = batch(1)
+
+    def run(wires):
+        scaler = make_scaler()
+        pipeline = scaled_pipeline(wires, scaler)
+        if wires.rank == 1:
+            scaler.update(3.0)
+        error = error_of(pipeline.step, inputs, target=target)
+        pipeline.evaluate(inputs)
+        is_untouched = gradients(pipeline) == [None] * len(gradients(pipeline))
+        scaler.update(3.0)
+        pipeline.step(inputs, target=target)
+        return error, is_untouched
+
+    for error, is_untouched in on_ranks(2, run):
+        assert isinstance(error, StepRefused)
+        assert (error.rank, is_untouched) == (1, True)
+        assert str(error).startswith("the GradScaler of rank 0 has the scale 1024, that of rank 1 has 3; call its upda")
+
+
+def test_a_mean_over_steps_is_a_method_of_a_scaler_of_your_own():
+    class MeanScaler(GradScaler):
+        def scale_mean(self, loss):
+            return self.scale(loss) / 2
+
+    def run(wires):
+        scaler = MeanScaler("cpu", init_scale=8.0)
+        pipeline = Pipeline(make_layers(), "1f1b", M, square_loss, scale_loss=scaler.scale_mean, transport=wires)
+        pipeline.step(*batch(1)[:1], target=batch(1)[1])
+        scaler.unscale_(torch.optim.SGD(dict(pipeline.named_parameters()).values()))
+        scaler.update()
+        return gradients(pipeline)
+
+    plain = on_ranks(2, lambda wires: half_gradients(wires))
+    for found, wanted in zip(on_ranks(2, run), plain, strict=True):
+        assert all(map(torch.equal, found, wanted))
+
+
+def half_gradients(wires):
+    pipeline = Pipeline(make_layers(), "1f1b", M, square_loss, scale_loss=0.5, transport=wires)
+    inputs, target = batch(1)
+    pipeline.step(inputs, target=target)
+    return gradients(pipeline)
