@@ -110,7 +110,7 @@ def assert_survived(endings, fault):
         if rank == fault.rank:
             continue
         assert with_fault.took_s < ALLOWED_S, (rank, fault)
-        assert with_fault.error.rank == rank
+        assert with_fault.error.rank == fault.rank
         assert_blames(with_fault, fault)
     assert len({ending.text.splitlines()[0] for rank, (ending, _) in endings.items() if rank != fault.rank}) == 1
     if fault.kind != "kill":

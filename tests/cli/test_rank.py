@@ -43,6 +43,8 @@ def launched(rendezvous, rank):
     [
         (ConfigError("no such file", key="data.files"), 1, "data.files: no such file"),
         (PipelineError("F2 broke"), 4, "rank 1 failed: F2 broke"),
+        (PipelineError("the ranks disagree", rank=3), 4, "rank 3 failed: the ranks disagree"),
+        (DeadlineExceeded("no rank goes on: a message was lost"), 5, "no rank goes on: a message was lost"),
         (DeadlineExceeded("rank 1 waited 2 s"), 5, "rank 1 waited 2 s"),
     ],
 )

@@ -262,6 +262,7 @@ def test_if_the_first_rank_fails_all_do_and_the_others_say_why():
     assert isinstance(first, PartitionError)
     assert "layer '0' builds a str" in str(first)
     assert isinstance(second, PipelineError)
+    assert second.rank == 0
     assert "rank 1: rank 0 could not measure the layers" in str(second)
     assert str(first) in str(second)
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 from penstock.cli.status import ExitStatus, status_of
-from penstock.errors import PeerLost
+from penstock.errors import PeerLost, PipelineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +23,20 @@ class RankFailure:
     """True where the rank only noticed that another one is gone."""
     raised_at_s: float = 0.0
     """Seconds of the system's monotonic clock, which the processes of one machine share."""
+    culprit: int | None = None
+    """The rank that the error blames; None where it blames none."""
 
     @property
     def shown(self) -> str:
         """The message as it is printed; wrong input is no rank's fault, so it goes without one."""
-        if self.status == ExitStatus.WRONG_INPUT or self.message.startswith("rank "):
+        if self.status == ExitStatus.WRONG_INPUT or self.message.startswith(("rank ", "no rank ")):
             return self.message
-        return f"rank {self.rank} failed: {self.message}"
+        return f"rank {self.rank if self.culprit is None else self.culprit} failed: {self.message}"
 
     @classmethod
     def of(cls, error: BaseException, rank: int, message: str) -> "RankFailure":
-        return cls(rank, int(status_of(error)), message, isinstance(error, PeerLost), time.monotonic())
+        culprit = error.rank if isinstance(error, PipelineError) else None
+        return cls(rank, int(status_of(error)), message, isinstance(error, PeerLost), time.monotonic(), culprit)
 
 
 def write_failure(store: dist.Store, failure: RankFailure) -> None:

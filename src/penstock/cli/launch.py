@@ -123,8 +123,7 @@ def join_ranks(environment: Mapping[str, str], *, timeout_s: float = 300.0) -> N
         where = f"{environment.get('MASTER_ADDR', '?')}:{environment.get('MASTER_PORT', '?')}"
         raise PipelineError(
             f"rank {rank} of {num_ranks} could not meet the others at {where} within {timeout_s:.0f} s ({error}). "
-            "See that every rank was started and reaches that address.",
-            rank=rank,
+            "See that every rank was started and reaches that address."
         ) from error
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, PenstockError, PipelineError
 from penstock.execute.transport.protocol import Transport
 
 T = TypeVar("T")
@@ -20,6 +20,8 @@ def together(transport: Transport, make: Callable[[], T]) -> T:
         made = make()
     except Exception as error:  # whatever it is, the other ranks must hear of it
         failure = error
+        if isinstance(error, PipelineError) and error.rank is None:
+            error.rank = transport.rank
     texts = transport.all_gather_object("" if failure is None else _words(failure))
     if failure is not None:
         raise failure

@@ -108,7 +108,7 @@ def _told_by_first(wires: Transport, measure: Callable[[], LayerTimes]) -> Layer
         raise PipelineError(
             f"rank {wires.rank}: rank 0 could not measure the layers, which all ranks are split by: "
             f"{heard['failure']}. See its output; or give weights or a split without measuring",
-            rank=wires.rank,
+            rank=0,
         )
     return LayerTimes(**{name: tuple(values) for name, values in heard.items()})
 

@@ -259,9 +259,9 @@ class Gate:
         for rank, text in enumerate(ends):
             if text:
                 raise EndOfData(str(text), rank=rank) from refusal
-        if refusal is not None:
-            raise StepRefused(own, rank=self._transport.rank) from refusal
         rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+        if refusal is not None:
+            raise StepRefused(own, rank=rank) from refusal
         raise StepRefused(f"rank {rank} refuses its batch: {text}", rank=rank)
 
 

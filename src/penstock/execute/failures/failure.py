@@ -84,7 +84,8 @@ class FailureDesk:
         rank = self.board.rank
         instruction = self._describe(rank, position.row) if position.row >= 0 else ""
         if not isinstance(error, (PeerLost, DeadlineExceeded)):
-            return PipelineError(self._own_words(error, instruction, verdict), rank=rank, instruction=instruction)
+            words = self._own_words(error, instruction, verdict)
+            return PipelineError(words, rank=verdict.culprit, instruction=instruction)
         noticed = "went on when the others had given up"
         if verdict.culprit != rank:
             noticed = f"waited {error.waited_s or 0.0:.2f} s for rank {error.peer}"
@@ -94,7 +95,7 @@ class FailureDesk:
         rest = "" if verdict.is_told_by_culprit else f"\n{positions}"
         return kind(
             f"{found}\nrank {rank}, {place_of(position, self._describe)}: {noticed}{rest}",
-            rank=rank,
+            rank=verdict.culprit,
             instruction=instruction,
             peer=error.peer,
             waited_s=error.waited_s,
@@ -116,7 +117,7 @@ class FailureDesk:
         table = position_table(self.board.read_all(), self._describe)
         return type(error)(
             "\n".join(["after a failed step the ranks could not start afresh", str(error), "", *table]),
-            rank=self.board.rank,
+            rank=error.rank,
             peer=error.peer,
             waited_s=error.waited_s,
         )

@@ -108,7 +108,7 @@ def peer_lost(rank: int, ticket: Ticket, waited_s: float, reason: str) -> PeerLo
     return PeerLost(
         f"rank {rank}: lost rank {ticket.peer} while it {_what(ticket)}, after {waited_s:.2f} s: {reason}. "
         f"Look at the output of rank {ticket.peer} for the cause, then start all ranks again",
-        rank=rank,
+        rank=ticket.peer,
         peer=ticket.peer,
         waited_s=waited_s,
     )
@@ -119,7 +119,7 @@ def deadline_exceeded(rank: int, ticket: Ticket, waited_s: float, deadline_s: fl
     return DeadlineExceeded(
         f"rank {rank}: {_what(ticket)} for {waited_s:.2f} s, the deadline is {deadline_s:g} s. "
         f"Find out what rank {ticket.peer} does, or allow more time if it is only slow",
-        rank=rank,
+        rank=ticket.peer,
         peer=ticket.peer,
         waited_s=waited_s,
     )
@@ -127,11 +127,12 @@ def deadline_exceeded(rank: int, ticket: Ticket, waited_s: float, deadline_s: fl
 
 def missing_ranks(rank: int, missing: list[int], waited_s: float) -> DeadlineExceeded:
     """Say which ranks did not come to a meeting of all ranks."""
+    first = missing[0] if missing else None
     return DeadlineExceeded(
         f"rank {rank}: waited {waited_s:.2f} s for all ranks to connect, but ranks {missing} did not come. "
         "See whether they still run and come to the same call, as every rank must; if not, start all ranks again",
-        rank=rank,
-        peer=missing[0] if missing else None,
+        rank=first,
+        peer=first,
         waited_s=waited_s,
     )
 

@@ -165,7 +165,6 @@ class TorchTransport:
             raise PeerLost(
                 f"rank {self.rank}: could not connect to the other ranks of the group: {error or 'no answer in time'}. "
                 "See whether all of them still run; if they do not, start all ranks again",
-                rank=self.rank,
                 waited_s=time.monotonic() - begin_s,
             ) from error.with_traceback(None)  # its frames hold links
         except PipelineError:

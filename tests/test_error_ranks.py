@@ -1,0 +1,214 @@
+"""`PipelineError.rank` is the rank to blame, on every rank, whatever happens to whom."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from penstock import LayerSpec, Pipeline
+from penstock.errors import DeadlineExceeded, PeerLost, PipelineError, StepRefused
+from penstock.execute.transport import LocalTransport, TorchTransport
+from tests.faults import NUM_MICROBATCHES, NUM_RANKS, Fault, FaultyRank, FaultyThreads
+from tests.local_pipelines import error_of, float_layers, float_task, on_ranks, square_loss
+from tests.ranks import RankPool
+
+DEADLINE_S = 5.0
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def threads():
+    with FaultyThreads(deadline_s=PATIENCE_S) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def hasty_threads():
+    with FaultyThreads(deadline_s=DEADLINE_S) as ranks:
+        yield ranks
+
+
+def ranks_of(endings):
+    return [ending.error.rank for ending in endings]
+
+
+# ---- in a step
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "send", "receive", "optimizer"])
+def test_the_rank_that_raises_is_to_blame(threads, place):
+    endings = threads.step(Fault("raise", 2, place))
+
+    assert ranks_of(endings) == [2] * NUM_RANKS
+    assert {type(ending.error) for ending in endings} == {PipelineError, PeerLost}
+
+
+def test_of_two_ranks_that_raise_all_blame_the_same(threads):
+    endings = threads.each(lambda rank: rank.step(Fault("raise", 1 if rank.switch.rank < 2 else 2, "receive")))
+
+    assert len(set(ranks_of(endings))) == 1
+    assert ranks_of(endings)[0] in (1, 2)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_late_is_to_blame_also_for_what_it_finds_itself(hasty_threads):
+    endings = hasty_threads.step(Fault("hang", 1, "forward", 2), wake_after_s=DEADLINE_S + 1)
+
+    assert ranks_of(endings) == [1] * NUM_RANKS
+    assert DeadlineExceeded in {type(ending.error) for ending in endings}
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_to_blame_and_so_is_one_that_does_not_come_back(hasty_threads):
+    never_came = hasty_threads.each(lambda rank: None if rank.switch.rank == 3 else rank.step())
+    hasty_threads.step()
+    hasty_threads.step(Fault("raise", 1, "forward"))
+    not_back = hasty_threads.each(lambda rank: None if rank.switch.rank == 2 else rank.step())
+    clean = hasty_threads.step()
+
+    assert ranks_of(never_came[:3]) == [3] * 3
+    assert [ending.error.rank for ending in not_back if ending is not None] == [2] * 3
+    assert [ending.error for ending in clean] == [None] * NUM_RANKS
+
+
+@pytest.mark.slow
+def test_where_ranks_wait_for_each_other_no_rank_is_to_blame(hasty_threads):
+    hasty_threads.step()
+    hasty_threads.ranks[2].transport.swaps = True
+    endings = hasty_threads.step()
+
+    assert ranks_of(endings) == [None] * NUM_RANKS
+    assert all(ending.text.startswith("no rank goes on: ") for ending in endings)
+
+
+def test_a_transport_alone_blames_the_rank_that_it_waits_for():
+    first, second = LocalTransport.create(2, 0.2)
+
+    late = error_of(first.wait, first.post_receive(1, torch.zeros(1)))
+    second.abort()
+    lost = error_of(first.post_receive, 1, torch.zeros(1))
+
+    assert [(type(error), error.rank, error.peer) for error in (late, lost)] == [
+        (DeadlineExceeded, 1, 1),
+        (PeerLost, 1, 1),
+    ]
+
+
+# ---- in processes
+
+
+def suffer(rank, faults, deadline_s):
+    """Run a step with each fault and one without; a rank that stops is woken when all others have their error."""
+    warm = FaultyRank.start(TorchTransport(deadline_s=PATIENCE_S))
+    warm.step()  # torch imports what its first backward needs, which may take longer than the deadline
+    warm.pipeline.close()
+    me = FaultyRank.start(TorchTransport(deadline_s=deadline_s))
+    pids = me.pipeline.transport.all_gather_object(os.getpid())
+    store = dist.group.WORLD.get_group_store()
+    blamed = []
+    for fault in faults:
+        ending = me.step(fault)
+        if rank != fault.rank and store.add(str(fault), 1) == NUM_RANKS - 1 and fault.kind == "stop":
+            os.kill(pids[fault.rank], signal.SIGCONT)
+        blamed.append(ending.error.rank)
+        if fault.kind != "kill":
+            assert me.step().error is None
+    me.pipeline.close()
+    return blamed
+
+
+@pytest.mark.slow
+def test_a_process_that_raises_or_is_stopped_or_killed_is_to_blame():
+    faults = [Fault("raise", 2, "backward"), Fault("stop", 1, "forward", 1), Fault("kill", 3, "forward", 2)]
+
+    with RankPool(NUM_RANKS) as pool:
+        outcome = pool.attempt(suffer, faults, DEADLINE_S, timeout_s=PATIENCE_S)
+
+    assert not outcome.tracebacks, str(outcome)
+    assert outcome.results == {rank: [2, 1, 3] for rank in (0, 1, 2)}
+
+
+def start_unless_last(rank):
+    if rank == NUM_RANKS - 1:
+        return None
+    return error_of(TorchTransport, deadline_s=DEADLINE_S).rank
+
+
+@pytest.mark.slow
+def test_a_process_that_never_creates_its_pipeline_is_to_blame():
+    with RankPool(NUM_RANKS) as pool:
+        assert pool.run(start_unless_last) == [NUM_RANKS - 1] * (NUM_RANKS - 1) + [None]
+
+
+# ---- wrong shapes, arguments and settings
+
+
+class Growing(nn.Module):
+    """Returns another shape from its second step on."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, features):
+        self.num_calls += 1
+        return features if self.num_calls <= NUM_MICROBATCHES else features.repeat(1, 2)
+
+
+def small_pipeline(wires, layers=None, **options):
+    return Pipeline(layers or float_layers(), "1f1b", NUM_MICROBATCHES, square_loss, transport=wires, **options)
+
+
+def test_a_rank_whose_layer_returns_another_shape_is_to_blame():
+    task = float_task(8)
+
+    def run(wires):
+        layers = float_layers()
+        layers[1] = nn.Sequential(layers[1], Growing())
+        pipeline = small_pipeline(wires, layers, split=[1, 1, 1, 2])
+        pipeline.step(*task.inputs, target=task.target)
+        return error_of(pipeline.step, *task.inputs, target=task.target)
+
+    errors = on_ranks(NUM_RANKS, run)
+
+    assert [error.rank for error in errors] == [1] * NUM_RANKS
+    assert "the output is" in str(errors[1])
+
+
+@pytest.mark.parametrize("refusing", [(2,), (1, 3)])
+def test_the_first_rank_whose_arguments_are_refused_is_to_blame(refusing):
+    task = float_task(8)
+
+    def run(wires):
+        pipeline = small_pipeline(wires)
+        keywords = {"maks": 1} if wires.rank in refusing else {}
+        return error_of(pipeline.step, *task.inputs, target=task.target, **keywords)
+
+    errors = on_ranks(NUM_RANKS, run)
+
+    assert {type(error) for error in errors} == {StepRefused}
+    assert [error.rank for error in errors] == [refusing[0]] * NUM_RANKS
+
+
+def test_a_rank_that_was_set_up_otherwise_is_to_blame():
+    def run(wires):
+        return error_of(small_pipeline, wires, seed=1 if wires.rank == 2 else None)
+
+    assert [error.rank for error in on_ranks(NUM_RANKS, run)] == [2] * NUM_RANKS
+
+
+def test_a_rank_whose_layers_cannot_be_built_blames_itself_and_the_others_name_it():
+    def build():
+        raise PipelineError("the weights are missing")
+
+    def run(wires):
+        layers = [*float_layers(num_layers=3), LayerSpec("last", build)]
+        return error_of(small_pipeline, wires, layers)
+
+    *others, own = on_ranks(NUM_RANKS, run)
+
+    assert own.rank == NUM_RANKS - 1
+    assert all(str(error).startswith(f"rank {NUM_RANKS - 1}: ") for error in others)
