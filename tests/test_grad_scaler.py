@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed.device_mesh import init_device_mesh
 
 from penstock.errors import PipelineError, StepRefused
 from penstock.pipeline import Pipeline
@@ -265,6 +267,42 @@ def test_processes_decide_as_one(num_ranks):
         for name in ("1f1b", "zb-h1"):
             for case, wanted in zip(cases, expected, strict=True):
                 assert_alike(pool.run(on_a_process, name, case), wanted)
+
+
+def on_a_replica(rank, reduces_in_step):
+    """Two pipelines of two ranks, each with batches of its own; the gradients of the second one overflow."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pipeline"))
+    replica, replicas = mesh.get_local_rank("replica"), mesh.get_group("replica")
+    layers, overflow, scaler = Case(layer=0).begin()
+
+    def reduce(parameters):
+        for parameter in parameters:
+            dist.all_reduce(parameter.grad, group=replicas)
+
+    options = {"reduce_stage": lambda stage: reduce(training.parameters.values())} if reduces_in_step else {}
+    scale, group = scaler.scale, mesh.get_group("pipeline")
+    pipeline = Pipeline(layers, "1f1b", M, square_loss, scale_loss=scale, group=group, **options)
+    training = Training(pipeline.named_parameters(), scaler)
+    for step in range(1, STEPS + 1):
+        overflow.step = step if replica == 1 else 0
+        inputs, target = batch(2 * step + replica)
+        pipeline.step(inputs, target=target)
+        if not reduces_in_step:
+            reduce(training.parameters.values())
+        training.update()
+    return training.outcome()
+
+
+@pytest.mark.slow
+def test_replicas_that_sum_their_gradients_decide_as_one():
+    with RankPool(4) as pool:
+        for reduces_in_step in (True, False):
+            first, last, *others = pool.run(on_a_replica, reduces_in_step)
+
+            assert skipped_steps(first) == list(OVERFLOWS_IN)
+            assert_alike([last], (*first[:2], last[2], first[3]))
+            for one, other in zip((first, last), others, strict=True):
+                assert_alike([other], one)
 
 
 # ---- what else ranks may do
