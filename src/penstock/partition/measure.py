@@ -22,7 +22,7 @@ from penstock.execute.losses.loss import Loss
 from penstock.execute.losses.output import takes_weight
 from penstock.execute.stages.assemble import Layer, layer_names
 from penstock.execute.stages.auxiliary import auxiliary_modules, take_all
-from penstock.execute.stages.keywords import select_keywords
+from penstock.execute.stages.signatures import taken_keywords
 from penstock.execute.stages.skips import Shelf, StageSkips, skip_names
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.tree import flatten, map_leaves
@@ -156,7 +156,7 @@ class _Walk:
     def _usual_s(self, layer: Layer, name: str, finish: Callable[[Any], Any]) -> tuple[float, float]:
         """Medians of forward and backward; a layer that was built for it is gone afterwards."""
         with _borrowed(layer, name, self._device) as module:
-            keywords = select_keywords(module, self._kwargs, len(self._args))
+            keywords = taken_keywords(module).select(self._kwargs, len(self._args))
             work = _LayerWork(module, self._args, keywords, self._skips, finish=finish)
             rounds = [self._round_s(work) for _ in range(NUM_WARM_UP_ROUNDS + self._num_rounds)]
         self._args, self._skips = (work.output,), self._skips | work.put

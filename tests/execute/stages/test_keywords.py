@@ -5,36 +5,18 @@ import torch
 from torch import nn
 
 from penstock.errors import PipelineError
-from penstock.execute.stages.keywords import check_keywords, keyword_names, run_layers, select_keywords
+from penstock.execute.stages.keywords import check_keywords, run_layers
+from penstock.execute.stages.signatures import TakenKeywords
 
 
 class Masked(nn.Module):
-    def forward(self, x, mask=None, *, scale=1.0, **others):
-        assert not others
+    def forward(self, x, mask=None, *, scale=1.0):
         return x * scale if mask is None else x * scale * mask
 
 
 class Variadic(nn.Module):
     def forward(self, *inputs, scale):
         return sum(inputs) * scale
-
-
-class Hidden(nn.Module):
-    def forward(self, x, /, y=1):
-        return x
-
-
-def test_a_parameter_filled_by_position_is_not_filled_by_keyword():
-    assert keyword_names(Masked()) == ["mask", "scale"]
-    assert keyword_names(Masked(), 0) == ["x", "mask", "scale"]
-    assert keyword_names(Masked(), 2) == ["scale"]
-    assert keyword_names(Variadic(), 3) == ["scale"]
-    assert keyword_names(Hidden(), 0) == ["y"]
-
-
-def test_a_layer_gets_only_what_it_names():
-    assert select_keywords(Masked(), {"scale": 2.0, "positions": 1, "x": 3}) == {"scale": 2.0}
-    assert select_keywords(nn.Linear(1, 1), {"scale": 2.0}) == {}
 
 
 def test_every_layer_that_names_a_keyword_gets_it():
@@ -103,3 +85,33 @@ def test_whoever_asks_is_told_before_each_layer_which_one_it_is():
     run_layers([Noting(), Noting()], (torch.ones(1),), {}, seen.append)
 
     assert seen == [0, "layer", 1, "layer"]
+
+
+class Handing(nn.Module):
+    """Its forward may use its keywords itself, for all that anybody can tell."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, **kwargs):
+        return self.inner(x, **dict(kwargs))
+
+
+def test_a_layer_that_may_use_any_keyword_gets_all_and_may_be_given_what_no_layer_names():
+    check_keywords([Handing(Masked())], {"others": 1}, num_args=1)
+
+    assert run_layers([Handing(Variadic()), Variadic()], (2,), {"scale": 3}) == 18
+
+
+def test_a_keyword_too_many_is_one_error_that_names_layer_and_fix():
+    with pytest.raises(
+        PipelineError, match=r"a Handing fails with: .*'mask'.*given every keyword.*\['mask', 'scale'\]"
+    ):
+        run_layers([Handing(Variadic()), Variadic()], (2,), {"scale": 3, "mask": 1})
+
+
+def test_what_is_known_of_the_layers_is_not_looked_at_again():
+    nothing = TakenKeywords({})
+
+    assert run_layers([Masked()], (3,), {"scale": 2}, taken=[nothing]) == 3

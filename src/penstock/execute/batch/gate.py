@@ -25,6 +25,7 @@ from penstock.execute.batch.slices import BatchRule, with_sizes
 from penstock.execute.batch.stream import Stream
 from penstock.execute.batch.stream_reader import Reader, StreamRules
 from penstock.execute.batch.supply import Supply, without_data
+from penstock.execute.stages.signatures import EVERY
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.tree import flatten
@@ -59,7 +60,7 @@ class Wants:
     target: bool
     keywords: frozenset[str] = frozenset()
     keywords_of_all: frozenset[str] | None = None
-    """What the layers of any rank take; None: not known."""
+    """What the layers of any rank take, `EVERY` among them if one may take any; None: not known."""
 
 
 def wants_of(stages: Sequence[Stage], placement: Placement, transport: Transport, *, has_loss: bool) -> Wants:
@@ -246,7 +247,7 @@ class Gate:
             )
         known = self._wants.keywords_of_all
         for name in call.kwargs:
-            if known is not None and name not in known:
+            if known is not None and name not in known and EVERY not in known:
                 raise PipelineError(
                     f"no layer's forward names {name!r}.{nearest(name, known)} The layers take the "
                     f"keywords {sorted(known)}; rename or drop it"

@@ -1,6 +1,5 @@
 """How a batch's arguments reach the layers of a stage: the first layer's by position, keywords by parameter name."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ from torch import nn
 
 from penstock.errors import PipelineError, nearest
 from penstock.execute.failures.places import note_place
+from penstock.execute.stages.signatures import EVERY, TakenKeywords, taken_keywords
 
 _LEAF_IN_PLACE = "leaf Variable that requires grad is being used in an in-place operation"
 """What torch says; the inputs of a stage are leaves, those of a layer in the middle of a model are not."""
@@ -16,27 +16,13 @@ _IN_PLACE = (
     "taken, so its first layers may not change it in place. Let them work out of place, as ReLU(inplace=False) does, "
     "on a clone(), or move the border between the stages"
 )
-
-
-def keyword_names(module: nn.Module, num_positional: int = 1) -> list[str]:
-    """List the parameters of `forward` that a keyword can fill when the first `num_positional` are already taken.
-
-    A `**kwargs` of the module names nothing and so receives nothing.
-    """
-    parameters = inspect.signature(module.forward).parameters.values()
-    return [
-        item.name
-        for position, item in enumerate(parameters)
-        if item.kind is inspect.Parameter.KEYWORD_ONLY
-        or (item.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and position >= num_positional)
-    ]
-
-
-def select_keywords(module: nn.Module, kwargs: Mapping[str, Any], num_positional: int = 1) -> dict[str, Any]:
-    """Return the entries of `kwargs` that `module.forward` names as parameters."""
-    if not kwargs:
-        return {}
-    return {name: kwargs[name] for name in keyword_names(module, num_positional) if name in kwargs}
+_KEYWORD = "keyword argument"
+"""What Python says of a keyword that a function does not take."""
+_EVERY = (
+    "a {layer} fails with: {error}. Its forward has **kwargs and may use them itself, so it was given every keyword of "
+    "the batch that is not filled by position: {names}. Let its forward name the keywords that it takes, or use "
+    "**kwargs only to call the submodule that takes them, as in self.inner(x, **kwargs)"
+)
 
 
 def check_keywords(layers: Sequence[nn.Module], kwargs: Mapping[str, Any], num_args: int) -> None:
@@ -44,9 +30,9 @@ def check_keywords(layers: Sequence[nn.Module], kwargs: Mapping[str, Any], num_a
     if not kwargs:
         return
     counts = [num_args, *[1] * (len(layers) - 1)]
-    known = {name for layer, count in zip(layers, counts, strict=True) for name in keyword_names(layer, count)}
+    known = {name for layer, count in zip(layers, counts, strict=True) for name in taken_keywords(layer).names(count)}
     for name in kwargs:
-        if name not in known:
+        if name not in known and EVERY not in known:
             raise PipelineError(
                 f"no layer's forward has a free parameter {name!r}.{nearest(name, known)} "
                 f"Layers take the keywords {sorted(known)}; rename or drop it"
@@ -60,22 +46,26 @@ def run_layers(
     before_layer: Callable[[int], None] | None = None,
     *,
     names: Sequence[str] = (),
+    taken: Sequence[TakenKeywords] = (),
 ) -> Any:
     """Call the layers in order; what one returns is the single positional argument of the next.
 
     `before_layer` is called before each one with its number, from 0. With `names`, an error that a layer raises notes
-    which layer it was.
+    which layer it was. `taken` says what each layer takes, for callers that run the same layers many times.
 
     Raises:
-        PipelineError: a layer changes an input in place whose gradient another stage waits for.
+        PipelineError: a layer changes an input in place whose gradient another stage waits for, or it passes on a
+            keyword to what does not take it.
     """
+    if kwargs and not taken:
+        taken = list(map(taken_keywords, layers))
     for index, layer in enumerate(layers):
         if before_layer is not None:
             before_layer(index)
         try:
-            args = (layer(*args, **select_keywords(layer, kwargs, len(args))),)
+            args = (layer(*args, **(taken[index].select(kwargs, len(args)) if kwargs else {})),)
         except Exception as error:
-            told = _told(error, layer)
+            told = _told(error, layer, kwargs, taken[index] if kwargs else None)
             if names:
                 note_place(told, layer_place(names[index], layer))
             if told is error:
@@ -89,8 +79,10 @@ def layer_place(name: str, layer: object) -> str:
     return f"layer {name if name.isdecimal() else repr(name)} ({type(layer).__name__})"
 
 
-def _told(error: Exception, layer: nn.Module) -> Exception:
+def _told(error: Exception, layer: nn.Module, kwargs: Mapping[str, Any], taken: TakenKeywords | None) -> Exception:
     """The error, or one that says more of it."""
     if isinstance(error, RuntimeError) and _LEAF_IN_PLACE in str(error):
         return PipelineError(_IN_PLACE.format(layer=type(layer).__name__, error=error))
+    if isinstance(error, TypeError) and _KEYWORD in str(error) and taken is not None and taken.takes_every:
+        return PipelineError(_EVERY.format(layer=type(layer).__name__, error=error, names=sorted(kwargs)))
     return error

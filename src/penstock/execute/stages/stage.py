@@ -18,7 +18,8 @@ from penstock.errors import PipelineError
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.split.plan import SplitPlan
 from penstock.execute.stages.first_gradients import FirstGradients
-from penstock.execute.stages.keywords import keyword_names, run_layers
+from penstock.execute.stages.keywords import run_layers
+from penstock.execute.stages.signatures import taken_keywords
 from penstock.execute.stages.skips import Shelf, StageSkips
 from penstock.execute.tree import flatten
 
@@ -55,6 +56,7 @@ class Stage:
         """The place of its first layer in the unsplit model."""
         self._modules = list(self.layers.values())
         self._names = list(self.layers)
+        self._taken = list(map(taken_keywords, self._modules))
         self.split_plan = SplitPlan(self._modules)
         """How its backwards are split, if they are."""
         self.is_examined = False
@@ -92,8 +94,8 @@ class Stage:
         return list(found.values())
 
     def keyword_names(self) -> set[str]:
-        """Return the keyword arguments that the layers' forwards name."""
-        return {name for module in self._modules for name in keyword_names(module)}
+        """Return the keyword arguments that the layers can take; `EVERY` among them if one may take any."""
+        return {name for taken in self._taken for name in taken.names()}
 
     def forward(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         """Run the layers one after another; the first gets all inputs, the others the result before them."""
@@ -169,7 +171,7 @@ class Stage:
 
     def _run(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         if self.drawing is None:
-            return run_layers(self._modules, inputs, keywords, names=self._names)
+            return run_layers(self._modules, inputs, keywords, names=self._names, taken=self._taken)
         with self.drawing() as before_layer:
             return run_layers(
                 self._modules,
@@ -177,6 +179,7 @@ class Stage:
                 keywords,
                 lambda index: before_layer(self.first_layer + index),
                 names=self._names,
+                taken=self._taken,
             )
 
     @property

@@ -1,0 +1,120 @@
+"""Which keyword arguments a layer's forward can take: those that it names, and those of the modules that it wraps.
+
+`torch.compile`, checkpoint wrappers, DistributedDataParallel and users' own wrappers have a `forward(*args, **kwargs)`
+that names nothing. It can take what the module behind it can take. torch's wrappers hold that module as their only
+child. In other classes the source shows where `**kwargs` goes. If it may go elsewhere, the layer gets every keyword: a
+layer that gets one too many fails, but a layer that gets one too few computes something else.
+"""
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+EVERY = "**"
+"""Stands among names for all names; no parameter is called so."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakenKeywords:
+    """The keywords that a forward can take."""
+
+    positions: Mapping[str, int | None]
+    """By name, the place among the positional arguments; None where a parameter is keyword-only."""
+    takes_every: bool = False
+    """Whether any other keyword may matter as well: the forward has `**kwargs`, and may use them itself."""
+
+    def names(self, num_positional: int = 1) -> set[str]:
+        """Return the names that are free when the first `num_positional` are taken by position; `EVERY` for all."""
+        free = {name for name, position in self.positions.items() if position is None or position >= num_positional}
+        return free | {EVERY} if self.takes_every else free
+
+    def select(self, kwargs: Mapping[str, Any], num_positional: int = 1) -> dict[str, Any]:
+        """Return the entries of `kwargs` that the forward can take, but for those taken by position."""
+        if not kwargs:
+            return {}
+        free = self.names(num_positional)
+        passed_on = kwargs.keys() - self.positions.keys() if self.takes_every else set()
+        return {name: value for name, value in kwargs.items() if name in free or name in passed_on}
+
+
+def taken_keywords(module: nn.Module) -> TakenKeywords:
+    """Look at the signature of a layer's forward, and at what it wraps if it has `**kwargs`."""
+    parameters = _parameters(module.forward)
+    if parameters is None:
+        return TakenKeywords({}, takes_every=True)
+    positions = {
+        item.name: None if item.kind is item.KEYWORD_ONLY else position
+        for position, item in enumerate(parameters)
+        if item.kind in (item.KEYWORD_ONLY, item.POSITIONAL_OR_KEYWORD)
+    }
+    if not any(item.kind is item.VAR_KEYWORD for item in parameters):
+        return TakenKeywords(positions)
+    inner = _behind(module)
+    if inner is None:
+        return TakenKeywords(positions, takes_every=True)
+    for each in inner:
+        positions = {**each.positions, **positions}
+    return TakenKeywords(positions, any(each.takes_every for each in inner))
+
+
+def _parameters(forward: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """The parameters of a forward without `self`; None where nothing is known of them."""
+    try:
+        return list(inspect.signature(forward).parameters.values())
+    except (TypeError, ValueError):
+        schema = getattr(forward, "schema", None)  # of a method that torch.jit has traced or loaded
+    if schema is None:
+        return None
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [inspect.Parameter(argument.name, kind) for argument in schema.arguments[1:]]
+
+
+def _behind(module: nn.Module) -> list[TakenKeywords] | None:
+    """What the modules take that get a forward's `**kwargs`; None if the forward may use them itself."""
+    forward = inspect.unwrap(module.forward)
+    while isinstance(forward, functools.partial):
+        forward = inspect.unwrap(forward.func)
+    children = list(module.children())
+    # Not the module of the class: torch gives a class of its own to layers that it shards or parametrizes.
+    if len(children) == 1 and str(getattr(forward, "__module__", "")).startswith("torch."):
+        return [taken_keywords(children[0])]
+    try:
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    # A decorated method is found unbound behind its decorator.
+    owner = getattr(forward, "__self__", None) or getattr(module.forward, "__self__", None)
+    if not isinstance(definition, ast.FunctionDef) or not definition.args.kwarg or not isinstance(owner, nn.Module):
+        return None
+    bag = definition.args.kwarg.arg
+    num_uses = sum(isinstance(node, ast.Name) and node.id == bag for node in ast.walk(definition))
+    found = [taken for call in ast.walk(definition) if (taken := _taken_in(call, bag, owner, definition))]
+    return found if len(found) == num_uses else None
+
+
+def _taken_in(call: ast.AST, bag: str, owner: nn.Module, definition: ast.FunctionDef) -> TakenKeywords | None:
+    """What a submodule takes that is called with `**kwargs`, directly or by a function for checkpointing."""
+    parameters = [*definition.args.posonlyargs, *definition.args.args]
+    if not parameters or not isinstance(call, ast.Call):
+        return None
+    if not any(each.arg is None and ast.unparse(each.value) == bag for each in call.keywords):
+        return None
+    called, args = call.func, call.args
+    if args and "checkpoint" in ast.unparse(called).rpartition(".")[2]:
+        called, args = args[0], args[1:]
+    owner_name, _, path = ast.unparse(called).removesuffix(".forward").partition(".")
+    submodules = dict(owner.named_modules(remove_duplicate=False))
+    if owner_name != parameters[0].arg or not path or path not in submodules:
+        return None
+    taken = taken_keywords(submodules[path])
+    given = {each.arg for each in call.keywords}
+    if not any(isinstance(each, ast.Starred) for each in args):
+        given |= {name for name, position in taken.positions.items() if position is not None and position < len(args)}
+    left = {name: position for name, position in taken.positions.items() if name not in given}
+    return TakenKeywords(left, taken.takes_every)

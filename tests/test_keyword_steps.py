@@ -1,0 +1,213 @@
+"""Keywords reach layers behind wrappers in whole steps, as they do on one process."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from penstock.errors import PipelineError, StepRefused
+from penstock.pipeline import Pipeline
+from tests.local_pipelines import WIDTH, block, error_of, gradients_of, on_ranks, square_loss, values
+from tests.ranks import run_ranks
+
+ROWS, NUM_MICROBATCHES = 8, 4
+F64 = torch.float64
+
+
+class Masked(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        self.block = block(seed, F64)
+
+    def forward(self, x, mask=None):
+        return self.block(x) if mask is None else self.block(x) * mask
+
+
+class Scaled(Masked):
+    def forward(self, x, *, scale=1.0):
+        return self.block(x) * scale
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
+
+
+class Attending(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        self.inner = Masked(seed)
+
+    def forward(self, hidden, scale=None, **kwargs):
+        kwargs.pop("ignored", None)
+        return self.inner(hidden, **kwargs)
+
+
+def bare_layers():
+    return [Masked(0), Scaled(1), Masked(2), Masked(3), Scaled(4), block(5, F64)]
+
+
+def wrapped_layers():
+    masked, scaled, own, inner, compiled, plain = bare_layers()
+    attending = Attending(3)
+    attending.inner = inner
+    compiled = torch.compile(compiled, backend="eager")
+    last = Checkpointed(plain)
+    return [checkpoint_wrapper(masked), Checkpointed(scaled), Checkpointed(own), attending, compiled, last]
+
+
+def batch():
+    mask = torch.rand(ROWS, 1, generator=torch.Generator().manual_seed(7), dtype=F64)
+    return (values(1, ROWS, WIDTH, dtype=F64),), {"mask": mask, "scale": 1.7}, values(2, ROWS, WIDTH, dtype=F64)
+
+
+def one_process():
+    """Loss and gradients of the layers without their wrappers, each called with what it names."""
+    layers = bare_layers()
+    (inputs,), keywords, target = batch()
+    names = ["mask", "scale", "mask", "mask", "scale", None]
+    total = 0.0
+    for rows in torch.arange(ROWS).split(ROWS // NUM_MICROBATCHES):
+        hidden = inputs[rows]
+        own = {"mask": keywords["mask"][rows], "scale": keywords["scale"]}
+        for layer, name in zip(layers, names, strict=True):
+            hidden = layer(hidden, **({name: own[name]} if name else {}))
+        loss = square_loss(hidden, target[rows]) / NUM_MICROBATCHES
+        loss.backward()
+        total += loss.detach()
+    return total, [parameter.grad for layer in layers for parameter in layer.parameters()]
+
+
+def run(wires, layers, schedule, **options):
+    pipeline = Pipeline(layers, schedule, NUM_MICROBATCHES, square_loss, transport=wires, **options)
+    args, keywords, target = batch()
+    loss = pipeline.step(*args, target=target, **keywords).loss
+    evaluated = pipeline.evaluate(*args, target=target, **keywords).loss
+    found = gradients_of(pipeline.named_parameters())
+    pipeline.close()
+    return loss, evaluated, found
+
+
+def in_order(per_rank):
+    found = {int(name.partition(".")[0]): [] for _, _, gradients in per_rank for name in gradients}
+    for index in sorted(found):
+        holder = next(each for _, _, each in per_rank if any(name.startswith(f"{index}.") for name in each))
+        found[index] = [gradient for name, gradient in holder.items() if name.startswith(f"{index}.")]
+    return [gradient for index in sorted(found) for gradient in found[index]]
+
+
+def assert_as_one_process(per_rank):
+    loss, gradients = one_process()
+    for found, evaluated, _ in per_rank:
+        torch.testing.assert_close(found, loss, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(evaluated, loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(in_order(per_rank), gradients, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe"])
+def test_keywords_reach_layers_behind_wrappers_as_on_one_process(schedule):
+    per_rank = on_ranks(2, lambda wires: run(wires, wrapped_layers(), schedule))
+
+    assert_as_one_process(per_rank)
+
+
+def steps_on_gloo(rank):
+    alone = [dist.new_group([member]) for member in range(2)][rank]
+    layers = wrapped_layers()
+    own = range(3 * rank, 3 * rank + 3)
+    layers = [
+        DistributedDataParallel(layer, process_group=alone) if index in own else layer
+        for index, layer in enumerate(layers)
+    ]
+    return run(None, layers, "1f1b", split=[3, 3])
+
+
+@pytest.mark.slow
+def test_keywords_reach_layers_behind_data_parallel_wrappers_on_gloo():
+    per_rank = run_ranks(2, steps_on_gloo)
+
+    loss, _ = one_process()
+    for found, evaluated, _ in per_rank:
+        torch.testing.assert_close([found, evaluated], [loss, loss], rtol=1e-12, atol=1e-12)
+
+
+def test_signatures_are_looked_at_when_the_pipeline_is_made_and_not_in_steps(monkeypatch):
+    looked = []
+    signature = inspect.signature
+
+    def count(*args, **kwargs):
+        looked.append(args)
+        return signature(*args, **kwargs)
+
+    pipeline = Pipeline([Masked(0), Checkpointed(Scaled(1))], "1f1b", NUM_MICROBATCHES, square_loss)
+    args, keywords, target = batch()
+    monkeypatch.setattr(inspect, "signature", count)
+    pipeline.step(*args, target=target, **keywords)
+
+    # `checkpoint` looks at signatures of its own.
+    assert not [args for args in looked if isinstance(getattr(args[0], "__self__", None), nn.Module)]
+    pipeline.close()
+
+
+class Unnamed(nn.Module):
+    """Its loop hides which layers get the keywords."""
+
+    def __init__(self, *inner):
+        super().__init__()
+        self.inner = nn.ModuleList(inner)
+
+    def forward(self, x, **kwargs):
+        for layer in self.inner:
+            x = layer(x, **kwargs)
+        return x
+
+
+def test_a_layer_that_passes_on_a_keyword_too_many_is_named_on_every_rank():
+    layers = [Unnamed(Masked(0)), Scaled(1)]
+
+    for error in on_ranks(2, lambda wires: error_of(run, wires, copy.deepcopy(layers), "1f1b")):
+        assert isinstance(error, PipelineError)
+        assert "layer 0 (Unnamed)" in str(error)
+        assert "was given every keyword of the batch that is not filled by position: ['mask', 'scale']" in str(error)
+
+
+def test_a_rank_whose_layers_may_take_any_keyword_must_get_them_where_another_does():
+    def case(wires):
+        pipeline = Pipeline([Unnamed(Masked(0)), Masked(1)], "1f1b", 4, square_loss, transport=wires)
+        args, keywords, target = batch()
+        given = {"mask": keywords["mask"]} if wires.rank else {}
+        error = error_of(pipeline.step, *args, target=target, **given)
+        pipeline.close()
+        return error
+
+    for error in on_ranks(2, case):
+        assert type(error) is StepRefused
+        assert "rank 1 was given keyword arguments, rank 0 was not" in str(error)
+
+
+def test_a_rank_without_layers_that_take_keywords_needs_none():
+    def case(wires):
+        pipeline = Pipeline(
+            [Checkpointed(block(0, F64)), Checkpointed(Masked(1))], "1f1b", 4, square_loss, transport=wires
+        )
+        args, keywords, target = batch()
+        given = {"mask": keywords["mask"]} if wires.rank else {}
+        loss = pipeline.step(*args, target=target, **given).loss
+        pipeline.close()
+        return loss
+
+    first, second = on_ranks(2, case)
+
+    (inputs,), keywords, target = batch()
+    expected = square_loss(Masked(1)(block(0, F64)(inputs), keywords["mask"]), target)
+    torch.testing.assert_close([first, second], [expected.detach()] * 2, rtol=1e-12, atol=1e-12)
