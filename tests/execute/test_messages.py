@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.errors import PipelineError
-from penstock.execute.messages import Messenger
+from penstock.execute.messages import MAX_LAYOUTS, Messenger
 from penstock.execute.transport import Ticket
 from tests.local_pipelines import error_of, on_ranks, values
 
@@ -102,6 +102,26 @@ def test_variable_shapes_keep_their_headers_and_may_change():
 
     assert sent == [3, 3, 3]
     assert [trees[0].shape[0] for trees in found] == [2, 4, 1]
+
+
+def test_the_layouts_that_ran_last_are_remembered_and_the_others_let_go():
+    def case(wires):
+        messenger, counting = messenger_on(wires)
+        counts = {}
+        for signature in ["kept", "lost", *map(str, range(MAX_LAYOUTS - 2)), "kept", "new", "kept", "lost"]:
+            before = counting.num_sends
+            if wires.rank == 0:
+                send_all(messenger, {FIRST: values(0, 2)}, signature)
+            else:
+                receive_all(messenger, [FIRST], signature)
+            counts.setdefault(signature, []).append(counting.num_sends - before)
+        return counts
+
+    counts, _ = on_ranks(2, case)
+
+    assert counts["kept"] == [3, 1, 1]
+    assert counts["new"] == [3]
+    assert counts["lost"] == [3, 3]
 
 
 def test_a_new_layout_of_the_batch_is_described_anew_and_the_old_one_is_kept():

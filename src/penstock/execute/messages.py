@@ -23,6 +23,9 @@ from penstock.execute.untouched import Untouched
 
 Key = tuple[int, int, int]
 """Stage, microbatch, slice."""
+MAX_LAYOUTS = 256
+"""So many layouts of batches are remembered, those that ran last: a number that is passed by keyword and changes at
+every step makes each step's batch one of a new layout."""
 _NO_KEY = (0, 0, 0)
 """Of messages that no stage takes."""
 
@@ -133,7 +136,10 @@ class Messenger:
         for peer, num_sent in self._num_sent.items():
             self.release(peer, num_sent)
             self._num_sent[peer] = 0
+        self._agreed_before.pop(self._signature, None)  # the newest comes last
         self._agreed_before[self._signature] = (self._received, self._produced)
+        if len(self._agreed_before) > MAX_LAYOUTS:
+            del self._agreed_before[next(iter(self._agreed_before))]  # on all ranks alike, which run the same steps
 
     def send_forward(self, peer: int, key: Key, outputs: Any) -> None:
         """Send a stage's outputs.
