@@ -66,7 +66,9 @@ class Row:
 
 def measure(families: Sequence[str], num_microbatches: int, num_blocks: int) -> Iterator[dict[str, Any]]:
     """Measure on this rank; all ranks get the same rows."""
-    batch = torch.randint(DECODER.vocabulary, (num_microbatches, LENGTH + 1))
+    batch = torch.randint(
+        DECODER.vocabulary, (num_microbatches, LENGTH + 1), generator=torch.Generator().manual_seed(0)
+    )
     tokens, target = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
     for family in families:
         options = COUNTERPARTS[family].options

@@ -322,6 +322,7 @@ class Pipeline:
                 "scale_loss": describe_scale(self.options.scale_loss),
                 "slice_dim": str(self.options.slice_dim),
                 "the seed": str(self.options.seed),
+                "check_batches": str(self.options.check_batches),
                 "variable_shapes": str(self.options.variable_shapes),
                 "main_gradients": str(self.options.main_gradients),
                 "the debug level": self.options.debug,

@@ -142,7 +142,7 @@ def other_target(rank, inputs, target):
     return inputs, target + rank
 
 
-@pytest.mark.parametrize(("give", "what"), [(halves, "inputs"), (other_target, "a target")])
+@pytest.mark.parametrize(("give", "what"), [(halves, "args[0], target"), (other_target, "target")])
 @pytest.mark.parametrize("call", ["step", "eval"])
 def test_a_half_of_the_batch_at_either_end_is_refused_and_the_whole_batch_runs_after_it(give, what, call):
     def case(transport):
@@ -158,7 +158,7 @@ def test_a_half_of_the_batch_at_either_end_is_refused_and_the_whole_batch_runs_a
 
     for error, loss in on_ranks(2, case):
         assert type(error) is StepRefused
-        assert f"rank 0 and rank 1 were given {what} of other values" in str(error)
+        assert f"rank 0 and rank 1 were given different values in {what}; pass the same batch" in str(error)
         assert loss == reference(2, 4)[0].loss
 
 

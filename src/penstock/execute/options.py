@@ -45,6 +45,8 @@ class PipelineOptions:
     """Whether microbatches may differ in size by one row, and slices in length by one."""
     specs: BatchSpec | None = None
     """How the batch is split; default: every tensor on dim 0."""
+    check_batches: bool = True
+    """Whether the ranks compare the values that they were given, at the first step and at each 100th after it."""
     merge: Any = None
     """How outputs are merged; default: concatenated on dim 0."""
     slices: int | None = None

@@ -92,6 +92,7 @@ class Runner:
             options.batch_rule(schedule),
             wants,
             stream_rules=options.stream_rules(),
+            checks_values=options.check_batches,
             read=options.clock.read,
         )
         self._main_gradients = self._accumulate_beside() if options.main_gradients else None
@@ -289,6 +290,7 @@ class Runner:
     def _recover(self) -> None:
         self._desk.recover()
         self._messenger.reset()
+        self._gate.check_values_again()
 
     def _describe(self, rank: int, row: int) -> str:
         if self._active is None:

@@ -3,7 +3,6 @@
 Change the import and keep the rest. What differs, and what can be deleted, is told in docs/moving/torch-pipelining.md.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from penstock.errors import ConfigError, PipelineError, nearest
 from penstock.execute.batch.gate import Refusal
 from penstock.execute.batch.microbatch import BatchSpec, Concat, Split
 from penstock.execute.losses.results import StepResult
-from penstock.execute.tree import flatten
 from penstock.ir.schedule import Schedule as Order
 from penstock.moving.own_stages import Site
 from penstock.placement import Placement
@@ -116,7 +114,6 @@ class Schedule:
         self._loss_keywords: Mapping[str, Any] = {}
         for each in stages:
             each.take_place(order.placement)
-        self._has_compared = len(order.placement.routes) == 1
         self._computes_losses = any(each.is_last for each in stages)
         own = {each.stage_index: each.submod for each in stages}
         self.pipeline = site.pipeline(own, order, None if loss_fn is None else self._loss)
@@ -163,7 +160,6 @@ class Schedule:
             target = Refusal(
                 PipelineError(f"rank {self.pipeline.rank} computes the losses and was given no target; pass target=...")
             )
-        target = self._compared(args, kwargs, target)
         result = self.pipeline.step(*args, target=target, return_outputs=return_outputs, **kwargs)
         return self._given(result, losses)
 
@@ -174,7 +170,6 @@ class Schedule:
             target = Refusal(
                 ConfigError("is given, but the schedule was made without a loss_fn; give it one", key=given)
             )
-        target = self._compared(args, kwargs, target)
         result = self.pipeline.evaluate(*args, target=target, return_outputs=True, **kwargs)
         return self._given(result, losses)
 
@@ -183,23 +178,6 @@ class Schedule:
         for hook in self._hooks:
             hook.remove()
         self.pipeline.close()
-
-    def _compared(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:
-        """Return the target, or in the first step of two routes, if the ranks were given other batches, a refusal.
-
-        DualPipe's users give each end a half, of which each end would use a half.
-        """
-        if self._has_compared:
-            return target
-        self._has_compared = True
-        everyone = self.pipeline.transport.all_gather_object([_fingerprint((args, dict(kwargs))), _fingerprint(target)])
-        for what, texts in zip(("inputs", "a target"), zip(*everyone, strict=True), strict=True):
-            ranks = [rank for rank, text in enumerate(texts) if text]
-            odd = next((rank for rank in ranks if texts[rank] != texts[ranks[0]]), None)
-            if odd is not None:
-                text = f"rank {ranks[0]} and rank {odd} were given {what} of other values"
-                return Refusal(PipelineError(f"{text}; with two routes, pass the whole batch at both ends"))
-        return target
 
     def _given(self, result: StepResult, losses: MutableSequence[Tensor] | None) -> Any:
         self.result = result
@@ -273,15 +251,6 @@ def translate_options(options: Mapping[str, Any]) -> dict[str, Any]:
     if not found.pop("scale_grads", True):
         found.setdefault("reduction", "sum")
     return found
-
-
-def _fingerprint(tree: Any) -> str:
-    """Return what stands for the values of all tensors; empty without any."""
-    tensors = [leaf.detach().cpu() for leaf in flatten(tree)[0] if type(leaf) is Tensor]
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest() if tensors else ""
 
 
 def _marks(spec: Any, of_dim: Callable[[int], Any]) -> Any:

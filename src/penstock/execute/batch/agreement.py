@@ -9,6 +9,7 @@ from enum import IntEnum
 import torch
 
 from penstock.errors import PipelineError, StepRefused
+from penstock.execute.batch.values import NUM_PARTS, BatchValues, refuse_other_values
 from penstock.execute.transport.protocol import Transport
 
 _NUM_FIELDS = 13
@@ -89,17 +90,22 @@ def agree_on_setup(transport: Transport, fields: Mapping[str, str]) -> None:
             )
 
 
-def agree_on_step(transport: Transport, mine: Offer, device: torch.device) -> list[Offer]:
-    """Exchange what every rank is about to run; one small collective.
+def agree_on_step(
+    transport: Transport, mine: Offer, device: torch.device, values: BatchValues | None = None
+) -> list[Offer]:
+    """Exchange what every rank is about to run, and the digests of `values` if any; one small collective.
 
     Raises:
         StepRefused: if the ranks run different things; the same on every rank, and nothing has been sent yet.
     """
     row = _row(mine)
-    table = torch.zeros(transport.num_ranks, len(row), dtype=torch.int64, device=device)
-    table[transport.rank] = torch.tensor(row)
+    table = torch.zeros(transport.num_ranks, len(row) + NUM_PARTS, dtype=torch.int64, device=device)
+    table[transport.rank, : len(row)] = torch.tensor(row)
+    if values is not None:
+        table[transport.rank, len(row) :] = values.digests(device)
     transport.all_reduce(table)
-    offers = [_offer(row, len(mine.sizes)) for row in table.tolist()]
+    rows = table.tolist()
+    offers = [_offer(theirs[: len(row)], len(mine.sizes)) for theirs in rows]
     modes = [offer.mode for offer in offers]
     if len(set(modes)) > 1:
         odd = next(rank for rank, mode in enumerate(modes) if mode != modes[0])
@@ -117,6 +123,8 @@ def agree_on_step(transport: Transport, mine: Offer, device: torch.device) -> li
     _require_target(offers)
     _require_one([offer.sizes if any(offer.sizes) else () for offer in offers], "microbatches")
     _require_one([offer.lengths if any(offer.lengths) else () for offer in offers], "slices")
+    if not any(offer.is_refused for offer in offers):
+        refuse_other_values(transport, values, [theirs[len(row) :] for theirs in rows])
     return offers
 
 

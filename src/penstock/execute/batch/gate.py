@@ -25,11 +25,16 @@ from penstock.execute.batch.slices import BatchRule, with_sizes
 from penstock.execute.batch.stream import Stream
 from penstock.execute.batch.stream_reader import Reader, StreamRules
 from penstock.execute.batch.supply import Supply, without_data
+from penstock.execute.batch.values import BatchValues
 from penstock.execute.stages.signatures import EVERY
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.tree import flatten
 from penstock.placement import Placement
+
+VALUES_EVERY = 100
+"""The values of the first batch, and of each so many after it, are compared between the ranks; those of training
+steps and of evaluations apart."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,6 +123,7 @@ class Gate:
         wants: Wants,
         *,
         stream_rules: StreamRules = StreamRules(),  # noqa: B008 (it cannot change)
+        checks_values: bool = True,
         read: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transport = transport
@@ -125,6 +131,8 @@ class Gate:
         self._rule = rule
         self._wants = wants
         self._stream_rules = stream_rules
+        self._checks_values = checks_values and transport.num_ranks > 1
+        self._num_admitted = {True: 0, False: 0}
         self._read = read
 
     def admit(
@@ -157,14 +165,26 @@ class Gate:
         try:
             offer = self._offer(mode, call, given, refusal)
             offer = replace(offer, step_number=step_number, trained=trained, extra=extra, scale=scale)
-            offers = agree_on_step(self._transport, offer, self._device)
+            values = self._values(mode, call) if refusal is None and stream is None else None
+            offers = agree_on_step(self._transport, offer, self._device, values)
             if any(offer.is_refused for offer in offers):
                 self._refuse_together(refusal)
-            return self._agreed(given, offers)
+            batch = self._agreed(given, offers)
+            self._num_admitted[mode.is_training] += 1
+            return batch
         except StepRefused:
             if stream is not None:
                 stream.undo_begin()
             raise
+
+    def check_values_again(self) -> None:
+        """Compare the values of the next batch, as after a failure, on all ranks alike."""
+        self._num_admitted = {True: 0, False: 0}
+
+    def _values(self, mode: Mode, call: Call) -> BatchValues | None:
+        """What the ranks compare beside shapes: only now and then, so that it costs nothing to speak of."""
+        is_due = self._num_admitted[mode.is_training] % VALUES_EVERY == 0
+        return BatchValues(call.args, call.kwargs, call.target) if self._checks_values and is_due else None
 
     def _whole(self, call: Call) -> _Given:
         if isinstance(call.target, Refusal):

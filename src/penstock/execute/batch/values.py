@@ -1,0 +1,155 @@
+"""Digests of a batch's values, by which the ranks find out whether they were given the same batch.
+
+A digest is integer arithmetic on the bits of all elements, so it is the same on every device and for every memory
+format. An element is a word of up to 32 bits, or several of them:
+
+    block of 65,536 words:  sum of word * weight, where the weights are odd 64-bit numbers that look random
+    tensor:                 sum of mix(block + its number), where mix is one to one
+    argument list:          digest of the leaves before * odd number + digest of the leaf
+
+All sums are modulo 2**64. So one changed element always changes the digest, and equal digests of other batches, such as
+the same rows in another order, have a chance of about 2**-32. It takes two passes over the data, in pieces, so that
+little memory is needed beside it.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import StepRefused
+from penstock.execute.batch.microbatch import PreSplit
+from penstock.execute.transport.protocol import Transport
+from penstock.execute.tree import flatten
+
+NUM_PARTS = 3
+"""Inputs, keyword arguments and target."""
+_MAX_SHOWN = 5
+_BLOCK = 2**16
+_BLOCKS_ON_GPU = 64
+"""At once: fewer kernels. On a CPU one block at a time stays in the cache."""
+_MASK = 2**64 - 1
+_ODD = 0x2545F4914F6CDD1D
+_WORDS = {1: torch.uint8, 2: torch.int16}
+"""By bytes of an element; what has more is read as int32."""
+
+
+class BatchValues:
+    """What one rank was given for a step; only for as long as the ranks compare it."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> None:
+        self._parts = [list(_leaves("args", tuple(args))), list(_leaves("kwargs", dict(kwargs)))]
+        self._parts.append(list(_leaves("target", target)))
+
+    def digests(self, device: torch.device) -> Tensor:
+        """Return the digests of inputs, keyword arguments and target, on a device; the host waits for nothing.
+
+        A digest of 0 stands for nothing given.
+        """
+        return torch.stack([_of_all([leaf for _, leaf in part], device) for part in self._parts])
+
+    def by_place(self) -> dict[str, int]:
+        """Return the digest of each value under its place, such as `kwargs['mask']`."""
+        cpu = torch.device("cpu")
+        return {place: int(_of_all([leaf], cpu)) for part in self._parts for place, leaf in part}
+
+
+def refuse_other_values(transport: Transport, own: BatchValues | None, digests: Sequence[Sequence[int]]) -> None:
+    """Compare the digests of all ranks, part by part; 0 stands for nothing given. A collective where they differ.
+
+    Raises:
+        StepRefused: on every rank alike, naming the ranks and the places.
+    """
+    if all(len(set(part) - {0}) < 2 for part in zip(*digests, strict=True)):
+        return
+    everyone = transport.all_gather_object({} if own is None else own.by_place())
+    one, other, places = _difference([theirs if isinstance(theirs, dict) else {} for theirs in everyone])
+    shown = ", ".join(places[:_MAX_SHOWN]) + f" and {len(places) - _MAX_SHOWN} more" * (len(places) > _MAX_SHOWN)
+    raise StepRefused(
+        f"rank {one} and rank {other} were given different values in {shown}; pass the same batch on every rank, or "
+        "nothing where a rank needs none. A loader that shuffles needs the same seed on all ranks. If values differ on "
+        "purpose, create the pipeline with check_batches=False",
+        rank=other,
+    )
+
+
+def _difference(digests: Sequence[Mapping[str, object]]) -> tuple[int, int, list[str]]:
+    """A rank that was given what most ranks were, the first that was not, and the places where the two differ."""
+    for place in dict.fromkeys(place for theirs in digests for place in theirs):
+        found = [theirs[place] for theirs in digests if place in theirs]
+        usual = max(found, key=found.count)
+        odd = [rank for rank, theirs in enumerate(digests) if theirs.get(place, usual) != usual]
+        if odd:
+            one = next(rank for rank, theirs in enumerate(digests) if theirs.get(place) == usual)
+            first, second = digests[one], digests[odd[0]]
+            return one, odd[0], [name for name in first if second.get(name, first[name]) != first[name]]
+    return 0, len(digests) - 1, ["a value that has changed since"]
+
+
+def tensor_digest(tensor: Tensor) -> Tensor:
+    """Return a number, as a tensor of no dimensions on the same device, that stands for a tensor's elements."""
+    words = _words(tensor)
+    weights = _mix(torch.arange(1, min(words.numel(), _BLOCK) + 1, device=words.device)) | 1
+    whole = words.numel() // _BLOCK * _BLOCK
+    sums = [(words[whole:] * weights[: words.numel() - whole]).sum().reshape(1)]
+    if whole:
+        num_at_once = 1 if words.device.type == "cpu" else _BLOCKS_ON_GPU
+        pieces = torch.split(words[:whole].reshape(-1, _BLOCK), num_at_once)
+        sums += [(piece * weights).sum(1) for piece in pieces]
+    blocks = torch.cat(sums)
+    return _mix(blocks + _mix(torch.arange(1, blocks.numel() + 1, device=blocks.device))).sum()
+
+
+def _leaves(root: str, tree: Any) -> Iterator[tuple[str, Any]]:
+    leaves, spec = flatten(tree)
+    for place, leaf in zip(spec.places(root), leaves, strict=True):
+        if isinstance(leaf, PreSplit):
+            for index, part in enumerate(leaf.parts):
+                yield from _leaves(f"{place}.parts[{index}]", part)
+        else:
+            yield place, leaf
+
+
+def _of_all(leaves: Sequence[Any], device: torch.device) -> Tensor:
+    with torch.no_grad():
+        total = torch.zeros((), dtype=torch.int64, device=device)
+        for leaf in leaves:
+            found = tensor_digest(leaf) if _is_readable(leaf) else _of_plain(leaf)
+            if isinstance(found, Tensor):
+                # On the way to a CPU, a copy that nobody waits for may be read before it is there.
+                found = found.to(device, non_blocking=device.type != "cpu")
+            total = total * _ODD + found
+        return total
+
+
+def _is_readable(leaf: Any) -> bool:
+    """Whether a value is a plain tensor with data; sparse, nested and quantized ones and subclasses are left out."""
+    is_plain = type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided
+    return is_plain and not (leaf.is_quantized or leaf.is_meta or leaf.is_nested)
+
+
+def _of_plain(leaf: Any) -> int:
+    """What stands for a float; values of other types are in the batch's signature, or nothing is known of them."""
+    text = leaf.hex() if type(leaf) is float else ""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of all elements, in the order of the indices."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    flat = tensor.reshape(-1)
+    if flat.stride(0) != 1:  # contiguous() would leave a single element as it is
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(_WORDS.get(flat.element_size(), torch.int32))
+
+
+def _mix(numbers: Tensor) -> Tensor:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014), one to one on 64 bits."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        numbers = numbers ^ (numbers >> shift & _MASK >> shift)
+        numbers = numbers * (factor if factor < 2**63 else factor - 2**64)
+    return numbers

@@ -1,0 +1,209 @@
+"""Ranks that are given different batches refuse the step, before anything ran, and say what differs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from penstock.errors import PipelineError, StepRefused
+from penstock.execute.batch.gate import VALUES_EVERY
+from penstock.execute.batch.stream import Stream
+from penstock.pipeline import Pipeline
+from tests.local_pipelines import WIDTH, error_of, float_layers, float_task, on_ranks, square_loss, values
+from tests.ranks import RankPool
+
+ROWS = 8
+INPUTS, TARGET = values(1, ROWS, WIDTH), values(2, ROWS, WIDTH)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(4) as pool:
+        yield pool
+
+
+def pipeline_of(wires, **options):
+    return Pipeline(float_layers(), "1f1b", 4, square_loss, transport=wires, **options)
+
+
+def errors(case, num_ranks=2):
+    """What each rank's call raised; nothing has run, and the next step runs."""
+
+    def run(wires):
+        pipeline = pipeline_of(wires)
+        error = error_of(case, pipeline, wires.rank)
+        assert all(parameter.grad is None for _, parameter in pipeline.named_parameters())
+        assert pipeline.step(INPUTS, target=TARGET).loss == float_task(ROWS).reference(4)[0].loss
+        pipeline.close()
+        return error
+
+    return on_ranks(num_ranks, run)
+
+
+def loaded_by(rank):
+    """The first batch of a loader that shuffles, each rank by a seed of its own."""
+    generator = torch.Generator().manual_seed(rank)
+    return next(iter(DataLoader(TensorDataset(INPUTS, TARGET), batch_size=ROWS, shuffle=True, generator=generator)))
+
+
+def shuffled(pipeline, rank):
+    inputs, target = loaded_by(rank)
+    pipeline.step(inputs, target=target)
+
+
+def one_element(pipeline, rank):
+    inputs = INPUTS.clone()
+    inputs[5, 3] += 1e-6 * rank
+    pipeline.step(inputs, target=TARGET)
+
+
+def only_target(pipeline, rank):
+    pipeline.step(*([INPUTS] if rank == 0 else []), target=TARGET + rank)
+
+
+def evaluated(pipeline, rank):
+    pipeline.evaluate(INPUTS + rank)
+
+
+def recorded(pipeline, rank):
+    pipeline.step(INPUTS + rank, target=TARGET, record=True)
+
+
+def profiled(pipeline, rank):
+    pipeline.profile(INPUTS + rank, target=TARGET, split_backwards=True)
+
+
+def reported(pipeline, rank):
+    pipeline.memory_report(INPUTS + rank, target=TARGET)
+
+
+CASES = [
+    (shuffled, "args[0], target"),
+    (one_element, "args[0]"),
+    (only_target, "target"),
+    (evaluated, "args[0]"),
+    (recorded, "args[0]"),
+    (profiled, "args[0]"),
+    (reported, "args[0]"),
+]
+
+
+@pytest.mark.parametrize(("case", "places"), CASES, ids=[case.__name__ for case, _ in CASES])
+def test_a_batch_that_differs_is_refused_on_all_ranks_with_its_place(case, places):
+    for error in errors(case):
+        assert type(error) is StepRefused
+        assert f"rank 0 and rank 1 were given different values in {places}; pass the same batch" in str(error)
+        assert "check_batches=False" in str(error)
+
+
+def losses_of(case, num_ranks=2, **options):
+    def run(wires):
+        pipeline = pipeline_of(wires, **options)
+        found = case(pipeline, wires.rank)
+        pipeline.close()
+        return found
+
+    return on_ranks(num_ranks, run)
+
+
+def test_a_rank_is_compared_only_in_what_it_was_given():
+    given = [(INPUTS,), (), ()]
+    targets = [None, None, TARGET]
+    found = losses_of(lambda pipeline, rank: pipeline.step(*given[rank], target=targets[rank]).loss, 3)
+
+    assert found == [float_task(ROWS).reference(4)[0].loss] * 3
+
+
+def test_a_rank_in_the_middle_that_passes_another_batch_is_named():
+    for error in errors(lambda pipeline, rank: pipeline.step(INPUTS + (rank == 1), target=TARGET), 3):
+        assert "rank 0 and rank 1 were given different values in args[0];" in str(error)
+
+
+def test_a_batch_that_differs_later_is_found_at_the_next_step_that_compares():
+    def case(pipeline, rank):
+        for number in range(3 * VALUES_EVERY):
+            pipeline.evaluate(INPUTS)
+            try:
+                pipeline.step(INPUTS + rank * (number > 5), target=TARGET)
+            except StepRefused:
+                return number
+        return None
+
+    assert losses_of(case) == [VALUES_EVERY] * 2
+
+
+def test_the_first_evaluation_compares_whatever_was_trained_before():
+    def case(pipeline, rank):
+        pipeline.step(INPUTS, target=TARGET)
+        return error_of(pipeline.evaluate, INPUTS + rank)
+
+    for error in losses_of(case):
+        assert "different values in args[0]" in str(error)
+
+
+def test_after_a_failed_step_the_next_one_compares_again():
+    def case(pipeline, rank):
+        pipeline.step(INPUTS, target=TARGET)
+        pipeline.step(INPUTS + rank, target=TARGET)  # is not compared
+        layer = next(iter(pipeline.stages[0].layers.values()))
+        hook = layer.register_forward_pre_hook(lambda *_: 1 / 0)
+        failed = error_of(pipeline.step, INPUTS, target=TARGET)
+        hook.remove()
+        return failed, error_of(pipeline.step, INPUTS + rank, target=TARGET)
+
+    for failed, refused in losses_of(case):
+        assert isinstance(failed, PipelineError)
+        assert not isinstance(failed, StepRefused)
+        assert "different values in args[0]" in str(refused)
+
+
+def test_a_refused_step_does_not_count_as_one_that_compared():
+    def case(pipeline, rank):
+        uneven = error_of(pipeline.step, INPUTS[:7], target=TARGET[:7])
+        first = error_of(pipeline.step, INPUTS + rank, target=TARGET)
+        return uneven, first, error_of(pipeline.step, INPUTS, target=TARGET + rank)
+
+    for uneven, first, second in losses_of(case):
+        assert "do not divide evenly" in str(uneven)
+        assert "different values in args[0]" in str(first)
+        assert "different values in target" in str(second)
+
+
+def test_streams_and_a_pipeline_that_was_told_so_compare_no_values():
+    def streamed(pipeline, rank):
+        own = zip((INPUTS + rank).chunk(4), (TARGET + rank).chunk(4), strict=True)
+        return pipeline.step(Stream(list(own))).loss
+
+    def whole(pipeline, rank):
+        return pipeline.step(INPUTS + rank, target=TARGET + rank).loss
+
+    expected = pipeline_of(None).step(INPUTS, target=TARGET + 1).loss
+    assert losses_of(streamed) == losses_of(whole, check_batches=False) == [expected] * 2
+
+
+def test_ranks_that_compare_and_ranks_that_do_not_are_refused_when_the_pipeline_is_made():
+    for error in on_ranks(2, lambda wires: error_of(pipeline_of, wires, check_batches=wires.rank == 0)):
+        assert "the ranks disagree on check_batches: rank 0 has True, rank 1 has False" in str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_shuffled_loader_is_refused_on_gloo_and_a_common_seed_is_not(pool, num_ranks):
+    found = pool.run(shuffled_on_gloo, num_ranks)[:num_ranks]
+
+    expected = pipeline_of(None).step(loaded_by(0)[0], target=loaded_by(0)[1]).loss
+    for text, loss in found:
+        assert "rank 0 and rank 1 were given different values in args[0], target;" in text
+        torch.testing.assert_close(loss, expected)
+
+
+def shuffled_on_gloo(rank, num_ranks):
+    group = dist.new_group(list(range(num_ranks)))
+    if rank >= num_ranks:
+        return None
+    pipeline = Pipeline(float_layers(), "1f1b", 4, square_loss, group=group)
+    error = error_of(shuffled, pipeline, rank)
+    inputs, target = loaded_by(0)
+    loss = pipeline.step(inputs, target=target).loss
+    pipeline.close()
+    return str(error), loss
