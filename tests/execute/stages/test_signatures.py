@@ -183,7 +183,18 @@ class Inherited(Checkpointed):
     pass
 
 
-OWN = [Calling, CallingForward, Checkpointed, CheckpointedByPath, Decorated, Inherited]
+class Base(Calling):
+    @passing
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class OfBase(Base):
+    def forward(self, *args, **kwargs):
+        return (super().forward(*args, **kwargs),)
+
+
+OWN = [Calling, CallingForward, Checkpointed, CheckpointedByPath, Decorated, Inherited, Base, OfBase]
 
 
 @pytest.mark.parametrize("wrapper", OWN)
@@ -204,6 +215,19 @@ def test_a_wrapper_takes_what_it_names_too_and_not_what_it_gives_the_submodule_i
 
     assert names(Own(Masked())) == {"factor", "mask"}
     assert names(ByPosition(Masked())) == {"scale"}
+
+
+def test_a_subclass_that_passes_its_keywords_to_its_base_takes_what_that_takes():
+    class Sub(Masked):
+        def forward(self, hidden, **kwargs):
+            return super().forward(hidden, **kwargs)
+
+    class Elsewhere(Masked):
+        def forward(self, hidden, **kwargs):
+            return super().other(hidden, **kwargs)
+
+    assert names(Sub()) == {"mask", "scale"}
+    assert names(Elsewhere()) == {EVERY}
 
 
 def test_a_layer_that_ignores_further_keywords_is_given_none():

@@ -7,11 +7,11 @@ layer that gets one too many fails, but a layer that gets one too few computes s
 """
 
 import ast
-import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -45,7 +45,11 @@ class TakenKeywords:
 
 def taken_keywords(module: nn.Module) -> TakenKeywords:
     """Look at the signature of a layer's forward, and at what it wraps if it has `**kwargs`."""
-    parameters = _parameters(module.forward)
+    return _taken(module, module.forward)
+
+
+def _taken(module: nn.Module, forward: Callable[..., Any]) -> TakenKeywords:
+    parameters = _parameters(forward)
     if parameters is None:
         return TakenKeywords({}, takes_every=True)
     positions = {
@@ -55,7 +59,7 @@ def taken_keywords(module: nn.Module) -> TakenKeywords:
     }
     if not any(item.kind is item.VAR_KEYWORD for item in parameters):
         return TakenKeywords(positions)
-    inner = _behind(module)
+    inner = _behind(module, forward)
     if inner is None:
         return TakenKeywords(positions, takes_every=True)
     for each in inner:
@@ -75,10 +79,10 @@ def _parameters(forward: Callable[..., Any]) -> list[inspect.Parameter] | None:
     return [inspect.Parameter(argument.name, kind) for argument in schema.arguments[1:]]
 
 
-def _behind(module: nn.Module) -> list[TakenKeywords] | None:
+def _behind(module: nn.Module, own: Callable[..., Any]) -> list[TakenKeywords] | None:
     """What the modules take that get a forward's `**kwargs`; None if the forward may use them itself."""
-    forward = inspect.unwrap(module.forward)
-    while isinstance(forward, functools.partial):
+    forward = inspect.unwrap(own)
+    while isinstance(forward, partial):
         forward = inspect.unwrap(forward.func)
     children = list(module.children())
     # Not the module of the class: torch gives a class of its own to layers that it shards or parametrizes.
@@ -89,32 +93,43 @@ def _behind(module: nn.Module) -> list[TakenKeywords] | None:
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
     # A decorated method is found unbound behind its decorator.
-    owner = getattr(forward, "__self__", None) or getattr(module.forward, "__self__", None)
+    owner = getattr(forward, "__self__", None) or getattr(own, "__self__", None)
     if not isinstance(definition, ast.FunctionDef) or not definition.args.kwarg or not isinstance(owner, nn.Module):
         return None
     bag = definition.args.kwarg.arg
     num_uses = sum(isinstance(node, ast.Name) and node.id == bag for node in ast.walk(definition))
-    found = [taken for call in ast.walk(definition) if (taken := _taken_in(call, bag, owner, definition))]
+    parameters = [*definition.args.posonlyargs, *definition.args.args]
+    callee = partial(_callee, owner, forward, parameters[0].arg if parameters else "")
+    found = [taken for call in ast.walk(definition) if (taken := _taken_in(call, bag, callee))]
     return found if len(found) == num_uses else None
 
 
-def _taken_in(call: ast.AST, bag: str, owner: nn.Module, definition: ast.FunctionDef) -> TakenKeywords | None:
-    """What a submodule takes that is called with `**kwargs`, directly or by a function for checkpointing."""
-    parameters = [*definition.args.posonlyargs, *definition.args.args]
-    if not parameters or not isinstance(call, ast.Call):
+def _taken_in(call: ast.AST, bag: str, callee: Callable[[str], TakenKeywords | None]) -> TakenKeywords | None:
+    """What is taken by a callee that gets `**kwargs`, directly or by a function for checkpointing."""
+    if not isinstance(call, ast.Call):
         return None
     if not any(each.arg is None and ast.unparse(each.value) == bag for each in call.keywords):
         return None
     called, args = call.func, call.args
     if args and "checkpoint" in ast.unparse(called).rpartition(".")[2]:
         called, args = args[0], args[1:]
-    owner_name, _, path = ast.unparse(called).removesuffix(".forward").partition(".")
-    submodules = dict(owner.named_modules(remove_duplicate=False))
-    if owner_name != parameters[0].arg or not path or path not in submodules:
+    taken = callee(ast.unparse(called))
+    if taken is None:
         return None
-    taken = taken_keywords(submodules[path])
     given = {each.arg for each in call.keywords}
     if not any(isinstance(each, ast.Starred) for each in args):
         given |= {name for name, position in taken.positions.items() if position is not None and position < len(args)}
     left = {name: position for name, position in taken.positions.items() if name not in given}
     return TakenKeywords(left, taken.takes_every)
+
+
+def _callee(owner: nn.Module, forward: Callable[..., Any], self_name: str, text: str) -> TakenKeywords | None:
+    """What is taken by what a forward calls: a submodule, or the forward of its base class."""
+    if text == "super().forward":
+        function = getattr(forward, "__func__", forward)
+        classes: list[Any] = [each for each in type(owner).__mro__ if "forward" in vars(each)]
+        homes = [each for each in classes if inspect.unwrap(vars(each)["forward"]) is function]
+        return _taken(owner, super(homes[0], owner).forward) if homes else None
+    name, _, path = text.removesuffix(".forward").partition(".")
+    submodules = dict(owner.named_modules(remove_duplicate=False))
+    return taken_keywords(submodules[path]) if name == self_name and path and path in submodules else None
