@@ -78,19 +78,21 @@ def test_tied_gradients_and_the_copies_of_two_routes_pass():
 TIED = [("0.weight", "4.weight")]
 
 
-def test_messages_without_any_tensor_pass():
-    """Nothing of the first two layers is trained, so no gradient goes back there."""
+@pytest.mark.parametrize("num_frozen", [1, 2, 3])
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "interleaved-zb", "zbv"])
+def test_messages_without_any_tensor_pass(name, num_frozen):
+    """The first layers are not trained, so no gradient goes back there; another message may come first."""
 
     def frozen_layers():
         layers = float_layers(num_layers=4)
-        for layer in layers[:2]:
+        for layer in layers[:num_frozen]:
             layer.requires_grad_(False)
         return layers
 
     task = float_task(8)
     frozen = Task(frozen_layers, task.inputs, task.target)
 
-    outcomes = on_ranks(2, run_twice, frozen, build("interleaved-1f1b", ranks=2, microbatches=4))
+    outcomes = on_ranks(2, run_twice, frozen, build(name, ranks=2, microbatches=4))
 
     assert difference(outcomes, frozen.reference(4)) == []
 

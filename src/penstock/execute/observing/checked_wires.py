@@ -151,7 +151,7 @@ class CheckedWires:
             return
         awaited = self._channels[ticket.peer].awaited
         while awaited and awaited[0].serial <= ticket.serial:  # a channel delivers in order
-            self._take(ticket.peer, awaited.popleft())
+            self._take_next(ticket.peer)
 
     # ---- what passes through
 
@@ -214,7 +214,7 @@ class CheckedWires:
             call()
             self._receiving = _What()
             while what in self._channels[peer].announced:  # [1] nothing was taken of it
-                self._next_header(peer, _Awaited(0, torch.empty(0), None))
+                self._take_next(peer)
 
         return arrive
 
@@ -245,22 +245,19 @@ class CheckedWires:
         self._part += 1
         return self._wires.post_send(peer, header.to_tensor(self._device))
 
-    def _take(self, peer: int, awaited: _Awaited) -> None:
-        while self._next_header(peer, awaited).numel == _NOTHING:
-            pass
-        self._wires.wait(self._wires.post_receive(peer, awaited.tensor))
+    def _take_next(self, peer: int) -> None:
+        """Take the next message of a channel: the values that are awaited first, or a header alone.
 
-    def _next_header(self, peer: int, awaited: _Awaited) -> _Header:
-        """Read what the next message is, and refuse any but the one that is awaited, or an empty one before it."""
+        Its values are taken here even if it is another message that is needed: they arrive before that one [2].
+        """
         fields = torch.zeros(_NUM_FIELDS, dtype=torch.int64, device=self._device)
         self._wires.wait(self._wires.post_receive(peer, fields))
         found = _Header.from_tensor(fields)
-        is_empty = found.numel == _NOTHING
-        what = awaited.what
-        part, numel = found.part, _NOTHING if is_empty else awaited.tensor.numel()
-        if what is None or is_empty:
-            what = self._channels[peer].turn_to(found.part)
-        expected = _Header(self._step, what, part, numel)
+        channel = self._channels[peer]
+        awaited = None if found.numel == _NOTHING or not channel.awaited else channel.awaited.popleft()
+        what = None if awaited is None else awaited.what
+        numel = _NOTHING if awaited is None else awaited.tensor.numel()
+        expected = _Header(self._step, what or channel.turn_to(found.part), found.part, numel)
         if found != expected:
             raise PipelineError(
                 f"rank {self.rank}: expected {expected} next from rank {peer}, but {found} came. The two ranks do not "
@@ -270,7 +267,8 @@ class CheckedWires:
                 instruction=str(expected.what),
                 peer=peer,
             )
-        return found
+        if awaited is not None:
+            self._wires.wait(self._wires.post_receive(peer, awaited.tensor))
 
     def _forget(self) -> None:
         self._sends.clear()
