@@ -112,10 +112,10 @@ class Runner:
         """
         interpreter = self._interpreter(mode)
         self._active = interpreter.program
-        self._inspection.begin()
         with self._failing_together():
             if self._desk.has_failed:
                 self._recover()
+            self._inspection.begin()
             self._desk.begin()
             if mode.is_training and self._own.refresh() and self._main_gradients is not None:
                 self._main_gradients = self._accumulate_beside()
@@ -289,6 +289,7 @@ class Runner:
 
     def _recover(self) -> None:
         self._desk.recover()
+        self._inspection.recover()
         self._messenger.reset()
         self._gate.check_values_again()
 

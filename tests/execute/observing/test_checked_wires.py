@@ -1,5 +1,7 @@
 """Every message says what it is, and one that is not what its receiver expects is refused with both descriptions."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from penstock.placement import Placement
 from penstock.schedules import build
 from tests.execute.test_interpreter import drawn
 from tests.local_pipelines import (
+    PATIENCE_S,
     Task,
     difference,
     error_of,
@@ -200,25 +203,35 @@ def test_the_ranks_agree_on_the_debug_level():
     assert "the ranks disagree on the debug level: rank 0 has off, rank 1 has messages" in str(error)
 
 
-def test_a_step_after_a_failed_one_runs_with_checked_messages():
-    task = float_task(8)
+class FailsOnce(nn.Module):
+    """Raises an error in its third forward."""
 
-    class Sometimes(nn.Module):
-        calls = 0
+    num_forwards = 0
 
-        def forward(self, x):
-            Sometimes.calls += 1
-            if Sometimes.calls == 3:
-                raise ValueError("not now")
-            return x
+    def forward(self, x):
+        self.num_forwards += 1
+        if self.num_forwards == 3:
+            raise ValueError("not now")
+        return x
+
+
+@pytest.mark.parametrize("runs_alone", [False, True])
+def test_a_step_after_a_failed_one_runs_with_checked_messages(runs_alone):
+    """Also if one rank has tried another step meanwhile, without the others."""
+    task, has_run = float_task(8), threading.Event()
 
     def case(wires):
-        layers = task.make_layers()
-        layers.append(Sometimes())
+        layers = [*task.make_layers(), FailsOnce()]
         pipeline = Pipeline(layers, "1f1b", 4, task.loss, transport=wires, debug="messages")
         error = error_of(step_task, pipeline, task)
         for _, parameter in pipeline.named_parameters():
             parameter.grad = None
+        if runs_alone and wires.rank == 0:
+            deadline_s, wires.deadline_s = wires.deadline_s, 0.2
+            assert "could not start afresh" in str(error_of(step_task, pipeline, task))
+            wires.deadline_s = deadline_s
+        if runs_alone:
+            has_run.set() if wires.rank == 0 else has_run.wait(PATIENCE_S)
         outcome = step_task(pipeline, task)
         pipeline.close()
         return error, outcome

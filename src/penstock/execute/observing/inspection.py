@@ -70,6 +70,11 @@ class Inspection:
         if self._throttle is not None:
             self._throttle.clear()  # of an earlier step that failed
 
+    def recover(self) -> None:
+        """After a failure, let all ranks number their steps alike again, whatever one has tried alone; a collective."""
+        numbers = self._transport.all_gather_object(self._number)
+        self._number = max([number for number in numbers if isinstance(number, int)])
+
     def changes(self, program: Program) -> list[Change]:
         """Return what is changed in every step of a program."""
         found: list[Change] = []
