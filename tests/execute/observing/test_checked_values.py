@@ -16,6 +16,7 @@ from tests.local_pipelines import (
     float_task,
     gradients_of,
     on_ranks,
+    settle,
     step_task,
     values,
 )
@@ -159,6 +160,73 @@ def test_finite_steps_pass_bit_for_bit_and_leave_no_hooks(name):
     assert difference(on_ranks(2, case), task.reference(4)) == []
 
 
+class PartInPlace(nn.Linear):
+    """Changes a part of its output, which is a view for inputs of three dimensions."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        y[..., :3].mul_(2)
+        return y
+
+
+class Mapped(nn.Module):
+    """Runs its inner layer under a function transform, which has no values to read."""
+
+    def __init__(self, transformed):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.transformed = transformed
+
+    def forward(self, x):
+        return x + self.transformed(self.inner)(x)
+
+
+class Table(nn.Module):
+    """Adds rows of a table whose gradient is sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 6, sparse=True)
+
+    def forward(self, x):
+        return x + self.table(torch.tensor([2, 0]))
+
+
+VALUES_OF_OTHER_KINDS = {
+    "a part changed in place": lambda: PartInPlace(6, 6),
+    "vmap": lambda: Mapped(torch.func.vmap),
+    "vmap of a gradient": lambda: Mapped(
+        lambda inner: torch.func.vmap(torch.func.grad(lambda x: inner(x).tanh().sum()))
+    ),
+    "a sparse gradient": Table,
+}
+
+
+@pytest.mark.parametrize("name", VALUES_OF_OTHER_KINDS)
+def test_layers_whose_values_are_of_other_kinds_pass(name):
+    def make_layers():
+        return [settle(VALUES_OF_OTHER_KINDS[name](), seed) for seed in range(4)]
+
+    inputs = values(1, 8, 2, 6)
+    task = Task(make_layers, (inputs,), values(2, 8, 2, 6))
+
+    def case(wires):
+        pipeline = Pipeline(make_layers(), "1f1b", 4, task.loss, transport=wires, debug="values")
+        return dense(step_task(pipeline, task))
+
+    result, gradients = task.reference(4)
+
+    outcomes = on_ranks(2, case)
+
+    expected = {name: gradient.to_dense() for name, gradient in gradients.items()}
+    assert difference(outcomes, (result, expected)) == []
+
+
+def dense(outcome):
+    outcome.gradients = {name: gradient.to_dense() for name, gradient in outcome.gradients.items()}
+    return outcome
+
+
 def test_the_step_after_a_failed_one_is_not_blamed():
     task = float_task(8)
     layers = layers_with(1, Breaks(2))
@@ -175,3 +243,20 @@ def test_the_step_after_a_failed_one_is_not_blamed():
 def test_whole_numbers_are_finite():
     assert not_finite(torch.arange(3)) == ""
     assert not_finite(torch.tensor([1.0, NAN, -INF, INF])) == "has 1 NaN and 2 infinite of its 4 values"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize(
+    "make",
+    [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, lambda tensor: tensor.to(torch.float8_e4m3fn)],
+    ids=["sparse", "compressed", "float8"],
+)
+def test_what_a_tensor_stores_is_looked_at(make):
+    finite = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+
+    assert not_finite(make(finite)) == ""
+    assert not_finite(make(finite / 0)).startswith("has 2 NaN and ")
+
+
+def test_values_that_cannot_be_read_are_passed_over():
+    assert not_finite(torch.empty(3, device="meta")) == ""

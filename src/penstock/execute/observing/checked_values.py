@@ -26,6 +26,7 @@ from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 
 _BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _Place = tuple[int, int, int]
 """Stage, microbatch, slice."""
 
@@ -119,6 +120,9 @@ class ValueChecks:
             if is_first:
                 self._check(tensor, action, f"an input of layer {name!r}, the stage's first,")
             if backward and tensor.requires_grad and torch.is_grad_enabled():
+                # A view of what was changed in place since has an outdated graph until its `grad_fn` is read;
+                # register_hook of torch 2.13 does not read it, and ends the process.
+                _ = tensor.grad_fn
                 tensor.register_hook(self._gradient_hook(backward, name))  # type: ignore[no-untyped-call]
 
     def _gradient_hook(self, backward: str, name: str) -> Callable[[Tensor], None]:
@@ -149,16 +153,32 @@ class ValueChecks:
 
 
 def not_finite(tensor: Tensor) -> str:
-    """Say how many values of a tensor are not finite; empty where all are."""
+    """Say how many values of a tensor are not finite.
+
+    Empty where all are, and where the values cannot be read: within `torch.func.vmap`, or on the meta device.
+    """
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return ""
     with torch.no_grad():
-        is_finite = torch.isfinite(tensor)
-        if bool(is_finite.all()):
+        values = _stored_values(tensor)
+        is_finite = torch.isfinite(values)
+        try:
+            if bool(is_finite.all()):
+                return ""
+        except RuntimeError:
             return ""
-        num_nan = int(torch.isnan(tensor).sum())
-        num_infinite = tensor.numel() - int(is_finite.sum()) - num_nan
-    return f"has {num_nan} NaN and {num_infinite} infinite of its {tensor.numel()} values"
+        num_nan = int(torch.isnan(values).sum())
+        num_infinite = values.numel() - int(is_finite.sum()) - num_nan
+    return f"has {num_nan} NaN and {num_infinite} infinite of its {values.numel()} values"
+
+
+def _stored_values(tensor: Tensor) -> Tensor:
+    """Return the values that a tensor stores, in a type that can be compared."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor.coalesce().values()
+    if tensor.layout in _COMPRESSED:
+        return tensor.values()
+    return tensor.float() if tensor.element_size() == 1 else tensor
 
 
 def _place(program: Program, row: int) -> _Place:
