@@ -37,6 +37,18 @@ class Attention(nn.Module):
         return self.output(scores.softmax(-1) @ self.value(hidden)) + hidden
 
 
+class Scores(nn.Module):
+    """Products of what one projection gives with itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.projection = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, hidden):
+        projected = self.projection(hidden)
+        return projected @ projected.transpose(1, 2) @ hidden
+
+
 class LowRank(nn.Module):
     """A frozen layer with a trained difference of low rank (LoRA)."""
 
@@ -247,6 +259,7 @@ HIDDEN = {
     "in place": lambda: nn.Sequential(linear(), nn.ReLU(inplace=True), linear()),
     "norms": lambda: nn.Sequential(nn.LayerNorm(WIDTH), linear(), nn.RMSNorm(WIDTH)),
     "attention": Attention,
+    "scores of one projection": Scores,
     "torch's own attention": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True),
     "frozen": partly_frozen,
     "all frozen": lambda: linear().requires_grad_(False),
@@ -402,7 +415,7 @@ def test_a_stage_without_differentiable_inputs_has_the_same_gradients(recompute)
     assert_same(settle(layers, 1), torch.tensor([[1, 2, 4], [4, 0, 4]]))
 
 
-@pytest.mark.parametrize("name", ["in place", "attention", "low rank", "recomputed"])
+@pytest.mark.parametrize("name", ["in place", "attention", "scores of one projection", "low rank", "recomputed"])
 def test_the_batch_itself_needs_no_gradient(name):
     module = settle(HIDDEN[name](), 1)
     other = copy.deepcopy(module)

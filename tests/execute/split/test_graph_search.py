@@ -70,6 +70,17 @@ def test_nor_does_what_shares_a_product_with_it():
     assert ids(found.early) == ids([x, first, second, third])
 
 
+def test_a_product_of_what_another_one_makes_does_not_wait():
+    """Without a gradient of `x`, each side of the second product is made of the weight alone."""
+    x, w = values(1, 3, WIDTH), weight()
+    made = x @ w
+
+    found = survey(made @ made.t())
+
+    assert [product.end().node for product in found.late] == [made.grad_fn]
+    assert found.early == []
+
+
 @pytest.mark.parametrize("make", [torch.tanh, lambda w: w.bfloat16().float(), lambda w: w.t() + 1, lambda w: w @ w])
 def test_weights_may_be_made_of_parameters(make):
     x, w = hidden(), weight()

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from penstock.execute.split.parted_products import PARTED, PartedNode, read_parted
-from penstock.execute.split.product_nodes import ProductNode, read_product
+from penstock.execute.split.parted_products import PARTED, read_parted
+from penstock.execute.split.product_nodes import WaitingProduct, read_product
 
 _MAX_NODES = 16
 _LEAF = "AccumulateGrad"
@@ -29,7 +29,7 @@ _PLAIN = (_LEAF, "TBackward0")
 class Survey:
     """What a graph consists of, as far as splitting its backward goes."""
 
-    late: list[ProductNode | PartedNode]
+    late: list[WaitingProduct]
     """The products whose weights wait."""
     early: list[Tensor]
     """The leaves whose gradients are computed at once, the stage's inputs among them."""
@@ -43,73 +43,88 @@ class Survey:
 
 def search(edges: Sequence[GradientEdge], whole: frozenset[int]) -> Survey:
     """Walk a graph from the gradients of its outputs to all its leaves; `whole` are ids of weights that do not wait."""
-    survey = Survey([], [], {}, set(), False)
-    leaves: dict[Node, Tensor] = {}
-    seen: set[Node] = set()
-    waiting = [edge.node for edge in edges]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        kind = type(node).__name__
-        if kind == _LEAF:
-            leaves[node] = node.variable  # type: ignore[attr-defined]
-            continue
-        survey.is_opaque |= "CheckpointFunction" in kind
-        followed = node.next_functions
-        product = read_parted(node) if kind == PARTED else read_product(node, kind)
-        if product is not None and _find_parameters(product) and _may_wait(product, whole, survey):
-            survey.late.append(product)
-            followed = tuple(each for place, each in enumerate(followed) if place not in product.places)
-        waiting.extend([following for following, _ in followed if following is not None])
-    _settle(survey, leaves)
-    return survey
+    found = _Search(whole)
+    found.walk([edge.node for edge in edges])
+    found.settle()
+    found.survey.early = list({id(leaf): leaf for leaf in found.leaves.values()}.values())
+    return found.survey
 
 
-def _find_parameters(product: ProductNode | PartedNode) -> bool:
-    """Find the parameters that a product's weights are made of; false if they are not made of these alone."""
-    waiting, num_nodes = [edge.node for edge in product.roots], 0
+class _Search:
+    """A walk through what the input part computes, which ends at the leaves and at weights that wait."""
+
+    def __init__(self, whole: frozenset[int]) -> None:
+        self.survey = Survey([], [], {}, set(), False)
+        self.leaves: dict[Node, Tensor] = {}
+        self._whole = whole
+        self._seen: set[Node] = set()
+        self._leading_to: dict[WaitingProduct, list[Node]] = {}
+        """Per product that may wait, the nodes from its weights to their parameters, both included."""
+
+    def walk(self, waiting: list[Node]) -> None:
+        """Walk on from some nodes."""
+        while waiting:
+            node = waiting.pop()
+            if node in self._seen:
+                continue
+            self._seen.add(node)
+            kind = type(node).__name__
+            if kind == _LEAF:
+                self.leaves[node] = node.variable  # type: ignore[attr-defined]
+                continue
+            self.survey.is_opaque |= "CheckpointFunction" in kind
+            followed = node.next_functions
+            product = read_parted(node) if kind == PARTED else read_product(node, kind)
+            if product is not None and self._may_wait(product):
+                self.survey.late.append(product)
+                followed = tuple(each for place, each in enumerate(followed) if place not in product.places)
+            waiting.extend([following for following, _ in followed if following is not None])
+
+    def settle(self) -> None:
+        """Let no product wait whose weights something else leads to, or that shares a parameter with such a product.
+
+        A node between a weight and its parameters may be one that the input part runs, such as a product of another
+        weight and inputs without gradient: it runs only once.
+        """
+        while early := [each for each in self.survey.late if not self._seen.isdisjoint(self._leading_to[each])]:
+            self.survey.late = [each for each in self.survey.late if each not in early]
+            for each in early:
+                self.walk([root.node for root in each.roots])
+
+    def _may_wait(self, product: WaitingProduct) -> bool:
+        nodes = _find_parameters(product)
+        if nodes is None:
+            return False
+        ids = [id(parameter) for parameter in product.parameters]
+        for key in ids:
+            self.survey.sizes[key] = self.survey.sizes.get(key, 0.0) + product.num_multiplications
+        if not self._whole.isdisjoint(ids):
+            return False
+        if product.is_hooked:
+            self.survey.hooked.update(ids)
+            return False
+        self._leading_to[product] = nodes
+        return True
+
+
+def _find_parameters(product: WaitingProduct) -> list[Node] | None:
+    """Find the parameters that a product's weights are made of, and return the nodes that lead to them.
+
+    None if the weights are not made of these alone.
+    """
+    waiting, nodes = [edge.node for edge in product.roots], []
     while waiting:
         node = waiting.pop()
-        num_nodes += 1
+        nodes.append(node)
         kind = type(node).__name__
         if kind not in _PLAIN:
             product.num_multiplications = math.inf  # what it takes to lead the gradient on is not known
         if kind == _LEAF:
             variable = node.variable  # type: ignore[attr-defined]
             if not isinstance(variable, nn.Parameter):
-                return False
+                return None
             product.parameters.append(variable)
-        elif num_nodes > _MAX_NODES:
-            return False
+        elif len(nodes) > _MAX_NODES:
+            return None
         waiting.extend([following for following, _ in node.next_functions if following is not None])
-    return True
-
-
-def _may_wait(product: ProductNode | PartedNode, whole: frozenset[int], survey: Survey) -> bool:
-    ids = [id(parameter) for parameter in product.parameters]
-    for key in ids:
-        survey.sizes[key] = survey.sizes.get(key, 0.0) + product.num_multiplications
-    if not whole.isdisjoint(ids):
-        return False
-    if product.is_hooked:
-        survey.hooked.update(ids)
-        return False
-    return True
-
-
-def _settle(survey: Survey, leaves: dict[Node, Tensor]) -> None:
-    """A weight that something else leads to, too, does not wait, nor does what shares a product with it."""
-    early = {id(leaf): leaf for leaf in leaves.values()}
-    num_late = -1
-    while num_late != len(survey.late):
-        num_late = len(survey.late)
-        kept = []
-        for each in survey.late:
-            if any(id(parameter) in early for parameter in each.parameters):
-                early.update({id(parameter): parameter for parameter in each.parameters})
-            else:
-                kept.append(each)
-        survey.late = kept
-    survey.early = list(early.values())
+    return nodes
