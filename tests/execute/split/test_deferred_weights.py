@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import Node
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -290,6 +291,7 @@ RECOMPUTED_OTHERWISE = {
     **{f"a method: {name}": partial(Method, run) for name, run in METHODS.items()},
     "by a function of one's own too": lambda: TwoWays(linear(), nn.Tanh(), linear()),
     "selectively": lambda: Selective(linear(), nn.Tanh(), linear(), nn.Tanh()),
+    "selectively, a made weight": lambda: Selective(weight_norm(linear()), nn.Tanh(), linear(), nn.Tanh()),
     "under vmap": Mapped,
     "nested, reentrant outside": lambda: Nested(*(linear() for _ in range(3))),
     "nested, reentrant inside": lambda: NestedOtherwise(*(linear() for _ in range(3))),
@@ -481,6 +483,16 @@ def test_a_recomputation_leaves_out_the_last_product(is_known):
         weight_part()
 
     assert counter.get_total_flops() == 5 * 2 * 3 * WIDTH**2  # one again, and two gradients of each
+
+
+def test_layers_are_not_recomputed_once_more_for_what_a_weight_is_made_of():
+    module, inputs = Recomputed(weight_norm(linear()), nn.Tanh(), linear()), values(1, 3, WIDTH).requires_grad_()
+    plan = seasoned(module, inputs)
+    module.num_runs = 0
+
+    in_two_parts(module, inputs, plan)
+
+    assert module.num_runs == 2
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -119,6 +119,15 @@ def test_a_weight_used_twice_has_both_sizes():
     assert found.sizes == {id(w): 2 * 3 * WIDTH * WIDTH}
 
 
+def test_nor_may_they_be_made_of_what_checkpointing_keeps():
+    x, w = hidden(), weight()
+
+    found = survey(x @ checkpoint(torch.tanh, w, use_reentrant=False))
+
+    assert found.late == []
+    assert ids(found.early) == ids([x, w])
+
+
 @pytest.mark.parametrize(("use_reentrant", "is_opaque"), [(False, False), (True, True)])
 def test_checkpointing_is_told(use_reentrant, is_opaque):
     w = weight()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from penstock.execute.split.parted_products import PARTED, read_parted
-from penstock.execute.split.product_nodes import WaitingProduct, read_product
+from penstock.execute.split.product_nodes import WaitingProduct, keeps_elsewhere, read_product
 
 _MAX_NODES = 16
 _LEAF = "AccumulateGrad"
@@ -110,7 +110,8 @@ class _Search:
 def _find_parameters(product: WaitingProduct) -> list[Node] | None:
     """Find the parameters that a product's weights are made of, and return the nodes that lead to them.
 
-    None if the weights are not made of these alone.
+    None if the weights are not made of these alone, or not without what is kept elsewhere, such as under checkpointing:
+    the weight part would have it computed once more.
     """
     waiting, nodes = [edge.node for edge in product.roots], []
     while waiting:
@@ -124,7 +125,7 @@ def _find_parameters(product: WaitingProduct) -> list[Node] | None:
             if not isinstance(variable, nn.Parameter):
                 return None
             product.parameters.append(variable)
-        elif len(nodes) > _MAX_NODES:
+        elif len(nodes) > _MAX_NODES or keeps_elsewhere(node):
             return None
         waiting.extend([following for following, _ in node.next_functions if following is not None])
     return nodes

@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.overrides import TorchFunctionMode
 
 from penstock.execute.split.late_gradients import LateGradient
-from penstock.execute.split.product_nodes import WaitingProduct
+from penstock.execute.split.product_nodes import WaitingProduct, keeps_elsewhere
 from penstock.execute.split.weight_products import Rule, WeightProduct, Weights, find_product, may_be_product
 
 _MAX_NODES = 16
@@ -320,7 +320,8 @@ def _parameters_behind(tensor: Tensor) -> Sequence[Tensor] | None:
         num_nodes += 1
         variable = getattr(node, "variable", None)
         is_foreign = variable is not None and not isinstance(variable, nn.Parameter)
-        if is_foreign or num_nodes > _MAX_NODES or isinstance(getattr(node, "call", None), _Call):
+        is_parted = isinstance(getattr(node, "call", None), _Call)
+        if is_foreign or num_nodes > _MAX_NODES or is_parted or keeps_elsewhere(node):
             return None
         if variable is not None:
             found.append(variable)

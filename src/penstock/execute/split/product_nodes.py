@@ -8,6 +8,7 @@ nothing changes but the moment.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -135,6 +136,20 @@ def require_unchanged(activations: Tensor, version: int) -> None:
             f"expected {version}. Let the layer use a copy (clone()) of what it changes, such as a buffer, or run a "
             "schedule with whole backwards"
         )
+
+
+def keeps_elsewhere(node: Node) -> bool:
+    """Whether what a node keeps for its backward is kept by others, such as checkpointing or offloading."""
+    for name in _kept_by(type(node)):
+        kept = getattr(node, name)
+        if any(each.unpack_hook is not None for each in (kept if isinstance(kept, Sequence) else (kept,))):
+            return True
+    return False
+
+
+@cache
+def _kept_by(kind: type[Node]) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def _edge(node: Node, place: int) -> GradientEdge:
