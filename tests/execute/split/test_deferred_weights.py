@@ -199,6 +199,13 @@ class Selective(nn.Sequential):
         return checkpoint(super().forward, hidden, use_reentrant=False, context_fn=contexts)
 
 
+class Turned(nn.Linear):
+    """Gets rows that have to be copied first."""
+
+    def forward(self, hidden):
+        return super().forward(hidden.transpose(0, -2)).transpose(0, -2)
+
+
 class Nested(nn.Sequential):
     """Recomputes two of its layers within a recomputation of all of them, each in a way of its own."""
 
@@ -292,6 +299,7 @@ RECOMPUTED_OTHERWISE = {
     "by a function of one's own too": lambda: TwoWays(linear(), nn.Tanh(), linear()),
     "selectively": lambda: Selective(linear(), nn.Tanh(), linear(), nn.Tanh()),
     "selectively, a made weight": lambda: Selective(weight_norm(linear()), nn.Tanh(), linear(), nn.Tanh()),
+    "selectively, copied rows": lambda: Selective(Turned(WIDTH, WIDTH), nn.Tanh(), linear(), nn.Tanh()),
     "under vmap": Mapped,
     "nested, reentrant outside": lambda: Nested(*(linear() for _ in range(3))),
     "nested, reentrant inside": lambda: NestedOtherwise(*(linear() for _ in range(3))),
@@ -374,6 +382,13 @@ def test_layers_recomputed_in_other_ways_have_the_same_gradients(name, shape):
     layers = nn.Sequential(linear(), *(RECOMPUTED_OTHERWISE[name]() for _ in range(2)), linear())
 
     assert_same(settle(layers, 1).double(), values(1, *shape, dtype=torch.float64), close_to_rounding, num_steps=4)
+
+
+def test_products_that_selective_checkpointing_keeps_may_be_changed_in_place():
+    """As torch allows it for a linear layer without bias, whose output counts its changes apart from the product."""
+    layers = Selective(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(inplace=True), linear(), nn.Tanh())
+
+    assert_same(settle(layers, 1), values(1, 2, 3, WIDTH), num_steps=4)
 
 
 def close_to_rounding(found, expected):

@@ -10,6 +10,8 @@ from tests.local_pipelines import values
 TOKENS = torch.tensor([[1, 4, 0], [4, 4, 2]])
 MATRIX = values(3, 5, 4)
 TRANSPOSED = values(3, 4, 5).t()
+COLUMNS = values(1, 5, 2, 3).permute(1, 2, 0)
+BFLOAT = [values(seed, *shape).bfloat16() for seed, shape in enumerate([(2, 2, 3, 5), (4, 5), (4,)])]
 
 CALLS = {
     "linear": (F.linear, (values(1, 3, 5), values(2, 4, 5)), {}),
@@ -18,6 +20,14 @@ CALLS = {
     "linear of three dims": (F.linear, (values(1, 2, 3, 5), values(2, 4, 5), values(3, 4)), {}),
     "linear of what is not contiguous": (F.linear, (values(1, 3, 2, 5).transpose(0, 1), values(2, 4, 5)), {}),
     "the same with a bias": (F.linear, (values(1, 3, 2, 5).mT, values(2, 4, 2), values(3, 4)), {}),
+    "linear of a slice": (F.linear, (values(1, 2, 3, 7)[..., :5], values(2, 4, 5), values(3, 4)), {}),
+    "linear of rows that lie one beside the other": (F.linear, (COLUMNS, values(2, 4, 5)), {}),
+    "the same with its bias": (F.linear, (COLUMNS, values(2, 4, 5), values(3, 4)), {}),
+    "linear of an expanded row": (F.linear, (values(1, 5).expand(2, 3, 5), values(2, 4, 5), values(3, 4)), {}),
+    "matmul of rows that lie one beside the other": (torch.matmul, (COLUMNS, MATRIX), {}),
+    "linear in bfloat16": (F.linear, (BFLOAT[0], *BFLOAT[1:]), {}),
+    "of a slice in bfloat16": (F.linear, (BFLOAT[0][..., 1:3, :], *BFLOAT[1:]), {}),
+    "of what is not contiguous in bfloat16": (F.linear, (BFLOAT[0].transpose(0, 2), *BFLOAT[1:]), {}),
     "matmul of what is not contiguous": (torch.matmul, (values(1, 3, 5, 2).mT, MATRIX), {}),
     "matmul": (torch.matmul, (values(1, 2, 3, 5), MATRIX), {}),
     "the operator": (torch.Tensor.matmul, (values(1, 3, 5), MATRIX), {}),
@@ -44,7 +54,7 @@ def test_the_gradients_of_a_product_are_those_of_autograd(name):
     product = find_product(function, args, kwargs)
     needs = [weight is not None for weight in product.weights]
     part = product.rule.output(product.activations, product.weights, product.bias)
-    gradient = values(9, *part.shape)
+    gradient = values(9, *part.shape, dtype=part.dtype)
 
     found = product.rule.weight_gradients(gradient, product.activations, product.weights, needs)
 
@@ -60,7 +70,8 @@ def test_the_gradients_of_activations_are_those_of_autograd(name):
     args, kwargs = needing_gradients(args), dict(zip(kwargs, needing_gradients(kwargs.values()), strict=True))
     product = find_product(function, args, kwargs)
     activations = product.activations.detach()
-    gradient = values(9, *product.rule.output(activations, product.weights, product.bias).shape)
+    output = product.rule.output(activations, product.weights, product.bias)
+    gradient = values(9, *output.shape, dtype=output.dtype)
 
     found = product.rule.input_gradient(gradient, activations, product.weights)
 

@@ -7,7 +7,8 @@ the moment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -75,24 +76,33 @@ def may_be_product(function: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _MatrixProduct:
-    """rows @ weight + bias, or rows @ weight.T + bias."""
+    """rows @ weight + bias, or rows @ weight.T + bias.
+
+    Without a bias the output has as many dimensions as the layer's. As torch has it, it does not count its changes in
+    place together with those of the product of the rows, which selective checkpointing may keep.
+    """
 
     is_transposed: bool
     """Whether the weight is [outputs, inputs], as that of a linear layer."""
+    leading: tuple[int, ...] = ()
+    """The dimensions of the layer's input but the last, where its rows had to be copied."""
 
     def output(self, activations: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        rows, weight = _rows(activations), _first(weights)
-        if self.is_transposed:
-            return F.linear(rows, weight, bias)
-        return rows.mm(weight) if bias is None else torch.addmm(bias, rows, weight)
+        weight = _first(weights)
+        if bias is not None:
+            rows = _rows(activations)
+            return F.linear(rows, weight, bias) if self.is_transposed else torch.addmm(bias, rows, weight)
+        if self.leading:
+            activations = activations.view(*self.leading, activations.shape[-1])
+        return F.linear(activations, weight) if self.is_transposed else activations.matmul(weight)
 
     def input_gradient(self, gradient: Tensor, activations: Tensor, weights: Weights) -> Tensor:
-        return _left_gradient(gradient, activations, self._right(weights))
+        return _left_gradient(_rows(gradient), activations, self._right(weights))
 
     def weight_gradients(
         self, gradient: Tensor, activations: Tensor, weights: Weights, needs: Sequence[bool]
     ) -> list[Tensor]:
-        right_gradient = _right_gradient(gradient, activations, self._right(weights))
+        right_gradient = _right_gradient(_rows(gradient), activations, self._right(weights))
         return [right_gradient.t() if self.is_transposed else right_gradient]
 
     def _right(self, weights: Weights) -> Tensor:
@@ -120,14 +130,14 @@ _LINEAR, _MATMUL, _BATCHED = _MatrixProduct(is_transposed=True), _MatrixProduct(
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> WeightProduct | None:
-    num_dims = input.dim()
-    if num_dims < 2 or not weight.requires_grad:
+    if input.dim() < 2 or not weight.requires_grad:
         return None
-    shape = None if num_dims == 2 else (*input.shape[:-1], weight.shape[0])
-    if num_dims == 2 or (num_dims == 3 and input.is_contiguous()):
-        return WeightProduct(_LINEAR, input, (weight,), bias, shape)
-    # torch adds the bias within the product for the others only
-    return WeightProduct(_LINEAR, _as_rows(input), (weight,), None, shape, bias)
+    if input.dim() == 2:
+        return WeightProduct(_LINEAR, input, (weight,), bias)
+    if not _has_rows(input):  # torch adds the bias within the product for the others only
+        return WeightProduct(*_copied(_LINEAR, input), (weight,), late_bias=bias)
+    shape = None if bias is None else (*input.shape[:-1], weight.shape[0])
+    return WeightProduct(_LINEAR, input, (weight,), bias, shape)
 
 
 def _matmul(input: Tensor, other: Tensor, **others: Any) -> WeightProduct | None:
@@ -137,8 +147,9 @@ def _matmul(input: Tensor, other: Tensor, **others: Any) -> WeightProduct | None
         return _batched(input, other)
     if other.dim() != 2:
         return None
-    shape = None if input.dim() == 2 else (*input.shape[:-1], other.shape[1])
-    return WeightProduct(_MATMUL, _as_rows(input), (other,), None, shape)
+    if input.dim() == 2 or _has_rows(input):
+        return WeightProduct(_MATMUL, input, (other,))
+    return WeightProduct(*_copied(_MATMUL, input), (other,))
 
 
 def _batched(input: Tensor, mat2: Tensor, **others: Any) -> WeightProduct | None:
@@ -159,23 +170,29 @@ def _first(weights: Weights) -> Tensor:
     return weights[0]
 
 
-def _as_rows(input: Tensor) -> Tensor:
-    """The same for autograd to follow, where a copy is made: then it is the copy that is kept."""
-    return input if input.dim() == 2 or input.is_contiguous() else input.reshape(-1, input.shape[-1])
+def _has_rows(input: Tensor) -> bool:
+    """Whether a view of a tensor is its rows, so that they need no copy."""
+    if input.is_contiguous():
+        return True
+    dims = [each for each in zip(input.shape[:-1], input.stride()[:-1], strict=True) if each[0] != 1]
+    return all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(dims))
 
 
-def _rows(activations: Tensor) -> Tensor:
-    return activations if activations.dim() == 2 else activations.reshape(-1, activations.shape[-1])
+def _copied(rule: _MatrixProduct, input: Tensor) -> tuple[_MatrixProduct, Tensor]:
+    """Return the product of a copy of the rows, which is what is kept, and the copy, for autograd to follow."""
+    return replace(rule, leading=tuple(input.shape[:-1])), input.reshape(-1, input.shape[-1])
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _left_gradient(gradient: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """The gradient of `left` in `_rows(left) @ right`; it has the layout of the rows, as autograd does it."""
-    right = _like(right, gradient)
-    if left.dim() > 2:
-        return gradient.mm(right.t()).view(left.shape)
-    if left.stride(0) == 1 and left.stride(1) == left.shape[0]:
-        return right.mm(gradient.t()).t()
-    return gradient.mm(right.t())
+    right, rows = _like(right, gradient), _rows(left)
+    is_transposed = rows.stride(0) == 1 and rows.stride(1) == rows.shape[0]
+    found = right.mm(gradient.t()).t() if is_transposed else gradient.mm(right.t())
+    return found if left.dim() == 2 else found.reshape(left.shape)
 
 
 def _right_gradient(gradient: Tensor, left: Tensor, right: Tensor) -> Tensor:
