@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from penstock.cli import main
-from penstock.errors import PartitionError
+from penstock.errors import ConfigError, PartitionError
 from penstock.train.config import load_config
 from penstock.train.setup import check_plan
 from tests.tiny_run import PENSTOCK, TORCHRUN, files_below, settings, start, start_training, write_tiny_run
@@ -161,10 +161,14 @@ def test_a_wrong_setting_is_refused_before_anything_is_written(here, refusal, gi
 
 
 def test_more_stages_than_layers_are_refused_before_anything_is_read(here):
-    config = load_config("run.toml", ["pipeline.ranks=6", 'data.files=["none.txt"]'])
+    missing = 'data.files=["none.txt"]'
+    too_many = load_config("run.toml", ["pipeline.ranks=6", missing])
+    too_many_stages = load_config("run.toml", ["pipeline.ranks=3", "pipeline.schedule=zbv", missing])
 
+    with pytest.raises(ConfigError, match=r"pipeline\.ranks: 6 ranks need at least 6 layers, but the model has 5 .*"):
+        check_plan(too_many)
     with pytest.raises(PartitionError, match=r"6 stages, but the model has only 5 layers .* use at most 5 stages"):
-        check_plan(config)
+        check_plan(too_many_stages)
 
 
 @table(WRONG_CONFIGS)

@@ -1,13 +1,16 @@
 """`penstock train`: who starts the ranks, and what is refused."""
 
 import os
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from penstock.cli import launch
 from penstock.cli.entry import main
 from penstock.cli.failure import RankFailure
+from tests.tiny_run import settings
 
 RUN = """
 [run]
@@ -81,6 +84,32 @@ def test_a_missing_run_file_is_refused_before_anything_starts(tmp_path, launches
     assert main(["train", str(tmp_path / "none.toml")]) == 1
     assert "none.toml" in capsys.readouterr().err
     assert launches == []
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        (["pipeline.ranks=64"], r"pipeline\.ranks: 64 ranks need at least 64 layers, but the model has 7"),
+        (["pipeline.ranks=1000000"], r"pipeline\.ranks: 1000000 ranks need .* at most 7 ranks, or raise model\.layers"),
+        (
+            ["pipeline.schedule=interleaved-1f1b", "pipeline.stages_per_rank=100000000"],
+            r"pipeline\.ranks: 2 ranks of 100000000 stages need at least 100000000 layers, but the model has 7",
+        ),
+        (["pipeline.schedule=gpip"], r"pipeline\.schedule: there is no schedule 'gpip'; known: .*'gpipe'"),
+        (["pipeline.options={warm=1}"], r"pipeline\.options\.warm: 1f1b has no option"),
+        (["pipeline.ranks=4", "pipeline.schedule=zbv"], r"has 8 stages, but the model has only 7 layers"),
+        (["pipeline.split=[3, 3]"], r"split \[3, 3\] adds up to 6 layers, but the model has 7"),
+        (["pipeline.microbatches=3"], r"batch\.size: 16 is not a multiple of pipeline\.microbatches = 3"),
+        (["pipeline.schedule=seq1f1b", "pipeline.slices=3"], r"batch\.length: 128 is not a multiple"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_a_plan_that_cannot_run_is_refused_before_any_rank_starts(run_file, launches, capsys, command, pairs, message):
+    assert main([command, run_file, *settings(*pairs)]) == 1
+
+    assert re.search(message, capsys.readouterr().err)
+    assert launches == []
+    assert not (Path(run_file).parent / "run").exists()
 
 
 @pytest.mark.slow

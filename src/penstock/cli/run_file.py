@@ -43,6 +43,9 @@ def run_on_ranks(arguments: Namespace, command: Sequence[str], body: Body) -> in
 
         config = load_config(arguments.run_file, arguments.set)
         if config.pipeline.ranks > 1:
+            from penstock.train.setup import check_plan
+
+            check_plan(config)
             return _launch(arguments, command, config.pipeline.ranks, Path(config.run.folder))
         _use_one_thread_unless(os.environ)
         try:

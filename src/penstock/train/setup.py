@@ -1,14 +1,14 @@
 """From a configuration to what a run needs: its folder, its data, its pipeline, its optimizer's options."""
 
 from penstock.check import check
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, count_of
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.schedule import Schedule
 from penstock.models import DecoderConfig, LayerSpec, cross_entropy_loss, decoder_layers
 from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
 from penstock.plan import resolve_schedule
-from penstock.schedules import is_file_name
+from penstock.schedules import FAMILIES, is_file_name
 from penstock.train.config import RunConfig
 from penstock.train.data import TokenDataset, open_dataset
 from penstock.train.optim import OptimizerOptions
@@ -72,12 +72,31 @@ def check_plan(config: RunConfig) -> None:
     Raises:
         ConfigError, FormatError, ScheduleError, PartitionError: as when the pipeline is built.
     """
+    num_layers = len(build_layers(config, vocabulary=config.model.vocabulary or 1))
+    _require_layers(config, num_layers)
     schedule = build_schedule(config)
     check(schedule)
     _require_tokens(config, schedule.num_slices)
-    num_layers = len(build_layers(config, vocabulary=config.model.vocabulary or 1))
     split = config.pipeline.split
     split_over(schedule.placement, num_layers, split=None if isinstance(split, str) else split)
+
+
+def _require_layers(config: RunConfig, num_layers: int) -> None:
+    """Refuse numbers of ranks and stages that so few layers cannot fill, before a schedule of that size is built.
+
+    A family has at most two copies of the model, so at least half of a rank's stages belong to one copy and need
+    different layers. `split_over` checks the exact number later. Raises: ConfigError.
+    """
+    pipeline = config.pipeline
+    fewest = pipeline.ranks * max((pipeline.stages_per_rank + 1) // 2, 1)
+    if pipeline.schedule in FAMILIES and fewest > num_layers:
+        stages = f" of {pipeline.stages_per_rank} stages" if pipeline.stages_per_rank else ""
+        raise ConfigError(
+            f"{count_of(pipeline.ranks, 'rank')}{stages} need at least {fewest} layers, but the model has {num_layers} "
+            f"({config.model.layers} blocks, the embedding, the norm and the head). Use at most {num_layers} ranks, "
+            "or raise model.layers",
+            key="pipeline.ranks",
+        )
 
 
 def _require_tokens(config: RunConfig, num_slices: int) -> None:
