@@ -1,15 +1,30 @@
 """Saving the trained weights as one safetensors file with the unsplit model's names, whatever the split.
 
-The file is written while the tensors arrive, so that rank 0 holds one foreign tensor at a time. Its layout: the length
-of the header as 8 bytes, the header as JSON (name to dtype, shape and place), then the tensors without gaps.
+    rank 0                                    another rank
+    writes its own tensors
+      in a thread; meanwhile  -- WAIT ----->  waits for the next request, at most the step's deadline
+    wants a tensor            -- SEND ----->
+                              <-- tensor ---  sends it
+    has closed the file       -- END ------>
+
+So a disk may take any time, and a rank that is gone is still noticed within the deadline. Rank 0 holds one tensor of
+another rank at a time. The safetensors library would need all of them at once, so the file is written by hand: the
+length of the header as 8 bytes, the header as JSON (name to dtype, shape and place), then the tensors without gaps.
 """
 
+import errno
 import json
-from collections.abc import Iterator, Sequence
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import cast
+from threading import Thread
+from typing import BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +48,19 @@ FORMAT_NAMES = {
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in FORMAT_NAMES.items()}
+PIECE_BYTES = 64 << 20
+"""Written at once, and then flushed to the disk, so that a slow disk still shows progress."""
+STALLED_AFTER_S = 1800.0
+"""How long one piece may take while other ranks wait."""
+REQUESTS_PER_DEADLINE = 4
+
+
+class _Request(IntEnum):
+    """What rank 0 asks of another rank."""
+
+    WAIT = 0
+    SEND = 1
+    END = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +91,13 @@ def save_weights(path: Path, pipeline: Pipeline) -> None:
     entries = _list_entries(transport, own)
     problem = ""
     if transport.rank == 0:
-        arriving = _collect(transport, entries, own, pipeline.device)
-        problem = _write(path, entries, arriving)
-        for _ in arriving:
-            pass  # the other ranks send all they have, whatever became of the file
+        others = _OtherRanks(transport, pipeline.device)
+        problem = _write(path, entries, own, others)
+        others.request(_Request.END)
     else:
-        _send(transport, entries, own)
+        _send_on_request(
+            transport, pipeline.device, [own[each.name] for each in entries if each.rank == transport.rank]
+        )
     told = transport.all_gather_object(problem)[0]
     if told:
         raise CheckpointError(f"the weights are not saved: {told}")
@@ -103,38 +132,127 @@ def _list_entries(transport: Transport, own: dict[str, Tensor]) -> list[_Entry]:
     return sorted(entries.values(), key=lambda entry: (-entry.dtype.itemsize, entry.name))
 
 
-def _collect(
-    transport: Transport, entries: Sequence[_Entry], own: dict[str, Tensor], device: torch.device
-) -> Iterator[Tensor]:
-    """Yield the tensors in order, each when it has arrived."""
-    for entry in entries:
-        if entry.rank == transport.rank:
-            yield own[entry.name]
-            continue
-        tensor = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+@dataclass(slots=True)
+class _OtherRanks:
+    """The ranks that have tensors for rank 0."""
+
+    transport: Transport
+    device: torch.device
+    reminded_s: float = 0.0
+    """`time.monotonic()` when all of them were last told to wait."""
+
+    def request(self, what: _Request, *, rank: int | None = None) -> None:
+        """Ask one rank, or all of them."""
+        for peer in range(1, self.transport.num_ranks) if rank is None else (rank,):
+            self.transport.wait(self.transport.post_send(peer, torch.tensor([what], device=self.device)))
+
+    def remind(self) -> None:
+        """Tell all ranks to wait on, unless they were told so just now."""
+        if time.monotonic() - self.reminded_s >= self._pause_s:
+            self.request(_Request.WAIT)
+            self.reminded_s = time.monotonic()
+
+    def fetch(self, entry: _Entry) -> Tensor:
+        """Return the next tensor of its rank."""
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
         if entry.size_bytes:
-            transport.wait(transport.post_receive(entry.rank, tensor))
-        yield tensor
+            self.remind()
+            self.request(_Request.SEND, rank=entry.rank)
+            self.transport.wait(self.transport.post_receive(entry.rank, tensor))
+            self.remind()
+        return tensor
+
+    def keep_waiting(self, action: Callable[[], None]) -> None:
+        """Run an action that may take longer than the deadline, while the other ranks are told to wait.
+
+        Raises: what the action raises; TimeoutError if it does not end.
+        """
+        if self.transport.num_ranks == 1:
+            action()
+            return
+        self.remind()
+        ended, stalled_s = _run_in_thread(action), time.monotonic() + STALLED_AFTER_S
+        while not wait([ended], timeout=min(self._pause_s, STALLED_AFTER_S)).done:
+            if time.monotonic() >= stalled_s:
+                raise TimeoutError(errno.ETIMEDOUT, f"the disk took no data for {STALLED_AFTER_S:g} s")
+            self.remind()
+        ended.result()
+
+    @property
+    def _pause_s(self) -> float:
+        return self.transport.deadline_s / REQUESTS_PER_DEADLINE
 
 
-def _send(transport: Transport, entries: Sequence[_Entry], own: dict[str, Tensor]) -> None:
-    for entry in entries:
-        if entry.rank == transport.rank and entry.size_bytes:
-            transport.wait(transport.post_send(0, own[entry.name].contiguous()))
+def _run_in_thread(action: Callable[[], None]) -> Future[None]:
+    """Run an action in a daemon thread, so that the process can end while a broken disk blocks the thread."""
+    ended: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    Thread(target=run, name="penstock-save", daemon=True).start()
+    return ended
 
 
-def _write(path: Path, entries: Sequence[_Entry], tensors: Iterator[Tensor]) -> str:
+def _send_on_request(transport: Transport, device: torch.device, tensors: Sequence[Tensor]) -> None:
+    """Send the tensors in order, each when rank 0 asks for it, until it asks for no more."""
+    left = iter([tensor for tensor in tensors if tensor.nbytes])
+    request = torch.zeros(1, dtype=torch.int64, device=device)
+    while True:
+        transport.wait(transport.post_receive(0, request))
+        match _Request(int(request)):
+            case _Request.SEND:
+                transport.wait(transport.post_send(0, next(left).contiguous()))
+            case _Request.END:
+                return
+            case _Request.WAIT:
+                continue
+
+
+@dataclass(slots=True)
+class _FlushedFile:
+    """A file whose content goes to the disk piece by piece, so that no wait for the disk is long."""
+
+    file: BinaryIO
+    unflushed_bytes: int = 0
+
+    def write(self, content: bytes | memoryview) -> None:
+        self.file.write(content)
+        self.unflushed_bytes += len(content)
+        if self.unflushed_bytes >= PIECE_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.unflushed_bytes = 0
+
+
+def _write(path: Path, entries: Sequence[_Entry], own: dict[str, Tensor], others: _OtherRanks) -> str:
     """Write the file; return why it could not be written, or nothing."""
     try:
         with atomic_file(path) as file:
-            file.write(_header(entries))
-            for tensor in tensors:
-                file.write(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
+            flushed = _FlushedFile(file)
+            others.keep_waiting(partial(flushed.write, _header(entries)))
+            for entry in entries:
+                _write_tensor(flushed, own[entry.name] if entry.rank == 0 else others.fetch(entry), others)
+            others.keep_waiting(flushed.flush)
     except PipelineError:
         raise
     except PenstockError as error:
         return str(error)
     return ""
+
+
+def _write_tensor(file: _FlushedFile, tensor: Tensor, others: _OtherRanks) -> None:
+    content = tensor.cpu().reshape(-1).view(torch.uint8).numpy().data
+    for begin in range(0, len(content), PIECE_BYTES):
+        others.keep_waiting(partial(file.write, content[begin : begin + PIECE_BYTES]))
 
 
 def _header(entries: Sequence[_Entry]) -> bytes:
