@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, DeadlineExceeded, PipelineError
 from penstock.version import VERSION
 
 FLAGS = {
-    "train": ["RUN.toml", "--port", "--set"],
+    "train": ["--force", "--fresh", "RUN.toml", "--port", "--set"],
     "schedules": ["NAME", "--format"],
     "show": [
         "NAME",

@@ -31,8 +31,8 @@ def test_ranks_are_told_the_same_command(run_file, monkeypatch):
 
     [(command, rest)] = launches
     assert command[0] == sys.executable
-    told = ["penstock.cli", "profile", "--steps=3", "--output=mine.toml", "--set=pipeline.ranks=2", "--", run_file]
-    assert command[-7:] == told
+    settings = ["--set=pipeline.ranks=2", '--set=run.folder="run"']
+    assert command[-8:] == ["penstock.cli", "profile", "--steps=3", "--output=mine.toml", *settings, "--", run_file]
     assert rest == {"num_ranks": 2, "port": 0}
 
 

@@ -54,8 +54,32 @@ def test_two_ranks_are_launched_with_the_same_command(run_file, launches):
 
     [(command, num_ranks, port)] = launches
     assert command[0] == sys.executable
-    assert command[-6:] == ["penstock.cli", "train", "--set=batch.size=4", "--set=run.steps=99", "--", run_file]
+    folder = f'--set=run.folder="{Path(run_file).parent / "run"}"'
+    told = ["penstock.cli", "train", "--set=batch.size=4", "--set=run.steps=99", folder, "--", run_file]
+    assert command[-7:] == told
     assert (num_ranks, port) == (2, 7)
+
+
+def test_ranks_get_the_folder_that_was_chosen_and_the_flags(run_file, launches):
+    folder = Path(run_file).parent / "run"
+    folder.mkdir()
+    (folder / "thesis.tex").touch()
+
+    assert main(["train", run_file]) == main(["train", run_file, "--fresh"]) == 0
+    assert main(["train", run_file, "--force", "--set", f"run.folder={folder}-9"]) == 0
+
+    commands = [command[command.index("penstock.cli") + 1 : -2] for command, _, _ in launches]
+    assert commands == [
+        ["train", f'--set=run.folder="{folder}-2"'],
+        ["train", "--fresh", f'--set=run.folder="{folder}-2"'],
+        ["train", "--force", f"--set=run.folder={folder}-9", f'--set=run.folder="{folder}-9"'],
+    ]
+    assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == ["run"], "no run began"
+
+
+def test_fresh_and_force_together_are_wrong_usage(run_file, launches, capsys):
+    assert main(["train", run_file, "--fresh", "--force"]) == 2
+    assert "not allowed with argument" in capsys.readouterr().err
 
 
 def test_the_number_of_ranks_may_be_overridden(run_file, launches):

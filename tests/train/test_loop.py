@@ -75,6 +75,7 @@ def test_the_folder_holds_all_that_is_promised(finished):
     folder, result, _ = finished
 
     assert sorted(path.name for path in folder.iterdir()) == [
+        ".lock",
         "config.toml",
         "metrics.jsonl",
         "schedule.csv",
@@ -166,6 +167,22 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_the_step_and_no_weights(tmp
         )
 
     assert not (tmp_path / "weights.safetensors").exists()
+
+
+def test_nothing_of_an_earlier_run_is_overwritten(tmp_path, text):
+    folder = tmp_path / "run"
+    with pytest.raises(PenstockError, match=r"lower optimizer\.learning_rate"):
+        run(folder, text, optimizer={"learning_rate": 1000.0, "weight_decay": 1e30, "clip_norm": 0.0})
+    rows = (folder / "metrics.jsonl").read_bytes()
+
+    _, other = run(folder, text, run={"steps": 2}, debug={"log": "info"})
+    _, finished = run(tmp_path / "run", text, run={"steps": 2})
+
+    assert other.startswith(f"{folder} holds an unfinished run with another [optimizer]; this run goes to {folder}-2\n")
+    assert finished.startswith(f"{folder}-2 holds a finished run; this run goes to {folder}-3\n")
+    assert (folder / "metrics.jsonl").read_bytes() == rows
+    assert len(rows_of(tmp_path / "run-2")) == 2
+    assert not (tmp_path / "run-3" / "tokens").exists()
 
 
 def test_a_configuration_for_more_ranks_than_run_is_refused(tmp_path, text):

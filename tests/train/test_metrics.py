@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from penstock.errors import ConfigError, PenstockError
 from penstock.train.metrics import MetricsWriter, StepMetrics
 from penstock.train.sections import MetricsSection
+from tests.train.test_files import largest_file
 
 
 def step_of(step, duration_s=0.5, **optional):
@@ -100,10 +101,17 @@ def test_missing_tensorboard_says_how_to_install_it(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_names_the_path_and_the_reason(tmp_path):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-
-    with pytest.raises(PenstockError, match=r"metrics\.jsonl: cannot be written: No space left on device"):
+    with largest_file(10), pytest.raises(PenstockError, match=r"metrics\.jsonl: cannot be written: File too large"):
         write_all(tmp_path, [step_of(1)])
+
+
+def test_metrics_of_an_earlier_run_are_never_overwritten(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("earlier")
+
+    with pytest.raises(PenstockError, match=r"metrics\.jsonl: cannot be written: File exists"):
+        write_all(tmp_path, [step_of(1)])
+
+    assert (tmp_path / "metrics.jsonl").read_text() == "earlier"
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

@@ -69,6 +69,17 @@ def test_the_second_run_tokenizes_nothing(corpus, tmp_path):
     assert first == second
 
 
+def test_tokens_that_another_cache_holds_are_taken_from_there(corpus, tmp_path):
+    made = tokenize(documents_of(corpus), BYTES, tmp_path / "first")
+
+    calls = []
+    others = [tmp_path / "missing", tmp_path / "first"]
+    found = tokenize(documents_of(corpus), counting_tokenizer(calls), tmp_path / "second", others=others)
+
+    assert (calls, found.path) == ([], made.path)
+    assert not (tmp_path / "second").exists()
+
+
 def test_a_changed_file_is_tokenized_again(corpus, tmp_path):
     before = tokenize(documents_of(corpus), BYTES, tmp_path / "cache")
     (corpus / "a.txt").write_text("third word")

@@ -1,6 +1,8 @@
 """`penstock profile`: measure what a run costs, on ranks started here or as one of the ranks that torchrun started."""
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,21 @@ def run(arguments: Namespace) -> int:
     command = ["profile", f"--steps={arguments.steps}"]
     if arguments.output is not None:
         command.append(f"--output={arguments.output}")
-    return run_on_ranks(arguments, command, partial(_profile, arguments))
+    return run_on_ranks(arguments, command, partial(_profile, arguments), _tidy_folder)
+
+
+@contextmanager
+def _tidy_folder(config: Any) -> Iterator[Any]:
+    """Remove what killed ranks left half-written, unless a training in the same folder goes on."""
+    from penstock.train.run_folder import RunFolder, run_path
+    from penstock.train.run_lock import holder_of
+
+    path = run_path(config.run.folder)
+    try:
+        yield config
+    finally:
+        if not holder_of(path):
+            RunFolder(path).sweep()
 
 
 def _profile(arguments: Namespace, config: Any) -> None:

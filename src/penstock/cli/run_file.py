@@ -1,10 +1,11 @@
 """Commands that run something on the ranks of a run file: started here, or as one of the ranks of torchrun."""
 
+import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any
 
 from penstock.cli.lifetime import (
@@ -21,6 +22,8 @@ from penstock.errors import ConfigError
 
 Body = Callable[[Any], None]
 """What every rank does with the `RunConfig`; torch.distributed is initialized where there are several."""
+Hold = Callable[[Any], AbstractContextManager[Any]]
+"""Holds what the ranks need while they run, unless torchrun starts them; gives the `RunConfig` for them."""
 
 
 def add_run_arguments(parser: ArgumentParser) -> None:
@@ -34,27 +37,31 @@ def add_run_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run_on_ranks(arguments: Namespace, command: Sequence[str], body: Body) -> int:
-    """Run `body` on every rank and return the exit status; `command` is what a rank that is started here is told."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+def run_on_ranks(arguments: Namespace, command: Sequence[str], body: Body, hold: Hold) -> int:
+    """Run `body` on every rank and return the exit status; a rank that is started here gets `command`."""
+    if is_rank(os.environ):
         return _run_as_rank(arguments, body, os.environ)
     with interrupts_handled_by(leave_at_once):
         from penstock.train.config import load_config
+        from penstock.train.setup import check_plan
 
         config = load_config(arguments.run_file, arguments.set)
+        check_plan(config)
         if config.pipeline.ranks > 1:
-            from penstock.train.setup import check_plan
-
-            check_plan(config)
-            return _launch(arguments, command, config.pipeline.ranks, Path(config.run.folder))
+            return _launch(arguments, command, config, hold)
         _use_one_thread_unless(os.environ)
         try:
-            with interrupts_handled_by(raise_interrupt):
-                body(config)
+            with interrupts_handled_by(raise_interrupt), hold(config) as held:
+                body(held)
         except BrokenPipeError:
             forget_stdout()
             return ExitStatus.INTERRUPTED
     return ExitStatus.FINE
+
+
+def is_rank(environment: Mapping[str, str]) -> bool:
+    """Whether this process was started as one of several ranks, by torchrun or by our launcher."""
+    return "RANK" in environment and "WORLD_SIZE" in environment
 
 
 def _use_one_thread_unless(environment: Mapping[str, str]) -> None:
@@ -65,17 +72,16 @@ def _use_one_thread_unless(environment: Mapping[str, str]) -> None:
         torch.set_num_threads(1)
 
 
-def _launch(arguments: Namespace, command: Sequence[str], num_ranks: int, folder: Path) -> int:
+def _launch(arguments: Namespace, command: Sequence[str], config: Any, hold: Hold) -> int:
     """Start one process per rank; each runs the command again and finds its rank in the environment."""
     from penstock.cli.launch import launch_ranks
-    from penstock.train.run_folder import RunFolder
 
-    overrides = [f"--set={override}" for override in arguments.set]
-    words = ["-m", "penstock.cli", *command, *overrides, "--", arguments.run_file]
-    try:
+    with interrupts_handled_by(raise_interrupt), hold(config) as held:
+        folder = json.dumps(held.run.folder, ensure_ascii=False).replace("\x7f", "\\u007f")  # as TOML wants it
+        overrides = [f"--set={override}" for override in (*arguments.set, f"run.folder={folder}")]
+        words = ["-m", "penstock.cli", *command, *overrides, "--", arguments.run_file]
+        num_ranks = config.pipeline.ranks
         failure = launch_ranks([sys.executable, *_path_flags(), *words], num_ranks=num_ranks, port=arguments.port)
-    finally:
-        RunFolder(folder).sweep()
     if failure is None:
         return ExitStatus.FINE
     if failure.status != ExitStatus.INTERRUPTED:

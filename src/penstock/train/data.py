@@ -3,6 +3,7 @@
 Shapes: batch = sequences per batch, length = tokens per sequence.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,8 +109,10 @@ class TokenDataset:
         return picked[:, :-1].contiguous(), picked[:, 1:].contiguous()
 
 
-def open_dataset(config: RunConfig, cache: Path) -> TokenDataset:
+def open_dataset(config: RunConfig, cache: Path, *, others: Sequence[Path] = ()) -> TokenDataset:
     """Find, tokenize (once, into the cache folder) and cut the text that a configuration names.
+
+    Tokens that one of the `others` holds are taken from there.
 
     Raises:
         ConfigError: a file is missing, unreadable or not UTF-8; there is too little text; the model's vocabulary is
@@ -125,7 +128,7 @@ def open_dataset(config: RunConfig, cache: Path) -> TokenDataset:
             key="model.vocabulary",
         )
     documents = find_standard_library() if data.corpus == "stdlib" else find_documents(data.files, data.suffixes)
-    found = tokenize(documents, tokenizer, cache)
+    found = tokenize(documents, tokenizer, cache, others=others)
     options = WindowOptions(config.batch.size, config.batch.length, config.run.seed, data.held_out_fraction)
     vocabulary = config.model.vocabulary or tokenizer.vocabulary
     return TokenDataset(found.tokens(), options, vocabulary=vocabulary, digest=found.manifest.digest)

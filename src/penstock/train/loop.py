@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TextIO
 
 from penstock.errors import ConfigError, PenstockWarning
+from penstock.execute.transport.protocol import Transport
 from penstock.execute.world import default_transport
 from penstock.ir.timeline import Timeline
 from penstock.models import LayerSpec, count_parameters
 from penstock.pipeline import Pipeline
 from penstock.plan import few_microbatches
+from penstock.train.claim import Start, claimed_together, joined
 from penstock.train.config import RunConfig
 from penstock.train.data import Batch, TokenDataset
 from penstock.train.evaluation import mean_loss
@@ -22,9 +24,10 @@ from penstock.train.recorded_step import RecordedStep, recorded_step_to_json
 from penstock.train.report import Outcome, predict_again, write_report
 from penstock.train.run_folder import SCHEDULE, TIMELINE, WEIGHTS, RunFolder
 from penstock.train.run_log import run_log
-from penstock.train.setup import build_layers, build_pipeline, optimizer_options, prepare_together
+from penstock.train.setup import build_layers, build_pipeline, check_together, optimizer_options, prepare_together
 from penstock.train.split import choose_split
 from penstock.train.step import StepOutcome, Trainer, require_finite
+from penstock.train.together import failing_together
 from penstock.train.weights import save_weights
 
 PREPARING_DEADLINE_S = 3600.0
@@ -49,10 +52,13 @@ class TrainingResult:
         return None if self.recorded is None else self.recorded.timeline
 
 
-def train(config: RunConfig, *, output: TextIO) -> TrainingResult:
+def train(
+    config: RunConfig, *, output: TextIO, start: Start = Start.BY_RULE, is_claimed: bool = False
+) -> TrainingResult:
     """Train a run as one of its ranks; torch.distributed is initialized where there are several.
 
-    Everything that is left behind lies in the run folder. Lines for people go to `output`, from rank 0 alone.
+    Everything that is left behind lies in the run folder, which `start` chooses, unless `is_claimed`: then the caller
+    holds the folder of the configuration. Lines for people go to `output`, from rank 0 alone.
 
     Raises:
         ConfigError, FormatError, ScheduleError, PartitionError: a setting is wrong.
@@ -60,11 +66,16 @@ def train(config: RunConfig, *, output: TextIO) -> TrainingResult:
         PipelineError: a rank failed, or did not answer within the deadline.
     """
     begin_s = time.monotonic()
-    folder = RunFolder(Path(config.run.folder))
     with ExitStack() as stack:
         with closing(default_transport(None, PREPARING_DEADLINE_S)) as wires:
-            # The folder and the tokens are there, for all ranks, or all of them end here.
+            check_together(config, wires)
+            if not is_claimed:
+                config = stack.enter_context(claimed_together(config, wires, start, output))
+            folder = RunFolder(Path(config.run.folder))
+            stack.enter_context(joined(folder.path))
+            # The tokens and the folder are there, for all ranks, or all of them end here.
             dataset = prepare_together(config, folder, wires)
+            _begin_together(config, folder, wires, output, is_forced=start is Start.FORCE)
             stack.enter_context(run_log(folder.path, wires.rank, config.debug.log))
             layers = build_layers(config, dataset.vocabulary)
             rule = choose_split(config, layers, dataset, folder, wires)
@@ -82,6 +93,13 @@ def train(config: RunConfig, *, output: TextIO) -> TrainingResult:
         if pipeline.rank == 0:
             _report(config, result, folder, output, duration_s=time.monotonic() - begin_s)
         return result
+
+
+def _begin_together(config: RunConfig, folder: RunFolder, wires: Transport, output: TextIO, *, is_forced: bool) -> None:
+    with failing_together(wires):
+        if wires.rank == 0:
+            note = folder.begin(config, is_forced=is_forced)
+            output.write(f"{note}\n" if note else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,12 @@ import orjson
 from penstock.errors import ConfigError
 from penstock.train.files import naming_storage
 from penstock.train.progress import Display, StepMetrics, open_display, step_line
+from penstock.train.run_folder import METRICS, TENSORBOARD
 from penstock.train.sections import MetricsSection
 
 __all__ = ["MetricsWriter", "StepMetrics"]
 
 NUM_RECENT_STEPS = 20
-JSONL_NAME = "metrics.jsonl"
-TENSORBOARD_NAME = "tensorboard"
 
 
 class Sink(Protocol):
@@ -32,7 +31,7 @@ class Sink(Protocol):
 class MetricsWriter:
     """Writes every step to the sinks that the configuration asks for; use it in a `with` block, on one rank.
 
-    Files: `metrics.jsonl` and `tensorboard/` in `folder`, begun anew. Lines for people go to `output`.
+    Files: `metrics.jsonl` and `tensorboard/` in `folder`, where they must be new. Lines for people go to `output`.
 
     Raises:
         ConfigError: TensorBoard is asked for but not installed.
@@ -81,10 +80,10 @@ class MetricsWriter:
             self._display.show(step_line(shown, num_steps=self._num_steps, left_s=left_s), step=metrics.step)
 
     def _wanted_sinks(self) -> Iterator[AbstractContextManager[Sink]]:
+        if self._options.tensorboard:  # first: where it is missing, nothing has been made yet
+            yield _open_tensorboard(self._folder / TENSORBOARD)
         if self._options.jsonl:
-            yield _open_jsonl(self._folder / JSONL_NAME)
-        if self._options.tensorboard:
-            yield _open_tensorboard(self._folder / TENSORBOARD_NAME)
+            yield _open_jsonl(self._folder / METRICS)
 
     def _left_s(self, step: int) -> float:
         """Expect each remaining step to last as long as the middle one of the last steps: a slow one counts little."""
@@ -127,7 +126,7 @@ class _JsonLines:
 def _open_jsonl(path: Path) -> Iterator[Sink]:
     with naming_storage(path):
         # Unbuffered: a line is in the file at once, and a full disk shows at the line that did not fit.
-        file = path.open("wb", buffering=0)
+        file = path.open("xb", buffering=0)
     with file:
         yield _JsonLines(file)
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import cast
 
 from penstock.execute.observing.footprint import SavedBytes, parameter_bytes
@@ -20,8 +19,8 @@ from penstock.simulate.costs.fit import costs_from_timelines
 from penstock.train.config import RunConfig
 from penstock.train.data import Batch, TokenDataset
 from penstock.train.loop import PREPARING_DEADLINE_S
-from penstock.train.run_folder import RunFolder
-from penstock.train.setup import build_layers, build_pipeline, prepare_together
+from penstock.train.run_folder import RunFolder, run_path
+from penstock.train.setup import build_layers, build_pipeline, check_together, prepare_together
 from penstock.train.split import choose_split
 
 NUM_WARM_UP_STEPS = 2
@@ -55,9 +54,10 @@ def profile_run(config: RunConfig, *, num_steps: int) -> Profile:
     Raises:
         ConfigError, FormatError, ScheduleError, PartitionError, PipelineError: as when it is trained.
     """
-    folder = RunFolder(Path(config.run.folder))
+    folder = RunFolder(run_path(config.run.folder))
     with closing(default_transport(None, PREPARING_DEADLINE_S)) as wires:
-        dataset = prepare_together(config, folder, wires, begins_run=False)
+        check_together(config, wires)
+        dataset = prepare_together(config, folder, wires)
         layers = build_layers(config, dataset.vocabulary)
         pipeline = build_pipeline(config, layers, choose_split(config, layers, dataset, folder, wires))
     with closing(pipeline):

@@ -13,15 +13,16 @@ from penstock.show.trace import to_trace
 from penstock.simulate import simulate
 from penstock.simulate.costs.fit import costs_from_timeline
 from penstock.train.files import naming_storage
-from penstock.train.metrics import JSONL_NAME, TENSORBOARD_NAME
 from penstock.train.progress import duration_text
 from penstock.train.run_folder import (
     CONFIG,
     LAYER_TIMES,
     LOG,
+    METRICS,
     PICTURE,
     SCHEDULE,
     SUMMARY,
+    TENSORBOARD,
     TIMELINE,
     TRACE,
     WEIGHTS,
@@ -37,7 +38,7 @@ MEANING = {
     SCHEDULE: "the schedule that ran, one row per rank",
     LAYER_TIMES: "what each layer took when it was measured: the split goes by it",
     SUMMARY: "the last losses, and the timelines in figures",
-    JSONL_NAME: "one line of numbers per step",
+    METRICS: "one line of numbers per step",
     TIMELINE: "the recorded step as it was measured: penstock doctor says where its time went",
     PICTURE: "the recorded step, rank by rank: predicted above measured",
     TRACE: "the same with every message: open it at https://ui.perfetto.dev",
@@ -115,8 +116,8 @@ def _listing(folder: RunFolder) -> Iterator[str]:
     for name, meaning in MEANING.items():
         if (folder.path / name).exists():
             yield f"  {name:<{width}}  {meaning}"
-    if (folder.path / TENSORBOARD_NAME).exists():
-        yield f"  {TENSORBOARD_NAME:<{width}}  curves: tensorboard --logdir {folder.path / TENSORBOARD_NAME}"
+    if (folder.path / TENSORBOARD).exists():
+        yield f"  {TENSORBOARD:<{width}}  curves: tensorboard --logdir {folder.path / TENSORBOARD}"
 
 
 def _summary(outcome: Outcome, timelines: Timelines) -> dict[str, object]:

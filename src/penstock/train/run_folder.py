@@ -1,15 +1,19 @@
 """The folder of a run: what lies in it under which name."""
 
 import os
-from collections.abc import Iterator
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import count, islice, takewhile
 from math import inf
 from pathlib import Path
 
-from penstock.errors import ConfigError
-from penstock.train.config import RunConfig, config_to_toml
-from penstock.train.files import atomic_file, naming_storage, remove_abandoned
+from penstock.errors import ConfigError, PenstockError
+from penstock.train.config import RunConfig, config_to_toml, load_config
+from penstock.train.files import PARTIAL_SUFFIX, atomic_file, naming_storage, remove_abandoned
 
 CONFIG = "config.toml"
 TOKENS = "tokens"
@@ -21,10 +25,60 @@ PICTURE = "timeline.png"
 SUMMARY = "summary.json"
 LOG = "rank0.log"
 """Of rank 0; the others have their own number."""
+METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
 LAYER_TIMES = "layer_times.json"
 """What a split by measured seconds goes by; runs in the folder share it."""
 COSTS = "costs.toml"
 """Of `penstock profile`, which a run leaves alone."""
+LOCK = ".lock"
+EARLIER = "earlier"
+"""Where files of earlier runs in this folder go: earlier-1, earlier-2, ..."""
+RESULTS = (METRICS, TENSORBOARD, SCHEDULE, TIMELINE, TRACE, PICTURE, SUMMARY, WEIGHTS, "rank*.log", CONFIG)
+"""What one run leaves behind, the configuration last: until it is moved, the rest counts as that run's."""
+SHARED = (TOKENS, LAYER_TIMES, COSTS, LOCK, f"{EARLIER}-*", f"*{PARTIAL_SUFFIX}")
+"""What is not of one run."""
+INNER: Mapping[str, Sequence[str]] = {
+    TOKENS: ("*.tokens", "*.json", f"*{PARTIAL_SUFFIX}"),
+    TENSORBOARD: ("events.out.tfevents.*",),
+    f"{EARLIER}-*": RESULTS,
+}
+"""What lies in the folders that runs make in a run folder."""
+MOST_NAMED = 3
+_MOVE_AWAY = "Move it away if the folder is a run's, or set another run.folder"
+
+
+def run_path(folder: str) -> Path:
+    """Return the path of a run folder, which has a name that others can be numbered after. Raises: ConfigError."""
+    if "\0" in folder:
+        raise ConfigError(f"{folder!r} holds a null character, which no path can", key="run.folder")
+    path = Path(folder)
+    path = path if path.name not in ("", "..") else Path(os.path.abspath(path))
+    if not path.name:
+        raise ConfigError(f"{folder!r} is no folder for a run; name another one", key="run.folder")
+    return path
+
+
+def numbered_folders(base: Path) -> dict[int, Path]:
+    """Return what exists of DIR (as number 1), DIR-2, DIR-3, ..."""
+    numbered = re.compile(re.escape(base.name) + "-([2-9]|[1-9][0-9]+)")
+    try:
+        names = os.listdir(base.parent)
+    except OSError:  # a folder may be entered that may not be listed
+        names = list(takewhile(os.path.lexists, (f"{base}-{number}" for number in count(2))))
+    found = {
+        int(match[1]): base.with_name(match[0])
+        for match in map(numbered.fullmatch, map(os.path.basename, names))
+        if match
+    }
+    return found | ({1: base} if os.path.lexists(base) else {})
+
+
+def remove_empty(folders: Sequence[Path]) -> None:
+    """Remove these folders, each before its parent, unless something lies in them."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,34 +92,96 @@ class RunFolder:
         """The cache of tokenized text."""
         return self.path / TOKENS
 
+    @property
+    def other_tokens(self) -> list[Path]:
+        """The caches of the folders with other numbers; what one has need not be made again."""
+        base = self.path.with_name(re.sub("-([2-9]|[1-9][0-9]+)$", "", self.path.name) or self.path.name)
+        return [path / TOKENS for path in numbered_folders(base).values() if path != self.path]
+
+    def missing_folders(self) -> list[Path]:
+        """Return the folders that must be made for this one, each before its parent."""
+        return [folder for folder in (self.path, *self.path.parents) if not os.path.lexists(folder)]
+
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
-        """Where the block fails, take away the folders that it made, unless something lies in them."""
-        if "\0" in str(self.path):
-            raise ConfigError(f"{str(self.path)!r} holds a null character, which no path can", key="run.folder")
-        made = [folder for folder in (self.tokens, *self.tokens.parents) if not os.path.exists(folder)]
+        """If the block fails, remove the folder of tokens if it was made and is empty, and its parents likewise."""
+        made = [self.tokens] * (not os.path.lexists(self.tokens)) + self.missing_folders()
         try:
             yield
         except BaseException:
-            for folder in made:
-                with suppress(OSError):
-                    folder.rmdir()
+            remove_empty(made)
             raise
 
-    def begin(self, config: RunConfig) -> None:
-        """Make the folder, write the resolved configuration, and take away what an earlier run found out.
+    def result_names(self) -> list[str]:
+        """Return the names of all entries but those that runs in this folder share; none where it cannot be read."""
+        try:
+            names = os.listdir(self.path)
+        except OSError:
+            return []
+        return [name for name in names if not _matches(name, SHARED)]
 
-        Weights of an earlier run stay until new ones replace them.
+    def begin(self, config: RunConfig, *, is_forced: bool = False) -> str:
+        """Clear the folder of an earlier run and write the resolved configuration; return a line on what was done.
+
+        The earlier run's files move to `earlier-1` or the next such number; `is_forced` removes them instead. Only
+        the process whose run holds the folder may call this.
 
         Raises:
-            PenstockError: it is no folder or cannot be written (path and reason).
+            PenstockError: the folder is no folder or cannot be written (path and reason).
         """
         with naming_storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+            remove_abandoned(self.path, now_s=inf)
+            note = self._remove_all() if is_forced else self._set_aside()
         self.write(CONFIG, config_to_toml(config).encode())
+        return note
+
+    def _set_aside(self) -> str:
+        names = [name for name in os.listdir(self.path) if _matches(name, RESULTS)]
+        if not names:
+            return ""
+        places = (self.path / f"{EARLIER}-{number}" for number in count(1))
+        place = next(place for place in places if not os.path.lexists(place))
+        place.mkdir()
+        for name in sorted(names, key=CONFIG.__eq__):
+            os.rename(self.path / name, place / name)
+        return f"the files of the unfinished run in {self.path} were moved to {place}"
+
+    def _remove_all(self) -> str:
+        """Remove what runs have left; the tokens of this run and its lock stay."""
+        self.require_own_files()
+        names = [name for name in os.listdir(self.path) if name not in (TOKENS, LOCK)]
+        for name in sorted(names, key=CONFIG.__eq__):
+            _remove(self.path / name)
+        return f"removed what earlier runs had left in {self.path}" if names else ""
+
+    def remove_tokens(self) -> None:
+        """Remove the cache of tokenized text."""
+        if self.tokens.exists():
+            with naming_storage(self.tokens):
+                _remove(self.tokens)
+
+    def require_own_files(self) -> None:
+        """Refuse a folder with files that no run wrote. Raises: ConfigError."""
         with naming_storage(self.path):
-            for name in (SCHEDULE, TIMELINE, TRACE, PICTURE, SUMMARY):
-                (self.path / name).unlink(missing_ok=True)
+            foreign = list(islice(_foreign_entries(self.path, (*RESULTS, *SHARED)), MOST_NAMED))
+        if foreign:
+            names = ", ".join(str(path.relative_to(self.path)) for path in foreign)
+            raise ConfigError(f"--force: {self.path} holds what no run wrote ({names}). {_MOVE_AWAY}", key="run.folder")
+        config = self.path / CONFIG
+        try:
+            load_config(config) if config.exists() else None
+        except PenstockError as error:
+            raise ConfigError(f"--force: {config} is not of a run. {_MOVE_AWAY}", key="run.folder") from error
+
+    def describe_kept(self) -> str:
+        """Return a line on what an interrupted run has left here."""
+        names = sorted(name for name in self.result_names() if _matches(name, RESULTS))
+        if not names:
+            return "interrupted before the run began"
+        return f"interrupted; {self.path} keeps {', '.join(names)}" + (
+            "" if WEIGHTS in names else ". The weights are written after the last step"
+        )
 
     def sweep(self) -> None:
         """Take away what killed ranks left half-written; call it when none of them runs any more."""
@@ -76,3 +192,28 @@ class RunFolder:
         """Write a file that appears whole or not at all. Raises: PenstockError."""
         with atomic_file(self.path / name) as file:
             file.write(content)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _foreign_entries(folder: Path, known: Sequence[str]) -> Iterator[Path]:
+    """Yield what no run writes, here and in the folders that runs make; links are not followed."""
+    if not os.path.isdir(folder):
+        return
+    for name in sorted(os.listdir(folder)):
+        path = folder / name
+        inner = [patterns for made, patterns in INNER.items() if fnmatchcase(name, made)]
+        is_folder = path.is_dir() and not path.is_symlink()
+        if not _matches(name, known) or (is_folder and not inner):
+            yield path
+        elif is_folder:
+            yield from _foreign_entries(path, inner[0])
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -17,7 +17,7 @@ def run_log(folder: Path, rank: int, level: str) -> Iterator[None]:
     if level not in _LEVELS:
         yield
         return
-    handler = logging.FileHandler(folder / f"rank{rank}.log", mode="w", encoding="utf-8")
+    handler = logging.FileHandler(folder / f"rank{rank}.log", mode="a", encoding="utf-8")
     handler.setFormatter(logging.Formatter(_FORMAT))
     before = LOG.level
     LOG.addHandler(handler)

@@ -21,22 +21,29 @@ from penstock.train.together import failing_together
 SET_ELSEWHERE = ("ranks", "microbatches", "slices", "stages_per_rank")
 
 
-def prepare_together(
-    config: RunConfig, folder: RunFolder, wires: Transport, *, begins_run: bool = True
-) -> TokenDataset:
-    """Make the run folder and open the data: rank 0 first, the others then find the tokens made.
+def check_together(config: RunConfig, wires: Transport) -> None:
+    """Check the plan before anything is read or written; every rank calls it.
 
-    Unless a run begins, all but the tokens stays as it is.
+    Raises:
+        PenstockError: on every rank; see `check_ranks` and `check_plan`.
+    """
+    check_ranks(config, wires.num_ranks)
+    with failing_together(wires):
+        if wires.rank == 0:
+            check_plan(config)
+
+
+def prepare_together(config: RunConfig, folder: RunFolder, wires: Transport) -> TokenDataset:
+    """Open the data on every rank: rank 0 first, the others then find the tokens made.
 
     Raises:
         ConfigError, PenstockError: on every rank, if any rank cannot; or if the ranks do not see the same text.
     """
-    check_ranks(config, wires.num_ranks)
     dataset: TokenDataset | None = None
     for turn in (wires.rank == 0, wires.rank != 0):
         with failing_together(wires):
             if turn:
-                dataset = _prepare(config, folder, is_first=wires.rank == 0, begins_run=begins_run)
+                dataset = _open_dataset(config, folder)
     assert dataset is not None
     digests = wires.all_gather_object(dataset.digest)
     if len(set(map(str, digests))) > 1:
@@ -44,16 +51,11 @@ def prepare_together(
     return dataset
 
 
-def _prepare(config: RunConfig, folder: RunFolder, *, is_first: bool, begins_run: bool) -> TokenDataset:
-    if not is_first:
-        return open_dataset(config, folder.tokens)
-    check_plan(config)
+def _open_dataset(config: RunConfig, folder: RunFolder) -> TokenDataset:
     with folder.leaving_no_trace():
-        dataset = open_dataset(config, folder.tokens)
+        dataset = open_dataset(config, folder.tokens, others=folder.other_tokens)
         if config.run.evaluate_batches:
             dataset.held_out_batches(1)
-        if begins_run:
-            folder.begin(config)
     return dataset
 
 

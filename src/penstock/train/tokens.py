@@ -58,8 +58,10 @@ class _Source:
     path: Path
 
 
-def tokenize(documents: Sequence[Document], tokenizer: Tokenizer, cache: Path) -> TokenFile:
-    """Return the token file of these documents, made now unless the cache folder holds it.
+def tokenize(
+    documents: Sequence[Document], tokenizer: Tokenizer, cache: Path, *, others: Sequence[Path] = ()
+) -> TokenFile:
+    """Return the token file of these documents, made now unless the cache folder or one of the `others` holds it.
 
     The documents stand in the order of their content's hash: a fixed order that mixes what lies together in folders and
     does not depend on where the files lie. Equal documents are kept once, so that none is both in the training part and
@@ -70,9 +72,10 @@ def tokenize(documents: Sequence[Document], tokenizer: Tokenizer, cache: Path) -
         PenstockError: the cache cannot be written (disk full, say).
     """
     key = _key_of(documents, tokenizer)
-    found = _find_in_cache(cache, key)
-    if found is not None:
-        return found
+    for folder in (cache, *others):
+        found = _find_in_cache(folder, key)
+        if found is not None:
+            return found
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:

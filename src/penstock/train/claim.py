@@ -1,0 +1,194 @@
+"""Chooses the folder that a run begins in, and holds it while the run lasts.
+
+Of DIR, DIR-2, DIR-3, ... the one with the highest number decides:
+
+    absent, or without a run                          begin there
+    a process holds it                                error
+    an unfinished run with the same settings          begin there; its files move to earlier-1/
+    anything else                                     begin in the next number
+
+So no result is ever overwritten, unless `Start.FORCE` asks for it.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import TextIO
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.execute.transport.protocol import Transport
+from penstock.train.config import RunConfig, load_config
+from penstock.train.files import naming_storage
+from penstock.train.run_folder import CONFIG, LOCK, SUMMARY, RunFolder, numbered_folders, remove_empty, run_path
+from penstock.train.run_lock import RunLock, holder_of
+from penstock.train.together import failing_together
+
+KEY = "run.folder"
+SAME_SECTIONS = ("model", "data", "batch", "optimizer")
+"""With the seed, what an unfinished run must share with a new one to be begun anew in its place."""
+MOST_ATTEMPTS = 100
+
+
+class Start(Enum):
+    """Which folder a run begins in."""
+
+    BY_RULE = auto()
+    FRESH = auto()
+    """Always the next number."""
+    FORCE = auto()
+    """The folder of the configuration, whatever runs have left there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A folder that is held for a run."""
+
+    config: RunConfig
+    """With that folder."""
+    note: str
+    """A line on why it is another folder than the one that was asked for, or empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    path: Path
+    is_new: bool = False
+    """Whether this process must make the folder itself, so that no other one has it."""
+    note: str = ""
+
+
+@contextmanager
+def claimed(config: RunConfig, start: Start = Start.BY_RULE) -> Iterator[Claim]:
+    """Hold a folder for a run while the block lasts; if no run begins there, leave everything as it was.
+
+    Raises:
+        ConfigError: a process holds the folder, or `Start.FORCE` meets files that no run wrote.
+        PenstockError: the folder cannot be made or written.
+    """
+    base = run_path(config.run.folder)
+    for _ in range(MOST_ATTEMPTS):
+        choice = _choose(base, config, start)
+        with ExitStack() as stack:
+            folder = RunFolder(choice.path)
+            stack.callback(remove_empty, folder.missing_folders())
+            lock = _take(choice)
+            if lock is None:
+                stack.pop_all()
+                continue  # the new folder belongs to another process that was quicker
+            stack.callback(_release, folder, lock)
+            if start is Start.BY_RULE and _obstacle(choice.path, config):
+                continue  # another run began and ended between the look and the lock
+            if start is Start.FORCE:
+                folder.remove_tokens()
+            if not lock.share():
+                raise _in_use(choice.path)
+            yield Claim(in_folder(config, choice.path), choice.note)
+            return
+    raise PenstockError(f"{base}: other processes took {MOST_ATTEMPTS} folders meanwhile; start again")
+
+
+@contextmanager
+def claimed_together(config: RunConfig, wires: Transport, start: Start, output: TextIO) -> Iterator[RunConfig]:
+    """Hold a folder that rank 0 chooses, for all ranks alike; every rank calls it.
+
+    Raises:
+        PenstockError: on every rank, as `claimed` does on rank 0.
+    """
+    with ExitStack() as stack:
+        with failing_together(wires):
+            if wires.rank == 0:
+                claim = stack.enter_context(claimed(config, start))
+                config = claim.config
+                output.write(f"{claim.note}\n" if claim.note else "")
+        yield in_folder(config, Path(str(wires.all_gather_object(config.run.folder)[0])))
+
+
+@contextmanager
+def joined(folder: Path) -> Iterator[None]:
+    """Share the lock of a claimed folder as one of its ranks, until the block ends.
+
+    On a host that does not see the folder of rank 0 there is no lock to share. Raises: ConfigError, PenstockError.
+    """
+    with naming_storage(folder):
+        lock = RunLock.join(folder)
+    if lock is None and (folder / LOCK).exists():
+        raise _in_use(folder)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+def in_folder(config: RunConfig, path: Path) -> RunConfig:
+    """Return the configuration with another folder."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"folder": str(path)})})
+
+
+def _choose(base: Path, config: RunConfig, start: Start) -> _Choice:
+    if start is Start.FORCE:
+        RunFolder(base).require_own_files()
+        return _Choice(base)
+    found = numbered_folders(base)
+    if not found:
+        return _Choice(base, is_new=True)
+    number = max(found)
+    path, following = found[number], base.with_name(f"{base.name}-{number + 1}")
+    if start is Start.FRESH:
+        return _Choice(following, is_new=True, note=f"{path} exists; this run goes to {following}")
+    if holder_of(path):
+        raise _in_use(path)
+    obstacle = _obstacle(path, config)
+    if obstacle and path.is_dir():
+        return _Choice(following, is_new=True, note=f"{path} {obstacle}; this run goes to {following}")
+    return _Choice(path)
+
+
+def _obstacle(path: Path, config: RunConfig) -> str:
+    """Return what keeps a run from beginning in a folder, or an empty text."""
+    folder = RunFolder(path)
+    names = folder.result_names()
+    if not names:
+        return ""
+    if CONFIG not in names:
+        return "holds files but no run"
+    if SUMMARY in names:
+        return "holds a finished run"
+    try:
+        earlier = load_config(path / CONFIG)
+    except PenstockError:
+        return f"holds a {CONFIG} that cannot be read"
+    different = [f"[{name}]" for name in SAME_SECTIONS if getattr(earlier, name) != getattr(config, name)]
+    different += ["run.seed"] if earlier.run.seed != config.run.seed else []
+    return f"holds an unfinished run with another {', '.join(different)}" if different else ""
+
+
+def _take(choice: _Choice) -> RunLock | None:
+    """Make the folder and hold it alone; None where another process made or held a new one first."""
+    with naming_storage(choice.path):
+        try:
+            choice.path.mkdir(parents=True, exist_ok=not choice.is_new)
+        except FileExistsError:
+            if not choice.is_new:
+                raise
+            return None
+        lock = RunLock.take(choice.path)
+    if lock is None and not choice.is_new:
+        raise _in_use(choice.path)
+    return lock
+
+
+def _release(folder: RunFolder, lock: RunLock) -> None:
+    if not (folder.path / CONFIG).exists():
+        lock.remove()  # no run began here
+    lock.close()
+
+
+def _in_use(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path} is in use by {holder_of(path) or 'another process'}. Wait until that run ends, or begin in the next "
+        "folder with --fresh",
+        key=KEY,
+    )

@@ -1,0 +1,257 @@
+"""Which of DIR, DIR-2, DIR-3, ... a run begins in, and that nothing of another run is touched."""
+
+import io
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import pytest
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.train.claim import Start, claimed, claimed_together, joined
+from penstock.train.config import config_from_table
+from penstock.train.run_folder import RunFolder
+from penstock.train.run_lock import RunLock
+from tests.train.local_ranks import error_of, on_ranks
+
+HOLD = """
+import sys
+from pathlib import Path
+from penstock.train.run_lock import RunLock
+lock = RunLock.take(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def config_in(folder, **sections):
+    table = {"run": {"folder": str(folder)}, "data": {"corpus": "stdlib"}}
+    return config_from_table({**table, **{name: table.get(name, {}) | keys for name, keys in sections.items()}})
+
+
+def run_in(folder, *, is_finished=True, start=Start.BY_RULE, **sections):
+    """Run in a folder by the rule; return the name of the folder that it began in, and the line that says so."""
+    with claimed(config_in(folder, **sections), start) as claim:
+        own = RunFolder(folder.with_name(os.path.basename(claim.config.run.folder)))
+        own.begin(claim.config, is_forced=start is Start.FORCE)
+        own.write("weights.safetensors", own.path.name.encode())
+        if is_finished:
+            own.write("summary.json", b"{}")
+    return own.path.name, claim.note
+
+
+@pytest.fixture
+def base(tmp_path):
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def holder(base):
+    """Another process that holds the folder."""
+    base.mkdir()
+    command = [sys.executable, "-c", HOLD, str(base)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def entries(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def test_a_run_begins_where_nothing_is(base):
+    assert run_in(base / "deep") == ("deep", "")
+
+
+def test_a_run_begins_where_only_a_profile_was(base):
+    (base / "tokens").mkdir(parents=True)
+    (base / "costs.toml").touch()
+    (base / "layer_times.json").touch()
+
+    assert run_in(base) == ("run", "")
+
+
+def test_a_finished_run_is_left_alone_and_the_next_number_is_named(base):
+    run_in(base)
+    before = {name: (base / name).read_bytes() for name in entries(base)}
+
+    assert run_in(base) == ("run-2", f"{base} holds a finished run; this run goes to {base}-2")
+    assert run_in(base)[0] == "run-3"
+    assert {name: (base / name).read_bytes() for name in entries(base)} == before
+
+
+def test_the_highest_number_decides(base):
+    run_in(base)
+    base.with_name("run-10").mkdir()
+
+    assert run_in(base) == ("run-10", "")
+    assert run_in(base)[0] == "run-11"
+
+
+def test_a_higher_number_decides_where_the_folder_itself_is_missing(base):
+    run_in(base.with_name("run-2"))
+
+    assert run_in(base)[0] == "run-3"
+    assert not base.exists()
+
+
+def test_an_unfinished_run_is_begun_anew_in_place(base):
+    run_in(base, is_finished=False)
+
+    assert run_in(base, is_finished=False, run={"steps": 90})[0] == "run"
+    assert run_in(base)[0] == "run"
+    assert entries(base)[:7] == [
+        ".lock",
+        "config.toml",
+        "earlier-1",
+        "earlier-1/config.toml",
+        "earlier-1/weights.safetensors",
+        "earlier-2",
+        "earlier-2/config.toml",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "named"),
+    [
+        ("model", {"width": 80}, "[model]"),
+        ("data", {"held_out_fraction": 0.1}, "[data]"),
+        ("batch", {"length": 64}, "[batch]"),
+        ("optimizer", {"learning_rate": 0.5}, "[optimizer]"),
+        ("run", {"seed": 7}, "run.seed"),
+    ],
+)
+def test_an_unfinished_run_with_other_settings_is_left_alone(base, section, change, named):
+    run_in(base, is_finished=False)
+
+    name, note = run_in(base, **{section: change})
+
+    assert name == "run-2"
+    assert note == f"{base} holds an unfinished run with another {named}; this run goes to {base}-2"
+
+
+def test_a_folder_of_other_files_is_left_alone(base):
+    base.mkdir()
+    (base / "thesis.tex").touch()
+
+    assert run_in(base) == ("run-2", f"{base} holds files but no run; this run goes to {base}-2")
+    assert os.listdir(base) == ["thesis.tex"]
+
+
+def test_a_configuration_that_cannot_be_read_is_left_alone(base):
+    base.mkdir()
+    (base / "config.toml").write_text("[theirs]\n")
+
+    assert run_in(base)[1].startswith(f"{base} holds a config.toml that cannot be read; ")
+
+
+@pytest.mark.parametrize("start", [Start.BY_RULE, Start.FORCE])
+def test_a_folder_that_a_process_holds_is_refused_and_named(base, holder, start):
+    with pytest.raises(ConfigError, match=rf"run is in use by process {holder.pid}\. Wait until .* --fresh"):
+        run_in(base, start=start)
+
+    assert os.listdir(base) == [".lock"]
+
+
+def test_a_killed_process_holds_no_folder(base, holder):
+    holder.kill()
+    holder.wait()
+
+    assert run_in(base) == ("run", "")
+
+
+def test_fresh_takes_the_next_number_always(base, holder):
+    assert run_in(base, start=Start.FRESH) == ("run-2", f"{base} exists; this run goes to {base}-2")
+    assert run_in(base, start=Start.FRESH, is_finished=False)[0] == "run-3"
+    assert run_in(base.with_name("none"), start=Start.FRESH) == ("none", "")
+
+
+def test_force_begins_in_the_folder_itself_and_leaves_the_others(base):
+    run_in(base)
+    run_in(base)
+    (base / "tokens").mkdir()
+    (base / "tokens" / "old.tokens").touch()
+
+    assert run_in(base, start=Start.FORCE, is_finished=False) == ("run", "")
+    assert entries(base) == [".lock", "config.toml", "weights.safetensors"]
+    assert (base.with_name("run-2") / "weights.safetensors").read_bytes() == b"run-2"
+
+
+def test_force_refuses_a_folder_with_other_files_and_removes_nothing(base):
+    run_in(base)
+    (base / "thesis.tex").touch()
+    before = entries(base)
+
+    with pytest.raises(ConfigError, match=r"--force: .*run holds what no run wrote \(thesis\.tex\)\. Move it away"):
+        run_in(base, start=Start.FORCE)
+
+    assert entries(base) == before
+
+
+def test_two_that_begin_fresh_at_once_get_two_folders(base):
+    base.mkdir()
+    with ExitStack() as stack:
+        claims = [stack.enter_context(claimed(config_in(base), Start.FRESH)) for _ in range(3)]
+
+        assert [os.path.basename(claim.config.run.folder) for claim in claims] == ["run-2", "run-3", "run-4"]
+
+
+def test_a_folder_is_held_as_long_as_the_run_lasts(base):
+    with claimed(config_in(base), Start.BY_RULE):
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+            run_in(base)
+        assert RunLock.take(base) is None
+    assert run_in(base) == ("run", "")
+
+
+def test_a_run_that_did_not_begin_leaves_no_trace(base):
+    def fail_in(folder):
+        with claimed(config_in(folder), Start.BY_RULE):
+            raise ZeroDivisionError
+
+    for folder in (base / "deep" / "run", base):
+        with pytest.raises(ZeroDivisionError):
+            fail_in(folder)
+    run_in(base)
+    with pytest.raises(ZeroDivisionError):
+        fail_in(base)
+
+    assert os.listdir(base.parent) == ["run"]
+
+
+def test_a_rank_shares_the_folder_of_its_run_and_no_other(base, holder):
+    with pytest.raises(ConfigError, match=f"in use by process {holder.pid}"), joined(base):
+        pass
+    with joined(base.with_name("not here")):
+        assert not base.with_name("not here").exists()
+    with claimed(config_in(base), Start.FRESH) as claim:
+        lock_file = base.with_name(os.path.basename(claim.config.run.folder)) / ".lock"
+        with joined(lock_file.parent):
+            assert len(lock_file.read_text().splitlines()) == 2
+
+
+def claim_and_tell(wires, configs, start):
+    output = io.StringIO()
+    with claimed_together(configs[wires.rank], wires, start, output) as config:
+        return config.run.folder, output.getvalue()
+
+
+def test_rank_0_decides_for_all_ranks(base, tmp_path):
+    run_in(base)
+    configs = [config_in(base), config_in(tmp_path / "elsewhere")]
+
+    told = on_ranks(2, claim_and_tell, configs, Start.BY_RULE)
+
+    assert told == [(f"{base}-2", f"{base} holds a finished run; this run goes to {base}-2\n"), (f"{base}-2", "")]
+
+
+def test_what_stops_rank_0_stops_every_rank(base, holder):
+    def failure(wires):
+        return error_of(claim_and_tell, wires, [config_in(base)] * 2, Start.BY_RULE)
+
+    errors = on_ranks(2, failure)
+
+    assert all(isinstance(error, PenstockError) and "in use by process" in str(error) for error in errors)
