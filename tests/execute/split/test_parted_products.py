@@ -3,7 +3,8 @@
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, save_on_cpu
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from penstock.execute.split.graph_search import search
@@ -95,6 +96,14 @@ def test_gradients_of_gradients_are_right():
 def test_products_of_other_weights_stay_as_they_are():
     with Parting(frozenset()):
         output = layer()(hidden())
+
+    assert output.grad_fn.name() == "AddmmBackward0"
+
+
+def test_a_product_whose_weight_is_made_of_what_others_keep_stays_as_it_is():
+    module = weight_norm(layer())
+    with parting_of(module), save_on_cpu():
+        output = module(hidden())
 
     assert output.grad_fn.name() == "AddmmBackward0"
 

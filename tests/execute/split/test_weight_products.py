@@ -26,7 +26,8 @@ CALLS = {
     "linear of an expanded row": (F.linear, (values(1, 5).expand(2, 3, 5), values(2, 4, 5), values(3, 4)), {}),
     "matmul of rows that lie one beside the other": (torch.matmul, (COLUMNS, MATRIX), {}),
     "linear in bfloat16": (F.linear, (BFLOAT[0], *BFLOAT[1:]), {}),
-    "of a slice in bfloat16": (F.linear, (BFLOAT[0][..., 1:3, :], *BFLOAT[1:]), {}),
+    "of a slice in bfloat16": (F.linear, (BFLOAT[0][..., :4], BFLOAT[1][:, :4].clone(), BFLOAT[2]), {}),
+    "of a slice of rows in bfloat16": (F.linear, (BFLOAT[0][..., 1:, :], *BFLOAT[1:]), {}),
     "of what is not contiguous in bfloat16": (F.linear, (BFLOAT[0].transpose(0, 2), *BFLOAT[1:]), {}),
     "matmul of what is not contiguous": (torch.matmul, (values(1, 3, 5, 2).mT, MATRIX), {}),
     "matmul": (torch.matmul, (values(1, 2, 3, 5), MATRIX), {}),
@@ -141,6 +142,7 @@ def test_gradients_of_a_sparse_table_are_sparse():
         (F.conv2d, (values(1, 2, 4, 7, 6), values(2, 6, 4, 3, 2)), {"padding": "same"}),
         (F.embedding, (TOKENS, values(2, 6, 4)), {"max_norm": 1.0}),
         (torch.add, (values(1, 5), values(2, 5)), {}),
+        (torch.matmul, (values(1, 3, 5).to_sparse(), MATRIX), {}),
     ],
 )
 def test_what_has_no_known_formula_is_no_product(function, args, kwargs):

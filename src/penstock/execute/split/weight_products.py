@@ -63,7 +63,9 @@ class WeightProduct:
 def find_product(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> WeightProduct | None:
     """Return the call as a product, or None where it is none or its formula is not known here."""
     reader = _READERS.get(function)
-    return None if reader is None else reader(*args, **kwargs)
+    if reader is None or any(each.layout is not torch.strided for each in args if isinstance(each, Tensor)):
+        return None
+    return reader(*args, **kwargs)
 
 
 def may_be_product(function: Any) -> bool:
@@ -134,10 +136,10 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Weight
         return None
     if input.dim() == 2:
         return WeightProduct(_LINEAR, input, (weight,), bias)
-    if not _has_rows(input):  # torch adds the bias within the product for the others only
-        return WeightProduct(*_copied(_LINEAR, input), (weight,), late_bias=bias)
-    shape = None if bias is None else (*input.shape[:-1], weight.shape[0])
-    return WeightProduct(_LINEAR, input, (weight,), bias, shape)
+    if bias is not None and input.is_contiguous():
+        return WeightProduct(_LINEAR, input, (weight,), bias, (*input.shape[:-1], weight.shape[0]))
+    # torch adds the bias within the product for the others only
+    return WeightProduct(*_with_rows(_LINEAR, input), (weight,), late_bias=bias)
 
 
 def _matmul(input: Tensor, other: Tensor, **others: Any) -> WeightProduct | None:
@@ -147,9 +149,7 @@ def _matmul(input: Tensor, other: Tensor, **others: Any) -> WeightProduct | None
         return _batched(input, other)
     if other.dim() != 2:
         return None
-    if input.dim() == 2 or _has_rows(input):
-        return WeightProduct(_MATMUL, input, (other,))
-    return WeightProduct(*_copied(_MATMUL, input), (other,))
+    return WeightProduct(*_with_rows(_MATMUL, input), (other,))
 
 
 def _batched(input: Tensor, mat2: Tensor, **others: Any) -> WeightProduct | None:
@@ -170,17 +170,13 @@ def _first(weights: Weights) -> Tensor:
     return weights[0]
 
 
-def _has_rows(input: Tensor) -> bool:
-    """Whether a view of a tensor is its rows, so that they need no copy."""
-    if input.is_contiguous():
-        return True
-    dims = [each for each in zip(input.shape[:-1], input.stride()[:-1], strict=True) if each[0] != 1]
-    return all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(dims))
-
-
-def _copied(rule: _MatrixProduct, input: Tensor) -> tuple[_MatrixProduct, Tensor]:
-    """Return the product of a copy of the rows, which is what is kept, and the copy, for autograd to follow."""
-    return replace(rule, leading=tuple(input.shape[:-1])), input.reshape(-1, input.shape[-1])
+def _with_rows(rule: _MatrixProduct, input: Tensor) -> tuple[_MatrixProduct, Tensor]:
+    """Return a product and its input; where the rows have to be copied, the copy, which is what is kept."""
+    if not input.is_contiguous():
+        dims = [each for each in zip(input.shape[:-1], input.stride()[:-1], strict=True) if each[0] != 1]
+        if any(outer[1] != inner[0] * inner[1] for outer, inner in pairwise(dims)):
+            return replace(rule, leading=tuple(input.shape[:-1])), input.reshape(-1, input.shape[-1])
+    return rule, input
 
 
 def _rows(tensor: Tensor) -> Tensor:
