@@ -10,6 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from penstock.errors import PipelineError
+from penstock.execute.dtensor import is_dtensor, local_part
+
 Order = tuple[int, ...]
 
 
@@ -28,7 +31,19 @@ def stored(tensor: Tensor, order: Order) -> Tensor:
 
 
 def written_out(tensor: Tensor) -> Tensor:
-    """Return a tensor whose memory holds its values: torch conjugates and negates some only when it reads them."""
+    """Return a tensor whose memory holds its values: torch conjugates and negates some only when it reads them, and
+    waits as late for what a collective is still filling.
+
+    Raises:
+        PipelineError: for a DTensor, whose values are on several ranks.
+    """
+    if is_dtensor(tensor):
+        raise PipelineError(
+            f"a DTensor of shape {tuple(tensor.shape)} cannot travel between stages; expected a tensor of this rank: "
+            "let the stage's last layer return it by to_local() or full_tensor(), as "
+            "RowwiseParallel(use_local_output=True) does"
+        )
+    tensor = local_part(tensor)
     if tensor.is_conj() or tensor.is_neg():
         return tensor.detach().resolve_conj().resolve_neg()
     return tensor

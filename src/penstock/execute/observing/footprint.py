@@ -7,12 +7,15 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.execute.dtensor import local_part
 from penstock.execute.stages.stage import Stage
 
 
 def parameter_bytes(stages: Sequence[Stage]) -> dict[int, int]:
     """Return, per stage of this rank, the bytes of its parameters."""
-    return {stage.index: sum(parameter.nbytes for _, parameter in stage.named_parameters()) for stage in stages}
+    return {
+        stage.index: sum(local_part(parameter).nbytes for _, parameter in stage.named_parameters()) for stage in stages
+    }
 
 
 class SavedBytes:
@@ -24,7 +27,9 @@ class SavedBytes:
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
         self._parameters = {
-            parameter.untyped_storage().data_ptr() for stage in stages for _, parameter in stage.named_parameters()
+            local_part(parameter).untyped_storage().data_ptr()
+            for stage in stages
+            for _, parameter in stage.named_parameters()
         }
         self._current = stages[0].index
         self._seen: set[int] = set()
@@ -47,7 +52,7 @@ class SavedBytes:
         self._seen.clear()
 
     def _note(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         if storage.data_ptr() not in self._seen | self._parameters:
             self._seen.add(storage.data_ptr())
             self._bytes += storage.nbytes()

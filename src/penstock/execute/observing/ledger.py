@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.execute.dtensor import local_part
 from penstock.execute.tree import flatten
 
 _CONTAINERS = (list, tuple, dict, deque)
@@ -19,7 +20,7 @@ class Ledger:
     """Counts the storages that forwards have left for their backwards; `but` are there anyway."""
 
     def __init__(self, but: Iterable[Tensor]) -> None:
-        self._but = {tensor.untyped_storage().data_ptr() for tensor in but}
+        self._but = {local_part(tensor).untyped_storage().data_ptr() for tensor in but}
         self._entries: dict[int, dict[int, _Entry]] = {}
         self._stage = 0
 
@@ -35,7 +36,7 @@ class Ledger:
         return {address: entry.num_bytes for address, entry in self._entries.get(stage, {}).items()}
 
     def _save(self, tensor: Tensor) -> Any:
-        storage = tensor.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         if storage.data_ptr() in self._but:
             return tensor
         entries = self._entries.setdefault(self._stage, {})
@@ -71,7 +72,7 @@ class _Held:
 
 def storages(tree: Any) -> dict[int, int]:
     """Return the bytes of each storage, by its address, that holds a tensor of a tree."""
-    found = (leaf.untyped_storage() for leaf in flatten(tree)[0] if isinstance(leaf, Tensor))
+    found = (local_part(leaf).untyped_storage() for leaf in flatten(tree)[0] if isinstance(leaf, Tensor))
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError, PenstockError, nearest
+from penstock.execute.dtensor import is_dtensor
 from penstock.execute.stages.skips import StageSkips, open_at, skip_names
 from penstock.execute.stages.stage import Stage
 from penstock.execute.stages.tied import TiedCopy
@@ -302,6 +303,7 @@ class _Ties:
         if not names:
             return None
         first = self._parameter(names[0])
+        _require_whole(names[0], first)
         for name in names[1:]:
             if self._parameter(name).shape != first.shape:
                 raise PartitionError(
@@ -332,4 +334,14 @@ def _copy_of_stage(stage: Stage, others: Iterable[TiedCopy], ranks: Sequence[int
     """All of a stage as a copy, but for the parameters that are reduced with others already."""
     reduced = {id(parameter) for other in others for parameter in other.parameters.values()}
     parameters = {name: parameter for name, parameter in stage.named_parameters() if id(parameter) not in reduced}
+    for name, parameter in parameters.items():
+        _require_whole(name, parameter)
     return TiedCopy(parameters, ranks, list(stage.layers.values()))
+
+
+def _require_whole(name: str, parameter: nn.Parameter) -> None:
+    if is_dtensor(parameter):
+        raise PartitionError(
+            f"{name!r} is a DTensor, and held by several stages; tied parameters and schedules of two routes need "
+            "plain ones: leave its layer out of fully_shard or parallelize_module, or put what is tied into one layer"
+        )

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from penstock.execute.dtensor import local_part
+
 
 class FirstGradients:
     """The parameters of a stage to which no gradient has come yet in a step."""
@@ -41,4 +43,4 @@ class FirstGradients:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return local_part(tensor).untyped_storage().data_ptr()
