@@ -20,8 +20,8 @@ from tests.ranks import RankPool
 PAGE = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 SCRIPT = BLOCKS[0]
-(DATA_PARALLEL,) = (block for block in BLOCKS if "init_device_mesh" in block)
 (MIXED_PRECISION,) = (block for block in BLOCKS if "GradScaler(" in block)
+DATA_PARALLEL = [block for block in BLOCKS if "init_device_mesh" in block]
 
 
 def run_block(rank, code):
@@ -35,14 +35,14 @@ def history_of(rank, script):
     return run_block(rank, script)["history"]
 
 
-def gradients_of_replica(rank):
-    found = run_block(rank, DATA_PARALLEL)
-    return {name: parameter.grad for name, parameter in found["pipeline"].named_parameters()}
+def gradients_of_replica(rank, code):
+    found = run_block(rank, code)
+    return {name.replace("module.", ""): parameter.grad for name, parameter in found["pipeline"].named_parameters()}
 
 
 @pytest.mark.slow
 def test_the_python_of_the_page_runs_in_one_process():
-    code = "\n".join(block for block in BLOCKS if block not in (DATA_PARALLEL, MIXED_PRECISION))
+    code = "\n".join(block for block in BLOCKS if block not in [*DATA_PARALLEL, MIXED_PRECISION])
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=False)
 
@@ -74,7 +74,8 @@ def test_mixed_precision_gives_the_same_bits_and_scales_on_several_ranks_as_on_o
 
 
 @pytest.mark.slow
-def test_two_replicas_of_a_pipeline_have_the_gradients_of_the_whole_batch():
+@pytest.mark.parametrize("code", DATA_PARALLEL, ids=["reduce_stage", "ddp"])
+def test_two_replicas_of_a_pipeline_have_the_gradients_of_the_whole_batch(code):
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]
     inputs, target = torch.randn(32, 16), torch.rand(32, 16)
@@ -82,7 +83,7 @@ def test_two_replicas_of_a_pipeline_have_the_gradients_of_the_whole_batch():
     expected = dict(nn.ModuleList(layers).named_parameters())
 
     with RankPool(4) as pool:
-        found = pool.run(gradients_of_replica)
+        found = pool.run(gradients_of_replica, code)
 
     assert {name for gradients in found for name in gradients} == set(expected)
     for gradients in found:

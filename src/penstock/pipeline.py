@@ -45,6 +45,7 @@ from penstock.execute.stages.main_gradients import require_shapes
 from penstock.execute.stages.shared_builders import BuiltLayers, build_own, gather_shared_names
 from penstock.execute.stages.stage import Stage
 from penstock.execute.stages.tied import agree_on_copies
+from penstock.execute.stages.wrappers import refuse_wrappers, reshard, unsplittable
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.world import default_device, shares_process
 from penstock.ir.program import Program
@@ -103,7 +104,7 @@ class Pipeline:
             # What is wrong on one rank only, such as a layer that cannot be built there, must not let the others wait.
             built = joined.together(lambda: self._plan(joined, layers, schedule, microbatches, stages_per_rank, split))
             shared = gather_shared_names(self._transport, built)
-            joined.together(lambda: self._assemble(built, shared))
+            joined.together(lambda: self._assemble(joined, built, shared))
             self._set_up_together()
             self._runner = self._make_runner()
         advice = few_microbatches(self.program)
@@ -142,12 +143,15 @@ class Pipeline:
         finally:
             for module, mode in modes:
                 module.training = mode
+            reshard(self.stages)
 
     def profile(self, *args: Any, target: Any = None, split_backwards: bool = False, **kwargs: Any) -> Timeline:
         """Run one training step and return its measured timeline, the same on every rank.
 
         `split_backwards` runs every whole backward as its two parts, one right after the other, to measure them.
         """
+        if split_backwards and self._unsplittable:
+            raise ConfigError(self._unsplittable)
         mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN
         self._train(mode, Call(args, kwargs, target, record=True))
         assert self.timeline is not None
@@ -283,7 +287,7 @@ class Pipeline:
         self._weights = weights
         self._layers_of_stage = split_over(self.schedule.placement, len(layers), weights=weights, split=split)
 
-    def _assemble(self, built: BuiltLayers, shared: Sequence[tuple[str, str]]) -> None:
+    def _assemble(self, joined: Joined, built: BuiltLayers, shared: Sequence[tuple[str, str]]) -> None:
         """Make this rank's stages and the program; no message to another rank."""
         self._assembly = assemble(
             built.layers,
@@ -295,6 +299,7 @@ class Pipeline:
             shares_modules=shares_process(self._transport),
         )
         self.stages: list[Stage] = self._assembly.stages
+        refuse_wrappers(self.stages, self.schedule, joined.ranks_of_group())
         if self.options.main_gradients:
             require_shapes(self._assembly.named_parameters())
         self.program = self._lowered(self.schedule)
@@ -335,6 +340,8 @@ class Pipeline:
         lay_out_skips(self._transport, self.stages, self._layers_of_stage)
         if self.schedule.num_slices > 1:
             refuse_layers_that_look_back(self._transport, self.stages, _LOOKING_BACK)
+        problem = unsplittable(self.stages, range(self.schedule.num_stages), "split_backwards=True")
+        self._unsplittable = next((str(text) for text in self._transport.all_gather_object(problem) if text), "")
         self._num_parameters = count_parameters(self._transport, self.stages, self._layer_names)
 
     def _make_runner(self) -> Runner:

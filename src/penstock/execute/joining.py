@@ -15,7 +15,8 @@ from penstock.execute.arguments import is_time, take_process_group
 from penstock.execute.options import DEFAULT_DEADLINE_S, PipelineOptions, split_options
 from penstock.execute.together import together
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.world import default_transport
+from penstock.execute.transport.torch_dist import TorchTransport
+from penstock.execute.world import default_transport, ranks_of
 
 T = TypeVar("T")
 
@@ -59,6 +60,10 @@ class Joined:
         except BaseException:
             self.transport.abort()
             raise
+
+    def ranks_of_group(self) -> list[int]:
+        """Return the ranks as the default group counts them; none where they are not of torch.distributed."""
+        return ranks_of(self.process_group) if isinstance(self.transport, TorchTransport) else []
 
     def _made(self, make: Callable[[], T]) -> T:
         if self.refusal is not None:

@@ -4,7 +4,7 @@ Whatever goes wrong on the way ends the step on all ranks, as one error, and lea
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -35,6 +35,7 @@ from penstock.execute.observing.record import Recorder, Recording, gather_record
 from penstock.execute.options import PipelineOptions
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.auxiliary import auxiliary_modules
+from penstock.execute.stages.data_parallel import DdpReduction
 from penstock.execute.stages.main_gradients import ATTRIBUTE, MainGradients
 from penstock.execute.stages.own_parameters import OwnParameters
 from penstock.execute.stages.randomness import Randomness
@@ -96,6 +97,12 @@ class Runner:
             read=options.clock.read,
         )
         self._main_gradients = self._accumulate_beside() if options.main_gradients else None
+        self._ddp = DdpReduction(
+            assembly.stages,
+            assembly.tied_copies.values(),
+            attribute=ATTRIBUTE if options.main_gradients else "grad",
+            deadline_s=options.deadline_s,
+        )
         self._randomness = None if options.seed is None else Randomness(options.seed, device, options.deadline_s)
         self.step_number = 0
         """Training steps that have succeeded; another number is another draw of what layers draw at random."""
@@ -184,14 +191,20 @@ class Runner:
         return self._interpreters[mode]
 
     def _reduce_stage(self, program: Program) -> Callable[[int], None]:
-        """The caller's hook; copies of a stage on this rank are one module, so it is called for the last of them."""
+        """DDP's average, then the caller's hook; for copies of a stage on this rank, one module, after the last."""
         hook = self._options.reduce_stage or _do_nothing_with
         rank = self._transport.rank
         rows = slice(*program.offsets[rank : rank + 2])
         stages = program.stage[rows][program.op[rows] == Op.REDUCE_GRADIENT].tolist()
         layers = {stage.index: tuple(map(id, stage.layers.values())) for stage in self._assembly.stages}
         last_of_copies = {layers[stage]: stage for stage in stages}.values()
-        return lambda stage: hook(stage) if stage in last_of_copies else None
+
+        def reduce(stage: int) -> None:
+            if stage in last_of_copies:
+                self._ddp.reduce(stage)
+                hook(stage)
+
+        return reduce
 
     def _optimizer_step(self) -> None:
         """The end of a training step's program: the scalers of all ranks agree before any optimizer is stepped."""
@@ -255,10 +268,11 @@ class Runner:
             copy.attribute = ATTRIBUTE
         return MainGradients(self._own.named)
 
-    def _accumulating(self, mode: Mode) -> AbstractContextManager[None]:
-        if self._main_gradients is None or not mode.is_training:
-            return nullcontext()
-        return self._main_gradients.accumulating()
+    @contextmanager
+    def _accumulating(self, mode: Mode) -> Iterator[None]:
+        beside = self._main_gradients if mode.is_training else None
+        with self._ddp.step(), nullcontext() if beside is None else beside.accumulating():
+            yield
 
     def _reduce_tied(self, group: int) -> None:
         self._assembly.tied_copies[group].reduce(self._inspection.wires)

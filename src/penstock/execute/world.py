@@ -42,6 +42,11 @@ def default_device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu")
 
 
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the ranks of a group as the default group counts them; none where there is no torch.distributed."""
+    return dist.get_process_group_ranks(group) if _is_distributed() else []
+
+
 def carries_cuda(backends: str) -> bool:
     """Whether backends, as in "cpu:gloo,cuda:nccl", hold NCCL for CUDA tensors.
 

@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError
-from penstock.execute.stages.gradient_parts import added, common_form, parts_of, room_for, settled, size_of, total_of
+from penstock.execute.stages.gradient_parts import (
+    added,
+    common_form,
+    dense,
+    parts_of,
+    room_for,
+    settled,
+    size_of,
+    total_of,
+)
 from penstock.execute.stages.main_gradients import main_type
 from penstock.execute.transport.protocol import Transport
 
@@ -158,6 +167,15 @@ def _describe(tensor: Tensor) -> str:
         return _LAZY
     state = "trained" if tensor.requires_grad else "frozen"
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}, {state}"
+
+
+def dense_gradient(parameter: nn.Parameter, attribute: str) -> Tensor:
+    """Return a parameter's gradient, or zeros where it has none; `attribute` says where it is."""
+    gradient: Tensor | None = getattr(parameter, attribute)
+    if gradient is not None:
+        return dense(gradient)
+    dtype = parameter.dtype if attribute == "grad" else main_type(parameter)
+    return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _room_for(tensor: Tensor) -> Tensor:

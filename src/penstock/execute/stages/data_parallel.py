@@ -1,0 +1,118 @@
+"""Averages the gradients of layers in DistributedDataParallel (DDP), once per step and stage.
+
+    DDP alone    forward arms the reducer; the next backward of any microbatch reduces, later ones only accumulate
+    here         a step runs under `no_sync()`; gradients are averaged at REDUCE_GRADIENT, behind the last backward
+
+Averages are linear, and the average of equal values is that value. So it does no harm to average what an earlier step
+has accumulated once more, or a parameter that two stages of this rank share at the end of each.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.errors import PipelineError
+from penstock.execute.stages.stage import Stage
+from penstock.execute.stages.tied import TiedCopy, dense_gradient
+from penstock.execute.transport.direct import MessageLate
+from penstock.execute.transport.pending import GlooMessage, QueuedMessage
+
+
+class DdpReduction:
+    """The DDP modules in one rank's stages."""
+
+    def __init__(
+        self, stages: Sequence[Stage], copies: Iterable[TiedCopy], *, attribute: str = "grad", deadline_s: float
+    ) -> None:
+        """`copies` are this rank's parameters that are tied over ranks; `attribute` is where gradients are."""
+        self._modules = {
+            stage.index: [
+                module
+                for layer in stage.layers.values()
+                for module in layer.modules()
+                if isinstance(module, DistributedDataParallel)
+            ]
+            for stage in stages
+        }
+        self._tied = {id(parameter) for copy in copies for parameter in copy.parameters.values()}
+        self._attribute = attribute
+        self._deadline_s = deadline_s
+        self._is_synced: Mapping[int, bool] = {}
+        """By id of a DDP module, whether the caller wants this step's gradients averaged."""
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Keep DDP from reducing by itself meanwhile."""
+        modules = [module for found in self._modules.values() for module in found]
+        # False inside of the caller's own `no_sync()`.
+        self._is_synced = {id(module): module.require_backward_grad_sync for module in modules}
+        with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(module.no_sync())
+            yield
+
+    def reduce(self, stage: int) -> None:
+        """Average the gradients of a stage over the replicas, and take the first replica's buffers.
+
+        Under the caller's `no_sync()` this is left to a later step, except for tied parameters: their gradients of
+        earlier steps are set aside while a step runs.
+
+        Raises:
+            PipelineError: a replica does not come within the deadline.
+        """
+        for module in self._modules[stage]:
+            named = {name: parameter for name, parameter in module.module.named_parameters() if parameter.requires_grad}
+            is_synced = self._is_synced[id(module)]
+            ignored = module.parameters_to_ignore
+            parameters = [
+                parameter
+                for name, parameter in named.items()
+                if name not in ignored and (is_synced or id(parameter) in self._tied)
+            ]
+            self._average(stage, parameters, module.process_group)
+            if is_synced and module.broadcast_buffers:
+                buffers = [buffer for name, buffer in module.module.named_buffers() if name not in ignored]
+                self._take_from_first(stage, buffers, module.process_group)
+
+    def _average(self, stage: int, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        """Average where any replica has a gradient; one that has none counts as zeros, as with DDP."""
+        if not parameters:
+            return
+        has_gradient = [getattr(parameter, self._attribute) is not None for parameter in parameters]
+        uses = torch.tensor(has_gradient, dtype=torch.int32, device=parameters[0].device)
+        self._wait(stage, group, [(dist.all_reduce(uses, group=group, async_op=True), uses)])
+        used = [parameter for parameter, num_uses in zip(parameters, uses.tolist(), strict=True) if num_uses]
+        averages = [dense_gradient(parameter, self._attribute).contiguous() for parameter in used]
+        for average in averages:
+            average /= group.size()  # before the sum, which may overflow in float16
+        works = [(dist.all_reduce(average, group=group, async_op=True), average) for average in averages]
+        self._wait(stage, group, works)
+        for parameter, average in zip(used, averages, strict=True):
+            setattr(parameter, self._attribute, average)
+
+    def _take_from_first(self, stage: int, buffers: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        """Copy the first replica's buffers, as DDP does in the next forward."""
+        values = [buffer.detach().contiguous() for buffer in buffers]
+        works = [(dist.broadcast(value, group=group, group_src=0, async_op=True), value) for value in values]
+        self._wait(stage, group, works)
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.detach().copy_(value)
+
+    def _wait(self, stage: int, group: dist.ProcessGroup, works: Sequence[tuple[dist.Work, Tensor]]) -> None:
+        end_s = time.monotonic() + self._deadline_s
+        for work, tensor in works:
+            pending = (QueuedMessage if tensor.is_cuda else GlooMessage)(work, tensor)
+            try:
+                pending.wait(end_s - time.monotonic())
+            except (RuntimeError, MessageLate) as error:
+                raise PipelineError(
+                    f"stage {stage}: its gradients were not averaged over ranks "
+                    f"{', '.join(map(str, dist.get_process_group_ranks(group)))} within {self._deadline_s:g} s "
+                    f"({error or 'a replica did not come'}). Every replica must run the same steps; if one has failed, "
+                    "start all ranks again"
+                ) from error

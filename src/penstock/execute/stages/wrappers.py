@@ -1,0 +1,124 @@
+"""Which layers that reduce gradients by themselves can be run, and under which schedules.
+
+DistributedDataParallel    its gradients are averaged where a stage's are whole (data_parallel.py)
+fully_shard                reduces at the end of every backward: right unless a weight gradient comes after that end
+DTensor parameters         (parallelize_module) reduce within the operations themselves
+FullyShardedDataParallel, replicate of torch.distributed._composable    refused
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.errors import ConfigError
+from penstock.execute.stages.keywords import layer_place
+from penstock.execute.stages.stage import Stage
+from penstock.ir.action import Kind
+from penstock.ir.schedule import Schedule
+
+_DDP_OPTIONS = {
+    "static_graph": "static_graph=True",
+    "mixed_precision": "mixed_precision",
+    "_delay_all_reduce_params": "delay_all_reduce_named_params",
+    "_comm_hooks": "a communication hook",
+    "buffer_hook": "a communication hook for buffers",
+}
+"""By an attribute of DDP, which is not empty where it is used, what cannot be done in a step's only reduction."""
+
+
+def refuse_wrappers(stages: Sequence[Stage], schedule: Schedule, ranks: Collection[int]) -> None:
+    """Refuse layers whose own reduction would be wrong here; `ranks` are the pipeline's, as torch counts them.
+
+    Raises:
+        ConfigError: naming the layer, the wrapper, and the fix.
+    """
+    for stage, place, module in _modules(stages):
+        problem = _problem(module, ranks)
+        if problem:
+            raise ConfigError(f"stage {stage.index}, {place}: {problem}")
+    split_stages = frozenset(schedule.stage[schedule.kind == Kind.BACKWARD_INPUT].tolist())
+    problem = unsplittable(stages, split_stages, schedule.name)
+    if problem:
+        raise ConfigError(problem)
+
+
+def unsplittable(stages: Sequence[Stage], split_stages: Collection[int], schedule: str) -> str:
+    """Say which layer's backward may not be split, and the fix; empty where all may.
+
+    `fully_shard` reduces at the end of a backward: what a weight gradient adds later would not be reduced.
+    """
+    for stage, place, module in _modules(stages):
+        if stage.index in split_stages and _is_sharded(module):
+            return (
+                f"stage {stage.index}, {place}: fully_shard reduces gradients at the end of a backward, but {schedule} "
+                "splits backwards into I and W, and what W adds would not be reduced. Take a schedule with whole "
+                "backwards, such as 1f1b or interleaved-1f1b, or wrap the layer in DistributedDataParallel"
+            )
+    return ""
+
+
+def reshard(stages: Sequence[Stage]) -> None:
+    """Free what forwards without a backward have gathered: later forwards would use it, whatever the optimizer did."""
+    for _, _, module in _modules(stages):
+        if _is_sharded(module):
+            module.reshard()  # type: ignore[operator]
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` has been applied to a module; asked of its methods, since torch.distributed.fsdp takes
+    half a second to import."""
+    return hasattr(module, "set_requires_gradient_sync") and hasattr(module, "unshard")
+
+
+def _modules(stages: Sequence[Stage]) -> Iterator[tuple[Stage, str, nn.Module]]:
+    for stage in stages:
+        for name, layer in stage.layers.items():
+            for module in layer.modules():
+                yield stage, layer_place(name, layer), module
+
+
+def _problem(module: nn.Module, ranks: Collection[int]) -> str:
+    if isinstance(module, DistributedDataParallel):
+        return _problem_of_ddp(module, ranks)
+    if hasattr(module, "summon_full_params"):
+        return (
+            "FullyShardedDataParallel cannot have several microbatches between forward and backward; use "
+            "torch.distributed.fsdp.fully_shard"
+        )
+    if hasattr(module, "set_requires_gradient_sync") and not _is_sharded(module):
+        return (
+            "torch.distributed._composable.replicate reduces in the first backward after a forward, whichever "
+            "microbatch's it is; wrap the layer in DistributedDataParallel(layer, process_group=...)"
+        )
+    for parameter in module.parameters(recurse=False):
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is not None and (other := _other(mesh.mesh.flatten().tolist(), ranks)):
+            return (
+                f"its parameters are spread over the mesh {mesh}, which has rank {other[0]} of this pipeline, where "
+                "the layer does not run; give the mesh of the replicas, such as mesh['replica']"
+            )
+    return ""
+
+
+def _problem_of_ddp(module: DistributedDataParallel, ranks: Collection[int]) -> str:
+    wrapper = "DistributedDataParallel"
+    if options := [name for attribute, name in _DDP_OPTIONS.items() if getattr(module, attribute, None)]:
+        return (
+            f"{wrapper} with {', '.join(options)}: its gradients are reduced here, once a step, as a plain average; "
+            f"leave {'it' if len(options) == 1 else 'them'} out, or leave {wrapper} out and reduce in reduce_stage"
+        )
+    if any(hasattr(parameter, "_st_info") for parameter in module.parameters()):
+        return f"{wrapper} around parameters that are DTensors; use fully_shard on a mesh of both dimensions instead"
+    if other := _other(dist.get_process_group_ranks(module.process_group), ranks):
+        return (
+            f"the process group of {wrapper} has rank {other[0]} of this pipeline, where the layer does not run; "
+            "give process_group= the group of its replicas, such as mesh.get_group('replica')"
+        )
+    return ""
+
+
+def _other(members: Collection[int], ranks: Collection[int]) -> list[int]:
+    """The ranks of the pipeline in a group, this one apart."""
+    return sorted(set(members) & set(ranks) - {dist.get_rank()}) if ranks else []

@@ -1,0 +1,212 @@
+"""Layers wrapped in DistributedDataParallel get the gradients of one process that runs the batches of all replicas."""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.local_pipelines import error_of, settle, square_loss
+from tests.ranks import RankPool
+from tests.replicas import (
+    FLOAT,
+    MICROBATCHES,
+    NUM_LAYERS,
+    TOLERANCE,
+    WIDTH,
+    assert_gradients,
+    batch,
+    expected_gradients,
+    gradients_of,
+    layers,
+    mesh,
+    own_rows,
+    pipeline_of,
+)
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    with RankPool(4) as pool:
+        yield pool
+
+
+def wrap(layer, own_mesh, **options):
+    return DistributedDataParallel(layer, process_group=own_mesh.get_group("replica"), **options)
+
+
+def train_wrapped(rank, schedule, options):
+    own_mesh = mesh()
+    pipeline = pipeline_of([wrap(layer, own_mesh) for layer in layers()], schedule, own_mesh, **options)
+    inputs, target = own_rows(own_mesh)
+    if "main_gradients" not in options:
+        pipeline.evaluate(inputs, target=target)
+    pipeline.step(inputs, target=target)
+    return gradients_of(pipeline, "main_grad" if "main_gradients" in options else "grad")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe"])
+def test_gradients_are_those_of_the_whole_batch(four_ranks, schedule):
+    assert_gradients(four_ranks.run(train_wrapped, schedule, {}), expected_gradients())
+
+
+def test_main_gradients_are_averaged_too(four_ranks):
+    assert_gradients(four_ranks.run(train_wrapped, "1f1b", {"main_gradients": True}), expected_gradients())
+
+
+def train_without_stages(rank):
+    """Plain data parallelism: every rank is a pipeline of its own."""
+    own_mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replica", "pipeline"))
+    pipeline = pipeline_of([wrap(layer, own_mesh) for layer in layers()], "sequential", own_mesh)
+    inputs, target = (tensor.chunk(4)[rank] for tensor in batch())
+    pipeline.step(inputs, target=target)
+    return gradients_of(pipeline)
+
+
+def test_pipelines_of_one_rank_are_plain_data_parallelism(four_ranks):
+    assert_gradients(four_ranks.run(train_without_stages), expected_gradients())
+
+
+# ---- several steps
+
+
+def train_accumulating(rank, schedule, has_own_sync, tied):
+    own_mesh = mesh()
+    wrapped = [wrap(layer, own_mesh) for layer in layers()]
+    pipeline = pipeline_of(wrapped, schedule, own_mesh, tied=tied)
+    for seed in (1, 2, 3):
+        inputs, target = own_rows(own_mesh, seed)
+        with ExitStack() as stack:
+            for layer in wrapped if has_own_sync and seed < 3 else ():
+                stack.enter_context(layer.no_sync())
+            pipeline.step(inputs, target=target)
+        if seed == 1:
+            first = gradients_of(pipeline)
+    return first, gradients_of(pipeline)
+
+
+def one_process_tied(seeds):
+    model = layers()
+    model[3][0].weight = model[0][0].weight
+    expected = expected_gradients(model, seeds)
+    return expected | {"3.0.weight": expected["0.0.weight"]}
+
+
+@pytest.mark.parametrize("has_own_sync", [False, True])
+def test_gradients_of_several_steps_add_up(four_ranks, has_own_sync):
+    found = four_ranks.run(train_accumulating, "1f1b", has_own_sync, ())
+
+    assert_gradients([last for _, last in found], expected_gradients(seeds=(1, 2, 3)))
+    averaged = torch.allclose(found[0][0]["0.0.weight"], found[2][0]["0.0.weight"], rtol=0, atol=TOLERANCE)
+    assert averaged is not has_own_sync  # under the caller's no_sync each replica has its own sum
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_tied_gradients_of_several_steps_add_up_also_where_only_the_last_is_synchronised(four_ranks, schedule):
+    tied = [("0.module.0.weight", "3.module.0.weight")]
+
+    found = four_ranks.run(train_accumulating, schedule, True, tied)
+
+    assert_gradients([last for _, last in found], one_process_tied((1, 2, 3)))
+
+
+# ---- what DDP does besides
+
+
+class Unsteady(nn.Module):
+    """Has a buffer, and parameters of which some have no gradient: frozen, never used, or used on one replica only."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, dtype=FLOAT)
+        self.always, self.sometimes, self.never, self.frozen = (nn.Linear(WIDTH, WIDTH, dtype=FLOAT) for _ in range(4))
+        self.frozen.requires_grad_(False)
+        self.uses_all = False
+
+    def forward(self, features, *, shift):
+        features = self.frozen(self.always(self.norm(features))) + shift
+        return self.sometimes(features) if self.uses_all else features
+
+
+def unsteady_layers(own_mesh):
+    made = [settle(Unsteady(), seed) for seed in range(NUM_LAYERS)]
+    for layer in made:
+        layer.uses_all = own_mesh.get_local_rank("replica") == 1
+    return made
+
+
+def train_unsteady(rank):
+    """The pipeline's gradients and buffers after two steps, and those of DDP without a pipeline."""
+    own_mesh = mesh()
+    options = {"find_unused_parameters": True}
+    alone = wrap(Pipelined(unsteady_layers(own_mesh)), own_mesh, **options)
+    wrapped = [wrap(layer, own_mesh, **options) for layer in unsteady_layers(own_mesh)]
+    pipeline = pipeline_of(wrapped, "1f1b", own_mesh)
+    for seed in (1, 2):
+        inputs, target = own_rows(own_mesh, seed)
+        shift = inputs + 1
+        pipeline.step(inputs, target=target, shift=shift)
+        parts = list(zip(*(rows.chunk(MICROBATCHES) for rows in (inputs, target, shift)), strict=True))
+        with alone.no_sync():
+            for part in parts[:-1]:
+                step_alone(alone, *part)
+        step_alone(alone, *parts[-1])
+    prefix = "module.layers."
+    buffers = {
+        f"{name}.{own}": value
+        for name, layer in zip("0123", wrapped, strict=True)
+        for own, value in layer.module.named_buffers()
+        if any(layer is mine for stage in pipeline.stages for mine in stage.layers.values())
+    }
+    gradients_alone = {name.removeprefix(prefix): p.grad for name, p in alone.named_parameters()}
+    buffers_alone = {name.removeprefix(prefix): value for name, value in alone.named_buffers()}
+    return gradients_of(pipeline), buffers, gradients_alone, buffers_alone
+
+
+class Pipelined(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.layers = nn.ModuleList(model)
+
+    def forward(self, features, shift):
+        for layer in self.layers:
+            features = layer(features, shift=shift)
+        return features
+
+
+def step_alone(model, inputs, target, shift):
+    (square_loss(model(inputs, shift), target) / MICROBATCHES).backward()
+
+
+def test_unused_and_frozen_parameters_buffers_and_keywords_are_as_with_ddp_alone(four_ranks):
+    found = four_ranks.run(train_unsteady)
+
+    gradients, buffers, gradients_alone, buffers_alone = zip(*found, strict=True)
+    assert_gradients(gradients, gradients_alone[0])
+    assert gradients_alone[0]["0.sometimes.weight"] is not None
+    assert gradients_alone[0]["0.never.weight"] is None
+    for own in buffers:  # every replica has the first one's, which DDP alone would take in the next forward
+        torch.testing.assert_close(own, {name: buffers_alone[0][name] for name in own}, rtol=0, atol=TOLERANCE)
+
+
+# ---- failures
+
+
+def train_one_replica(rank):
+    own_mesh = mesh()
+    pipeline = pipeline_of([wrap(layer, own_mesh) for layer in layers()], "1f1b", own_mesh, deadline_s=2.0)
+    inputs, target = own_rows(own_mesh)
+    pipeline.step(inputs, target=target)
+    if own_mesh.get_local_rank("replica") == 1:
+        return None
+    return str(error_of(pipeline.step, inputs, target=target))
+
+
+def test_a_replica_that_does_not_come_is_an_error_within_the_deadline():
+    with RankPool(4) as pool:
+        found = pool.run(train_one_replica, timeout_s=30.0)
+
+    assert any("were not averaged over ranks" in text and "within 2 s" in text for text in found[:2])
+    assert found[2:] == [None, None]
