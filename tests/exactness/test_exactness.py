@@ -80,8 +80,10 @@ def expected(feature, loss, num_layers, num_microbatches, num_slices):
 
 
 def listed(gradients, combination):
-    """What a pipeline lists: a tied parameter under its first name alone where one stage holds both."""
-    hidden = {list(gradients)[-1]} if combination.feature == "tied" and combination.schedule.num_stages == 1 else set()
+    """What a pipeline lists: a tied parameter under its first name alone where every rank of its last use has both."""
+    placement = combination.schedule.placement
+    first, last = ({placement.rank_of_stage[route[end]] for route in placement.routes} for end in (0, -1))
+    hidden = {list(gradients)[-1]} if combination.feature == "tied" and last <= first else set()
     return {name: gradient for name, gradient in gradients.items() if name not in hidden}
 
 

@@ -1,5 +1,6 @@
 """Layers whose builders share a parameter are tied, also where each is built by another process."""
 
+from dataclasses import dataclass
 from functools import cache, partial
 
 import pytest
@@ -148,7 +149,7 @@ def counting(calls, name, make):
     return LayerSpec(name, build)
 
 
-def test_builders_of_other_ranks_are_left_alone_where_nothing_was_there_before():
+def test_builders_of_other_ranks_are_left_alone_where_the_own_refer_to_nothing():
     calls = []
     layers = [counting(calls, str(index), lambda: nn.Linear(2, 2)) for index in range(4)]
 
@@ -158,6 +159,70 @@ def test_builders_of_other_ranks_are_left_alone_where_nothing_was_there_before()
     assert list(built.shared) == []
     assert built.layers[1]() is built.layers[1]()
     assert built.layers[1].name == "1"
+
+
+SHARED = nn.Parameter(torch.zeros(2, 2))
+
+
+class OfAGlobal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = SHARED
+
+
+def of_a_global():
+    return Head(SHARED)
+
+
+def of_a_helper():
+    return nn.Sequential(of_a_global())
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    held: list
+
+    def __call__(self):
+        return Head(self.held[0]["weight"])
+
+
+class WithMethod:
+    def __init__(self):
+        self.weight = SHARED
+
+    def build(self, weight=SHARED):
+        return Head(self.weight)
+
+
+REFERRING = {
+    "a global": (of_a_global, "weight"),
+    "a helper's global": (of_a_helper, "0.weight"),
+    "a function within": (lambda: (lambda: Head(SHARED))(), "weight"),
+    "a default": (lambda weight=SHARED: Head(weight), "weight"),
+    "a keyword": (lambda *, weight=SHARED: Head(weight), "weight"),
+    "a partial": (partial(Head, SHARED), "weight"),
+    "a method": (WithMethod().build, "weight"),
+    "slots": (Slotted([{"weight": SHARED}]), "weight"),
+    "a class": (OfAGlobal, "weight"),
+}
+
+
+@pytest.mark.parametrize("way", REFERRING)
+def test_a_builder_may_refer_to_what_it_shares_in_any_way(way):
+    build, name = REFERRING[way]
+
+    built = build_own([LayerSpec("0", build), build, nn.Tanh(), of_a_global], ["0", "1", "2", "3"], [0, 2])
+
+    assert list(built.shared) == [(f"0.{name}", f"1.{name}"), (f"0.{name}", "3.weight")]
+
+
+def test_a_builder_that_refers_to_more_than_is_looked_at_may_share():
+    table = list(range(20_000))
+    calls = []
+    layers = [LayerSpec("0", lambda: nn.Linear(2, len(table) - 19_998)), counting(calls, "1", lambda: Head(SHARED))]
+
+    assert list(build_own(layers, ["0", "1"], [0]).shared) == []
+    assert calls == ["1"]
 
 
 def test_builders_of_other_ranks_are_asked_without_memory_and_their_failures_are_theirs():

@@ -4,13 +4,16 @@
     layers = [LayerSpec("in", lambda: Embedding(table)), ..., LayerSpec("out", lambda: Head(table))]
 
 On one rank both layers hold the one `table`. On two ranks each process builds one of them, with a `table` of its own.
-A rank notices that a layer which it has just built holds a tensor that was there before. Only then does it ask the
-builders of the other ranks' layers, on the meta device, which of them hold it too.
+A builder that refers to no tensor, module or cache shares nothing. Where one of this rank does, the builders of the
+other ranks' layers that do too are asked, on the meta device, which parameters they would give.
 """
 
-import gc
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from inspect import getattr_static
+from itertools import chain
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +25,9 @@ from penstock.execute.transport.protocol import Transport
 from penstock.execute.world import shares_process
 
 Pair = tuple[str, str]
+_SHAREABLE = (torch.Tensor, nn.Module, type(lru_cache(lambda: None)))
+_MAX_OBJECTS = 10_000
+"""Among so many that a builder refers to, a shared one is taken to be."""
 
 
 class _BuiltOnce:
@@ -59,13 +65,12 @@ def build_own(layers: Sequence[Layer], names: Sequence[str], own: Collection[int
     if len(own) == len(layers) or not lazy:
         return BuiltLayers(layers, ())
     layers = [_BuiltOnce(layer) if index in lazy else layer for index, layer in enumerate(layers)]
-    before = _tensors()
     kept: dict[int, str] = {}
     for index in lazy:
-        for name, parameter in _named_parameters(build_layer(layers[index], names[index]), names[index]):
-            if id(parameter) in before:
-                kept.setdefault(id(parameter), name)
-    others = [index for index in range(len(layers)) if index not in own] if kept else []
+        module = build_layer(layers[index], names[index])
+        if _may_share(layers[index]):
+            kept |= {id(parameter): name for name, parameter in _named_parameters(module, names[index])}
+    others = [index for index, layer in enumerate(layers) if kept and index not in own and _may_share(layer)]
     shared = [
         (kept[id(parameter)], name)
         for index in others
@@ -109,8 +114,58 @@ def _glance(layer: Any) -> Any:
         return None
 
 
-def _tensors() -> frozenset[int]:
-    """The ids of all tensors that there are."""
-    objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
-    return frozenset(id(each) for each in objects if type(each) in kinds)
+def _may_share(builder: Any) -> bool:
+    """Whether a builder refers to what another one may refer to as well: a tensor, a module, or a cache of results."""
+    waiting: list[Any] = [builder]
+    seen: set[int] = set()
+    while waiting:
+        found = waiting.pop()
+        if issubclass(type(found), _SHAREABLE) or len(seen) > _MAX_OBJECTS:
+            return True
+        if id(found) not in seen:
+            seen.add(id(found))
+            waiting.extend(_referred_to(found))
+    return False
+
+
+def _referred_to(found: Any) -> Iterable[Any]:
+    """What an object hands on when it is called: what a function closes over or names, the attributes of an object."""
+    match found:
+        case FunctionType():
+            cells = [cell.cell_contents for cell in found.__closure__ or () if _is_filled(cell)]
+            named = (found.__globals__[name] for name in _names(found.__code__) if name in found.__globals__)
+            own = not found.__module__.startswith("torch.")
+            return chain(cells, found.__defaults__ or (), (found.__kwdefaults__ or {}).values(), named if own else ())
+        case MethodType():
+            return (found.__func__, found.__self__)
+        case partial():
+            return (found.func, *found.args, *found.keywords.values())
+        case dict():
+            return found.values()
+        case list() | tuple() | set() | frozenset():
+            return found
+        case type():
+            return [each for each in (vars(found).get("__init__"),) if isinstance(each, FunctionType)]
+        case ModuleType() | str() | bytes() | int() | float():
+            return ()
+    slots = (name for kind in type(found).__mro__ for name in getattr(kind, "__slots__", ()) or ())
+    return (
+        *getattr(found, "__dict__", {}).values(),
+        *(getattr(found, name) for name in slots if not name.startswith("__") and hasattr(found, name)),
+        *(call for call in (getattr_static(type(found), "__call__", None),) if isinstance(call, FunctionType)),
+    )
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The global names, and some of attributes, that a function and the functions within it use."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # of a variable that has no value yet
+        return False
