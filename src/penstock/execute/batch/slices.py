@@ -21,6 +21,7 @@ from penstock.execute.batch.microbatch import (
     say_divisors,
     split_batch,
 )
+from penstock.execute.methods import has_methods
 from penstock.execute.stages.carried import Carrying
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
@@ -211,7 +212,7 @@ def _looking_back(
     module: nn.Module, kinds: tuple[type[nn.Module], ...], *, is_carried: bool = False
 ) -> Iterator[nn.Module]:
     """The modules of these kinds for which neither they nor who calls them carry anything."""
-    is_carrying = any(isinstance(child, Carrying) for child in module.children())
+    is_carrying = any(has_methods(child, Carrying) for child in module.children())
     if isinstance(module, kinds) and not (is_carrying or is_carried):
         yield module
     # a list does not call what it holds

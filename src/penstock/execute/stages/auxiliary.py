@@ -6,7 +6,7 @@ gradient, it is there from the start. So every schedule and both ways of running
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from penstock.execute.batch.step import Place, Step
 from penstock.execute.losses.output import ALL_TOGETHER, LossName
+from penstock.execute.methods import has_methods
 from penstock.execute.stages.carried import RunForward, Save
 from penstock.execute.stages.stage import SavedForward, Stage
 
 
-@runtime_checkable
 class Auxiliary(Protocol):
     """A module of a layer to which the layer adds losses, such as `penstock.models.AuxiliaryLoss`."""
 
@@ -51,7 +51,7 @@ class AddedLosses:
 def auxiliary_modules(layers: Sequence[nn.Module]) -> list[Auxiliary]:
     """Return the modules of some layers that losses are added to, each once."""
     modules = dict.fromkeys(module for layer in layers for module in layer.modules())
-    return [module for module in modules if isinstance(module, Auxiliary)]
+    return [cast(Auxiliary, module) for module in modules if has_methods(module, Auxiliary)]
 
 
 def auxiliary_of(stages: Sequence[Stage]) -> dict[int, list[Auxiliary]]:

@@ -10,13 +10,14 @@ there.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.execute.batch.step import Place
+from penstock.execute.methods import has_methods
 from penstock.execute.stages.stage import SavedForward, Stage
 from penstock.execute.tree import flatten, map_leaves
 
@@ -25,7 +26,6 @@ Save = Callable[[Any, Any], SavedForward]
 RunBackward = Callable[[Stage, SavedForward, Sequence[Tensor]], list[Tensor]]
 
 
-@runtime_checkable
 class Carrying(Protocol):
     """A module of a layer that holds what goes from slice to slice, such as `penstock.models.Carry`."""
 
@@ -116,7 +116,7 @@ Trails = dict[tuple[int, int], Trail]
 def carrying_modules(stage: Stage) -> list[Carrying]:
     """Return the modules of a stage that carry something, each once."""
     modules = [module for layer in stage.layers.values() for module in layer.modules()]
-    return [module for module in dict.fromkeys(modules) if isinstance(module, Carrying)]
+    return [cast(Carrying, module) for module in dict.fromkeys(modules) if has_methods(module, Carrying)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,18 +11,18 @@ the first step: of the layers that hold a name, the first puts and the others ge
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
+from penstock.execute.methods import has_methods
 from penstock.execute.tree import flatten, map_leaves
 
 Forward = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
 
-@runtime_checkable
 class Skipping(Protocol):
     """A module of a layer that hands something on to later layers, such as `penstock.models.Skip`."""
 
@@ -120,8 +120,7 @@ class StageSkips:
         place: str = "the model",
     ) -> None:
         """`arriving` and `leaving` are the names that are open before and behind the stage, in order."""
-        found = [module for layer in layers for module in layer.modules() if isinstance(module, Skipping)]
-        self._modules: list[Skipping] = list(dict.fromkeys(found))
+        self._modules = list(dict.fromkeys(module for layer in layers for module in _skipping(layer)))
         self._arriving = arriving
         self._leaving = leaving
         self._place = place
@@ -182,7 +181,11 @@ class StageSkips:
 
 def skip_names(layer: nn.Module) -> list[str]:
     """Return the names of the skips that a layer holds, each once."""
-    return list(dict.fromkeys(module.name for module in layer.modules() if isinstance(module, Skipping)))
+    return list(dict.fromkeys(module.name for module in _skipping(layer)))
+
+
+def _skipping(layer: nn.Module) -> list[Skipping]:
+    return [cast(Skipping, module) for module in layer.modules() if has_methods(module, Skipping)]
 
 
 def open_at(border: int, holders: Mapping[str, Sequence[int]]) -> list[str]:
