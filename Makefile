@@ -14,7 +14,8 @@ demo: .venv/.stamp
 test: .venv/.stamp
 	scripts/test $(PYTEST_ARGS)
 
-# The same tests with many more generated examples per property, and with far more combinations in tests/exactness.
+# The same tests with many more generated examples per property, far more combinations in tests/exactness, and other
+# random models in tests/random_models at every run.
 test-full: .venv/.stamp
 	scripts/test --hypothesis-profile=full $(PYTEST_ARGS)
 

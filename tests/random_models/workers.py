@@ -1,0 +1,96 @@
+"""Running many cases in processes of their own, so that a crash or a hang is a verdict like any other."""
+
+import multiprocessing
+import time
+import warnings
+from multiprocessing.connection import wait
+
+LONGEST_CASE_S = 150.0
+"""The first case of a worker imports torch."""
+
+
+def run_cases(seeds, num_jobs=1, on_verdict=lambda verdict: None):
+    """Return the verdicts of these cases, in the order in which they came."""
+    waiting, verdicts = list(reversed(list(seeds))), []
+    workers = [_Worker() for _ in range(min(num_jobs, len(waiting)))]
+    try:
+        for worker in workers:
+            worker.begin(waiting.pop())
+        while busy := [worker for worker in workers if worker.seed is not None]:
+            wait([worker.connection for worker in busy], timeout=1.0)
+            for verdict in [verdict for worker in busy if (verdict := worker.take())]:
+                verdicts.append(verdict)
+                on_verdict(verdict)
+            for worker in workers:
+                if worker.seed is None and waiting:
+                    worker.begin(waiting.pop())
+    finally:
+        for worker in workers:
+            worker.end()
+    return verdicts
+
+
+class _Worker:
+    """One process, which is replaced when it dies or takes too long."""
+
+    def __init__(self):
+        self.process = self.connection = self.seed = None
+
+    def begin(self, seed):
+        if self.process is None:
+            context = multiprocessing.get_context("spawn")
+            self.connection, other = context.Pipe()
+            self.process = context.Process(target=_work, args=(other,))
+            self.process.start()
+            other.close()
+        self.seed, self.until_s = seed, time.monotonic() + LONGEST_CASE_S
+        self.connection.send(seed)
+
+    def take(self):
+        """Return the verdict if there is one, of a process that ended or is late too."""
+        from tests.random_models.verdict import Verdict
+
+        if self.connection.poll():
+            try:
+                verdict = self.connection.recv()
+            except (EOFError, ConnectionError):
+                self.process.join()
+                verdict = Verdict(self.seed, "wrong", f"the process died with exit code {self.process.exitcode}")
+                self.stop()
+        elif time.monotonic() > self.until_s:
+            verdict = Verdict(self.seed, "wrong", f"not over after {LONGEST_CASE_S:g} s")
+            self.stop()
+        else:
+            return None
+        self.seed = None
+        return verdict
+
+    def stop(self):
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+        self.process = None
+
+    def end(self):
+        """Let the process end by itself if it can, with the ranks that it has started."""
+        if self.process is None:
+            return
+        if self.seed is None:
+            self.connection.close()
+            self.process.join(10)
+        self.process.kill()
+        self.process.join()
+
+
+def _work(connection):
+    """Run what comes until the other end closes."""
+    from tests.random_models.running import close_pools, judge
+
+    warnings.simplefilter("ignore")  # advice on few microbatches, and on what a split backward cannot delay
+    while True:
+        try:
+            seed = connection.recv()
+        except (EOFError, ConnectionError):
+            break
+        connection.send(judge(seed))
+    close_pools()
