@@ -132,12 +132,12 @@ def learn(layers, step):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("family", ["dualpipe", "chimera"])
-def test_a_sparse_table_with_copies_on_two_ranks_learns_by_sparse_adam(family):
+@pytest.mark.parametrize(("family", "debug"), [("dualpipe", "off"), ("chimera", "values")])
+def test_a_sparse_table_with_copies_on_two_ranks_learns_by_sparse_adam(family, debug):
     target = values(2, 8, WIDTH, dtype=FLOAT64)
 
     def case(wires):
-        pipeline = Pipeline(table_layers(), family, 4, square_loss, transport=wires)
+        pipeline = Pipeline(table_layers(), family, 4, square_loss, transport=wires, debug=debug)
         learn(pipeline.parameters(), lambda tokens: pipeline.step(tokens, target=target))
         return {name: parameter.detach() for name, parameter in pipeline.named_parameters()}
 

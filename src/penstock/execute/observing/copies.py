@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PipelineError
-from penstock.execute.stages.main_gradients import main_type
-from penstock.execute.stages.tied import TiedCopy
+from penstock.execute.stages.tied import TiedCopy, dense_gradient
 from penstock.execute.transport.protocol import Transport
 
 Read = Callable[[nn.Parameter], Tensor]
@@ -24,14 +23,7 @@ def value_of(parameter: nn.Parameter) -> Tensor:
 
 def gradient_of(attribute: str) -> Read:
     """Return what reads the gradient that has been accumulated in an attribute of a parameter; zeros where none has."""
-
-    def read(parameter: nn.Parameter) -> Tensor:
-        gradient: Tensor | None = getattr(parameter, attribute, None)
-        if gradient is not None:
-            return gradient.detach()
-        return torch.zeros_like(parameter, dtype=parameter.dtype if attribute == "grad" else main_type(parameter))
-
-    return read
+    return lambda parameter: dense_gradient(parameter, attribute).detach()
 
 
 def require_equal_copies(transport: Transport, copies: Mapping[int, TiedCopy], what: str, read: Read) -> None:
