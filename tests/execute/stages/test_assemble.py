@@ -394,6 +394,16 @@ def test_a_module_that_cannot_be_copied_says_what_to_do():
         both_ways(layers, 0, shares_modules=True)
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_module_whose_copy_would_lose_hooks_is_refused(register):
+    layers = modules()
+    getattr(layers[2].weight, register)(lambda found: None)
+
+    with pytest.raises(PartitionError, match=r"layer '2' has parameters with hooks, which a copy would lose"):
+        both_ways(layers, 0, shares_modules=True)
+    assert both_ways(layers, 0).stages[1].layers["2"] is layers[2]
+
+
 # ---- sizes
 
 

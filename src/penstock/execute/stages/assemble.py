@@ -197,6 +197,12 @@ def build_layer(layer: Layer, name: str, memory: dict[int, Any] | None = None) -
 
 
 def _copy(layer: nn.Module, name: str, memory: dict[int, Any]) -> nn.Module:
+    # torch does not say in public which hooks a tensor has; a copy has none of them.
+    if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in layer.parameters()):
+        raise PartitionError(
+            f"layer {name!r} has parameters with hooks, which a copy would lose, but another rank of this process uses "
+            "it, or what it shares with others; give a callable that builds the layer and registers the hooks"
+        )
     try:
         return copy.deepcopy(layer, memory)
     except (RuntimeError, TypeError) as error:
