@@ -105,14 +105,14 @@ def of_losses(found, wanted, loose, tolerance, where):
 
 
 def summed_in_another_order(case, plain, stages):
-    """Names of parameters that layers of several stages use, or of a layer recomputed twice in split backwards."""
+    """Names of parameters that layers of several stages use, or several layers where backwards are split."""
     stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     users = {}
     for name, first in plain.same_as.items():
         users.setdefault(first, set()).add(int(name.partition(".")[0].removeprefix("layer")))
     loose = {first for first, places in users.items() if len({stage_of[place] for place in places}) > 1}
     if case.splits_backwards:
-        loose |= {first for first, places in users.items() if len(places) > 1 and places & case.recomputed}
+        loose |= {first for first, places in users.items() if len(places) > 1}
     return frozenset(name for name, first in plain.same_as.items() if first in loose)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from penstock.errors import PartitionError
+from penstock.errors import PartitionError, PipelineError
 from penstock.execute.stages.assemble import assemble, count_parameters, lay_out_skips, layer_names
 from penstock.execute.stages.stage import Stage
 from penstock.models import Skip
@@ -394,14 +394,37 @@ def test_a_module_that_cannot_be_copied_says_what_to_do():
         both_ways(layers, 0, shares_modules=True)
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_module_whose_copy_would_lose_hooks_is_refused(register):
+def test_a_module_whose_copy_would_lose_hooks_is_refused():
     layers = modules()
-    getattr(layers[2].weight, register)(lambda found: None)
+    layers[2].weight.register_hook(lambda gradient: gradient / 2)
 
     with pytest.raises(PartitionError, match=r"layer '2' has parameters with hooks, which a copy would lose"):
         both_ways(layers, 0, shares_modules=True)
     assert both_ways(layers, 0).stages[1].layers["2"] is layers[2]
+
+
+def test_a_tie_that_would_lose_hooks_is_refused():
+    layers = modules()
+    layers[0].weight.register_hook(lambda gradient: gradient / 2)
+    halves = (range(0, 2), range(2, 4))
+    assemble(layers, Placement.line(1), [range(4)], 0, device=CPU, tied=[("0.weight", "2.weight")])
+    layers[1].weight.register_hook(lambda gradient: gradient / 2)
+
+    with pytest.raises(PartitionError, match=r"'1.weight' is tied to a parameter before .* hooks that would be lost"):
+        assemble(layers, Placement.line(2), halves, 0, device=CPU, tied=[("0.weight", "1.weight")])
+
+
+@pytest.mark.parametrize("hooked", [0, 3])
+def test_a_hook_that_would_see_a_part_of_a_gradient_is_refused_on_every_rank(hooked):
+    def case(wires):
+        layers = [settle(layer, seed) for seed, layer in enumerate(modules())]
+        layers[hooked].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        pipeline = Pipeline(layers, "1f1b", 2, square_loss, transport=wires, tied=[("0.weight", "3.weight")])
+        return error_of(pipeline.step, values(1, 4, WIDTH), target=values(2, 4, WIDTH))
+
+    for error in on_ranks(2, case):
+        assert isinstance(error, PipelineError)
+        assert f"'{hooked}.weight' is tied over ranks and has a hook" in str(error)
 
 
 # ---- sizes

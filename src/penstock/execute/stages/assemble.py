@@ -18,7 +18,7 @@ from penstock.errors import PartitionError, PenstockError, nearest
 from penstock.execute.dtensor import is_dtensor
 from penstock.execute.stages.skips import StageSkips, open_at, skip_names
 from penstock.execute.stages.stage import Stage
-from penstock.execute.stages.tied import TiedCopy
+from penstock.execute.stages.tied import TiedCopy, has_hooks
 from penstock.execute.transport.protocol import Transport
 from penstock.placement import Placement
 
@@ -197,8 +197,7 @@ def build_layer(layer: Layer, name: str, memory: dict[int, Any] | None = None) -
 
 
 def _copy(layer: nn.Module, name: str, memory: dict[int, Any]) -> nn.Module:
-    # torch does not say in public which hooks a tensor has; a copy has none of them.
-    if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in layer.parameters()):
+    if any(has_hooks(parameter) for parameter in layer.parameters()):
         raise PartitionError(
             f"layer {name!r} has parameters with hooks, which a copy would lose, but another rank of this process uses "
             "it, or what it shares with others; give a callable that builds the layer and registers the hooks"
@@ -316,7 +315,7 @@ class _Ties:
                     f"{names[0]!r} {tuple(first.shape)} and {name!r} {tuple(self._parameter(name).shape)} are tied but "
                     "differ in shape; tie parameters of one shape"
                 )
-            self._replace(self.layers[self._layer(name)], self._parameter(name), first)
+            self._replace(name, first)
         return first
 
     def _parameter(self, name: str) -> nn.Parameter:
@@ -327,9 +326,15 @@ class _Ties:
             raise PartitionError(f"{name!r} is tied but is no parameter of its layer; name one of its parameters")
         return parameter
 
-    def _replace(self, layer: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    def _replace(self, name: str, new: nn.Parameter) -> None:
         """Put one parameter in the place of another wherever a layer holds it, which names do not tell: some wrappers
         leave themselves out of them, and a layer may hold a parameter twice."""
+        layer, old = self.layers[self._layer(name)], self._parameter(name)
+        if old is not new and has_hooks(old):
+            raise PartitionError(
+                f"{name!r} is tied to a parameter before it, which takes its place, but has hooks that would be lost; "
+                "register them on the parameter of the first layer"
+            )
         for module in layer.modules():
             for own, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 if parameter is old:

@@ -50,8 +50,18 @@ class TiedCopy:
         self._take_from_owner(transport, [*self.parameters.values(), *self._buffers()])
 
     def begin_step(self) -> None:
-        """Set the accumulated gradients aside, so that only this step's part is reduced."""
+        """Set the accumulated gradients aside, so that only this step's part is reduced.
+
+        Raises:
+            PartitionError: a hook of a parameter would see a part of its gradient only.
+        """
         for name, parameter in self._trained().items():
+            # A copy of a whole stage gets all gradients of its microbatches, and its hooks see them all.
+            if not self.layers and has_hooks(parameter):
+                raise PartitionError(
+                    f"{name!r} is tied over ranks and has a hook, which would see the gradient of this rank's uses "
+                    "alone; register it on what the layers return, or change the gradient after the step"
+                )
             self.before[name] = getattr(parameter, self.attribute)
             setattr(parameter, self.attribute, None)
 
@@ -167,6 +177,11 @@ def _describe(tensor: Tensor) -> str:
         return _LAZY
     state = "trained" if tensor.requires_grad else "frozen"
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}, {state}"
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether `register_hook` was called on a parameter, which torch does not say in public."""
+    return bool(parameter._backward_hooks)
 
 
 def dense_gradient(parameter: nn.Parameter, attribute: str) -> Tensor:
