@@ -125,13 +125,6 @@ class Case:
     def splits_backwards(self):
         return bool(np.isin(Kind.BACKWARD_WEIGHT, self.schedule.kind))
 
-    @property
-    def recomputed(self):
-        """Places of the layers with a checkpoint around them."""
-        same = {tie.second: tie.first for tie in self.ties if tie.how == "module"}
-        entries = [self.entries[same.get(place, place)] for place in range(len(self.entries))]
-        return {place for place, entry in enumerate(entries) if set(RECOMPUTING) & set(entry.wrappers)}
-
     def __str__(self):
         shape = " ".join(f"{name}={value}" for name, value in self.shape)
         lines = [f"{self.family} {shape}, layers per stage {self.split or 'even'}, {self.dtype}"]
