@@ -194,6 +194,9 @@ class WithMethod:
         return Head(self.weight)
 
 
+FROM_TEXT = {"SHARED": SHARED, "Head": Head}
+exec("def build(): return Head(SHARED)", FROM_TEXT)
+
 REFERRING = {
     "a global": (of_a_global, "weight"),
     "a helper's global": (of_a_helper, "0.weight"),
@@ -204,6 +207,7 @@ REFERRING = {
     "a method": (WithMethod().build, "weight"),
     "slots": (Slotted([{"weight": SHARED}]), "weight"),
     "a class": (OfAGlobal, "weight"),
+    "a function without a module": (FROM_TEXT["build"], "weight"),
 }
 
 

@@ -134,7 +134,7 @@ def _referred_to(found: Any) -> Iterable[Any]:
         case FunctionType():
             cells = [cell.cell_contents for cell in found.__closure__ or () if _is_filled(cell)]
             named = (found.__globals__[name] for name in _names(found.__code__) if name in found.__globals__)
-            own = not found.__module__.startswith("torch.")
+            own = not str(found.__module__).startswith("torch.")
             return chain(cells, found.__defaults__ or (), (found.__kwdefaults__ or {}).values(), named if own else ())
         case MethodType():
             return (found.__func__, found.__self__)
