@@ -134,9 +134,15 @@ def on_one_process(case):
     return training.outcome()
 
 
+def make(layer):
+    return layer
+
+
 def on_a_rank(wires, schedule, case):
     layers, overflow, scaler = case.begin()
-    pipeline = Pipeline(layers, schedule, M, square_loss, scale_loss=scaler.scale, transport=wires)
+    # Built by the rank, as in processes: of modules, threads would copy those of the second route, without their hooks.
+    builders = [partial(make, layer) for layer in layers] if schedule == "dualpipe" else layers
+    pipeline = Pipeline(builders, schedule, M, square_loss, scale_loss=scaler.scale, transport=wires)
     training = Training(pipeline.named_parameters(), scaler, case.make_optimizer)
     for step in range(1, STEPS + 1):
         for inputs, target in case.batches(step, overflow):
