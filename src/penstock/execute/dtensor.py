@@ -8,11 +8,13 @@ from torch import Tensor
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether a tensor is a `torch.distributed.tensor.DTensor`."""
-    return hasattr(tensor, "to_local")
+    return type(tensor) is not Tensor and hasattr(tensor, "to_local")
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, once it has arrived; any other tensor as it is."""
+    if type(tensor) is Tensor:  # every message asks, and to look for an attribute in vain takes its time
+        return tensor
     if is_dtensor(tensor):
         tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
     wait = getattr(tensor, "wait", None)  # of what a collective is still filling
