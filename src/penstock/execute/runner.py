@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from penstock.errors import StepRefused
+from penstock.errors import PenstockError, StepRefused
 from penstock.execute.batch.agreement import Extra, Mode, digest
 from penstock.execute.batch.gate import Batch, Call, Gate, wants_of
 from penstock.execute.batch.step import Step
@@ -124,8 +124,7 @@ class Runner:
                 self._recover()
             self._inspection.begin()
             self._desk.begin()
-            if mode.is_training and self._own.refresh() and self._main_gradients is not None:
-                self._main_gradients = self._accumulate_beside()
+            problem = self._look_at_parameters() if mode.is_training else None
             draws = self._randomness is not None and mode.is_training
             batch = self._gate.admit(
                 mode,
@@ -134,6 +133,7 @@ class Runner:
                 trained=self._own_trained() if mode.is_training else 0,
                 scale=self._scaler.scale if self._scaler is not None and mode.is_training else 0.0,
                 extra=Extra.MEMORY if memory is not None else Extra.RECORDING if call.record else Extra.NOTHING,
+                problem=problem,
             )
             if mode.is_training:
                 self._agree_on_tied(batch.trained)
@@ -257,6 +257,17 @@ class Runner:
         if trained != self._trained:
             agree_on_copies(self._transport, self._assembly.tied_copies)
             self._trained = trained
+
+    def _look_at_parameters(self) -> PenstockError | None:
+        """Take in parameters that were replaced; return why they cannot be trained, if they cannot."""
+        try:
+            if self._own.refresh() and self._main_gradients is not None:
+                self._main_gradients = self._accumulate_beside()
+            for copy in self._assembly.tied_copies.values():
+                copy.refuse_hooks()
+        except PenstockError as error:
+            return error
+        return None
 
     def _begin_tied(self, mode: Mode) -> None:
         if mode.is_training:

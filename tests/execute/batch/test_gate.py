@@ -39,7 +39,7 @@ def test_what_a_caller_found_wrong_refuses_the_step_on_all_ranks_whatever_the_ot
     first, second = on_ranks(2, lambda wires: refuse(wires, calls, keywords=frozenset({"scale"})))
 
     assert type(first) is type(second) is StepRefused
-    assert str(first) == "rank 1 refuses its batch: data: is a list"
+    assert str(first) == "rank 1 refuses the step: data: is a list"
     assert str(second) == "data: is a list"
 
 
@@ -117,7 +117,7 @@ def test_a_rank_that_refuses_says_why_and_the_others_whose_batch_it_was():
     first, second = on_ranks(2, refuse, [((torch.arange(5),), {}, None), TARGET_ONLY])
 
     assert str(first).startswith("args[0]")
-    assert str(second).startswith("rank 0 refuses its batch: args[0]")
+    assert str(second).startswith("rank 0 refuses the step: args[0]")
     assert (first.rank, second.rank) == (0, 0)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import ConfigError, PipelineError
+from penstock.errors import ConfigError, StepRefused
 from penstock.execute.stages.assemble import assemble
 from penstock.execute.stages.own_parameters import OwnParameters
 from penstock.pipeline import Pipeline
@@ -89,7 +89,8 @@ def test_a_tied_parameter_that_was_replaced_is_refused_on_every_rank(schedule, r
         return error_of(step_task, pipeline, task)
 
     for error in on_ranks(2, case):
-        assert isinstance(error, PipelineError)
+        assert isinstance(error, StepRefused)
+        assert error.rank == replaced
         assert "is tied, but was replaced by another parameter after the pipeline was made" in str(error)
 
 

@@ -144,24 +144,25 @@ class Gate:
         trained: int = 0,
         extra: Extra = Extra.NOTHING,
         scale: float = 0.0,
+        problem: PenstockError | None = None,
     ) -> Batch:
         """Split the batch and compare it with what the other ranks were given; one small collective.
 
         `step_number` is what the step draws its random numbers by, 0 where it draws none; `trained` stands for which of
         this rank's parameters need gradients, 0 where none is to get one. `extra` is what else it was asked for.
-        `scale` is that of the rank's GradScaler, 0 where it has none.
+        `scale` is that of the rank's GradScaler, 0 where it has none. A `problem` of this rank refuses the step too.
 
         Raises:
-            StepRefused: on every rank alike, if any rank's batch cannot be split or the ranks differ.
+            StepRefused: on every rank alike, if a batch cannot be split, a rank has a problem, or the ranks differ.
         """
-        refusal: PenstockError | None = None
+        refusal = problem
         given = _Given()
         stream: Stream | None = None
         try:
             stream = _stream_of(call)
             given = self._whole(call) if stream is None else self._streamed(stream)
         except PenstockError as error:
-            refusal = error
+            refusal = refusal or error
         try:
             offer = self._offer(mode, call, given, refusal)
             offer = replace(offer, step_number=step_number, trained=trained, extra=extra, scale=scale)
@@ -283,7 +284,7 @@ class Gate:
         rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
         if refusal is not None:
             raise StepRefused(own, rank=rank) from refusal
-        raise StepRefused(f"rank {rank} refuses its batch: {text}", rank=rank)
+        raise StepRefused(f"rank {rank} refuses the step: {text}", rank=rank)
 
 
 def _stream_of(call: Call) -> Stream | None:

@@ -49,19 +49,22 @@ class TiedCopy:
         """Copy the owner's values and buffers to all other holders."""
         self._take_from_owner(transport, [*self.parameters.values(), *self._buffers()])
 
-    def begin_step(self) -> None:
-        """Set the accumulated gradients aside, so that only this step's part is reduced.
+    def refuse_hooks(self) -> None:
+        """Refuse hooks that would see a part of a gradient only: those of a parameter, not of a copy of a whole stage.
 
         Raises:
-            PartitionError: a hook of a parameter would see a part of its gradient only.
+            PartitionError: naming the parameter.
         """
-        for name, parameter in self._trained().items():
-            # A copy of a whole stage gets all gradients of its microbatches, and its hooks see them all.
-            if not self.layers and has_hooks(parameter):
+        for name, parameter in () if self.layers else self._trained().items():
+            if has_hooks(parameter):
                 raise PartitionError(
                     f"{name!r} is tied over ranks and has a hook, which would see the gradient of this rank's uses "
                     "alone; register it on what the layers return, or change the gradient after the step"
                 )
+
+    def begin_step(self) -> None:
+        """Set the accumulated gradients aside, so that only this step's part is reduced."""
+        for name, parameter in self._trained().items():
             self.before[name] = getattr(parameter, self.attribute)
             setattr(parameter, self.attribute, None)
 
