@@ -440,6 +440,18 @@ def test_stages_that_do_not_fit_each_other_or_the_schedule_are_refused():
     assert "stage_index: 2; expected 0 to 1 of 2" in str(found[4])
 
 
+def test_a_wrong_list_of_stages_on_one_rank_reaches_the_other_at_once():
+    def case(transport):
+        given = own_stage(1) if transport.rank else moved.PipelineStage(own_stage(0), 0, 2)
+        return error_of(moved.Schedule, "1F1B", given, 4, square_loss, transport=transport)
+
+    first, second = on_ranks(2, case, deadline_s=60.0)
+
+    assert isinstance(first, ConfigError)
+    assert str(first) == f"rank 1: {second}"
+    assert "expected a PipelineStage, or a list of them" in str(second)
+
+
 def test_a_loop_of_stages_under_a_v_schedule_says_which_to_bring():
     def case(transport):
         stages = [moved.PipelineStage(nn.Identity(), index, 4) for index in (transport.rank, transport.rank + 2)]

@@ -101,14 +101,11 @@ class Schedule:
         **options: Any,
     ) -> None:
         stages = list(stage) if isinstance(stage, Sequence) else [stage]
-        for each in stages:
-            if not isinstance(each, PipelineStage):
-                raise ConfigError(
-                    f"is a {type(each).__name__}; expected a PipelineStage, or a list of them", key="stage"
-                )
-        if stages and stages[0].device is not None:
-            options.setdefault("device", stages[0].device)
-        site = Site.of(stages[0].group if stages else None, translate_options(options))
+        # Whatever else is in the list is refused together with the other ranks, which must not wait for this one.
+        first = next((each for each in stages if isinstance(each, PipelineStage)), None)
+        if first is not None and first.device is not None:
+            options.setdefault("device", first.device)
+        site = Site.of(None if first is None else first.group, translate_options(options))
         order = site.together(lambda: self._order(site, schedule, stages, n_microbatches))
         self._loss_fn = loss_fn
         self._loss_keywords: Mapping[str, Any] = {}
@@ -224,6 +221,9 @@ def family_of(schedule: str | Path | Order) -> str | Path | Order:
 
 
 def _require_stages(stages: Sequence[PipelineStage]) -> None:
+    for each in stages:
+        if not isinstance(each, PipelineStage):
+            raise ConfigError(f"is a {type(each).__name__}; expected a PipelineStage, or a list of them", key="stage")
     if not stages:
         raise ConfigError("this rank brings no stage; every rank holds at least one", key="stage")
     if len({each.num_stages for each in stages}) > 1:
