@@ -40,8 +40,8 @@ from penstock.ir.timeline import Timeline
 from penstock.models.emulated import EmulatedLayer
 from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES, build
-from penstock.simulate import Costs, simulate
-from penstock.simulate.costs.fit import costs_from_timelines
+from penstock.simulation import Costs, simulate
+from penstock.simulation.costs.fit import costs_from_timelines
 
 PART_S = 0.010
 """What a forward, an input part and a weight part take of a rank and microbatch; each of its stages takes its share."""

@@ -48,7 +48,7 @@ from penstock.execute.messages import Messenger
 from penstock.execute.stages.stage import SavedForward, Stage
 from penstock.execute.transport import Ticket, TorchTransport
 from penstock.execute.tree import encode_layout
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
 

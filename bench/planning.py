@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from penstock.plan import prove_and_lower
+from penstock.planning import prove_and_lower
 from penstock.schedules import build
 
 FAMILIES = {"1f1b": 1, "interleaved-1f1b": 2, "zbv": 2}

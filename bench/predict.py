@@ -34,15 +34,15 @@ from on_ranks import (
 from penstock.errors import ConfigError
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.models import DecoderConfig, cross_entropy_loss, decoder_layers
 from penstock.models.emulated import EmulatedLayer
 from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES, build
-from penstock.simulate import simulate
-from penstock.simulate.costs.fit import costs_from_timelines
-from penstock.simulate.costs.layer_estimate import costs_of_parts, costs_per_layer
+from penstock.simulation import simulate
+from penstock.simulation.costs.fit import costs_from_timelines
+from penstock.simulation.costs.layer_estimate import costs_of_parts, costs_per_layer
 from penstock.train.profiling import with_parts
 
 NUM_PROFILED, NUM_STEPS = 5, 10

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from penstock.ir.program import Program
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.schedules import build
-from penstock.simulate import Costs, simulate
+from penstock.simulation import Costs, simulate
 
 COSTS = {
     "infinitely wide channels": Costs.uniform(transfer=0.1),
@@ -38,9 +38,9 @@ SMALL_S = 0.020
 
 COLD = """
 import time
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.schedules import build
-from penstock.simulate import Costs, simulate
+from penstock.simulation import Costs, simulate
 program = lower(build({name!r}, ranks={ranks}, microbatches={microbatches}, stages_per_rank={stages_per_rank}))
 start, used = time.perf_counter(), time.process_time()
 simulate(program, Costs.uniform(transfer=0.1))

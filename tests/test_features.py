@@ -12,12 +12,12 @@ from penstock.execute.reference import reference_evaluate, reference_step
 from penstock.ir.action import parse_action
 from penstock.ir.instruction import Op
 from penstock.ir.schedule import Schedule
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
-from penstock.plan import plan
+from penstock.planning import plan
 from penstock.schedules import build
-from penstock.simulate import Costs
+from penstock.simulation import Costs
 from tests.local_pipelines import (
     IGNORED,
     VOCABULARY,

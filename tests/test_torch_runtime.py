@@ -9,7 +9,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 from torch.nn.functional import mse_loss
 
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.schedules import FAMILIES, build
 from tests.ranks import RankPool
 

@@ -12,16 +12,16 @@ Names that need torch load on first use, so that planning starts without it.
 from importlib import import_module
 from typing import Any
 
-from penstock.check import check
 from penstock.errors import ConfigError, PenstockError, PipelineError, ScheduleError
 from penstock.ir.action import Action, Kind
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.placement import Placement
-from penstock.plan import plan
+from penstock.planning import plan
+from penstock.proofs import check
 from penstock.schedules import build
-from penstock.simulate import Costs, simulate
+from penstock.simulation import Costs, simulate
 from penstock.version import VERSION
 
 __version__ = VERSION

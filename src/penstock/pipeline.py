@@ -53,7 +53,7 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.split_backwards import with_split_backwards
 from penstock.ir.timeline import Timeline
 from penstock.partition.split import describe_split, split_over
-from penstock.plan import few_microbatches, prove_and_lower, resolve_schedule
+from penstock.planning import few_microbatches, prove_and_lower, resolve_schedule
 from penstock.schedules import find_family, is_file_name
 from penstock.version import VERSION
 

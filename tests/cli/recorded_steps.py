@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.ir.timeline import Timeline
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.schedules import build
-from penstock.simulate import Costs, simulate
-from penstock.simulate.lead_in import LeadIn
+from penstock.simulation import Costs, simulate
+from penstock.simulation.lead_in import LeadIn
 from penstock.train.recorded_step import RecordedStep
 
 LAYERS_PER_STAGE = 4

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from penstock.cli.entry import main
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.schedules import build
 
 SCHEDULE = build("1f1b", ranks=2, microbatches=3)

@@ -21,7 +21,7 @@ from penstock.cli.wanted import Wanted
 from penstock.errors import ConfigError, ScheduleError
 from penstock.ir.schedule import Schedule
 from penstock.schedules import build
-from penstock.simulate import Costs
+from penstock.simulation import Costs
 
 UNIT = Costs.uniform()
 

@@ -10,7 +10,7 @@ from penstock.errors import ConfigError, FormatError, ScheduleError
 from penstock.ir.formats import WITH_COMMUNICATION, WRITABLE
 from penstock.ir.reading import read_table
 from penstock.ir.writing import write_table
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.schedules import build
 from tests.strategies import schedules
 

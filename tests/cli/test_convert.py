@@ -12,7 +12,7 @@ from penstock.ir.formats.deepspeed import to_deepspeed
 from penstock.ir.formats.megatron import to_megatron
 from penstock.ir.grid import to_grid
 from penstock.ir.schedule import Schedule
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedules import build
 

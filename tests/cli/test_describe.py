@@ -1,8 +1,8 @@
 """Plans in words."""
 
-from penstock.check import check
 from penstock.cli.describe import describe_plan
-from penstock.lower import lower
+from penstock.lowering import lower
+from penstock.proofs import check
 from penstock.schedules import build
 
 

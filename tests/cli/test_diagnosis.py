@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from penstock.cli.diagnosis import diagnose
 from penstock.cli.what_if import Setting
 from penstock.ir.timeline import Timeline
-from penstock.lower import lower
-from penstock.simulate import simulate
-from penstock.simulate.causes import Cause
-from penstock.simulate.lead_in import LeadIn
+from penstock.lowering import lower
+from penstock.simulation import simulate
+from penstock.simulation.causes import Cause
+from penstock.simulation.lead_in import LeadIn
 from penstock.train.recorded_step import RecordedStep
 from tests.planted import Planted
-from tests.simulate.events import uneven_costs
+from tests.simulation.events import uneven_costs
 from tests.strategies import schedules
 
 NUM_TRIALS = 5

@@ -9,7 +9,7 @@ from penstock.cli.diagnosis import diagnose
 from penstock.cli.diagnosis_text import chief_finding, to_json, to_text
 from penstock.cli.what_if import Setting
 from penstock.schedules import build
-from penstock.simulate.costs.fit import HALVES
+from penstock.simulation.costs.fit import HALVES
 from tests.cli.recorded_steps import recorded_step
 
 SETTING = Setting(batch_size=16, family="1f1b", stages_per_rank=1)

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.cli import launch
 from penstock.cli.entry import main
-from penstock.simulate.costs.file import read_costs
+from penstock.simulation.costs.file import read_costs
 from tests.tiny_run import files_below, settings, start, write_tiny_run
 
 PENSTOCK = ("-m", "penstock.cli")

@@ -8,10 +8,10 @@ from penstock.cli.profile_text import bottleneck, profile_text
 from penstock.execute.observing.memory_report import MemoryPoint, RankMemory, StageMemory
 from penstock.execute.observing.wires import WireSpeed
 from penstock.ir.action import Kind
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.schedules import build
-from penstock.simulate import Costs
-from penstock.simulate.costs.costs import Channel, Spread
+from penstock.simulation import Costs
+from penstock.simulation.costs.costs import Channel, Spread
 from penstock.train.profiling import Profile
 
 COSTS = Costs(

@@ -9,7 +9,7 @@ import pytest
 from penstock.cli.shape import add_one_schedule, add_schedules
 from penstock.cli.wanted import parse_options, wanted_schedule, wanted_schedules
 from penstock.errors import ConfigError, FormatError, ScheduleError
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.schedules import build
 
 SIZE = ["--ranks", "2", "--microbatches", "3"]

@@ -4,10 +4,10 @@ import pytest
 
 from penstock.cli.what_if import Setting, changes_for, setting_of
 from penstock.ir.writing import without_communication
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.schedules import build
-from penstock.simulate import Costs, simulate
-from penstock.simulate.costs.fit import HALVES, SplitShares, costs_from_timelines
+from penstock.simulation import Costs, simulate
+from penstock.simulation.costs.fit import HALVES, SplitShares, costs_from_timelines
 from penstock.train.config import config_from_table
 from tests.cli.recorded_steps import recorded_step
 

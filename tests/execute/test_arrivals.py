@@ -9,7 +9,7 @@ import torch
 from penstock.execute.arrivals import arrived_before, sends_by_producer, used_at
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.live import peak_activations
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.local_pipelines import PATIENCE_S, block, on_ranks, square_loss, values

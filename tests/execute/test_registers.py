@@ -5,7 +5,7 @@ import pytest
 from penstock.execute.registers import Registers
 from penstock.execute.stages.carried import Trail
 from penstock.ir.instruction import Op
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.schedules import build
 
 PROGRAM = lower(build("1f1b", ranks=3, microbatches=4))

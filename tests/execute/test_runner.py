@@ -15,7 +15,7 @@ from penstock.execute.stages.assemble import assemble
 from penstock.execute.transport import LocalTransport
 from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
-from penstock.plan import prove_and_lower
+from penstock.planning import prove_and_lower
 from penstock.schedules import build
 from tests.local_pipelines import error_of, float_task, on_ranks, square_loss, token_task
 

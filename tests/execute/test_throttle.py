@@ -6,7 +6,7 @@ import torch
 from penstock.errors import ConfigError, DeadlineExceeded
 from penstock.execute.calls import Bound
 from penstock.execute.throttle import Throttle, throttle_for
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.local_pipelines import error_of, float_task

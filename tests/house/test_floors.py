@@ -16,10 +16,10 @@ ROOMS = {
     "version": (0, {0}),
     "ir": (1, {0}),
     "schedules": (2, {0, 1}),
-    "check": (2, {0, 1}),
-    "lower": (2, {0, 1}),
-    "simulate": (3, {0, 1}),
-    "plan": (4, {0, 1, 2, 3}),
+    "proofs": (2, {0, 1}),
+    "lowering": (2, {0, 1}),
+    "simulation": (3, {0, 1}),
+    "planning": (4, {0, 1, 2, 3}),
     "search": (5, {0, 1, 2, 3, 4}),
     "show": (5, {0, 1, 3}),
     "models": (6, {0}),
@@ -225,7 +225,7 @@ def test_planted_imports_are_found(name, line, measure):
 
 def test_an_import_from_a_higher_floor_is_found_and_a_lower_one_passes():
     upward = parse("from penstock.ir.action import Kind", "penstock.placement")
-    neighbour = parse("from penstock.schedules.gpipe import GPIPE", "penstock.lower.example")
+    neighbour = parse("from penstock.schedules.gpipe import GPIPE", "penstock.lowering.example")
     downward = parse("from ..errors import nearest", "penstock.ir.example")
 
     assert len(wrong_floors(upward)) == 1

@@ -7,7 +7,7 @@ from penstock.ir.common_order import common_order, walk_untimed, whole_starts
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.program import Program
 from penstock.ir.walk import Walk
-from tests.check.tables import schedule_of
+from tests.proofs.tables import schedule_of
 from tests.strategies import feasible_schedules
 
 

@@ -10,7 +10,7 @@ from penstock.ir.deps import NONE, Plane, deciding, identities, index_rows, num_
 from penstock.ir.instruction import Op
 from penstock.ir.schedule import Schedule
 from penstock.ir.walk import walk
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedules import build
 from tests.strategies import feasible_schedules, needs

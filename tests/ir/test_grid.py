@@ -10,7 +10,7 @@ from penstock.errors import FormatError
 from penstock.ir.action import parse_action
 from penstock.ir.grid import from_grid, to_grid
 from penstock.ir.schedule import Schedule
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedules import build
 from tests.grids import assert_grid

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 
 from penstock.ir.live import alive, live_activations, live_bytes, peak_activations, peak_alive, peak_bytes, peaks
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.schedules import build
-from tests.check.tables import schedule_of
+from tests.proofs.tables import schedule_of
 from tests.strategies import feasible_schedules
 
 

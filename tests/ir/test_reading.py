@@ -6,7 +6,7 @@ from penstock.ir.formats.deepspeed import to_deepspeed
 from penstock.ir.formats.megatron import to_megatron
 from penstock.ir.grid import to_grid
 from penstock.ir.reading import READERS, format_of, read_schedule, read_table
-from penstock.lower import assign_slots, lower
+from penstock.lowering import assign_slots, lower
 from penstock.schedules import build
 
 SCHEDULE = build("1f1b", ranks=3, microbatches=4)

@@ -9,7 +9,7 @@ from hypothesis import given
 from penstock.errors import ScheduleError
 from penstock.ir.action import Action, Kind, OverlappedPair, parse_action
 from penstock.ir.schedule import Schedule
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedules import build
 from tests.strategies import feasible_schedules

@@ -3,9 +3,9 @@
 import numpy as np
 from hypothesis import given
 
-from penstock.check import check
 from penstock.ir.action import Kind
 from penstock.ir.split_backwards import with_split_backwards
+from penstock.proofs import check
 from penstock.schedules import build
 from tests.grids import assert_grid
 from tests.strategies import schedules

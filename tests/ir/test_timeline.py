@@ -6,10 +6,10 @@ from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedules import build
-from penstock.simulate import Costs, simulate
+from penstock.simulation import Costs, simulate
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 

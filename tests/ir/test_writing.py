@@ -8,7 +8,7 @@ from penstock.ir.formats import FORMAT_OF_SUFFIX, READABLE, WITH_COMMUNICATION, 
 from penstock.ir.grid import to_grid
 from penstock.ir.reading import read_table
 from penstock.ir.writing import WRITERS, without_communication, write_table
-from penstock.lower import assign_slots, lower
+from penstock.lowering import assign_slots, lower
 from penstock.schedules import build
 from tests.strategies import ends, feasible_schedules, schedules
 

@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from penstock.plan import prove_and_lower
+from penstock.planning import prove_and_lower
 from penstock.schedules import build
-from penstock.simulate import Costs, simulate
+from penstock.simulation import Costs, simulate
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published_dualpipe.json").read_text(encoding="utf-8"))
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from itertools import product
 
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.schedules import build
-from penstock.simulate import Costs, simulate
+from penstock.simulation import Costs, simulate
 
 PARTS = {"forward": 3, "backward_input": 4, "backward_weight": 2}
 

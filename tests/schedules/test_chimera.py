@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.plan import prove_and_lower
+from penstock.planning import prove_and_lower
 from penstock.schedules import build
 from tests.grids import assert_grid
 from tests.schedules.folded import bubble, timeline

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from penstock.plan import prove_and_lower
+from penstock.planning import prove_and_lower
 from penstock.schedules.delayed_weights import delayed_weights
 from penstock.schedules.family import Shape
 from tests.grids import assert_grid

@@ -2,9 +2,9 @@
 
 import pytest
 
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.schedules import build
-from penstock.simulate import Costs, simulate
+from penstock.simulation import Costs, simulate
 from tests.grids import assert_grid
 from tests.schedules.golden import built, recorded, sizes
 from tests.schedules.groupings import PARTS, groupings

@@ -4,10 +4,10 @@ from itertools import product
 
 import pytest
 
-from penstock.lower import lower
-from penstock.plan import prove_and_lower
+from penstock.lowering import lower
+from penstock.planning import prove_and_lower
 from penstock.schedules import build
-from penstock.simulate import Costs, simulate
+from penstock.simulation import Costs, simulate
 from tests.grids import assert_grid
 from tests.schedules.golden import built, orders, recorded, sizes
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.ir.live import peak_activations
-from penstock.plan import prove_and_lower
+from penstock.planning import prove_and_lower
 from penstock.schedules import build, one_f_one_b_v, v_half, v_min, v_zb
 from penstock.schedules.family import Shape
 from penstock.schedules.v_block import split_schedule, whole_schedule

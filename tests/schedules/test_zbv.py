@@ -5,10 +5,10 @@ from itertools import product
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.lower import lower
-from penstock.plan import prove_and_lower
+from penstock.lowering import lower
+from penstock.planning import prove_and_lower
 from penstock.schedules import build
-from penstock.simulate import Costs, simulate
+from penstock.simulation import Costs, simulate
 from tests.grids import assert_grid
 from tests.schedules.golden import built, recorded
 

@@ -6,9 +6,9 @@ from textwrap import dedent
 
 import numpy as np
 
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.schedules import build
-from penstock.simulate import Costs, simulate
+from penstock.simulation import Costs, simulate
 
 LETTERS = ".FfbBwoh"
 """Idle, and a letter for each leg: `o` and `h` are weight parts of the legs out and home."""

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.show.bars import COLLECTIVE, OPTIMIZER_STEP, bars_of_rank, last_end_s, merged, sorts_used, window_s
-from penstock.simulate import simulate
+from penstock.simulation import simulate
 from tests.show.timelines import UNIT, timeline_of, timeline_with_bars
 
 

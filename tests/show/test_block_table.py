@@ -7,8 +7,8 @@ import pytest
 
 from penstock.show.bars import COLLECTIVE, OPTIMIZER_STEP
 from penstock.show.block_table import LOWER, UPPER, block_table
-from penstock.simulate import Costs
-from penstock.simulate.causes import Cause
+from penstock.simulation import Costs
+from penstock.simulation.causes import Cause
 from tests.show.timelines import UNIT, paired_timeline, timeline_of, timeline_with_bars
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.show.chart import draw_overlay, draw_timeline, overlay_chart, timeline_chart
-from penstock.simulate import Costs
+from penstock.simulation import Costs
 from tests.show.timelines import UNIT, timeline_of, timeline_with_bars
 
 PNG = b"\x89PNG\r\n\x1a\n"

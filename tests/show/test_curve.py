@@ -3,7 +3,7 @@
 import numpy as np
 
 from penstock.show.curve import MemoryCurve, largest_within, memory_curves, memory_levels, without_spikes
-from penstock.simulate import Costs
+from penstock.simulation import Costs
 from tests.show.timelines import UNIT, paired_timeline, timeline_of
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from penstock.show.figures import describe_shape, figures_of, idle_share
-from penstock.simulate import Costs
+from penstock.simulation import Costs
 from tests.show.timelines import UNIT, timeline_of
 
 

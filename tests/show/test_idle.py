@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from penstock.show.idle import NAME_OF_CAUSE, idle_gaps
-from penstock.simulate import Costs
-from penstock.simulate.causes import Cause, idle_times
-from penstock.simulate.costs.fit import costs_from_timeline
-from penstock.simulate.trips import Trips, with_true_arrivals
+from penstock.simulation import Costs
+from penstock.simulation.causes import Cause, idle_times
+from penstock.simulation.costs.fit import costs_from_timeline
+from penstock.simulation.trips import Trips, with_true_arrivals
 from tests.show.timelines import UNIT, paired_timeline, timeline_of, timeline_with_bars
 
 

@@ -8,7 +8,7 @@ from penstock.show.lanes import TimeScale
 from penstock.show.memory_panel import MAX_CURVES, chosen_ranks, draw_memory
 from penstock.show.palette import THEMES
 from penstock.show.sheet import Sheet
-from penstock.simulate import Costs
+from penstock.simulation import Costs
 from tests.show.timelines import UNIT, timeline_of
 
 

@@ -13,7 +13,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.show.html import read
 from penstock.show.page import MAX_BLOCKS, MAX_BYTES, SCRIPTS, to_page
-from penstock.simulate import Costs
+from penstock.simulation import Costs
 from tests.show.test_columns import unpack
 from tests.show.timelines import COSTS, UNIT, paired_timeline, timeline_of, timeline_with_bars
 

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.show.text import byte_unit, count_of, format_bytes, format_seconds, format_share, summary_table
-from penstock.simulate import Costs
+from penstock.simulation import Costs
 from tests.show.timelines import timeline_of
 
 

@@ -5,7 +5,7 @@ import numpy as np
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
 from penstock.show.waits import waits_of
-from penstock.simulate import Costs
+from penstock.simulation import Costs
 from tests.show.timelines import UNIT, paired_timeline, timeline_of
 
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 from penstock.ir.action import Action, Kind, OverlappedPair
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedules import build
-from penstock.simulate import Costs, simulate
+from penstock.simulation import Costs, simulate
 
 COSTS = Costs.uniform(forward=0.010, backward_input=0.010, backward_weight=0.010, transfer=0.001)
 UNIT = Costs.uniform()

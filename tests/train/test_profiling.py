@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.simulate import simulate
+from penstock.simulation import simulate
 from penstock.train.config import config_from_table
 from penstock.train.data import TokenDataset, WindowOptions
 from penstock.train.profiling import ADAM_STATES, NUM_WARM_UP_STEPS, profile_pipeline, profile_run

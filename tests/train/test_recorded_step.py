@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, FormatError
 from penstock.ir.timeline import DataWait, Timeline
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.schedules import build
-from penstock.simulate.lead_in import LeadIn
+from penstock.simulation.lead_in import LeadIn
 from penstock.train.recorded_step import (
     RecordedStep,
     read_recorded_step,

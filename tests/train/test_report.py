@@ -11,9 +11,9 @@ import pytest
 from penstock.errors import PenstockError
 from penstock.ir.instruction import Op
 from penstock.ir.timeline import Timeline
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.schedules import build
-from penstock.simulate import Costs, simulate
+from penstock.simulation import Costs, simulate
 from penstock.train.report import Outcome, predict_again, write_report
 from penstock.train.run_folder import RunFolder
 

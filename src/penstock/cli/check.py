@@ -19,11 +19,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    from penstock.check import check
     from penstock.cli.describe import describe_plan
     from penstock.ir.program import Program
     from penstock.ir.reading import read_table
-    from penstock.lower import assign_slots
+    from penstock.lowering import assign_slots
+    from penstock.proofs import check
 
     text = read_text(arguments.file)
     plan = read_table(text, file=arguments.file, name=arguments.file)

@@ -47,7 +47,7 @@ def run(arguments: Namespace) -> int:
     from penstock.cli.comparison_result import result_of
     from penstock.cli.output import complain
     from penstock.cli.sweep import LIMITS, read_sweep, swept_schedules
-    from penstock.simulate.costs.file import load_costs
+    from penstock.simulation.costs.file import load_costs
 
     limit = arguments.memory_limit
     if limit is not None and limit < 1:

@@ -13,9 +13,9 @@ from penstock.errors import PenstockError
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
-from penstock.plan import plan
+from penstock.planning import plan
 from penstock.show.pareto import Candidate, is_on_front
-from penstock.simulate import Costs
+from penstock.simulation import Costs
 
 
 @dataclass(frozen=True, slots=True)

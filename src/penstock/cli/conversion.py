@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from penstock.check import check
 from penstock.cli.describe import describe_plan
 from penstock.errors import ConfigError
 from penstock.ir.formats import WITH_COMMUNICATION
@@ -10,7 +9,8 @@ from penstock.ir.program import Program
 from penstock.ir.reading import format_of, read_table
 from penstock.ir.schedule import Schedule
 from penstock.ir.writing import without_communication, write_table
-from penstock.lower import assign_slots, lower
+from penstock.lowering import assign_slots, lower
+from penstock.proofs import check
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Plans in words, for the commands that print them."""
 
-from penstock.check import Facts
 from penstock.errors import count_of
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
+from penstock.proofs import Facts
 
 
 def describe_plan(plan: Schedule | Program, facts: Facts) -> str:

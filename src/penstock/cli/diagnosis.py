@@ -7,13 +7,13 @@ from penstock.cli.what_if import Change, Setting, changes_for
 from penstock.ir.action import Kind
 from penstock.ir.timeline import Timeline
 from penstock.ir.writing import without_communication
-from penstock.simulate import simulate
-from penstock.simulate.causes import Cause, IdleTimes, idle_times
-from penstock.simulate.costs.fit import HALVES, SplitShares, costs_from_timelines
-from penstock.simulate.critical import Piece, critical_path
-from penstock.simulate.lead_in import begin_of, idle_before
-from penstock.simulate.losses import Loss, losses_of
-from penstock.simulate.trips import Trips, with_true_arrivals
+from penstock.simulation import simulate
+from penstock.simulation.causes import Cause, IdleTimes, idle_times
+from penstock.simulation.costs.fit import HALVES, SplitShares, costs_from_timelines
+from penstock.simulation.critical import Piece, critical_path
+from penstock.simulation.lead_in import begin_of, idle_before
+from penstock.simulation.losses import Loss, losses_of
+from penstock.simulation.trips import Trips, with_true_arrivals
 from penstock.train.recorded_step import RecordedStep
 
 

@@ -10,8 +10,8 @@ from penstock.cli.what_if import Change, Sort
 from penstock.ir.timeline import Timeline
 from penstock.show.idle import NAME_OF_CAUSE
 from penstock.show.text import count_of, format_seconds, format_share, time_unit
-from penstock.simulate.causes import Cause
-from penstock.simulate.losses import Loss
+from penstock.simulation.causes import Cause
+from penstock.simulation.losses import Loss
 
 NUM_ON_PATH = 6
 NUM_CHANGES: dict[Sort, int] = {"schedule": 6, "split": 2, "microbatches": 2}

@@ -29,8 +29,8 @@ def run(arguments: Namespace) -> int:
     from penstock.cli.diagnosis import diagnose
     from penstock.cli.diagnosis_text import to_json, to_text
     from penstock.cli.what_if import setting_of
-    from penstock.simulate.costs.file import read_costs
-    from penstock.simulate.costs.fit import SplitShares
+    from penstock.simulation.costs.file import read_costs
+    from penstock.simulation.costs.fit import SplitShares
     from penstock.train.config import load_config
     from penstock.train.recorded_step import read_recorded_step
     from penstock.train.run_folder import CONFIG, COSTS

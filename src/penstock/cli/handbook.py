@@ -13,7 +13,7 @@ from penstock.cli.comparison import Refusal, compare
 from penstock.cli.pages import LEGEND, NUM_SLICES, UNITS, draw_example, family_page, family_section
 from penstock.cli.wanted import Wanted
 from penstock.schedules import Family, build
-from penstock.simulate import Costs
+from penstock.simulation import Costs
 
 TEXT = Path(__file__).with_name("handbook.md")
 SIDE_BY_SIDE, FAMILIES = "<!-- side by side -->", "<!-- families -->"

@@ -56,7 +56,7 @@ def _tidy_folder(config: Any) -> Iterator[Any]:
 def _profile(arguments: Namespace, config: Any) -> None:
     from penstock.cli.output import say
     from penstock.cli.profile_text import profile_text
-    from penstock.simulate.costs.writing import costs_to_toml
+    from penstock.simulation.costs.writing import costs_to_toml
     from penstock.train.files import atomic_file
     from penstock.train.profiling import profile_run
     from penstock.train.run_folder import COSTS

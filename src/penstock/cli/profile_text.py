@@ -9,8 +9,8 @@ from penstock.cli.memory_text import memory_text
 from penstock.cli.output import format_table
 from penstock.ir.action import Kind
 from penstock.show.text import count_of, format_bytes, format_seconds, time_unit
-from penstock.simulate.costs.costs import Spread
-from penstock.simulate.costs.messages import BACKWARD, FORWARD, message_costs
+from penstock.simulation.costs.costs import Spread
+from penstock.simulation.costs.messages import BACKWARD, FORWARD, message_costs
 from penstock.train.profiling import Profile
 
 NOT_RUN = ", where backwards are split"

@@ -41,7 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     from penstock.cli.wanted import wanted_schedule
     from penstock.ir.writing import write_table
-    from penstock.lower import lower
+    from penstock.lowering import lower
 
     format = wanted_format(arguments, FORMAT_OF_SUFFIX | SUFFIXES, "grid")
     refuse_useless(arguments, "costs", format, PICTURES)
@@ -57,13 +57,13 @@ def run(arguments: Namespace) -> int:
 
 def _picture(schedule: Schedule, format: str, arguments: Namespace) -> bytes:
     """Draw the timeline that the lowered schedule has under the costs."""
-    from penstock.lower import lower
+    from penstock.lowering import lower
     from penstock.show.chart import timeline_chart
     from penstock.show.figures import describe_shape
     from penstock.show.page import to_page
     from penstock.show.trace import to_trace
-    from penstock.simulate import simulate
-    from penstock.simulate.costs.file import load_costs
+    from penstock.simulation import simulate
+    from penstock.simulation.costs.file import load_costs
 
     text = arguments.costs or DEFAULT_COSTS
     costs = load_costs(text)

@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.check import check
 from penstock.cli.check import read_text
 from penstock.cli.own_file import load_function
 from penstock.errors import ConfigError
 from penstock.ir.reading import read_table
 from penstock.ir.schedule import Schedule
 from penstock.ir.writing import without_communication
+from penstock.proofs import check
 from penstock.schedules import FAMILIES, build, find_family, is_file_name
 
 Options = Mapping[str, str]

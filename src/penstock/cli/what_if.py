@@ -13,12 +13,12 @@ import numpy as np
 from penstock.errors import ConfigError, PartitionError
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.partition.split import split_over
 from penstock.schedules import FAMILIES, build, is_file_name
-from penstock.simulate import Costs, simulate
-from penstock.simulate.costs.costs import COMPUTE_FIELDS
-from penstock.simulate.costs.layer_estimate import costs_of_parts, costs_per_layer
+from penstock.simulation import Costs, simulate
+from penstock.simulation.costs.costs import COMPUTE_FIELDS
+from penstock.simulation.costs.layer_estimate import costs_of_parts, costs_per_layer
 from penstock.train.config import RunConfig
 from penstock.train.recorded_step import RecordedStep
 

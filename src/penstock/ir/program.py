@@ -39,7 +39,7 @@ class Program:
     offsets: Ints
     omits_reductions: bool = False
     """True for a training program that leaves all reductions to whoever runs it: so other systems write some of theirs,
-    and so a program is before `lower.add_reductions`. Of all others, `penstock.check` demands every reduction."""
+    and so a program is before `lowering.add_reductions`. Of all others, `penstock.check` demands every reduction."""
 
     def __post_init__(self) -> None:
         require_routes(self.name, self.placement, self.num_microbatches, self.route_of_microbatch)
@@ -154,7 +154,7 @@ class Program:
 
     @classmethod
     def from_csv(cls, text: str, *, file: str = "<text>", name: str = "from CSV") -> "Program":
-        """Read torch's CSV with communication; the slots, which it does not hold, are 0 (see `lower.assign_slots`).
+        """Read torch's CSV with communication; the slots, which it does not hold, are 0 (see `lowering.assign_slots`).
 
         Raises:
             FormatError: with line and column of the first cell that is no instruction.

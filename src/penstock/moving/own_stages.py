@@ -23,7 +23,7 @@ from penstock.execute.transport.protocol import Transport
 from penstock.ir.schedule import Schedule
 from penstock.moving.brought import agree_on_brought, parts_of_stages
 from penstock.pipeline import Pipeline
-from penstock.plan import resolve_schedule
+from penstock.planning import resolve_schedule
 from penstock.schedules import find_family, is_file_name
 
 T = TypeVar("T")

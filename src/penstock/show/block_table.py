@@ -24,8 +24,8 @@ from penstock.show.curve import MemoryLevels, memory_levels
 from penstock.show.idle import IdleGaps, idle_gaps
 from penstock.show.layout import Blocks, blocks_of_rank
 from penstock.show.waits import Waits, waits_of
-from penstock.simulate.costs.costs import Costs
-from penstock.simulate.critical import critical_path
+from penstock.simulation.costs.costs import Costs
+from penstock.simulation.critical import critical_path
 
 Columns = dict[str, NDArray[Any]]
 UPPER, LOWER = 1, 2

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.timeline import Timeline
-from penstock.simulate.causes import Cause, IdleSpan, idle_spans
-from penstock.simulate.costs.costs import Costs
-from penstock.simulate.costs.fit import costs_from_timeline
-from penstock.simulate.trips import with_true_arrivals
+from penstock.simulation.causes import Cause, IdleSpan, idle_spans
+from penstock.simulation.costs.costs import Costs
+from penstock.simulation.costs.fit import costs_from_timeline
+from penstock.simulation.trips import with_true_arrivals
 
 NAME_OF_CAUSE = {
     Cause.DEPENDENCY: "dependency",

@@ -31,8 +31,8 @@ from penstock.show.palette import (
     to_hex,
 )
 from penstock.show.text import format_share
-from penstock.simulate.causes import Cause
-from penstock.simulate.costs.costs import Costs
+from penstock.simulation.causes import Cause
+from penstock.simulation.costs.costs import Costs
 
 MAX_BLOCKS = 2_000_000
 MAX_BYTES = 5_000_000

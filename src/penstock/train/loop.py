@@ -14,7 +14,7 @@ from penstock.execute.world import default_transport
 from penstock.ir.timeline import Timeline
 from penstock.models import LayerSpec, count_parameters
 from penstock.pipeline import Pipeline
-from penstock.plan import few_microbatches
+from penstock.planning import few_microbatches
 from penstock.train.claim import Start, claimed_together, joined
 from penstock.train.config import RunConfig
 from penstock.train.data import Batch, TokenDataset

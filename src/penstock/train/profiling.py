@@ -14,8 +14,8 @@ from penstock.ir.action import Kind
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.pipeline import Pipeline
-from penstock.simulate import Costs
-from penstock.simulate.costs.fit import costs_from_timelines
+from penstock.simulation import Costs
+from penstock.simulation.costs.fit import costs_from_timelines
 from penstock.train.config import RunConfig
 from penstock.train.data import Batch, TokenDataset
 from penstock.train.loop import PREPARING_DEADLINE_S

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from penstock.errors import ConfigError, FormatError
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
-from penstock.simulate.lead_in import LeadIn
+from penstock.simulation.lead_in import LeadIn
 from penstock.train.run_folder import CONFIG, TIMELINE
 
 Moments = Annotated[list[float], Field(min_length=3, max_length=3)]

@@ -10,8 +10,8 @@ from penstock.ir.timeline import Timeline
 from penstock.show.chart import draw_overlay
 from penstock.show.text import format_seconds, format_share
 from penstock.show.trace import to_trace
-from penstock.simulate import simulate
-from penstock.simulate.costs.fit import costs_from_timeline
+from penstock.simulation import simulate
+from penstock.simulation.costs.fit import costs_from_timeline
 from penstock.train.files import naming_storage
 from penstock.train.progress import duration_text
 from penstock.train.run_folder import (

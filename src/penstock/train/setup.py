@@ -1,13 +1,13 @@
 """From a configuration to what a run needs: its folder, its data, its pipeline, its optimizer's options."""
 
-from penstock.check import check
 from penstock.errors import ConfigError, count_of
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.schedule import Schedule
 from penstock.models import DecoderConfig, LayerSpec, cross_entropy_loss, decoder_layers
 from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
-from penstock.plan import resolve_schedule
+from penstock.planning import resolve_schedule
+from penstock.proofs import check
 from penstock.schedules import FAMILIES, is_file_name
 from penstock.train.config import RunConfig
 from penstock.train.data import TokenDataset, open_dataset

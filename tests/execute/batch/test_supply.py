@@ -9,7 +9,7 @@ from penstock.execute.calls import Bound
 from penstock.execute.stages.stage import Stage
 from penstock.ir.instruction import Op
 from penstock.ir.timeline import DataWait
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.schedules import build
 from tests.test_streamed_steps import Masked
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from penstock.execute.observing.log import log_plan, message_log
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.local_pipelines import float_task, on_ranks, step_task, token_task

@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 from penstock.execute.calls import Bound
 from penstock.execute.observing.ranges import NAMES, range_name, ranges
 from penstock.ir.instruction import Instruction, Op
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.local_pipelines import difference, float_task, step_task

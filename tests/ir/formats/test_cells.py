@@ -10,7 +10,7 @@ from penstock.ir.formats.cells import MAX_CELLS, action_cells, infer_layout, ins
 from penstock.ir.grid import to_grid
 from penstock.ir.instruction import Op
 from penstock.ir.reading import read_table
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedules import build
 from tests.strategies import feasible_schedules

@@ -17,7 +17,7 @@ from penstock.ir.formats.json_text import (
 )
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
-from penstock.lower import lower
+from penstock.lowering import lower
 from penstock.schedules import build
 from tests.ir.formats.test_torch_csv import assert_same_columns
 from tests.strategies import ends, feasible_schedules

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.check import check
 from penstock.errors import FormatError
 from penstock.ir.formats.torch_csv import program_from_csv, program_to_csv, schedule_from_csv, schedule_to_csv
 from penstock.ir.program import COLUMNS, Program
 from penstock.ir.schedule import Schedule
-from penstock.lower import lower
-from penstock.lower.assign_slots import assign_slots
+from penstock.lowering import lower
+from penstock.lowering.assign_slots import assign_slots
+from penstock.proofs import check
 from penstock.schedules import build
 from tests.strategies import ends, feasible_schedules, schedules
 

@@ -1,0 +1,63 @@
+"""Lowering: from a schedule to the program that ranks run, one pass a file.
+
+Each pass takes a valid program and returns a new valid one. They run in the order of the tuples below: messages,
+reductions, the optimizer step if asked for, buffers.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from penstock.errors import ConfigError, described
+from penstock.ir.common_order import Starts
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.lowering.add_messages import add_messages
+from penstock.lowering.add_optimizer_step import add_optimizer_step
+from penstock.lowering.add_reductions import add_reductions
+from penstock.lowering.assign_slots import assign_slots
+from penstock.lowering.post_receives_ahead import post_receives_ahead
+
+Pass = Callable[[Program], Program]
+
+REDUCTIONS: tuple[Pass, ...] = (add_reductions,)
+STEP: tuple[Pass, ...] = (add_optimizer_step,)
+BUFFERS: tuple[Pass, ...] = (assign_slots,)
+
+
+def lower(
+    schedule: Schedule,
+    *,
+    tied_groups: Sequence[Sequence[int]] = (),
+    optimizer_step: bool = False,
+    start: Starts | None = None,
+) -> Program:
+    """Make the program of a schedule: messages, gradient reductions, on request the optimizer step, buffers.
+
+    `tied_groups` are groups of stages that hold copies of one parameter, at most one of each rank; `start` are the
+    starts of the schedule's untimed walk, if known. The result passes `penstock.check` under every transport
+    model, whatever feasible order the schedule has.
+
+    Raises:
+        ConfigError: for anything but a schedule.
+        ScheduleError: if the schedule cannot run to its end, or a tied group names a stage that does not exist, or two
+            stages of one rank.
+    """
+    if not isinstance(schedule, Schedule):
+        hint = " that is not lowered yet" if isinstance(schedule, Program) else ""
+        raise ConfigError(f"{described(schedule)}; expected a Schedule{hint}", key="schedule")
+    groups = tuple(tuple(sorted(set(group))) for group in tied_groups)
+    program = Program.from_schedule(schedule, tied_groups=groups)
+    messages: tuple[Pass, ...] = (partial(add_messages, start=start), post_receives_ahead)
+    for apply in (*messages, *REDUCTIONS, *(STEP if optimizer_step else ()), *BUFFERS):
+        program = apply(program)
+    return program
+
+
+__all__ = [
+    "add_messages",
+    "add_optimizer_step",
+    "add_reductions",
+    "assign_slots",
+    "lower",
+    "post_receives_ahead",
+]

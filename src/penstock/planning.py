@@ -1,0 +1,120 @@
+"""Planning on one page: build, check, lower, check, simulate."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError, count_of
+from penstock.ir.program import Program
+from penstock.ir.reading import read_schedule
+from penstock.ir.schedule import Schedule
+from penstock.ir.timeline import Timeline
+from penstock.lowering import lower
+from penstock.proofs import Limits, prove
+from penstock.schedules import build, is_file_name
+from penstock.simulation import Costs, simulate
+
+DEFAULT_MICROBATCHES = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A proved schedule, its proved program, and what is predicted of it."""
+
+    schedule: Schedule
+    program: Program
+    timeline: Timeline
+
+
+def plan(
+    schedule: Schedule,
+    costs: Costs,
+    *,
+    memory_limit: int | Sequence[int] | None = None,
+    tied_groups: Sequence[Sequence[int]] = (),
+    optimizer_step: bool = False,
+) -> Plan:
+    """Prove a schedule, lower it, prove the program, and simulate it.
+
+    `memory_limit` counts activations, one number or one per rank.
+
+    Raises:
+        ScheduleError: if a proof fails; it lists every violation.
+    """
+    program = prove_and_lower(
+        schedule, memory_limit=memory_limit, tied_groups=tied_groups, optimizer_step=optimizer_step
+    )
+    return Plan(schedule, program, simulate(program, costs))
+
+
+def prove_and_lower(
+    schedule: Schedule,
+    *,
+    memory_limit: int | Sequence[int] | None = None,
+    tied_groups: Sequence[Sequence[int]] = (),
+    optimizer_step: bool = False,
+) -> Program:
+    """Prove a schedule, lower it, and prove the program: all that must hold before a first step."""
+    limits = Limits(num_activations=memory_limit)
+    known = prove(schedule, limits)
+    program = lower(schedule, tied_groups=tied_groups, optimizer_step=optimizer_step, start=known.start)
+    prove(program, limits, known=known)
+    return program
+
+
+def few_microbatches(program: Program) -> str | None:
+    """Return what to tell users of a program with fewer microbatches than stages: its ranks wait for much of a step."""
+    num_stages = max(len(route) for route in program.placement.routes)
+    num_parts = program.num_microbatches * program.num_slices
+    if num_parts >= num_stages or num_stages == 1:
+        return None
+    bubble = simulate(program, Costs.uniform()).bubble_fraction
+    return (
+        f"{program.num_microbatches} microbatches for {num_stages} stages leave ranks idle for {bubble:.0%} of a step "
+        f"(predicted for {program.name}, for stages that take equally long); use {num_stages} or more"
+    )
+
+
+def resolve_schedule(
+    schedule: str | Path | Schedule,
+    *,
+    ranks: int,
+    microbatches: int | None = None,
+    stages_per_rank: int | None = None,
+    options: Mapping[str, Any],
+) -> Schedule:
+    """Return a schedule by its family's name, from a file, or as given; it must be for these numbers.
+
+    Without a number of `microbatches`, a family gets 8, and a schedule that is given whole keeps its own.
+
+    Raises:
+        ConfigError: if there is no such name or file, or the schedule is for other numbers of ranks, stages per rank or
+            microbatches.
+        FormatError: if the file cannot be read as a schedule.
+    """
+    if isinstance(schedule, str) and not is_file_name(schedule):
+        number = DEFAULT_MICROBATCHES if microbatches is None else microbatches
+        return build(schedule, ranks=ranks, microbatches=number, stages_per_rank=stages_per_rank, **options)
+    if options:
+        name = next(iter(options))
+        raise ConfigError("is no option here; a schedule that is given whole takes no options of a family", key=name)
+    whole = schedule if isinstance(schedule, Schedule) else read_schedule(Path(schedule))
+    if whole.num_ranks != ranks:
+        raise ConfigError(
+            f"{whole.name} is for {whole.num_ranks} ranks, but {ranks} run; start {whole.num_ranks} processes, or "
+            "give a schedule for as many ranks as run",
+            key="schedule",
+        )
+    if microbatches not in (None, whole.num_microbatches):
+        raise ConfigError(
+            f"{microbatches}, but {whole.name} is for {whole.num_microbatches} microbatches; make them equal",
+            key="microbatches",
+        )
+    if stages_per_rank is not None and stages_per_rank * ranks != whole.num_stages:
+        raise ConfigError(
+            f"{stages_per_rank}, but {whole.name} has {count_of(whole.num_stages, 'stage')} on "
+            f"{count_of(ranks, 'rank')}; leave it out, since a schedule that is given whole has its own",
+            key="stages_per_rank",
+        )
+    return whole

@@ -1,0 +1,200 @@
+"""The proofs: before anything runs, a schedule or program is shown to be complete, feasible and within its memory.
+
+    order        every action once, on its rank, behind what it needs there
+    cycle        all ranks can run to their end
+    channels     sends and receives are the same messages in the same order
+    transports   no deadlock, however messages travel
+    memory       limits hold, no slot is overwritten while alive
+    collectives  one total order on all members
+
+Every finding of one call ends in one `ScheduleError`. A proof that rests on another is left out where that one fails.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.errors import ConfigError, described
+from penstock.ir.common_order import Starts
+from penstock.ir.deps import index_rows, predecessors
+from penstock.ir.live import peak_activations
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.proofs.channels import Messages, check_order, count_messages, find_messages
+from penstock.proofs.collectives import check_collectives, leaves_reductions_out
+from penstock.proofs.common_order import keeps_common_order
+from penstock.proofs.cycle import check_feasible
+from penstock.proofs.memory import (
+    Limits,
+    check_activations,
+    check_bytes,
+    check_slots,
+    count_messages_alive,
+)
+from penstock.proofs.order import Actions, check_complete, check_names, check_pairs, check_positions
+from penstock.proofs.report import Findings, Subject
+from penstock.proofs.transports import (
+    ALL_TRANSPORTS,
+    RENDEZVOUS,
+    SINGLE_QUEUE,
+    Buffered,
+    SingleQueue,
+    TransportModel,
+    check_transport,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a check has found out about a table that passed."""
+
+    num_actions: int
+    num_messages: int
+    """Results that cross from rank to rank."""
+    peak_activations: list[int]
+    """Per rank, the most activations of one stage and microbatch (or slice) alive at once."""
+    peak_bytes: list[int] | None
+    """Per rank, the most bytes of activations and weight contexts; None where their sizes were not given."""
+    peak_received: list[int] | None
+    """Per rank, the most messages posted for or arrived and not consumed; None for a schedule, which has none."""
+    peak_unsent: list[int] | None
+    """Per rank, the most results made and not sent; None for a schedule."""
+    transports: tuple[TransportModel, ...]
+    """The transport models that were proved; none for a schedule."""
+    omits_reductions: bool
+    """Whether it is a training program that leaves the reductions of its gradients to whoever runs it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proof:
+    """That a table can run, and what a further proof of the same actions may rest on."""
+
+    facts: Facts
+    schedule: Schedule
+    """Its actions."""
+    start: Starts
+    """When each action starts in an untimed walk."""
+
+
+def check(
+    table: Schedule | Program,
+    *,
+    memory_limit: int | Sequence[int] | None = None,
+    activation_bytes: int | Sequence[int] | None = None,
+    weight_context_bytes: int | Sequence[int] | None = None,
+    memory_limit_bytes: int | Sequence[int] | None = None,
+    transport: TransportModel | None = None,
+) -> Facts:
+    """Prove that a schedule or program can run; return what was learnt on the way.
+
+    `memory_limit` counts activations and `memory_limit_bytes` bytes, for all ranks or one per rank; the sizes are in
+    bytes, for all stages or one per stage. A program is proved under `transport`, by default under every model.
+
+    Raises:
+        ScheduleError: with every violation and a picture of the first ones.
+        ConfigError: if limits and sizes do not fit the table.
+    """
+    limits = Limits(memory_limit, activation_bytes, weight_context_bytes, memory_limit_bytes)
+    return prove(table, limits, models=ALL_TRANSPORTS if transport is None else (transport,)).facts
+
+
+def prove(
+    table: Schedule | Program,
+    limits: Limits,
+    *,
+    models: tuple[TransportModel, ...] = ALL_TRANSPORTS,
+    known: Proof | None = None,
+) -> Proof:
+    """Do what `check` does; what is `known` of a table with the same actions is not proved again.
+
+    Raises:
+        ScheduleError: with every violation and a picture of the first ones.
+        ConfigError: if limits and sizes do not fit the table.
+    """
+    if not isinstance(table, (Schedule, Program)):
+        raise ConfigError(f"{described(table)}; expected a Schedule or a Program", key="table")
+    subject = Subject.of(table)
+    findings = Findings(subject)
+    if not check_pairs(subject, findings):
+        findings.raise_if_any()
+    names_exist = check_names(subject, findings)
+    actions = Actions.of(subject)
+    order = _prove_order(actions, names_exist, known, findings)
+    peak = check_activations(actions, limits, findings)
+    peak_in_bytes = check_bytes(actions, limits, findings)
+    messages = None
+    if isinstance(table, Program) and order.is_whole:
+        messages = _prove_program(subject, actions, order.start, models, findings)
+    findings.raise_if_any()
+    assert order.start is not None
+    pool = None if messages is None else count_messages_alive(subject, messages)
+    facts = Facts(
+        num_actions=actions.schedule.num_actions,
+        num_messages=order.num_messages,
+        peak_activations=peak,
+        peak_bytes=peak_in_bytes,
+        peak_received=None if pool is None else pool.received,
+        peak_unsent=None if pool is None else pool.unsent,
+        transports=models if isinstance(table, Program) else (),
+        omits_reductions=isinstance(table, Program) and leaves_reductions_out(table),
+    )
+    return Proof(facts, actions.schedule, order.start)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Order:
+    """What is proved of the actions alone."""
+
+    is_whole: bool
+    """Whether every action is there once, and behind what it needs on its rank."""
+    start: Starts | None
+    """When each starts in an untimed walk; None if they cannot all run."""
+    num_messages: int
+
+
+def _prove_order(actions: Actions, names_exist: bool, known: Proof | None, findings: Findings) -> _Order:
+    if names_exist and known is not None and known.schedule == actions.schedule:
+        return _Order(True, known.start, known.facts.num_messages)
+    is_complete = check_complete(actions, findings)
+    if not names_exist:
+        findings.raise_if_any()  # tables by stage and microbatch have no place for such rows
+    before = predecessors(actions.schedule)
+    is_ordered = check_positions(actions, before, findings)
+    start = check_feasible(actions, before, findings) if is_ordered else None
+    return _Order(is_complete and is_ordered, start, count_messages(actions, before))
+
+
+def _prove_program(
+    subject: Subject, actions: Actions, start: Starts | None, models: Sequence[TransportModel], findings: Findings
+) -> Messages | None:
+    """Prove what only programs have; a deadlock that is in the orders themselves is told as such, not per model."""
+    num_found = len(findings.violations)
+    rows = index_rows(subject.table)
+    messages = find_messages(subject, rows, findings)
+    is_matched = len(findings.violations) == num_found
+    keeps_order = is_matched and start is not None and keeps_common_order(subject, actions, messages, start)
+    if not keeps_order:
+        messages = check_order(subject, messages, findings)
+    joins = check_collectives(subject, findings)
+    if joins is None or len(findings.violations) > num_found:
+        return None
+    check_slots(subject, rows, messages, findings)
+    if start is not None and not keeps_order:
+        for model in models:
+            check_transport(subject, messages, joins, model, findings)
+    return messages
+
+
+__all__ = [
+    "ALL_TRANSPORTS",
+    "RENDEZVOUS",
+    "SINGLE_QUEUE",
+    "Buffered",
+    "Facts",
+    "Limits",
+    "Proof",
+    "SingleQueue",
+    "TransportModel",
+    "check",
+    "peak_activations",
+    "prove",
+]

@@ -1,0 +1,244 @@
+"""Proof 3, first half: on every channel the sends and the receives are the same messages in the same order.
+
+A message is known by its direction (output or gradient), the stage that makes it, microbatch and slice.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.ir.deps import NONE, Plane, RowIndex
+from penstock.ir.hot import blocks
+from penstock.ir.instruction import Instruction, Op
+from penstock.ir.program import Program
+from penstock.proofs.order import Actions, bounds_of_stage
+from penstock.proofs.report import Findings, Subject, first_of_each
+
+Rows = NDArray[np.int32]
+MESSAGE_PLANES = (Plane.SEND_FORWARD, Plane.RECEIVE_FORWARD, Plane.SEND_BACKWARD, Plane.RECEIVE_BACKWARD)
+NEIGHBOUR = {Op.SEND_FORWARD: "next", Op.RECEIVE_BACKWARD: "next"}
+"""Which neighbour on the route is at the other end; "previous" for the other two."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Messages:
+    """The four rows of every message, [num_messages] each."""
+
+    producer: Rows
+    send: Rows
+    receive: Rows
+    consumer: Rows
+
+    def channel(self, subject: Subject) -> NDArray[np.int64]:
+        """[num_messages] sending rank x num_ranks + receiving rank."""
+        channel: NDArray[np.int64] = subject.rank[self.send].astype(np.int64)
+        channel *= subject.table.num_ranks
+        channel += subject.rank[self.receive]
+        return channel
+
+
+def count_messages(actions: Actions, before: NDArray[np.int32]) -> int:
+    """Return how many results cross from rank to rank."""
+    begin, end = bounds_of_stage(actions.schedule)
+    count = 0
+    for part in blocks(len(before)):
+        source, stage = before[part, 0], actions.schedule.stage[part]
+        count += int(np.count_nonzero((source != NONE) & ((source < begin[stage]) | (source >= end[stage]))))
+    return count
+
+
+def find_messages(subject: Subject, rows: RowIndex, findings: Findings) -> Messages:
+    """Prove that every send has its receive, its producer and its consumer; return the messages that have all four.
+
+    `rows` are those of the program.
+    """
+    possible = _possible_messages(subject, rows, findings)
+    is_needed, is_sent, is_received = (end != NONE for end in (possible.producer, possible.send, possible.receive))
+    is_whole = is_needed & is_sent & is_received
+    if is_whole.all():
+        return possible
+    if not np.array_equal(is_whole, is_needed | is_sent | is_received):
+        _tell_missing_ends(findings, possible)
+    return Messages(*(end[is_whole] for end in (possible.producer, possible.send, possible.receive, possible.consumer)))
+
+
+def _possible_messages(subject: Subject, rows: RowIndex, findings: Findings) -> Messages:
+    """The rows of every message that could be, `NONE` where there is none: outputs, then gradients, by their makers."""
+    outputs, gradients = _Crossing.of(subject, "next"), _Crossing.of(subject, "previous")
+    plane = rows.plane
+    if _has_right_ends(subject, rows, outputs, gradients):
+        send = plane(Plane.SEND_FORWARD)[outputs.makers], plane(Plane.SEND_BACKWARD)[gradients.makers]
+        receive = plane(Plane.RECEIVE_FORWARD)[outputs.takers], plane(Plane.RECEIVE_BACKWARD)[gradients.takers]
+    else:
+        ends = _Ends(subject, findings, rows.shape)
+        send = ends.locate(Op.SEND_FORWARD)[outputs.makers], ends.locate(Op.SEND_BACKWARD)[gradients.makers]
+        receive = ends.locate(Op.RECEIVE_FORWARD)[outputs.makers], ends.locate(Op.RECEIVE_BACKWARD)[gradients.makers]
+    producer = plane(Plane.FORWARD)[outputs.makers], plane(Plane.BACKWARD)[gradients.makers]
+    consumer = plane(Plane.FORWARD)[outputs.takers], plane(Plane.BACKWARD)[gradients.takers]
+    return Messages(*(np.concatenate(both, axis=None) for both in (producer, send, receive, consumer)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Crossing:
+    """Messages to one side, the next or the previous stage of a route."""
+
+    neighbour: NDArray[np.int32]
+    """[num_stages] the stage at the other end, `NONE` where there is none or it lies on the same rank."""
+    makers: NDArray[np.int64]
+    """The stages whose results leave their rank, and the stages that take them."""
+    takers: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, subject: Subject, side: str) -> "_Crossing":
+        placement = subject.table.placement
+        neighbour = np.array(placement.next_stage if side == "next" else placement.previous_stage, np.int32)
+        neighbour = np.where(subject.rank_of_stage[neighbour] != subject.rank_of_stage, neighbour, NONE)
+        makers = np.flatnonzero(neighbour != NONE)
+        return cls(neighbour, makers, neighbour[makers])
+
+
+def _has_right_ends(subject: Subject, rows: RowIndex, outputs: _Crossing, gradients: _Crossing) -> bool:
+    """Whether every send and receive has the right stage at its other end, and none is there twice."""
+    program = subject.table
+    assert isinstance(program, Program)
+    peers = np.full((len(Op), program.num_stages), NONE, np.int32)
+    peers[[Op.SEND_FORWARD, Op.RECEIVE_BACKWARD]] = outputs.neighbour
+    peers[[Op.RECEIVE_FORWARD, Op.SEND_BACKWARD]] = gradients.neighbour
+    num_right = 0
+    for part in blocks(program.num_instructions):
+        op = program.op[part]
+        expected = peers.reshape(-1)[op.astype(np.intp) * program.num_stages + program.stage[part]]
+        is_message = (op >= Op.SEND_FORWARD) & (op <= Op.RECEIVE_BACKWARD)
+        is_right = is_message & (expected != NONE) & (expected == program.peer[part])
+        num_right += int(np.count_nonzero(is_right))
+        if not np.array_equal(is_right, is_message):
+            return False
+    return num_right == sum(int(np.count_nonzero(rows.plane(plane) != NONE)) for plane in MESSAGE_PLANES)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """Finds the row of each message among sends or receives."""
+
+    subject: Subject
+    findings: Findings
+    shape: tuple[int, int, int]
+
+    def locate(self, code: Op) -> Rows:
+        """The row of each message's end, by what makes it; rows that make no sense and duplicates are findings."""
+        where = np.full(self.shape, NONE, np.int32)
+        rows, makers = self._valid_rows(code)
+        table = self.subject.table
+        place = (makers, table.microbatch[rows], table.slice[rows])
+        where[place] = rows
+        kept = where[place]
+        for row, other in zip(rows[kept != rows].tolist(), kept[kept != rows].tolist(), strict=True):
+            self._add_duplicate(row, other)
+        return where
+
+    def _valid_rows(self, code: Op) -> tuple[NDArray[Any], NDArray[Any]]:
+        """The rows of an operation whose peer is the right neighbour on another rank, and the stages that make them."""
+        table = self.subject.table
+        assert isinstance(table, Program)
+        rows = np.flatnonzero(table.op == code)
+        side = NEIGHBOUR.get(code, "previous")
+        neighbours = table.placement.next_stage if side == "next" else table.placement.previous_stage
+        expected = np.array(neighbours, np.int64)[table.stage[rows]]
+        right = (expected != NONE) & (table.peer[rows] == expected)
+        leaves = self.subject.rank_of_stage[expected] != self.subject.rank[rows]
+        for row in rows[~(right & leaves)].tolist():
+            self._add_wrong_peer(row, side, neighbours[table.stage[row]])
+        rows = rows[right & leaves]
+        return rows, (table.stage if code.is_send else table.peer)[rows]
+
+    def _add_wrong_peer(self, row: int, side: str, expected: int) -> None:
+        table = self.subject.table
+        assert isinstance(table, Program)
+        stage, peer = int(table.stage[row]), int(table.peer[row])
+        if expected == NONE:
+            problem = f"has stage {peer} at its other end, but stage {stage} has no {side} stage"
+        elif peer != expected:
+            problem = f"has stage {peer} at its other end; expected stage {expected}, the {side} one of stage {stage}"
+        else:
+            problem = f"goes to stage {expected} on its own rank, where no message is needed"
+        self.findings.add(row, problem, "Drop it" if expected == NONE or peer == expected else f"Name stage {expected}")
+
+    def _add_duplicate(self, row: int, other: int) -> None:
+        place = self.findings.subject.place(other, seen_from=row)
+        self.findings.add(row, f"moves the same message as {place}", "Drop one of the two")
+
+
+def _tell_missing_ends(findings: Findings, possible: Messages) -> None:
+    """Say which ends lack their other end, or a result that somebody needs, and which results lack a message."""
+    subject = findings.subject
+    is_needed, is_sent, is_received = (end != NONE for end in (possible.producer, possible.send, possible.receive))
+    for row in possible.send[is_sent & ~is_received].tolist():
+        other, rank = _other_end(subject, row)
+        findings.add(row, f"has no receive on rank {rank}; expected one {other} there", f"Add {other} on rank {rank}")
+    for row in possible.receive[is_received & ~is_sent].tolist():
+        other, rank = _other_end(subject, row)
+        findings.add(row, f"has no send on rank {rank}; expected one {other} there", f"Add {other} on rank {rank}")
+    unneeded = is_sent & is_received & ~is_needed
+    for row in np.concatenate([possible.send[unneeded], possible.receive[unneeded]]).tolist():
+        findings.add(row, "moves a result that no action makes or needs", "Drop both the send and the receive")
+    unbrought = is_needed & ~is_sent & ~is_received
+    for producer, row in zip(possible.producer[unbrought].tolist(), possible.consumer[unbrought].tolist(), strict=True):
+        ranks = f"rank {subject.rank[producer]} and its receive on rank {subject.rank[row]}"
+        problem = f"needs the result of {subject.place(producer)}, and no message brings it"
+        findings.add(row, problem, f"Add the send on {ranks}")
+
+
+def _other_end(subject: Subject, row: int) -> tuple[str, int]:
+    """Text and rank of the instruction that a send or receive lacks."""
+    table = subject.table
+    assert isinstance(table, Program)
+    mine = table.instruction(row)
+    partner = {
+        Op.SEND_FORWARD: Op.RECEIVE_FORWARD,
+        Op.RECEIVE_FORWARD: Op.SEND_FORWARD,
+        Op.SEND_BACKWARD: Op.RECEIVE_BACKWARD,
+        Op.RECEIVE_BACKWARD: Op.SEND_BACKWARD,
+    }[mine.op]
+    other = Instruction(partner, mine.peer, mine.microbatch, mine.slice, mine.stage, 0)
+    return str(other), int(subject.rank_of_stage[mine.peer])
+
+
+def check_order(subject: Subject, messages: Messages, findings: Findings) -> Messages:
+    """Prove that messages are received in the order in which they are sent, and stand where they can be moved.
+
+    Return them channel after channel, in the order of the sends. Of a channel, one difference is told.
+    """
+    send, receive, channel = messages.send, messages.receive, messages.channel(subject)
+    by_send = np.argsort(channel * subject.num_rows + send)
+    by_receive = np.argsort(channel * subject.num_rows + receive)
+    differs = np.flatnonzero(by_send != by_receive)
+    for index in first_of_each(channel[by_send[differs]], differs):
+        first_sent, first_received = int(by_send[index]), int(by_receive[index])
+        _add_swapped(findings, int(send[first_sent]), int(receive[first_received]))
+    in_order = Messages(messages.producer[by_send], send[by_send], receive[by_send], messages.consumer[by_send])
+    _check_places(in_order, findings)
+    return in_order
+
+
+def _add_swapped(findings: Findings, send: int, receive: int) -> None:
+    subject = findings.subject
+    findings.add(
+        send,
+        f"is sent where rank {subject.rank[receive]} receives {subject.place(receive)}; a channel keeps its order",
+        f"Move {_other_end(subject, receive)[0]} in front of it, or swap the receives",
+    )
+
+
+def _check_places(messages: Messages, findings: Findings) -> None:
+    """A message is made before its send and received before its consumer."""
+    subject = findings.subject
+    for index in np.flatnonzero(messages.send < messages.producer).tolist():
+        row, maker = int(messages.send[index]), int(messages.producer[index])
+        problem = f"stands in front of {subject.place(maker, seen_from=row)}, which makes its message"
+        findings.add(row, problem, f"Move it behind {subject.text(maker)}")
+    for index in np.flatnonzero(messages.receive > messages.consumer).tolist():
+        row, consumer = int(messages.receive[index]), int(messages.consumer[index])
+        problem = f"stands behind {subject.place(consumer, seen_from=row)}, which needs its message"
+        findings.add(row, problem, f"Move it in front of {subject.text(consumer)}")

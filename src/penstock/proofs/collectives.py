@@ -1,0 +1,187 @@
+"""Proof 5: every gradient is reduced once and late enough, and all members of a group run its collectives in one order.
+
+A training program reduces the gradient of each stage that has a backward and of each member of each tied group, and it
+takes the optimizer step on all ranks or on none, as `lower` makes it. Two kinds of programs have none of these: those
+that say so (`omits_reductions`), and those that only run forwards.
+
+Tied reductions (members: the ranks of the tied stages) and the optimizer step (members: all ranks) join ranks of the
+pipeline. Gradient reductions join replicas of one stage, which run the same program, so only their own place counts.
+"""
+
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.ir.instruction import INSTRUCTIONS, Op
+from penstock.ir.program import Program
+from penstock.proofs.report import Findings, Subject
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """One collective: per member rank the rows that take part, in order."""
+
+    name: str
+    rows: dict[int, list[int]]
+
+
+def check_collectives(subject: Subject, findings: Findings) -> list[Join] | None:
+    """Prove the collectives of a program; return those that join ranks, or None if something is wrong."""
+    program = subject.table
+    assert isinstance(program, Program)
+    num_found = len(findings.violations)
+    last = _last_backward(program)
+    _check_reductions(program, last, findings)
+    joins = _find_joins(subject, findings)
+    is_complete = not program.is_forward_only and not leaves_reductions_out(program)
+    if is_complete:
+        _check_all_reduced(program, last, findings)
+    for index, group in enumerate(program.tied_groups):
+        if is_complete or index in joins:
+            _check_tied_members(subject, joins.get(index) or Join(_tied_name(index), {}), group, findings)
+    step = joins.get(len(program.tied_groups))
+    if step is not None:
+        _check_step(subject, step, findings)
+    if len(findings.violations) == num_found:
+        _check_total_order(subject, list(joins.values()), findings)
+    return list(joins.values()) if len(findings.violations) == num_found else None
+
+
+def leaves_reductions_out(program: Program) -> bool:
+    """Whether a training program says that it omits its reductions, and holds none."""
+    return program.omits_reductions and not bool((program.op >= Op.REDUCE_GRADIENT).any())
+
+
+def _last_backward(program: Program) -> NDArray[np.int64]:
+    """[num_stages] the row of each stage's last backward, -1 without one."""
+    last = np.full(program.num_stages, -1, np.int64)
+    rows = np.flatnonzero(program.is_backward)
+    last[program.stage[rows]] = rows  # rows ascend, and the last assignment stays
+    return last
+
+
+def _check_reductions(program: Program, last: NDArray[np.int64], findings: Findings) -> None:
+    subject = findings.subject
+    reductions = np.flatnonzero((program.op == Op.REDUCE_GRADIENT) | (program.op == Op.REDUCE_TIED))
+    for row in reductions[reductions < last[program.stage[reductions]]].tolist():
+        final = int(last[program.stage[row]])
+        place = subject.place(final, seen_from=row)
+        findings.add(
+            row,
+            f"runs before {place}, the last backward of its stage: the gradient is not whole yet",
+            f"Move it behind {subject.text(final)}",
+        )
+    updates = np.flatnonzero(program.op >= Op.REDUCE_GRADIENT)
+    is_own = (program.op[updates] == Op.REDUCE_GRADIENT) | program.is_forward_only
+    for row in updates[is_own & (last[program.stage[updates]] < 0)].tolist():
+        what = "the program" if program.is_forward_only else f"stage {program.stage[row]}"
+        findings.add(row, f"belongs to training, but {what} has no backward", "Drop it")
+    # Of one stage, the gradient is reduced once, and once per tied group.
+    is_tied = program.op[reductions] == Op.REDUCE_TIED
+    group = np.where(is_tied, program.peer[reductions].astype(np.int64) + 1, 0)
+    key = program.stage[reductions] + program.num_stages * group
+    _, first = np.unique(key, return_index=True)
+    for index in np.setdiff1d(np.arange(len(reductions)), first).tolist():
+        earlier = int(reductions[np.flatnonzero(key == key[index])[0]])
+        problem = f"reduces the same gradient again as {subject.place(earlier)}"
+        findings.add(int(reductions[index]), problem, "Drop one of the two")
+
+
+def _check_all_reduced(program: Program, last: NDArray[np.int64], findings: Findings) -> None:
+    """Prove that each stage with a backward has its reduction somewhere."""
+    reduced = program.stage[program.op == Op.REDUCE_GRADIENT]
+    for stage in np.setdiff1d(np.flatnonzero(last >= 0), reduced).tolist():
+        text = f"{stage}{INSTRUCTIONS[Op.REDUCE_GRADIENT].text}"
+        problem = (
+            f"is the last backward of stage {stage}, whose gradient is never reduced; expected one {text} behind it"
+        )
+        findings.add(int(last[stage]), problem, f"Add {text} behind it")
+
+
+def _tied_name(index: int) -> str:
+    return f"the reduction of tied group {index}"
+
+
+def _find_joins(subject: Subject, findings: Findings) -> dict[int, Join]:
+    """Collectives by number: tied groups by their index, the optimizer step behind them."""
+    program = subject.table
+    assert isinstance(program, Program)
+    joins: dict[int, Join] = {}
+    num_groups = len(program.tied_groups)
+    for row in np.flatnonzero((program.op == Op.REDUCE_TIED) | (program.op == Op.OPTIMIZER_STEP)).tolist():
+        is_tied = program.op[row] == Op.REDUCE_TIED
+        number = int(program.peer[row]) if is_tied else num_groups
+        if is_tied and not 0 <= number < num_groups:
+            problem = f"names the tied group {number}; the program has {num_groups}"
+            findings.add(row, problem, "Drop it, or name one of the program's tied groups")
+            continue
+        name = _tied_name(number) if is_tied else "the optimizer step"
+        joins.setdefault(number, Join(name, {})).rows.setdefault(int(subject.rank[row]), []).append(row)
+    return joins
+
+
+def _check_tied_members(subject: Subject, join: Join, group: tuple[int, ...], findings: Findings) -> None:
+    stage_of = {int(subject.table.stage[row]): row for rows in join.rows.values() for row in rows}
+    for stage in sorted(set(group) - set(stage_of)):
+        if stage_of:
+            why = f"while {subject.place(min(stage_of.values()))} takes part and would wait for it"
+        else:
+            why = f"so the copies of its parameter on stages {group} would not stay equal"
+        rank = int(subject.rank_of_stage[stage])
+        problem = f"{join.name} is missing for stage {stage}, {why}"
+        findings.add_missing(rank, problem, f"Add it on rank {rank} behind the last backward of stage {stage}")
+    for stage in set(stage_of) - set(group):
+        problem = f"is no member of {join.name}, whose stages are {group}"
+        findings.add(stage_of[stage], problem, "Drop it, or add the stage to the group")
+
+
+def _check_step(subject: Subject, step: Join, findings: Findings) -> None:
+    offsets = subject.table.offsets
+    first = min(row for rows in step.rows.values() for row in rows)
+    for rank in range(subject.table.num_ranks):
+        rows = step.rows.get(rank, [])
+        end = int(offsets[rank + 1]) - 1
+        if not rows:
+            problem = f"the optimizer step is missing, while {subject.place(first)} takes it"
+            findings.add_missing(rank, problem, "Add it at the end, or drop it on all ranks")
+        for row in rows[:-1]:
+            findings.add(row, f"is taken again: {subject.place(rows[-1], seen_from=row)}", "Drop one of the two")
+        if rows and rows[-1] != end:
+            after = subject.place(end, seen_from=end)
+            findings.add(rows[-1], f"runs before {after}; expected as the last instruction", "Move it to the end")
+
+
+def _check_total_order(subject: Subject, joins: list[Join], findings: Findings) -> None:
+    """The union of all ranks' orders has no cycle."""
+    edges: dict[tuple[int, int], tuple[int, int]] = {}
+    by_rank: dict[int, list[tuple[int, int]]] = {}
+    for number, join in enumerate(joins):
+        for rank, rows in join.rows.items():
+            by_rank.setdefault(rank, []).extend((row, number) for row in rows)
+    for places in by_rank.values():
+        places.sort()
+        for (row, number), (later, following) in pairwise(places):
+            if number != following:
+                edges.setdefault((number, following), (row, later))
+    sorter: TopologicalSorter[int] = TopologicalSorter()
+    for before, after in edges:
+        sorter.add(after, before)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        cycle: list[int] = error.args[1]
+        _add_crossing(subject, [edges[pair] for pair in pairwise(cycle)], findings)
+
+
+def _add_crossing(subject: Subject, steps: list[tuple[int, int]], findings: Findings) -> None:
+    (row, later), *rest = sorted(steps)
+    others = " and ".join(f"rank {subject.rank[a]} runs {subject.text(a)} before {subject.text(b)}" for a, b in rest)
+    findings.add(
+        row,
+        f"runs before {subject.place(later, seen_from=row)}, but {others or 'they are one'}: they would wait "
+        "for each other",
+        "Give the collectives one order on all ranks",
+    )

@@ -1,0 +1,149 @@
+"""Proof 2: the orders and dependencies have no cycle; if they have, the shortest one is found and told as a chain.
+
+A cycle alternates between two steps: an action waits for one on another rank, and that one stands behind an action
+which waits in turn. A shortest cycle enters each rank once, so per rank only the latest entry matters to the search.
+"""
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.ir.common_order import Starts, walk_untimed, whole_starts
+from penstock.ir.deps import NONE
+from penstock.proofs.order import Actions
+from penstock.proofs.report import Findings, Subject
+
+MAX_VISITS = 300_000
+"""The search looks at so many waits at most; only a large table with very many open waits can exceed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A row that waits for a row of another rank."""
+
+    row: int
+    needed: int
+
+
+def check_feasible(actions: Actions, before: NDArray[np.int32], findings: Findings) -> Starts | None:
+    """Prove that every rank can run its order to the end; return the starts of an untimed walk, None without an end."""
+    walked = walk_untimed(actions.schedule, before)
+    if walked.is_complete:
+        return whole_starts(walked)
+    cycle = shortest_cycle(actions, before, walked.reached)
+    rows = [Wait(int(actions.row[wait.row]), int(actions.row[wait.needed])) for wait in cycle]
+    findings.add(rows[0].row, _chain(findings.subject, rows), _way_out(findings.subject, rows))
+    return None
+
+
+def _chain(subject: Subject, cycle: list[Wait]) -> str:
+    """Tell the cycle from its first row back to it."""
+    parts = []
+    for wait, following in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
+        link = f"waits for {subject.place(wait.needed)}"
+        if wait.needed != following.row:
+            link += ", which stands behind " if wait.needed > following.row else ", which is paired with "
+            link += subject.text(following.row)
+            link += "" if following is cycle[0] else f" (position {subject.position(following.row)})"
+        parts.append(link)
+    return ", which ".join(parts)
+
+
+def _way_out(subject: Subject, cycle: list[Wait]) -> str:
+    last = cycle[-1].needed
+    first = cycle[0].row
+    return f"Move {subject.text(last)} in front of {subject.text(first)} on rank {subject.rank[first]}"
+
+
+def shortest_cycle(actions: Actions, before: NDArray[np.int32], reached: NDArray[np.int64]) -> list[Wait]:
+    """Return the waits of a shortest cycle among the rows that a walk did not run, from the lowest rank on.
+
+    `reached` is per rank the first row that did not run. Waits for later rows of the own rank are not looked at.
+    """
+    search = _Search(_open_waits(actions, before, reached), actions.schedule.joined, actions.rank)
+    for rank, row in sorted(search.starts(reached), key=lambda start: start[1] - reached[start[0]]):
+        search.start_from(rank, row)
+        if len(search.best) == 2 or (search.best and search.num_visits > MAX_VISITS):
+            break
+    assert search.best, "a walk that does not end has a cycle"
+    first = search.best.index(min(search.best, key=lambda wait: wait.row))
+    return search.best[first:] + search.best[:first]
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenWaits:
+    """Per rank, the rows that wait for another rank and what they wait for, in row order."""
+
+    rows: list[list[int]]
+    needed: list[list[int]]
+
+
+def _open_waits(actions: Actions, before: NDArray[np.int32], reached: NDArray[np.int64]) -> _OpenWaits:
+    row = np.repeat(np.arange(len(before)), before.shape[1])
+    needed = before.reshape(-1)
+    target = np.where(needed == NONE, 0, needed)
+    is_open = (needed != NONE) & (row >= reached[actions.rank[row]]) & (target >= reached[actions.rank[target]])
+    is_open &= actions.rank[row] != actions.rank[target]
+    row, needed = row[is_open], needed[is_open]
+    bounds = np.searchsorted(row, actions.schedule.offsets)
+    return _OpenWaits(_cut(row, bounds), _cut(needed, bounds))
+
+
+def _cut(values: NDArray[Any], bounds: NDArray[Any]) -> list[list[int]]:
+    return [values[begin:end].tolist() for begin, end in pairwise(bounds)]
+
+
+@dataclass(slots=True)
+class _Search:
+    """Breadth-first searches from one wait after the other; `best` is the shortest cycle so far."""
+
+    waits: _OpenWaits
+    joined: NDArray[np.bool_]
+    rank: NDArray[np.int32]
+    best: list[Wait] = field(default_factory=list)
+    num_visits: int = 0
+
+    def starts(self, reached: NDArray[np.int64]) -> list[tuple[int, int]]:
+        return [(rank, row) for rank in range(len(reached)) for row in self.waits.rows[rank]]
+
+    def start_from(self, rank: int, row: int) -> None:
+        """Look for a shorter cycle through the waits of one row."""
+        explored: dict[int, int] = {}
+        index = bisect_left(self.waits.rows[rank], row)
+        frontier: list[list[Wait]] = [[Wait(row, self.waits.needed[rank][index])]]
+        if self.waits.rows[rank][index + 1 : index + 2] == [row]:
+            frontier.append([Wait(row, self.waits.needed[rank][index + 1])])
+        while frontier and (not self.best or len(frontier[0]) + 1 < len(self.best)):
+            reached_next = []
+            for path in frontier:
+                found = self._extend(path, explored)
+                if found and self._closes(found):
+                    return
+                reached_next += found
+            frontier = reached_next
+
+    def _extend(self, path: list[Wait], explored: dict[int, int]) -> list[list[Wait]]:
+        """Leave the rank that the path has entered by every wait in front of its entry that is still unexplored."""
+        entry = path[-1].needed
+        rank = int(self.rank[entry])
+        rows = self.waits.rows[rank]
+        begin = explored.get(rank, 0)
+        end = bisect_right(rows, entry + int(self.joined[entry]))
+        explored[rank] = max(begin, end)
+        self.num_visits += max(0, end - begin) + 1
+        return [[*path, Wait(rows[at], self.waits.needed[rank][at])] for at in range(begin, end)]
+
+    def _closes(self, paths: list[list[Wait]]) -> bool:
+        """Keep the first path whose last wait is for its first row or a row behind it."""
+        first = paths[0][0].row
+        end_of_pair = first - int(first > 0 and self.joined[first - 1])
+        for path in paths:
+            needed = path[-1].needed
+            if self.rank[needed] == self.rank[first] and needed >= end_of_pair:
+                self.best = path
+                return True
+        return False

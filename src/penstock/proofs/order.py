@@ -1,0 +1,328 @@
+"""Proof 1: every action is there once, on its rank, and nothing stands in front of what it needs on its own rank."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.ir.action import Action, Kind
+from penstock.ir.deps import NONE, identities, num_identities
+from penstock.ir.hot import blocks
+from penstock.ir.instruction import Op
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.proofs.report import Findings, Subject, rank_of_row
+
+Where = tuple[int, int, int]
+"""A stage, a microbatch and a slice."""
+
+
+@dataclass(frozen=True, eq=False)
+class Actions:
+    """The computations of a table as a schedule, and the row of the table for each of them."""
+
+    schedule: Schedule
+    row: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, subject: Subject) -> "Actions":
+        table = subject.table
+        if isinstance(table, Schedule):
+            return cls(table, np.arange(subject.num_rows, dtype=np.int32))
+        rows = np.flatnonzero(table.is_compute).astype(np.int32)
+        schedule = Schedule(
+            table.name, table.placement, table.num_microbatches, table.num_slices, table.route_of_microbatch,
+            table.op[rows], table.stage[rows], table.microbatch[rows], table.slice[rows], table.joined[rows],
+            np.searchsorted(rows, table.offsets.astype(np.int32)),
+        )  # fmt: skip
+        return cls(schedule, rows)
+
+    @cached_property
+    def rank(self) -> NDArray[np.int32]:
+        """[num_actions] the rank that runs each action."""
+        return rank_of_row(self.schedule)
+
+
+def bounds_of_stage(table: Schedule | Program) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[num_stages] the first row of the rank that holds each stage, and the end of that rank's rows."""
+    rank = np.array(table.placement.rank_of_stage)
+    return table.offsets[rank], table.offsets[rank + 1]
+
+
+def check_pairs(subject: Subject, findings: Findings) -> bool:
+    """Prove that every joined row is a computation followed by its partner on the same rank."""
+    table = subject.table
+    first = np.flatnonzero(table.joined)
+    if not len(first):
+        return True
+    second = np.minimum(first + 1, subject.num_rows - 1)
+    good = (
+        (second > first)
+        & (subject.rank[second] == subject.rank[first])
+        & (subject.op[first] <= Op.BACKWARD_WEIGHT)
+        & (subject.op[second] <= Op.BACKWARD_WEIGHT)
+        & ~table.joined[second]
+    )
+    for row in first[~good].tolist():
+        findings.add(
+            row,
+            "is marked as the first of an overlapped pair, but no partner follows; expected exactly two computations",
+            "Take the mark away, or put the second computation of the pair right behind it",
+        )
+    return bool(good.all())
+
+
+def check_names(subject: Subject, findings: Findings) -> bool:
+    """Prove that no row names a stage, microbatch or slice that does not exist or belongs elsewhere."""
+    has_wrong = False
+    for part in blocks(subject.num_rows):
+        wrong = part.start + np.flatnonzero(_is_wrongly_named(subject, part))
+        for row in wrong.tolist():
+            _add_wrong_name(subject, findings, row)
+        has_wrong |= len(wrong) > 0
+    return not has_wrong
+
+
+def _is_wrongly_named(subject: Subject, part: slice) -> NDArray[np.bool_]:
+    table = subject.table
+    stage, microbatch, slices = table.stage[part], table.microbatch[part], table.slice[part]
+    rows = np.arange(part.start, part.stop)
+    begin, end = bounds_of_stage(table)
+    is_right: NDArray[np.bool_] = (begin.take(stage, mode="clip") <= rows) & (rows < end.take(stage, mode="clip"))
+    route_of_stage = np.array(table.placement.route_of_stage)
+    on_route = route_of_stage.take(stage, mode="clip") == table.route_of_microbatch.take(microbatch, mode="clip")
+    on_route |= subject.op[part] > Op.RECEIVE_BACKWARD  # the others name no microbatch
+    is_right &= on_route
+    for column, size in (
+        (stage, table.num_stages),
+        (microbatch, table.num_microbatches),
+        (slices, table.num_slices),
+    ):
+        is_right &= (column >= 0) & (column < size)
+    return ~is_right
+
+
+def _add_wrong_name(subject: Subject, findings: Findings, row: int) -> None:
+    table = subject.table
+    stage, microbatch = int(table.stage[row]), int(table.microbatch[row])
+    if _add_foreign(subject, findings, row):
+        return
+    owner = subject.rank_of_stage[stage]
+    if owner != subject.rank[row]:
+        problem = f"is on the wrong rank: stage {stage} is held by rank {owner}"
+        findings.add(row, problem, f"Move it to rank {owner}, or change the placement")
+    else:
+        problem = f"is foreign: microbatch {microbatch} does not travel the route of stage {stage}"
+        findings.add(row, problem, "Drop it, or change the microbatch's route")
+
+
+def _add_foreign(subject: Subject, findings: Findings, row: int) -> bool:
+    table = subject.table
+    fields = (
+        ("stage", int(table.stage[row]), table.num_stages),
+        ("microbatch", int(table.microbatch[row]), table.num_microbatches),
+        ("slice", int(table.slice[row]), table.num_slices),
+    )
+    foreign = [(word, value, count) for word, value, count in fields if not 0 <= value < count]
+    for word, value, count in foreign:
+        findings.add(row, f"names the foreign {word} {value}; expected 0..{count - 1}", "Drop it, or rename it")
+    return bool(foreign)
+
+
+def check_complete(actions: Actions, findings: Findings) -> bool:
+    """Prove one F, and one B or one I and one W (none in a forward-only schedule), of all that every stage must run."""
+    schedule = actions.schedule
+    shape = (len(Kind), schedule.num_stages, schedule.num_microbatches, schedule.num_slices)
+    identity, outside = identities(schedule), num_identities(schedule)
+    there = np.zeros(len(Kind) * outside, np.bool_)
+    num_inside = 0
+    for part in blocks(schedule.num_actions):
+        key = _keys(schedule, identity, part)
+        there[key] = True
+        num_inside += len(key)
+    has_duplicates = np.count_nonzero(there) < num_inside
+    there = there.reshape(shape)
+    route_of_stage = np.array(schedule.placement.route_of_stage)
+    expected = (route_of_stage[:, None] == schedule.route_of_microbatch[None, :])[:, :, None]
+    if not has_duplicates and _is_consistent(there, expected, schedule.is_forward_only):
+        return True
+
+    rows = np.flatnonzero(identity != outside)
+    key = _keys(schedule, identity, slice(None))
+    last = np.full(shape, NONE, np.int64)
+    last.reshape(-1)[key] = rows
+    before = len(findings.violations)
+    _suspect_lone_microbatches(actions, findings, rows)
+    _add_duplicates(actions, findings, rows, key)
+    _Completeness(actions, findings, there, last).add_all(np.broadcast_to(expected, shape[1:]))
+    return len(findings.violations) == before
+
+
+def _suspect_lone_microbatches(actions: Actions, findings: Findings, rows: NDArray[Any]) -> None:
+    """Suspect the only action of its microbatch where a lower one has none: a text with a typo seems to have more."""
+    schedule = actions.schedule
+    microbatches = schedule.microbatch[rows]
+    count = np.bincount(microbatches, minlength=schedule.num_microbatches)
+    unnamed = np.flatnonzero(count == 0)
+    if not len(unnamed):
+        return
+    for row in rows[(count[microbatches] == 1) & (microbatches > unnamed[0])].tolist():
+        microbatch = int(schedule.microbatch[row])
+        findings.suspect(
+            int(actions.row[row]),
+            f"alone names microbatch {microbatch}, and nothing names microbatch {unnamed[0]}; it may be a typo",
+            "Rename it, or add all that is missing",
+        )
+
+
+def _keys(schedule: Schedule, identity: NDArray[np.int32], part: slice) -> NDArray[np.int64]:
+    """A number for each (kind, stage, microbatch, slice), of the rows whose names exist."""
+    num = num_identities(schedule)
+    inside = identity[part] != num
+    keys: NDArray[np.int64] = (schedule.kind[part].astype(np.int64) * num + identity[part])[inside]
+    return keys
+
+
+def _is_consistent(there: NDArray[np.bool_], expected: NDArray[np.bool_], forward_only: bool) -> bool:
+    """Whether what is there of each (stage, microbatch, slice) is all of it, or nothing where nothing is expected."""
+    forward, whole, inputs, weights = there
+    if forward_only:
+        return bool((forward | ~expected).all())
+    is_all = forward & (inputs == weights) & (whole ^ inputs)
+    return bool((is_all | ~(expected | there.any(axis=0))).all())
+
+
+def _add_duplicates(actions: Actions, findings: Findings, rows: NDArray[Any], key: NDArray[Any]) -> None:
+    order = np.argsort(key, kind="stable")
+    repeats = np.flatnonzero(np.diff(key[order]) == 0) + 1
+    for index in repeats.tolist():
+        row, first = int(actions.row[rows[order[index]]]), int(actions.row[rows[order[index - 1]]])
+        findings.add(
+            row,
+            f"is a duplicate of {findings.subject.place(first)}; expected one",
+            "Drop one of the two",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Completeness:
+    """What is there of each (stage, microbatch, slice), by kind, and in which row."""
+
+    actions: Actions
+    findings: Findings
+    there: NDArray[np.bool_]
+    """[num_kinds, num_stages, num_microbatches, num_slices]"""
+    last: NDArray[np.int64]
+
+    def add_all(self, expected: NDArray[np.bool_]) -> None:
+        forward, whole, inputs, weights = self.there
+        trains = not self.actions.schedule.is_forward_only
+        for where in self._where(whole & (inputs | weights)):
+            part = Kind.BACKWARD_INPUT if inputs[where] else Kind.BACKWARD_WEIGHT
+            other = self.findings.subject.place(self._row(part, where))
+            problem = f"computes again what {other} computes; expected one B, or one I and one W"
+            self.findings.add(self._row(Kind.BACKWARD, where), problem, "Drop the B, or the I and the W")
+        for where in self._where(inputs & ~weights & ~whole):
+            weight = self._text(Kind.BACKWARD_WEIGHT, where)
+            problem = f"has no weight part; expected one {weight} behind it"
+            self.findings.add(self._row(Kind.BACKWARD_INPUT, where), problem, f"Add {weight} behind it")
+        for where in self._where(weights & ~inputs & ~whole):
+            text = self._text(Kind.BACKWARD_INPUT, where)
+            problem = f"has no input part; expected one {text} before it"
+            self.findings.add(self._row(Kind.BACKWARD_WEIGHT, where), problem, f"Add {text} before it")
+        has_backward = whole | inputs | weights
+        for where in self._where(has_backward & ~forward):
+            self._add_lone_backward(where)
+        for where in self._where(forward & ~has_backward & trains):
+            text = self._text(Kind.BACKWARD, where)
+            problem = f"has no backward; expected one {text}, or one I and one W"
+            self.findings.add(self._row(Kind.FORWARD, where), problem, f"Add {text} behind it, or drop every backward")
+        for first, last in _runs(self._where(expected & ~forward & ~has_backward)):
+            self._add_absent(first, last, trains)
+
+    def _add_lone_backward(self, where: Where) -> None:
+        kinds = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        kind = next(kind for kind in kinds if self.there[(kind, *where)])
+        text = self._text(Kind.FORWARD, where)
+        problem = f"has no forward; expected one {text} before it"
+        self.findings.add(self._row(kind, where), problem, f"Add {text} before it")
+
+    def _add_absent(self, first: Where, last: Where, trains: bool) -> None:
+        is_one = first == last
+        kinds = (Kind.FORWARD, Kind.BACKWARD) if trains else (Kind.FORWARD,)
+        texts = [self._text(kind, first) + ("" if is_one else f" to {self._text(kind, last)}") for kind in kinds]
+        missing = " and ".join(texts) + (f" (or {'its' if is_one else 'their'} I and W)" if trains else "")
+        rank = int(self.findings.subject.rank_of_stage[first[0]])
+        verb = "is" if is_one and not trains else "are"
+        problem = f"{missing} {verb} missing; every stage runs every microbatch of its route once"
+        self.findings.add_missing(rank, problem, f"Add {missing}")
+
+    def _row(self, kind: Kind, where: Where) -> int:
+        return int(self.actions.row[self.last[(kind, *where)]])
+
+    @staticmethod
+    def _text(kind: Kind, where: Where) -> str:
+        return str(Action(kind, *where))
+
+    @staticmethod
+    def _where(found: NDArray[np.bool_]) -> list[Where]:
+        if not found.any():
+            return []
+        return [(int(stage), int(microbatch), int(part)) for stage, microbatch, part in np.argwhere(found)]
+
+
+def _runs(found: list[Where]) -> list[tuple[Where, Where]]:
+    """The first and the last of all that are of one stage and slice, and of microbatches in a row."""
+    runs: list[tuple[Where, Where]] = []
+    for where in sorted(found, key=lambda where: (where[0], where[2], where[1])):
+        stage, microbatch, part = where
+        if runs and runs[-1][1] == (stage, microbatch - 1, part):
+            runs[-1] = (runs[-1][0], where)
+        else:
+            runs.append((where, where))
+    return runs
+
+
+def check_positions(actions: Actions, before: NDArray[np.int32], findings: Findings) -> bool:
+    """Prove that nothing stands in front of what it needs on its own rank, or is paired with it."""
+    schedule = actions.schedule
+    _, end_of_stage = bounds_of_stage(schedule)
+    is_second = np.concatenate([[False], schedule.joined[:-1]]) if schedule.num_actions else schedule.joined
+    num_wrong = 0
+    for part in blocks(schedule.num_actions):
+        first_of_group = np.arange(part.start, part.stop, dtype=np.int32)
+        first_of_group -= is_second[part]
+        end = end_of_stage[schedule.stage[part]]
+        wrong = (before[part] >= first_of_group[:, None]) & (before[part] < end[:, None])
+        for index, column in np.argwhere(wrong).tolist() if wrong.any() else []:
+            action = part.start + index
+            needed = int(before[action, column])
+            together = bool(schedule.joined[min(action, needed)]) and abs(action - needed) == 1
+            _add_position(actions, findings, action, needed, together=together or action == needed)
+            num_wrong += 1
+    return num_wrong == 0
+
+
+def _add_position(actions: Actions, findings: Findings, action: int, other: int, *, together: bool) -> None:
+    row, needed = int(actions.row[action]), int(actions.row[other])
+    subject = findings.subject
+    text = subject.text(needed)
+    if together:
+        problem = f"is paired with {subject.place(needed, seen_from=row)}, for which it must wait"
+        findings.add(row, problem, "Take the pair apart")
+        return
+    kinds = (Kind(int(actions.schedule.kind[action])), Kind(int(actions.schedule.kind[other])))
+    same_stage = actions.schedule.stage[action] == actions.schedule.stage[other]
+    role = {
+        (Kind.BACKWARD, Kind.FORWARD): "its forward ",
+        (Kind.BACKWARD_INPUT, Kind.FORWARD): "its forward ",
+        (Kind.BACKWARD_WEIGHT, Kind.BACKWARD_INPUT): "its input part ",
+    }.get(kinds, "")
+    reason = "" if role and same_stage else ", whose result it needs"
+    findings.add(
+        row,
+        f"runs before {role}{subject.place(needed, seen_from=row)}{reason}",
+        f"Move {text} in front of it, or drop microbatch {actions.schedule.microbatch[action]}",
+    )

@@ -1,0 +1,127 @@
+"""A timeline as blocks of computation: what ran without a break, and the messages, gathers and data it waited for."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.ir.deps import NONE, predecessors
+from penstock.ir.instruction import Op
+from penstock.ir.timeline import DataWait, Timeline
+from penstock.simulation.collectives import gather_of_row
+from penstock.simulation.data_waits import waits_of_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message that a block waited for."""
+
+    producer: int
+    """The block that made it."""
+    arrival_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """The gathering of parameters that a block waited for."""
+
+    row: int
+    """The instruction that launched it."""
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One computation, or the two of an overlapped pair."""
+
+    rank: int
+    row: int
+    num_rows: int
+    start_s: float
+    end_s: float
+    messages: tuple[Message, ...]
+    gather: Gather | None = None
+    data_waits: tuple[DataWait, ...] = ()
+    """Of its rank, since the block before."""
+
+    @property
+    def rows(self) -> range:
+        return range(self.row, self.row + self.num_rows)
+
+    @property
+    def last_message(self) -> Message | None:
+        return max(self.messages, key=lambda message: message.arrival_s, default=None)
+
+
+def blocks_of(timeline: Timeline) -> list[Block]:
+    """List all blocks, rank after rank, each rank's in their order; `Message.producer` indexes this list."""
+    program = timeline.program
+    rows = np.flatnonzero(program.is_compute)
+    is_second = np.zeros(program.num_instructions, np.bool_)
+    is_second[1:] = program.joined[:-1]
+    block_of_row = np.full(program.num_instructions, NONE, np.int64)
+    block_of_row[rows] = np.cumsum(~is_second[rows]) - 1
+
+    before = predecessors(program)[:, 0]
+    gathers, ranks = gather_of_row(program), program.rank_of_row
+    waits = [deque(own) for own in waits_of_ranks(timeline)]
+    found = []
+    for row in rows[~is_second[rows]].tolist():
+        members = (row, row + 1) if program.joined[row] else (row,)
+        found.append(
+            Block(
+                rank=int(ranks[row]),
+                row=row,
+                num_rows=len(members),
+                start_s=float(timeline.start_s[row]),
+                end_s=float(timeline.end_s[list(members)].max()),
+                messages=tuple(_messages(timeline, members, before, block_of_row)),
+                gather=_gather(timeline, [int(gathers[member]) for member in members]),
+                data_waits=tuple(_taken(waits[ranks[row]], float(timeline.start_s[row]))),
+            )
+        )
+    return found
+
+
+def in_order(blocks: Sequence[Block], num_ranks: int) -> Iterator[int]:
+    """Return the indices of the blocks, each after those before it on its rank and those that made its messages."""
+    waiting: list[deque[int]] = [deque() for _ in range(num_ranks)]
+    for index, block in enumerate(blocks):
+        waiting[block.rank].append(index)
+    is_done = [False] * len(blocks)
+    num_done = -1
+    while num_done < sum(is_done):  # what has run can run
+        num_done = sum(is_done)
+        for queue in waiting:
+            while queue and all(is_done[message.producer] for message in blocks[queue[0]].messages):
+                is_done[queue[0]] = True
+                yield queue.popleft()
+
+
+def _taken(waits: deque[DataWait], until_s: float) -> Iterator[DataWait]:
+    """Take off the waits that began before a moment; one that goes on, while a device computes, stays as well."""
+    while waits and waits[0].begin_s < until_s:
+        yield waits[0]
+        if waits[0].end_s > until_s:
+            return
+        waits.popleft()
+
+
+def _messages(
+    timeline: Timeline, members: Sequence[int], before: NDArray[np.int32], block_of_row: NDArray[np.int64]
+) -> Iterator[Message]:
+    for member in members:
+        receive = int(before[member])
+        if receive == NONE or not Op(int(timeline.program.op[receive])).is_receive:
+            continue
+        producer = before[before[receive]]
+        yield Message(int(block_of_row[producer]), float(timeline.end_s[receive]))
+
+
+def _gather(timeline: Timeline, rows: Sequence[int]) -> Gather | None:
+    """The one that is over last."""
+    gathers = [Gather(row, float(timeline.start_s[row]), float(timeline.end_s[row])) for row in rows if row != NONE]
+    return max(gathers, key=lambda gather: gather.end_s, default=None)

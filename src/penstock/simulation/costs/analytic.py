@@ -1,0 +1,143 @@
+"""What a transformer costs on a described machine: seconds from FLOPs, bytes and bandwidths, nothing measured.
+
+Every product runs at one efficiency, the share of the device's peak that the user expects. So the result says how
+schedules, splits and links compare; how fast one layer is, only a profile says.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.simulation.costs.devices import Device, Link
+from penstock.simulation.costs.transformer import (
+    OPTIMIZER_BYTES_OF_TYPE,
+    Part,
+    Transformer,
+    embedding_of,
+    head_of,
+    layer_of,
+)
+
+COLLECTIVES_PER_LAYER = 2
+"""Tensor-parallel reductions in the forward, and in the input part, of one layer (arXiv 1909.08053, section 3)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the ranks of a pipeline run on."""
+
+    device: Device
+    efficiency: float
+    """The share of the device's peak FLOPs that training reaches: model FLOPs utilisation, often 0.3 to 0.5."""
+    link: Link
+    """Between neighbouring ranks of the pipeline."""
+    latency_s: float = 0.0
+    """Of a message; data sheets do not say it."""
+    launch_s: float = 0.0
+    tensor_parallel: int = 1
+    """Devices that share the layers of one rank, with the activations between their products cut along the sequence."""
+    tensor_link: Link | None = None
+    """Between those devices; needed if there are more than one."""
+    replicas: int = 1
+    """Copies of the pipeline that reduce their gradients together."""
+    replica_link: Link | None = None
+    """Between the copies; the pipeline's unless given."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.efficiency <= 1:
+            raise ConfigError(
+                f"{self.efficiency!r}; give the share of the peak that is reached, above 0 and at most 1",
+                key="efficiency",
+            )
+        for name in ("tensor_parallel", "replicas"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{getattr(self, name)}; give 1 or more", key=name)
+        if self.tensor_parallel > 1 and self.tensor_link is None:
+            raise ConfigError(f"is missing; say what connects the {self.tensor_parallel} devices", key="tensor_link")
+
+
+def figures(model: Transformer, machine: Machine, layers_per_stage: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of `Costs`; the embedding goes with the first stage and the head with the last.
+
+    Raises:
+        ConfigError: if the layers do not add up to those of the model.
+    """
+    if sum(layers_per_stage) != model.num_layers or min(layers_per_stage, default=0) < 0:
+        raise ConfigError(
+            f"{list(layers_per_stage)} adds up to {sum(layers_per_stage)}; the model has {model.num_layers} layers",
+            key="layers_per_stage",
+        )
+    layer = layer_of(model)
+    stages = [[layer] * count for count in layers_per_stage]
+    stages[0].insert(0, embedding_of(model))
+    stages[-1].append(head_of(model))
+    return (
+        _compute(model, machine, stages, layers_per_stage)
+        | _bytes(model, machine, stages)
+        | _parameters(model, machine, stages)
+        | {
+            "latency_s": machine.latency_s,
+            "launch_s": machine.launch_s,
+            "bandwidth_bytes_per_s": machine.link.bandwidth_bytes_per_s,
+            "is_exclusive": True,
+            "source": f"{machine.device.name} at an efficiency of {machine.efficiency:g}",
+        }
+    )
+
+
+def _compute(
+    model: Transformer, machine: Machine, stages: Sequence[Sequence[Part]], layers_per_stage: Sequence[int]
+) -> dict[str, tuple[float, ...]]:
+    flops_per_s = machine.device.flops_per_s(model.data_type) * machine.efficiency * machine.tensor_parallel
+    reduction_s = 0.0
+    if machine.tensor_link is not None:
+        reduction_s = _reduction_s(model.message_bytes, machine.tensor_parallel, machine.tensor_link)
+    waits_s = [COLLECTIVES_PER_LAYER * count * reduction_s for count in layers_per_stage]
+
+    def seconds(name: str, extra_s: Sequence[float]) -> tuple[float, ...]:
+        flops = [sum(getattr(part, name) for part in stage) for stage in stages]
+        return tuple(each / flops_per_s + extra for each, extra in zip(flops, extra_s, strict=True))
+
+    return {
+        "forward_s": seconds("forward_flops", waits_s),
+        "backward_input_s": seconds("backward_input_flops", waits_s),
+        "backward_weight_s": seconds("backward_weight_flops", [0.0] * len(stages)),
+    }
+
+
+def _bytes(model: Transformer, machine: Machine, stages: Sequence[Sequence[Part]]) -> dict[str, tuple[int, ...]]:
+    share = machine.tensor_parallel
+
+    def total(name: str) -> tuple[int, ...]:
+        return tuple(sum(getattr(part, name) for part in stage) // share for stage in stages)
+
+    return {
+        "message_bytes": (model.message_bytes // share,),
+        "activation_bytes": total("activation_bytes"),
+        "weight_context_bytes": total("weight_context_bytes"),
+    }
+
+
+def _parameters(model: Transformer, machine: Machine, stages: Sequence[Sequence[Part]]) -> dict[str, tuple[Any, ...]]:
+    """What is kept per parameter, and the time in which reductions and the optimizer move it."""
+    counts = [sum(part.num_parameters for part in stage) // machine.tensor_parallel for stage in stages]
+    kept = model.bytes_each
+    state = OPTIMIZER_BYTES_OF_TYPE[model.data_type]
+    # Adam reads the gradient, reads and writes its state, and writes the parameter.
+    moved = 2 * kept + 2 * state
+    link = machine.replica_link or machine.link
+    reduce_s = tuple(_reduction_s(kept * count, machine.replicas, link) for count in counts)
+    return {
+        "parameter_bytes": tuple(kept * count for count in counts),
+        "gradient_bytes": tuple(kept * count for count in counts),
+        "optimizer_bytes": tuple(state * count for count in counts),
+        "optimizer_s": tuple(moved * count / machine.device.memory_bytes_per_s for count in counts),
+        "reduce_s": reduce_s,
+        "unshard_s": tuple(seconds / 2 for seconds in reduce_s),
+    }
+
+
+def _reduction_s(num_bytes: float, members: int, link: Link) -> float:
+    """A ring: every member sends (and receives) 2 (n - 1) / n of the bytes; gathering alone takes half of that."""
+    return 2 * (members - 1) / members * num_bytes / link.bandwidth_bytes_per_s

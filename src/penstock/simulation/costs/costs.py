@@ -1,0 +1,214 @@
+"""`Costs`: how long each kind of action takes on each stage, what a message costs, and what stays in memory."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ConfigError
+from penstock.ir.action import Kind
+from penstock.simulation.costs.analytic import Machine, figures
+from penstock.simulation.costs.rules import require_cost, require_costs
+from penstock.simulation.costs.transformer import Transformer
+
+PerStage = tuple[float, ...]
+"""One entry per stage, or a single one that counts for every stage."""
+
+FIELD_OF_KIND = {
+    Kind.FORWARD: "forward_s",
+    Kind.BACKWARD: "backward_s",
+    Kind.BACKWARD_INPUT: "backward_input_s",
+    Kind.BACKWARD_WEIGHT: "backward_weight_s",
+}
+
+COMPUTE_FIELDS = (*FIELD_OF_KIND.values(), "split_forward_s")
+"""All seconds of computations, per stage."""
+NO_COSTS = ("channels", "spreads", "source")
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """What messages from one rank to one other cost, where it differs from the other channels."""
+
+    sender: int
+    receiver: int
+    latency_s: float = 0.0
+    bandwidth_bytes_per_s: float = math.inf
+    is_exclusive: bool = False
+
+    def __post_init__(self) -> None:
+        require_cost(self.latency_s, "channels.latency_s")
+        require_cost(self.bandwidth_bytes_per_s, "channels.bandwidth_bytes_per_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How far measured seconds of one kind on one stage lie apart; for the reader, simulation does not use it."""
+
+    kind: Kind
+    stage: int
+    median_s: float
+    quartile_range_s: float
+    """The middle half of the measurements lies within this many seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seconds and bytes.
+
+    A transfer takes `latency_s` plus `message_bytes` / `bandwidth_bytes_per_s`. On an exclusive channel messages follow
+    one another; otherwise the channel is infinitely wide and a transfer is pure delay.
+    """
+
+    forward_s: PerStage = ()
+    """Of the four kinds, those without entries are unknown: a program that runs them is refused."""
+    backward_input_s: PerStage = ()
+    backward_weight_s: PerStage = ()
+    backward_s: PerStage = ()
+    """A whole backward; the sum of its parts unless given."""
+    split_forward_s: PerStage = ()
+    """A forward of a stage whose backwards run in two parts, which it has to prepare; as any other unless given."""
+    overlap_factor: float = 1.0
+    """Two actions that run together take this times the sum of both."""
+    microbatch_compute_factor: tuple[float, ...] = (1.0,)
+    """How many times the seconds above each microbatch takes; one entry per microbatch, or one for all."""
+    optimizer_s: PerStage = (0.0,)
+
+    unshard_s: PerStage = (0.0,)
+    """Gathering the parameters of a stage."""
+    reduce_s: PerStage = (0.0,)
+    """Reducing the gradients of a stage over its replicas."""
+    tied_reduce_s: tuple[float, ...] = (0.0,)
+    """Reducing a tied gradient; one entry per tied group, or one for all."""
+
+    latency_s: float = 0.0
+    bandwidth_bytes_per_s: float = math.inf
+    is_exclusive: bool = False
+    channels: tuple[Channel, ...] = ()
+    """The channels that differ from the three lines above."""
+    message_bytes: tuple[int, ...] = (0,)
+    """Bytes of a stage's output, and of its gradient."""
+    microbatch_bytes_factor: tuple[float, ...] = (1.0,)
+    """How many times these bytes the messages of each microbatch have."""
+    launch_s: float = 0.0
+    """Host time of every instruction, on top of what it does."""
+
+    activation_bytes: tuple[int, ...] = (0,)
+    """Bytes that a forward leaves behind until its backward."""
+    weight_context_bytes: tuple[int, ...] = (0,)
+    """What of them remains between the input part and the weight part of a backward."""
+    parameter_bytes: tuple[int, ...] = (0,)
+    gradient_bytes: tuple[int, ...] = (0,)
+    optimizer_bytes: tuple[int, ...] = (0,)
+    """What the optimizer keeps per stage: its state, and a master copy of the parameters if it has one."""
+
+    spreads: tuple[Spread, ...] = ()
+    source: str = field(default="", compare=False)
+    """Where these costs come from, for messages about them: a file, say."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name in NO_COSTS:
+                continue
+            if isinstance(each.default, tuple):
+                require_costs(value, each.name)
+            else:
+                require_cost(value, each.name)
+        ends = Counter((channel.sender, channel.receiver) for channel in self.channels)
+        for (sender, receiver), count in ends.items():
+            if count > 1:
+                problem = f"the one from rank {sender} to rank {receiver} is given twice; keep one"
+                raise ConfigError(problem, key="channels")
+
+    @classmethod
+    def uniform(
+        cls,
+        *,
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        backward_weight: float = 1.0,
+        backward: float | None = None,
+        transfer: float = 0.0,
+        **others: Any,
+    ) -> "Costs":
+        """The same seconds on every stage; `backward` is the sum of its parts unless given, `transfer` a pure delay.
+
+        Each of the `others` that has several entries may be given as one number for all.
+        """
+        listed = {each.name for each in fields(cls) if isinstance(each.default, tuple)}
+        others = {key: _entries(value) if key in listed else value for key, value in others.items()}
+        whole = backward_input + backward_weight if backward is None else backward
+        return cls(
+            forward_s=(forward,),
+            backward_input_s=(backward_input,),
+            backward_weight_s=(backward_weight,),
+            backward_s=(whole,),
+            latency_s=transfer,
+            **others,
+        )
+
+    @classmethod
+    def analytic(cls, model: Transformer, machine: Machine, *, layers_per_stage: Sequence[int]) -> "Costs":
+        """What the FLOPs and bytes of a transformer cost on a described machine, at the efficiency it states.
+
+        The embedding belongs to the first stage and the head to the last, beside their layers.
+
+        Raises:
+            ConfigError: if the layers do not add up to those of the model.
+        """
+        return cls(**figures(model, machine, layers_per_stage))
+
+    def durations_s(self, num_stages: int) -> NDArray[np.float64]:
+        """[4, num_stages] seconds by `Kind` and stage; NaN where unknown."""
+        table = np.array([self._kind_s(name, num_stages) for name in FIELD_OF_KIND.values()])
+        if not self.backward_s:
+            table[Kind.BACKWARD] = table[Kind.BACKWARD_INPUT] + table[Kind.BACKWARD_WEIGHT]
+        return table
+
+    def bytes_per_stage(self, name: str, num_stages: int) -> NDArray[np.int64]:
+        """[num_stages] one of the fields in bytes."""
+        return np.array(self.spread_out(name, num_stages, "stage"), np.int64)
+
+    def per_stage(self, name: str, num_stages: int) -> NDArray[np.float64]:
+        """[num_stages] one of the fields that have an entry per stage."""
+        return np.array(self.spread_out(name, num_stages, "stage"), np.float64)
+
+    def per_microbatch(self, name: str, num_microbatches: int) -> NDArray[np.float64]:
+        """[num_microbatches] one of the factors."""
+        return np.array(self.spread_out(name, num_microbatches, "microbatch"), np.float64)
+
+    def per_tied_group(self, num_groups: int) -> NDArray[np.float64]:
+        """[num_groups] seconds of each tied reduction."""
+        return np.array(self.spread_out("tied_reduce_s", num_groups, "tied group"), np.float64)
+
+    def error(self, problem: str, key: str) -> ConfigError:
+        """Return an error about one of the fields that says where it comes from."""
+        return ConfigError(f"{problem} (in {self.source})" if self.source else problem, key=key)
+
+    def _kind_s(self, name: str, num_stages: int) -> Sequence[float]:
+        return self.spread_out(name, num_stages, "stage") if getattr(self, name) else [math.nan] * num_stages
+
+    def spread_out(self, name: str, count: int, word: str) -> Sequence[float]:
+        """Return one entry for each: for each stage, say, as the `word` has it.
+
+        Raises:
+            ConfigError: if there are neither as many entries nor a single one.
+        """
+        entries: tuple[float, ...] = getattr(self, name)
+        if len(entries) == 1:
+            return entries * count
+        if len(entries) != count:
+            words = f"{word}es" if word.endswith("ch") else f"{word}s"
+            raise self.error(f"{len(entries)} entries for {count} {words}; give one per {word}, or one for all", name)
+        return entries
+
+
+def _entries(value: Any) -> tuple[Any, ...]:
+    """A number as the only entry; a list or an array as a tuple."""
+    plain = value.tolist() if isinstance(value, np.ndarray) else value
+    return tuple(plain) if isinstance(plain, (list, tuple)) else (plain,)

@@ -1,0 +1,189 @@
+"""Costs in a file, TOML or JSON: the fields of `Costs` by name, with their unit in the key.
+
+forward_ms = [18.5, 18.5, 18.9, 24.1]       one number per stage, or one for all
+backward_input_ms = 18.1
+backward_weight_ms = 9.3
+latency_us = 12
+bandwidth_gb_per_s = 25
+message_mib = 13.5
+
+[[channels]]                                where one channel differs
+sender = 1
+receiver = 2
+bandwidth_gb_per_s = 12.5
+is_exclusive = true
+"""
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin
+
+from penstock.errors import ConfigError, FormatError
+from penstock.ir.action import KIND_OF_LETTER, Kind
+from penstock.simulation.costs.costs import Channel, Costs, Spread
+from penstock.simulation.costs.text import EXAMPLE, costs_from_text
+from penstock.simulation.costs.units import Unit, resolve_key
+
+MAX_SHOWN = 60
+
+Made = TypeVar("Made", Costs, Channel, Spread)
+Table = Mapping[str, object]
+
+
+def load_costs(argument: str) -> Costs:
+    """Read costs from a file, or from a short text such as `F=1,I=1,W=1`: what a user gives as costs.
+
+    Raises:
+        ConfigError: if it is neither, or a cost is wrong.
+        FormatError: if the file is no TOML or JSON.
+    """
+    is_file = argument.endswith((".toml", ".json")) or "=" not in argument
+    return read_costs(Path(argument)) if is_file else costs_from_text(argument)
+
+
+def read_costs(path: Path) -> Costs:
+    """Read a file; one whose name ends in `.json` is JSON, any other TOML.
+
+    Raises:
+        ConfigError: if it cannot be read, or a cost is wrong.
+        FormatError: if it is no TOML or JSON.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise ConfigError(
+            f"cannot read {str(path)!r}: {reason}; give a TOML or JSON file, or such as {EXAMPLE}", key="costs"
+        ) from None
+    read = costs_from_json if path.suffix == ".json" else costs_from_toml
+    return read(text, file=str(path))
+
+
+def costs_from_toml(text: str, *, file: str = "<text>") -> Costs:
+    """Read TOML.
+
+    Raises:
+        ConfigError: with file and key.
+        FormatError: with file, line and column.
+    """
+    try:
+        return _from_table(tomllib.loads(text), file)
+    except (ValueError, RecursionError) as error:
+        place = re.search(r"\(at line (\d+), column (\d+)\)$", str(error))
+        end = (text.count("\n") + 1, len(text) - text.rfind("\n"))
+        line, column = (int(place[1]), int(place[2])) if place else end
+        problem = re.sub(r" \(at [^()]*\)$", "", str(error))
+        raise FormatError(f"not TOML: {problem}", file=file, line=line, column=column) from None
+
+
+def costs_from_json(text: str, *, file: str = "<text>") -> Costs:
+    """Read JSON: an object.
+
+    Raises:
+        ConfigError: with file and key.
+        FormatError: with file, line and column.
+    """
+    try:
+        table = json.loads(text, object_pairs_hook=_object, parse_constant=float)
+    except json.JSONDecodeError as error:
+        raise FormatError(f"not JSON: {error.msg}", file=file, line=error.lineno, column=error.colno) from None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"not JSON: {error}", file=file) from None
+    if not isinstance(table, dict):
+        raise FormatError(f"holds {_shown(table)}; expected an object with costs by name", file=file)
+    return _from_table(table, file)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is given twice; keep one")
+    return found
+
+
+def _from_table(table: Table, file: str) -> Costs:
+    try:
+        return _make(Costs, table, "", source=file)
+    except ConfigError as error:
+        problem = str(error).removeprefix(f"{error.key}: ")
+        raise ConfigError(f"{problem} (in {file})", key=error.key) from None
+
+
+def _make(made: type[Made], table: Table, place: str, **given: Any) -> Made:
+    """Make a value whose fields are the keys of a table; `place` stands before the keys in messages."""
+    known = {each.name: each for each in fields(made) if each.name not in given}
+    found: dict[str, Any] = {}
+    path_of: dict[str, str] = {}
+    for name, value in table.items():
+        key = resolve_key(name, known, place)
+        if key.field in found:
+            raise ConfigError(f"says the same as {path_of[key.field]}; keep one", key=place + name)
+        path_of[key.field] = place + name
+        found[key.field] = _read(value, known[key.field].type, place + name, key.unit)
+    missing = [name for name, each in known.items() if each.default is MISSING and name not in found]
+    if missing:
+        raise ConfigError(f"{' and '.join(missing)} missing", key=place.rstrip("."))
+    try:
+        return made(**found, **given)
+    except ConfigError as error:
+        field = error.key.rpartition(".")[2]
+        problem = str(error).removeprefix(f"{error.key}: ")
+        raise ConfigError(problem, key=path_of.get(field, error.key)) from None
+
+
+def _read(value: object, wanted: Any, key: str, unit: Unit) -> Any:
+    if get_origin(wanted) is tuple:
+        return _read_list(value, get_args(wanted)[0], key, unit)
+    if wanted is Kind:
+        return _kind(value, key)
+    if wanted is bool:
+        return _flag(value, key)
+    number = unit.convert(_number(value, key))
+    if wanted is not int:
+        return number
+    if number != math.inf and number == int(number):
+        return int(number)
+    raise ConfigError(f"{value!r} is not a whole number", key=key)
+
+
+def _read_list(value: object, wanted: Any, key: str, unit: Unit) -> tuple[Any, ...]:
+    if wanted not in (Channel, Spread):
+        entries = value if isinstance(value, list) else [value]
+        if not entries:
+            raise ConfigError("is empty; give one number for each, or one for all", key=key)
+        return tuple(_read(entry, wanted, key, unit) for entry in entries)
+    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+        raise ConfigError(f"{_shown(value)}; expected a list of tables", key=key)
+    return tuple(_make(wanted, row, f"{key}[{index}].") for index, row in enumerate(value))
+
+
+def _number(value: object, key: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{_shown(value)} is no number", key=key)
+    if not value >= 0:  # NaN is not
+        raise ConfigError(f"{value!r} is negative or not a number; costs are finite and 0 or more", key=key)
+    return value
+
+
+def _flag(value: object, key: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{_shown(value)}; expected true or false", key=key)
+    return value
+
+
+def _kind(value: object, key: str) -> Kind:
+    if not isinstance(value, str) or value not in KIND_OF_LETTER:
+        raise ConfigError(f"{_shown(value)}; expected one of {', '.join(KIND_OF_LETTER)}", key=key)
+    return KIND_OF_LETTER[value]
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

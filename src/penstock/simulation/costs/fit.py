@@ -1,0 +1,189 @@
+"""From measured timelines to the costs that explain them, so that they, and other schedules, can be predicted."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, isclose
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.ir.action import Kind
+from penstock.ir.instruction import Op
+from penstock.ir.program import Program
+from penstock.ir.timeline import Timeline
+from penstock.simulation.costs.costs import Channel, Costs, PerStage, Spread
+from penstock.simulation.data_waits import fed_s
+from penstock.simulation.trips import Trips, usual_s, usual_trip_s
+
+
+@dataclass(frozen=True, slots=True)
+class SplitShares:
+    """What running backwards in two parts takes, in shares of a whole one and of the forward before it.
+
+    Unless it was measured, halves are taken, as of the products of matrices, and a forward that is no longer for it.
+    """
+
+    forward: float = 1.0
+    """What a forward that prepares a split backward takes of another."""
+    input: float = 0.5
+    weight: float = 0.5
+
+    @classmethod
+    def of(cls, costs: Costs) -> "SplitShares | None":
+        """Return what costs say of it; None where they do not know both whole backwards and their parts."""
+        if not (costs.backward_s and costs.backward_input_s and costs.backward_weight_s and sum(costs.forward_s)):
+            return None
+        forward, whole = sum(costs.forward_s), sum(costs.backward_s)
+        prepared = sum(costs.split_forward_s) if costs.split_forward_s else forward
+        parts = sum(costs.backward_input_s), sum(costs.backward_weight_s)
+        return cls(prepared / forward, parts[0] / whole, parts[1] / whole) if whole else None
+
+
+HALVES = SplitShares()
+
+Ends = tuple[int, int]
+"""Sending and receiving rank."""
+NOTHING_MEASURED: Mapping[Ends, float] = MappingProxyType({})
+
+Floats = NDArray[np.float64]
+Samples = dict[tuple[Kind, int], Floats]
+"""By kind and stage: the seconds of all computations."""
+
+
+def costs_from_timeline(timeline: Timeline) -> Costs:
+    """Estimate costs from one timeline, as `costs_from_timelines` does."""
+    return costs_from_timelines([timeline])
+
+
+def costs_from_timelines(
+    timelines: Sequence[Timeline],
+    *,
+    message_bytes: Sequence[int] = (),
+    bandwidths: Mapping[Ends, float] = NOTHING_MEASURED,
+    shares: SplitShares = HALVES,
+) -> Costs:
+    """Estimate costs from timelines of one program, by what is usual, so that a single slow instruction counts nothing.
+
+    A computation takes what is usual over the microbatches of its stage. A launch is the usual gap between computations
+    for each instruction in it, where no message was late. Latencies come from the messages that were waited for, since
+    only they show it, less what `message_bytes` per stage take at `bandwidths`, in bytes per second, of channels that
+    were measured by themselves. What did not run, whole backwards or their parts, follows from what did by their
+    `shares`; it is 0 where nothing is known.
+    """
+    program = timelines[0].program
+    samples = _samples(timelines)
+    forward, whole, inputs, weights = _usual_s(samples, program.num_stages)
+    prepared = np.where(np.isnan(inputs), forward * shares.forward, forward)
+    forward = np.where(np.isnan(inputs), forward, forward / shares.forward)
+    whole = np.where(np.isnan(whole), (inputs + weights) / (shares.input + shares.weight), whole)
+    inputs = np.where(np.isnan(inputs), whole * shares.input, inputs)
+    weights = np.where(np.isnan(weights), whole * shares.weight, weights)
+    trips, sizes = Trips.of(program), tuple(message_bytes) or (0,)
+    trip_s = usual_trip_s(timelines, trips)
+    launch_s = _launch_s(timelines, trips, trip_s)
+    speeds = np.array([bandwidths.get(ends, inf) for ends in trips.ends])
+    on_wire_s = trips.num_bytes(program, sizes) / speeds
+    latencies_s = np.maximum(trip_s - on_wire_s - launch_s, 0.0)
+    usual = Channel(0, 0, _median(latencies_s), float(np.median(speeds)) if len(speeds) else inf, bool(bandwidths))
+    channels = [Channel(*each, usual.is_exclusive) for each in _by_channel(trips, latencies_s, speeds)]
+    return Costs(
+        forward_s=_per_stage(forward),
+        split_forward_s=_per_stage(prepared) if shares.forward != 1 else (),
+        backward_s=_per_stage(whole),
+        backward_input_s=_per_stage(inputs),
+        backward_weight_s=_per_stage(weights),
+        optimizer_s=_optimizer_s(timelines),
+        latency_s=usual.latency_s,
+        bandwidth_bytes_per_s=usual.bandwidth_bytes_per_s,
+        is_exclusive=usual.is_exclusive,
+        channels=tuple(channel for channel in channels if not _are_alike(channel, usual)),
+        message_bytes=sizes,
+        launch_s=launch_s,
+        activation_bytes=tuple(timelines[0].activation_bytes.tolist()),
+        weight_context_bytes=tuple(timelines[0].weight_context_bytes.tolist()),
+        spreads=tuple(_spreads(samples)),
+    )
+
+
+def _samples(timelines: Sequence[Timeline]) -> Samples:
+    program = timelines[0].program
+    durations_s = [timeline.end_s - timeline.start_s for timeline in timelines]
+    found: Samples = {}
+    for kind in Kind:
+        for stage in range(program.num_stages):
+            rows = (program.op == kind) & (program.stage == stage)
+            if rows.any():
+                found[kind, stage] = np.concatenate([duration_s[rows] for duration_s in durations_s])
+    return found
+
+
+def _usual_s(samples: Samples, num_stages: int) -> Floats:
+    """[4, num_stages] usual seconds by kind and stage; NaN where none ran."""
+    table = np.full((len(Kind), num_stages), np.nan)
+    for (kind, stage), seconds in samples.items():
+        table[kind, stage] = usual_s(seconds)
+    return table
+
+
+def _spreads(samples: Samples) -> Iterator[Spread]:
+    """What lies apart at all."""
+    for (kind, stage), seconds in samples.items():
+        low, middle, high = np.percentile(seconds, (25, 50, 75)).tolist()
+        if high > low:
+            yield Spread(kind, stage, middle, high - low)
+
+
+def _per_stage(durations_s: Floats) -> PerStage:
+    return tuple(np.maximum(np.nan_to_num(durations_s), 0.0).tolist())
+
+
+def _launch_s(timelines: Sequence[Timeline], trips: Trips, trip_s: Floats) -> float:
+    """Host seconds per instruction, over all gaps between computations in which the host was not held up.
+
+    To launch a computation takes less than to post a message, so each sort of gap is looked at by itself.
+    """
+    program = timelines[0].program
+    gaps_s: dict[tuple[int, bool], list[float]] = {}
+    for timeline in timelines:
+        late = trips.idle_from_s(timeline) < timeline.end_s[trips.sends] + trip_s
+        for rows in (timeline.compute_rows(rank) for rank in range(timeline.num_ranks)):
+            earlier, later = rows[:-1], rows[1:]
+            has_waited = fed_s(timeline, later) > timeline.end_s[earlier]
+            counts = ~np.isin(later, trips.consumers[late]) & ~program.joined[earlier] & ~has_waited
+            gap_s, lengths = timeline.start_s[later] - timeline.end_s[earlier], later - earlier
+            takes = np.isin(later, trips.consumers)
+            for sort in zip(lengths[counts].tolist(), takes[counts].tolist(), gap_s[counts].tolist(), strict=True):
+                gaps_s.setdefault(sort[:2], []).append(sort[2])
+    num_launches = sum(length * len(gaps) for (length, _), gaps in gaps_s.items())
+    total_s = sum(usual_s(np.array(gaps)) * len(gaps) for gaps in gaps_s.values())
+    return max(total_s / num_launches, 0.0) if num_launches else 0.0
+
+
+def _by_channel(trips: Trips, latencies_s: Floats, speeds: Floats) -> list[tuple[int, int, float, float]]:
+    """Sender, receiver, latency and bandwidth of each channel that has messages."""
+    found: dict[Ends, list[tuple[float, float]]] = {}
+    for ends, latency_s, speed in zip(trips.ends, latencies_s.tolist(), speeds.tolist(), strict=True):
+        found.setdefault(ends, []).append((latency_s, speed))
+    return [(*ends, _median([latency_s for latency_s, _ in rows]), rows[0][1]) for ends, rows in sorted(found.items())]
+
+
+def _are_alike(channel: Channel, usual: Channel) -> bool:
+    is_as_fast = channel.bandwidth_bytes_per_s == usual.bandwidth_bytes_per_s
+    return is_as_fast and isclose(channel.latency_s, usual.latency_s, rel_tol=1e-9, abs_tol=1e-12)
+
+
+def _optimizer_s(timelines: Sequence[Timeline]) -> PerStage:
+    """A rank's optimizer step, shared equally by its stages."""
+    program: Program = timelines[0].program
+    rows = np.flatnonzero(program.op == Op.OPTIMIZER_STEP)
+    if not len(rows):
+        return (0.0,)
+    seconds = np.median([timeline.end_s[rows] - timeline.start_s[rows] for timeline in timelines], axis=0)
+    of_rank = dict(zip(program.rank_of_row[rows].tolist(), seconds.tolist(), strict=True))
+    stages_of_rank = program.placement.stages_of_rank
+    return tuple(of_rank.get(rank, 0.0) / len(stages_of_rank[rank]) for rank in program.placement.rank_of_stage)
+
+
+def _median(values_s: Floats | list[float]) -> float:
+    return max(float(np.median(values_s)), 0.0) if len(values_s) else 0.0

@@ -1,0 +1,62 @@
+"""Costs in a short text, as on a command line: `F=1,I=1,W=1,B=2,transfer=0.1`, in seconds.
+
+F, I, W and B are those of one action of one stage (and slice), the same on every stage. B, the whole backward, is I + W
+unless given; without I and W, schedules that split backwards have no costs. `transfer` is a delay between different
+ranks, 0 unless given. Two actions that overlap take `overlap` times their sum, 1 unless given.
+"""
+
+import math
+from typing import Any
+
+from penstock.errors import ConfigError, nearest
+from penstock.simulation.costs.costs import Costs
+
+FIELD_OF_KEY = {
+    "F": "forward_s",
+    "I": "backward_input_s",
+    "W": "backward_weight_s",
+    "B": "backward_s",
+    "transfer": "latency_s",
+    "overlap": "overlap_factor",
+}
+ACTIONS = ("F", "I", "W", "B")
+EXAMPLE = "F=1,I=1,W=1,transfer=0.1"
+
+
+def costs_from_text(text: str) -> Costs:
+    """Read costs that are the same on every stage.
+
+    Raises:
+        ConfigError: for a key that is unknown, missing or given twice, and a value that is no finite number of 0 or
+            more.
+    """
+    values: dict[str, float] = {}
+    for part in text.split(","):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            raise ConfigError(f"{part!r} is not of the form key=value; expected such as {EXAMPLE}", key="costs")
+        if key not in FIELD_OF_KEY:
+            known = ", ".join(FIELD_OF_KEY)
+            close = nearest(key.upper() if len(key) == 1 else key, FIELD_OF_KEY)
+            raise ConfigError(f"there is no cost {key!r}; known: {known}.{close}", key="costs")
+        if key in values:
+            raise ConfigError(f"{key} is given twice; keep one", key="costs")
+        values[key] = _read_value(key, value)
+    needed = ("F",) if "B" in values and not {"I", "W"} & set(values) else ("F", "I", "W")
+    missing = [key for key in needed if key not in values]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} missing; give F, and I and W or at least B, such as {EXAMPLE}", key="costs"
+        )
+    fields: dict[str, Any] = {FIELD_OF_KEY[key]: (value,) if key in ACTIONS else value for key, value in values.items()}
+    return Costs(**fields)
+
+
+def _read_value(key: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:  # NaN is neither
+        raise ConfigError(f"{key} is {text!r}; give a finite number of 0 or more", key="costs")
+    return value

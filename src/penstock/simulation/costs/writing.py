@@ -1,0 +1,57 @@
+"""Writes costs as TOML, so that `costs_from_toml` reads the same costs back."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from typing import Any
+
+from penstock.ir.action import Kind
+from penstock.simulation.costs.costs import Channel, Costs, Spread
+
+
+def costs_to_toml(costs: Costs) -> str:
+    """Return all that differs from the defaults, one key a line; lists have one entry per stage."""
+    return "".join(f"{line}\n" for line in _toml_lines(costs))
+
+
+def _toml_lines(costs: Costs) -> Iterator[str]:
+    tables: dict[str, list[dict[str, Any]]] = {}
+    if costs.source:
+        yield f"# {' '.join(costs.source.split())}"
+    for key, value in _plain(costs).items():
+        if key in ("channels", "spreads"):
+            tables[key] = value
+        else:
+            yield f"{key} = {_toml(value)}"
+    for key, rows in tables.items():
+        for row in rows:
+            yield ""
+            yield f"[[{key}]]"
+            yield from (f"{name} = {_toml(value)}" for name, value in row.items())
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(_toml(entry) for entry in value)}]"
+    # Numbers, true, false and the letters of kinds are written alike in both.
+    return json.dumps(value)
+
+
+def _plain(costs: Costs | Channel | Spread) -> dict[str, Any]:
+    """The fields that differ from their defaults, as plain values; a single entry stands for itself."""
+    plain: dict[str, Any] = {}
+    for member in fields(costs):
+        value = getattr(costs, member.name)
+        if value == _default(member) or member.name == "source":
+            continue
+        if member.name in ("channels", "spreads"):
+            plain[member.name] = [_plain(row) for row in value]
+        elif isinstance(value, tuple):
+            plain[member.name] = value[0] if len(value) == 1 else list(value)
+        else:
+            plain[member.name] = value.letter if isinstance(value, Kind) else value
+    return plain
+
+
+def _default(member: "Field[Any]") -> Any:
+    return None if member.default is MISSING else member.default

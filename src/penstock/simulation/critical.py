@@ -1,0 +1,114 @@
+"""The critical path: the chain of computations and transfers that the step's length consists of.
+
+    rank 0   F0  F1              B0  B1
+    rank 1       F0  B0  F1  B1
+    path     F0 >F0  B0 >F1  B1 >....B1
+
+Walked from the last end backwards: before each block stands what it waited for longest, its rank's previous block, a
+message, a gather of its parameters, or the data of a microbatch. What none of them explains is a pause of the rank
+itself. The pieces add up to the makespan.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from penstock.ir.timeline import Timeline
+from penstock.simulation.blocks import Block, blocks_of
+
+Doing = Literal["compute", "transfer", "gather", "data", "pause"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One piece of the critical path."""
+
+    doing: Doing
+    rank: int
+    """The rank that computes, pauses or waits for data, or that the message goes to."""
+    row: int
+    """The row of the program that computes, or whose start the transfer, gather, wait or pause leads to."""
+    duration_s: float
+
+
+def critical_path(timeline: Timeline) -> list[Piece]:
+    """Return the pieces of the critical path, from the first start of the step to its last end."""
+    blocks = blocks_of(timeline)
+    if not blocks:
+        return []
+    previous = _previous_on_rank(blocks)
+    begin_s = min(block.start_s for block in blocks)
+    last = max(range(len(blocks)), key=lambda index: (blocks[index].end_s, -blocks[index].rank))
+    index: int | None = last
+    until_s = blocks[last].end_s
+    pieces: list[Piece] = []
+    while index is not None:
+        block = blocks[index]
+        pieces.append(Piece("compute", block.rank, block.row, until_s - block.start_s))
+        index, until_s = _step_back(blocks, previous, index, begin_s, pieces)
+    pieces.reverse()
+    return pieces
+
+
+def _step_back(
+    blocks: Sequence[Block], previous: Sequence[int | None], index: int, begin_s: float, pieces: list[Piece]
+) -> tuple[int | None, float]:
+    """Add what led to the start of a block; return the block before and where its part of the path ends."""
+    block = blocks[index]
+    before, message, gather = previous[index], block.last_message, block.gather
+    free_s = begin_s if before is None else min(blocks[before].end_s, block.start_s)
+    arrival_s = free_s if message is None else message.arrival_s
+    if gather is not None and gather.end_s > max(free_s, arrival_s):
+        return _step_over_gather(blocks, previous, index, begin_s, pieces)
+    fed_s = max((wait.end_s for wait in block.data_waits), default=free_s)
+    if message is None or arrival_s <= max(free_s, fed_s):
+        _add_pause(pieces, block, free_s, block.start_s)
+        return before, free_s
+    arrival_s = min(arrival_s, block.start_s)
+    produced_s = min(blocks[message.producer].end_s, arrival_s)
+    _add(pieces, "pause", block, block.start_s - arrival_s)
+    _add(pieces, "transfer", block, arrival_s - produced_s)
+    return message.producer, produced_s
+
+
+def _step_over_gather(
+    blocks: Sequence[Block], previous: Sequence[int | None], index: int, begin_s: float, pieces: list[Piece]
+) -> tuple[int | None, float]:
+    """The same where a gather held the block up: before it stands what its rank computed before it launched it."""
+    block = blocks[index]
+    gather, before = block.gather, previous[index]
+    assert gather is not None
+    while before is not None and blocks[before].row > gather.row:
+        before = previous[before]
+    end_s = min(gather.end_s, block.start_s)
+    launched_s = max(begin_s, min(gather.start_s, end_s))
+    free_s = begin_s if before is None else min(blocks[before].end_s, launched_s)
+    _add_pause(pieces, block, end_s, block.start_s)
+    _add(pieces, "gather", block, end_s - launched_s)
+    _add_pause(pieces, block, free_s, launched_s)
+    return before, free_s
+
+
+def _add_pause(pieces: list[Piece], block: Block, begin_s: float, end_s: float) -> None:
+    """Add a pause in front of a block, from its end back: what of it is a wait for data is that."""
+    for wait in reversed(block.data_waits):
+        wait_begin_s, wait_end_s = max(wait.begin_s, begin_s), min(wait.end_s, end_s)
+        if wait_begin_s < wait_end_s:
+            _add(pieces, "pause", block, end_s - wait_end_s)
+            _add(pieces, "data", block, wait_end_s - wait_begin_s)
+            end_s = wait_begin_s
+    _add(pieces, "pause", block, end_s - begin_s)
+
+
+def _add(pieces: list[Piece], doing: Doing, block: Block, duration_s: float) -> None:
+    if duration_s > 0:
+        pieces.append(Piece(doing, block.rank, block.row, duration_s))
+
+
+def _previous_on_rank(blocks: Sequence[Block]) -> list[int | None]:
+    """Per block, the one before it on its rank."""
+    links: list[int | None] = [None]
+    for index, (earlier, later) in enumerate(pairwise(blocks)):
+        links.append(index if earlier.rank == later.rank else None)
+    return links

@@ -1,0 +1,76 @@
+"""The simulator: when every instruction of a program would run under given costs.
+
+A rank runs its instructions in order. A computation starts when the rank is free and its message has arrived. Sends,
+receives and collectives are launched where they stand and hold nothing up: what they do takes place beside the rank,
+in lanes (`simulation.lanes`) that are walked together with the ranks. Deterministic: no clock, no random numbers, and
+the order of every lane is that in which its rows were launched.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ConfigError, ScheduleError, described
+from penstock.ir.deps import deciding, predecessors
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.ir.timeline import Timeline
+from penstock.simulation.channels import add_messages
+from penstock.simulation.collectives import add_collectives, gathers_before
+from penstock.simulation.costs.costs import Costs
+from penstock.simulation.durations import durations_s
+from penstock.simulation.lanes import Lanes
+
+STATIC = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+
+
+def simulate(program: Program, costs: Costs) -> Timeline:
+    """Predict the timeline of a program.
+
+    A send ends when its message has left, a receive when it has arrived, a collective when it is over; computations and
+    the optimizer step keep their rank busy from start to end.
+
+    Raises:
+        ScheduleError: if the program cannot run to its end; `penstock.check` says why.
+        ConfigError: if the costs are for another number of stages, microbatches or tied groups, or do not know a kind
+            that the program runs.
+    """
+    if not isinstance(program, Program):
+        hint = ": lower it first, as simulate(lower(schedule), costs)" if isinstance(program, Schedule) else ""
+        raise ConfigError(f"{described(program)}; expected a Program{hint}", key="program")
+    if not isinstance(costs, Costs):
+        raise ConfigError(f"{described(costs)}; expected Costs, such as Costs.uniform()", key="costs")
+    duration_s, lanes = durations_s(program, costs), Lanes(program)
+    data_from, *others = _predecessors(program)
+    messages = add_messages(program, costs, data_from, lanes)
+    collectives = add_collectives(program, costs, data_from, lanes)
+    gathers = gathers_before(program, collectives)
+    before = [data_from, *others] if gathers is None else [data_from, *others, gathers]
+    times = lanes.walk(before, duration_s, messages.lag_s)
+    if not times.walk.is_complete:
+        raise ScheduleError(f"{program.name}: the program cannot run to its end; check it before simulating")
+    start_s, end_s = times.walk.start[: program.num_instructions], times.walk.end[: program.num_instructions]
+    arrived_s = times.arrival_s(messages.carriers)
+    end_s[messages.receives] = np.maximum(end_s[messages.receives], arrived_s)
+    end_s[messages.queued] = times.walk.end[messages.wires]
+    end_s[collectives.launches] = times.walk.end[collectives.runs]
+    return Timeline(
+        program,
+        "predicted",
+        start_s,
+        end_s,
+        costs.bytes_per_stage("activation_bytes", program.num_stages),
+        costs.bytes_per_stage("weight_context_bytes", program.num_stages),
+        _static_bytes(program, costs),
+    )
+
+
+def _predecessors(program: Program) -> list[NDArray[np.int32]]:
+    """The columns of what rows wait for; the first is where the data comes from."""
+    before = deciding(predecessors(program))
+    return [before[:, column].copy() for column in range(before.shape[1])]
+
+
+def _static_bytes(program: Program, costs: Costs) -> tuple[int, ...]:
+    """Per rank, what its stages keep from step to step."""
+    kept = np.sum([costs.bytes_per_stage(name, program.num_stages) for name in STATIC], axis=0)
+    return tuple(int(kept[list(stages)].sum()) for stages in program.placement.stages_of_rank)

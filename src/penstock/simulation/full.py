@@ -1,0 +1,72 @@
+"""When a rank was full: it held as many activations as it may, and a forward later in its order could have run.
+
+limit 2    F0  F1  .   .   B0  F2          F2's input is there at [1]: from then on, only memory keeps
+                      [1]                  the rank from running it
+"""
+
+from collections.abc import Sequence
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ConfigError
+from penstock.ir.deps import NONE, predecessors
+from penstock.ir.instruction import Op
+from penstock.ir.live import live_activations
+from penstock.ir.timeline import Timeline
+from penstock.simulation.blocks import Block
+from penstock.simulation.costs.costs import Costs
+from penstock.simulation.costs.messages import FORWARD, message_costs
+
+NEVER = inf
+
+
+def full_from_s(
+    timeline: Timeline, costs: Costs, blocks: Sequence[Block], memory_limit: int | Sequence[int] | None
+) -> list[float]:
+    """Per block, since when its rank was full while it waited for the block; `NEVER` where it was not.
+
+    Raises:
+        ConfigError: if there are neither as many limits as ranks nor a single one.
+    """
+    if memory_limit is None:
+        return [NEVER] * len(blocks)
+    limits = _per_rank(memory_limit, timeline.num_ranks)
+    is_forward = timeline.program.op == Op.FORWARD
+    live = live_activations(timeline.program)
+    ready_s = _ready_s(timeline, costs)
+    found = [NEVER] * len(blocks)
+    earliest_s = [NEVER] * timeline.num_ranks
+    for index in reversed(range(len(blocks))):
+        block = blocks[index]
+        forwards = [row for row in block.rows if is_forward[row]]
+        if not forwards and live[block.row] >= limits[block.rank]:
+            found[index] = earliest_s[block.rank]
+        earliest_s[block.rank] = min([earliest_s[block.rank], *(float(ready_s[row]) for row in forwards)])
+    return found
+
+
+def _ready_s(timeline: Timeline, costs: Costs) -> NDArray[np.float64]:
+    """[num_instructions] when a forward could have run at the earliest, after what it waits for."""
+    program = timeline.program
+    before = predecessors(program)
+    table = message_costs(program.placement, costs)
+    factors = costs.per_microbatch("microbatch_bytes_factor", program.num_microbatches)
+    is_receive = program.op == Op.RECEIVE_FORWARD
+    # A receive may have been posted long after its message could have come: the send counts.
+    sends = before[is_receive, 0]
+    stages = program.stage[sends]
+    on_wire_s = np.where(
+        table.is_exclusive[FORWARD, stages], 0.0, table.wire_s[FORWARD, stages] * factors[program.microbatch[sends]]
+    )
+    known_s = timeline.end_s.copy()
+    known_s[is_receive] = timeline.end_s[sends] + table.latency_s[FORWARD, stages] + on_wire_s
+    return np.asarray(np.where(before == NONE, -inf, known_s[before]).max(axis=1))
+
+
+def _per_rank(limit: int | Sequence[int], num_ranks: int) -> Sequence[int]:
+    limits = [limit] * num_ranks if isinstance(limit, int) else limit
+    if len(limits) != num_ranks:
+        raise ConfigError(f"{len(limits)} values for {num_ranks} ranks; give one, or one per rank", key="memory_limit")
+    return limits

@@ -1,0 +1,134 @@
+"""The messages of a measured timeline, each from its send to the computation that takes it.
+
+A rank notes an arrival when it looks for the message. If it was idle before, that is when the message came; if it was
+busy, the message may have been there for long:
+
+    rank 0   [F0] send
+    rank 1   [ B0        ]|wait|[F0]      the message was there long before the wait
+    rank 1        . . . .  wait |[F0]     it was awaited: the end of the wait is its arrival
+
+A rank that waits for data is as busy as one that computes: it looks for the message after it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.ir.deps import NONE, predecessors
+from penstock.ir.instruction import Op
+from penstock.ir.program import Program
+from penstock.ir.timeline import Timeline
+from penstock.simulation.data_waits import fed_s
+
+RECEIVES = (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD)
+
+ORDINARY = 1.5
+"""How far beside the middle half something may lie, in its widths, and still be ordinary."""
+
+Rows = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trips:
+    """One entry per message that a computation takes: its rows, and the ranks at both ends."""
+
+    sends: Rows
+    receives: Rows
+    consumers: Rows
+    senders: Rows
+    receivers: Rows
+
+    @classmethod
+    def of(cls, program: Program) -> "Trips":
+        before = predecessors(program)[:, 0].astype(np.int64)
+        is_receive = np.isin(program.op, RECEIVES)
+        consumers = np.flatnonzero(program.is_compute & (before != NONE) & is_receive[before])
+        receives = before[consumers]
+        is_sent = before[receives] != NONE
+        consumers, receives = consumers[is_sent], receives[is_sent]
+        sends, rank_of_row = before[receives], program.rank_of_row.astype(np.int64)
+        return cls(sends, receives, consumers, rank_of_row[sends], rank_of_row[consumers])
+
+    @property
+    def ends(self) -> list[tuple[int, int]]:
+        """Sending and receiving rank of each message."""
+        return list(zip(self.senders.tolist(), self.receivers.tolist(), strict=True))
+
+    def idle_from_s(self, timeline: Timeline) -> Floats:
+        """When each receiver had nothing else to do than to wait for its message."""
+        # The row before a consumer is of the same rank: at the earliest it is the receive itself. A receive is over for
+        # its rank once it is posted; its end is the arrival.
+        last = self.consumers - 1
+        is_receive = np.isin(timeline.program.op[last], RECEIVES)
+        done_s = np.where(is_receive, timeline.start_s[last], timeline.end_s[last])
+        return np.asarray(np.maximum(done_s, fed_s(timeline, self.consumers)))
+
+    def is_awaited(self, timeline: Timeline) -> NDArray[np.bool_]:
+        """Whether the receiver was idle already when the message left."""
+        return np.asarray(self.idle_from_s(timeline) < timeline.end_s[self.sends])
+
+    def duration_s(self, timeline: Timeline) -> Floats:
+        """From the end of the send to the start of the computation."""
+        return np.asarray(timeline.start_s[self.consumers] - timeline.end_s[self.sends])
+
+    def num_bytes(self, program: Program, message_bytes: Sequence[int]) -> Floats:
+        """Bytes of each message, from those of each stage's output (or one for all); a gradient has its output's."""
+        is_forward = program.op[self.sends] == Op.SEND_FORWARD
+        stages = np.where(is_forward, program.stage[self.sends], program.peer[self.sends])
+        one_each = message_bytes if len(message_bytes) > 1 else [*message_bytes] * program.num_stages
+        return np.asarray(np.array(one_each, np.float64)[stages])
+
+
+def usual_s(seconds: Floats) -> float:
+    """Return the mean of what is ordinary, by Tukey's rule for outliers.
+
+    So a straggler does not count; and what varies by itself counts as it adds up over a step, unlike in a median.
+    """
+    low, high = np.percentile(seconds, (25, 75))
+    reach = ORDINARY * (high - low)
+    return float(seconds[(seconds >= low - reach) & (seconds <= high + reach)].mean())
+
+
+def usual_trip_s(timelines: Sequence[Timeline], trips: Trips) -> Floats:
+    """[messages] what a message on the same channel usually takes, by those that were awaited; 0 where none was."""
+    channel = trips.senders * timelines[0].num_ranks + trips.receivers
+    awaited = np.array([trips.is_awaited(timeline) for timeline in timelines])
+    durations_s = np.array([trips.duration_s(timeline) for timeline in timelines])
+    found = np.zeros(len(channel))
+    overall_s = usual_s(durations_s[awaited]) if awaited.any() else 0.0
+    for each in np.unique(channel):
+        own = durations_s[:, channel == each][awaited[:, channel == each]]
+        found[channel == each] = usual_s(own) if len(own) else overall_s
+    return found
+
+
+def with_true_arrivals(timeline: Timeline) -> Timeline:
+    """Return a measured timeline in which messages that had been there before they were looked for arrive when they
+    usually do, not when they were noticed."""
+    trips = Trips.of(timeline.program)
+    posted_s = timeline.start_s[trips.receives]
+    end_s = timeline.end_s.copy()
+    end_s[trips.receives] = np.maximum(_arrivals_s(timeline, trips), np.minimum(posted_s, end_s[trips.receives]))
+    return replace(timeline, end_s=end_s)
+
+
+def with_unhindered_arrivals(timeline: Timeline) -> Timeline:
+    """Return the same without regard to when a receive was posted: had its rank been earlier, it would have been, too.
+
+    So some messages arrive before their receive is posted.
+    """
+    trips = Trips.of(timeline.program)
+    end_s = timeline.end_s.copy()
+    end_s[trips.receives] = _arrivals_s(timeline, trips)
+    return replace(timeline, end_s=end_s)
+
+
+def _arrivals_s(timeline: Timeline, trips: Trips) -> Floats:
+    """When messages arrived: as noted if they were awaited, else after the usual time, but not later than noted."""
+    expected_s = timeline.end_s[trips.sends] + usual_trip_s([timeline], trips)
+    noted_s = timeline.end_s[trips.receives]
+    was_there = expected_s <= trips.idle_from_s(timeline)
+    return np.asarray(np.where(was_there, np.minimum(expected_s, noted_s), noted_s))

@@ -1,0 +1,205 @@
+"""Messages: one send and one receive per result that leaves its rank, in one order at both ends."""
+
+import pytest
+from hypothesis import given
+
+from penstock.errors import ScheduleError
+from penstock.ir.instruction import Op
+from penstock.ir.program import Program
+from penstock.lowering import add_messages, assign_slots
+from penstock.placement import Placement
+from penstock.proofs import check
+from tests.lowering.programs import (
+    TRANSPORTS,
+    between,
+    computations,
+    consumer,
+    crossings,
+    drawn,
+    is_message,
+    lines,
+    made,
+    message,
+    pairs_of_ranks,
+    program_of,
+)
+from tests.strategies import feasible_schedules
+
+
+def assert_becomes(before, after, **sizes):
+    assert drawn(add_messages(program_of(before, **sizes))) == lines(after)
+
+
+def test_sends_stand_behind_their_action_and_receives_in_front_of_the_first_later_one():
+    assert_becomes(
+        """
+        0F0 0F1 0B0 0B1
+        1F0 1B0 1F1 1B1
+        """,
+        """
+        0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
+        1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1
+        """,
+    )
+
+
+def test_a_middle_rank_talks_to_both_sides():
+    assert_becomes(
+        """
+        0F0 0B0
+        1F0 1B0
+        2F0 2B0
+        """,
+        """
+        0F0 0SEND_F0 0RECV_B0 0B0
+        1RECV_F0 1F0 1SEND_F0 1RECV_B0 1B0 1SEND_B0
+        2RECV_F0 2F0 2B0 2SEND_B0
+        """,
+    )
+
+
+def test_of_two_actions_that_start_together_the_lower_rank_counts_as_earlier():
+    upward, downward = Placement.explicit([0, 1]), Placement.explicit([1, 0])
+    assert_becomes("0F0 0F1\n1F0 1F1", "0F0 0SEND_F0 0F1 0SEND_F1\n1RECV_F0 1RECV_F1 1F0 1F1", placement=upward)
+    assert_becomes("1F0 1F1\n0F0 0F1", "1RECV_F0 1F0 1RECV_F1 1F1\n0F0 0SEND_F0 0F1 0SEND_F1", placement=downward)
+
+
+def test_input_parts_send_and_weight_parts_do_not():
+    assert_becomes(
+        """
+        0F0 0I0 0W0
+        1F0 1I0 1W0
+        """,
+        """
+        0F0 0SEND_F0 0RECV_B0 0I0 0W0
+        1RECV_F0 1F0 1I0 1SEND_B0 1W0
+        """,
+    )
+
+
+def test_each_slice_is_a_message():
+    assert_becomes(
+        """
+        0F0 0F0.1 0F0.2 0B0.2 0B0.1 0B0
+        1F0 1F0.1 1F0.2 1B0.2 1B0.1 1B0
+        """,
+        """
+        0F0 0SEND_F0 0F0.1 0SEND_F0.1 0F0.2 0SEND_F0.2 0RECV_B0.2 0B0.2 0RECV_B0.1 0B0.1 0RECV_B0 0B0
+        1RECV_F0 1RECV_F0.1 1F0 1RECV_F0.2 1F0.1 1F0.2 1B0.2 1SEND_B0.2 1B0.1 1SEND_B0.1 1B0 1SEND_B0
+        """,
+        slices=3,
+    )
+
+
+def test_forwards_alone_send_forward_alone():
+    assert_becomes(
+        """
+        0F0
+        1F0
+        2F0
+        """,
+        """
+        0F0 0SEND_F0
+        1RECV_F0 1F0 1SEND_F0
+        2RECV_F0 2F0
+        """,
+    )
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_one_rank_sends_nothing(num_stages):
+    stages = range(num_stages)
+    order = " ".join([f"{s}F0" for s in stages] + [f"{s}B0" for s in reversed(stages)])
+
+    assert_becomes(order, order, placement=Placement.loop(1, num_stages))
+
+
+def test_neighbours_on_one_rank_send_nothing():
+    assert_becomes(
+        """
+        0F0 3F0 3B0 0B0
+        1F0 2F0 2B0 1B0
+        """,
+        """
+        0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0
+        1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0
+        """,
+        placement=Placement.vee(2),
+    )
+
+
+def test_messages_of_a_pair_stand_outside_it():
+    assert_becomes(
+        """
+        0F0 0F1 0F2 0B0 0B1 0B2
+        1F0 1F1 (1F2;1B0) 1B1 1B2
+        2F0 2B0 2F1 (2B1;2F2) 2B2
+        """,
+        """
+        0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0RECV_B0 0B0 0RECV_B1 0B1 0RECV_B2 0B2
+        1RECV_F0 1RECV_F1 1F0 1SEND_F0 1RECV_F2 1F1 1SEND_F1 1RECV_B0 (1F2;1B0) 1SEND_F2 1SEND_B0 1RECV_B1 1B1 1SEND_B1 1RECV_B2 1B2 1SEND_B2
+        2RECV_F0 2RECV_F1 2F0 2B0 2SEND_B0 2RECV_F2 2F1 (2B1;2F2) 2SEND_B1 2B2 2SEND_B2
+        """,  # noqa: E501
+    )
+
+
+@pytest.mark.parametrize(
+    ("pair", "sends", "receives"),
+    [
+        ("(0F1;2B0)", "0SEND_F1 2SEND_B0", "1RECV_F1 1RECV_B0"),
+        ("(2B0;0F1)", "2SEND_B0 0SEND_F1", "1RECV_B0 1RECV_F1"),
+    ],
+)
+def test_a_pair_sends_to_one_rank_in_the_order_of_its_members(pair, sends, receives):
+    before = f"0F0 2F0 {pair} 2F1 0B0 2B1 0B1\n1F0 3F0 3B0 1F1 1B0 3F1 3B1 1B1"
+
+    first, second = drawn(add_messages(program_of(before, placement=Placement.loop(2, 4))))
+
+    assert f"{pair} {sends} " in first
+    assert f" {receives} 1F1 " in second
+
+
+def test_an_order_that_cannot_run_is_refused():
+    with pytest.raises(ScheduleError, match="cannot run to its end; check the schedule"):
+        add_messages(program_of("0B0 0F0\n1F0 1B0"))
+
+
+@given(schedule=feasible_schedules())
+def test_each_result_that_leaves_its_rank_is_sent_once_and_received_once_and_no_other_is(schedule):
+    program = add_messages(Program.from_schedule(schedule))
+    rows = [(rank, row) for rank in range(len(program)) for row in program[rank]]
+    where = program.placement.rank_of_stage
+
+    assert sorted(message(row) for _, row in rows if row.op.is_send) == crossings(schedule)
+    assert sorted(message(row) for _, row in rows if row.op.is_receive) == crossings(schedule)
+    assert all(rank == where[row.stage] != where[row.peer] for rank, row in rows if is_message(row))
+
+
+@given(schedule=feasible_schedules())
+def test_around_computations_as_they_were_stand_sends_behind_their_action_and_receives_before_their_consumer(schedule):
+    before = Program.from_schedule(schedule)
+    program = add_messages(before)
+
+    assert computations(program) == computations(before)
+    for rank in range(len(program)):
+        rows = program[rank]
+        at = {
+            made(row): place for place, row in enumerate(rows) if row.op.is_compute and row.op is not Op.BACKWARD_WEIGHT
+        }
+        assert all(at[message(row)] < place for place, row in enumerate(rows) if row.op.is_send)
+        assert all(at[consumer(row)] > place for place, row in enumerate(rows) if row.op.is_receive)
+
+
+@given(schedule=feasible_schedules())
+def test_both_ends_of_a_pair_of_ranks_have_its_messages_in_one_order(schedule):
+    program = add_messages(Program.from_schedule(schedule))
+    for one, other in pairs_of_ranks(program):
+        assert between(program, one, other) == between(program, other, one)
+
+
+@pytest.mark.slow
+@given(schedule=feasible_schedules())
+def test_the_program_cannot_deadlock_under_any_transport(schedule):
+    program = assign_slots(add_messages(Program.from_schedule(schedule)))
+    for transport in TRANSPORTS:
+        check(program, transport=transport)

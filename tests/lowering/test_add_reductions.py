@@ -1,0 +1,145 @@
+"""Reductions: a stage's gradients as soon as they are whole, tied groups at the end in one order on all ranks."""
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given
+
+from penstock.ir.action import parse_action
+from penstock.ir.instruction import Op
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.lowering import add_messages, add_reductions
+from penstock.placement import Placement
+from tests.lowering.programs import computations, drawn, lines, program_of
+from tests.strategies import feasible_schedules
+
+BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+
+
+def assert_becomes(before, after, **sizes):
+    assert drawn(add_reductions(program_of(before, **sizes))) == lines(after)
+
+
+def test_a_stage_is_reduced_after_its_last_backward_and_a_tied_group_at_the_end():
+    assert_becomes(
+        """
+        0F0 0F1 0B0 0B1
+        1F0 1F1 1B0 1B1
+        2F0 2F1 2B0 2B1
+        3F0 3F1 3B0 3B1
+        """,
+        """
+        0F0 0F1 0B0 0B1 0REDUCE_GRAD 0REDUCE_TIED0
+        1F0 1F1 1B0 1B1 1REDUCE_GRAD
+        2F0 2F1 2B0 2B1 2REDUCE_GRAD
+        3F0 3F1 3B0 3B1 3REDUCE_GRAD 3REDUCE_TIED0
+        """,
+        tied_groups=[(0, 3)],
+    )
+
+
+def test_each_stage_of_a_rank_is_reduced_as_soon_as_its_gradients_are_whole():
+    assert_becomes("0F0 1F0 1B0 0B0", "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD", placement=Placement.loop(1, 2))
+
+
+def test_a_split_backward_is_whole_with_its_weight_part():
+    assert_becomes("0F0 0F1 0I0 0I1 0W1 0W0", "0F0 0F1 0I0 0I1 0W1 0W0 0REDUCE_GRAD")
+
+
+def test_a_pair_is_not_cut():
+    assert_becomes(
+        "0F0 1F0 1B0 0F1 (0B0;1F1) 1B1 0B1",
+        "0F0 1F0 1B0 0F1 (0B0;1F1) 1B1 1REDUCE_GRAD 0B1 0REDUCE_GRAD",
+        placement=Placement.loop(1, 2),
+    )
+    assert_becomes(
+        "0F0 1F0 0F1 1B0 1F1 (1B1;0B0) 0B1",
+        "0F0 1F0 0F1 1B0 1F1 (1B1;0B0) 1REDUCE_GRAD 0B1 0REDUCE_GRAD",
+        placement=Placement.loop(1, 2),
+    )
+
+
+def test_two_stages_whose_last_backwards_run_together_are_both_reduced_behind_them():
+    routes = Placement.explicit([0, 0], routes=[[0], [1]])
+    routes_of = np.array([0, 1], np.int8)
+    order = [[parse_action(word) for word in ("0F0", "1F1", "(1B1;0B0)OVERLAP_F_B")]]
+    schedule = Schedule.from_actions("two routes", routes, order, num_microbatches=2, route_of_microbatch=routes_of)
+
+    assert drawn(add_reductions(Program.from_schedule(schedule))) == [
+        "0F0 1F1 (1B1;0B0) 0REDUCE_GRAD 1REDUCE_GRAD",
+    ]
+
+
+def test_a_reduction_stands_behind_the_sends_of_its_last_backward():
+    program = add_messages(program_of("0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0", placement=Placement.loop(2, 4)))
+
+    assert drawn(add_reductions(program)) == lines(
+        """
+        0F0 0SEND_F0 2RECV_F0 2F0 2SEND_F0 2RECV_B0 2B0 2SEND_B0 2REDUCE_GRAD 0RECV_B0 0B0 0REDUCE_GRAD
+        1RECV_F0 1F0 1SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 3REDUCE_GRAD 1RECV_B0 1B0 1SEND_B0 1REDUCE_GRAD
+        """
+    )
+
+
+def test_tied_groups_stand_in_the_order_of_their_index_on_every_rank():
+    assert_becomes(
+        """
+        0F0 2F0 2B0 0B0
+        1F0 3F0 3B0 1B0
+        """,
+        """
+        0F0 2F0 2B0 2REDUCE_GRAD 0B0 0REDUCE_GRAD 2REDUCE_TIED0 0REDUCE_TIED1 2REDUCE_TIED2
+        1F0 3F0 3B0 3REDUCE_GRAD 1B0 1REDUCE_GRAD 1REDUCE_TIED0 3REDUCE_TIED1 3REDUCE_TIED2
+        """,
+        placement=Placement.loop(2, 4),
+        tied_groups=[(1, 2), (0, 3), (2, 3)],
+    )
+
+
+def test_an_empty_tied_group_adds_nothing_and_keeps_its_index():
+    assert_becomes("0F0 0B0", "0F0 0B0 0REDUCE_GRAD 0REDUCE_TIED1", tied_groups=[(), (0,)])
+
+
+def test_what_has_its_reductions_omits_them_no_longer():
+    program = program_of("0F0 0B0")
+
+    assert (program.omits_reductions, add_reductions(program).omits_reductions) == (True, False)
+    assert not program_of("0F0").omits_reductions
+    assert replace(program, omits_reductions=False) != program
+
+
+def test_forwards_alone_stay_as_they_are():
+    program = program_of("0F0 0F1\n1F0 1F1", tied_groups=[(0, 1)])
+
+    assert add_reductions(program) == program
+
+
+@given(schedule=feasible_schedules())
+def test_each_stage_with_a_backward_is_reduced_once_on_its_rank_behind_all_of_them_and_their_sends(schedule):
+    before = add_messages(Program.from_schedule(schedule))
+    after = add_reductions(before)
+
+    assert computations(after) == computations(before)
+    for rank, stages in enumerate(after.placement.stages_of_rank):
+        rows = after[rank]
+        at = {row.stage: place for place, row in enumerate(rows) if row.op is Op.REDUCE_GRADIENT}
+        needed = {row.stage: place for place, row in enumerate(rows) if row.op in BACKWARDS}
+        sends = {row.stage: place for place, row in enumerate(rows) if row.op is Op.SEND_BACKWARD}
+        assert sum(row.op is Op.REDUCE_GRADIENT for row in rows) == len(needed)
+        assert set(at) == set(needed) <= set(stages)
+        assert all(at[stage] > max(needed[stage], sends.get(stage, -1)) for stage in needed)
+
+
+@given(schedule=feasible_schedules())
+def test_nothing_but_a_pairs_other_half_and_sends_and_reductions_stands_between_a_last_backward_and_its_reduction(
+    schedule,
+):
+    program = add_reductions(add_messages(Program.from_schedule(schedule)))
+    for rank in range(len(program)):
+        rows, begin = program[rank], int(program.offsets[rank])
+        for place, row in enumerate(rows):
+            if row.op is Op.REDUCE_GRADIENT:
+                last = max(at for at, other in enumerate(rows) if other.op in BACKWARDS and other.stage == row.stage)
+                between = rows[last + 1 + bool(program.joined[begin + last]) : place]
+                assert all(other.op.is_send or other.op is Op.REDUCE_GRADIENT for other in between)

@@ -1,0 +1,195 @@
+"""Lowering: every schedule that can run becomes a program that is proved under every transport model."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ScheduleError
+from penstock.ir import hot
+from penstock.ir.common_order import walk_untimed, whole_starts
+from penstock.ir.deps import predecessors
+from penstock.ir.instruction import Op
+from penstock.ir.program import Program
+from penstock.lowering import lower
+from penstock.placement import Placement
+from penstock.proofs import check
+from tests.lowering.programs import (
+    TRANSPORTS,
+    between,
+    computations,
+    consumer,
+    crossings,
+    drawn,
+    lines,
+    made,
+    message,
+    pairs,
+    pairs_of_ranks,
+)
+from tests.proofs.tables import schedule_of
+from tests.strategies import feasible_schedules, one_of_each_rank, schedules
+
+WHOLE = """
+    0F0 0F1 0F2 0B0 0B1 0B2
+    1F0 1F1 1F2 1B0 1B1 1B2
+    """
+
+
+def lowered(text, *, tied_groups=(), optimizer_step=False, **sizes):
+    return lower(schedule_of(pairs(text), **sizes), tied_groups=tied_groups, optimizer_step=optimizer_step)
+
+
+def test_all_passes_make_the_whole_program():
+    program = lowered(WHOLE, tied_groups=[(0, 1)], optimizer_step=True)
+
+    assert drawn(program, slots=True) == lines(
+        """
+        0F0:0 0SEND_F0:0 0F1:1 0SEND_F1:0 0F2:2 0SEND_F2:0 0RECV_B0:0 0RECV_B1:1 0B0:0 0RECV_B2:0 0B1:1 0B2:2 0REDUCE_GRAD:0 0REDUCE_TIED0:0 0STEP:0
+        1RECV_F0:0 1RECV_F1:1 1F0:0 1RECV_F2:0 1F1:1 1F2:2 1B0:0 1SEND_B0:0 1B1:1 1SEND_B1:0 1B2:2 1SEND_B2:0 1REDUCE_GRAD:0 1REDUCE_TIED0:0 1STEP:0
+        """  # noqa: E501
+    )
+
+
+def test_the_optimizer_step_is_added_on_request_alone():
+    assert "STEP" not in " ".join(drawn(lowered(WHOLE)))
+
+
+def test_forwards_alone_have_neither_reductions_nor_a_step():
+    program = lowered("0F0 0F1\n1F0 1F1", tied_groups=[(0, 1)], optimizer_step=True)
+
+    assert drawn(program) == lines("0F0 0SEND_F0 0F1 0SEND_F1\n1RECV_F0 1RECV_F1 1F0 1F1")
+
+
+def test_one_rank_has_no_messages():
+    program = lowered("0F0 1F0 1B0 0B0", placement=Placement.loop(1, 2))
+
+    assert drawn(program) == ["0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD"]
+
+
+def test_the_stages_of_a_tied_group_are_sorted_and_counted_once():
+    program = lowered("0F0 0B0\n1F0 1B0", tied_groups=[[1, 0, 1], [1]])
+
+    assert program.tied_groups == ((0, 1), (1,))
+    assert [line.count("REDUCE_TIED") for line in drawn(program)] == [1, 2]
+
+
+def test_an_empty_tied_group_is_reduced_by_nobody():
+    program = lowered("0F0 0B0\n1F0 1B0", tied_groups=[()])
+
+    assert "TIED" not in " ".join(drawn(program))
+    assert check(program).num_messages == 2
+
+
+@pytest.mark.parametrize("group", [(0, 2), (-1, 1), (7,)])
+def test_a_tied_group_with_a_stage_that_does_not_exist_is_refused(group):
+    with pytest.raises(ScheduleError) as caught:
+        lowered("0F0 0B0\n1F0 1B0", tied_groups=[(0, 1), group])
+
+    assert str(caught.value).startswith(f"tied group {tuple(sorted(group))}: the stages are 0..1; name stages")
+
+
+def test_two_tied_stages_of_one_rank_are_refused():
+    """They share one parameter there, whose gradient would be reduced once for each of them."""
+    told = r"tied group \(0, 1, 2\): stages 0 and 2 are on rank 0, where they share the parameter; name one stage"
+
+    with pytest.raises(ScheduleError, match=told):
+        lowered("0F0 2F0 2B0 0B0\n1F0 1B0", placement=Placement.explicit([0, 1, 0]), tied_groups=[(0, 1, 2)])
+
+
+def test_a_program_with_two_tied_stages_of_one_rank_is_refused_wherever_it_comes_from():
+    program = lowered("0F0 2F0 2B0 0B0\n1F0 1B0", placement=Placement.explicit([0, 1, 0]), tied_groups=[(0, 1)])
+
+    with pytest.raises(ScheduleError, match="stages 0 and 2 are on rank 0"):
+        replace(program, tied_groups=((0, 2),))
+    with pytest.raises(ScheduleError, match="stages 0 and 2 are on rank 0"):
+        Program.from_json(program.to_json().replace('"tied_groups": [[0,1]]', '"tied_groups": [[0,2]]'))
+    with pytest.raises(ScheduleError, match="stages 0 and 2 are on rank 0"):
+        Program.from_csv(program.to_csv().replace("0REDUCE_TIED0", "0REDUCE_TIED0,2REDUCE_TIED0"))
+
+
+def test_an_order_that_cannot_run_is_refused():
+    with pytest.raises(ScheduleError, match="drawn: the order cannot run to its end"):
+        lowered("0F0 0B1 0F1 0B0\n1F0 1B0 1F1 1B1")
+
+
+def test_three_slices_are_proved_under_every_transport():
+    forwards = " ".join(f"{{0}}F{microbatch}.{part}" for microbatch in range(2) for part in range(3))
+    backwards = " ".join(f"{{0}}B{microbatch}.{part}" for microbatch in range(2) for part in reversed(range(3)))
+    order = "\n".join(f"{forwards} {backwards}".format(rank) for rank in range(3))
+
+    for transport in TRANSPORTS:
+        facts = check(lowered(order, slices=3), transport=transport)
+        assert facts.num_messages == 2 * 2 * 2 * 3
+
+
+@st.composite
+def requests(draw):
+    """A random feasible schedule, tied groups of its stages, and whether to add the optimizer step."""
+    schedule = draw(feasible_schedules())
+    groups = draw(st.lists(st.sets(st.integers(0, schedule.num_stages - 1)), max_size=3))
+    groups = [one_of_each_rank(schedule.placement, group) for group in groups]
+    return schedule, groups, draw(st.booleans())
+
+
+def assert_faithful(schedule, program):
+    """The program computes what the schedule says, in its order, and moves each result that must move once."""
+    assert computations(program) == computations(Program.from_schedule(schedule))
+    rows = [row for rank in range(len(program)) for row in program[rank]]
+    assert sorted(message(row) for row in rows if row.op.is_send) == crossings(schedule)
+    assert sorted(message(row) for row in rows if row.op.is_receive) == crossings(schedule)
+
+
+def assert_in_time(program):
+    """Sends stand behind what makes their message, receives before its consumer, alike at both ends of a pair."""
+    for rank in range(len(program)):
+        rows = program[rank]
+        at = {
+            made(row): place for place, row in enumerate(rows) if row.op.is_compute and row.op is not Op.BACKWARD_WEIGHT
+        }
+        assert all(at[message(row)] < place for place, row in enumerate(rows) if row.op.is_send)
+        assert all(at[consumer(row)] > place for place, row in enumerate(rows) if row.op.is_receive)
+    for one, other in pairs_of_ranks(program):
+        assert between(program, one, other) == between(program, other, one)
+
+
+@pytest.mark.slow
+@given(request=requests())
+def test_every_feasible_order_becomes_a_program_that_is_proved_under_every_transport(request):
+    schedule, tied_groups, optimizer_step = request
+    program = lower(schedule, tied_groups=tied_groups, optimizer_step=optimizer_step)
+
+    assert_faithful(schedule, program)
+    assert_in_time(program)
+    for transport in TRANSPORTS:
+        check(program, transport=transport)
+
+
+@given(feasible_schedules())
+def test_starts_that_are_known_change_nothing(schedule):
+    start = whole_starts(walk_untimed(schedule, predecessors(schedule)))
+
+    assert lower(schedule, start=start) == lower(schedule)
+
+
+@pytest.mark.slow
+@given(request=requests())
+def test_the_program_is_the_same_compiled(request):
+    schedule, tied_groups, optimizer_step = request
+    interpreted = lower(schedule, tied_groups=tied_groups, optimizer_step=optimizer_step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hot, "COMPILE_ABOVE_ROWS", 0)
+        assert lower(schedule, tied_groups=tied_groups, optimizer_step=optimizer_step) == interpreted
+
+
+@pytest.mark.slow
+@given(schedule=schedules())
+def test_every_schedule_of_the_registry_becomes_a_program_that_is_proved_under_every_transport(schedule):
+    program = lower(schedule)
+
+    assert_faithful(schedule, program)
+    assert_in_time(program)
+    for transport in TRANSPORTS:
+        check(program, transport=transport)

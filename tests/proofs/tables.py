@@ -1,0 +1,212 @@
+"""Tables to prove and to break: valid ones, random feasible ones, and an edit of a rank's order."""
+
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from penstock.errors import ScheduleError
+from penstock.ir.action import Action, Kind, parse_action
+from penstock.ir.instruction import Instruction, Op
+from penstock.ir.schedule import Schedule
+from penstock.lowering import lower
+from penstock.placement import Placement
+from penstock.proofs import check
+from penstock.schedules import build
+
+SHAPES = [
+    ("sequential", 1, 2, {}),
+    ("sequential", 3, 2, {}),
+    ("gpipe", 2, 3, {}),
+    ("gpipe", 3, 4, {"backward_order": "descending"}),
+    ("1f1b", 2, 3, {}),
+    ("1f1b", 4, 6, {}),
+    ("1f1b", 4, 3, {"warmup": "eager"}),
+]
+VALID = [
+    pytest.param(build(name, ranks=ranks, microbatches=microbatches, **options), id=f"{name}-{ranks}-{microbatches}")
+    for name, ranks, microbatches, options in SHAPES
+]
+
+
+def schedule_of(text, *, placement=None, microbatches=None, slices=1):
+    """Read one line of actions per rank."""
+    orders = [[parse_action(word) for word in line.split()] for line in text.strip().splitlines()]
+    singles = [a for order in orders for pair in order for a in ([pair] if isinstance(pair, Action) else [pair.first])]
+    count = max(action.microbatch for action in singles) + 1 if microbatches is None else microbatches
+    where = Placement.line(len(orders)) if placement is None else placement
+    return Schedule.from_actions("drawn", where, orders, num_microbatches=count, num_slices=slices)
+
+
+def split_backwards(schedule):
+    """Replace every B by I, and add all W at the end of the rank."""
+    orders = []
+    for rank in range(schedule.num_ranks):
+        order = schedule[rank]
+        weights = [replace(action, kind=Kind.BACKWARD_WEIGHT) for action in order if action.kind is Kind.BACKWARD]
+        inputs = {Kind.BACKWARD: Kind.BACKWARD_INPUT}
+        orders.append([replace(a, kind=inputs.get(a.kind, a.kind)) for a in order] + weights)
+    return with_orders(schedule, orders)
+
+
+def with_orders(table, orders):
+    """Give a schedule or program other orders."""
+    if isinstance(table, Schedule):
+        return Schedule.from_actions(
+            table.name,
+            table.placement,
+            orders,
+            num_microbatches=table.num_microbatches,
+            num_slices=table.num_slices,
+            route_of_microbatch=table.route_of_microbatch,
+        )
+    rows = [row for order in orders for row in order]
+    names = ("op", "stage", "microbatch", "slice", "peer", "slot")
+    columns = {name: np.array([getattr(row, name) for row in rows], np.int32) for name in names}
+    offsets = np.concatenate([[0], np.cumsum([len(order) for order in orders])])
+    return replace(table, **columns, joined=np.zeros(len(rows), np.bool_), offsets=offsets)
+
+
+def edited(table, edit):
+    """Return the table after `edit` has changed its list of orders."""
+    orders = [list(table[rank]) for rank in range(table.num_ranks)]
+    edit(orders)
+    return with_orders(table, orders)
+
+
+def find(table, text):
+    """Return (rank, position) of the first action or instruction with this text."""
+    for rank in range(table.num_ranks):
+        texts = [str(row) for row in table[rank]]
+        if text in texts:
+            return rank, texts.index(text)
+    raise LookupError(text)
+
+
+def without(table, text):
+    rank, position = find(table, text)
+    return edited(table, lambda orders: orders[rank].pop(position))
+
+
+def swapped(table, one, other):
+    """Exchange two rows of one rank."""
+    (rank, a), (_, b) = find(table, one), find(table, other)
+
+    def swap(orders):
+        orders[rank][a], orders[rank][b] = orders[rank][b], orders[rank][a]
+
+    return edited(table, swap)
+
+
+def refusal(table, **limits):
+    with pytest.raises(ScheduleError) as caught:
+        check(table, **limits)
+    return caught.value
+
+
+def violations_of(table, **limits):
+    try:
+        check(table, **limits)
+    except ScheduleError as error:
+        return error.violations
+    return ()
+
+
+def assert_refused(table, place, *words, **limits):
+    """The check finds a violation at (rank, position, text) with all the words, a way out, and a marked picture."""
+    error = refusal(table, **limits)
+    found = [v for v in error.violations if (v.rank, v.position, v.action) == place]
+    assert any(all(word in str(v) for word in words) and v.way_out for v in found), str(error)
+    assert "<-- here" in error.picture
+    return error
+
+
+@dataclass
+class Case:
+    """A random feasible schedule, and the source of chance to go on with."""
+
+    schedule: Schedule
+    chance: random.Random
+
+
+def needs(action, schedule):
+    """The actions that must have run before, by the rules of the design, on any rank."""
+    stage, microbatch, part = action.stage, action.microbatch, action.slice
+    last_stage, last_slice = schedule.num_stages - 1, schedule.num_slices - 1
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return {Action(Kind.BACKWARD_INPUT, stage, microbatch, part)}
+    if action.kind is Kind.FORWARD:
+        found = {Action(Kind.FORWARD, stage - 1, microbatch, part)} if stage else set()
+        return found | ({Action(Kind.FORWARD, stage, microbatch, part - 1)} if part else set())
+    found = {Action(Kind.FORWARD, stage, microbatch, part)}
+    if stage < last_stage:
+        found.add(Action(action.kind, stage + 1, microbatch, part))
+    if part < last_slice:
+        found.add(Action(action.kind, stage, microbatch, part + 1))
+    return found
+
+
+def runs(schedule):
+    """A walk of its own: whether every rank can run its order to the end."""
+    orders = [list(schedule[rank]) for rank in range(len(schedule))]
+    needed = {action: needs(action, schedule) for order in orders for action in order}
+    done = set()
+    while True:
+        heads = [order for order in orders if order and needed[order[0]] <= done]
+        if not heads:
+            return not any(orders)
+        for order in heads:
+            done.add(order.pop(0))
+
+
+@st.composite
+def feasible_cases(draw):
+    """Random placements, sizes and orders that can run."""
+    chance = random.Random(draw(st.integers(0, 2**32)))
+    num_ranks = chance.randint(1, 4)
+    ranks = [*range(num_ranks), *(chance.randrange(num_ranks) for _ in range(chance.randint(0, 3)))]
+    chance.shuffle(ranks)
+    placement, slices = Placement.explicit(ranks), chance.choice([1, 1, 2])
+    split = chance.random() < 0.5
+    kinds = [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if split else [Kind.FORWARD, Kind.BACKWARD]
+    count = chance.randint(1, 4)
+    waiting = [
+        Action(kind, stage, microbatch, part)
+        for kind in kinds
+        for stage in range(len(ranks))
+        for microbatch in range(count)
+        for part in range(slices)
+    ]
+    orders = [[a for a in waiting if ranks[a.stage] == rank] for rank in range(num_ranks)]
+    plain = Schedule.from_actions("random", placement, orders, num_microbatches=count, num_slices=slices)
+    return Case(with_orders(plain, _random_orders(plain, waiting, chance)), chance)
+
+
+def _random_orders(plain, waiting, chance):
+    needed = {action: needs(action, plain) for action in waiting}
+    done, orders = set(), [[] for _ in range(plain.num_ranks)]
+    left = list(waiting)
+    while left:
+        action = chance.choice([a for a in left if needed[a] <= done])
+        left.remove(action)
+        done.add(action)
+        orders[plain.placement.rank_of_stage[action.stage]].append(action)
+    return orders
+
+
+def lowered(name="1f1b", ranks=2, microbatches=3, **options):
+    return lower(build(name, ranks=ranks, microbatches=microbatches), **options)
+
+
+def instruction(op, stage, microbatch=0, *, peer=None, slot=0):
+    return Instruction(Op(op), stage, microbatch, 0, stage if peer is None else peer, slot)
+
+
+def rewritten(schedule, text):
+    """Lower the schedule and put each rank's instructions in the order of the text, a line per rank."""
+    program = lower(schedule)
+    rows = {str(row): row for rank in range(len(program)) for row in program[rank]}
+    orders = [[rows[word] for word in line.split()] for line in text.strip().splitlines()]
+    return replace(with_orders(program, orders), omits_reductions="REDUCE" not in text)

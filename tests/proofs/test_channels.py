@@ -1,0 +1,169 @@
+"""Sends and receives that are not the same messages in the same order are refused at both ends."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+from penstock.ir.instruction import Op
+from penstock.lowering import lower
+from penstock.placement import Placement
+from penstock.proofs import check
+from penstock.schedules import build
+from tests.proofs.tables import (
+    VALID,
+    assert_refused,
+    edited,
+    feasible_cases,
+    find,
+    instruction,
+    lowered,
+    schedule_of,
+    split_backwards,
+    swapped,
+    without,
+)
+from tests.strategies import ends
+
+
+@pytest.mark.parametrize("schedule", VALID)
+def test_lowered_families_pass(schedule):
+    for each in (schedule, split_backwards(schedule), schedule.forward_only()):
+        facts = check(lower(each))
+        assert facts.num_messages == int(
+            (lower(each).op == Op.SEND_FORWARD).sum() + (lower(each).op == Op.SEND_BACKWARD).sum()
+        )
+
+
+@given(feasible_cases())
+def test_lowered_random_orders_pass(case):
+    check(lower(case.schedule, tied_groups=[ends(case.schedule)], optimizer_step=True))
+
+
+def test_a_send_without_its_receive_is_refused():
+    program = lowered()
+    rank, position = find(program, "0SEND_F1")
+
+    broken = without(program, "1RECV_F1")
+
+    assert_refused(
+        broken, (rank, position, "0SEND_F1"), "has no receive on rank 1; expected one 1RECV_F1", "Add 1RECV_F1"
+    )
+
+
+def test_a_receive_without_its_send_is_refused():
+    program = lowered()
+    rank, position = find(program, "0RECV_B1")
+
+    broken = without(program, "1SEND_B1")
+
+    assert_refused(broken, (rank, position, "0RECV_B1"), "has no send on rank 1; expected one 1SEND_B1", "Add 1SEND_B1")
+
+
+def test_a_result_that_no_message_brings_is_refused_at_its_consumer():
+    broken = without(without(lowered(), "1RECV_F1"), "0SEND_F1")
+    rank, position = find(broken, "1F1")
+
+    assert_refused(
+        broken, (rank, position, "1F1"), "needs the result of 0F1 (rank 0,", "no message brings it", "Add the send"
+    )
+
+
+def test_swapped_sends_are_refused_with_both_places():
+    program = lowered("gpipe")
+    sends, receives = find(program, "0SEND_F1"), find(program, "1RECV_F0")
+
+    def swap(orders):
+        first = orders[0].index(program[0][find(program, "0SEND_F0")[1]])
+        orders[0].insert(sends[1], orders[0].pop(first))
+
+    broken = edited(program, swap)
+    position = find(broken, "0SEND_F1")[1]
+    assert_refused(
+        broken, (0, position, "0SEND_F1"), f"1RECV_F0 (rank 1, position {receives[1]})", "keeps its order", "0SEND_F0"
+    )
+
+
+def test_swapped_receives_are_refused_once_per_channel():
+    error = assert_refused(
+        swapped(lowered("gpipe", microbatches=4), "1RECV_F0", "1RECV_F1"), (0, 1, "0SEND_F0"), "1RECV_F1 (rank 1"
+    )
+
+    assert len([v for v in error.violations if "keeps its order" in v.problem]) == 1
+
+
+def test_a_send_before_its_message_is_made_is_refused():
+    broken = swapped(lowered(), "0F1", "0SEND_F1")
+    rank, position = find(broken, "0SEND_F1")
+
+    assert_refused(
+        broken, (rank, position, "0SEND_F1"), "stands in front of 0F1", "which makes its message", "behind 0F1"
+    )
+
+
+def test_a_receive_behind_its_consumer_is_refused():
+    broken = swapped(lowered("sequential"), "1F0", "1RECV_F0")
+    rank, position = find(broken, "1RECV_F0")
+
+    assert_refused(
+        broken, (rank, position, "1RECV_F0"), "stands behind 1F0", "which needs its message", "in front of 1F0"
+    )
+
+
+def test_duplicate_messages_are_refused():
+    program = lowered()
+    rank, position = find(program, "0SEND_F1")
+    twice = edited(program, lambda orders: orders[rank].insert(position, orders[rank][position]))
+
+    assert_refused(
+        twice, (0, position, "0SEND_F1"), f"moves the same message as 0SEND_F1 (position {position + 1})", "Drop one"
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (instruction(Op.SEND_FORWARD, 1, peer=2), "stage 1 has no next stage"),
+        (instruction(Op.SEND_BACKWARD, 1, peer=1), "has stage 1 at its other end; expected stage 0"),
+    ],
+)
+def test_a_peer_that_is_no_neighbour_is_refused(row, words):
+    broken = edited(lowered(), lambda orders: orders[1].append(row))
+
+    assert_refused(broken, (1, len(broken[1]) - 1, str(row)), words)
+
+
+def test_a_message_to_the_own_rank_is_refused():
+    program = lower(schedule_of("0F0 1F0 1B0 0B0", placement=Placement.loop(1, 2)))
+    broken = edited(program, lambda orders: orders[0].append(instruction(Op.SEND_FORWARD, 0, peer=1)))
+
+    assert_refused(broken, (0, len(broken[0]) - 1, "0SEND_F0"), "on its own rank", "Drop it")
+
+
+def test_a_message_that_nobody_needs_is_refused_at_both_ends():
+    program = lower(build("1f1b", ranks=2, microbatches=2, forward_only=True))
+
+    def exchange_a_gradient(orders):
+        orders[1].append(instruction(Op.SEND_BACKWARD, 1, peer=0))
+        orders[0].append(instruction(Op.RECEIVE_BACKWARD, 0, peer=1))
+
+    broken = edited(program, exchange_a_gradient)
+    assert_refused(broken, (1, len(broken[1]) - 1, "1SEND_B0"), "no action makes or needs", "Drop both")
+    assert_refused(broken, (0, len(broken[0]) - 1, "0RECV_B0"), "no action makes or needs")
+
+
+def test_messages_of_a_foreign_microbatch_are_refused():
+    program = lowered()
+    row = replace(program[0][find(program, "0SEND_F1")[1]], microbatch=7)
+
+    broken = edited(program, lambda orders: orders[0].append(row))
+
+    assert_refused(broken, (0, len(broken[0]) - 1, "0SEND_F7"), "names the foreign microbatch 7")
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [([0, 0], 0), ([0, 1], 2), ([1, 0], 2)])
+def test_results_count_as_messages_where_they_leave_their_rank(ranks, expected):
+    stages = [["0F0", "0B0"], ["1F0", "1B0"]]
+    text = "0F0 1F0 1B0 0B0" if ranks == [0, 0] else "\n".join(" ".join(stages[stage]) for stage in ranks)
+
+    assert check(schedule_of(text, placement=Placement.explicit(ranks))).num_messages == expected

@@ -1,0 +1,198 @@
+"""Collectives that come too early, twice, without a member, or in crossing orders are refused."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.ir.instruction import Op
+from penstock.ir.program import COLUMNS, Program
+from penstock.lowering import add_messages, assign_slots, lower
+from penstock.proofs import check
+from penstock.schedules import FAMILIES, build
+from tests.proofs.tables import (
+    assert_refused,
+    edited,
+    find,
+    instruction,
+    lowered,
+    refusal,
+    swapped,
+    violations_of,
+    without,
+)
+
+TIED = {"tied_groups": [(0, 1), (1, 2)], "optimizer_step": True}
+
+
+def test_reductions_and_step_pass_where_lowering_puts_them():
+    check(lowered(ranks=3, **TIED))
+
+
+@pytest.mark.parametrize("text", ["0REDUCE_GRAD", "0REDUCE_TIED0"])
+def test_a_reduction_before_the_last_backward_is_refused(text):
+    program = lowered(ranks=3, **TIED)
+    position = find(program, "0B2")[1]
+    broken = edited(program, lambda orders: orders[0].insert(position, orders[0].pop(find(program, text)[1])))
+
+    assert_refused(
+        broken, (0, position, text), f"runs before 0B2 (position {position + 1}), the last backward", "behind 0B2"
+    )
+
+
+@pytest.mark.parametrize("text", ["0REDUCE_GRAD", "0REDUCE_TIED0"])
+def test_a_reduction_that_is_there_twice_is_refused(text):
+    program = lowered(ranks=3, **TIED)
+    position = find(program, text)[1]
+    broken = edited(program, lambda orders: orders[0].insert(position, orders[0][position]))
+
+    assert_refused(broken, (0, position + 1, text), "again as", f"position {position})", "Drop one")
+
+
+def test_a_missing_member_of_a_tied_group_is_refused_with_both_ranks():
+    broken = without(lowered(ranks=3, **TIED), "1REDUCE_TIED0")
+
+    assert_refused(broken, (1, len(broken[1]), ""), "missing for stage 1", "0REDUCE_TIED0 (rank 0,", "Add it on rank 1")
+
+
+def test_a_tied_group_that_nobody_reduces_is_refused_on_every_member():
+    broken = without(without(lowered(ranks=3, **TIED), "0REDUCE_TIED0"), "1REDUCE_TIED0")
+
+    for rank in (0, 1):
+        assert_refused(broken, (rank, len(broken[rank]), ""), f"tied group 0 is missing for stage {rank}", "stay equal")
+
+
+def test_a_tied_group_that_only_the_metadata_name_is_refused():
+    broken = replace(lowered(ranks=3), tied_groups=((0, 2),))
+
+    assert len(refusal(broken).violations) == 2
+
+
+def test_stages_whose_gradient_is_never_reduced_are_told_together():
+    broken = without(without(lowered(ranks=3), "0REDUCE_GRAD"), "2REDUCE_GRAD")
+
+    error = assert_refused(broken, (0, *reversed(("0B2", find(broken, "0B2")[1]))), "one 0REDUCE_GRAD behind it")
+    assert [found.action for found in error.violations] == ["0B2", "2B2"]
+
+
+def test_a_program_without_any_reduction_is_refused_unless_it_says_so():
+    program = assign_slots(add_messages(Program.from_schedule(build("1f1b", ranks=2, microbatches=3))))
+
+    assert check(program).omits_reductions
+    assert [found.action for found in refusal(replace(program, omits_reductions=False)).violations] == ["0B2", "1B2"]
+
+
+def test_a_program_that_omits_some_reductions_only_is_refused():
+    program = replace(without(lowered(), "1REDUCE_GRAD"), omits_reductions=True)
+    step_alone = without(without(lowered(optimizer_step=True), "0REDUCE_GRAD"), "1REDUCE_GRAD")
+
+    assert_refused(program, (1, find(program, "1B2")[1], "1B2"), "expected one 1REDUCE_GRAD behind it")
+    assert len(refusal(replace(step_alone, omits_reductions=True)).violations) == 2
+
+
+@pytest.mark.parametrize("op", [Op.REDUCE_GRADIENT, Op.REDUCE_TIED, Op.OPTIMIZER_STEP])
+def test_what_belongs_to_training_is_refused_where_nothing_trains(op):
+    program = lower(build("1f1b", ranks=1, microbatches=2, forward_only=True), tied_groups=[(0,)])
+    row = instruction(op, 0, peer=0)
+    broken = edited(program, lambda orders: orders[0].append(row))
+
+    assert not check(program).omits_reductions
+    assert_refused(broken, (0, 2, str(row)), "belongs to training, but the program has no backward", "Drop it")
+
+
+def with_rows(program, orders):
+    """The program with other rows of its own on each rank; pairs stay pairs."""
+    rows = np.concatenate(orders).astype(int)
+    columns = {name: getattr(program, name)[rows] for name in COLUMNS}
+    return replace(program, **columns, offsets=np.cumsum([0, *map(len, orders)]))
+
+
+def mutations(program, row):
+    """(name, program) for each way to remove, double or misplace one row; the others keep their order."""
+    rank, begin = int(program.rank_of_row[row]), program.offsets[:-1]
+    orders = [list(range(start, end)) for start, end in zip(begin, program.offsets[1:], strict=True)]
+    own, others = orders[rank], [rest for rest in range(len(orders)) if rest != rank]
+    backwards = [other for other in own if program.is_backward[other] and program.stage[other] == program.stage[row]]
+    rest = [other for other in own if other != row]
+    first = backwards[-1] - int(backwards[-1] > begin[rank] and program.joined[backwards[-1] - 1])
+    places = {"before the last backward": rest.index(first), "at the front": 0}
+    if program.op[own[-1]] == Op.OPTIMIZER_STEP:
+        places["behind the step"] = len(rest)
+    changed = {"removed": rest, "doubled": sorted([*own, row])}
+    changed |= {name: [*rest[:place], row, *rest[place:]] for name, place in places.items()}
+    for name, order in changed.items():
+        yield name, with_rows(program, [order if index == rank else orders[index] for index in range(len(orders))])
+    for other in others[:1]:
+        moved = {rank: rest, other: [*orders[other][:-1], row, orders[other][-1]]}
+        yield "on another rank", with_rows(program, [moved.get(index, orders[index]) for index in range(len(orders))])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "forward-only"])
+def test_every_reduction_of_every_family_is_needed_once_and_where_it_is(name):
+    num_checked = 0
+    for ranks, microbatches in ((1, 2), (2, 4), (4, 4)):
+        try:
+            schedule = build(name, ranks=ranks, microbatches=microbatches)
+        except ConfigError:
+            continue
+        held = schedule.placement.stages_of_rank
+        groups = [(held[0][0], held[-1][-1])] if ranks > 1 else []
+        program = lower(schedule, tied_groups=groups, optimizer_step=ranks > 1)
+        check(program)
+        for row in np.flatnonzero((program.op == Op.REDUCE_GRADIENT) | (program.op == Op.REDUCE_TIED)).tolist():
+            for how, broken in mutations(program, row):
+                told = " ".join(str(found) for found in violations_of(broken))
+                assert "REDUCE" in told or "reduction" in told, (
+                    f"{program.instruction(row)} {how} in {schedule}: {told}"
+                )
+                num_checked += 1
+    assert num_checked > 10
+
+
+def test_a_stage_outside_the_group_is_refused():
+    program = lowered(ranks=3, **TIED)
+    position = len(program[2]) - 1
+    broken = edited(program, lambda orders: orders[2].insert(position, instruction(Op.REDUCE_TIED, 2, peer=0)))
+
+    assert_refused(broken, (2, position, "2REDUCE_TIED0"), "is no member of the reduction of tied group 0", "(0, 1)")
+
+
+def test_a_tied_group_that_does_not_exist_is_refused():
+    broken = edited(lowered(), lambda orders: orders[0].append(instruction(Op.REDUCE_TIED, 0, peer=4)))
+
+    assert_refused(broken, (0, len(broken[0]) - 1, "0REDUCE_TIED4"), "names the tied group 4; the program has 0")
+
+
+def test_a_rank_without_the_step_is_refused():
+    broken = without(lowered(ranks=3, **TIED), "1STEP")
+
+    assert_refused(broken, (1, len(broken[1]), ""), "the optimizer step is missing", "0STEP (rank 0,", "Add it at")
+
+
+def test_a_second_step_and_a_step_that_is_not_last_are_refused():
+    program = lowered(**{"optimizer_step": True})
+    end = len(program[0])
+    twice = edited(program, lambda orders: orders[0].append(orders[0][-1]))
+    early = edited(program, lambda orders: orders[0].insert(end - 2, orders[0].pop()))
+
+    assert_refused(twice, (0, end - 1, "0STEP"), "is taken again: 0STEP", "Drop one")
+    assert_refused(early, (0, end - 2, "0STEP"), "runs before 0REDUCE_GRAD", "Move it to the end")
+
+
+def test_crossing_orders_of_two_groups_are_refused_with_both_ranks():
+    program = lower(build("1f1b", ranks=2, microbatches=2), tied_groups=[(0, 1), (0, 1)])
+    broken = swapped(program, "1REDUCE_TIED0", "1REDUCE_TIED1")
+
+    error = assert_refused(broken, (0, find(broken, "0REDUCE_TIED0")[1], "0REDUCE_TIED0"), "one order on all ranks")
+    assert "rank 1 runs 1REDUCE_TIED1 before 1REDUCE_TIED0" in error.violations[0].problem
+
+
+def test_orders_that_cross_over_three_ranks_are_refused():
+    program = lower(build("1f1b", ranks=3, microbatches=2), tied_groups=[(0, 1), (1, 2), (0, 2)])
+    broken = swapped(program, "0REDUCE_TIED0", "0REDUCE_TIED2")
+
+    error = assert_refused(broken, (0, find(broken, "0REDUCE_TIED2")[1], "0REDUCE_TIED2"), "one order")
+    assert "rank 1 runs" in error.violations[0].problem
+    assert "rank 2 runs" in error.violations[0].problem

@@ -1,0 +1,125 @@
+"""What keeps the common order runs under every model; each rule of it is needed and looked at."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.ir import hot
+from penstock.ir.deps import index_rows, predecessors
+from penstock.lowering import lower
+from penstock.placement import Placement
+from penstock.proofs import RENDEZVOUS, SINGLE_QUEUE, Buffered
+from penstock.proofs.channels import find_messages
+from penstock.proofs.collectives import check_collectives
+from penstock.proofs.common_order import keeps_common_order
+from penstock.proofs.cycle import check_feasible
+from penstock.proofs.order import Actions, check_positions
+from penstock.proofs.report import Findings, Subject
+from penstock.schedules import build
+from tests.proofs.machine import Machine, shuffled
+from tests.proofs.tables import edited, feasible_cases, find, rewritten, schedule_of
+from tests.strategies import ends, feasible_schedules
+
+GPIPE = schedule_of("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1")
+
+
+def keeps(program):
+    """Whether the program keeps the common order; False where an earlier proof already refuses it."""
+    subject = Subject.of(program)
+    findings = Findings(subject)
+    actions = Actions.of(subject)
+    before = predecessors(actions.schedule)
+    if not check_positions(actions, before, findings):
+        return False
+    start = check_feasible(actions, before, findings)
+    messages = find_messages(subject, index_rows(program), findings)
+    check_collectives(subject, findings)
+    return not findings.violations and keeps_common_order(subject, actions, messages, start)
+
+
+def moved(program, text, *, behind):
+    """Put an instruction behind another one of its rank."""
+    (rank, start), (_, end) = find(program, text), find(program, behind)
+
+    def move(orders):
+        row = orders[rank].pop(start)
+        orders[rank].insert(end + (end < start), row)
+
+    return edited(program, move)
+
+
+@given(feasible_schedules(), st.booleans(), st.booleans())
+def test_the_lowering_keeps_the_common_order(schedule, ties_stages, optimizer_step):
+    groups = [ends(schedule)] if ties_stages else []
+
+    assert keeps(lower(schedule, tied_groups=groups, optimizer_step=optimizer_step))
+
+
+@given(case=feasible_cases())
+def test_what_keeps_the_common_order_ends_on_a_plain_machine_of_every_model(case):
+    program = lower(case.schedule)
+    for each in (shuffled(program, case.chance) for _ in range(6)):
+        if keeps(each):
+            for model in (RENDEZVOUS, Buffered(1), SINGLE_QUEUE):
+                assert Machine(each, model).ends()
+
+
+def test_a_send_in_front_of_what_makes_its_message_is_out_of_order():
+    program = rewritten(
+        schedule_of("0F0 0F1\n1F0 1F1"),
+        """
+        0F0 0SEND_F1 0F1 0SEND_F0
+        1RECV_F1 1RECV_F0 1F0 1F1
+        """,
+    )
+
+    assert not keeps(program)
+
+
+def test_a_send_behind_a_later_action_is_out_of_order():
+    assert keeps(lower(GPIPE))
+    assert not keeps(moved(lower(GPIPE), "0SEND_F0", behind="0F1"))
+
+
+def test_a_receive_behind_an_action_that_is_later_than_its_message_is_out_of_order():
+    program = lower(schedule_of("0F0 0F1 0F2\n1F0 1F1 1F2"))
+
+    assert keeps(program)
+    assert not keeps(moved(program, "1RECV_F2", behind="1F1"))
+
+
+def test_receives_of_a_pair_of_ranks_in_another_order_than_its_sends_are_out_of_order():
+    program = lower(schedule_of("0F0 0F1 0F2\n1F0 1F1 1F2"))
+
+    assert not keeps(moved(program, "1RECV_F0", behind="1RECV_F1"))
+
+
+def test_a_receive_in_front_of_an_earlier_send_of_the_same_pair_of_ranks_is_out_of_order():
+    assert not keeps(moved(lower(GPIPE), "0RECV_B0", behind="0F0"))
+
+
+def test_receives_from_different_ranks_may_change_places():
+    program = lower(schedule_of("0F0 3F0 3B0 0B0\n1F0 1B0\n2F0 2B0", placement=Placement.explicit([0, 1, 2, 0])))
+    rank = [str(row) for row in program[0]]
+
+    assert rank.index("3RECV_F0") < rank.index("0RECV_B0")
+    assert keeps(moved(program, "3RECV_F0", behind="0SEND_F0"))
+
+
+def test_an_action_or_message_behind_a_joining_collective_is_out_of_order():
+    program = lower(
+        schedule_of("0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0", placement=Placement.loop(2, 4)), tied_groups=[(1, 2)]
+    )
+
+    assert keeps(program)
+    assert not keeps(moved(program, "2REDUCE_TIED0", behind="2SEND_B0"))
+
+
+@pytest.mark.slow
+def test_the_verdict_is_the_same_compiled(monkeypatch):
+    programs = [lower(build("1f1b", ranks=3, microbatches=4)), moved(lower(GPIPE), "0SEND_F0", behind="0F1")]
+    interpreted = [keeps(program) for program in programs]
+
+    monkeypatch.setattr(hot, "COMPILE_ABOVE_ROWS", 0)
+
+    assert [keeps(program) for program in programs] == interpreted == [True, False]

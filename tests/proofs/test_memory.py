@@ -1,0 +1,190 @@
+"""Limits hold at every position, and a slot that is overwritten while alive is refused where that happens."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from penstock.errors import ConfigError
+from penstock.ir.instruction import Op
+from penstock.lowering import lower
+from penstock.proofs import check
+from penstock.schedules import build
+from tests.proofs.tables import (
+    assert_refused,
+    edited,
+    feasible_cases,
+    find,
+    lowered,
+    schedule_of,
+    split_backwards,
+    violations_of,
+)
+
+
+def with_slot(table, text, slot):
+    rank, position = find(table, text)
+
+    def change(orders):
+        orders[rank][position] = replace(orders[rank][position], slot=slot)
+
+    return edited(table, change)
+
+
+@pytest.mark.parametrize("prepare", [lambda schedule: schedule, lower], ids=["schedule", "program"])
+def test_the_first_position_over_the_limit_is_refused(prepare):
+    table = prepare(build("gpipe", ranks=2, microbatches=3))
+
+    place = (0, find(table, "0F2")[1], "0F2")
+    error = assert_refused(table, place, "needs 3 activations", "of rank 0 is 2", "raise the limit", memory_limit=2)
+    assert [violation.action for violation in error.violations] == ["0F2", "1F2"]
+
+
+def test_a_limit_that_is_just_met_passes():
+    schedule = build("1f1b", ranks=3, microbatches=4)
+
+    assert check(schedule, memory_limit=[3, 2, 1]).peak_activations == [3, 2, 1]
+
+
+def test_a_limit_per_rank_counts_for_its_rank():
+    schedule = build("1f1b", ranks=3, microbatches=4)
+
+    error = assert_refused(schedule, (1, 1, "1F1"), "limit of rank 1 is 1", memory_limit=[3, 1, 1])
+    assert {violation.rank for violation in error.violations} == {1}
+
+
+def test_the_limit_in_bytes_counts_weight_contexts():
+    schedule = split_backwards(build("gpipe", ranks=1, microbatches=2))
+
+    sizes = {"activation_bytes": 10, "weight_context_bytes": 4}
+    assert check(schedule, **sizes, memory_limit_bytes=20).peak_bytes == [20]
+    assert_refused(schedule, (0, 1, "0F1"), "needs 20 bytes alive", "is 19", **sizes, memory_limit_bytes=19)
+
+
+def test_a_weight_context_of_unknown_size_counts_as_the_whole_activation():
+    schedule = schedule_of("0F0 0I0 0F1 0I1 0W0 0W1")
+
+    assert check(schedule, activation_bytes=10).peak_bytes == [20]
+    assert check(schedule, activation_bytes=10, weight_context_bytes=1).peak_bytes == [11]
+
+
+def test_bytes_are_unknown_without_sizes():
+    assert check(build("1f1b", ranks=2, microbatches=2)).peak_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "key"),
+    [
+        ({"memory_limit": [1, 2, 3]}, "memory_limit"),
+        ({"memory_limit_bytes": 5}, "memory_limit_bytes"),
+        ({"activation_bytes": [1, 2, 3]}, "activation_bytes"),
+        ({"activation_bytes": 1, "weight_context_bytes": [1]}, "weight_context_bytes"),
+        ({"activation_bytes": 1, "memory_limit_bytes": [1]}, "memory_limit_bytes"),
+    ],
+)
+def test_limits_that_do_not_fit_the_table_are_refused(limits, key):
+    with pytest.raises(ConfigError) as caught:
+        check(build("1f1b", ranks=2, microbatches=2), **limits)
+
+    assert caught.value.key == key
+
+
+def test_messages_in_buffers_are_counted():
+    facts = check(lower(schedule_of("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1")))
+
+    assert facts.peak_unsent == [1, 1]
+    assert all(1 <= peak <= 2 for peak in facts.peak_received)
+
+
+def test_an_activation_slot_that_is_overwritten_is_refused():
+    broken = with_slot(with_slot(lowered(), "0F1", 0), "0B1", 0)
+    (_, first), (_, second), (_, end) = find(broken, "0F0"), find(broken, "0F1"), find(broken, "0B0")
+
+    assert_refused(
+        broken,
+        (0, second, "0F1"),
+        f"overwrites slot 0, where the activation of 0F0 (position {first}) lives until 0B0 (position {end})",
+        "Take another slot",
+    )
+
+
+def test_a_backward_that_reads_another_slot_is_refused():
+    broken = with_slot(lowered(), "0B1", 5)
+    rank, position = find(broken, "0B1")
+
+    assert_refused(
+        broken, (rank, position, "0B1"), "reads slot 5; 0F1 (position", "saved its activation in slot 1", "slot 1"
+    )
+
+
+def test_a_receive_slot_that_is_overwritten_is_refused():
+    program = lowered("gpipe")
+    (_, first), (_, second) = find(program, "1RECV_F0"), find(program, "1RECV_F1")
+    assert program[1][first].slot != program[1][second].slot
+    broken = with_slot(program, "1RECV_F1", program[1][first].slot)
+
+    assert_refused(broken, (1, second, "1RECV_F1"), "the message of 1RECV_F0", "lives until 1F0", "Take another slot")
+
+
+def test_a_send_slot_that_is_overwritten_is_refused_at_the_action_that_makes_the_message():
+    program = lower(schedule_of("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1"))
+    late = edited(
+        program, lambda orders: orders[0].insert(find(program, "0F1")[1], orders[0].pop(find(program, "0SEND_F0")[1]))
+    )
+    broken = with_slot(with_slot(late, "0SEND_F0", 0), "0SEND_F1", 0)
+    (_, position), (_, send) = find(broken, "0F1"), find(broken, "0SEND_F0")
+
+    assert_refused(broken, (0, position, "0F1"), "overwrites slot 0", f"lives until 0SEND_F0 (position {send})")
+
+
+def test_slots_of_different_pools_and_ranks_may_have_one_number():
+    facts = check(lowered())
+
+    assert facts.num_messages == 6
+
+
+@pytest.mark.parametrize("slot", [2_000_000_000, -1])
+def test_slots_with_odd_numbers_are_proved_like_any_other(slot):
+    odd = with_slot(with_slot(lowered("gpipe"), "1RECV_F0", slot), "1SEND_B0", slot)
+
+    assert check(odd).num_messages == 6
+    assert_refused(
+        with_slot(odd, "1RECV_F1", slot), (1, find(odd, "1RECV_F1")[1], "1RECV_F1"), f"overwrites slot {slot}"
+    )
+
+
+@pytest.mark.parametrize("pair", ["(0F1;0B0)OVERLAP_F_B", "(0B0;0F1)OVERLAP_F_B"])
+def test_a_pair_may_not_hand_a_slot_from_one_member_to_the_other(pair):
+    program = lower(schedule_of(f"0F0 {pair} 0B1"))
+    apart = program.with_slots(program.microbatch.copy())
+    shared = program.with_slots(np.zeros_like(program.slot))
+
+    assert violations_of(apart) == ()
+    assert_refused(shared, (0, *find(shared, "0F1")[1:], "0F1"), "overwrites slot 0", "lives until 0B0")
+
+
+@given(feasible_cases())
+def test_a_shared_slot_is_refused_exactly_where_two_lives_overlap(case):
+    program = lower(case.schedule)
+    slot = program.slot.copy()
+    slot[program.op == Op.FORWARD] %= 2
+    made_by = {(program.stage[r], program.microbatch[r], program.slice[r]): r for r in np.flatnonzero(program.op == 0)}
+    for row in np.flatnonzero(program.is_compute):
+        slot[row] = slot[made_by[program.stage[row], program.microbatch[row], program.slice[row]]]
+    changed = program.with_slots(slot)
+
+    assert bool(violations_of(changed)) == overlaps(changed)
+
+
+def overlaps(program):
+    """Run each rank and keep what its activation slots hold."""
+    for rank in range(len(program)):
+        held = {}
+        for row in program[rank]:
+            name = (row.stage, row.microbatch, row.slice)
+            if row.op is Op.FORWARD and held.setdefault(row.slot, name) != name:
+                return True
+            if row.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+                del held[row.slot]
+    return False

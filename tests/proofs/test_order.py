@@ -1,0 +1,280 @@
+"""Every action is there once, on its rank, behind what it needs there; each way to break this is refused by name."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.ir.action import Action, Kind
+from penstock.lowering import lower
+from penstock.placement import Placement
+from penstock.proofs import check
+from penstock.schedules import build
+from tests.proofs.tables import (
+    VALID,
+    assert_refused,
+    edited,
+    find,
+    refusal,
+    schedule_of,
+    split_backwards,
+    swapped,
+    without,
+)
+
+SMALL = """
+0F0 0F1 0B0 0B1
+1F0 1B0 1F1 1B1
+"""
+SPLIT = """
+0F0 0F1 0I0 0W0 0I1 0W1
+1F0 1I0 1F1 1I1 1W0 1W1
+"""
+
+
+@pytest.mark.parametrize("schedule", VALID)
+def test_every_family_passes_whole_split_and_forward_only(schedule):
+    check(schedule)
+    check(split_backwards(schedule))
+    check(schedule.forward_only())
+
+
+def test_slices_and_several_stages_per_rank_pass():
+    check(schedule_of("0F0.0 0F0.1 1F0.0 1F0.1 1B0.1 0B0.1 1B0.0 0B0.0", placement=Placement.loop(1, 2), slices=2))
+
+
+@pytest.mark.parametrize("schedule", VALID)
+@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD])
+def test_a_duplicate_is_refused_where_it_stands(schedule, kind):
+    last = schedule.num_ranks - 1
+    text = str(Action(kind, last, 1))
+    rank, position = find(schedule, text)
+    twice = edited(schedule, lambda orders: orders[rank].append(orders[rank][position]))
+
+    assert_refused(
+        twice,
+        (rank, len(schedule[rank]), text),
+        f"is a duplicate of {text} (rank {rank}, position {position})",
+        "Drop one",
+    )
+
+
+@pytest.mark.parametrize("schedule", VALID)
+def test_a_missing_backward_is_refused_at_its_forward(schedule):
+    rank, position = find(schedule, "0F1")
+
+    assert_refused(without(schedule, "0B1"), (rank, position, "0F1"), "has no backward; expected one 0B1", "Add 0B1")
+
+
+@pytest.mark.parametrize("schedule", VALID)
+def test_a_missing_forward_is_refused_at_its_backward(schedule):
+    broken = without(schedule, "0F1")
+    rank, position = find(broken, "0B1")
+
+    assert_refused(broken, (rank, position, "0B1"), "has no forward; expected one 0F1", "Add 0F1")
+
+
+@pytest.mark.parametrize("schedule", VALID)
+def test_a_missing_weight_part_is_refused_at_its_input_part(schedule):
+    split = split_backwards(schedule)
+    rank, position = find(split, "0I1")
+
+    assert_refused(without(split, "0W1"), (rank, position, "0I1"), "has no weight part; expected one 0W1", "Add 0W1")
+
+
+@pytest.mark.parametrize("schedule", VALID)
+def test_a_missing_input_part_is_refused_at_its_weight_part(schedule):
+    broken = without(split_backwards(schedule), "0I1")
+    rank, position = find(broken, "0W1")
+
+    assert_refused(broken, (rank, position, "0W1"), "has no input part; expected one 0I1", "Add 0I1")
+
+
+def test_an_action_that_is_missing_altogether_is_refused_at_the_end_of_its_rank():
+    assert_refused(
+        schedule_of(SMALL, microbatches=3), (1, 4, ""), "1F2 and 1B2 (or its I and W) are missing", "Add 1F2"
+    )
+
+
+def test_microbatches_in_a_row_are_missing_in_one_line_per_stage():
+    error = refusal(schedule_of(SMALL, microbatches=5))
+
+    assert [(found.rank, found.problem[:50], found.way_out) for found in error.violations] == [
+        (
+            rank,
+            f"{rank}F2 to {rank}F4 and {rank}B2 to {rank}B4 (or their I and W) are missing"[:50],
+            f"Add {rank}F2 to {rank}F4 and {rank}B2 to {rank}B4 (or their I and W)",
+        )
+        for rank in range(2)
+    ]
+
+
+def test_forwards_are_missing_alone_where_nothing_trains():
+    error = refusal(schedule_of("0F0 0F3\n1F0 1F3", microbatches=5))
+
+    assert [found.problem.partition(";")[0] for found in error.violations if not found.action] == [
+        "0F1 to 0F2 are missing",
+        "0F4 is missing",
+        "1F1 to 1F2 are missing",
+        "1F4 is missing",
+    ]
+
+
+def test_slices_are_missing_each_for_itself():
+    one_rank = Placement.loop(1, 1)
+    error = refusal(schedule_of("0F0.0 0F0.1 0F3.0 0F3.1", placement=one_rank, slices=2))
+
+    assert [found.problem.partition(";")[0] for found in error.violations] == [
+        "0F1 to 0F2 are missing",
+        "0F1.1 to 0F2.1 are missing",
+    ]
+
+
+@pytest.mark.parametrize("typo", ["1F9", "1B3"])
+def test_a_microbatch_that_one_action_names_beyond_a_gap_is_told_first_as_a_likely_typo(typo):
+    orders = SMALL.replace("1F1", typo)
+    error = refusal(schedule_of(orders))
+
+    assert (error.violations[0].rank, error.violations[0].action) == (1, typo)
+    assert error.violations[0].problem == (
+        f"alone names microbatch {typo[2]}, and nothing names microbatch 2; it may be a typo"
+    )
+    assert "typo" not in "".join(found.problem for found in error.violations[1:])
+    assert len(error.violations) <= 6
+
+
+def test_what_one_action_names_below_the_gap_is_no_typo():
+    error = refusal(schedule_of("0F0 0B0 0F1 0F5", placement=Placement.loop(1, 1)))
+
+    assert [found.action for found in error.violations if "typo" in found.problem] == ["0F5"]
+
+
+def test_a_microbatch_that_several_actions_name_is_no_typo():
+    error = refusal(schedule_of("0F0 0F2 0B0 0B2\n1F0 1B0 1F2 1B2"))
+
+    assert not any("typo" in found.problem for found in error.violations)
+
+
+def test_a_missing_forward_of_a_forward_only_schedule_is_refused():
+    assert_refused(schedule_of("0F0 0F1\n1F0"), (1, 1, ""), "1F1 is missing", "Add 1F1")
+
+
+def test_a_missing_slice_is_refused():
+    schedule = schedule_of("0F0.0 0F0.1 0B0.1 0B0.0", slices=2)
+
+    assert_refused(without(schedule, "0B0.1"), (0, 1, "0F0.1"), "expected one 0B0.1")
+
+
+@pytest.mark.parametrize("kept", ["0I0", "0W0"])
+def test_a_whole_and_a_split_backward_of_one_action_are_refused(kept):
+    dropped = {"0I0": "0W0", "0W0": "0I0"}[kept]
+    both = without(schedule_of(SPLIT.replace("0F1", "0F1 0B0")), dropped)
+
+    assert_refused(
+        both, (0, 2, "0B0"), f"computes again what {kept} (rank 0, position 3)", "Drop the B, or the I and the W"
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("microbatch", 9, "the foreign microbatch 9; expected 0..1"),
+        ("stage", 9, "the foreign stage 9; expected 0..1"),
+        ("slice", 3, "the foreign slice 3; expected 0..0"),
+    ],
+)
+def test_a_foreign_name_is_refused(field, value, words):
+    schedule = schedule_of(SMALL)
+
+    def spoil(orders):
+        orders[1].append(replace(orders[1][0], **{field: value}))
+
+    broken = edited(schedule, spoil)
+    assert_refused(broken, (1, 4, str(broken[1][4])), words, "Drop it")
+
+
+def test_a_stage_on_the_wrong_rank_is_refused():
+    broken = edited(schedule_of(SMALL), lambda orders: orders[0].append(orders[1].pop()))
+
+    assert_refused(broken, (0, 4, "1B1"), "is on the wrong rank: stage 1 is held by rank 1", "Move it to rank 1")
+
+
+@pytest.mark.parametrize(("text", "place"), [("0F0 0B0\n1F0 1B0 0F1", (1, 2)), ("0F0 0B0\n0F1 1F0 1B0", (1, 0))])
+def test_an_action_on_the_wrong_rank_is_refused_in_its_first_and_last_place(text, place):
+    assert_refused(schedule_of(text), (*place, "0F1"), "is on the wrong rank: stage 0 is held by rank 0")
+
+
+def test_what_is_incomplete_off_its_route_is_told_as_both():
+    placement = Placement.explicit([0, 0], [[0], [1]])
+
+    problems = [violation.problem for violation in refusal(schedule_of("0F0 0B0 1F0", placement=placement)).violations]
+
+    assert any("does not travel the route of stage 1" in problem for problem in problems)
+    assert any("has no backward" in problem for problem in problems)
+
+
+def test_a_microbatch_off_its_route_is_refused():
+    placement = Placement.explicit([0, 0], [[0], [1]])
+
+    assert_refused(
+        schedule_of("0F0 0B0 1F0 1B0", placement=placement),
+        (0, 2, "1F0"),
+        "does not travel the route of stage 1",
+        "route",
+    )
+
+
+@pytest.mark.parametrize("schedule", VALID)
+def test_a_backward_before_its_forward_is_refused_with_both_positions(schedule):
+    broken = swapped(schedule, "0F1", "0B1")
+    rank, position = find(broken, "0B1")
+    _, later = find(broken, "0F1")
+
+    error = assert_refused(
+        broken, (rank, position, "0B1"), f"runs before its forward 0F1 (position {later})", "Move 0F1"
+    )
+    assert not any("waits for" in violation.problem for violation in error.violations)
+
+
+def test_a_weight_part_before_its_input_part_is_refused_with_both_positions():
+    broken = swapped(schedule_of(SPLIT), "1I0", "1W0")
+
+    assert_refused(broken, (1, 1, "1W0"), "runs before its input part 1I0 (position 4)", "Move 1I0 in front of it")
+
+
+def test_a_stage_before_the_one_that_feeds_it_on_the_same_rank_is_refused():
+    broken = schedule_of("1F0 0F0 1B0 0B0", placement=Placement.loop(1, 2))
+
+    assert_refused(broken, (0, 0, "1F0"), "runs before 0F0 (position 1), whose result it needs", "Move 0F0")
+
+
+def test_slices_out_of_order_are_refused():
+    broken = schedule_of("0F0.1 0F0.0 0B0.1 0B0.0", slices=2)
+
+    assert_refused(broken, (0, 0, "0F0.1"), "runs before 0F0 (position 1)")
+
+
+def test_a_pair_of_an_action_and_what_it_needs_is_refused():
+    assert_refused(
+        schedule_of("(0F0;0B0)OVERLAP_F_B"), (0, 1, "0B0"), "is paired with 0F0 (position 0)", "Take the pair apart"
+    )
+
+
+def test_a_pair_without_its_partner_is_refused():
+    schedule = schedule_of(SMALL)
+    joined = schedule.joined.copy()
+    joined[-1] = True
+
+    assert_refused(replace(schedule, joined=joined), (1, 3, "1B1"), "no partner follows")
+
+
+def test_a_program_is_held_to_the_same_order():
+    broken = without(lower(build("1f1b", ranks=2, microbatches=2)), "1B1")
+    rank, position = find(broken, "1F1")
+
+    assert_refused(broken, (rank, position, "1F1"), "has no backward")
+
+
+def test_all_violations_come_in_one_error():
+    broken = without(without(schedule_of(SMALL), "0B1"), "1F0")
+
+    assert [violation.action for violation in refusal(broken).violations] == ["0F1", "1B0"]

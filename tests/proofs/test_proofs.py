@@ -1,0 +1,110 @@
+"""`check` returns what it found out, and says everything that is wrong at once."""
+
+import time
+
+import pytest
+from hypothesis import given
+
+from penstock.errors import ScheduleError
+from penstock.ir import hot
+from penstock.lowering import lower
+from penstock.proofs import Facts, Limits, check, peak_activations, prove
+from penstock.schedules import build
+from tests.proofs.tables import feasible_cases, refusal, schedule_of, swapped, violations_of, without
+
+
+def test_the_facts_of_a_schedule():
+    schedule = build("1f1b", ranks=2, microbatches=3)
+
+    assert check(schedule, activation_bytes=4) == Facts(
+        num_actions=12,
+        num_messages=6,
+        peak_activations=[2, 1],
+        peak_bytes=[8, 4],
+        peak_received=None,
+        peak_unsent=None,
+        transports=(),
+        omits_reductions=False,
+    )
+
+
+def test_a_program_has_the_actions_and_messages_of_its_schedule():
+    schedule = build("1f1b", ranks=3, microbatches=4)
+
+    of_schedule, of_program = check(schedule), check(lower(schedule))
+
+    assert of_program.num_actions == of_schedule.num_actions
+    assert of_program.num_messages == of_schedule.num_messages
+    assert of_program.peak_activations == of_schedule.peak_activations == peak_activations(schedule)
+
+
+def test_proofs_of_different_kinds_are_refused_together():
+    error = refusal(schedule_of("0F0 0F1 0B0\n1F0 1B0 1B1 1F1"), memory_limit=1)
+
+    problems = [violation.problem for violation in error.violations]
+    assert any("has no backward" in problem for problem in problems)
+    assert any("runs before its forward" in problem for problem in problems)
+    assert any("the limit of rank 0 is 1" in problem for problem in problems)
+
+
+def test_a_cycle_and_an_exceeded_limit_are_refused_together():
+    error = refusal(schedule_of("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"), memory_limit=1)
+
+    assert sorted(violation.action for violation in error.violations) == ["0B0", "1F1"]
+
+
+@given(feasible_cases())
+def test_what_is_known_of_the_actions_changes_no_fact_of_their_program(case):
+    known = prove(case.schedule, Limits())
+    program = lower(case.schedule)
+
+    assert prove(program, Limits(), known=known).facts == check(program)
+
+
+def test_what_is_known_of_the_actions_says_nothing_of_the_messages():
+    schedule = build("gpipe", ranks=2, microbatches=2)
+    broken = without(lower(schedule), "0SEND_F1")
+
+    with pytest.raises(ScheduleError, match="1RECV_F1 has no send on rank 0"):
+        prove(broken, Limits(), known=prove(schedule, Limits()))
+
+
+def test_what_is_known_of_other_actions_is_not_relied_on():
+    schedule = build("gpipe", ranks=2, microbatches=2)
+    crossing = swapped(lower(schedule), "0F0", "0B0")
+
+    with pytest.raises(ScheduleError, match="0B0 runs before its forward"):
+        prove(crossing, Limits(), known=prove(schedule, Limits()))
+
+
+def test_a_limit_is_proved_also_where_the_actions_are_known():
+    schedule = build("gpipe", ranks=2, microbatches=2)
+
+    with pytest.raises(ScheduleError, match="the limit of rank 0 is 1"):
+        prove(lower(schedule), Limits(num_activations=1), known=prove(schedule, Limits()))
+
+
+@pytest.mark.slow
+@given(case=feasible_cases())
+def test_the_verdict_is_the_same_compiled(case):
+    program = lower(case.schedule)
+    tables = [case.schedule, program, without(program, str(program[0][-1]))]
+    interpreted = [violations_of(table) for table in tables], check(program)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hot, "COMPILE_ABOVE_ROWS", 0)
+        assert ([violations_of(table) for table in tables], check(program)) == interpreted
+
+
+@pytest.mark.parametrize(("prepare", "limit_s"), [(lambda schedule: schedule, 0.08), (lower, 0.25)])
+def test_a_common_shape_is_proved_fast(prepare, limit_s):
+    table = prepare(build("1f1b", ranks=8, microbatches=64))
+
+    durations_s = []
+    for _ in range(3):
+        start = time.perf_counter()
+        check(table)
+        durations_s.append(time.perf_counter() - start)
+
+    # Ten times what it takes on an idle machine: this finds a loop over rows, not a busy neighbour.
+    assert min(durations_s) < limit_s

@@ -1,0 +1,224 @@
+"""Costs: one entry counts for every stage, and a cost that cannot be is refused with its name and a way out."""
+
+import math
+from dataclasses import FrozenInstanceError, replace
+
+import numpy as np
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.ir.action import Kind
+from penstock.simulation import Costs
+from penstock.simulation.costs.costs import Channel
+
+PER_STAGE = ("forward_s", "backward_s", "backward_input_s", "backward_weight_s")
+BESIDE = ("optimizer_s", "unshard_s", "reduce_s")
+BYTES = (
+    "message_bytes", "activation_bytes", "weight_context_bytes", "parameter_bytes", "gradient_bytes",
+    "optimizer_bytes",
+)  # fmt: skip
+PER_MICROBATCH = ("microbatch_compute_factor", "microbatch_bytes_factor")
+SINGLE = ("latency_s", "launch_s", "bandwidth_bytes_per_s", "overlap_factor")
+TUPLES = [*PER_STAGE, *BESIDE, *BYTES, *PER_MICROBATCH, "tied_reduce_s"]
+
+
+def read(costs, name, num_stages):
+    """Ask for the numbers that the field becomes."""
+    if name in PER_STAGE:
+        return costs.durations_s(num_stages)
+    if name in BESIDE:
+        return costs.per_stage(name, num_stages)
+    return costs.bytes_per_stage(name, num_stages)
+
+
+@pytest.mark.parametrize("name", TUPLES)
+@pytest.mark.parametrize("entries", [(-1,), (1, -1), (-1, 1, 1)])
+def test_a_negative_entry_is_refused_wherever_it_stands(name, entries):
+    with pytest.raises(ConfigError, match=rf"{name}.*-1 is negative or not a number; costs are finite and 0 or more"):
+        replace(Costs.uniform(), **{name: entries})
+
+
+@pytest.mark.parametrize("name", TUPLES)
+@pytest.mark.parametrize("entries", [(math.nan,), (1, math.nan)])
+def test_an_entry_that_is_no_number_is_refused(name, entries):
+    with pytest.raises(ConfigError, match=rf"{name}.*nan is negative or not a number"):
+        replace(Costs.uniform(), **{name: entries})
+
+
+@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("value", [-0.5, math.nan])
+def test_a_single_cost_that_is_negative_or_no_number_is_refused(name, value):
+    with pytest.raises(ConfigError, match=rf"{name}.*{value} is negative or not a number"):
+        replace(Costs.uniform(), **{name: value})
+
+
+@pytest.mark.parametrize("name", [name for name in TUPLES if name not in PER_STAGE])
+def test_an_empty_tuple_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"{name}.*is empty; give one number for each, or one for all"):
+        replace(Costs.uniform(), **{name: ()})
+
+
+@pytest.mark.parametrize("name", PER_STAGE)
+def test_a_kind_without_entries_is_unknown(name):
+    costs = replace(Costs.uniform(), **{name: ()})
+
+    unknown = np.isnan(costs.durations_s(3)).all(axis=1)
+
+    # A whole backward is the sum of its parts.
+    assert unknown.sum() == (name != "backward_s")
+    assert costs.durations_s(3)[Kind.BACKWARD].tolist() == [2, 2, 2]
+
+
+def test_a_whole_backward_is_unknown_where_a_part_is():
+    assert np.isnan(Costs(forward_s=(1.0,), backward_input_s=(1.0,)).durations_s(1)[Kind.BACKWARD]).all()
+
+
+@pytest.mark.parametrize("name", [*PER_STAGE, *BESIDE, *BYTES])
+@pytest.mark.parametrize(("num_entries", "num_stages"), [(2, 3), (3, 2), (2, 1)])
+def test_entries_for_another_number_of_stages_are_refused(name, num_entries, num_stages):
+    costs = replace(Costs.uniform(), **{name: (1,) * num_entries})
+
+    expected = rf"{name}.*{num_entries} entries for {num_stages} stages; give one per stage, or one for all"
+    with pytest.raises(ConfigError, match=expected):
+        read(costs, name, num_stages)
+
+
+def test_a_bandwidth_of_zero_is_refused():
+    with pytest.raises(ConfigError, match=r"bandwidth.*0 bytes per second never delivers; leave it out"):
+        Costs.uniform(bandwidth_bytes_per_s=0.0)
+
+
+def test_costs_of_zero_are_allowed():
+    costs = Costs.uniform(forward=0.0, backward_input=0.0, backward_weight=0.0, launch_s=0.0, message_bytes=(0,))
+
+    assert (costs.durations_s(2) == 0).all()
+
+
+def test_costs_cannot_be_changed():
+    with pytest.raises(FrozenInstanceError):
+        Costs.uniform().latency_s = 1.0
+
+
+def test_durations_are_by_kind_and_stage():
+    costs = Costs(
+        forward_s=(1.0, 2.0), backward_s=(3.0, 4.0), backward_input_s=(5.0, 6.0), backward_weight_s=(7.0, 8.0)
+    )
+
+    durations_s = costs.durations_s(2)
+
+    assert durations_s.shape == (len(Kind), 2)
+    assert durations_s[Kind.FORWARD].tolist() == [1, 2]
+    assert durations_s[Kind.BACKWARD].tolist() == [3, 4]
+    assert durations_s[Kind.BACKWARD_INPUT].tolist() == [5, 6]
+    assert durations_s[Kind.BACKWARD_WEIGHT].tolist() == [7, 8]
+
+
+@pytest.mark.parametrize("num_stages", [1, 4])
+def test_one_entry_counts_for_every_stage(num_stages):
+    costs = Costs.uniform(forward=1.5, message_bytes=(6,), bandwidth_bytes_per_s=2.0, activation_bytes=(7,))
+
+    assert costs.durations_s(num_stages)[Kind.FORWARD].tolist() == [1.5] * num_stages
+    assert costs.bytes_per_stage("message_bytes", num_stages).tolist() == [6] * num_stages
+    assert costs.bytes_per_stage("activation_bytes", num_stages).tolist() == [7] * num_stages
+
+
+def test_bytes_are_whole_numbers_per_stage():
+    costs = Costs.uniform(activation_bytes=(2**40, 3), weight_context_bytes=(5, 6))
+
+    assert costs.bytes_per_stage("activation_bytes", 2).tolist() == [2**40, 3]
+    assert costs.bytes_per_stage("weight_context_bytes", 2).tolist() == [5, 6]
+    assert costs.bytes_per_stage("activation_bytes", 2).dtype == np.int64
+
+
+def test_a_uniform_backward_is_the_sum_of_its_parts_unless_given():
+    parts = {"forward": 1.0, "backward_input": 1.25, "backward_weight": 0.5}
+
+    assert Costs.uniform(**parts).backward_s == (1.75,)
+    assert Costs.uniform(**parts, backward=3.0).backward_s == (3.0,)
+    assert Costs.uniform(**parts, backward=0.0).backward_s == (0.0,)
+
+
+def test_uniform_costs_default_to_one_second_each_and_nothing_else():
+    one = (1.0,)
+
+    assert Costs.uniform() == Costs(forward_s=one, backward_input_s=one, backward_weight_s=one, backward_s=(2.0,))
+
+
+def test_a_uniform_transfer_is_pure_delay():
+    costs = Costs.uniform(transfer=0.25, is_exclusive=True, launch_s=0.5)
+
+    assert (costs.latency_s, costs.bandwidth_bytes_per_s, costs.message_bytes) == (0.25, math.inf, (0,))
+    assert (costs.is_exclusive, costs.launch_s) == (True, 0.5)
+
+
+@pytest.mark.parametrize("value", ["1", None, [1.0], float("inf")])
+def test_seconds_that_are_no_finite_number_are_refused(value):
+    with pytest.raises(ConfigError, match=r"forward_s: .* is negative or not a number"):
+        Costs.uniform(forward=value, backward=1.0)
+
+
+def test_bytes_are_whole_and_finite():
+    with pytest.raises(ConfigError, match=r"activation_bytes: 1\.5 is not a whole number of bytes"):
+        Costs.uniform(activation_bytes=(1.5,))
+    with pytest.raises(ConfigError, match="message_bytes: inf"):
+        Costs.uniform(message_bytes=(float("inf"),))
+
+
+@pytest.mark.parametrize("key", PER_MICROBATCH)
+def test_factors_are_one_for_each_microbatch_or_one_for_all(key):
+    assert Costs(**{key: (2.0,)}).per_microbatch(key, 3).tolist() == [2, 2, 2]
+    assert Costs(**{key: (2.0, 3.0)}).per_microbatch(key, 2).tolist() == [2, 3]
+    with pytest.raises(ConfigError, match=f"{key}: 2 entries for 3 microbatches; give one per microbatch, or one for"):
+        Costs(**{key: (2.0, 3.0)}).per_microbatch(key, 3)
+
+
+def test_tied_reductions_have_an_entry_per_group_or_one_for_all():
+    assert Costs(tied_reduce_s=(1.0, 2.0)).per_tied_group(2).tolist() == [1, 2]
+    with pytest.raises(ConfigError, match="tied_reduce_s: 2 entries for 1 tied groups"):
+        Costs(tied_reduce_s=(1.0, 2.0)).per_tied_group(1)
+
+
+@pytest.mark.parametrize(
+    ("channel", "told"),
+    [
+        ({"latency_s": -1.0}, r"channels\.latency_s: -1\.0 is negative"),
+        ({"bandwidth_bytes_per_s": 0.0}, r"channels\.bandwidth_bytes_per_s: 0 bytes per second never delivers"),
+        ({"bandwidth_bytes_per_s": math.nan}, r"channels\.bandwidth_bytes_per_s: nan is negative or not a number"),
+    ],
+)
+def test_a_channel_that_cannot_be_is_refused(channel, told):
+    with pytest.raises(ConfigError, match=told):
+        Channel(0, 1, **channel)
+
+
+def test_a_channel_that_is_given_twice_is_refused_and_its_way_back_is_another():
+    Costs(channels=(Channel(0, 1), Channel(1, 0)))
+
+    with pytest.raises(ConfigError, match="channels: the one from rank 0 to rank 1 is given twice; keep one"):
+        Costs(channels=(Channel(0, 1), Channel(1, 0), Channel(0, 1)))
+
+
+def test_errors_say_where_the_costs_come_from_and_equality_does_not_care():
+    costs = Costs(forward_s=(1.0, 2.0), source="costs.toml")
+
+    assert costs == replace(costs, source="")
+    with pytest.raises(ConfigError, match=r"^forward_s: 2 entries for 3 stages; .* \(in costs\.toml\)$"):
+        costs.durations_s(3)
+
+
+def test_uniform_costs_take_one_number_for_all_or_any_sequence():
+    given = {"activation_bytes": 2, "message_bytes": np.int64(8), "optimizer_s": [1.0, 2.0], "reduce_s": np.ones(2)}
+
+    costs = Costs.uniform(**given)
+
+    assert (costs.activation_bytes, costs.message_bytes) == ((2,), (8,))
+    assert (costs.optimizer_s, costs.reduce_s) == ((1.0, 2.0), (1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [(1, "1 of type int"), ([1, 2], r"\[1, 2\] of type list"), (np.ones(2), r"array\(\[1., 1.\]\) of type ndarray")],
+)
+def test_costs_that_are_no_tuple_are_refused(value, told):
+    with pytest.raises(ConfigError, match=rf"^forward_s: {told}; give a tuple: one number for each, or \(x,\) for all"):
+        Costs(forward_s=value)

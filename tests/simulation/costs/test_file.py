@@ -1,0 +1,182 @@
+"""Costs in files: every field, lists per stage, units, and one clear message for what is wrong."""
+
+import math
+
+import pytest
+
+from penstock.errors import ConfigError, FormatError
+from penstock.ir.action import Kind
+from penstock.lowering import lower
+from penstock.schedules import build
+from penstock.simulation import Costs, simulate
+from penstock.simulation.costs.costs import Channel, Spread
+from penstock.simulation.costs.file import costs_from_json, costs_from_toml, load_costs, read_costs
+
+TOML = """
+forward_ms = [18.5, 24]
+backward_input_ms = 18.25
+backward_weight_s = 0.5
+optimizer_us = 3
+is_exclusive = true
+bandwidth_gb_per_s = 25
+message_mib = 13.5
+microbatch_compute_factor = [1, 2.5]
+
+[[channels]]
+sender = 0
+receiver = 1
+latency_us = 12
+is_exclusive = false
+
+[[spreads]]
+kind = "F"
+stage = 1
+median_ms = 24
+quartile_range_ms = 0.25
+"""
+JSON = """{
+  "forward_ms": [18.5, 24], "backward_input_ms": 18.25, "backward_weight_s": 0.5, "optimizer_us": 3,
+  "is_exclusive": true, "bandwidth_gb_per_s": 25, "message_mib": 13.5, "microbatch_compute_factor": [1, 2.5],
+  "channels": [{"sender": 0, "receiver": 1, "latency_us": 12, "is_exclusive": false}],
+  "spreads": [{"kind": "F", "stage": 1, "median_ms": 24, "quartile_range_ms": 0.25}]
+}"""
+COSTS = Costs(
+    forward_s=(0.0185, 0.024),
+    backward_input_s=(0.01825,),
+    backward_weight_s=(0.5,),
+    optimizer_s=(3e-6,),
+    is_exclusive=True,
+    bandwidth_bytes_per_s=25e9,
+    message_bytes=(27 * 2**19,),
+    microbatch_compute_factor=(1.0, 2.5),
+    channels=(Channel(0, 1, 12e-6),),
+    spreads=(Spread(Kind.FORWARD, 1, 0.024, 0.00025),),
+)
+READERS = {"toml": (costs_from_toml, TOML), "json": (costs_from_json, JSON)}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_a_file_says_every_cost_by_its_name_and_unit(kind, tmp_path):
+    read, text = READERS[kind]
+    path = tmp_path / f"costs.{kind}"
+    path.write_text(text)
+
+    assert read(text) == read_costs(path) == load_costs(str(path)) == COSTS
+    assert read_costs(path).source == str(path)
+
+
+def test_whole_numbers_stay_whole():
+    found = costs_from_toml("message_kb = 1.5\nactivation_bytes = [3.0, 4]\n[[channels]]\nsender = 0\nreceiver = 1.0")
+
+    numbers = [*found.message_bytes, *found.activation_bytes, found.channels[0].receiver]
+    assert numbers == [1500, 3, 4, 1]
+    assert {type(number) for number in numbers} == {int}
+
+
+def test_an_infinite_bandwidth_may_be_written():
+    assert costs_from_toml("bandwidth_bytes_per_s = inf").bandwidth_bytes_per_s == math.inf
+
+
+def test_what_a_user_gives_is_a_file_or_a_line_of_costs(tmp_path):
+    assert load_costs("F=1,I=1,W=1").durations_s(2).tolist() == Costs.uniform().durations_s(2).tolist()
+    with pytest.raises(
+        ConfigError, match=r"^costs: cannot read .*no\.toml': No such file .*; give a TOML or JSON file"
+    ):
+        load_costs(str(tmp_path / "no.toml"))
+    with pytest.raises(ConfigError, match=r"^costs: cannot read 'F': No such file .*, or such as F=1,I=1,W=1"):
+        load_costs("F")
+
+
+@pytest.mark.parametrize("content", [b"forward_s = \xff", b"\xff\xfe{}"])
+def test_a_file_that_is_no_text_is_refused(content, tmp_path):
+    path = tmp_path / "costs.toml"
+    path.write_bytes(content)
+
+    with pytest.raises(ConfigError, match=r"^costs: cannot read .*costs\.toml': it is no text in UTF-8"):
+        read_costs(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("forwrd_s = 1", r"forwrd_s: is no key here\. Did you mean 'forward_s'"),
+        ("sorce = 'x'", "sorce: is no key here"),
+        ("source = 'x'", "source: is no key here"),
+        ("forward_minutes = 1", "forward_minutes: has no unit that is known; end it in one of s, ms, us"),
+        ("forward_s = 1\nforward_ms = 2", "forward_ms: says the same as forward_s; keep one"),
+        ("forward_ms = -1", "forward_ms: -1 is negative or not a number; costs are finite and 0 or more"),
+        ("forward_ms = [1, nan]", "forward_ms: nan is negative or not a number"),
+        ("forward_ms = inf", "forward_ms: inf is negative or not a number"),
+        ("forward_s = 'fast'", "forward_s: 'fast' is no number"),
+        ("forward_s = true", "forward_s: True is no number"),
+        ("forward_s = [[1]]", r"forward_s: \[1\] is no number"),
+        ("forward_s = {a = 1}", "forward_s: {'a': 1} is no number"),
+        ("forward_s = []", "forward_s: is empty; give one number for each, or one for all"),
+        ("message_bytes = 1.5", "message_bytes: 1.5 is not a whole number"),
+        ("message_bytes = inf", "message_bytes: inf is not a whole number"),
+        ("latency_s = [1, 2]", r"latency_s: \[1, 2\] is no number"),
+        ("is_exclusive = 1", "is_exclusive: 1; expected true or false"),
+        ("bandwidth_gb_per_s = 0", "bandwidth_gb_per_s: 0 bytes per second never delivers"),
+        ("channels = 3", "channels: 3; expected a list of tables"),
+        ("channels = [1]", r"channels: \[1\]; expected a list of tables"),
+        ("[channels]\nsender = 1", "channels: .*; expected a list of tables"),
+        ("[[channels]]\nsender = 0", r"channels\[0\]: receiver missing"),
+        ("[[channels]]\nsender = 0\nreceiver = 0.5", r"channels\[0\]\.receiver: 0\.5 is not a whole number"),
+        ("[[channels]]\nsender = 0\nreciever = 1", r"channels\[0\]\.reciever: is no key here\. Did you mean 'rec"),
+        ("[[channels]]\nsender = 0\nreceiver = 1\nlatency_ms = -2", r"channels\[0\]\.latency_ms: -2 is negative"),
+        ("[[channels]]\nsender = 0\nreceiver = 1\nlatency_ms = inf", r"channels\[0\]\.latency_ms: inf is negative"),
+        ("[[spreads]]\nkind = 'X'", r"spreads\[0\]\.kind: 'X'; expected one of F, B, I, W"),
+        ("[[spreads]]\nkind = 'F'", r"spreads\[0\]: stage and median_s and quartile_range_s missing"),
+    ],
+)  # fmt: skip
+def test_a_wrong_cost_is_refused_with_its_key_and_file(text, told):
+    with pytest.raises(ConfigError, match=rf"^{told}.* \(in costs\.toml\)$"):
+        costs_from_toml(text, file="costs.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("forward_s = [1,", r"costs:1:16: not TOML: "),
+        ("latency_s = 1\nforward_s 1", r"costs:2:11: not TOML: Expected '='"),
+        ("latency_s = 1\nlatency_s = 2", r"costs:2:14: not TOML: Cannot overwrite a value"),
+        ("x = " + "[" * 5000, r"costs:1:\d+: not TOML: "),
+    ],
+)
+def test_what_is_no_toml_is_refused_with_its_place(text, told):
+    with pytest.raises(FormatError, match=rf"^{told}"):
+        costs_from_toml(text, file="costs")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"latency_s": 1,\n "forward_s" 2}', r"costs:2:14: not JSON: Expecting ':' delimiter"),
+        ('{"latency_s": 1, "latency_s": 2}', r"costs:1:1: not JSON: 'latency_s' is given twice; keep one"),
+        ("[1]", r"costs:1:1: holds \[1\]; expected an object with costs by name"),
+        ("[" * 100_000, r"costs:1:1: not JSON: "),
+        ("", r"costs:1:1: not JSON: "),
+    ],
+)
+def test_what_is_no_json_is_refused_with_its_place(text, told):
+    with pytest.raises(FormatError, match=rf"^{told}"):
+        costs_from_json(text, file="costs")
+
+
+def test_json_cannot_smuggle_in_numbers_that_are_none():
+    with pytest.raises(ConfigError, match="latency_s: nan is negative or not a number"):
+        costs_from_json('{"latency_s": NaN}')
+
+
+def test_what_only_the_program_shows_names_the_file_too(tmp_path):
+    path = tmp_path / "costs.toml"
+    path.write_text("forward_s = [1, 2, 3]\nbackward_s = 2")
+
+    with pytest.raises(ConfigError, match=r"^forward_s: 3 entries for 2 stages; .*costs\.toml\)$"):
+        simulate(lower(build("1f1b", ranks=2, microbatches=2)), read_costs(path))
+    with pytest.raises(ConfigError, match=r"^backward_input_s: is missing, but zb-h1 runs 0I0; .*costs\.toml\)$"):
+        simulate(lower(build("zb-h1", ranks=3, microbatches=3)), read_costs(path))
+
+
+def test_a_file_without_costs_knows_none():
+    assert costs_from_toml("") == costs_from_json("{}") == Costs()

@@ -1,0 +1,198 @@
+"""Costs fitted to a timeline predict that timeline again."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from penstock.ir.action import Kind
+from penstock.ir.instruction import Op
+from penstock.ir.timeline import Timeline
+from penstock.lowering import lower
+from penstock.schedules import build
+from penstock.simulation import Costs, simulate
+from penstock.simulation.costs.costs import Channel, Spread
+from penstock.simulation.costs.fit import SplitShares, costs_from_timeline, costs_from_timelines
+from tests.simulation.feeding import fed
+
+
+def simulated(name="1f1b", costs=None, ranks=3, microbatches=6, **options):
+    program = lower(build(name, ranks=ranks, microbatches=microbatches, **options))
+    return simulate(program, costs or Costs.uniform())
+
+
+UNEVEN = Costs(
+    forward_s=(1.0, 2.0, 1.5),
+    backward_s=(2.0, 3.0, 2.5),
+    backward_input_s=(1.0, 1.5, 1.25),
+    backward_weight_s=(1.0, 1.5, 1.25),
+    latency_s=0.25,
+    activation_bytes=(5, 6, 7),
+    weight_context_bytes=(1, 2, 3),
+)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_a_timeline_without_launch_costs_gives_its_costs_and_sizes_back(name):
+    assert costs_from_timeline(simulated(name, UNEVEN)) == UNEVEN
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("launch_s", [0.0, 0.01])
+def test_the_fitted_costs_predict_the_timeline_again(name, launch_s):
+    timeline = simulated(name, replace(UNEVEN, launch_s=launch_s))
+
+    predicted = simulate(timeline.program, costs_from_timeline(timeline))
+
+    assert predicted.makespan_s == pytest.approx(timeline.makespan_s, rel=0.01)
+
+
+def test_one_slow_instruction_changes_no_duration():
+    timeline = simulated(costs=UNEVEN)
+    last = np.flatnonzero(timeline.program.op == Op.BACKWARD)[-1]
+    end_s = timeline.end_s.copy()
+    end_s[last] += 100.0
+
+    slowed = Timeline(timeline.program, "measured", timeline.start_s, end_s, *[np.zeros(3, np.int64)] * 2)
+
+    assert costs_from_timeline(slowed).backward_s == UNEVEN.backward_s
+
+
+def test_gaps_before_computations_that_wait_for_nothing_are_launches():
+    timeline = simulated(ranks=1, microbatches=4, costs=Costs.uniform(backward=2.0))
+    shift_s = 0.5 * np.arange(timeline.program.num_instructions)
+
+    spread = replace(timeline, start_s=timeline.start_s + shift_s, end_s=timeline.end_s + shift_s)
+
+    assert costs_from_timeline(spread).launch_s == pytest.approx(0.5)
+    assert costs_from_timeline(spread).backward_s == (2.0,)
+
+
+def test_waits_for_data_count_neither_as_launches_nor_as_transfers():
+    program = lower(build("1f1b", ranks=2, microbatches=6))
+    costs = Costs(forward_s=(1.0, 2.0), backward_s=(2.0, 3.0), latency_s=0.25, launch_s=0.01)
+    rows = np.flatnonzero((program.op == Op.FORWARD) & (program.microbatch > 0))
+
+    slow = fed(program, costs, dict.fromkeys(rows.tolist(), 5.0))
+    found = costs_from_timeline(slow)
+
+    assert 0 <= found.launch_s <= costs.launch_s
+    assert found.latency_s == pytest.approx(costs.latency_s, abs=2 * costs.launch_s)
+
+
+def test_a_message_that_nobody_waited_for_tells_no_latency():
+    timeline = simulated("forward-only", Costs.uniform(transfer=0.25), ranks=2)
+    is_late = timeline.program.rank_of_row == 1
+    late_s = np.where(is_late, 100.0, 0.0)
+
+    late = replace(timeline, start_s=timeline.start_s + late_s, end_s=timeline.end_s + late_s)
+
+    assert costs_from_timeline(timeline).latency_s == 0.25
+    assert costs_from_timeline(late).latency_s == 0.0
+
+
+def test_a_kind_that_did_not_run_follows_from_the_others():
+    costs = costs_from_timeline(simulated("1f1b", UNEVEN))
+    forward_only = costs_from_timeline(simulated("forward-only", UNEVEN))
+
+    assert costs.backward_input_s == tuple(whole / 2 for whole in costs.backward_s)
+    assert forward_only.backward_s == forward_only.backward_weight_s == (0.0, 0.0, 0.0)
+
+
+def test_parts_that_did_not_run_have_their_shares_of_the_whole():
+    costs = costs_from_timelines([simulated("1f1b", UNEVEN)], shares=SplitShares(1.5, 0.75, 0.5))
+
+    assert costs.forward_s == UNEVEN.forward_s
+    assert costs.split_forward_s == tuple(1.5 * seconds for seconds in UNEVEN.forward_s)
+    assert costs.backward_input_s == tuple(0.75 * seconds for seconds in UNEVEN.backward_s)
+    assert costs.backward_weight_s == tuple(0.5 * seconds for seconds in UNEVEN.backward_s)
+
+
+def test_whole_backwards_and_their_forwards_follow_from_split_ones():
+    shares = SplitShares(1.25, 0.75, 0.5)
+
+    costs = costs_from_timelines([simulated("zb-h1", UNEVEN)], shares=shares)
+
+    assert costs.split_forward_s == UNEVEN.forward_s
+    assert costs.forward_s == pytest.approx([seconds / 1.25 for seconds in UNEVEN.forward_s])
+    assert costs.backward_s == pytest.approx([seconds / 1.25 for seconds in UNEVEN.backward_s])
+    assert costs.backward_input_s == UNEVEN.backward_input_s
+
+
+def test_shares_are_those_of_measured_costs():
+    costs = Costs(
+        forward_s=(1.0, 3.0),
+        split_forward_s=(2.0, 3.0),
+        backward_s=(4.0, 4.0),
+        backward_input_s=(3.0, 3.0),
+        backward_weight_s=(1.0, 3.0),
+    )
+
+    assert SplitShares.of(costs) == SplitShares(1.25, 0.75, 0.5)
+    assert SplitShares.of(replace(costs, split_forward_s=())) == SplitShares(1.0, 0.75, 0.5)
+    assert SplitShares.of(replace(costs, backward_s=())) is None
+    assert SplitShares.of(Costs(forward_s=(1.0,), backward_s=(2.0,))) is None
+
+
+def test_a_channel_that_is_slower_than_the_usual_one_is_told_apart():
+    slow = replace(UNEVEN, channels=(Channel(1, 2, 0.75),))
+
+    costs = costs_from_timeline(simulated("1f1b", slow))
+
+    assert (costs.latency_s, costs.channels) == (0.25, (Channel(1, 2, 0.75),))
+
+
+def test_what_the_bytes_of_a_message_take_is_no_latency():
+    """The first output has 4 bytes, the second 8, and so have their gradients."""
+    sized = replace(UNEVEN, message_bytes=(4, 8, 0), bandwidth_bytes_per_s=16.0)
+    timeline = simulated("1f1b", sized)
+
+    bandwidths = dict.fromkeys([(0, 1), (1, 0), (1, 2), (2, 1)], 16.0)
+    costs = costs_from_timelines([timeline], message_bytes=(4, 8, 0), bandwidths=bandwidths)
+
+    assert (costs.latency_s, costs.bandwidth_bytes_per_s, costs.channels) == (0.25, 16.0, ())
+    assert costs.is_exclusive
+    assert simulate(timeline.program, costs).makespan_s == timeline.makespan_s
+    assert costs_from_timeline(timeline).channels != ()
+
+
+def test_a_channel_of_another_bandwidth_is_told_apart():
+    bandwidths = {(0, 1): 16.0, (1, 0): 16.0, (1, 2): 4.0, (2, 1): 16.0}
+    channels = (Channel(1, 2, 0.25, 4.0),)
+    sized = replace(UNEVEN, message_bytes=(4, 8, 0), bandwidth_bytes_per_s=16.0, channels=channels)
+
+    costs = costs_from_timelines([simulated("1f1b", sized)], message_bytes=(4, 8, 0), bandwidths=bandwidths)
+
+    assert (costs.latency_s, costs.channels) == (0.25, (Channel(1, 2, 0.25, 4.0, is_exclusive=True),))
+
+
+def test_several_timelines_count_as_one_sample_with_its_spread():
+    fast, slow = (simulated("1f1b", Costs.uniform(forward=forward, backward=4.0), ranks=1) for forward in (1.0, 2.0))
+
+    costs = costs_from_timelines([fast, slow, slow])
+
+    assert costs.forward_s == pytest.approx((5 / 3,))
+    assert costs.spreads == (Spread(Kind.FORWARD, 0, 2.0, 1.0),)
+
+
+def test_launches_count_for_all_instructions_between_computations():
+    """Computations start at once, messages take the host a second each to post: the mean over all is a launch."""
+    timeline = simulated("1f1b", Costs.uniform(forward=10.0, backward=10.0), ranks=2, microbatches=8)
+    program = timeline.program
+    delay_s = np.zeros(program.num_instructions)
+    for rank in range(2):
+        rows = slice(*program.offsets[rank : rank + 2])
+        delay_s[rows] = np.cumsum(~program.is_compute[rows])
+    posted = replace(timeline, start_s=timeline.start_s + delay_s, end_s=timeline.end_s + delay_s)
+
+    launch_s = costs_from_timeline(posted).launch_s
+
+    assert 0.4 < launch_s < 0.75
+
+
+def test_a_rank_shares_its_optimizer_step_among_its_stages():
+    schedule = build("interleaved-1f1b", ranks=2, microbatches=2, stages_per_rank=2)
+    program = lower(schedule, optimizer_step=True)
+    timeline = simulate(program, replace(Costs.uniform(), optimizer_s=(1.0, 5.0, 2.0, 5.0)))
+
+    assert costs_from_timeline(timeline).optimizer_s == (1.5, 5.0, 1.5, 5.0)

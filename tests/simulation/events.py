@@ -1,0 +1,217 @@
+"""A second simulator, and random programs and costs for it: goes from moment to moment and starts whatever can start.
+
+It has no walk, no tables and no lanes; it is slow, and follows the words of docs/simulator.md one by one.
+"""
+
+from heapq import heappop, heappush
+from itertools import pairwise
+from math import inf
+
+import numpy as np
+from hypothesis import strategies as st
+
+from penstock.ir.action import Action, Kind
+from penstock.ir.instruction import Op
+from penstock.ir.program import NewRows
+from penstock.lowering import lower
+from penstock.simulation import Costs
+from penstock.simulation.costs.costs import Channel
+from tests.strategies import feasible_schedules, needs, one_of_each_rank
+
+RECEIVES = (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD)
+KINDS = ("forward_s", "backward_s", "backward_input_s", "backward_weight_s")
+REDUCTIONS = (Op.REDUCE_GRADIENT, Op.REDUCE_TIED)
+
+
+def entry(entries, index):
+    return entries[index] if len(entries) > 1 else entries[0]
+
+
+class Events:
+    """Simulates one program under costs."""
+
+    def __init__(self, program, costs):
+        self.program, self.costs, self.rank_of_stage = program, costs, program.placement.rank_of_stage
+        self.gradient = Kind.BACKWARD if Kind.BACKWARD in program.op else Kind.BACKWARD_INPUT
+        self.waiting = [list(range(first, last)) for first, last in pairwise(program.offsets)]
+        self.free_s = [0.0] * program.num_ranks
+        self.known_s, self.channel_free_s = {}, {}  # (action, rank that has its result), (sender, receiver)
+        self.start_s, self.end_s = np.full((2, program.num_instructions), np.nan)
+        self.moments = [0.0]
+        # Collectives: what each rank has launched and not begun, when its lane is free, and the rows of tied groups.
+        self.launched = [[] for _ in range(program.num_ranks)]
+        self.lane_free_s = [0.0] * program.num_ranks
+        self.of_group = {}
+        for row in np.flatnonzero(program.op == Op.REDUCE_TIED).tolist():
+            self.of_group.setdefault(int(program.peer[row]), {})[int(program.rank_of_row[row])] = row
+
+    def times(self):
+        while self.moments:
+            now, progress = heappop(self.moments), True
+            while progress:
+                progress = any(self.starts_something(rank, now) for rank in range(self.program.num_ranks))
+                progress |= any(self.begins_collective(rank, now) for rank in range(self.program.num_ranks))
+        for row in np.flatnonzero(np.isin(self.program.op, RECEIVES)):
+            made, rank = self.result_at(row, "peer"), self.program.rank_of_row[row]
+            self.end_s[row] = max(self.end_s[row], self.known_s[made, rank])
+        return self.start_s.tolist(), self.end_s.tolist()
+
+    def starts_something(self, rank, now):
+        waiting = self.waiting[rank]
+        if not waiting or self.free_s[rank] > now:
+            return False
+        rows = [waiting[0], waiting[0] + 1] if self.program.joined[waiting[0]] else [waiting[0]]
+        computes = [self.result_at(row) for row in rows if self.program.op[row] < len(Kind)]
+        wanted = [need for action in computes for need in needs(action, self.program)]
+        if any(self.known_s.get((need, rank), inf) > now for need in wanted) or self.waits_for_collective(rows, now):
+            return False
+        until = now + len(rows) * self.costs.launch_s + self.work_s(rows[0], computes, rank)
+        self.start_s[rows], self.end_s[rows], self.free_s[rank] = now, until, until
+        self.known_s.update({(action, rank): until for action in computes})
+        heappush(self.moments, until)
+        if self.program.instruction(waiting[0]).op.is_send:
+            self.end_s[rows] = self.send(waiting[0], rank, until)
+        if self.program.op[rows[0]] in (Op.UNSHARD, *REDUCTIONS):
+            self.launch(rows[0], rank, until)
+        self.waiting[rank] = waiting[len(rows) :]
+        return True
+
+    def work_s(self, row, computes, rank):
+        if self.program.op[row] == Op.OPTIMIZER_STEP:
+            return sum(entry(self.costs.optimizer_s, s) for s in self.program.placement.stages_of_rank[rank])
+        factor = self.costs.overlap_factor if len(computes) == 2 else 1.0
+        return factor * sum(
+            entry(getattr(self.costs, KINDS[action.kind]), action.stage)
+            * entry(self.costs.microbatch_compute_factor, action.microbatch)
+            for action in computes
+        )
+
+    def waits_for_collective(self, rows, now):
+        """A computation waits for the gathers of its stage, an optimizer step for the reductions of its rank."""
+        for row in rows:
+            begin = self.program.offsets[self.program.rank_of_row[row]]
+            if self.program.op[row] < len(Kind):
+                same = [r for r in range(begin, row) if self.program.stage[r] == self.program.stage[row]]
+                if any(self.program.op[r] == Op.UNSHARD and self.ends_after(r, now) for r in same):
+                    return True
+            elif self.program.op[row] == Op.OPTIMIZER_STEP:
+                before = [r for r in range(begin, row) if self.program.op[r] in REDUCTIONS]
+                if any(self.ends_after(r, now) for r in before):
+                    return True
+        return False
+
+    def ends_after(self, row, now):
+        return not self.end_s[row] <= now
+
+    def launch(self, row, rank, now):
+        self.end_s[row] = np.nan
+        self.launched[rank].append((row, now))
+
+    def begins_collective(self, rank, now):
+        if not self.is_next_collective(rank, now):
+            return False
+        row, _ = self.launched[rank][0]
+        parties = {rank: row}
+        if self.program.op[row] == Op.REDUCE_TIED:
+            parties = self.of_group[self.program.peer[row]]
+            if not all(self.is_next_collective(party, now, own) for party, own in parties.items()):
+                return False
+        for party, own in parties.items():
+            del self.launched[party][0]
+            self.end_s[own] = self.lane_free_s[party] = now + self.collective_s(row)
+            heappush(self.moments, self.lane_free_s[party])
+        return True
+
+    def is_next_collective(self, rank, now, row=None):
+        launched = self.launched[rank]
+        is_there = launched and launched[0][1] <= now and self.lane_free_s[rank] <= now
+        return bool(is_there) and row in (None, launched[0][0])
+
+    def collective_s(self, row):
+        stage, op = self.program.stage[row], self.program.op[row]
+        if op == Op.REDUCE_TIED:
+            return entry(self.costs.tied_reduce_s, self.program.peer[row])
+        return entry(self.costs.unshard_s if op == Op.UNSHARD else self.costs.reduce_s, stage)
+
+    def send(self, row, rank, now):
+        """Put the message on its way; return when it has left."""
+        made, receiver = self.result_at(row), self.rank_of_stage[self.program.peer[row]]
+        output_of = made.stage if made.kind is Kind.FORWARD else self.program.peer[row]
+        channel = self.channel(rank, receiver)
+        num_bytes = entry(self.costs.message_bytes, output_of)
+        num_bytes *= entry(self.costs.microbatch_bytes_factor, made.microbatch)
+        wire_s = num_bytes / channel.bandwidth_bytes_per_s
+        begin_s = max(now, self.channel_free_s.get((rank, receiver), 0.0)) if channel.is_exclusive else now
+        self.channel_free_s[rank, receiver] = begin_s + wire_s
+        self.known_s[made, receiver] = begin_s + wire_s + channel.latency_s
+        heappush(self.moments, self.known_s[made, receiver])
+        return begin_s + wire_s if channel.is_exclusive else now
+
+    def channel(self, sender, receiver):
+        for channel in self.costs.channels:
+            if (channel.sender, channel.receiver) == (sender, receiver):
+                return channel
+        costs = self.costs
+        return Channel(sender, receiver, costs.latency_s, costs.bandwidth_bytes_per_s, costs.is_exclusive)
+
+    def result_at(self, row, stage="stage"):
+        """The action that this row is, or whose result it sends or, from its peer, receives."""
+        op = Op(self.program.op[row])
+        kind = Kind(op) if op.is_compute else (Kind.FORWARD if "FORWARD" in op.name else self.gradient)
+        return Action(kind, *(int(getattr(self.program, name)[row]) for name in (stage, "microbatch", "slice")))
+
+
+def uneven_costs(program, seed):
+    """Multiples of a quarter, some of them 0, different everywhere: sums of them are exact, whatever their order."""
+    chance = np.random.default_rng(seed)
+    num_ranks, num_stages, num_microbatches = program.num_ranks, program.num_stages, program.num_microbatches
+
+    def quarters(high, count):
+        return tuple((chance.integers(0, high, count) / 4).tolist())
+
+    pairs = [(a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b and chance.random() < 0.3]
+    return Costs(
+        **{kind: quarters(12, num_stages) for kind in KINDS},
+        overlap_factor=float(chance.choice([0.5, 0.75, 1.0])),
+        microbatch_compute_factor=tuple(chance.choice([0.5, 1.0, 2.0], num_microbatches).tolist()),
+        optimizer_s=quarters(8, num_stages),
+        unshard_s=quarters(8, num_stages),
+        reduce_s=quarters(8, num_stages) if chance.random() < 0.7 else (0.0,),
+        tied_reduce_s=quarters(8, 1),
+        latency_s=quarters(5, 1)[0],
+        bandwidth_bytes_per_s=8.0,
+        is_exclusive=bool(chance.random() < 0.5),
+        channels=tuple(
+            Channel(*pair, quarters(5, 1)[0], float(chance.choice([2, 4, 16])), bool(chance.random() < 0.5))
+            for pair in pairs
+        ),
+        message_bytes=tuple(chance.integers(0, 33, num_stages).tolist()),
+        microbatch_bytes_factor=tuple(chance.choice([0.5, 1.0, 2.0], num_microbatches).tolist()),
+        launch_s=float(chance.integers(0, 3)) / 16,
+    )
+
+
+@st.composite
+def programs(draw):
+    """Lowered random schedules with tied stages, an optimizer step, and stages gathered and dropped at random."""
+    schedule = draw(feasible_schedules())
+    stages = st.sets(st.integers(0, schedule.num_stages - 1), min_size=1)
+    groups = [one_of_each_rank(schedule.placement, group) for group in draw(st.lists(stages, max_size=2))]
+    program = lower(schedule, tied_groups=groups, optimizer_step=draw(st.booleans()))
+    return program if draw(st.booleans()) else with_sharding(program, draw(st.integers(0, 2**32)))
+
+
+def with_sharding(program, seed):
+    """Put some UNSHARD and RESHARD before computations of their stages' ranks, also where they make little sense."""
+    chance = np.random.default_rng(seed)
+    stages, rows = [], []
+    for stage, rank in enumerate(program.placement.rank_of_stage):
+        own = [row for row in range(*program.offsets[rank : rank + 2]) if row == program.offsets[rank] or not
+               program.joined[row - 1]]  # fmt: skip
+        chosen = [row for row in own if program.op[row] < Op.REDUCE_GRADIENT and chance.random() < 0.2]
+        rows += chosen
+        stages += [stage] * len(chosen)
+    rows, stages = np.array(rows, np.int64), np.array(stages, np.int32)
+    ranks, zeros = program.rank_of_row[rows], np.zeros_like(stages)
+    ops = chance.choice([Op.UNSHARD, Op.UNSHARD, Op.RESHARD], len(rows))
+    return program.inserted(NewRows(NewRows.before(rows), ranks, ops, stages, zeros, zeros, stages))

@@ -1,0 +1,327 @@
+"""Causes of idle time: they add up to it, planted ones are found, and a second definition says the same."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError
+from penstock.ir.timeline import DataWait
+from penstock.lowering import lower
+from penstock.schedules import build
+from penstock.simulation import Costs, simulate
+from penstock.simulation.blocks import blocks_of
+from penstock.simulation.causes import Cause, idle_spans, idle_times
+from penstock.simulation.full import full_from_s
+from penstock.simulation.usual import Usual
+from tests.simulation.drawing import drawn, late_ranks, row_of, sharded
+from tests.simulation.events import programs, uneven_costs
+from tests.simulation.feeding import fed, slow_rows
+
+
+def seconds(found, rank):
+    """The causes of one rank that took any time."""
+    return {cause.name.lower(): found.by_rank[rank, cause] for cause in Cause if found.by_rank[rank, cause]}
+
+
+class Why:
+    """A second definition: the cause of one rank's idleness at one moment, asked from rank to rank."""
+
+    def __init__(self, timeline, costs, memory_limit):
+        self.timeline, self.usual = timeline, Usual(timeline, costs)
+        self.blocks = blocks_of(timeline)
+        self.full_s = full_from_s(timeline, costs, self.blocks, memory_limit)
+        self.begin_s = min(block.start_s for block in self.blocks)
+        self.end_s = max(block.end_s for block in self.blocks)
+        self.of_rank = [[i for i, b in enumerate(self.blocks) if b.rank == r] for r in range(timeline.num_ranks)]
+
+    def by_rank(self):
+        found = np.zeros((self.timeline.num_ranks, len(Cause)))
+        moments = sorted(m for m in self.moments() if self.begin_s <= m <= self.end_s)
+        for before_s, after_s in pairwise(moments):
+            if after_s - before_s < 1e-12:
+                continue  # rounded
+            for rank in range(len(found)):
+                label = self.label(rank, (before_s + after_s) / 2)
+                if label is not None and not isinstance(label, str):
+                    found[rank, label] += after_s - before_s
+        return found
+
+    def moments(self):
+        """Every moment at which a label may change."""
+        yield from (self.begin_s, self.end_s)
+        yield from (moment_s for wait in self.timeline.data_waits for moment_s in (wait.begin_s, wait.end_s))
+        for index, block in enumerate(self.blocks):
+            yield from (block.start_s, block.end_s, self.full_s[index])
+            yield from (block.start_s + length_s for length_s in self.work_limits(block))
+            yield from (message.arrival_s for message in block.messages)
+            yield from self.phases(index)
+
+    def work_limits(self, block):
+        on_its_stage_s = self.usual.on_its_stage_s(block)
+        return min(on_its_stage_s, self.usual.on_the_mean_stage_s(block)), on_its_stage_s
+
+    def previous(self, index):
+        own = self.of_rank[self.blocks[index].rank]
+        place = own.index(index)
+        return None if place == 0 else self.blocks[own[place - 1]]
+
+    def phases(self, index):
+        """Until when a block waits for its message, for its gather, and for launches."""
+        block, before = self.blocks[index], self.previous(index)
+        free_s = self.begin_s if before is None else before.end_s
+        first_row = self.timeline.program.offsets[block.rank] if before is None else before.rows.stop
+        arrival_s = max([free_s, *(message.arrival_s for message in block.messages)])
+        gathered_s = max(arrival_s, block.gather.end_s) if block.gather else arrival_s
+        return arrival_s, gathered_s, gathered_s + self.usual.launches_s(int(block.row - first_row))
+
+    def label(self, rank, moment_s):
+        """A cause, or a string while the rank works as it should."""
+        for index in self.of_rank[rank]:
+            block = self.blocks[index]
+            if moment_s < block.start_s:
+                return self.waiting(index, moment_s)
+            if moment_s < block.end_s:
+                return self.working(block, moment_s)
+        ends = [max((self.blocks[i].end_s for i in own), default=self.begin_s) for own in self.of_rank]
+        return self.inherited(ends.index(max(ends)), moment_s, Cause.SYNCHRONISATION)
+
+    def inherited(self, rank, moment_s, of_work):
+        """Why a rank is idle that waits for what this one does."""
+        label = self.label(rank, moment_s)
+        return of_work if label in ("work", Cause.DEPENDENCY) else Cause(int(label))
+
+    def working(self, block, moment_s):
+        ordinary_s, on_its_stage_s = self.work_limits(block)
+        if moment_s < block.start_s + ordinary_s:
+            return "work"
+        return f"{Cause.IMBALANCE if moment_s < block.start_s + on_its_stage_s else Cause.STRAGGLER}"
+
+    def waiting(self, index, moment_s):
+        block = self.blocks[index]
+        if moment_s > self.full_s[index]:
+            return Cause.MEMORY
+        message = max(block.messages, key=lambda each: each.arrival_s, default=None)
+        arrival_s, gathered_s, launched_s = self.phases(index)
+        if message is not None and moment_s < self.blocks[message.producer].end_s:
+            return self.inherited(self.blocks[message.producer].rank, moment_s, Cause.DEPENDENCY)
+        if moment_s < gathered_s:
+            return Cause.TRANSFER if moment_s < arrival_s else Cause.SYNCHRONISATION
+        own = [wait for wait in self.timeline.data_waits if wait.rank == block.rank]
+        if any(wait.begin_s < moment_s < wait.end_s for wait in own):
+            return Cause.DATA
+        return Cause.LAUNCH if moment_s < launched_s else Cause.STRAGGLER
+
+
+# What holds for every timeline
+
+
+@pytest.mark.slow
+@given(programs(), st.integers(0, 2**32), st.integers(1, 3))
+def test_the_causes_of_a_rank_add_up_to_its_idle_time(program, seed, limit):
+    costs = uneven_costs(program, seed)
+    timeline = fed(program, costs, slow_rows(program, seed))
+
+    found = idle_times(timeline, costs, memory_limit=limit)
+
+    assert (found.by_rank >= 0).all()
+    assert found.idle_s == pytest.approx(timeline.makespan_s - timeline.work_s, abs=1e-9)
+
+
+@pytest.mark.slow
+@given(programs(), st.integers(0, 2**32), st.integers(1, 4), st.sampled_from([0.0, 0.3]))
+def test_the_causes_are_those_that_each_moment_has(program, seed, limit, share_of_slow_data):
+    costs = uneven_costs(program, seed)
+    timeline = fed(program, costs, slow_rows(program, seed, share_of_slow_data))
+    usual = replace(costs, microbatch_compute_factor=(1.0,), launch_s=0.0)
+
+    found = idle_times(timeline, usual, memory_limit=limit)
+
+    expected = Why(timeline, usual, limit).by_rank()
+    assert found.by_rank == pytest.approx(expected, abs=1e-9)
+
+
+# Planted causes
+
+
+def test_waiting_for_the_work_of_another_rank_is_a_dependency():
+    timeline = simulate(drawn("0F0 0F1", "1F0 1F1", num_microbatches=2), Costs.uniform())
+
+    found = idle_times(timeline, Costs.uniform())
+
+    assert seconds(found, 0) == {"synchronisation": 1}  # rank 1 still runs 1F1
+    assert seconds(found, 1) == {"dependency": 1}
+
+
+@pytest.mark.parametrize("channel", [{"transfer": 0.5}, {"message_bytes": (4,), "bandwidth_bytes_per_s": 8.0}])
+def test_waiting_for_a_message_that_is_on_its_way_is_a_transfer(channel):
+    costs = Costs.uniform(**channel)
+
+    found = idle_times(simulate(drawn("0F0", "1F0"), costs), costs)
+
+    assert seconds(found, 1) == {"dependency": 1, "transfer": 0.5}
+    assert found.total(Cause.TRANSFER) == 0.5 + 0.5  # rank 0 waits for rank 1, which waits for the message
+
+
+def test_what_a_slow_stage_takes_above_the_mean_is_imbalance():
+    costs = replace(Costs.uniform(), forward_s=(3.0, 1.0))
+    timeline = simulate(drawn("0F0 0F1", "1F0 1F1", num_microbatches=2), costs)
+
+    found = idle_times(timeline, costs)
+
+    # Stages take 2 seconds in the mean. Rank 1 waits for 0F0 three seconds, and for 0F1 from 4 to 6; 0F1 runs from 3.
+    assert seconds(found, 1) == {"dependency": 2 + 1, "imbalance": 1 + 1}
+    assert seconds(found, 0) == {"synchronisation": 1}
+
+
+def test_a_longer_microbatch_is_imbalance_as_well():
+    costs = Costs.uniform(microbatch_compute_factor=(1.0, 3.0))
+    timeline = simulate(drawn("0F0 0F1", "1F0 1F1", num_microbatches=2), costs)
+
+    assert seconds(idle_times(timeline, costs), 1) == {"dependency": 1 + 1, "imbalance": 1}  # 0F1: 1 to 4, mean 2
+
+
+def test_a_computation_that_takes_longer_than_usual_is_a_straggler():
+    program = drawn("0F0 0F1", "1F0 1F1", num_microbatches=2)
+    timeline = simulate(program, Costs.uniform(microbatch_compute_factor=(1.0, 3.0)))
+
+    found = idle_times(timeline, Costs.uniform())
+
+    assert seconds(found, 1) == {"dependency": 1, "straggler": 2}
+    assert seconds(found, 0) == {"synchronisation": 1, "straggler": 2}
+
+
+def test_a_rank_that_begins_late_is_a_straggler_for_itself_and_those_that_wait():
+    program = drawn("0F0", "1F0", "2F0")
+    timeline = simulate(program, Costs.uniform())
+
+    found = idle_times(late_ranks(timeline, 0.5, first=1), Costs.uniform())
+
+    assert seconds(found, 1) == {"dependency": 1, "straggler": 0.5, "synchronisation": 1}
+    assert seconds(found, 2) == {"dependency": 2, "straggler": 0.5}
+
+
+def test_host_time_between_computations_is_launch_and_nothing_else():
+    costs = Costs.uniform(launch_s=0.25)
+    program = drawn("0F0 0F1 0F2", "1F0 1F1 1F2", num_microbatches=3)
+
+    found = idle_times(simulate(program, costs), costs)
+
+    assert found.total(Cause.STRAGGLER) == 0
+    assert found.by_rank[0, Cause.LAUNCH] == 2 * 0.25  # two sends stand between the forwards
+
+
+def test_every_instruction_between_two_computations_counts_as_a_launch():
+    costs = Costs.uniform(launch_s=0.25)
+    program = lower(build("1f1b", ranks=4, microbatches=8))
+
+    found = idle_times(simulate(program, costs), costs)
+
+    assert found.total(Cause.LAUNCH) > 0
+    assert found.total(Cause.STRAGGLER) == 0
+
+
+def test_in_a_measured_timeline_the_launch_of_a_computation_stands_before_it():
+    costs = Costs.uniform(launch_s=0.25)
+    timeline = simulate(drawn("0F0 0F1", num_microbatches=2), Costs.uniform())
+    start_s, end_s = timeline.start_s + np.array([0, 0.25]), timeline.end_s + np.array([0, 0.25])
+    measured = replace(timeline, source="measured", start_s=start_s, end_s=end_s)
+
+    assert seconds(idle_times(measured, costs), 0) == {"launch": 0.25}
+
+
+def test_a_pause_that_is_longer_than_the_launches_is_a_straggler_in_the_rest():
+    timeline = simulate(drawn("0F0 0F1 0B1 0B0", num_microbatches=2), Costs.uniform())
+    later_s = np.array([0, 1, 2, 2, 2])
+    measured = replace(timeline, source="measured", start_s=timeline.start_s + later_s, end_s=timeline.end_s + later_s)
+
+    found = idle_times(measured, Costs.uniform(launch_s=0.25))
+
+    assert seconds(found, 0) == {"launch": 2 * 0.25, "straggler": 2 * 0.75}
+
+
+def test_waiting_for_parameters_and_for_the_end_of_the_step_is_synchronisation():
+    costs = Costs.uniform(unshard_s=(2.0,))
+    timeline = simulate(sharded("0F0 0UNSHARD 0F1"), costs)
+
+    assert seconds(idle_times(timeline, costs), 0) == {"synchronisation": 2}
+
+
+def test_waiting_for_a_microbatch_is_data_on_its_rank_and_on_those_that_wait_for_it():
+    program = drawn("0F0 0F1", "1F0 1F1", "2F0 2F1", num_microbatches=2)
+    timeline = fed(program, Costs.uniform(), {row_of(program, "0F1"): 2.5})
+
+    found = idle_times(timeline, Costs.uniform())
+
+    assert seconds(found, 0) == {"data": 2.5, "synchronisation": 2}
+    # Rank 0 waits from 1 to 3.5; rank 1 from 2 on, when it has done 1F0, and rank 2 from 3 on.
+    assert seconds(found, 1) == {"dependency": 1 + 1, "data": 1.5, "synchronisation": 1}
+    assert seconds(found, 2) == {"dependency": 2 + 2, "data": 0.5}
+
+
+def test_waiting_for_data_costs_nothing_while_a_message_is_waited_for_too():
+    program = drawn("0F0 0F1", "1F0 1F1", num_microbatches=2)
+    costs = replace(Costs.uniform(), forward_s=(4.0, 1.0))
+
+    for data_s, data in ((2.5, {}), (3.5, {"data": 0.5})):
+        timeline = fed(program, costs, {row_of(program, "1F1"): data_s})
+
+        # Rank 1 computes 1F0 from 4 to 5 and has the input of 1F1 at 8: data that take 3 seconds cost none.
+        assert seconds(idle_times(timeline, costs), 1) == {"dependency": 2.5 + 1.5, "imbalance": 1.5 + 1.5} | data
+
+
+def test_beside_data_the_host_has_the_time_that_it_usually_needs():
+    timeline = simulate(drawn("0F0 0F1", num_microbatches=2), Costs.uniform())
+    later_s = np.array([0, 4.0])
+    wait = DataWait(0, 1, 1.125, 4.125)
+    measured = replace(timeline, source="measured", start_s=timeline.start_s + later_s, end_s=timeline.end_s + later_s)
+
+    found = idle_times(replace(measured, data_waits=(wait,)), Costs.uniform(launch_s=0.5))
+
+    assert seconds(found, 0) == {"data": 3, "launch": 0.5, "straggler": 0.5}
+
+
+def test_being_full_while_a_forward_could_run_is_memory():
+    costs = Costs.uniform(backward=2.0, transfer=1.0)
+    timeline = simulate(drawn("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1", num_microbatches=2), costs)
+
+    without, found = (idle_times(timeline, costs, memory_limit=limit) for limit in (None, 1))
+
+    # Rank 0 runs 0F0 until 1, waits for 1F0 and 1B0 from 2 to 5 and their transfers, runs 0B0 at 6; and so on.
+    assert seconds(without, 0) == {"dependency": 6, "transfer": 4}
+    assert seconds(found, 0) == {"memory": 5, "dependency": 3, "transfer": 2}
+
+
+def test_a_rank_that_may_hold_more_is_not_full():
+    costs = Costs.uniform(backward=2.0, transfer=1.0)
+    timeline = simulate(drawn("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1", num_microbatches=2), costs)
+
+    assert idle_times(timeline, costs, memory_limit=[2, 1]).by_rank[0, Cause.MEMORY] == 0
+
+
+def test_limits_for_another_number_of_ranks_are_refused():
+    costs = Costs.uniform()
+    timeline = simulate(drawn("0F0", "1F0"), costs)
+
+    with pytest.raises(ConfigError, match="memory_limit: 3 values for 2 ranks; give one"):
+        idle_times(timeline, costs, memory_limit=[1, 1, 1])
+
+
+@pytest.mark.slow
+@given(programs(), st.integers(0, 2**32))
+def test_spans_lie_between_blocks_and_add_up_to_the_idle_time_of_each_cause(program, seed):
+    costs = uneven_costs(program, seed)
+    timeline = fed(program, costs, slow_rows(program, seed))
+
+    sums = np.zeros((timeline.num_ranks, len(Cause)))
+    for rank, spans in enumerate(idle_spans(timeline, costs)):
+        rows = timeline.compute_rows(rank)
+        assert all(earlier.end_s <= later.begin_s for earlier, later in pairwise(spans))
+        for begin_s, end_s, cause in spans:
+            sums[rank, cause] += end_s - begin_s
+            middle_s = (begin_s + end_s) / 2
+            assert not ((timeline.start_s[rows] < middle_s) & (middle_s < timeline.end_s[rows])).any()
+    assert sums == pytest.approx(idle_times(timeline, costs).by_rank)

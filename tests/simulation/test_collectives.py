@@ -1,0 +1,102 @@
+"""Collectives run beside the computations: what waits for them, in which order they run, when members meet."""
+
+import numpy as np
+import pytest
+
+from penstock.ir.deps import NONE
+from penstock.lowering import lower
+from penstock.schedules import build
+from penstock.simulation import Costs, simulate
+from penstock.simulation.collectives import gather_of_row
+from tests.simulation.drawing import ends, sharded, starts
+
+
+def test_the_first_computation_of_a_stage_waits_for_its_gather_and_others_do_not():
+    program = sharded("0UNSHARD 1UNSHARD 0F0 1F0")
+
+    timeline = simulate(program, Costs.uniform(unshard_s=(2.0, 0.5)))
+
+    assert starts(timeline) == {"0UNSHARD": 0, "1UNSHARD": 0, "0F0": 2, "1F0": 3}
+    assert ends(timeline)["1UNSHARD"] == 2.5  # behind the gather of stage 0
+
+
+def test_a_gather_runs_under_the_computations_that_do_not_need_it():
+    program = sharded("0F0 1UNSHARD 0F1 1F0 1F1")
+
+    timeline = simulate(program, Costs.uniform(unshard_s=(1.5,)))
+
+    assert (starts(timeline)["0F1"], starts(timeline)["1F0"], starts(timeline)["1F1"]) == (1, 2.5, 3.5)
+
+
+def test_a_reshard_takes_no_time():
+    timeline = simulate(sharded("0F0 0RESHARD 0F1"), Costs.uniform(unshard_s=(5.0,), reduce_s=(5.0,)))
+
+    assert starts(timeline)["0F1"] == 1
+
+
+def test_every_stage_is_gathered_before_the_first_of_its_computations_behind_the_unshard():
+    program = sharded("0UNSHARD 1UNSHARD 0F0 0UNSHARD 0UNSHARD 1F0 0B0 1UNSHARD")
+
+    gathers = gather_of_row(program)
+
+    texts = [str(program.instruction(row)) for row in range(8)]
+    assert {texts[row]: int(gathers[row]) for row in range(8) if gathers[row] != NONE} == {"0F0": 0, "1F0": 1, "0B0": 4}
+
+
+def test_the_reduction_of_a_stage_runs_under_the_computations_behind_it():
+    program = sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD 0STEP")
+
+    timeline = simulate(program, Costs.uniform(backward=2.0, reduce_s=(1.0, 4.0), optimizer_s=(0.25, 0.5)))
+
+    assert (starts(timeline)["0B0"], ends(timeline)["0B0"]) == (4, 6)
+    assert (ends(timeline)["1REDUCE_GRAD"], ends(timeline)["0REDUCE_GRAD"]) == (8, 9)
+    assert (starts(timeline)["0STEP"], ends(timeline)["0STEP"]) == (9, 9.75)
+    assert (timeline.makespan_s, timeline.step_s) == (6, 9.75)
+
+
+def test_reductions_without_costs_end_where_they_stand():
+    program = lower(build("1f1b", ranks=2, microbatches=2), optimizer_step=True)
+
+    timeline = simulate(program, Costs.uniform())
+
+    assert timeline.step_s == timeline.makespan_s
+    assert starts(timeline)["0STEP"] == ends(timeline)["0B1"] == 9
+    assert starts(timeline)["1STEP"] == ends(timeline)["1B1"] == 7
+
+
+def test_an_optimizer_step_waits_for_the_reductions_of_its_own_rank_only():
+    program = lower(build("gpipe", ranks=2, microbatches=1), optimizer_step=True)
+
+    timeline = simulate(program, Costs.uniform(reduce_s=(3.0, 1.0)))
+
+    assert starts(timeline)["0STEP"] == ends(timeline)["0B0"] + 3
+    assert starts(timeline)["1STEP"] == ends(timeline)["1B0"] + 1
+
+
+def test_a_tied_reduction_starts_when_the_last_member_is_there():
+    program = lower(build("gpipe", ranks=3, microbatches=1), tied_groups=[(0, 2)], optimizer_step=True)
+
+    timeline = simulate(program, Costs.uniform(tied_reduce_s=(0.5,), reduce_s=(0.0, 0.0, 0.25)))
+
+    assert ends(timeline)["0B0"] == 9
+    assert ends(timeline)["0REDUCE_TIED0"] == ends(timeline)["2REDUCE_TIED0"] == 9.5
+    assert (starts(timeline)["0STEP"], starts(timeline)["1STEP"], starts(timeline)["2STEP"]) == (9.5, 7, 9.5)
+
+
+def test_tied_groups_are_reduced_one_after_the_other_in_their_order():
+    program = lower(build("gpipe", ranks=2, microbatches=1), tied_groups=[(0, 1), (0, 1)])
+
+    timeline = simulate(program, Costs.uniform(tied_reduce_s=(2.0, 1.0)))
+
+    assert (ends(timeline)["0REDUCE_TIED0"], ends(timeline)["1REDUCE_TIED1"]) == (8, 9)
+
+
+@pytest.mark.parametrize("name", ["unshard_s", "reduce_s"])
+def test_collectives_keep_the_order_in_which_they_are_launched(name):
+    program = sharded("0UNSHARD 0F0 0B0 0REDUCE_GRAD 1UNSHARD 1F0")
+    costs = Costs.uniform(unshard_s=(1.0,), reduce_s=(1.0,))
+
+    timeline = simulate(program, costs)
+
+    lane = [row for row in range(6) if not program.is_compute[row]]
+    assert (np.diff(timeline.end_s[lane]) >= 1).all()

@@ -1,0 +1,156 @@
+"""What a cause costs is what the step is longer with it than without it, and the culprit is the one that has it."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.ir.timeline import DataWait
+from penstock.lowering import lower
+from penstock.schedules import build
+from penstock.simulation import Costs, simulate
+from penstock.simulation.causes import Cause
+from penstock.simulation.costs.costs import Channel
+from penstock.simulation.lead_in import LeadIn
+from penstock.simulation.losses import evened, losses_of
+from tests.simulation.drawing import row_of
+from tests.simulation.feeding import fed
+
+EVEN = Costs(forward_s=(1.0,) * 3, backward_s=(2.0,) * 3)
+
+
+def measured(costs, **changes):
+    program = lower(build("1f1b", ranks=3, microbatches=6))
+    return replace(simulate(program, costs), source="measured", **changes)
+
+
+def losses(costs, lead_ins=(), timeline=None):
+    found = losses_of(measured(costs) if timeline is None else timeline, costs, lead_ins)
+    return {loss.cause: loss for loss in found}
+
+
+def test_an_even_step_without_transfers_loses_to_the_order_of_its_schedule_alone():
+    """1F1B idles for (p - 1)(F + B) on every rank."""
+    found = losses(EVEN)
+
+    assert (found[Cause.DEPENDENCY].duration_s, found[Cause.DEPENDENCY].culprit) == (6.0, "1f1b")
+    assert {cause: loss.duration_s for cause, loss in found.items() if loss.duration_s} == {Cause.DEPENDENCY: 6.0}
+
+
+def test_imbalance_costs_what_even_stages_would_save():
+    uneven = replace(EVEN, forward_s=(1.0, 1.0, 4.0))
+
+    loss = losses(uneven)[Cause.IMBALANCE]
+
+    assert loss.duration_s == measured(uneven).makespan_s - measured(evened(uneven, 3)).makespan_s > 0
+    assert loss.culprit == "stage 2 on rank 2, 1.50 times the mean"
+
+
+def test_transfer_costs_what_instant_messages_would_save_and_names_the_slowest_channel():
+    slow = replace(EVEN, latency_s=0.1, channels=(Channel(2, 1, 0.5),))
+
+    loss = losses(slow)[Cause.TRANSFER]
+
+    assert loss.duration_s == pytest.approx(measured(slow).makespan_s - measured(EVEN).makespan_s)
+    assert loss.culprit == "rank 2 to rank 1, 500 ms a message"
+
+
+def test_the_bytes_of_messages_count_as_transfer_too():
+    wired = replace(EVEN, message_bytes=(8, 2, 0), bandwidth_bytes_per_s=16.0)
+
+    loss = losses(wired)[Cause.TRANSFER]
+
+    assert loss.duration_s == pytest.approx(measured(wired).makespan_s - measured(EVEN).makespan_s)
+    assert loss.culprit == "rank 0 to rank 1, 500 ms a message"
+
+
+def test_launches_cost_what_a_host_without_delay_would_save():
+    launched = replace(EVEN, launch_s=0.01)
+
+    found = losses(launched)
+
+    assert found[Cause.LAUNCH].duration_s == pytest.approx(measured(launched).makespan_s - measured(EVEN).makespan_s)
+    assert found[Cause.TRANSFER].duration_s == found[Cause.IMBALANCE].duration_s == 0
+
+
+def test_what_is_longer_than_predicted_is_put_down_to_the_rank_that_was_slower_than_usual():
+    """Rank 1 computes its last backward for 5 s longer, and whoever comes after it begins later."""
+    timeline = measured(EVEN)
+    slow = int(timeline.compute_rows(1)[-1])
+    until_s = timeline.end_s[slow]
+    end_s = timeline.end_s + 5.0 * (timeline.end_s >= until_s)
+    start_s = timeline.start_s + 5.0 * (timeline.start_s >= until_s)
+
+    loss = losses(EVEN, timeline=replace(timeline, start_s=start_s, end_s=end_s))[Cause.STRAGGLER]
+
+    assert (loss.duration_s, loss.culprit) == (5.0, "rank 1, slower than it usually is")
+
+
+def test_a_late_rank_costs_what_it_is_later_than_the_others():
+    lead_ins = [LeadIn(-9, -8, -7), LeadIn(-5, -4, -1), LeadIn(-9, -8, -6)]
+
+    found = losses(EVEN, lead_ins)
+
+    # Free 4 s later than rank 0 and 2 s more from batch to step; then rank 2, itself 1 s late, would be the last.
+    assert (found[Cause.STRAGGLER].duration_s, found[Cause.STRAGGLER].culprit) == (6.0, "rank 1, late for the step")
+    assert found[Cause.SYNCHRONISATION].duration_s == 1.0
+
+
+def test_slow_data_costs_what_a_batch_at_once_would_save():
+    lead_ins = [LeadIn(-9, -8, -7), LeadIn(-9, -2, -1), LeadIn(-9, -7, -5)]
+
+    loss = losses(EVEN, lead_ins)[Cause.DATA]
+
+    # Without its 7 s rank 1 would ask at -8; but then rank 2, without its own 2 s, at -7.
+    assert (loss.duration_s, loss.culprit) == (6.0, "rank 1")
+
+
+def fed_step(slow, *waits):
+    """A measured step, with the seconds that data take before the instructions named."""
+    program = lower(build("1f1b", ranks=3, microbatches=6))
+    timeline = fed(program, EVEN, {row_of(program, text): data_s for text, data_s in slow.items()})
+    return replace(timeline, source="measured", data_waits=(*timeline.data_waits, *waits))
+
+
+def test_data_that_come_late_within_the_step_cost_what_it_would_be_shorter_and_nothing_else_is_blamed():
+    timeline = fed_step({"2F0": 0.5, "0F3": 4.0, "0F5": 0.0})
+
+    found = losses(EVEN, timeline=timeline)
+
+    longer_s = timeline.makespan_s - measured(EVEN).makespan_s
+    assert longer_s > 1
+    assert {cause: loss.duration_s for cause, loss in found.items() if loss.duration_s} == {
+        Cause.DEPENDENCY: 6.0,
+        Cause.DATA: longer_s,
+    }
+    assert found[Cause.DATA].culprit == "rank 0, for microbatches within the step"
+
+
+def test_of_data_before_and_within_the_step_the_larger_part_names_the_culprit():
+    lead_ins = [LeadIn(-9, -9, -9)] * 3
+    inside_s = fed_step({"2F3": 4.0}).makespan_s - measured(EVEN).makespan_s
+
+    for first_s, culprit in ((1.0, "rank 2, for microbatches within the step"), (8.0, "rank 1")):
+        timeline = fed_step({"2F3": 4.0}, DataWait(1, 0, -9.0, first_s - 9.0))
+        timeline = replace(timeline, data_waits=tuple(sorted(timeline.data_waits, key=lambda wait: wait.rank)))
+
+        found = losses(EVEN, lead_ins, timeline)
+
+        assert (found[Cause.DATA].duration_s, found[Cause.DATA].culprit) == (first_s + inside_s, culprit)
+        assert found[Cause.STRAGGLER].duration_s == 0
+        assert found[Cause.SYNCHRONISATION].duration_s == 9.0 - first_s
+
+
+def test_the_dearest_cause_comes_first():
+    lead_ins = [LeadIn(-99, -98, -97), LeadIn(-99, -2, -1), LeadIn(-99, -98, -97)]
+
+    found = losses_of(measured(EVEN), EVEN, lead_ins)
+
+    assert found[0].cause is Cause.DATA
+    assert [loss.duration_s for loss in found] == sorted((loss.duration_s for loss in found), reverse=True)
+
+
+def test_even_costs_have_the_same_sum_and_leave_out_what_is_unknown():
+    costs = evened(Costs(forward_s=(1.0, 3.0), backward_s=(2.0,), latency_s=0.5), 2)
+
+    assert (costs.forward_s, costs.backward_s, costs.backward_input_s) == ((2.0,), (2.0,), ())
+    assert costs.latency_s == 0.5

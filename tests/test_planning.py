@@ -1,0 +1,161 @@
+"""Planning: what is wrong is said before anything runs, and a plan is proved."""
+
+import importlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError, ScheduleError
+from penstock.ir.action import parse_action
+from penstock.ir.instruction import Op
+from penstock.ir.schedule import Schedule
+from penstock.lowering import lower
+from penstock.placement import Placement
+from penstock.planning import few_microbatches, plan, prove_and_lower, resolve_schedule
+from penstock.proofs import check
+from penstock.schedules import build
+from penstock.simulation import Costs
+from tests.proofs.tables import without
+from tests.strategies import feasible_schedules
+
+COSTS = Costs.uniform(forward=1, backward_input=1, backward_weight=1)
+BACKWARD_FIRST = Schedule.from_actions(
+    "backward first", Placement.line(1), [[parse_action("0B0"), parse_action("0F0")]], num_microbatches=1
+)
+
+
+def test_a_plan_is_a_schedule_its_program_and_what_is_predicted_of_it():
+    schedule = build("1f1b", ranks=4, microbatches=6)
+
+    planned = plan(schedule, COSTS)
+
+    assert planned.schedule is schedule
+    assert planned.timeline.program is planned.program
+    assert planned.timeline.source == "predicted"
+    assert planned.timeline.makespan_s == pytest.approx((6 + 4 - 1) * 3)
+    assert planned.timeline.peak_activations == [4, 3, 2, 1]
+
+
+def test_a_schedule_that_cannot_run_is_not_planned():
+    with pytest.raises(ScheduleError, match="0B0"):
+        plan(BACKWARD_FIRST, COSTS)
+
+
+@pytest.mark.parametrize("limit", [3, [4, 3, 2, 0]])
+def test_a_schedule_that_needs_too_much_memory_is_not_planned(limit):
+    with pytest.raises(ScheduleError):
+        plan(build("1f1b", ranks=4, microbatches=6), COSTS, memory_limit=limit)
+
+
+def test_a_schedule_within_its_memory_limit_is_planned():
+    assert plan(build("1f1b", ranks=4, microbatches=6), COSTS, memory_limit=4).timeline.peak_activations[0] == 4
+
+
+def test_tied_groups_and_the_optimizer_step_are_part_of_the_program():
+    schedule = build("gpipe", ranks=2, microbatches=2)
+
+    program = prove_and_lower(schedule, tied_groups=[(1, 0)], optimizer_step=True)
+    plain = prove_and_lower(schedule)
+
+    for rank in range(2):
+        assert [instruction.op for instruction in program[rank]][-2:] == [Op.REDUCE_TIED, Op.OPTIMIZER_STEP]
+        assert not {Op.REDUCE_TIED, Op.OPTIMIZER_STEP} & {instruction.op for instruction in plain[rank]}
+
+
+@pytest.mark.slow
+@given(schedule=feasible_schedules(), optimizer_step=st.booleans())
+def test_one_plan_is_the_proofs_and_the_lowering_on_their_own(schedule, optimizer_step):
+    program = prove_and_lower(schedule, optimizer_step=optimizer_step)
+
+    assert program == lower(schedule, optimizer_step=optimizer_step)
+    assert check(program).num_messages == check(schedule).num_messages
+
+
+def test_a_lowering_that_goes_wrong_is_refused(monkeypatch):
+    planning = importlib.import_module("penstock.planning")
+    monkeypatch.setattr(planning, "lower", lambda *given, **named: without(lower(*given, **named), "0SEND_F0"))
+
+    with pytest.raises(ScheduleError, match="1RECV_F0 has no send"):
+        prove_and_lower(build("gpipe", ranks=2, microbatches=2))
+
+
+def test_a_name_is_built_for_the_ranks_that_run():
+    schedule = resolve_schedule("1f1b", ranks=3, microbatches=5, options={"warmup": "eager"})
+
+    assert schedule == build("1f1b", ranks=3, microbatches=5, warmup="eager")
+
+
+def test_a_schedule_is_taken_as_it_is():
+    schedule = build("gpipe", ranks=2, microbatches=4)
+
+    assert resolve_schedule(schedule, ranks=2, options={}) is schedule
+    assert resolve_schedule(schedule, ranks=2, microbatches=4, options={}) is schedule
+    assert resolve_schedule(schedule, ranks=2, stages_per_rank=1, options={}) is schedule
+
+
+def test_other_stages_per_rank_than_those_of_a_whole_schedule_are_refused():
+    schedule = build("gpipe", ranks=2, microbatches=4)
+
+    with pytest.raises(ConfigError, match=r"stages_per_rank: 2, but gpipe has 2 stages on 2 ranks; leave it out"):
+        resolve_schedule(schedule, ranks=2, stages_per_rank=2, options={})
+
+
+def test_a_name_without_a_number_of_microbatches_gets_8():
+    assert resolve_schedule("gpipe", ranks=2, options={}) == build("gpipe", ranks=2, microbatches=8)
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_file_is_read(tmp_path, as_text):
+    schedule = build("1f1b", ranks=2, microbatches=4)
+    file = tmp_path / "mine.csv"
+    file.write_text(schedule.to_csv())
+
+    found = resolve_schedule(str(file) if as_text else file, ranks=2, options={})
+
+    assert found == schedule
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "text"),
+    [
+        ("1f1", {}, "Did you mean '1f1b'"),
+        ("1f1b", {"warmpu": "eager"}, "Did you mean 'warmup'"),
+        (
+            build("gpipe", ranks=2, microbatches=4),
+            {},
+            r"microbatches: 2, but gpipe is for 4 microbatches; make them equal",
+        ),
+        (build("gpipe", ranks=3, microbatches=2), {}, "is for 3 ranks, but 2 run"),
+        (build("gpipe", ranks=2, microbatches=2), {"backward_order": "descending"}, "takes no options"),
+    ],
+    ids=["name", "option", "microbatches", "ranks", "option of a whole schedule"],
+)
+def test_a_wrong_schedule_is_one_clear_error(schedule, options, text):
+    with pytest.raises(ConfigError, match=text):
+        resolve_schedule(schedule, ranks=2, microbatches=2, options=options)
+
+
+def test_a_missing_file_is_one_clear_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.csv"):
+        resolve_schedule(str(tmp_path / "nowhere.csv"), ranks=2, microbatches=2, options={})
+
+
+def test_fewer_microbatches_than_stages_are_told_with_the_bubble_that_they_cost():
+    advice = few_microbatches(prove_and_lower(build("1f1b", ranks=4, microbatches=2)))
+
+    assert advice.startswith("2 microbatches for 4 stages leave ranks idle for 60% of a step")
+    assert advice.endswith("use 4 or more")
+
+
+@pytest.mark.parametrize("shape", [{"ranks": 4, "microbatches": 4}, {"ranks": 1, "microbatches": 1}])
+def test_enough_microbatches_are_nothing_to_tell(shape):
+    assert few_microbatches(prove_and_lower(build("1f1b", **shape))) is None
+
+
+def test_slices_count_as_microbatches():
+    assert few_microbatches(prove_and_lower(build("seq1f1b", ranks=4, microbatches=2, slices=2))) is None
+
+
+def test_each_of_two_routes_has_its_own_stages():
+    assert few_microbatches(prove_and_lower(build("chimera", ranks=4, microbatches=4))) is None
