@@ -3,7 +3,6 @@
 import pytest
 
 from penstock.cli.what_if import Setting, changes_for, setting_of
-from penstock.ir.writing import without_communication
 from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
@@ -17,7 +16,7 @@ UNEVEN = (1.0, 1.0, 1.0, 2.0)
 
 def changes(recorded, setting=SETTING, shares=HALVES):
     costs = costs_from_timelines([recorded.timeline], shares=shares)
-    found = changes_for(recorded, without_communication(recorded.timeline.program), costs, setting)
+    found = changes_for(recorded, recorded.timeline.program.actions(), costs, setting)
     return {change.text: change for change in found}
 
 

@@ -42,6 +42,7 @@ def test_every_kind_has_its_letter():
         Kind.BACKWARD: "B",
         Kind.BACKWARD_INPUT: "I",
         Kind.BACKWARD_WEIGHT: "W",
+        Kind.RECOMPUTE: "R",
     }
     assert all(KIND_OF_LETTER[kind.letter] is kind for kind in Kind)
 

@@ -40,7 +40,7 @@ def test_counts_and_rows():
     schedule, _ = two_ranks()
 
     assert (schedule.num_ranks, schedule.num_stages, schedule.num_actions, len(schedule)) == (2, 2, 8, 2)
-    assert [schedule.rank_of_row(row) for row in (0, 3, 4, 7)] == [0, 0, 1, 1]
+    assert schedule.rank_of_row[[0, 3, 4, 7]].tolist() == [0, 0, 1, 1]
     assert schedule.action(1) == Action(Kind.FORWARD, 0, 1)
     assert "ranks=2, stages=2, microbatches=2, actions=8" in repr(schedule)
 
@@ -131,17 +131,39 @@ def test_routes_cannot_be_changed_and_the_callers_arrays_stay_its_own():
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ((-1, 0, 0, 0), "kind -1 .* from 0 to 3"),
-        ((4, 0, 0, 0), "kind 4 "),
+        ((-1, 0, 0, 0), "kind -1 .* from 0 to 13"),
+        ((4, 0, 0, 0), r"op 4 .* of a kind \(F, B, I, W or R\)"),
         ((257, 0, 0, 0), "kind 257 "),
+        ((0, 1, 0, 0), "stage 1 is out of range; expected a number from 0 to 0"),
+        ((0, -1, 0, 0), "stage -1 "),
         ((0, 2**31, 0, 0), "stage 2147483648 "),
         ((0, 0, 2**32, 0), "microbatch 4294967296 "),
-        ((0, 0, 0, 2**15), "slice 32768 .* from -32768 to 32767"),
+        ((0, 0, 0, 2**15), "slice 32768 .* from 0 to 0"),
     ],
 )
-def test_a_number_that_does_not_fit_its_column_is_refused(row, told):
-    with pytest.raises(ScheduleError, match=f"wide, rank 0: {told}"):
-        Schedule.from_arrays("wide", Placement.line(1), [np.array([row])], num_microbatches=1)
+def test_a_number_out_of_range_is_refused(row, told):
+    rows = np.array([(0, 0, 0, 0), row])
+    with pytest.raises(ScheduleError, match=f"wide, rank 0, position 1: {told}"):
+        Schedule.from_arrays("wide", Placement.line(1), [rows], num_microbatches=1)
+
+
+def test_fractions_are_refused():
+    with pytest.raises(ScheduleError, match="wide, rank 0: kind is of type float64; expected whole numbers"):
+        Schedule.from_arrays("wide", Placement.line(1), [np.array([[0.0, 0.0, 0.5]])], num_microbatches=1)
+
+
+@pytest.mark.parametrize("counts", [{"num_microbatches": 0}, {"num_microbatches": 1, "num_slices": 0}])
+def test_a_schedule_of_nothing_is_refused(counts):
+    with pytest.raises(ScheduleError, match=r"empty: 0 (microbatches|slices); expected 1 or more"):
+        Schedule.from_arrays("empty", Placement.line(1), [np.zeros((0, 3))], **counts)
+
+
+def test_columns_that_do_not_fit_together_are_refused():
+    schedule, _ = two_ranks()
+
+    for changes in ({"offsets": schedule.offsets[:-1]}, {"stage": schedule.stage[1:]}, {"stage": schedule.stage / 2}):
+        with pytest.raises(ScheduleError, match=r"drawn: the (offsets|column stage) .*; expected"):
+            replace(schedule, **changes)
 
 
 def test_a_number_of_an_action_that_does_not_fit_is_refused():

@@ -7,7 +7,7 @@ from penstock.errors import ConfigError
 from penstock.ir.formats import FORMAT_OF_SUFFIX, READABLE, WITH_COMMUNICATION, WRITABLE
 from penstock.ir.grid import to_grid
 from penstock.ir.reading import read_table
-from penstock.ir.writing import WRITERS, without_communication, write_table
+from penstock.ir.writing import WRITERS, write_table
 from penstock.lowering import assign_slots, lower
 from penstock.schedules import build
 from tests.strategies import ends, feasible_schedules, schedules
@@ -40,9 +40,9 @@ def test_programs_of_every_family_read_back_as_the_same(schedule):
 
 
 @given(schedule=feasible_schedules())
-def test_without_communication_a_program_is_the_schedule_that_it_came_from(schedule):
-    assert without_communication(lower(schedule, tied_groups=[ends(schedule)])) == schedule
-    assert without_communication(schedule) is schedule
+def test_the_actions_of_a_program_are_the_schedule_that_it_came_from(schedule):
+    assert lower(schedule, tied_groups=[ends(schedule)]).actions() == schedule
+    assert schedule.actions() is schedule
 
 
 @pytest.mark.parametrize("name", WRITABLE)

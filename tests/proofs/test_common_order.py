@@ -25,7 +25,7 @@ GPIPE = schedule_of("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1")
 
 def keeps(program):
     """Whether the program keeps the common order; False where an earlier proof already refuses it."""
-    subject = Subject.of(program)
+    subject = Subject(program)
     findings = Findings(subject)
     actions = Actions.of(subject)
     before = predecessors(actions.schedule)

@@ -54,7 +54,7 @@ def test_a_chain_through_three_ranks_names_each():
 
 
 def test_the_shortest_cycle_is_told_where_the_first_rows_to_block_form_a_longer_one():
-    actions = Actions.of(Subject.of(schedule_of("0F0 0F1 0F2\n1F0 1F1 1F2 1F3\n2F0 2F1")))
+    actions = Actions.of(Subject(schedule_of("0F0 0F1 0F2\n1F0 1F1 1F2 1F3\n2F0 2F1")))
     before = np.full((9, 1), NONE, np.int32)
     before[[0, 3, 7], 0] = [4, 8, 2]  # the first rows of the ranks wait in a circle of three
     before[[1, 5], 0] = [6, 2]  # 0F1 waits for 1F3, which stands behind 1F2, which waits for 0F2
@@ -65,11 +65,11 @@ def test_the_shortest_cycle_is_told_where_the_first_rows_to_block_form_a_longer_
 
 
 def test_a_cycle_through_pairs_enters_one_member_and_leaves_by_the_other():
-    schedule = schedule_of("(0F0;0F1)OVERLAP_F_B\n(1F0;1F1)OVERLAP_F_B")
+    schedule = schedule_of("(0F0;0F1)OVERLAP_F_B\n(1F0;1F1)OVERLAP_F_B", microbatches=2)
     before = np.full((4, 1), NONE, np.int32)
     before[[1, 3], 0] = [2, 0]  # the second member of each pair waits for the first member of the other
 
-    cycle = shortest_cycle(Actions.of(Subject.of(schedule)), before, reached=np.array([0, 2]))
+    cycle = shortest_cycle(Actions.of(Subject(schedule)), before, reached=np.array([0, 2]))
 
     assert cycle == [Wait(1, 2), Wait(3, 0)]
 

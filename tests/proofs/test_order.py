@@ -78,7 +78,9 @@ def test_a_missing_weight_part_is_refused_at_its_input_part(schedule):
     split = split_backwards(schedule)
     rank, position = find(split, "0I1")
 
-    assert_refused(without(split, "0W1"), (rank, position, "0I1"), "has no weight part; expected one 0W1", "Add 0W1")
+    assert_refused(
+        without(split, "0W1"), (rank, position, "0I1"), "has no weight gradient; expected one 0W1", "Add 0W1"
+    )
 
 
 @pytest.mark.parametrize("schedule", VALID)
@@ -86,7 +88,7 @@ def test_a_missing_input_part_is_refused_at_its_weight_part(schedule):
     broken = without(split_backwards(schedule), "0I1")
     rank, position = find(broken, "0W1")
 
-    assert_refused(broken, (rank, position, "0W1"), "has no input part; expected one 0I1", "Add 0I1")
+    assert_refused(broken, (rank, position, "0W1"), "has no input gradient; expected one 0I1", "Add 0I1")
 
 
 def test_an_action_that_is_missing_altogether_is_refused_at_the_end_of_its_rank():
@@ -174,24 +176,6 @@ def test_a_whole_and_a_split_backward_of_one_action_are_refused(kept):
     )
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("microbatch", 9, "the foreign microbatch 9; expected 0..1"),
-        ("stage", 9, "the foreign stage 9; expected 0..1"),
-        ("slice", 3, "the foreign slice 3; expected 0..0"),
-    ],
-)
-def test_a_foreign_name_is_refused(field, value, words):
-    schedule = schedule_of(SMALL)
-
-    def spoil(orders):
-        orders[1].append(replace(orders[1][0], **{field: value}))
-
-    broken = edited(schedule, spoil)
-    assert_refused(broken, (1, 4, str(broken[1][4])), words, "Drop it")
-
-
 def test_a_stage_on_the_wrong_rank_is_refused():
     broken = edited(schedule_of(SMALL), lambda orders: orders[0].append(orders[1].pop()))
 
@@ -238,7 +222,7 @@ def test_a_backward_before_its_forward_is_refused_with_both_positions(schedule):
 def test_a_weight_part_before_its_input_part_is_refused_with_both_positions():
     broken = swapped(schedule_of(SPLIT), "1I0", "1W0")
 
-    assert_refused(broken, (1, 1, "1W0"), "runs before its input part 1I0 (position 4)", "Move 1I0 in front of it")
+    assert_refused(broken, (1, 1, "1W0"), "runs before its input gradient 1I0 (position 4)", "Move 1I0 in front of it")
 
 
 def test_a_stage_before_the_one_that_feeds_it_on_the_same_rank_is_refused():

@@ -10,7 +10,7 @@ from tests.proofs.tables import lowered, refusal, schedule_of, without
 
 
 def test_the_marked_places_are_drawn():
-    subject = Subject.of(schedule_of("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"))
+    subject = Subject(schedule_of("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"))
 
     assert draw(subject, {(0, 2), (1, 4)}) == (
         "position   0    1     2     3    4\n"
@@ -20,7 +20,7 @@ def test_the_marked_places_are_drawn():
 
 
 def test_a_large_table_is_cut_to_a_window_around_the_first_mark():
-    subject = Subject.of(build("1f1b", ranks=64, microbatches=64))
+    subject = Subject(build("1f1b", ranks=64, microbatches=64))
 
     lines = draw(subject, {(40, 70), (60, 3)}).splitlines()
 
@@ -30,7 +30,7 @@ def test_a_large_table_is_cut_to_a_window_around_the_first_mark():
 
 
 def test_violations_are_ordered_and_the_first_ten_are_shown_with_their_number():
-    subject = Subject.of(build("1f1b", ranks=2, microbatches=8))
+    subject = Subject(build("1f1b", ranks=2, microbatches=8))
     findings = Findings(subject)
     for row in reversed(range(12)):
         findings.add(row, "is odd", "Even it")
@@ -46,7 +46,7 @@ def test_violations_are_ordered_and_the_first_ten_are_shown_with_their_number():
 
 
 def test_nothing_is_raised_without_findings():
-    Findings(Subject.of(schedule_of("0F0"))).raise_if_any()
+    Findings(Subject(schedule_of("0F0"))).raise_if_any()
 
 
 def test_a_program_is_called_a_program():
@@ -54,7 +54,7 @@ def test_a_program_is_called_a_program():
 
 
 def test_a_row_seen_from_its_own_rank_is_placed_without_the_rank():
-    subject = Subject.of(schedule_of("0F0 0B0\n1F0 1B0"))
+    subject = Subject(schedule_of("0F0 0B0\n1F0 1B0"))
 
     assert subject.place(3) == "1B0 (rank 1, position 1)"
     assert subject.place(3, seen_from=2) == "1B0 (position 1)"

@@ -33,7 +33,7 @@ MODELS = [RENDEZVOUS, Buffered(1), Buffered(2), SINGLE_QUEUE]
 
 def proofs(program):
     """What check_transport needs, or None where an earlier proof already refuses the program."""
-    subject = Subject.of(program)
+    subject = Subject(program)
     findings = Findings(subject)
     actions = Actions.of(subject)
     before = predecessors(actions.schedule)

@@ -26,7 +26,7 @@ def test_every_stage_and_microbatch_has_its_actions_once_on_its_rank(schedule):
             if placement.route_of_stage[stage] != schedule.route_of_microbatch[microbatch]:
                 continue
             counts = [actions.pop(Action(kind, stage, microbatch, part), 0) for kind in Kind]
-            forward_alone, whole, split = [1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 1]
+            forward_alone, whole, split = [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 1, 0]
             assert counts in ([forward_alone] if schedule.is_forward_only else [whole, split])
         assert not actions
 

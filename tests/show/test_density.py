@@ -44,7 +44,7 @@ def test_shades_are_columns_of_their_own():
 
     found = shares(timeline, [0, timeline.makespan_s])
 
-    assert found.shape == (2, 1, 8)
+    assert found.shape == (2, 1, 2 * len(Kind))
     assert found[0, 0, 0] == found[0, 0, 1] == pytest.approx(4 / timeline.makespan_s)
 
 

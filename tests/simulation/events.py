@@ -10,8 +10,9 @@ from math import inf
 import numpy as np
 from hypothesis import strategies as st
 
-from penstock.ir.action import Action, Kind
+from penstock.ir.action import Action
 from penstock.ir.instruction import Op
+from penstock.ir.operations import IS_COMPUTE, Kind
 from penstock.ir.program import NewRows
 from penstock.lowering import lower
 from penstock.simulation import Costs
@@ -61,7 +62,7 @@ class Events:
         if not waiting or self.free_s[rank] > now:
             return False
         rows = [waiting[0], waiting[0] + 1] if self.program.joined[waiting[0]] else [waiting[0]]
-        computes = [self.result_at(row) for row in rows if self.program.op[row] < len(Kind)]
+        computes = [self.result_at(row) for row in rows if IS_COMPUTE[self.program.op[row]]]
         wanted = [need for action in computes for need in needs(action, self.program)]
         if any(self.known_s.get((need, rank), inf) > now for need in wanted) or self.waits_for_collective(rows, now):
             return False
@@ -90,7 +91,7 @@ class Events:
         """A computation waits for the gathers of its stage, an optimizer step for the reductions of its rank."""
         for row in rows:
             begin = self.program.offsets[self.program.rank_of_row[row]]
-            if self.program.op[row] < len(Kind):
+            if IS_COMPUTE[self.program.op[row]]:
                 same = [r for r in range(begin, row) if self.program.stage[r] == self.program.stage[row]]
                 if any(self.program.op[r] == Op.UNSHARD and self.ends_after(r, now) for r in same):
                     return True

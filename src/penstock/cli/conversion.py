@@ -8,7 +8,7 @@ from penstock.ir.formats import WITH_COMMUNICATION
 from penstock.ir.program import Program
 from penstock.ir.reading import format_of, read_table
 from penstock.ir.schedule import Schedule
-from penstock.ir.writing import without_communication, write_table
+from penstock.ir.writing import write_table
 from penstock.lowering import assign_slots, lower
 from penstock.proofs import check
 
@@ -67,7 +67,7 @@ def _plan(source: Source, target: Target) -> Schedule | Program:
     chosen = source.format or format_of(source.text)
     table = read_table(source.text, file=source.file, name=source.name, format=chosen)
     if target.is_compute_only or target.format not in WITH_COMMUNICATION:
-        return without_communication(table)
+        return table.actions()
     if isinstance(table, Program) and chosen == "csv":
         return assign_slots(table)  # CSV has no place for slots
     return table

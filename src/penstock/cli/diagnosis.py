@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from penstock.cli.what_if import Change, Setting, changes_for
 from penstock.ir.action import Kind
 from penstock.ir.timeline import Timeline
-from penstock.ir.writing import without_communication
 from penstock.simulation import simulate
 from penstock.simulation.causes import Cause, IdleTimes, idle_times
 from penstock.simulation.costs.fit import HALVES, SplitShares, costs_from_timelines
@@ -77,7 +76,7 @@ def diagnose(
         IdleTimes(before.by_rank + within.by_rank),
         losses_of(timeline, costs, recorded.lead_ins),
         _contributions(timeline),
-        changes_for(recorded, without_communication(timeline.program), costs, setting),
+        changes_for(recorded, timeline.program.actions(), costs, setting),
         shares is not None,
     )
 

@@ -15,7 +15,6 @@ from penstock.cli.own_file import load_function
 from penstock.errors import ConfigError
 from penstock.ir.reading import read_table
 from penstock.ir.schedule import Schedule
-from penstock.ir.writing import without_communication
 from penstock.proofs import check
 from penstock.schedules import FAMILIES, build, find_family, is_file_name
 
@@ -106,7 +105,7 @@ def _builder(name: str | Callable[..., Any], arguments: Namespace, options: Opti
 def _read(name: str) -> Schedule:
     """The schedule in a file or on standard input; a program's own communication is left out."""
     file, title = ("<stdin>", "stdin") if name == STDIN else (name, Path(name).stem)
-    return without_communication(read_table(read_text(name), file=file, name=title))
+    return read_table(read_text(name), file=file, name=title).actions()
 
 
 def _as_asked(table: Schedule, name: str, arguments: Namespace, options: Options) -> Schedule:

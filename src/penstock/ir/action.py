@@ -1,33 +1,18 @@
 """Actions: what the author of a schedule says, as small values with torch's text.
 
-A `Kind` of one stage on one microbatch: `2F0`, `0B3`, `1I3`, `0W3`; a slice of the sequence is a suffix, `2F0.1`. Two
-actions that may run together are an `OverlappedPair`: `(0F7;7B3)OVERLAP_F_B`.
+A `Kind` of one stage on one microbatch: `2F0`, `0B3`, `1I3`, `0W3`, `2R3`; a slice of the sequence is a suffix,
+`2F0.1`. Two actions that may run together are an `OverlappedPair`: `(0F7;7B3)OVERLAP_F_B`.
 """
 
 import re
 from dataclasses import dataclass
-from enum import IntEnum
 
 from penstock.errors import FormatError
-
-
-class Kind(IntEnum):
-    """What an action computes."""
-
-    FORWARD = 0
-    BACKWARD = 1
-    """Gradients of inputs and weights at once."""
-    BACKWARD_INPUT = 2
-    BACKWARD_WEIGHT = 3
-
-    @property
-    def letter(self) -> str:
-        return "FBIW"[self]
-
+from penstock.ir.operations import KIND_LETTERS, Kind
 
 KIND_OF_LETTER = {kind.letter: kind for kind in Kind}
 
-_ACTION = re.compile(r"([0-9]{1,10})([FBIW])([0-9]{1,10})(?:\.([0-9]{1,10}))?")
+_ACTION = re.compile(rf"([0-9]{{1,10}})([{''.join(KIND_OF_LETTER)}])([0-9]{{1,10}})(?:\.([0-9]{{1,10}}))?")
 _PAIR = re.compile(r"\(\s*([^;()]*?)\s*;\s*([^;()]*?)\s*\)OVERLAP_F_B")
 
 
@@ -76,9 +61,12 @@ def _parse_single(text: str, span: tuple[int, int]) -> Action:
     if match is None or match.end() != end:
         column = begin + 1 if match is None else match.end() + 1
         raise FormatError(
-            f"{text[begin:end]!r} is not an action; expected stage, F, B, I or W, microbatch, and .slice "
+            f"{text[begin:end]!r} is not an action; expected stage, {KIND_LETTERS}, microbatch, and .slice "
             "if the sequence is cut, such as 2F0 or 2F0.1",
             column=column,
         )
     stage, letter, microbatch, slice_text = match.groups()
     return Action(KIND_OF_LETTER[letter], int(stage), int(microbatch), int(slice_text or 0))
+
+
+__all__ = ["KIND_OF_LETTER", "Action", "Kind", "OverlappedPair", "parse_action"]

@@ -1,6 +1,6 @@
 """The common order: all actions of all ranks in one order that keeps every dependency, by (start, rank, position).
 
-The starts are those of an untimed walk, in which F, I and W take one unit and B two. Lowering places messages by this
+The starts are those of an untimed walk, in which B takes two units and all others one. Lowering places messages by this
 order, and where a program's messages keep it, that is the proof that they cannot deadlock.
 """
 
@@ -9,22 +9,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.action import Kind
 from penstock.ir.deps import deciding
-from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
+from penstock.ir.operations import OPERATIONS, Op
+from penstock.ir.table import Table
 from penstock.ir.walk import Walk, walk
 
 Starts = NDArray[np.unsignedinteger[Any]]
-UNITS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
-"""Only their order of magnitude matters: they decide which of two independent actions counts as earlier."""
+UNITS = np.array([OPERATIONS[op].units for op in Op], np.float64)
 
 
-def walk_untimed(table: Schedule | Program, predecessors: NDArray[np.int32]) -> Walk:
+def walk_untimed(table: Table, predecessors: NDArray[np.int32]) -> Walk:
     """Run a table of actions alone, each as early as possible."""
-    op = table.kind if isinstance(table, Schedule) else table.op
-    units = np.array([UNITS[kind] for kind in Kind], np.float64)
-    return walk(table.offsets, deciding(predecessors), table.joined, units[op])
+    return walk(table.offsets, deciding(predecessors), table.joined, UNITS[table.op])
 
 
 def whole_starts(walked: Walk) -> Starts:

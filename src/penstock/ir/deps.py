@@ -1,221 +1,198 @@
 """What comes before what: the rows that must be done before a row can start, for schedules and programs alike.
 
     F(s, b, q)   after F(s-1, b, q) or its receive, and F(s, b, q-1)       keys and values of earlier slices
-    B|I(s, b, q) after B|I(s+1, b, q) or its receive, F(s, b, q), and B|I(s, b, q+1)
+    R(s, b, q)   after F(s, b, q)
+    B|I(s, b, q) after B|I(s+1, b, q) or its receive, R or F(s, b, q), and B|I(s, b, q+1)
     W(s, b, q)   after I(s, b, q)
     send         after the action that makes the message;  receive after its send
 
-s-1 and s+1 are the neighbours on the microbatch's route. What stands earlier on the same rank is not repeated here.
+s-1 and s+1 are the neighbors on the microbatch's route. The rules are those of `ir.operations`, row by row of its
+table. What is earlier on the same rank is not repeated here.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.hot import blocks
-from penstock.ir.instruction import Op
-from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
+from penstock.ir.operations import MESSAGES, OPERATIONS, At, Op, Role, Wait, exclusive, makers, peer_at
+from penstock.ir.table import Table
+from penstock.placement import Placement
 
 Cells = NDArray[np.int64]
 NUM_PREDECESSORS = 3
 NONE = -1
 """Stands for "no such row" in tables of rows."""
 
-
-class Plane(IntEnum):
-    """The planes of a `RowIndex`; a schedule has the first three alone."""
-
-    FORWARD = 0
-    BACKWARD = 1
-    """Whole backward or input part."""
-    WEIGHT = 2
-    SEND_FORWARD = 3
-    RECEIVE_FORWARD = 4
-    SEND_BACKWARD = 5
-    RECEIVE_BACKWARD = 6
-
-
-PLANE_OF_OP = {
-    Op.FORWARD: Plane.FORWARD,
-    Op.BACKWARD: Plane.BACKWARD,
-    Op.BACKWARD_INPUT: Plane.BACKWARD,
-    Op.BACKWARD_WEIGHT: Plane.WEIGHT,
-    Op.SEND_FORWARD: Plane.SEND_FORWARD,
-    Op.RECEIVE_FORWARD: Plane.RECEIVE_FORWARD,
-    Op.SEND_BACKWARD: Plane.SEND_BACKWARD,
-    Op.RECEIVE_BACKWARD: Plane.RECEIVE_BACKWARD,
-}
+PLANES = sorted({exclusive(op) for op in Op if OPERATIONS[op].makes or OPERATIONS[op].message})
+"""The planes of a `RowIndex`; each holds all operations that exclude each other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowIndex:
     """Where each (stage, microbatch, slice) is computed, sent and received: planes of rows, `NONE` where nowhere.
 
-    Entries outside the schedule's ranges are left out; of duplicates the last one counts. Both are for `check` to find.
+    Of duplicates the last one counts; they are for `check` to find.
     """
 
     cells: NDArray[np.int32]
-    """All planes one behind the other, and a last cell that is `NONE`."""
+    """The planes that have rows one behind the other, and a last cell that is `NONE`."""
     shape: tuple[int, int, int]
+    planes: tuple[Op, ...]
 
-    def plane(self, plane: Plane) -> NDArray[np.int32]:
-        """[num_stages, num_microbatches, num_slices] the rows of one plane."""
+    def plane(self, op: Op) -> NDArray[np.int32]:
+        """[num_stages, num_microbatches, num_slices] the rows of an operation and of those that exclude it."""
+        if exclusive(op) not in self.planes:
+            return np.full(self.shape, NONE, np.int32)
         size = int(np.prod(self.shape))
-        return self.cells[plane * size : (plane + 1) * size].reshape(self.shape)
+        begin = self.planes.index(exclusive(op)) * size
+        return self.cells[begin : begin + size].reshape(self.shape)
 
 
-def index_rows(table: Schedule | Program) -> RowIndex:
+def index_rows(table: Table) -> RowIndex:
     """Find the row of every action (and message) of the table."""
-    places = _Places(table)
-    lookup = places.lookup()
-    for op, plane in PLANE_OF_OP.items():
-        if plane < places.num_planes:
-            lookup[op] = plane * places.num_stages + np.arange(places.num_stages)
-    where = np.full(places.num_cells + 1, NONE, np.int32)
-    for part in blocks(places.num_rows):
-        where[places.of(part).cells(lookup)] = np.arange(part.start, part.stop)
+    planes = tuple(plane for plane in PLANES if any(exclusive(op) is plane for op in table.ops))
+    index = _Index(table, planes)
+    own = np.arange(table.num_stages)
+    lookup = index.lookup({op: (exclusive(op), own) for op in table.ops if exclusive(op) in planes})
+    where = np.full(index.num_cells + 1, NONE, np.int32)
+    for part in blocks(table.num_rows):
+        where[index.cells(lookup, part)] = np.arange(part.start, part.stop)
     where[-1] = NONE  # the rows that have no cell of their own were put there
-    return RowIndex(where, places.shape)
+    return RowIndex(where, index.shape, planes)
 
 
-def predecessors(table: Schedule | Program, rows: RowIndex | None = None) -> NDArray[np.int32]:
+def predecessors(table: Table, rows: RowIndex | None = None) -> NDArray[np.int32]:
     """Return [num_rows, 3] the rows that each row waits for, `NONE` where there are fewer.
 
     Column 0 is where the data comes from, column 1 the saved activation (or earlier slice), column 2 the later slice.
     """
-    where = (index_rows(table) if rows is None else rows).cells
-    places = _Places(table)
-    waits = _Waits.of(table, places)
-    result = np.empty((places.num_rows, NUM_PREDECESSORS), np.int32)
-    for part in blocks(places.num_rows):
-        place = places.of(part)
-        data, saved, later = result[part].T
-        data[:] = where[place.cells(waits.data)]
-        saved[:] = where[place.cells(waits.saved)]
-        if isinstance(table, Program):
-            # A receive, where there is one, takes the place of the neighbour's action.
-            receive = where[place.cells(waits.receive)]
-            np.copyto(data, receive, where=receive != NONE)
-        later[:] = NONE
+    known = index_rows(table) if rows is None else rows
+    index = _Index(table, known.planes)
+    sources = list(_sources(table, index))
+    result = np.full((table.num_rows, NUM_PREDECESSORS), NONE, np.int32)
+    for part in blocks(table.num_rows):
+        for source in sources:
+            column = result[part, source.column]
+            found = known.cells[index.cells(source.lookup, part, source.slice_shift)]
+            np.copyto(column, found, where=found != NONE)
+    return result
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Source:
+    """Where the rows are that some operations wait for; a later one replaces what an earlier one has found."""
+
+    column: int
+    slice_shift: int
+    lookup: Cells
+
+
+SLICE_SHIFT = {At.EARLIER_SLICE: -1, At.LATER_SLICE: 1}
+
+
+def _sources(table: Table, index: "_Index") -> Iterator[_Source]:
+    """The sources by column and preference, the preferred last."""
+    found: dict[tuple[int, int, int], dict[Op, tuple[Op, NDArray[np.int64]]]] = {}
+    waits = [(op, wait) for op in table.ops for wait in OPERATIONS[op].waits]
+    for op, wait in waits:
+        shift = SLICE_SHIFT.get(wait.at, 0)
+        places = [] if shift and table.num_slices == 1 else list(enumerate(_places(op, wait)))
+        for preference, (plane, at) in places:
+            if plane in index.planes:
+                of_shift = found.setdefault((wait.column, -preference, shift), {})
+                of_shift[op] = (plane, stages_at(table.placement, at))
+    for (column, _, shift), planes in sorted(found.items(), key=lambda item: item[0]):
+        yield _Source(column, shift, index.lookup(planes))
+
+
+def _places(op: Op, wait: Wait) -> Iterator[tuple[Op, At]]:
+    """Where the rows that an operation waits for may be: plane and stage, the preferred first."""
+    send, receive = MESSAGES.get(wait.value, (None, None))
+    role = OPERATIONS[op].role
+    if send is not None and role is Role.RECEIVE:
+        yield send, wait.at
+        return
+    if receive is not None and role is Role.COMPUTE:
+        yield receive, At.OWN
+    yield from dict.fromkeys((exclusive(maker), wait.at) for maker in makers(wait.value))
+
+
+def stages_at(placement: Placement, at: At) -> NDArray[np.int64]:
+    """[num_stages] the stage that is at such a place of each stage, `NONE` where a route ends."""
+    if at is At.UPSTREAM:
+        return np.array(placement.previous_stage, np.int64)
+    if at is At.DOWNSTREAM:
+        return np.array(placement.next_stage, np.int64)
+    return np.arange(placement.num_stages)
+
+
+def peers_of_messages(placement: Placement) -> NDArray[np.int32]:
+    """[num_ops, num_stages] the stage at the other end of a stage's message, `NONE` where there is none."""
+    peers = np.full((len(Op), placement.num_stages), NONE, np.int32)
+    for ends in MESSAGES.values():
+        for op in ends:
+            peers[op] = stages_at(placement, peer_at(op))
+    return peers
+
+
+def identities(table: Table) -> NDArray[np.int32]:
+    """[num_rows] a number for each (stage, microbatch, slice), below `num_identities`."""
+    result = np.empty(table.num_rows, np.int32)
+    for part in blocks(table.num_rows):
+        identity = table.stage[part] * np.int32(table.num_microbatches)
+        identity += table.microbatch[part]
         if table.num_slices > 1:
-            np.maximum(saved, where[place.cells(waits.earlier_slice, shift=-1)], out=saved)
-            later[:] = where[place.cells(waits.later_slice, shift=+1)]
+            identity *= np.int32(table.num_slices)
+            identity += table.slice[part]
+        result[part] = identity
     return result
 
 
-def identities(table: Schedule | Program) -> NDArray[np.int32]:
-    """[num_rows] a number for each (stage, microbatch, slice), and `num_identities` for what is out of range."""
-    result = np.empty(len(table.stage), np.int32)
-    sizes = (table.num_stages, table.num_microbatches, table.num_slices)
-    for part in blocks(len(result)):
-        identity = np.zeros(part.stop - part.start, np.int64)
-        is_inside = np.ones(len(identity), np.bool_)
-        for column, size in zip((table.stage[part], table.microbatch[part], table.slice[part]), sizes, strict=True):
-            identity = identity * size + column
-            is_inside &= (column >= 0) & (column < size)
-        result[part] = np.where(is_inside, identity, num_identities(table))
-    return result
-
-
-def num_identities(table: Schedule | Program) -> int:
+def num_identities(table: Table) -> int:
     """Return how many (stage, microbatch, slice) there are."""
     return table.num_stages * table.num_microbatches * table.num_slices
 
 
-class _Places:
-    """Where the rows of a table have their cells in an index of its rows."""
+class _Index:
+    """Finds the cells of rows in an index of a table's rows."""
 
-    def __init__(self, table: Schedule | Program) -> None:
+    def __init__(self, table: Table, planes: tuple[Op, ...]) -> None:
         self.table = table
-        self.op = table.kind if isinstance(table, Schedule) else table.op
-        self.num_planes = Plane.WEIGHT + 1 if isinstance(table, Schedule) else len(Plane)
-        self.num_rows = len(self.op)
-        self.num_stages = table.num_stages
+        self.planes = planes
         self.shape = (table.num_stages, table.num_microbatches, table.num_slices)
-        self.num_cells = self.num_planes * int(np.prod(self.shape))
+        self.num_cells = len(planes) * int(np.prod(self.shape))
 
-    def lookup(self) -> Cells:
-        """[num_ops, num_stages] the plane, in stages, and the stage that an operation looks at; none as yet."""
-        return np.full((len(Op), self.num_stages), self.num_planes * self.num_stages, np.int64)
+    def lookup(self, planes: dict[Op, tuple[Op, NDArray[np.int64]]]) -> Cells:
+        """[num_ops, num_stages] the first cell of the plane and stage that an operation looks at; else the last."""
+        first = np.full((len(Op), self.table.num_stages), self.num_cells, np.int64)
+        per_stage = self.shape[1] * self.shape[2]
+        for op, (plane, stages) in planes.items():
+            is_there = stages != NONE
+            offset = self.planes.index(plane) * self.table.num_stages
+            first[op, is_there] = (offset + stages[is_there]) * per_stage
+        return first.reshape(-1)
 
-    def of(self, part: slice) -> "_Place":
-        stage, microbatch, slices = (getattr(self.table, name)[part] for name in ("stage", "microbatch", "slice"))
-        key = self.op[part].astype(np.int64) * self.num_stages + stage
-        within = microbatch.astype(np.int64) * self.shape[2] + slices
-        for column, size in zip((stage, microbatch, slices), self.shape, strict=True):
-            if column.min() < 0 or column.max() >= size:
-                outside = (column < 0) | (column >= size)
-                key[outside], within[outside] = 0, self.num_cells + 1
-        return _Place(self, slices, key, within)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Place:
-    """One block of rows: the entry of a lookup that each row takes, and its cell within a stage of a plane."""
-
-    places: _Places
-    slices: NDArray[Any]
-    key: Cells
-    within: Cells
-
-    def cells(self, lookup: Cells, *, shift: int = 0) -> Cells:
-        """[num_rows] the cells that the lookup says, `shift` slices on; the last cell of all for none."""
-        _, num_microbatches, num_slices = self.places.shape
-        found = lookup.reshape(-1)[self.key]
-        found *= num_microbatches * num_slices
-        found += self.within
-        if shift:
-            shifted = self.slices + shift
-            found += shift
-            found[(shifted < 0) | (shifted >= num_slices)] = self.places.num_cells
-        np.minimum(found, self.places.num_cells, out=found)
+    def cells(self, lookup: Cells, part: slice, slice_shift: int = 0) -> Cells:
+        """[num_rows] the cells of a block of rows; the last cell of all for none."""
+        table, num_slices = self.table, self.shape[2]
+        found: Cells = lookup[table.op[part].astype(np.intp) * table.num_stages + table.stage[part]]
+        found += table.microbatch[part].astype(np.int64) * num_slices
+        found += table.slice[part]
+        if slice_shift:
+            shifted = table.slice[part] + slice_shift
+            found += slice_shift
+            found[(shifted < 0) | (shifted >= num_slices)] = self.num_cells
+        np.minimum(found, self.num_cells, out=found)
         return found
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Waits:
-    """Per operation and stage, what a row waits for: the rules of this file's first lines."""
-
-    data: Cells
-    receive: Cells
-    saved: Cells
-    earlier_slice: Cells
-    later_slice: Cells
-
-    @classmethod
-    def of(cls, table: Schedule | Program, places: _Places) -> "_Waits":
-        own = np.arange(table.num_stages)
-        previous, following = np.array(table.placement.previous_stage), np.array(table.placement.next_stage)
-        waits = cls(*(places.lookup() for _ in range(5)))
-
-        def let(lookup: Cells, op: Op, plane: Plane, stages: NDArray[np.int64]) -> None:
-            if plane < places.num_planes:
-                lookup[op, stages != NONE] = plane * table.num_stages + stages[stages != NONE]
-
-        let(waits.data, Op.FORWARD, Plane.FORWARD, previous)
-        let(waits.receive, Op.FORWARD, Plane.RECEIVE_FORWARD, own)
-        let(waits.earlier_slice, Op.FORWARD, Plane.FORWARD, own)
-        for backward in (Op.BACKWARD, Op.BACKWARD_INPUT):
-            let(waits.data, backward, Plane.BACKWARD, following)
-            let(waits.receive, backward, Plane.RECEIVE_BACKWARD, own)
-            let(waits.saved, backward, Plane.FORWARD, own)
-            let(waits.later_slice, backward, Plane.BACKWARD, own)
-        let(waits.data, Op.BACKWARD_WEIGHT, Plane.BACKWARD, own)
-        let(waits.data, Op.SEND_FORWARD, Plane.FORWARD, own)
-        let(waits.data, Op.SEND_BACKWARD, Plane.BACKWARD, own)
-        let(waits.data, Op.RECEIVE_FORWARD, Plane.SEND_FORWARD, previous)
-        let(waits.data, Op.RECEIVE_BACKWARD, Plane.SEND_BACKWARD, following)
-        return waits
 
 
 def deciding(before: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return those columns of `predecessors` that decide when a row can start; the first may be all that matters.
 
-    The others, saved activations and other slices, are of the same rank: where they stand earlier, its order is enough.
+    The others, saved activations and other slices, are of the same rank: where they are earlier, its order is enough.
     """
     for part in blocks(len(before)):
         if (before[part, 1:] >= np.arange(part.start, part.stop)[:, np.newaxis]).any():

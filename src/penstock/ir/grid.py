@@ -1,6 +1,6 @@
 """Grids: schedules and programs drawn as text, one line per rank, and read back.
 
-Timed, a column is one unit of time: F, I and W take one, B two; `.` is an idle unit, `=` a further unit of an action.
+Timed, a column is one unit of time: B takes two, all others one; `.` is an idle unit, `=` a further unit of an action.
 
     rank 0: 0F0 0F1 .   0B0 =   0B1 =
     rank 1: .   1F0 1B0 =   1F1 1B1 =
@@ -17,10 +17,10 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.errors import FormatError
-from penstock.ir.common_order import UNITS, walk_untimed
+from penstock.ir.common_order import walk_untimed
 from penstock.ir.deps import predecessors
 from penstock.ir.formats.cells import PAIR_SUFFIX, action_cells, infer_layout, instruction_cells, parse_cells
-from penstock.ir.instruction import Op
+from penstock.ir.operations import IS_COMPUTE, OPERATIONS, Kind, Op
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 
@@ -117,7 +117,7 @@ def from_grid(text: str, *, file: str = "<text>", name: str = "from a grid") -> 
     cells = parse_cells(([_whole(word.text) for word in words] for words in places), fail)
     layout = infer_layout(cells, fail)
     if not cells.is_schedule:
-        instruction = int(np.argmax(cells.op > Op.BACKWARD_WEIGHT))
+        instruction = int(np.argmax(~IS_COMPUTE[cells.op]))
         raise fail("a drawing of a program cannot be read; expected actions alone", *cells.place(instruction))
     return Schedule(
         name,
@@ -151,7 +151,7 @@ def _start_columns(schedule: Schedule) -> list[list[int]] | None:
 def _in_time(cells: list[str], columns: list[int]) -> list[str]:
     """One word per unit of time; the last of `columns` is where the last cell ends."""
     row = [IDLE] * columns[0]
-    duration = {kind.letter: units for kind, units in UNITS.items()}
+    duration = {kind.letter: OPERATIONS[Op(kind)].units for kind in Kind}
     for cell, (start, following) in zip(cells, pairwise(columns), strict=True):
         length = sum(duration[letter] for letter in cell if letter in duration)
         row += [cell] + [GOES_ON] * (length - 1) + [IDLE] * (following - start - length)

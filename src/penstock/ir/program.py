@@ -1,7 +1,6 @@
 """`Program`: for every rank its instructions in order, as one immutable table; what is simulated and executed."""
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,94 +10,72 @@ from numpy.typing import NDArray
 from penstock.errors import ScheduleError
 from penstock.ir.formats.json_text import program_from_json, program_to_json
 from penstock.ir.formats.torch_csv import program_from_csv, program_to_csv
-from penstock.ir.instruction import Instruction, Op
-from penstock.ir.schedule import Ints, Schedule, require_routes
+from penstock.ir.instruction import Instruction
+from penstock.ir.operations import IS_IN_TORCH, NAMES_MICROBATCH, NUM_OPS, Op
+from penstock.ir.schedule import Schedule
+from penstock.ir.table import Ints, Table
 from penstock.placement import Placement
-
-COLUMNS = ("op", "stage", "microbatch", "slice", "peer", "slot", "joined")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Program:
-    """Columns of all ranks' instructions, rank after rank; the columns mean what `Instruction` says."""
+class Program(Table):
+    """A table of instructions; the columns mean what `Instruction` says."""
 
-    name: str
-    placement: Placement
-    num_microbatches: int
-    num_slices: int
-    route_of_microbatch: Ints
-    tied_groups: tuple[tuple[int, ...], ...]
-    """Groups of stages that hold copies of one parameter and reduce its gradient together, at most one per rank."""
-    op: Ints
-    stage: Ints
-    microbatch: Ints
-    slice: Ints
+    COLUMNS = (*Table.COLUMNS, "peer", "slot")
+    WHAT = "instruction"
+
+    _: KW_ONLY
     peer: Ints
     slot: Ints
-    joined: NDArray[np.bool_]
-    offsets: Ints
+    tied_groups: tuple[tuple[int, ...], ...] = ()
+    """Groups of stages that hold copies of one parameter and reduce its gradient together, at most one per rank."""
     omits_reductions: bool = False
     """True for a training program that leaves all reductions to whoever runs it: so other systems write some of theirs,
     and so a program is before `lowering.add_reductions`. Of all others, `penstock.check` demands every reduction."""
 
     def __post_init__(self) -> None:
-        require_routes(self.name, self.placement, self.num_microbatches, self.route_of_microbatch)
+        super().__post_init__()
         for group in self.tied_groups:
             _require_tied_group(group, self.placement)
-        for name in (*COLUMNS, "offsets", "route_of_microbatch"):
-            getattr(self, name).flags.writeable = False
+        self._require_range("slot", 0, None)
+        self._require_range("peer", 0, max(self.num_stages, len(self.tied_groups)) - 1)
+        unnumbered = self.rows_of(~NAMES_MICROBATCH)
+        stray = unnumbered[(self.microbatch[unnumbered] != 0) | (self.slice[unnumbered] != 0)]
+        if len(stray):
+            what = "microbatch" if self.microbatch[stray[0]] else "slice"
+            raise self._wrong_number(int(stray[0]), what, "0, since the operation has none")
+        tied = self.rows_of(np.arange(NUM_OPS) == Op.REDUCE_TIED)
+        nowhere = tied[self.peer[tied] >= len(self.tied_groups)]
+        if len(nowhere):
+            raise self._wrong_number(int(nowhere[0]), "peer", f"of a tied group, below {len(self.tied_groups)}")
 
     @classmethod
     def from_schedule(cls, schedule: Schedule, *, tied_groups: tuple[tuple[int, ...], ...] = ()) -> "Program":
         """One compute instruction per action, nothing else."""
+        columns = {name: getattr(schedule, name) for name in (*Table.COLUMNS, "offsets", "route_of_microbatch")}
         return cls(
-            schedule.name,
-            schedule.placement,
-            schedule.num_microbatches,
-            schedule.num_slices,
-            schedule.route_of_microbatch,
-            tied_groups,
-            op=schedule.kind,
-            stage=schedule.stage,
-            microbatch=schedule.microbatch,
-            slice=schedule.slice,
+            name=schedule.name,
+            placement=schedule.placement,
+            num_microbatches=schedule.num_microbatches,
+            num_slices=schedule.num_slices,
+            **columns,
             peer=schedule.stage,
-            slot=np.zeros(schedule.num_actions, np.int32),
-            joined=schedule.joined,
-            offsets=schedule.offsets,
+            slot=np.zeros(schedule.num_rows, np.int32),
+            tied_groups=tied_groups,
             omits_reductions=not schedule.is_forward_only,
         )
 
     @property
-    def num_ranks(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
-    def num_stages(self) -> int:
-        return self.placement.num_stages
-
-    @property
     def num_instructions(self) -> int:
-        return len(self.op)
+        return self.num_rows
 
-    @cached_property
-    def is_compute(self) -> NDArray[np.bool_]:
-        """[num_instructions] which rows compute."""
-        return np.less_equal(self.op, Op.BACKWARD_WEIGHT)
-
-    @property
-    def is_backward(self) -> NDArray[np.bool_]:
-        """[num_instructions] which rows are whole backwards or parts of one."""
-        return np.greater(self.op, Op.FORWARD) & self.is_compute
-
-    @property
-    def is_forward_only(self) -> bool:
-        return not bool(self.is_backward.any())
-
-    @cached_property
-    def rank_of_row(self) -> NDArray[np.int32]:
-        """[num_instructions] the rank that runs each row."""
-        return np.repeat(np.arange(self.num_ranks, dtype=np.int32), np.diff(self.offsets))
+    def actions(self) -> Schedule:
+        """Return the computations, in their order."""
+        columns = self.selected(self.compute_rows())
+        del columns["peer"], columns["slot"]
+        return Schedule(
+            self.name, self.placement, self.num_microbatches, self.num_slices, self.route_of_microbatch, **columns
+        )
 
     def instruction(self, row: int) -> Instruction:
         """Return one row as a value."""
@@ -107,24 +84,14 @@ class Program:
             *(int(getattr(self, name)[row]) for name in ("stage", "microbatch", "slice", "peer", "slot")),
         )
 
+    row = instruction
+
     def __getitem__(self, rank: int) -> list[Instruction]:
-        if not -self.num_ranks <= rank < self.num_ranks:
-            raise IndexError(f"rank {rank} of a program for {self.num_ranks} ranks")
-        rank %= self.num_ranks
-        return [self.instruction(row) for row in range(int(self.offsets[rank]), int(self.offsets[rank + 1]))]
-
-    def __len__(self) -> int:
-        return self.num_ranks
-
-    def __repr__(self) -> str:
-        return (
-            f"Program({self.name!r}, ranks={self.num_ranks}, stages={self.num_stages}, "
-            f"microbatches={self.num_microbatches}, instructions={self.num_instructions})"
-        )
+        return [self.instruction(row) for row in self._rows_of_rank(rank)]
 
     def reordered(self, order: Ints) -> "Program":
         """Return the same instructions in another order; rows stay on their rank."""
-        columns = {name: np.empty_like(getattr(self, name)) for name in COLUMNS}
+        columns = {name: np.empty_like(getattr(self, name)) for name in self.COLUMNS}
         for begin, end in pairwise(self.offsets.tolist()):  # a rank's rows stay in cache while they change places
             within = order[begin:end].astype(np.intp) - begin
             for name, column in columns.items():
@@ -141,7 +108,7 @@ class Program:
         # Keys 3r and 3r+2 mean in front of row r and in front of row r+1, the latter first.
         places = (new.key[in_order] + 2) // 3
         columns: dict[str, Any] = {}
-        for name in COLUMNS:
+        for name in self.COLUMNS:
             old = getattr(self, name)
             added = np.zeros(len(places)) if name in ("slot", "joined") else getattr(new, name)[in_order]
             columns[name] = _interleaved(old, added.astype(old.dtype), places)
@@ -150,7 +117,7 @@ class Program:
 
     def to_csv(self, *, torch_only: bool = False) -> str:
         """Return torch's CSV with communication; `torch_only` leaves out the instructions that torch does not know."""
-        return program_to_csv(self, torch_only=torch_only)
+        return program_to_csv(self.select(self.rows_of(IS_IN_TORCH)) if torch_only else self)
 
     @classmethod
     def from_csv(cls, text: str, *, file: str = "<text>", name: str = "from CSV") -> "Program":
@@ -174,23 +141,9 @@ class Program:
         """
         return program_from_json(text, cls, file=file)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Program):
-            return NotImplemented
-        same_sizes = (self.num_microbatches, self.num_slices, self.tied_groups, self.omits_reductions) == (
-            other.num_microbatches, other.num_slices, other.tied_groups, other.omits_reductions,
-        )  # fmt: skip
-        same_placement = (self.placement.rank_of_stage, self.placement.routes) == (
-            other.placement.rank_of_stage, other.placement.routes,
-        )  # fmt: skip
-        columns = (*COLUMNS, "offsets", "route_of_microbatch")
-        return (
-            same_sizes
-            and same_placement
-            and all(np.array_equal(getattr(self, name), getattr(other, name)) for name in columns)
-        )
-
-    __hash__ = None  # type: ignore[assignment]
+    @property
+    def _metadata(self) -> tuple[Any, ...]:
+        return *super()._metadata, self.tied_groups, self.omits_reductions
 
 
 @dataclass(frozen=True, slots=True, eq=False)

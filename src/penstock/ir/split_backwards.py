@@ -3,9 +3,11 @@
 0F0 0F1 0B0 0B1  ->  0F0 0F1 0I0 0W0 0I1 0W1
 """
 
+from dataclasses import replace
+
 import numpy as np
 
-from penstock.ir.action import Kind
+from penstock.ir.operations import Kind
 from penstock.ir.schedule import Schedule
 
 
@@ -18,18 +20,14 @@ def with_split_backwards(schedule: Schedule) -> Schedule:
     places = wholes + 1 + schedule.joined[wholes]
     kind = schedule.kind.copy()
     kind[wholes] = Kind.BACKWARD_INPUT
-    rank_of_whole = np.searchsorted(schedule.offsets, wholes, side="right") - 1
-    more = np.bincount(rank_of_whole, minlength=schedule.num_ranks)
-    return Schedule(
-        f"{schedule.name} (backwards split)",
-        schedule.placement,
-        schedule.num_microbatches,
-        schedule.num_slices,
-        schedule.route_of_microbatch,
-        np.insert(kind, places, Kind.BACKWARD_WEIGHT),
-        np.insert(schedule.stage, places, schedule.stage[wholes]),
-        np.insert(schedule.microbatch, places, schedule.microbatch[wholes]),
-        np.insert(schedule.slice, places, schedule.slice[wholes]),
-        np.insert(schedule.joined, places, False),
-        schedule.offsets + np.concatenate([[0], np.cumsum(more)]),
+    more = np.bincount(schedule.rank_of_row[wholes], minlength=schedule.num_ranks)
+    return replace(
+        schedule,
+        name=f"{schedule.name} (backwards split)",
+        op=np.insert(kind, places, Kind.BACKWARD_WEIGHT),
+        stage=np.insert(schedule.stage, places, schedule.stage[wholes]),
+        microbatch=np.insert(schedule.microbatch, places, schedule.microbatch[wholes]),
+        slice=np.insert(schedule.slice, places, schedule.slice[wholes]),
+        joined=np.insert(schedule.joined, places, False),
+        offsets=schedule.offsets + np.concatenate([[0], np.cumsum(more)]),
     )

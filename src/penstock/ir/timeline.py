@@ -7,8 +7,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.instruction import Op
 from penstock.ir.live import live_activations, live_bytes
+from penstock.ir.operations import Op
 from penstock.ir.program import Program
 
 Floats = NDArray[np.float64]
@@ -64,8 +64,7 @@ class Timeline:
 
     def compute_rows(self, rank: int) -> NDArray[np.int64]:
         """Return the rows of one rank's computations, in order."""
-        begin, end = int(self.program.offsets[rank]), int(self.program.offsets[rank + 1])
-        return begin + np.flatnonzero(self.program.is_compute[begin:end])
+        return self.program.compute_rows(rank)
 
     @property
     def num_ranks(self) -> int:

@@ -2,13 +2,10 @@
 
 from collections.abc import Callable
 
-import numpy as np
-
 from penstock.errors import ConfigError, nearest
 from penstock.ir.formats.deepspeed import to_deepspeed
 from penstock.ir.formats.megatron import to_megatron
 from penstock.ir.grid import to_grid
-from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 
@@ -32,27 +29,6 @@ def write_table(table: Table, format: str) -> str:
     return text if text.endswith("\n") else f"{text}\n"
 
 
-def without_communication(table: Table) -> Schedule:
-    """Return the actions of a program, in the order of its computations; a schedule stays as it is."""
-    if isinstance(table, Schedule):
-        return table
-    keep = table.op <= Op.BACKWARD_WEIGHT
-    kept_before = np.concatenate([[0], np.cumsum(keep)])
-    return Schedule(
-        table.name,
-        table.placement,
-        table.num_microbatches,
-        table.num_slices,
-        table.route_of_microbatch,
-        table.op[keep].astype(np.int8),
-        table.stage[keep],
-        table.microbatch[keep],
-        table.slice[keep],
-        table.joined[keep],
-        kept_before[table.offsets],
-    )
-
-
 def _to_megatron(table: Table) -> str:
     if isinstance(table, Program):
         raise ConfigError(
@@ -65,7 +41,7 @@ WRITERS: dict[str, Callable[[Table], str]] = {
     "csv": lambda table: table.to_csv(),
     "json": lambda table: table.to_json(),
     "grid": lambda table: to_grid(table),
-    "deepspeed": lambda table: to_deepspeed(without_communication(table)),
-    "deepspeed-old": lambda table: to_deepspeed(without_communication(table), old=True),
+    "deepspeed": lambda table: to_deepspeed(table.actions()),
+    "deepspeed-old": lambda table: to_deepspeed(table.actions(), old=True),
     "megatron": _to_megatron,
 }

@@ -19,19 +19,16 @@ from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
 from penstock.ir.common_order import Starts, common_order, walk_untimed, whole_starts
-from penstock.ir.deps import NONE, predecessors
+from penstock.ir.deps import NONE, peers_of_messages, predecessors
 from penstock.ir.hot import Hot, blocks
-from penstock.ir.instruction import Op
-from penstock.ir.program import COLUMNS, Program
+from penstock.ir.operations import MADE, MESSAGES, Op
+from penstock.ir.program import Program
 
 ACTION, SEND, RECEIVE = range(3)
 """What a row of the new program does with an action: run it, or move its message at either end."""
-OPS = (
-    (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT),
-    (Op.SEND_FORWARD, Op.SEND_BACKWARD, Op.SEND_BACKWARD, Op.SEND_BACKWARD),
-    (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD, Op.RECEIVE_BACKWARD, Op.RECEIVE_BACKWARD),
-)
-"""By what is done with an action, and its own operation."""
+_ENDS = [(op, *list(MESSAGES.values())[MADE[op]]) if MADE[op] >= 0 else (op, op, op) for op in Op]
+OPS = np.array(_ENDS, np.int8).T
+"""[3, num_ops] by what is done with an action, and its own operation; one without a message has no ends."""
 
 
 def add_messages(program: Program, start: Starts | None = None) -> Program:
@@ -45,12 +42,12 @@ def add_messages(program: Program, start: Starts | None = None) -> Program:
     starts = _starts(program) if start is None else start
     peer = _peers(program)
     layout = _lay_out(program, starts, peer)
-    ops = np.array(OPS, np.int8)
-    columns: dict[str, Any] = {name: np.zeros(len(layout.action), getattr(program, name).dtype) for name in COLUMNS}
-    for part in blocks(len(layout.action)):
+    num_rows = len(layout.action)
+    columns: dict[str, Any] = {name: np.zeros(num_rows, getattr(program, name).dtype) for name in Program.COLUMNS}
+    for part in blocks(num_rows):
         action, role = layout.action[part].astype(np.intp), layout.role[part]
         stage, other = program.stage.take(action), peer.take(action)
-        columns["op"][part] = ops[role, program.op.take(action)]
+        columns["op"][part] = OPS[role, program.op.take(action)]
         columns["stage"][part] = np.where(role == RECEIVE, other, stage)
         columns["peer"][part] = np.where(role == SEND, other, stage)
         columns["microbatch"][part] = program.microbatch.take(action)
@@ -68,17 +65,11 @@ def _starts(program: Program) -> Starts:
 
 def _peers(program: Program) -> NDArray[np.int32]:
     """[num_instructions] the stage on another rank that gets what the row makes, or `NONE`."""
-    placement = program.placement
-    rank_of_stage = np.array(placement.rank_of_stage)
-    table = np.full((len(Op), placement.num_stages), NONE, np.int32)
-    for op, neighbours in (
-        (Op.FORWARD, placement.next_stage),
-        (Op.BACKWARD, placement.previous_stage),
-        (Op.BACKWARD_INPUT, placement.previous_stage),
-    ):
-        stages = np.array(neighbours)
-        table[op] = np.where(rank_of_stage[stages] != rank_of_stage, stages, NONE)
-    return table[program.op, program.stage]
+    rank_of_stage = np.array(program.placement.rank_of_stage)
+    receivers = peers_of_messages(program.placement)[OPS[SEND]]
+    receivers[MADE < 0] = NONE
+    receivers[rank_of_stage[receivers] == rank_of_stage] = NONE
+    return np.asarray(receivers[program.op, program.stage])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.instruction import Op
+from penstock.ir.operations import Op
 from penstock.ir.program import NewRows, Program
 
 

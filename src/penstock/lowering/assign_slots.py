@@ -14,31 +14,33 @@ import numpy as np
 
 from penstock.ir.deps import identities, num_identities
 from penstock.ir.hot import Hot
-from penstock.ir.instruction import Op
+from penstock.ir.operations import BEGINS_KEEPING, ENDS_KEEPING, IS_COMPUTE, IS_RECEIVE, IS_SEND, MADE, MOVED, TAKEN
 from penstock.ir.program import Program
 
-# The numbers that stand in the column `op`.
-FORWARD, LAST_COMPUTATION = int(Op.FORWARD), int(Op.BACKWARD_WEIGHT)
-LAST_WITH_MESSAGES = int(Op.BACKWARD_INPUT)
-"""Of the computations, it and those in front of it may take and make a message."""
-DIRECTION = tuple(0 if op in (Op.FORWARD, Op.SEND_FORWARD, Op.RECEIVE_FORWARD) else 1 for op in Op)
-"""By operation: of what it computes, sends or receives."""
-LAST_USES = (int(Op.BACKWARD), int(Op.BACKWARD_WEIGHT))
-"""Of an activation, in training."""
-SENDS = (int(Op.SEND_FORWARD), int(Op.SEND_BACKWARD))
-RECEIVES = (int(Op.RECEIVE_FORWARD), int(Op.RECEIVE_BACKWARD))
 ACTIVATION, RECEIVE, SEND = range(3)
 NUM_POOLS = 3
 
 
+class Rules(NamedTuple):
+    """What counts here of the operations, by their number."""
+
+    computes: Any
+    begins: Any
+    ends: Any
+    sends: Any
+    receives: Any
+    moved: Any
+    made: Any
+    taken: Any
+
+
 class Rows(NamedTuple):
-    """The columns of the program that count here, the last of which is filled in, and its kind."""
+    """The columns of the program that count here, the last of which is filled in."""
 
     op: Any
     joined: Any
     identity: Any
     slot: Any
-    is_forward_only: bool
 
 
 class Cells(NamedTuple):
@@ -67,16 +69,19 @@ def assign_slots(program: Program) -> Program:
     identity = identities(program)
     num_cells = num_identities(program) + 1
     is_sent = np.zeros((2, num_cells), np.bool_)
-    for direction, op in enumerate((Op.SEND_FORWARD, Op.SEND_BACKWARD)):
-        is_sent[direction, identity[program.op == op]] = True
+    sends = program.rows_of(IS_SEND)
+    is_sent[MOVED[program.op[sends]], identity[sends]] = True
     slot = np.zeros(num_rows, np.int32)
     longest = int(np.diff(program.offsets).max(initial=0))
     messages = (2, num_cells)
     cells = Cells(is_sent, np.zeros(num_cells, np.int32), np.zeros(messages, np.int32), np.zeros(messages, np.int32))
     counts = np.zeros((2, NUM_POOLS), np.int64)
     pools = Pools(np.zeros((NUM_POOLS, longest + 1), np.int32), counts[0], counts[1])
-    rows = Rows(program.op, program.joined, identity, slot, program.is_forward_only)
-    _ASSIGN(num_rows, program.offsets, rows, cells, pools)
+    rows = Rows(program.op, program.joined, identity, slot)
+    # Without backwards an activation is not kept: its forward is also its last use.
+    ends = BEGINS_KEEPING if program.is_forward_only else ENDS_KEEPING
+    rules = Rules(IS_COMPUTE, BEGINS_KEEPING, ends, IS_SEND, IS_RECEIVE, MOVED, MADE, TAKEN)
+    _ASSIGN(num_rows, program.offsets, rows, rules, cells, pools)
     return program.with_slots(slot)
 
 
@@ -97,46 +102,46 @@ def _give_slot(pool: int, slot: int, free: Any, num_free: Any) -> None:
     num_free[pool] += 1
 
 
-def _assign_rank(begin: int, end: int, rows: Rows, cells: Cells, pools: Pools) -> None:
+def _assign_rank(begin: int, end: int, rows: Rows, rules: Rules, cells: Cells, pools: Pools) -> None:
     """Run one rank's rows."""
-    op, joined, identity, slot, is_forward_only = rows
+    op, joined, identity, slot = rows
+    computes, begins, ends, sends, receives, moved, made, taken = rules
     is_sent, kept, arrived, leaving = cells
     free, num_free, num_used = pools
     for row in range(begin, end):
         code = op[row]
         key = identity[row]
-        direction = DIRECTION[code]
-        if code <= LAST_COMPUTATION:
-            if code == FORWARD:
+        if computes[code]:
+            if begins[code]:
                 kept[key] = _take_slot(ACTIVATION, free, num_free, num_used)
             slot[row] = kept[key]
-            if code <= LAST_WITH_MESSAGES and is_sent[direction, key]:
-                leaving[direction, key] = _take_slot(SEND, free, num_free, num_used)
-        elif code in SENDS:
-            slot[row] = leaving[direction, key]
-        elif code in RECEIVES:
+            if made[code] >= 0 and is_sent[made[code], key]:
+                leaving[made[code], key] = _take_slot(SEND, free, num_free, num_used)
+        elif sends[code]:
+            slot[row] = leaving[moved[code], key]
+        elif receives[code]:
             slot[row] = _take_slot(RECEIVE, free, num_free, num_used)
-            arrived[direction, key] = slot[row] + 1
+            arrived[moved[code], key] = slot[row] + 1
         if joined[row]:
             continue  # joined rows run together: neither may use what the other frees
         first = row - 1 if row > begin and joined[row - 1] else row
         for member in range(first, row + 1):
             code = op[member]
-            if code in LAST_USES or (code == FORWARD and is_forward_only):
+            if ends[code]:
                 _give_slot(ACTIVATION, slot[member], free, num_free)
-            came = arrived[DIRECTION[code], identity[member]] if code <= LAST_WITH_MESSAGES else 0
+            came = arrived[taken[code], identity[member]] if taken[code] >= 0 else 0
             if came > 0:
                 _give_slot(RECEIVE, came - 1, free, num_free)
-            if code in SENDS:
+            if sends[code]:
                 _give_slot(SEND, slot[member], free, num_free)
 
 
-def _assign_all(offsets: Any, rows: Rows, cells: Cells, pools: Pools) -> None:
+def _assign_all(offsets: Any, rows: Rows, rules: Rules, cells: Cells, pools: Pools) -> None:
     for rank in range(len(offsets) - 1):
         for pool in range(NUM_POOLS):
             pools.num_free[pool] = 0
             pools.num_used[pool] = 0
-        _assign_rank(offsets[rank], offsets[rank + 1], rows, cells, pools)
+        _assign_rank(offsets[rank], offsets[rank + 1], rows, rules, cells, pools)
 
 
 _ASSIGN = Hot(_assign_all, _assign_rank, _take_slot, _give_slot)

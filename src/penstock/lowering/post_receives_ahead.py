@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from penstock.ir.deps import identities, num_identities
 from penstock.ir.hot import Hot, blocks
-from penstock.ir.instruction import Op
+from penstock.ir.operations import IS_MESSAGE, IS_RECEIVE, MESSAGES, MOVED, TAKEN
 from penstock.ir.program import Program
 
-# The numbers that stand in the column `op`.
-FIRST_MESSAGE, LAST_MESSAGE = int(Op.SEND_FORWARD), int(Op.RECEIVE_BACKWARD)
-RECEIVES = (int(Op.RECEIVE_FORWARD), int(Op.RECEIVE_BACKWARD))
+OTHER, SEND, RECEIVE = range(3)
+ROLES = IS_MESSAGE.astype(np.int8) + IS_RECEIVE
+"""[NUM_OPS] one of these three."""
 
 
 def post_receives_ahead(program: Program) -> Program:
@@ -34,7 +34,8 @@ def post_receives_ahead(program: Program) -> Program:
     place -= is_compute
     rank_of_stage = np.array(program.placement.rank_of_stage, np.int32)
     _MOVE(
-        program.num_instructions, program.offsets, program.op, program.peer, rank_of_stage,
+        program.num_instructions, program.offsets, program.op, ROLES, program.peer,
+        rank_of_stage,
         _place_of_consumer(program, place), place, np.zeros(program.num_ranks, np.int64),
     )  # fmt: skip
     # Messages stand before the computation of their place; equal keys keep their order.
@@ -48,15 +49,14 @@ def post_receives_ahead(program: Program) -> Program:
 
 def _place_of_consumer(program: Program, place: NDArray[np.int32]) -> NDArray[np.int32]:
     """[num_instructions] for each receive the place of the computation that takes its message, 0 if there is none."""
-    direction = np.full(len(Op), 2)
-    direction[[Op.FORWARD, Op.RECEIVE_FORWARD]] = 0
-    direction[[Op.BACKWARD, Op.BACKWARD_INPUT, Op.RECEIVE_BACKWARD]] = 1
+    message = np.maximum(TAKEN, np.where(IS_RECEIVE, MOVED, -1)).astype(np.int32)
+    message[message < 0] = len(MESSAGES)
     cell = identities(program)
     num_cells = num_identities(program) + 1
-    taken_at = np.zeros(3 * num_cells, np.int32)
+    taken_at = np.zeros((len(MESSAGES) + 1) * num_cells, np.int32)
     for part in blocks(program.num_instructions):
-        cell[part] += num_cells * direction[program.op[part]]
-        is_consumer = program.op[part] <= Op.BACKWARD_INPUT
+        cell[part] += num_cells * message[program.op[part]]
+        is_consumer = TAKEN[program.op[part]] >= 0
         taken_at[cell[part][is_consumer]] = place[part][is_consumer]
     for part in blocks(program.num_instructions):
         cell[part] = taken_at[cell[part]]
@@ -64,17 +64,24 @@ def _place_of_consumer(program: Program, place: NDArray[np.int32]) -> NDArray[np
 
 
 def _move_receives(
-    offsets: Any, op: Any, peer: Any, rank_of_stage: Any, place_of_consumer: Any, place: Any, last_place: Any
+    offsets: Any,
+    op: Any,
+    roles: Any,
+    peer: Any,
+    rank_of_stage: Any,
+    place_of_consumer: Any,
+    place: Any,
+    last_place: Any,
 ) -> None:
     """Give each receive its earliest allowed place; `last_place[rank]` is where the pair's last message stands."""
     for rank in range(len(offsets) - 1):
         begin, end = offsets[rank], offsets[rank + 1]
         for row in range(begin, end):
             code = op[row]
-            if code < FIRST_MESSAGE or code > LAST_MESSAGE:
+            if roles[code] == OTHER:
                 continue
             other = rank_of_stage[peer[row]]
-            if code in RECEIVES:
+            if roles[code] == RECEIVE:
                 # Places grow from rank to rank: what an earlier rank has left in `last_place` is no limit.
                 first = max(last_place[other], place[begin])
                 place[row] = max(min(place[row], place_of_consumer[row] - 1), first)

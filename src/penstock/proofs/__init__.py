@@ -112,7 +112,7 @@ def prove(
     """
     if not isinstance(table, (Schedule, Program)):
         raise ConfigError(f"{described(table)}; expected a Schedule or a Program", key="table")
-    subject = Subject.of(table)
+    subject = Subject(table)
     findings = Findings(subject)
     if not check_pairs(subject, findings):
         findings.raise_if_any()

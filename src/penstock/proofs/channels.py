@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.deps import NONE, Plane, RowIndex
+from penstock.ir.deps import NONE, RowIndex
 from penstock.ir.hot import blocks
-from penstock.ir.instruction import Instruction, Op
+from penstock.ir.instruction import Instruction
+from penstock.ir.operations import IS_MESSAGE, MESSAGES, OPERATIONS, Op
 from penstock.ir.program import Program
 from penstock.proofs.order import Actions, bounds_of_stage
 from penstock.proofs.report import Findings, Subject, first_of_each
 
 Rows = NDArray[np.int32]
-MESSAGE_PLANES = (Plane.SEND_FORWARD, Plane.RECEIVE_FORWARD, Plane.SEND_BACKWARD, Plane.RECEIVE_BACKWARD)
 NEIGHBOUR = {Op.SEND_FORWARD: "next", Op.RECEIVE_BACKWARD: "next"}
 """Which neighbour on the route is at the other end; "previous" for the other two."""
 
@@ -69,14 +69,14 @@ def _possible_messages(subject: Subject, rows: RowIndex, findings: Findings) -> 
     outputs, gradients = _Crossing.of(subject, "next"), _Crossing.of(subject, "previous")
     plane = rows.plane
     if _has_right_ends(subject, rows, outputs, gradients):
-        send = plane(Plane.SEND_FORWARD)[outputs.makers], plane(Plane.SEND_BACKWARD)[gradients.makers]
-        receive = plane(Plane.RECEIVE_FORWARD)[outputs.takers], plane(Plane.RECEIVE_BACKWARD)[gradients.takers]
+        send = plane(Op.SEND_FORWARD)[outputs.makers], plane(Op.SEND_BACKWARD)[gradients.makers]
+        receive = plane(Op.RECEIVE_FORWARD)[outputs.takers], plane(Op.RECEIVE_BACKWARD)[gradients.takers]
     else:
         ends = _Ends(subject, findings, rows.shape)
         send = ends.locate(Op.SEND_FORWARD)[outputs.makers], ends.locate(Op.SEND_BACKWARD)[gradients.makers]
         receive = ends.locate(Op.RECEIVE_FORWARD)[outputs.makers], ends.locate(Op.RECEIVE_BACKWARD)[gradients.makers]
-    producer = plane(Plane.FORWARD)[outputs.makers], plane(Plane.BACKWARD)[gradients.makers]
-    consumer = plane(Plane.FORWARD)[outputs.takers], plane(Plane.BACKWARD)[gradients.takers]
+    producer = plane(Op.FORWARD)[outputs.makers], plane(Op.BACKWARD)[gradients.makers]
+    consumer = plane(Op.FORWARD)[outputs.takers], plane(Op.BACKWARD)[gradients.takers]
     return Messages(*(np.concatenate(both, axis=None) for both in (producer, send, receive, consumer)))
 
 
@@ -110,12 +110,12 @@ def _has_right_ends(subject: Subject, rows: RowIndex, outputs: _Crossing, gradie
     for part in blocks(program.num_instructions):
         op = program.op[part]
         expected = peers.reshape(-1)[op.astype(np.intp) * program.num_stages + program.stage[part]]
-        is_message = (op >= Op.SEND_FORWARD) & (op <= Op.RECEIVE_BACKWARD)
+        is_message = IS_MESSAGE[op]
         is_right = is_message & (expected != NONE) & (expected == program.peer[part])
         num_right += int(np.count_nonzero(is_right))
         if not np.array_equal(is_right, is_message):
             return False
-    return num_right == sum(int(np.count_nonzero(rows.plane(plane) != NONE)) for plane in MESSAGE_PLANES)
+    return num_right == sum(int(np.count_nonzero(rows.plane(op) != NONE)) for ends in MESSAGES.values() for op in ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +195,8 @@ def _other_end(subject: Subject, row: int) -> tuple[str, int]:
     table = subject.table
     assert isinstance(table, Program)
     mine = table.instruction(row)
-    partner = {
-        Op.SEND_FORWARD: Op.RECEIVE_FORWARD,
-        Op.RECEIVE_FORWARD: Op.SEND_FORWARD,
-        Op.SEND_BACKWARD: Op.RECEIVE_BACKWARD,
-        Op.RECEIVE_BACKWARD: Op.SEND_BACKWARD,
-    }[mine.op]
+    send, receive = MESSAGES[OPERATIONS[mine.op].message]
+    partner = receive if mine.op is send else send
     other = Instruction(partner, mine.peer, mine.microbatch, mine.slice, mine.stage, 0)
     return str(other), int(subject.rank_of_stage[mine.peer])
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.instruction import INSTRUCTIONS, Op
+from penstock.ir.operations import NEEDS_BACKWARD, OPERATIONS, Op
 from penstock.ir.program import Program
 from penstock.proofs.report import Findings, Subject
 
@@ -52,7 +52,7 @@ def check_collectives(subject: Subject, findings: Findings) -> list[Join] | None
 
 def leaves_reductions_out(program: Program) -> bool:
     """Whether a training program says that it omits its reductions, and holds none."""
-    return program.omits_reductions and not bool((program.op >= Op.REDUCE_GRADIENT).any())
+    return program.omits_reductions and not len(program.rows_of(NEEDS_BACKWARD))
 
 
 def _last_backward(program: Program) -> NDArray[np.int64]:
@@ -74,7 +74,7 @@ def _check_reductions(program: Program, last: NDArray[np.int64], findings: Findi
             f"runs before {place}, the last backward of its stage: the gradient is not whole yet",
             f"Move it behind {subject.text(final)}",
         )
-    updates = np.flatnonzero(program.op >= Op.REDUCE_GRADIENT)
+    updates = program.rows_of(NEEDS_BACKWARD)
     is_own = (program.op[updates] == Op.REDUCE_GRADIENT) | program.is_forward_only
     for row in updates[is_own & (last[program.stage[updates]] < 0)].tolist():
         what = "the program" if program.is_forward_only else f"stage {program.stage[row]}"
@@ -94,7 +94,7 @@ def _check_all_reduced(program: Program, last: NDArray[np.int64], findings: Find
     """Prove that each stage with a backward has its reduction somewhere."""
     reduced = program.stage[program.op == Op.REDUCE_GRADIENT]
     for stage in np.setdiff1d(np.flatnonzero(last >= 0), reduced).tolist():
-        text = f"{stage}{INSTRUCTIONS[Op.REDUCE_GRADIENT].text}"
+        text = f"{stage}{OPERATIONS[Op.REDUCE_GRADIENT].text}"
         problem = (
             f"is the last backward of stage {stage}, whose gradient is never reduced; expected one {text} behind it"
         )
@@ -114,10 +114,6 @@ def _find_joins(subject: Subject, findings: Findings) -> dict[int, Join]:
     for row in np.flatnonzero((program.op == Op.REDUCE_TIED) | (program.op == Op.OPTIMIZER_STEP)).tolist():
         is_tied = program.op[row] == Op.REDUCE_TIED
         number = int(program.peer[row]) if is_tied else num_groups
-        if is_tied and not 0 <= number < num_groups:
-            problem = f"names the tied group {number}; the program has {num_groups}"
-            findings.add(row, problem, "Drop it, or name one of the program's tied groups")
-            continue
         name = _tied_name(number) if is_tied else "the optimizer step"
         joins.setdefault(number, Join(name, {})).rows.setdefault(int(subject.rank[row]), []).append(row)
     return joins

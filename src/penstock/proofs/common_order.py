@@ -22,23 +22,21 @@ from numpy.typing import NDArray
 from penstock.ir.common_order import Starts, common_order
 from penstock.ir.deps import NONE
 from penstock.ir.hot import Hot
-from penstock.ir.instruction import Op
+from penstock.ir.operations import IS_COMPUTE, IS_MESSAGE, IS_RECEIVE, JOINS_RANKS
 from penstock.ir.program import Program
 from penstock.proofs.channels import Messages
 from penstock.proofs.order import Actions
 from penstock.proofs.report import Subject
 
-# The numbers that stand in the column `op`.
-LAST_COMPUTATION, LAST_MESSAGE = int(Op.BACKWARD_WEIGHT), int(Op.RECEIVE_BACKWARD)
-RECEIVES = (int(Op.RECEIVE_FORWARD), int(Op.RECEIVE_BACKWARD))
-LAST_OF_ONE_RANK = int(Op.REDUCE_GRADIENT)
-"""Behind it stand the collectives that join ranks."""
-
 
 class Rows(NamedTuple):
-    """The columns that count here; the rank at the other end of a message is looked up by its stage."""
+    """The columns that count here, the roles of operations by their number, and the rank of each stage."""
 
     op: Any
+    is_message: Any
+    is_receive: Any
+    is_timed: Any
+    joins_ranks: Any
     moment: Any
     peer: Any
     rank_of_stage: Any
@@ -55,7 +53,9 @@ def keeps_common_order(subject: Subject, actions: Actions, messages: Messages, s
     """Return whether 1 to 4 hold, where `start` are the starts of the actions in an untimed walk."""
     program = subject.table
     assert isinstance(program, Program)
-    rows = Rows(program.op, _moments(program, actions, messages, start), program.peer, subject.rank_of_stage)
+    moment = _moments(program, actions, messages, start)
+    is_timed = IS_COMPUTE | IS_MESSAGE
+    rows = Rows(program.op, IS_MESSAGE, IS_RECEIVE, is_timed, JOINS_RANKS, moment, program.peer, subject.rank_of_stage)
     seen = Seen(np.zeros(program.num_ranks, np.int64), np.full(program.num_ranks, NONE, np.int64))
     return bool(_KEEP(program.num_instructions, program.offsets, rows, seen))
 
@@ -74,21 +74,21 @@ def _moments(program: Program, actions: Actions, messages: Messages, start: Star
 
 def _rank_keeps(rank: int, begin: int, end: int, rows: Rows, seen: Seen) -> bool:
     """Look at one rank's rows in order; `last_message[other]` counts where `seen_by[other]` is the rank itself."""
-    op, moment, peer, rank_of_stage = rows
+    op, is_message, is_receive, is_timed, joins_ranks, moment, peer, rank_of_stage = rows
     last_message, seen_by = seen
     last = -1
     has_joined = False
     for row in range(begin, end):
         code = op[row]
-        if code > LAST_MESSAGE:
-            has_joined = has_joined or code > LAST_OF_ONE_RANK
+        if not is_timed[code]:
+            has_joined = has_joined or joins_ranks[code]
             continue
         now = moment[row]
         if has_joined or now < last:
             return False
-        if code not in RECEIVES:
+        if not is_receive[code]:
             last = now
-        if code > LAST_COMPUTATION:
+        if is_message[code]:
             other = rank_of_stage[peer[row]]
             if seen_by[other] == rank and now < last_message[other]:
                 return False

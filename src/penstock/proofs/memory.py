@@ -11,14 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, described
-from penstock.ir.deps import NONE, Plane, RowIndex
+from penstock.ir.deps import NONE, RowIndex
 from penstock.ir.hot import Hot
 from penstock.ir.live import live_bytes, peak_alive, peak_bytes
+from penstock.ir.operations import IS_RECEIVE, IS_SEND, Op
 from penstock.ir.program import Program
 from penstock.proofs.channels import Messages, Rows
 from penstock.proofs.order import Actions
 from penstock.proofs.report import Findings, Subject, first_of_each
 
+POOL = IS_RECEIVE + np.int8(2) * IS_SEND
+"""[NUM_OPS] by the operation whose row holds the number of a slot: 0 activations, 1 received, 2 unsent messages."""
 PerStage = int | Sequence[int]
 PerRank = int | Sequence[int]
 
@@ -134,10 +137,8 @@ def check_slots(subject: Subject, rows: RowIndex, messages: Messages, findings: 
 
 def _activation_lives(program: Program, rows: RowIndex, findings: Findings) -> tuple[Rows, Rows]:
     """First and last row of every activation; a backward that looks into another slot is a finding."""
-    forward, backward, weight = (
-        rows.plane(plane).reshape(-1) for plane in (Plane.FORWARD, Plane.BACKWARD, Plane.WEIGHT)
-    )
-    for reader in (backward, weight):
+    forward, backward, weight = (rows.plane(op).reshape(-1) for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT))
+    for reader in (rows.plane(Op.RECOMPUTE).reshape(-1), backward, weight):
         for identity in np.flatnonzero((reader != NONE) & (program.slot[reader] != program.slot[forward])).tolist():
             row, saver = int(reader[identity]), int(forward[identity])
             mine, theirs = int(program.slot[row]), int(program.slot[saver])
@@ -161,20 +162,19 @@ def _num_overlaps(program: Program, begin: Rows, end: Rows, messages: Messages) 
     if num_slots > program.num_instructions or program.slot.min(initial=0) < 0:
         return 1  # no table of slots for such numbers
     in_use = np.full((3, num_slots), NONE, np.int64)
-    return int(_COUNT_OVERLAPS(program.num_instructions, program.op, program.slot, other_end, in_use))
+    return int(_COUNT_OVERLAPS(program.num_instructions, program.op, POOL, program.slot, other_end, in_use))
 
 
-def _count_overlaps(op: Any, slot: Any, other_end: Any, in_use: Any) -> int:
+def _count_overlaps(op: Any, pool_of_op: Any, slot: Any, other_end: Any, in_use: Any) -> int:
     """Look at lives one after the other; `in_use` holds per pool and slot the last row of the life before."""
     count = 0
     for row in range(len(op)):
         other = other_end[row]
         if other < 0:
             continue
-        pool = 0 if op[row] == 0 else 1  # FORWARD, else a receive
+        pool = pool_of_op[op[row]]
         begin = row
-        if op[row] == 4 or op[row] == 6:  # SEND_FORWARD, SEND_BACKWARD
-            pool = 2
+        if pool == 2:  # an unsent result begins at its maker and ends at the send
             begin, other = other, row
         # The rows of earlier ranks are smaller: what these have left behind is in nobody's way.
         if begin <= in_use[pool, slot[row]]:

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from penstock.ir.action import Action, Kind
 from penstock.ir.deps import NONE, identities, num_identities
 from penstock.ir.hot import blocks
-from penstock.ir.instruction import Op
-from penstock.ir.program import Program
+from penstock.ir.operations import IS_COMPUTE, KIND_INDEX, NAMES_MICROBATCH
 from penstock.ir.schedule import Schedule
-from penstock.proofs.report import Findings, Subject, rank_of_row
+from penstock.ir.table import Table
+from penstock.proofs.report import Findings, Subject
 
 Where = tuple[int, int, int]
 """A stage, a microbatch and a slice."""
@@ -28,24 +28,15 @@ class Actions:
 
     @classmethod
     def of(cls, subject: Subject) -> "Actions":
-        table = subject.table
-        if isinstance(table, Schedule):
-            return cls(table, np.arange(subject.num_rows, dtype=np.int32))
-        rows = np.flatnonzero(table.is_compute).astype(np.int32)
-        schedule = Schedule(
-            table.name, table.placement, table.num_microbatches, table.num_slices, table.route_of_microbatch,
-            table.op[rows], table.stage[rows], table.microbatch[rows], table.slice[rows], table.joined[rows],
-            np.searchsorted(rows, table.offsets.astype(np.int32)),
-        )  # fmt: skip
-        return cls(schedule, rows)
+        return cls(subject.table.actions(), subject.table.compute_rows().astype(np.int32))
 
     @cached_property
     def rank(self) -> NDArray[np.int32]:
         """[num_actions] the rank that runs each action."""
-        return rank_of_row(self.schedule)
+        return self.schedule.rank_of_row
 
 
-def bounds_of_stage(table: Schedule | Program) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def bounds_of_stage(table: Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """[num_stages] the first row of the rank that holds each stage, and the end of that rank's rows."""
     rank = np.array(table.placement.rank_of_stage)
     return table.offsets[rank], table.offsets[rank + 1]
@@ -61,8 +52,8 @@ def check_pairs(subject: Subject, findings: Findings) -> bool:
     good = (
         (second > first)
         & (subject.rank[second] == subject.rank[first])
-        & (subject.op[first] <= Op.BACKWARD_WEIGHT)
-        & (subject.op[second] <= Op.BACKWARD_WEIGHT)
+        & IS_COMPUTE[subject.op[first]]
+        & IS_COMPUTE[subject.op[second]]
         & ~table.joined[second]
     )
     for row in first[~good].tolist():
@@ -75,7 +66,7 @@ def check_pairs(subject: Subject, findings: Findings) -> bool:
 
 
 def check_names(subject: Subject, findings: Findings) -> bool:
-    """Prove that no row names a stage, microbatch or slice that does not exist or belongs elsewhere."""
+    """Prove that each row is on the rank of its stage, and its microbatch travels that stage's route."""
     has_wrong = False
     for part in blocks(subject.num_rows):
         wrong = part.start + np.flatnonzero(_is_wrongly_named(subject, part))
@@ -87,88 +78,60 @@ def check_names(subject: Subject, findings: Findings) -> bool:
 
 def _is_wrongly_named(subject: Subject, part: slice) -> NDArray[np.bool_]:
     table = subject.table
-    stage, microbatch, slices = table.stage[part], table.microbatch[part], table.slice[part]
+    stage, microbatch = table.stage[part], table.microbatch[part]
     rows = np.arange(part.start, part.stop)
     begin, end = bounds_of_stage(table)
-    is_right: NDArray[np.bool_] = (begin.take(stage, mode="clip") <= rows) & (rows < end.take(stage, mode="clip"))
+    is_right: NDArray[np.bool_] = (begin[stage] <= rows) & (rows < end[stage])
     route_of_stage = np.array(table.placement.route_of_stage)
-    on_route = route_of_stage.take(stage, mode="clip") == table.route_of_microbatch.take(microbatch, mode="clip")
-    on_route |= subject.op[part] > Op.RECEIVE_BACKWARD  # the others name no microbatch
-    is_right &= on_route
-    for column, size in (
-        (stage, table.num_stages),
-        (microbatch, table.num_microbatches),
-        (slices, table.num_slices),
-    ):
-        is_right &= (column >= 0) & (column < size)
-    return ~is_right
+    on_route: NDArray[np.bool_] = route_of_stage[stage] == table.route_of_microbatch[microbatch]
+    on_route |= ~NAMES_MICROBATCH[subject.op[part]]
+    return ~(is_right & on_route)
 
 
 def _add_wrong_name(subject: Subject, findings: Findings, row: int) -> None:
     table = subject.table
     stage, microbatch = int(table.stage[row]), int(table.microbatch[row])
-    if _add_foreign(subject, findings, row):
-        return
     owner = subject.rank_of_stage[stage]
     if owner != subject.rank[row]:
         problem = f"is on the wrong rank: stage {stage} is held by rank {owner}"
         findings.add(row, problem, f"Move it to rank {owner}, or change the placement")
     else:
-        problem = f"is foreign: microbatch {microbatch} does not travel the route of stage {stage}"
+        problem = f"is out of place: microbatch {microbatch} does not travel the route of stage {stage}"
         findings.add(row, problem, "Drop it, or change the microbatch's route")
-
-
-def _add_foreign(subject: Subject, findings: Findings, row: int) -> bool:
-    table = subject.table
-    fields = (
-        ("stage", int(table.stage[row]), table.num_stages),
-        ("microbatch", int(table.microbatch[row]), table.num_microbatches),
-        ("slice", int(table.slice[row]), table.num_slices),
-    )
-    foreign = [(word, value, count) for word, value, count in fields if not 0 <= value < count]
-    for word, value, count in foreign:
-        findings.add(row, f"names the foreign {word} {value}; expected 0..{count - 1}", "Drop it, or rename it")
-    return bool(foreign)
 
 
 def check_complete(actions: Actions, findings: Findings) -> bool:
     """Prove one F, and one B or one I and one W (none in a forward-only schedule), of all that every stage must run."""
     schedule = actions.schedule
     shape = (len(Kind), schedule.num_stages, schedule.num_microbatches, schedule.num_slices)
-    identity, outside = identities(schedule), num_identities(schedule)
-    there = np.zeros(len(Kind) * outside, np.bool_)
-    num_inside = 0
+    identity = identities(schedule)
+    there = np.zeros(shape, np.bool_)
     for part in blocks(schedule.num_actions):
-        key = _keys(schedule, identity, part)
-        there[key] = True
-        num_inside += len(key)
-    has_duplicates = np.count_nonzero(there) < num_inside
-    there = there.reshape(shape)
+        there.reshape(-1)[_keys(schedule, identity, part)] = True
+    has_duplicates = np.count_nonzero(there) < schedule.num_actions
     route_of_stage = np.array(schedule.placement.route_of_stage)
     expected = (route_of_stage[:, None] == schedule.route_of_microbatch[None, :])[:, :, None]
     if not has_duplicates and _is_consistent(there, expected, schedule.is_forward_only):
         return True
 
-    rows = np.flatnonzero(identity != outside)
     key = _keys(schedule, identity, slice(None))
     last = np.full(shape, NONE, np.int64)
-    last.reshape(-1)[key] = rows
+    last.reshape(-1)[key] = np.arange(schedule.num_actions)
     before = len(findings.violations)
-    _suspect_lone_microbatches(actions, findings, rows)
-    _add_duplicates(actions, findings, rows, key)
+    _suspect_lone_microbatches(actions, findings)
+    _add_duplicates(actions, findings, key)
     _Completeness(actions, findings, there, last).add_all(np.broadcast_to(expected, shape[1:]))
     return len(findings.violations) == before
 
 
-def _suspect_lone_microbatches(actions: Actions, findings: Findings, rows: NDArray[Any]) -> None:
+def _suspect_lone_microbatches(actions: Actions, findings: Findings) -> None:
     """Suspect the only action of its microbatch where a lower one has none: a text with a typo seems to have more."""
     schedule = actions.schedule
-    microbatches = schedule.microbatch[rows]
-    count = np.bincount(microbatches, minlength=schedule.num_microbatches)
+    count = np.bincount(schedule.microbatch, minlength=schedule.num_microbatches)
     unnamed = np.flatnonzero(count == 0)
     if not len(unnamed):
         return
-    for row in rows[(count[microbatches] == 1) & (microbatches > unnamed[0])].tolist():
+    for row in np.flatnonzero((count[schedule.microbatch] == 1) & (schedule.microbatch > unnamed[0])).tolist():
         microbatch = int(schedule.microbatch[row])
         findings.suspect(
             int(actions.row[row]),
@@ -178,27 +141,26 @@ def _suspect_lone_microbatches(actions: Actions, findings: Findings, rows: NDArr
 
 
 def _keys(schedule: Schedule, identity: NDArray[np.int32], part: slice) -> NDArray[np.int64]:
-    """A number for each (kind, stage, microbatch, slice), of the rows whose names exist."""
-    num = num_identities(schedule)
-    inside = identity[part] != num
-    keys: NDArray[np.int64] = (schedule.kind[part].astype(np.int64) * num + identity[part])[inside]
+    """A number for each (kind, stage, microbatch, slice)."""
+    keys: NDArray[np.int64] = KIND_INDEX[schedule.kind[part]].astype(np.int64) * num_identities(schedule)
+    keys += identity[part]
     return keys
 
 
 def _is_consistent(there: NDArray[np.bool_], expected: NDArray[np.bool_], forward_only: bool) -> bool:
     """Whether what is there of each (stage, microbatch, slice) is all of it, or nothing where nothing is expected."""
-    forward, whole, inputs, weights = there
+    forward, whole, inputs, weights, again = there
     if forward_only:
-        return bool((forward | ~expected).all())
+        return bool((forward | ~expected).all() and not again.any())
     is_all = forward & (inputs == weights) & (whole ^ inputs)
     return bool((is_all | ~(expected | there.any(axis=0))).all())
 
 
-def _add_duplicates(actions: Actions, findings: Findings, rows: NDArray[Any], key: NDArray[Any]) -> None:
+def _add_duplicates(actions: Actions, findings: Findings, key: NDArray[Any]) -> None:
     order = np.argsort(key, kind="stable")
     repeats = np.flatnonzero(np.diff(key[order]) == 0) + 1
     for index in repeats.tolist():
-        row, first = int(actions.row[rows[order[index]]]), int(actions.row[rows[order[index - 1]]])
+        row, first = int(actions.row[order[index]]), int(actions.row[order[index - 1]])
         findings.add(
             row,
             f"is a duplicate of {findings.subject.place(first)}; expected one",
@@ -217,7 +179,7 @@ class _Completeness:
     last: NDArray[np.int64]
 
     def add_all(self, expected: NDArray[np.bool_]) -> None:
-        forward, whole, inputs, weights = self.there
+        forward, whole, inputs, weights, again = self.there
         trains = not self.actions.schedule.is_forward_only
         for where in self._where(whole & (inputs | weights)):
             part = Kind.BACKWARD_INPUT if inputs[where] else Kind.BACKWARD_WEIGHT
@@ -226,13 +188,17 @@ class _Completeness:
             self.findings.add(self._row(Kind.BACKWARD, where), problem, "Drop the B, or the I and the W")
         for where in self._where(inputs & ~weights & ~whole):
             weight = self._text(Kind.BACKWARD_WEIGHT, where)
-            problem = f"has no weight part; expected one {weight} behind it"
+            problem = f"has no weight gradient; expected one {weight} behind it"
             self.findings.add(self._row(Kind.BACKWARD_INPUT, where), problem, f"Add {weight} behind it")
         for where in self._where(weights & ~inputs & ~whole):
             text = self._text(Kind.BACKWARD_INPUT, where)
-            problem = f"has no input part; expected one {text} before it"
+            problem = f"has no input gradient; expected one {text} before it"
             self.findings.add(self._row(Kind.BACKWARD_WEIGHT, where), problem, f"Add {text} before it")
         has_backward = whole | inputs | weights
+        for where in self._where(again & ~(whole | inputs)):
+            text = self._text(Kind.BACKWARD, where)
+            problem = f"has no backward that needs it; expected one {text}, or one I and one W, behind it"
+            self.findings.add(self._row(Kind.RECOMPUTE, where), problem, "Drop it, or add the backward")
         for where in self._where(has_backward & ~forward):
             self._add_lone_backward(where)
         for where in self._where(forward & ~has_backward & trains):
@@ -244,7 +210,7 @@ class _Completeness:
 
     def _add_lone_backward(self, where: Where) -> None:
         kinds = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-        kind = next(kind for kind in kinds if self.there[(kind, *where)])
+        kind = next(kind for kind in kinds if self.there[(KIND_INDEX[kind], *where)])
         text = self._text(Kind.FORWARD, where)
         problem = f"has no forward; expected one {text} before it"
         self.findings.add(self._row(kind, where), problem, f"Add {text} before it")
@@ -260,7 +226,7 @@ class _Completeness:
         self.findings.add_missing(rank, problem, f"Add {missing}")
 
     def _row(self, kind: Kind, where: Where) -> int:
-        return int(self.actions.row[self.last[(kind, *where)]])
+        return int(self.actions.row[self.last[(KIND_INDEX[kind], *where)]])
 
     @staticmethod
     def _text(kind: Kind, where: Where) -> str:
@@ -318,7 +284,10 @@ def _add_position(actions: Actions, findings: Findings, action: int, other: int,
     role = {
         (Kind.BACKWARD, Kind.FORWARD): "its forward ",
         (Kind.BACKWARD_INPUT, Kind.FORWARD): "its forward ",
-        (Kind.BACKWARD_WEIGHT, Kind.BACKWARD_INPUT): "its input part ",
+        (Kind.BACKWARD_WEIGHT, Kind.BACKWARD_INPUT): "its input gradient ",
+        (Kind.RECOMPUTE, Kind.FORWARD): "its forward ",
+        (Kind.BACKWARD, Kind.RECOMPUTE): "its recomputation ",
+        (Kind.BACKWARD_INPUT, Kind.RECOMPUTE): "its recomputation ",
     }.get(kinds, "")
     reason = "" if role and same_stage else ", whose result it needs"
     findings.add(

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import MAX_SHOWN, ScheduleError, Violation
-from penstock.ir.program import Program
-from penstock.ir.schedule import Ints, Schedule
+from penstock.ir.table import Ints, Table
 
 MAX_COLUMNS = 12
 MAX_RANKS = 8
@@ -22,30 +21,32 @@ HERE = "<-- here"
 class Subject:
     """The table under proof, and what every proof asks of it."""
 
-    table: Schedule | Program
-    op: Ints
-    rank_of_stage: NDArray[np.int32]
+    table: Table
 
-    @classmethod
-    def of(cls, table: Schedule | Program) -> "Subject":
-        op = table.kind if isinstance(table, Schedule) else table.op
-        return cls(table, op, np.array(table.placement.rank_of_stage, np.int32))
+    @property
+    def op(self) -> Ints:
+        return self.table.op
 
     @cached_property
+    def rank_of_stage(self) -> NDArray[np.int32]:
+        """[num_stages] the rank that holds each stage."""
+        return np.array(self.table.placement.rank_of_stage, np.int32)
+
+    @property
     def rank(self) -> NDArray[np.int32]:
         """[num_rows] the rank that runs each row."""
-        return rank_of_row(self.table)
+        return self.table.rank_of_row
 
     @property
     def num_rows(self) -> int:
-        return len(self.op)
+        return self.table.num_rows
 
     def position(self, row: int) -> int:
         """Return where the row stands in its rank's order, counted from 0."""
         return int(row - self.table.offsets[self.rank[row]])
 
     def text(self, row: int) -> str:
-        return str(self.table.action(row) if isinstance(self.table, Schedule) else self.table.instruction(row))
+        return str(self.table.row(row))
 
     def place(self, row: int, *, seen_from: int | None = None) -> str:
         """Return `0F0 (rank 1, position 3)`; without the rank if the row it is seen from has the same."""
@@ -91,16 +92,11 @@ class Findings:
         if not violations:
             return
         table = self.subject.table
-        what = "schedule" if isinstance(table, Schedule) else "program"
+        what = type(table).__name__.lower()
         count = len(violations)
         title = f"{table.name}: the {what} breaks {count} rule{'s' if count > 1 else ''}"
         marks = {(found.rank, found.position) for found in violations[:MAX_SHOWN]}
         raise ScheduleError(title, violations, draw(self.subject, marks))
-
-
-def rank_of_row(table: Schedule | Program) -> NDArray[np.int32]:
-    """[num_rows] the rank that runs each row."""
-    return np.repeat(np.arange(table.num_ranks, dtype=np.int32), np.diff(table.offsets))
 
 
 def _place(found: Violation) -> tuple[int, int]:

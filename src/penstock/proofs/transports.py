@@ -90,7 +90,7 @@ class _Machine:
     @classmethod
     def of(cls, subject: Subject, joins: list[Join], *, sends_block: bool) -> "_Machine":
         """Keep the rows that can block: computations, collectives that join ranks, and sends if they block."""
-        kept = subject.op <= Op.BACKWARD_WEIGHT
+        kept = subject.table.is_compute.copy()
         if sends_block:
             kept |= (subject.op == Op.SEND_FORWARD) | (subject.op == Op.SEND_BACKWARD)
         for join in joins:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.instruction import INSTRUCTIONS, Op
+from penstock.ir.operations import OPERATIONS, Op, Role
 from penstock.ir.timeline import Timeline
 
 Floats = NDArray[np.float64]
@@ -22,8 +22,8 @@ FOOT = 0.17
 """The height of a bar, as a share of the lane's."""
 _SORT_OF_OP = {
     op: OPTIMIZER_STEP if op is Op.OPTIMIZER_STEP else COLLECTIVE
-    for op, info in INSTRUCTIONS.items()
-    if info.is_collective
+    for op, info in OPERATIONS.items()
+    if info.role is Role.COLLECTIVE
 }
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE
+from penstock.ir.operations import KIND_INDEX
 from penstock.ir.timeline import Timeline
 from penstock.show.bars import bars_of_rank, last_end_s
 from penstock.show.columns import tick_for, whole_ticks
@@ -146,7 +147,7 @@ def _columns(facts: _Facts, blocks: Blocks, tick_s: float, *, in_bytes: bool) ->
     return {
         "gap": (begin - np.append(0, end[:-1])[: len(end)]).astype(np.int32),
         "duration": (end - begin).astype(np.uint32),
-        "kind": blocks.kind.astype(np.uint8),
+        "kind": KIND_INDEX[blocks.kind].astype(np.uint8),
         "half": np.where(blocks.low > 0, UPPER, np.where(blocks.high < 1, LOWER, 0)).astype(np.uint8),
         "shade": blocks.shade.astype(np.uint8),
         "stage": program.stage[rows].astype(np.uint32),

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.instruction import Op
-from penstock.ir.live import live_activations, live_bytes
+from penstock.ir.live import live_activations, live_bytes, taken_bytes
 from penstock.ir.timeline import Timeline
 
 
@@ -37,12 +36,12 @@ def memory_levels(timeline: Timeline, *, in_bytes: bool | None = None) -> Memory
     counts_bytes = known if in_bytes is None else in_bytes
     if counts_bytes:
         held = live_bytes(program, timeline.activation_bytes, timeline.weight_context_bytes)
-        taken = timeline.activation_bytes[program.stage]
+        taken = taken_bytes(program, timeline.activation_bytes)
     else:
         held = live_activations(program)
-        taken = np.ones(program.num_instructions, np.int64)
+        taken = taken_bytes(program, np.ones(program.num_stages, np.int64))
     # What a row leaves behind is what its successor finds, before that one takes anything.
-    found = held - np.where(program.op == Op.FORWARD, taken, 0)
+    found = held - taken
     kept = np.zeros_like(held)
     for rank in range(timeline.num_ranks):
         rows = timeline.compute_rows(rank)

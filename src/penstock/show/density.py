@@ -14,7 +14,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.action import Kind
+from penstock.ir.operations import KIND_INDEX, Kind
 from penstock.ir.timeline import Timeline
 from penstock.show.layout import Blocks, blocks_of_rank, num_shades
 
@@ -56,7 +56,7 @@ def density_of(timeline: Timeline, edges_s: Floats, lanes: list[range]) -> Densi
     for lane, ranks in enumerate(lanes):
         for rank in ranks:
             blocks = blocks_of_rank(timeline, rank)
-            category = blocks.kind * shades + blocks.shade
+            category = KIND_INDEX[blocks.kind] * shades + blocks.shade
             for index in np.unique(category).tolist():
                 share[lane, :, index] += _busy_s(blocks, category == index, edges_s)
         share[lane] /= len(ranks)

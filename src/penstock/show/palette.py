@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import ConfigError, nearest
-from penstock.ir.action import Kind
+from penstock.ir.operations import OPERATIONS, Kind, Op
 
 Rgb = tuple[float, ...]
 """Red, green and blue, from 0 to 1."""
@@ -44,20 +44,8 @@ THEMES = {
     )
 }  # fmt: skip
 
-RAMP_OF_KIND = {
-    Kind.FORWARD: ("#1F6FB5", "#4A9FE0", "#93C8F2"),
-    Kind.BACKWARD: ("#B35E00", "#F29D1F", "#FFC766"),
-    Kind.BACKWARD_INPUT: ("#3E9B77", "#74CDA6", "#B4EBD0"),
-    Kind.BACKWARD_WEIGHT: ("#6E2152", "#A8487F", "#D68FB5"),
-}
-"""From deep over the usual one to pale."""
-
-NAME_OF_KIND = {
-    Kind.FORWARD: "F forward",
-    Kind.BACKWARD: "B backward",
-    Kind.BACKWARD_INPUT: "I backward, input part",
-    Kind.BACKWARD_WEIGHT: "W backward, weight part",
-}
+NAME_OF_KIND = {kind: f"{kind.letter} {OPERATIONS[Op(kind)].name.lower()}" for kind in Kind}
+"""As in a legend."""
 COLLECTIVE_COLOUR = "#9933FF"
 """Of the bars over blocks of any kind; optimizer steps, which lie on no block, are drawn in the theme's ink."""
 DARK_INK, LIGHT_INK = "#101214", "#FFFFFF"
@@ -78,7 +66,14 @@ def find_theme(name: str) -> Theme:
 def block_colours(num_shades: int) -> dict[Kind, tuple[str, ...]]:
     """Return, per kind, one colour for each stage of a rank; the usual one where a rank holds a single stage."""
     places = [0.5] if num_shades == 1 else [shade / (num_shades - 1) for shade in range(num_shades)]
-    return {kind: tuple(to_hex(blend(ramp, place)) for place in places) for kind, ramp in RAMP_OF_KIND.items()}
+    return {kind: tuple(to_hex(blend(colors_of(kind), place)) for place in places) for kind in Kind}
+
+
+def colors_of(kind: Kind) -> tuple[str, ...]:
+    """Return the ramp of a kind, from dark over the usual color to pale."""
+    colors = OPERATIONS[Op(kind)].colors
+    assert colors is not None, "every computation has colors"
+    return colors
 
 
 def ink_on(colour: str) -> str:

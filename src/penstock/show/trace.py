@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
 from penstock.ir.deps import predecessors
-from penstock.ir.instruction import INSTRUCTIONS, Op
+from penstock.ir.operations import OPERATIONS, Op
 from penstock.ir.timeline import Timeline
 from penstock.show.curve import memory_curves
 
@@ -141,7 +141,7 @@ def _slices(
     for row, rank in enumerate(program.rank_of_row):
         instruction = program.instruction(row)
         args: Event = {"instruction": str(instruction), "stage": instruction.stage, "timeline": name}
-        if INSTRUCTIONS[instruction.op].names_microbatch:
+        if not OPERATIONS[instruction.op].is_of_stage:
             args["microbatch"] = instruction.microbatch
         if instruction.slice:
             args["slice"] = instruction.slice

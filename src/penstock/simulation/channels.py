@@ -13,15 +13,13 @@ from numpy.typing import NDArray
 from penstock.errors import ScheduleError
 from penstock.ir.deps import NONE
 from penstock.ir.hot import blocks
-from penstock.ir.instruction import Op
+from penstock.ir.operations import IS_COMPUTE, IS_RECEIVE, IS_SEND, Op
 from penstock.ir.program import Program
 from penstock.simulation.costs.costs import Costs
 from penstock.simulation.costs.messages import BACKWARD, FORWARD, MessageCosts, message_costs
 from penstock.simulation.lanes import Lanes, Rows
 
 DIRECTION_OF_SEND = {Op.SEND_FORWARD: FORWARD, Op.SEND_BACKWARD: BACKWARD}
-IS_RECEIVE = np.array([op.is_receive for op in Op])
-IS_COMPUTE = np.array([op.is_compute for op in Op])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +103,7 @@ def _let_consumers_wait(program: Program, before: NDArray[np.int32]) -> None:
 
 def _queue(program: Program, table: MessageCosts, factors: NDArray[np.float64], lanes: Lanes) -> tuple[Rows, Rows]:
     """Give each message of an exclusive channel a row of the channel's lane; return the sends and these rows."""
-    sends = _rows_where(program, np.array([op.is_send for op in Op]))
+    sends = _rows_where(program, IS_SEND)
     key = program.op[sends] * np.int32(program.num_stages) + program.stage[sends]
     is_queued = np.take(_by_op(table.is_exclusive.astype(np.float64)), key) > 0
     queued, key = sends[is_queued], key[is_queued]

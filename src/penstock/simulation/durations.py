@@ -16,8 +16,7 @@ def durations_s(program: Program, costs: Costs) -> NDArray[np.float64]:
     Raises:
         ConfigError: if the costs are for another number of stages, or do not know a kind that the program runs.
     """
-    table = np.zeros((len(Op), program.num_stages))
-    table[: len(Kind)] = costs.durations_s(program.num_stages)
+    table = costs.durations_s(program.num_stages)
     _require_known(program, table, costs)
     if costs.split_forward_s:
         is_split = _splits_backwards(program)

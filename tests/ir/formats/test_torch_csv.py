@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import FormatError
 from penstock.ir.formats.torch_csv import program_from_csv, program_to_csv, schedule_from_csv, schedule_to_csv
-from penstock.ir.program import COLUMNS, Program
+from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.lowering.assign_slots import assign_slots
@@ -26,7 +26,7 @@ NOISE = st.text('0123456789FBIWRECVSENDOLAP_UH.;()",\n\r \t\0\ufeffé', max_size
 
 
 def assert_same_columns(program, other):
-    for name in (*COLUMNS, "offsets", "route_of_microbatch"):
+    for name in (*Program.COLUMNS, "offsets", "route_of_microbatch"):
         assert np.array_equal(getattr(program, name), getattr(other, name)), name
 
 
@@ -106,7 +106,7 @@ def test_what_torch_does_not_have_can_be_left_out():
     program = lower(build("1f1b", ranks=2, microbatches=1), tied_groups=[(0, 1)], optimizer_step=True)
 
     assert "0REDUCE_TIED0,0STEP" in program_to_csv(program)
-    assert program_to_csv(program, torch_only=True).splitlines()[1] == "1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD"
+    assert program.to_csv(torch_only=True).splitlines()[1] == "1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.ir.action import Kind
+from penstock.ir.operations import IS_COMPUTE, Kind, Op
 from penstock.simulation import Costs
 from penstock.simulation.costs.costs import Channel
 
@@ -64,8 +64,8 @@ def test_a_kind_without_entries_is_unknown(name):
 
     unknown = np.isnan(costs.durations_s(3)).all(axis=1)
 
-    # A whole backward is the sum of its parts.
-    assert unknown.sum() == (name != "backward_s")
+    # A whole backward is the sum of its parts, and a forward that runs again takes as long as the first.
+    assert unknown.sum() == {"backward_s": 0, "recompute_s": 0, "forward_s": 2}.get(name, 1)
     assert costs.durations_s(3)[Kind.BACKWARD].tolist() == [2, 2, 2]
 
 
@@ -106,11 +106,14 @@ def test_durations_are_by_kind_and_stage():
 
     durations_s = costs.durations_s(2)
 
-    assert durations_s.shape == (len(Kind), 2)
+    assert durations_s.shape == (len(Op), 2)
+    assert (durations_s[~IS_COMPUTE] == 0).all()
     assert durations_s[Kind.FORWARD].tolist() == [1, 2]
     assert durations_s[Kind.BACKWARD].tolist() == [3, 4]
     assert durations_s[Kind.BACKWARD_INPUT].tolist() == [5, 6]
     assert durations_s[Kind.BACKWARD_WEIGHT].tolist() == [7, 8]
+    assert durations_s[Kind.RECOMPUTE].tolist() == [1, 2]
+    assert replace(costs, recompute_s=(9.0,)).durations_s(2)[Kind.RECOMPUTE].tolist() == [9, 9]
 
 
 @pytest.mark.parametrize("num_stages", [1, 4])

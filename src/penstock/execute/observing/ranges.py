@@ -8,33 +8,18 @@ from torch.cuda import nvtx
 from torch.profiler import record_function
 
 from penstock.execute.calls import Bound, Call, Change, around_each
-from penstock.ir.instruction import INSTRUCTIONS, Instruction, Op
+from penstock.ir.instruction import Instruction
+from penstock.ir.operations import OPERATIONS
 from penstock.ir.program import Program
 
-NAMES: dict[Op, str] = {
-    Op.FORWARD: "Forward",
-    Op.BACKWARD: "Backward",
-    Op.BACKWARD_INPUT: "Backward input",
-    Op.BACKWARD_WEIGHT: "Backward weight",
-    Op.SEND_FORWARD: "Send forward",
-    Op.RECEIVE_FORWARD: "Receive forward",
-    Op.SEND_BACKWARD: "Send backward",
-    Op.RECEIVE_BACKWARD: "Receive backward",
-    Op.UNSHARD: "Unshard",
-    Op.RESHARD: "Reshard",
-    Op.REDUCE_GRADIENT: "Reduce gradients",
-    Op.REDUCE_TIED: "Reduce tied gradients",
-    Op.OPTIMIZER_STEP: "Optimizer step",
-}
-"""What an operation is called in traces, in the words of the field's tools."""
 Open = Callable[[str], AbstractContextManager[object]]
 """Opens a range of this name."""
 
 
 def range_name(instruction: Instruction) -> str:
     """Return an instruction's name in traces, such as `Forward stage 2 microbatch 5`."""
-    name = f"{NAMES[instruction.op]} stage {instruction.stage}"
-    if INSTRUCTIONS[instruction.op].names_microbatch:
+    name = f"{OPERATIONS[instruction.op].name} stage {instruction.stage}"
+    if not OPERATIONS[instruction.op].is_of_stage:
         name += f" microbatch {instruction.microbatch}"
     return f"{name} slice {instruction.slice}" if instruction.slice else name
 

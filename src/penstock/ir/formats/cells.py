@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, FormatError, described, nearest
-from penstock.ir.instruction import INSTRUCTIONS, OP_OF_TEXT, Op
+from penstock.ir.operations import IS_COMPUTE, KIND_LETTERS, NAMES_MICROBATCH, OP_OF_TEXT, OPERATIONS, Op
 from penstock.placement import Placement
 
 Ints = NDArray[np.integer[Any]]
@@ -36,32 +36,15 @@ _OLD_NAME = re.compile(r"([0-9]+)BW([0-9]+)")
 _ANY_NAME = re.compile(r"[0-9]+([A-Z_]+)[0-9]*(?:\.[0-9]+)?")
 _EXPECTED = "expected stage, type, microbatch, and .slice if the sequence is cut, such as 2F0, 3SEND_F1 or 2F0.1"
 
-_WITH_MICROBATCH = frozenset(op for op, info in INSTRUCTIONS.items() if info.names_microbatch)
+_WITH_MICROBATCH = frozenset(op for op in Op if NAMES_MICROBATCH[op])
 _NUMBERED = _WITH_MICROBATCH | {Op.REDUCE_TIED}
 _LIMITS = np.array([MAX_NUMBER, MAX_NUMBER, MAX_NUMBER, MAX_SLICE])
 _Row = tuple[int, int, int, int]
 """Operation, stage, microbatch (or tied group), slice."""
 
 
-class ActionTable(Protocol):
-    """The columns of actions, as a schedule has them."""
-
-    @property
-    def kind(self) -> Ints: ...
-    @property
-    def stage(self) -> Ints: ...
-    @property
-    def microbatch(self) -> Ints: ...
-    @property
-    def slice(self) -> Ints: ...
-    @property
-    def joined(self) -> NDArray[np.bool_]: ...
-    @property
-    def offsets(self) -> Ints: ...
-
-
-class InstructionTable(Protocol):
-    """The columns of instructions, as a program has them."""
+class Rows(Protocol):
+    """The columns that every table has."""
 
     @property
     def op(self) -> Ints: ...
@@ -72,11 +55,16 @@ class InstructionTable(Protocol):
     @property
     def slice(self) -> Ints: ...
     @property
-    def peer(self) -> Ints: ...
-    @property
     def joined(self) -> NDArray[np.bool_]: ...
     @property
     def offsets(self) -> Ints: ...
+
+
+class InstructionRows(Rows, Protocol):
+    """The columns of a program."""
+
+    @property
+    def peer(self) -> Ints: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,11 +85,11 @@ class Cells:
     @property
     def is_schedule(self) -> bool:
         """Whether there are actions only, no communication and no collectives."""
-        return bool((self.op <= Op.BACKWARD_WEIGHT).all())
+        return bool(IS_COMPUTE[self.op].all())
 
     @property
     def names_microbatch(self) -> NDArray[np.bool_]:
-        return np.isin(self.op, list(_WITH_MICROBATCH))
+        return NAMES_MICROBATCH[self.op]
 
     def place(self, row: int) -> tuple[int, int, int]:
         """Return (rank, cell, 0) of a row, as `Fail` takes it."""
@@ -110,23 +98,23 @@ class Cells:
         return rank, row - begin - int(self.joined[begin:row].sum()), 0
 
 
-def action_cells(table: ActionTable) -> list[list[str]]:
+def action_cells(table: Rows) -> list[list[str]]:
     """Return the cells of every rank of a schedule."""
-    return _rank_cells(table, table.kind, table.microbatch)
+    return _rank_cells(table, table.microbatch)
 
 
-def instruction_cells(table: InstructionTable) -> list[list[str]]:
+def instruction_cells(table: InstructionRows) -> list[list[str]]:
     """Return the cells of every rank of a program."""
     number = np.where(table.op == Op.REDUCE_TIED, table.peer, table.microbatch)
-    return _rank_cells(table, table.op, number)
+    return _rank_cells(table, number)
 
 
-def _rank_cells(table: ActionTable | InstructionTable, op: Ints, number: Ints) -> list[list[str]]:
+def _rank_cells(table: Rows, number: Ints) -> list[list[str]]:
     """Cells per rank; `number` is what follows the name of the operation."""
     texts = [
-        f"{stage}{INSTRUCTIONS[Op(code)].text}{value if code in _NUMBERED else ''}{f'.{part}' if part else ''}"
+        f"{stage}{OPERATIONS[Op(code)].text}{value if code in _NUMBERED else ''}{f'.{part}' if part else ''}"
         for code, stage, value, part in zip(
-            op.tolist(), table.stage.tolist(), number.tolist(), table.slice.tolist(), strict=True
+            table.op.tolist(), table.stage.tolist(), number.tolist(), table.slice.tolist(), strict=True
         )
     ]
     for first in np.flatnonzero(table.joined).tolist():
@@ -226,8 +214,8 @@ def _parse_pair(cell: str) -> list[_Row]:
         if single is None:
             raise _misfit(pair[group], pair.start(group))
         rows.append(_row(single))
-        if rows[-1][0] > Op.BACKWARD_WEIGHT:
-            problem = f"{pair[group]!r} cannot overlap; expected F, B, I or W in a pair"
+        if not IS_COMPUTE[rows[-1][0]]:
+            problem = f"{pair[group]!r} cannot overlap; expected {KIND_LETTERS} in a pair"
             raise FormatError(problem, column=pair.start(group) + 1)
     return rows
 

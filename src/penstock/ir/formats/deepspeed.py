@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, FormatError
-from penstock.ir.action import Kind
 from penstock.ir.formats.deepspeed_streams import SEQUENTIAL, Listing, Stream, listing_of, streams
+from penstock.ir.operations import Kind
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
 

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, count_of
-from penstock.ir.action import Kind
 from penstock.ir.deps import NONE, predecessors
+from penstock.ir.operations import Kind, Op
 from penstock.ir.schedule import Schedule
 from penstock.ir.walk import walk
 
@@ -93,7 +93,7 @@ def _refuse_other_forms(schedule: Schedule, listing: Listing) -> None:
         raise _refusal(problem, "stage s on rank s")
     if schedule.num_slices > 1:
         raise _refusal(f"its microbatches are cut into {schedule.num_slices} slices", "whole microbatches")
-    if schedule.joined.any() or (schedule.kind > Kind.BACKWARD).any():
+    if schedule.joined.any() or set(schedule.ops) - {Op.FORWARD, Op.BACKWARD}:
         raise _refusal("it splits backwards or overlaps actions", "F and whole B, one after the other")
     everyone = np.arange(schedule.num_microbatches)
     backwards = everyone[:0] if listing is Listing.INFERENCE else everyone

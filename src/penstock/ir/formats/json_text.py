@@ -21,17 +21,17 @@ from numpy.typing import NDArray
 from penstock.errors import FormatError, ScheduleError, nearest
 from penstock.ir.formats.cells import (
     MAX_NUMBER,
-    ActionTable,
     Cells,
-    InstructionTable,
+    InstructionRows,
     Ints,
+    Rows,
     action_cells,
     instruction_cells,
     parse_cells,
     refuse_sparse,
     require_text,
 )
-from penstock.ir.instruction import Op
+from penstock.ir.operations import IS_COMPUTE, Op
 from penstock.placement import Placement
 
 SCHEDULE_FORMAT = "penstock-schedule"
@@ -62,11 +62,11 @@ class _Metadata(Protocol):
     def route_of_microbatch(self) -> Ints: ...
 
 
-class ScheduleTable(ActionTable, _Metadata, Protocol):
+class ScheduleTable(Rows, _Metadata, Protocol):
     """What is written of a schedule."""
 
 
-class ProgramTable(InstructionTable, _Metadata, Protocol):
+class ProgramTable(InstructionRows, _Metadata, Protocol):
     """What is written of a program."""
 
     @property
@@ -107,9 +107,9 @@ def schedule_from_json(text: str, make: Callable[..., Table], *, file: str = "<t
     document = reader.document(text, SCHEDULE_FORMAT, _SCHEDULE_KEYS)
     cells, fields = reader.table(document)
     if not cells.is_schedule:
-        rank, index, _ = cells.place(int(np.argmax(cells.op > Op.BACKWARD_WEIGHT)))
+        rank, index, _ = cells.place(int(np.argmax(~IS_COMPUTE[cells.op])))
         raise reader.fail(f"ranks[{rank}][{index}]", "a schedule has no communication; expected an action such as 0F0")
-    return make(**fields, kind=cells.op, microbatch=cells.microbatch)
+    return make(**fields, op=cells.op, microbatch=cells.microbatch)
 
 
 def program_from_json(text: str, make: Callable[..., Table], *, file: str = "<text>") -> Table:

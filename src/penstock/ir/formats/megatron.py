@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, FormatError, count_of
-from penstock.ir.action import Kind
 from penstock.ir.formats.cells import MAX_CELLS
+from penstock.ir.operations import Kind, Op
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
 
@@ -129,7 +129,7 @@ def _read_off(schedule: Schedule) -> tuple[_Form, list[int]]:
         raise _refusal(problem, "a loop with as many stages on each rank, 2 or more")
     if schedule.num_slices > 1:
         raise _refusal(f"its microbatches are cut into {schedule.num_slices} slices", "whole microbatches")
-    if schedule.joined.any() or (schedule.kind > Kind.BACKWARD).any():
+    if schedule.joined.any() or set(schedule.ops) - {Op.FORWARD, Op.BACKWARD}:
         raise _refusal("it splits backwards or overlaps actions", "F and whole B, one after the other")
     leading = [_num_leading(schedule.kind[begin:end] == Kind.FORWARD) for begin, end in _bounds(schedule)]
     form = _Form(num_ranks, num_microbatches, num_local_stages, _group_size(schedule))

@@ -13,43 +13,39 @@ from typing import TypeVar
 import numpy as np
 
 from penstock.errors import FormatError
+from penstock.ir.deps import peers_of_messages
 from penstock.ir.formats.cells import (
     MAX_CELLS,
-    ActionTable,
     Cells,
     Fail,
-    InstructionTable,
+    InstructionRows,
     Layout,
+    Rows,
     action_cells,
     infer_layout,
     instruction_cells,
     parse_cells,
     require_text,
 )
-from penstock.ir.instruction import INSTRUCTIONS, Op
+from penstock.ir.operations import IS_BACKWARD, IS_COMPUTE, IS_MESSAGE, NEEDS_BACKWARD, OPERATIONS, At, Op, peer_at
 from penstock.placement import Placement
 
 Table = TypeVar("Table")
 
-_NOT_IN_TORCH = tuple(INSTRUCTIONS[op].text for op in (Op.REDUCE_TIED, Op.OPTIMIZER_STEP))
 _BLANK = " \t"
 
 
-def schedule_to_csv(schedule: ActionTable) -> str:
+def schedule_to_csv(schedule: Rows) -> str:
     """Write the actions of each rank, without idle slots; lines end in CR LF."""
     return _to_lines(action_cells(schedule))
 
 
-def program_to_csv(program: InstructionTable, *, torch_only: bool = False) -> str:
+def program_to_csv(program: InstructionRows) -> str:
     """Write the instructions of each rank; lines end in CR LF.
 
-    Slots are not written, and tied groups only as far as they are reduced. `torch_only` leaves out what torch does not
-    have.
+    Slots are not written, and tied groups only as far as they are reduced.
     """
-    ranks = instruction_cells(program)
-    if torch_only:
-        ranks = [[cell for cell in cells if not any(name in cell for name in _NOT_IN_TORCH)] for cells in ranks]
-    return _to_lines(ranks)
+    return _to_lines(instruction_cells(program))
 
 
 def schedule_from_csv(
@@ -66,7 +62,7 @@ def schedule_from_csv(
         FormatError: with line and column, for whatever is not exactly such a text.
     """
     cells, layout, fail = _read(text, file, num_ranks)
-    communication = np.flatnonzero(cells.op > Op.BACKWARD_WEIGHT)
+    communication = np.flatnonzero(~IS_COMPUTE[cells.op])
     if len(communication):
         place = cells.place(int(communication[0]))
         raise fail("the text has communication; expected actions alone. Read it as a program", *place)
@@ -76,7 +72,7 @@ def schedule_from_csv(
         num_microbatches=layout.num_microbatches,
         num_slices=layout.num_slices,
         route_of_microbatch=layout.route_of_microbatch,
-        kind=cells.op,
+        op=cells.op,
         stage=cells.stage,
         microbatch=cells.microbatch,
         slice=cells.slice,
@@ -104,7 +100,7 @@ def program_from_csv(
     cells, layout, fail = _read(text, file, num_ranks)
     _refuse_idle_cells(text, file)
     is_tied = cells.op == Op.REDUCE_TIED
-    has_backward = bool(((cells.op > Op.FORWARD) & (cells.op <= Op.BACKWARD_WEIGHT)).any())
+    is_training, has_updates = bool(IS_BACKWARD[cells.op].any()), bool(NEEDS_BACKWARD[cells.op].any())
     return make(
         name=name,
         placement=layout.placement,
@@ -120,7 +116,7 @@ def program_from_csv(
         slot=np.zeros(len(cells.op), np.int32),
         joined=cells.joined,
         offsets=cells.offsets,
-        omits_reductions=has_backward and not bool((cells.op >= Op.REDUCE_GRADIENT).any()),
+        omits_reductions=is_training and not has_updates,
     )
 
 
@@ -184,24 +180,17 @@ def _refuse_idle_cells(text: str, file: str) -> None:
 
 def _peers(cells: Cells, placement: Placement, fail: Fail) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     """[num_rows] the other end of each message, the tied group of each tied reduction, else the own stage."""
-    neighbours = {
-        Op.SEND_FORWARD: placement.next_stage,
-        Op.RECEIVE_FORWARD: placement.previous_stage,
-        Op.SEND_BACKWARD: placement.previous_stage,
-        Op.RECEIVE_BACKWARD: placement.next_stage,
-    }
-    peer = np.where(cells.op == Op.REDUCE_TIED, cells.microbatch, cells.stage).astype(np.int32)
-    for op, neighbour in neighbours.items():
-        rows = np.flatnonzero(cells.op == op)
-        peer[rows] = np.array(neighbour, np.int32)[cells.stage[rows]]
+    is_tied = cells.op == Op.REDUCE_TIED
+    of_messages = peers_of_messages(placement)[cells.op, cells.stage]
+    peer = np.where(IS_MESSAGE[cells.op], of_messages, np.where(is_tied, cells.microbatch, cells.stage))
     lost = np.flatnonzero(peer < 0)
     if len(lost):
         row = int(lost[0])
         op = Op(int(cells.op[row]))
-        side = "after" if op in (Op.SEND_FORWARD, Op.RECEIVE_BACKWARD) else "before"
-        problem = f"{cells.stage[row]}{INSTRUCTIONS[op].text}: there is no stage {side} stage {cells.stage[row]}"
+        side = "after" if peer_at(op) is At.DOWNSTREAM else "before"
+        problem = f"{cells.stage[row]}{OPERATIONS[op].text}: there is no stage {side} stage {cells.stage[row]}"
         raise fail(f"{problem}; expected no such message", *cells.place(row))
-    return peer
+    return peer.astype(np.int32)
 
 
 def _tied_groups(cells: Cells, fail: Fail) -> tuple[tuple[int, ...], ...]:

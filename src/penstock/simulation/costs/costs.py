@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
-from penstock.ir.action import Kind
+from penstock.ir.operations import NUM_OPS, Kind
 from penstock.simulation.costs.analytic import Machine, figures
 from penstock.simulation.costs.rules import require_cost, require_costs
 from penstock.simulation.costs.transformer import Transformer
@@ -23,6 +23,7 @@ FIELD_OF_KIND = {
     Kind.BACKWARD: "backward_s",
     Kind.BACKWARD_INPUT: "backward_input_s",
     Kind.BACKWARD_WEIGHT: "backward_weight_s",
+    Kind.RECOMPUTE: "recompute_s",
 }
 
 COMPUTE_FIELDS = (*FIELD_OF_KIND.values(), "split_forward_s")
@@ -65,11 +66,13 @@ class Costs:
     """
 
     forward_s: PerStage = ()
-    """Of the four kinds, those without entries are unknown: a program that runs them is refused."""
+    """Of the kinds, those without entries are unknown: a program that runs them is refused."""
     backward_input_s: PerStage = ()
     backward_weight_s: PerStage = ()
     backward_s: PerStage = ()
     """A whole backward; the sum of its parts unless given."""
+    recompute_s: PerStage = ()
+    """A forward that runs again before its backward; as long as the first one unless given."""
     split_forward_s: PerStage = ()
     """A forward of a stage whose backwards run in two parts, which it has to prepare; as any other unless given."""
     overlap_factor: float = 1.0
@@ -133,11 +136,13 @@ class Costs:
         backward_input: float = 1.0,
         backward_weight: float = 1.0,
         backward: float | None = None,
+        recompute: float | None = None,
         transfer: float = 0.0,
         **others: Any,
     ) -> "Costs":
-        """The same seconds on every stage; `backward` is the sum of its parts unless given, `transfer` a pure delay.
+        """The same seconds on every stage; `backward` is the sum of its parts and `recompute` the forward unless given.
 
+        `transfer` is a pure delay.
         Each of the `others` that has several entries may be given as one number for all.
         """
         listed = {each.name for each in fields(cls) if isinstance(each.default, tuple)}
@@ -148,6 +153,7 @@ class Costs:
             backward_input_s=(backward_input,),
             backward_weight_s=(backward_weight,),
             backward_s=(whole,),
+            recompute_s=() if recompute is None else (recompute,),
             latency_s=transfer,
             **others,
         )
@@ -164,10 +170,14 @@ class Costs:
         return cls(**figures(model, machine, layers_per_stage))
 
     def durations_s(self, num_stages: int) -> NDArray[np.float64]:
-        """[4, num_stages] seconds by `Kind` and stage; NaN where unknown."""
-        table = np.array([self._kind_s(name, num_stages) for name in FIELD_OF_KIND.values()])
+        """[num_ops, num_stages] seconds of computations by operation and stage; NaN where unknown."""
+        table = np.zeros((NUM_OPS, num_stages))
+        for kind, name in FIELD_OF_KIND.items():
+            table[kind] = self._kind_s(name, num_stages)
         if not self.backward_s:
             table[Kind.BACKWARD] = table[Kind.BACKWARD_INPUT] + table[Kind.BACKWARD_WEIGHT]
+        if not self.recompute_s:
+            table[Kind.RECOMPUTE] = table[Kind.FORWARD]
         return table
 
     def bytes_per_stage(self, name: str, num_stages: int) -> NDArray[np.int64]:

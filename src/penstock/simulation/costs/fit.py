@@ -8,8 +8,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.action import Kind
-from penstock.ir.instruction import Op
+from penstock.ir.operations import NUM_OPS, Kind, Op
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.simulation.costs.costs import Channel, Costs, PerStage, Spread
@@ -73,7 +72,8 @@ def costs_from_timelines(
     """
     program = timelines[0].program
     samples = _samples(timelines)
-    forward, whole, inputs, weights = _usual_s(samples, program.num_stages)
+    found = _usual_s(samples, program.num_stages)
+    forward, whole, inputs, weights = found[: Kind.BACKWARD_WEIGHT + 1]
     prepared = np.where(np.isnan(inputs), forward * shares.forward, forward)
     forward = np.where(np.isnan(inputs), forward, forward / shares.forward)
     whole = np.where(np.isnan(whole), (inputs + weights) / (shares.input + shares.weight), whole)
@@ -93,6 +93,9 @@ def costs_from_timelines(
         backward_s=_per_stage(whole),
         backward_input_s=_per_stage(inputs),
         backward_weight_s=_per_stage(weights),
+        recompute_s=_per_stage(np.where(np.isnan(found[Kind.RECOMPUTE]), forward, found[Kind.RECOMPUTE]))
+        if Op.RECOMPUTE in program.ops
+        else (),
         optimizer_s=_optimizer_s(timelines),
         latency_s=usual.latency_s,
         bandwidth_bytes_per_s=usual.bandwidth_bytes_per_s,
@@ -119,8 +122,8 @@ def _samples(timelines: Sequence[Timeline]) -> Samples:
 
 
 def _usual_s(samples: Samples, num_stages: int) -> Floats:
-    """[4, num_stages] usual seconds by kind and stage; NaN where none ran."""
-    table = np.full((len(Kind), num_stages), np.nan)
+    """[num_ops, num_stages] usual seconds by kind and stage; NaN where none ran."""
+    table = np.full((NUM_OPS, num_stages), np.nan)
     for (kind, stage), seconds in samples.items():
         table[kind, stage] = usual_s(seconds)
     return table

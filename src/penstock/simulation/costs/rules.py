@@ -6,7 +6,7 @@ import numpy as np
 
 from penstock.errors import ConfigError, described
 
-MAY_BE_UNKNOWN = ("forward_s", "backward_s", "backward_input_s", "backward_weight_s", "split_forward_s")
+MAY_BE_UNKNOWN = ("forward_s", "backward_s", "backward_input_s", "backward_weight_s", "recompute_s", "split_forward_s")
 NUMBERS = (int, float, np.integer, np.floating)
 MAY_BE_INFINITE = "bandwidth_bytes_per_s"
 

@@ -1,25 +1,24 @@
 """Costs in a short text, as on a command line: `F=1,I=1,W=1,B=2,transfer=0.1`, in seconds.
 
 F, I, W and B are those of one action of one stage (and slice), the same on every stage. B, the whole backward, is I + W
-unless given; without I and W, schedules that split backwards have no costs. `transfer` is a delay between different
-ranks, 0 unless given. Two actions that overlap take `overlap` times their sum, 1 unless given.
+unless given; without I and W, schedules that split backwards have no costs. R, a forward that runs again, takes F
+unless given. `transfer` is a delay between different ranks, 0 unless given. Two actions that overlap take `overlap`
+times their sum, 1 unless given.
 """
 
 import math
 from typing import Any
 
 from penstock.errors import ConfigError, nearest
-from penstock.simulation.costs.costs import Costs
+from penstock.ir.operations import Kind
+from penstock.simulation.costs.costs import FIELD_OF_KIND, Costs
 
+LISTED = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD, Kind.RECOMPUTE)
 FIELD_OF_KEY = {
-    "F": "forward_s",
-    "I": "backward_input_s",
-    "W": "backward_weight_s",
-    "B": "backward_s",
+    **{kind.letter: FIELD_OF_KIND[kind] for kind in LISTED},
     "transfer": "latency_s",
     "overlap": "overlap_factor",
 }
-ACTIONS = ("F", "I", "W", "B")
 EXAMPLE = "F=1,I=1,W=1,transfer=0.1"
 
 
@@ -48,7 +47,10 @@ def costs_from_text(text: str) -> Costs:
         raise ConfigError(
             f"{' and '.join(missing)} missing; give F, and I and W or at least B, such as {EXAMPLE}", key="costs"
         )
-    fields: dict[str, Any] = {FIELD_OF_KEY[key]: (value,) if key in ACTIONS else value for key, value in values.items()}
+    fields: dict[str, Any] = {
+        FIELD_OF_KEY[key]: (value,) if FIELD_OF_KEY[key] in FIELD_OF_KIND.values() else value
+        for key, value in values.items()
+    }
     return Costs(**fields)
 
 

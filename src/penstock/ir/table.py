@@ -1,0 +1,226 @@
+"""`Table`: what a schedule and a program share, columns of all ranks' rows that cannot be changed.
+
+    offsets  0           3           6        rank 0 has the rows 0, 1, 2, rank 1 the rows 3, 4, 5
+    op       F   F   B   F   B   F
+    stage    0   0   0   1   1   1
+
+Numbers that no table can hold are refused here, so all other code may use columns as indices. Whether the rows make
+sense is for `penstock.check` to prove.
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ScheduleError
+from penstock.ir.hot import blocks, frozen
+from penstock.ir.operations import IS_BACKWARD, IS_COMPUTE, NUM_OPS, Flags, Op
+from penstock.placement import Placement
+
+Ints = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Table(ABC):
+    """Columns with one entry per row, rank after rank; `offsets[rank]:offsets[rank + 1]` are the rows of one rank."""
+
+    COLUMNS: ClassVar[tuple[str, ...]] = ("op", "stage", "microbatch", "slice", "joined")
+    WHAT: ClassVar[str] = "table"
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    num_slices: int
+    route_of_microbatch: Ints
+    """[num_microbatches] the route of the placement that each microbatch travels."""
+    op: Ints
+    stage: Ints
+    microbatch: Ints
+    slice: Ints
+    joined: NDArray[np.bool_]
+    """True in the first row of an overlapped pair; the second is the next row."""
+    offsets: Ints
+
+    def __post_init__(self) -> None:
+        # Views, since a column that is locked would lock the array of whoever made the table.
+        for name in (*self.COLUMNS, "offsets", "route_of_microbatch"):
+            object.__setattr__(self, name, frozen(getattr(self, name)))
+        self._require_shapes()
+        self._require_range("op", 0, NUM_OPS - 1)
+        self._require_range("stage", 0, self.num_stages - 1)
+        self._require_range("microbatch", 0, self.num_microbatches - 1)
+        self._require_range("slice", 0, self.num_slices - 1)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.op)
+
+    @cached_property
+    def is_compute(self) -> NDArray[np.bool_]:
+        """[num_rows] which rows compute."""
+        return self._flagged(IS_COMPUTE)
+
+    @property
+    def is_backward(self) -> NDArray[np.bool_]:
+        """[num_rows] which rows are whole backwards or parts of one."""
+        return self._flagged(IS_BACKWARD)
+
+    @cached_property
+    def is_forward_only(self) -> bool:
+        return not any(IS_BACKWARD[op] for op in self.ops)
+
+    @cached_property
+    def rank_of_row(self) -> NDArray[np.int32]:
+        """[num_rows] the rank that runs each row."""
+        return np.repeat(np.arange(self.num_ranks, dtype=np.int32), np.diff(self.offsets))
+
+    @cached_property
+    def ops(self) -> list[Op]:
+        """The operations that occur, by ascending number."""
+        counts = np.zeros(NUM_OPS, np.int64)
+        for part in blocks(self.num_rows):
+            counts += np.bincount(self.op[part], minlength=NUM_OPS)
+        return [op for op in Op if counts[op]]
+
+    def rows_of(self, flags: Flags) -> NDArray[np.intp]:
+        """Return the rows whose operations have a flag, such as `operations.IS_SEND`, in order."""
+        is_there = any(flags[op] for op in self.ops)
+        return np.flatnonzero(self._flagged(flags)) if is_there else np.empty(0, np.intp)
+
+    def compute_rows(self, rank: int | None = None) -> NDArray[np.intp]:
+        """Return the rows that compute, of one rank or of all, in order."""
+        if rank is None:
+            return np.flatnonzero(self.is_compute)
+        begin, end = int(self.offsets[rank]), int(self.offsets[rank + 1])
+        return begin + np.flatnonzero(self.is_compute[begin:end])
+
+    def select(self, rows: NDArray[np.intp], *, name: str | None = None) -> Self:
+        """Return the table with only these rows, which ascend; a pair that loses a row is no pair any more."""
+        return replace(self, name=name or self.name, **self.selected(rows))
+
+    def selected(self, rows: NDArray[np.intp]) -> dict[str, Any]:
+        """Return the columns and offsets of these rows, which ascend."""
+        columns = {name: getattr(self, name)[rows] for name in self.COLUMNS}
+        columns["joined"] &= np.append(rows[1:] == rows[:-1] + 1, False)[: len(rows)]
+        return {**columns, "offsets": np.searchsorted(rows, self.offsets)}
+
+    @abstractmethod
+    def actions(self) -> Any:
+        """Return the computations alone, as a `Schedule`."""
+
+    @abstractmethod
+    def row(self, row: int) -> object:
+        """Return one row as a value, whose text is that of the formats."""
+
+    def digest(self) -> str:
+        """Return 64 hexadecimal digits that are equal for equal tables, whatever their names and integer types."""
+        digest = hashlib.sha256(repr(self._metadata).encode())
+        for name in (*self.COLUMNS, "offsets", "route_of_microbatch"):
+            digest.update(np.ascontiguousarray(getattr(self, name), np.int64).data)
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return self.num_ranks
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Table) or type(other) is not type(self):
+            return NotImplemented
+        columns = (*self.COLUMNS, "offsets", "route_of_microbatch")
+        return self._metadata == other._metadata and all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in columns
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.name!r}, ranks={self.num_ranks}, stages={self.num_stages}, "
+            f"microbatches={self.num_microbatches}, {self.WHAT}s={self.num_rows})"
+        )
+
+    @property
+    def _metadata(self) -> tuple[Any, ...]:
+        """What makes tables with the same columns different, apart from their names."""
+        return self.placement.rank_of_stage, self.placement.routes, self.num_microbatches, self.num_slices
+
+    def _flagged(self, flags: Flags) -> NDArray[np.bool_]:
+        found = np.empty(self.num_rows, np.bool_)
+        for part in blocks(self.num_rows):
+            flags.take(self.op[part], out=found[part], mode="clip")
+        return found
+
+    def _rows_of_rank(self, rank: int) -> range:
+        """The rows of a rank, which may be counted from the end.
+
+        Raises:
+            IndexError: if there is no such rank.
+        """
+        if not -self.num_ranks <= rank < self.num_ranks:
+            raise IndexError(f"rank {rank} of a {type(self).__name__.lower()} for {self.num_ranks} ranks")
+        return range(*self.offsets[rank % self.num_ranks :][:2].tolist())
+
+    def _require_shapes(self) -> None:
+        counts = {"microbatches": self.num_microbatches, "slices": self.num_slices}
+        for what, count in counts.items():
+            if count < 1:
+                raise ScheduleError(f"{self.name}: {count} {what}; expected 1 or more")
+        lengths = np.diff(self.offsets)
+        if len(lengths) != self.placement.num_ranks or (lengths < 0).any() or self.offsets[0] != 0:
+            raise ScheduleError(
+                f"{self.name}: the offsets {self.offsets.tolist()} are not those of {self.placement.num_ranks} ranks; "
+                "expected 0 and, for each rank, the end of its rows"
+            )
+        for name in self.COLUMNS:
+            column = getattr(self, name)
+            if column.shape != (self.offsets[-1],) or column.dtype.kind not in ("b" if name == "joined" else "iu"):
+                raise ScheduleError(
+                    f"{self.name}: the column {name} has shape {column.shape} and type {column.dtype}; expected "
+                    f"{self.offsets[-1]} {'booleans' if name == 'joined' else 'whole numbers'}"
+                )
+        routes, num_routes = self.route_of_microbatch, len(self.placement.routes)
+        if routes.shape != (self.num_microbatches,) or routes.dtype.kind not in "iu":
+            raise ScheduleError(
+                f"{self.name}: expected {self.num_microbatches} whole numbers in route_of_microbatch, one per "
+                f"microbatch, got an array of shape {routes.shape} and type {routes.dtype}"
+            )
+        wrong = np.flatnonzero((routes < 0) | (routes >= num_routes))
+        if len(wrong):
+            raise ScheduleError(
+                f"{self.name}: microbatch {wrong[0]} travels route {routes[wrong[0]]}; expected a route of the "
+                f"placement, from 0 and below {num_routes}"
+            )
+
+    def _require_range(self, what: str, smallest: int, largest: int | None) -> None:
+        """Refuse a column with a number out of range; None where there is no largest."""
+        column = getattr(self, what)
+        if column.min(initial=smallest) < smallest or (
+            largest is not None and column.max(initial=smallest) > max(largest, smallest)
+        ):
+            is_wrong = (column < smallest) if largest is None else (column < smallest) | (column > largest)
+            expected = f"{smallest} or more" if largest is None else f"from {smallest} to {largest}"
+            raise self._wrong_number(int(np.flatnonzero(is_wrong)[0]), what, expected)
+
+    def _wrong_number(self, row: int, what: str, expected: str) -> ScheduleError:
+        rank = int(np.searchsorted(self.offsets, row, side="right")) - 1
+        position = row - int(self.offsets[rank])
+        return out_of_range(self.name, rank, position, f"{what} {getattr(self, what)[row]}", expected)
+
+
+def out_of_range(name: str, rank: int, position: int, what: str, expected: str) -> ScheduleError:
+    """Return the error for a number that no such table can hold."""
+    return ScheduleError(
+        f"{name}, rank {rank}, position {position}: {what} is out of range; expected a number {expected}"
+    )

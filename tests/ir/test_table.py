@@ -1,0 +1,112 @@
+"""What schedules and programs share: parts of them, their digest, and what no table can hold."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from penstock.errors import ScheduleError
+from penstock.ir.action import OverlappedPair
+from penstock.ir.operations import IS_SEND, Op
+from penstock.ir.schedule import Schedule
+from penstock.lowering import lower
+from penstock.schedules import build
+from tests.strategies import feasible_schedules
+
+PROGRAM = lower(build("1f1b", ranks=2, microbatches=2), tied_groups=[(0, 1)], optimizer_step=True)
+
+
+@given(schedule=feasible_schedules())
+def test_the_computations_of_a_program_are_its_schedule(schedule):
+    program = lower(schedule)
+
+    assert program.actions() == schedule == schedule.actions()
+    assert program.select(program.compute_rows()).num_rows == schedule.num_rows
+    assert np.concatenate([program.compute_rows(rank) for rank in range(program.num_ranks)]).tolist() == (
+        program.compute_rows().tolist()
+    )
+
+
+def test_a_selection_keeps_order_ranks_and_whole_pairs():
+    schedule = build("dualpipe", ranks=4, microbatches=8)
+    forwards = np.flatnonzero(schedule.op == Op.FORWARD)
+
+    assert schedule.select(np.arange(schedule.num_rows)) == schedule
+    found = schedule.select(forwards, name="forwards")
+    assert (found.name, found.num_rows, found.joined.any()) == ("forwards", len(forwards), False)
+    assert any(isinstance(entry, OverlappedPair) for entry in schedule[0])
+    assert not any(isinstance(entry, OverlappedPair) for entry in found[0])
+    assert [action for rank in found for action in rank] == [schedule.action(row) for row in forwards]
+
+
+def test_rows_and_operations_are_found_by_what_they_are():
+    assert {str(PROGRAM.instruction(row)) for row in PROGRAM.rows_of(IS_SEND)} == {
+        "0SEND_F0", "0SEND_F1", "1SEND_B0", "1SEND_B1",
+    }  # fmt: skip
+    assert PROGRAM.actions().ops == [Op.FORWARD, Op.BACKWARD]
+    assert not len(PROGRAM.actions().rows_of(IS_SEND))
+
+
+def test_the_digest_tells_tables_apart_but_not_their_names_and_integer_types():
+    schedule = build("1f1b", ranks=2, microbatches=3)
+    other = build("gpipe", ranks=2, microbatches=3)
+
+    assert replace(schedule, name="other", stage=schedule.stage.astype(np.int64)).digest() == schedule.digest()
+    tables = (schedule, other, lower(schedule), lower(schedule, tied_groups=[(0, 1)]), schedule.forward_only())
+    assert len({table.digest() for table in tables}) == len(tables)
+
+
+def test_making_a_table_does_not_lock_the_arrays_it_is_made_of():
+    stage = np.zeros(2, np.int32)
+    schedule = build("gpipe", ranks=1, microbatches=1)
+
+    table = replace(schedule, stage=stage)
+
+    stage[0] = 0
+    with pytest.raises(ValueError, match="read-only"):
+        table.stage[0] = 0
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "told"),
+    [
+        ("op", 14, "op 14 is out of range; expected a number from 0 to 13"),
+        ("stage", 2, "stage 2 is out of range; expected a number from 0 to 1"),
+        ("microbatch", 2, "microbatch 2 is out of range"),
+        ("slice", 1, "slice 1 is out of range; expected a number from 0 to 0"),
+        ("peer", -1, "peer -1 is out of range"),
+        ("slot", -1, "slot -1 is out of range; expected a number 0 or more"),
+    ],
+)
+def test_a_number_out_of_range_is_named_with_its_place(column, value, told):
+    numbers = getattr(PROGRAM, column).copy()
+    numbers[int(PROGRAM.offsets[1]) + 3] = value
+
+    with pytest.raises(ScheduleError, match=f"1f1b, rank 1, position 3: {told}"):
+        replace(PROGRAM, **{column: numbers})
+
+
+@pytest.mark.parametrize(
+    ("op", "column", "told"),
+    [
+        (Op.OPTIMIZER_STEP, "microbatch", "microbatch 1 is out of range; expected a number 0, since the operation has"),
+        (Op.REDUCE_TIED, "peer", "peer 1 is out of range; expected a number of a tied group, below 1"),
+    ],
+)
+def test_stray_numbers_of_collectives_are_refused(op, column, told):
+    numbers = getattr(PROGRAM, column).copy()
+    numbers[np.flatnonzero(PROGRAM.op == op)[0]] = 1
+
+    with pytest.raises(ScheduleError, match=told):
+        replace(PROGRAM, **{column: numbers})
+
+
+def test_a_schedule_holds_computations_alone():
+    schedule = build("1f1b", ranks=2, microbatches=2)
+    ops = schedule.op.copy()
+    ops[1] = Op.SEND_FORWARD
+
+    with pytest.raises(ScheduleError, match=r"rank 0, position 1: op 4 .* of a kind \(F, B, I, W or R\)"):
+        replace(schedule, op=ops)
+    assert isinstance(schedule, Schedule)
