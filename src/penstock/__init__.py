@@ -15,6 +15,7 @@ from typing import Any
 from penstock.errors import ConfigError, PenstockError, PipelineError, ScheduleError
 from penstock.ir.action import Action, Kind
 from penstock.ir.program import Program
+from penstock.ir.recompute import with_recompute
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.placement import Placement
@@ -65,4 +66,5 @@ __all__ = [
     "lower",
     "plan",
     "simulate",
+    "with_recompute",
 ]

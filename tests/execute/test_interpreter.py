@@ -104,11 +104,15 @@ def random_schedule(seed):
     ranks = [chance.randrange(3) for _ in range(num_stages)]
     ranks = [sorted(set(ranks)).index(rank) for rank in ranks]
     is_split = {(s, m): chance.random() < 0.5 for s in range(num_stages) for m in range(num_microbatches)}
-    open_actions = [Action(kind, s, m) for kind in Kind for s, m in is_split if (kind in (2, 3)) == is_split[s, m]]
+    open_actions = [
+        Action(kind, s, m) for kind in map(Kind, range(4)) for s, m in is_split if (kind in (2, 3)) == is_split[s, m]
+    ]
     open_actions += [Action(Kind.FORWARD, s, m) for s, m in is_split if is_split[s, m]]
+    again = {(s, m) for s, m in is_split if chance.random() < 0.3}
+    open_actions += [Action(Kind.RECOMPUTE, s, m) for s, m in sorted(again)]
     orders, done = [[] for _ in range(max(ranks) + 1)], set()
     while open_actions:
-        ready = [action for action in open_actions if is_ready(action, done, num_stages)]
+        ready = [action for action in open_actions if is_ready(action, done, num_stages, again)]
         action = chance.choice(ready)
         open_actions.remove(action)
         orders[ranks[action.stage]].append(action)
@@ -116,12 +120,16 @@ def random_schedule(seed):
     return Schedule.from_actions(f"random {seed}", Placement.explicit(ranks), orders, num_microbatches=num_microbatches)
 
 
-def is_ready(action, done, num_stages):
+def is_ready(action, done, num_stages, again):
     stage, microbatch = action.stage, action.microbatch
     if action.kind == Kind.FORWARD:
         return stage == 0 or ("F", stage - 1, microbatch) in done
     if action.kind == Kind.BACKWARD_WEIGHT:
         return ("B", stage, microbatch) in done
+    if action.kind == Kind.RECOMPUTE:
+        return ("F", stage, microbatch) in done
+    if (stage, microbatch) in again and ("R", stage, microbatch) not in done:
+        return False
     is_last = stage == num_stages - 1
     return ("F", stage, microbatch) in done and (is_last or ("B", stage + 1, microbatch) in done)
 

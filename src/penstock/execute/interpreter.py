@@ -7,7 +7,6 @@ which schedule it runs; what an operation does is one entry of `_COMPILE`.
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -20,30 +19,21 @@ from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.batch.step import Place, Step
 from penstock.execute.batch.supply import rows_that_take_data
 from penstock.execute.calls import Bound, Call, Change, around_each, changed
+from penstock.execute.hooks import Hooks, call_of
 from penstock.execute.losses.delivery import deliver_loss
 from penstock.execute.messages import Incoming, Key, Messenger
 from penstock.execute.observing.record import Recorder
 from penstock.execute.registers import Registers
 from penstock.execute.stages.auxiliary import StageWithLosses, auxiliary_of
 from penstock.execute.stages.carried import RunBackward, RunForward, Save, StageOnSlice, carrying_modules
+from penstock.execute.stages.recompute import checkpoint_of, keep_arguments, on_copied_buffers, unnoted
 from penstock.execute.stages.split_backward import backward_input, backward_weight
 from penstock.execute.stages.stage import SavedForward, Stage
 from penstock.execute.tree import map_leaves
 from penstock.execute.untouched import Untouched
 from penstock.ir.deps import NONE, predecessors
-from penstock.ir.instruction import Op
+from penstock.ir.operations import Op
 from penstock.ir.program import Program
-
-
-@dataclass(slots=True, eq=False)
-class Hooks:
-    """What instructions other than computations and messages call."""
-
-    reduce_stage: Callable[[int], None]
-    """Stage index; its gradients are whole."""
-    reduce_tied: Callable[[int], None]
-    """Index of the tied group."""
-    optimizer_step: Callable[[], None]
 
 
 class Interpreter:
@@ -86,9 +76,13 @@ class Interpreter:
         is_split = program.op == Op.BACKWARD_INPUT
         self._split_stages = frozenset(program.stage[is_split].tolist())
         self._takes_data = rows_that_take_data(program, self._rows, self._stages)
+        self._run_again = frozenset(self._before[program.op == Op.RECOMPUTE, 0].tolist())
         self._changes = changes
-        self._compiled = [bound for row in self._rows for bound in _COMPILE[Op(int(program.op[row]))](self, row)]
+        self._compiled = [bound for row in self._rows for bound in self._compile(row)]
         self._bound = changed(self._compiled, changes)
+
+    def _compile(self, row: int) -> Iterator[Bound]:
+        return _COMPILE.get(Op(int(self.program.op[row])), Interpreter._compile_other)(self, row)
 
     def run(
         self,
@@ -147,19 +141,14 @@ class Interpreter:
     # ---- forward
 
     def _compile_forward(self, row: int) -> Iterator[Bound]:
-        stage = self._stages[int(self.program.stage[row])]
         place = self._place(row)
         slot = int(self.program.slot[row])
         take_inputs, waits = self._inputs(row, self._messenger.take_tree)
         deliver = self._deliver_outputs(row)
         saved = self._registers.saved
-        run: RunForward = stage.forward
-        save: Save = stage.save_loss if self._is_last(row) else stage.save
-        if (on_slice := self._on_slice(stage, place)) is not None:
-            run, save = on_slice.forward, on_slice.saving(save)
-        if modules := self._auxiliary[stage.index]:
-            losses = StageWithLosses(stage, modules, place, self._running_step)
-            run, save = losses.running(run), losses.saving(save)
+        run, save = self._forward_of(row)
+        if row in self._run_again:
+            run, save = keep_arguments(self._stages[int(self.program.stage[row])], run, save)
         # The batch itself belongs to the caller: its gradients, if any, are the caller's too.
         keeps_inputs = int(self._before[row, 0]) != NONE
 
@@ -172,6 +161,37 @@ class Interpreter:
 
         yield from waits
         yield Bound(row, forward_training if self._is_training else forward_only)
+
+    def _compile_recompute(self, row: int) -> Iterator[Bound]:
+        forward, stage = int(self._before[row, 0]), self._stages[int(self.program.stage[row])]
+        slot, action = int(self.program.slot[row]), str(self.program.instruction(forward))
+        deliver = self._deliver_loss(self._place(row)) if self._is_last(row) else lambda outputs: outputs
+        saved = self._registers.saved
+        run, save = self._forward_of(row)
+        keeps_inputs = int(self._before[forward, 0]) != NONE
+
+        def run_again() -> None:
+            checkpoint, step = checkpoint_of(saved[slot], action), self._running_step()
+            self._step = unnoted(step)
+            with on_copied_buffers(stage):
+                outputs = run(checkpoint.arguments, checkpoint.keywords)
+                saved[slot] = save(checkpoint.arguments if keeps_inputs else (), deliver(outputs))
+            self._step = step
+
+        yield Bound(row, run_again)
+
+    def _forward_of(self, row: int) -> tuple[RunForward, Save]:
+        """How the stage of a row runs forward, or again, and what keeps what its backward needs."""
+        stage, place = self._stages[int(self.program.stage[row])], self._place(row)
+        run: RunForward = stage.forward
+        save: Save = stage.save_loss if self._is_last(row) else stage.save
+        if (on_slice := self._on_slice(stage, place)) is not None:
+            is_first = self.program.op[row] == Op.FORWARD
+            run, save = on_slice.forward if is_first else on_slice.again, on_slice.saving(save)
+        if modules := self._auxiliary[stage.index]:
+            losses = StageWithLosses(stage, modules, place, self._running_step)
+            run, save = losses.running(run), losses.saving(save)
+        return run, save
 
     def _inputs(
         self, row: int, take: Callable[[Incoming], Any]
@@ -332,20 +352,8 @@ class Interpreter:
 
     # ---- the rest
 
-    def _compile_reduce(self, row: int) -> Iterator[Bound]:
-        stage, reduce_stage = int(self.program.stage[row]), self._hooks.reduce_stage
-        yield Bound(row, lambda: reduce_stage(stage))
-
-    def _compile_reduce_tied(self, row: int) -> Iterator[Bound]:
-        group, reduce_tied = int(self.program.peer[row]), self._hooks.reduce_tied
-        yield Bound(row, lambda: reduce_tied(group))
-
-    def _compile_optimizer_step(self, row: int) -> Iterator[Bound]:
-        yield Bound(row, self._hooks.optimizer_step)
-
-    def _compile_sharding(self, row: int) -> Iterator[Bound]:
-        """Parameters are not sharded, so they are always whole."""
-        yield Bound(row, lambda: None)
+    def _compile_other(self, row: int) -> Iterator[Bound]:
+        yield Bound(row, call_of(self.program.instruction(row), self._hooks))
 
     def _is_last(self, row: int) -> bool:
         return bool(self.program.placement.next_stage[self.program.stage[row]] == NONE)
@@ -380,15 +388,11 @@ _COMPILE: dict[Op, Callable[[Interpreter, int], Iterator[Bound]]] = {
     Op.BACKWARD: Interpreter._compile_backward,
     Op.BACKWARD_INPUT: Interpreter._compile_backward,
     Op.BACKWARD_WEIGHT: Interpreter._compile_backward_weight,
+    Op.RECOMPUTE: Interpreter._compile_recompute,
     Op.SEND_FORWARD: Interpreter._compile_send,
     Op.SEND_BACKWARD: Interpreter._compile_send,
     Op.RECEIVE_FORWARD: Interpreter._compile_receive,
     Op.RECEIVE_BACKWARD: Interpreter._compile_receive,
-    Op.UNSHARD: Interpreter._compile_sharding,
-    Op.RESHARD: Interpreter._compile_sharding,
-    Op.REDUCE_GRADIENT: Interpreter._compile_reduce,
-    Op.REDUCE_TIED: Interpreter._compile_reduce_tied,
-    Op.OPTIMIZER_STEP: Interpreter._compile_optimizer_step,
 }
 
 

@@ -14,7 +14,8 @@ from penstock.execute.batch.agreement import Extra, Mode, digest
 from penstock.execute.batch.gate import Batch, Call, Gate, wants_of
 from penstock.execute.batch.step import Step
 from penstock.execute.failures.failure import FailureDesk
-from penstock.execute.interpreter import Hooks, Interpreter
+from penstock.execute.hooks import Hooks
+from penstock.execute.interpreter import Interpreter
 from penstock.execute.losses.exchange import LossExchange
 from penstock.execute.losses.grad_scaler import SharedScaler, grad_scaler_of
 from penstock.execute.losses.loss import Loss, LossShares, LossWeights, loss_scale
@@ -38,7 +39,7 @@ from penstock.execute.stages.auxiliary import auxiliary_modules
 from penstock.execute.stages.data_parallel import DdpReduction
 from penstock.execute.stages.main_gradients import ATTRIBUTE, MainGradients
 from penstock.execute.stages.own_parameters import OwnParameters
-from penstock.execute.stages.randomness import Randomness
+from penstock.execute.stages.randomness import Randomness, drawn_again
 from penstock.execute.stages.tied import agree_on_copies
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.instruction import Op
@@ -185,6 +186,8 @@ class Runner:
             changes = self._inspection.changes(program)
             if self._randomness is not None and mode.is_training:
                 changes.insert(0, self._randomness.change(program, stages))
+            elif Op.RECOMPUTE in program.ops:
+                changes.insert(0, drawn_again(program, self._device, self._options.deadline_s))
             self._interpreters[mode] = Interpreter(
                 program, rank, stages, self._messenger, hooks, changes=changes, row_of=self._desk.board.row_of
             )

@@ -283,6 +283,10 @@ NAMES_MICROBATCH = _flags(lambda operation: not operation.is_of_stage)
 NEEDS_BACKWARD = _flags(lambda operation: operation.needs_backward)
 IS_IN_TORCH = _flags(lambda operation: operation.is_in_torch)
 JOINS_RANKS = _flags(lambda operation: operation.joins_ranks)
+RUNS_FORWARD = _flags(lambda operation: Value.ACTIVATION in operation.makes)
+"""Forwards, and those that run again."""
+RUNS_AUTOGRAD = _flags(lambda operation: Value.ACTIVATION in operation.frees)
+"""Whole backwards, and the parts of split ones that compute the gradients of inputs."""
 IS_BACKWARD = _flags(lambda operation: bool({Value.INPUT_GRADIENT, Value.GRADIENT} & set(operation.makes)))
 """Whole backwards and the parts of split ones."""
 

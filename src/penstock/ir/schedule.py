@@ -1,7 +1,7 @@
 """`Schedule`: for every rank the order of its actions, as one immutable table."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -138,6 +138,14 @@ class Schedule(Table):
         """Return the forwards alone, in the same order, for evaluation."""
         forwards = np.flatnonzero(self.kind == Kind.FORWARD)
         return self.select(forwards, name=f"{self.name} (forward only)")
+
+    def with_inserted(self, kind: Kind, like: NDArray[np.intp], places: NDArray[np.intp], *, name: str) -> "Schedule":
+        """Return the schedule with more actions: one for each row in `like`, of another kind, in front of its place."""
+        added = {what: getattr(self, what)[like] for what in ("stage", "microbatch", "slice")}
+        added |= {"op": np.full(len(like), kind), "joined": np.zeros(len(like), np.bool_)}
+        columns: dict[str, Any] = {what: np.insert(getattr(self, what), places, new) for what, new in added.items()}
+        more = np.bincount(self.rank_of_row[like], minlength=self.num_ranks)
+        return replace(self, name=name, **columns, offsets=self.offsets + np.concatenate([[0], np.cumsum(more)]))
 
     def to_csv(self) -> str:
         """Return torch's compute-only CSV, without idle slots."""

@@ -17,17 +17,8 @@ def with_split_backwards(schedule: Schedule) -> Schedule:
     Of two actions that overlap, the weight part follows both.
     """
     wholes = np.flatnonzero(schedule.kind == Kind.BACKWARD)
+    op = schedule.op.copy()
+    op[wholes] = Kind.BACKWARD_INPUT
     places = wholes + 1 + schedule.joined[wholes]
-    kind = schedule.kind.copy()
-    kind[wholes] = Kind.BACKWARD_INPUT
-    more = np.bincount(schedule.rank_of_row[wholes], minlength=schedule.num_ranks)
-    return replace(
-        schedule,
-        name=f"{schedule.name} (backwards split)",
-        op=np.insert(kind, places, Kind.BACKWARD_WEIGHT),
-        stage=np.insert(schedule.stage, places, schedule.stage[wholes]),
-        microbatch=np.insert(schedule.microbatch, places, schedule.microbatch[wholes]),
-        slice=np.insert(schedule.slice, places, schedule.slice[wholes]),
-        joined=np.insert(schedule.joined, places, False),
-        offsets=schedule.offsets + np.concatenate([[0], np.cumsum(more)]),
-    )
+    name = f"{schedule.name} (backwards split)"
+    return replace(schedule, op=op).with_inserted(Kind.BACKWARD_WEIGHT, wholes, places, name=name)

@@ -15,7 +15,7 @@ from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.batch.stream import DataTimes
 from penstock.execute.calls import Bound
 from penstock.execute.stages.stage import Stage
-from penstock.ir.instruction import Op
+from penstock.ir.operations import RUNS_FORWARD
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait
 
@@ -82,7 +82,7 @@ def rows_that_take_data(program: Program, rows: range, stages: Mapping[int, Stag
     """Return, per row of a rank that may take something of the batch, its microbatch."""
     first, last = program.placement.previous_stage, program.placement.next_stage
     takes = {index for index, stage in stages.items() if first[index] < 0 or last[index] < 0 or stage.keyword_names()}
-    forwards = (row for row in rows if program.op[row] == Op.FORWARD and int(program.stage[row]) in takes)
+    forwards = (row for row in rows if RUNS_FORWARD[program.op[row]] and int(program.stage[row]) in takes)
     return {row: int(program.microbatch[row]) for row in forwards}
 
 

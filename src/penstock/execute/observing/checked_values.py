@@ -22,10 +22,9 @@ from penstock.execute.calls import Bound, Call, Change, around_each
 from penstock.execute.stages.stage import Stage
 from penstock.execute.tree import flatten
 from penstock.ir.deps import NONE
-from penstock.ir.instruction import Op
+from penstock.ir.operations import RUNS_AUTOGRAD, RUNS_FORWARD, Op
 from penstock.ir.program import Program
 
-_BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _Place = tuple[int, int, int]
 """Stage, microbatch, slice."""
@@ -44,7 +43,7 @@ class ValueChecks:
     def change(self, program: Program, step: Callable[[], Step]) -> Change:
         """Return the change that looks at what each computation made; `step` gives the one under way."""
         first, end = (int(offset) for offset in program.offsets[self._rank : self._rank + 2])
-        rows = [row for row in range(first, end) if program.op[row] in _BACKWARDS]
+        rows = [row for row in range(first, end) if RUNS_AUTOGRAD[program.op[row]]]
         backwards = {_place(program, row): str(program.instruction(row)) for row in rows}
         return around_each(
             lambda bound: self._checking(program, bound, backwards.get(_place(program, bound.row), ""), step)
@@ -71,8 +70,8 @@ class ValueChecks:
         instruction = program.instruction(bound.row)
         stage, action = self._stages[instruction.stage], str(instruction)
         place = (instruction.microbatch, instruction.slice)
-        is_forward = instruction.op is Op.FORWARD
-        has_loss = is_forward and program.placement.next_stage[stage.index] == NONE
+        is_forward = bool(RUNS_FORWARD[instruction.op])
+        has_loss = instruction.op is Op.FORWARD and program.placement.next_stage[stage.index] == NONE
 
         def checked() -> None:
             self._here.action, self._here.backward = action, backward if is_forward else None

@@ -19,9 +19,10 @@ from penstock.execute.losses.results import StepResult
 from penstock.execute.observing.ledger import Ledger, storages, tensors_behind
 from penstock.execute.registers import Registers
 from penstock.execute.stages.main_gradients import ATTRIBUTE
+from penstock.execute.stages.recompute import Checkpoint
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
-from penstock.ir.instruction import Op
+from penstock.ir.operations import RUNS_FORWARD
 from penstock.ir.program import Program
 
 
@@ -183,7 +184,7 @@ class MemoryWatch:
         self, program: Program, bound: Bound, registers: Registers, *, before: Moment | None, after: Moment | None
     ) -> Call:
         stage, slot, call = int(program.stage[bound.row]), int(program.slot[bound.row]), bound.call
-        is_forward = bound.receive_row is None and program.op[bound.row] == Op.FORWARD
+        is_forward = bound.receive_row is None and bool(RUNS_FORWARD[program.op[bound.row]])
 
         def watched() -> None:
             if before is not None:
@@ -222,6 +223,9 @@ class MemoryWatch:
             if saved is None:
                 continue
             stage = self._stage_of_slot[slot]
+            if isinstance(saved, Checkpoint):
+                kept[stage] += counter.add_storages(storages([saved.arguments, saved.keywords]))
+                continue
             num_activations[stage] += 1
             kept[stage] += counter.add(saved.inputs)
             is_context = not saved.edges  # the first part of its backward has run

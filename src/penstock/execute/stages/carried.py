@@ -146,6 +146,19 @@ class StageOnSlice:
         self._drop_if_done()
         return outputs
 
+    def again(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+        """Run the forward of a slice once more, on what it took at first; gradients enter the new graph."""
+        passed = self._trail.passed[self.place[1]]
+        self._begin(passed.taken, keeps=not self.is_last)
+        try:
+            outputs = self.stage.forward(inputs, keywords)
+        finally:
+            found = self._end()
+        for left, value in zip(passed.left, found, strict=True):
+            if left is not None:
+                left.edges = _Left.of(value).edges
+        return outputs
+
     def saving(self, save: Save) -> Save:
         """Return a `save` that also keeps as inputs what this slice took; it is called after `forward`."""
 

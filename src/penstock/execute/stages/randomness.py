@@ -18,21 +18,23 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.errors import DeadlineExceeded
 from penstock.execute.batch.step import Place
 from penstock.execute.calls import Bound, Call, Change, around_each
 from penstock.execute.stages.stage import BeforeLayer, Stage
-from penstock.ir.instruction import Op
+from penstock.ir.operations import RUNS_AUTOGRAD, RUNS_FORWARD, Op
 from penstock.ir.program import Program
 
 # Ranks that are threads share torch's one generator per process and device, so they take turns at it. A backward does,
 # too, because a recomputation in it draws. Re-entrant, because a layer may run a pipeline of its own.
 _GENERATOR_TURN = threading.RLock()
 
+Where = tuple[int, ...]
+"""Stage, microbatch and slice."""
 LOSS = -1
 """The place of the loss among the layers."""
-_BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
 def generator_seed(seed: int, step: int, layer: int, place: Place) -> int:
@@ -50,11 +52,7 @@ class Randomness:
         """The number of the training step at hand."""
         self._seed = seed
         self._place: Place = (0, 0)
-        self._generators: list[torch.Generator] = [torch.default_generator]
-        if device.type == "cuda":
-            current = torch.cuda.current_device()  # CUDA begins here at the latest, and with it there are generators
-            index = current if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
+        self._generators = _default_generators(device)
 
     @contextmanager
     def forward(self, place: Place) -> Iterator[BeforeLayer]:
@@ -63,13 +61,8 @@ class Randomness:
         Raises:
             DeadlineExceeded: another thread has kept the generators for too long.
         """
-        with self._turn():
-            states = [generator.get_state() for generator in self._generators]
-            try:
-                yield partial(self._begin_layer, place)
-            finally:
-                for generator, state in zip(self._generators, states, strict=True):
-                    generator.set_state(state)
+        with _turn(self._patience_s), _set_back(self._generators):
+            yield partial(self._begin_layer, place)
 
     def around_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """Return the loss function as one that draws by this rule, for the forward at hand."""
@@ -87,11 +80,11 @@ class Randomness:
         of_index = {stage.index: stage for stage in stages}
 
         def wrap(bound: Bound) -> Call:
-            op = Op(int(program.op[bound.row]))
-            if bound.receive_row is not None or op not in (Op.FORWARD, *_BACKWARDS):
+            op = program.op[bound.row]
+            if bound.receive_row is not None or not (RUNS_FORWARD[op] or RUNS_AUTOGRAD[op]):
                 return bound.call
-            if op in _BACKWARDS:
-                return self._in_turn(bound.call)
+            if RUNS_AUTOGRAD[op]:
+                return _in_turn(bound.call, self._patience_s)
             place = int(program.microbatch[bound.row]), int(program.slice[bound.row])
             return self._drawing(of_index[int(program.stage[bound.row])], place, bound.call)
 
@@ -113,22 +106,73 @@ class Randomness:
 
         return forward
 
-    def _in_turn(self, call: Call) -> Call:
-        def backward() -> None:
-            with self._turn():
-                call()
 
-        return backward
+def drawn_again(program: Program, device: torch.device, patience_s: float) -> Change:
+    """Return what lets a forward that runs again draw what it drew at first, where no seed says what to draw.
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        if not _GENERATOR_TURN.acquire(timeout=self._patience_s):
-            raise DeadlineExceeded(
-                f"another rank of this process has drawn random numbers for {self._patience_s:g} s; look at what its "
-                "layers do, or raise deadline_s",
-                waited_s=self._patience_s,
-            )
-        try:
-            yield
-        finally:
-            _GENERATOR_TURN.release()
+    The ranks of a process take turns at its generators, so that nobody draws within another's forward.
+    """
+    generators, states = _default_generators(device), dict[Where, list[Tensor]]()
+
+    def wrap(bound: Bound) -> Call:
+        op = program.op[bound.row]
+        if bound.receive_row is not None or not (RUNS_FORWARD[op] or RUNS_AUTOGRAD[op]):
+            return bound.call
+        where = tuple(int(column[bound.row]) for column in (program.stage, program.microbatch, program.slice))
+
+        def note() -> None:
+            with _turn(patience_s):
+                states[where] = [generator.get_state() for generator in generators]
+                bound.call()
+
+        def draw_again() -> None:
+            with _turn(patience_s), _set_back(generators):
+                for generator, state in zip(generators, states.pop(where), strict=True):
+                    generator.set_state(state)
+                bound.call()
+
+        return draw_again if op == Op.RECOMPUTE else note if op == Op.FORWARD else _in_turn(bound.call, patience_s)
+
+    return around_each(wrap)
+
+
+def _default_generators(device: torch.device) -> list[torch.Generator]:
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        current = torch.cuda.current_device()  # CUDA begins here at the latest, and with it there are generators
+        index = current if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    return generators
+
+
+@contextmanager
+def _set_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Leave the generators as they are, whatever is drawn inside."""
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _in_turn(call: Call, patience_s: float) -> Call:
+    def in_turn() -> None:
+        with _turn(patience_s):
+            call()
+
+    return in_turn
+
+
+@contextmanager
+def _turn(patience_s: float) -> Iterator[None]:
+    if not _GENERATOR_TURN.acquire(timeout=patience_s):
+        raise DeadlineExceeded(
+            f"another rank of this process has drawn random numbers for {patience_s:g} s; look at what its "
+            "layers do, or raise deadline_s",
+            waited_s=patience_s,
+        )
+    try:
+        yield
+    finally:
+        _GENERATOR_TURN.release()

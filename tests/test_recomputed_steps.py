@@ -1,0 +1,196 @@
+"""Steps in which stages run their forward again give bit for bit what the same steps give without it."""
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.ir.operations import Op
+from penstock.models import AuxiliaryLoss
+from penstock.pipeline import Pipeline
+from penstock.schedules import FAMILIES, build
+from tests.exactness.combinations import schedule_of
+from tests.exactness.features import LOSSES, MODELS, batch, options
+from tests.local_pipelines import WIDTH, block, gradients_of, on_ranks, square_loss, values
+from tests.test_carried_steps import CarriedAttention, CarriedGRU, RunningSum, carrying_task, decoder_task, mistakes
+
+TRAINING = [name for name in FAMILIES if name != "forward-only"]
+NUM_STEPS = 2
+
+
+def some(schedule):
+    """Every other stage, so that both kinds of stages meet."""
+    return ps.with_recompute(schedule, stages=range(0, schedule.num_stages, 2))
+
+
+def outcomes_of(schedule, feature, loss):
+    num_layers = max(4, len(schedule.placement.routes[0]))
+
+    def run(wires):
+        found = []
+        pipeline = Pipeline(
+            MODELS[feature](num_layers), schedule, loss=LOSSES[loss][0], transport=wires, **options(feature, loss)
+        )
+        for step in range(NUM_STEPS):
+            tokens, target = batch(feature, loss, schedule.num_microbatches, step)
+            result = pipeline.step(tokens, target=target, return_outputs=feature != "variable length")
+            found.append((result.loss, result.losses, result.outputs, gradients_of(pipeline.named_parameters())))
+        pipeline.close()
+        return found
+
+    return on_ranks(schedule.num_ranks, run)
+
+
+def assert_same(found, expected):
+    if isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name in expected:
+            assert_same(found[name], expected[name])
+    elif expected is None:
+        assert found is None
+    else:
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::penstock.errors.PenstockWarning")
+@pytest.mark.parametrize("name", TRAINING)
+def test_every_family_computes_the_same_with_recomputation(name):
+    schedule = schedule_of(name, 3, 6) or schedule_of(name, 4, 8) or schedule_of(name, 1, 2)
+    index = TRAINING.index(name)
+    features, losses = list(MODELS), list(LOSSES)
+    for turn in range(3):
+        feature, loss = features[(index + 3 * turn) % len(features)], losses[(index + turn) % len(losses)]
+        expected = outcomes_of(schedule, feature, loss)
+
+        for recomputed in (ps.with_recompute(schedule), some(schedule)):
+            assert Op.RECOMPUTE in recomputed.ops
+            assert_same(outcomes_of(recomputed, feature, loss), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::penstock.errors.PenstockWarning")
+@pytest.mark.parametrize("feature", MODELS)
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipe-v"])
+def test_every_feature_computes_the_same_with_recomputation(name, feature):
+    schedule = build(name, ranks=2, microbatches=4)
+
+    assert_same(outcomes_of(ps.with_recompute(schedule), feature, "token"), outcomes_of(schedule, feature, "token"))
+
+
+@pytest.mark.slow
+def test_slices_that_carry_state_learn_the_same():
+    schedule = ps.with_recompute(build("seq1f1b", ranks=2, microbatches=4, slices=3))
+
+    assert mistakes(decoder_task(), schedule) == []
+    assert mistakes(carrying_task(RunningSum, CarriedGRU, CarriedAttention, RunningSum), schedule) == []
+
+
+class Counting(nn.Module):
+    """Has buffers that its forward changes: a count, and the running means of a batch norm."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner, self.norm = block(seed), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.norm(self.inner(x))
+
+
+class Dropping(nn.Module):
+    """Draws from torch's default generator."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner = block(seed)
+
+    def forward(self, x):
+        return nn.functional.dropout(self.inner(x), 0.3)
+
+
+def trained(make_layer, schedule):
+    def run(wires):
+        torch.manual_seed(wires.rank)  # one rank draws for itself
+        layers = [make_layer(seed) for seed in range(4)]
+        pipeline = Pipeline(layers, schedule, loss=square_loss, transport=wires)
+        for step in range(NUM_STEPS):
+            result = pipeline.step(values(step, 8, WIDTH), target=values(10 + step, 8, WIDTH))
+        buffers = {name: buffer.clone() for name, buffer in nn.ModuleList(layers).named_buffers()}
+        return result.losses, gradients_of(pipeline.named_parameters()), buffers
+
+    return on_ranks(schedule.num_ranks, run)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "gpipe"])
+def test_buffers_that_layers_change_change_once(name):
+    schedule = build(name, ranks=2, microbatches=4)
+
+    expected = trained(Counting, schedule)
+
+    assert int(expected[0][2]["0.calls"]) == 4 * NUM_STEPS
+    assert_same(trained(Counting, ps.with_recompute(schedule)), expected)
+
+
+def test_dropout_without_a_seed_draws_again_what_it_drew():
+    schedule = build("1f1b", ranks=1, microbatches=4)
+
+    assert_same(trained(Dropping, ps.with_recompute(schedule)), trained(Dropping, schedule))
+
+
+def test_ranks_that_share_a_generator_draw_again_what_each_drew():
+    seen = {}
+
+    class Noted(Dropping):
+        def forward(self, x):
+            output = super().forward(x)
+            seen.setdefault((id(self), float(x.sum())), []).append(output.detach().clone())
+            return output
+
+    trained(Noted, ps.with_recompute(build("1f1b", ranks=2, microbatches=4)))
+
+    assert len(seen) > 8
+    for outputs in seen.values():
+        first, again = outputs
+        assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zbv", "interleaved-1f1b"])
+def test_a_memory_report_finds_the_activations_that_the_program_says(name):
+    schedule = build(name, ranks=2, microbatches=4)
+
+    for each in (schedule, ps.with_recompute(schedule)):
+        peak = ps.check(each).peak_activations
+
+        def run(wires, each=each):
+            pipeline = Pipeline([block(seed) for seed in range(4)], each, loss=square_loss, transport=wires)
+            report = pipeline.memory_report(values(1, 8, WIDTH), target=values(2, 8, WIDTH))
+            return [rank.peak_activations for rank in report.ranks]
+
+        assert on_ranks(2, run)[0] == peak
+
+
+def test_what_was_not_noted_before_is_not_noted_twice():
+    class Penalized(nn.Module):
+        def __init__(self, seed):
+            super().__init__()
+            self.inner, self.penalty = block(seed), AuxiliaryLoss("size", weight=0.1)
+
+        def forward(self, x):
+            output = self.inner(x)
+            self.penalty.add((output**2).mean())
+            return output
+
+    def run(wires, schedule):
+        pipeline = Pipeline([Penalized(seed) for seed in range(4)], schedule, loss=square_loss, transport=wires)
+        result = pipeline.step(values(1, 8, WIDTH), target=values(2, 8, WIDTH))
+        return result.loss, result.total, list(result.named_losses.values()), gradients_of(pipeline.named_parameters())
+
+    schedule = build("1f1b", ranks=2, microbatches=4)
+    expected = on_ranks(2, run, schedule)
+    assert_same(on_ranks(2, run, ps.with_recompute(schedule)), expected)
