@@ -35,8 +35,8 @@ from on_ranks import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock.execute.measure import measure_layers
 from penstock.models import DecoderConfig, cross_entropy_loss, decoder_layers
-from penstock.partition.measure import measure_layers
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
 

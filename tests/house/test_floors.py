@@ -18,12 +18,12 @@ ROOMS = {
     "schedules": (2, {0, 1}),
     "proofs": (2, {0, 1}),
     "lowering": (2, {0, 1}),
+    "partition": (2, {0}),
     "simulation": (3, {0, 1}),
     "planning": (4, {0, 1, 2, 3}),
     "search": (5, {0, 1, 2, 3, 4}),
     "show": (5, {0, 1, 3}),
     "models": (6, {0}),
-    "partition": (6, {0, 1}),
     "execute": (6, {0, 1}),
     "pipeline": (7, {0, 1, 2, 3, 4, 5, 6}),
     "train": (7, {0, 1, 2, 3, 4, 5, 6}),
@@ -37,7 +37,6 @@ DOORS = {
     ("train", "pipeline"),  # the training loop holds a Pipeline
     ("moving", "pipeline"),  # so do the adapters
     ("moving", "train"),  # gradients are clipped by their norm over all ranks in one place
-    ("partition", "execute"),  # layers are measured as they are executed
     ("cli", "__init__"),  # `penstock --version`
 }
 LAST_PLANNING_FLOOR = 5
