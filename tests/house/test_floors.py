@@ -21,7 +21,7 @@ ROOMS = {
     "partition": (2, {0}),
     "simulation": (3, {0, 1}),
     "planning": (4, {0, 1, 2, 3}),
-    "search": (5, {0, 1, 2, 3, 4}),
+    "searching": (5, {0, 1, 2, 3, 4}),
     "show": (5, {0, 1, 3}),
     "models": (6, {0}),
     "execute": (6, {0, 1}),

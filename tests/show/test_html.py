@@ -5,20 +5,18 @@ import pytest
 from penstock.show.html import fill, read, style_of_themes
 from penstock.show.palette import THEMES
 
+PLACES = ("attributes", "title", "style", "figures", "legend", "notes", "label", "script", "header", "data")
+
 
 def test_a_text_that_looks_like_a_place_stays_as_it_is():
-    page = fill(
-        "pareto.html",
-        **dict.fromkeys(("attributes", "style", "note", "view", "font_size", "drawing"), ""),
-        title="{{note}}",
-    )
+    page = fill("page.html", **dict.fromkeys(PLACES, "") | {"title": "{{data}}"})
 
-    assert "<h1>{{note}}</h1>" in page
+    assert "<h1>{{data}}</h1>" in page
 
 
 def test_a_text_that_is_missing_is_found_out():
     with pytest.raises(KeyError):
-        fill("pareto.html", title="alone")
+        fill("page.html", title="alone")
 
 
 def test_every_theme_has_its_colours_and_dark_browsers_get_the_dark_one():
@@ -30,10 +28,9 @@ def test_every_theme_has_its_colours_and_dark_browsers_get_the_dark_one():
     assert [rule.partition(" ")[0] for rule in named] == [':root[data-theme="light"]', ':root[data-theme="dark"]']
 
 
-@pytest.mark.parametrize("name", ["style.css", "pareto.css"])
-def test_style_sheets_use_only_colours_of_the_themes(name):
+def test_the_style_sheet_uses_only_colours_of_the_themes():
     known = style_of_themes()[0]
-    used = {word.partition(")")[0] for word in read(name).split("var(")[1:]}
+    used = {word.partition(")")[0] for word in read("style.css").split("var(")[1:]}
 
     assert used
     assert all(f"{variable}:" in known for variable in used)

@@ -1,144 +1,171 @@
-"""The front, and where everything of its picture lies."""
+"""The picture of step time against memory: what its SVG holds, its PNG, and the page around it."""
 
-from itertools import combinations
+import re
+from html import unescape
+from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.show.pareto import HOW_TO_READ, PLOT, Candidate, Caption, is_on_front, lay_out
+from penstock.show.palette import THEMES
+from penstock.show.pareto import HOW_TO_READ, Candidate, Caption, pareto_picture
 
-CAPTION = Caption("a title", "activations")
-FOUR = [
-    Candidate("slow and small", 9.0, 2),
-    Candidate("fast and large", 5.0, 8),
-    Candidate("between", 6.0, 4),
-    Candidate("beaten", 7.0, 4),
-]
-
-
-def marks_of(candidates, caption=CAPTION):
-    return {mark.candidates[0].label: mark for mark in lay_out(candidates, caption).marks}
-
-
-def test_the_front_is_what_none_beats():
-    assert is_on_front(FOUR) == [True, True, True, False]
+CAPTION = Caption("8 ranks & more", "activations")
+SMALL, BETWEEN, LARGE = (
+    Candidate("small", 0.09, 2, True),
+    Candidate("<b>", 0.06, 4, True),
+    Candidate("large", 0.05, 8, True),
+)
+BEATEN = Candidate("beaten", 0.07, 4, False)
+FOUR = [SMALL, LARGE, BETWEEN, BEATEN]
+SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_equals_are_all_on_the_front():
-    assert is_on_front([Candidate("a", 1.0, 1), Candidate("b", 1.0, 1), Candidate("c", 1.0, 2)]) == [True, True, False]
+def texts_of(picture):
+    return [unescape(text) for text in re.findall(r"<text[^>]*>(.*?)</text>", picture.decode(), re.DOTALL)]
 
 
-def test_what_does_not_fit_is_beaten_and_beats_nothing():
-    assert is_on_front([Candidate("a", 1.0, 1, fits=False), Candidate("b", 2.0, 2)]) == [False, True]
-    assert lay_out([Candidate("a", 1.0, 1, fits=False)], CAPTION).front == ()
+def points_of(picture):
+    """The group of each point, by the first of its names."""
+    text = picture.decode()
+    root = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + len("</svg>")])
+    groups = [group for group in root.iter(f"{SVG}g") if group.get("id", "").startswith("point-")]
+    return {group.find(f"{SVG}title").text.partition("\n")[0]: group for group in groups}
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=20))
-def test_exactly_the_front_is_unbeaten(figures):
-    candidates = [Candidate(str(number), step, memory) for number, (step, memory) in enumerate(figures)]
+def place_of(group):
+    """Where a point is, in pixels to the right and downward."""
+    use = next(group.iter(f"{SVG}use"))
+    return float(use.get("x")), float(use.get("y"))
 
-    unbeaten = [
-        not any(
-            other.step_s <= one.step_s
-            and other.memory <= one.memory
-            and (other.step_s, other.memory) != (one.step_s, one.memory)
-            for other in candidates
-        )
-        for one in candidates
-    ]
-    assert is_on_front(candidates) == unbeaten
+
+@pytest.mark.slow
+def test_it_holds_names_units_and_how_to_read_it():
+    texts = texts_of(pareto_picture(FOUR, CAPTION))
+
+    assert {"small", "<b>", "large", "beaten", "8 ranks & more", "activations", "step time (ms)", HOW_TO_READ} <= set(
+        texts
+    )
 
 
 def test_faster_is_lower_and_smaller_is_further_left():
-    marks = marks_of(FOUR)
+    points = {name: place_of(group) for name, group in points_of(pareto_picture(FOUR, CAPTION)).items()}
 
-    assert marks["fast and large"].y > marks["between"].y > marks["slow and small"].y
-    assert marks["slow and small"].x < marks["between"].x == marks["beaten"].x < marks["fast and large"].x
-    assert [marks[name].is_on_front for name in ("between", "beaten")] == [True, False]
+    assert points["large"][1] > points["<b>"][1] > points["beaten"][1] > points["small"][1]
+    assert points["small"][0] < points["<b>"][0] == points["beaten"][0] < points["large"][0]
+
+
+def test_points_of_the_front_are_coloured_and_the_others_pale():
+    points = points_of(pareto_picture(FOUR, CAPTION))
+
+    accent, pale = THEMES["light"].ranks[1].lower(), THEMES["light"].bubble.lower()
+    fills = {
+        name: re.search(r"fill: (#\w+)", next(group.iter(f"{SVG}use")).get("style"))[1]
+        for name, group in points.items()
+    }
+    assert fills == {"small": accent, "<b>": accent, "large": accent, "beaten": pale}
 
 
 def test_the_front_is_a_staircase_through_its_points():
-    marks = marks_of(FOUR)
-    small, middle, large = (marks[name] for name in ("slow and small", "between", "fast and large"))
+    picture = pareto_picture(FOUR, CAPTION)
+    (small, between, large) = (place_of(points_of(picture)[name]) for name in ("small", "<b>", "large"))
 
-    assert lay_out(FOUR, CAPTION).front == (
-        (small.x, small.y), (middle.x, small.y), (middle.x, middle.y), (large.x, middle.y), (large.x, large.y),
-    )  # fmt: skip
-
-
-def test_equal_candidates_are_one_point_with_a_line_of_text_each():
-    twins = [Candidate(f"twin {number}", 1.0, 1) for number in range(7)]
-
-    (one,) = lay_out(twins[:2], CAPTION).marks
-    (many,) = lay_out(twins, CAPTION).marks
-
-    assert one.lines == ["twin 0", "twin 1"]
-    assert many.lines == ["twin 0", "twin 1", "twin 2", "twin 3", "and 3 more"]
-
-
-def test_labels_do_not_overlap():
-    crowd = [Candidate(f"schedule {number}", 10 + number % 7, 20 + number % 5) for number in range(35)]
-
-    boxes = [mark.label.box for mark in lay_out(crowd, CAPTION).marks if mark.label is not None]
-
-    assert len(boxes) > 25
-    assert not any(first.covers(second) for first, second in combinations(boxes, 2))
-    assert all(PLOT.contains(box) for box in boxes)
-
-
-def test_names_of_the_front_have_room_before_the_others():
-    crowd = [
-        Candidate(f"a schedule with a long name {number}", 10 + 0.01 * (number % 20), 10 + 0.02 * (number // 20))
-        for number in range(60)
+    lines = [
+        [tuple(map(float, corner)) for corner in re.findall(r"[ML] ([\d.]+) ([\d.]+)", path)]
+        for path in re.findall(
+            r'<path d="([^"]*)" clip-path="[^"]*" style="fill: none; stroke: #0072b2', picture.decode()
+        )
     ]
-    slow, far = Candidate("a slow and small one", 10.1, 9.99), Candidate("far", 9.0, 20)
-
-    picture = lay_out([*crowd, slow, far], CAPTION)
-
-    assert picture.num_nameless > 0
-    assert [mark.label is not None for mark in picture.marks if mark.is_on_front] == [True] * 3
-    assert picture.notes(CAPTION) == [f"{HOW_TO_READ}; {picture.num_nameless} names left out"]
+    assert [pytest.approx(corner) for corner in lines[0]] == [
+        small, (between[0], small[1]), between, (large[0], between[1]), large,
+    ]  # fmt: skip
 
 
-def test_what_is_over_the_limit_says_so():
-    assert marks_of([Candidate("big", 1.0, 9, fits=False)])["big"].lines == ["big (over the limit)"]
+def test_without_a_front_there_is_no_line():
+    picture = pareto_picture([BEATEN], CAPTION)
+
+    assert THEMES["light"].ranks[1].lower() not in picture.decode()
 
 
-@pytest.mark.parametrize(
-    ("candidate", "caption", "names"),
-    [
-        (Candidate("a", 0.012, 3), CAPTION, ("activations", "step time (ms)")),
-        (Candidate("a", 12.0, 3 * 2**30), Caption("", "peak", is_bytes=True), ("peak (GiB)", "step time (s)")),
-    ],
-)
-def test_axes_have_their_natural_units(candidate, caption, names):
-    picture = lay_out([candidate], caption)
+def test_a_pointer_is_told_all_names_and_figures():
+    twins = [Candidate(f"twin {number}", 0.05, 8, True) for number in range(7)]
 
-    assert (picture.x_name, picture.y_name) == names
+    picture = pareto_picture(twins, Caption("", "peak"))
+
+    (group,) = points_of(picture).values()
+    names = "\n".join(f"twin {number}" for number in range(7))
+    assert group.find(f"{SVG}title").text == f"{names}\nstep time: 50.0 ms\npeak: 8"
+    assert [text for text in texts_of(picture) if "twin" in text or "more" in text] == [
+        "twin 0", "twin 1", "twin 2", "twin 3", "and 3 more",
+    ]  # fmt: skip
 
 
-def test_ticks_are_round_and_lie_inside():
-    picture = lay_out(FOUR, CAPTION)
+def test_names_of_the_front_look_for_room_before_the_others():
+    order = {group.get("id"): name for name, group in points_of(pareto_picture(FOUR, CAPTION)).items()}
 
-    assert [tick.text for tick in picture.y_ticks] == ["5", "6", "7", "8", "9"]
-    assert all(PLOT.left <= tick.at <= PLOT.right for tick in picture.x_ticks)
-    assert all(PLOT.top <= tick.at <= PLOT.bottom for tick in picture.y_ticks)
+    assert [order[f"point-{index}"] for index in range(4)] == ["large", "<b>", "small", "beaten"]
+
+
+def test_names_that_find_no_room_are_left_out_and_counted():
+    crowd = [Candidate(f"schedule {number}", 10 + number % 20, 10 + number // 20, False) for number in range(200)]
+
+    texts = texts_of(pareto_picture(crowd, CAPTION))
+
+    num_named = sum("schedule" in text and text[-1].isdigit() for text in texts)
+    assert 0 < num_named < 200
+    assert f"{HOW_TO_READ}; {200 - num_named} names left out" in texts
 
 
 def test_far_apart_values_are_shown_by_factors():
-    picture = lay_out([Candidate("a", 1.0, 1), Candidate("b", 1.0, 10), Candidate("c", 1.0, 100)], CAPTION)
+    wide = [Candidate(name, 1.0, memory, False) for name, memory in (("a", 1), ("b", 10), ("c", 100))]
 
-    low, middle, high = sorted(mark.x for mark in picture.marks)
+    picture = pareto_picture(wide, CAPTION)
+
+    low, middle, high = (place_of(points_of(picture)[name])[0] for name in "abc")
     assert middle - low == pytest.approx(high - middle, abs=0.02)
-    assert [tick.text for tick in picture.x_ticks] == ["1", "2", "5", "10", "20", "50", "100"]
+    assert {"1", "2", "5", "10", "20", "50", "100"} <= set(texts_of(picture))
+
+
+def test_a_warning_is_below_how_to_read_it():
+    assert "unequal work" in texts_of(pareto_picture(FOUR, Caption("", "", warning="unequal work")))
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_png_is_a_png(theme):
+    assert pareto_picture(FOUR, CAPTION, format="png", theme=theme).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("format", ["svg", "html"])
+def test_the_same_candidates_give_the_same_bytes(format):
+    assert pareto_picture(FOUR, CAPTION, format=format) == pareto_picture(FOUR, CAPTION, format=format)
+
+
+def test_the_page_needs_no_network_and_follows_the_browser():
+    page, dark = (pareto_picture(FOUR, CAPTION, format="html", theme=theme).decode() for theme in (None, "dark"))
+
+    assert "default-src 'none'" in page
+    assert not re.findall(r"@import|url\((?!#)|<script|<link|<img|src=|href=\"(?!#)", page)
+    assert '<html lang="en">' in page
+    assert '<html lang="en" data-theme="dark">' in dark
+    assert "<title>8 ranks &amp; more</title>" in page
+    assert set(points_of(page.encode())) == {"small", "<b>", "large", "beaten"}
+
+
+def test_the_drawing_of_a_page_has_only_colours_of_its_theme():
+    page = pareto_picture(FOUR, CAPTION, format="html").decode()
+
+    drawing = page[page.index("<svg") :]
+    assert not re.findall(r": #[0-9a-f]{6}", drawing)
+    assert set(re.findall(r"var\(--(\w+)\)", drawing)) == {"background", "ink", "faint", "bubble", "line", "accent"}
 
 
 def test_nothing_to_compare_is_refused():
     with pytest.raises(ConfigError, match="no schedule can be compared"):
-        lay_out([], CAPTION)
+        pareto_picture([], CAPTION)
 
 
-def test_a_warning_stands_beside_how_to_read_it():
-    assert lay_out(FOUR, CAPTION).notes(Caption("", warning="unequal work")) == [HOW_TO_READ, "unequal work"]
+def test_unknown_formats_and_themes_are_refused():
+    with pytest.raises(ConfigError, match="'pdf' is no format of a chart"):
+        pareto_picture(FOUR, CAPTION, format="pdf")
+    with pytest.raises(ConfigError, match="theme: 'blue'"):
+        pareto_picture(FOUR, CAPTION, format="html", theme="blue")

@@ -14,7 +14,8 @@ from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.planning import plan
-from penstock.show.pareto import Candidate, is_on_front
+from penstock.searching.front import pareto_front
+from penstock.show.pareto import Candidate
 from penstock.simulation import Costs
 
 
@@ -113,20 +114,27 @@ def equal_work_s(rows: Sequence[Row]) -> dict[str, float]:
     return {row.name: row.makespan_s * most / row.num_microbatches for row in compared}
 
 
+def names_on_front(rows: Sequence[Row], limit: int | None) -> set[str]:
+    """Return the rows that fit and that no other one that fits beats in step time (for equal work) and memory."""
+    seconds = equal_work_s(rows)
+    fitting = [row for row in rows if isinstance(row, Comparison) and (limit is None or row.fits(limit))]
+    front = pareto_front([(seconds[row.name], float(row.peak_microbatches)) for row in fitting])
+    return {fitting[index].name for index in front}
+
+
 def candidates_of(rows: Sequence[Row], limit: int | None) -> list[Candidate]:
     """Return a point of step time (for equal work) and memory for each row that was not refused."""
-    seconds = equal_work_s(rows)
+    seconds, front = equal_work_s(rows), names_on_front(rows, limit)
     return [
-        Candidate(row.name, seconds[row.name], float(row.peak_microbatches), limit is None or row.fits(limit))
+        Candidate(
+            row.name if limit is None or row.fits(limit) else f"{row.name} (over the limit)",
+            seconds[row.name],
+            float(row.peak_microbatches),
+            row.name in front,
+        )
         for row in rows
         if isinstance(row, Comparison)
     ]
-
-
-def names_on_front(rows: Sequence[Row], limit: int | None) -> set[str]:
-    """Return the rows that fit and that no other beats in both step time and memory."""
-    candidates = candidates_of(rows, limit)
-    return {one.label for one, is_best in zip(candidates, is_on_front(candidates), strict=True) if is_best}
 
 
 def fastest_within(rows: Sequence[Row], limit: int) -> str:

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 from penstock.cli.comparison import Comparison, Row, candidates_of, to_json, to_table
 from penstock.cli.pictures import CHARTS
-from penstock.show.pareto import Caption
-from penstock.show.pareto_chart import pareto_chart
-from penstock.show.pareto_page import pareto_page
+from penstock.show.pareto import Caption, pareto_picture
 from penstock.show.text import count_of
 
 MEMORY_NAME = "peak activations of a rank, in those of one microbatch"
@@ -42,9 +40,7 @@ def _picture(rows: Sequence[Comparison], format: str, arguments: Namespace) -> b
     warnings = ["ranks do unequal work, see --per-rank"] if is_unfair else []
     warnings += [f"times are for {max(counts)} microbatches"] if len(counts) > 1 else []
     caption = Caption(_title(arguments), MEMORY_NAME, warning="; ".join(warnings))
-    if format == "html":
-        return pareto_page(candidates, caption, theme=arguments.theme)
-    return pareto_chart(candidates, caption, format=format, theme=arguments.theme or "light")
+    return pareto_picture(candidates, caption, format=format, theme=arguments.theme)
 
 
 def _title(arguments: Namespace) -> str:

@@ -3,7 +3,7 @@
 import re
 from importlib.resources import files
 
-from penstock.show.palette import THEMES
+from penstock.show.palette import THEMES, Theme
 
 VIEWER = files("penstock.show") / "viewer"
 VARIABLES = ("background", "ink", "faint", "bubble", "line")
@@ -19,11 +19,15 @@ def fill(template: str, **texts: str) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda place: texts[place[1]], read(template)) + "\n"
 
 
+def variables_of(theme: Theme) -> dict[str, str]:
+    """Return the colours of a theme by the names of their variables."""
+    return {name: getattr(theme, name) for name in VARIABLES} | {"accent": theme.ranks[1]}
+
+
 def style_of_themes() -> list[str]:
     """Return rules with the colours as variables: light, dark where the browser wants it, or as the page is told."""
     rules = {
-        name: f"color-scheme: {name}; --accent: {theme.ranks[1]}; "
-        + " ".join(f"--{key}: {getattr(theme, key)};" for key in VARIABLES)
+        name: f"color-scheme: {name}; " + " ".join(f"--{key}: {colour};" for key, colour in variables_of(theme).items())
         for name, theme in THEMES.items()
     }
     return [

@@ -1,42 +1,60 @@
-"""Which schedules are worth a choice: step time against memory, as points, with the front of those that none beats.
+"""Step time against memory, one point per schedule, and the front of those that no other one beats.
 
-time |  o pale: another one is faster and smaller        laid out here once, as pure data, in units of CSS pixels;
-     |  *----.    o                                      `pareto_chart` draws it as SVG and PNG, `pareto_page` as HTML
+time |  o                        pale: another schedule is no slower and no larger, and better in one of the two
+     |  *----.    o
      |       *----------.
      +------------------*-- memory
 """
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import ceil, floor, log10
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
-from penstock.show.labels import Box, Name, Placed, place_names
-from penstock.show.text import byte_unit, time_unit
+from penstock.show.html import style_of_themes, variables_of
+from penstock.show.names import GAP, POINT_RADIUS, place_names
+from penstock.show.palette import THEMES, Theme, find_theme
+from penstock.show.sheet import Sheet
+from penstock.show.text import count_of, format_seconds, time_unit
 
-WIDTH, HEIGHT = 960.0, 600.0
-PLOT = Box(86.0, 92.0, WIDTH - 30.0, HEIGHT - 62.0)
-FONT_SIZE, LETTER_WIDTH = 11.5, 0.6
-LINE_HEIGHT = 1.25 * FONT_SIZE
+Floats = NDArray[np.float64]
+
+WIDTH, HEIGHT, TOP, BOTTOM = 8.2, 6.25, 0.95, 0.75
+"""Of the plot, of the picture, and of what is above and below the plot, in inches."""
+LOGARITHMIC_ABOVE = 5.0
+"""Where the largest value is so many times the smallest, an axis is logarithmic."""
 MAX_LINES = 5
-RADIUS = 4.5
-LOGARITHMIC_ABOVE = 20.0
-"""Where the largest value is so many times the smallest, distances show factors."""
+"""Names of schedules with equal figures, which share a point."""
 HOW_TO_READ = "the line is the front: of what lies above and to the right of it, another schedule is better"
-Pair = tuple[float, float]
+PAGE = """<!DOCTYPE html>
+<html lang="en"{attributes}>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+{themes}
+body {{ margin: 0; background: var(--background); }}
+svg {{ display: block; width: 100%; height: 100vh; }}
+</style>
+{svg}
+</html>
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One schedule, of one shape, under the costs that all have in common."""
+    """One schedule, under the costs that all have in common."""
 
     label: str
     step_s: float
     memory: float
-    """Of the rank that needs most, in the unit of the picture."""
-    fits: bool = True
-    """Whether it keeps a limit that was given; what does not is beaten by anything."""
+    """Of the rank that needs most."""
+    is_on_front: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,175 +62,160 @@ class Caption:
     """What the picture is called, and what its numbers are."""
 
     title: str
-    memory_name: str = "activations"
-    is_bytes: bool = False
-    """Whether memory is in bytes; else in numbers of what `memory_name` says."""
+    memory_name: str
     warning: str = ""
     """What the candidates do not have in common."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """A point of the picture: one candidate, or several that are equal."""
+class _Point:
+    """Candidates with the same figures."""
 
-    candidates: tuple[Candidate, ...]
-    x: float
-    y: float
-    is_on_front: bool
-    label: Placed | None = None
-    """None where there is no room for a name."""
+    candidates: list[Candidate]
 
     @property
-    def lines(self) -> list[str]:
+    def first(self) -> Candidate:
+        return self.candidates[0]
+
+    @property
+    def is_on_front(self) -> bool:
+        return self.first.is_on_front
+
+    @property
+    def names(self) -> str:
         """What is written beside it."""
-        labels = [one.label if one.fits else f"{one.label} (over the limit)" for one in self.candidates]
-        more = len(labels) - MAX_LINES
-        return labels if more <= 0 else [*labels[: MAX_LINES - 1], f"and {more + 1} more"]
-
-    @property
-    def name(self) -> Name:
-        """The room that its lines need."""
-        letters = max(map(len, self.lines))
-        return Name(self.x, self.y, LETTER_WIDTH * FONT_SIZE * letters, LINE_HEIGHT * len(self.lines))
+        names = [candidate.label for candidate in self.candidates]
+        num_more = len(names) - MAX_LINES
+        return "\n".join(names if num_more <= 0 else [*names[: MAX_LINES - 1], f"and {num_more + 1} more"])
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """A place on an axis, and what is written there."""
+def pareto_picture(
+    candidates: Sequence[Candidate], caption: Caption, *, format: str = "svg", theme: str | None = None
+) -> bytes:
+    """Draw step time against memory as `svg`, `png`, or `html`: a page around the SVG.
 
-    at: float
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Pareto:
-    """The whole picture but its title."""
-
-    marks: tuple[Mark, ...]
-    front: tuple[Pair, ...]
-    """The corners of a staircase: above and to the right of it everything is beaten."""
-    x_ticks: tuple[Tick, ...]
-    y_ticks: tuple[Tick, ...]
-    x_name: str
-    y_name: str
-
-    @property
-    def num_nameless(self) -> int:
-        """How many candidates have no room for a name."""
-        return sum(len(mark.candidates) for mark in self.marks if mark.label is None)
-
-    def notes(self, caption: Caption) -> list[str]:
-        """Say how to read the picture, in lines."""
-        left_out = f"; {self.num_nameless} names left out" if self.num_nameless else ""
-        return [HOW_TO_READ + left_out, *([caption.warning] if caption.warning else [])]
-
-
-def is_on_front(candidates: Sequence[Candidate]) -> list[bool]:
-    """Return which candidates fit and none beats: none that fits is as good in both figures and better in one."""
-    fitting = [index for index, candidate in enumerate(candidates) if candidate.fits]
-    order = sorted(fitting, key=lambda index: (candidates[index].memory, candidates[index].step_s))
-    result = [False] * len(candidates)
-    best: Candidate | None = None
-    for index in order:
-        candidate = candidates[index]
-        is_twin = best is not None and (candidate.memory, candidate.step_s) == (best.memory, best.step_s)
-        result[index] = is_twin or best is None or candidate.step_s < best.step_s
-        if result[index]:
-            best = candidate
-    return result
-
-
-def lay_out(candidates: Sequence[Candidate], caption: Caption) -> Pareto:
-    """Lay out the picture.
+    SVG shows all names and figures of a point under a pointer. Without a theme a page follows the reader's browser, and
+    the other formats are light.
 
     Raises:
-        ConfigError: if there is nothing to compare.
+        ConfigError: for no candidates, an unknown format or theme, or if matplotlib is not installed.
     """
     if not candidates:
         raise ConfigError("no schedule can be compared; a picture of step time and memory needs at least one")
-    time_unit_s, time_name = time_unit(max(candidate.step_s for candidate in candidates))
-    unit, unit_name = byte_unit(int(max(candidate.memory for candidate in candidates))) if caption.is_bytes else (1, "")
-    x_scale = _Scale.of([candidate.memory / unit for candidate in candidates], PLOT.left, PLOT.right)
-    y_scale = _Scale.of([candidate.step_s / time_unit_s for candidate in candidates], PLOT.bottom, PLOT.top)
-    found: dict[Pair, list[int]] = {}
-    for index, one in enumerate(candidates):
-        found.setdefault((x_scale.at(one.memory / unit), y_scale.at(one.step_s / time_unit_s)), []).append(index)
-    best = is_on_front(candidates)
-    marks = [
-        Mark(tuple(candidates[index] for index in indices), *place, any(best[index] for index in indices))
-        for place, indices in found.items()
+    points = _points_of(candidates)
+    unit_s, unit = time_unit(max(candidate.step_s for candidate in candidates))
+    places = np.array([(point.first.memory, point.first.step_s / unit_s) for point in points])
+    is_page = format == "html"
+    chosen = find_theme(theme or "light")
+    sheet = Sheet.of(WIDTH, HEIGHT, THEMES["light"] if is_page else chosen, "svg" if is_page else format)
+    axes = sheet.add_axes(BOTTOM, HEIGHT - TOP - BOTTOM)
+    for name, values in zip("xy", places.T, strict=True):
+        _scale_axis(axes, name, values)
+    axes.margins(0.08, 0.12)
+    axes.grid(color=sheet.theme.line, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.set_xlabel(caption.memory_name, fontsize=9.5, color=sheet.theme.ink)
+    axes.set_ylabel(f"step time ({unit})", fontsize=9.5, color=sheet.theme.ink)
+    corners = _draw_points(axes, points, places, sheet.theme)
+    num_nameless = _write_names(sheet, axes, points, places, corners)
+    left_out = f"; {count_of(num_nameless, 'name')} left out" if num_nameless else ""
+    sheet.write(caption.title, 0.3, size=13, is_bold=True)
+    sheet.write(HOW_TO_READ + left_out, 0.55, size=8.5, is_faint=True)
+    sheet.write(caption.warning, 0.75, size=8.5, is_faint=True)
+    picture = sheet.to_bytes()
+    if format == "png":
+        return picture
+    svg = _with_titles(picture.decode(), points, caption.memory_name)
+    return (_page(svg, caption.title, theme) if is_page else svg).encode()
+
+
+def _points_of(candidates: Sequence[Candidate]) -> list[_Point]:
+    """Return the points, those of the front first, then from the fastest on."""
+    found: dict[tuple[str, str], list[Candidate]] = {}
+    for one in sorted(candidates, key=lambda one: (not one.is_on_front, one.step_s, one.memory)):
+        found.setdefault((f"{one.memory:.6g}", f"{one.step_s:.6g}"), []).append(one)
+    return [_Point(equal) for equal in found.values()]
+
+
+def _scale_axis(axes: Any, name: str, values: Floats) -> None:
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+    axis = getattr(axes, f"{name}axis")
+    if values.min() > 0 and values.max() / values.min() > LOGARITHMIC_ABOVE:
+        axes.set(**{f"{name}scale": "log"})
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_minor_locator(NullLocator())
+    else:
+        axis.set_major_locator(MaxNLocator(nbins=7, steps=(1, 2, 5, 10)))
+    axis.set_major_formatter("{x:g}")
+
+
+def _draw_points(axes: Any, points: Sequence[_Point], places: Floats, theme: Theme) -> Floats:
+    """Draw the points, and the front as a staircase; return its corners."""
+    front = np.array(sorted(place for place, point in zip(places.tolist(), points, strict=True) if point.is_on_front))
+    corners = np.empty((0, 2))
+    if len(front):
+        corners = np.column_stack([np.repeat(front[:, 0], 2)[1:], np.repeat(front[:, 1], 2)[:-1]])
+        axes.plot(*corners.T, color=theme.ranks[1], linewidth=1.6)
+    for index, (point, place) in enumerate(zip(points, places, strict=True)):
+        best = point.is_on_front
+        axes.plot(
+            *place, "o", gid=f"point-{index}", markersize=2 * POINT_RADIUS, zorder=4 if best else 3,
+            markerfacecolor=theme.ranks[1] if best else theme.bubble,
+            markeredgecolor=theme.ranks[1] if best else theme.faint,
+        )  # fmt: skip
+    axes.autoscale_view()  # else limits would be those of empty axes until the picture is drawn
+    return corners
+
+
+def _write_names(sheet: Sheet, axes: Any, points: Sequence[_Point], places: Floats, corners: Floats) -> int:
+    """Write names beside their points where there is room; return how many are left out."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas: Any = FigureCanvasAgg(sheet.figure)
+    renderer, scale = canvas.get_renderer(), 72 / sheet.figure.dpi
+    inks = [sheet.theme.ink if point.is_on_front else sheet.theme.faint for point in points]
+    style = {"textcoords": "offset points", "fontsize": 8.5, "parse_math": False}
+    names = [
+        axes.annotate(point.names, place, (0, 0), color=ink, **style)
+        for point, place, ink in zip(points, places, inks, strict=True)
     ]
-    front = _staircase(sorted((mark.x, mark.y) for mark in marks if mark.is_on_front))
-    return Pareto(
-        tuple(_with_labels(marks, front)),
-        tuple(front),
-        x_scale.ticks(),
-        y_scale.ticks(),
-        f"{caption.memory_name} ({unit_name})" if unit_name else caption.memory_name,
-        f"step time ({time_name})",
-    )
+    sizes = np.array([name.get_window_extent(renderer).size for name in names]) * scale
+    bends = axes.transData.transform(corners) * scale
+    front = np.hstack([np.minimum(bends[:-1], bends[1:]) - 1, np.maximum(bends[:-1], bends[1:]) + 1])
+    left, bottom, _, top = axes.get_window_extent(renderer).extents * scale
+    room = np.array([left, bottom, 72 * sheet.width, top])
+    found = place_names(axes.transData.transform(places) * scale, sizes, front, room)
+    for index, (name, place) in enumerate(zip(names, found, strict=True)):
+        name.set_gid(f"name-{index}")
+        if place is None:
+            name.remove()
+            continue
+        across, up = round(np.sign(place.right)), round(np.sign(place.up))
+        beside = {"ha": ("center", "left", "right")[across], "va": ("center", "bottom", "top")[up]}
+        name.set(position=(place.right, place.up), **beside)
+        if place.has_line:
+            line = {"arrowstyle": "-", "color": sheet.theme.faint, "linewidth": 0.6, "shrinkA": GAP, "shrinkB": 0}
+            axes.annotate("", name.xy, name.get_position(), arrowprops=line, zorder=1, **style)
+    return sum(len(point.candidates) for point, place in zip(points, found, strict=True) if place is None)
 
 
-def _staircase(corners: list[Pair]) -> list[Pair]:
-    path: list[Pair] = []
-    for x, y in corners:
-        if path:
-            path.append((x, path[-1][1]))
-        path.append((x, y))
-    return path
+def _with_titles(svg: str, points: Sequence[_Point], memory_name: str) -> str:
+    """Let points and names say all that is known of them where a pointer rests on them."""
+
+    def with_title(found: re.Match[str]) -> str:
+        point = points[int(found[1])]
+        names = "\n".join(candidate.label for candidate in point.candidates)
+        told = f"{names}\nstep time: {format_seconds(point.first.step_s)}\n{memory_name}: {point.first.memory:.6g}"
+        return f"{found[0]}<title>{escape(told)}</title>"
+
+    return re.sub(r'<g id="(?:point|name)-(\d+)">', with_title, svg)
 
 
-def _with_labels(marks: Sequence[Mark], front: Sequence[Pair]) -> list[Mark]:
-    """Names of the front first, then the others from the fastest on."""
-    order = sorted(marks, key=lambda mark: (not mark.is_on_front, mark.candidates[0].step_s, mark.x))
-    taken = [Box(mark.x, mark.y, mark.x, mark.y).grown(RADIUS + 1) for mark in marks]
-    taken += [
-        Box(min(ax, bx), min(ay, by), max(ax, bx), max(ay, by)).grown(1) for (ax, ay), (bx, by) in pairwise(front)
-    ]
-    labels = place_names([mark.name for mark in order], taken, PLOT)
-    return [replace(mark, label=label) for mark, label in zip(order, labels, strict=True)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """From values to places on the picture."""
-
-    low: float
-    high: float
-    begin: float
-    end: float
-    is_logarithmic: bool
-
-    @classmethod
-    def of(cls, values: Sequence[float], begin: float, end: float) -> "_Scale":
-        low, high = min(values), max(values)
-        if low > 0 and high / low > LOGARITHMIC_ABOVE:
-            return cls(low / 1.3, high * 1.3, begin, end, is_logarithmic=True)
-        margin = 0.08 * (high - low) if high > low else max(0.1 * high, 0.5)
-        return cls(max(low - margin, 0.0), high + margin, begin, end, is_logarithmic=False)
-
-    def at(self, value: float) -> float:
-        share = (self._place(value) - self._place(self.low)) / (self._place(self.high) - self._place(self.low))
-        return round(self.begin + share * (self.end - self.begin), 2)
-
-    def _place(self, value: float) -> float:
-        return log10(value) if self.is_logarithmic else value
-
-    def ticks(self) -> tuple[Tick, ...]:
-        values = self._powers() if self.is_logarithmic else self._steps()
-        return tuple(Tick(self.at(value), f"{value:.6g}") for value in values)
-
-    def _steps(self) -> list[float]:
-        step = _nice((self.high - self.low) / 6)
-        return [number * step for number in range(ceil(self.low / step), floor(self.high / step + 1e-9) + 1)]
-
-    def _powers(self) -> list[float]:
-        powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
-        values = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
-        return [value for value in values if self.low <= value <= self.high]
-
-
-def _nice(rough: float) -> float:
-    """The next number of the form 1, 2 or 5 times a power of ten."""
-    size = 10.0 ** floor(log10(rough))
-    return next((factor * size for factor in (1, 2, 5) if factor * size >= rough * (1 - 1e-9)), 10 * size)
+def _page(svg: str, title: str, theme: str | None) -> str:
+    """Put an SVG of the light theme on a page; its colours become variables of the page's themes."""
+    drawing = svg[svg.index("<svg") :]
+    for name, colour in variables_of(THEMES["light"]).items():
+        drawing = drawing.replace(f": {colour.lower()}", f": var(--{name})")
+    attributes = f' data-theme="{theme}"' if theme else ""
+    return PAGE.format(attributes=attributes, title=escape(title), themes="\n".join(style_of_themes()), svg=drawing)
