@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from penstock.cli.what_if import Setting
 from penstock.execute.batch.stream import Stream
 from penstock.execute.transport import LocalTransport
 from penstock.models.emulated import EmulatedLayer
 from penstock.pipeline import Pipeline
+from penstock.searching.what_if import Setting
 from penstock.simulation.lead_in import begin_of
 from penstock.train.optim import OptimizerOptions
 from penstock.train.step import Trainer

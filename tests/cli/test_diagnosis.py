@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cli.diagnosis import diagnose
-from penstock.cli.what_if import Setting
+from penstock.cli.diagnosis import diagnose, setting_of
 from penstock.ir.timeline import Timeline
 from penstock.lowering import lower
+from penstock.searching.what_if import Setting
 from penstock.simulation import simulate
 from penstock.simulation.causes import Cause
 from penstock.simulation.lead_in import LeadIn
+from penstock.train.config import config_from_table
 from penstock.train.recorded_step import RecordedStep
 from tests.planted import Planted
 from tests.simulation.events import uneven_costs
@@ -155,3 +156,18 @@ def test_the_contributions_to_the_critical_path_add_up_to_the_makespan(schedule,
     durations = [contribution.duration_s for contribution in diagnosis.path]
     assert sum(durations) == pytest.approx(recorded.timeline.makespan_s, abs=1e-6)
     assert durations == sorted(durations, reverse=True)
+
+
+def test_the_setting_of_a_run_is_that_of_its_configuration():
+    table = {
+        "run": {"folder": "run"},
+        "data": {"corpus": "stdlib"},
+        "batch": {"size": 24},
+        "pipeline": {"schedule": "1f1b", "options": {"warmup": "eager"}, "stages_per_rank": 1},
+    }
+    file = table | {"pipeline": {"schedule": "mine.csv"}}
+
+    assert setting_of(config_from_table(table)) == Setting(
+        batch_size=24, family="1f1b", options={"warmup": "eager"}, stages_per_rank=1
+    )
+    assert setting_of(config_from_table(file)).family is None

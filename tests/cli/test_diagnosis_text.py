@@ -7,8 +7,8 @@ import pytest
 
 from penstock.cli.diagnosis import diagnose
 from penstock.cli.diagnosis_text import chief_finding, to_json, to_text
-from penstock.cli.what_if import Setting
 from penstock.schedules import build
+from penstock.searching.what_if import Setting
 from penstock.simulation.costs.fit import HALVES
 from tests.cli.recorded_steps import recorded_step
 

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.cli.what_if import Change, Setting, changes_for
 from penstock.ir.action import Kind
 from penstock.ir.timeline import Timeline
+from penstock.schedules import is_file_name
+from penstock.searching.what_if import Change, MeasuredRun, Setting, what_if
 from penstock.simulation import simulate
 from penstock.simulation.causes import Cause, IdleTimes, idle_times
 from penstock.simulation.costs.fit import HALVES, SplitShares, costs_from_timelines
@@ -13,6 +14,7 @@ from penstock.simulation.critical import Piece, critical_path
 from penstock.simulation.lead_in import begin_of, idle_before
 from penstock.simulation.losses import Loss, losses_of
 from penstock.simulation.trips import Trips, with_true_arrivals
+from penstock.train.config import RunConfig
 from penstock.train.recorded_step import RecordedStep
 
 
@@ -67,6 +69,8 @@ def diagnose(
     """
     timeline = with_true_arrivals(recorded.timeline)
     costs = costs_from_timelines([timeline], message_bytes=recorded.message_bytes, shares=shares or HALVES)
+    schedule = timeline.program.actions()
+    run = MeasuredRun(schedule, costs, recorded.layers_of_stage, recorded.layer_weights)
     before = idle_before(timeline, recorded.lead_ins)
     within = idle_times(timeline, costs, memory_limit=memory_limit)
     return Diagnosis(
@@ -76,8 +80,19 @@ def diagnose(
         IdleTimes(before.by_rank + within.by_rank),
         losses_of(timeline, costs, recorded.lead_ins),
         _contributions(timeline),
-        changes_for(recorded, timeline.program.actions(), costs, setting),
+        what_if(run, setting),
         shares is not None,
+    )
+
+
+def setting_of(config: RunConfig) -> Setting:
+    """Return how a run was set up."""
+    pipeline = config.pipeline
+    return Setting(
+        batch_size=config.batch.size,
+        family=None if is_file_name(pipeline.schedule) else pipeline.schedule,
+        options=pipeline.options,
+        stages_per_rank=pipeline.stages_per_rank or None,
     )
 
 

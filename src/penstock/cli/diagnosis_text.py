@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from penstock.cli.diagnosis import Diagnosis
-from penstock.cli.what_if import Change, Sort
 from penstock.ir.timeline import Timeline
+from penstock.searching.what_if import Change, Sort
 from penstock.show.idle import NAME_OF_CAUSE
 from penstock.show.text import count_of, format_seconds, format_share, time_unit
 from penstock.simulation.causes import Cause

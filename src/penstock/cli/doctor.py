@@ -26,9 +26,8 @@ def run(arguments: Namespace) -> int:
         return _examine_system()
     if arguments.memory_limit is not None and arguments.memory_limit < 1:
         raise ConfigError(f"{arguments.memory_limit} activations; give a limit of 1 or more", key="--memory-limit")
-    from penstock.cli.diagnosis import diagnose
+    from penstock.cli.diagnosis import diagnose, setting_of
     from penstock.cli.diagnosis_text import to_json, to_text
-    from penstock.cli.what_if import setting_of
     from penstock.simulation.costs.file import read_costs
     from penstock.simulation.costs.fit import SplitShares
     from penstock.train.config import load_config

@@ -15,12 +15,10 @@ from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.partition.split import split_over
-from penstock.schedules import FAMILIES, build, is_file_name
+from penstock.schedules import FAMILIES, build
 from penstock.simulation import Costs, simulate
 from penstock.simulation.costs.costs import COMPUTE_FIELDS
 from penstock.simulation.costs.layer_estimate import costs_of_parts, costs_per_layer
-from penstock.train.config import RunConfig
-from penstock.train.recorded_step import RecordedStep
 
 Sort = Literal["split", "schedule", "microbatches"]
 NUM_EXTREMES = 4
@@ -55,15 +53,15 @@ class Setting:
     stages_per_rank: int | None = None
 
 
-def setting_of(config: RunConfig) -> Setting:
-    """Return how a run was set up."""
-    pipeline = config.pipeline
-    return Setting(
-        batch_size=config.batch.size,
-        family=None if is_file_name(pipeline.schedule) else pipeline.schedule,
-        options=pipeline.options,
-        stages_per_rank=pipeline.stages_per_rank or None,
-    )
+@dataclass(frozen=True, slots=True, eq=False)
+class MeasuredRun:
+    """What ran, and what it was measured to cost."""
+
+    schedule: Schedule
+    costs: Costs
+    layers_of_stage: tuple[range, ...]
+    layer_weights: tuple[float, ...]
+    """Relative cost per layer, by which a stage's seconds are shared among its layers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,17 +80,22 @@ class _Predicted:
     peak_bytes: int
 
 
-def changes_for(recorded: RecordedStep, schedule: Schedule, costs: Costs, setting: Setting) -> list[Change]:
-    """List every change that was tried, the most helpful first; `schedule` is the one that was recorded."""
-    per_layer = costs_per_layer(costs, recorded.layers_of_stage, recorded.layer_weights)
-    now = _Plan("schedule", schedule.name, schedule, recorded.layers_of_stage)
-    size = schedule.num_microbatches * schedule.num_slices
-    base = _predict(now, per_layer, size)
-    found: list[Change] = []
+def what_if(run: MeasuredRun, setting: Setting) -> list[Change]:
+    """Simulate every change of one thing, and return what each does, the most helpful first."""
+    per_layer = costs_per_layer(run.costs, run.layers_of_stage, run.layer_weights)
+    now = _Plan("schedule", run.schedule.name, run.schedule, run.layers_of_stage)
+    num_parts = run.schedule.num_microbatches * run.schedule.num_slices
+    base = _predict(now, per_layer, num_parts)
     if not base.makespan_s:
-        return found  # nothing to save
-    for plan in _plans(now, per_layer, setting):
-        predicted = _predict(plan, per_layer, size)
+        return []  # nothing to save
+    plans = [
+        *_other_splits(now, per_layer),
+        *_other_schedules(now, per_layer, setting),
+        *_other_microbatches(now, setting),
+    ]
+    found = []
+    for plan in plans:
+        predicted = _predict(plan, per_layer, num_parts)
         step_change = predicted.makespan_s / base.makespan_s - 1
         found.append(Change(plan.sort, plan.text, step_change, predicted.peak_bytes / base.peak_bytes - 1))
     return sorted(found, key=lambda change: change.step_change)
@@ -110,12 +113,6 @@ def _predict(plan: _Plan, per_layer: Costs, num_measured_parts: int) -> _Predict
     costs = replace(costs, **scaled, activation_bytes=kept, weight_context_bytes=kept, message_bytes=message_bytes)
     timeline = simulate(lower(plan.schedule), costs)
     return _Predicted(timeline.makespan_s, max(timeline.peak_bytes))
-
-
-def _plans(now: _Plan, per_layer: Costs, setting: Setting) -> Iterator[_Plan]:
-    yield from _other_splits(now, per_layer)
-    yield from _other_schedules(now, per_layer, setting)
-    yield from _other_microbatches(now, setting)
 
 
 def _other_splits(now: _Plan, per_layer: Costs) -> Iterator[_Plan]:

@@ -2,12 +2,11 @@
 
 import pytest
 
-from penstock.cli.what_if import Setting, changes_for, setting_of
 from penstock.lowering import lower
 from penstock.schedules import build
+from penstock.searching.what_if import MeasuredRun, Setting, what_if
 from penstock.simulation import Costs, simulate
 from penstock.simulation.costs.fit import HALVES, SplitShares, costs_from_timelines
-from penstock.train.config import config_from_table
 from tests.cli.recorded_steps import recorded_step
 
 SETTING = Setting(batch_size=16, family="1f1b", stages_per_rank=1)
@@ -16,8 +15,9 @@ UNEVEN = (1.0, 1.0, 1.0, 2.0)
 
 def changes(recorded, setting=SETTING, shares=HALVES):
     costs = costs_from_timelines([recorded.timeline], shares=shares)
-    found = changes_for(recorded, recorded.timeline.program.actions(), costs, setting)
-    return {change.text: change for change in found}
+    schedule = recorded.timeline.program.actions()
+    run = MeasuredRun(schedule, costs, recorded.layers_of_stage, recorded.layer_weights)
+    return {change.text: change for change in what_if(run, setting)}
 
 
 def makespan_s(name, costs, **shape):
@@ -149,18 +149,3 @@ def test_a_step_on_two_routes_is_compared_with_others():
     found = changes(recorded, Setting(batch_size=8, family="chimera"))
 
     assert found["1f1b"].step_change > 0.1
-
-
-def test_the_setting_of_a_run_is_that_of_its_configuration():
-    table = {
-        "run": {"folder": "run"},
-        "data": {"corpus": "stdlib"},
-        "batch": {"size": 24},
-        "pipeline": {"schedule": "1f1b", "options": {"warmup": "eager"}, "stages_per_rank": 1},
-    }
-    file = table | {"pipeline": {"schedule": "mine.csv"}}
-
-    assert setting_of(config_from_table(table)) == Setting(
-        batch_size=24, family="1f1b", options={"warmup": "eager"}, stages_per_rank=1
-    )
-    assert setting_of(config_from_table(file)).family is None
