@@ -54,8 +54,8 @@ def test_the_legend_holds_the_kinds_that_are_there_and_the_bubble():
     (legend,) = sheet.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [
         "F forward",
-        "I backward input",
-        "W backward weight",
+        "I input gradient",
+        "W weight gradient",
         "bubble",
     ]
 

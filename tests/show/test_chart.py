@@ -53,7 +53,7 @@ def test_the_axis_goes_on_to_the_end_of_the_last_optimizer_step():
 def test_kinds_that_are_not_there_are_not_in_the_legend():
     texts = texts_of(timeline_chart(timeline_of(2, 4)))
 
-    assert not {"I backward, input part", "W backward, weight part"} & set(texts)
+    assert not {"I input gradient", "W weight gradient"} & set(texts)
 
 
 def test_memory_is_drawn_in_bytes_where_these_are_known():

@@ -113,8 +113,7 @@ class Wait:
     """Of `deps.predecessors`: 0 is where the data comes from."""
 
 
-Colors = tuple[str, str, str]
-"""From dark over the usual color to pale: one for each stage of a rank."""
+Colors = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +131,10 @@ class Operation:
     frees: tuple[Value, ...] = ()
     units: int = 1
     """Its length in drawings and in untimed walks; only the order of magnitude matters."""
-    colors: Colors | None = None
-    """Of a computation."""
+    label: str = ""
+    """Of a computation, in legends."""
+    colors: Colors = ()
+    """Of a computation, from dark over the usual color to pale: one for each stage of a rank."""
     message: Value | None = None
     """What a send or receive moves."""
     is_of_stage: bool = False
@@ -156,6 +157,7 @@ OPERATIONS: dict[Op, Operation] = {
     Op.FORWARD: Operation(
         text="F",
         name="Forward",
+        label="forward",
         role=Role.COMPUTE,
         waits=(Wait(Value.OUTPUT, At.UPSTREAM), Wait(Value.CARRY, At.EARLIER_SLICE, 1)),
         makes=(Value.OUTPUT, Value.CARRY, Value.CHECKPOINT, Value.ACTIVATION),
@@ -164,6 +166,7 @@ OPERATIONS: dict[Op, Operation] = {
     Op.BACKWARD: Operation(
         text="B",
         name="Backward",
+        label="backward",
         role=Role.COMPUTE,
         waits=_BACKWARD_WAITS,
         makes=(Value.INPUT_GRADIENT, Value.CARRY_GRADIENT, Value.GRADIENT),
@@ -174,6 +177,7 @@ OPERATIONS: dict[Op, Operation] = {
     Op.BACKWARD_INPUT: Operation(
         text="I",
         name="Backward input",
+        label="input gradient",
         role=Role.COMPUTE,
         waits=_BACKWARD_WAITS,
         makes=(Value.INPUT_GRADIENT, Value.CARRY_GRADIENT, Value.WGRAD_INPUTS),
@@ -183,6 +187,7 @@ OPERATIONS: dict[Op, Operation] = {
     Op.BACKWARD_WEIGHT: Operation(
         text="W",
         name="Backward weight",
+        label="weight gradient",
         role=Role.COMPUTE,
         waits=(Wait(Value.WGRAD_INPUTS, At.OWN),),
         makes=(Value.GRADIENT,),
@@ -243,6 +248,7 @@ OPERATIONS: dict[Op, Operation] = {
     Op.RECOMPUTE: Operation(
         text="R",
         name="Recompute",
+        label="recomputation",
         role=Role.COMPUTE,
         waits=(Wait(Value.CHECKPOINT, At.OWN),),
         makes=(Value.ACTIVATION,),

@@ -9,7 +9,7 @@ from penstock.show.bars import NAMES, last_end_s, sorts_used, window_s
 from penstock.show.figures import idle_share
 from penstock.show.lanes import Detail, Lane, TimeScale, colour_of_bar, columns_for
 from penstock.show.layout import describe_shades, kinds_used, num_shades
-from penstock.show.palette import NAME_OF_KIND, block_colours
+from penstock.show.palette import block_colours, legend_name
 from penstock.show.sheet import Sheet, scale_of
 from penstock.show.text import format_seconds, format_share
 
@@ -63,7 +63,7 @@ def add_legend(sheet: Sheet, timelines: list[Timeline]) -> None:
     plain = [sheet.theme.bubble, *(colour_of_bar(sort, sheet.theme) for sort in bars)]
     legend = sheet.figure.legend(
         handles=[*swatches, *(Patch(facecolor=colour, linewidth=0) for colour in plain)],
-        labels=[*(NAME_OF_KIND[kind] for kind in kinds), "bubble", *(NAMES[sort] for sort in bars)],
+        labels=[*(legend_name(kind) for kind in kinds), "bubble", *(NAMES[sort] for sort in bars)],
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
         loc="center left",
         bbox_to_anchor=(sheet.left, 1 - sheet.scale * LEGEND_AT / sheet.height),

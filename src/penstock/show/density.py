@@ -30,7 +30,7 @@ class Density:
     edges_s: Floats
     """[num_columns + 1] where columns begin and end."""
     share: Floats
-    """[num_lanes, num_columns, num_categories] of the column's time; a category is `kind * num_shades + shade`."""
+    """[num_lanes, num_columns, num_categories] of the column's time; a category is a kind and a shade."""
 
 
 def lanes_of_ranks(num_ranks: int, max_lanes: int = MAX_LANES) -> list[range]:

@@ -21,7 +21,7 @@ def fill(template: str, **texts: str) -> str:
 
 def variables_of(theme: Theme) -> dict[str, str]:
     """Return the colours of a theme by the names of their variables."""
-    return {name: getattr(theme, name) for name in VARIABLES} | {"accent": theme.ranks[1]}
+    return {"accent": theme.ranks[1]} | {name: getattr(theme, name) for name in VARIABLES}
 
 
 def style_of_themes() -> list[str]:

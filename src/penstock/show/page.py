@@ -12,6 +12,7 @@ import orjson
 
 from penstock.errors import ConfigError
 from penstock.ir.action import Kind
+from penstock.ir.operations import OPERATIONS, Op
 from penstock.ir.timeline import Timeline
 from penstock.show.bars import COLLECTIVE, FOOT, NAMES, last_end_s, sorts_used, window_s
 from penstock.show.block_table import BlockTable, block_table
@@ -22,12 +23,12 @@ from penstock.show.idle import NAME_OF_CAUSE
 from penstock.show.layout import describe_shades, kinds_used, num_blocks, num_shades, period_s, typical_block_s
 from penstock.show.palette import (
     COLLECTIVE_COLOUR,
-    NAME_OF_KIND,
     THEMES,
     blend,
     block_colours,
     find_theme,
     ink_on,
+    legend_name,
     to_hex,
 )
 from penstock.show.text import format_share
@@ -109,7 +110,7 @@ def _figures(name: str, figures: dict[str, str]) -> str:
 
 def _legend(timelines: list[Timeline]) -> str:
     colours = block_colours(max(num_shades(timeline.program) for timeline in timelines))
-    swatches = {NAME_OF_KIND[Kind(kind)]: colours[Kind(kind)] for kind in kinds_used(timelines)}
+    swatches = {legend_name(Kind(kind)): colours[Kind(kind)] for kind in kinds_used(timelines)}
     bars = {NAMES[sort]: (COLLECTIVE_COLOUR if sort == COLLECTIVE else "var(--ink)",) for sort in sorts_used(timelines)}
     entries = {**swatches, "bubble": ("var(--bubble)",), **bars}
     return "".join(
@@ -142,7 +143,7 @@ def _header(timelines: Mapping[str, Timeline], table: BlockTable, packed: Packed
         "kinds": [
             {
                 "letter": kind.letter,
-                "name": NAME_OF_KIND[kind].partition(" ")[2],
+                "name": OPERATIONS[Op(kind)].label,
                 "colours": {count: ramps[kind] for count, ramps in colours.items()},
                 "inks": {count: [ink_on(colour) for colour in ramps[kind]] for count, ramps in colours.items()},
             }

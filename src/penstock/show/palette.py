@@ -1,4 +1,4 @@
-"""Colours: one ramp per kind, from the first stage of a rank to its last, and the light and the dark theme.
+"""Names and colours of kinds, one ramp from the first stage of a rank to its last, and the light and the dark theme.
 
 Kinds differ in hue and in lightness, so that readers with any common kind of colour blindness can tell them apart on
 ranks of up to two stages; a test computes how far apart they see them.
@@ -44,8 +44,6 @@ THEMES = {
     )
 }  # fmt: skip
 
-NAME_OF_KIND = {kind: f"{kind.letter} {OPERATIONS[Op(kind)].name.lower()}" for kind in Kind}
-"""As in a legend."""
 COLLECTIVE_COLOUR = "#9933FF"
 """Of the bars over blocks of any kind; optimizer steps, which lie on no block, are drawn in the theme's ink."""
 DARK_INK, LIGHT_INK = "#101214", "#FFFFFF"
@@ -66,14 +64,12 @@ def find_theme(name: str) -> Theme:
 def block_colours(num_shades: int) -> dict[Kind, tuple[str, ...]]:
     """Return, per kind, one colour for each stage of a rank; the usual one where a rank holds a single stage."""
     places = [0.5] if num_shades == 1 else [shade / (num_shades - 1) for shade in range(num_shades)]
-    return {kind: tuple(to_hex(blend(colors_of(kind), place)) for place in places) for kind in Kind}
+    return {kind: tuple(to_hex(blend(OPERATIONS[Op(kind)].colors, place)) for place in places) for kind in Kind}
 
 
-def colors_of(kind: Kind) -> tuple[str, ...]:
-    """Return the ramp of a kind, from dark over the usual color to pale."""
-    colors = OPERATIONS[Op(kind)].colors
-    assert colors is not None, "every computation has colors"
-    return colors
+def legend_name(kind: Kind) -> str:
+    """Return what a legend calls a kind: `F forward`."""
+    return f"{kind.letter} {OPERATIONS[Op(kind)].label}"
 
 
 def ink_on(colour: str) -> str:

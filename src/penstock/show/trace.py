@@ -98,10 +98,10 @@ def _timeline_events(name: str, timeline: Timeline, tracks: _Tracks) -> Iterator
         begin, end = int(program.offsets[rank]), int(program.offsets[rank + 1])
         for track, suffix in enumerate(TRACK_NAMES):
             rows = begin + np.flatnonzero(track_of_row[begin:end] == track)
-            lanes = _lanes(begin_ns[rows], end_ns[rows], may_nest=track == COMPUTATIONS)
-            for row, lane in zip(rows, lanes, strict=True):
-                lane_name = f"{name}{suffix}" + (f" {lane + 1}" if lane else "")
-                threads[row] = tracks.thread(rank, lane_name)
+            numbers = _thread_numbers(begin_ns[rows], end_ns[rows], may_nest=track == COMPUTATIONS)
+            for row, number in zip(rows, numbers, strict=True):
+                thread_name = f"{name}{suffix}" + (f" {number + 1}" if number else "")
+                threads[row] = tracks.thread(rank, thread_name)
     yield from _slices(name, timeline, threads, begin_ns, end_ns)
     yield from _arrows(name, timeline, threads, begin_ns, end_ns)
     yield from _data_waits(name, timeline, tracks)
@@ -117,21 +117,23 @@ def _track_of_row(op: NDArray[Any]) -> NDArray[np.int64]:
     return track
 
 
-def _lanes(begin_ns: NDArray[np.int64], end_ns: NDArray[np.int64], *, may_nest: bool) -> list[int]:
-    """Give each interval the first lane whose last one has ended; equal ones (joined actions) may nest in one."""
+def _thread_numbers(begin_ns: NDArray[np.int64], end_ns: NDArray[np.int64], *, may_nest: bool) -> list[int]:
+    """Give each interval the first thread whose last one has ended; equal ones (joined actions) may nest in one."""
     free_ns: list[int] = []
     last: list[tuple[int, int]] = []
-    lanes = []
+    numbers = []
     for begin, end in zip(begin_ns, end_ns, strict=True):
         interval = (int(begin), int(end))
-        fitting = (lane for lane, free in enumerate(free_ns) if free <= begin or (may_nest and last[lane] == interval))
-        lane = next(fitting, len(free_ns))
-        if lane == len(free_ns):
+        fitting = (
+            number for number, free in enumerate(free_ns) if free <= begin or (may_nest and last[number] == interval)
+        )
+        number = next(fitting, len(free_ns))
+        if number == len(free_ns):
             free_ns.append(0)
             last.append(interval)
-        free_ns[lane], last[lane] = int(end), interval
-        lanes.append(lane)
-    return lanes
+        free_ns[number], last[number] = int(end), interval
+        numbers.append(number)
+    return numbers
 
 
 def _slices(
