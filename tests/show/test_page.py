@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.show.html import read
-from penstock.show.page import MAX_BLOCKS, MAX_BYTES, SCRIPTS, to_page
+from penstock.show.html import VIEWER, bundle, read
+from penstock.show.page import MAX_BLOCKS, MAX_BYTES, MODULES, to_page
 from penstock.simulation import Costs
 from tests.show.test_columns import unpack
 from tests.show.timelines import COSTS, UNIT, paired_timeline, timeline_of, timeline_with_bars
 
 needs_node = pytest.mark.skipif(not shutil.which("node"), reason="needs node")
 MAX_SCRIPT_LINES = 550
+"""Without comments, most of which are types."""
 CALL = re.compile(r'^start\((.*), "([A-Za-z0-9+/=]*)"\);$', re.MULTILINE)
 
 
@@ -31,17 +32,30 @@ class Packed:
         self.contents = self.header["columns"]
 
 
+def run_by_node(script):
+    """What a module prints."""
+    command = ["node", "--input-type=module", "-e", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def asked(page, question):
     """What the viewer's functions answer to a question about `table`."""
     data = Packed(page)
-    script = (
-        f"{read('data.js')}\nconst header = {json.dumps(data.header)};"
-        f"unpack({json.dumps(data.text)}, header.columns).then((columns) => {{"
-        f"const table = makeTable(header, columns); console.log(JSON.stringify({question})); }});"
+    return json.loads(
+        run_by_node(
+            f"{bundle(MODULES)}\nconst header = {json.dumps(data.header)};"
+            f"const table = makeTable(header, await unpack({json.dumps(data.text)}, header.columns));"
+            f"console.log(JSON.stringify({question}));"
+        )
     )
-    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+
+
+def imports_of(module):
+    """(names, file) of every import of a module."""
+    found = re.findall(r'^import \{ (.*) \} from "\./(.*)";$', read(module), re.MULTILINE)
+    return [(names.split(", "), file) for names, file in found]
 
 
 def test_the_page_holds_the_timeline():
@@ -178,7 +192,7 @@ def test_the_viewer_finds_blocks_bubbles_and_halves():
     timeline = timeline_of(2, 2, costs=UNIT)
     moments = [0.5, 1.0, 3.0, 6.5, 20.0]
 
-    at = f"{moments}.map((s) => find(table, 0, s / table.tick_s, 0.2)).map((f) => [f.block ?? -1, f.said?.title])"
+    at = f"{moments}.map((s) => find(table, 0, s / table.tick_s, 0.2)).map((f) => [f.block ?? -1, f.tip?.title])"
     assert asked(to_page({"predicted": timeline}), at) == [
         [0, "0F0 forward"], [1, "0F1 forward"], [-1, "bubble before 0B0"], [-1, "bubble before 0B1"], [-1, None],
     ]  # fmt: skip
@@ -192,7 +206,7 @@ def test_the_viewer_finds_bars_at_the_foot_of_their_lane_and_the_idle_time_behin
     page = to_page({"predicted": timeline_with_bars()}, costs={"predicted": UNIT})
 
     found = asked(
-        page, "[[8, 0.9], [8, 0.5], [10, 0.9]].map(([s, down]) => find(table, 1, s / table.tick_s, down).said)"
+        page, "[[8, 0.9], [8, 0.5], [10, 0.9]].map(([s, down]) => find(table, 1, s / table.tick_s, down).tip)"
     )
 
     assert found == [
@@ -222,8 +236,45 @@ def test_the_causes_go_by_the_costs_of_the_prediction():
 
 
 def test_the_viewer_stays_small():
-    assert sum(len(read(script).splitlines()) for script in SCRIPTS) < MAX_SCRIPT_LINES
-    assert max(len(line) for script in SCRIPTS for line in read(script).splitlines()) <= 120
+    lines = [line for module in MODULES for line in read(module).splitlines()]
+
+    assert sum(not re.match(r"\s*(//|/\*\*|\*)", line) for line in lines) <= MAX_SCRIPT_LINES
+    assert max(map(len, lines)) <= 120
+
+
+def test_modules_import_only_what_modules_before_them_export():
+    assert {module: imports_of(module) for module in MODULES}["data.js"] == []
+    for number, module in enumerate(MODULES):
+        text = read(module)
+        assert text.count("\nimport ") == len(imports_of(module))
+        for names, file in imports_of(module):
+            assert file in MODULES[:number]
+            exported = set(re.findall(r"^export (?:async )?(?:function|const) (\w+)", read(file), re.MULTILINE))
+            lists = re.findall(r"^export const \[(.*?)\]", read(file), re.MULTILINE)
+            assert set(names) <= exported.union(*(found.split(", ") for found in lists))
+            assert all(len(re.findall(rf"\b{name}\b", text)) > 1 for name in names)
+
+
+def test_the_page_holds_the_modules_as_one():
+    page = to_page({"predicted": timeline_of(1, 1)}).decode()
+
+    script = page[page.index('<script type="module">') : page.index("</script>")]
+    assert not re.findall(r"^(?:import|export)\b", script, re.MULTILINE)
+    assert all(f"function {name}(" in script for name in ("unpack", "drawAll", "start"))
+
+
+@needs_node
+@pytest.mark.slow
+def test_the_modules_can_be_loaded_as_a_server_would_give_them(tmp_path):
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    for module in MODULES:
+        (tmp_path / module).write_bytes((VIEWER / module).read_bytes())
+
+    printed = run_by_node(
+        f"import * as view from {json.dumps((tmp_path / 'view.js').as_uri())}; console.log(typeof view.start);"
+    )
+
+    assert printed == "function\n"
 
 
 @needs_node

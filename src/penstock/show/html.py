@@ -1,11 +1,13 @@
-"""What the pages share: templates, and the themes as variables of a style sheet."""
+"""What the pages share: templates, scripts, and the themes as variables of a style sheet."""
 
 import re
+from collections.abc import Sequence
 from importlib.resources import files
 
 from penstock.show.palette import THEMES, Theme
 
 VIEWER = files("penstock.show") / "viewer"
+MODULE_SYNTAX = re.compile(r"^(import .*\n|/\*\* @import .*\n|export )", re.MULTILINE)
 VARIABLES = ("background", "ink", "faint", "bubble", "line")
 
 
@@ -17,6 +19,16 @@ def read(name: str) -> str:
 def fill(template: str, **texts: str) -> str:
     """Put texts in the places of their names, in one pass: what a text holds is not looked at again."""
     return re.sub(r"\{\{(\w+)\}\}", lambda place: texts[place[1]], read(template)) + "\n"
+
+
+def bundle(modules: Sequence[str]) -> str:
+    """Return modules of the viewer as one, for a page that has no server to import them from.
+
+    All that is done is to take out lines of imports, also of types, and the word `export` at the beginning of a line.
+    So modules come after those that they import from; an import is one line and renames nothing; and no two modules
+    have a name in common.
+    """
+    return "\n".join(MODULE_SYNTAX.sub("", read(module)) for module in modules)
 
 
 def variables_of(theme: Theme) -> dict[str, str]:

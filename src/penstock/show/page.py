@@ -18,7 +18,7 @@ from penstock.show.bars import COLLECTIVE, FOOT, NAMES, last_end_s, sorts_used, 
 from penstock.show.block_table import BlockTable, block_table
 from penstock.show.columns import Packed, pack
 from penstock.show.figures import describe_shape, figures_of, idle_share
-from penstock.show.html import VARIABLES, fill, read, style_of_themes
+from penstock.show.html import VARIABLES, bundle, fill, read, style_of_themes
 from penstock.show.idle import NAME_OF_CAUSE
 from penstock.show.layout import describe_shades, kinds_used, num_blocks, num_shades, period_s, typical_block_s
 from penstock.show.palette import (
@@ -38,7 +38,8 @@ from penstock.simulation.costs.costs import Costs
 MAX_BLOCKS = 2_000_000
 MAX_BYTES = 5_000_000
 """Of a page: what a browser opens at once, and a mail takes along."""
-SCRIPTS = ("data.js", "draw.js", "view.js")
+MODULES = ("data.js", "draw.js", "view.js")
+"""Of the viewer, each after those that it imports from."""
 
 
 def to_page(
@@ -75,7 +76,7 @@ def to_page(
         figures="\n".join(_figures(key if len(figures) > 1 else "", entry) for key, entry in figures.items()),
         legend=_legend(shown),
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in _notes(shown)),
-        script="\n".join(read(script) for script in SCRIPTS),
+        script=bundle(MODULES),
         header=_as_script(_header(timelines, table, packed)),
         data=packed.text,
     ).encode()
