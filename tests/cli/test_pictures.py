@@ -32,10 +32,10 @@ def test_the_format_is_the_one_that_is_given_or_that_of_the_suffix(arguments, ex
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (asked(None, "a.jpg"), r"--output: a\.jpg does not end in any of \.svg, \.png"),
+        (asked(None, "a.jpg"), r"--output: a\.jpg has none of the suffixes \.svg, \.png"),
         (asked(None, "a"), "give --format"),
-        (asked("png", "a.svg"), r"a\.svg is the name of svg, but --format is png"),
-        (asked("csv", "a.png"), r"a\.png is the name of png, but --format is csv"),
+        (asked("png", "a.svg"), r"the suffix of a\.svg means svg, but --format is png"),
+        (asked("csv", "a.png"), r"the suffix of a\.png means png, but --format is csv"),
     ],
 )
 def test_names_that_tell_no_format_or_another_one_are_refused(arguments, told):
@@ -59,7 +59,7 @@ def test_a_file_is_written_and_replaced(tmp_path):
 
 
 def test_a_folder_is_not_replaced_and_a_missing_one_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="is no ordinary file"):
+    with pytest.raises(ConfigError, match="is not a regular file"):
         write_result(b"", "svg", str(tmp_path))
     with pytest.raises(PenstockError, match=r"missing/a\.svg: cannot be written: No such file"):
         write_result(b"", "svg", str(tmp_path / "missing" / "a.svg"))

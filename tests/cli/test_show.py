@@ -197,8 +197,8 @@ def test_text_goes_to_a_file_too(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--output", "a.jpeg"], "--output: a.jpeg does not end in any of"),
-        (["--output", "a.svg", "--format", "png"], "a.svg is the name of svg, but --format is png"),
+        (["--output", "a.jpeg"], "--output: a.jpeg has none of the suffixes"),
+        (["--output", "a.svg", "--format", "png"], "the suffix of a.svg means svg, but --format is png"),
         (["--costs", "F=1,B=2"], "--costs: only for svg, png, html, trace; leave it out for grid"),
         (["--theme", "dark", "--format", "trace"], "--theme: only for svg, png, html; leave it out for trace"),
         (["--format", "html", "--costs", "F=fast"], "costs: F is 'fast'"),

@@ -34,7 +34,7 @@ def test_values_are_listed_doubled_or_counted_in_steps(text, values):
 
 @pytest.mark.parametrize("text", ["", "8..", "..8", "8..4", "0..8", "0", "8,", "a", "-1", "8..64:0", "1.5", "8..64..2"])
 def test_what_is_none_of_the_three_forms_is_refused_with_all_of_them(text):
-    with pytest.raises(ConfigError, match=r"no values for ranks; give such as 8\.\.64 \(doubled\), 8\.\.64:8"):
+    with pytest.raises(ConfigError, match=r"ranks: expected numbers from 1, such as 8\.\.64 \(doubled\), 8\.\.64:8"):
         read_sweep([f"ranks={text}"])
 
 

@@ -165,7 +165,7 @@ def test_nothing_to_compare_is_refused():
 
 
 def test_unknown_formats_and_themes_are_refused():
-    with pytest.raises(ConfigError, match="'pdf' is no format of a chart"):
+    with pytest.raises(ConfigError, match="unknown format 'pdf'"):
         pareto_picture(FOUR, CAPTION, format="pdf")
     with pytest.raises(ConfigError, match="theme: 'blue'"):
         pareto_picture(FOUR, CAPTION, format="html", theme="blue")

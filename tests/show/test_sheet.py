@@ -54,7 +54,7 @@ def test_a_long_title_gets_smaller_instead_of_leaving_the_sheet():
 
 
 def test_an_unknown_format_is_refused():
-    with pytest.raises(ConfigError, match="format: 'pdf' is no format of a chart; known: svg, png"):
+    with pytest.raises(ConfigError, match="format: unknown format 'pdf'; a chart is svg or png"):
         Sheet.of(8.0, 4.0, LIGHT, "pdf")
 
 

@@ -55,7 +55,7 @@ class Refusal:
 Row = Comparison | Refusal
 GAP = "  "
 FIGURES = ("makespan_s", "span_s", "bubble_fraction", "bubble_rate", "peak_activations", "num_microbatches")
-"""What JSON has of a comparison under the same names; beside them stand its messages."""
+"""The members of a comparison in JSON, next to its messages."""
 
 
 def compare(wanted: Wanted, costs: Costs, *, per_rank: bool = False) -> Row:
@@ -165,7 +165,7 @@ def _as_object(row: Row, limit: int | None, front: set[str], swept_limits: Seque
 def to_table(
     rows: Sequence[Row], limit: int | None, *, per_rank: bool = False, swept_limits: Sequence[int] = ()
 ) -> str:
-    """Align the figures under their headings; below them stands what they do not have in common.
+    """Align the figures under their headings; notes below them say what they do not have in common.
 
     A star marks the front: no other row is better in both step time and memory.
     """

@@ -29,23 +29,23 @@ def wanted_format(arguments: Namespace, suffixes: dict[str, str], default: str) 
     """Return the format that is asked for: by --format, else by the suffix of --output, else the default.
 
     Raises:
-        ConfigError: for a suffix that tells no format, or another one than --format does.
+        ConfigError: for an unknown suffix without --format, and for a suffix of another format.
     """
     if arguments.output is None:
         return str(arguments.format or default)
-    told = suffixes.get(Path(arguments.output).suffix.lower())
-    if arguments.format is None and told is None:
+    by_suffix = suffixes.get(Path(arguments.output).suffix.lower())
+    if arguments.format is None and by_suffix is None:
         known = ", ".join(suffixes)
         raise ConfigError(
-            f"{arguments.output} does not end in any of {known}, which would tell its format; give --format",
+            f"{arguments.output} has none of the suffixes {known}; end it in one of them, or give --format",
             key="--output",
         )
-    if told in PICTURES and arguments.format not in (None, told):
+    if by_suffix in PICTURES and arguments.format not in (None, by_suffix):
         raise ConfigError(
-            f"{arguments.output} is the name of {told}, but --format is {arguments.format}; make them agree",
+            f"the suffix of {arguments.output} means {by_suffix}, but --format is {arguments.format}; make them agree",
             key="--output",
         )
-    return str(arguments.format or told)
+    return str(arguments.format or by_suffix)
 
 
 def refuse_useless(arguments: Namespace, name: str, format: str, formats: Sequence[str]) -> None:
@@ -58,7 +58,7 @@ def write_result(data: bytes, format: str, output: str | None) -> None:
     """Write a result to a file, whole or not at all, or to standard output.
 
     Raises:
-        ConfigError: for a binary format on a terminal, and for a place that is no ordinary file.
+        ConfigError: for a binary format on a terminal, and for a path that is not a regular file.
         PenstockError: if the file cannot be written.
     """
     from penstock.train.files import atomic_file
@@ -71,6 +71,6 @@ def write_result(data: bytes, format: str, output: str | None) -> None:
         return
     path = Path(output)
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is no ordinary file; give another name", key="--output")
+        raise ConfigError(f"{path} is not a regular file; give another name", key="--output")
     with atomic_file(path.resolve()) as file:
         file.write(data)

@@ -93,8 +93,7 @@ def _read_values(text: str, key: str) -> tuple[int, ...]:
     values = _between(ends) if ends else _listed(text)
     if not values or min(values) < 1:
         raise ConfigError(
-            f"{text!r} are no values for {key}; give such as 8..64 (doubled), 8..64:8 (in steps) or 8,16,24, all 1 or "
-            "more",
+            f"{key}: expected numbers from 1, such as 8..64 (doubled), 8..64:8 (in steps) or 8,16,24, got {text!r}",
             key="--sweep",
         )
     return tuple(dict.fromkeys(values))

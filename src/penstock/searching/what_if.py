@@ -1,7 +1,7 @@
 """What other plans would do to a measured run: another split, another schedule, other microbatches, each simulated.
 
 A stage's measured seconds are shared among its layers by their weights, so that any split can be put together; those of
-a smaller microbatch are taken to be in proportion to its size.
+a smaller microbatch are assumed to be in proportion to its size.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ NUM_EXTREMES = 4
 """Layers are moved away from so many of the heaviest stages, and to so many of the lightest."""
 MICROBATCH_FACTORS = (0.25, 0.5, 2, 4, 8)
 UNIT_BYTES = 1 << 20
-"""What a layer's activation is said to have, so that memory can be compared."""
+"""Assumed of each layer's activation, so that memory can be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +166,11 @@ def _other_schedules(now: _Plan, per_layer: Costs, setting: Setting) -> Iterator
 
 
 def _built(like: Schedule, setting: Setting) -> Iterator[tuple[str, Schedule]]:
-    """Families with as many stages per rank as now, as they like best, and with two."""
+    """Families with their default number of stages per rank, with as many as now, and with two."""
     for name, family in FAMILIES.items():
-        usual = family.default_stages_per_rank(family.read_options({}))
-        for number in dict.fromkeys((usual, setting.stages_per_rank or usual, 2)):
-            text = name if number == usual else f"{name}:stages_per_rank={number}"
+        default = family.default_stages_per_rank(family.read_options({}))
+        for number in dict.fromkeys((default, setting.stages_per_rank or default, 2)):
+            text = name if number == default else f"{name}:stages_per_rank={number}"
             try:
                 yield (
                     text,

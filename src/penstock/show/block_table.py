@@ -1,9 +1,9 @@
 """All blocks of some timelines as columns of whole numbers, lane after lane: what the page's viewer draws.
 
-A lane is what one rank does in one timeline; the lanes of a rank stand together. A block starts `gap` ticks after the
-block before it has ended, and takes `duration` ticks. `producer` is the block whose message it waited for, and
-`transfer` the ticks from that one's end until the message was there. Small differences compress well, and blocks that
-touch still touch after rounding.
+A lane is what one rank does in one timeline; the lanes of a rank are next to each other. A block starts `gap` ticks
+after the block before it has ended, and takes `duration` ticks. `producer` is the block whose message it waited for,
+and `transfer` the ticks from that one's end until the message was there. Small differences compress well, and blocks
+that touch still touch after rounding.
 
 Bars, the collectives and optimizer steps, are columns of their own, laid out the same way lane after lane; so are the
 causes of idle time, of which a lane of n blocks has those of n + 1 gaps: before each block, and after the last.
@@ -55,7 +55,7 @@ class BlockTable:
     is_bytes: bool
     """Whether `held` and `kept` are bytes; else activations."""
     bar_names: list[tuple[str, int]]
-    """Instruction and sort of what bars stand for; the column `bar_name` has places in this list."""
+    """Instruction and sort of bars; the column `bar_name` has indices into this list."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +68,7 @@ class _Facts:
     is_critical: NDArray[np.bool_]
     idle: list[IdleGaps]
     index_of_row: NDArray[np.int64]
-    """Where each row lies in the table; `NONE` for what computes nothing."""
+    """The place of each row in the table; `NONE` for a row that computes nothing."""
 
 
 def block_table(timelines: Sequence[Timeline], costs: Sequence[Costs | None] = ()) -> BlockTable:

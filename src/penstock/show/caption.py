@@ -1,4 +1,4 @@
-"""What stands around a drawing: the title with its figures, the legend, and the names and figures of the lanes."""
+"""The texts around a drawing: the title with its figures, the legend, and the names and figures of the lanes."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -131,7 +131,9 @@ def format_of_name(file: Path) -> str:
     """
     format = file.suffix.lower().removeprefix(".")
     if format not in FORMATS:
-        raise ConfigError(f"{file.name!r} is no picture; end the name in {' or '.join('.' + name for name in FORMATS)}")
+        raise ConfigError(
+            f"{file.name!r} has an unknown suffix; end the name in {' or '.join('.' + name for name in FORMATS)}"
+        )
     return format
 
 

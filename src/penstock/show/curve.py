@@ -30,7 +30,7 @@ class MemoryLevels:
 
 
 def memory_levels(timeline: Timeline, *, in_bytes: bool | None = None) -> MemoryLevels:
-    """Return what is alive in and after each row; in bytes if these are known, unless told otherwise."""
+    """Return what is alive in and after each row; in bytes or not, and by default where bytes are known."""
     program = timeline.program
     known = bool(timeline.activation_bytes.any())
     counts_bytes = known if in_bytes is None else in_bytes
@@ -53,7 +53,7 @@ def memory_levels(timeline: Timeline, *, in_bytes: bool | None = None) -> Memory
 
 
 def memory_curves(timeline: Timeline, *, in_bytes: bool | None = None) -> list[MemoryCurve]:
-    """Return one curve per rank; in bytes if these are known, unless told otherwise."""
+    """Return one curve per rank; in bytes or not, and by default where bytes are known."""
     levels = memory_levels(timeline, in_bytes=in_bytes)
     return [_curve(timeline, rank, levels) for rank in range(timeline.num_ranks)]
 
@@ -73,13 +73,13 @@ def _curve(timeline: Timeline, rank: int, levels: MemoryLevels) -> MemoryCurve:
 
 
 def without_spikes(curve: MemoryCurve) -> MemoryCurve:
-    """Return the curve with one step per moment, the last: what is freed and taken at once shows as nothing."""
+    """Return the curve with one step per time, the last: what is freed and taken at once shows as nothing."""
     is_last = np.append(curve.time_s[1:] > curve.time_s[:-1], True)
     return MemoryCurve(curve.time_s[is_last], curve.alive[is_last], curve.is_bytes)
 
 
 def largest_within(curve: MemoryCurve, edges_s: NDArray[np.float64]) -> NDArray[np.int64]:
-    """[num_columns] the most that is alive at any moment of each column of time."""
+    """[num_columns] the most that is alive at any time within each column."""
     # What a column finds at its beginning, and the steps inside it.
     level = np.append(0, curve.alive)
     first = np.searchsorted(curve.time_s, edges_s[:-1], side="right")

@@ -67,11 +67,11 @@ def _busy_s(blocks: Blocks, chosen: NDArray[np.bool_], edges_s: Floats) -> Float
     """[num_columns] seconds of the chosen blocks in each column; half a lane counts half."""
     start_s, end_s = blocks.start_s[chosen], blocks.end_s[chosen]
     work_s = (end_s - start_s) * (blocks.high - blocks.low)[chosen]
-    # The work done until each moment rises inside blocks and is level between them.
-    moments = np.maximum.accumulate(np.column_stack([start_s, end_s]).ravel())
+    # The work done until each time rises inside blocks and is level between them.
+    times_s = np.maximum.accumulate(np.column_stack([start_s, end_s]).ravel())
     done = np.concatenate([[0.0], np.cumsum(work_s)])
     levels = np.column_stack([done[:-1], done[1:]]).ravel()
-    return np.diff(np.interp(edges_s, moments, levels))
+    return np.diff(np.interp(edges_s, times_s, levels))
 
 
 def rasterise(share: Floats, height: int) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""What stands above every picture of a timeline: what it shows, and its four figures."""
+"""The texts above every picture of a timeline: its title and its four figures."""
 
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline

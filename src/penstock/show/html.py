@@ -37,7 +37,7 @@ def variables_of(theme: Theme) -> dict[str, str]:
 
 
 def style_of_themes() -> list[str]:
-    """Return rules with the colours as variables: light, dark where the browser wants it, or as the page is told."""
+    """Return rules with the colours as variables: light, dark where the browser wants it, or the page's own."""
     rules = {
         name: f"color-scheme: {name}; " + " ".join(f"--{key}: {colour};" for key, colour in variables_of(theme).items())
         for name, theme in THEMES.items()

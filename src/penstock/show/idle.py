@@ -38,9 +38,10 @@ class IdleGaps:
 
 
 def idle_gaps(timeline: Timeline, costs: Costs | None = None) -> list[IdleGaps]:
-    """Find, for every rank, what its idle time is put down to.
+    """Find the causes of every rank's idle time.
 
-    Without the costs that it was predicted with, what is usual in a timeline is taken, as of a measured one.
+    `costs` are what the timeline was predicted with; without them, its own typical durations are taken, as for a
+    measured one.
     """
     if timeline.source == "measured":
         timeline = with_true_arrivals(timeline)
@@ -51,7 +52,7 @@ def idle_gaps(timeline: Timeline, costs: Costs | None = None) -> list[IdleGaps]:
 
 def _gaps_of_rank(spans: Sequence[IdleSpan], start_s: NDArray[np.float64]) -> IdleGaps:
     begin_s, end_s, cause = np.array(spans, np.float64).reshape(-1, 3).T
-    # A span ends where a block starts, or before; its middle cannot lie on the wrong side by rounding.
+    # A span ends where a block starts, or before; rounding cannot put its middle on the wrong side.
     gap = np.searchsorted(start_s, (begin_s + end_s) / 2)
     found, place = np.unique(gap * len(Cause) + cause.astype(np.int64), return_inverse=True)
     duration_s = np.zeros(len(found))

@@ -102,7 +102,7 @@ def draw_lanes(axes: Any, lanes: Sequence[Lane], scale: TimeScale, sheet: Sheet,
     """Draw every lane on a strip that shows where it idles."""
     edges_s = columns_for(lanes, scale.end_s, sheet.inner_width)
     for lane in lanes:
-        begin, end = (moment_s / scale.unit_s for moment_s in window_s(lane.timeline))
+        begin, end = (time_s / scale.unit_s for time_s in window_s(lane.timeline))
         axes.broken_barh(
             [(begin, end - begin)], (lane.bottom, lane.height), facecolors=sheet.theme.bubble, linewidth=0, zorder=1
         )

@@ -1,4 +1,4 @@
-"""Where every block of a timeline lies: pure data, which charts and the viewer draw alike.
+"""The place of every block of a timeline: pure data, which charts and the viewer draw alike.
 
     lane of rank 1   [2F0][2F1]....[2F2|      low and high are shares of the lane's height; of an overlapped pair,
                                    |2B0]      the first action has the upper half and the second the lower one

@@ -52,8 +52,8 @@ def to_page(
 ) -> bytes:
     """Return a page that shows the named timelines, rank by rank below each other; all but the last are drawn pale.
 
-    `costs` are what timelines were predicted with, by their names; for the causes of idle time, what is usual in a
-    timeline is taken where they are not given. Without a theme the page follows the reader's browser.
+    `costs` are what timelines were predicted with, by their names. The causes of idle time go by them, and where they
+    are not given, by the timeline's own typical durations. Without a theme the page follows the reader's browser.
 
     Raises:
         ConfigError: for an unknown theme, and for more blocks than a page can hold.
@@ -94,7 +94,7 @@ def _too_many(what: str, max_bytes: int) -> ConfigError:
 
 
 def _as_script(value: dict[str, Any]) -> str:
-    """JSON that stands inside a script: no name in it can end the script."""
+    """JSON for the inside of a script: no name in it can end the script."""
     return orjson.dumps(value).decode().replace("<", "\\u003c")
 
 

@@ -45,7 +45,7 @@ THEMES = {
 }  # fmt: skip
 
 COLLECTIVE_COLOUR = "#9933FF"
-"""Of the bars over blocks of any kind; optimizer steps, which lie on no block, are drawn in the theme's ink."""
+"""Of the bars over blocks of any kind; optimizer steps, which cover no block, are drawn in the theme's ink."""
 DARK_INK, LIGHT_INK = "#101214", "#FFFFFF"
 """What is written on blocks."""
 

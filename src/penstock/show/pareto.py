@@ -30,7 +30,7 @@ LOGARITHMIC_ABOVE = 5.0
 """Where the largest value is so many times the smallest, an axis is logarithmic."""
 MAX_LINES = 5
 """Names of schedules with equal figures, which share a point."""
-HOW_TO_READ = "the line is the front: of what lies above and to the right of it, another schedule is better"
+HOW_TO_READ = "the line is the front: every schedule off it is beaten by one on it"
 PAGE = """<!DOCTYPE html>
 <html lang="en"{attributes}>
 <meta charset="utf-8">
@@ -206,8 +206,8 @@ def _with_titles(svg: str, points: Sequence[_Point], memory_name: str) -> str:
     def with_title(found: re.Match[str]) -> str:
         point = points[int(found[1])]
         names = "\n".join(candidate.label for candidate in point.candidates)
-        told = f"{names}\nstep time: {format_seconds(point.first.step_s)}\n{memory_name}: {point.first.memory:.6g}"
-        return f"{found[0]}<title>{escape(told)}</title>"
+        title = f"{names}\nstep time: {format_seconds(point.first.step_s)}\n{memory_name}: {point.first.memory:.6g}"
+        return f"{found[0]}<title>{escape(title)}</title>"
 
     return re.sub(r'<g id="(?:point|name)-(\d+)">', with_title, svg)
 

@@ -26,7 +26,7 @@ def scale_of(inner_width: float) -> float:
 class Sheet:
     """Sizes are inches; `inner_width` is that of the drawing, without its margins.
 
-    Whoever looks at a wide sheet sees it from afar: `scale` enlarges what stands around the drawing.
+    A wide sheet is looked at from further away, so `scale` enlarges the texts around the drawing.
     """
 
     figure: Any
@@ -97,7 +97,7 @@ def new_figure(width: float, height: float, theme: Theme, format: str) -> Any:
         ConfigError: for a format other than SVG and PNG, or if matplotlib is not installed.
     """
     if format not in FORMATS:
-        raise ConfigError(f"{format!r} is no format of a chart; known: {', '.join(FORMATS)}", key="format")
+        raise ConfigError(f"unknown format {format!r}; a chart is {' or '.join(FORMATS)}", key="format")
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -3,7 +3,7 @@
     rank 0   [0F0]            producer of 1F0 is 0F0
     rank 1        >>[1F0]     its message arrives where 1F0 may start
 
-Whatever stands earlier on the same rank is not waited for: that rank was busy.
+A block does not wait for what is earlier on its own rank: that rank was busy.
 """
 
 from dataclasses import dataclass
