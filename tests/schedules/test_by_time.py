@@ -20,7 +20,3 @@ def test_every_rank_runs_its_actions_by_ascending_time():
         "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1",
         "1F0 2F0 1F1 2F1 2B0 2B1 1B0 1B1",
     ]
-
-
-def test_without_times_of_backwards_there_are_only_forwards():
-    assert texts(orders_by_time(STAGE, MICROBATCH, FORWARD, None)) == ["0F0 0F1 3F0 3F1", "1F0 2F0 1F1 2F1"]

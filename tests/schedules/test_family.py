@@ -3,7 +3,11 @@
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.schedules import FAMILIES, Choice, build
+from penstock.placement import Placement
+from penstock.schedules import FAMILIES, Choice, Options, Shape, build
+from penstock.schedules.family import by_rank, loop
+from penstock.schedules.phases import b, f, pair, phases, repeat
+from tests.grids import assert_grid
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -39,3 +43,32 @@ def test_stages_per_rank_are_the_first_that_a_family_takes_unless_options_decide
     assert plain.default_stages_per_rank(plain.read_options({})) == 1
     assert waves.default_stages_per_rank(waves.read_options({})) == 2
     assert waves.default_stages_per_rank(waves.read_options({"waves": 3})) == 6
+
+
+def test_phases_of_one_rank_make_the_schedule_of_all():
+    def order(rank, shape, options):
+        return phases(
+            repeat(1, f(rank)), repeat(shape.num_microbatches - 1, pair(f(rank), b(rank))), repeat(1, b(rank))
+        )
+
+    schedule = by_rank("mine", order)(Shape(2, 2, 3, 1), Options())
+
+    assert_grid(schedule, "0F0 (0F1;0B0) (0F2;0B1) 0B2\n1F0 (1F1;1B0) (1F2;1B1) 1B2")
+    assert (schedule.name, schedule.placement.style) == ("mine", "line")
+
+
+def test_two_routes_take_half_of_the_microbatches_each():
+    def order(rank, shape, options):
+        return phases(repeat(2, f(rank)), repeat(2, f(3 - rank, first=2)))
+
+    schedule = by_rank("both", order, lambda shape: Placement.bidirectional(2))(Shape(2, 4, 4, 1), Options())
+
+    assert_grid(schedule, "0F0 0F1 3F2 3F3\n1F0 1F1 2F2 2F3")
+    assert schedule.route_of_microbatch.tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("stages", "style"), [(3, "line"), (4, "loop"), (6, "loop")])
+def test_a_loop_of_one_stage_per_rank_is_a_line(stages, style):
+    placement = loop(Shape(3, stages, 1, 1))
+
+    assert (placement.style, placement.num_stages) == (style, stages)

@@ -14,8 +14,8 @@ from penstock.schedules.options import Number, Options
 from tests.grids import assert_grid
 
 
-def shape(ranks, stages, microbatches, is_forward_only=False):
-    return Shape(ranks, stages, microbatches, 1, is_forward_only)
+def shape(ranks, stages, microbatches):
+    return Shape(ranks, stages, microbatches, 1)
 
 
 def can_run(schedule):

@@ -51,7 +51,14 @@ def test_a_family_builds_under_its_own_name(name):
 def test_forward_only_builds_no_backward(name):
     ranks, microbatches = FAMILIES[name].example
 
-    assert build(name, ranks=ranks, microbatches=microbatches, forward_only=True).is_forward_only
+    forwards = build(name, ranks=ranks, microbatches=microbatches, forward_only=True)
+
+    assert forwards == build(name, ranks=ranks, microbatches=microbatches).forward_only()
+    assert forwards.name == name
+
+
+def test_as_many_slices_as_can_be_numbered_are_built():
+    assert build("seq1f1b", ranks=1, microbatches=1, slices=32_768).slice.max() == 32_767
 
 
 def test_stages_can_be_given_in_total_or_per_rank():
@@ -71,6 +78,7 @@ def test_stages_can_be_given_in_total_or_per_rank():
         ("gpipe", {"ranks": 0}, "ranks: 0 is below 1"),
         ("gpipe", {"microbatches": -1}, "microbatches: -1 is below 1"),
         ("gpipe", {"slices": 0}, "slices: 0 is below 1"),
+        ("seq1f1b", {"slices": 40_000}, "slices: 40000 are too many; at most 32,768 can be numbered, use fewer"),
         ("gpipe", {"ranks": "4"}, "ranks: '4' of type str; give a whole number of 1 or more"),
         ("gpipe", {"ranks": 4.0}, "ranks: 4.0 of type float; give"),
         ("gpipe", {"ranks": True}, "ranks: True of type bool; give"),

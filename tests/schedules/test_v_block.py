@@ -19,8 +19,8 @@ FAMILIES = {**SPLIT, "1f1b-v": one_f_one_b_v}
 ONE_RANK = np.array([[0, 1, 2, 4]])
 
 
-def shape(num_microbatches, *, is_forward_only=False):
-    return Shape(1, 2, num_microbatches, 1, is_forward_only)
+def shape(num_microbatches):
+    return Shape(1, 2, num_microbatches, 1)
 
 
 def held(slots):
@@ -52,7 +52,6 @@ def test_a_block_becomes_a_schedule_with_whole_backwards():
 
 
 def test_forward_only_is_the_order_of_the_forwards_in_training():
-    assert_grid(split_schedule("one rank", ONE_RANK, shape(2, is_forward_only=True)), "0F0 1F0 0F1 1F1")
     for name in FAMILIES:
         trained = build(name, ranks=4, microbatches=7).forward_only()
 

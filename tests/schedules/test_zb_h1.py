@@ -3,11 +3,14 @@
 import pytest
 
 from penstock.lowering import lower
+from penstock.planning import prove_and_lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from tests.grids import assert_grid
-from tests.schedules.golden import built, recorded, sizes
+from tests.schedules.golden import built, orders, recorded, sizes
+from tests.schedules.late_weights import SIZES, orders_step_by_step
 
+WHOLE = [("zb-h1", {"backward": "whole"}), ("1f1b", {})]
 PATCH = recorded("zero_bubble", "zbh1_patch")
 
 
@@ -113,3 +116,23 @@ def test_bubble_and_memory_are_those_of_the_formulas(costs):
             bubble = (ranks - 1) * (parts["forward"] + parts["backward_input"] - parts["backward_weight"])
             assert timeline.span_s == timeline.makespan_s == microbatches * sum(costs) + bubble
             assert timeline.peak_activations == [min(microbatches, ranks)] * ranks
+
+
+def test_the_order_is_that_of_the_rule_step_by_step():
+    for ranks, microbatches in SIZES:
+        found = orders(build("zb-h1", ranks=ranks, microbatches=microbatches))
+
+        assert found == orders_step_by_step(ranks, microbatches, depth=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backward", ["split", "whole"])
+def test_every_size_is_proved(backward):
+    for ranks, microbatches in SIZES:
+        prove_and_lower(build("zb-h1", ranks=ranks, microbatches=microbatches, backward=backward))
+
+
+def test_without_ranks_before_it_whole_backwards_are_those_of_1f1b():
+    whole, plain = (build(name, ranks=5, microbatches=7, **options) for name, options in WHOLE)
+
+    assert whole[0] == plain[0]

@@ -3,9 +3,12 @@
 import pytest
 
 from penstock.lowering import lower
+from penstock.planning import prove_and_lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from tests.grids import assert_grid
+from tests.schedules.golden import orders
+from tests.schedules.late_weights import SIZES, orders_step_by_step
 
 
 def test_warm_up_and_delay_are_twice_those_of_zb_h1():
@@ -60,3 +63,16 @@ def test_bubble_and_memory_are_those_of_the_formulas(costs):
             assert timeline.span_s == work + (ranks - 1) * bubble
             assert timeline.makespan_s == work + (ranks - 1) * max(bubble, parts["forward"])
             assert timeline.peak_activations == [min(microbatches, 2 * ranks - 1)] * ranks
+
+
+def test_the_order_is_that_of_the_rule_step_by_step():
+    for ranks, microbatches in SIZES:
+        found = orders(build("zb-h2", ranks=ranks, microbatches=microbatches))
+
+        assert found == orders_step_by_step(ranks, microbatches, depth=2)
+
+
+@pytest.mark.slow
+def test_every_size_is_proved():
+    for ranks, microbatches in SIZES:
+        prove_and_lower(build("zb-h2", ranks=ranks, microbatches=microbatches))

@@ -9,7 +9,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from penstock.errors import ConfigError, FormatError, nearest
-from penstock.schedules.foreign import run_foreign
+from penstock.schedules.third_party import run_third_party
 
 
 def load_function(place: str) -> Callable[..., Any]:
@@ -55,7 +55,7 @@ def _run(path: Path, code: CodeType) -> ModuleType:
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # where dataclasses look for the module that they are in
     with _imports_from(path.parent):
-        run_foreign(str(path), lambda: exec(code, vars(module)))
+        run_third_party(str(path), lambda: exec(code, vars(module)))
     return module
 
 

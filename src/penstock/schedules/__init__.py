@@ -1,13 +1,15 @@
 """Families of schedules by name, and `build`, which makes a schedule.
 
-A new family is one file here with a `FAMILY`, named in the tuple below, and its drawn test. Families of other
-distributions join through the registry.
+A new family is one file here with a `FAMILY`, named in the tuple below, and its drawn test; `phases` is the vocabulary
+for its order. Families of other distributions join through the registry.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from operator import index
 
 from penstock.errors import ConfigError, count_of, described, nearest
-from penstock.ir.schedule import Schedule
+from penstock.ir.schedule import LIMITS, Schedule
 from penstock.schedules import (
     breadth_depth,
     chimera,
@@ -31,13 +33,15 @@ from penstock.schedules import (
     zb_h2,
     zbv,
 )
+from penstock.schedules.custom import Asked, ScheduleFunction, custom_schedule
 from penstock.schedules.family import Family, Shape
 from penstock.schedules.options import Choice, Number, Option, Options
-from penstock.schedules.own import Own, own_schedule
 from penstock.schedules.registry import Installed, find_installed, is_file_name, load_installed, plug_ins
 
 MAX_FORWARDS = 50_000_000
 """Planning takes 320 to 410 bytes per forward at its peak (bench/planning.py), so this many take 16 to 21 GB."""
+
+MAX_SLICES = LIMITS["slice"][1] + 1
 
 MAX_NAMED_FAMILIES = 3
 """That a message names to take instead; `penstock schedules` lists all."""
@@ -100,7 +104,7 @@ def installed_families() -> Installed:
 
 
 def build(
-    name: str | Own,
+    name: str | ScheduleFunction,
     *,
     ranks: int,
     microbatches: int,
@@ -110,7 +114,7 @@ def build(
     forward_only: bool = False,
     **options: object,
 ) -> Schedule:
-    """Make the schedule of a family, or of a function of your own.
+    """Make the schedule of a family, or of your own function.
 
     `stages` is the total number, where it is not `ranks` x `stages_per_rank`. Without either, a family takes its own
     default number of stages per rank. A function gets what it asks for by name, and gives rows of actions
@@ -120,23 +124,27 @@ def build(
         ConfigError: for an unknown name or option, a count below 1, or a shape that the family refuses.
     """
     ranks, microbatches, slices = _count("ranks", ranks), _count("microbatches", microbatches), _count("slices", slices)
+    if slices > MAX_SLICES:
+        raise ConfigError(f"{slices} are too many; at most {MAX_SLICES:,} can be numbered, use fewer", key="slices")
     stages_per_rank = None if stages_per_rank is None else _count("stages_per_rank", stages_per_rank)
     stages = None if stages is None else _count("stages", stages)
-    if not isinstance(name, str):
-        asked = {
-            "ranks": ranks,
-            "microbatches": microbatches,
-            "slices": slices,
-            "stages_per_rank": stages_per_rank,
-            "stages": stages,
-            "forward_only": forward_only,
-        }
-        return own_schedule(name, asked, options)
+    asked = Asked(ranks, microbatches, slices, stages_per_rank, stages, forward_only)
+    if isinstance(name, str):
+        schedule = _family_schedule(name, asked, options)
+    else:
+        schedule = custom_schedule(name, asked, options)
+    if forward_only and not schedule.is_forward_only:
+        return replace(schedule.forward_only(), name=schedule.name)
+    return schedule
+
+
+def _family_schedule(name: str, asked: Asked, options: Mapping[str, object]) -> Schedule:
     family = find_family(name)
     chosen = family.read_options(options)
-    if stages_per_rank is None and stages is None:
-        stages_per_rank = family.default_stages_per_rank(chosen)
-    num_stages = _resolve_stages(family, ranks, stages_per_rank, stages)
+    if asked.stages_per_rank is None and asked.stages is None:
+        asked = replace(asked, stages_per_rank=family.default_stages_per_rank(chosen))
+    num_stages = _resolve_stages(family, asked)
+    ranks, microbatches, slices = asked.ranks, asked.microbatches, asked.slices
     if slices > 1 and not family.takes_slices:
         raise ConfigError(
             f"{name} does not cut microbatches, got {slices}; use 1 slice or a family that does", key="slices"
@@ -147,8 +155,7 @@ def build(
             f"{num_stages} stages x {microbatches} microbatches x {slices} slices are {num_actions:,} forwards; "
             f"at most {MAX_FORWARDS:,} fit in memory, use fewer"
         )
-    shape = Shape(ranks, num_stages, microbatches, slices, forward_only)
-    return family.generate(shape, chosen)
+    return family.generate(Shape(ranks, num_stages, microbatches, slices), chosen)
 
 
 def _count(key: str, given: object) -> int:
@@ -164,9 +171,10 @@ def _count(key: str, given: object) -> int:
     return count
 
 
-def _resolve_stages(family: Family, ranks: int, stages_per_rank: int | None, stages: int | None) -> int:
+def _resolve_stages(family: Family, asked: Asked) -> int:
     """The total number of stages; 0 among the family's choices stands for any number."""
-    allowed = family.stages_per_rank
+    allowed, ranks = family.stages_per_rank, asked.ranks
+    stages_per_rank, stages = asked.stages_per_rank, asked.stages
     if stages is not None:
         per_rank, rest = divmod(stages, ranks)
         if stages_per_rank not in (None, per_rank):
@@ -176,9 +184,9 @@ def _resolve_stages(family: Family, ranks: int, stages_per_rank: int | None, sta
                 key="stages",
             )
         if 0 not in allowed and (rest or per_rank not in allowed):
-            way_out = f"give {ranks * allowed[0]}" if rest else _way_to_get(per_rank, family)
+            fix = f"give {ranks * allowed[0]}" if rest else _way_to_get(per_rank, family)
             raise ConfigError(
-                f"{family.name} takes {_allowed(family)} per rank, not {stages} on {ranks}; {way_out}", key="stages"
+                f"{family.name} takes {_allowed(family)} per rank, not {stages} on {ranks}; {fix}", key="stages"
             )
         if stages < ranks:
             raise ConfigError(
@@ -215,7 +223,7 @@ __all__ = [
     "Number",
     "Option",
     "Options",
-    "Own",
+    "ScheduleFunction",
     "Shape",
     "build",
     "find_family",

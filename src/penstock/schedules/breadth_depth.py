@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from penstock.errors import ConfigError, count_of
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
-from penstock.placement import Placement
-from penstock.schedules.family import Family, Shape
+from penstock.schedules.family import Family, Shape, loop
 from penstock.schedules.options import Number, Options
 
 
@@ -33,11 +32,9 @@ def generate(shape: Shape, options: Options) -> Schedule:
         order = rows.copy()
         order[:, 1] = order[:, 1] * shape.num_ranks + rank
         orders.append(order[order[:, 1] < shape.num_stages])
-    is_line = shape.num_stages == shape.num_ranks
-    placement = Placement.loop(shape.num_ranks, shape.num_stages, style="line" if is_line else "loop")
     return Schedule.from_arrays(
         "breadth-depth",
-        placement,
+        loop(shape),
         orders,
         num_microbatches=shape.num_microbatches,
         num_slices=shape.num_slices,
@@ -48,12 +45,11 @@ def _rows(shape: Shape, depth: int) -> NDArray[np.int32]:
     """[num_actions, 4] the order of a rank that holds as many stages as any, with stages counted on the rank alone."""
     num_local_stages = -(-shape.num_stages // shape.num_ranks)
     breadth = -(-shape.num_microbatches // depth)
-    kinds = np.array([Kind.FORWARD] if shape.is_forward_only else [Kind.FORWARD, Kind.BACKWARD])
-    extents = (depth, len(kinds), num_local_stages, breadth, shape.num_slices)
+    extents = (depth, 2, num_local_stages, breadth, shape.num_slices)
     group, phase, stage, member, part = np.indices(extents, np.int32).reshape(len(extents), -1)
 
-    kind = kinds[phase]
-    is_backward = kind == Kind.BACKWARD
+    is_backward = phase == 1
+    kind = np.where(is_backward, Kind.BACKWARD, Kind.FORWARD)
     stage = np.where(is_backward, num_local_stages - 1 - stage, stage)
     part = np.where(is_backward, shape.num_slices - 1 - part, part)
     microbatch = member * depth + group

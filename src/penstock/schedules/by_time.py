@@ -14,17 +14,19 @@ Times = NDArray[np.int64]
 
 
 def orders_by_time(
-    stage: NDArray[Any], microbatch: NDArray[Any], forward: Times, backward: Times | None
+    stage: NDArray[Any], microbatch: NDArray[Any], forward: Times, backward: Times
 ) -> list[NDArray[np.int32]]:
     """Return per rank its rows of kind, stage and microbatch, by ascending time.
 
     The times are [num_ranks, ...], one entry per stage of the rank and microbatch; `stage` and `microbatch` of each
-    rank broadcast to them. Without times of (whole) backwards there are only forwards.
+    rank broadcast to them.
     """
-    kinds = [(Kind.FORWARD, forward)] if backward is None else [(Kind.FORWARD, forward), (Kind.BACKWARD, backward)]
     orders = []
     for rank in range(len(forward)):
-        rows = [np.stack(np.broadcast_arrays(kind, stage[rank], microbatch[rank]), axis=-1) for kind, _ in kinds]
-        order = np.argsort(np.stack([times[rank] for _, times in kinds]), axis=None)
+        rows = [
+            np.stack(np.broadcast_arrays(kind, stage[rank], microbatch[rank]), axis=-1)
+            for kind in (Kind.FORWARD, Kind.BACKWARD)
+        ]
+        order = np.argsort(np.stack([forward[rank], backward[rank]]), axis=None)
         orders.append(np.stack(rows).reshape(-1, 3)[order].astype(np.int32))
     return orders

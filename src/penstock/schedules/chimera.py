@@ -47,7 +47,7 @@ def generate(shape: Shape, options: Options) -> Schedule:
         place + num_ranks * route,
         np.broadcast_to(number + half * route, forward.shape),
         forward,
-        None if shape.is_forward_only else backward,
+        backward,
     )
     return Schedule.from_arrays(
         "chimera",

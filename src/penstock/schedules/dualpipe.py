@@ -11,37 +11,22 @@ Two copies of the model lie across the ranks in opposite directions; half of the
 each rank runs are the steps of `eight_steps`, with the middle of the pipeline as the fold.
 """
 
-import numpy as np
-
 from penstock.errors import ConfigError
-from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
-from penstock.schedules.eight_steps import OVERLAP, RankOrder, Side, eight_steps
-from penstock.schedules.family import Family, Shape
+from penstock.schedules.eight_steps import OVERLAP, FoldedRank, Side, eight_steps
+from penstock.schedules.family import Family, Shape, by_rank
 from penstock.schedules.options import Options
+from penstock.schedules.phases import RankOrder
 
 
-def generate(shape: Shape, options: Options) -> Schedule:
-    """Order each rank between the two directions; the second half of the ranks mirrors the first."""
-    _refuse(shape.num_ranks, shape.num_microbatches)
-    half = shape.num_microbatches // 2
-    orders = [_rank_order(rank, shape.num_ranks, half) for rank in range(shape.num_ranks)]
-    orders = [order.as_asked(shape, options) for order in orders]
-    return Schedule.from_arrays(
-        "dualpipe",
-        Placement.bidirectional(shape.num_ranks),
-        [order.rows for order in orders],
-        num_microbatches=shape.num_microbatches,
-        joined=np.concatenate([order.joined for order in orders]),
-        route_of_microbatch=np.repeat(np.arange(2, dtype=np.int8), half),
-    )
-
-
-def _rank_order(rank: int, num_ranks: int, half: int) -> RankOrder:
-    first_copy, second_copy = Side(rank), Side(2 * num_ranks - 1 - rank, half)
-    near, far = (first_copy, second_copy) if rank < num_ranks // 2 else (second_copy, first_copy)
-    from_end = min(rank, num_ranks - 1 - rank)
-    return eight_steps(near, far, outer=num_ranks // 2 - 1 - from_end, inner=from_end + 1, num_microbatches=half)
+def order(rank: int, shape: Shape, options: Options) -> RankOrder:
+    """Run the eight steps between the two directions; the second half of the ranks mirrors the first."""
+    ranks, half = shape.num_ranks, shape.num_microbatches // 2
+    _refuse(ranks, shape.num_microbatches)
+    first_copy, second_copy = Side(rank), Side(2 * ranks - 1 - rank, half)
+    near, far = (first_copy, second_copy) if rank < ranks // 2 else (second_copy, first_copy)
+    from_end = min(rank, ranks - 1 - rank)
+    return eight_steps(FoldedRank(near, far, outer=ranks // 2 - 1 - from_end, inner=from_end + 1), half, options)
 
 
 def _refuse(num_ranks: int, num_microbatches: int) -> None:
@@ -73,7 +58,7 @@ FAMILY = Family(
     bubble="(p/2-1)(P+B-2W) for F=B=W, where an overlapped pair takes P",
     memory="p+1",
     advice="expert parallelism: what one direction waits for on the network hides behind the other's computation",
-    generate=generate,
+    generate=by_rank("dualpipe", order, lambda shape: Placement.bidirectional(shape.num_ranks)),
     stages_per_rank=(2,),
     options={"overlap": OVERLAP},
     example=(4, 8),

@@ -10,18 +10,16 @@ successors, whose forwards overlap with its backwards. What each rank runs are t
 rank at the fold.
 """
 
-import numpy as np
-
 from penstock.errors import ConfigError
-from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
-from penstock.schedules.eight_steps import OVERLAP, Side, eight_steps
-from penstock.schedules.family import Family, Shape
+from penstock.schedules.eight_steps import OVERLAP, FoldedRank, Side, eight_steps
+from penstock.schedules.family import Family, Shape, by_rank
 from penstock.schedules.options import Options
+from penstock.schedules.phases import RankOrder
 
 
-def generate(shape: Shape, options: Options) -> Schedule:
-    """Order each rank between its stage on the way down and its stage on the way up."""
+def order(rank: int, shape: Shape, options: Options) -> RankOrder:
+    """Run the eight steps between the stage on the way down and the stage on the way up."""
     num_ranks, num_microbatches = shape.num_ranks, shape.num_microbatches
     if num_microbatches < 2 * num_ranks:
         raise ConfigError(
@@ -29,24 +27,8 @@ def generate(shape: Shape, options: Options) -> Schedule:
             f"use {2 * num_ranks} or more, or hanayo, which takes fewer",
             key="microbatches",
         )
-    orders = [
-        eight_steps(
-            Side(rank),
-            Side(2 * num_ranks - 1 - rank),
-            outer=num_ranks - 1 - rank,
-            inner=rank + 1,
-            num_microbatches=num_microbatches,
-        )
-        for rank in range(num_ranks)
-    ]
-    orders = [order.as_asked(shape, options) for order in orders]
-    return Schedule.from_arrays(
-        "dualpipe-v",
-        Placement.vee(num_ranks),
-        [order.rows for order in orders],
-        num_microbatches=num_microbatches,
-        joined=np.concatenate([order.joined for order in orders]),
-    )
+    near, far = Side(rank), Side(2 * num_ranks - 1 - rank)
+    return eight_steps(FoldedRank(near, far, outer=num_ranks - 1 - rank, inner=rank + 1), num_microbatches, options)
 
 
 FAMILY = Family(
@@ -58,7 +40,7 @@ FAMILY = Family(
     bubble="(p-1)(P+B-2W) for F=B=W of a stage, where an overlapped pair takes P",
     memory="2p+1 stages, each half of what a rank holds",
     advice="as dualpipe, with one copy of the weights and any number of ranks",
-    generate=generate,
+    generate=by_rank("dualpipe-v", order, lambda shape: Placement.vee(shape.num_ranks)),
     stages_per_rank=(2,),
     options={"overlap": OVERLAP},
     example=(4, 8),

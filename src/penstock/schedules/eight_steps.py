@@ -17,17 +17,10 @@ for n microbatches through each of its stages. A W is always that of the oldest 
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from penstock.ir.action import Kind
-from penstock.schedules.family import Shape
 from penstock.schedules.options import Choice, Options
+from penstock.schedules.phases import PhaseAction, RankOrder, b, f, i, pair, phases, repeat, w
 
 OVERLAP = Choice("true", ("true", "false"), "run F and B of a pair together, as one overlapped pair, or F before B")
-NEAR, FAR = 0, 1
-_Rows = NDArray[np.int32]
-"""[num_rows, 3] kind, side, and whether the row begins an overlapped pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,64 +28,39 @@ class Side:
     """One of the two stages of a rank, and the first of the microbatches that run through it."""
 
     stage: int
-    first_microbatch: int = 0
+    first: int = 0
+
+    def actions(self) -> tuple[PhaseAction, PhaseAction, PhaseAction]:
+        return f(self.stage, first=self.first), b(self.stage, first=self.first), i(self.stage, first=self.first)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankOrder:
-    """The actions of one rank."""
+@dataclass(frozen=True, slots=True)
+class FoldedRank:
+    """One rank of a folded pipeline, `outer` ranks away from the fold."""
 
-    rows: NDArray[np.int32]
-    """[num_rows, 3] kind, stage and microbatch."""
-    joined: NDArray[np.bool_]
-
-    def as_asked(self, shape: Shape, options: Options) -> "RankOrder":
-        """Leave out the backwards or the pairs, where the shape or the option `overlap` says so."""
-        if shape.is_forward_only:
-            rows = self.rows[self.rows[:, 0] == Kind.FORWARD]
-            return RankOrder(rows, np.zeros(len(rows), np.bool_))
-        return self if options.is_on("overlap") else RankOrder(self.rows, np.zeros_like(self.joined))
+    near: Side
+    far: Side
+    outer: int
+    inner: int
 
 
-def eight_steps(near: Side, far: Side, *, outer: int, inner: int, num_microbatches: int) -> RankOrder:
+def eight_steps(rank: FoldedRank, microbatches: int, options: Options) -> RankOrder:
     """Order one rank; at least 2 (outer + inner) microbatches must run through each stage."""
-    num_steady = num_microbatches - 2 * (outer + inner) + inner
-    steps = [
-        _repeat(2 * outer, (Kind.FORWARD, NEAR)),
-        _repeat(inner, (Kind.FORWARD, NEAR), (Kind.FORWARD, FAR)),
-        _repeat(outer, (Kind.BACKWARD_INPUT, FAR), (Kind.BACKWARD_WEIGHT, FAR), (Kind.FORWARD, FAR)),
-        _repeat(num_steady, *_pair(NEAR, FAR), *_pair(FAR, NEAR)),
-        _repeat(outer, (Kind.BACKWARD, FAR), *_pair(FAR, NEAR)),
-        _repeat(inner, (Kind.BACKWARD, FAR), (Kind.BACKWARD, NEAR)),
-        _repeat(outer, (Kind.BACKWARD_WEIGHT, NEAR), (Kind.BACKWARD_INPUT, NEAR)),
-        _repeat(inner, (Kind.BACKWARD_WEIGHT, NEAR)),
-    ]
-    if outer == 0:
-        steps[3][0, 2] = False
-    steps[5][inner:, 0] = Kind.BACKWARD_INPUT
-    rows = np.concatenate(steps)
-    return RankOrder(_number(rows, near, far), rows[:, 2].astype(np.bool_))
-
-
-def _pair(forward: int, backward: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return (Kind.FORWARD, forward, True), (Kind.BACKWARD, backward)
-
-
-def _repeat(count: int, *pattern: tuple[int, ...]) -> _Rows:
-    rows = [(*row, False)[:3] for row in pattern]
-    return np.tile(np.array(rows, np.int32), (count, 1))
-
-
-def _number(rows: _Rows, near: Side, far: Side) -> NDArray[np.int32]:
-    """Give forwards and backwards of each side their microbatches in ascending order, and each W its I."""
-    kind, side = rows[:, 0], rows[:, 1]
-    order = np.empty_like(rows)
-    order[:, 0] = kind
-    is_forward, is_weight = kind == Kind.FORWARD, kind == Kind.BACKWARD_WEIGHT
-    for index, end in ((NEAR, near), (FAR, far)):
-        for chosen in (is_forward, ~is_forward & ~is_weight):
-            here = np.flatnonzero(chosen & (side == index))
-            order[here, 1] = end.stage
-            order[here, 2] = end.first_microbatch + np.arange(len(here))
-    order[is_weight, 1:] = order[kind == Kind.BACKWARD_INPUT, 1:]
-    return order
+    (f0, b0, i0), (f1, b1, i1) = rank.near.actions(), rank.far.actions()
+    outer, inner = rank.outer, rank.inner
+    steady = microbatches - 2 * (outer + inner) + inner
+    at_fold = int(outer == 0)
+    together = pair if options.is_on("overlap") else lambda first, second: (first, second)
+    return phases(
+        repeat(2 * outer, f0),  # 1
+        repeat(inner, f0, f1),  # 2
+        repeat(outer, i1, w(), f1),  # 3
+        repeat(at_fold, f0, b1, together(f1, b0)),  # 4
+        repeat(steady - at_fold, together(f0, b1), together(f1, b0)),
+        repeat(outer, b1, together(f1, b0)),  # 5
+        repeat(inner // 2, b1, b0),  # 6
+        repeat(inner % 2, b1, i0),
+        repeat(inner // 2, i1, i0),
+        repeat(outer, w(), i0),  # 7
+        repeat(inner, w()),  # 8
+    )

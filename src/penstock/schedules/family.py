@@ -3,8 +3,12 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from penstock.ir.schedule import Schedule
+from penstock.placement import Placement
 from penstock.schedules.options import Option, Options
+from penstock.schedules.phases import RankOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +19,43 @@ class Shape:
     num_stages: int
     num_microbatches: int
     num_slices: int
-    is_forward_only: bool
 
 
 Generate = Callable[[Shape, Options], Schedule]
-"""It refuses a shape or an option that the family cannot do with a `ConfigError`."""
+"""It refuses a shape or an option that the family cannot do with a `ConfigError`. `build` takes the forwards alone."""
+
+
+def loop(shape: Shape) -> Placement:
+    """Return stages on ranks in turn: a line where each rank has one stage."""
+    style = "line" if shape.num_stages == shape.num_ranks else "loop"
+    return Placement.loop(shape.num_ranks, shape.num_stages, style=style)
+
+
+def by_rank(
+    name: str,
+    order: Callable[[int, Shape, Options], RankOrder],
+    placement_of: Callable[[Shape], Placement] = loop,
+) -> Generate:
+    """Return the function that makes the schedule of a family whose phases are written for one rank.
+
+    Of several routes, each takes an equal part of the microbatches, in order.
+    """
+
+    def generate(shape: Shape, options: Options) -> Schedule:
+        orders = [order(rank, shape, options) for rank in range(shape.num_ranks)]
+        placement = placement_of(shape)
+        microbatch = np.arange(shape.num_microbatches)
+        return Schedule.from_arrays(
+            name,
+            placement,
+            [order.rows for order in orders],
+            num_microbatches=shape.num_microbatches,
+            num_slices=shape.num_slices,
+            joined=np.concatenate([order.joined for order in orders]),
+            route_of_microbatch=(microbatch * len(placement.routes) // shape.num_microbatches).astype(np.int8),
+        )
+
+    return generate
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,25 +10,15 @@
 With several stages per rank (stage s on rank s mod p) a rank runs all microbatches of a stage before the next stage.
 """
 
-import numpy as np
-
-from penstock.ir.schedule import Schedule
-from penstock.placement import Placement
-from penstock.schedules.family import Family, Shape
+from penstock.schedules.family import Family, Shape, by_rank
 from penstock.schedules.options import Options
+from penstock.schedules.phases import RankOrder, f, phases, repeat
 
 
-def generate(shape: Shape, options: Options) -> Schedule:
-    """Order the forwards of each stage in microbatch order, stage after stage."""
-    loop = Placement.loop(shape.num_ranks, shape.num_stages)
-    placement = Placement.line(shape.num_ranks) if shape.num_stages == shape.num_ranks else loop
-    orders = []
-    for stages in placement.stages_of_rank:
-        order = np.zeros((len(stages) * shape.num_microbatches, 3), np.int32)
-        order[:, 1] = np.repeat(stages, shape.num_microbatches)
-        order[:, 2] = np.tile(np.arange(shape.num_microbatches), len(stages))
-        orders.append(order)
-    return Schedule.from_arrays("forward-only", placement, orders, num_microbatches=shape.num_microbatches)
+def order(rank: int, shape: Shape, options: Options) -> RankOrder:
+    """Run all microbatches of each stage of the rank."""
+    stages = range(rank, shape.num_stages, shape.num_ranks)
+    return phases(*[repeat(shape.num_microbatches, f(stage)) for stage in stages])
 
 
 FAMILY = Family(
@@ -40,6 +30,6 @@ FAMILY = Family(
     bubble="(p-1)F",
     memory="1",
     advice="evaluation; Pipeline.evaluate derives its own from the training schedule",
-    generate=generate,
+    generate=by_rank("forward-only", order),
     stages_per_rank=(1, 0),
 )

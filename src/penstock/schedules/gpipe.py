@@ -8,29 +8,17 @@
     3F0 3F1 3F2 3F3 3F4 3F5 3B0 3B1 3B2 3B3 3B4 3B5
 """
 
-import numpy as np
-
-from penstock.ir.action import Kind
-from penstock.ir.schedule import Schedule
-from penstock.placement import Placement
-from penstock.schedules.family import Family, Shape
+from penstock.schedules.family import Family, Shape, by_rank
 from penstock.schedules.options import Choice, Options
+from penstock.schedules.phases import RankOrder, b, f, phases, repeat
 
 
-def generate(shape: Shape, options: Options) -> Schedule:
-    """Order all F, then all B, in the order that `backward_order` names."""
-    ascending = np.arange(shape.num_microbatches)
-    backward = ascending if options.word("backward_order") == "ascending" else ascending[::-1]
-    if shape.is_forward_only:
-        backward = ascending[:0]
-    kind = np.repeat([Kind.FORWARD, Kind.BACKWARD], [len(ascending), len(backward)])
-    microbatch = np.concatenate([ascending, backward])
-    orders = [
-        np.column_stack([kind, np.full_like(kind, rank), microbatch]).astype(np.int32)
-        for rank in range(shape.num_ranks)
-    ]
-    return Schedule.from_arrays(
-        "gpipe", Placement.line(shape.num_ranks), orders, num_microbatches=shape.num_microbatches
+def order(rank: int, shape: Shape, options: Options) -> RankOrder:
+    """Run all F, then all B in the order that `backward_order` names."""
+    return phases(
+        repeat(shape.num_microbatches, f(rank)),
+        repeat(shape.num_microbatches, b(rank)),
+        order=options.word("backward_order"),
     )
 
 
@@ -43,7 +31,7 @@ FAMILY = Family(
     bubble="(p-1)(F+B+W)",
     memory="m",
     advice="few microbatches, or memory to spare; the fewest changes of direction on the wire",
-    generate=generate,
+    generate=by_rank("gpipe", order),
     options={
         "backward_order": Choice(
             "ascending",

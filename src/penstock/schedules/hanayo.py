@@ -44,7 +44,7 @@ def generate(shape: Shape, options: Options) -> Schedule:
         place + 2 * num_ranks * wave[:, :, None],
         np.broadcast_to(np.arange(shape.num_microbatches), forward.shape),
         forward,
-        None if shape.is_forward_only else backward,
+        backward,
     )
     placement = Placement.wave(num_ranks, shape.num_stages)
     return Schedule.from_arrays("hanayo", placement, orders, num_microbatches=shape.num_microbatches)

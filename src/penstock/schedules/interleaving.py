@@ -150,9 +150,7 @@ def interleave(
         order = rows[_alternate(turns, turns.until_last_stage + head)]
         order[:, 1] = order[:, 1] * shape.num_ranks + rank
         order = order[order[:, 1] < shape.num_stages]
-        if shape.is_forward_only:
-            order = order[order[:, 0] == Kind.FORWARD]
-        elif held_weights is not None:
+        if held_weights is not None:
             order = split_backwards(order, held_weights * rank)
         orders.append(order)
     is_line = shape.num_stages == shape.num_ranks

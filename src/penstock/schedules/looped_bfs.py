@@ -11,30 +11,19 @@ A stage's weights are needed for one stretch of forwards and one of backwards, s
 gradients reduced, once per stage and step.
 """
 
-import numpy as np
-
-from penstock.ir.action import Kind
-from penstock.ir.schedule import Schedule
-from penstock.placement import Placement
-from penstock.schedules.family import Family, Shape
+from penstock.schedules.family import Family, Shape, by_rank
 from penstock.schedules.options import Choice, Options
+from penstock.schedules.phases import RankOrder, b, f, phases, repeat
 
 
-def generate(shape: Shape, options: Options) -> Schedule:
-    """Order F of stage after stage, then B of the stages in reverse."""
-    ascending = np.arange(shape.num_microbatches)
-    backward = ascending if options.word("backward_order") == "ascending" else ascending[::-1]
-    is_line = shape.num_stages == shape.num_ranks
-    placement = Placement.loop(shape.num_ranks, shape.num_stages, style="line" if is_line else "loop")
-    orders = []
-    for stages in placement.stages_of_rank:
-        backward_stages = () if shape.is_forward_only else stages[::-1]
-        num_actions = np.array([len(stages), len(backward_stages)]) * len(ascending)
-        kind = np.repeat([Kind.FORWARD, Kind.BACKWARD], num_actions)
-        stage = np.repeat([*stages, *backward_stages], len(ascending))
-        microbatch = np.concatenate([np.tile(ascending, len(stages)), np.tile(backward, len(backward_stages))])
-        orders.append(np.column_stack([kind, stage, microbatch]))
-    return Schedule.from_arrays("looped-bfs", placement, orders, num_microbatches=shape.num_microbatches)
+def order(rank: int, shape: Shape, options: Options) -> RankOrder:
+    """Run F of stage after stage, then B of the stages in reverse."""
+    stages = range(rank, shape.num_stages, shape.num_ranks)
+    return phases(
+        *[repeat(shape.num_microbatches, f(stage)) for stage in stages],
+        *[repeat(shape.num_microbatches, b(stage)) for stage in reversed(stages)],
+        order=options.word("backward_order"),
+    )
 
 
 FAMILY = Family(
@@ -46,7 +35,7 @@ FAMILY = Family(
     bubble="(p-1)(F+B+W) of stages that are v times smaller than gpipe's, if m >= p",
     memory="vm, in stages",
     advice="sharded weights (FSDP): each stage's weights are gathered once forward and once backward; memory to spare",
-    generate=generate,
+    generate=by_rank("looped-bfs", order),
     stages_per_rank=(2, 0),
     options={
         "backward_order": Choice(

@@ -11,48 +11,20 @@ Rank s warms up with min(m, p-s-1) forwards; `warmup=eager` with min(m, 2(p-s-1)
 memory (the order of PiPPy's 1F1B).
 """
 
-import numpy as np
-from numpy.typing import NDArray
-
-from penstock.ir.action import Kind
-from penstock.ir.schedule import Schedule
-from penstock.placement import Placement
-from penstock.schedules.family import Family, Shape
+from penstock.schedules.family import Family, Shape, by_rank
 from penstock.schedules.options import Choice, Options
+from penstock.schedules.phases import RankOrder, b, f, phases, repeat
 
 
-def generate(shape: Shape, options: Options) -> Schedule:
-    """Order warm-up forwards, then F and B in turn, then the backwards that are left."""
+def order(rank: int, shape: Shape, options: Options) -> RankOrder:
+    """Run warm-up forwards, then F and B in turn, then the backwards that are left."""
     factor = 2 if options.word("warmup") == "eager" else 1
-    orders = []
-    for rank in range(shape.num_ranks):
-        num_warmup = min(shape.num_microbatches, factor * (shape.num_ranks - rank - 1))
-        order = _forwards(shape) if shape.is_forward_only else _turns(shape.num_microbatches, num_warmup)
-        order[:, 1] = rank
-        orders.append(order)
-    return Schedule.from_arrays(
-        "1f1b", Placement.line(shape.num_ranks), orders, num_microbatches=shape.num_microbatches
+    warmup = min(shape.num_microbatches, factor * (shape.num_ranks - rank - 1))
+    return phases(
+        repeat(warmup, f(rank)),
+        repeat(shape.num_microbatches - warmup, f(rank), b(rank)),
+        repeat(warmup, b(rank)),
     )
-
-
-def _forwards(shape: Shape) -> NDArray[np.int32]:
-    order = np.zeros((shape.num_microbatches, 3), np.int32)
-    order[:, 2] = np.arange(shape.num_microbatches)
-    return order
-
-
-def _turns(num_microbatches: int, num_warmup: int) -> NDArray[np.int32]:
-    """[2 num_microbatches, 3] one rank's order, with the stage left at 0."""
-    num_turns = num_microbatches - num_warmup
-    order = np.zeros((2 * num_microbatches, 3), np.int32)
-    kind, microbatch = order[:, 0], order[:, 2]
-    turns_end = num_warmup + 2 * num_turns
-
-    kind[num_warmup + 1 : turns_end : 2] = Kind.BACKWARD
-    kind[turns_end:] = Kind.BACKWARD
-    for each in (Kind.FORWARD, Kind.BACKWARD):
-        microbatch[kind == each] = np.arange(num_microbatches)
-    return order
 
 
 FAMILY = Family(
@@ -64,7 +36,7 @@ FAMILY = Family(
     bubble="(p-1)(F+B+W)",
     memory="min(m, p-s); eager: min(m, 2(p-s)-1)",
     advice="the safe default: the bubble of gpipe with activations for p instead of m microbatches",
-    generate=generate,
+    generate=by_rank("1f1b", order),
     options={
         "warmup": Choice(
             "standard",

@@ -5,8 +5,8 @@ In the `pyproject.toml` of such a distribution:
     [project.entry-points."penstock.schedules"]
     zigzag = "my_schedules:ZIGZAG"
 
-They are looked for only when a name is none of ours, or when all families are listed. One that cannot be used is told
-in a line and leaves the others alone.
+They are looked for only when a name is none of ours, or when all families are listed. One that cannot be used is
+reported in a line and leaves the others alone.
 """
 
 import re
@@ -17,8 +17,8 @@ from pathlib import Path
 from penstock.errors import ConfigError
 from penstock.ir.schedule import Schedule
 from penstock.schedules.family import Family, Shape
-from penstock.schedules.foreign import as_schedule, require_sizes, run_foreign
 from penstock.schedules.options import Options
+from penstock.schedules.third_party import as_schedule, require_sizes, run_third_party
 
 GROUP = "penstock.schedules"
 TEXTS = ("summary", "source", "placement", "restrictions", "bubble", "memory", "advice")
@@ -40,7 +40,7 @@ class PlugIn:
             raise ConfigError(f"{what} has the name of a family that comes with Penstock; give it another")
         if not _NAME.fullmatch(self.name):
             raise ConfigError(f"{what} has a name that is not of letters, digits, - and _; give it another")
-        family = run_foreign(what, self.load)
+        family = run_third_party(what, self.load)
         if not isinstance(family, Family):
             raise ConfigError(f"{what} is of type {type(family).__name__}; expected a penstock.schedules.Family")
         if family.name != self.name:
@@ -112,12 +112,10 @@ def is_file_name(text: str) -> bool:
 
 
 def _generate(family: Family, shape: Shape, options: Options) -> Schedule:
-    """Let a family that is not ours make its schedule, of the size that was asked for."""
-    schedule = run_foreign(
+    """Let a third-party family make its schedule, of the size that was asked for."""
+    schedule = run_third_party(
         family.name, lambda: as_schedule(family.generate(shape, options), family.name, num_ranks=shape.num_ranks)
     )
-    if shape.is_forward_only and not schedule.is_forward_only:
-        schedule = schedule.forward_only()
     asked = {
         "ranks": shape.num_ranks,
         "stages": shape.num_stages,

@@ -12,50 +12,21 @@ k slices, rank s warms up with min(mk, p-s-2+k) of them, so that the last rank h
 its first backward. One slice is `1f1b`.
 """
 
-import numpy as np
-from numpy.typing import NDArray
-
-from penstock.ir.action import Kind
-from penstock.ir.schedule import Schedule
-from penstock.placement import Placement
-from penstock.schedules.family import Family, Shape
+from penstock.schedules.family import Family, Shape, by_rank
 from penstock.schedules.options import Options
+from penstock.schedules.phases import RankOrder, b, f, phases, repeat
 
-Order = NDArray[np.int32]
 
-
-def generate(shape: Shape, options: Options) -> Schedule:
-    """Order warm-up forwards, then F and B of slices in turn, then the backwards that are left."""
-    num_slices = shape.num_slices
-    forwards, backwards = _passes(shape)
-    orders = []
-    for rank in range(shape.num_ranks):
-        num_warmup = min(len(forwards), shape.num_ranks - rank - 2 + num_slices)
-        order = forwards.copy() if shape.is_forward_only else _turns(forwards, backwards, num_warmup)
-        order[:, 1] = rank
-        orders.append(order)
-    return Schedule.from_arrays(
-        "seq1f1b",
-        Placement.line(shape.num_ranks),
-        orders,
-        num_microbatches=shape.num_microbatches,
-        num_slices=num_slices,
+def order(rank: int, shape: Shape, options: Options) -> RankOrder:
+    """Run warm-up forwards, then F and B of slices in turn, then the backwards that are left."""
+    num_slices = shape.num_microbatches * shape.num_slices
+    warmup = min(num_slices, shape.num_ranks - rank - 2 + shape.num_slices)
+    return phases(
+        repeat(warmup, f(rank)),
+        repeat(num_slices - warmup, f(rank), b(rank)),
+        repeat(warmup, b(rank)),
+        slices=shape.num_slices,
     )
-
-
-def _passes(shape: Shape) -> tuple[Order, Order]:
-    """[num_microbatches x num_slices, 4] all forwards and all backwards in their orders, with the stage left at 0."""
-    microbatch, part = np.divmod(np.arange(shape.num_microbatches * shape.num_slices), shape.num_slices)
-    stage = np.zeros_like(part)
-    forwards = np.column_stack([np.full_like(part, Kind.FORWARD), stage, microbatch, part])
-    backwards = np.column_stack([np.full_like(part, Kind.BACKWARD), stage, microbatch, shape.num_slices - 1 - part])
-    return forwards.astype(np.int32), backwards.astype(np.int32)
-
-
-def _turns(forwards: Order, backwards: Order, num_warmup: int) -> Order:
-    num_turns = len(forwards) - num_warmup
-    turns = np.stack([forwards[num_warmup:], backwards[:num_turns]], axis=1).reshape(-1, 4)
-    return np.concatenate([forwards[:num_warmup], turns, backwards[num_turns:]])
 
 
 FAMILY = Family(
@@ -67,6 +38,6 @@ FAMILY = Family(
     bubble="(p-1)(F+B+W)/k with k slices",
     memory="min(mk, p-s-1+k) slices, each 1/k of a microbatch",
     advice="long sequences: both bubble and activations shrink with the number of slices",
-    generate=generate,
+    generate=by_rank("seq1f1b", order),
     takes_slices=True,
 )

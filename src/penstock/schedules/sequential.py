@@ -8,28 +8,14 @@
     .   .   .   3F0 3B0 =
 """
 
-import numpy as np
-
-from penstock.ir.action import Kind
-from penstock.ir.schedule import Schedule
-from penstock.placement import Placement
-from penstock.schedules.family import Family, Shape
+from penstock.schedules.family import Family, Shape, by_rank
 from penstock.schedules.options import Options
+from penstock.schedules.phases import RankOrder, b, f, phases, repeat
 
 
-def generate(shape: Shape, options: Options) -> Schedule:
-    """Order F then B of each microbatch on every rank."""
-    num_microbatches = shape.num_microbatches
-    kinds = [Kind.FORWARD] if shape.is_forward_only else [Kind.FORWARD, Kind.BACKWARD]
-    kind = np.tile(kinds, num_microbatches)
-    microbatch = np.repeat(np.arange(num_microbatches), len(kinds))
-    orders = [
-        np.column_stack([kind, np.full_like(kind, rank), microbatch]).astype(np.int32)
-        for rank in range(shape.num_ranks)
-    ]
-    return Schedule.from_arrays(
-        "sequential", Placement.line(shape.num_ranks), orders, num_microbatches=num_microbatches
-    )
+def order(rank: int, shape: Shape, options: Options) -> RankOrder:
+    """Run F and B of each microbatch."""
+    return phases(repeat(shape.num_microbatches, f(rank), b(rank)))
 
 
 FAMILY = Family(
@@ -41,5 +27,5 @@ FAMILY = Family(
     bubble="1 - 1/p of the time",
     memory="1",
     advice="as a reference, or when memory allows a single microbatch only",
-    generate=generate,
+    generate=by_rank("sequential", order),
 )

@@ -17,7 +17,6 @@ parts run as soon as a slot is idle. Durations have no part in this: the order d
 microbatches alone.
 """
 
-from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
 from penstock.schedules.family import Shape
@@ -52,7 +51,5 @@ def whole_schedule(name: str, anchors: Ints, shape: Shape) -> Schedule:
 
 def _schedule(name: str, slots: Slots, shape: Shape, *, is_split: bool) -> Schedule:
     orders = to_orders(slots, is_split=is_split)
-    if shape.is_forward_only:
-        orders = [order[order[:, 0] == Kind.FORWARD] for order in orders]
     placement = Placement.vee(shape.num_ranks)
     return Schedule.from_arrays(name, placement, orders, num_microbatches=shape.num_microbatches)

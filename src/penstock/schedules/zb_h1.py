@@ -10,15 +10,42 @@
 Rank s warms up as in 1F1B and holds back s weight parts: the rule of `delayed_weights` with depth 1.
 """
 
-from penstock.ir.schedule import Schedule
-from penstock.schedules.delayed_weights import delayed_weights
-from penstock.schedules.family import Family, Shape
+from penstock.schedules.family import Family, Shape, by_rank
 from penstock.schedules.options import Choice, Options
+from penstock.schedules.phases import RankOrder, b, f, i, phases, repeat, w
 
 
-def generate(shape: Shape, options: Options) -> Schedule:
-    """Order warm-up forwards, then F, I and a delayed W in turn, then what is left."""
-    return delayed_weights("zb-h1", shape, depth=1, joins_backwards=options.word("backward") == "whole")
+def order(rank: int, shape: Shape, options: Options) -> RankOrder:
+    """Run warm-up forwards, then F, I and a late W in turn, then what is left."""
+    microbatches = shape.num_microbatches
+    warmup = min(microbatches, shape.num_ranks - rank - 1)
+    if options.word("backward") == "whole":
+        return _whole_where_possible(rank, microbatches, warmup)
+    late = min(rank, microbatches - warmup)
+    return phases(
+        repeat(warmup, f(rank)),
+        repeat(late, f(rank), i(rank)),
+        repeat(microbatches - warmup - late, f(rank), i(rank), w(rank)),
+        repeat(warmup, i(rank), w(rank)),
+        repeat(late, w(rank)),
+    )
+
+
+def _whole_where_possible(rank: int, microbatches: int, warmup: int) -> RankOrder:
+    """Split only the held-back and the last backwards; where turns are few, the drain holds back the rest."""
+    turns = microbatches - warmup
+    late, late_in_drain = min(rank, turns), min(max(rank - turns, 0), warmup)
+    whole = turns - late if rank == 0 else max(turns - late - 1, 0)
+    last = (i(rank), w(rank)) if rank else (b(rank),)
+    return phases(
+        repeat(warmup, f(rank)),
+        repeat(late, f(rank), i(rank)),
+        repeat(whole, f(rank), b(rank)),
+        repeat(turns - late - whole, f(rank), i(rank), w(rank)),
+        repeat(late_in_drain, i(rank)),
+        repeat(warmup - late_in_drain, *last),
+        repeat(late + late_in_drain, w(rank)),
+    )
 
 
 FAMILY = Family(
@@ -30,7 +57,7 @@ FAMILY = Family(
     bubble="(p-1)(F+B-W) from m = p on, with B the input part and W <= F",
     memory="min(m, p), of which s only as weight contexts",
     advice="a third of 1f1b's bubble at no more memory on the fullest rank; the first to try instead of 1f1b",
-    generate=generate,
+    generate=by_rank("zb-h1", order),
     options={
         "backward": Choice(
             "split",

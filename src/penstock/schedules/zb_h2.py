@@ -12,15 +12,23 @@ ranks end one after the other, as they began. Where W is as long as I, the makes
 optimizer steps rank by rank; where W is shorter, it is shorter by (p-1) times the smaller of W and I-W.
 """
 
-from penstock.ir.schedule import Schedule
-from penstock.schedules.delayed_weights import delayed_weights
-from penstock.schedules.family import Family, Shape
+from penstock.schedules.family import Family, Shape, by_rank
 from penstock.schedules.options import Options
+from penstock.schedules.phases import RankOrder, f, i, phases, repeat, w
 
 
-def generate(shape: Shape, options: Options) -> Schedule:
-    """Order twice as many warm-up forwards as 1F1B, then F, I and a delayed W in turn, then what is left."""
-    return delayed_weights("zb-h2", shape, depth=2)
+def order(rank: int, shape: Shape, options: Options) -> RankOrder:
+    """Run twice as many warm-up forwards as 1F1B, then F, I and a late W in turn, then what is left."""
+    microbatches = shape.num_microbatches
+    warmup = min(microbatches, 2 * (shape.num_ranks - rank - 1))
+    late = min(2 * rank, microbatches - warmup)
+    return phases(
+        repeat(warmup, f(rank)),
+        repeat(late, f(rank), i(rank)),
+        repeat(microbatches - warmup - late, f(rank), i(rank), w(rank)),
+        repeat(warmup, i(rank), w(rank)),
+        repeat(late, w(rank)),
+    )
 
 
 FAMILY = Family(
@@ -33,6 +41,6 @@ FAMILY = Family(
     "W <= F, B",
     memory="min(m, 2p-1), of which 2s only as weight contexts",
     advice="memory to spare, and W shorter than the input part; otherwise zb-h1 ends as early",
-    generate=generate,
+    generate=by_rank("zb-h2", order),
     example=(4, 8),
 )

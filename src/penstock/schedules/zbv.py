@@ -21,65 +21,28 @@ The counts need m >= 2p-1. Fewer microbatches run in the order of 2p-1 of which 
 fixed order of torch.distributed.pipelining; the paper searches for an order that suits given costs.
 """
 
-import numpy as np
-from numpy.typing import NDArray
-
-from penstock.ir.action import Kind
-from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
-from penstock.schedules.family import Family, Shape
+from penstock.schedules.family import Family, Shape, by_rank
 from penstock.schedules.options import Options
-
-Order = NDArray[np.int32]
-FORWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+from penstock.schedules.phases import RankOrder, f, i, phases, repeat, w
 
 
-def generate(shape: Shape, options: Options) -> Schedule:
-    """Order every rank in the blocks above, and keep the microbatches that exist."""
-    num_ranks, num_microbatches = shape.num_ranks, shape.num_microbatches
-    orders = []
-    for rank in range(num_ranks):
-        order = _order(rank, num_ranks, max(num_microbatches, 2 * num_ranks - 1))
-        keep = order[:, 2] < num_microbatches
-        if shape.is_forward_only:
-            keep &= order[:, 0] == FORWARD
-        orders.append(order[keep])
-    return Schedule.from_arrays("zbv", Placement.vee(num_ranks), orders, num_microbatches=num_microbatches)
-
-
-def _order(rank: int, num_ranks: int, num_microbatches: int) -> Order:
-    """[about 6 num_microbatches, 3] one rank's order; some forwards on the way down are of none that exists."""
-    down, up = rank, 2 * num_ranks - 1 - rank
-    num_behind = num_ranks - rank
-    num_turns = num_microbatches - num_ranks
-    num_ahead = 2 * num_behind - 1
-    blocks = [
-        _block(num_ahead, (FORWARD, down, 0)),
-        _block(rank, (FORWARD, up, 0), (FORWARD, down, num_ahead)),
-        _block(num_behind, (FORWARD, up, rank), (INPUT, up, 0), (WEIGHT, up, 0)),
-        _block(
-            num_turns,
-            (FORWARD, down, num_ahead + rank),
-            (INPUT, down, 0),
-            (WEIGHT, down, 0),
-            (FORWARD, up, num_ranks),
-            (INPUT, up, num_behind),
-            (WEIGHT, up, num_behind),
-        ),
-        _block(rank, (INPUT, down, num_turns), (INPUT, up, num_turns + num_behind)),
-        _block(num_behind, (INPUT, down, num_turns + rank), (WEIGHT, down, num_turns)),
-        _block(rank, (WEIGHT, up, num_turns + num_behind)),
-        _block(rank, (WEIGHT, down, num_turns + num_behind)),
-    ]
-    return np.concatenate(blocks)
-
-
-def _block(times: int, *actions: tuple[Kind, int, int]) -> Order:
-    """Repeat actions, each a kind, a stage and the microbatch of the first time; each time is one microbatch on."""
-    block = np.empty((times, len(actions), 3), np.int32)
-    block[:] = actions
-    block[:, :, 2] += np.arange(times, dtype=np.int32)[:, None]
-    return block.reshape(-1, 3)
+def order(rank: int, shape: Shape, options: Options) -> RankOrder:
+    """Run the phases above, and drop the microbatches that do not exist."""
+    ranks = shape.num_ranks
+    down, up, behind = rank, 2 * ranks - 1 - rank, ranks - rank
+    turns = max(shape.num_microbatches, 2 * ranks - 1) - ranks
+    return phases(
+        repeat(2 * behind - 1, f(down)),
+        repeat(rank, f(up), f(down)),
+        repeat(behind, f(up), i(up), w(up)),
+        repeat(turns, f(down), i(down), w(down), f(up), i(up), w(up)),
+        repeat(rank, i(down), i(up)),
+        repeat(behind, i(down), w(down)),
+        repeat(rank, w(up)),
+        repeat(rank, w(down)),
+        microbatches=shape.num_microbatches,
+    )
 
 
 FAMILY = Family(
@@ -92,7 +55,7 @@ FAMILY = Family(
     "B the input part",
     memory="min(2p, m + min(m, s+1)) of half a rank's layers each",
     advice="about half the bubble of zb-h2 in the memory of 1f1b, for twice the messages; rank 0 holds both ends",
-    generate=generate,
+    generate=by_rank("zbv", order, lambda shape: Placement.vee(shape.num_ranks)),
     stages_per_rank=(2,),
     example=(3, 5),
 )

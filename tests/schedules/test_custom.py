@@ -2,8 +2,9 @@
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ScheduleError
 from penstock.schedules import build
+from penstock.schedules.phases import b, f, phases, repeat
 from tests.grids import assert_grid
 
 SIZE = {"ranks": 2, "microbatches": 2}
@@ -91,7 +92,7 @@ def test_any_option_is_passed_to_a_function_that_takes_any():
     ("asked", "num_stages"),
     [({}, 4), ({"stages_per_rank": 3}, 6), ({"stages": 2}, 2), ({"stages": 4, "stages_per_rank": 2}, 4)],
 )
-def test_stages_per_rank_are_those_asked_for_or_the_function_s_own(asked, num_stages):
+def test_stages_per_rank_are_those_asked_for_or_the_default_of_the_function(asked, num_stages):
     assert build(looped, **SIZE, **asked).num_stages == num_stages
 
 
@@ -131,7 +132,7 @@ def test_slices_reach_a_function_that_takes_them():
         (lambda ranks, microbatches: ["0F0", "1F0"], {}, "microbatches: <lambda> made a schedule with 1, but 2"),
         (lambda ranks, microbatches, depth: [], {}, "depth: <lambda> needs a value for it; give depth=VALUE"),
         (lambda ranks, /: [], {}, "takes 'ranks' by position only; leave out the /"),
-        (lambda ranks: 1 // 0, {}, r"test_own\.py:\d+: <lambda> failed: ZeroDivisionError"),
+        (lambda ranks: 1 // 0, {}, r"test_custom\.py:\d+: <lambda> failed: ZeroDivisionError"),
         (None, {}, "name: None; give the name of a family, or a function"),
         (3, {}, "name: 3 of type int; give the name"),
         (max, {}, "max does not say what it takes"),
@@ -154,3 +155,32 @@ def test_rows_that_another_rank_would_run_are_refused():
 
 def mixed_up(ranks, microbatches):
     return ["0F0 0F1", "1F0 0F1"]
+
+
+def short_on_rank_1(rank, ranks, microbatches):
+    return phases(repeat(microbatches - (rank == 1), f(rank), b(rank)))
+
+
+def test_a_function_that_takes_a_rank_is_called_for_each():
+    def order(rank, ranks, microbatches, factor=1):
+        warmup = min(microbatches, factor * (ranks - rank - 1))
+        return phases(repeat(warmup, f(rank)), repeat(microbatches - warmup, f(rank), b(rank)), repeat(warmup, b(rank)))
+
+    assert build(order, ranks=4, microbatches=6) == build("1f1b", ranks=4, microbatches=6)
+    assert build(order, ranks=4, microbatches=6, factor=2) == build("1f1b", ranks=4, microbatches=6, warmup="eager")
+    with pytest.raises(ConfigError, match="order has no option 'rank'; its options: factor"):
+        build(order, **SIZE, rank=1)
+
+
+def test_a_microbatch_that_one_rank_never_runs_is_refused():
+    told = r"short_on_rank_1: stage 1 runs 2 forwards of 3 microbatches; expected one each, so let the repeats"
+    with pytest.raises(ScheduleError, match=told):
+        build(short_on_rank_1, ranks=2, microbatches=3)
+
+
+@pytest.mark.parametrize("function", [all_forward_first, noting({})])
+def test_the_forwards_alone_keep_the_name(function):
+    whole, forwards = build(function, **SIZE), build(function, **SIZE, forward_only=True)
+
+    assert forwards == whole.forward_only()
+    assert forwards.name == whole.name

@@ -1,30 +1,44 @@
-"""Schedules that a user's function makes: it is called with what it asks for, and its rows become a `Schedule`.
+"""Custom schedules: a user's function is called with what it asks for, and its rows become a `Schedule`.
 
-A function names the numbers it wants, in the words of `build`; every other parameter is an option of its own:
+A function names the numbers that it takes, in the words of `build`; every other parameter is an option of its own. It
+gives the rows of all ranks or, if it also takes `rank`, the row of one:
 
-    def zigzag(ranks, microbatches, depth=2):
-        for rank in range(ranks):
-            yield f"{rank}F0 {rank}B0 ..."
+    def zigzag(rank, microbatches, depth=2):
+        return phases(repeat(microbatches, f(rank), b(rank)))
 """
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from penstock.errors import ConfigError, described, nearest
 from penstock.ir.schedule import Schedule
-from penstock.schedules.foreign import as_schedule, require_sizes, run_foreign
+from penstock.schedules.third_party import as_schedule, require_sizes, run_third_party
 
-Own = Callable[..., Any]
-Asked = Mapping[str, int | None]
-"""The numbers of `build` by name; None where somebody gave none."""
+ScheduleFunction = Callable[..., Any]
 Parameters = Mapping[str, inspect.Parameter]
 
-NUMBERS = ("ranks", "microbatches", "stages_per_rank", "stages", "slices", "forward_only")
+RANK = "rank"
 MISSING = inspect.Parameter.empty
 
 
-def own_schedule(function: Own, asked: Asked, options: Mapping[str, object]) -> Schedule:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The numbers that `build` was given; None where it was given none."""
+
+    ranks: int
+    microbatches: int
+    slices: int
+    stages_per_rank: int | None
+    stages: int | None
+    forward_only: bool
+
+
+NUMBERS = tuple(field.name for field in fields(Asked))
+
+
+def custom_schedule(function: ScheduleFunction, asked: Asked, options: Mapping[str, object]) -> Schedule:
     """Call a function with the numbers and options that it takes, and make a schedule of what it gives.
 
     Raises:
@@ -35,25 +49,23 @@ def own_schedule(function: Own, asked: Asked, options: Mapping[str, object]) -> 
         raise ConfigError(f"{described(function)}; give the name of a family, or a function", key="name")
     name = getattr(function, "__name__", type(function).__name__)
     parameters = _parameters(function, name)
-    asked = {**asked, "stages": _num_stages(asked)}
+    stages = asked.stages or (asked.stages_per_rank and asked.stages_per_rank * asked.ranks)
+    asked = replace(asked, stages=stages)
     arguments = _numbers(name, parameters, asked) | _options(name, parameters, options)
-    ranks = asked["ranks"] or 1
-    schedule = run_foreign(
-        name, lambda: as_schedule(function(**arguments), name, num_ranks=ranks), at=_first_line(function)
-    )
-    if asked["forward_only"] and not schedule.is_forward_only:
-        schedule = schedule.forward_only()
-    require_sizes(name, schedule, asked)
+
+    def make() -> Schedule:
+        if RANK in parameters:
+            rows = [function(rank=rank, **arguments) for rank in range(asked.ranks)]
+        else:
+            rows = function(**arguments)
+        return as_schedule(rows, name, num_ranks=asked.ranks)
+
+    schedule = run_third_party(name, make, at=_first_line(function))
+    require_sizes(name, schedule, asdict(asked))
     return schedule
 
 
-def _num_stages(asked: Asked) -> int | None:
-    """All stages, None if nobody said."""
-    per_rank = asked["stages_per_rank"]
-    return asked["stages"] or (per_rank and per_rank * (asked["ranks"] or 1))
-
-
-def _parameters(function: Own, name: str) -> Parameters:
+def _parameters(function: ScheduleFunction, name: str) -> Parameters:
     """What can be given by name; a parameter such as `**options` stands among them under its own name."""
     try:
         found = inspect.signature(function).parameters
@@ -67,15 +79,15 @@ def _parameters(function: Own, name: str) -> Parameters:
 
 def _numbers(name: str, parameters: Parameters, asked: Asked) -> dict[str, object]:
     """The numbers that the function names; one that was asked for and finds no parameter is refused."""
-    ranks, stages = asked["ranks"] or 1, asked["stages"]
+    ranks, stages = asked.ranks, asked.stages
     takes_stages = "stages" in parameters or "stages_per_rank" in parameters
     if not takes_stages and stages not in (None, ranks):
         raise ConfigError(
             f"{name} does not take it; add a parameter of this name, or leave it out", key="stages_per_rank"
         )
-    if "slices" not in parameters and asked["slices"] != 1:
+    if "slices" not in parameters and asked.slices != 1:
         raise ConfigError(f"{name} does not take it; add a parameter of this name, or leave it out", key="slices")
-    values: dict[str, object] = dict(asked)
+    values: dict[str, object] = asdict(asked)
     if stages is None:  # the function's own default goes before that of `build`
         values |= {key: _default(parameters, key, count) for key, count in (("stages_per_rank", 1), ("stages", ranks))}
     else:
@@ -94,7 +106,7 @@ def _options(name: str, parameters: Parameters, given: Mapping[str, object]) -> 
     known = {
         key: parameter.default
         for key, parameter in parameters.items()
-        if key not in NUMBERS and parameter.kind is not parameter.VAR_KEYWORD
+        if key not in (RANK, *NUMBERS) and parameter.kind is not parameter.VAR_KEYWORD
     }
     for key in given:
         if key not in known and not takes_any:
@@ -119,6 +131,6 @@ def _read(value: object, default: object, key: str) -> object:
         raise ConfigError(f"{value!r} is not a value of it; give {kind}", key=key) from None
 
 
-def _first_line(function: Own) -> str:
+def _first_line(function: ScheduleFunction) -> str:
     code = getattr(function, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""

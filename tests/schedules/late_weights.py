@@ -1,0 +1,34 @@
+"""The rule of `zb-h1` and `zb-h2`, run action after action as it is worded."""
+
+from collections import Counter
+from itertools import product
+
+SIZES = list(product(range(1, 9), [*range(1, 10), 14, 15, 17]))
+
+
+def step_by_step(rank, num_ranks, num_microbatches, depth):
+    """One rank's order: a weight gradient follows `depth x rank` input gradients late."""
+    num_done, order = Counter(), []
+
+    def run(letter):
+        order.append(f"{rank}{letter}{num_done[letter]}")
+        num_done[letter] += 1
+
+    while num_done["F"] < min(num_microbatches, depth * (num_ranks - rank - 1)):
+        run("F")
+    while num_done["F"] < num_microbatches:
+        run("F")
+        run("I")
+        if num_done["I"] > depth * rank:
+            run("W")
+    while num_done["I"] < num_microbatches:
+        run("I")
+        run("W")
+    while num_done["W"] < num_microbatches:
+        run("W")
+    return " ".join(order)
+
+
+def orders_step_by_step(num_ranks, num_microbatches, depth):
+    """The orders of all ranks."""
+    return [step_by_step(rank, num_ranks, num_microbatches, depth) for rank in range(num_ranks)]
