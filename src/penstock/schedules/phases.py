@@ -18,10 +18,10 @@ name no microbatch: microbatches are counted.
 * With k slices, forward n is slice n % k of microbatch n // k, and backward n is its slice k - 1 - n % k.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from operator import index
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, index
 from typing import NamedTuple
 
 import numpy as np
@@ -32,29 +32,21 @@ from penstock.ir.action import Action, Kind
 
 RANK = -1
 """In the place of a stage: any stage of the rank."""
-FORWARDS, BACKWARDS, WEIGHTS = "forward", "backward", "weight gradient"
-COUNTED = {
-    Kind.FORWARD: FORWARDS,
-    Kind.BACKWARD: BACKWARDS,
-    Kind.BACKWARD_INPUT: BACKWARDS,
-    Kind.BACKWARD_WEIGHT: WEIGHTS,
-}
-_KIND, _STAGE, _NUMBER = range(3)
-_Columns = NDArray[np.int32]
+_Rows = NDArray[np.int32]
+FORWARD, BACKWARD = int(Kind.FORWARD), int(Kind.BACKWARD)
+INPUT, WEIGHT = int(Kind.BACKWARD_INPUT), int(Kind.BACKWARD_WEIGHT)
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseAction:
+class PhaseAction(NamedTuple):
     """An action whose microbatch is counted."""
 
-    kind: Kind
+    kind: int
     stage: int
     first: int | None = None
     is_joined: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
+class Phase(NamedTuple):
     """Actions that run one after the other, `times` times."""
 
     times: int
@@ -78,37 +70,44 @@ class RankOrder:
         return " ".join(words).replace("; ", ";")
 
 
-class _Count(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Count:
     """The forwards, the backwards or the weight gradients of a stage, counted from one microbatch on."""
 
-    what: str
+    kind: int
+    """FORWARD, BACKWARD also for input gradients, or WEIGHT."""
     stage: int
     first: int
+    size: int = 0
+    num_inputs: int = 0
+    """How many of the backwards are input gradients."""
+    next: int = 0
+    step: int = 1
 
 
 def f(stage: int, *, first: int | None = None) -> PhaseAction:
     """Forward of a stage."""
-    return PhaseAction(Kind.FORWARD, stage, first)
+    return PhaseAction(FORWARD, stage, first)
 
 
 def b(stage: int, *, first: int | None = None) -> PhaseAction:
     """Whole backward of a stage."""
-    return PhaseAction(Kind.BACKWARD, stage, first)
+    return PhaseAction(BACKWARD, stage, first)
 
 
 def i(stage: int, *, first: int | None = None) -> PhaseAction:
     """Input gradient of a stage."""
-    return PhaseAction(Kind.BACKWARD_INPUT, stage, first)
+    return PhaseAction(INPUT, stage, first)
 
 
 def w(stage: int = RANK) -> PhaseAction:
     """Weight gradient for the oldest input gradient of a stage, or of the rank, that has none yet."""
-    return PhaseAction(Kind.BACKWARD_WEIGHT, stage)
+    return PhaseAction(WEIGHT, stage)
 
 
 def pair(first: PhaseAction, second: PhaseAction) -> tuple[PhaseAction, PhaseAction]:
     """Two actions that may overlap."""
-    return replace(first, is_joined=True), second
+    return first._replace(is_joined=True), second
 
 
 def repeat(times: int, *actions: PhaseAction | tuple[PhaseAction, ...]) -> Phase:
@@ -119,7 +118,9 @@ def repeat(times: int, *actions: PhaseAction | tuple[PhaseAction, ...]) -> Phase
     """
     if index(times) < 0:
         raise ScheduleError(f"repeat({times}, ...): expected 0 times or more; limit the number with max(0, ...)")
-    flat = [action for given in actions for action in (given if isinstance(given, tuple) else (given,))]
+    flat: list[PhaseAction] = []
+    for given in actions:
+        flat += (given,) if isinstance(given, PhaseAction) or not isinstance(given, tuple) else given
     for action in flat:
         if not isinstance(action, PhaseAction):
             raise ScheduleError(f"repeat: {described(action)}; expected actions such as f(0), w() or pair(f(0), b(1))")
@@ -141,115 +142,130 @@ def phases(*parts: Phase, microbatches: int | None = None, slices: int = 1, orde
     if order not in ("ascending", "descending"):
         raise ScheduleError(f"phases: order={order!r}; expected 'ascending' or 'descending'")
     parts = tuple(part for part in parts if part.times)
-    counts = _counts(parts)
-    sizes = Counter[_Count]()
-    for part, of_actions in zip(parts, counts, strict=True):
-        for count in of_actions:
-            sizes[count] += part.times
-    _require_balance(sizes, slices, microbatches)
+    counts, counts_of = _counts(parts)
+    _require_balance(counts, slices, microbatches)
+    stages = _require_weights(counts)
+    for count in counts:
+        is_down = order == "descending" and count.kind != FORWARD
+        count.next = count.first * slices + (count.size - 1 if is_down else 0)
+        count.step = -1 if is_down else 1
 
-    # The next number of each count, and the step to the one after it.
-    steps = {count: -1 if order == "descending" and count.what is BACKWARDS else 1 for count in sizes}
-    following = {count: count.first * slices + (size - 1) * (steps[count] < 0) for count, size in sizes.items()}
     num_actions = sum(part.times * len(part.actions) for part in parts)
-    columns, joined = np.empty((3, num_actions), np.int32), np.zeros(num_actions, np.bool_)
+    rows, joined = np.empty((3, num_actions), np.int32), np.zeros(num_actions, np.bool_)
+    kind, stage, number = rows
     end = 0
-    for part, of_actions in zip(parts, counts, strict=True):
+    for part, of_actions in zip(parts, counts_of, strict=True):
         begin, end = end, end + part.times * len(part.actions)
         for position, (action, count) in enumerate(zip(part.actions, of_actions, strict=True), begin):
-            rows = slice(position, end, len(part.actions))
-            stride = steps[count] * of_actions.count(count)
-            columns[_KIND, rows] = action.kind
-            columns[_STAGE, rows] = action.stage
-            columns[_NUMBER, rows] = np.arange(following[count], following[count] + part.times * stride, stride)
+            there = slice(position, end, len(part.actions))
+            stride = count.step * of_actions.count(count)
+            kind[there] = action.kind
+            stage[there] = action.stage
+            number[there] = np.arange(count.next, count.next + part.times * stride, stride)
             if action.is_joined:
-                joined[rows] = True
-            following[count] += steps[count]
+                joined[there] = True
+            count.next += count.step
         for count in set(of_actions):
-            following[count] += (part.times - 1) * steps[count] * of_actions.count(count)
-    _own_weights(columns, _weight_stages(parts))
+            count.next += (part.times - 1) * count.step * of_actions.count(count)
+    _look_up_weights(rows, stages)
     if microbatches is not None:
-        keep = columns[_NUMBER] < microbatches * slices
+        keep = number < microbatches * slices
         joined[:-1] &= keep[1:]
-        columns, joined = columns[:, keep], joined[keep]
-    return RankOrder(columns.T if slices == 1 else _in_slices(columns, slices, order), joined)
+        rows, joined = rows[:, keep], joined[keep]
+    return RankOrder(rows.T if slices == 1 else _in_slices(rows, slices, order), joined)
 
 
-def _counts(parts: tuple[Phase, ...]) -> list[list[_Count]]:
-    """Per phase and action its count; without a `first`, the one that the stage is at."""
-    current: dict[tuple[str, int], _Count] = {}
-
-    def count_at(action: PhaseAction) -> _Count:
-        key = COUNTED[action.kind], action.stage
-        if action.first is not None or key not in current:
-            current[key] = _Count(*key, action.first or 0)
-        return current[key]
-
-    return [[count_at(action) for action in part.actions] for part in parts]
-
-
-def _in_slices(columns: _Columns, slices: int, order: str) -> NDArray[np.int32]:
-    """[num_actions, 4] what is numbered over the slices of all microbatches, with microbatch and slice."""
-    microbatch, part = np.divmod(columns[_NUMBER], slices)
-    if order == "ascending":  # descending numbers have the last slice first already
-        part = np.where(columns[_KIND] == Kind.FORWARD, part, slices - 1 - part)
-    return np.column_stack([columns[_KIND], columns[_STAGE], microbatch, part])
-
-
-def _own_weights(columns: _Columns, stages: set[int]) -> None:
-    """Give the n-th weight gradient of each of these stages the number of the n-th input gradient there."""
-    kind, stage_of_row, number = columns
-    for stage in stages:
-        givers, takers = kind == Kind.BACKWARD_INPUT, kind == Kind.BACKWARD_WEIGHT
-        if stage == RANK:
-            stage_of_row[np.flatnonzero(takers)] = stage_of_row[np.flatnonzero(givers)]
-        else:
-            givers, takers = givers & (stage_of_row == stage), takers & (stage_of_row == stage)
-        number[np.flatnonzero(takers)] = number[np.flatnonzero(givers)]
-
-
-def _weight_stages(parts: tuple[Phase, ...]) -> set[int]:
-    """The stages that weight gradients name, each with as many input gradients."""
-    inputs, weights = Counter[int](), Counter[int]()
+def _counts(parts: Sequence[Phase]) -> tuple[list[_Count], list[list[_Count]]]:
+    """The counts of a rank, and for each phase those of its actions; without a `first`, the one the stage is at."""
+    found: dict[tuple[int, int, int], _Count] = {}
+    current: dict[tuple[int, int], _Count] = {}
+    counts_of = []
     for part in parts:
-        for action in part.actions:
-            inputs[action.stage] += part.times * (action.kind is Kind.BACKWARD_INPUT)
-            weights[action.stage] += part.times * (action.kind is Kind.BACKWARD_WEIGHT)
-    if RANK in weights:
-        if weights[RANK] != weights.total():
-            raise ScheduleError("phases: w() and w(stage) on one rank; expected one of them, so write w(stage) for all")
-        inputs = Counter({RANK: inputs.total()})
-    for stage in inputs | weights:
-        if inputs[stage] != weights[stage]:
+        of_actions = []
+        for kind, stage, first, _ in part.actions:
+            key = (BACKWARD if kind == INPUT else kind, stage)
+            if first is not None or key not in current:
+                first = first or 0
+                current[key] = found.setdefault((*key, first), _Count(*key, first))
+            count = current[key]
+            count.size += part.times
+            count.num_inputs += part.times * (kind == INPUT)
+            of_actions.append(count)
+        counts_of.append(of_actions)
+    return list(found.values()), counts_of
+
+
+def _in_slices(rows: _Rows, slices: int, order: str) -> _Rows:
+    """[num_actions, 4] what is numbered over the slices of all microbatches, with microbatch and slice."""
+    kind, stage, number = rows
+    microbatch, part = np.divmod(number, slices)
+    if order == "ascending":  # descending numbers have the last slice first already
+        part = np.where(kind == FORWARD, part, slices - 1 - part)
+    return np.column_stack([kind, stage, microbatch, part])
+
+
+def _look_up_weights(rows: _Rows, stages: Iterable[int]) -> None:
+    """Give the n-th weight gradient of each of these stages the number of the n-th input gradient there."""
+    kind, stage_of_row, number = rows
+    for stage in stages:
+        givers, takers = kind == INPUT, kind == WEIGHT
+        if stage != RANK:
+            givers, takers = givers & (stage_of_row == stage), takers & (stage_of_row == stage)
+        giver, taker = np.flatnonzero(givers), np.flatnonzero(takers)
+        stage_of_row[taker] = stage_of_row[giver]
+        number[taker] = number[giver]
+
+
+def _require_weights(counts: Sequence[_Count]) -> list[int]:
+    """Refuse input gradients without weight gradients; return the stages whose weight gradients are to be looked up.
+
+    Where all backwards of a stage are split and in one count, its weight gradients are counted just like them.
+    """
+    weights = {count.stage: count for count in counts if count.kind == WEIGHT}
+    if RANK in weights and len(weights) > 1:
+        raise ScheduleError("phases: w() and w(stage) on one rank; expected one of them, so write w(stage) for all")
+    inputs: dict[int, list[_Count]] = {stage: [] for stage in weights}
+    for count in counts:
+        if count.num_inputs:
+            inputs.setdefault(RANK if RANK in weights else count.stage, []).append(count)
+    stages = []
+    for stage, split in inputs.items():
+        num_inputs = sum(count.num_inputs for count in split)
+        num_weights = weights[stage].size if stage in weights else 0
+        if num_inputs != num_weights:
             name = "the rank" if stage == RANK else f"stage {stage}"
             raise ScheduleError(
-                f"phases: {name} has {count_of(inputs[stage], 'input gradient')} and "
-                f"{count_of(weights[stage], 'weight gradient')}; expected one for the other, so repeat i and w as often"
+                f"phases: {name} has {count_of(num_inputs, 'input gradient')} and "
+                f"{count_of(num_weights, 'weight gradient')}; expected one for the other, so repeat i and w as often"
             )
-    return {stage for stage, number in weights.items() if number}
+        if stage != RANK and len(split) == 1 and split[0].size == num_inputs:
+            weights[stage].first = split[0].first
+        else:
+            stages.append(stage)
+    return stages
 
 
-def _require_balance(sizes: Mapping[_Count, int], slices: int, microbatches: int | None) -> None:
-    """Refuse a stage that computes something twice, or other microbatches forward than backward."""
-    most = max((count.first * slices + size for count, size in sizes.items()), default=0)
-    limit = most if microbatches is None else microbatches * slices
-    unit = "microbatch" if slices == 1 else f"slice, of {slices} per microbatch,"
-    spans = defaultdict[tuple[str, int], list[range]](list)
-    for what, stage, first in sorted(sizes):
-        there = spans[what, stage]
-        numbers = range(first * slices, min(first * slices + sizes[_Count(what, stage, first)], limit))
-        if there and numbers and numbers[0] < there[-1].stop:
+def _require_balance(counts: Sequence[_Count], slices: int, microbatches: int | None) -> None:
+    """Refuse a stage that runs something twice, or other microbatches forward than backward."""
+    limit = sys.maxsize if microbatches is None else microbatches * slices
+    unit = "microbatch" if slices == 1 else "slice"
+    spans: dict[tuple[int, int], list[range]] = {}
+    for count in sorted(counts, key=attrgetter("first")):
+        there = spans.setdefault((count.kind, count.stage), [])
+        begin, end = count.first * slices, min(count.first * slices + count.size, limit)
+        if there and begin < min(there[-1].stop, end):
             raise ScheduleError(
-                f"phases: stage {stage} runs {what} of {unit} {numbers[0]} twice, as counts begin at "
-                f"{there[-1].start // slices} and {first}; expected once, so repeat it less often or give another first"
+                f"phases: stage {count.stage} runs {unit} {begin} twice in the same direction, as counts begin at "
+                f"{there[-1].start // slices} and {count.first}; expected once, so repeat it less or give another first"
             )
-        if there and numbers and numbers[0] == there[-1].stop:
-            numbers = range(there.pop().start, numbers.stop)
-        there += [numbers] * bool(numbers)
-    if not any(what is BACKWARDS for what, *_ in sizes):
+        if there and begin == there[-1].stop:
+            begin = there.pop().start
+        if begin < end:
+            there.append(range(begin, end))
+    if not any(count.kind == BACKWARD for count in counts):
         return  # forwards alone, for evaluation
-    for stage in sorted({count.stage for count in sizes if count.what is not WEIGHTS}):
-        forward, backward = spans[FORWARDS, stage], spans[BACKWARDS, stage]
+    for stage in {count.stage for count in counts if count.kind != WEIGHT}:
+        forward, backward = spans.get((FORWARD, stage), []), spans.get((BACKWARD, stage), [])
         if forward != backward:
             raise ScheduleError(
                 f"phases: stage {stage} runs forward on {_spelled(forward)} and backward on {_spelled(backward)}; "
