@@ -127,7 +127,7 @@ def test_what_is_repeated_no_times_is_not_there():
         ),
         (
             [repeat(3, f(0)), repeat(2, f(0, first=2)), repeat(4, b(0))],
-            "stage 0 runs microbatch 2 twice in the same direction, as counts begin at 0 and 2; expected once, so repeat it less",
+            "stage 0 runs microbatch 2 twice in the same direction, as counts begin at 0 and 2; expected once",
         ),
         (
             [repeat(4, f(0), i(0)), repeat(3, w(0))],

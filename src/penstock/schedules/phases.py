@@ -120,10 +120,10 @@ def repeat(times: int, *actions: PhaseAction | tuple[PhaseAction, ...]) -> Phase
         raise ScheduleError(f"repeat({times}, ...): expected 0 times or more; limit the number with max(0, ...)")
     flat: list[PhaseAction] = []
     for given in actions:
-        flat += (given,) if isinstance(given, PhaseAction) or not isinstance(given, tuple) else given
-    for action in flat:
-        if not isinstance(action, PhaseAction):
-            raise ScheduleError(f"repeat: {described(action)}; expected actions such as f(0), w() or pair(f(0), b(1))")
+        members = given if isinstance(given, tuple) and not isinstance(given, PhaseAction) else (given,)
+        if not all(isinstance(member, PhaseAction) for member in members):
+            raise ScheduleError(f"repeat: {described(given)}; expected actions such as f(0), w() or pair(f(0), b(1))")
+        flat += members
     return Phase(index(times), tuple(flat))
 
 
