@@ -23,12 +23,8 @@ from penstock.schedules import (
     interleaved_zb,
     looped_bfs,
     one_f_one_b,
-    one_f_one_b_v,
     seq1f1b,
     sequential,
-    v_half,
-    v_min,
-    v_zb,
     zb_h1,
     zb_h2,
     zbv,
@@ -37,6 +33,7 @@ from penstock.schedules.custom import Asked, ScheduleFunction, custom_schedule
 from penstock.schedules.family import Family, Shape
 from penstock.schedules.options import Choice, Number, Option, Options
 from penstock.schedules.registry import Installed, find_installed, is_file_name, load_installed, plug_ins
+from penstock.schedules.v import one_f_one_b_v, v_half, v_min, v_zb
 
 MAX_FORWARDS = 50_000_000
 """Planning takes 320 to 410 bytes per forward at its peak (bench/planning.py), so this many take 16 to 21 GB."""

@@ -4,11 +4,11 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.schedules import build
-from penstock.schedules.one_f_one_b_v import block
-from penstock.schedules.v_slots import repeat, widen_backwards
+from penstock.schedules.v.one_f_one_b_v import block
+from penstock.schedules.v.slots import repeat, widen_backwards
 from tests.grids import assert_grid
 from tests.schedules.golden import built, recorded
-from tests.schedules.v_tables import assert_table, bubble
+from tests.schedules.v.tables import assert_table, bubble
 
 
 def test_four_ranks_as_in_its_docstring():

@@ -16,21 +16,14 @@ Forwards take one slot of time for each rank and backwards two. Its block on 4 r
 
 Backwards go in groups of three, of which one begins with the turn on the last rank. A group waits three slots for the
 one before, and where 3 divides the number of ranks the first one waits too, or it would meet the forwards of others.
-How such a block becomes a schedule is told in `v_block`.
+
 """
 
 import numpy as np
 
-from penstock.ir.schedule import Schedule
-from penstock.schedules.family import Family, Shape
-from penstock.schedules.options import Options
-from penstock.schedules.v_block import whole_schedule
-from penstock.schedules.v_slots import Ints
-
-
-def generate(shape: Shape, options: Options) -> Schedule:
-    """Repeat and reorder the block of 1F1B-V."""
-    return whole_schedule("1f1b-v", block(shape.num_ranks), shape)
+from penstock.schedules.family import Family
+from penstock.schedules.v.block import whole_schedule
+from penstock.schedules.v.slots import Ints
 
 
 def block(num_ranks: int) -> Ints:
@@ -58,7 +51,7 @@ FAMILY = Family(
     "every microbatch while B >= 2F",
     memory="at most min(2m, 2 floor(2p/3) + 2) of half a rank's layers each",
     advice="less memory and a smaller bubble than 1f1b for models whose backwards cannot be split",
-    generate=generate,
+    generate=whole_schedule("1f1b-v", block),
     stages_per_rank=(2,),
     example=(4, 4),
 )

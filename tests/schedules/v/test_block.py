@@ -7,28 +7,34 @@ import pytest
 
 from penstock.ir.live import peak_activations
 from penstock.planning import prove_and_lower
-from penstock.schedules import build, one_f_one_b_v, v_half, v_min, v_zb
+from penstock.schedules import build
 from penstock.schedules.family import Shape
-from penstock.schedules.v_block import split_schedule, whole_schedule
-from penstock.schedules.v_slots import FORWARDS, Leg, fill_weights, repeat, widen_backwards
+from penstock.schedules.options import Options
+from penstock.schedules.v import one_f_one_b_v, v_half, v_min, v_zb
+from penstock.schedules.v.block import split_schedule, whole_schedule
+from penstock.schedules.v.slots import FORWARDS, Pass, fill_weights, repeat, widen_backwards
 from tests.grids import assert_grid
-from tests.schedules.v_tables import assert_table
+from tests.schedules.v.tables import assert_table
 
 SPLIT = {"v-min": v_min, "v-half": v_half, "v-zb": v_zb}
 FAMILIES = {**SPLIT, "1f1b-v": one_f_one_b_v}
-ONE_RANK = np.array([[0, 1, 2, 4]])
 
 
-def shape(num_microbatches):
-    return Shape(1, 2, num_microbatches, 1)
+def one_rank(num_ranks):
+    return np.array([[0, 1, 2, 4]])
+
+
+def made(generate):
+    """The schedule of two microbatches on one rank."""
+    return generate(Shape(1, 2, 2, 1), Options())
 
 
 def held(slots):
     """The most activations that a rank of a table of slots holds."""
-    return int(np.cumsum(np.isin(slots, FORWARDS).astype(int) - (slots == Leg.WEIGHT), axis=1).max())
+    return int(np.cumsum(np.isin(slots, FORWARDS).astype(int) - (slots == Pass.WEIGHT), axis=1).max())
 
 
-def test_three_microbatches_of_v_min_before_anything_moves_as_in_the_docstring():
+def test_three_microbatches_of_v_min_before_anything_moves_are_those_of_the_package_page():
     assert_table(
         fill_weights(repeat(v_min.block(4), 3)),
         """
@@ -42,13 +48,13 @@ def test_three_microbatches_of_v_min_before_anything_moves_as_in_the_docstring()
 
 def test_a_block_becomes_a_schedule_with_backwards_in_two_parts():
     assert_grid(
-        split_schedule("one rank", ONE_RANK, shape(2)),
+        made(split_schedule("one rank", one_rank)),
         "0F0 1F0 1I0 1W0 0I0 0W0 0F1 1F1 1I1 0I1 1W1 0W1",
     )
 
 
 def test_a_block_becomes_a_schedule_with_whole_backwards():
-    assert_grid(whole_schedule("one rank", ONE_RANK, shape(2)), "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1")
+    assert_grid(made(whole_schedule("one rank", one_rank)), "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1")
 
 
 def test_forward_only_is_the_order_of_the_forwards_in_training():

@@ -7,33 +7,25 @@
         2F0 2F1 5F0 5F1 5I0 5W0 2F2 2I0 2W0 5I1 5F2 5W1 2I1 2F3 2W1 5I2 5F3 5W2 2I2 2W2 5I3 5W3 2I3 2W3
         3F0 4F0 3F1 4F1 4I0 3I0 4W0 3W0 3F2 4F2 4I1 3I1 4W1 3W1 3F3 4F3 4I2 3I2 4W2 3W2 4I3 3I3 4W3 3W3
 
-Every leg takes one slot of time for each rank, so that nothing lives longer than it must. Its block on 4 ranks:
+Every pass takes one slot of time for each rank, so that nothing lives longer than it must. Its block on 4 ranks:
 
     rank 0:  F  .  .  .  .  .  .  f  b  w  .  .  .  .  .  B  w
     rank 1:  .  F  .  .  .  .  f  .  .  b  w  .  .  .  B  w
     rank 2:  .  .  F  .  .  f  .  .  .  .  b  w  .  B  w
     rank 3:  .  .  .  F  f  .  .  .  .  .  .  b  B  w  w
 
-Where 3 divides the number of ranks, backwards wait two slots at rank 0, or they would meet the forwards of others. How
-such a block becomes a schedule is told in `v_block`.
+Where 3 divides the number of ranks, backwards wait two slots at rank 0, or they would meet the forwards of others.
 """
 
 import numpy as np
 
-from penstock.ir.schedule import Schedule
-from penstock.schedules.family import Family, Shape
-from penstock.schedules.options import Options
-from penstock.schedules.v_block import split_schedule
-from penstock.schedules.v_slots import Ints
-
-
-def generate(shape: Shape, options: Options) -> Schedule:
-    """Repeat, reorder and squeeze the block of V-Min."""
-    return split_schedule("v-min", block(shape.num_ranks), shape)
+from penstock.schedules.family import Family
+from penstock.schedules.v.block import split_schedule
+from penstock.schedules.v.slots import Ints
 
 
 def block(num_ranks: int) -> Ints:
-    """[num_ranks, 4] the slots of microbatch 0: every leg is one slot later on the next rank of its way."""
+    """[num_ranks, 4] the slots of microbatch 0: every pass is one slot later on the next rank of its way."""
     rank = np.arange(num_ranks)
     turn = 2 * num_ranks
     wait = 2 if num_ranks % 3 == 0 else 0
@@ -50,7 +42,7 @@ FAMILY = Family(
     "microbatch while W+B >= 2F and W+F >= 2B, B the input part",
     memory="at most min(2m, 2 floor((p+1)/3) + 2) of half a rank's layers each",
     advice="where memory is what stops you; v-half idles less, above all where F, B and W differ",
-    generate=generate,
+    generate=split_schedule("v-min", block),
     stages_per_rank=(2,),
     example=(4, 4),
 )

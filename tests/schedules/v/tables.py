@@ -11,10 +11,10 @@ from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 
 LETTERS = ".FfbBwoh"
-"""Idle, and a letter for each leg: `o` and `h` are weight parts of the legs out and home."""
+"""Idle, and a letter for each pass: `o` and `h` are weight gradients of the later and of the earlier stage."""
 
 PUBLISHED = json.loads(
-    (Path(__file__).parents[1] / "data" / "published_controllable_memory.json").read_text(encoding="utf-8")
+    (Path(__file__).parents[2] / "data" / "published_controllable_memory.json").read_text(encoding="utf-8")
 )["unit_costs"]
 
 
@@ -33,7 +33,7 @@ def assert_table(slots, drawing):
 
 
 def _drawn(slots):
-    lines = ["".join(LETTERS[leg] for leg in order).rstrip(".") for order in slots]
+    lines = ["".join(LETTERS[each] for each in order).rstrip(".") for order in slots]
     return "\n".join(" ".join(line) for line in lines)
 
 

@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 
 from penstock.ir import hot
-from penstock.schedules import one_f_one_b_v, v_half, v_min, v_zb
-from penstock.schedules.v_reorder import move_earlier, move_end_earlier, move_whole_earlier
-from penstock.schedules.v_slots import (
+from penstock.schedules.v import one_f_one_b_v, v_half, v_min, v_zb
+from penstock.schedules.v.reorder import move_earlier, move_end_earlier, move_whole_earlier
+from penstock.schedules.v.slots import (
     BACKWARDS,
     FORWARDS,
-    LEGS,
-    Leg,
+    PASSES,
+    Pass,
     fill_weights,
     repeat,
     squeeze,
     widen_backwards,
     without_weights,
 )
-from tests.schedules.v_tables import assert_table, table
+from tests.schedules.v.tables import assert_table, table
 
 SIZES = list(product([1, 2, 3, 5, 6], [1, 2, 3, 7, 12]))
 SPLIT = [v_min.block, v_half.block, v_zb.block]
@@ -33,41 +33,41 @@ def split_tables(block, num_ranks, num_microbatches):
     return [(repeated, moved), (started, move_end_earlier(started))]
 
 
-def slots_of(slots, leg):
-    """[num_ranks, number] the slots in which each rank runs a leg."""
-    return np.nonzero(slots == leg)[1].reshape(len(slots), -1)
+def slots_of(slots, each):
+    """[num_ranks, number] the slots in which each rank runs a pass."""
+    return np.nonzero(slots == each)[1].reshape(len(slots), -1)
 
 
 def peak(slots):
-    """The most activations that a rank holds, with weight parts in idle slots where they have none of their own."""
-    full = slots if (slots == Leg.WEIGHT).any() else fill_weights(slots)
-    return int(np.cumsum(np.isin(full, FORWARDS).astype(int) - (full == Leg.WEIGHT), axis=1).max())
+    """The most activations that a rank holds, with weight gradients in idle slots where they have none of their own."""
+    full = slots if (slots == Pass.WEIGHT).any() else fill_weights(slots)
+    return int(np.cumsum(np.isin(full, FORWARDS).astype(int) - (full == Pass.WEIGHT), axis=1).max())
 
 
 def assert_possible(slots, length):
-    """Each leg comes after what it waits for; backwards take `length` slots."""
-    out, home, back_out, back_home = (slots_of(slots, leg) for leg in LEGS)
-    assert (np.diff(out, axis=0) >= 1).all()
-    assert (np.diff(home[::-1], axis=0) >= 1).all()
-    assert (np.diff(back_out, axis=0) >= length).all()
-    assert (np.diff(back_home[::-1], axis=0) >= length).all()
-    assert (home[-1] > out[-1]).all()
-    assert (back_out[0] > home[0]).all()
-    assert (back_home[-1] >= back_out[-1] + length).all()
+    """Each pass comes after what it waits for; backwards take `length` slots."""
+    down, up, down_again, up_again = (slots_of(slots, each) for each in PASSES)
+    assert (np.diff(down, axis=0) >= 1).all()
+    assert (np.diff(up[::-1], axis=0) >= 1).all()
+    assert (np.diff(down_again, axis=0) >= length).all()
+    assert (np.diff(up_again[::-1], axis=0) >= length).all()
+    assert (up[-1] > down[-1]).all()
+    assert (down_again[0] > up[0]).all()
+    assert (up_again[-1] >= down_again[-1] + length).all()
 
 
 def assert_moved_well(before, after, *, length):
     """Nothing is lost, late or impossible, and no rank holds more than the one that held most."""
     assert_possible(after, length)
-    for leg in (*LEGS, Leg.WEIGHT):
-        assert (slots_of(after, leg) <= slots_of(before, leg)).all()
+    for each in (*PASSES, Pass.WEIGHT):
+        assert (slots_of(after, each) <= slots_of(before, each)).all()
     assert peak(after) <= peak(before)
-    if (after == Leg.WEIGHT).any():
+    if (after == Pass.WEIGHT).any():
         begun = np.cumsum(np.isin(after, BACKWARDS), axis=1)
-        assert (np.cumsum(after == Leg.WEIGHT, axis=1) <= begun).all()
+        assert (np.cumsum(after == Pass.WEIGHT, axis=1) <= begun).all()
 
 
-def test_everything_before_the_first_backward_home_moves_to_idle_slots():
+def test_everything_before_the_first_backward_of_the_earlier_stage_moves_to_idle_slots():
     assert_table(move_earlier(table("F . . f . b . w . B w")), "F f b w . . . . . B w")
 
 
@@ -90,7 +90,7 @@ def test_nothing_moves_past_what_it_waits_for_on_another_rank():
     )
 
 
-def test_between_the_first_backward_home_and_the_last_forward_out_nothing_moves():
+def test_between_the_first_backward_of_the_earlier_stage_and_the_last_forward_of_the_earlier_stage_nothing_moves():
     assert_table(move_earlier(table("F f b w B . w . F . f . b w B w")), "F f b w B . w . F f b w B w")
 
 
@@ -106,11 +106,11 @@ def test_with_whole_backwards_nothing_has_to_stay():
     assert_table(move_whole_earlier(table("F f . . . b w F . B w f b w B w")), "F f b w F B w f b w B w")
 
 
-def test_the_end_moves_after_the_last_forward_out():
+def test_the_end_moves_after_the_last_forward_of_the_earlier_stage():
     assert_table(move_end_earlier(table("F . f b . B . F . . f . b . . B")), "F . f b . B . F f b B")
 
 
-def test_at_the_end_idle_slots_run_the_weight_parts_that_make_room_for_a_forward():
+def test_at_the_end_idle_slots_run_the_weight_gradients_that_make_room_for_a_forward():
     assert_table(
         move_end_earlier(table("F f b . B . F f b B F . . f b . B")),
         "F f b . B . F f b B F . f b B",

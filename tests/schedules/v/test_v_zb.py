@@ -4,10 +4,10 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.schedules import build
-from penstock.schedules.v_slots import fill_weights, repeat
-from penstock.schedules.v_zb import block
+from penstock.schedules.v.slots import fill_weights, repeat
+from penstock.schedules.v.v_zb import block
 from tests.grids import assert_grid
-from tests.schedules.v_tables import assert_table, bubble, timeline
+from tests.schedules.v.tables import assert_table, bubble, timeline
 
 
 def test_four_ranks_as_in_its_docstring():

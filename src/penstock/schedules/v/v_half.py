@@ -7,33 +7,25 @@
         2F0 2F1 2F2 5F0 5F1 5F2 5I0 5W0 2F3 5I1 2I0 5W1 2W0 5F3 2I1 5I2 5W2 2W1 2I2 5I3 5W3 2W2 2I3 2W3
         3F0 4F0 3F1 4F1 3F2 4F2 4I0 4W0 3I0 3W0 3F3 4F3 4I1 4W1 3I1 3W1 4I2 4W2 3I2 3W2 4I3 4W3 3I3 3W3
 
-Legs out take two slots of time for each rank, legs home one. Its block on 4 ranks:
+From the first rank to the last, passes take two slots of time for each rank, back one. Its block on 4 ranks:
 
     rank 0:  F  .  .  .  .  .  .  .  .  .  f  .  .  .  b  w  .  .  .  .  .  .  .  .  .  B  w
     rank 1:  .  .  F  .  .  .  .  .  .  f  .  .  .  .  .  .  b  w  .  .  .  .  .  .  B  w
     rank 2:  .  .  .  .  F  .  .  .  f  .  .  .  .  .  .  .  .  .  b  w  .  .  .  B  w
     rank 3:  .  .  .  .  .  .  F  f  .  .  .  .  .  .  .  .  .  .  .  .  b  w  B  w
 
-On an even number of ranks, backwards wait three slots at rank 0, or they would meet the forwards of others. How such a
-block becomes a schedule is told in `v_block`.
+On an even number of ranks, backwards wait three slots at rank 0, or they would meet the forwards of others.
 """
 
 import numpy as np
 
-from penstock.ir.schedule import Schedule
-from penstock.schedules.family import Family, Shape
-from penstock.schedules.options import Options
-from penstock.schedules.v_block import split_schedule
-from penstock.schedules.v_slots import Ints
-
-
-def generate(shape: Shape, options: Options) -> Schedule:
-    """Repeat, reorder and squeeze the block of V-Half."""
-    return split_schedule("v-half", block(shape.num_ranks), shape)
+from penstock.schedules.family import Family
+from penstock.schedules.v.block import split_schedule
+from penstock.schedules.v.slots import Ints
 
 
 def block(num_ranks: int) -> Ints:
-    """[num_ranks, 4] the slots of microbatch 0: a leg out is two slots later on its next rank, a leg home is one."""
+    """[num_ranks, 4] the slots of microbatch 0: F and b go down the ranks in two slots each, f and B up in one."""
     rank = np.arange(num_ranks)
     turn = 3 * num_ranks - 1
     wait = 3 if num_ranks % 2 == 0 else 0
@@ -50,7 +42,7 @@ FAMILY = Family(
     "microbatch while W+2B >= 2F and W+2F >= 2B, B the input part",
     memory="at most min(2m, 2 floor(p/2) + 2) of half a rank's layers each",
     advice="half the memory of 1f1b for a smaller bubble; the first to try when activations do not fit",
-    generate=generate,
+    generate=split_schedule("v-half", block),
     stages_per_rank=(2,),
     example=(4, 4),
 )

@@ -7,33 +7,26 @@
         2F0 2F1 2F2 5F0 2F3 5F1 5F2 5I0 5W0 5F3 5I1 2I0 5W1 2W0 5I2 2I1 5W2 2W1 5I3 2I2 5W3 2W2 2I3 2W3
         3F0 4F0 3F1 4F1 3F2 4F2 3F3 4F3 4I0 3I0 4W0 3W0 4I1 3I1 4W1 3W1 4I2 3I2 4W2 3W2 4I3 3I3 4W3 3W3
 
-Legs out take four slots of time for each rank, legs home two. Its block on 3 ranks:
+From the first rank to the last, passes take four slots of time for each rank, back two. Its block on 3 ranks:
 
     rank 0:  F  .  .  .  .  .  .  .  .  .  .  .  .  f  b  w  .  .  .  .  .  .  .  .  .  .  .  B  w
     rank 1:  .  .  .  .  F  .  .  .  .  .  .  f  .  .  .  .  .  .  b  w  .  .  .  .  .  B  w
     rank 2:  .  .  .  .  .  .  .  .  F  f  .  .  .  .  .  .  .  .  .  .  .  .  b  B  w  w
 
-Modulo 6, four slots later are two slots earlier: from each rank to the next all legs shift alike, and every rank comes
-to repeat F f b B w w. On each rank the two activations of a microbatch live 12p-2 slots together, which makes 2p alive
-at once: those of p microbatches, as on rank 0 of 1F1B. How such a block becomes a schedule is told in `v_block`.
+Modulo 6, four slots later are two slots earlier: from each rank to the next all passes shift alike, and every rank
+comes to repeat F f b B w w. On each rank the two activations of a microbatch live 12p-2 slots together, which makes 2p
+alive at once: those of p microbatches, as on rank 0 of 1F1B.
 """
 
 import numpy as np
 
-from penstock.ir.schedule import Schedule
-from penstock.schedules.family import Family, Shape
-from penstock.schedules.options import Options
-from penstock.schedules.v_block import split_schedule
-from penstock.schedules.v_slots import Ints
-
-
-def generate(shape: Shape, options: Options) -> Schedule:
-    """Repeat, reorder and squeeze the block of V-ZB."""
-    return split_schedule("v-zb", block(shape.num_ranks), shape)
+from penstock.schedules.family import Family
+from penstock.schedules.v.block import split_schedule
+from penstock.schedules.v.slots import Ints
 
 
 def block(num_ranks: int) -> Ints:
-    """[num_ranks, 4] the slots of microbatch 0: a leg out is four slots later on its next rank, a leg home two."""
+    """[num_ranks, 4] the slots of microbatch 0: F and b go down the ranks in four slots each, f and B up in two."""
     rank = np.arange(num_ranks)
     turn = 6 * num_ranks - 4
     return np.column_stack([4 * rank, turn - 1 - 2 * rank, turn + 4 * rank, 2 * turn - 1 - 2 * rank])
@@ -49,7 +42,7 @@ FAMILY = Family(
     "more, but none in every microbatch",
     memory="at most 2 min(m, p) of half a rank's layers each, on every rank",
     advice="to compare v-min and v-half with what full memory gives; zbv, in the same memory, idles no longer",
-    generate=generate,
+    generate=split_schedule("v-zb", block),
     stages_per_rank=(2,),
     example=(4, 4),
 )

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from penstock.schedules.v_slots import (
+from penstock.schedules.v.slots import (
     BACKWARDS,
     IDLE,
-    Leg,
+    Pass,
     fill_weights,
-    fill_weights_by_leg,
+    fill_weights_by_stage,
     owed,
     pays,
     repeat,
@@ -17,13 +17,13 @@ from penstock.schedules.v_slots import (
     widen_backwards,
     without_weights,
 )
-from tests.schedules.v_tables import assert_table, table
+from tests.schedules.v.tables import assert_table, table
 
 BLOCK = np.array([[0, 3, 4, 7], [1, 2, 5, 6]])
 
 
-def orders(drawing, *, is_split):
-    return [order.tolist() for order in to_orders(table(drawing), is_split=is_split)]
+def orders(drawing):
+    return [order.tolist() for order in to_orders(table(drawing))]
 
 
 def test_a_block_comes_again_every_six_slots():
@@ -46,7 +46,7 @@ def test_a_backward_gets_a_second_slot():
     )
 
 
-def test_weight_parts_fill_idle_slots_and_those_that_are_left_come_behind():
+def test_weight_gradients_fill_idle_slots_and_those_that_are_left_come_behind():
     assert_table(
         fill_weights(table("F . f b . b B . F . B\nF f b B F f")),
         """
@@ -56,9 +56,9 @@ def test_weight_parts_fill_idle_slots_and_those_that_are_left_come_behind():
     )
 
 
-def test_weight_parts_of_the_leg_out_go_first():
+def test_weight_gradients_of_the_later_stage_go_first():
     assert_table(
-        fill_weights_by_leg(table("F f B b . b . . F . B")),
+        fill_weights_by_stage(table("F f B b . b . . F . B")),
         "F f B b o b o h F . B h",
     )
 
@@ -69,12 +69,12 @@ def test_without_weights_their_slots_are_idle():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_owed_is_what_a_queue_holds(seed):
-    slots = np.random.default_rng(seed).choice([IDLE, *Leg], size=(1, 30), p=[0.4, 0.05, 0.05, 0.2, 0.2, 0.1, 0, 0])
+    slots = np.random.default_rng(seed).choice([IDLE, *Pass], size=(1, 30), p=[0.4, 0.05, 0.05, 0.2, 0.2, 0.1, 0, 0])
     free = slots == IDLE
     waiting, num_waiting, runs = 0, [], []
-    for leg in slots[0]:
-        runs.append(bool(leg == IDLE and waiting))
-        waiting += int(leg in BACKWARDS) - runs[-1]
+    for each in slots[0]:
+        runs.append(bool(each == IDLE and waiting))
+        waiting += int(each in BACKWARDS) - runs[-1]
         num_waiting.append(waiting)
 
     assert owed(slots, BACKWARDS, free).tolist() == [num_waiting]
@@ -104,7 +104,7 @@ def test_squeezing_keeps_the_order_of_each_rank():
 
 
 def test_a_table_of_split_backwards_reads_as_forwards_inputs_and_weights():
-    found = orders("F . . f b o B h\n. F f b o B . h", is_split=True)
+    found = orders("F . . f b o B h\n. F f b o B . h")
 
     assert found == [
         [[0, 0, 0], [0, 3, 0], [2, 3, 0], [3, 3, 0], [2, 0, 0], [3, 0, 0]],
@@ -113,6 +113,6 @@ def test_a_table_of_split_backwards_reads_as_forwards_inputs_and_weights():
 
 
 def test_a_table_of_whole_backwards_reads_without_their_second_slots():
-    found = orders("F F f b w f b w B w B w", is_split=False)
+    found = orders("F F f b w f b w B w B w")
 
     assert found == [[[0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 1, 0], [0, 1, 1], [1, 1, 1], [1, 0, 0], [1, 0, 1]]]
