@@ -12,14 +12,14 @@ rank s warms up with (v-1)g + p-s-1 forwards, then runs F and I in turn. A weigh
 
 from penstock.ir.schedule import Schedule
 from penstock.schedules.family import Family, Shape
-from penstock.schedules.interleaving import Groups, interleave
+from penstock.schedules.interleaving import Groups, Warmup, interleave
 from penstock.schedules.options import Number, Options
 
 
 def generate(shape: Shape, options: Options) -> Schedule:
     """Order warm-up forwards, then F, I and a delayed W in turn, then what is left."""
     groups = Groups.chosen(options, shape)
-    return interleave("interleaved-zb", shape, groups, head_start=1, held_weights=1)
+    return interleave("interleaved-zb", shape, groups, Warmup(skew=1), held_weights=1)
 
 
 FAMILY = Family(

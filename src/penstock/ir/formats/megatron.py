@@ -22,13 +22,13 @@ taken.
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, FormatError, count_of
 from penstock.ir.formats.cells import MAX_CELLS
+from penstock.ir.interleaving import Ints, in_turn
 from penstock.ir.operations import Kind, Op
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
@@ -40,7 +40,6 @@ _FIELD = re.compile(r"\s*(ranks|group size|warm-up):((?:\s+[0-9]{1,9})+)\s*")
 _PAIR = re.compile(r"\(\s*([0-9]{1,9})\s*,\s*([0-9]{1,9})\s*\)")
 _BETWEEN = re.compile(r"[\s,\[\]]*")
 
-Ints = NDArray[np.integer[Any]]
 Rows = NDArray[np.int32]
 
 
@@ -63,11 +62,10 @@ class _Form:
     def order(self, rank: int, num_warmup: int | None) -> Rows:
         """[num_actions, 3] kind, stage and microbatch of a rank's actions; forwards alone without a warm-up."""
         microbatch, local_stage = self.table().T
-        forward = np.column_stack([np.full_like(microbatch, Kind.FORWARD), local_stage, microbatch])
-        backward = np.column_stack(
-            [np.full_like(microbatch, Kind.BACKWARD), self.num_local_stages - 1 - local_stage, microbatch]
-        )
-        rows = forward if num_warmup is None else _in_turn(forward, backward, num_warmup)
+        turn = np.arange(len(microbatch))
+        # With as much warm-up as there are turns, all forwards come first.
+        rows = in_turn(turn, local_stage, microbatch, len(turn) if num_warmup is None else num_warmup)
+        rows = rows[: len(turn)] if num_warmup is None else rows
         rows[:, 1] = rows[:, 1] * self.num_ranks + rank
         return rows
 
@@ -105,15 +103,6 @@ def from_megatron(text: str, *, file: str = "<text>", name: str = "from Megatron
     orders = [form.order(rank, warmups[rank] if warmups else None) for rank in range(form.num_ranks)]
     placement = Placement.loop(form.num_ranks, form.num_ranks * form.num_local_stages)
     return Schedule.from_arrays(name, placement, orders, num_microbatches=form.num_microbatches)
-
-
-def _in_turn(forward: Rows, backward: Rows, num_warmup: int) -> Rows:
-    """Warm-up forwards, then F and B in turn, then the backwards that are left."""
-    index = np.arange(len(forward))
-    place_of_forward = np.where(index < num_warmup, index, 2 * index - num_warmup)
-    places = np.concatenate([place_of_forward, 2 * index + num_warmup + 1])
-    rows: Rows = np.concatenate([forward, backward])[np.argsort(places, kind="stable")]
-    return rows
 
 
 def _read_off(schedule: Schedule) -> tuple[_Form, list[int]]:
