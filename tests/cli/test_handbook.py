@@ -74,17 +74,25 @@ def test_the_differences_of_a_family_stand_on_its_page():
 def test_the_function_in_the_text_is_that_of_the_example():
     example = (ROOT / "examples" / "own_schedule.py").read_text(encoding="utf-8")
 
-    assert len(PYTHON) == 1
-    assert PYTHON[0] in example
+    assert len(PYTHON) == 2
+    assert PYTHON[1] in example
 
 
 def test_the_function_in_the_text_runs():
     namespace = {}
-    exec(PYTHON[0], namespace)
+    exec(PYTHON[1], namespace)
 
     found = build(namespace["in_groups"], ranks=2, microbatches=4, size=2)
 
     assert_grid(found, "0F0 0F1 0B0 0B1 0F2 0F3 0B2 0B3\n1F0 1F1 1B0 1B1 1F2 1F3 1B2 1B3")
+
+
+def test_the_family_in_the_text_is_zb_h1_and_zb_h2():
+    namespace = {}
+    exec(PYTHON[0], namespace)
+
+    assert namespace["schedule"] == build("zb-h2", ranks=4, microbatches=8)
+    assert build(namespace["zb"], ranks=5, microbatches=7) == build("zb-h1", ranks=5, microbatches=7)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ SIDE_BY_SIDE, FAMILIES = "<!-- side by side -->", "<!-- families -->"
 RANKS, MICROBATCHES = 4, 8
 CONDITIONS = (
     f"{RANKS} ranks, {MICROBATCHES} microbatches, and equal work for all: what a rank does for one microbatch takes 1 s"
-    " forward, 1 s for the input part of its backward and 1 s for the weight part, shared by its stages and slices. "
+    " forward, 1 s for the input gradient and 1 s for the weight gradient, shared by its stages and slices. "
     "Transfers take no time, and two actions that overlap take no less than one after the other. Memory is that of the "
     "fullest rank, in microbatches: what one microbatch leaves on a rank counts 1."
 )

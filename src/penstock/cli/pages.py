@@ -11,7 +11,7 @@ from penstock.schedules import Choice, Family, Option, build
 
 LEGEND = (
     "p ranks, m microbatches, v stages per rank, k slices, s a rank counted from 0; F, B and W are the times of a "
-    "stage's forward, and of the input part and the weight part of its backward. Memory is in activations on rank s."
+    "stage's forward, and of the input and the weight gradient of its backward. Memory is in activations on rank s."
 )
 UNITS = "A column is one unit of time: F, I and W take one, B two; `.` is idle, `=` goes on."
 MIN_WIDTH, MAX_WIDTH = 100, 160

@@ -5,10 +5,10 @@ come back to the far one (1). A rank with `outer` ranks between it and the fold,
 
     1  2 outer x  F0                       until the first microbatch comes back
     2  inner x    F0 F1
-    3  outer x    I1 W F1                  weight parts fill the wait
+    3  outer x    I1 W F1                  weight gradients fill the wait
     4  n - 2d + inner x (F0;B1) (F1;B0)    the steady state; at the fold the first F0 and B1 are not overlapped
     5  outer x    B1 (F1;B0)               no new microbatches
-    6  inner x    B1 B0                    the later half of them I, whose weight parts wait
+    6  inner x    B1 B0                    the later half of them I, whose weight gradients wait
     7  outer x    W I0
     8  inner x    W
 

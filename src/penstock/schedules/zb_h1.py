@@ -1,4 +1,4 @@
-"""`zb-h1`: 1F1B with the backward in two parts, in the memory of 1F1B (Zero Bubble, arXiv 2401.10241, section 2.1).
+"""`zb-h1`: 1F1B with the backward split, in the memory of 1F1B (Zero Bubble, arXiv 2401.10241, section 2.1).
 
     4 ranks, 6 microbatches: the order of each rank
 
@@ -7,7 +7,8 @@
         2F0 2F1 2I0 2F2 2I1 2F3 2I2 2W0 2F4 2I3 2W1 2F5 2I4 2W2 2I5 2W3 2W4 2W5
         3F0 3I0 3F1 3I1 3F2 3I2 3F3 3I3 3W0 3F4 3I4 3W1 3F5 3I5 3W2 3W3 3W4 3W5
 
-Rank s warms up as in 1F1B and holds back s weight parts: the rule of `delayed_weights` with depth 1.
+Rank s warms up as in 1F1B and holds back s weight gradients. Later ranks start later and hold back more: those fill the
+time in which they would wait at the end.
 """
 
 from penstock.schedules.family import Family, Shape, by_rank
@@ -50,19 +51,19 @@ def _whole_where_possible(rank: int, microbatches: int, warmup: int) -> RankOrde
 
 FAMILY = Family(
     name="zb-h1",
-    summary="1f1b with delayed weight parts",
+    summary="1f1b with delayed weight gradients",
     source="Zero Bubble Pipeline Parallelism, arXiv 2401.10241",
     placement="line",
     restrictions="one stage per rank",
-    bubble="(p-1)(F+B-W) from m = p on, with B the input part and W <= F",
-    memory="min(m, p), of which s only as weight contexts",
+    bubble="(p-1)(F+B-W) from m = p on, with B the input gradient and W <= F",
+    memory="min(m, p), of which s only as tensors saved for W",
     advice="a third of 1f1b's bubble at no more memory on the fullest rank; the first to try instead of 1f1b",
     generate=by_rank("zb-h1", order),
     options={
         "backward": Choice(
             "split",
             ("split", "whole"),
-            "split: all backwards in two parts; whole: only where a weight part has to wait, which makes fewer passes "
+            "split: all backwards are split; whole: only where a weight gradient has to wait, which makes fewer passes "
             "but sends gradients later (the order of the authors' patch for Megatron-LM)",
         )
     },

@@ -1,4 +1,4 @@
-"""`zbv`: two stages per rank in a V, backwards in two parts, in the memory of 1F1B (arXiv 2401.10241, section 6).
+"""`zbv`: two stages per rank in a V, backwards split, in the memory of 1F1B (arXiv 2401.10241, section 6).
 
 3 ranks, 5 microbatches: the order of each rank
 
@@ -47,12 +47,12 @@ def order(rank: int, shape: Shape, options: Options) -> RankOrder:
 
 FAMILY = Family(
     name="zbv",
-    summary="two stages per rank in a V, with delayed weight parts",
+    summary="two stages per rank in a V, with delayed weight gradients",
     source="Zero Bubble Pipeline Parallelism, arXiv 2401.10241; the order of torch.distributed.pipelining",
     placement="V",
     restrictions="two stages per rank; without a bubble from 2p-1 microbatches on",
     bubble="2(p-1)(B-W) by span and (p-1) max(B, 2(B-W)) by makespan from m = 2p-1 on, with W <= F <= B of one stage, "
-    "B the input part",
+    "B the input gradient",
     memory="min(2p, m + min(m, s+1)) of half a rank's layers each",
     advice="about half the bubble of zb-h2 in the memory of 1f1b, for twice the messages; rank 0 holds both ends",
     generate=by_rank("zbv", order, lambda shape: Placement.vee(shape.num_ranks)),

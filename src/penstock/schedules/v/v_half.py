@@ -39,7 +39,7 @@ FAMILY = Family(
     placement="V",
     restrictions="two stages per rank",
     bubble="3p-4 times F = B = W of one stage for odd p > 1, 3p-7 for even p > 2, from m = p+2 on; none in every "
-    "microbatch while W+2B >= 2F and W+2F >= 2B, B the input part",
+    "microbatch while W+2B >= 2F and W+2F >= 2B, B the input gradient",
     memory="at most min(2m, 2 floor(p/2) + 2) of half a rank's layers each",
     advice="half the memory of 1f1b for a smaller bubble; the first to try when activations do not fit",
     generate=split_schedule("v-half", block),

@@ -39,7 +39,7 @@ FAMILY = Family(
     placement="V",
     restrictions="two stages per rank",
     bubble="4p-5 times F = B = W of one stage, 4p-7 where 3 divides p, for p > 1 and from m = p+1 on; none in every "
-    "microbatch while W+B >= 2F and W+F >= 2B, B the input part",
+    "microbatch while W+B >= 2F and W+F >= 2B, B the input gradient",
     memory="at most min(2m, 2 floor((p+1)/3) + 2) of half a rank's layers each",
     advice="where memory is what stops you; v-half idles less, above all where F, B and W differ",
     generate=split_schedule("v-min", block),
