@@ -12,7 +12,7 @@
 name no microbatch: microbatches are counted.
 
 * A stage counts its forwards from 0 on, in the order in which the phases run them. It counts its backwards in the same
-  way; `b` and `i` share one count. `first=4` begins a count at microbatch 4.
+  way; `b` and `i` share one count. With `first=4` a count begins at microbatch 4.
 * `w(stage)` belongs to the oldest `i` of the stage that has no `w` yet, `w()` to the oldest `i` of the rank.
 * The two actions of a `pair` may overlap.
 * With k slices, forward n is slice n % k of microbatch n // k, and backward n is its slice k - 1 - n % k.
@@ -21,7 +21,7 @@ name no microbatch: microbatches are counted.
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, index
+from operator import index
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +33,8 @@ from penstock.ir.action import Action, Kind
 RANK = -1
 """In the place of a stage: any stage of the rank."""
 _Rows = NDArray[np.int32]
+_Counts = dict[tuple[int, int], "_Count"]
+"""By kind and stage."""
 FORWARD, BACKWARD = int(Kind.FORWARD), int(Kind.BACKWARD)
 INPUT, WEIGHT = int(Kind.BACKWARD_INPUT), int(Kind.BACKWARD_WEIGHT)
 
@@ -72,12 +74,9 @@ class RankOrder:
 
 @dataclass(slots=True, eq=False)
 class _Count:
-    """The forwards, the backwards or the weight gradients of a stage, counted from one microbatch on."""
+    """The forwards, the backwards (also input gradients) or the weight gradients of a stage."""
 
-    kind: int
-    """FORWARD, BACKWARD also for input gradients, or WEIGHT."""
-    stage: int
-    first: int
+    first: int | None = None
     size: int = 0
     num_inputs: int = 0
     """How many of the backwards are input gradients."""
@@ -142,22 +141,24 @@ def phases(*parts: Phase, microbatches: int | None = None, slices: int = 1, orde
     if order not in ("ascending", "descending"):
         raise ScheduleError(f"phases: order={order!r}; expected 'ascending' or 'descending'")
     parts = tuple(part for part in parts if part.times)
-    counts, counts_of = _counts(parts)
+    counts = _counts(parts)
     _require_balance(counts, slices, microbatches)
     stages = _require_weights(counts)
-    for count in counts:
-        is_down = order == "descending" and count.kind != FORWARD
-        count.next = count.first * slices + (count.size - 1 if is_down else 0)
+    for (kind_of_count, _), count in counts.items():
+        is_down = order == "descending" and kind_of_count != FORWARD
+        count.next = (count.first or 0) * slices + (count.size - 1 if is_down else 0)
         count.step = -1 if is_down else 1
 
     num_actions = sum(part.times * len(part.actions) for part in parts)
     rows, joined = np.empty((3, num_actions), np.int32), np.zeros(num_actions, np.bool_)
     kind, stage, number = rows
     end = 0
-    for part, of_actions in zip(parts, counts_of, strict=True):
+    for part in parts:
+        of_actions = [counts[_key(action)] for action in part.actions]
         begin, end = end, end + part.times * len(part.actions)
         for position, (action, count) in enumerate(zip(part.actions, of_actions, strict=True), begin):
             there = slice(position, end, len(part.actions))
+            # What is in a phase twice runs two numbers each time, so its numbers are two apart.
             stride = count.step * of_actions.count(count)
             kind[there] = action.kind
             stage[there] = action.stage
@@ -175,24 +176,26 @@ def phases(*parts: Phase, microbatches: int | None = None, slices: int = 1, orde
     return RankOrder(rows.T if slices == 1 else _in_slices(rows, slices, order), joined)
 
 
-def _counts(parts: Sequence[Phase]) -> tuple[list[_Count], list[list[_Count]]]:
-    """The counts of a rank, and for each phase those of its actions; without a `first`, the one the stage is at."""
-    found: dict[tuple[int, int, int], _Count] = {}
-    current: dict[tuple[int, int], _Count] = {}
-    counts_of = []
+def _key(action: PhaseAction) -> tuple[int, int]:
+    """What is counted together: a kind, where input gradients are backwards, and a stage."""
+    return BACKWARD if action.kind == INPUT else action.kind, action.stage
+
+
+def _counts(parts: Sequence[Phase]) -> _Counts:
+    """How often the phases run what is counted together."""
+    counts: _Counts = {}
     for part in parts:
-        of_actions = []
-        for kind, stage, first, _ in part.actions:
-            key = (BACKWARD if kind == INPUT else kind, stage)
-            if first is not None or key not in current:
-                first = first or 0
-                current[key] = found.setdefault((*key, first), _Count(*key, first))
-            count = current[key]
+        for action in part.actions:
+            count = counts.setdefault(_key(action), _Count(action.first))
+            if count.first is not None and action.first not in (None, count.first):
+                raise ScheduleError(
+                    f"phases: stage {action.stage} counts from {count.first} and again from {action.first}, which runs "
+                    "something twice or never; expected one first microbatch, so give the same everywhere"
+                )
+            count.first = count.first if action.first is None else action.first
             count.size += part.times
-            count.num_inputs += part.times * (kind == INPUT)
-            of_actions.append(count)
-        counts_of.append(of_actions)
-    return list(found.values()), counts_of
+            count.num_inputs += part.times * (action.kind == INPUT)
+    return counts
 
 
 def _in_slices(rows: _Rows, slices: int, order: str) -> _Rows:
@@ -216,56 +219,45 @@ def _look_up_weights(rows: _Rows, stages: Iterable[int]) -> None:
         number[taker] = number[giver]
 
 
-def _require_weights(counts: Sequence[_Count]) -> list[int]:
+def _require_weights(counts: _Counts) -> list[int]:
     """Refuse input gradients without weight gradients; return the stages whose weight gradients are to be looked up.
 
-    Where all backwards of a stage are split and in one count, its weight gradients are counted just like them.
+    Where all backwards of a stage are split, its weight gradients are counted just like them.
     """
-    weights = {count.stage: count for count in counts if count.kind == WEIGHT}
+    weights = {stage: count for (kind, stage), count in counts.items() if kind == WEIGHT}
+    splits = {stage: count for (_, stage), count in counts.items() if count.num_inputs}
     if RANK in weights and len(weights) > 1:
         raise ScheduleError("phases: w() and w(stage) on one rank; expected one of them, so write w(stage) for all")
-    inputs: dict[int, list[_Count]] = {stage: [] for stage in weights}
-    for count in counts:
-        if count.num_inputs:
-            inputs.setdefault(RANK if RANK in weights else count.stage, []).append(count)
-    stages = []
-    for stage, split in inputs.items():
-        num_inputs = sum(count.num_inputs for count in split)
-        num_weights = weights[stage].size if stage in weights else 0
+    inputs = {stage: count.num_inputs for stage, count in splits.items()}
+    if RANK in weights:
+        inputs = {RANK: sum(inputs.values())}
+    for stage in inputs | weights:
+        num_inputs, num_weights = inputs.get(stage, 0), weights[stage].size if stage in weights else 0
         if num_inputs != num_weights:
             name = "the rank" if stage == RANK else f"stage {stage}"
             raise ScheduleError(
                 f"phases: {name} has {count_of(num_inputs, 'input gradient')} and "
                 f"{count_of(num_weights, 'weight gradient')}; expected one for the other, so repeat i and w as often"
             )
-        if stage != RANK and len(split) == 1 and split[0].size == num_inputs:
-            weights[stage].first = split[0].first
-        else:
-            stages.append(stage)
-    return stages
+    for stage, count in splits.items():
+        if stage in weights:
+            weights[stage].first = count.first
+    return [stage for stage, count in weights.items() if stage == RANK or splits[stage].size != count.size]
 
 
-def _require_balance(counts: Sequence[_Count], slices: int, microbatches: int | None) -> None:
-    """Refuse a stage that runs something twice, or other microbatches forward than backward."""
+def _require_balance(counts: _Counts, slices: int, microbatches: int | None) -> None:
+    """Refuse a stage that runs other microbatches forward than backward."""
     limit = sys.maxsize if microbatches is None else microbatches * slices
     unit = "microbatch" if slices == 1 else "slice"
-    spans: dict[tuple[int, int], list[range]] = {}
-    for count in sorted(counts, key=attrgetter("first")):
-        there = spans.setdefault((count.kind, count.stage), [])
-        begin, end = count.first * slices, min(count.first * slices + count.size, limit)
-        if there and begin < min(there[-1].stop, end):
-            raise ScheduleError(
-                f"phases: stage {count.stage} runs {unit} {begin} twice in the same direction, as counts begin at "
-                f"{there[-1].start // slices} and {count.first}; expected once, so repeat it less or give another first"
-            )
-        if there and begin == there[-1].stop:
-            begin = there.pop().start
-        if begin < end:
-            there.append(range(begin, end))
-    if not any(count.kind == BACKWARD for count in counts):
+    numbers = {}
+    for key, count in counts.items():
+        first = (count.first or 0) * slices
+        numbers[key] = range(first, min(first + count.size, limit))
+    stages = {stage for kind, stage in counts if kind != WEIGHT}
+    if not any(kind == BACKWARD for kind, _ in counts):
         return  # forwards alone, for evaluation
-    for stage in {count.stage for count in counts if count.kind != WEIGHT}:
-        forward, backward = spans.get((FORWARD, stage), []), spans.get((BACKWARD, stage), [])
+    for stage in sorted(stages):
+        forward, backward = (numbers.get((kind, stage), range(0)) for kind in (FORWARD, BACKWARD))
         if forward != backward:
             raise ScheduleError(
                 f"phases: stage {stage} runs forward on {_spelled(forward)} and backward on {_spelled(backward)}; "
@@ -273,5 +265,5 @@ def _require_balance(counts: Sequence[_Count], slices: int, microbatches: int | 
             )
 
 
-def _spelled(spans: list[range]) -> str:
-    return ", ".join(f"{span[0]} to {span[-1]}" for span in spans) or "none"
+def _spelled(numbers: range) -> str:
+    return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
