@@ -15,6 +15,8 @@ from penstock.ir.operations import IS_COMPUTE, KIND_LETTERS, Kind
 from penstock.ir.table import Ints, Table, out_of_range
 from penstock.placement import Placement
 
+_MAX_SHORT = np.iinfo(np.int16).max
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Schedule(Table):
@@ -58,7 +60,7 @@ class Schedule(Table):
         kind: Ints = np.zeros(num_rows, np.int8)
         stage: Ints = np.zeros(num_rows, np.int32)
         microbatch: Ints = np.zeros(num_rows, np.int32)
-        slices: Ints = np.zeros(num_rows, np.int16)
+        slices: Ints = np.zeros(num_rows, np.int16 if num_slices <= _MAX_SHORT + 1 else np.int32)
         columns = {"kind": kind, "stage": stage, "microbatch": microbatch, "slice": slices}
         largest = (max(Kind), placement.num_stages - 1, num_microbatches - 1, num_slices - 1)
         for rank, (order, begin, end) in enumerate(zip(orders, offsets, offsets[1:], strict=False)):

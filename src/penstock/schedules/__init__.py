@@ -9,7 +9,8 @@ from dataclasses import replace
 from operator import index
 
 from penstock.errors import ConfigError, count_of, described, nearest
-from penstock.ir.schedule import LIMITS, Schedule
+from penstock.ir.formats.cells import MAX_SLICE
+from penstock.ir.schedule import Schedule
 from penstock.schedules import (
     breadth_depth,
     chimera,
@@ -38,7 +39,7 @@ from penstock.schedules.v import one_f_one_b_v, v_half, v_min, v_zb
 MAX_FORWARDS = 50_000_000
 """Planning takes 320 to 410 bytes per forward at its peak (bench/planning.py), so this many take 16 to 21 GB."""
 
-MAX_SLICES = LIMITS["slice"][1] + 1
+MAX_SLICES = MAX_SLICE + 1
 
 MAX_NAMED_FAMILIES = 3
 """That a message names to take instead; `penstock schedules` lists all."""
