@@ -9,9 +9,22 @@ from hypothesis import given
 from penstock.errors import ConfigError
 from penstock.ir.action import Action, Kind
 from penstock.ir.deps import predecessors
+from penstock.ir.operations import Op
+from penstock.ir.recompute import with_recompute
 from penstock.ir.walk import walk
 from penstock.schedules import FAMILIES, build
 from tests.strategies import schedules
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "forward-only"])
+def test_every_family_can_run_its_forwards_again(name):
+    plain = build(name, ranks=2, microbatches=4)
+
+    recomputed = build(name, ranks=2, microbatches=4, recompute=True)
+
+    assert recomputed == with_recompute(plain)
+    assert (recomputed.name, Op.RECOMPUTE in recomputed.ops) == (plain.name, True)
+    assert build(name, ranks=2, microbatches=4, recompute=True, forward_only=True) == plain.forward_only()
 
 
 @given(schedules())

@@ -10,6 +10,7 @@ from operator import index
 
 from penstock.errors import ConfigError, count_of, described, nearest
 from penstock.ir.formats.cells import MAX_SLICE
+from penstock.ir.recompute import with_recompute
 from penstock.ir.schedule import Schedule
 from penstock.schedules import (
     breadth_depth,
@@ -153,7 +154,8 @@ def _family_schedule(name: str, asked: Asked, options: Mapping[str, object]) -> 
             f"{num_stages} stages x {microbatches} microbatches x {slices} slices are {num_actions:,} forwards; "
             f"at most {MAX_FORWARDS:,} fit in memory, use fewer"
         )
-    return family.generate(Shape(ranks, num_stages, microbatches, slices), chosen)
+    schedule = family.generate(Shape(ranks, num_stages, microbatches, slices), chosen)
+    return replace(with_recompute(schedule), name=schedule.name) if chosen.is_on("recompute") else schedule
 
 
 def _count(key: str, given: object) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
-from penstock.schedules.options import Option, Options
+from penstock.schedules.options import RECOMPUTE, Option, Options
 from penstock.schedules.phases import RankOrder
 
 
@@ -94,4 +94,4 @@ class Family:
         Raises:
             ConfigError: for an unknown option, or a value that an option cannot have.
         """
-        return Options.read(self.name, self.options, values)
+        return Options.read(self.name, {**self.options, "recompute": RECOMPUTE}, values)

@@ -41,6 +41,10 @@ def flag(help: str) -> Choice:
     return Choice("false", ("false", "true"), help)
 
 
+RECOMPUTE = flag("each forward keeps its inputs only and runs again before its backward: less memory, more work")
+"""An option of every family that trains."""
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """The values of a family's options: those that were given, and the defaults of the others."""
