@@ -11,7 +11,7 @@ from penstock.execute.transport import LocalTransport
 from penstock.models.emulated import EmulatedLayer
 from penstock.pipeline import Pipeline
 from penstock.searching.what_if import Setting
-from penstock.simulation.lead_in import begin_of
+from penstock.simulation.prologue import begin_of
 from penstock.train.optim import OptimizerOptions
 from penstock.train.step import Trainer
 

@@ -8,7 +8,7 @@ from penstock.ir.timeline import Timeline
 from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
-from penstock.simulation.lead_in import LeadIn
+from penstock.simulation.prologue import Prologue
 from penstock.train.recorded_step import RecordedStep
 
 LAYERS_PER_STAGE = 4
@@ -26,7 +26,7 @@ def recorded_step(schedule=None, *, forward_s=(1.0,), late_s=0.0, uncertainty_s=
     timeline = Timeline(
         program, "measured", played.start_s, played.end_s, unknown, unknown, clock_uncertainty_s=uncertainty_s
     )
-    usual, late = LeadIn(-3.0 - late_s, -2.0 - late_s, -1.0 - late_s), LeadIn(-3.0 - late_s, -2.0 - late_s, -1.0)
+    usual, late = Prologue(-3.0 - late_s, -2.0 - late_s, -1.0 - late_s), Prologue(-3.0 - late_s, -2.0 - late_s, -1.0)
     place_of = {stage: place for route in program.placement.routes for place, stage in enumerate(route)}
     parts = [
         range(LAYERS_PER_STAGE * place_of[stage], LAYERS_PER_STAGE * (place_of[stage] + 1))

@@ -13,7 +13,7 @@ from penstock.lowering import lower
 from penstock.searching.what_if import Setting
 from penstock.simulation import simulate
 from penstock.simulation.causes import Cause
-from penstock.simulation.lead_in import LeadIn
+from penstock.simulation.prologue import Prologue
 from penstock.train.config import config_from_table
 from penstock.train.recorded_step import RecordedStep
 from tests.planted import Planted
@@ -127,7 +127,7 @@ def recorded_step(schedule, seed):
         (0,) * program.num_stages,
         tuple(parts[place_of[stage]] for stage in range(program.num_stages)),
         (1.0,) * (2 * len(parts)),
-        tuple(LeadIn(*row) for row in moments.tolist()),
+        tuple(Prologue(*row) for row in moments.tolist()),
     )
 
 

@@ -9,7 +9,7 @@ from penstock.show.idle import NAME_OF_CAUSE, idle_gaps
 from penstock.simulation import Costs
 from penstock.simulation.causes import Cause, idle_times
 from penstock.simulation.costs.fit import costs_from_timeline
-from penstock.simulation.trips import Trips, with_true_arrivals
+from penstock.simulation.message_latency import Transfers, with_true_arrivals
 from tests.show.timelines import UNIT, paired_timeline, timeline_of, timeline_with_bars
 
 
@@ -52,7 +52,7 @@ def test_the_gaps_of_a_rank_add_up_to_what_the_doctor_tells(name, source):
 
 def noticed_late(timeline):
     """A host that needs a tenth of each computation before it, and looks for messages after that."""
-    trips, rows = Trips.of(timeline.program), timeline.program.is_compute
+    trips, rows = Transfers.of(timeline.program), timeline.program.is_compute
     start_s, end_s = timeline.start_s.copy(), timeline.end_s.copy()
     start_s[rows] += 0.1 * (end_s - start_s)[rows]
     end_s[trips.receives] = start_s[trips.consumers]

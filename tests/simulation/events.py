@@ -1,6 +1,6 @@
 """A second simulator, and random programs and costs for it: goes from moment to moment and starts whatever can start.
 
-It has no walk, no tables and no lanes; it is slow, and follows the words of docs/simulator.md one by one.
+It has no walk, no tables and no queues; it is slow, and follows the words of docs/simulator.md one by one.
 """
 
 from heapq import heappop, heappush
@@ -39,9 +39,9 @@ class Events:
         self.known_s, self.channel_free_s = {}, {}  # (action, rank that has its result), (sender, receiver)
         self.start_s, self.end_s = np.full((2, program.num_instructions), np.nan)
         self.moments = [0.0]
-        # Collectives: what each rank has launched and not begun, when its lane is free, and the rows of tied groups.
+        # Collectives: what each rank has launched and not begun, when its queue is free, and the rows of tied groups.
         self.launched = [[] for _ in range(program.num_ranks)]
-        self.lane_free_s = [0.0] * program.num_ranks
+        self.queue_free_s = [0.0] * program.num_ranks
         self.of_group = {}
         for row in np.flatnonzero(program.op == Op.REDUCE_TIED).tolist():
             self.of_group.setdefault(int(program.peer[row]), {})[int(program.rank_of_row[row])] = row
@@ -119,13 +119,13 @@ class Events:
                 return False
         for party, own in parties.items():
             del self.launched[party][0]
-            self.end_s[own] = self.lane_free_s[party] = now + self.collective_s(row)
-            heappush(self.moments, self.lane_free_s[party])
+            self.end_s[own] = self.queue_free_s[party] = now + self.collective_s(row)
+            heappush(self.moments, self.queue_free_s[party])
         return True
 
     def is_next_collective(self, rank, now, row=None):
         launched = self.launched[rank]
-        is_there = launched and launched[0][1] <= now and self.lane_free_s[rank] <= now
+        is_there = launched and launched[0][1] <= now and self.queue_free_s[rank] <= now
         return bool(is_there) and row in (None, launched[0][0])
 
     def collective_s(self, row):

@@ -16,7 +16,7 @@ from penstock.simulation import Costs, simulate
 from penstock.simulation.blocks import Gather, Message, blocks_of, in_order
 from tests.simulation.drawing import drawn, row_of, sharded
 from tests.simulation.events import programs, uneven_costs
-from tests.simulation.feeding import fed
+from tests.simulation.slow_data import with_slow_data
 
 
 def named(timeline):
@@ -99,7 +99,7 @@ def test_a_block_names_the_gather_in_front_of_it():
 
 def test_a_block_has_the_waits_for_data_since_the_block_before_it_on_its_rank():
     program = drawn("0F0 0F1 0F2", "1F0 1F1 1F2", num_microbatches=3)
-    timeline = fed(program, Costs.uniform(), {row_of(program, text): 0.5 for text in ("0F1", "0F2", "1F2")})
+    timeline = with_slow_data(program, Costs.uniform(), {row_of(program, text): 0.5 for text in ("0F1", "0F2", "1F2")})
 
     found = {name: [wait.microbatch for wait in block.data_waits] for name, block in named(timeline).items()}
 

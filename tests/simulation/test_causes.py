@@ -15,11 +15,11 @@ from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from penstock.simulation.blocks import blocks_of
 from penstock.simulation.causes import Cause, idle_spans, idle_times
-from penstock.simulation.full import full_from_s
-from penstock.simulation.usual import Usual
+from penstock.simulation.expected import ExpectedDurations
+from penstock.simulation.memory_blocked import memory_blocked_since_s
 from tests.simulation.drawing import drawn, late_ranks, row_of, sharded
 from tests.simulation.events import programs, uneven_costs
-from tests.simulation.feeding import fed, slow_rows
+from tests.simulation.slow_data import slow_rows, with_slow_data
 
 
 def seconds(found, rank):
@@ -31,9 +31,9 @@ class Why:
     """A second definition: the cause of one rank's idleness at one moment, asked from rank to rank."""
 
     def __init__(self, timeline, costs, memory_limit):
-        self.timeline, self.usual = timeline, Usual(timeline, costs)
+        self.timeline, self.expected = timeline, ExpectedDurations(timeline, costs)
         self.blocks = blocks_of(timeline)
-        self.full_s = full_from_s(timeline, costs, self.blocks, memory_limit)
+        self.blocked_since_s = memory_blocked_since_s(timeline, costs, self.blocks, memory_limit)
         self.begin_s = min(block.start_s for block in self.blocks)
         self.end_s = max(block.end_s for block in self.blocks)
         self.of_rank = [[i for i, b in enumerate(self.blocks) if b.rank == r] for r in range(timeline.num_ranks)]
@@ -55,14 +55,14 @@ class Why:
         yield from (self.begin_s, self.end_s)
         yield from (moment_s for wait in self.timeline.data_waits for moment_s in (wait.begin_s, wait.end_s))
         for index, block in enumerate(self.blocks):
-            yield from (block.start_s, block.end_s, self.full_s[index])
+            yield from (block.start_s, block.end_s, self.blocked_since_s[index])
             yield from (block.start_s + length_s for length_s in self.work_limits(block))
             yield from (message.arrival_s for message in block.messages)
             yield from self.phases(index)
 
     def work_limits(self, block):
-        on_its_stage_s = self.usual.on_its_stage_s(block)
-        return min(on_its_stage_s, self.usual.on_the_mean_stage_s(block)), on_its_stage_s
+        on_its_stage_s = self.expected.on_its_stage_s(block)
+        return min(on_its_stage_s, self.expected.on_the_mean_stage_s(block)), on_its_stage_s
 
     def previous(self, index):
         own = self.of_rank[self.blocks[index].rank]
@@ -76,7 +76,7 @@ class Why:
         first_row = self.timeline.program.offsets[block.rank] if before is None else before.rows.stop
         arrival_s = max([free_s, *(message.arrival_s for message in block.messages)])
         gathered_s = max(arrival_s, block.gather.end_s) if block.gather else arrival_s
-        return arrival_s, gathered_s, gathered_s + self.usual.launches_s(int(block.row - first_row))
+        return arrival_s, gathered_s, gathered_s + self.expected.launches_s(int(block.row - first_row))
 
     def label(self, rank, moment_s):
         """A cause, or a string while the rank works as it should."""
@@ -102,7 +102,7 @@ class Why:
 
     def waiting(self, index, moment_s):
         block = self.blocks[index]
-        if moment_s > self.full_s[index]:
+        if moment_s > self.blocked_since_s[index]:
             return Cause.MEMORY
         message = max(block.messages, key=lambda each: each.arrival_s, default=None)
         arrival_s, gathered_s, launched_s = self.phases(index)
@@ -123,7 +123,7 @@ class Why:
 @given(programs(), st.integers(0, 2**32), st.integers(1, 3))
 def test_the_causes_of_a_rank_add_up_to_its_idle_time(program, seed, limit):
     costs = uneven_costs(program, seed)
-    timeline = fed(program, costs, slow_rows(program, seed))
+    timeline = with_slow_data(program, costs, slow_rows(program, seed))
 
     found = idle_times(timeline, costs, memory_limit=limit)
 
@@ -135,7 +135,7 @@ def test_the_causes_of_a_rank_add_up_to_its_idle_time(program, seed, limit):
 @given(programs(), st.integers(0, 2**32), st.integers(1, 4), st.sampled_from([0.0, 0.3]))
 def test_the_causes_are_those_that_each_moment_has(program, seed, limit, share_of_slow_data):
     costs = uneven_costs(program, seed)
-    timeline = fed(program, costs, slow_rows(program, seed, share_of_slow_data))
+    timeline = with_slow_data(program, costs, slow_rows(program, seed, share_of_slow_data))
     usual = replace(costs, microbatch_compute_factor=(1.0,), launch_s=0.0)
 
     found = idle_times(timeline, usual, memory_limit=limit)
@@ -252,7 +252,7 @@ def test_waiting_for_parameters_and_for_the_end_of_the_step_is_synchronisation()
 
 def test_waiting_for_a_microbatch_is_data_on_its_rank_and_on_those_that_wait_for_it():
     program = drawn("0F0 0F1", "1F0 1F1", "2F0 2F1", num_microbatches=2)
-    timeline = fed(program, Costs.uniform(), {row_of(program, "0F1"): 2.5})
+    timeline = with_slow_data(program, Costs.uniform(), {row_of(program, "0F1"): 2.5})
 
     found = idle_times(timeline, Costs.uniform())
 
@@ -267,7 +267,7 @@ def test_waiting_for_data_costs_nothing_while_a_message_is_waited_for_too():
     costs = replace(Costs.uniform(), forward_s=(4.0, 1.0))
 
     for data_s, data in ((2.5, {}), (3.5, {"data": 0.5})):
-        timeline = fed(program, costs, {row_of(program, "1F1"): data_s})
+        timeline = with_slow_data(program, costs, {row_of(program, "1F1"): data_s})
 
         # Rank 1 computes 1F0 from 4 to 5 and has the input of 1F1 at 8: data that take 3 seconds cost none.
         assert seconds(idle_times(timeline, costs), 1) == {"dependency": 2.5 + 1.5, "imbalance": 1.5 + 1.5} | data
@@ -314,7 +314,7 @@ def test_limits_for_another_number_of_ranks_are_refused():
 @given(programs(), st.integers(0, 2**32))
 def test_spans_lie_between_blocks_and_add_up_to_the_idle_time_of_each_cause(program, seed):
     costs = uneven_costs(program, seed)
-    timeline = fed(program, costs, slow_rows(program, seed))
+    timeline = with_slow_data(program, costs, slow_rows(program, seed))
 
     sums = np.zeros((timeline.num_ranks, len(Cause)))
     for rank, spans in enumerate(idle_spans(timeline, costs)):

@@ -1,4 +1,4 @@
-"""Messages on channels: which rows consumers wait for, and the lanes of exclusive channels."""
+"""Messages on channels: which rows consumers wait for, and the queues of exclusive channels."""
 
 import numpy as np
 import pytest
@@ -8,19 +8,19 @@ from penstock.ir.instruction import Op
 from penstock.simulation import Costs, simulate
 from penstock.simulation.channels import add_messages
 from penstock.simulation.costs.costs import Channel
-from penstock.simulation.lanes import Lanes
+from penstock.simulation.queues import Queues
 from tests.simulation.drawing import drawn, ends, starts
 
 PROGRAM = drawn("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1", num_microbatches=2)
 
 
 def added(costs):
-    before, lanes = predecessors(PROGRAM)[:, 0].copy(), Lanes(PROGRAM)
-    return add_messages(PROGRAM, costs, before, lanes), before, lanes
+    before, queues = predecessors(PROGRAM)[:, 0].copy(), Queues(PROGRAM)
+    return add_messages(PROGRAM, costs, before, queues), before, queues
 
 
 def named(row):
-    return str(PROGRAM.instruction(int(row))) if row < PROGRAM.num_instructions else f"lane {row}"
+    return str(PROGRAM.instruction(int(row))) if row < PROGRAM.num_instructions else f"queue {row}"
 
 
 def waits(before):
@@ -37,11 +37,11 @@ def test_consumers_wait_for_sends_and_receives_for_nothing():
 
 
 def test_the_lag_of_a_send_is_latency_and_wire_together():
-    messages, _, lanes = added(Costs.uniform(transfer=0.5, message_bytes=(4,), bandwidth_bytes_per_s=8.0))
+    messages, _, queues = added(Costs.uniform(transfer=0.5, message_bytes=(4,), bandwidth_bytes_per_s=8.0))
 
     lags_s = {named(row): lag_s for row, lag_s in enumerate(messages.lag_s) if lag_s}
     assert lags_s == dict.fromkeys(["0SEND_F0", "0SEND_F1", "1SEND_B0", "1SEND_B1"], 1.0)
-    assert lanes.next_row == PROGRAM.num_instructions
+    assert queues.next_row == PROGRAM.num_instructions
 
 
 @pytest.mark.parametrize("factors", [(3.0,), (3.0, 3.0)])
@@ -51,16 +51,16 @@ def test_a_factor_that_is_the_same_for_all_microbatches_counts_for_all(factors):
     assert added(costs)[0].lag_s.max() == 1.5
 
 
-def test_exclusive_channels_have_a_lane_each_and_leave_the_others_as_they_are():
+def test_exclusive_channels_have_a_queue_each_and_leave_the_others_as_they_are():
     costs = Costs.uniform(transfer=0.5, channels=(Channel(1, 0, latency_s=2.0, is_exclusive=True),))
 
-    messages, before, lanes = added(costs)
+    messages, before, queues = added(costs)
 
     first = PROGRAM.num_instructions
     assert [named(row) for row in messages.queued] == ["1SEND_B0", "1SEND_B1"]
     assert messages.wires.tolist() == [first, first + 1]
-    assert lanes.next_row == first + 2
-    assert {waits(before)[text] for text in ("0B0", "0B1")} == {f"lane {first}", f"lane {first + 1}"}
+    assert queues.next_row == first + 2
+    assert {waits(before)[text] for text in ("0B0", "0B1")} == {f"queue {first}", f"queue {first + 1}"}
     assert waits(before)["1F0"] == "0SEND_F0"
     assert (messages.lag_s[np.isin(PROGRAM.op, (Op.SEND_BACKWARD,))] == 0).all()
 

@@ -98,5 +98,5 @@ def test_collectives_keep_the_order_in_which_they_are_launched(name):
 
     timeline = simulate(program, costs)
 
-    lane = [row for row in range(6) if not program.is_compute[row]]
-    assert (np.diff(timeline.end_s[lane]) >= 1).all()
+    queue = [row for row in range(6) if not program.is_compute[row]]
+    assert (np.diff(timeline.end_s[queue]) >= 1).all()

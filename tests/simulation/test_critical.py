@@ -15,7 +15,7 @@ from penstock.simulation.blocks import blocks_of
 from penstock.simulation.critical import critical_path
 from tests.simulation.drawing import drawn, late_ranks, row_of, sharded
 from tests.simulation.events import programs, uneven_costs
-from tests.simulation.feeding import fed, slow_rows
+from tests.simulation.slow_data import slow_rows, with_slow_data
 
 
 def told(timeline):
@@ -33,7 +33,7 @@ def simulated(*lines, costs=None, **options):
 @pytest.mark.slow
 @given(programs(), st.integers(0, 2**32))
 def test_the_pieces_add_up_to_the_makespan(program, seed):
-    timeline = fed(program, uneven_costs(program, seed), slow_rows(program, seed))
+    timeline = with_slow_data(program, uneven_costs(program, seed), slow_rows(program, seed))
 
     path = critical_path(timeline)
 
@@ -44,7 +44,7 @@ def test_the_pieces_add_up_to_the_makespan(program, seed):
 @pytest.mark.slow
 @given(programs(), st.integers(0, 2**32))
 def test_every_computation_on_the_path_ran_when_the_path_is_there(program, seed):
-    timeline = fed(program, uneven_costs(program, seed), slow_rows(program, seed))
+    timeline = with_slow_data(program, uneven_costs(program, seed), slow_rows(program, seed))
     block_of_row = {block.row: block for block in blocks_of(timeline)}
 
     moment_s = min(block.start_s for block in block_of_row.values())
@@ -63,14 +63,14 @@ def test_without_launches_and_collectives_nothing_pauses(program, seed):
         "backward_weight_s", "message_bytes", "latency_s", "bandwidth_bytes_per_s", "channels")})  # fmt: skip
 
     assert {piece.doing for piece in critical_path(simulate(program, plain))} <= {"compute", "transfer"}
-    slow = fed(program, plain, slow_rows(program, seed))
+    slow = with_slow_data(program, plain, slow_rows(program, seed))
     assert {piece.doing for piece in critical_path(slow)} <= {"compute", "transfer", "data"}
 
 
 def test_data_that_come_later_than_the_message_lead_the_path_back_on_their_own_rank():
     program, costs = drawn("0F0 0F1", "1F0 1F1", num_microbatches=2), replace(Costs.uniform(), forward_s=(4.0, 1.0))
 
-    covered, later = (fed(program, costs, {row_of(program, "1F1"): data_s}) for data_s in (2.0, 3.5))
+    covered, later = (with_slow_data(program, costs, {row_of(program, "1F1"): data_s}) for data_s in (2.0, 3.5))
 
     assert told(covered) == ["compute 0F0 4", "compute 0F1 4", "compute 1F1 1"]
     assert told(later) == ["compute 0F0 4", "compute 1F0 1", "data 1F1 3.5", "compute 1F1 1"]

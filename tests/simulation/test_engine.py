@@ -69,7 +69,7 @@ def test_1f1b_loses_a_round_trip_of_transfers_for_every_turn_around_the_ranks(nu
     for num_microbatches in (1, num_ranks, num_ranks + 1, 2 * num_ranks, 3 * num_ranks + 1):
         timeline = simulate(program_of("1f1b", num_ranks, num_microbatches), costs)
 
-        # A path from rank 0 back to rank 0 has an even number of transfers, hence whole round trips. The printed
+        # A path from rank 0 back to rank 0 has an even number of transfers, hence whole round transfers. The printed
         # 2(p-1) + floor(2(p-1)(m-1)/p) is the same number wherever it is even, as in every row of the tables.
         round_trips = (num_ranks - 1) + (num_ranks - 1) * (num_microbatches - 1) // num_ranks
         assert timeline.span_s == 3 * (num_microbatches + num_ranks - 1) + 2 * round_trips * transfer_s

@@ -10,10 +10,10 @@ from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from penstock.simulation.causes import Cause
 from penstock.simulation.costs.costs import Channel
-from penstock.simulation.lead_in import LeadIn
 from penstock.simulation.losses import evened, losses_of
+from penstock.simulation.prologue import Prologue
 from tests.simulation.drawing import row_of
-from tests.simulation.feeding import fed
+from tests.simulation.slow_data import with_slow_data
 
 EVEN = Costs(forward_s=(1.0,) * 3, backward_s=(2.0,) * 3)
 
@@ -23,8 +23,8 @@ def measured(costs, **changes):
     return replace(simulate(program, costs), source="measured", **changes)
 
 
-def losses(costs, lead_ins=(), timeline=None):
-    found = losses_of(measured(costs) if timeline is None else timeline, costs, lead_ins)
+def losses(costs, prologues=(), timeline=None):
+    found = losses_of(measured(costs) if timeline is None else timeline, costs, prologues)
     return {loss.cause: loss for loss in found}
 
 
@@ -86,9 +86,9 @@ def test_what_is_longer_than_predicted_is_put_down_to_the_rank_that_was_slower_t
 
 
 def test_a_late_rank_costs_what_it_is_later_than_the_others():
-    lead_ins = [LeadIn(-9, -8, -7), LeadIn(-5, -4, -1), LeadIn(-9, -8, -6)]
+    prologues = [Prologue(-9, -8, -7), Prologue(-5, -4, -1), Prologue(-9, -8, -6)]
 
-    found = losses(EVEN, lead_ins)
+    found = losses(EVEN, prologues)
 
     # Free 4 s later than rank 0 and 2 s more from batch to step; then rank 2, itself 1 s late, would be the last.
     assert (found[Cause.STRAGGLER].duration_s, found[Cause.STRAGGLER].culprit) == (6.0, "rank 1, late for the step")
@@ -96,23 +96,23 @@ def test_a_late_rank_costs_what_it_is_later_than_the_others():
 
 
 def test_slow_data_costs_what_a_batch_at_once_would_save():
-    lead_ins = [LeadIn(-9, -8, -7), LeadIn(-9, -2, -1), LeadIn(-9, -7, -5)]
+    prologues = [Prologue(-9, -8, -7), Prologue(-9, -2, -1), Prologue(-9, -7, -5)]
 
-    loss = losses(EVEN, lead_ins)[Cause.DATA]
+    loss = losses(EVEN, prologues)[Cause.DATA]
 
     # Without its 7 s rank 1 would ask at -8; but then rank 2, without its own 2 s, at -7.
     assert (loss.duration_s, loss.culprit) == (6.0, "rank 1")
 
 
-def fed_step(slow, *waits):
+def slow_step(slow, *waits):
     """A measured step, with the seconds that data take before the instructions named."""
     program = lower(build("1f1b", ranks=3, microbatches=6))
-    timeline = fed(program, EVEN, {row_of(program, text): data_s for text, data_s in slow.items()})
+    timeline = with_slow_data(program, EVEN, {row_of(program, text): data_s for text, data_s in slow.items()})
     return replace(timeline, source="measured", data_waits=(*timeline.data_waits, *waits))
 
 
 def test_data_that_come_late_within_the_step_cost_what_it_would_be_shorter_and_nothing_else_is_blamed():
-    timeline = fed_step({"2F0": 0.5, "0F3": 4.0, "0F5": 0.0})
+    timeline = slow_step({"2F0": 0.5, "0F3": 4.0, "0F5": 0.0})
 
     found = losses(EVEN, timeline=timeline)
 
@@ -126,14 +126,14 @@ def test_data_that_come_late_within_the_step_cost_what_it_would_be_shorter_and_n
 
 
 def test_of_data_before_and_within_the_step_the_larger_part_names_the_culprit():
-    lead_ins = [LeadIn(-9, -9, -9)] * 3
-    inside_s = fed_step({"2F3": 4.0}).makespan_s - measured(EVEN).makespan_s
+    prologues = [Prologue(-9, -9, -9)] * 3
+    inside_s = slow_step({"2F3": 4.0}).makespan_s - measured(EVEN).makespan_s
 
     for first_s, culprit in ((1.0, "rank 2, for microbatches within the step"), (8.0, "rank 1")):
-        timeline = fed_step({"2F3": 4.0}, DataWait(1, 0, -9.0, first_s - 9.0))
+        timeline = slow_step({"2F3": 4.0}, DataWait(1, 0, -9.0, first_s - 9.0))
         timeline = replace(timeline, data_waits=tuple(sorted(timeline.data_waits, key=lambda wait: wait.rank)))
 
-        found = losses(EVEN, lead_ins, timeline)
+        found = losses(EVEN, prologues, timeline)
 
         assert (found[Cause.DATA].duration_s, found[Cause.DATA].culprit) == (first_s + inside_s, culprit)
         assert found[Cause.STRAGGLER].duration_s == 0
@@ -141,9 +141,9 @@ def test_of_data_before_and_within_the_step_the_larger_part_names_the_culprit():
 
 
 def test_the_dearest_cause_comes_first():
-    lead_ins = [LeadIn(-99, -98, -97), LeadIn(-99, -2, -1), LeadIn(-99, -98, -97)]
+    prologues = [Prologue(-99, -98, -97), Prologue(-99, -2, -1), Prologue(-99, -98, -97)]
 
-    found = losses_of(measured(EVEN), EVEN, lead_ins)
+    found = losses_of(measured(EVEN), EVEN, prologues)
 
     assert found[0].cause is Cause.DATA
     assert [loss.duration_s for loss in found] == sorted((loss.duration_s for loss in found), reverse=True)

@@ -13,7 +13,7 @@ from penstock.simulation import Costs, simulate
 from penstock.simulation.without_waits import makespan_without_waits_s
 from tests.simulation.drawing import drawn, row_of
 from tests.simulation.events import uneven_costs
-from tests.simulation.feeding import fed, slow_rows
+from tests.simulation.slow_data import slow_rows, with_slow_data
 from tests.strategies import feasible_schedules
 
 
@@ -29,7 +29,7 @@ def test_what_is_left_is_the_step_that_would_have_been(schedule, seed):
     """Without pairs: how long a message to one took cannot be seen."""
     program = lower(replace(schedule, joined=np.zeros_like(schedule.joined)))
     costs = free_wires(program, seed)
-    timeline = fed(program, costs, slow_rows(program, seed))
+    timeline = with_slow_data(program, costs, slow_rows(program, seed))
 
     everyone = range(program.num_ranks)
     assert makespan_without_waits_s(timeline, everyone) == simulate(program, costs).makespan_s
@@ -40,7 +40,7 @@ def test_a_wait_that_a_message_covers_would_gain_nothing():
     program = drawn("0F0 0F1", "1F0 1F1", num_microbatches=2)
     costs = replace(Costs.uniform(), forward_s=(4.0, 1.0))
 
-    covered, longer = (fed(program, costs, {row_of(program, "1F1"): data_s}) for data_s in (2.0, 3.5))
+    covered, longer = (with_slow_data(program, costs, {row_of(program, "1F1"): data_s}) for data_s in (2.0, 3.5))
 
     assert makespan_without_waits_s(covered, [1]) == covered.makespan_s == 9.0
     assert (makespan_without_waits_s(longer, [1]), longer.makespan_s) == (9.0, 9.5)
@@ -48,7 +48,7 @@ def test_a_wait_that_a_message_covers_would_gain_nothing():
 
 def test_only_the_ranks_that_are_named_stop_waiting():
     program = drawn("0F0 0F1", "1F0 1F1", num_microbatches=2)
-    timeline = fed(program, Costs.uniform(), {row_of(program, "0F1"): 2.0, row_of(program, "1F1"): 3.0})
+    timeline = with_slow_data(program, Costs.uniform(), {row_of(program, "0F1"): 2.0, row_of(program, "1F1"): 3.0})
 
     assert timeline.makespan_s == 6.0  # 1F0 from 1 to 2, data until 5
     assert [makespan_without_waits_s(timeline, ranks) for ranks in ([0], [1], [0, 1])] == [6.0, 5.0, 3.0]
@@ -56,7 +56,7 @@ def test_only_the_ranks_that_are_named_stop_waiting():
 
 def test_a_pause_that_no_data_explain_stays():
     program = drawn("0F0 0F1", num_microbatches=2)
-    timeline = fed(program, Costs.uniform(), {1: 2.0})
+    timeline = with_slow_data(program, Costs.uniform(), {1: 2.0})
     pause_s = np.array([0.0, 0.5])
     later = replace(timeline, start_s=timeline.start_s + pause_s, end_s=timeline.end_s + pause_s)
 

@@ -11,7 +11,7 @@ from penstock.errors import ConfigError, FormatError
 from penstock.ir.timeline import DataWait, Timeline
 from penstock.lowering import lower
 from penstock.schedules import build
-from penstock.simulation.lead_in import LeadIn
+from penstock.simulation.prologue import Prologue
 from penstock.train.recorded_step import (
     RecordedStep,
     read_recorded_step,
@@ -47,7 +47,7 @@ def recorded_step(schedule, seed=0):
         tuple(chance.integers(0, 99, program.num_stages).tolist()),
         tuple(range(2 * stage, 2 * stage + 2) for stage in stages),
         tuple(chance.random(2 * len(stages)).tolist()),
-        tuple(LeadIn(*row) for row in moments.tolist()),
+        tuple(Prologue(*row) for row in moments.tolist()),
     )
 
 

@@ -11,7 +11,7 @@ from penstock.execute.batch.stream import Stream
 from penstock.execute.observing.clock import Clock
 from penstock.execute.reference import reference_step
 from penstock.models import AuxiliaryLoss, LayerSpec, cross_entropy_loss
-from penstock.simulation.lead_in import with_first_waits
+from penstock.simulation.prologue import with_first_waits
 from penstock.train.optim import OptimizerOptions, build_optimizer, clip_gradients, learning_rate_at
 from penstock.train.step import Trainer, scale_over
 from tests.train.local_ranks import error_of, on_ranks, random_batch, small_layers, small_pipeline

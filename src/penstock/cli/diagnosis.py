@@ -11,9 +11,9 @@ from penstock.simulation import simulate
 from penstock.simulation.causes import Cause, IdleTimes, idle_times
 from penstock.simulation.costs.fit import HALVES, SplitShares, costs_from_timelines
 from penstock.simulation.critical import Piece, critical_path
-from penstock.simulation.lead_in import begin_of, idle_before
 from penstock.simulation.losses import Loss, losses_of
-from penstock.simulation.trips import Trips, with_true_arrivals
+from penstock.simulation.message_latency import Transfers, with_true_arrivals
+from penstock.simulation.prologue import begin_of, idle_before
 from penstock.train.config import RunConfig
 from penstock.train.recorded_step import RecordedStep
 
@@ -98,7 +98,7 @@ def setting_of(config: RunConfig) -> Setting:
 
 def _contributions(timeline: Timeline) -> list[Contribution]:
     """What the critical path consists of, the longest first."""
-    trips = Trips.of(timeline.program)
+    trips = Transfers.of(timeline.program)
     sender_of = dict(zip(trips.consumers.tolist(), trips.senders.tolist(), strict=True))
     total_s: dict[str, float] = {}
     for piece in critical_path(timeline):

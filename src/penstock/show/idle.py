@@ -13,7 +13,7 @@ from penstock.ir.timeline import Timeline
 from penstock.simulation.causes import Cause, IdleSpan, idle_spans
 from penstock.simulation.costs.costs import Costs
 from penstock.simulation.costs.fit import costs_from_timeline
-from penstock.simulation.trips import with_true_arrivals
+from penstock.simulation.message_latency import with_true_arrivals
 
 NAME_OF_CAUSE = {
     Cause.DEPENDENCY: "dependency",

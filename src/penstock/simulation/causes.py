@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from penstock.ir.timeline import Timeline
 from penstock.simulation.blocks import Block, blocks_of, in_order
 from penstock.simulation.costs.costs import Costs
-from penstock.simulation.full import full_from_s
-from penstock.simulation.usual import Usual
+from penstock.simulation.expected import ExpectedDurations
+from penstock.simulation.memory_blocked import memory_blocked_since_s
 
 
 class Cause(IntEnum):
@@ -97,19 +97,19 @@ def idle_spans(timeline: Timeline, costs: Costs) -> list[list[IdleSpan]]:
 
 def _records(timeline: Timeline, costs: Costs, memory_limit: int | Sequence[int] | None) -> list["_Record"]:
     blocks = blocks_of(timeline)
-    usual = Usual(timeline, costs)
-    full_s = full_from_s(timeline, costs, blocks, memory_limit)
+    expected = ExpectedDurations(timeline, costs)
+    blocked_since_s = memory_blocked_since_s(timeline, costs, blocks, memory_limit)
     begin_s = min((block.start_s for block in blocks), default=0.0)
     first_rows = timeline.program.offsets.tolist()
     records = [_Record(begin_s, first_rows[rank]) for rank in range(timeline.num_ranks)]
     for index in in_order(blocks, timeline.num_ranks):
         block = blocks[index]
         record = records[block.rank]
-        until_s = max(min(block.start_s, full_s[index]), record.end_s)
+        until_s = max(min(block.start_s, blocked_since_s[index]), record.end_s)
         _add_message(record, block, blocks, records, until_s)
-        _add_own(record, block, until_s, usual.launches_s(block.row - record.next_row))
+        _add_own(record, block, until_s, expected.launches_s(block.row - record.next_row))
         record.add(block.start_s, Cause.MEMORY, is_idle=True)
-        _add_work(record, block, usual)
+        _add_work(record, block, expected)
     _add_ends(records)
     return records
 
@@ -182,9 +182,9 @@ def _add_host(record: _Record, until_s: float, launches_s: float) -> float:
     return launches_s - launched_s
 
 
-def _add_work(record: _Record, block: Block, usual: Usual) -> None:
-    on_its_stage_s = usual.on_its_stage_s(block)
-    ordinary_s = min(on_its_stage_s, usual.on_the_mean_stage_s(block))
+def _add_work(record: _Record, block: Block, expected: ExpectedDurations) -> None:
+    on_its_stage_s = expected.on_its_stage_s(block)
+    ordinary_s = min(on_its_stage_s, expected.on_the_mean_stage_s(block))
     record.add(min(block.start_s + ordinary_s, block.end_s), WORK, is_idle=False)
     record.add(min(block.start_s + on_its_stage_s, block.end_s), Cause.IMBALANCE, is_idle=False)
     record.add(block.end_s, Cause.STRAGGLER, is_idle=False)

@@ -1,6 +1,6 @@
 """Messages on their way: a send is done at once, its message waits for those before it where the channel is exclusive.
 
-rank 0     F0  SEND_F0  F1  SEND_F1          an exclusive channel is a lane (`simulation.lanes`), a wide one only a
+rank 0     F0  SEND_F0  F1  SEND_F1          an exclusive channel is a queue (`simulation.queues`), a wide one only a
 0 -> 1         [ F0      ][ F1      ]~~~>    lag behind the send; the latency (~) is a lag either way
 rank 1     RECV_F0  RECV_F1      F0          a receive is posted and holds nothing up; its consumer waits
 """
@@ -17,7 +17,7 @@ from penstock.ir.operations import IS_COMPUTE, IS_RECEIVE, IS_SEND, Op
 from penstock.ir.program import Program
 from penstock.simulation.costs.costs import Costs
 from penstock.simulation.costs.messages import BACKWARD, FORWARD, MessageCosts, message_costs
-from penstock.simulation.lanes import Lanes, Rows
+from penstock.simulation.queues import Queues, Rows
 
 DIRECTION_OF_SEND = {Op.SEND_FORWARD: FORWARD, Op.SEND_BACKWARD: BACKWARD}
 
@@ -29,15 +29,15 @@ class Messages:
     queued: Rows
     """Sends on exclusive channels."""
     wires: Rows
-    """The rows of lanes that carry what these send."""
+    """The rows of queues that carry what these send."""
     receives: Rows
     carriers: NDArray[np.int32]
-    """For each receive, the row after which its message arrives: a send, or a row of a lane."""
+    """For each receive, the row after which its message arrives: a send, or a row of a queue."""
     lag_s: NDArray[np.float64]
     """[num_instructions] seconds from the end of a send to the arrival on a wide channel."""
 
 
-def add_messages(program: Program, costs: Costs, before: NDArray[np.int32], lanes: Lanes) -> Messages:
+def add_messages(program: Program, costs: Costs, before: NDArray[np.int32], queues: Queues) -> Messages:
     """Put messages on their channels, and let their consumers, not their receives, wait for them.
 
     In `before` stands, per row, the row that its data comes from; it is changed.
@@ -55,7 +55,7 @@ def add_messages(program: Program, costs: Costs, before: NDArray[np.int32], lane
         raise ScheduleError(f"{program.name}: a receive has no send; check the program before simulating")
     queued = wires = np.empty(0, np.int64)
     if table.is_exclusive.any():
-        queued, wires = _queue(program, table, factors, lanes)
+        queued, wires = _queue(program, table, factors, queues)
         carrier_of_send = np.arange(program.num_instructions, dtype=np.int32)
         carrier_of_send[queued] = wires
         before[receives] = carriers = carrier_of_send[carriers]
@@ -101,8 +101,8 @@ def _let_consumers_wait(program: Program, before: NDArray[np.int32]) -> None:
         before[computes[waits]] = before[sources[waits]]
 
 
-def _queue(program: Program, table: MessageCosts, factors: NDArray[np.float64], lanes: Lanes) -> tuple[Rows, Rows]:
-    """Give each message of an exclusive channel a row of the channel's lane; return the sends and these rows."""
+def _queue(program: Program, table: MessageCosts, factors: NDArray[np.float64], queues: Queues) -> tuple[Rows, Rows]:
+    """Give each message of an exclusive channel a row of the channel's queue; return the sends and these rows."""
     sends = _rows_where(program, IS_SEND)
     key = program.op[sends] * np.int32(program.num_stages) + program.stage[sends]
     is_queued = np.take(_by_op(table.is_exclusive.astype(np.float64)), key) > 0
@@ -113,8 +113,8 @@ def _queue(program: Program, table: MessageCosts, factors: NDArray[np.float64], 
     begins = np.flatnonzero(np.diff(channel[in_order], prepend=NONE))
     lengths = np.diff(begins, append=len(queued))
     wires = np.empty(len(queued), np.int64)
-    wires[in_order] = lanes.next_row + np.arange(len(queued))
+    wires[in_order] = queues.next_row + np.arange(len(queued))
     wire_s = np.take(_by_op(table.wire_s), key) * factors[program.microbatch[queued]]
     latency_s = np.take(_by_op(table.latency_s), key)
-    lanes.add(lengths, after=queued[in_order], duration_s=wire_s[in_order], lag_s=latency_s[in_order])
+    queues.add(lengths, after=queued[in_order], duration_s=wire_s[in_order], lag_s=latency_s[in_order])
     return queued, wires

@@ -1,10 +1,10 @@
-"""Collectives run beside the computations: each rank has a lane for them, in the order in which it launches them.
+"""Collectives run beside the computations: each rank has a queue for them, in the order in which it launches them.
 
     rank 0     UNSHARD  .  .  F0  B0  REDUCE_GRAD  F1 ...  STEP     F0 waits for the gather, STEP for the reductions
-    its lane   [ gather    ]          [ reduction        ]
+    its queue   [ gather    ]          [ reduction        ]
 
 A tied reduction starts when all members have launched it and are done with what they launched before: each member has a
-row of no length in its lane, an arrival, and a meeting, one more lane, is over when all arrivals are.
+row of no length in its queue, an arrival, and a meeting, one more queue, is over when all arrivals are.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from penstock.ir.deps import NONE
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.simulation.costs.costs import Costs
-from penstock.simulation.lanes import Lanes, Rows
+from penstock.simulation.queues import Queues, Rows
 
 REDUCTIONS = (Op.REDUCE_GRADIENT, Op.REDUCE_TIED)
-ON_A_LANE = (Op.UNSHARD, *REDUCTIONS)
+ON_A_QUEUE = (Op.UNSHARD, *REDUCTIONS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collectives:
-    """The instructions that launch collectives, and the row of its lane in which each runs."""
+    """The instructions that launch collectives, and the row of its queue in which each runs."""
 
     launches: Rows
     runs: Rows
@@ -32,7 +32,7 @@ class Collectives:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Meetings:
-    """One lane per tied group, with one row per member."""
+    """One queue per tied group, with one row per member."""
 
     lengths: Rows
     after: Rows
@@ -40,16 +40,16 @@ class _Meetings:
     """Per member, in the order in which they were given: the row that is over when all have arrived."""
 
 
-def add_collectives(program: Program, costs: Costs, before: NDArray[np.int32], lanes: Lanes) -> Collectives:
-    """Put the collectives on lanes, and let optimizer steps wait for reductions, in `before`."""
-    launches = np.flatnonzero(np.isin(program.op, ON_A_LANE))
+def add_collectives(program: Program, costs: Costs, before: NDArray[np.int32], queues: Queues) -> Collectives:
+    """Put the collectives on queues, and let optimizer steps wait for reductions, in `before`."""
+    launches = np.flatnonzero(np.isin(program.op, ON_A_QUEUE))
     seconds = _seconds(program, costs, launches)
     if not seconds.any() and Op.REDUCE_TIED not in program.op[launches]:
         nowhere: Rows = np.empty(0, np.int64)
         return Collectives(nowhere, nowhere)
     is_tied = program.op[launches] == Op.REDUCE_TIED
-    first = lanes.next_row
-    # A tied reduction has two rows in its lane, its arrival and itself.
+    first = queues.next_row
+    # A tied reduction has two rows in its queue, its arrival and itself.
     runs = first + np.cumsum(1 + is_tied) - 1
     arrivals = runs[is_tied] - 1
     num_rows = len(launches) + len(arrivals)
@@ -58,9 +58,9 @@ def add_collectives(program: Program, costs: Costs, before: NDArray[np.int32], l
     after[runs - first], duration_s[runs - first] = launches, seconds
     after[arrivals - first], after[runs[is_tied] - first] = launches[is_tied], meetings.over
     lengths = np.bincount(program.rank_of_row[launches], 1 + is_tied, program.num_ranks).astype(np.int64)
-    lanes.add(lengths, after=after, duration_s=duration_s, lag_s=np.zeros(num_rows))
+    queues.add(lengths, after=after, duration_s=duration_s, lag_s=np.zeros(num_rows))
     nothing_s = np.zeros(len(arrivals))
-    lanes.add(meetings.lengths, after=meetings.after, duration_s=nothing_s, lag_s=nothing_s)
+    queues.add(meetings.lengths, after=meetings.after, duration_s=nothing_s, lag_s=nothing_s)
     found = Collectives(launches, runs)
     _let_steps_wait(program, found, before)
     return found
@@ -88,7 +88,7 @@ def gather_of_row(program: Program) -> NDArray[np.int64]:
 
 
 def gathers_before(program: Program, collectives: Collectives) -> NDArray[np.int32] | None:
-    """[num_instructions] the rows of lanes in which the gathers run that computations wait for; None without any."""
+    """[num_instructions] the rows of queues in which the gathers run that computations wait for; None without any."""
     if not (program.op[collectives.launches] == Op.UNSHARD).any():
         return None
     gathers = gather_of_row(program)

@@ -61,8 +61,8 @@ def _step_back(
     arrival_s = free_s if message is None else message.arrival_s
     if gather is not None and gather.end_s > max(free_s, arrival_s):
         return _step_over_gather(blocks, previous, index, begin_s, pieces)
-    fed_s = max((wait.end_s for wait in block.data_waits), default=free_s)
-    if message is None or arrival_s <= max(free_s, fed_s):
+    data_ready_s = max((wait.end_s for wait in block.data_waits), default=free_s)
+    if message is None or arrival_s <= max(free_s, data_ready_s):
         _add_pause(pieces, block, free_s, block.start_s)
         return before, free_s
     arrival_s = min(arrival_s, block.start_s)

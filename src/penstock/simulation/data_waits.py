@@ -20,8 +20,8 @@ def waits_of_ranks(timeline: Timeline) -> list[list[DataWait]]:
     return found
 
 
-def fed_s(timeline: Timeline, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[len(rows)] when the last wait of the row's rank was over that ended before the row began; -inf without one."""
+def data_ready_s(timeline: Timeline, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[len(rows)] the end of the last data wait on the row's rank before the row started; -inf without one."""
     found = np.full(len(rows), -np.inf)
     ranks = timeline.program.rank_of_row[rows]
     for rank, waits in enumerate(waits_of_ranks(timeline)):

@@ -2,8 +2,8 @@
 
 A rank runs its instructions in order. A computation starts when the rank is free and its message has arrived. Sends,
 receives and collectives are launched where they stand and hold nothing up: what they do takes place beside the rank,
-in lanes (`simulation.lanes`) that are walked together with the ranks. Deterministic: no clock, no random numbers, and
-the order of every lane is that in which its rows were launched.
+in queues (`simulation.queues`) that are walked together with the ranks. Deterministic: no clock, no random numbers, and
+the order of every queue is that in which its rows were launched.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ from penstock.simulation.channels import add_messages
 from penstock.simulation.collectives import add_collectives, gathers_before
 from penstock.simulation.costs.costs import Costs
 from penstock.simulation.durations import durations_s
-from penstock.simulation.lanes import Lanes
+from penstock.simulation.queues import Queues
 
 STATIC = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 
@@ -39,13 +39,13 @@ def simulate(program: Program, costs: Costs) -> Timeline:
         raise ConfigError(f"{described(program)}; expected a Program{hint}", key="program")
     if not isinstance(costs, Costs):
         raise ConfigError(f"{described(costs)}; expected Costs, such as Costs.uniform()", key="costs")
-    duration_s, lanes = durations_s(program, costs), Lanes(program)
+    duration_s, queues = durations_s(program, costs), Queues(program)
     data_from, *others = _predecessors(program)
-    messages = add_messages(program, costs, data_from, lanes)
-    collectives = add_collectives(program, costs, data_from, lanes)
+    messages = add_messages(program, costs, data_from, queues)
+    collectives = add_collectives(program, costs, data_from, queues)
     gathers = gathers_before(program, collectives)
     before = [data_from, *others] if gathers is None else [data_from, *others, gathers]
-    times = lanes.walk(before, duration_s, messages.lag_s)
+    times = queues.walk(before, duration_s, messages.lag_s)
     if not times.walk.is_complete:
         raise ScheduleError(f"{program.name}: the program cannot run to its end; check it before simulating")
     start_s, end_s = times.walk.start[: program.num_instructions], times.walk.end[: program.num_instructions]

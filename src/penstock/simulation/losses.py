@@ -26,8 +26,8 @@ from penstock.simulation.causes import Cause
 from penstock.simulation.costs.costs import FIELD_OF_KIND, Costs
 from penstock.simulation.costs.messages import FORWARD, message_costs
 from penstock.simulation.engine import simulate
-from penstock.simulation.lead_in import LeadIn, last_to_ask, with_first_waits
-from penstock.simulation.usual import Usual
+from penstock.simulation.expected import ExpectedDurations
+from penstock.simulation.prologue import Prologue, last_to_ask, with_first_waits
 from penstock.simulation.without_waits import makespan_without_waits_s
 
 
@@ -41,15 +41,15 @@ class Loss:
     """What would have to change: a stage, a channel, a rank; empty where it is no single one."""
 
 
-def losses_of(timeline: Timeline, costs: Costs, lead_ins: Sequence[LeadIn] = ()) -> list[Loss]:
+def losses_of(timeline: Timeline, costs: Costs, prologues: Sequence[Prologue] = ()) -> list[Loss]:
     """List what every cause costs a measured timeline, the dearest first; `costs` are what is usual for it.
 
     They need not add up to the idle time of any rank: two causes may delay the same second.
     """
     program = timeline.program
-    lead_ins = with_first_waits(timeline, lead_ins)
+    prologues = with_first_waits(timeline, prologues)
     predicted_s = simulate(program, costs).makespan_s
-    fed_s = makespan_without_waits_s(timeline, range(timeline.num_ranks))
+    without_data_waits_s = makespan_without_waits_s(timeline, range(timeline.num_ranks))
 
     def without(other: Costs) -> float:
         return max(predicted_s - simulate(program, other).makespan_s, 0.0)
@@ -62,9 +62,9 @@ def losses_of(timeline: Timeline, costs: Costs, lead_ins: Sequence[LeadIn] = ())
         Loss(Cause.TRANSFER, without(free), _slowest_channel(program, costs)),
         Loss(Cause.IMBALANCE, without(even), _heaviest_stage(program, costs)),
         Loss(Cause.LAUNCH, without(replace(costs, launch_s=0.0)), ""),
-        _straggler(timeline, costs, max(fed_s - predicted_s, 0.0), lead_ins),
-        _data(timeline, timeline.makespan_s - fed_s, lead_ins),
-        Loss(Cause.SYNCHRONISATION, _agreement_s(timeline, lead_ins), ""),
+        _straggler(timeline, costs, max(without_data_waits_s - predicted_s, 0.0), prologues),
+        _data(timeline, timeline.makespan_s - without_data_waits_s, prologues),
+        Loss(Cause.SYNCHRONISATION, _agreement_s(timeline, prologues), ""),
     ]
     return sorted(found, key=lambda loss: -loss.duration_s)
 
@@ -113,51 +113,51 @@ def _slowest_channel(program: Program, costs: Costs) -> str:
     return f"rank {sender} to rank {receiver}, {seconds * 1e3:.3g} ms a message"
 
 
-def _straggler(timeline: Timeline, costs: Costs, inside_s: float, lead_ins: Sequence[LeadIn]) -> Loss:
+def _straggler(timeline: Timeline, costs: Costs, inside_s: float, prologues: Sequence[Prologue]) -> Loss:
     """What was slower than usual within the step, and what a rank did before it that was not its batch."""
-    late_s = _late_s(lead_ins)
-    before_s = _saved_before_s(lead_ins, late_s)
+    late_s = _late_s(prologues)
+    before_s = _saved_before_s(prologues, late_s)
     if before_s > inside_s:
-        return Loss(Cause.STRAGGLER, inside_s + before_s, f"rank {last_to_ask(lead_ins)}, late for the step")
+        return Loss(Cause.STRAGGLER, inside_s + before_s, f"rank {last_to_ask(prologues)}, late for the step")
     excess_s = excess_of_ranks_s(timeline, costs)
     return Loss(Cause.STRAGGLER, inside_s + before_s, f"rank {int(excess_s.argmax())}, slower than it usually is")
 
 
 def excess_of_ranks_s(timeline: Timeline, costs: Costs) -> NDArray[np.float64]:
     """[num_ranks] seconds by which computations took longer than they usually do."""
-    usual = Usual(timeline, costs)
+    expected = ExpectedDurations(timeline, costs)
     found = np.zeros(timeline.num_ranks)
     for block in blocks_of(timeline):
-        found[block.rank] += max(block.end_s - block.start_s - usual.on_its_stage_s(block), 0.0)
+        found[block.rank] += max(block.end_s - block.start_s - expected.on_its_stage_s(block), 0.0)
     return found
 
 
-def _data(timeline: Timeline, inside_s: float, lead_ins: Sequence[LeadIn]) -> Loss:
+def _data(timeline: Timeline, inside_s: float, prologues: Sequence[Prologue]) -> Loss:
     """What ranks waited for before the step, and for single microbatches within it."""
-    before_s = _saved_before_s(lead_ins, [lead_in.data_s for lead_in in lead_ins])
+    before_s = _saved_before_s(prologues, [prologue.data_s for prologue in prologues])
     if inside_s > before_s:
         without_s = [makespan_without_waits_s(timeline, [rank]) for rank in range(timeline.num_ranks)]
         rank = without_s.index(min(without_s))
         return Loss(Cause.DATA, before_s + inside_s, f"rank {rank}, for microbatches within the step")
-    return Loss(Cause.DATA, before_s + inside_s, f"rank {last_to_ask(lead_ins)}" if lead_ins else "")
+    return Loss(Cause.DATA, before_s + inside_s, f"rank {last_to_ask(prologues)}" if prologues else "")
 
 
-def _agreement_s(timeline: Timeline, lead_ins: Sequence[LeadIn]) -> float:
+def _agreement_s(timeline: Timeline, prologues: Sequence[Prologue]) -> float:
     """From when all had asked for the step to its first computation."""
-    asked_s = max((lead_in.asked_s for lead_in in lead_ins), default=inf)
+    asked_s = max((prologue.asked_s for prologue in prologues), default=inf)
     return max(float(timeline.start_s[timeline.program.is_compute].min(initial=inf)) - asked_s, 0.0)
 
 
-def _late_s(lead_ins: Sequence[LeadIn]) -> list[float]:
+def _late_s(prologues: Sequence[Prologue]) -> list[float]:
     """Per rank, how much later than the quickest it was free, and how much longer it took from batch to step."""
-    first_s = min((lead_in.free_s for lead_in in lead_ins), default=0.0)
-    usual_s = min((lead_in.asked_s - lead_in.loaded_s for lead_in in lead_ins), default=0.0)
-    return [each.free_s - first_s + each.asked_s - each.loaded_s - usual_s for each in lead_ins]
+    first_s = min((prologue.free_s for prologue in prologues), default=0.0)
+    usual_s = min((prologue.asked_s - prologue.loaded_s for prologue in prologues), default=0.0)
+    return [each.free_s - first_s + each.asked_s - each.loaded_s - usual_s for each in prologues]
 
 
-def _saved_before_s(lead_ins: Sequence[LeadIn], without_s: Sequence[float]) -> float:
+def _saved_before_s(prologues: Sequence[Prologue], without_s: Sequence[float]) -> float:
     """By how much sooner the last rank asks if each does so many seconds less."""
-    if not lead_ins:
+    if not prologues:
         return 0.0
-    asked_s = [lead_in.asked_s for lead_in in lead_ins]
+    asked_s = [prologue.asked_s for prologue in prologues]
     return max(asked_s) - max(asked - saved for asked, saved in zip(asked_s, without_s, strict=True))

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from penstock.ir.timeline import Timeline
 from penstock.simulation.blocks import Block, blocks_of, in_order
-from penstock.simulation.trips import with_unhindered_arrivals
+from penstock.simulation.message_latency import with_unhindered_arrivals
 
 
 def makespan_without_waits_s(timeline: Timeline, ranks: Collection[int]) -> float:

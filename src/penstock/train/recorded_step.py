@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from penstock.errors import ConfigError, FormatError
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
-from penstock.simulation.lead_in import LeadIn
+from penstock.simulation.prologue import Prologue
 from penstock.train.run_folder import CONFIG, TIMELINE
 
 Moments = Annotated[list[float], Field(min_length=3, max_length=3)]
@@ -33,7 +33,7 @@ class RecordedStep:
     layers_of_stage: tuple[range, ...]
     layer_weights: tuple[float, ...]
     """Relative cost per layer, as the split assumed."""
-    lead_ins: tuple[LeadIn, ...]
+    lead_ins: tuple[Prologue, ...]
     """Per rank, what it did before the step; empty where that is not known."""
 
 
@@ -120,7 +120,7 @@ def recorded_step_from_json(text: bytes, *, file: str = "<text>") -> RecordedSte
         tuple(document.message_bytes),
         tuple(range(first, end) for first, end in document.layers_of_stage),
         tuple(document.layer_weights),
-        tuple(LeadIn(*moments) for moments in document.lead_ins),
+        tuple(Prologue(*moments) for moments in document.lead_ins),
     )
 
 

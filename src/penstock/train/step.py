@@ -9,7 +9,7 @@ from penstock.errors import PenstockError
 from penstock.execute.batch.stream import Stream
 from penstock.execute.losses.results import StepResult
 from penstock.pipeline import Pipeline
-from penstock.simulation.lead_in import LeadIn
+from penstock.simulation.prologue import Prologue
 from penstock.train.data import Batch
 from penstock.train.optim import OptimizerOptions, build_optimizer, clip_gradients, learning_rate_at
 from penstock.train.recorded_step import RecordedStep
@@ -119,7 +119,7 @@ class Trainer:
             recording.message_bytes,
             tuple(self.pipeline.layers_of_stage),
             tuple(self.pipeline.layer_weights),
-            tuple(LeadIn(*moments) for moments in everyone),
+            tuple(Prologue(*moments) for moments in everyone),
         )
 
 

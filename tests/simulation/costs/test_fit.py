@@ -13,7 +13,7 @@ from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from penstock.simulation.costs.costs import Channel, Spread
 from penstock.simulation.costs.fit import SplitShares, costs_from_timeline, costs_from_timelines
-from tests.simulation.feeding import fed
+from tests.simulation.slow_data import with_slow_data
 
 
 def simulated(name="1f1b", costs=None, ranks=3, microbatches=6, **options):
@@ -73,7 +73,7 @@ def test_waits_for_data_count_neither_as_launches_nor_as_transfers():
     costs = Costs(forward_s=(1.0, 2.0), backward_s=(2.0, 3.0), latency_s=0.25, launch_s=0.01)
     rows = np.flatnonzero((program.op == Op.FORWARD) & (program.microbatch > 0))
 
-    slow = fed(program, costs, dict.fromkeys(rows.tolist(), 5.0))
+    slow = with_slow_data(program, costs, dict.fromkeys(rows.tolist(), 5.0))
     found = costs_from_timeline(slow)
 
     assert 0 <= found.launch_s <= costs.launch_s

@@ -12,8 +12,8 @@ from penstock.ir.operations import NUM_OPS, Kind, Op
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.simulation.costs.costs import Channel, Costs, PerStage, Spread
-from penstock.simulation.data_waits import fed_s
-from penstock.simulation.trips import Trips, usual_s, usual_trip_s
+from penstock.simulation.data_waits import data_ready_s
+from penstock.simulation.message_latency import Transfers, message_latency_s, robust_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ def costs_from_timelines(
     whole = np.where(np.isnan(whole), (inputs + weights) / (shares.input + shares.weight), whole)
     inputs = np.where(np.isnan(inputs), whole * shares.input, inputs)
     weights = np.where(np.isnan(weights), whole * shares.weight, weights)
-    trips, sizes = Trips.of(program), tuple(message_bytes) or (0,)
-    trip_s = usual_trip_s(timelines, trips)
+    trips, sizes = Transfers.of(program), tuple(message_bytes) or (0,)
+    trip_s = message_latency_s(timelines, trips)
     launch_s = _launch_s(timelines, trips, trip_s)
     speeds = np.array([bandwidths.get(ends, inf) for ends in trips.ends])
     on_wire_s = trips.num_bytes(program, sizes) / speeds
@@ -125,7 +125,7 @@ def _usual_s(samples: Samples, num_stages: int) -> Floats:
     """[num_ops, num_stages] usual seconds by kind and stage; NaN where none ran."""
     table = np.full((NUM_OPS, num_stages), np.nan)
     for (kind, stage), seconds in samples.items():
-        table[kind, stage] = usual_s(seconds)
+        table[kind, stage] = robust_mean(seconds)
     return table
 
 
@@ -141,7 +141,7 @@ def _per_stage(durations_s: Floats) -> PerStage:
     return tuple(np.maximum(np.nan_to_num(durations_s), 0.0).tolist())
 
 
-def _launch_s(timelines: Sequence[Timeline], trips: Trips, trip_s: Floats) -> float:
+def _launch_s(timelines: Sequence[Timeline], trips: Transfers, trip_s: Floats) -> float:
     """Host seconds per instruction, over all gaps between computations in which the host was not held up.
 
     To launch a computation takes less than to post a message, so each sort of gap is looked at by itself.
@@ -152,18 +152,18 @@ def _launch_s(timelines: Sequence[Timeline], trips: Trips, trip_s: Floats) -> fl
         late = trips.idle_from_s(timeline) < timeline.end_s[trips.sends] + trip_s
         for rows in (timeline.compute_rows(rank) for rank in range(timeline.num_ranks)):
             earlier, later = rows[:-1], rows[1:]
-            has_waited = fed_s(timeline, later) > timeline.end_s[earlier]
+            has_waited = data_ready_s(timeline, later) > timeline.end_s[earlier]
             counts = ~np.isin(later, trips.consumers[late]) & ~program.joined[earlier] & ~has_waited
             gap_s, lengths = timeline.start_s[later] - timeline.end_s[earlier], later - earlier
             takes = np.isin(later, trips.consumers)
             for sort in zip(lengths[counts].tolist(), takes[counts].tolist(), gap_s[counts].tolist(), strict=True):
                 gaps_s.setdefault(sort[:2], []).append(sort[2])
     num_launches = sum(length * len(gaps) for (length, _), gaps in gaps_s.items())
-    total_s = sum(usual_s(np.array(gaps)) * len(gaps) for gaps in gaps_s.values())
+    total_s = sum(robust_mean(np.array(gaps)) * len(gaps) for gaps in gaps_s.values())
     return max(total_s / num_launches, 0.0) if num_launches else 0.0
 
 
-def _by_channel(trips: Trips, latencies_s: Floats, speeds: Floats) -> list[tuple[int, int, float, float]]:
+def _by_channel(trips: Transfers, latencies_s: Floats, speeds: Floats) -> list[tuple[int, int, float, float]]:
     """Sender, receiver, latency and bandwidth of each channel that has messages."""
     found: dict[Ends, list[tuple[float, float]]] = {}
     for ends, latency_s, speed in zip(trips.ends, latencies_s.tolist(), speeds.tolist(), strict=True):

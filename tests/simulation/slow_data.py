@@ -10,7 +10,7 @@ from penstock.simulation import simulate
 from tests.simulation.events import Events
 
 
-class FedEvents(Events):
+class SlowDataEvents(Events):
     """Once a rank is about to run a row that data are slow for, it waits for them, whatever else it waits for."""
 
     def __init__(self, program, costs, slow):
@@ -27,9 +27,9 @@ class FedEvents(Events):
         return super().starts_something(rank, now)
 
 
-def fed(program, costs, slow):
+def with_slow_data(program, costs, slow):
     """The step of a program; `slow` gives the seconds that data take before some of its rows."""
-    events = FedEvents(program, costs, slow)
+    events = SlowDataEvents(program, costs, slow)
     start_s, end_s = events.times()
     waits = sorted(events.waits, key=lambda wait: (wait.rank, wait.begin_s))
     played = simulate(program, costs)

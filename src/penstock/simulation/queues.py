@@ -1,9 +1,9 @@
-"""Lanes beside the ranks: queues in which messages and collectives wait for one another, while their rank goes on.
+"""Queues beside the ranks: queues in which messages and collectives wait for one another, while their rank goes on.
 
     rank 0      F0  SEND_F0  F1  SEND_F1  ...          the rows of the program
-    0 -> 1          [ F0 on the wire ][ F1 on the wire ]   a lane: its rows run in order, each after its send
+    0 -> 1          [ F0 on the wire ][ F1 on the wire ]   a queue: its rows run in order, each after its send
 
-To the walk (`ir.walk`) a lane is one more rank: its rows stand behind those of the program, lane after lane.
+To the walk (`ir.walk`) a queue is one more rank: its rows stand behind those of the program, queue after queue.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Times:
-    """What ran when, in ranks and lanes."""
+    """What ran when, in ranks and queues."""
 
     walk: Walk
     lag_s: Seconds
@@ -33,8 +33,8 @@ class Times:
         return np.asarray(self.walk.end[rows] + self.lag_s[rows])
 
 
-class Lanes:
-    """Collects lanes, numbers their rows, and walks them together with the ranks of a program."""
+class Queues:
+    """Collects queues, numbers their rows, and walks them together with the ranks of a program."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -43,10 +43,10 @@ class Lanes:
         self._duration_s: list[Seconds] = []
         self._lag_s: list[Seconds] = []
         self.next_row = program.num_instructions
-        """The number that the first row of the next lane will have."""
+        """The number that the first row of the next queue will have."""
 
     def add(self, lengths: Rows, *, after: Rows, duration_s: Seconds, lag_s: Seconds) -> None:
-        """Add lanes of these lengths; each of their rows comes after one row, maybe of a lane that is still to come."""
+        """Add queues of these lengths; each of their rows comes after one row, which may be of a later queue."""
         self._lengths.append(lengths)
         self._after.append(after)
         self._duration_s.append(duration_s)
@@ -54,7 +54,7 @@ class Lanes:
         self.next_row += len(after)
 
     def walk(self, before: Sequence[NDArray[np.int32]], duration_s: Seconds, lag_s: Seconds) -> Times:
-        """Time the program's rows, whose predecessors, durations and lags are given, and those of all lanes.
+        """Time the program's rows, whose predecessors, durations and lags are given, and those of all queues.
 
         Each entry of `before` holds, for every row of the program, one more row that it comes after.
         """
@@ -78,7 +78,7 @@ class Lanes:
         return Times(times, lags_s)
 
     def _visits(self) -> Rows:
-        """Each lane right behind the rank that feeds it: so one round takes a message from end to end."""
+        """Each queue right behind the rank that feeds it: so one round takes a message from end to end."""
         program = self._program
         parts = [_first_after(*each) for each in zip(self._lengths, self._after, strict=True)]
         feeders = np.searchsorted(program.offsets, np.concatenate(parts), side="right") - 1
@@ -90,7 +90,7 @@ def _table(columns: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
 
 
 def _first_after(lengths: Rows, after: Rows) -> Rows:
-    """Per lane, what its first row comes after; 0 where it has no rows."""
+    """Per queue, what its first row comes after; 0 where it has no rows."""
     firsts = np.zeros(len(lengths), np.int64)
     is_used = lengths > 0
     firsts[is_used] = after[(np.cumsum(lengths) - lengths)[is_used]]

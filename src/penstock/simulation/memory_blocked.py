@@ -1,4 +1,4 @@
-"""When a rank was full: it held as many activations as it may, and a forward later in its order could have run.
+"""Since when memory blocked a rank: it held as many activations as allowed, and a later forward could have run.
 
 limit 2    F0  F1  .   .   B0  F2          F2's input is there at [1]: from then on, only memory keeps
                       [1]                  the rank from running it
@@ -22,10 +22,10 @@ from penstock.simulation.costs.messages import FORWARD, message_costs
 NEVER = inf
 
 
-def full_from_s(
+def memory_blocked_since_s(
     timeline: Timeline, costs: Costs, blocks: Sequence[Block], memory_limit: int | Sequence[int] | None
 ) -> list[float]:
-    """Per block, since when its rank was full while it waited for the block; `NEVER` where it was not.
+    """Return, per block, since when memory kept its rank from running a forward instead of waiting; else `NEVER`.
 
     Raises:
         ConfigError: if there are neither as many limits as ranks nor a single one.

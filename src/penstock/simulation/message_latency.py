@@ -20,7 +20,7 @@ from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
-from penstock.simulation.data_waits import fed_s
+from penstock.simulation.data_waits import data_ready_s
 
 RECEIVES = (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD)
 
@@ -32,7 +32,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trips:
+class Transfers:
     """One entry per message that a computation takes: its rows, and the ranks at both ends."""
 
     sends: Rows
@@ -42,7 +42,7 @@ class Trips:
     receivers: Rows
 
     @classmethod
-    def of(cls, program: Program) -> "Trips":
+    def of(cls, program: Program) -> "Transfers":
         before = predecessors(program)[:, 0].astype(np.int64)
         is_receive = np.isin(program.op, RECEIVES)
         consumers = np.flatnonzero(program.is_compute & (before != NONE) & is_receive[before])
@@ -64,7 +64,7 @@ class Trips:
         last = self.consumers - 1
         is_receive = np.isin(timeline.program.op[last], RECEIVES)
         done_s = np.where(is_receive, timeline.start_s[last], timeline.end_s[last])
-        return np.asarray(np.maximum(done_s, fed_s(timeline, self.consumers)))
+        return np.asarray(np.maximum(done_s, data_ready_s(timeline, self.consumers)))
 
     def is_awaited(self, timeline: Timeline) -> NDArray[np.bool_]:
         """Whether the receiver was idle already when the message left."""
@@ -82,36 +82,38 @@ class Trips:
         return np.asarray(np.array(one_each, np.float64)[stages])
 
 
-def usual_s(seconds: Floats) -> float:
-    """Return the mean of what is ordinary, by Tukey's rule for outliers.
+def robust_mean(seconds: Floats) -> float:
+    """Return the mean without outliers by Tukey's rule.
 
-    So a straggler does not count; and what varies by itself counts as it adds up over a step, unlike in a median.
+    A straggler does not count. Ordinary variation does, as it adds up over a step; a median would hide it.
     """
     low, high = np.percentile(seconds, (25, 75))
     reach = ORDINARY * (high - low)
     return float(seconds[(seconds >= low - reach) & (seconds <= high + reach)].mean())
 
 
-def usual_trip_s(timelines: Sequence[Timeline], trips: Trips) -> Floats:
-    """[messages] what a message on the same channel usually takes, by those that were awaited; 0 where none was."""
-    channel = trips.senders * timelines[0].num_ranks + trips.receivers
-    awaited = np.array([trips.is_awaited(timeline) for timeline in timelines])
-    durations_s = np.array([trips.duration_s(timeline) for timeline in timelines])
+def message_latency_s(timelines: Sequence[Timeline], transfers: Transfers) -> Floats:
+    """[messages] the robust mean latency of the same channel over awaited messages; 0 where none was awaited."""
+    channel = transfers.senders * timelines[0].num_ranks + transfers.receivers
+    awaited = np.array([transfers.is_awaited(timeline) for timeline in timelines])
+    durations_s = np.array([transfers.duration_s(timeline) for timeline in timelines])
     found = np.zeros(len(channel))
-    overall_s = usual_s(durations_s[awaited]) if awaited.any() else 0.0
+    overall_s = robust_mean(durations_s[awaited]) if awaited.any() else 0.0
     for each in np.unique(channel):
         own = durations_s[:, channel == each][awaited[:, channel == each]]
-        found[channel == each] = usual_s(own) if len(own) else overall_s
+        found[channel == each] = robust_mean(own) if len(own) else overall_s
     return found
 
 
 def with_true_arrivals(timeline: Timeline) -> Timeline:
     """Return a measured timeline in which messages that had been there before they were looked for arrive when they
     usually do, not when they were noticed."""
-    trips = Trips.of(timeline.program)
-    posted_s = timeline.start_s[trips.receives]
+    transfers = Transfers.of(timeline.program)
+    posted_s = timeline.start_s[transfers.receives]
     end_s = timeline.end_s.copy()
-    end_s[trips.receives] = np.maximum(_arrivals_s(timeline, trips), np.minimum(posted_s, end_s[trips.receives]))
+    end_s[transfers.receives] = np.maximum(
+        _arrivals_s(timeline, transfers), np.minimum(posted_s, end_s[transfers.receives])
+    )
     return replace(timeline, end_s=end_s)
 
 
@@ -120,15 +122,15 @@ def with_unhindered_arrivals(timeline: Timeline) -> Timeline:
 
     So some messages arrive before their receive is posted.
     """
-    trips = Trips.of(timeline.program)
+    transfers = Transfers.of(timeline.program)
     end_s = timeline.end_s.copy()
-    end_s[trips.receives] = _arrivals_s(timeline, trips)
+    end_s[transfers.receives] = _arrivals_s(timeline, transfers)
     return replace(timeline, end_s=end_s)
 
 
-def _arrivals_s(timeline: Timeline, trips: Trips) -> Floats:
+def _arrivals_s(timeline: Timeline, transfers: Transfers) -> Floats:
     """When messages arrived: as noted if they were awaited, else after the usual time, but not later than noted."""
-    expected_s = timeline.end_s[trips.sends] + usual_trip_s([timeline], trips)
-    noted_s = timeline.end_s[trips.receives]
-    was_there = expected_s <= trips.idle_from_s(timeline)
+    expected_s = timeline.end_s[transfers.sends] + message_latency_s([timeline], transfers)
+    noted_s = timeline.end_s[transfers.receives]
+    was_there = expected_s <= transfers.idle_from_s(timeline)
     return np.asarray(np.where(was_there, np.minimum(expected_s, noted_s), noted_s))

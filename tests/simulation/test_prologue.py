@@ -12,7 +12,7 @@ from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from penstock.simulation.causes import Cause
-from penstock.simulation.lead_in import LeadIn, begin_of, idle_before, last_to_ask, with_first_waits
+from penstock.simulation.prologue import Prologue, begin_of, idle_before, last_to_ask, with_first_waits
 
 D, N, G, L = Cause.DATA, Cause.STRAGGLER, Cause.SYNCHRONISATION, Cause.LAUNCH
 
@@ -22,44 +22,44 @@ def timeline_of(ranks, waits=()):
     return replace(timeline, data_waits=tuple(waits))
 
 
-def causes_of(*lead_ins, waits=()):
+def causes_of(*prologues, waits=()):
     """Per rank, the seconds of each cause that has any."""
-    table = idle_before(timeline_of(len(lead_ins), waits), lead_ins).by_rank
+    table = idle_before(timeline_of(len(prologues), waits), prologues).by_rank
     return [{Cause(cause): row[cause] for cause in np.flatnonzero(row)} for row in table]
 
 
 def test_all_wait_for_the_rank_whose_batch_comes_last():
-    quick, slow = LeadIn(-10.0, -9.0, -8.0), LeadIn(-10.0, -3.0, -2.0)
+    quick, slow = Prologue(-10.0, -9.0, -8.0), Prologue(-10.0, -3.0, -2.0)
 
     assert last_to_ask([quick, slow]) == 1
     assert causes_of(quick, slow) == [{D: 1.0 + 5.0, L: 1.0 + 1.0, G: 2.0}, {D: 7.0, L: 1.0, G: 2.0}]
 
 
 def test_a_rank_that_dawdles_between_batch_and_step_is_the_straggler():
-    quick, late = LeadIn(-10.0, -9.0, -8.0), LeadIn(-10.0, -9.0, -3.0)
+    quick, late = Prologue(-10.0, -9.0, -8.0), Prologue(-10.0, -9.0, -3.0)
 
     assert causes_of(quick, late) == [{D: 1.0, L: 1.0, N: 5.0, G: 3.0}, {D: 1.0, L: 1.0, N: 5.0, G: 3.0}]
 
 
 def test_a_rank_that_comes_late_out_of_what_was_before_is_the_straggler():
-    quick, late = LeadIn(-10.0, -9.0, -9.0), LeadIn(-4.0, -3.0, -3.0)
+    quick, late = Prologue(-10.0, -9.0, -9.0), Prologue(-4.0, -3.0, -3.0)
 
     assert causes_of(quick, late) == [{D: 1.0 + 1.0, N: 5.0, G: 3.0}, {D: 1.0, G: 3.0}]
 
 
 def test_the_first_microbatch_of_a_stream_counts_as_the_batch_and_all_wait_for_it():
-    first, second = LeadIn(-10.0, -10.0, -9.0), LeadIn(-10.0, -10.0, -8.0)
+    first, second = Prologue(-10.0, -10.0, -9.0), Prologue(-10.0, -10.0, -8.0)
     waits = [DataWait(0, 0, -9.0, -3.0), DataWait(0, 1, 1.0, 2.0), DataWait(1, 0, -8.0, -7.5)]
 
     with_pulls = with_first_waits(timeline_of(2, waits), [first, second])
 
-    assert with_pulls == [LeadIn(-10.0, -4.0, -3.0), LeadIn(-10.0, -9.5, -7.5)]
+    assert with_pulls == [Prologue(-10.0, -4.0, -3.0), Prologue(-10.0, -9.5, -7.5)]
     # Rank 1 asks at -7.5 and waits for rank 0: until -4 for its data, until -3 for its host.
     found = causes_of(first, second, waits=waits)
     assert found == [{D: 6.0, L: 1.0, G: 3.0}, {D: 0.5 + 3.5, L: 1.0 + 1.0, N: 1.0, G: 3.0}]
 
 
-def test_without_lead_ins_nothing_is_made_of_the_first_microbatch():
+def test_without_prologues_nothing_is_made_of_the_first_microbatch():
     timeline = timeline_of(2, [DataWait(0, 0, -9.0, -3.0)])
 
     assert with_first_waits(timeline, []) == []
@@ -69,15 +69,15 @@ def test_without_lead_ins_nothing_is_made_of_the_first_microbatch():
 def test_the_step_begins_when_the_first_rank_is_free():
     timeline = timeline_of(2)
 
-    assert begin_of(timeline, [LeadIn(-4.0, -3.0, -3.0), LeadIn(-9.0, -3.0, -3.0)]) == -9.0
+    assert begin_of(timeline, [Prologue(-4.0, -3.0, -3.0), Prologue(-9.0, -3.0, -3.0)]) == -9.0
     assert begin_of(timeline, []) == 0.0
     assert idle_before(timeline, []).idle_s.tolist() == [0.0, 0.0]
 
 
 @given(st.lists(st.lists(st.floats(-50.0, -0.001), min_size=3, max_size=3), min_size=1, max_size=4))
 def test_the_causes_before_a_step_add_up_to_the_time_from_free_to_its_first_computation(rows):
-    lead_ins = [LeadIn(*sorted(row)) for row in rows]
+    prologues = [Prologue(*sorted(row)) for row in rows]
 
-    idle_s = idle_before(timeline_of(len(lead_ins)), lead_ins).idle_s
+    idle_s = idle_before(timeline_of(len(prologues)), prologues).idle_s
 
-    assert idle_s == pytest.approx([-lead_in.free_s for lead_in in lead_ins], abs=1e-6)
+    assert idle_s == pytest.approx([-prologue.free_s for prologue in prologues], abs=1e-6)

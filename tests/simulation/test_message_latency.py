@@ -11,9 +11,9 @@ from penstock.simulation import Costs, simulate
 from penstock.simulation.causes import Cause, idle_times
 from penstock.simulation.costs.fit import costs_from_timeline
 from penstock.simulation.critical import critical_path
-from penstock.simulation.trips import Trips, usual_s, usual_trip_s, with_true_arrivals
+from penstock.simulation.message_latency import Transfers, message_latency_s, robust_mean, with_true_arrivals
 from tests.simulation.drawing import drawn, row_of
-from tests.simulation.feeding import fed
+from tests.simulation.slow_data import with_slow_data
 
 COSTS = Costs(forward_s=(1.0, 2.0), backward_s=(3.0,), latency_s=0.25)
 
@@ -21,60 +21,63 @@ COSTS = Costs(forward_s=(1.0, 2.0), backward_s=(3.0,), latency_s=0.25)
 def measured(costs=COSTS, ranks=2, microbatches=6, notice_s=0.0):
     """A simulated step as ranks would note it: an arrival not before the rank looks for it, and a bit later."""
     timeline = simulate(lower(build("1f1b", ranks=ranks, microbatches=microbatches)), costs)
-    trips = Trips.of(timeline.program)
+    transfers = Transfers.of(timeline.program)
     end_s = timeline.end_s.copy()
-    end_s[trips.receives] = np.maximum(end_s[trips.receives], trips.idle_from_s(timeline) + notice_s)
+    end_s[transfers.receives] = np.maximum(end_s[transfers.receives], transfers.idle_from_s(timeline) + notice_s)
     start_s = np.array(timeline.start_s)
-    start_s[trips.consumers] = np.maximum(start_s[trips.consumers], end_s[trips.receives])
+    start_s[transfers.consumers] = np.maximum(start_s[transfers.consumers], end_s[transfers.receives])
     return replace(timeline, source="measured", end_s=end_s, start_s=start_s), timeline
 
 
 def test_a_trip_goes_from_send_to_receive_to_the_computation_that_takes_it():
     program = lower(build("1f1b", ranks=2, microbatches=1))
-    trips = Trips.of(program)
+    transfers = Transfers.of(program)
 
-    text = [[str(program.instruction(row)) for row in rows] for rows in (trips.sends, trips.receives, trips.consumers)]
+    text = [
+        [str(program.instruction(row)) for row in rows]
+        for rows in (transfers.sends, transfers.receives, transfers.consumers)
+    ]
     assert text == [["1SEND_B0", "0SEND_F0"], ["0RECV_B0", "1RECV_F0"], ["0B0", "1F0"]]
-    assert (trips.senders.tolist(), trips.receivers.tolist()) == ([1, 0], [0, 1])
+    assert (transfers.senders.tolist(), transfers.receivers.tolist()) == ([1, 0], [0, 1])
 
 
 def test_a_gradient_has_the_bytes_of_the_output_that_it_belongs_to():
     program = lower(build("1f1b", ranks=3, microbatches=1))
-    trips = Trips.of(program)
+    transfers = Transfers.of(program)
 
-    sends = [str(program.instruction(row)) for row in trips.sends]
-    assert dict(zip(sends, trips.num_bytes(program, (10, 20, 0)).tolist(), strict=True)) == {
+    sends = [str(program.instruction(row)) for row in transfers.sends]
+    assert dict(zip(sends, transfers.num_bytes(program, (10, 20, 0)).tolist(), strict=True)) == {
         "0SEND_F0": 10, "1SEND_B0": 10, "1SEND_F0": 20, "2SEND_B0": 20,
     }  # fmt: skip
-    assert set(trips.num_bytes(program, (7,)).tolist()) == {7.0}
+    assert set(transfers.num_bytes(program, (7,)).tolist()) == {7.0}
 
 
-def test_the_usual_trip_is_that_of_messages_that_were_awaited():
+def test_the_latency_is_that_of_messages_that_were_awaited():
     """Rank 1 is the slower one: it waits for its first input only, and rank 0 for the gradients."""
     noted, _ = measured()
-    trips = Trips.of(noted.program)
+    transfers = Transfers.of(noted.program)
 
-    assert 0 < trips.is_awaited(noted).sum() < len(trips.sends)
-    assert set(usual_trip_s([noted], trips).tolist()) == {0.25}
-    assert (trips.duration_s(noted)[~trips.is_awaited(noted)] > 0.25).any()
+    assert 0 < transfers.is_awaited(noted).sum() < len(transfers.sends)
+    assert set(message_latency_s([noted], transfers).tolist()) == {0.25}
+    assert (transfers.duration_s(noted)[~transfers.is_awaited(noted)] > 0.25).any()
 
 
-def test_what_is_usual_is_the_mean_of_all_but_outliers():
-    assert usual_s(np.array([1.0, 2.0, 3.0, 2.0, 100.0])) == 2.0
-    assert usual_s(np.array([1.0, 1.0, 1.0, 5.0])) == 1.0
-    assert usual_s(np.array([1.0, 1.0, 1.0, 2.0, 2.0])) == 1.4
-    assert usual_s(np.array([7.0])) == 7.0
+def test_the_robust_mean_leaves_out_outliers():
+    assert robust_mean(np.array([1.0, 2.0, 3.0, 2.0, 100.0])) == 2.0
+    assert robust_mean(np.array([1.0, 1.0, 1.0, 5.0])) == 1.0
+    assert robust_mean(np.array([1.0, 1.0, 1.0, 2.0, 2.0])) == 1.4
+    assert robust_mean(np.array([7.0])) == 7.0
 
 
 def test_without_an_awaited_message_no_time_is_known():
     noted, _ = measured(replace(COSTS, latency_s=0.0))
-    trips = Trips.of(noted.program)
+    transfers = Transfers.of(noted.program)
     late_s = np.where(noted.program.rank_of_row == 1, 100.0, 0.0)
     late = replace(noted, start_s=noted.start_s + late_s, end_s=noted.end_s + late_s)
-    is_forward = noted.program.op[trips.sends] == Op.SEND_FORWARD
+    is_forward = noted.program.op[transfers.sends] == Op.SEND_FORWARD
 
-    assert not trips.is_awaited(late)[is_forward].any()
-    assert usual_trip_s([late], trips)[is_forward].max() < 1.0
+    assert not transfers.is_awaited(late)[is_forward].any()
+    assert message_latency_s([late], transfers)[is_forward].max() < 1.0
 
 
 def test_true_arrivals_are_those_that_the_wire_gave():
@@ -92,15 +95,16 @@ def test_a_message_that_came_while_its_receiver_waited_for_data_was_there():
     program = drawn("0F0 0F1", "1F0 1F1", num_microbatches=2)
     costs = Costs(forward_s=(1.25, 1.0), latency_s=0.25)
     row, receive = row_of(program, "1F1"), row_of(program, "1RECV_F1")
-    timeline = fed(program, costs, {row: 2.0})
+    timeline = with_slow_data(program, costs, {row: 2.0})
     end_s = timeline.end_s.copy()
     end_s[receive] = timeline.start_s[row]  # noticed when it was looked for
     noted = replace(timeline, source="measured", end_s=end_s)
 
-    trips = Trips.of(program)
+    transfers = Transfers.of(program)
 
     awaited = {
-        str(program.instruction(send)): here for send, here in zip(trips.sends, trips.is_awaited(noted), strict=True)
+        str(program.instruction(send)): here
+        for send, here in zip(transfers.sends, transfers.is_awaited(noted), strict=True)
     }
     assert awaited == {"0SEND_F0": True, "0SEND_F1": False}
     assert (noted.end_s[receive], with_true_arrivals(noted).end_s[receive]) == (4.5, 2.75)

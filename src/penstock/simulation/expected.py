@@ -1,4 +1,4 @@
-"""How long a block of computation takes usually, and how long it would on the mean stage."""
+"""How long a block of computation takes according to the costs: on its own stage, and on the mean stage."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from penstock.simulation.costs.costs import Costs
 from penstock.simulation.durations import durations_s
 
 
-class Usual:
+class ExpectedDurations:
     """What costs say about the blocks of a timeline.
 
     In a predicted timeline the launch of a computation is part of it; a measured one starts when the launch is over.

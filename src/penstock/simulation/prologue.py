@@ -1,0 +1,111 @@
+"""The prologue of a step: what each rank did before it. All ranks wait for the last one that asks for the step.
+
+    rank 0   [batch]|asks ~ ~ ~ ~ ~ ~ ~ ~|F0 F1 ...        rank 0 waits (~) for what rank 1 does in that second:
+    rank 1      . . [ batch ............ ]|asks|F0 ...      here it waits for its own batch
+             free                         begin
+
+This is the time before the timeline's first computation; from there on `simulation.causes` counts. A step with
+streamed data waits for its first microbatch by itself, before it asks the others: that wait counts as the batch's, too.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from penstock.ir.timeline import Timeline
+from penstock.simulation.causes import Cause, IdleTimes
+from penstock.simulation.data_waits import waits_of_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Prologue:
+    """What one rank did before a step; moments of the step's timeline, so below 0."""
+
+    free_s: float
+    """It was done with what came before."""
+    loaded_s: float
+    """It had its batch."""
+    asked_s: float
+    """It asked for the step."""
+
+    @property
+    def data_s(self) -> float:
+        """Seconds that it waited for its batch."""
+        return self.loaded_s - self.free_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    begin_s: float
+    end_s: float
+    cause: Cause
+
+
+def begin_of(timeline: Timeline, prologues: Sequence[Prologue]) -> float:
+    """Return when the first rank was free for the step; without prologues, its first computation."""
+    return min((prologue.free_s for prologue in prologues), default=_first_s(timeline))
+
+
+def idle_before(timeline: Timeline, prologues: Sequence[Prologue]) -> IdleTimes:
+    """Put every second of each rank, from when it was free to the step's first computation, down to a cause.
+
+    What all ranks need between batch and step is the host's work; what one needs on top makes it a straggler.
+    """
+    table = np.zeros((timeline.num_ranks, len(Cause)))
+    for rank, segments in enumerate(_segments(timeline, with_first_waits(timeline, prologues))):
+        for segment in segments:
+            table[rank, segment.cause] += segment.end_s - segment.begin_s
+    return IdleTimes(table)
+
+
+def with_first_waits(timeline: Timeline, prologues: Sequence[Prologue]) -> list[Prologue]:
+    """Return the prologues as if what ranks waited for after their call, before any computed, had come with the batch.
+
+    So `loaded_s` is later by these seconds, and a rank asks when the last of them is over.
+    """
+    return [*_with_first_waits(timeline, prologues)]
+
+
+def _with_first_waits(timeline: Timeline, prologues: Sequence[Prologue]) -> Iterator[Prologue]:
+    first_s, of_ranks = _first_s(timeline), waits_of_ranks(timeline)
+    for prologue, waits in zip(prologues, of_ranks, strict=False):  # there may be no prologues
+        first = [wait for wait in waits if wait.end_s <= first_s]
+        waited_s = sum(wait.end_s - wait.begin_s for wait in first)
+        asked_s = max([prologue.asked_s, *(wait.end_s for wait in first)])
+        yield Prologue(prologue.free_s, min(prologue.loaded_s + waited_s, asked_s), asked_s)
+
+
+def last_to_ask(prologues: Sequence[Prologue]) -> int:
+    """Return the rank that all others waited for."""
+    return max(range(len(prologues)), key=lambda rank: prologues[rank].asked_s)
+
+
+def _segments(timeline: Timeline, prologues: Sequence[Prologue]) -> list[list[_Segment]]:
+    if not prologues:
+        return []
+    shortest_s = min(prologue.asked_s - prologue.loaded_s for prologue in prologues)
+    last = last_to_ask(prologues)
+    # What the others wait for: before it was free, the last rank was late with what came before.
+    begin_s = begin_of(timeline, prologues)
+    blame = [_Segment(begin_s, prologues[last].free_s, Cause.STRAGGLER), *_own(prologues[last], shortest_s)]
+    agreed_s, first_s = prologues[last].asked_s, _first_s(timeline)
+    found = []
+    for prologue in prologues:
+        waits = [_Segment(max(each.begin_s, prologue.asked_s), each.end_s, each.cause) for each in blame]
+        agreement = _Segment(agreed_s, max(first_s, agreed_s), Cause.SYNCHRONISATION)
+        found.append([each for each in (*_own(prologue, shortest_s), *waits, agreement) if each.end_s > each.begin_s])
+    return found
+
+
+def _own(prologue: Prologue, shortest_s: float) -> list[_Segment]:
+    prepared_s = min(prologue.loaded_s + shortest_s, prologue.asked_s)
+    moments = (prologue.free_s, prologue.loaded_s, prepared_s, prologue.asked_s)
+    causes = (Cause.DATA, Cause.LAUNCH, Cause.STRAGGLER)
+    return [_Segment(*pair, cause) for pair, cause in zip(pairwise(moments), causes, strict=True)]
+
+
+def _first_s(timeline: Timeline) -> float:
+    starts_s = timeline.start_s[timeline.program.is_compute]
+    return float(starts_s.min()) if len(starts_s) else 0.0
