@@ -1,18 +1,22 @@
-"""Measure how fast programs are simulated: instructions per second once compiled, and small programs from a cold start.
+"""Measure how fast programs and schedules are simulated, once compiled and from a cold start.
 
     python bench/simulate.py            half a minute of planning for the largest program, which needs 4 GB of memory
     python bench/simulate.py --quick    without it
 
 Times are of `simulate` alone, medians of repetitions. `cold` is the first call of a process, which compiles nothing.
-Exclusive channels are queues of their own, walked beside the ranks; they have half the budget of wide ones.
+`makespan` is what a search repeats for a schedule that is not lowered, by compiled loops and with all that does not
+depend on the order prepared; `schedule` is `simulate` of the same, to its makespan.
+Serialized links are queues of their own, walked beside the ranks; their rate may be half that of contention-free ones.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,21 +24,26 @@ from penstock.ir.program import Program
 from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
+from penstock.simulation.makespans import Makespans
 
+CONTENTION_FREE, SERIALIZED = "contention-free links", "serialized links"
 COSTS = {
-    "infinitely wide channels": Costs.uniform(transfer=0.1),
-    "exclusive channels": Costs.uniform(
+    CONTENTION_FREE: Costs.uniform(transfer=0.1),
+    SERIALIZED: Costs.uniform(
         transfer=0.1, message_bytes=(1,), bandwidth_bytes_per_s=10.0, is_exclusive=True, launch_s=0.01
     ),
 }
 LARGE = (("1f1b", 64, 1024, 1), ("interleaved-1f1b", 64, 512, 4), ("zb-h1", 128, 1024, 1))
 LARGEST = ("1f1b", 1024, 8192, 1)
 SMALL = (("1f1b", 8, 64, 1), ("interleaved-1f1b", 8, 64, 2), ("zb-h1", 8, 64, 1))
+SCHEDULE = ("zbv", 8, 64, 2)
 
-INSTRUCTIONS_PER_S = {"infinitely wide channels": 10_000_000, "exclusive channels": 5_000_000}
+INSTRUCTIONS_PER_S = {CONTENTION_FREE: 10_000_000, SERIALIZED: 5_000_000}
 LARGEST_S = 10.0
 SMALL_S = 0.020
+SCHEDULE_S = {CONTENTION_FREE: 0.0005, SERIALIZED: 0.0015}
 """The budgets: at least the first, at most the others."""
+SCHEDULES_PER_REPETITION = 100
 
 COLD = """
 import time
@@ -71,11 +80,11 @@ class Result:
     def __str__(self) -> str:
         rate = self.num_instructions / self.median_s / 1e6
         used_s = statistics.median(self.processor_s)
-        spread = f"{min(self.times_s):.4f} to {max(self.times_s):.4f}"
+        spread = f"{min(self.times_s):.6f} to {max(self.times_s):.6f}"
         verdict = "ok" if self.is_in_time else "TOO SLOW"
         return (
-            f"{self.program:<36} {self.costs:<25} {self.num_instructions:>11,} median {self.median_s:.4f} s "
-            f"({spread}), processor {used_s:.4f} s  {rate:5.1f} M/s   budget {self.budget_s:.3f} s   {verdict}"
+            f"{self.program:<36} {self.costs:<22} {self.num_instructions:>11,} median {self.median_s:.6f} s "
+            f"({spread}), processor {used_s:.6f} s  {rate:5.1f} M/s   budget {self.budget_s:.4f} s   {verdict}"
         )
 
 
@@ -87,20 +96,13 @@ def build_program(name: str, ranks: int, microbatches: int, stages_per_rank: int
     return lower(build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank))
 
 
-def duration_s(program: Program, costs: Costs) -> tuple[float, float]:
-    """Simulate once; return the seconds that passed and those that the processor worked for it."""
-    start, used = time.perf_counter(), time.process_time()
-    simulate(program, costs)
-    return time.perf_counter() - start, time.process_time() - used
-
-
 def compiled(
     shape: tuple[str, int, int, int], costs: str, num_repetitions: int, budget_s: float | None = None
 ) -> Result:
     """Simulate in this process; the first time compiles, and does not count."""
     program = build_program(*shape)
-    duration_s(program, COSTS[costs])
-    times = [duration_s(program, COSTS[costs]) for _ in range(num_repetitions)]
+    simulate(program, COSTS[costs])
+    times = [timed(lambda: simulate(program, COSTS[costs])) for _ in range(num_repetitions)]
     limit_s = program.num_instructions / INSTRUCTIONS_PER_S[costs] if budget_s is None else budget_s
     return Result(name_of(*shape), costs, program.num_instructions, *map(list, zip(*times, strict=True)), limit_s)
 
@@ -115,7 +117,30 @@ def cold(shape: tuple[str, int, int, int], num_repetitions: int) -> Result:
     times = [tuple(map(float, run.stdout.split())) for run in runs]
     num_instructions = build_program(*shape).num_instructions
     name = f"{name_of(*shape)}, cold"
-    return Result(name, "infinitely wide channels", num_instructions, *map(list, zip(*times, strict=True)), SMALL_S)
+    return Result(name, CONTENTION_FREE, num_instructions, *map(list, zip(*times, strict=True)), SMALL_S)
+
+
+def search(shape: tuple[str, int, int, int], costs: str, num_repetitions: int) -> Iterator[Result]:
+    """Find the makespan of a schedule that is not lowered, often and in two ways; the first times do not count."""
+    name, ranks, microbatches, stages_per_rank = shape
+    schedule = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    makespans = Makespans(schedule, COSTS[costs])
+    ways: dict[str, Callable[[], float]] = {
+        "makespan": lambda: makespans.of(schedule),
+        "schedule": lambda: simulate(schedule, COSTS[costs], compiled=True).makespan_s,
+    }
+    for way, evaluate in ways.items():
+        evaluate()
+        times = [timed(evaluate) for _ in range(num_repetitions * SCHEDULES_PER_REPETITION)]
+        columns = map(list, zip(*times, strict=True))
+        yield Result(f"{name_of(*shape)}, {way}", costs, schedule.num_actions, *columns, SCHEDULE_S[costs])
+
+
+def timed(act: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds that passed and those that the processor worked for it."""
+    start, used = time.perf_counter(), time.process_time()
+    act()
+    return time.perf_counter() - start, time.process_time() - used
 
 
 def main() -> int:
@@ -126,7 +151,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="leave out the largest program")
     arguments = parser.parse_args()
 
+    print(f"load of the machine: {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores")
     results = []
+    for costs in COSTS:
+        for result in search(SCHEDULE, costs, arguments.repetitions):
+            results.append(result)
+            print(result, flush=True)
     for shape in SMALL:
         results.append(cold(shape, arguments.repetitions))
         print(results[-1], flush=True)
@@ -135,7 +165,7 @@ def main() -> int:
             results.append(compiled(shape, costs, arguments.repetitions))
             print(results[-1], flush=True)
     if not arguments.quick:
-        results.append(compiled(LARGEST, "infinitely wide channels", min(3, arguments.repetitions), LARGEST_S))
+        results.append(compiled(LARGEST, CONTENTION_FREE, min(3, arguments.repetitions), LARGEST_S))
         print(results[-1], flush=True)
     if arguments.json:
         rows = [asdict(result) | {"median_s": result.median_s, "is_in_time": result.is_in_time} for result in results]

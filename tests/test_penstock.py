@@ -65,7 +65,7 @@ SCHEDULE = ps.build("1f1b", ranks=2, microbatches=2)
         (lambda: ps.check(SCHEDULE, memory_limit="3"), "memory_limit: '3' of type str; give a whole number"),
         (lambda: ps.lower(ps.lower(SCHEDULE)), "of type Program; expected a Schedule that is not lowered yet"),
         (lambda: ps.lower("1f1b"), "schedule: '1f1b' of type str; expected a Schedule"),
-        (lambda: ps.simulate(SCHEDULE, ps.Costs.uniform()), "of type Schedule; expected a Program: lower it first"),
+        (lambda: ps.simulate("1f1b", ps.Costs.uniform()), "of type str; expected a Schedule or a Program"),
         (lambda: ps.simulate(ps.lower(SCHEDULE), None), "costs: None; expected Costs"),
         (lambda: ps.Schedule.from_csv(None), "text: None; expected a text"),
         (lambda: ps.Schedule.from_json(b"{}"), "text: b'{}' of type bytes; expected a text"),

@@ -41,12 +41,25 @@ def test_the_makespan_is_that_of_the_formula(name, num_ranks, num_microbatches):
     assert result.end.max() == 3 * (num_microbatches + num_ranks - 1)
 
 
-def test_a_lag_delays_other_rows_and_not_the_own_rank():
+def test_a_lag_delays_its_edge_and_not_the_ranks():
     schedule = drawn("0F0 0F1", "1F0 1F1")
 
-    result = walked(schedule, lag=np.array([0.5, 0.5, 0.0, 0.0]))
+    result = walked(schedule, lag=np.array([[9.0], [9.0], [0.5], [2.0]]))
 
-    assert result.start.tolist() == [0, 1, 1.5, 2.5]
+    assert predecessors(schedule)[:, 0].tolist() == [NONE, NONE, 0, 1]
+    assert result.start.tolist() == [0, 1, 1.5, 4]
+
+
+def test_edges_from_one_row_have_lags_of_their_own():
+    before = np.array([[NONE, NONE], [0, NONE], [1, 0]], np.int32)
+    lag = np.array([[0.0, 0.0], [0.25, 0.0], [0.5, 4.0]])
+
+    with_both, with_first = (
+        walk(np.arange(4), before, np.zeros(3, np.bool_), np.ones(3), lag=columns) for columns in (lag, lag[:, :1])
+    )
+
+    assert with_both.start.tolist() == [0, 1.25, 5]  # 4 after the end of row 0
+    assert with_first.start.tolist() == [0, 1.25, 2.75]  # the second column has no lags
 
 
 @given(feasible_schedules(), st.randoms(use_true_random=False))

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.ir import hot
+from penstock.ir.action import parse_action
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
 from penstock.ir.walk import _WALK
 from penstock.lowering import lower
 from penstock.placement import Placement
@@ -19,6 +21,7 @@ from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from tests.simulation.drawing import drawn, ends, starts
 from tests.simulation.events import KINDS, RECEIVES, Events, programs, uneven_costs
+from tests.strategies import feasible_schedules, schedules
 
 RANKS, MICROBATCHES = range(1, 7), range(1, 13)
 
@@ -78,7 +81,7 @@ def test_1f1b_loses_a_round_trip_of_transfers_for_every_turn_around_the_ranks(nu
 # What an instruction and a message cost
 
 
-def test_a_wide_channel_delays_every_message_alike():
+def test_a_contention_free_link_delays_every_message_alike():
     costs = Costs.uniform(message_bytes=(4,), bandwidth_bytes_per_s=2.0, transfer=0.5)
 
     timeline = simulate(drawn("0F0 0F1 0F2", "1F0 1F1 1F2", num_microbatches=3), costs)
@@ -88,7 +91,7 @@ def test_a_wide_channel_delays_every_message_alike():
     assert [starts(timeline)[f"1F{m}"] for m in range(3)] == [3.5, 4.5, 5.5]
 
 
-def test_on_an_exclusive_channel_messages_queue_for_the_wire_but_not_for_the_latency():
+def test_on_a_serialized_link_messages_queue_for_the_wire_but_not_for_the_latency():
     costs = Costs.uniform(message_bytes=(4,), bandwidth_bytes_per_s=2.0, transfer=0.5, is_exclusive=True)
 
     timeline = simulate(drawn("0F0 0F1 0F2", "1F0 1F1 1F2", num_microbatches=3), costs)
@@ -100,14 +103,14 @@ def test_on_an_exclusive_channel_messages_queue_for_the_wire_but_not_for_the_lat
 
 
 @pytest.mark.parametrize(("is_exclusive", "last_start_s"), [(False, 12), (True, 13)])
-def test_all_stages_of_two_ranks_share_a_channel(is_exclusive, last_start_s):
+def test_all_stages_of_two_ranks_share_a_link(is_exclusive, last_start_s):
     program = drawn("0F0 0F1 0F2 2F0", "1F0 1F1 1F2 3F0", placement=Placement.loop(2, 4), num_microbatches=3)
     costs = Costs.uniform(message_bytes=(3,), bandwidth_bytes_per_s=1.0, is_exclusive=is_exclusive)
 
     assert starts(simulate(program, costs))["3F0"] == last_start_s
 
 
-def test_each_direction_and_each_receiver_has_a_channel_of_its_own():
+def test_each_direction_and_each_receiver_has_its_own_link():
     lines = "0F0 0F1 0F2 0F3 0F4 0B0", "1F0 1B0 1F1 1F2 1F3 1F4", "2F0 2B0 2F1 2F2 2F3 2F4"
     costs = Costs.uniform(backward=1.0, message_bytes=(4,), bandwidth_bytes_per_s=1.0, is_exclusive=True)
 
@@ -210,6 +213,54 @@ def test_a_receive_without_a_send_is_refused(unsent):
 
     with pytest.raises(ScheduleError, match=r"^unsent: a receive has no send; check the program before"):
         simulate(program, Costs.uniform())
+
+
+# Schedules that are not lowered
+
+
+def computations(timeline):
+    rows = timeline.program.is_compute
+    return timeline.start_s[rows].tolist(), timeline.end_s[rows].tolist()
+
+
+@pytest.mark.slow
+@given(feasible_schedules() | schedules(max_ranks=6, max_microbatches=12), st.integers(0, 2**32), st.booleans())
+def test_a_schedule_takes_the_times_of_its_program(schedule, seed, is_exact):
+    program = lower(schedule)
+    costs = replace(uneven_costs(program, seed), launch_s=0.0)
+    if not is_exact:  # sums that depend on their order
+        costs = replace(costs, latency_s=0.1, bandwidth_bytes_per_s=0.7, overlap_factor=0.9)
+
+    bare = simulate(schedule, costs)
+
+    assert computations(bare) == computations(simulate(program, costs))
+    assert bare.program == Program.from_schedule(schedule)
+    assert bare.peak_bytes == simulate(program, costs).peak_bytes
+
+
+def test_an_edge_between_ranks_has_a_lag_and_one_within_a_rank_none():
+    orders = [["0F0", "3F0"], ["1F0", "2F0"]]
+    actions = [[parse_action(text) for text in order] for order in orders]
+    schedule = Schedule.from_actions("vee", Placement.vee(2), actions, num_microbatches=1)
+    costs = Costs.uniform(
+        transfer=0.5, message_bytes=(4,), bandwidth_bytes_per_s=8.0, microbatch_bytes_factor=(3.0,), launch_s=0.25
+    )
+
+    timeline = simulate(schedule, costs)
+
+    # 0F0, then 3F0; 1F0, 2F0: a message takes 0.5 + 3 * 4 / 8, a launch a quarter.
+    assert timeline.end_s.tolist() == [1.25, 9.0, 4.5, 5.75]
+
+
+@pytest.mark.slow
+def test_compiled_loops_give_a_small_schedule_the_same_times():
+    schedule = build("zbv", ranks=4, microbatches=8)
+    for costs in (Costs.uniform(transfer=0.1), Costs.uniform(message_bytes=(3,), bandwidth_bytes_per_s=7.0)):
+        interpreted, compiled = (simulate(schedule, costs, compiled=each) for each in (False, True))
+
+        assert "compiled" in vars(_WALK)
+        assert interpreted.start_s.tobytes() == compiled.start_s.tobytes()
+        assert interpreted.end_s.tobytes() == compiled.end_s.tobytes()
 
 
 # What holds for every program

@@ -16,45 +16,42 @@ def walked(queues, before=(ALONE,), lag_s=(0.0, 0.0, 0.0)):
 
 
 def test_without_queues_only_the_program_is_walked():
-    times = walked(Queues(PROGRAM), lag_s=(0.0, 0.5, 0.0))
+    before = array([NONE, NONE, 0], np.int32)
 
-    assert times.walk.end.tolist() == [1, 3, 6]
-    assert times.arrival_s(array([1, 2])).tolist() == [3.5, 6]
+    assert walked(Queues(PROGRAM), (before,), (0.0, 9.0, 3.5)).end.tolist() == [1, 3, 4.5 + 3]
 
 
 def test_rows_of_a_queue_run_one_behind_the_other_after_their_rows():
     queues = Queues(PROGRAM)
 
-    queues.add(array([3]), after=array([0, 1, 2]), duration_s=array([4.0, 1.0, 1.0]), lag_s=np.zeros(3))
+    queues.add(array([3]), after=array([0, 1, 2]), duration_s=array([4.0, 1.0, 1.0]))
 
-    assert walked(queues).walk.end.tolist() == [1, 3, 6, 5, 6, 7]
+    assert walked(queues).end.tolist() == [1, 3, 6, 5, 6, 7]
 
 
 def test_queues_do_not_wait_for_each_other():
     queues = Queues(PROGRAM)
 
-    queues.add(array([1, 2]), after=array([0, 0, 0]), duration_s=array([4.0, 1.0, 1.0]), lag_s=array([0.25, 0.0, 0.0]))
+    queues.add(array([1, 2]), after=array([0, 0, 0]), duration_s=array([4.0, 1.0, 1.0]))
 
-    times = walked(queues)
-    assert times.walk.end[3:].tolist() == [5, 2, 3]
-    assert times.arrival_s(array([3])).tolist() == [5.25]
+    assert walked(queues).end[3:].tolist() == [5, 2, 3]
 
 
-def test_a_row_of_the_program_may_wait_for_one_of_a_queue_and_that_for_one_of_a_queue_to_come():
+def test_a_row_may_wait_for_one_of_a_queue_and_that_for_one_of_a_later_queue():
     queues = Queues(PROGRAM)
     first = queues.next_row
-    queues.add(array([1]), after=array([first + 1]), duration_s=array([1.0]), lag_s=array([0.5]))
+    queues.add(array([1]), after=array([first + 1]), duration_s=array([1.0]))
 
     assert queues.next_row == first + 1
-    queues.add(array([1]), after=array([0]), duration_s=array([7.0]), lag_s=array([0.0]))
+    queues.add(array([1]), after=array([0]), duration_s=array([7.0]))
 
-    times = walked(queues, before=(array([NONE, NONE, first], np.int32),))
-    assert times.walk.end.tolist() == [1, 3, 9.5 + 3, 9, 8]
+    times = walked(queues, before=(array([NONE, NONE, first], np.int32),), lag_s=(0.0, 0.0, 0.5))
+    assert times.end.tolist() == [1, 3, 9.5 + 3, 9, 8]
 
 
-def test_all_columns_of_predecessors_count():
+def test_all_columns_of_predecessors_count_and_the_lag_in_the_first():
     queues = Queues(PROGRAM)
-    queues.add(array([2]), after=array([0, 0]), duration_s=array([2.0, 5.0]), lag_s=np.zeros(2))
+    queues.add(array([2]), after=array([0, 0]), duration_s=array([2.0, 5.0]))
     one, other = array([NONE, 3, NONE], np.int32), array([NONE, NONE, 4], np.int32)
 
-    assert walked(queues, before=(one, other)).walk.start[:3].tolist() == [0, 3, 8]
+    assert walked(queues, (one, other), (0.0, 0.25, 9.0)).start[:3].tolist() == [0, 3.25, 8]

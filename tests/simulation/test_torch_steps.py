@@ -55,7 +55,9 @@ def with_messages(schedule):
 def num_steps(program):
     is_send = (program.op == Op.SEND_FORWARD) | (program.op == Op.SEND_BACKWARD)
     one = np.ones(program.num_instructions)
-    times = walk(program.offsets, predecessors(program), program.joined, one, lag=np.where(is_send, -1.0, 0.0))
+    before = predecessors(program)
+    lag = np.where(is_send[before], -1.0, 0.0)  # a receive ends in the step in which its send runs
+    times = walk(program.offsets, before, program.joined, one, lag=lag)
     assert times.is_complete
     return times.end.max()
 

@@ -38,25 +38,32 @@ def walk(
     *,
     lag: NDArray[np.float64] | None = None,
     visits: NDArray[np.int64] | None = None,
+    compiled: bool = False,
 ) -> Walk:
     """Run every rank's rows in order, each as early as its predecessors allow.
 
-    `offsets` [num_ranks + 1], `predecessors` [num_rows, n] with -1 for none, `duration` [num_rows]. `lag` [num_rows] is
-    the time from a row's end until those that wait for it may start; the row's own rank is free before. `visits`
-    [num_ranks] is the order in which ranks are looked at again and again; it changes nothing but how fast the walk is.
+    `offsets` [num_ranks + 1], `predecessors` [num_rows, n] with -1 for none, `duration` [num_rows]. `lag` [num_rows, k]
+    is the time from the end of a predecessor until the row may start, for the first k columns of predecessors; the
+    others have none. `visits` [num_ranks] is the order in which ranks are looked at again and again, and `compiled`
+    asks for compiled loops for a small table too: both change nothing but how fast the walk is.
     """
     num_rows = len(duration)
-    delay = np.zeros(num_rows) if lag is None else lag
+    lag_of_edge = np.zeros((num_rows, 0)) if lag is None else lag
     result = Walk(np.full(num_rows, NOT_RUN), np.full(num_rows, NOT_RUN), offsets[:-1].astype(np.int64))
     turns = np.arange(len(offsets) - 1) if visits is None else visits
-    columns = map(frozen, (offsets, predecessors, joined, duration, delay, turns))
-    _WALK(num_rows, *columns, result.start, result.end, result.reached, np.zeros(len(offsets) - 1))
+    columns = map(frozen, (offsets, predecessors, joined, duration, lag_of_edge, turns))
+    times = (result.start, result.end, result.reached, np.zeros(len(offsets) - 1))
+    if compiled:
+        _WALK.compiled(*columns, *times)
+    else:
+        _WALK(num_rows, *columns, *times)
     return result
 
 
 def _ready_time(predecessors: Any, end: Any, lag: Any, row: int, partner: int) -> float:
     """When the row can start, or BLOCKED; the row that it is joined to is not waited for."""
     ready = 0.0
+    num_lags = lag.shape[1]
     for column in range(predecessors.shape[1]):
         before = predecessors[row, column]
         if before < 0 or before == partner:
@@ -64,9 +71,10 @@ def _ready_time(predecessors: Any, end: Any, lag: Any, row: int, partner: int) -
         ended = end[before]
         if ended == -1.0:  # NOT_RUN
             return -2.0  # BLOCKED
-        arrives = ended + lag[before]
-        if arrives > ready:  # interpreted, a call of max takes longer than all of this
-            ready = arrives
+        if column < num_lags:
+            ended += lag[row, column]
+        if ended > ready:  # interpreted, a call of max takes longer than all of this
+            ready = ended
     return ready
 
 

@@ -1,8 +1,10 @@
-"""Messages on their way: a send is done at once, its message waits for those before it where the channel is exclusive.
+"""Messages on links: a message delays the computation that takes it, and neither of the two ranks.
 
-rank 0     F0  SEND_F0  F1  SEND_F1          an exclusive channel is a queue (`simulation.queues`), a wide one only a
-0 -> 1         [ F0      ][ F1      ]~~~>    lag behind the send; the latency (~) is a lag either way
+rank 0     F0  SEND_F0  F1  SEND_F1          a serialized link is a queue (`simulation.queues`): one message at a time;
+0 -> 1         [ F0      ][ F1      ]~~~>    a contention-free link, and any latency (~), is a lag on the edge
 rank 1     RECV_F0  RECV_F1      F0          a receive is posted and holds nothing up; its consumer waits
+
+A schedule that is not lowered has no sends: a message leaves when the computation that makes it has ended.
 """
 
 from dataclasses import dataclass
@@ -11,15 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
-from penstock.ir.deps import NONE
+from penstock.ir.deps import NONE, stages_at
 from penstock.ir.hot import blocks
-from penstock.ir.operations import IS_COMPUTE, IS_RECEIVE, IS_SEND, Op
+from penstock.ir.operations import IS_COMPUTE, IS_RECEIVE, IS_SEND, MADE, MOVED, NUM_OPS, TAKEN, At
 from penstock.ir.program import Program
+from penstock.placement import Placement
 from penstock.simulation.costs.costs import Costs
 from penstock.simulation.costs.messages import BACKWARD, FORWARD, MessageCosts, message_costs
 from penstock.simulation.queues import Queues, Rows
 
-DIRECTION_OF_SEND = {Op.SEND_FORWARD: FORWARD, Op.SEND_BACKWARD: BACKWARD}
+SENDER_OF = {FORWARD: At.UPSTREAM, BACKWARD: At.DOWNSTREAM}
+"""By direction, which is the index among `operations.MESSAGES`: where the messages come from that a stage takes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,20 +31,20 @@ class Messages:
     """The rows at both ends of all messages."""
 
     queued: Rows
-    """Sends on exclusive channels."""
+    """Sends on serialized links."""
     wires: Rows
     """The rows of queues that carry what these send."""
     receives: Rows
     carriers: NDArray[np.int32]
     """For each receive, the row after which its message arrives: a send, or a row of a queue."""
     lag_s: NDArray[np.float64]
-    """[num_instructions] seconds from the end of a send to the arrival on a wide channel."""
+    """[num_instructions] seconds from the end of what carries the message that a row takes until the row may start."""
 
 
 def add_messages(program: Program, costs: Costs, before: NDArray[np.int32], queues: Queues) -> Messages:
-    """Put messages on their channels, and let their consumers, not their receives, wait for them.
+    """Put messages on their links, and let their consumers, not their receives, wait for them.
 
-    In `before` stands, per row, the row that its data comes from; it is changed.
+    `before` holds, per row, the row that its data comes from; it is changed.
 
     Raises:
         ScheduleError: if a receive has no send.
@@ -48,42 +52,74 @@ def add_messages(program: Program, costs: Costs, before: NDArray[np.int32], queu
     """
     table = message_costs(program.placement, costs)
     factors = costs.per_microbatch("microbatch_bytes_factor", program.num_microbatches)
-    lag_s = _lags_s(program, table, factors)
     receives = _rows_where(program, IS_RECEIVE)
-    carriers = before[receives]
-    if (carriers == NONE).any():
+    if (before[receives] == NONE).any():
         raise ScheduleError(f"{program.name}: a receive has no send; check the program before simulating")
+    if len(receives):
+        _let_consumers_wait(program, before)
     queued = wires = np.empty(0, np.int64)
     if table.is_exclusive.any():
-        queued, wires = _queue(program, table, factors, queues)
-        carrier_of_send = np.arange(program.num_instructions, dtype=np.int32)
-        carrier_of_send[queued] = wires
-        before[receives] = carriers = carrier_of_send[carriers]
-    _let_consumers_wait(program, before)
+        sends = _rows_where(program, IS_SEND)
+        sources = sends if len(sends) else _rows_where(program, IS_COMPUTE)
+        leaving, wires = _queue(program, sources, table, factors, queues)
+        _let_messages_queue(program, before, leaving, wires)
+        queued, wires = (leaving, wires) if len(sends) else (queued, queued)
+    carriers = before[receives]
     before[receives] = NONE
-    return Messages(queued, wires, receives, carriers, lag_s)
+    lags = Lags.of(program.placement, table, factors)
+    return Messages(queued, wires, receives, carriers, lags.of_rows(program))
 
 
-def _by_op(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[num_ops, num_stages] what messages have by direction and stage, in the rows of their sends; else 0."""
-    table = np.zeros((len(Op), values.shape[1]))
-    for op, direction in DIRECTION_OF_SEND.items():
-        table[op] = values[direction]
+@dataclass(frozen=True, slots=True, eq=False)
+class Lags:
+    """Seconds from the end of what carries a message until what takes the message may start.
+
+    That is the latency, and on contention-free links the time on the wire.
+    """
+
+    wire_s: NDArray[np.float64]
+    """[num_ops, num_stages] by what takes the message, times a factor; all 0 where the factors are equal."""
+    latency_s: NDArray[np.float64]
+    """[num_ops, num_stages] the rest."""
+    factors: NDArray[np.float64]
+    """[num_microbatches] of `wire_s`."""
+
+    @classmethod
+    def of(cls, placement: Placement, table: MessageCosts, factors: NDArray[np.float64]) -> "Lags":
+        wire_s = _by_taker(placement, np.where(table.is_exclusive, 0.0, table.wire_s))
+        latency_s = _by_taker(placement, table.latency_s)
+        if (factors == factors[0]).all():
+            return cls(np.zeros_like(wire_s), wire_s * factors[0] + latency_s, factors)
+        return cls(wire_s, latency_s, factors)
+
+    def of_rows(self, program: Program) -> NDArray[np.float64]:
+        """[num_instructions] the lag of each row."""
+        lag_s = np.empty(program.num_instructions)
+        varies = bool(self.wire_s.any())
+        for part in blocks(program.num_instructions):
+            key = program.op[part] * np.int32(program.num_stages) + program.stage[part]
+            np.take(self.latency_s, key, out=lag_s[part])
+            if varies:
+                lag_s[part] += np.take(self.wire_s, key) * self.factors[program.microbatch[part]]
+        return lag_s
+
+
+def _by_taker(placement: Placement, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[num_ops, num_stages] what messages have by direction and sending stage, for the rows that take them; else 0."""
+    table = np.zeros((NUM_OPS, placement.num_stages))
+    for direction, at in SENDER_OF.items():
+        sender = stages_at(placement, at)
+        takes = np.where(IS_RECEIVE, MOVED, TAKEN) == direction
+        table[takes] = np.where(sender == NONE, 0.0, values[direction][sender])
     return table
 
 
-def _lags_s(program: Program, table: MessageCosts, factors: NDArray[np.float64]) -> NDArray[np.float64]:
-    is_wide = ~table.is_exclusive
-    wire_s, latency_s = _by_op(table.wire_s * is_wide), _by_op(table.latency_s * is_wide)
-    lag_s = np.empty(program.num_instructions)
-    are_equal = bool((factors == factors[0]).all())
-    for part in blocks(program.num_instructions):
-        key = program.op[part] * np.int32(program.num_stages) + program.stage[part]
-        if are_equal:
-            np.take(wire_s * factors[0] + latency_s, key, out=lag_s[part])
-        else:
-            lag_s[part] = np.take(wire_s, key) * factors[program.microbatch[part]] + np.take(latency_s, key)
-    return lag_s
+def _by_sender(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The same for the rows that messages leave after: sends, and computations where there are none."""
+    table = np.zeros((NUM_OPS, values.shape[1]))
+    for direction, of_direction in enumerate(values):
+        table[np.where(IS_SEND, MOVED, MADE) == direction] = of_direction
+    return table
 
 
 def _rows_where(program: Program, wanted: NDArray[np.bool_]) -> Rows:
@@ -93,7 +129,7 @@ def _rows_where(program: Program, wanted: NDArray[np.bool_]) -> Rows:
 
 
 def _let_consumers_wait(program: Program, before: NDArray[np.int32]) -> None:
-    """Replace receives by what carries their message: posting one does not hold up the rank."""
+    """Replace receives by the sends of their messages: posting a receive does not hold up the rank."""
     for part in blocks(program.num_instructions):
         computes = part.start + np.flatnonzero(IS_COMPUTE[program.op[part]])
         sources = before[computes]
@@ -101,20 +137,34 @@ def _let_consumers_wait(program: Program, before: NDArray[np.int32]) -> None:
         before[computes[waits]] = before[sources[waits]]
 
 
-def _queue(program: Program, table: MessageCosts, factors: NDArray[np.float64], queues: Queues) -> tuple[Rows, Rows]:
-    """Give each message of an exclusive channel a row of the channel's queue; return the sends and these rows."""
-    sends = _rows_where(program, IS_SEND)
-    key = program.op[sends] * np.int32(program.num_stages) + program.stage[sends]
-    is_queued = np.take(_by_op(table.is_exclusive.astype(np.float64)), key) > 0
-    queued, key = sends[is_queued], key[is_queued]
-    ranks = np.array(program.placement.rank_of_stage, np.int64)
-    channel = ranks[program.stage[queued]] * program.num_ranks + ranks[program.peer[queued]]
-    in_order = np.argsort(channel, kind="stable")
-    begins = np.flatnonzero(np.diff(channel[in_order], prepend=NONE))
-    lengths = np.diff(begins, append=len(queued))
-    wires = np.empty(len(queued), np.int64)
-    wires[in_order] = queues.next_row + np.arange(len(queued))
-    wire_s = np.take(_by_op(table.wire_s), key) * factors[program.microbatch[queued]]
-    latency_s = np.take(_by_op(table.latency_s), key)
-    queues.add(lengths, after=queued[in_order], duration_s=wire_s[in_order], lag_s=latency_s[in_order])
-    return queued, wires
+def _let_messages_queue(program: Program, before: NDArray[np.int32], leaving: Rows, wires: Rows) -> None:
+    """Replace what sends a message by the row of the queue that carries it, for those on other ranks."""
+    carrier = np.append(np.arange(program.num_instructions, dtype=np.int32), np.int32(NONE))
+    carrier[leaving] = wires
+    takers = np.flatnonzero((before != NONE) & (program.rank_of_row[before] != program.rank_of_row))
+    before[takers] = carrier[before[takers]]
+
+
+def _queue(
+    program: Program, sources: Rows, table: MessageCosts, factors: NDArray[np.float64], queues: Queues
+) -> tuple[Rows, Rows]:
+    """Give each message of a serialized link a row of the link's queue; return what sends them, and these rows."""
+    key = program.op[sources] * np.int32(program.num_stages) + program.stage[sources]
+    is_queued = np.take(_by_sender(table.is_exclusive.astype(np.float64)), key) > 0
+    leaving, key = sources[is_queued], key[is_queued]
+    links = np.take(_by_sender(_links(program)), key)
+    in_order = np.argsort(links, kind="stable")
+    begins = np.flatnonzero(np.diff(links[in_order], prepend=NONE))
+    lengths = np.diff(begins, append=len(leaving))
+    wires = np.empty(len(leaving), np.int64)
+    wires[in_order] = queues.next_row + np.arange(len(leaving))
+    wire_s = np.take(_by_sender(table.wire_s), key) * factors[program.microbatch[leaving]]
+    queues.add(lengths, after=leaving[in_order], duration_s=wire_s[in_order])
+    return leaving, wires
+
+
+def _links(program: Program) -> NDArray[np.float64]:
+    """[2, num_stages] a number for each ordered pair of ranks, by direction and sending stage."""
+    ranks = np.array(program.placement.rank_of_stage)
+    receivers = np.array([program.placement.next_stage, program.placement.previous_stage])
+    return np.asarray(ranks * program.num_ranks + ranks[receivers], np.float64)

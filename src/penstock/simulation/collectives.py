@@ -58,9 +58,8 @@ def add_collectives(program: Program, costs: Costs, before: NDArray[np.int32], q
     after[runs - first], duration_s[runs - first] = launches, seconds
     after[arrivals - first], after[runs[is_tied] - first] = launches[is_tied], meetings.over
     lengths = np.bincount(program.rank_of_row[launches], 1 + is_tied, program.num_ranks).astype(np.int64)
-    queues.add(lengths, after=after, duration_s=duration_s, lag_s=np.zeros(num_rows))
-    nothing_s = np.zeros(len(arrivals))
-    queues.add(meetings.lengths, after=meetings.after, duration_s=nothing_s, lag_s=nothing_s)
+    queues.add(lengths, after=after, duration_s=duration_s)
+    queues.add(meetings.lengths, after=meetings.after, duration_s=np.zeros(len(arrivals)))
     found = Collectives(launches, runs)
     _let_steps_wait(program, found, before)
     return found

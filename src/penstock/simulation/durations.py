@@ -16,12 +16,26 @@ def durations_s(program: Program, costs: Costs) -> NDArray[np.float64]:
     Raises:
         ConfigError: if the costs are for another number of stages, or do not know a kind that the program runs.
     """
+    return durations_by_table(program, costs, seconds_by_op(program, costs))
+
+
+def seconds_by_op(program: Program, costs: Costs) -> NDArray[np.float64]:
+    """[num_ops, num_stages] seconds without launches, factors and overlap; NaN where unknown and not needed.
+
+    Raises:
+        ConfigError: as `durations_s`.
+    """
     table = costs.durations_s(program.num_stages)
     _require_known(program, table, costs)
     if costs.split_forward_s:
         is_split = _splits_backwards(program)
         table[Kind.FORWARD, is_split] = costs.per_stage("split_forward_s", program.num_stages)[is_split]
     table[Op.OPTIMIZER_STEP] = _optimizer_s(program, costs)
+    return table
+
+
+def durations_by_table(program: Program, costs: Costs, table: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the durations that the seconds of a table lead to."""
     seconds = np.empty(program.num_instructions)
     for part in blocks(program.num_instructions):
         np.take(table, program.op[part] * np.int32(program.num_stages) + program.stage[part], out=seconds[part])

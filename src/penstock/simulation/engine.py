@@ -23,36 +23,40 @@ from penstock.simulation.queues import Queues
 STATIC = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 
 
-def simulate(program: Program, costs: Costs) -> Timeline:
-    """Predict the timeline of a program.
+def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False) -> Timeline:
+    """Predict the timeline of a program, or of a schedule that is not lowered.
 
     A send ends when its message has left, a receive when it has arrived, a collective when it is over; computations and
-    the optimizer step keep their rank busy from start to end.
+    the optimizer step keep their rank busy from start to end. A schedule has its computations alone, and its messages
+    are lags between them: if launches cost nothing, these run when they run in the lowered program.
+
+    `compiled` asks for compiled loops for a small table too: for many of them, as a search has. The first call may
+    compile for some seconds.
 
     Raises:
         ScheduleError: if the program cannot run to its end; `penstock.check` says why.
         ConfigError: if the costs are for another number of stages, microbatches or tied groups, or do not know a kind
             that the program runs.
     """
-    if not isinstance(program, Program):
-        hint = ": lower it first, as simulate(lower(schedule), costs)" if isinstance(program, Schedule) else ""
-        raise ConfigError(f"{described(program)}; expected a Program{hint}", key="program")
+    if not isinstance(table, Schedule | Program):
+        raise ConfigError(f"{described(table)}; expected a Schedule or a Program", key="table")
     if not isinstance(costs, Costs):
         raise ConfigError(f"{described(costs)}; expected Costs, such as Costs.uniform()", key="costs")
+    program = Program.from_schedule(table) if isinstance(table, Schedule) else table
     duration_s, queues = durations_s(program, costs), Queues(program)
     data_from, *others = _predecessors(program)
     messages = add_messages(program, costs, data_from, queues)
     collectives = add_collectives(program, costs, data_from, queues)
     gathers = gathers_before(program, collectives)
     before = [data_from, *others] if gathers is None else [data_from, *others, gathers]
-    times = queues.walk(before, duration_s, messages.lag_s)
-    if not times.walk.is_complete:
+    times = queues.walk(before, duration_s, messages.lag_s, compiled=compiled)
+    if not times.is_complete:
         raise ScheduleError(f"{program.name}: the program cannot run to its end; check it before simulating")
-    start_s, end_s = times.walk.start[: program.num_instructions], times.walk.end[: program.num_instructions]
-    arrived_s = times.arrival_s(messages.carriers)
+    start_s, end_s = times.start[: program.num_instructions], times.end[: program.num_instructions]
+    arrived_s = times.end[messages.carriers] + messages.lag_s[messages.receives]
     end_s[messages.receives] = np.maximum(end_s[messages.receives], arrived_s)
-    end_s[messages.queued] = times.walk.end[messages.wires]
-    end_s[collectives.launches] = times.walk.end[collectives.runs]
+    end_s[messages.queued] = times.end[messages.wires]
+    end_s[collectives.launches] = times.end[collectives.runs]
     return Timeline(
         program,
         "predicted",

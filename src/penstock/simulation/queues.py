@@ -1,14 +1,12 @@
-"""Queues beside the ranks: queues in which messages and collectives wait for one another, while their rank goes on.
+"""Queues beside the ranks, in which messages and collectives wait for one another while their rank goes on.
 
     rank 0      F0  SEND_F0  F1  SEND_F1  ...          the rows of the program
     0 -> 1          [ F0 on the wire ][ F1 on the wire ]   a queue: its rows run in order, each after its send
 
-To the walk (`ir.walk`) a queue is one more rank: its rows stand behind those of the program, queue after queue.
+To the walk (`ir.walk`) a queue is one more rank: its rows follow those of the program, queue after queue.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,18 +19,6 @@ Rows = NDArray[np.int64]
 Seconds = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Times:
-    """What ran when, in ranks and queues."""
-
-    walk: Walk
-    lag_s: Seconds
-
-    def arrival_s(self, rows: NDArray[Any]) -> Seconds:
-        """When those that wait for these rows may start."""
-        return np.asarray(self.walk.end[rows] + self.lag_s[rows])
-
-
 class Queues:
     """Collects queues, numbers their rows, and walks them together with the ranks of a program."""
 
@@ -41,48 +27,55 @@ class Queues:
         self._lengths: list[Rows] = []
         self._after: list[Rows] = []
         self._duration_s: list[Seconds] = []
-        self._lag_s: list[Seconds] = []
         self.next_row = program.num_instructions
         """The number that the first row of the next queue will have."""
 
-    def add(self, lengths: Rows, *, after: Rows, duration_s: Seconds, lag_s: Seconds) -> None:
+    def add(self, lengths: Rows, *, after: Rows, duration_s: Seconds) -> None:
         """Add queues of these lengths; each of their rows comes after one row, which may be of a later queue."""
         self._lengths.append(lengths)
         self._after.append(after)
         self._duration_s.append(duration_s)
-        self._lag_s.append(lag_s)
         self.next_row += len(after)
 
-    def walk(self, before: Sequence[NDArray[np.int32]], duration_s: Seconds, lag_s: Seconds) -> Times:
-        """Time the program's rows, whose predecessors, durations and lags are given, and those of all queues.
+    def walk(
+        self, before: Sequence[NDArray[np.int32]], duration_s: Seconds, lag_s: Seconds, *, compiled: bool = False
+    ) -> Walk:
+        """Time the program's rows and those of all queues.
 
-        Each entry of `before` holds, for every row of the program, one more row that it comes after.
+        Each entry of `before` holds, for every row of the program, one more row that it comes after; `lag_s` is the
+        time from the end of the first of these until the row may start.
         """
         program = self._program
         num_added = self.next_row - program.num_instructions
         if not num_added:
-            return Times(walk(program.offsets, _table(before), program.joined, duration_s, lag=lag_s), lag_s)
+            return walk(
+                program.offsets,
+                _table(before),
+                program.joined,
+                duration_s,
+                lag=lag_s.reshape(-1, 1),
+                compiled=compiled,
+            )
         ends = program.num_instructions + np.cumsum(np.concatenate(self._lengths))
         nothing = np.full(num_added, NONE, np.int32)
         after = np.concatenate(self._after).astype(np.int32)
         columns = [np.concatenate([column, nothing if n else after]) for n, column in enumerate(before)]
-        lags_s = np.concatenate([lag_s, *self._lag_s])
-        times = walk(
+        return walk(
             np.concatenate([program.offsets, ends]),
             _table(columns),
             np.concatenate([program.joined, np.zeros(num_added, np.bool_)]),
             np.concatenate([duration_s, *self._duration_s]),
-            lag=lags_s,
+            lag=np.concatenate([lag_s, np.zeros(num_added)]).reshape(-1, 1),
             visits=self._visits(),
+            compiled=compiled,
         )
-        return Times(times, lags_s)
 
     def _visits(self) -> Rows:
-        """Each queue right behind the rank that feeds it: so one round takes a message from end to end."""
+        """Each queue right behind the rank that fills it: so one round takes a message from end to end."""
         program = self._program
         parts = [_first_after(*each) for each in zip(self._lengths, self._after, strict=True)]
-        feeders = np.searchsorted(program.offsets, np.concatenate(parts), side="right") - 1
-        return np.argsort(np.concatenate([np.arange(program.num_ranks), feeders]), kind="stable")
+        fillers = np.searchsorted(program.offsets, np.concatenate(parts), side="right") - 1
+        return np.argsort(np.concatenate([np.arange(program.num_ranks), fillers]), kind="stable")
 
 
 def _table(columns: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:

@@ -29,6 +29,13 @@ def test_nothing_is_sent_where_a_route_ends():
     assert found.latency_s[BACKWARD].tolist() == [0, 1, 0, 1]
 
 
+def test_nothing_is_sent_between_stages_of_one_rank():
+    found = message_costs(Placement.vee(2), Costs.uniform(transfer=1.0, message_bytes=(4,), is_exclusive=True))
+
+    assert found.latency_s.tolist() == [[1, 0, 1, 0], [0, 1, 0, 1]]
+    assert found.is_exclusive.tolist() == found.latency_s.astype(bool).tolist()
+
+
 def test_a_channel_that_differs_counts_for_all_stages_of_its_two_ranks_in_its_direction():
     special = Channel(sender=0, receiver=1, latency_s=5.0, bandwidth_bytes_per_s=2.0, is_exclusive=True)
     costs = Costs.uniform(transfer=1.0, message_bytes=(8,), bandwidth_bytes_per_s=4.0, channels=(special,))

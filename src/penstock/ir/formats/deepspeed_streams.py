@@ -130,7 +130,9 @@ def _steps(schedule: Schedule, listing: Listing) -> NDArray[np.int64]:
         # Two actions of one kind stand two steps apart: so all forwards of a rank keep one parity.
         duration[:-1] += schedule.kind[:-1] == schedule.kind[1:]
     before = predecessors(schedule)
-    times = walk(schedule.offsets, before, schedule.joined, duration, lag=1 - duration)
+    # A result can be used one step after its action began, however long the rank is busy.
+    lag = 1 - duration[before]
+    times = walk(schedule.offsets, before, schedule.joined, duration, lag=lag)
     if not times.is_complete:
         raise _refusal("it cannot run to its end", "an order that `penstock check` proves")
     rows = np.flatnonzero(before[:, 0] != NONE)

@@ -14,7 +14,7 @@ FORWARD, BACKWARD = range(2)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MessageCosts:
-    """[2, num_stages] by direction and sending stage; nothing is sent where a route ends."""
+    """[2, num_stages] by direction and sending stage; nothing is sent where a route ends or stays on its rank."""
 
     latency_s: NDArray[np.float64]
     wire_s: NDArray[np.float64]
@@ -36,7 +36,7 @@ def message_costs(placement: Placement, costs: Costs) -> MessageCosts:
     usual = Channel(-1, -1, costs.latency_s, costs.bandwidth_bytes_per_s, costs.is_exclusive)
     for direction, neighbours in ((FORWARD, placement.next_stage), (BACKWARD, placement.previous_stage)):
         for stage, neighbour in enumerate(neighbours):
-            if neighbour < 0:
+            if neighbour < 0 or ranks[neighbour] == ranks[stage]:
                 continue
             channel = channels.get((ranks[stage], ranks[neighbour]), usual)
             # A gradient has the size of the output it belongs to, which is the neighbour's.

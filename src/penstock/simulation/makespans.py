@@ -1,0 +1,121 @@
+"""Makespans of many schedules of one shape: what a search evaluates again and again.
+
+What does not depend on the order is prepared once: the seconds of each action, the lag of each message, and which
+actions each one waits for. An order only says in which row each action is, so no schedule is lowered or indexed anew.
+"""
+
+from collections.abc import Sequence
+from math import inf, isnan
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ScheduleError
+from penstock.ir.deps import NONE, NUM_PREDECESSORS, predecessors
+from penstock.ir.operations import Kind, Op, exclusive
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.ir.table import Table
+from penstock.ir.walk import walk
+from penstock.simulation.channels import Lags
+from penstock.simulation.costs.costs import Costs
+from penstock.simulation.costs.messages import message_costs
+from penstock.simulation.durations import durations_by_table, seconds_by_op
+from penstock.simulation.engine import simulate
+
+PLANES = sorted({exclusive(Op(kind)) for kind in Kind})
+PLANE_OF_OP = np.array([PLANES.index(exclusive(op)) if op in set(Kind) else NONE for op in Op])
+"""The index of those that exclude each other, as B and I: one of them runs for a (stage, microbatch, slice)."""
+
+
+class Makespans:
+    """Evaluates schedules that have the placement, the microbatches and the slices of one of them."""
+
+    def __init__(self, like: Schedule, costs: Costs) -> None:
+        """Prepare for schedules like this one; the first evaluation may compile for some seconds."""
+        self._costs = costs
+        self._shape = (like.placement, like.num_microbatches, like.num_slices)
+        table = message_costs(like.placement, costs)
+        self._is_serialized = bool(table.is_exclusive.any())
+        factors = costs.per_microbatch("microbatch_bytes_factor", like.num_microbatches)
+        self._lags = Lags.of(like.placement, table, factors)
+        self._seconds = seconds_by_op(Program.from_schedule(like), costs)
+        self._waits = _waits(like)
+
+    def of(self, schedule: Schedule) -> float:
+        """Return the seconds that `simulate` predicts from the first start to the last end; inf if it cannot run.
+
+        Raises:
+            ScheduleError: if the schedule has another shape.
+            ConfigError: if the costs do not know a kind that the schedule runs.
+        """
+        if (schedule.placement, schedule.num_microbatches, schedule.num_slices) != self._shape:
+            raise ScheduleError(f"{schedule.name}: its placement, microbatches or slices are others than prepared for")
+        if self._is_serialized:
+            return self._simulated(schedule)
+        program, costs = Program.from_schedule(schedule), self._costs
+        seconds = seconds_by_op(program, costs) if costs.split_forward_s else self._seconds
+        times = walk(
+            program.offsets,
+            self._predecessors(program),
+            program.joined,
+            durations_by_table(program, costs, seconds),
+            lag=self._lags.of_rows(program).reshape(-1, 1),
+            compiled=True,
+        )
+        if not times.is_complete:
+            return inf
+        found = float(times.end.max(initial=0.0))
+        return self._simulated(schedule) if isnan(found) else found
+
+    def _simulated(self, schedule: Schedule) -> float:
+        return simulate(schedule, self._costs, compiled=True).makespan_s
+
+    def _predecessors(self, program: Program) -> NDArray[np.int32]:
+        """[num_rows, n] as `deps.predecessors` finds them."""
+        places = _places(program)
+        row_of_place = np.full(len(self._waits), NONE, np.int32)
+        row_of_place[places] = np.arange(len(places))
+        return np.asarray(row_of_place[self._waits[places]])
+
+
+def _places(table: Table) -> NDArray[np.int64]:
+    """[num_rows] a number for each action that can run beside the others."""
+    found = PLANE_OF_OP[table.op] * table.num_stages + table.stage
+    found *= table.num_microbatches
+    found += table.microbatch
+    found *= table.num_slices
+    found += table.slice
+    return np.asarray(found)
+
+
+def _waits(like: Schedule) -> NDArray[np.int64]:
+    """[num_places + 1, n] the places that each one waits for, the last one for none."""
+    everything = _every_action(like, PLANES)
+    without_recompute = _every_action(like, [plane for plane in PLANES if plane != Op.RECOMPUTE])
+    num_places = everything.num_rows
+    found = np.full((num_places + 1, 2 * NUM_PREDECESSORS), num_places, np.int64)
+    # A backward waits for the R, where there is one, and for the F.
+    for first, table in ((0, everything), (NUM_PREDECESSORS, without_recompute)):
+        places = _places(table)
+        before = np.append(places, num_places)[predecessors(table)]
+        found[places, first : first + NUM_PREDECESSORS] = before
+    is_new = [not (found[:, :column] == found[:, column, np.newaxis]).any(axis=1).all() for column in range(6)]
+    is_used = (found != num_places).any(axis=0)
+    return np.asarray(found[:, is_new & is_used])
+
+
+def _every_action(like: Schedule, ops: Sequence[Op]) -> Schedule:
+    """Every stage, microbatch and slice with each of these operations."""
+    shape = (like.num_stages, like.num_microbatches, like.num_slices)
+    stage, microbatch, slices = (column.ravel() for column in np.indices(shape))
+    orders = []
+    for stages in like.placement.stages_of_rank:
+        own = np.isin(stage, stages)
+        columns = [stage[own], microbatch[own], slices[own]]
+        parts = [np.stack([np.full(len(columns[0]), op), *columns], axis=1) for op in ops]
+        orders.append(np.concatenate(parts))
+    return Schedule.from_arrays(
+        "every action", like.placement, orders, num_microbatches=shape[1], num_slices=shape[2],
+        route_of_microbatch=like.route_of_microbatch,
+    )  # fmt: skip
