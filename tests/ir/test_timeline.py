@@ -33,6 +33,15 @@ def test_makespan_and_span_are_read_off_the_first_starts_and_last_ends():
     assert timeline.work_s.tolist() == [3, 3]
 
 
+def test_a_rank_without_computations_does_not_stretch_the_makespan():
+    orders = [[Action(F, 0, 0), Action(B, 0, 0)], []]
+    schedule = Schedule.from_actions("idle rank", Placement.line(2), orders, num_microbatches=1)
+
+    timeline = timeline_of(Program.from_schedule(schedule), [(1, 2), (7, 9)])
+
+    assert (timeline.makespan_s, timeline.span_s) == (8, 8)
+
+
 def test_both_bubble_conventions_follow_their_definitions():
     timeline = timeline_of(two_ranks(), [(1, 2), (7, 9), (2, 3), (3, 5)])
 

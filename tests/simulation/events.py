@@ -66,8 +66,10 @@ class Events:
         wanted = [need for action in computes for need in needs(action, self.program)]
         if any(self.known_s.get((need, rank), inf) > now for need in wanted) or self.waits_for_collective(rows, now):
             return False
-        until = now + len(rows) * self.costs.launch_s + self.work_s(rows[0], computes, rank)
-        self.start_s[rows], self.end_s[rows], self.free_s[rank] = now, until, until
+        launched = now + len(rows) * self.costs.launch_s
+        until = launched + self.work_s(rows[0], computes, rank)
+        works = computes or self.program.op[rows[0]] == Op.OPTIMIZER_STEP
+        self.start_s[rows], self.end_s[rows], self.free_s[rank] = launched if works else now, until, until
         self.known_s.update({(action, rank): until for action in computes})
         heappush(self.moments, until)
         if self.program.instruction(waiting[0]).op.is_send:

@@ -31,7 +31,7 @@ class Why:
     """A second definition: the cause of one rank's idleness at one moment, asked from rank to rank."""
 
     def __init__(self, timeline, costs, memory_limit):
-        self.timeline, self.expected = timeline, ExpectedDurations(timeline, costs)
+        self.timeline, self.expected = timeline, ExpectedDurations(timeline.program, costs)
         self.blocks = blocks_of(timeline)
         self.blocked_since_s = memory_blocked_since_s(timeline, costs, self.blocks, memory_limit)
         self.begin_s = min(block.start_s for block in self.blocks)
@@ -76,7 +76,7 @@ class Why:
         first_row = self.timeline.program.offsets[block.rank] if before is None else before.rows.stop
         arrival_s = max([free_s, *(message.arrival_s for message in block.messages)])
         gathered_s = max(arrival_s, block.gather.end_s) if block.gather else arrival_s
-        return arrival_s, gathered_s, gathered_s + self.expected.launches_s(int(block.row - first_row))
+        return arrival_s, gathered_s, gathered_s + self.expected.launches_s(block, int(block.row - first_row))
 
     def label(self, rank, moment_s):
         """A cause, or a string while the rank works as it should."""
@@ -211,7 +211,8 @@ def test_host_time_between_computations_is_launch_and_nothing_else():
     found = idle_times(simulate(program, costs), costs)
 
     assert found.total(Cause.STRAGGLER) == 0
-    assert found.by_rank[0, Cause.LAUNCH] == 2 * 0.25  # two sends stand between the forwards
+    # Two forwards and the sends before them; then rank 0 has finished and waits until rank 1 has launched its last one.
+    assert found.by_rank[0, Cause.LAUNCH] == (2 * 2 + 1) * 0.25
 
 
 def test_every_instruction_between_two_computations_counts_as_a_launch():

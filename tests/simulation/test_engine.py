@@ -19,6 +19,7 @@ from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
+from penstock.simulation.durations import IS_WORK
 from tests.simulation.drawing import drawn, ends, starts
 from tests.simulation.events import KINDS, RECEIVES, Events, programs, uneven_costs
 from tests.strategies import feasible_schedules, schedules
@@ -141,8 +142,19 @@ def test_every_instruction_costs_a_launch():
     timeline = simulate(drawn("0F0 0F1", "1F0 1F1", num_microbatches=2), Costs.uniform(launch_s=0.25))
 
     assert timeline.program.to_csv().split() == ["0F0,0SEND_F0,0F1,0SEND_F1", "1RECV_F0,1RECV_F1,1F0,1F1"]
-    assert timeline.start_s.tolist() == [0, 1.25, 1.5, 2.75, 0, 0.25, 1.5, 3]
+    assert timeline.start_s.tolist() == [0.25, 1.25, 1.75, 2.75, 0, 0.25, 1.75, 3.25]
     assert timeline.end_s.tolist() == [1.25, 1.5, 2.75, 3, 1.5, 3, 2.75, 4.25]
+
+
+def test_a_predicted_bubble_counts_launches_as_a_measured_one_does():
+    """A recorder sees computations alone: host time before them is idle."""
+    program = drawn("0F0 (0F1;0B0)OVERLAP_F_B 0B1", num_microbatches=2)
+
+    timeline = simulate(program, Costs.uniform(launch_s=0.5))
+
+    assert starts(timeline) == {"0F0": 0.5, "0F1": 2.5, "0B0": 2.5, "0B1": 6, "0REDUCE_GRAD": 8}
+    assert timeline.work_s.tolist() == [1 + 3 + 2]
+    assert timeline.makespan_s == 8 - 0.5  # from the first start; the host has worked before
 
 
 def test_instructions_that_neither_compute_nor_send_cost_only_their_launch():
@@ -151,8 +163,9 @@ def test_instructions_that_neither_compute_nor_send_cost_only_their_launch():
     timeline = simulate(program, Costs.uniform(launch_s=0.5))
 
     assert set(program.op[~program.is_compute]) == {Op.REDUCE_GRADIENT, Op.OPTIMIZER_STEP}
-    assert ((timeline.end_s - timeline.start_s)[~program.is_compute] == 0.5).all()
+    assert (timeline.end_s - timeline.start_s)[~program.is_compute].tolist() == [0.5, 0.0]
     assert timeline.end_s.max() == 2 * 3 + 0.5 * program.num_instructions
+    assert timeline.work_s.tolist() == [2 * 3]
 
 
 def test_each_kind_takes_the_time_of_its_stage():
@@ -284,7 +297,9 @@ def test_spans_lie_in_the_order_of_their_rank_and_messages_between_their_ends(pr
     timeline = simulate(program, costs)
 
     assert (timeline.start_s >= 0).all()
-    assert (timeline.end_s - timeline.start_s >= costs.launch_s).all()
+    lasts_s, is_work = timeline.end_s - timeline.start_s, IS_WORK[program.op]
+    assert (lasts_s[is_work] >= 0).all()
+    assert (lasts_s[~is_work] >= costs.launch_s).all()
     for rank in range(program.num_ranks):
         computes = timeline.compute_rows(rank)
         is_apart = ~program.joined[computes[:-1]]

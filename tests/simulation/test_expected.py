@@ -3,21 +3,23 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.simulation import Costs, simulate
 from penstock.simulation.blocks import blocks_of
 from penstock.simulation.expected import ExpectedDurations
 from tests.simulation.drawing import drawn
+from tests.simulation.events import programs, uneven_costs
 
 COSTS = Costs(forward_s=(1.0, 3.0), backward_s=(2.0, 6.0), microbatch_compute_factor=(1.0, 2.0), overlap_factor=0.5)
 PROGRAM = drawn("0F0 (0F1;0B0)OVERLAP_F_B 0B1", "1F0 1B0 1F1 1B1", num_microbatches=2)
 
 
-def expected(costs, source="predicted"):
+def expected(costs):
     """By the text of a block: seconds on its stage, and on the mean stage."""
-    timeline = replace(simulate(PROGRAM, costs), source=source)
-    found = ExpectedDurations(timeline, costs)
-    blocks = {str(PROGRAM.instruction(block.row)): block for block in blocks_of(timeline)}
+    found = ExpectedDurations(PROGRAM, costs)
+    blocks = {str(PROGRAM.instruction(block.row)): block for block in blocks_of(simulate(PROGRAM, costs))}
     return {text: (found.on_its_stage_s(block), found.on_the_mean_stage_s(block)) for text, block in blocks.items()}
 
 
@@ -36,16 +38,23 @@ def test_the_mean_is_over_stages_and_microbatches():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("source", "launch_s", "in_front_s"), [("predicted", 0.25, 0.75), ("measured", 0.0, 1.0)])
-def test_a_predicted_computation_holds_its_launch_and_a_measured_one_stands_behind_it(source, launch_s, in_front_s):
-    without, found = expected(COSTS, source), expected(replace(COSTS, launch_s=0.25), source)
+def test_launches_come_before_a_block_and_are_no_part_of_it():
+    launched = replace(COSTS, launch_s=0.25)
+    single, pair = (block for block in blocks_of(simulate(PROGRAM, COSTS))[:2])
 
-    for text in without:
-        num_rows = 2 if text == "0F1" else 1
-        wanted = [seconds + num_rows * launch_s for seconds in without[text]]
-        assert list(found[text]) == pytest.approx(wanted)
-    timeline = replace(simulate(PROGRAM, COSTS), source=source)
-    assert ExpectedDurations(timeline, replace(COSTS, launch_s=0.25)).launches_s(3) == in_front_s
+    assert expected(launched) == expected(COSTS)
+    assert ExpectedDurations(PROGRAM, launched).launches_s(single, 3) == 4 * 0.25
+    assert ExpectedDurations(PROGRAM, launched).launches_s(pair, 3) == 5 * 0.25
+
+
+@pytest.mark.slow
+@given(programs(), st.integers(0, 2**32))
+def test_a_predicted_block_takes_what_is_expected(program, seed):
+    costs = uneven_costs(program, seed)
+    found = ExpectedDurations(program, costs)
+
+    for block in blocks_of(simulate(program, costs)):
+        assert block.end_s - block.start_s == found.on_its_stage_s(block)
 
 
 def test_kinds_that_do_not_run_need_no_costs():

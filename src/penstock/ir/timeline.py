@@ -29,8 +29,8 @@ class DataWait:
 class Timeline:
     """Start and end of every instruction of a program, in seconds from the first start.
 
-    A computation starts when its inputs are there. A receive ends when its message has arrived, a send when it has
-    left.
+    A computation starts when its inputs are there and the host has launched it, so launches are idle time. A receive
+    ends when its message has arrived, a send when it has left.
     """
 
     program: Program
@@ -54,8 +54,9 @@ class Timeline:
 
     @cached_property
     def _bounds_s(self) -> tuple[Floats, Floats]:
-        """Per rank: first start and last end of its computations."""
-        first, last = np.zeros(self.num_ranks), np.zeros(self.num_ranks)
+        """Per rank: first start and last end of its computations; where it has none, the first start of all."""
+        first = np.full(self.num_ranks, self.start_s[self.program.is_compute].min(initial=np.inf))
+        last = first.copy()
         for rank in range(self.num_ranks):
             rows = self.compute_rows(rank)
             if len(rows):

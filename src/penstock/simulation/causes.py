@@ -97,7 +97,7 @@ def idle_spans(timeline: Timeline, costs: Costs) -> list[list[IdleSpan]]:
 
 def _records(timeline: Timeline, costs: Costs, memory_limit: int | Sequence[int] | None) -> list["_Record"]:
     blocks = blocks_of(timeline)
-    expected = ExpectedDurations(timeline, costs)
+    expected = ExpectedDurations(timeline.program, costs)
     blocked_since_s = memory_blocked_since_s(timeline, costs, blocks, memory_limit)
     begin_s = min((block.start_s for block in blocks), default=0.0)
     first_rows = timeline.program.offsets.tolist()
@@ -107,7 +107,7 @@ def _records(timeline: Timeline, costs: Costs, memory_limit: int | Sequence[int]
         record = records[block.rank]
         until_s = max(min(block.start_s, blocked_since_s[index]), record.end_s)
         _add_message(record, block, blocks, records, until_s)
-        _add_own(record, block, until_s, expected.launches_s(block.row - record.next_row))
+        _add_own(record, block, until_s, expected.launches_s(block, block.row - record.next_row))
         record.add(block.start_s, Cause.MEMORY, is_idle=True)
         _add_work(record, block, expected)
     _add_ends(records)

@@ -1,4 +1,4 @@
-"""How long every instruction of a program keeps its rank busy."""
+"""How long every instruction of a program keeps its rank busy: its launch, and what it does after it."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,6 +8,9 @@ from penstock.ir.hot import blocks
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.simulation.costs.costs import FIELD_OF_KIND, Costs
+
+IS_WORK = np.array([op.is_compute or op is Op.OPTIMIZER_STEP for op in Op])
+"""By operation: what is computed on the rank itself. Its launch is host time before it, and no part of it."""
 
 
 def durations_s(program: Program, costs: Costs) -> NDArray[np.float64]:
@@ -50,6 +53,18 @@ def durations_by_table(program: Program, costs: Costs, table: NDArray[np.float64
     if costs.launch_s:
         seconds += costs.launch_s
     return seconds
+
+
+def start_after_launch(program: Program, costs: Costs, start_s: NDArray[np.float64]) -> None:
+    """Let computations and optimizer steps start when they are launched, as in a measured timeline; changes `start_s`.
+
+    An overlapped pair starts when both are launched.
+    """
+    if costs.launch_s:
+        start_s[np.flatnonzero(IS_WORK[program.op])] += costs.launch_s
+        first = np.flatnonzero(program.joined)
+        start_s[first] += costs.launch_s
+        start_s[first + 1] += costs.launch_s
 
 
 def _splits_backwards(program: Program) -> NDArray[np.bool_]:

@@ -17,7 +17,7 @@ from penstock.ir.timeline import Timeline
 from penstock.simulation.channels import add_messages
 from penstock.simulation.collectives import add_collectives, gathers_before
 from penstock.simulation.costs.costs import Costs
-from penstock.simulation.durations import durations_s
+from penstock.simulation.durations import durations_s, start_after_launch
 from penstock.simulation.queues import Queues
 
 STATIC = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
@@ -26,9 +26,11 @@ STATIC = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False) -> Timeline:
     """Predict the timeline of a program, or of a schedule that is not lowered.
 
-    A send ends when its message has left, a receive when it has arrived, a collective when it is over; computations and
-    the optimizer step keep their rank busy from start to end. A schedule has its computations alone, and its messages
-    are lags between them: if launches cost nothing, these run when they run in the lowered program.
+    Computations and the optimizer step keep their rank busy from start to end; they are launched before they start. A
+    send ends when its message has left, a receive when it has arrived, a collective when it is over.
+
+    A schedule has its computations alone, and its messages are lags between them: if launches cost nothing, these run
+    when they run in the lowered program.
 
     `compiled` asks for compiled loops for a small table too: for many of them, as a search has. The first call may
     compile for some seconds.
@@ -53,6 +55,7 @@ def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False)
     if not times.is_complete:
         raise ScheduleError(f"{program.name}: the program cannot run to its end; check it before simulating")
     start_s, end_s = times.start[: program.num_instructions], times.end[: program.num_instructions]
+    start_after_launch(program, costs, start_s)
     arrived_s = times.end[messages.carriers] + messages.lag_s[messages.receives]
     end_s[messages.receives] = np.maximum(end_s[messages.receives], arrived_s)
     end_s[messages.queued] = times.end[messages.wires]

@@ -125,7 +125,7 @@ def _straggler(timeline: Timeline, costs: Costs, inside_s: float, prologues: Seq
 
 def excess_of_ranks_s(timeline: Timeline, costs: Costs) -> NDArray[np.float64]:
     """[num_ranks] seconds by which computations took longer than they usually do."""
-    expected = ExpectedDurations(timeline, costs)
+    expected = ExpectedDurations(timeline.program, costs)
     found = np.zeros(timeline.num_ranks)
     for block in blocks_of(timeline):
         found[block.rank] += max(block.end_s - block.start_s - expected.on_its_stage_s(block), 0.0)

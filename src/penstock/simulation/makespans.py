@@ -20,7 +20,7 @@ from penstock.ir.walk import walk
 from penstock.simulation.channels import Lags
 from penstock.simulation.costs.costs import Costs
 from penstock.simulation.costs.messages import message_costs
-from penstock.simulation.durations import durations_by_table, seconds_by_op
+from penstock.simulation.durations import durations_by_table, seconds_by_op, start_after_launch
 from penstock.simulation.engine import simulate
 
 PLANES = sorted({exclusive(Op(kind)) for kind in Kind})
@@ -65,7 +65,8 @@ class Makespans:
         )
         if not times.is_complete:
             return inf
-        found = float(times.end.max(initial=0.0))
+        start_after_launch(program, costs, times.start)
+        found = float(times.end.max() - times.start.min()) if schedule.num_actions else 0.0
         return self._simulated(schedule) if isnan(found) else found
 
     def _simulated(self, schedule: Schedule) -> float:
