@@ -39,7 +39,7 @@ class Events:
         self.known_s, self.channel_free_s = {}, {}  # (action, rank that has its result), (sender, receiver)
         self.start_s, self.end_s = np.full((2, program.num_instructions), np.nan)
         self.moments = [0.0]
-        # Collectives: what each rank has launched and not begun, when its queue is free, and the rows of tied groups.
+        # What gathers each rank has launched and not begun, when its queue is free, and the rows of tied groups.
         self.launched = [[] for _ in range(program.num_ranks)]
         self.queue_free_s = [0.0] * program.num_ranks
         self.of_group = {}
@@ -51,7 +51,7 @@ class Events:
             now, progress = heappop(self.moments), True
             while progress:
                 progress = any(self.starts_something(rank, now) for rank in range(self.program.num_ranks))
-                progress |= any(self.begins_collective(rank, now) for rank in range(self.program.num_ranks))
+                progress |= any(self.begins_gather(rank, now) for rank in range(self.program.num_ranks))
         for row in np.flatnonzero(np.isin(self.program.op, RECEIVES)):
             made, rank = self.result_at(row, "peer"), self.program.rank_of_row[row]
             self.end_s[row] = max(self.end_s[row], self.known_s[made, rank])
@@ -64,24 +64,30 @@ class Events:
         rows = [waiting[0], waiting[0] + 1] if self.program.joined[waiting[0]] else [waiting[0]]
         computes = [self.result_at(row) for row in rows if IS_COMPUTE[self.program.op[row]]]
         wanted = [need for action in computes for need in needs(action, self.program)]
-        if any(self.known_s.get((need, rank), inf) > now for need in wanted) or self.waits_for_collective(rows, now):
+        if any(self.known_s.get((need, rank), inf) > now for need in wanted) or self.waits_for_others(rows, now):
             return False
-        launched = now + len(rows) * self.costs.launch_s
-        until = launched + self.work_s(rows[0], computes, rank)
-        works = computes or self.program.op[rows[0]] == Op.OPTIMIZER_STEP
-        self.start_s[rows], self.end_s[rows], self.free_s[rank] = launched if works else now, until, until
+        launches_s, op = len(rows) * self.costs.launch_s, self.program.op[rows[0]]
+        came_s = self.free_s[rank] if op == Op.REDUCE_TIED else now
+        self.start_s[rows] = came_s + launches_s if computes or op in (*REDUCTIONS, Op.OPTIMIZER_STEP) else now
+        until = now + launches_s + self.work_s(rows[0], computes, rank)
+        self.end_s[rows] = self.free_s[rank] = until
         self.known_s.update({(action, rank): until for action in computes})
         heappush(self.moments, until)
         if self.program.instruction(waiting[0]).op.is_send:
             self.end_s[rows] = self.send(waiting[0], rank, until)
-        if self.program.op[rows[0]] in (Op.UNSHARD, *REDUCTIONS):
-            self.launch(rows[0], rank, until)
+        if op == Op.UNSHARD:
+            self.end_s[rows] = np.nan
+            self.launched[rank].append((rows[0], until))
         self.waiting[rank] = waiting[len(rows) :]
         return True
 
     def work_s(self, row, computes, rank):
         if self.program.op[row] == Op.OPTIMIZER_STEP:
             return sum(entry(self.costs.optimizer_s, s) for s in self.program.placement.stages_of_rank[rank])
+        if self.program.op[row] == Op.REDUCE_GRADIENT:
+            return entry(self.costs.reduce_s, self.program.stage[row])
+        if self.program.op[row] == Op.REDUCE_TIED:
+            return entry(self.costs.tied_reduce_s, self.program.peer[row])
         factor = self.costs.overlap_factor if len(computes) == 2 else 1.0
         return factor * sum(
             entry(getattr(self.costs, KINDS[action.kind]), action.stage)
@@ -89,52 +95,28 @@ class Events:
             for action in computes
         )
 
-    def waits_for_collective(self, rows, now):
-        """A computation waits for the gathers of its stage, an optimizer step for the reductions of its rank."""
-        for row in rows:
-            begin = self.program.offsets[self.program.rank_of_row[row]]
-            if IS_COMPUTE[self.program.op[row]]:
-                same = [r for r in range(begin, row) if self.program.stage[r] == self.program.stage[row]]
-                if any(self.program.op[r] == Op.UNSHARD and self.ends_after(r, now) for r in same):
-                    return True
-            elif self.program.op[row] == Op.OPTIMIZER_STEP:
-                before = [r for r in range(begin, row) if self.program.op[r] in REDUCTIONS]
-                if any(self.ends_after(r, now) for r in before):
-                    return True
-        return False
+    def waits_for_others(self, rows, now):
+        """A computation waits for the gathers of its stage, a tied reduction for the other members of its group."""
+        if self.program.op[rows[0]] == Op.REDUCE_TIED:
+            members = self.of_group[self.program.peer[rows[0]]]
+            return not all(self.has_come(rank, row, now) for rank, row in members.items())
+        return any(self.waits_for_gather(row, now) for row in rows if IS_COMPUTE[self.program.op[row]])
 
-    def ends_after(self, row, now):
-        return not self.end_s[row] <= now
+    def has_come(self, rank, row, now):
+        return row not in self.waiting[rank] or (self.waiting[rank][0] == row and self.free_s[rank] <= now)
 
-    def launch(self, row, rank, now):
-        self.end_s[row] = np.nan
-        self.launched[rank].append((row, now))
+    def waits_for_gather(self, row, now):
+        before = range(self.program.offsets[self.program.rank_of_row[row]], row)
+        gathers = [r for r in before if self.program.op[r] == Op.UNSHARD]
+        return any(not self.end_s[r] <= now for r in gathers if self.program.stage[r] == self.program.stage[row])
 
-    def begins_collective(self, rank, now):
-        if not self.is_next_collective(rank, now):
+    def begins_gather(self, rank, now):
+        if not self.launched[rank] or max(self.launched[rank][0][1], self.queue_free_s[rank]) > now:
             return False
-        row, _ = self.launched[rank][0]
-        parties = {rank: row}
-        if self.program.op[row] == Op.REDUCE_TIED:
-            parties = self.of_group[self.program.peer[row]]
-            if not all(self.is_next_collective(party, now, own) for party, own in parties.items()):
-                return False
-        for party, own in parties.items():
-            del self.launched[party][0]
-            self.end_s[own] = self.queue_free_s[party] = now + self.collective_s(row)
-            heappush(self.moments, self.queue_free_s[party])
+        row, _ = self.launched[rank].pop(0)
+        self.end_s[row] = self.queue_free_s[rank] = now + entry(self.costs.unshard_s, self.program.stage[row])
+        heappush(self.moments, self.end_s[row])
         return True
-
-    def is_next_collective(self, rank, now, row=None):
-        launched = self.launched[rank]
-        is_there = launched and launched[0][1] <= now and self.queue_free_s[rank] <= now
-        return bool(is_there) and row in (None, launched[0][0])
-
-    def collective_s(self, row):
-        stage, op = self.program.stage[row], self.program.op[row]
-        if op == Op.REDUCE_TIED:
-            return entry(self.costs.tied_reduce_s, self.program.peer[row])
-        return entry(self.costs.unshard_s if op == Op.UNSHARD else self.costs.reduce_s, stage)
 
     def send(self, row, rank, now):
         """Put the message on its way; return when it has left."""

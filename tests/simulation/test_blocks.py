@@ -13,7 +13,7 @@ from penstock.ir.timeline import DataWait
 from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
-from penstock.simulation.blocks import Gather, Message, blocks_of, in_order
+from penstock.simulation.blocks import Gather, Message, Reduction, blocks_of, in_order
 from tests.simulation.drawing import drawn, row_of, sharded
 from tests.simulation.events import programs, uneven_costs
 from tests.simulation.slow_data import with_slow_data
@@ -95,6 +95,15 @@ def test_a_block_names_the_gather_in_front_of_it():
 
     assert first.gather == Gather(row=0, start_s=0.0, end_s=2.5)
     assert second.gather is None
+
+
+def test_a_block_has_the_reductions_since_the_block_before_it_on_its_rank():
+    program = sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD")
+    timeline = simulate(program, Costs.uniform(reduce_s=(0.5,), launch_s=0.25))
+
+    found = {name: block.reductions for name, block in named(timeline).items() if block.reductions}
+
+    assert found == {"0B0": (Reduction(5.0, 5.5),)}
 
 
 def test_a_block_has_the_waits_for_data_since_the_block_before_it_on_its_rank():

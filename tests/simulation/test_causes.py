@@ -58,6 +58,7 @@ class Why:
             yield from (block.start_s, block.end_s, self.blocked_since_s[index])
             yield from (block.start_s + length_s for length_s in self.work_limits(block))
             yield from (message.arrival_s for message in block.messages)
+            yield from (moment_s for each in block.reductions for moment_s in (each.begin_s, each.end_s))
             yield from self.phases(index)
 
     def work_limits(self, block):
@@ -113,6 +114,8 @@ class Why:
         own = [wait for wait in self.timeline.data_waits if wait.rank == block.rank]
         if any(wait.begin_s < moment_s < wait.end_s for wait in own):
             return Cause.DATA
+        if any(each.begin_s < moment_s < each.end_s for each in block.reductions):
+            return Cause.SYNCHRONISATION
         return Cause.LAUNCH if moment_s < launched_s else Cause.STRAGGLER
 
 
@@ -249,6 +252,14 @@ def test_waiting_for_parameters_and_for_the_end_of_the_step_is_synchronisation()
     timeline = simulate(sharded("0F0 0UNSHARD 0F1"), costs)
 
     assert seconds(idle_times(timeline, costs), 0) == {"synchronisation": 2}
+
+
+def test_reducing_gradients_between_computations_is_synchronisation():
+    program, costs = sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0"), Costs.uniform(reduce_s=(0.75,), launch_s=0.25)
+
+    found = idle_times(simulate(program, costs), costs)
+
+    assert seconds(found, 0) == {"synchronisation": 0.75, "launch": 4 * 0.25}  # all launches but that of 0F0
 
 
 def test_waiting_for_a_microbatch_is_data_on_its_rank_and_on_those_that_wait_for_it():

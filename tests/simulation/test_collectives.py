@@ -1,7 +1,4 @@
-"""Collectives run beside the computations: what waits for them, in which order they run, when members meet."""
-
-import numpy as np
-import pytest
+"""Collectives: gathers beside the computations, reductions that hold their rank up, barriers of tied groups."""
 
 from penstock.ir.deps import NONE
 from penstock.lowering import lower
@@ -43,15 +40,25 @@ def test_every_stage_is_gathered_before_the_first_of_its_computations_behind_the
     assert {texts[row]: int(gathers[row]) for row in range(8) if gathers[row] != NONE} == {"0F0": 0, "1F0": 1, "0B0": 4}
 
 
-def test_the_reduction_of_a_stage_runs_under_the_computations_behind_it():
+def test_a_reduction_holds_up_its_rank():
     program = sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD 0STEP")
 
     timeline = simulate(program, Costs.uniform(backward=2.0, reduce_s=(1.0, 4.0), optimizer_s=(0.25, 0.5)))
 
-    assert (starts(timeline)["0B0"], ends(timeline)["0B0"]) == (4, 6)
-    assert (ends(timeline)["1REDUCE_GRAD"], ends(timeline)["0REDUCE_GRAD"]) == (8, 9)
-    assert (starts(timeline)["0STEP"], ends(timeline)["0STEP"]) == (9, 9.75)
-    assert (timeline.makespan_s, timeline.step_s) == (6, 9.75)
+    assert (starts(timeline)["1REDUCE_GRAD"], ends(timeline)["1REDUCE_GRAD"]) == (4, 8)
+    assert (starts(timeline)["0B0"], ends(timeline)["0B0"]) == (8, 10)
+    assert (starts(timeline)["0STEP"], ends(timeline)["0STEP"]) == (11, 11.75)
+    assert (timeline.makespan_s, timeline.step_s) == (10, 11.75)
+    assert timeline.work_s.tolist() == [6]
+
+
+def test_a_reduction_does_not_wait_for_a_gather():
+    program = sharded("0F0 0B0 1UNSHARD 0REDUCE_GRAD 1F0")
+
+    timeline = simulate(program, Costs.uniform(unshard_s=(4.0,), reduce_s=(1.0,)))
+
+    assert (starts(timeline)["0REDUCE_GRAD"], ends(timeline)["0REDUCE_GRAD"]) == (3, 4)
+    assert starts(timeline)["1F0"] == 3 + 4
 
 
 def test_reductions_without_costs_end_where_they_stand():
@@ -73,12 +80,13 @@ def test_an_optimizer_step_waits_for_the_reductions_of_its_own_rank_only():
     assert starts(timeline)["1STEP"] == ends(timeline)["1B0"] + 1
 
 
-def test_a_tied_reduction_starts_when_the_last_member_is_there():
+def test_members_wait_in_a_tied_reduction_until_the_last_has_come():
     program = lower(build("gpipe", ranks=3, microbatches=1), tied_groups=[(0, 2)], optimizer_step=True)
 
     timeline = simulate(program, Costs.uniform(tied_reduce_s=(0.5,), reduce_s=(0.0, 0.0, 0.25)))
 
     assert ends(timeline)["0B0"] == 9
+    assert (starts(timeline)["0REDUCE_TIED0"], starts(timeline)["2REDUCE_TIED0"]) == (9, 5.25)
     assert ends(timeline)["0REDUCE_TIED0"] == ends(timeline)["2REDUCE_TIED0"] == 9.5
     assert (starts(timeline)["0STEP"], starts(timeline)["1STEP"], starts(timeline)["2STEP"]) == (9.5, 7, 9.5)
 
@@ -91,12 +99,18 @@ def test_tied_groups_are_reduced_one_after_the_other_in_their_order():
     assert (ends(timeline)["0REDUCE_TIED0"], ends(timeline)["1REDUCE_TIED1"]) == (8, 9)
 
 
-@pytest.mark.parametrize("name", ["unshard_s", "reduce_s"])
-def test_collectives_keep_the_order_in_which_they_are_launched(name):
-    program = sharded("0UNSHARD 0F0 0B0 0REDUCE_GRAD 1UNSHARD 1F0")
-    costs = Costs.uniform(unshard_s=(1.0,), reduce_s=(1.0,))
+def test_a_member_that_has_nothing_else_to_do_waits_from_the_beginning():
+    program = sharded("0F0 0B0 0REDUCE_TIED0", "1REDUCE_TIED0")
 
-    timeline = simulate(program, costs)
+    timeline = simulate(program, Costs.uniform(tied_reduce_s=(0.5,), launch_s=0.25))
 
-    queue = [row for row in range(6) if not program.is_compute[row]]
-    assert (np.diff(timeline.end_s[queue]) >= 1).all()
+    assert (starts(timeline)["0REDUCE_TIED0"], starts(timeline)["1REDUCE_TIED0"]) == (3.75, 0.25)
+    assert (ends(timeline)["0REDUCE_TIED0"], ends(timeline)["1REDUCE_TIED0"]) == (4.25, 4.25)
+
+
+def test_gathers_keep_the_order_in_which_they_are_launched():
+    program = sharded("0UNSHARD 0F0 0B0 0REDUCE_GRAD 1UNSHARD 2UNSHARD 1F0")
+
+    timeline = simulate(program, Costs.uniform(unshard_s=(1.0,), reduce_s=(1.0,)))
+
+    assert [ends(timeline)[f"{stage}UNSHARD"] for stage in range(3)] == [1, 6, 7]

@@ -118,7 +118,13 @@ def test_a_rank_that_begins_late_pauses():
 def test_a_gather_that_is_waited_for_is_on_the_path_from_its_launch():
     timeline = simulate(sharded("0F0 1UNSHARD 0F1 1F0"), Costs.uniform(unshard_s=(4.0,)))
 
-    assert told(timeline) == ["compute 0F0 1", "gather 1F0 4", "compute 1F0 1"]
+    assert told(timeline) == ["compute 0F0 1", "collective 1F0 4", "compute 1F0 1"]
+
+
+def test_a_reduction_between_computations_is_on_the_path():
+    timeline = simulate(sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0"), Costs.uniform(reduce_s=(4.0,)))
+
+    assert told(timeline) == ["compute 0F0 1", "compute 1F0 1", "compute 1B0 2", "collective 0B0 4", "compute 0B0 2"]
 
 
 def test_an_overlapped_pair_is_one_computation():

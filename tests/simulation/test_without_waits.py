@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.lowering import lower
 from penstock.simulation import Costs, simulate
 from penstock.simulation.without_waits import makespan_without_waits_s
-from tests.simulation.drawing import drawn, row_of
+from tests.simulation.drawing import drawn, row_of, sharded
 from tests.simulation.events import uneven_costs
 from tests.simulation.slow_data import slow_rows, with_slow_data
 from tests.strategies import feasible_schedules
@@ -61,3 +61,11 @@ def test_a_pause_that_no_data_explain_stays():
     later = replace(timeline, start_s=timeline.start_s + pause_s, end_s=timeline.end_s + pause_s)
 
     assert (later.makespan_s, makespan_without_waits_s(later, [0])) == (4.5, 2.5)
+
+
+def test_a_reduction_still_holds_its_rank_up():
+    program = sharded("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1F0 1REDUCE_GRAD 1RECV_F1 1F1")
+    timeline = with_slow_data(program, Costs.uniform(reduce_s=(2.0,)), {row_of(program, "0F1"): 3.0})
+
+    assert timeline.makespan_s == 6
+    assert makespan_without_waits_s(timeline, [0]) == 5  # the input of 1F1 is there at 2, the reduction is over at 4

@@ -117,8 +117,8 @@ def _text(piece: Piece, timeline: Timeline, sender_of: dict[int, int]) -> str:
         case "transfer":
             sender = sender_of.get(piece.row, sender_of.get(piece.row + 1))  # of a pair, the other may have waited
             return f"messages from rank {sender} to rank {piece.rank}"
-        case "gather":
-            return f"rank {piece.rank} gathering parameters"
+        case "collective":
+            return f"rank {piece.rank} in collectives"
         case "data":
             return f"rank {piece.rank} waiting for the data of a microbatch"
         case "pause":

@@ -12,6 +12,7 @@ from penstock.ir.instruction import Op
 from penstock.ir.timeline import DataWait, Timeline
 from penstock.simulation.collectives import gather_of_row
 from penstock.simulation.data_waits import waits_of_ranks
+from penstock.simulation.durations import REDUCTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,14 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True)
+class Reduction:
+    """A reduction of gradients on the rank of a block."""
+
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """One computation, or the two of an overlapped pair."""
 
@@ -46,10 +55,17 @@ class Block:
     gather: Gather | None = None
     data_waits: tuple[DataWait, ...] = ()
     """Of its rank, since the block before."""
+    reductions: tuple[Reduction, ...] = ()
+    """Of its rank, since the block before."""
 
     @property
     def rows(self) -> range:
         return range(self.row, self.row + self.num_rows)
+
+    @property
+    def own_waits(self) -> list[DataWait | Reduction]:
+        """What held up its rank since the block before, in order."""
+        return sorted((*self.data_waits, *self.reductions), key=lambda wait: wait.begin_s)
 
     @property
     def last_message(self) -> Message | None:
@@ -68,6 +84,8 @@ def blocks_of(timeline: Timeline) -> list[Block]:
     before = predecessors(program)[:, 0]
     gathers, ranks = gather_of_row(program), program.rank_of_row
     waits = [deque(own) for own in waits_of_ranks(timeline)]
+    reductions = np.flatnonzero(np.isin(program.op, REDUCTIONS))
+    next_row = program.offsets[:-1].tolist()
     found = []
     for row in rows[~is_second[rows]].tolist():
         members = (row, row + 1) if program.joined[row] else (row,)
@@ -81,8 +99,10 @@ def blocks_of(timeline: Timeline) -> list[Block]:
                 messages=tuple(_messages(timeline, members, before, block_of_row)),
                 gather=_gather(timeline, [int(gathers[member]) for member in members]),
                 data_waits=tuple(_taken(waits[ranks[row]], float(timeline.start_s[row]))),
+                reductions=tuple(_reductions(timeline, reductions, next_row[ranks[row]], row)),
             )
         )
+        next_row[ranks[row]] = row + len(members)
     return found
 
 
@@ -108,6 +128,12 @@ def _taken(waits: deque[DataWait], until_s: float) -> Iterator[DataWait]:
         if waits[0].end_s > until_s:
             return
         waits.popleft()
+
+
+def _reductions(timeline: Timeline, rows: NDArray[np.int64], first: int, stop: int) -> Iterator[Reduction]:
+    """Those among the rows from `first` to `stop`."""
+    for row in rows[np.searchsorted(rows, first) : np.searchsorted(rows, stop)].tolist():
+        yield Reduction(float(timeline.start_s[row]), float(timeline.end_s[row]))
 
 
 def _messages(

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.timeline import Timeline
+from penstock.ir.timeline import DataWait, Timeline
 from penstock.simulation.blocks import Block, blocks_of, in_order
 from penstock.simulation.costs.costs import Costs
 from penstock.simulation.expected import ExpectedDurations
@@ -165,11 +165,12 @@ def _add_message(
 
 
 def _add_own(record: _Record, block: Block, until_s: float, launches_s: float) -> None:
-    """The idle time in which all has come from elsewhere: the rank waits for data, and else its host is at work."""
-    for wait in block.data_waits:
+    """The idle time in which all has come from elsewhere: data, reductions, and else the host is at work."""
+    for wait in block.own_waits:
         if wait.end_s > record.end_s:
             launches_s = _add_host(record, min(max(wait.begin_s, record.end_s), until_s), launches_s)
-            record.add(min(wait.end_s, until_s), Cause.DATA, is_idle=True)
+            cause = Cause.DATA if isinstance(wait, DataWait) else Cause.SYNCHRONISATION
+            record.add(min(wait.end_s, until_s), cause, is_idle=True)
     _add_host(record, until_s, launches_s)
 
 

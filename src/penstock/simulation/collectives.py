@@ -1,10 +1,10 @@
-"""Collectives run beside the computations: each rank has a queue for them, in the order in which it launches them.
+"""Collectives: reductions hold their rank up, as they do when they run; gathers run beside its computations.
 
-    rank 0     UNSHARD  .  .  F0  B0  REDUCE_GRAD  F1 ...  STEP     F0 waits for the gather, STEP for the reductions
-    its queue   [ gather    ]          [ reduction        ]
+    rank 0     UNSHARD  .  .  F0  B0  REDUCE_GRAD  F1 ...  REDUCE_TIED  STEP      F0 waits for the gather
+    its queue  [ gather    ]
 
-A tied reduction starts when all members have launched it and are done with what they launched before: each member has a
-row of no length in its queue, an arrival, and a meeting, one more queue, is over when all arrivals are.
+A tied reduction is a barrier: each member waits in it until all have come to it. Its queue has one row of no length for
+each, the arrival, and is over when all have arrived.
 """
 
 from dataclasses import dataclass
@@ -18,57 +18,52 @@ from penstock.ir.program import Program
 from penstock.simulation.costs.costs import Costs
 from penstock.simulation.queues import Queues, Rows
 
-REDUCTIONS = (Op.REDUCE_GRADIENT, Op.REDUCE_TIED)
-ON_A_QUEUE = (Op.UNSHARD, *REDUCTIONS)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Barriers:
+    """The tied reductions, and the rows after which their ranks come to them; `NONE` where these come at once."""
+
+    rows: Rows
+    arrivals: Rows
+
+    def start_s(self, end_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """When the ranks come to them; the walk lets them start when all have come."""
+        return np.where(self.arrivals == NONE, 0.0, end_s[self.arrivals])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Collectives:
-    """The instructions that launch collectives, and the row of its queue in which each runs."""
+class Gathers:
+    """The instructions that launch gathers, and the rows of queues in which these run; nothing where they are free."""
 
     launches: Rows
     runs: Rows
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Meetings:
-    """One queue per tied group, with one row per member."""
-
-    lengths: Rows
-    after: Rows
-    over: Rows
-    """Per member, in the order in which they were given: the row that is over when all have arrived."""
-
-
-def add_collectives(program: Program, costs: Costs, before: NDArray[np.int32], queues: Queues) -> Collectives:
-    """Put the collectives on queues, and let optimizer steps wait for reductions, in `before`."""
-    launches = np.flatnonzero(np.isin(program.op, ON_A_QUEUE))
-    seconds = _seconds(program, costs, launches)
-    if not seconds.any() and Op.REDUCE_TIED not in program.op[launches]:
-        nowhere: Rows = np.empty(0, np.int64)
-        return Collectives(nowhere, nowhere)
-    is_tied = program.op[launches] == Op.REDUCE_TIED
-    first = queues.next_row
-    # A tied reduction has two rows in its queue, its arrival and itself.
-    runs = first + np.cumsum(1 + is_tied) - 1
-    arrivals = runs[is_tied] - 1
-    num_rows = len(launches) + len(arrivals)
-    meetings = _meet(program.peer[launches[is_tied]], arrivals, first + num_rows)
-    after, duration_s = np.empty(num_rows, np.int64), np.zeros(num_rows)
-    after[runs - first], duration_s[runs - first] = launches, seconds
-    after[arrivals - first], after[runs[is_tied] - first] = launches[is_tied], meetings.over
-    lengths = np.bincount(program.rank_of_row[launches], 1 + is_tied, program.num_ranks).astype(np.int64)
-    queues.add(lengths, after=after, duration_s=duration_s)
-    queues.add(meetings.lengths, after=meetings.after, duration_s=np.zeros(len(arrivals)))
-    found = Collectives(launches, runs)
-    _let_steps_wait(program, found, before)
-    return found
-
-
-def _meet(groups: NDArray[np.int32], arrivals: Rows, first: int) -> _Meetings:
+def add_barriers(program: Program, before: NDArray[np.int32], queues: Queues) -> Barriers:
+    """Let each tied reduction wait, in `before`, until all members of its group have come to theirs."""
+    rows = np.flatnonzero(program.op == Op.REDUCE_TIED)
+    arrivals = np.where(np.isin(rows, program.offsets), NONE, rows - 1)
+    if not len(rows):
+        return Barriers(rows, arrivals)
+    groups = program.peer[rows]
     in_order = np.argsort(groups, kind="stable")
-    _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
-    return _Meetings(counts, arrivals[in_order], first + np.cumsum(counts)[index] - 1)
+    _, index, lengths = np.unique(groups, return_inverse=True, return_counts=True)
+    before[rows] = queues.next_row + np.cumsum(lengths)[index] - 1
+    queues.add(lengths, after=arrivals[in_order], duration_s=np.zeros(len(rows)))
+    return Barriers(rows, arrivals)
+
+
+def add_gathers(program: Program, costs: Costs, queues: Queues) -> Gathers:
+    """Put gathers on a queue per rank, in the order in which the rank launches them."""
+    launches = np.flatnonzero(program.op == Op.UNSHARD)
+    seconds = costs.per_stage("unshard_s", program.num_stages)[program.stage[launches]]
+    if not seconds.any():
+        nowhere: Rows = np.empty(0, np.int64)
+        return Gathers(nowhere, nowhere)
+    runs = queues.next_row + np.arange(len(launches))
+    lengths = np.bincount(program.rank_of_row[launches], minlength=program.num_ranks)
+    queues.add(lengths, after=launches, duration_s=seconds)
+    return Gathers(launches, runs)
 
 
 def gather_of_row(program: Program) -> NDArray[np.int64]:
@@ -86,36 +81,12 @@ def gather_of_row(program: Program) -> NDArray[np.int64]:
     return found
 
 
-def gathers_before(program: Program, collectives: Collectives) -> NDArray[np.int32] | None:
+def gathers_before(program: Program, gathers: Gathers) -> NDArray[np.int32] | None:
     """[num_instructions] the rows of queues in which the gathers run that computations wait for; None without any."""
-    if not (program.op[collectives.launches] == Op.UNSHARD).any():
+    if not len(gathers.launches):
         return None
-    gathers = gather_of_row(program)
-    waiting = np.flatnonzero(gathers != NONE)
+    gather = gather_of_row(program)
+    waiting = np.flatnonzero(gather != NONE)
     column = np.full(program.num_instructions, NONE, np.int32)
-    column[waiting] = collectives.runs[np.searchsorted(collectives.launches, gathers[waiting])]
+    column[waiting] = gathers.runs[np.searchsorted(gathers.launches, gather[waiting])]
     return column
-
-
-def _seconds(program: Program, costs: Costs, launches: Rows) -> NDArray[np.float64]:
-    table = np.zeros((len(Op), program.num_stages))
-    table[Op.UNSHARD] = costs.per_stage("unshard_s", program.num_stages)
-    table[Op.REDUCE_GRADIENT] = costs.per_stage("reduce_s", program.num_stages)
-    seconds = table[program.op[launches], program.stage[launches]]
-    if program.tied_groups:
-        tied = program.op[launches] == Op.REDUCE_TIED
-        seconds[tied] = costs.per_tied_group(len(program.tied_groups))[program.peer[launches[tied]]]
-    return np.asarray(seconds)
-
-
-def _let_steps_wait(program: Program, collectives: Collectives, before: NDArray[np.int32]) -> None:
-    """Let each optimizer step wait for the last reduction that its rank has launched."""
-    steps = np.flatnonzero(program.op == Op.OPTIMIZER_STEP)
-    is_reduction = np.isin(program.op[collectives.launches], REDUCTIONS)
-    reductions, runs = collectives.launches[is_reduction], collectives.runs[is_reduction]
-    if not len(reductions):
-        return
-    last = np.searchsorted(reductions, steps) - 1
-    rank_of_row = program.rank_of_row
-    waits = (last >= 0) & (rank_of_row[reductions[last]] == rank_of_row[steps])
-    before[steps[waits]] = runs[last[waits]]

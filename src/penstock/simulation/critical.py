@@ -5,7 +5,7 @@
     path     F0 >F0  B0 >F1  B1 >....B1
 
 Walked from the last end backwards: before each block stands what it waited for longest, its rank's previous block, a
-message, a gather of its parameters, or the data of a microbatch. What none of them explains is a pause of the rank
+message, a collective of its rank, or the data of a microbatch. What none of them explains is a pause of the rank
 itself. The pieces add up to the makespan.
 """
 
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from penstock.ir.timeline import Timeline
+from penstock.ir.timeline import DataWait, Timeline
 from penstock.simulation.blocks import Block, blocks_of
 
-Doing = Literal["compute", "transfer", "gather", "data", "pause"]
+Doing = Literal["compute", "transfer", "collective", "data", "pause"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Piece:
     rank: int
     """The rank that computes, pauses or waits for data, or that the message goes to."""
     row: int
-    """The row of the program that computes, or whose start the transfer, gather, wait or pause leads to."""
+    """The row of the program that computes, or whose start the transfer, collective, wait or pause leads to."""
     duration_s: float
 
 
@@ -61,7 +61,7 @@ def _step_back(
     arrival_s = free_s if message is None else message.arrival_s
     if gather is not None and gather.end_s > max(free_s, arrival_s):
         return _step_over_gather(blocks, previous, index, begin_s, pieces)
-    data_ready_s = max((wait.end_s for wait in block.data_waits), default=free_s)
+    data_ready_s = max((wait.end_s for wait in block.own_waits), default=free_s)
     if message is None or arrival_s <= max(free_s, data_ready_s):
         _add_pause(pieces, block, free_s, block.start_s)
         return before, free_s
@@ -85,18 +85,19 @@ def _step_over_gather(
     launched_s = max(begin_s, min(gather.start_s, end_s))
     free_s = begin_s if before is None else min(blocks[before].end_s, launched_s)
     _add_pause(pieces, block, end_s, block.start_s)
-    _add(pieces, "gather", block, end_s - launched_s)
+    _add(pieces, "collective", block, end_s - launched_s)
     _add_pause(pieces, block, free_s, launched_s)
     return before, free_s
 
 
 def _add_pause(pieces: list[Piece], block: Block, begin_s: float, end_s: float) -> None:
-    """Add a pause in front of a block, from its end back: what of it is a wait for data is that."""
-    for wait in reversed(block.data_waits):
+    """Add a pause in front of a block, from its end back: what of it is a wait for data or a reduction is that."""
+    for wait in reversed(block.own_waits):
         wait_begin_s, wait_end_s = max(wait.begin_s, begin_s), min(wait.end_s, end_s)
         if wait_begin_s < wait_end_s:
             _add(pieces, "pause", block, end_s - wait_end_s)
-            _add(pieces, "data", block, wait_end_s - wait_begin_s)
+            doing: Doing = "data" if isinstance(wait, DataWait) else "collective"
+            _add(pieces, doing, block, wait_end_s - wait_begin_s)
             end_s = wait_begin_s
     _add(pieces, "pause", block, end_s - begin_s)
 

@@ -9,15 +9,17 @@ from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.simulation.costs.costs import FIELD_OF_KIND, Costs
 
-IS_WORK = np.array([op.is_compute or op is Op.OPTIMIZER_STEP for op in Op])
-"""By operation: what is computed on the rank itself. Its launch is host time before it, and no part of it."""
+REDUCTIONS = (Op.REDUCE_GRADIENT, Op.REDUCE_TIED)
+IS_BUSY = np.array([op.is_compute or op in (*REDUCTIONS, Op.OPTIMIZER_STEP) for op in Op])
+"""By operation: whether it keeps its rank busy. Its launch is host time before it, and no part of it."""
 
 
 def durations_s(program: Program, costs: Costs) -> NDArray[np.float64]:
-    """[num_instructions] seconds: what a computation or the optimizer takes, and a launch for everything.
+    """[num_instructions] seconds: what a computation, a reduction or the optimizer takes, and a launch for everything.
 
     Raises:
-        ConfigError: if the costs are for another number of stages, or do not know a kind that the program runs.
+        ConfigError: if the costs are for another number of stages or tied groups, or do not know a kind that the
+            program runs.
     """
     return durations_by_table(program, costs, seconds_by_op(program, costs))
 
@@ -33,6 +35,7 @@ def seconds_by_op(program: Program, costs: Costs) -> NDArray[np.float64]:
     if costs.split_forward_s:
         is_split = _splits_backwards(program)
         table[Kind.FORWARD, is_split] = costs.per_stage("split_forward_s", program.num_stages)[is_split]
+    table[Op.REDUCE_GRADIENT] = costs.per_stage("reduce_s", program.num_stages)
     table[Op.OPTIMIZER_STEP] = _optimizer_s(program, costs)
     return table
 
@@ -50,18 +53,21 @@ def durations_by_table(program: Program, costs: Costs, table: NDArray[np.float64
         first = np.flatnonzero(program.joined)
         seconds[first] *= costs.overlap_factor
         seconds[first + 1] *= costs.overlap_factor
+    if program.tied_groups:
+        tied = np.flatnonzero(program.op == Op.REDUCE_TIED)
+        seconds[tied] = costs.per_tied_group(len(program.tied_groups))[program.peer[tied]]
     if costs.launch_s:
         seconds += costs.launch_s
     return seconds
 
 
 def start_after_launch(program: Program, costs: Costs, start_s: NDArray[np.float64]) -> None:
-    """Let computations and optimizer steps start when they are launched, as in a measured timeline; changes `start_s`.
+    """Let what keeps its rank busy start when it is launched, as in a measured timeline; changes `start_s`.
 
     An overlapped pair starts when both are launched.
     """
     if costs.launch_s:
-        start_s[np.flatnonzero(IS_WORK[program.op])] += costs.launch_s
+        start_s[np.flatnonzero(IS_BUSY[program.op])] += costs.launch_s
         first = np.flatnonzero(program.joined)
         start_s[first] += costs.launch_s
         start_s[first + 1] += costs.launch_s

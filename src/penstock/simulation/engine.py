@@ -1,9 +1,10 @@
 """The simulator: when every instruction of a program would run under given costs.
 
-A rank runs its instructions in order. A computation starts when the rank is free and its message has arrived. Sends,
-receives and collectives are launched where they stand and hold nothing up: what they do takes place beside the rank,
-in queues (`simulation.queues`) that are walked together with the ranks. Deterministic: no clock, no random numbers, and
-the order of every queue is that in which its rows were launched.
+A rank runs its instructions in order. A computation starts when the rank is free and its message has arrived, and a
+reduction holds the rank up until it is over. Sends, receives and gathers are launched where they stand and hold nothing
+up: what they do takes place beside the rank, as a lag or in queues (`simulation.queues`) that are walked together with
+the ranks. Deterministic: no clock, no random numbers, and the order of every queue is that in which its rows were
+launched.
 """
 
 import numpy as np
@@ -15,7 +16,7 @@ from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.simulation.channels import add_messages
-from penstock.simulation.collectives import add_collectives, gathers_before
+from penstock.simulation.collectives import add_barriers, add_gathers, gathers_before
 from penstock.simulation.costs.costs import Costs
 from penstock.simulation.durations import durations_s, start_after_launch
 from penstock.simulation.queues import Queues
@@ -26,8 +27,8 @@ STATIC = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False) -> Timeline:
     """Predict the timeline of a program, or of a schedule that is not lowered.
 
-    Computations and the optimizer step keep their rank busy from start to end; they are launched before they start. A
-    send ends when its message has left, a receive when it has arrived, a collective when it is over.
+    Computations, reductions and the optimizer step keep their rank busy from start to end; they are launched before
+    they start. A send ends when its message has left, a receive when it has arrived, a gather when it is over.
 
     A schedule has its computations alone, and its messages are lags between them: if launches cost nothing, these run
     when they run in the lowered program.
@@ -48,18 +49,20 @@ def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False)
     duration_s, queues = durations_s(program, costs), Queues(program)
     data_from, *others = _predecessors(program)
     messages = add_messages(program, costs, data_from, queues)
-    collectives = add_collectives(program, costs, data_from, queues)
-    gathers = gathers_before(program, collectives)
-    before = [data_from, *others] if gathers is None else [data_from, *others, gathers]
+    barriers = add_barriers(program, data_from, queues)
+    gathers = add_gathers(program, costs, queues)
+    gathered = gathers_before(program, gathers)
+    before = [data_from, *others] if gathered is None else [data_from, *others, gathered]
     times = queues.walk(before, duration_s, messages.lag_s, compiled=compiled)
     if not times.is_complete:
         raise ScheduleError(f"{program.name}: the program cannot run to its end; check it before simulating")
     start_s, end_s = times.start[: program.num_instructions], times.end[: program.num_instructions]
+    start_s[barriers.rows] = barriers.start_s(times.end)
     start_after_launch(program, costs, start_s)
     arrived_s = times.end[messages.carriers] + messages.lag_s[messages.receives]
     end_s[messages.receives] = np.maximum(end_s[messages.receives], arrived_s)
     end_s[messages.queued] = times.end[messages.wires]
-    end_s[collectives.launches] = times.end[collectives.runs]
+    end_s[gathers.launches] = times.end[gathers.runs]
     return Timeline(
         program,
         "predicted",

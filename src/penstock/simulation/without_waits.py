@@ -41,4 +41,5 @@ def _ready(block: Block, free_s: float, gained_s: float, earlier_s: list[float])
     found += [(message.arrival_s, earlier_s[message.producer]) for message in block.messages]
     if block.gather is not None:
         found.append((block.gather.end_s, gained_s))
+    found += [(min(reduction.end_s, block.start_s), gained_s) for reduction in block.reductions]
     return found
