@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.ir.action import Kind, parse_action
+from penstock.ir.action import parse_action
+from penstock.ir.operations import Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.placement import Placement
@@ -73,10 +74,18 @@ def test_a_kind_that_the_costs_do_not_know_is_refused():
         makespans.of(drawn("0F0 0I0 0W0"))
 
 
+def test_recomputation_may_be_in_some_schedules_of_a_shape():
+    makespans = Makespans(drawn("0F0 0B0", "1F0 1B0"), replace(COSTS, recompute_s=(0.5,)))
+
+    assert makespans.of(drawn("0F0 0R0 0B0", "1F0 1B0")) == pytest.approx(1 + 0.1 + 1 + 2 + 0.1 + 2)
+    assert makespans.of(drawn("0F0 0R0 0I0 0W0", "1F0 1R0 1B0")) == pytest.approx(1 + 0.1 + 1 + 0.5 + 2 + 0.1 + 2)
+    assert [makespans.of(drawn(line, "1F0 1B0")) for line in ("0F0 0B0 0R0", "0R0 0F0 0B0")] == [inf, inf]
+
+
 def test_slices_and_overlapped_pairs_count():
     sliced, pairs = build("seq1f1b", ranks=2, microbatches=4, slices=2), build("dualpipe", ranks=4, microbatches=8)
     costs = Costs.uniform(transfer=0.25, overlap_factor=0.75, microbatch_compute_factor=tuple(np.arange(1.0, 9.0)))
 
     assert Makespans(sliced, COSTS).of(sliced) == simulate(lower(sliced), COSTS).makespan_s
-    assert (pairs.joined & (pairs.kind == Kind.FORWARD)).any()
+    assert (pairs.joined & (pairs.op == Kind.FORWARD)).any()
     assert Makespans(pairs, costs).of(pairs) == simulate(lower(pairs), costs).makespan_s

@@ -11,6 +11,7 @@ another travels as the message of a send and a receive.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -323,6 +324,7 @@ KIND_INDEX = np.array([list(Kind).index(Kind(op)) if op in set(map(int, Kind)) e
 """[NUM_OPS] the place of an operation among the kinds, for tables that have one row per kind."""
 
 
+@cache
 def exclusive(op: Op) -> Op:
     """Return the operation that stands for all of which there is one per (stage, microbatch, slice), B for B and I."""
     first = OPERATIONS[op].makes[:1]

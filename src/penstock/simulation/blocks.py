@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE, predecessors
-from penstock.ir.instruction import Op
+from penstock.ir.operations import Op
 from penstock.ir.timeline import DataWait, Timeline
 from penstock.simulation.collectives import gather_of_row
 from penstock.simulation.data_waits import waits_of_ranks
@@ -75,7 +75,7 @@ class Block:
 def blocks_of(timeline: Timeline) -> list[Block]:
     """List all blocks, rank after rank, each rank's in their order; `Message.producer` indexes this list."""
     program = timeline.program
-    rows = np.flatnonzero(program.is_compute)
+    rows = program.compute_rows()
     is_second = np.zeros(program.num_instructions, np.bool_)
     is_second[1:] = program.joined[:-1]
     block_of_row = np.full(program.num_instructions, NONE, np.int64)

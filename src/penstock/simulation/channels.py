@@ -17,6 +17,7 @@ from penstock.ir.deps import NONE, stages_at
 from penstock.ir.hot import blocks
 from penstock.ir.operations import IS_COMPUTE, IS_RECEIVE, IS_SEND, MADE, MOVED, NUM_OPS, TAKEN, At
 from penstock.ir.program import Program
+from penstock.ir.table import Table
 from penstock.placement import Placement
 from penstock.simulation.costs.costs import Costs
 from penstock.simulation.costs.messages import BACKWARD, FORWARD, MessageCosts, message_costs
@@ -52,15 +53,15 @@ def add_messages(program: Program, costs: Costs, before: NDArray[np.int32], queu
     """
     table = message_costs(program.placement, costs)
     factors = costs.per_microbatch("microbatch_bytes_factor", program.num_microbatches)
-    receives = _rows_where(program, IS_RECEIVE)
+    receives = program.rows_of(IS_RECEIVE)
     if (before[receives] == NONE).any():
         raise ScheduleError(f"{program.name}: a receive has no send; check the program before simulating")
     if len(receives):
         _let_consumers_wait(program, before)
     queued = wires = np.empty(0, np.int64)
     if table.is_exclusive.any():
-        sends = _rows_where(program, IS_SEND)
-        sources = sends if len(sends) else _rows_where(program, IS_COMPUTE)
+        sends = program.rows_of(IS_SEND)
+        sources = sends if len(sends) else program.compute_rows()
         leaving, wires = _queue(program, sources, table, factors, queues)
         _let_messages_queue(program, before, leaving, wires)
         queued, wires = (leaving, wires) if len(sends) else (queued, queued)
@@ -92,15 +93,15 @@ class Lags:
             return cls(np.zeros_like(wire_s), wire_s * factors[0] + latency_s, factors)
         return cls(wire_s, latency_s, factors)
 
-    def of_rows(self, program: Program) -> NDArray[np.float64]:
-        """[num_instructions] the lag of each row."""
-        lag_s = np.empty(program.num_instructions)
+    def of_rows(self, table: Table) -> NDArray[np.float64]:
+        """[num_rows] the lag of each row."""
+        lag_s = np.empty(table.num_rows)
         varies = bool(self.wire_s.any())
-        for part in blocks(program.num_instructions):
-            key = program.op[part] * np.int32(program.num_stages) + program.stage[part]
+        for part in blocks(table.num_rows):
+            key = table.op[part] * np.int32(table.num_stages) + table.stage[part]
             np.take(self.latency_s, key, out=lag_s[part])
             if varies:
-                lag_s[part] += np.take(self.wire_s, key) * self.factors[program.microbatch[part]]
+                lag_s[part] += np.take(self.wire_s, key) * self.factors[table.microbatch[part]]
         return lag_s
 
 
@@ -120,12 +121,6 @@ def _by_sender(values: NDArray[np.float64]) -> NDArray[np.float64]:
     for direction, of_direction in enumerate(values):
         table[np.where(IS_SEND, MOVED, MADE) == direction] = of_direction
     return table
-
-
-def _rows_where(program: Program, wanted: NDArray[np.bool_]) -> Rows:
-    """The rows whose operations are wanted."""
-    found = [part.start + np.flatnonzero(wanted[program.op[part]]) for part in blocks(program.num_instructions)]
-    return np.concatenate([np.empty(0, np.int64), *found])
 
 
 def _let_consumers_wait(program: Program, before: NDArray[np.int32]) -> None:

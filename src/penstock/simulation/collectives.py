@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE
-from penstock.ir.instruction import Op
+from penstock.ir.operations import Op
 from penstock.ir.program import Program
 from penstock.simulation.costs.costs import Costs
 from penstock.simulation.queues import Queues, Rows
+
+NOWHERE: Rows = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,10 +43,10 @@ class Gathers:
 
 def add_barriers(program: Program, before: NDArray[np.int32], queues: Queues) -> Barriers:
     """Let each tied reduction wait, in `before`, until all members of its group have come to theirs."""
+    if Op.REDUCE_TIED not in program.ops:
+        return Barriers(NOWHERE, NOWHERE)
     rows = np.flatnonzero(program.op == Op.REDUCE_TIED)
     arrivals = np.where(np.isin(rows, program.offsets), NONE, rows - 1)
-    if not len(rows):
-        return Barriers(rows, arrivals)
     groups = program.peer[rows]
     in_order = np.argsort(groups, kind="stable")
     _, index, lengths = np.unique(groups, return_inverse=True, return_counts=True)
@@ -55,21 +57,20 @@ def add_barriers(program: Program, before: NDArray[np.int32], queues: Queues) ->
 
 def add_gathers(program: Program, costs: Costs, queues: Queues) -> Gathers:
     """Put gathers on a queue per rank, in the order in which the rank launches them."""
+    seconds = costs.per_stage("unshard_s", program.num_stages)
+    if Op.UNSHARD not in program.ops or not seconds.any():
+        return Gathers(NOWHERE, NOWHERE)
     launches = np.flatnonzero(program.op == Op.UNSHARD)
-    seconds = costs.per_stage("unshard_s", program.num_stages)[program.stage[launches]]
-    if not seconds.any():
-        nowhere: Rows = np.empty(0, np.int64)
-        return Gathers(nowhere, nowhere)
     runs = queues.next_row + np.arange(len(launches))
     lengths = np.bincount(program.rank_of_row[launches], minlength=program.num_ranks)
-    queues.add(lengths, after=launches, duration_s=seconds)
+    queues.add(lengths, after=launches, duration_s=seconds[program.stage[launches]])
     return Gathers(launches, runs)
 
 
 def gather_of_row(program: Program) -> NDArray[np.int64]:
     """[num_instructions] the UNSHARD that a computation waits for, the last one before the first of its stage."""
     found = np.full(program.num_instructions, NONE, np.int64)
-    gathers, computes = np.flatnonzero(program.op == Op.UNSHARD), np.flatnonzero(program.is_compute)
+    gathers, computes = np.flatnonzero(program.op == Op.UNSHARD), program.compute_rows()
     # One sorted column of computations, stage after stage; a stage lies on one rank, so rows tell earlier from later.
     stage = program.stage.astype(np.int64)
     keys = np.sort(stage[computes] * program.num_instructions + computes)

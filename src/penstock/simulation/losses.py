@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.action import Kind
+from penstock.ir.operations import Kind
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.simulation.blocks import blocks_of

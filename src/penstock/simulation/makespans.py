@@ -12,19 +12,18 @@ from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
 from penstock.ir.deps import NONE, NUM_PREDECESSORS, predecessors
-from penstock.ir.operations import Kind, Op, exclusive
-from penstock.ir.program import Program
+from penstock.ir.operations import IS_COMPUTE, Kind, Op, exclusive
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from penstock.ir.walk import walk
 from penstock.simulation.channels import Lags
 from penstock.simulation.costs.costs import Costs
 from penstock.simulation.costs.messages import message_costs
-from penstock.simulation.durations import durations_by_table, seconds_by_op, start_after_launch
+from penstock.simulation.durations import seconds_of_ops, seconds_of_rows, start_after_launch
 from penstock.simulation.engine import simulate
 
 PLANES = sorted({exclusive(Op(kind)) for kind in Kind})
-PLANE_OF_OP = np.array([PLANES.index(exclusive(op)) if op in set(Kind) else NONE for op in Op])
+PLANE_OF_OP = np.array([PLANES.index(exclusive(op)) if IS_COMPUTE[op] else NONE for op in Op])
 """The index of those that exclude each other, as B and I: one of them runs for a (stage, microbatch, slice)."""
 
 
@@ -39,7 +38,7 @@ class Makespans:
         self._is_serialized = bool(table.is_exclusive.any())
         factors = costs.per_microbatch("microbatch_bytes_factor", like.num_microbatches)
         self._lags = Lags.of(like.placement, table, factors)
-        self._seconds = seconds_by_op(Program.from_schedule(like), costs)
+        self._seconds = seconds_of_ops(like, costs)
         self._waits = _waits(like)
 
     def of(self, schedule: Schedule) -> float:
@@ -53,28 +52,28 @@ class Makespans:
             raise ScheduleError(f"{schedule.name}: its placement, microbatches or slices are others than prepared for")
         if self._is_serialized:
             return self._simulated(schedule)
-        program, costs = Program.from_schedule(schedule), self._costs
-        seconds = seconds_by_op(program, costs) if costs.split_forward_s else self._seconds
+        costs = self._costs
+        seconds = seconds_of_ops(schedule, costs) if costs.split_forward_s else self._seconds
         times = walk(
-            program.offsets,
-            self._predecessors(program),
-            program.joined,
-            durations_by_table(program, costs, seconds),
-            lag=self._lags.of_rows(program).reshape(-1, 1),
+            schedule.offsets,
+            self._predecessors(schedule),
+            schedule.joined,
+            seconds_of_rows(schedule, costs, seconds),
+            lag=self._lags.of_rows(schedule).reshape(-1, 1),
             compiled=True,
         )
         if not times.is_complete:
             return inf
-        start_after_launch(program, costs, times.start)
-        found = float(times.end.max() - times.start.min()) if schedule.num_actions else 0.0
+        start_after_launch(schedule, costs, times.start)
+        found = float(times.end.max() - times.start.min()) if schedule.num_rows else 0.0
         return self._simulated(schedule) if isnan(found) else found
 
     def _simulated(self, schedule: Schedule) -> float:
         return simulate(schedule, self._costs, compiled=True).makespan_s
 
-    def _predecessors(self, program: Program) -> NDArray[np.int32]:
+    def _predecessors(self, schedule: Schedule) -> NDArray[np.int32]:
         """[num_rows, n] as `deps.predecessors` finds them."""
-        places = _places(program)
+        places = _places(schedule)
         row_of_place = np.full(len(self._waits), NONE, np.int32)
         row_of_place[places] = np.arange(len(places))
         return np.asarray(row_of_place[self._waits[places]])

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
 from penstock.ir.deps import NONE, predecessors
-from penstock.ir.instruction import Op
 from penstock.ir.live import live_activations
+from penstock.ir.operations import Op
 from penstock.ir.timeline import Timeline
 from penstock.simulation.blocks import Block
 from penstock.simulation.costs.costs import Costs

@@ -17,12 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE, predecessors
-from penstock.ir.instruction import Op
+from penstock.ir.operations import IS_RECEIVE, Op
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.simulation.data_waits import data_ready_s
-
-RECEIVES = (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD)
 
 ORDINARY = 1.5
 """How far beside the middle half something may lie, in its widths, and still be ordinary."""
@@ -44,7 +42,7 @@ class Transfers:
     @classmethod
     def of(cls, program: Program) -> "Transfers":
         before = predecessors(program)[:, 0].astype(np.int64)
-        is_receive = np.isin(program.op, RECEIVES)
+        is_receive = IS_RECEIVE[program.op]
         consumers = np.flatnonzero(program.is_compute & (before != NONE) & is_receive[before])
         receives = before[consumers]
         is_sent = before[receives] != NONE
@@ -62,7 +60,7 @@ class Transfers:
         # The row before a consumer is of the same rank: at the earliest it is the receive itself. A receive is over for
         # its rank once it is posted; its end is the arrival.
         last = self.consumers - 1
-        is_receive = np.isin(timeline.program.op[last], RECEIVES)
+        is_receive = IS_RECEIVE[timeline.program.op[last]]
         done_s = np.where(is_receive, timeline.start_s[last], timeline.end_s[last])
         return np.asarray(np.maximum(done_s, data_ready_s(timeline, self.consumers)))
 
