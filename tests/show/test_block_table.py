@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from penstock.errors import ConfigError
 from penstock.show.bars import COLLECTIVE, OPTIMIZER_STEP
 from penstock.show.block_table import LOWER, UPPER, block_table
 from penstock.simulation import Costs
@@ -117,6 +118,11 @@ def test_the_costs_of_a_prediction_say_what_is_usual():
 
     assert Cause.IMBALANCE in causes([costs])
     assert Cause.IMBALANCE not in causes([Costs.uniform(forward=3.0)])
+
+
+def test_timelines_of_different_numbers_of_ranks_are_refused():
+    with pytest.raises(ConfigError, match="timelines: they have 2 and 4 ranks; show timelines of one number of ranks"):
+        block_table([timeline_of(4, 4), timeline_of(2, 4)])
 
 
 def test_lanes_of_a_rank_stand_together():

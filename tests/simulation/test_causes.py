@@ -169,6 +169,15 @@ def test_waiting_for_a_message_that_is_on_its_way_is_a_transfer(channel):
     assert found.total(Cause.TRANSFER) == 0.5 + 0.5  # rank 0 waits for rank 1, which waits for the message
 
 
+def test_the_causes_of_a_schedule_are_those_of_its_program():
+    schedule, costs = build("zbv", ranks=4, microbatches=8), Costs.uniform(transfer=0.25)
+
+    bare, lowered = (idle_times(simulate(table, costs), costs) for table in (schedule, lower(schedule)))
+
+    assert bare.total(Cause.TRANSFER) > 0
+    assert bare.by_rank == pytest.approx(lowered.by_rank)
+
+
 def test_what_a_slow_stage_takes_above_the_mean_is_imbalance():
     costs = replace(Costs.uniform(), forward_s=(3.0, 1.0))
     timeline = simulate(drawn("0F0 0F1", "1F0 1F1", num_microbatches=2), costs)

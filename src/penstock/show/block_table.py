@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.errors import ConfigError
 from penstock.ir.deps import NONE
 from penstock.ir.operations import KIND_INDEX
 from penstock.ir.timeline import Timeline
@@ -75,7 +76,14 @@ def block_table(timelines: Sequence[Timeline], costs: Sequence[Costs | None] = (
     """Lay out the blocks of timelines of one number of ranks, rank by rank.
 
     `costs` are what each was predicted with; None, or none at all, where that is not known.
+
+    Raises:
+        ConfigError: for timelines of different numbers of ranks.
     """
+    num_ranks = sorted({timeline.num_ranks for timeline in timelines})
+    if len(num_ranks) > 1:
+        counts = " and ".join(map(str, num_ranks))
+        raise ConfigError(f"they have {counts} ranks; show timelines of one number of ranks together", key="timelines")
     in_bytes = all(timeline.activation_bytes.any() for timeline in timelines)
     tick_s = tick_for(max(map(last_end_s, timelines)))
     lanes: list[TableLane] = []
@@ -85,7 +93,7 @@ def block_table(timelines: Sequence[Timeline], costs: Sequence[Costs | None] = (
     known = costs or [None] * len(timelines)
     facts = [_facts_of(timeline, of_it, in_bytes=in_bytes) for timeline, of_it in zip(timelines, known, strict=True)]
     first = first_bar = 0
-    for rank in range(max(timeline.num_ranks for timeline in timelines)):
+    for rank in range(num_ranks[0]):
         for index, timeline in enumerate(timelines):
             blocks = blocks_of_rank(timeline, rank)
             facts[index].index_of_row[blocks.row] = first + np.arange(len(blocks))

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE, predecessors
-from penstock.ir.operations import Op
+from penstock.ir.operations import IS_RECEIVE
 from penstock.ir.timeline import DataWait, Timeline
 from penstock.simulation.collectives import gather_of_row
 from penstock.simulation.data_waits import waits_of_ranks
@@ -139,12 +139,16 @@ def _reductions(timeline: Timeline, rows: NDArray[np.int64], first: int, stop: i
 def _messages(
     timeline: Timeline, members: Sequence[int], before: NDArray[np.int32], block_of_row: NDArray[np.int64]
 ) -> Iterator[Message]:
+    program = timeline.program
     for member in members:
-        receive = int(before[member])
-        if receive == NONE or not Op(int(timeline.program.op[receive])).is_receive:
+        source = int(before[member])
+        if source == NONE:
             continue
-        producer = before[before[receive]]
-        yield Message(int(block_of_row[producer]), float(timeline.end_s[receive]))
+        if IS_RECEIVE[program.op[source]]:
+            yield Message(int(block_of_row[before[before[source]]]), float(timeline.end_s[source]))
+        elif program.rank_of_row[source] != program.rank_of_row[member]:
+            # Of a schedule that is not lowered; when its messages came is not known, at the latest for the start.
+            yield Message(int(block_of_row[source]), float(timeline.start_s[member]))
 
 
 def _gather(timeline: Timeline, rows: Sequence[int]) -> Gather | None:
