@@ -74,6 +74,25 @@ def test_a_kind_that_the_costs_do_not_know_is_refused():
         makespans.of(drawn("0F0 0I0 0W0"))
 
 
+def test_anything_but_schedules_and_costs_is_refused():
+    schedule = drawn("0F0 0B0")
+
+    with pytest.raises(ConfigError, match=r"like: .* of type Program; expected a Schedule"):
+        Makespans(lower(schedule), COSTS)
+    with pytest.raises(ConfigError, match="costs: None; expected Costs"):
+        Makespans(schedule, None)
+    with pytest.raises(ConfigError, match=r"schedule: .* of type Program; expected a Schedule"):
+        Makespans(schedule, COSTS).of(lower(schedule))
+
+
+def test_costs_that_are_too_large_to_be_added_are_refused():
+    schedule, costs = build("1f1b", ranks=2, microbatches=2), Costs.uniform(forward=1e308)
+
+    for evaluate in (Makespans(schedule, costs).of, lambda table: simulate(table, costs)):
+        with pytest.raises(ConfigError, match="costs: they add up to more seconds than a number can hold"):
+            evaluate(schedule)
+
+
 def test_recomputation_may_be_in_some_schedules_of_a_shape():
     makespans = Makespans(drawn("0F0 0B0", "1F0 1B0"), replace(COSTS, recompute_s=(0.5,)))
 

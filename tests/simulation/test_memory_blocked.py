@@ -83,3 +83,9 @@ def test_a_slice_is_ready_when_the_one_before_it_has_run():
 def test_limits_for_another_number_of_ranks_are_refused():
     with pytest.raises(ConfigError, match="memory_limit: 3 values for 2 ranks; give one, or one per rank"):
         blocked_since(ONE_AT_A_TIME, [1, 2, 3])
+
+
+@pytest.mark.parametrize("limit", [-1, 1.5, True, "3", float("nan"), [1, -2]])
+def test_limits_that_are_no_numbers_of_activations_are_refused(limit):
+    with pytest.raises(ConfigError, match=r"memory_limit: .*; give whole numbers of 0 or more"):
+        blocked_since(ONE_AT_A_TIME, limit)

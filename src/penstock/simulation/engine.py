@@ -30,21 +30,20 @@ def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False)
     Computations, reductions and the optimizer step keep their rank busy from start to end; they are launched before
     they start. A send ends when its message has left, a receive when it has arrived, a gather when it is over.
 
-    A schedule has its computations alone, and its messages are lags between them: if launches cost nothing, these run
-    when they run in the lowered program.
+    A schedule has its computations alone, and its messages are lags between them. If launches and reductions cost
+    nothing, its computations run when those of the lowered program do.
 
     `compiled` asks for compiled loops for a small table too: for many of them, as a search has. The first call may
     compile for some seconds.
 
     Raises:
         ScheduleError: if the program cannot run to its end; `penstock.check` says why.
-        ConfigError: if the costs are for another number of stages, microbatches or tied groups, or do not know a kind
-            that the program runs.
+        ConfigError: if the costs are for another number of stages, microbatches or tied groups, do not know a kind that
+            the program runs, or are too large to be added.
     """
     if not isinstance(table, Schedule | Program):
         raise ConfigError(f"{described(table)}; expected a Schedule or a Program", key="table")
-    if not isinstance(costs, Costs):
-        raise ConfigError(f"{described(costs)}; expected Costs, such as Costs.uniform()", key="costs")
+    require_costs(costs)
     program = Program.from_schedule(table) if isinstance(table, Schedule) else table
     duration_s, queues = durations_s(program, costs), Queues(program)
     data_from, *others = _predecessors(program)
@@ -56,6 +55,8 @@ def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False)
     times = queues.walk(before, duration_s, messages.lag_s, compiled=compiled)
     if not times.is_complete:
         raise ScheduleError(f"{program.name}: the program cannot run to its end; check it before simulating")
+    if not np.isfinite(times.end.max(initial=0.0)):
+        raise costs.error("they add up to more seconds than a number can hold; give smaller ones", "costs")
     start_s, end_s = times.start[: program.num_instructions], times.end[: program.num_instructions]
     start_s[barriers.rows] = barriers.start_s(times.end)
     start_after_launch(program, costs, start_s)
@@ -72,6 +73,12 @@ def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False)
         costs.bytes_per_stage("weight_context_bytes", program.num_stages),
         _static_bytes(program, costs),
     )
+
+
+def require_costs(costs: object) -> None:
+    """Refuse anything but `Costs`. Raises: ConfigError."""
+    if not isinstance(costs, Costs):
+        raise ConfigError(f"{described(costs)}; expected Costs, such as Costs.uniform()", key="costs")
 
 
 def _predecessors(program: Program) -> list[NDArray[np.int32]]:

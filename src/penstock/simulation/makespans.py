@@ -5,12 +5,12 @@ actions each one waits for. An order only says in which row each action is, so n
 """
 
 from collections.abc import Sequence
-from math import inf, isnan
+from math import inf, isfinite
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ScheduleError
+from penstock.errors import ConfigError, ScheduleError, described
 from penstock.ir.deps import NONE, NUM_PREDECESSORS, predecessors
 from penstock.ir.operations import IS_COMPUTE, Kind, Op, exclusive
 from penstock.ir.schedule import Schedule
@@ -20,7 +20,7 @@ from penstock.simulation.channels import Lags
 from penstock.simulation.costs.costs import Costs
 from penstock.simulation.costs.messages import message_costs
 from penstock.simulation.durations import seconds_of_ops, seconds_of_rows, start_after_launch
-from penstock.simulation.engine import simulate
+from penstock.simulation.engine import require_costs, simulate
 
 PLANES = sorted({exclusive(Op(kind)) for kind in Kind})
 PLANE_OF_OP = np.array([PLANES.index(exclusive(op)) if IS_COMPUTE[op] else NONE for op in Op])
@@ -31,7 +31,13 @@ class Makespans:
     """Evaluates schedules that have the placement, the microbatches and the slices of one of them."""
 
     def __init__(self, like: Schedule, costs: Costs) -> None:
-        """Prepare for schedules like this one; the first evaluation may compile for some seconds."""
+        """Prepare for schedules like this one; the first evaluation may compile for some seconds.
+
+        Raises:
+            ConfigError: for anything but a schedule and costs that fit it.
+        """
+        _require_schedule(like, "like")
+        require_costs(costs)
         self._costs = costs
         self._shape = (like.placement, like.num_microbatches, like.num_slices)
         table = message_costs(like.placement, costs)
@@ -46,8 +52,9 @@ class Makespans:
 
         Raises:
             ScheduleError: if the schedule has another shape.
-            ConfigError: if the costs do not know a kind that the schedule runs.
+            ConfigError: if the costs do not know a kind that the schedule runs, or for anything but a schedule.
         """
+        _require_schedule(schedule, "schedule")
         if (schedule.placement, schedule.num_microbatches, schedule.num_slices) != self._shape:
             raise ScheduleError(f"{schedule.name}: its placement, microbatches or slices are others than prepared for")
         if self._is_serialized:
@@ -66,7 +73,7 @@ class Makespans:
             return inf
         start_after_launch(schedule, costs, times.start)
         found = float(times.end.max() - times.start.min()) if schedule.num_rows else 0.0
-        return self._simulated(schedule) if isnan(found) else found
+        return found if isfinite(found) else self._simulated(schedule)  # which raises, and says why
 
     def _simulated(self, schedule: Schedule) -> float:
         return simulate(schedule, self._costs, compiled=True).makespan_s
@@ -77,6 +84,11 @@ class Makespans:
         row_of_place = np.full(len(self._waits), NONE, np.int32)
         row_of_place[places] = np.arange(len(places))
         return np.asarray(row_of_place[self._waits[places]])
+
+
+def _require_schedule(schedule: object, key: str) -> None:
+    if not isinstance(schedule, Schedule):
+        raise ConfigError(f"{described(schedule)}; expected a Schedule", key=key)
 
 
 def _places(table: Table) -> NDArray[np.int64]:

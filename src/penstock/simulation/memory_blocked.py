@@ -10,7 +10,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, described
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.live import live_activations
 from penstock.ir.operations import Op
@@ -28,7 +28,7 @@ def memory_blocked_since_s(
     """Return, per block, since when memory kept its rank from running a forward instead of waiting; else `NEVER`.
 
     Raises:
-        ConfigError: if there are neither as many limits as ranks nor a single one.
+        ConfigError: if there are neither as many limits as ranks nor a single one, or one is no whole number.
     """
     if memory_limit is None:
         return [NEVER] * len(blocks)
@@ -66,7 +66,10 @@ def _ready_s(timeline: Timeline, costs: Costs) -> NDArray[np.float64]:
 
 
 def _per_rank(limit: int | Sequence[int], num_ranks: int) -> Sequence[int]:
-    limits = [limit] * num_ranks if isinstance(limit, int) else limit
+    limits = limit if isinstance(limit, Sequence) and not isinstance(limit, str) else [limit] * num_ranks
+    wrong = [each for each in limits if isinstance(each, bool) or not isinstance(each, int | np.integer) or each < 0]
+    if wrong:
+        raise ConfigError(f"{described(wrong[0])}; give whole numbers of 0 or more", key="memory_limit")
     if len(limits) != num_ranks:
         raise ConfigError(f"{len(limits)} values for {num_ranks} ranks; give one, or one per rank", key="memory_limit")
     return limits
