@@ -4,7 +4,6 @@ What does not depend on the order is prepared once: the seconds of each action, 
 actions each one waits for. An order only says in which row each action is, so no schedule is lowered or indexed anew.
 """
 
-from collections.abc import Sequence
 from math import inf, isfinite
 
 import numpy as np
@@ -103,31 +102,18 @@ def _places(table: Table) -> NDArray[np.int64]:
 
 def _waits(like: Schedule) -> NDArray[np.int64]:
     """[num_places + 1, n] the places that each one waits for, the last one for none."""
-    everything = _every_action(like, PLANES)
-    without_recompute = _every_action(like, [plane for plane in PLANES if plane != Op.RECOMPUTE])
-    num_places = everything.num_rows
-    found = np.full((num_places + 1, 2 * NUM_PREDECESSORS), num_places, np.int64)
-    # A backward waits for the R, where there is one, and for the F.
-    for first, table in ((0, everything), (NUM_PREDECESSORS, without_recompute)):
-        places = _places(table)
-        before = np.append(places, num_places)[predecessors(table)]
-        found[places, first : first + NUM_PREDECESSORS] = before
-    is_new = [not (found[:, :column] == found[:, column, np.newaxis]).any(axis=1).all() for column in range(6)]
-    is_used = (found != num_places).any(axis=0)
-    return np.asarray(found[:, is_new & is_used])
-
-
-def _every_action(like: Schedule, ops: Sequence[Op]) -> Schedule:
-    """Every stage, microbatch and slice with each of these operations."""
-    shape = (like.num_stages, like.num_microbatches, like.num_slices)
-    stage, microbatch, slices = (column.ravel() for column in np.indices(shape))
-    orders = []
-    for stages in like.placement.stages_of_rank:
-        own = np.isin(stage, stages)
-        columns = [stage[own], microbatch[own], slices[own]]
-        parts = [np.stack([np.full(len(columns[0]), op), *columns], axis=1) for op in ops]
-        orders.append(np.concatenate(parts))
-    return Schedule.from_arrays(
-        "every action", like.placement, orders, num_microbatches=shape[1], num_slices=shape[2],
-        route_of_microbatch=like.route_of_microbatch,
-    )  # fmt: skip
+    sizes = range(like.num_microbatches), range(like.num_slices)
+    orders = [
+        np.stack(np.meshgrid(PLANES, stages, *sizes, indexing="ij"), axis=-1).reshape(-1, 4)
+        for stages in like.placement.stages_of_rank
+    ]
+    everything = Schedule.from_arrays(
+        "every action", like.placement, orders, num_microbatches=like.num_microbatches, num_slices=like.num_slices
+    )
+    places = _places(everything)
+    nowhere = len(places)
+    found = np.full((nowhere + 1, NUM_PREDECESSORS), nowhere, np.int64)
+    found[places] = np.append(places, nowhere)[predecessors(everything)]
+    # A backward waits for its R; where none runs, for what the R would wait for, the F.
+    found = np.column_stack([found, found[found[:, 1], 0]])
+    return np.asarray(found[:, (found != nowhere).any(axis=0)])
