@@ -54,14 +54,15 @@ def test_one_preparation_serves_all_orders_of_a_shape_and_whole_and_split_backwa
     "lines", [("0B0 0F0", "1F0 1B0"), ("0F0 0B0", "1B0 1F0"), ("0F0 0W0 0I0", "1F0 1B0")], ids=["B", "last B", "W"]
 )
 def test_an_order_that_cannot_run_takes_for_ever(lines):
-    assert Makespans(drawn("0F0 0B0", "1F0 1B0"), COSTS).of(drawn(*lines)) == inf
+    for costs in (COSTS, replace(COSTS, is_exclusive=True)):
+        assert Makespans(drawn("0F0 0B0", "1F0 1B0"), costs).of(drawn(*lines)) == inf
 
 
 def test_a_schedule_of_another_shape_is_refused():
     makespans = Makespans(build("1f1b", ranks=4, microbatches=8), COSTS)
 
     for other in ({"ranks": 4, "microbatches": 9}, {"ranks": 2, "microbatches": 8}):
-        with pytest.raises(ScheduleError, match=r"^1f1b: its placement, microbatches or slices are"):
+        with pytest.raises(ScheduleError, match=r"^1f1b: its placement, microbatches or slices differ"):
             makespans.of(build("1f1b", **other))
 
 

@@ -55,7 +55,10 @@ class Makespans:
         """
         _require_schedule(schedule, "schedule")
         if (schedule.placement, schedule.num_microbatches, schedule.num_slices) != self._shape:
-            raise ScheduleError(f"{schedule.name}: its placement, microbatches or slices are others than prepared for")
+            raise ScheduleError(
+                f"{schedule.name}: its placement, microbatches or slices differ from those of the schedule that these "
+                "makespans were prepared for; prepare others for it"
+            )
         if self._is_serialized:
             return self._simulated(schedule)
         costs = self._costs
@@ -75,7 +78,10 @@ class Makespans:
         return found if isfinite(found) else self._simulated(schedule)  # which raises, and says why
 
     def _simulated(self, schedule: Schedule) -> float:
-        return simulate(schedule, self._costs, compiled=True).makespan_s
+        try:
+            return simulate(schedule, self._costs, compiled=True).makespan_s
+        except ScheduleError:  # it cannot run to its end
+            return inf
 
     def _predecessors(self, schedule: Schedule) -> NDArray[np.int32]:
         """[num_rows, n] as `deps.predecessors` finds them."""
