@@ -98,8 +98,8 @@ def setting_of(config: RunConfig) -> Setting:
 
 def _contributions(timeline: Timeline) -> list[Contribution]:
     """What the critical path consists of, the longest first."""
-    trips = Transfers.of(timeline.program)
-    sender_of = dict(zip(trips.consumers.tolist(), trips.senders.tolist(), strict=True))
+    transfers = Transfers.of(timeline.program)
+    sender_of = dict(zip(transfers.consumers.tolist(), transfers.senders.tolist(), strict=True))
     total_s: dict[str, float] = {}
     for piece in critical_path(timeline):
         what = _text(piece, timeline, sender_of)
