@@ -60,11 +60,11 @@ def test_what_is_numbered_beyond_the_microbatches_is_dropped():
     assert str(order) == "0F0 0F1 0I0 0W0 0I1 0W1"
 
 
-@pytest.mark.parametrize(("microbatches", "left"), [(1, "0F0 1F0 0B0 1B0"), (2, "0F0 1F0 (0F1;0B0) 1F1 0B1 1B0 1B1")])
+@pytest.mark.parametrize(("microbatches", "left"), [(1, "0F0 1F0 0B0 1B0"), (2, "0F0 1F0 (0B0;0F1) 1F1 0B1 1B0 1B1")])
 def test_half_of_a_pair_that_is_left_does_not_overlap_what_follows(microbatches, left):
     order = phases(
         repeat(1, f(0), f(1)),
-        repeat(1, pair(f(0), b(0)), f(1)),
+        repeat(1, pair(b(0), f(0)), f(1)),
         repeat(1, b(0)),
         repeat(2, b(1)),
         microbatches=microbatches,
