@@ -1,11 +1,19 @@
 """Hot loops: the same result interpreted and compiled, and small tables never wait for a compiler."""
 
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
+import penstock
 from penstock.ir.hot import BLOCK_ROWS, COMPILE_ABOVE_ROWS, Hot, blocks, frozen
+
+SRC = Path(penstock.__file__).parents[1]
 
 
 def _add(total, value):
@@ -36,19 +44,31 @@ def total_of(hot, num_rows, *, as_if=None):
     return result[0]
 
 
-def test_a_small_table_runs_without_a_compiler():
+def test_a_small_table_runs_without_a_compiler(caplog):
+    caplog.set_level(logging.INFO)
     hot = Hot(_sum_into, _add)
 
     assert total_of(hot, 10, as_if=COMPILE_ABOVE_ROWS) == 45
-    assert "compiled" not in vars(hot)
+    assert not caplog.records
 
 
 @pytest.mark.slow
 def test_a_large_table_runs_compiled_with_its_helpers_and_gives_the_same():
+    assert total_of(Hot(_sum_into, _add), 10, as_if=COMPILE_ABOVE_ROWS + 1) == 45
+
+
+@pytest.mark.slow
+def test_a_compilation_is_logged_before_and_after_and_happens_once(caplog):
+    caplog.set_level(logging.INFO)
     hot = Hot(_sum_into, _add)
 
-    assert total_of(hot, 10, as_if=COMPILE_ABOVE_ROWS + 1) == 45
-    assert "compiled" in vars(hot)
+    for _ in range(2):
+        total_of(hot, 10, as_if=COMPILE_ABOVE_ROWS + 1)
+
+    before, after = caplog.records
+    assert before.getMessage() == "compiling _sum_into"
+    assert not hasattr(before, "compiled_s")
+    assert after.compiled_s > 0
 
 
 def test_what_is_no_array_is_passed_as_it_is():
@@ -96,7 +116,8 @@ def test_a_function_without_a_file_is_compiled_without_being_kept():
 
 
 @pytest.mark.slow
-def test_columns_that_can_be_written_and_columns_that_cannot_share_one_compiled_loop():
+def test_columns_that_can_be_written_and_columns_that_cannot_share_one_compiled_loop(caplog):
+    caplog.set_level(logging.INFO)
     hot = Hot(_sum_into, _add)
     can, cannot = np.arange(4.0), np.arange(4.0)
     cannot.flags.writeable = False
@@ -104,8 +125,122 @@ def test_columns_that_can_be_written_and_columns_that_cannot_share_one_compiled_
     for column in (can, cannot):
         hot.compiled(frozen(column), np.zeros(1))
 
-    assert len(hot.compiled.signatures) == 1
+    assert len(caplog.records) == 2  # of one compilation
     assert can.flags.writeable
+
+
+LOOP = """
+from penstock.ir.hot import Hot
+from others import FACTOR, TABLE, Pair, shifted
+
+def loop(column, pair):
+    column[0] = shifted(column[0]) * FACTOR + TABLE[0] + pair.left
+
+HOT = Hot(loop, shifted)
+"""
+OTHERS = """
+from typing import NamedTuple
+import numpy as np
+
+FACTOR = 2
+TABLE = np.array([100, 7])
+
+class Pair(NamedTuple):
+    left: int
+    right: int
+
+def shifted(value):
+    return value + 1
+"""
+RUN = """
+import numpy as np
+from loop import HOT
+from others import Pair
+
+column = np.array([3])
+HOT.compiled(column, Pair(left=1000, right=4000))
+print(column[0])
+"""
+
+
+@pytest.fixture
+def run_loop(tmp_path):
+    """Run LOOP compiled in a new process, which keeps its machine code in a folder of the test; return its result."""
+    (tmp_path / "loop.py").write_text(LOOP)
+    (tmp_path / "others.py").write_text(OTHERS)
+
+    def run(**environment):
+        own = {"PYTHONPATH": f"{tmp_path}:{SRC}", "NUMBA_CACHE_DIR": str(tmp_path / "kept"), **environment}
+        command = [sys.executable, "-B", "-c", RUN]
+        done = subprocess.run(command, env=os.environ | own, check=True, capture_output=True, text=True, timeout=100)
+        return int(done.stdout)
+
+    return run
+
+
+def kept_files(folder):
+    return {file: file.stat().st_mtime_ns for file in folder.rglob("*.nb[ci]")}
+
+
+@pytest.mark.slow
+def test_machine_code_is_loaded_by_the_next_process(run_loop, tmp_path):
+    assert run_loop() == 1108
+    before = kept_files(tmp_path)
+
+    assert run_loop() == 1108
+    assert len(before) == 2  # index and code
+    assert kept_files(tmp_path) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new", "result"),
+    [
+        ("FACTOR = 2", "FACTOR = 3", 1112),
+        ("[100, 7]", "[200, 7]", 1208),
+        ("value + 1", "value + 2", 1110),
+        ("    left: int\n    right: int", "    right: int\n    left: int", 1108),
+    ],
+)
+def test_what_another_file_changes_counts_in_the_next_process(run_loop, tmp_path, old, new, result):
+    run_loop()
+    (tmp_path / "others.py").write_text(OTHERS.replace(old, new))
+
+    assert run_loop() == result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", [b"", b"damaged", b"cno_such_module\nNoSuchClass\n."])
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+def test_kept_code_that_cannot_be_loaded_is_made_again_and_kept(run_loop, tmp_path, kind, content):
+    run_loop()
+    (damaged,) = tmp_path.rglob(f"*.{kind}")
+    damaged.write_bytes(content)
+
+    assert run_loop() == 1108
+    repaired = kept_files(tmp_path)
+    assert len(repaired) == 4
+    assert run_loop() == 1108
+    assert kept_files(tmp_path) == repaired
+
+
+@pytest.mark.slow
+def test_without_a_folder_that_can_be_written_nothing_is_kept(run_loop, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "__pycache__").touch()
+
+    nowhere = str(tmp_path / "file")
+    assert run_loop(NUMBA_CACHE_DIR=nowhere, XDG_CACHE_HOME=nowhere, HOME=nowhere) == 1108
+    assert not kept_files(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_loop_that_reads_what_cannot_be_compared_is_refused():
+    def outer(column):
+        return total_of(column, 1)
+
+    with pytest.raises(TypeError, match=r"outer reads <function total_of.*as a helper"):
+        Hot(outer).compiled(np.zeros(1))
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, BLOCK_ROWS, BLOCK_ROWS + 1, 3 * BLOCK_ROWS])

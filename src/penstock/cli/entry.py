@@ -6,6 +6,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 
 from penstock.cli import check, compare, convert, doctor, profile, schedules, show, train
+from penstock.cli.compiling import compiling_reported
 from penstock.cli.output import complain, forget_stdout
 from penstock.cli.status import ExitStatus, status_of
 from penstock.errors import PenstockError
@@ -46,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; `argv` is what follows the program's name."""
     try:
         arguments = build_parser().parse_args(argv)
-        status = int(arguments.run(arguments))
+        with compiling_reported():
+            status = int(arguments.run(arguments))
         sys.stdout.flush()
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else ExitStatus.FINE
