@@ -121,6 +121,5 @@ def _alive(joined: NDArray[np.bool_], taken: Counts, freed: Counts) -> Counts:
         taken[first + 1] = 0
         freed[first + 1] += freed[first]
         freed[first] = 0
-    found = np.cumsum(taken)
-    found[1:] -= np.cumsum(freed[:-1])
-    return found
+    taken[1:] -= freed[:-1]
+    return np.cumsum(taken)
