@@ -91,11 +91,12 @@ class Program(Table):
 
     def reordered(self, order: Ints) -> "Program":
         """Return the same instructions in another order; rows stay on their rank."""
-        columns = {name: np.empty_like(getattr(self, name)) for name in self.COLUMNS}
+        # Before lowering is done, several columns are 0 everywhere: in any order they are the same.
+        columns = {name: np.empty_like(column) for name in self.COLUMNS if (column := getattr(self, name)).any()}
         for begin, end in pairwise(self.offsets.tolist()):  # a rank's rows stay in cache while they change places
             within = order[begin:end].astype(np.intp) - begin
-            for name, column in columns.items():
-                getattr(self, name)[begin:end].take(within, out=column[begin:end])
+            for name, column in columns.items():  # another mode than "raise" writes to `out` without a copy between
+                getattr(self, name)[begin:end].take(within, out=column[begin:end], mode="clip")
         return replace(self, **columns)
 
     def with_slots(self, slot: Ints) -> "Program":
