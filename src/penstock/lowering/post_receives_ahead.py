@@ -48,18 +48,20 @@ def post_receives_ahead(program: Program) -> Program:
 
 
 def _place_of_consumer(program: Program, place: NDArray[np.int32]) -> NDArray[np.int32]:
-    """[num_instructions] for each receive the place of the computation that takes its message, 0 if there is none."""
-    message = np.maximum(TAKEN, np.where(IS_RECEIVE, MOVED, -1)).astype(np.int32)
-    message[message < 0] = len(MESSAGES)
-    cell = identities(program)
+    """[num_instructions] for each receive the place of the computation that takes its message, 0 if there is none.
+
+    The values of other rows mean nothing.
+    """
     num_cells = num_identities(program) + 1
-    taken_at = np.zeros((len(MESSAGES) + 1) * num_cells, np.int32)
+    last = len(MESSAGES) * num_cells  # a cell for all rows that neither take nor receive a message
+    takes = np.where(TAKEN >= 0, TAKEN.astype(np.int64) * num_cells, last)
+    receives = np.where(IS_RECEIVE, MOVED.astype(np.int64) * num_cells, last)
+    cell = identities(program)
+    taken_at = np.zeros(last + 1, np.int32)
     for part in blocks(program.num_instructions):
-        cell[part] += num_cells * message[program.op[part]]
-        is_consumer = TAKEN[program.op[part]] >= 0
-        taken_at[cell[part][is_consumer]] = place[part][is_consumer]
+        taken_at[np.minimum(cell[part] + takes[program.op[part]], last)] = place[part]
     for part in blocks(program.num_instructions):
-        cell[part] = taken_at[cell[part]]
+        cell[part] = taken_at.take(cell[part] + receives[program.op[part]], mode="clip")
     return cell
 
 
