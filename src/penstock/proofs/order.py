@@ -78,14 +78,14 @@ def check_names(subject: Subject, findings: Findings) -> bool:
 
 def _is_wrongly_named(subject: Subject, part: slice) -> NDArray[np.bool_]:
     table = subject.table
-    stage, microbatch = table.stage[part], table.microbatch[part]
-    rows = np.arange(part.start, part.stop)
+    stage, rows = table.stage[part], np.arange(part.start, part.stop)
     begin, end = bounds_of_stage(table)
-    is_right: NDArray[np.bool_] = (begin[stage] <= rows) & (rows < end[stage])
-    route_of_stage = np.array(table.placement.route_of_stage)
-    on_route: NDArray[np.bool_] = route_of_stage[stage] == table.route_of_microbatch[microbatch]
-    on_route |= ~NAMES_MICROBATCH[subject.op[part]]
-    return ~(is_right & on_route)
+    is_wrong: NDArray[np.bool_] = (rows < begin.take(stage)) | (rows >= end.take(stage))
+    if len(table.placement.routes) > 1:
+        route_of_stage = np.array(table.placement.route_of_stage)
+        is_elsewhere = route_of_stage.take(stage) != table.route_of_microbatch.take(table.microbatch[part])
+        is_wrong |= is_elsewhere & NAMES_MICROBATCH.take(subject.op[part])
+    return is_wrong
 
 
 def _add_wrong_name(subject: Subject, findings: Findings, row: int) -> None:
