@@ -103,8 +103,8 @@ class Program(Table):
         """Return the same instructions with other slots."""
         return replace(self, slot=slot)
 
-    def inserted(self, new: "NewRows") -> "Program":
-        """Return the program with rows put in; among rows at one place, the order given counts."""
+    def inserted(self, new: "NewRows", **changes: Any) -> "Program":
+        """Return the program with rows put in and other `changes`; among rows at one place, the order given counts."""
         in_order = np.argsort(new.key, kind="stable")
         # Keys 3r and 3r+2 mean in front of row r and in front of row r+1, the latter first.
         places = (new.key[in_order] + 2) // 3
@@ -114,7 +114,7 @@ class Program(Table):
             added = np.zeros(len(places)) if name in ("slot", "joined") else getattr(new, name)[in_order]
             columns[name] = _interleaved(old, added.astype(old.dtype), places)
         counts = np.diff(self.offsets) + np.bincount(new.rank, minlength=self.num_ranks)
-        return replace(self, **columns, offsets=np.concatenate([[0], np.cumsum(counts)]))
+        return replace(self, **columns, offsets=np.concatenate([[0], np.cumsum(counts)]), **changes)
 
     def to_csv(self, *, torch_only: bool = False) -> str:
         """Return torch's CSV with communication; `torch_only` leaves out the instructions that torch does not know."""
@@ -187,6 +187,8 @@ def _require_tied_group(group: tuple[int, ...], placement: Placement) -> None:
 
 def _interleaved(old: NDArray[Any], added: NDArray[Any], places: Ints) -> NDArray[Any]:
     """Put each added value in front of the old one at its place; few values among many, so by whole pieces."""
+    if not old.any() and not added.any():
+        return np.zeros(len(old) + len(added), old.dtype)
     parts: list[NDArray[Any]] = [old[:0]] * (2 * len(added) + 1)
     parts[::2] = np.split(old, places)
     parts[1::2] = [added[index : index + 1] for index in range(len(added))]

@@ -7,8 +7,6 @@ REDUCE_GRAD is where a data-parallel reduction starts, as early as the gradients
 reduced last, in the order of their index on every rank, behind all messages: so no two ranks can wait for each other.
 """
 
-from dataclasses import replace
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,7 +30,7 @@ def add_reductions(program: Program) -> Program:
     zeros: NDArray[np.int32] = np.zeros(len(after), np.int32)
     ranks = np.array(program.placement.rank_of_stage, np.int64)[np.array(stage, np.int64)]
     rows = NewRows(NewRows.after(anchor), ranks, np.array(op), np.array(stage), zeros, zeros, np.array(peer))
-    return replace(program.inserted(rows), omits_reductions=False)
+    return program.inserted(rows, omits_reductions=False)
 
 
 def _stage_reductions(program: Program) -> tuple[list[int], list[int], list[int], list[int]]:
