@@ -47,7 +47,7 @@ def add_messages(program: Program, start: Starts | None = None) -> Program:
     for part in blocks(num_rows):
         action, role = layout.action[part].astype(np.intp), layout.role[part]
         stage, other = program.stage.take(action), peer.take(action)
-        columns["op"][part] = OPS[role, program.op.take(action)]
+        columns["op"][part] = OPS.take(len(Op) * role.astype(np.intp) + program.op.take(action))
         columns["stage"][part] = np.where(role == RECEIVE, other, stage)
         columns["peer"][part] = np.where(role == SEND, other, stage)
         columns["microbatch"][part] = program.microbatch.take(action)
