@@ -78,28 +78,49 @@ def _ready_time(predecessors: Any, end: Any, lag: Any, row: int, partner: int) -
     return ready
 
 
-def _advance_rank(
-    row: int, stop: int, free: float, predecessors: Any, joined: Any, duration: Any, lag: Any, start: Any, end: Any
-) -> Any:
-    """Run rows of one rank until one is blocked; return the next row and when the rank is free."""
-    while row < stop:
-        last = row + 1 if joined[row] else row
-        ready = _ready_time(predecessors, end, lag, row, last)
-        if last > row and ready >= 0.0:
-            other = _ready_time(predecessors, end, lag, last, row)
-            ready = max(ready, other) if other >= 0.0 else other
-        if ready < 0.0:  # BLOCKED
-            break
-        begin = ready if ready > free else free
-        free = begin + duration[row]
-        if last > row:
-            free += duration[last]
-            start[last] = begin
-            end[last] = free
-        start[row] = begin
-        end[row] = free
-        row = last + 1
-    return row, free
+def _visit_all(
+    offsets: Any,
+    predecessors: Any,
+    joined: Any,
+    duration: Any,
+    lag: Any,
+    visits: Any,
+    start: Any,
+    end: Any,
+    reached: Any,
+    free: Any,
+) -> bool:
+    """Run rows of each rank until one is blocked; return whether any ran.
+
+    This loop is one function on purpose: compiled, a call for each rank makes the walk take twice as long.
+    """
+    has_run = False
+    for rank in visits:
+        row = reached[rank]
+        stop = offsets[rank + 1]
+        rank_free = free[rank]
+        while row < stop:
+            last = row + 1 if joined[row] else row
+            ready = _ready_time(predecessors, end, lag, row, last)
+            if last > row and ready >= 0.0:
+                other = _ready_time(predecessors, end, lag, last, row)
+                ready = max(ready, other) if other >= 0.0 else other
+            if ready < 0.0:  # BLOCKED
+                break
+            begin = ready if ready > rank_free else rank_free
+            rank_free = begin + duration[row]
+            if last > row:
+                rank_free += duration[last]
+                start[last] = begin
+                end[last] = rank_free
+            start[row] = begin
+            end[row] = rank_free
+            row = last + 1
+        if row != reached[rank]:
+            reached[rank] = row
+            free[rank] = rank_free
+            has_run = True
+    return has_run
 
 
 def _walk_all(
@@ -114,18 +135,8 @@ def _walk_all(
     reached: Any,
     free: Any,
 ) -> None:
-    progress = True
-    while progress:
-        progress = False
-        for rank in visits:
-            row = reached[rank]
-            row, rank_free = _advance_rank(
-                row, offsets[rank + 1], free[rank], predecessors, joined, duration, lag, start, end
-            )
-            if row != reached[rank]:
-                reached[rank] = row
-                free[rank] = rank_free
-                progress = True
+    while _visit_all(offsets, predecessors, joined, duration, lag, visits, start, end, reached, free):
+        pass
 
 
-_WALK = Hot(_walk_all, _advance_rank, _ready_time)
+_WALK = Hot(_walk_all, _visit_all, _ready_time)
