@@ -40,9 +40,8 @@ from penstock.models.emulated import EmulatedLayer
 from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES, build
-from penstock.simulation import simulate
+from penstock.simulation import LayerCosts, simulate
 from penstock.simulation.costs.fit import costs_from_timelines
-from penstock.simulation.costs.layer_estimate import costs_of_parts, costs_per_layer
 from penstock.train.profiling import with_parts
 
 NUM_PROFILED, NUM_STEPS = 5, 10
@@ -143,9 +142,9 @@ def real(num_ranks: int) -> Iterator[Row]:
     assert profiled.recording is not None
     costs = costs_from_timelines(steps["1f1b"], message_bytes=profiled.recording.message_bytes)
     costs = with_parts(costs, costs_from_timelines(parts))
-    per_layer = costs_per_layer(costs, profiled.layers_of_stage, profiled.layer_weights)
+    per_layer = LayerCosts.from_stages(costs, profiled.layers_of_stage, profiled.layer_weights)
     for name, pipeline in pipelines.items():
-        of_stages = costs_of_parts(per_layer, list(pipeline.layers_of_stage))
+        of_stages = per_layer.of_stages(pipeline.layers_of_stage)
         yield row_of("real", name, steps[name], simulate(lower(pipeline.schedule), of_stages))
         pipeline.close()
 

@@ -22,7 +22,7 @@ from penstock.placement import Placement
 from penstock.planning import plan
 from penstock.proofs import check
 from penstock.schedules import build
-from penstock.simulation import Costs, simulate
+from penstock.simulation import Costs, LayerCosts, simulate
 from penstock.version import VERSION
 
 __version__ = VERSION
@@ -50,6 +50,7 @@ __all__ = [
     "ConfigError",
     "Costs",
     "Kind",
+    "LayerCosts",
     "LayerSpec",
     "LossOutput",
     "PenstockError",

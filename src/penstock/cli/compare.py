@@ -18,7 +18,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         default="F=1,I=1,W=1",
         metavar="COSTS",
         help="seconds per action of one stage (and slice): F=1,I=1,W=1 (the default), B=2 if that is not I + W, "
-        "transfer=0.1 between ranks, overlap=0.8 times the sum for two actions that overlap; or a TOML or JSON file",
+        "transfer=0.1 between ranks, overlap=0.8 times the sum for two actions that overlap; or a TOML or JSON file, "
+        "per stage or, as `penstock profile` writes it, per layer",
     )
     parser.add_argument(
         "--per-rank",
@@ -47,6 +48,7 @@ def run(arguments: Namespace) -> int:
     from penstock.cli.comparison_result import result_of
     from penstock.cli.output import complain
     from penstock.cli.sweep import LIMITS, read_sweep, swept_schedules
+    from penstock.simulation import LayerCosts
     from penstock.simulation.costs.file import load_costs
 
     limit = arguments.memory_limit
@@ -55,11 +57,17 @@ def run(arguments: Namespace) -> int:
     format = wanted_format(arguments, FORMAT_OF_SUFFIX, "table")
     refuse_useless(arguments, "theme", format, CHARTS)
     costs = load_costs(arguments.costs)
+    is_per_layer = isinstance(costs, LayerCosts)
+    if arguments.per_rank and is_per_layer:
+        raise ConfigError(
+            f"{arguments.costs} has costs per layer, of which stages and slices take their share anyway; leave it out",
+            key="--per-rank",
+        )
     sweep = read_sweep(arguments.sweep)
     found = [compare(wanted, costs, per_rank=arguments.per_rank) for wanted in swept_schedules(arguments, sweep)]
     is_useless = not any(isinstance(row, Comparison) for row in found)
     if format not in CHARTS or not is_useless:
-        result = result_of(found, format, arguments, swept_limits=sweep.get(LIMITS, ()))
+        result = result_of(found, format, arguments, swept_limits=sweep.get(LIMITS, ()), is_per_layer=is_per_layer)
         write_result(result, format, arguments.output)
     refused = [row for row in found if not isinstance(row, Comparison)]
     if is_useless:

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from penstock.cli.stage_costs import stage_costs
 from penstock.cli.wanted import Wanted
 from penstock.errors import PenstockError
 from penstock.ir.instruction import Op
@@ -16,7 +17,8 @@ from penstock.ir.schedule import Schedule
 from penstock.planning import plan
 from penstock.searching.front import pareto_front
 from penstock.show.pareto import Candidate
-from penstock.simulation import Costs
+from penstock.simulation import Costs, LayerCosts
+from penstock.simulation.costs.costs import COMPUTE_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +60,13 @@ FIGURES = ("makespan_s", "span_s", "bubble_fraction", "bubble_rate", "peak_activ
 """The members of a comparison in JSON, next to its messages."""
 
 
-def compare(wanted: Wanted, costs: Costs, *, per_rank: bool = False) -> Row:
+def compare(wanted: Wanted, costs: Costs | LayerCosts, *, per_rank: bool = False) -> Row:
     """Make a schedule, prove it and simulate it; `per_rank` costs are divided over a rank's stages and slices."""
     try:
         schedule = wanted.make()
         num_parts = parts_per_rank(schedule)
-        planned = plan(schedule, scale_durations(costs, float(1 / num_parts)) if per_rank else costs)
+        own_costs = stage_costs(costs, schedule)
+        planned = plan(schedule, scale_durations(own_costs, float(1 / num_parts)) if per_rank else own_costs)
     except PenstockError as error:
         return Refusal(wanted.text, str(error))
     timeline = planned.timeline
@@ -89,17 +92,8 @@ def parts_per_rank(schedule: Schedule) -> Fraction:
 def scale_durations(costs: Costs, factor: float) -> Costs:
     """Return costs whose actions take `factor` times as long; transfers keep theirs."""
 
-    def times(seconds: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(factor * entry for entry in seconds)
-
-    return replace(
-        costs,
-        forward_s=times(costs.forward_s),
-        backward_s=times(costs.backward_s),
-        backward_input_s=times(costs.backward_input_s),
-        backward_weight_s=times(costs.backward_weight_s),
-        split_forward_s=times(costs.split_forward_s),
-    )
+    seconds = {name: tuple(factor * each for each in getattr(costs, name)) for name in COMPUTE_FIELDS}
+    return replace(costs, **seconds)  # type: ignore[arg-type]
 
 
 def count_messages(program: Program) -> int:

@@ -12,8 +12,17 @@ from penstock.show.text import count_of
 MEMORY_NAME = "peak activations of a rank, in those of one microbatch"
 
 
-def result_of(rows: Sequence[Row], format: str, arguments: Namespace, *, swept_limits: Sequence[int] = ()) -> bytes:
+def result_of(
+    rows: Sequence[Row],
+    format: str,
+    arguments: Namespace,
+    *,
+    swept_limits: Sequence[int] = (),
+    is_per_layer: bool = False,
+) -> bytes:
     """Return the comparison in a format; names of a sweep say their sizes themselves.
+
+    Costs `is_per_layer` are shared by what a rank runs, as costs per rank are.
 
     Raises:
         ConfigError: for a picture of nothing, and one that needs matplotlib where that is not installed.
@@ -21,22 +30,22 @@ def result_of(rows: Sequence[Row], format: str, arguments: Namespace, *, swept_l
     limit = arguments.memory_limit
     if format in CHARTS:
         compared = [row for row in rows if isinstance(row, Comparison)]
-        return _picture(compared, format, arguments)
+        return _picture(compared, format, arguments, is_shared=arguments.per_rank or is_per_layer)
     if format == "json":
         text = to_json(rows, limit, swept_limits=swept_limits)
     else:
-        text = to_table(rows, limit, per_rank=arguments.per_rank, swept_limits=swept_limits)
+        text = to_table(rows, limit, per_rank=arguments.per_rank or is_per_layer, swept_limits=swept_limits)
     return f"{text}\n".encode()
 
 
-def _picture(rows: Sequence[Comparison], format: str, arguments: Namespace) -> bytes:
+def _picture(rows: Sequence[Comparison], format: str, arguments: Namespace, *, is_shared: bool) -> bytes:
     """One point per schedule; what does not fit into the limit is beaten by anything that does."""
     counts = {row.num_microbatches for row in rows}
     candidates = candidates_of(rows, arguments.memory_limit)
     if len(counts) > 1 and not arguments.sweep:
         sizes = [f", {row.num_microbatches} microbatches" for row in rows]
         candidates = [replace(one, label=one.label + size) for one, size in zip(candidates, sizes, strict=True)]
-    is_unfair = not arguments.per_rank and len({row.num_parts for row in rows}) > 1
+    is_unfair = not is_shared and len({row.num_parts for row in rows}) > 1
     warnings = ["ranks do unequal work, see --per-rank"] if is_unfair else []
     warnings += [f"times are for {max(counts)} microbatches"] if len(counts) > 1 else []
     caption = Caption(_title(arguments), MEMORY_NAME, warning="; ".join(warnings))

@@ -37,7 +37,8 @@ def run(arguments: Namespace) -> int:
     folder = Path(arguments.folder)
     recorded = read_recorded_step(folder)
     setting = setting_of(load_config(folder / CONFIG))
-    shares = SplitShares.of(read_costs(folder / COSTS)) if (folder / COSTS).exists() else None
+    profiled = read_costs(folder / COSTS) if (folder / COSTS).exists() else None
+    shares = None if profiled is None else SplitShares.of(profiled)
     diagnosis = diagnose(recorded, setting, shares=shares, memory_limit=arguments.memory_limit)
     say(to_json(diagnosis) if arguments.format == "json" else to_text(diagnosis))
     return ExitStatus.FINE

@@ -33,7 +33,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--costs",
         metavar="COSTS",
         help="of a picture: seconds per action of one stage (and slice), such as F=1,I=1,W=1,transfer=0.1 "
-        f"(default: {DEFAULT_COSTS})",
+        f"(default: {DEFAULT_COSTS}), or a TOML or JSON file",
     )
     add_picture_arguments(parser)
 
@@ -57,6 +57,7 @@ def run(arguments: Namespace) -> int:
 
 def _picture(schedule: Schedule, format: str, arguments: Namespace) -> bytes:
     """Draw the timeline that the lowered schedule has under the costs."""
+    from penstock.cli.stage_costs import stage_costs
     from penstock.lowering import lower
     from penstock.show.chart import timeline_chart
     from penstock.show.figures import describe_shape
@@ -66,7 +67,7 @@ def _picture(schedule: Schedule, format: str, arguments: Namespace) -> bytes:
     from penstock.simulation.costs.file import load_costs
 
     text = arguments.costs or DEFAULT_COSTS
-    costs = load_costs(text)
+    costs = stage_costs(load_costs(text), schedule)
     timeline = simulate(lower(schedule), costs)
     title = f"{describe_shape(timeline.program)}, predicted with {text}"
     if format == "trace":

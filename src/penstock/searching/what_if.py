@@ -16,9 +16,7 @@ from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.partition.split import split_over
 from penstock.schedules import FAMILIES, build
-from penstock.simulation import Costs, simulate
-from penstock.simulation.costs.costs import COMPUTE_FIELDS
-from penstock.simulation.costs.layer_estimate import costs_of_parts, costs_per_layer
+from penstock.simulation import Costs, LayerCosts, simulate
 
 Sort = Literal["split", "schedule", "microbatches"]
 NUM_EXTREMES = 4
@@ -82,7 +80,7 @@ class _Predicted:
 
 def what_if(run: MeasuredRun, setting: Setting) -> list[Change]:
     """Simulate every change of one thing, and return what each does, the most helpful first."""
-    per_layer = costs_per_layer(run.costs, run.layers_of_stage, run.layer_weights)
+    per_layer = LayerCosts.from_stages(run.costs, run.layers_of_stage, run.layer_weights)
     now = _Plan("schedule", run.schedule.name, run.schedule, run.layers_of_stage)
     num_parts = run.schedule.num_microbatches * run.schedule.num_slices
     base = _predict(now, per_layer, num_parts)
@@ -101,21 +99,17 @@ def what_if(run: MeasuredRun, setting: Setting) -> list[Change]:
     return sorted(found, key=lambda change: change.step_change)
 
 
-def _predict(plan: _Plan, per_layer: Costs, num_measured_parts: int) -> _Predicted:
+def _predict(plan: _Plan, per_layer: LayerCosts, num_measured_parts: int) -> _Predicted:
     """Simulate a plan; `per_layer` are costs of one of so many equal parts of a batch, microbatches or slices."""
     factor = num_measured_parts / (plan.schedule.num_microbatches * plan.schedule.num_slices)
-    costs = costs_of_parts(per_layer, plan.layers_of_stage)
-    scaled: dict[str, Any] = {
-        name: tuple(factor * seconds for seconds in getattr(costs, name)) for name in COMPUTE_FIELDS
-    }
+    costs = per_layer.of_stages(plan.layers_of_stage).of_share(factor)
     kept = tuple(round(factor * len(part) * UNIT_BYTES) for part in plan.layers_of_stage)
-    message_bytes = tuple(round(factor * num_bytes) for num_bytes in costs.message_bytes)
-    costs = replace(costs, **scaled, activation_bytes=kept, weight_context_bytes=kept, message_bytes=message_bytes)
+    costs = replace(costs, activation_bytes=kept, weight_context_bytes=kept)
     timeline = simulate(lower(plan.schedule), costs)
     return _Predicted(timeline.makespan_s, max(timeline.peak_bytes))
 
 
-def _other_splits(now: _Plan, per_layer: Costs) -> Iterator[_Plan]:
+def _other_splits(now: _Plan, per_layer: LayerCosts) -> Iterator[_Plan]:
     """One layer moved across a boundary of two stages, and the split that measured seconds make most even."""
     route = now.schedule.placement.routes[0]
     sizes = [len(now.layers_of_stage[stage]) for stage in route]
@@ -147,7 +141,7 @@ def _resplit(now: _Plan, text: str, sizes: list[int]) -> _Plan:
     return _Plan("split", text, now.schedule, split_over(now.schedule.placement, sum(sizes), split=sizes))
 
 
-def _other_schedules(now: _Plan, per_layer: Costs, setting: Setting) -> Iterator[_Plan]:
+def _other_schedules(now: _Plan, per_layer: LayerCosts, setting: Setting) -> Iterator[_Plan]:
     """All families that can have as many ranks and microbatches; equal orders under several names count once."""
     weights = _seconds_of_layers(per_layer)
     known = [now.schedule]
@@ -202,13 +196,14 @@ def _other_microbatches(now: _Plan, setting: Setting) -> Iterator[_Plan]:
         yield _Plan("microbatches", f"{int(count)} microbatches", schedule, now.layers_of_stage)
 
 
-def _seconds_of_layers(per_layer: Costs) -> list[float]:
+def _seconds_of_layers(per_layer: LayerCosts) -> list[float]:
     """What a forward and a backward of each layer take."""
-    table = np.nan_to_num(per_layer.durations_s(len(per_layer.message_bytes)))
+    num_layers = len(per_layer.message_bytes)
+    table = np.nan_to_num(per_layer.of_stages([1] * num_layers).durations_s(num_layers))
     return [float(seconds) for seconds in table[Kind.FORWARD] + table[Kind.BACKWARD]]
 
 
-def _seconds_of_parts(now: _Plan, per_layer: Costs) -> list[float]:
+def _seconds_of_parts(now: _Plan, per_layer: LayerCosts) -> list[float]:
     """What they take of each stage on the first route."""
     seconds = _seconds_of_layers(per_layer)
     route = now.schedule.placement.routes[0]

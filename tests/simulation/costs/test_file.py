@@ -8,7 +8,7 @@ from penstock.errors import ConfigError, FormatError
 from penstock.ir.action import Kind
 from penstock.lowering import lower
 from penstock.schedules import build
-from penstock.simulation import Costs, simulate
+from penstock.simulation import Costs, LayerCosts, simulate
 from penstock.simulation.costs.costs import Channel, Spread
 from penstock.simulation.costs.file import costs_from_json, costs_from_toml, load_costs, read_costs
 
@@ -180,3 +180,29 @@ def test_what_only_the_program_shows_names_the_file_too(tmp_path):
 
 def test_a_file_without_costs_knows_none():
     assert costs_from_toml("") == costs_from_json("{}") == Costs()
+
+
+def test_costs_per_layer_say_so():
+    text = 'per = "layer"\nforward_ms = [1000, 2000]\noptimizer_s = 3\nactivation_kib = [1, 2]\nlatency_us = 1e6'
+
+    found = costs_from_toml(text, file="layers.toml")
+
+    expected = LayerCosts(forward=[1.0, 2.0], optimizer=3.0, activation_bytes=[1024, 2048], latency_s=1.0)
+    assert found == expected
+    assert found.source == "layers.toml"
+    assert costs_from_json('{"per": "layer", "forward_s": [1, 2]}') == LayerCosts(forward=[1.0, 2.0])
+    assert costs_from_toml('per = "stage"\nforward_s = 1') == Costs(forward_s=(1.0,))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('per = "rank"', r"^per: 'rank'; expected \"stage\" or \"layer\" \(in l\.toml\)"),
+        ('per = "layer"\nforward_ms = [1, -1]', r"^forward_ms: -1 is negative"),
+        ('per = "layer"\nforward = [1]', r"^forward: has no unit that is known; end it in one of s, ms, us"),
+        ('per = "layer"\nspreads = []', r"^spreads: is no key here"),
+    ],
+)
+def test_what_is_wrong_per_layer_is_said_with_its_key(text, told):
+    with pytest.raises(ConfigError, match=told):
+        costs_from_toml(text, file="l.toml")

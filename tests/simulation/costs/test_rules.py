@@ -42,8 +42,8 @@ def test_of_several_each_must_be_a_cost():
         require_costs((1, -2), "reduce_s")
 
 
-def test_only_the_seconds_of_kinds_may_be_unknown():
-    require_costs((), "backward_input_s")
+def test_only_what_may_be_unknown_may_be_empty():
+    require_costs((), "backward_input_s", may_be_empty=True)
 
     with pytest.raises(ConfigError, match="reduce_s: is empty; give one number for each, or one for all"):
         require_costs((), "reduce_s")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.ir.action import Kind
-from penstock.simulation import Costs
+from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.costs import Channel, Spread
 from penstock.simulation.costs.file import costs_from_toml
 from penstock.simulation.costs.writing import costs_to_toml
@@ -35,6 +35,17 @@ def test_costs_read_back_as_they_were(program, seed):
 @pytest.mark.parametrize("costs", [Costs(), Costs.uniform(), MEASURED], ids=["unknown", "uniform", "measured"])
 def test_whatever_is_known_is_written(costs):
     assert costs_from_toml(costs_to_toml(costs)) == costs
+
+
+LAYERS = LayerCosts(forward=[1.0, 2.0], recompute=0.5, activation_bytes=[3, 4], launch_s=1.0, source="a profile")
+
+
+def test_costs_per_layer_read_back_as_they_were():
+    assert costs_from_toml(costs_to_toml(LAYERS)) == LAYERS
+    assert costs_to_toml(LAYERS) == (
+        '# a profile\nper = "layer"\nforward_s = [1.0, 2.0]\nrecompute_s = 0.5\nlaunch_s = 1.0\n'
+        "activation_bytes = [3, 4]\n"
+    )
 
 
 def test_toml_has_a_line_per_cost_that_differs_from_its_default():

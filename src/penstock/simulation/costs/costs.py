@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ FIELD_OF_KIND = {
 
 COMPUTE_FIELDS = (*FIELD_OF_KIND.values(), "split_forward_s")
 """All seconds of computations, per stage."""
+VALUE_BYTES = ("message_bytes", "activation_bytes", "weight_context_bytes", "checkpoint_bytes")
+"""All bytes of what a microbatch leaves on a stage."""
 NO_COSTS = ("channels", "spreads", "source")
 
 
@@ -58,33 +60,17 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """Seconds and bytes.
+class SharedCosts:
+    """The costs that are given alike per stage and per layer.
 
     A transfer takes `latency_s` plus `message_bytes` / `bandwidth_bytes_per_s`. On an exclusive channel messages follow
     one another; otherwise the channel is infinitely wide and a transfer is pure delay.
     """
 
-    forward_s: PerStage = ()
-    """Of the kinds, those without entries are unknown: a program that runs them is refused."""
-    backward_input_s: PerStage = ()
-    backward_weight_s: PerStage = ()
-    backward_s: PerStage = ()
-    """A whole backward; the sum of its parts unless given."""
-    recompute_s: PerStage = ()
-    """A forward that runs again before its backward; as long as the first one unless given."""
-    split_forward_s: PerStage = ()
-    """A forward of a stage whose backwards run in two parts, which it has to prepare; as any other unless given."""
     overlap_factor: float = 1.0
     """Two actions that run together take this times the sum of both."""
     microbatch_compute_factor: tuple[float, ...] = (1.0,)
-    """How many times the seconds above each microbatch takes; one entry per microbatch, or one for all."""
-    optimizer_s: PerStage = (0.0,)
-
-    unshard_s: PerStage = (0.0,)
-    """Gathering the parameters of a stage."""
-    reduce_s: PerStage = (0.0,)
-    """Reducing the gradients of a stage over its replicas."""
+    """How many times the given seconds each microbatch takes; one entry per microbatch, or one for all."""
     tied_reduce_s: tuple[float, ...] = (0.0,)
     """Reducing a tied gradient; one entry per tied group, or one for all."""
 
@@ -93,23 +79,24 @@ class Costs:
     is_exclusive: bool = False
     channels: tuple[Channel, ...] = ()
     """The channels that differ from the three lines above."""
-    message_bytes: tuple[int, ...] = (0,)
-    """Bytes of a stage's output, and of its gradient."""
-    microbatch_bytes_factor: tuple[float, ...] = (1.0,)
-    """How many times these bytes the messages of each microbatch have."""
     launch_s: float = 0.0
     """Host time of every instruction, on top of what it does."""
 
+    message_bytes: tuple[int, ...] = (0,)
+    """Bytes of the output of a stage (or layer), and of its gradient."""
     activation_bytes: tuple[int, ...] = (0,)
-    """Bytes that a forward leaves behind until its backward."""
+    """Bytes that a forward leaves behind until its backward, its inputs among them."""
     weight_context_bytes: tuple[int, ...] = (0,)
-    """What of them remains between the input part and the weight part of a backward."""
+    """Bytes kept between the input part and the weight part of a backward."""
+    checkpoint_bytes: tuple[int, ...] = ()
+    """Bytes of the inputs that a recomputed forward keeps; the message that brings them unless given."""
+    microbatch_bytes_factor: tuple[float, ...] = (1.0,)
+    """How many times these bytes each microbatch has."""
     parameter_bytes: tuple[int, ...] = (0,)
     gradient_bytes: tuple[int, ...] = (0,)
     optimizer_bytes: tuple[int, ...] = (0,)
-    """What the optimizer keeps per stage: its state, and a master copy of the parameters if it has one."""
+    """What the optimizer keeps: its state, and a master copy of the parameters if it has one."""
 
-    spreads: tuple[Spread, ...] = ()
     source: str = field(default="", compare=False)
     """Where these costs come from, for messages about them: a file, say."""
 
@@ -119,7 +106,7 @@ class Costs:
             if each.name in NO_COSTS:
                 continue
             if isinstance(each.default, tuple):
-                require_costs(value, each.name)
+                require_costs(value, each.name, may_be_empty=not each.default)
             else:
                 require_cost(value, each.name)
         ends = Counter((channel.sender, channel.receiver) for channel in self.channels)
@@ -127,6 +114,47 @@ class Costs:
             if count > 1:
                 problem = f"the one from rank {sender} to rank {receiver} is given twice; keep one"
                 raise ConfigError(problem, key="channels")
+
+    def error(self, problem: str, key: str) -> ConfigError:
+        """Return an error about one of the fields that says where it comes from."""
+        return ConfigError(f"{problem} (in {self.source})" if self.source else problem, key=key)
+
+    def spread_out(self, name: str, count: int, word: str) -> Sequence[float]:
+        """Return one entry for each: for each stage, say, as the `word` has it.
+
+        Raises:
+            ConfigError: if there are neither as many entries nor a single one.
+        """
+        entries: tuple[float, ...] = getattr(self, name)
+        if len(entries) == 1:
+            return entries * count
+        if len(entries) != count:
+            words = f"{word}es" if word.endswith("ch") else f"{word}s"
+            raise self.error(f"{len(entries)} entries for {count} {words}; give one per {word}, or one for all", name)
+        return entries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs(SharedCosts):
+    """Seconds and bytes per stage; per microbatch, or per slice of one where the sequence is cut."""
+
+    forward_s: PerStage = ()
+    """Of the kinds, those without entries are unknown: a program that runs them is refused."""
+    backward_input_s: PerStage = ()
+    backward_weight_s: PerStage = ()
+    backward_s: PerStage = ()
+    """A whole backward; the sum of its parts unless given."""
+    split_forward_s: PerStage = ()
+    """A forward of a stage whose backwards run in two parts, which it has to prepare; as any other unless given."""
+    recompute_s: PerStage = ()
+    """A forward that runs again before its backward; as the first one unless given."""
+    optimizer_s: PerStage = (0.0,)
+    unshard_s: PerStage = (0.0,)
+    """Gathering the parameters of a stage."""
+    reduce_s: PerStage = (0.0,)
+    """Reducing the gradients of a stage over its replicas."""
+
+    spreads: tuple[Spread, ...] = ()
 
     @classmethod
     def uniform(
@@ -146,7 +174,7 @@ class Costs:
         Each of the `others` that has several entries may be given as one number for all.
         """
         listed = {each.name for each in fields(cls) if isinstance(each.default, tuple)}
-        others = {key: _entries(value) if key in listed else value for key, value in others.items()}
+        others = {key: entries_of(value) if key in listed else value for key, value in others.items()}
         whole = backward_input + backward_weight if backward is None else backward
         return cls(
             forward_s=(forward,),
@@ -168,6 +196,12 @@ class Costs:
             ConfigError: if the layers do not add up to those of the model.
         """
         return cls(**figures(model, machine, layers_per_stage))
+
+    def of_share(self, share: float) -> "Costs":
+        """Return the costs of so large a share of each microbatch, such as one slice of it: its seconds and bytes."""
+        seconds = {name: tuple(share * each for each in getattr(self, name)) for name in COMPUTE_FIELDS}
+        sizes = {name: tuple(round(share * each) for each in getattr(self, name)) for name in VALUE_BYTES}
+        return replace(self, **seconds, **sizes)  # type: ignore[arg-type]
 
     def durations_s(self, num_stages: int) -> NDArray[np.float64]:
         """[num_ops, num_stages] seconds of computations by operation and stage; NaN where unknown."""
@@ -196,29 +230,11 @@ class Costs:
         """[num_groups] seconds of each tied reduction."""
         return np.array(self.spread_out("tied_reduce_s", num_groups, "tied group"), np.float64)
 
-    def error(self, problem: str, key: str) -> ConfigError:
-        """Return an error about one of the fields that says where it comes from."""
-        return ConfigError(f"{problem} (in {self.source})" if self.source else problem, key=key)
-
     def _kind_s(self, name: str, num_stages: int) -> Sequence[float]:
         return self.spread_out(name, num_stages, "stage") if getattr(self, name) else [math.nan] * num_stages
 
-    def spread_out(self, name: str, count: int, word: str) -> Sequence[float]:
-        """Return one entry for each: for each stage, say, as the `word` has it.
 
-        Raises:
-            ConfigError: if there are neither as many entries nor a single one.
-        """
-        entries: tuple[float, ...] = getattr(self, name)
-        if len(entries) == 1:
-            return entries * count
-        if len(entries) != count:
-            words = f"{word}es" if word.endswith("ch") else f"{word}s"
-            raise self.error(f"{len(entries)} entries for {count} {words}; give one per {word}, or one for all", name)
-        return entries
-
-
-def _entries(value: Any) -> tuple[Any, ...]:
-    """A number as the only entry; a list or an array as a tuple."""
+def entries_of(value: Any) -> tuple[Any, ...]:
+    """Return a number as the only entry, a list or an array as a tuple."""
     plain = value.tolist() if isinstance(value, np.ndarray) else value
     return tuple(plain) if isinstance(plain, (list, tuple)) else (plain,)

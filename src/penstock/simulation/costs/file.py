@@ -1,6 +1,7 @@
 """Costs in a file, TOML or JSON: the fields of `Costs` by name, with their unit in the key.
 
-forward_ms = [18.5, 18.5, 18.9, 24.1]       one number per stage, or one for all
+per = "layer"                               of `LayerCosts`, one number per layer; left out for `Costs`, one per stage
+forward_ms = [18.5, 18.5, 18.9, 24.1]       or one for all
 backward_input_ms = 18.1
 backward_weight_ms = 9.3
 latency_us = 12
@@ -26,16 +27,22 @@ from typing import Any, TypeVar, get_args, get_origin
 from penstock.errors import ConfigError, FormatError
 from penstock.ir.action import KIND_OF_LETTER, Kind
 from penstock.simulation.costs.costs import Channel, Costs, Spread
+from penstock.simulation.costs.layer_costs import SECONDS, LayerCosts
 from penstock.simulation.costs.text import EXAMPLE, costs_from_text
 from penstock.simulation.costs.units import Unit, resolve_key
 
 MAX_SHOWN = 60
 
-Made = TypeVar("Made", Costs, Channel, Spread)
+PER = "per"
+"""The key that says what costs are given per."""
+LAYER, STAGE = "layer", "stage"
+
+AnyCosts = Costs | LayerCosts
+Made = TypeVar("Made", Costs, LayerCosts, Channel, Spread)
 Table = Mapping[str, object]
 
 
-def load_costs(argument: str) -> Costs:
+def load_costs(argument: str) -> AnyCosts:
     """Read costs from a file, or from a short text such as `F=1,I=1,W=1`: what a user gives as costs.
 
     Raises:
@@ -46,7 +53,7 @@ def load_costs(argument: str) -> Costs:
     return read_costs(Path(argument)) if is_file else costs_from_text(argument)
 
 
-def read_costs(path: Path) -> Costs:
+def read_costs(path: Path) -> AnyCosts:
     """Read a file; one whose name ends in `.json` is JSON, any other TOML.
 
     Raises:
@@ -64,7 +71,7 @@ def read_costs(path: Path) -> Costs:
     return read(text, file=str(path))
 
 
-def costs_from_toml(text: str, *, file: str = "<text>") -> Costs:
+def costs_from_toml(text: str, *, file: str = "<text>") -> AnyCosts:
     """Read TOML.
 
     Raises:
@@ -81,7 +88,7 @@ def costs_from_toml(text: str, *, file: str = "<text>") -> Costs:
         raise FormatError(f"not TOML: {problem}", file=file, line=line, column=column) from None
 
 
-def costs_from_json(text: str, *, file: str = "<text>") -> Costs:
+def costs_from_json(text: str, *, file: str = "<text>") -> AnyCosts:
     """Read JSON: an object.
 
     Raises:
@@ -108,9 +115,15 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _from_table(table: Table, file: str) -> Costs:
+def _from_table(table: Table, file: str) -> AnyCosts:
+    per = table.get(PER, STAGE)
+    members = {name: value for name, value in table.items() if name != PER}
     try:
-        return _make(Costs, table, "", source=file)
+        if per not in (LAYER, STAGE):
+            raise ConfigError(f'{_shown(per)}; expected "{STAGE}" or "{LAYER}"', key=PER)
+        if per == LAYER:
+            return _make(LayerCosts, members, "", source=file)
+        return _make(Costs, members, "", source=file)
     except ConfigError as error:
         problem = str(error).removeprefix(f"{error.key}: ")
         raise ConfigError(f"{problem} (in {file})", key=error.key) from None
@@ -118,7 +131,7 @@ def _from_table(table: Table, file: str) -> Costs:
 
 def _make(made: type[Made], table: Table, place: str, **given: Any) -> Made:
     """Make a value whose fields are the keys of a table; `place` stands before the keys in messages."""
-    known = {each.name: each for each in fields(made) if each.name not in given}
+    known = {key_of(made, each.name): each for each in fields(made) if each.name not in given}
     found: dict[str, Any] = {}
     path_of: dict[str, str] = {}
     for name, value in table.items():
@@ -131,11 +144,16 @@ def _make(made: type[Made], table: Table, place: str, **given: Any) -> Made:
     if missing:
         raise ConfigError(f"{' and '.join(missing)} missing", key=place.rstrip("."))
     try:
-        return made(**found, **given)
+        return made(**{known[name].name: value for name, value in found.items()}, **given)
     except ConfigError as error:
-        field = error.key.rpartition(".")[2]
+        field = key_of(made, error.key.rpartition(".")[2])
         problem = str(error).removeprefix(f"{error.key}: ")
         raise ConfigError(problem, key=path_of.get(field, error.key)) from None
+
+
+def key_of(made: type[Any], name: str) -> str:
+    """Return the key of a field, which has a unit also where the field is of `LayerCosts` and named without one."""
+    return f"{name}_s" if made is LayerCosts and name in SECONDS else name
 
 
 def _read(value: object, wanted: Any, key: str, unit: Unit) -> Any:

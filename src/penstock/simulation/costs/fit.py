@@ -12,6 +12,7 @@ from penstock.ir.operations import NUM_OPS, Kind, Op
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.simulation.costs.costs import Channel, Costs, PerStage, Spread
+from penstock.simulation.costs.layer_costs import LayerCosts
 from penstock.simulation.data_waits import data_ready_s
 from penstock.simulation.message_latency import Transfers, message_latency_s, robust_mean
 
@@ -29,8 +30,10 @@ class SplitShares:
     weight: float = 0.5
 
     @classmethod
-    def of(cls, costs: Costs) -> "SplitShares | None":
+    def of(cls, costs: Costs | LayerCosts) -> "SplitShares | None":
         """Return what costs say of it; None where they do not know both whole backwards and their parts."""
+        if isinstance(costs, LayerCosts):
+            costs = costs.of_stages([costs.num_layers])
         if not (costs.backward_s and costs.backward_input_s and costs.backward_weight_s and sum(costs.forward_s)):
             return None
         forward, whole = sum(costs.forward_s), sum(costs.backward_s)

@@ -6,20 +6,19 @@ import numpy as np
 
 from penstock.errors import ConfigError, described
 
-MAY_BE_UNKNOWN = ("forward_s", "backward_s", "backward_input_s", "backward_weight_s", "recompute_s", "split_forward_s")
 NUMBERS = (int, float, np.integer, np.floating)
 MAY_BE_INFINITE = "bandwidth_bytes_per_s"
 
 
-def require_costs(entries: object, key: str) -> None:
-    """Refuse anything but a tuple of costs that holds at least one.
+def require_costs(entries: object, key: str, *, may_be_empty: bool = False) -> None:
+    """Refuse anything but a tuple of costs that holds at least one, unless they may be unknown.
 
     Raises:
         ConfigError: with the key.
     """
     if not isinstance(entries, tuple):
         raise ConfigError(f"{described(entries)}; give a tuple: one number for each, or (x,) for all", key=key)
-    if not entries and key not in MAY_BE_UNKNOWN:
+    if not entries and not may_be_empty:
         raise ConfigError("is empty; give one number for each, or one for all", key=key)
     for entry in entries:
         require_cost(entry, key)

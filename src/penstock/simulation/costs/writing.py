@@ -6,18 +6,24 @@ from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from penstock.ir.action import Kind
-from penstock.simulation.costs.costs import Channel, Costs, Spread
+from penstock.simulation.costs.costs import Channel, SharedCosts, Spread
+from penstock.simulation.costs.file import LAYER, PER, AnyCosts, key_of
+from penstock.simulation.costs.layer_costs import LayerCosts
+
+AFTER_SECONDS = {member.name for member in fields(SharedCosts)} | {"spreads"}
 
 
-def costs_to_toml(costs: Costs) -> str:
-    """Return all that differs from the defaults, one key a line; lists have one entry per stage."""
+def costs_to_toml(costs: AnyCosts) -> str:
+    """Return all that differs from the defaults, one key a line; lists have one entry per stage, or per layer."""
     return "".join(f"{line}\n" for line in _toml_lines(costs))
 
 
-def _toml_lines(costs: Costs) -> Iterator[str]:
+def _toml_lines(costs: AnyCosts) -> Iterator[str]:
     tables: dict[str, list[dict[str, Any]]] = {}
     if costs.source:
         yield f"# {' '.join(costs.source.split())}"
+    if isinstance(costs, LayerCosts):
+        yield f'{PER} = "{LAYER}"'
     for key, value in _plain(costs).items():
         if key in ("channels", "spreads"):
             tables[key] = value
@@ -37,19 +43,20 @@ def _toml(value: Any) -> str:
     return json.dumps(value)
 
 
-def _plain(costs: Costs | Channel | Spread) -> dict[str, Any]:
-    """The fields that differ from their defaults, as plain values; a single entry stands for itself."""
+def _plain(costs: AnyCosts | Channel | Spread) -> dict[str, Any]:
+    """The fields that differ from their defaults, as plain values by key; a single entry stands for itself."""
     plain: dict[str, Any] = {}
-    for member in fields(costs):
+    for member in sorted(fields(costs), key=lambda member: member.name in AFTER_SECONDS):
         value = getattr(costs, member.name)
         if value == _default(member) or member.name == "source":
             continue
+        key = key_of(type(costs), member.name)
         if member.name in ("channels", "spreads"):
-            plain[member.name] = [_plain(row) for row in value]
+            plain[key] = [_plain(row) for row in value]
         elif isinstance(value, tuple):
-            plain[member.name] = value[0] if len(value) == 1 else list(value)
+            plain[key] = value[0] if len(value) == 1 else list(value)
         else:
-            plain[member.name] = value.letter if isinstance(value, Kind) else value
+            plain[key] = value.letter if isinstance(value, Kind) else value
     return plain
 
 

@@ -1,0 +1,150 @@
+"""`LayerCosts`: costs per layer of a model, which add up to those of stages for any split of it.
+
+layer         0      1      2      3      4
+forward     1.0    4.0    4.0    4.0    6.0
+            |_________________|  |________|
+stage                0                1
+forward_s           9.0             10.0         of_stages([3, 2])
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import ConfigError
+from penstock.simulation.costs.costs import COMPUTE_FIELDS, Costs, PerStage, SharedCosts, entries_of
+
+PerLayer = PerStage
+"""One entry per layer, or a single one that counts for every layer."""
+
+SECONDS = (*(name.removesuffix("_s") for name in COMPUTE_FIELDS), "optimizer", "unshard", "reduce")
+"""Fields that are `<name>_s` of `Costs`, and add up over the layers of a stage."""
+SUMMED_BYTES = ("activation_bytes", "weight_context_bytes", "parameter_bytes", "gradient_bytes", "optimizer_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCosts(SharedCosts):
+    """Seconds and bytes per layer, of one microbatch; what is not given has none.
+
+    A list, an array or one number for all layers will do wherever there is an entry per layer.
+    """
+
+    forward: PerLayer = ()
+    backward_input: PerLayer = ()
+    backward_weight: PerLayer = ()
+    backward: PerLayer = ()
+    split_forward: PerLayer = ()
+    recompute: PerLayer = ()
+    optimizer: PerLayer = ()
+    unshard: PerLayer = ()
+    reduce: PerLayer = ()
+    weight_context_bytes: tuple[int, ...] = ()
+    """As many as `activation_bytes` unless given."""
+    checkpoint_bytes: tuple[int, ...] = ()
+    """Bytes of a layer's inputs, kept where its stage is recomputed; the message that brings them unless given."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if isinstance(each.default, tuple) and each.name != "channels":
+                object.__setattr__(self, each.name, entries_of(getattr(self, each.name)))
+        SharedCosts.__post_init__(self)
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model.
+
+        Raises:
+            ConfigError: if no field has more than one entry, which is then the same for any number of layers.
+        """
+        found = max(len(getattr(self, name)) for name in _PER_LAYER)
+        if found < 2:
+            raise self.error("one number for all layers does not say how many there are; give one per layer", "forward")
+        return found
+
+    def of_stages(self, split: Sequence[int | range]) -> Costs:
+        """Return what stages cost that have so many layers each, or that have these layers.
+
+            costs.of_stages([3, 2])                                      layers 0 to 2, and 3 to 4
+            costs.of_stages([range(3), range(3, 5), range(3), range(3, 5)])     two copies of the model
+
+        A stage sends what its last layer makes, and gets what its first one takes.
+
+        Raises:
+            ConfigError: if a stage has no layers, or the stages have others than the costs.
+        """
+        parts = _parts(split)
+        num_layers = max(part.stop for part in parts)
+
+        def entries_for(name: str) -> Sequence[float]:
+            return self.spread_out(name, num_layers, "layer") if getattr(self, name) else ()
+
+        found: dict[str, Any] = {name: getattr(self, name) for name in _OF_NO_LAYER}
+        summed = {f"{name}_s": entries_for(name) for name in SECONDS} | {
+            name: entries_for(name) for name in SUMMED_BYTES
+        }
+        summed["weight_context_bytes"] = summed["weight_context_bytes"] or summed["activation_bytes"]
+        for name, entries in summed.items():
+            if entries:
+                found[name] = tuple(sum(entries[layer] for layer in part) for part in parts)
+        outputs, inputs = entries_for("message_bytes"), entries_for("checkpoint_bytes")
+        found["message_bytes"] = tuple(outputs[part[-1]] for part in parts)
+        found["checkpoint_bytes"] = tuple(inputs[part[0]] for part in parts) if inputs else ()
+        return Costs(**found)
+
+    @classmethod
+    def from_stages(cls, costs: Costs, layers_of_stage: Sequence[range], weights: Sequence[float]) -> "LayerCosts":
+        """Share the seconds of computations among a stage's layers by their weights, to predict other splits.
+
+        Layers of which there are two copies, on the two routes of a bidirectional placement, get the mean of both.
+        Bytes but those of messages, and the seconds of collectives and the optimizer, do not go by the same weights and
+        are left out.
+        """
+        num_layers = len(weights)
+        num_copies = np.bincount([layer for part in layers_of_stage for layer in part], minlength=num_layers)
+        known: dict[str, Any] = {name: getattr(costs, name) for name in _OF_NO_LAYER}
+        for name in COMPUTE_FIELDS:
+            if getattr(costs, name):
+                of_stages = costs.spread_out(name, len(layers_of_stage), "stage")
+                total = np.zeros(num_layers)
+                for part, seconds in zip(layers_of_stage, of_stages, strict=True):
+                    total[list(part)] += seconds * _shares([weights[layer] for layer in part])
+                known[name.removesuffix("_s")] = total / num_copies
+        return cls(**known, message_bytes=_outputs_of_layers(costs, layers_of_stage, num_layers))
+
+
+_PER_LAYER = (*SECONDS, *SUMMED_BYTES, "message_bytes", "checkpoint_bytes")
+_OF_NO_LAYER = tuple(each.name for each in fields(SharedCosts) if each.name not in _PER_LAYER)
+
+
+def _parts(split: Sequence[int | range]) -> list[range]:
+    """The layers of each stage."""
+    sizes = [part if isinstance(part, int) else len(part) for part in split]
+    if not sizes or min(sizes) < 1:
+        raise ConfigError(f"{list(split)}; give every stage a layer or more", key="split")
+    bounds = pairwise(accumulate(sizes, initial=0))
+    parts = [part if isinstance(part, range) else range(*ends) for part, ends in zip(split, bounds, strict=True)]
+    found = {layer for part in parts for layer in part}
+    missing = set(range(max(found))) - found
+    if missing:
+        raise ConfigError(f"{list(split)}; no stage has layer {min(missing)}, give every layer to one", key="split")
+    return parts
+
+
+def _shares(weights: Sequence[float]) -> Any:
+    of_part = np.array(weights, np.float64)
+    if not of_part.sum():
+        of_part = np.ones(len(of_part))
+    return of_part / of_part.sum()
+
+
+def _outputs_of_layers(costs: Costs, layers_of_stage: Sequence[range], num_layers: int) -> tuple[int, ...]:
+    """Within a stage, as many as it sends on; those of a last stage, which sends nothing, as many as it receives."""
+    found, last = np.zeros(num_layers, np.int64), 0
+    of_stages = costs.spread_out("message_bytes", len(layers_of_stage), "stage")
+    for part, num_bytes in sorted(zip(layers_of_stage, of_stages, strict=True), key=lambda pair: pair[0].start):
+        last = int(num_bytes) or last
+        found[list(part)] = last
+    return tuple(found.tolist())

@@ -1,0 +1,184 @@
+"""Costs per layer become costs per stage for any split; layers share what their stage costs, and add up to it again."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError
+from penstock.lowering import lower
+from penstock.placement import Placement
+from penstock.schedules import build
+from penstock.simulation import Costs, LayerCosts, simulate
+from penstock.simulation.costs.costs import Channel
+
+LAYERS = LayerCosts(
+    forward=[1.0, 2.0, 3.0, 4.0],
+    backward=2.0,
+    optimizer=[0.5],
+    message_bytes=[10, 20, 30, 40],
+    activation_bytes=(5, 6, 7, 8),
+    parameter_bytes=np.array([100, 100, 100, 101]),
+    launch_s=0.25,
+    channels=(Channel(0, 1, 2.0),),
+    microbatch_compute_factor=(1.0, 2.0),
+    source="layers.toml",
+)
+PARTS = (range(2), range(2, 5))
+
+
+def test_a_stage_costs_what_its_layers_cost_together():
+    stages = LAYERS.of_stages([1, 3])
+
+    assert stages.forward_s == (1, 9)
+    assert stages.backward_s == (2, 6)
+    assert stages.optimizer_s == (0.5, 1.5)
+    assert stages.activation_bytes == (5, 21)
+    assert stages.parameter_bytes == (100, 301)
+
+
+def test_a_stage_sends_what_its_last_layer_makes():
+    assert LAYERS.of_stages([1, 3]).message_bytes == (10, 40)
+    assert LAYERS.of_stages([2, 1, 1]).message_bytes == (20, 30, 40)
+
+
+def test_a_recomputed_stage_keeps_the_inputs_of_its_first_layer():
+    layers = LayerCosts(forward=[1.0] * 3, checkpoint_bytes=[0, 4, 8])
+
+    assert layers.of_stages([2, 1]).checkpoint_bytes == (0, 8)
+    assert LAYERS.of_stages([2, 2]).checkpoint_bytes == ()
+
+
+def test_stages_of_two_copies_name_their_layers():
+    stages = LAYERS.of_stages([range(3), range(3, 4), range(3), range(3, 4)])
+
+    assert stages.forward_s == (6, 4, 6, 4)
+    assert stages.message_bytes == (30, 40, 30, 40)
+
+
+def test_what_belongs_to_no_layer_stays():
+    stages = LAYERS.of_stages([2, 2])
+
+    assert (stages.launch_s, stages.channels, stages.microbatch_compute_factor) == (0.25, LAYERS.channels, (1.0, 2.0))
+    assert stages.backward_input_s == ()
+    assert stages.source == "layers.toml"
+
+
+def test_what_is_not_given_has_no_bytes_but_contexts_are_as_large_as_activations():
+    stages = LAYERS.of_stages([2, 2])
+
+    assert stages.weight_context_bytes == (11, 15)
+    assert (stages.gradient_bytes, stages.optimizer_bytes) == ((0, 0), (0, 0))
+    assert LayerCosts(activation_bytes=[9, 9], weight_context_bytes=0).of_stages([2]).weight_context_bytes == (0,)
+
+
+def test_the_number_of_layers_is_that_of_the_longest_list():
+    assert LAYERS.num_layers == 4
+    with pytest.raises(ConfigError, match="forward: one number for all layers does not say how many there are; give"):
+        _ = LayerCosts(forward=1.0).num_layers
+
+
+@pytest.mark.parametrize(
+    ("split", "told"),
+    [
+        ([1, 2], r"forward: 4 entries for 3 layers; give one per layer, or one for all \(in layers\.toml\)"),
+        ([4, 0], r"split: \[4, 0\]; give every stage a layer or more"),
+        ([], r"split: \[\]; give every stage a layer or more"),
+        ([range(2), range(3, 4)], r"split: \[.*\]; no stage has layer 2, give every layer to one"),
+    ],
+)
+def test_a_split_that_does_not_fit_is_refused(split, told):
+    with pytest.raises(ConfigError, match=told):
+        LAYERS.of_stages(split)
+
+
+@pytest.mark.parametrize("given", [{"forward": [-1.0]}, {"activation_bytes": [1.5]}, {"latency_s": -1.0}])
+def test_what_is_no_cost_is_refused_with_its_key(given):
+    with pytest.raises(ConfigError, match=rf"^{next(iter(given))}: "):
+        LayerCosts(**given)
+
+
+@given(st.data())
+def test_the_same_layers_cost_the_same_at_any_split(data):
+    """What ranks do in all does not depend on the cuts."""
+    num_layers = data.draw(st.integers(1, 8))
+    lists = st.lists(st.integers(0, 99), min_size=num_layers, max_size=num_layers)
+    layers = LayerCosts(forward=data.draw(lists), backward=data.draw(lists), activation_bytes=data.draw(lists))
+    cuts = sorted(data.draw(st.sets(st.integers(1, num_layers - 1)))) if num_layers > 1 else []
+    split = np.diff([0, *cuts, num_layers]).tolist()
+
+    stages = layers.of_stages(split)
+
+    assert sum(stages.forward_s) == sum(layers.forward)
+    assert sum(stages.per_stage("activation_bytes", len(split))) == sum(layers.activation_bytes)
+
+
+def test_one_object_serves_several_schedules():
+    layers = LayerCosts(forward=[1.0] * 8, backward_input=[1.0] * 8, backward_weight=[1.0] * 8)
+
+    line = simulate(lower(build("1f1b", ranks=4, microbatches=8)), layers.of_stages([2] * 4))
+    looped = simulate(lower(build("zbv", ranks=4, microbatches=8)), layers.of_stages([1] * 8))
+
+    assert line.work_s.tolist() == looped.work_s.tolist() == [8 * 3 * 2] * 4
+
+
+def test_layers_share_by_weight():
+    per_layer = LayerCosts.from_stages(Costs(forward_s=(4.0, 6.0)), PARTS, (1, 3, 1, 1, 4))
+
+    assert per_layer.forward == (1.0, 3.0, 1.0, 1.0, 4.0)
+    assert per_layer.backward == ()
+
+
+def test_layers_without_weight_share_equally():
+    per_layer = LayerCosts.from_stages(Costs(forward_s=(4.0, 6.0)), PARTS, (0, 0, 1, 1, 0))
+
+    assert per_layer.forward == (2.0, 2.0, 3.0, 3.0, 0.0)
+
+
+def test_two_copies_of_a_layer_give_their_mean():
+    parts = (range(1), range(1, 2), range(1), range(1, 2))
+
+    assert LayerCosts.from_stages(Costs(forward_s=(1.0, 2.0, 3.0, 6.0)), parts, (1, 1)).forward == (2.0, 4.0)
+
+
+def test_a_layer_sends_what_its_stage_sends_and_those_of_a_last_stage_what_it_receives():
+    per_layer = LayerCosts.from_stages(Costs(forward_s=(1.0,), message_bytes=(8, 0)), PARTS, (1,) * 5)
+
+    assert per_layer.message_bytes == (8,) * 5
+    assert per_layer.of_stages((range(1), range(1, 5))).message_bytes == (8, 8)
+
+
+def test_bytes_of_stages_are_not_taken_for_those_of_layers():
+    costs = Costs(forward_s=(1.0,), activation_bytes=(7,), parameter_bytes=(8,), optimizer_bytes=(9,), reduce_s=(1.0,))
+
+    per_layer = LayerCosts.from_stages(costs, PARTS, (1,) * 5)
+
+    assert (per_layer.activation_bytes, per_layer.parameter_bytes, per_layer.optimizer_bytes) == ((0,), (0,), (0,))
+    assert per_layer.reduce == ()
+
+
+@given(st.data())
+def test_the_same_split_costs_the_same_again(data):
+    counts = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    ends = [sum(counts[: place + 1]) for place in range(len(counts))]
+    parts = tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+    seconds = st.tuples(*[st.floats(0, 9)] * len(parts))
+    costs = Costs(forward_s=data.draw(seconds), backward_s=data.draw(seconds), launch_s=0.5, channels=(Channel(0, 1),))
+    weights = data.draw(st.lists(st.floats(0, 3), min_size=ends[-1], max_size=ends[-1]))
+
+    found = LayerCosts.from_stages(costs, parts, weights).of_stages(counts)
+
+    assert found.forward_s == pytest.approx(costs.forward_s)
+    assert found.backward_s == pytest.approx(costs.backward_s)
+    assert (found.launch_s, found.channels) == (costs.launch_s, costs.channels)
+
+
+def test_both_routes_of_a_bidirectional_placement_are_given():
+    layers = LayerCosts(forward=[1.0, 2.0, 3.0, 4.0], backward=[2.0] * 4, message_bytes=[1, 2, 3, 4])
+    placement = Placement.bidirectional(2)
+
+    stages = layers.of_stages([range(2), range(2, 4)] * len(placement.routes))
+
+    schedule = build("chimera", ranks=2, microbatches=4)
+    assert schedule.placement == placement
+    assert simulate(lower(schedule), stages).work_s.tolist() == [2 * (3 + 7 + 4 + 4)] * 2
