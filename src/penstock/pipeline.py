@@ -20,6 +20,7 @@ from penstock.execute.arguments import (
     layer_list,
     require_loss,
     require_schedule,
+    require_slices,
     require_split,
 )
 from penstock.execute.batch.agreement import Mode, agree_on_setup, digest
@@ -150,23 +151,28 @@ class Pipeline:
 
         `split_backwards` runs every whole backward as its two parts, one right after the other, to measure them.
         """
-        if split_backwards and self._unsplittable:
-            raise ConfigError(self._unsplittable)
         mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN
         self._train(mode, Call(args, kwargs, target, record=True))
         assert self.timeline is not None
         return self.timeline
 
     def memory_report(
-        self, *args: Any, target: Any = None, optimizer: Optimizer | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        optimizer: Optimizer | None = None,
+        split_backwards: bool = False,
+        **kwargs: Any,
     ) -> MemoryReport:
         """Run one training step and return what every rank held meanwhile, the same on every rank.
 
-        `optimizer` is this rank's, whose state is counted too. On CUDA, torch's peak counters are reset.
+        `optimizer` is this rank's, whose state is counted too; `split_backwards` is that of `profile`. On CUDA, torch's
+        peak counters are reset.
         """
         memory = MemoryWatch(self.stages, self.device, optimizer)
-        result = self._train(Mode.TRAIN, Call(args, kwargs, target), memory)
-        return MemoryReport(gather_memory(self._transport, memory.memory(self.rank)), result)
+        mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN
+        result = self._train(mode, Call(args, kwargs, target), memory)
+        return gather_memory(self._transport, memory, result)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """List this rank's parameters, each once: what its optimizer takes."""
@@ -275,7 +281,7 @@ class Pipeline:
             stages_per_rank=stages_per_rank,
             options=family_options,
         )
-        _require_slices(resolved, self.options.slices)
+        require_slices(resolved, self.options.slices)
         return resolved
 
     def _split(self, layers: Sequence[Layer], split: Sequence[int] | None) -> None:
@@ -372,6 +378,8 @@ class Pipeline:
             raise ConfigError("a training step needs a loss; pass loss=... to Pipeline, or call evaluate", key="loss")
         if self.schedule.is_forward_only:
             raise ConfigError(f"{self.schedule.name} has no backwards to train with; call evaluate", key="schedule")
+        if mode is Mode.TRAIN_SPLIT and self._unsplittable:
+            raise ConfigError(self._unsplittable)
         return self._run(mode, call, memory)
 
     def _run(self, mode: Mode, call: Call, memory: MemoryWatch | None = None) -> StepResult:
@@ -390,10 +398,3 @@ def _options_of_family(schedule: object) -> Collection[str]:
         return find_family(str(schedule)).options if _is_family(schedule) else ()
     except ConfigError:
         return (GROUP,)
-
-
-def _require_slices(schedule: Schedule, num_slices: int | None) -> None:
-    if num_slices not in (None, schedule.num_slices):
-        raise ConfigError(
-            f"{num_slices}, but {schedule.name} is for {schedule.num_slices} slices; make them equal", key="slices"
-        )

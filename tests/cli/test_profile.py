@@ -43,7 +43,7 @@ def test_one_rank_is_profiled_in_this_process(run_file, capsys):
     text = capsys.readouterr().out
     assert text.startswith("1f1b, 1 recorded step\n")
     assert "costs written to run/costs.toml: penstock compare NAME ... --costs run/costs.toml\n" in text
-    assert read_costs(Path("run/costs.toml")).forward_s[0] > 0
+    assert sum(read_costs(Path("run/costs.toml")).forward) > 0
 
 
 @pytest.mark.slow
@@ -60,8 +60,11 @@ def test_two_ranks_write_costs_that_other_commands_read(tmp_path):
     assert printed.count("costs written to mine.toml") == 1
     assert "bottleneck" in printed
     costs = read_costs(tmp_path / "mine.toml")
-    assert len(costs.forward_s) == len(costs.backward_s) == 2
-    assert costs.message_bytes[0] > 0
+    assert len(costs.forward) == len(costs.backward) == costs.num_layers > 2
+    assert min(costs.message_bytes) > 0
+    command = [*PENSTOCK, "compare", "1f1b", "zbv", "--ranks", "1", "--microbatches", "5", "--costs", "mine.toml"]
+    compared = start(command, tmp_path)
+    assert compared.communicate(timeout=100)[1] == ""
     assert not {"run/weights.safetensors", "run/config.toml", "run/costs.toml"} & files_below(tmp_path)
 
 

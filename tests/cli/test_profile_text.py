@@ -10,7 +10,7 @@ from penstock.execute.observing.wires import WireSpeed
 from penstock.ir.action import Kind
 from penstock.lowering import lower
 from penstock.schedules import build
-from penstock.simulation import Costs
+from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.costs import Channel, Spread
 from penstock.train.profiling import Profile
 
@@ -27,7 +27,7 @@ WIRES = (WireSpeed(0, 1, 3e-5, 2.0 * 2**30), WireSpeed(1, 0, 4e-5, float("inf"))
 
 def profile_of(costs=COSTS, wires=WIRES, name="1f1b", **shape):
     program = lower(build(name, **({"ranks": 2, "microbatches": 4} | shape)))
-    return Profile(rank=0, costs=costs, program=program, num_steps=5, wires=wires)
+    return Profile(rank=0, costs=costs, layer_costs=LayerCosts(), program=program, num_steps=5, wires=wires)
 
 
 def test_everything_that_was_measured_is_told_with_its_unit():

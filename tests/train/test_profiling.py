@@ -4,10 +4,15 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.cli.stage_costs import stage_costs
+from penstock.lowering import lower
+from penstock.schedules import build
 from penstock.simulation import simulate
+from penstock.simulation.costs.file import costs_from_toml
+from penstock.simulation.costs.writing import costs_to_toml
 from penstock.train.config import config_from_table
 from penstock.train.data import TokenDataset, WindowOptions
-from penstock.train.profiling import ADAM_STATES, NUM_WARM_UP_STEPS, profile_pipeline, profile_run
+from penstock.train.profiling import NUM_WARM_UP_STEPS, profile_pipeline, profile_run
 from tests.train.local_ranks import VOCABULARY, on_ranks, small_pipeline
 
 NUM_STEPS = 3
@@ -38,8 +43,8 @@ def profiled():
     return on_ranks(2, profile)
 
 
-def test_whole_backwards_run_first_then_their_parts_and_one_step_is_watched_for_memory(profiled):
-    expected = [False] * (NUM_WARM_UP_STEPS + NUM_STEPS) + [True] * (NUM_WARM_UP_STEPS + NUM_STEPS) + [False]
+def test_whole_backwards_run_first_then_their_parts(profiled):
+    expected = [False] * (NUM_WARM_UP_STEPS + NUM_STEPS) + [True] * (NUM_WARM_UP_STEPS + NUM_STEPS)
 
     assert [steps for _, steps, _, _ in profiled] == [expected] * 2
 
@@ -66,8 +71,47 @@ def test_costs_are_those_of_stages_channels_and_bytes(profiled):
     ]  # fmt: skip
     assert costs.message_bytes == (2 * 8 * 16 * 4, 0)
     assert list(costs.parameter_bytes) == sizes
-    assert costs.optimizer_bytes == tuple(ADAM_STATES * size for size in sizes)
+    assert costs.gradient_bytes == costs.parameter_bytes
+    # AdamW keeps two numbers for each parameter, and a count for each tensor.
+    assert all(2 * size < kept < 2.1 * size for kept, size in zip(costs.optimizer_bytes, sizes, strict=True))
     assert min(costs.activation_bytes) >= 2 * 8 * 16 * 4
+
+
+def test_costs_per_layer_add_up_to_those_of_the_stages(profiled):
+    found = profiled[0][0]
+    stages = found.layer_costs.of_stages([3, 4])  # embedding and two blocks; two blocks, norm and head
+
+    assert found.layer_costs.num_layers == 7
+    for name in ("forward_s", "backward_s", "backward_input_s", "backward_weight_s", "split_forward_s"):
+        assert getattr(stages, name) == pytest.approx(getattr(found.costs, name))
+    for name in ("activation_bytes", "weight_context_bytes", "parameter_bytes", "gradient_bytes", "optimizer_bytes"):
+        assert getattr(stages, name) == getattr(found.costs, name)
+    assert (stages.launch_s, stages.latency_s) == (found.costs.launch_s, found.costs.latency_s)
+
+
+def test_each_term_is_measured_of_each_layer(profiled):
+    layers = profiled[0][0].layer_costs
+    output = 2 * 8 * 16 * 4  # of a microbatch, in float32
+    embedding, *blocks, norm, head = range(7)
+
+    assert layers.message_bytes == (output,) * 6 + (2 * 8 * VOCABULARY * 4,)
+    assert layers.checkpoint_bytes == (0,) + (output,) * 6
+    assert len({layers.activation_bytes[block] for block in blocks}) == 1
+    # Blocks this small leave no weights for later; an embedding waits for the gradient of its output.
+    assert (layers.weight_context_bytes[embedding], layers.weight_context_bytes[norm]) == (output, 0)
+    assert layers.parameter_bytes[head] == 16 * VOCABULARY * 4
+    assert sum(layers.parameter_bytes) == sum(size for *_, size in profiled)
+
+
+def test_the_file_of_a_profile_serves_other_ranks_and_stages(profiled):
+    written = costs_to_toml(profiled[0][0].layer_costs)
+    layers = costs_from_toml(written)
+
+    for name, ranks in (("1f1b", 4), ("zbv", 3), ("chimera", 2), ("1f1b", 1)):
+        schedule = build(name, ranks=ranks, microbatches=8)
+        costs = stage_costs(layers, schedule)
+        assert sum(costs.activation_bytes) == sum(layers.activation_bytes) * len(schedule.placement.routes)
+        assert simulate(lower(schedule), costs).makespan_s > 0
 
 
 def test_wires_are_measured_both_ways(profiled):
@@ -97,6 +141,24 @@ def test_a_schedule_that_splits_backwards_is_profiled_as_it_is():
 
     assert {spread.kind.letter for spread in costs.spreads} == {"F", "I", "W"}
     assert costs.split_forward_s == ()
+
+
+@pytest.mark.slow
+def test_costs_per_layer_are_of_whole_microbatches_also_where_these_run_in_slices():
+    def case(transport, **options):
+        pipeline = small_pipeline(transport, **options)
+        found = profile_pipeline(pipeline, dataset(), 1)
+        pipeline.close()
+        return found
+
+    sliced = on_ranks(2, lambda transport: case(transport, schedule="seq1f1b", slices=2))[0]
+    whole = on_ranks(2, case)[0]
+
+    assert sliced.layer_costs.message_bytes == whole.layer_costs.message_bytes
+    assert [2 * size for size in sliced.costs.message_bytes] == list(whole.costs.message_bytes)
+    assert sliced.layer_costs.of_stages([3, 4]).forward_s == pytest.approx(
+        [2 * each for each in sliced.costs.forward_s]
+    )
 
 
 @pytest.mark.slow

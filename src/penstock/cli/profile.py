@@ -26,7 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         metavar="FILE.toml",
-        help="where the costs go, for --costs of other commands (default: costs.toml in the run folder)",
+        help="where the costs of each layer go, for --costs of other commands (default: costs.toml in the run folder)",
     )
 
 
@@ -66,7 +66,7 @@ def _profile(arguments: Namespace, config: Any) -> None:
         return
     path = Path(arguments.output or Path(config.run.folder) / COSTS)
     with atomic_file(path.absolute()) as file:
-        file.write(costs_to_toml(profile.costs).encode())
+        file.write(costs_to_toml(profile.layer_costs).encode())
     say(f"{profile_text(profile)}\n\ncosts written to {path}: penstock compare NAME ... --costs {path}")
 
 

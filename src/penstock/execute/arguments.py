@@ -42,6 +42,14 @@ def layer_list(layers: Any) -> list[Any]:
     return found
 
 
+def require_slices(schedule: Schedule, num_slices: int | None) -> None:
+    """Refuse a number of slices that is not the schedule's. Raises: ConfigError."""
+    if num_slices not in (None, schedule.num_slices):
+        raise ConfigError(
+            f"{num_slices}, but {schedule.name} is for {schedule.num_slices} slices; make them equal", key="slices"
+        )
+
+
 def require_schedule(schedule: Any) -> None:
     """Make sure that a schedule is a name, a `Schedule` or the path of a file.
 

@@ -1,35 +1,42 @@
-"""Profiling a run: a few of its steps are recorded, its wires measured, and what they cost written down."""
+"""Profiling a run: a few of its steps are recorded, its wires and layers measured, and what they cost written down."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from penstock.execute.observing.footprint import SavedBytes, parameter_bytes
-from penstock.execute.observing.memory_report import RankMemory
+import torch
+from torch import nn
+
+from penstock.execute.dtensor import local_part
+from penstock.execute.observing.layer_sizes import CONTEXT, OPTIMIZER, gather_sizes
+from penstock.execute.observing.memory_report import MemoryReport, RankMemory
 from penstock.execute.observing.wires import WireSpeed, channels_of, measure_wires
-from penstock.execute.transport.protocol import Transport
+from penstock.execute.stages.stage import Stage
 from penstock.execute.world import default_transport
 from penstock.ir.action import Kind
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
+from penstock.partition.measure import LayerTimes
 from penstock.pipeline import Pipeline
-from penstock.simulation import Costs
+from penstock.simulation import Costs, LayerCosts
+from penstock.simulation.costs.costs import VALUE_BYTES
 from penstock.simulation.costs.fit import costs_from_timelines
 from penstock.train.config import RunConfig
 from penstock.train.data import Batch, TokenDataset
 from penstock.train.loop import PREPARING_DEADLINE_S
+from penstock.train.optim import OptimizerOptions, build_optimizer
 from penstock.train.run_folder import RunFolder, run_path
 from penstock.train.setup import build_layers, build_pipeline, check_together, prepare_together
-from penstock.train.split import choose_split
+from penstock.train.split import choose_split, times_of_layers
 
 NUM_WARM_UP_STEPS = 2
 """The first step agrees on shapes, and the second is the first to post receives ahead."""
 SMALLEST_LARGE_BYTES = 1 << 20
 """The wires are measured with messages of this size, or the run's own if they are larger."""
 SPLIT_KINDS = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-ADAM_STATES = 2
-"""AdamW keeps two numbers for each parameter."""
+ANY_RATE = OptimizerOptions(learning_rate=1.0, total_steps=1)
+"""What AdamW keeps does not depend on its rates."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +45,9 @@ class Profile:
 
     rank: int
     costs: Costs
+    """Per stage, as it was measured."""
+    layer_costs: LayerCosts
+    """Of any split: what stages took is shared by what their layers take by themselves."""
     program: Program
     num_steps: int
     wires: tuple[WireSpeed, ...]
@@ -59,21 +69,25 @@ def profile_run(config: RunConfig, *, num_steps: int) -> Profile:
         check_together(config, wires)
         dataset = prepare_together(config, folder, wires)
         layers = build_layers(config, dataset.vocabulary)
-        pipeline = build_pipeline(config, layers, choose_split(config, layers, dataset, folder, wires))
+        split = choose_split(config, layers, dataset, folder, wires)
+        times = times_of_layers(config, layers, dataset, folder, wires)
+        pipeline = build_pipeline(config, layers, split)
     with closing(pipeline):
-        return profile_pipeline(pipeline, dataset, num_steps)
+        return profile_pipeline(pipeline, dataset, num_steps, times)
 
 
-def profile_pipeline(pipeline: Pipeline, dataset: TokenDataset, num_steps: int) -> Profile:
-    """Measure a pipeline on the first batches of a data set; every rank calls it."""
+def profile_pipeline(
+    pipeline: Pipeline, dataset: TokenDataset, num_steps: int, times: LayerTimes | None = None
+) -> Profile:
+    """Measure a pipeline on the first batches of a data set; every rank calls it.
+
+    `times` of the layers by themselves say what each takes of its stage; without them, the weights that layers declare.
+    """
     timelines = _record(pipeline, dataset, num_steps)
     parts = _record(pipeline, dataset, num_steps, split_backwards=True) if _runs_wholes(pipeline) else []
     assert pipeline.recording is not None
     message_bytes = pipeline.recording.message_bytes
-    saved = SavedBytes(pipeline.stages)
-    with saved.watching():
-        _run_step(pipeline, dataset.batch(0))
-    memory = _measure_memory(pipeline, dataset.batch(0))
+    report = _measure_memory(pipeline, dataset.batch(0))
     wires = _measure_wires(pipeline, message_bytes)
     costs = costs_from_timelines(
         timelines,
@@ -82,19 +96,18 @@ def profile_pipeline(pipeline: Pipeline, dataset: TokenDataset, num_steps: int) 
     )
     if parts:
         costs = with_parts(costs, costs_from_timelines(parts))
-    num_stages = pipeline.program.num_stages
-    held = _per_stage(pipeline.transport, parameter_bytes(pipeline.stages), num_stages)
-    kept = _per_stage(pipeline.transport, saved.largest, num_stages)
-    costs = replace(
-        costs,
-        source=f"{pipeline.program!r}, {num_steps} recorded steps",
-        activation_bytes=kept,
-        weight_context_bytes=kept,  # an upper bound: no module is split in a way that would tell
-        parameter_bytes=held,
-        gradient_bytes=held,
-        optimizer_bytes=tuple(ADAM_STATES * size for size in held),
-    )
-    return Profile(pipeline.rank, costs, pipeline.program, num_steps, tuple(wires), memory)
+    source = f"{pipeline.program!r}, {num_steps} recorded steps"
+    shared = (times.forward_s, times.backward_s) if times else (pipeline.layer_weights,) * 2
+    # What was measured is of a slice, where the sequence is cut; costs per layer are of whole microbatches.
+    num_slices = pipeline.schedule.num_slices
+    per_layer = LayerCosts.from_stages(costs.of_share(num_slices), pipeline.layers_of_stage, *shared)
+    sizes = _layer_bytes(pipeline, dataset.batch(0), report)
+    whole = {name: tuple(num_slices * each for each in sizes[name]) for name in VALUE_BYTES}
+    per_layer = replace(per_layer, source=source, **sizes | whole)
+    held = per_layer.of_stages(pipeline.layers_of_stage).of_share(1 / num_slices)
+    of_stages = {each.name: getattr(held, each.name) for each in fields(Costs) if each.name in report.layer_bytes}
+    costs = replace(costs, source=source, **of_stages | {"message_bytes": message_bytes})
+    return Profile(pipeline.rank, costs, per_layer, pipeline.program, num_steps, tuple(wires), report.ranks)
 
 
 def _record(
@@ -115,12 +128,37 @@ def _run_step(pipeline: Pipeline, batch: Batch, *, split_backwards: bool = False
     return timeline
 
 
-def _measure_memory(pipeline: Pipeline, batch: Batch) -> tuple[RankMemory, ...]:
+def _measure_memory(pipeline: Pipeline, batch: Batch, *, split_backwards: bool = False) -> MemoryReport:
     tokens, target = (part.to(pipeline.device) for part in batch)
-    report = pipeline.memory_report(tokens, target=target)
+    report = pipeline.memory_report(tokens, target=target, split_backwards=split_backwards)
     for _, parameter in pipeline.named_parameters():
         parameter.grad = None
-    return report.ranks
+    return report
+
+
+def _layer_bytes(pipeline: Pipeline, batch: Batch, report: MemoryReport) -> dict[str, Any]:
+    """What was measured of each layer, with the contexts of split backwards and the state of an optimizer."""
+    # Only from the second such step on do products whose activations are watched leave their weights for later.
+    split = [_measure_memory(pipeline, batch, split_backwards=_runs_wholes(pipeline)) for _ in range(2)][-1]
+    state = {layer: {OPTIMIZER: size} for layer, size in _state_bytes(pipeline.stages).items()}
+    gathered = gather_sizes(pipeline.transport, state)
+    return {**report.layer_bytes, CONTEXT: split.layer_bytes[CONTEXT], OPTIMIZER: gathered[OPTIMIZER]}
+
+
+def _state_bytes(stages: Sequence[Stage]) -> dict[str, int]:
+    """The state that the optimizer keeps of each layer, seen from copies of its parameters that hold no values."""
+    found, seen = {}, set[int]()
+    for stage in stages:
+        for layer, module in enumerate(stage.layers.values(), stage.first_layer):
+            own = [each for each in module.parameters() if each.requires_grad and id(each) not in seen]
+            seen.update(map(id, own))
+            copies = [nn.Parameter(torch.empty_like(local_part(each), device="meta")) for each in own]
+            for copy in copies:
+                copy.grad = torch.empty_like(copy)
+            optimizer = build_optimizer([(str(number), copy) for number, copy in enumerate(copies)], ANY_RATE)
+            optimizer.step()
+            found[str(layer)] = sum(part.nbytes for state in optimizer.state.values() for part in state.values())
+    return found
 
 
 def _runs_wholes(pipeline: Pipeline) -> bool:
@@ -142,10 +180,3 @@ def _measure_wires(pipeline: Pipeline, message_bytes: Sequence[int]) -> list[Wir
     channels = channels_of(pipeline.schedule.placement)
     num_bytes = max(SMALLEST_LARGE_BYTES, *message_bytes)
     return measure_wires(pipeline.transport, channels, num_bytes, pipeline.device)
-
-
-def _per_stage(transport: Transport, own: Mapping[int, int], num_stages: int) -> tuple[int, ...]:
-    """Tell all ranks the bytes of all stages; a collective."""
-    everyone = transport.all_gather_object({str(stage): size for stage, size in own.items()})
-    found = {int(stage): size for sizes in cast(list[dict[str, int]], everyone) for stage, size in sizes.items()}
-    return tuple(found[stage] for stage in range(num_stages))

@@ -99,24 +99,48 @@ def choose_split(
 def _measured_split(
     config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset, folder: RunFolder, wires: Transport
 ) -> SplitRule:
-    tokens, target = _first_microbatch(config, dataset)
-    subject = Subject(
-        model=config.model.model_dump(),
-        vocabulary=dataset.vocabulary,
-        microbatch=list(tokens.shape),
-        device=default_device(None).type,
-    )
+    subject = _subject(config, dataset)
     path = folder.path / LAYER_TIMES
     times = _kept_times(path, subject, wires)
     if times is not None:
         return SplitRule(
             weights=times.weights, note=f"{_told(times)} when they were measured: {path}; delete it to measure anew"
         )
-    times = measure_layers(layers, (tokens,), target=target, loss=cross_entropy_loss, transport=wires)
+    times = _measured_times(config, layers, dataset, wires)
     with failing_together(wires):
         if wires.rank == 0:
             folder.write(LAYER_TIMES, _stored(subject, times).model_dump_json(indent=2).encode())
     return SplitRule(weights=times.weights, note=f"{_told(times)}, measured now: {path}")
+
+
+def times_of_layers(
+    config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset, folder: RunFolder, wires: Transport
+) -> LayerTimes:
+    """Return what each layer takes of a microbatch: as it was kept for the split, or measured now. A collective.
+
+    Raises:
+        FormatError, PenstockError: on every rank, if kept times cannot be read.
+        PipelineError: on the other ranks, if rank 0 could not measure.
+    """
+    kept = _kept_times(folder.path / LAYER_TIMES, _subject(config, dataset), wires)
+    return _measured_times(config, layers, dataset, wires) if kept is None else kept
+
+
+def _measured_times(
+    config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset, wires: Transport
+) -> LayerTimes:
+    tokens, target = _first_microbatch(config, dataset)
+    return measure_layers(layers, (tokens,), target=target, loss=cross_entropy_loss, transport=wires)
+
+
+def _subject(config: RunConfig, dataset: TokenDataset) -> Subject:
+    tokens, _ = _first_microbatch(config, dataset)
+    return Subject(
+        model=config.model.model_dump(),
+        vocabulary=dataset.vocabulary,
+        microbatch=list(tokens.shape),
+        device=default_device(None).type,
+    )
 
 
 def _first_microbatch(config: RunConfig, dataset: TokenDataset) -> Batch:

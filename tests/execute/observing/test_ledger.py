@@ -12,12 +12,16 @@ from penstock.execute.stages.tied import TiedCopy
 FLOAT = 4
 
 
+def ignore(tensor):
+    """Take no note."""
+
+
 def total(ledger, stage):
     return sum(ledger.held(stage).values())
 
 
 def test_what_a_forward_saves_is_held_until_its_backward():
-    ledger = Ledger([])
+    ledger = Ledger([], note=ignore)
 
     with ledger.of_stage(2):
         output = torch.ones(5, requires_grad=True).tanh()
@@ -29,7 +33,7 @@ def test_what_a_forward_saves_is_held_until_its_backward():
 
 
 def test_a_storage_saved_twice_counts_once_and_until_both_are_gone():
-    ledger, values = Ledger([]), torch.ones(5, requires_grad=True)
+    ledger, values = Ledger([], note=ignore), torch.ones(5, requires_grad=True)
 
     with ledger.of_stage(0):
         first, second = values * values, values * 2 * values
@@ -42,7 +46,7 @@ def test_a_storage_saved_twice_counts_once_and_until_both_are_gone():
 
 def test_stages_are_told_apart_and_parameters_left_out():
     layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
-    ledger = Ledger(parameter for layer in layers for parameter in layer.parameters())
+    ledger = Ledger((parameter for layer in layers for parameter in layer.parameters()), note=ignore)
     outputs = []
 
     for stage, layer in enumerate(layers):
@@ -65,7 +69,7 @@ def test_gradients_are_the_same_bit_for_bit():
         output.square().sum().backward()
         return values.grad
 
-    assert torch.equal(gradient(None), gradient(Ledger([])))
+    assert torch.equal(gradient(None), gradient(Ledger([], note=ignore)))
 
 
 def test_views_of_one_storage_count_once():
@@ -86,3 +90,17 @@ def test_tensors_are_found_behind_objects_of_this_folder_but_no_parameters():
 
     assert {len(tensor) for tensor in tensors_behind(owner)} == {3, 4}
     assert tensors_behind(None) == []
+
+
+def test_each_storage_that_is_new_to_a_stage_is_noted_once():
+    noted = []
+    ledger, inputs = Ledger([], note=noted.append), torch.ones(5, requires_grad=True)
+
+    with ledger.of_stage(0):
+        outputs = [inputs.exp() * inputs]
+
+    assert [tensor.numel() for tensor in noted] == [5, 5]
+    outputs.clear()
+    with ledger.of_stage(0):
+        inputs.exp()
+    assert len(noted) == 3

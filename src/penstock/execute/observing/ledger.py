@@ -2,7 +2,7 @@
 
 import gc
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,10 +19,12 @@ _OURS = "penstock.execute."
 class Ledger:
     """Counts the storages that forwards have left for their backwards; `but` are there anyway."""
 
-    def __init__(self, but: Iterable[Tensor]) -> None:
+    def __init__(self, but: Iterable[Tensor], note: Callable[[Tensor], None]) -> None:
+        """`note` gets each tensor whose storage is new to a stage."""
         self._but = {local_part(tensor).untyped_storage().data_ptr() for tensor in but}
         self._entries: dict[int, dict[int, _Entry]] = {}
         self._stage = 0
+        self._note = note
 
     @contextmanager
     def of_stage(self, stage: int) -> Iterator[None]:
@@ -40,7 +42,10 @@ class Ledger:
         if storage.data_ptr() in self._but:
             return tensor
         entries = self._entries.setdefault(self._stage, {})
-        entry = entries.setdefault(storage.data_ptr(), _Entry(storage.nbytes()))
+        if storage.data_ptr() not in entries:
+            entries[storage.data_ptr()] = _Entry(storage.nbytes())
+            self._note(tensor)
+        entry = entries[storage.data_ptr()]
         return _Held(tensor, entries, storage.data_ptr(), entry)
 
 

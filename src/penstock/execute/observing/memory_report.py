@@ -11,18 +11,18 @@ from enum import StrEnum
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock.execute.calls import Bound, Call, Change, around_each
 from penstock.execute.losses.results import StepResult
+from penstock.execute.observing.layer_sizes import LayerBytes, LayerSizes, gather_sizes, gradients_of
 from penstock.execute.observing.ledger import Ledger, storages, tensors_behind
 from penstock.execute.registers import Registers
-from penstock.execute.stages.main_gradients import ATTRIBUTE
 from penstock.execute.stages.recompute import Checkpoint
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
-from penstock.ir.operations import RUNS_FORWARD
+from penstock.ir.operations import RUNS_AUTOGRAD, RUNS_FORWARD
 from penstock.ir.program import Program
 
 
@@ -96,6 +96,9 @@ class MemoryReport:
     ranks: tuple[RankMemory, ...]
     result: StepResult
     """Of the step that was looked at."""
+    layer_bytes: LayerBytes
+    """What each layer made and kept of a microbatch, by the fields of `LayerCosts`; 0 for what the step did not make,
+    such as contexts where no backward was split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +143,14 @@ class MemoryWatch:
     peak_activations: int = 0
     points: dict[Moment, MemoryPoint] = field(default_factory=dict)
     _peak: _Sample = _NO_SAMPLE
+    sizes: LayerSizes = field(init=False)
     _ledger: Ledger = field(init=False)
     _stage_of_slot: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._ledger = Ledger(parameter for stage in self.stages for _, parameter in stage.named_parameters())
+        self.sizes = LayerSizes(self.stages)
+        parameters = (parameter for stage in self.stages for _, parameter in stage.named_parameters())
+        self._ledger = Ledger(parameters, self.sizes.note_saved)
 
     def change(self, program: Program, registers: Registers) -> Change:
         """Return the change that looks at the memory before the first call and after each."""
@@ -184,17 +190,22 @@ class MemoryWatch:
         self, program: Program, bound: Bound, registers: Registers, *, before: Moment | None, after: Moment | None
     ) -> Call:
         stage, slot, call = int(program.stage[bound.row]), int(program.slot[bound.row]), bound.call
-        is_forward = bound.receive_row is None and bool(RUNS_FORWARD[program.op[bound.row]])
+        op, is_wait = program.op[bound.row], bound.receive_row is not None
+        is_forward, runs_backward = not is_wait and bool(RUNS_FORWARD[op]), not is_wait and bool(RUNS_AUTOGRAD[op])
 
         def watched() -> None:
             if before is not None:
                 self._look(registers, before)
             if is_forward:
                 self._stage_of_slot[slot] = stage
-                with self._ledger.of_stage(stage):
+                self.sizes.begin_forward()
+                with self._ledger.of_stage(stage), self.sizes.watching():
                     call()
             else:
                 call()
+            saved = registers.saved[slot] if runs_backward else None
+            if saved is not None and saved.deferred is not None:
+                self.sizes.note_contexts(saved.deferred)
             self._look(registers, after)
 
         return watched
@@ -213,7 +224,7 @@ class MemoryWatch:
         counter = _Counter()
         parameters = {stage.index: counter.add(p for _, p in stage.named_parameters()) for stage in self.stages}
         gradients = {
-            stage.index: counter.add(gradient for _, p in stage.named_parameters() for gradient in _gradients(p))
+            stage.index: counter.add(gradient for _, p in stage.named_parameters() for gradient in gradients_of(p))
             for stage in self.stages
         }
         kept = {stage.index: counter.add_storages(self._ledger.held(stage.index)) for stage in self.stages}
@@ -255,10 +266,11 @@ class _Counter:
         return sum(new.values())
 
 
-def gather_memory(transport: Transport, own: RankMemory) -> tuple[RankMemory, ...]:
+def gather_memory(transport: Transport, watch: MemoryWatch, result: StepResult) -> MemoryReport:
     """Give every rank what all ranks saw; a collective."""
+    own = watch.memory(transport.rank)
     everyone = cast(list[dict[str, Any]], transport.all_gather_object(asdict(own)))
-    return tuple(
+    ranks = tuple(
         RankMemory(
             **{
                 **row,
@@ -268,11 +280,7 @@ def gather_memory(transport: Transport, own: RankMemory) -> tuple[RankMemory, ..
         )
         for row in everyone
     )
-
-
-def _gradients(parameter: nn.Parameter) -> list[Tensor]:
-    gradients = (parameter.grad, getattr(parameter, ATTRIBUTE, None))
-    return [gradient for gradient in gradients if gradient is not None]
+    return MemoryReport(ranks, result, gather_sizes(transport, watch.sizes.own(watch.optimizer)))
 
 
 def _optimizer_bytes(optimizer: Optimizer) -> int:

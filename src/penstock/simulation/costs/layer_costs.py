@@ -95,22 +95,31 @@ class LayerCosts(SharedCosts):
         return Costs(**found)
 
     @classmethod
-    def from_stages(cls, costs: Costs, layers_of_stage: Sequence[range], weights: Sequence[float]) -> "LayerCosts":
+    def from_stages(
+        cls,
+        costs: Costs,
+        layers_of_stage: Sequence[range],
+        weights: Sequence[float],
+        backward_weights: Sequence[float] | None = None,
+    ) -> "LayerCosts":
         """Share the seconds of computations among a stage's layers by their weights, to predict other splits.
 
+        Backwards go by weights of their own where these are given.
         Layers of which there are two copies, on the two routes of a bidirectional placement, get the mean of both.
         Bytes but those of messages, and the seconds of collectives and the optimizer, do not go by the same weights and
         are left out.
         """
         num_layers = len(weights)
+        of_backwards = weights if backward_weights is None else backward_weights
         num_copies = np.bincount([layer for part in layers_of_stage for layer in part], minlength=num_layers)
         known: dict[str, Any] = {name: getattr(costs, name) for name in _OF_NO_LAYER}
         for name in COMPUTE_FIELDS:
             if getattr(costs, name):
                 of_stages = costs.spread_out(name, len(layers_of_stage), "stage")
+                of_layers = of_backwards if name.startswith("backward") else weights
                 total = np.zeros(num_layers)
                 for part, seconds in zip(layers_of_stage, of_stages, strict=True):
-                    total[list(part)] += seconds * _shares([weights[layer] for layer in part])
+                    total[list(part)] += seconds * _shares([of_layers[layer] for layer in part])
                 known[name.removesuffix("_s")] = total / num_copies
         return cls(**known, message_bytes=_outputs_of_layers(costs, layers_of_stage, num_layers))
 

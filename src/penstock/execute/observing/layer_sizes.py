@@ -1,0 +1,134 @@
+"""`LayerSizes`: the bytes that each layer of a rank makes and keeps of one microbatch, measured as a step runs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from penstock.execute.dtensor import local_part
+from penstock.execute.observing.ledger import storages, tensors_behind
+from penstock.execute.split.deferred_weights import DeferredWeights
+from penstock.execute.stages.main_gradients import ATTRIBUTE
+from penstock.execute.stages.stage import Stage
+from penstock.execute.transport.protocol import Transport
+from penstock.execute.tree import flatten
+
+ACTIVATION, CONTEXT, CHECKPOINT, MESSAGE = (
+    "activation_bytes", "weight_context_bytes", "checkpoint_bytes", "message_bytes",
+)  # fmt: skip
+PARAMETER, GRADIENT, OPTIMIZER = "parameter_bytes", "gradient_bytes", "optimizer_bytes"
+FIELDS = (ACTIVATION, CONTEXT, CHECKPOINT, MESSAGE, PARAMETER, GRADIENT, OPTIMIZER)
+"""Named as those of `LayerCosts`."""
+
+LayerBytes = Mapping[str, tuple[int, ...]]
+"""By field, one entry per layer of the model."""
+
+
+class LayerSizes:
+    """Measures the layers of one rank; of several microbatches the largest counts, and a storage counts once."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._layers = {
+            stage.first_layer + place: module for stage in stages for place, module in enumerate(stage.layers.values())
+        }
+        self._found = {layer: dict.fromkeys(FIELDS, 0) for layer in self._layers}
+        self._layer_of = {
+            id(parameter): layer
+            for layer in sorted(self._layers, reverse=True)
+            for parameter in self._layers[layer].parameters()
+        }
+        """By id of a parameter, the first layer that has it."""
+        buffers = [buffer for module in self._layers.values() for buffer in module.buffers()]
+        self._given = set(storages(buffers))
+        """Addresses of what no forward makes: buffers, and the batch."""
+        self._layer = min(self._layers)
+        self._saved: dict[int, int] = {}
+        """By layer, the bytes that the forward now running has saved."""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note which layer runs, and the sizes of its inputs and outputs."""
+        with ExitStack() as stack:
+            for layer, module in self._layers.items():
+                for handle in (
+                    module.register_forward_pre_hook(partial(self._begin, layer)),
+                    module.register_forward_hook(partial(self._end, layer)),
+                ):
+                    stack.callback(handle.remove)
+            yield
+
+    def begin_forward(self) -> None:
+        """Say that the forward of a stage begins."""
+        self._saved = {}
+
+    def note_saved(self, tensor: Tensor) -> None:
+        """Count a tensor whose storage no one had saved yet."""
+        part = local_part(tensor)
+        storage = part.untyped_storage()
+        if storage.data_ptr() in self._given:
+            return
+        # A part of the target is saved as a view of the whole batch, which does not belong to one microbatch.
+        is_outside = part.is_leaf and not part.requires_grad
+        num_bytes = min(part.nbytes, storage.nbytes()) if is_outside else storage.nbytes()
+        self._saved[self._layer] = self._saved.get(self._layer, 0) + num_bytes
+        self._grow(self._layer, ACTIVATION, self._saved[self._layer])
+
+    def note_contexts(self, deferred: DeferredWeights) -> None:
+        """Measure what the first part of a backward has left for the gradients of weights."""
+        held: dict[int, int] = {}
+        seen = set(self._given)
+        for late in deferred.late:
+            layer = self._layer_of[id(late.parameters[0])]
+            new = {address: size for address, size in storages(tensors_behind(late)).items() if address not in seen}
+            seen.update(new)
+            held[layer] = held.get(layer, 0) + sum(new.values())
+        for layer, num_bytes in held.items():
+            self._grow(layer, CONTEXT, num_bytes)
+
+    def own(self, optimizer: Optimizer | None) -> dict[str, dict[str, int]]:
+        """Return the sizes of this rank's layers, with parameters, gradients and state as they are now."""
+        for layer, module in self._layers.items():
+            parameters = [each for each in module.parameters() if self._layer_of[id(each)] == layer]
+            state = [] if optimizer is None else [optimizer.state.get(parameter, {}) for parameter in parameters]
+            self._found[layer] |= {
+                PARAMETER: sum(local_part(parameter).nbytes for parameter in parameters),
+                GRADIENT: sum(storages([gradients_of(parameter) for parameter in parameters]).values()),
+                OPTIMIZER: sum(storages(state).values()),
+            }
+        return {str(layer): found for layer, found in self._found.items()}
+
+    def _begin(self, layer: int, module: nn.Module, inputs: Any) -> None:
+        self._layer = layer
+        if layer == 0:
+            self._given.update(storages(inputs))
+        else:
+            self._grow(layer, CHECKPOINT, _bytes_of(inputs))
+
+    def _end(self, layer: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._grow(layer, MESSAGE, _bytes_of(outputs))
+
+    def _grow(self, layer: int, field: str, num_bytes: int) -> None:
+        self._found[layer][field] = max(self._found[layer][field], num_bytes)
+
+
+def gather_sizes(transport: Transport, own: Mapping[str, Mapping[str, int]]) -> LayerBytes:
+    """Give every rank the sizes of all layers; of a layer's two copies, the larger ones. A collective."""
+    everyone = cast(list[dict[str, dict[str, int]]], transport.all_gather_object(own))
+    num_layers = 1 + max(int(layer) for row in everyone for layer in row)
+    return {
+        field: tuple(max(row.get(str(layer), {}).get(field, 0) for row in everyone) for layer in range(num_layers))
+        for field in FIELDS
+    }
+
+
+def gradients_of(parameter: nn.Parameter) -> list[Tensor]:
+    """Return what a parameter has of gradients: its own, and one that is accumulated beside it."""
+    gradients = (parameter.grad, getattr(parameter, ATTRIBUTE, None))
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _bytes_of(tree: Any) -> int:
+    return sum(local_part(leaf).nbytes for leaf in flatten(tree)[0] if isinstance(leaf, Tensor))

@@ -1,0 +1,113 @@
+"""What a layer makes and keeps is counted by storage: each once, what was there before apart."""
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.execute.observing.layer_sizes import FIELDS
+from penstock.pipeline import Pipeline
+from penstock.schedules import build
+from tests.local_pipelines import on_ranks, settle, values
+
+FLOAT = 4
+ROWS, WIDTH = 64, 256
+"""Of a microbatch; wide enough for products to leave their weights for later."""
+
+
+def mean_square(output, target):
+    return ((output - target) ** 2).mean()
+
+
+def sizes_of(make_layers, *, schedule="1f1b", num_ranks=1, split_backwards=False, optimizer=None, microbatches=2):
+    """Return the sizes that every rank gets, from a second step."""
+    inputs, target = (values(seed, microbatches * ROWS, WIDTH) for seed in (1, 2))
+
+    def case(wires):
+        order = build(schedule, ranks=num_ranks, microbatches=microbatches)
+        pipeline = Pipeline(make_layers(), order, loss=mean_square, transport=wires)
+        own = None if optimizer is None else optimizer(list(pipeline.parameters()))
+        for _ in range(2):
+            report = pipeline.memory_report(inputs, target=target, optimizer=own, split_backwards=split_backwards)
+            if own is not None:
+                own.step()
+                own.zero_grad()
+        hooks = [len(layer._forward_hooks) for stage in pipeline.stages for layer in stage.layers.values()]
+        pipeline.close()
+        return report.layer_bytes, sum(hooks)
+
+    found = on_ranks(num_ranks, case)
+    assert all(sizes == found[0][0] for sizes, _ in found)
+    assert all(num_hooks == 0 for _, num_hooks in found)
+    return found[0][0]
+
+
+def linears(count=2):
+    return lambda: [settle(nn.Linear(WIDTH, WIDTH), seed) for seed in range(count)]
+
+
+OUTPUT = FLOAT * ROWS * WIDTH
+PARAMETERS = FLOAT * (WIDTH * WIDTH + WIDTH)
+
+
+def test_every_term_has_an_entry_per_layer():
+    sizes = sizes_of(linears(3))
+
+    assert tuple(sizes) == FIELDS
+    assert {len(entries) for entries in sizes.values()} == {3}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_layer_keeps_what_it_saves_but_no_parameters_and_nothing_of_the_batch(num_ranks):
+    """A linear layer saves its input, which of the first one is the caller's; the loss saves a difference."""
+    sizes = sizes_of(linears(), num_ranks=num_ranks)
+
+    assert sizes["activation_bytes"] == (0, OUTPUT + OUTPUT)
+    assert sizes["message_bytes"] == (OUTPUT, OUTPUT)
+    assert sizes["checkpoint_bytes"] == (0, OUTPUT)
+    assert sizes["parameter_bytes"] == sizes["gradient_bytes"] == (PARAMETERS, PARAMETERS)
+
+
+def test_a_storage_that_is_saved_twice_counts_once_and_buffers_not_at_all():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+            self.register_buffer("scale", torch.full((WIDTH,), 2.0))
+
+        def forward(self, x):
+            wide = x * self.weight
+            return wide * wide * self.scale
+
+    sizes = sizes_of(lambda: [Scaled()])
+
+    assert sizes["activation_bytes"] == (OUTPUT + OUTPUT,)  # `wide`, and the difference of the loss
+
+
+def test_what_weights_wait_for_is_measured_where_backwards_are_split():
+    """Of each layer the gradient of its output, and its input: the first one's is the caller's."""
+    assert sizes_of(linears())["weight_context_bytes"] == (0, 0)
+
+    for sizes in (sizes_of(linears(), split_backwards=True), sizes_of(linears(), schedule="zb-h1", num_ranks=2)):
+        assert sizes["weight_context_bytes"] == (OUTPUT, 2 * OUTPUT)
+
+
+def test_the_state_of_an_optimizer_belongs_to_the_layers_of_its_parameters():
+    sizes = sizes_of(linears(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9))
+
+    assert sizes["optimizer_bytes"] == (PARAMETERS, PARAMETERS)
+
+
+def test_a_shared_parameter_belongs_to_the_first_layer_that_has_it():
+    def layers():
+        first, second = linears()()
+        second.weight = first.weight
+        return [first, second]
+
+    assert sizes_of(layers)["parameter_bytes"] == (PARAMETERS, FLOAT * WIDTH)
+
+
+def test_copies_of_a_layer_count_once():
+    sizes = sizes_of(linears(), schedule="chimera", num_ranks=2, microbatches=4)
+
+    assert sizes["parameter_bytes"] == (PARAMETERS, PARAMETERS)
+    assert sizes["activation_bytes"] == (0, 2 * OUTPUT)
