@@ -62,7 +62,7 @@ SCHEDULE = ps.build("1f1b", ranks=2, microbatches=2)
     [
         (lambda: ps.check(None), "table: None; expected a Schedule or a Program"),
         (lambda: ps.plan(None, ps.Costs.uniform()), "table: None; expected a Schedule or a Program"),
-        (lambda: ps.check(SCHEDULE, memory_limit="3"), "memory_limit: '3' of type str; give a whole number"),
+        (lambda: ps.check(SCHEDULE, memory_limit="3"), "memory_limit: 3 is a number of bytes, but there are no costs"),
         (lambda: ps.lower(ps.lower(SCHEDULE)), "of type Program; expected a Schedule that is not lowered yet"),
         (lambda: ps.lower("1f1b"), "schedule: '1f1b' of type str; expected a Schedule"),
         (lambda: ps.simulate("1f1b", ps.Costs.uniform()), "of type str; expected a Schedule or a Program"),
@@ -84,7 +84,9 @@ def test_numbers_of_numpy_are_numbers():
     schedule = ps.build("1f1b", ranks=np.int64(2), microbatches=np.int32(2))
 
     assert schedule == SCHEDULE
-    assert ps.check(schedule, memory_limit=np.int64(2)) == ps.check(SCHEDULE, memory_limit=[2, 2])
+    costs = ps.Costs.uniform(activation_bytes=1)
+    limits = (np.int64(2), [2, 2], "2 bytes")
+    assert len({str(ps.check(schedule, costs=costs, memory_limit=limit)) for limit in limits}) == 1
 
 
 def test_the_same_lines_train_on_one_process():

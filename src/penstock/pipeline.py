@@ -54,7 +54,7 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.split_backwards import with_split_backwards
 from penstock.ir.timeline import Timeline
 from penstock.partition.split import describe_split, split_over
-from penstock.planning import few_microbatches, prove_and_lower, resolve_schedule
+from penstock.planning import few_microbatches, memory_demand, prove_and_lower, resolve_schedule
 from penstock.schedules import find_family, is_file_name
 from penstock.version import VERSION
 
@@ -314,7 +314,7 @@ class Pipeline:
         has_scaler = grad_scaler_of(self.options.scale_loss) is not None  # its ranks agree where optimizers step
         return prove_and_lower(
             schedule,
-            memory_limit=self.options.memory_limit,
+            memory_demand(self.options.memory_limit, self.options.costs, schedule, self._layers_of_stage),
             tied_groups=self._assembly.tied_groups,
             optimizer_step=has_scaler or self.options.optimizer_step is not None,
         )

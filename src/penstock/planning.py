@@ -11,9 +11,9 @@ from penstock.ir.reading import read_schedule
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.lowering import lower
-from penstock.proofs import Limits, prove
+from penstock.proofs import NO_DEMAND, Demand, prove
 from penstock.schedules import build, is_file_name
-from penstock.simulation import Costs, simulate
+from penstock.simulation import Costs, LayerCosts, simulate
 
 DEFAULT_MICROBATCHES = 8
 
@@ -31,36 +31,43 @@ def plan(
     schedule: Schedule,
     costs: Costs,
     *,
-    memory_limit: int | Sequence[int] | None = None,
+    memory_limit: Any = None,
     tied_groups: Sequence[Sequence[int]] = (),
     optimizer_step: bool = False,
 ) -> Plan:
     """Prove a schedule, lower it, prove the program, and simulate it.
 
-    `memory_limit` counts activations, one number or one per rank.
+    `memory_limit` is that of `penstock.check`.
 
     Raises:
         ScheduleError: if a proof fails; it lists every violation.
     """
     program = prove_and_lower(
-        schedule, memory_limit=memory_limit, tied_groups=tied_groups, optimizer_step=optimizer_step
+        schedule, Demand.of(memory_limit, costs), tied_groups=tied_groups, optimizer_step=optimizer_step
     )
     return Plan(schedule, program, simulate(program, costs))
 
 
 def prove_and_lower(
     schedule: Schedule,
+    demand: Demand = NO_DEMAND,
     *,
-    memory_limit: int | Sequence[int] | None = None,
     tied_groups: Sequence[Sequence[int]] = (),
     optimizer_step: bool = False,
 ) -> Program:
     """Prove a schedule, lower it, and prove the program: all that must hold before a first step."""
-    limits = Limits(num_activations=memory_limit)
-    known = prove(schedule, limits)
+    known = prove(schedule, demand)
     program = lower(schedule, tied_groups=tied_groups, optimizer_step=optimizer_step, start=known.start)
-    prove(program, limits, known=known)
+    prove(program, demand, known=known)
     return program
+
+
+def memory_demand(
+    memory_limit: Any, costs: Costs | LayerCosts | None, schedule: Schedule, layers_of_stage: Sequence[range]
+) -> Demand:
+    """Return what is asked of the memory of a model's schedule; costs per layer are split as the model is."""
+    known = costs.of_table(schedule, layers_of_stage) if isinstance(costs, LayerCosts) else costs
+    return Demand.of(memory_limit, known)
 
 
 def few_microbatches(program: Program) -> str | None:

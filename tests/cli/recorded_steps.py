@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
-
 from penstock.ir.timeline import Timeline
 from penstock.lowering import lower
 from penstock.schedules import build
@@ -22,10 +20,7 @@ def recorded_step(schedule=None, *, forward_s=(1.0,), late_s=0.0, uncertainty_s=
     if schedule.kind.max() > 1:
         given = replace(given, backward_input_s=forward_s, backward_weight_s=forward_s)
     played = simulate(program, given)
-    unknown = np.zeros(program.num_stages, np.int64)
-    timeline = Timeline(
-        program, "measured", played.start_s, played.end_s, unknown, unknown, clock_uncertainty_s=uncertainty_s
-    )
+    timeline = Timeline(program, "measured", played.start_s, played.end_s, clock_uncertainty_s=uncertainty_s)
     usual, late = Prologue(-3.0 - late_s, -2.0 - late_s, -1.0 - late_s), Prologue(-3.0 - late_s, -2.0 - late_s, -1.0)
     place_of = {stage: place for route in program.placement.routes for place, stage in enumerate(route)}
     parts = [

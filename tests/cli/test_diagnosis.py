@@ -116,8 +116,7 @@ def recorded_step(schedule, seed):
     """A simulated step that passes for a measured one, with uneven costs and ranks that come at different times."""
     program, chance = lower(schedule), np.random.default_rng(seed)
     timeline = simulate(program, uneven_costs(program, seed))
-    unknown = np.zeros(program.num_stages, np.int64)
-    measured = Timeline(program, "measured", timeline.start_s, timeline.end_s, unknown, unknown)
+    measured = Timeline(program, "measured", timeline.start_s, timeline.end_s)
     moments = np.sort(chance.uniform(-9, -1, (program.num_ranks, 3)))
     parts = [range(2 * place, 2 * place + 2) for place in range(len(program.placement.routes[0]))]
     place_of = {stage: place for route in program.placement.routes for place, stage in enumerate(route)}

@@ -1,14 +1,221 @@
-"""An activation is alive from its F until its B or W has run, per rank, in counts and bytes."""
+"""What is alive while each row runs, per rank, in counts and bytes."""
+
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
-from penstock.ir.live import alive, live_activations, live_bytes, peak_activations, peak_alive, peak_bytes, peaks
+from penstock.ir.action import Action, Kind
+from penstock.ir.instruction import Op
+from penstock.ir.live import (
+    StageBytes,
+    alive,
+    left_bytes,
+    live_activations,
+    live_bytes,
+    peak_activations,
+    peak_alive,
+    peak_bytes,
+    peaks,
+)
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
-from penstock.schedules import build
+from penstock.placement import Placement
+from penstock.schedules import FAMILIES, build
 from tests.proofs.tables import schedule_of
 from tests.strategies import feasible_schedules
+
+
+def row_by_row(table, sizes):
+    """The bytes alive while each row runs, by keeping a dictionary of what is there: the rules of the docs in words."""
+    return np.concatenate([_rank_by_row(table, sizes, *ends) for ends in pairwise(table.offsets.tolist())])
+
+
+def _rank_by_row(table, sizes, first, end):
+    there, live, row = {}, [], first
+    while row < end:
+        together = range(row, row + 1 + int(table.joined[row]))
+        for each in together:
+            _begin(table, sizes, each, there)
+        live += [sum(there.values())] * len(together)
+        for each in together:
+            _end(table, sizes, each, there)
+        row = together.stop
+    assert there == {}
+    return np.array(live, np.float64)
+
+
+def _place(table, row):
+    op = Op(int(table.op[row]))
+    stage, microbatch, index = (int(getattr(table, name)[row]) for name in ("stage", "microbatch", "slice"))
+    previous, following = table.placement.previous_stage[stage], table.placement.next_stage[stage]
+    return op, stage, previous, following, (microbatch, index)
+
+
+def _recomputed(table):
+    rows = np.flatnonzero(table.op == Op.RECOMPUTE)
+    return set(zip(*(getattr(table, name)[rows].tolist() for name in ("stage", "microbatch", "slice")), strict=True))
+
+
+def with_some_recomputed(schedule, seed):
+    """Put an R in front of some backwards, or of the pairs that these are in."""
+    chance = np.random.default_rng(seed)
+    rows = np.flatnonzero(np.isin(schedule.op, (Op.BACKWARD, Op.BACKWARD_INPUT)))
+    rows = rows[chance.random(len(rows)) < 0.5]
+    places = rows - np.append(False, schedule.joined)[rows]
+    old = {name: getattr(schedule, name) for name in schedule.COLUMNS}
+    columns = {name: np.insert(column, places, column[rows]) for name, column in old.items()}
+    new = places + np.arange(len(places))
+    columns["op"][new], columns["joined"][new] = Op.RECOMPUTE, False
+    offsets = schedule.offsets + np.searchsorted(np.sort(places), schedule.offsets)
+    return replace(schedule, **columns, offsets=offsets)
+
+
+def _size(table, sizes, name, stage, place):
+    """A schedule has no messages."""
+    if name == "message" and isinstance(table, Schedule):
+        return 0
+    factor = 1.0 if sizes.microbatch_factor is None else sizes.microbatch_factor[place[0]]
+    return float(getattr(sizes, name)[stage]) * factor
+
+
+def _begin(table, sizes, row, there):
+    op, stage, previous, following, place = _place(table, row)
+    if op is Op.RECEIVE_FORWARD:
+        there["output", previous, place] = _size(table, sizes, "message", previous, place)
+    if op is Op.RECEIVE_BACKWARD:
+        there["gradient of output", stage, place] = _size(table, sizes, "message", stage, place)
+    if op is Op.FORWARD:
+        if previous >= 0:
+            there.pop(("output", previous, place), None)
+        kept = "checkpoint" if (stage, *place) in _recomputed(table) else "activation"
+        there[kept, stage, place] = _size(table, sizes, kept, stage, place)
+        if following >= 0:
+            there["output", stage, place] = _size(table, sizes, "message", stage, place)
+    if op is Op.RECOMPUTE:
+        del there["checkpoint", stage, place]
+        there["activation", stage, place] = _size(table, sizes, "activation", stage, place)
+    if op in (Op.BACKWARD, Op.BACKWARD_INPUT) and previous >= 0:
+        there["gradient of output", previous, place] = _size(table, sizes, "message", previous, place)
+
+
+def _end(table, sizes, row, there):
+    op, stage, previous, following, place = _place(table, row)
+    schedule_sends_at_once = isinstance(table, Schedule)
+    if op is Op.SEND_FORWARD or (op is Op.FORWARD and schedule_sends_at_once and following >= 0):
+        there.pop(("output", stage, place))
+    if op is Op.SEND_BACKWARD or (op in (Op.BACKWARD, Op.BACKWARD_INPUT) and schedule_sends_at_once and previous >= 0):
+        there.pop(("gradient of output", previous, place))
+    if op is Op.FORWARD and table.is_forward_only:
+        del there["activation", stage, place]
+    if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+        del there["activation", stage, place]
+        if following >= 0 and not schedule_sends_at_once:
+            del there["gradient of output", stage, place]
+    if op is Op.BACKWARD_INPUT:
+        there["context", stage, place] = _size(table, sizes, "weight_context", stage, place)
+    if op is Op.BACKWARD_WEIGHT:
+        del there["context", stage, place]
+
+
+def uneven_sizes(table, seed):
+    chance = np.random.default_rng(seed)
+    names = ("activation", "weight_context", "checkpoint", "message", "static")
+    named = {name: chance.integers(0, 1000, table.num_stages) for name in names}
+    factor = chance.choice([0.25, 1.0, 2.5], table.num_microbatches) if seed % 2 else None
+    return StageBytes(**named, microbatch_factor=factor)
+
+
+def assert_as_row_by_row(table, seed):
+    sizes = uneven_sizes(table, seed)
+
+    live = live_bytes(table, sizes)
+
+    expected = np.rint(row_by_row(table, sizes)).astype(np.int64)
+    assert live.tolist() == expected.tolist()
+    assert peak_bytes(table, sizes) == peaks(table, expected)
+
+
+@given(feasible_schedules(), st.integers(0, 2**32))
+def test_every_order_holds_what_a_walk_row_by_row_finds(schedule, seed):
+    for each in (schedule, with_some_recomputed(schedule, seed)):
+        assert_as_row_by_row(each, seed)
+        assert_as_row_by_row(lower(each), seed)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("is_forward_only", [False, True])
+def test_every_family_holds_what_a_walk_row_by_row_finds(name, is_forward_only):
+    slices = 2 if FAMILIES[name].takes_slices else 1
+    schedule = build(name, ranks=4, microbatches=8, slices=slices, forward_only=is_forward_only)
+
+    for seed in (2, 3):
+        for each in (schedule, with_some_recomputed(schedule, seed)):
+            assert_as_row_by_row(each, seed)
+            assert_as_row_by_row(lower(each), seed)
+
+
+def test_a_message_counts_from_its_maker_to_its_send_and_from_its_receive_to_its_consumer():
+    """Messages of 100 bytes, activations of 10: drawn in docs/simulator.md."""
+    program = lower(schedule_of("0F0 0B0\n1F0 1B0"))
+    sizes = StageBytes.of(2, activation=10, message=100)
+
+    held = {str(program.row(row)): live for row, live in enumerate(live_bytes(program, sizes).tolist())}
+
+    assert {text: held[text] for text in ("0F0", "0SEND_F0", "0RECV_B0", "0B0")} == {
+        "0F0": 110, "0SEND_F0": 110, "0RECV_B0": 110, "0B0": 110,
+    }  # fmt: skip
+    # What arrived is a part of the activation as soon as the forward runs: 100 before it, 10 of its own from then on.
+    assert {text: held[text] for text in ("1RECV_F0", "1F0", "1B0", "1SEND_B0")} == {
+        "1RECV_F0": 100, "1F0": 10, "1B0": 110, "1SEND_B0": 100,
+    }  # fmt: skip
+
+
+def test_a_receive_that_is_posted_early_counts_from_where_it_stands():
+    early = Program.from_csv("0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1RECV_F1,1F0,1F1", name="early")
+
+    live = live_bytes(early, StageBytes.of(2, message=5))
+
+    assert live.tolist()[-4:] == [5, 10, 5, 0]
+
+
+def test_what_stays_on_the_rank_is_there_from_its_maker_to_its_consumer():
+    order = [
+        Action(Kind.FORWARD, 0, 0),
+        Action(Kind.FORWARD, 1, 0),
+        Action(Kind.BACKWARD, 1, 0),
+        Action(Kind.BACKWARD, 0, 0),
+    ]
+    schedule = Schedule.from_actions("one rank", Placement.explicit((0, 0)), [order], num_microbatches=1)
+
+    assert live_bytes(lower(schedule), StageBytes.of(2, message=7)).tolist()[:4] == [7, 0, 7, 7]
+
+
+def test_a_forward_that_runs_again_keeps_its_inputs_until_then():
+    program = lower(schedule_of("0F0 0F1 0B0 0B1\n1F0 1F1 1R0 1B0 1R1 1B1"))
+    sizes = StageBytes.of(2, activation=50, checkpoint=10, message=10)
+    first = int(program.offsets[1])
+
+    held = {str(program.row(row)): live for row, live in enumerate(live_bytes(program, sizes).tolist()) if row >= first}
+
+    # A message becomes the checkpoint, beside that of 1F1, which is posted; a checkpoint then a part of the activation.
+    assert [held[text] for text in ("1F0", "1R0", "1B0", "1R1", "1B1")] == [20, 60, 70, 50, 60]
+
+
+def test_static_bytes_are_those_of_all_stages_of_a_rank():
+    sizes = StageBytes.of(4, static=[1, 2, 4, 8])
+
+    assert sizes.static_of_ranks(Placement.loop(2, 4)).tolist() == [5, 10]
+
+
+def test_what_is_left_is_what_the_next_row_finds():
+    schedule = schedule_of("0F0 (0F1;0B0)OVERLAP_F_B 0B1")
+
+    assert left_bytes(schedule, StageBytes.of(1, activation=3)).tolist() == [3, 6, 3, 0]
 
 
 def test_a_backward_still_holds_the_activation_that_it_frees():
@@ -26,7 +233,7 @@ def test_an_input_part_frees_no_activation_and_the_weight_part_does():
 def test_bytes_shrink_to_the_weight_context_after_the_input_part():
     schedule = schedule_of("0F0 0F1 0I0 0I1 0W0 0W1")
 
-    live = live_bytes(schedule, np.array([10]), np.array([3]))
+    live = live_bytes(schedule, StageBytes.of(1, activation=10, weight_context=3))
 
     assert live.tolist() == [10, 20, 20, 13, 6, 3]
 
@@ -34,7 +241,7 @@ def test_bytes_shrink_to_the_weight_context_after_the_input_part():
 def test_bytes_are_those_of_each_stage():
     schedule = schedule_of("0F0 0B0\n1F0 1B0")
 
-    assert live_bytes(schedule, np.array([10, 7]), np.array([0, 0])).tolist() == [10, 10, 7, 7]
+    assert live_bytes(schedule, StageBytes.of(2, activation=[10, 7])).tolist() == [10, 10, 7, 7]
 
 
 def test_a_forward_without_any_backward_frees_its_activation_itself():
@@ -78,8 +285,8 @@ def test_rows_that_take_and_free_at_once_count_themselves():
 
 @given(feasible_schedules())
 def test_peaks_are_the_largest_of_what_is_alive(schedule):
-    program, sizes = lower(schedule), np.arange(1, schedule.num_stages + 1)
+    program = lower(schedule)
     made, gone = program.is_compute, ~program.is_compute
 
-    assert peak_bytes(program, 3 * sizes, sizes) == peaks(program, live_bytes(program, 3 * sizes, sizes))
+    assert peak_activations(program) == peaks(program, live_activations(program))
     assert peak_alive(program, made, gone) == peaks(program, alive(program, made, gone))

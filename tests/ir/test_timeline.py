@@ -3,6 +3,7 @@ import pytest
 
 from penstock.ir.action import Action, Kind, OverlappedPair
 from penstock.ir.instruction import Op
+from penstock.ir.live import StageBytes
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
@@ -16,8 +17,8 @@ F, B = Kind.FORWARD, Kind.BACKWARD
 
 def timeline_of(program, spans, activation_bytes=0):
     start, end = np.array(spans, np.float64).T.copy()
-    sizes = np.full(program.num_stages, activation_bytes)
-    return Timeline(program, "measured", start, end, sizes, np.zeros(program.num_stages, np.int64))
+    sizes = StageBytes.of(program.num_stages, activation=activation_bytes) if activation_bytes else None
+    return Timeline(program, "measured", start, end, sizes)
 
 
 def two_ranks():

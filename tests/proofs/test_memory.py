@@ -9,18 +9,22 @@ from hypothesis import given
 from penstock.errors import ConfigError
 from penstock.ir.instruction import Op
 from penstock.lowering import lower
-from penstock.proofs import check
+from penstock.proofs import Limit, check
 from penstock.schedules import build
+from penstock.simulation import Costs, LayerCosts, simulate
 from tests.proofs.tables import (
     assert_refused,
     edited,
     feasible_cases,
     find,
     lowered,
+    refusal,
     schedule_of,
     split_backwards,
     violations_of,
 )
+
+SECONDS = {"forward_s": (1.0,), "backward_s": (1.0,)}
 
 
 def with_slot(table, text, slot):
@@ -37,57 +41,125 @@ def test_the_first_position_over_the_limit_is_refused(prepare):
     table = prepare(build("gpipe", ranks=2, microbatches=3))
 
     place = (0, find(table, "0F2")[1], "0F2")
-    error = assert_refused(table, place, "needs 3 activations", "of rank 0 is 2", "raise the limit", memory_limit=2)
+    limit = "2 activations"
+    error = assert_refused(table, place, "needs 3 activations", "of rank 0 is 2", "raise the limit", memory_limit=limit)
     assert [violation.action for violation in error.violations] == ["0F2", "1F2"]
+
+
+def activations(*counts):
+    return [f"{count} activations" for count in counts]
 
 
 def test_a_limit_that_is_just_met_passes():
     schedule = build("1f1b", ranks=3, microbatches=4)
 
-    assert check(schedule, memory_limit=[3, 2, 1]).peak_activations == [3, 2, 1]
+    assert check(schedule, memory_limit=activations(3, 2, 1)).peak_activations == [3, 2, 1]
 
 
 def test_a_limit_per_rank_counts_for_its_rank():
     schedule = build("1f1b", ranks=3, microbatches=4)
 
-    error = assert_refused(schedule, (1, 1, "1F1"), "limit of rank 1 is 1", memory_limit=[3, 1, 1])
+    error = assert_refused(schedule, (1, 1, "1F1"), "limit of rank 1 is 1", memory_limit=activations(3, 1, 1))
     assert {violation.rank for violation in error.violations} == {1}
 
 
 def test_the_limit_in_bytes_counts_weight_contexts():
     schedule = split_backwards(build("gpipe", ranks=1, microbatches=2))
 
-    sizes = {"activation_bytes": 10, "weight_context_bytes": 4}
-    assert check(schedule, **sizes, memory_limit_bytes=20).peak_bytes == [20]
-    assert_refused(schedule, (0, 1, "0F1"), "needs 20 bytes alive", "is 19", **sizes, memory_limit_bytes=19)
+    costs = Costs(activation_bytes=(10,), weight_context_bytes=(4,))
+    assert check(schedule, costs=costs, memory_limit=20).peak_bytes == [20]
+    assert_refused(schedule, (0, 1, "0F1"), "needs 20 bytes alive", "is 19", costs=costs, memory_limit=19)
 
 
-def test_a_weight_context_of_unknown_size_counts_as_the_whole_activation():
-    schedule = schedule_of("0F0 0I0 0F1 0I1 0W0 0W1")
+def test_the_limit_in_bytes_counts_messages_of_programs_and_what_is_always_there():
+    schedule = build("1f1b", ranks=2, microbatches=2)
+    costs = Costs(activation_bytes=(100,), message_bytes=(10,), parameter_bytes=(1000, 2000), optimizer_bytes=(1,))
+    program = lower(schedule)
 
-    assert check(schedule, activation_bytes=10).peak_bytes == [20]
-    assert check(schedule, activation_bytes=10, weight_context_bytes=1).peak_bytes == [11]
+    facts = check(program, costs=costs)
+
+    assert facts.peak_bytes == simulate(program, replace(costs, **SECONDS)).peak_bytes
+    assert facts.static_bytes == [1001, 2001]
+    assert facts.peak_bytes[0] > check(schedule, costs=costs).peak_bytes[0] == 200
+    most = [live + static for live, static in zip(facts.peak_bytes, facts.static_bytes, strict=True)]
+    assert check(program, costs=costs, memory_limit=most) == facts
+    error = refusal(program, costs=costs, memory_limit=[most[0], most[1] - 1])
+    assert [violation.rank for violation in error.violations] == [1]
 
 
-def test_bytes_are_unknown_without_sizes():
-    assert check(build("1f1b", ranks=2, microbatches=2)).peak_bytes is None
+def test_what_is_not_given_counts_as_0_and_is_listed():
+    schedule = build("1f1b", ranks=2, microbatches=2)
+    costs = Costs(activation_bytes=(10,), message_bytes=(1,), gradient_bytes=(1,), optimizer_bytes=(1,))
+
+    assert check(lower(schedule), costs=costs).not_counted == ("weight_context_bytes", "parameter_bytes")
+    assert check(schedule, costs=costs).not_counted == ("weight_context_bytes", "parameter_bytes", "message_bytes")
+    assert check(schedule).not_counted == ()
+
+
+def test_bytes_are_unknown_without_costs():
+    facts = check(build("1f1b", ranks=2, microbatches=2))
+
+    assert (facts.peak_bytes, facts.static_bytes) == (None, None)
 
 
 @pytest.mark.parametrize(
-    ("limits", "key"),
+    ("text", "amount", "in_bytes"),
     [
-        ({"memory_limit": [1, 2, 3]}, "memory_limit"),
-        ({"memory_limit_bytes": 5}, "memory_limit_bytes"),
-        ({"activation_bytes": [1, 2, 3]}, "activation_bytes"),
-        ({"activation_bytes": 1, "weight_context_bytes": [1]}, "weight_context_bytes"),
-        ({"activation_bytes": 1, "memory_limit_bytes": [1]}, "memory_limit_bytes"),
+        ("20GiB", 20 * 2**30, True),
+        ("20 GiB", 20 * 2**30, True),
+        ("1.5 kb", 1500, True),
+        ("2tib", 2**41, True),
+        ("7B", 7, True),
+        ("7", 7, True),
+        (7, 7, True),
+        (np.int32(7), 7, True),
+        ("12 activations", 12, False),
+        ("1activation", 1, False),
     ],
 )
-def test_limits_that_do_not_fit_the_table_are_refused(limits, key):
-    with pytest.raises(ConfigError) as caught:
-        check(build("1f1b", ranks=2, microbatches=2), **limits)
+def test_limits_are_bytes_with_a_unit_or_activations(text, amount, in_bytes):
+    limit = Limit.read(text)
 
-    assert caught.value.key == key
+    assert (limit.amounts, limit.in_bytes) == ((amount,), in_bytes)
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [
+        ("20Gbit", "memory_limit: '20Gbit' has no known unit; expected one of bytes, b, kb, kib, mb"),
+        ("12 microbatches", "has no known unit; expected one of"),
+        ("much", "memory_limit: 'much' of type str; give \"20GiB\""),
+        (-1, "memory_limit: -1; give a limit of 1 or more"),
+        ("0 activations", "'0 activations'; give a limit of 1 or more"),
+        (2.5, "2.5 of type float; give"),
+        (True, "True of type bool; give"),
+        ([], 'give "20GiB"'),
+        (["2 activations", "3 GiB"], "for all ranks alike or per rank"),
+        ("3 activations " * 2, 'give "20GiB"'),
+        (activations(1, 2, 3), "3 values for 2 ranks; give one, or one per rank"),
+        (4096, "4096 is a number of bytes, but there are no costs to say how large activations are"),
+        ("20GiB", 'or count: "12 activations"'),
+    ],
+)
+def test_limits_that_say_nothing_are_refused_with_what_was_expected(limit, told):
+    with pytest.raises(ConfigError) as caught:
+        check(build("1f1b", ranks=2, microbatches=2), memory_limit=limit)
+
+    assert caught.value.key == "memory_limit"
+    assert told in str(caught.value)
+
+
+def test_costs_that_lack_what_a_limit_needs_are_refused_with_how_to_measure_it():
+    schedule = build("1f1b", ranks=2, microbatches=2)
+
+    with pytest.raises(ConfigError, match=r"memory_limit: 9 is .* costs have no activation_bytes .* penstock profile"):
+        check(schedule, costs=Costs(parameter_bytes=(1,)), memory_limit=9)
+    with pytest.raises(ConfigError, match=r"activation_bytes: 3 entries for 2 stages"):
+        check(schedule, costs=Costs(activation_bytes=(1, 2, 3)))
+    with pytest.raises(ConfigError, match=r"costs: expected Costs, got LayerCosts; add them up by costs\.of_stages"):
+        check(schedule, costs=LayerCosts(activation_bytes=[1, 2]))
+    with pytest.raises(ConfigError, match="costs: expected Costs, got str"):
+        check(schedule, costs="F=1")
 
 
 def test_messages_in_buffers_are_counted():

@@ -8,19 +8,24 @@ from hypothesis import given
 from penstock.errors import ScheduleError
 from penstock.ir import hot
 from penstock.lowering import lower
-from penstock.proofs import Facts, Limits, check, peak_activations, prove
+from penstock.proofs import Demand, Facts, Limit, check, peak_activations, prove
 from penstock.schedules import build
+from penstock.simulation import Costs
 from tests.proofs.tables import feasible_cases, refusal, schedule_of, swapped, violations_of, without
+
+NOT_GIVEN = ("weight_context", "message", "parameter", "gradient", "optimizer", "checkpoint")
 
 
 def test_the_facts_of_a_schedule():
     schedule = build("1f1b", ranks=2, microbatches=3)
 
-    assert check(schedule, activation_bytes=4) == Facts(
+    assert check(schedule, costs=Costs(activation_bytes=(4,))) == Facts(
         num_actions=12,
         num_messages=6,
         peak_activations=[2, 1],
         peak_bytes=[8, 4],
+        static_bytes=[0, 0],
+        not_counted=tuple(f"{name}_bytes" for name in NOT_GIVEN),
         peak_received=None,
         peak_unsent=None,
         transports=(),
@@ -39,7 +44,7 @@ def test_a_program_has_the_actions_and_messages_of_its_schedule():
 
 
 def test_proofs_of_different_kinds_are_refused_together():
-    error = refusal(schedule_of("0F0 0F1 0B0\n1F0 1B0 1B1 1F1"), memory_limit=1)
+    error = refusal(schedule_of("0F0 0F1 0B0\n1F0 1B0 1B1 1F1"), memory_limit="1 activation")
 
     problems = [violation.problem for violation in error.violations]
     assert any("has no backward" in problem for problem in problems)
@@ -48,17 +53,17 @@ def test_proofs_of_different_kinds_are_refused_together():
 
 
 def test_a_cycle_and_an_exceeded_limit_are_refused_together():
-    error = refusal(schedule_of("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"), memory_limit=1)
+    error = refusal(schedule_of("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"), memory_limit="1 activation")
 
     assert sorted(violation.action for violation in error.violations) == ["0B0", "1F1"]
 
 
 @given(feasible_cases())
 def test_what_is_known_of_the_actions_changes_no_fact_of_their_program(case):
-    known = prove(case.schedule, Limits())
+    known = prove(case.schedule)
     program = lower(case.schedule)
 
-    assert prove(program, Limits(), known=known).facts == check(program)
+    assert prove(program, known=known).facts == check(program)
 
 
 def test_what_is_known_of_the_actions_says_nothing_of_the_messages():
@@ -66,7 +71,7 @@ def test_what_is_known_of_the_actions_says_nothing_of_the_messages():
     broken = without(lower(schedule), "0SEND_F1")
 
     with pytest.raises(ScheduleError, match="1RECV_F1 has no send on rank 0"):
-        prove(broken, Limits(), known=prove(schedule, Limits()))
+        prove(broken, known=prove(schedule))
 
 
 def test_what_is_known_of_other_actions_is_not_relied_on():
@@ -74,14 +79,14 @@ def test_what_is_known_of_other_actions_is_not_relied_on():
     crossing = swapped(lower(schedule), "0F0", "0B0")
 
     with pytest.raises(ScheduleError, match="0B0 runs before its forward"):
-        prove(crossing, Limits(), known=prove(schedule, Limits()))
+        prove(crossing, known=prove(schedule))
 
 
 def test_a_limit_is_proved_also_where_the_actions_are_known():
     schedule = build("gpipe", ranks=2, microbatches=2)
 
     with pytest.raises(ScheduleError, match="the limit of rank 0 is 1"):
-        prove(lower(schedule), Limits(num_activations=1), known=prove(schedule, Limits()))
+        prove(lower(schedule), Demand(Limit.read("1 activation")), known=prove(schedule))
 
 
 @pytest.mark.slow

@@ -25,7 +25,6 @@ def recorded_step(schedule, seed=0):
     """Random times, which a real step would not have: only their bits matter here."""
     program, chance = lower(schedule), np.random.default_rng(seed)
     start_s = chance.random(program.num_instructions)
-    unknown = np.zeros(program.num_stages, np.int64)
     end_s = start_s + chance.random(program.num_instructions)
     waits = [DataWait(rank, 0, *np.sort(chance.random(2) - 1).tolist()) for rank in range(program.num_ranks)]
     uncertainty_s = chance.random()
@@ -34,8 +33,6 @@ def recorded_step(schedule, seed=0):
         "measured",
         start_s,
         end_s,
-        unknown,
-        unknown,
         clock_uncertainty_s=uncertainty_s,
         data_waits=tuple(waits[::2]),
     )

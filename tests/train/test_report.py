@@ -23,8 +23,7 @@ OUTCOME = Outcome(num_steps=40, duration_s=65.0, loss=1.5, held_out_loss=1.75, r
 def measured_timeline():
     program = lower(build("1f1b", ranks=2, microbatches=4))
     played = simulate(program, Costs.uniform(forward=1e-3, backward=2e-3, transfer=1e-4))
-    sizes = (played.activation_bytes, played.weight_context_bytes)
-    return Timeline(program, "measured", played.start_s, played.end_s, *sizes)
+    return Timeline(program, "measured", played.start_s, played.end_s, played.sizes)
 
 
 def report_lines(folder, outcome=OUTCOME, measured=None):

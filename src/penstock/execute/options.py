@@ -66,8 +66,10 @@ class PipelineOptions:
     """Whether a stage's output may change shape between batches of one layout; costs a header per message."""
     deadline_s: float = DEFAULT_DEADLINE_S
     """How long any wait for another rank may last."""
-    memory_limit: int | Sequence[int] | None = None
-    """The most activations alive per rank that the schedule may need."""
+    memory_limit: Any = None
+    """The most that a rank may hold, as in `penstock.check`: bytes, for which `costs` are needed, or activations."""
+    costs: Any = None
+    """`Costs` or `LayerCosts`, for a limit in bytes."""
     device: torch.device | str | None = None
     """Where this rank's stages live; default: the CPU, or the current CUDA device under NCCL."""
     transport: Transport | None = None

@@ -1,13 +1,25 @@
-"""What is alive while each row runs: activations in counts and bytes, for schedules and programs alike.
+"""What is alive while each row runs, in counts and in bytes, for schedules and programs alike: the one memory model.
+
+    value             from                                   until
+    activation        the start of its F, or of its R        the end of its B or I
+    checkpoint        the start of an F that has an R        the start of its R, of whose activation it becomes a part
+    weight context    the end of its I                       the end of its W
+    message, to send  the start of the F, B or I making it   the end of its send
+    message, to take  its receive, which posts the buffer    the start of its F, of whose activation it becomes a part;
+                                                             the end of its B or I
+    static            parameters, gradients and optimizer state: always
+
+A message between stages of one rank is there from its maker to its consumer. A schedule says nothing of messages: those
+of its program count. Without any backward, an activation ends with its F.
 
     0F0 0F1 0F2 0B0 0F3 0B1
-     1   2   3   3   3   3      an activation lives from the start of its F to the end of its B or W
+     1   2   3   3   3   3      activations, counted
 
-What a row takes counts from its start, what it frees counts until its end. Two joined rows run together: what either
-takes is there for both, and what either frees is there until both have ended.
+Two joined rows run together: what either takes is there for both, and what either frees is there until both have ended.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -15,25 +27,59 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE, index_rows
-from penstock.ir.operations import NUM_OPS, Op
+from penstock.ir.operations import IS_COMPUTE, IS_SEND, NUM_OPS, OPERATIONS, Op, Value
+from penstock.ir.program import Program
 from penstock.ir.table import Table
+from penstock.placement import Placement
 
 Counts = NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StageBytes:
+    """[num_stages] bytes of what one microbatch (or slice) leaves on each stage, and of what is always there."""
+
+    activation: Counts
+    weight_context: Counts
+    checkpoint: Counts
+    """Of the inputs that a forward keeps which runs again."""
+    message: Counts
+    """Of the stage's output, and of its gradient."""
+    static: Counts
+    microbatch_factor: NDArray[np.float64] | None = None
+    """[num_microbatches] how many times these bytes the values of each have; None: once."""
+    not_given: tuple[str, ...] = ()
+    """Names of the costs in bytes that are 0 throughout."""
+
+    @classmethod
+    def of(cls, num_stages: int, **known: Any) -> "StageBytes":
+        """Take what is known, an entry per stage or one for all; the rest has no bytes."""
+
+        def sizes(name: str) -> Counts:
+            return np.full(num_stages, known.get(name, 0), np.int64)
+
+        return cls(sizes("activation"), sizes("weight_context"), sizes("checkpoint"), sizes("message"), sizes("static"))
+
+    def static_of_ranks(self, placement: Placement) -> Counts:
+        """[num_ranks] what each rank always holds."""
+        found = np.zeros(placement.num_ranks, np.int64)
+        np.add.at(found, np.array(placement.rank_of_stage), self.static)
+        return found
+
+
 def live_activations(table: Table) -> Counts:
     """[num_rows] activations of one stage and microbatch (or slice) that the row's rank holds while the row runs."""
-    ones = np.ones(table.num_stages, np.int64)
-    return live_bytes(table, ones, ones)
+    return live_bytes(table, one_each(table))
 
 
-def live_bytes(table: Table, activation_bytes: NDArray[Any], weight_context_bytes: NDArray[Any]) -> Counts:
-    """[num_rows] bytes of activations and weight contexts that the row's rank holds while the row runs.
+def live_bytes(table: Table, sizes: StageBytes) -> Counts:
+    """[num_rows] bytes that the row's rank holds while the row runs, beside what is static."""
+    return np.concatenate(list(_live_by_rank(table, sizes)))
 
-    Both sizes are per stage, [num_stages]. After the input part of a backward, `activation_bytes` become
-    `weight_context_bytes` until the weight part has run. Without any backward, an activation ends with its F.
-    """
-    return np.concatenate(list(_live_by_rank(table, activation_bytes, weight_context_bytes)))
+
+def left_bytes(table: Table, sizes: StageBytes) -> Counts:
+    """[num_rows] bytes that the row's rank still holds once the row has ended; in a pair, once both have."""
+    return np.concatenate([left for _, left in _levels_by_rank(table, sizes)])
 
 
 def alive(table: Table, taken: NDArray[Any], freed: NDArray[Any]) -> Counts:
@@ -48,18 +94,22 @@ def peaks(table: Table, live: Counts) -> list[int]:
 
 def peak_activations(table: Table) -> list[int]:
     """Per rank, the most activations alive at once."""
-    ones = np.ones(table.num_stages, np.int64)
-    return peak_bytes(table, ones, ones)
+    return peak_bytes(table, one_each(table))
 
 
-def peak_bytes(table: Table, activation_bytes: NDArray[Any], weight_context_bytes: NDArray[Any]) -> list[int]:
+def peak_bytes(table: Table, sizes: StageBytes) -> list[int]:
     """Per rank, the largest value of `live_bytes`, without the column itself."""
-    return _peaks(_live_by_rank(table, activation_bytes, weight_context_bytes))
+    return _peaks(_live_by_rank(table, sizes))
 
 
 def peak_alive(table: Table, taken: NDArray[Any], freed: NDArray[Any]) -> list[int]:
     """Per rank, the largest value of `alive`, without the column itself."""
     return _peaks(_alive_by_rank(table, taken, freed))
+
+
+def one_each(table: Table) -> StageBytes:
+    """Return the sizes that count activations."""
+    return StageBytes.of(table.num_stages, activation=1, weight_context=1)
 
 
 def _peaks(live_by_rank: Iterable[Counts]) -> list[int]:
@@ -71,41 +121,71 @@ def _ranks(table: Table) -> Iterator[slice]:
     return (slice(begin, end) for begin, end in pairwise(table.offsets.tolist()))
 
 
-def _live_by_rank(table: Table, saved: NDArray[Any], context: NDArray[Any]) -> Iterator[Counts]:
-    freed = np.zeros((NUM_OPS, table.num_stages), np.int64)
-    if table.is_forward_only:
-        freed[Op.FORWARD] = saved
-    freed[Op.BACKWARD] = saved
-    freed[Op.BACKWARD_INPUT] = saved - context
-    freed[Op.BACKWARD_WEIGHT] = context
-    taken = _activations_taken(table, saved)
+def _live_by_rank(table: Table, sizes: StageBytes) -> Iterator[Counts]:
+    return (live for live, _ in _levels_by_rank(table, sizes))
+
+
+def _levels_by_rank(table: Table, sizes: StageBytes) -> Iterator[tuple[Counts, Counts]]:
+    """What is alive while each row of a rank runs, and what is left after it."""
+    start, end = _changes(table, sizes)
+    again = _forwards_that_run_again(table)
     for part in _ranks(table):
         which = table.op[part].astype(np.intp) * table.num_stages + table.stage[part]
-        yield _alive(table.joined[part], taken(part), freed.take(which))
+        taken: NDArray[Any] = start.take(which)
+        freed: NDArray[Any] = end.take(which)
+        rows = again[np.searchsorted(again, part.start) : np.searchsorted(again, part.stop)]
+        taken[rows - part.start] += (sizes.checkpoint - sizes.activation)[table.stage[rows]]
+        if sizes.microbatch_factor is not None:
+            factor = sizes.microbatch_factor[table.microbatch[part]]
+            # Rounded at the end: rounded parts of a value would not add up to it.
+            taken, freed = taken * factor, freed * factor
+        live = _alive(table.joined[part], taken, freed)
+        yield _whole(live), _whole(live - freed)
 
 
-def taken_bytes(table: Table, activation_bytes: NDArray[Any]) -> Counts:
-    """[num_rows] what each row makes of activations."""
-    return _activations_taken(table, activation_bytes)(slice(None))
+def _forwards_that_run_again(table: Table) -> NDArray[np.int32]:
+    """The rows of forwards that have a recomputation, in order."""
+    if Op.RECOMPUTE not in table.ops:
+        return np.empty(0, np.int32)
+    rows = index_rows(table)
+    forwards = rows.plane(Op.FORWARD)[rows.plane(Op.RECOMPUTE) != NONE]
+    return np.sort(forwards[forwards != NONE])
 
 
-def _activations_taken(table: Table, saved: NDArray[Any]) -> Callable[[slice], Counts]:
-    """What rows make of activations; a forward that runs again before its backward leaves that to the second run."""
-    taken = np.zeros((NUM_OPS, table.num_stages), np.int64)
-    taken[[Op.FORWARD, Op.RECOMPUTE]] = saved
-    again = np.empty(0, np.int32)
-    if Op.RECOMPUTE in table.ops:
-        rows = index_rows(table)
-        forwards = rows.plane(Op.FORWARD)[rows.plane(Op.RECOMPUTE) != NONE]
-        again = np.sort(forwards[forwards != NONE])
+def _changes(table: Table, sizes: StageBytes) -> tuple[Counts, Counts]:
+    """[num_ops, num_stages] what a row takes at its start, and what it frees at its end."""
+    placement = table.placement
+    message = sizes.message if isinstance(table, Program) else np.zeros_like(sizes.message)
+    previous, following = np.array(placement.previous_stage), np.array(placement.next_stage)
+    arriving = np.where(previous == NONE, 0, message[previous])
+    leaving = np.where(following == NONE, 0, message)
+    made = {Value.OUTPUT: leaving, Value.INPUT_GRADIENT: arriving}
+    got = {Value.OUTPUT: arriving, Value.INPUT_GRADIENT: leaving}
+    kept = {Value.ACTIVATION: sizes.activation, Value.WGRAD_INPUTS: sizes.weight_context}
+    taken, freed = np.zeros((2, NUM_OPS, placement.num_stages), np.int64)
+    for op, row in OPERATIONS.items():
+        if row.message is not None:
+            moved, column = (made, freed) if IS_SEND[op] else (got, taken)
+            column[op] = moved[row.message]
+        if not IS_COMPUTE[op]:
+            continue
+        taken[op] = sum(made[value] for value in row.makes if value in made)
+        freed[op] = sum(kept[value] for value in row.frees if value in kept)
+        inputs = sum(got[wait.value] for wait in row.waits if wait.value in got)
+        if Value.ACTIVATION in row.makes:
+            # From now on the inputs are a part of the activation, and count once.
+            inputs = inputs + sizes.checkpoint if Value.CHECKPOINT in row.frees else inputs
+            taken[op] += sizes.activation - inputs
+            freed[op] += sizes.activation if table.is_forward_only else 0
+        else:
+            freed[op] += inputs
+        if Value.WGRAD_INPUTS in row.makes:
+            freed[op] -= sizes.weight_context  # it stays of the activation
+    return taken, freed
 
-    def of_rows(part: slice) -> Counts:
-        found = taken.take(table.op[part].astype(np.intp) * table.num_stages + table.stage[part])
-        begin, end, _ = part.indices(table.num_rows)
-        found[again[np.searchsorted(again, begin) : np.searchsorted(again, end)] - begin] = 0
-        return found
 
-    return of_rows
+def _whole(num_bytes: NDArray[Any]) -> Counts:
+    return num_bytes if num_bytes.dtype == np.int64 else np.rint(num_bytes).astype(np.int64)
 
 
 def _alive_by_rank(table: Table, taken: NDArray[Any], freed: NDArray[Any]) -> Iterator[Counts]:
@@ -113,7 +193,7 @@ def _alive_by_rank(table: Table, taken: NDArray[Any], freed: NDArray[Any]) -> It
         yield _alive(table.joined[part], taken[part].astype(np.int64), freed[part].astype(np.int64))
 
 
-def _alive(joined: NDArray[np.bool_], taken: Counts, freed: Counts) -> Counts:
+def _alive(joined: NDArray[np.bool_], taken: NDArray[Any], freed: NDArray[Any]) -> NDArray[Any]:
     """[num_rows] what is alive on one rank; `taken` and `freed` are overwritten."""
     first = np.flatnonzero(joined)
     if len(first):

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.live import live_activations, live_bytes
+from penstock.ir.live import StageBytes, peak_activations, peak_bytes
 from penstock.ir.operations import Op
 from penstock.ir.program import Program
 
@@ -37,12 +37,8 @@ class Timeline:
     source: Source
     start_s: Floats
     end_s: Floats
-    activation_bytes: NDArray[np.int64]
-    """[num_stages] bytes saved per forward; 0 where unknown."""
-    weight_context_bytes: NDArray[np.int64]
-    """[num_stages] bytes kept after the input part of a backward until the weight part; 0 where unknown."""
-    static_bytes: tuple[int, ...] = ()
-    """Per rank, bytes of parameters, gradients and optimizer state, beside `peak_bytes`; empty where unknown."""
+    sizes: StageBytes | None = None
+    """Bytes of what stages make and keep; None where unknown, which counts as 0."""
     clock_uncertainty_s: float = 0.0
     """The most by which times of different ranks may be off against each other; 0 where they have one clock."""
     data_waits: tuple[DataWait, ...] = ()
@@ -109,12 +105,17 @@ class Timeline:
     @cached_property
     def peak_activations(self) -> list[int]:
         """Per rank, the most activations alive at once."""
-        return self._peaks(live_activations(self.program))
+        return peak_activations(self.program)
 
     @cached_property
     def peak_bytes(self) -> list[int]:
-        """Per rank, the most bytes of activations and weight contexts alive at once; 0 where sizes are unknown."""
-        return self._peaks(live_bytes(self.program, self.activation_bytes, self.weight_context_bytes))
+        """Per rank, the most bytes of activations, weight contexts and messages alive at once; 0 where unknown."""
+        return [0] * self.num_ranks if self.sizes is None else peak_bytes(self.program, self.sizes)
+
+    @property
+    def static_bytes(self) -> tuple[int, ...]:
+        """Per rank, bytes of parameters, gradients and optimizer state, beside `peak_bytes`; empty where unknown."""
+        return () if self.sizes is None else tuple(self.sizes.static_of_ranks(self.program.placement).tolist())
 
     def seconds_by_op(self) -> list[dict[Op, float]]:
         """Per rank, the seconds of all its instructions of each operation that it ran, in the order of operations.
@@ -128,10 +129,6 @@ class Timeline:
         duration_s = self.end_s[rows] - self.start_s[rows]
         total_s = np.bincount(self.program.op[rows], weights=duration_s, minlength=len(Op))
         return {op: float(total_s[op]) for op in Op if (self.program.op[rows] == op).any()}
-
-    def _peaks(self, live: NDArray[Any]) -> list[int]:
-        offsets = self.program.offsets
-        return [int(live[offsets[rank] : offsets[rank + 1]].max(initial=0)) for rank in range(self.num_ranks)]
 
     def __repr__(self) -> str:
         return (

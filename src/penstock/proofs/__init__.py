@@ -12,6 +12,7 @@ Every finding of one call ends in one `ScheduleError`. A proof that rests on ano
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.errors import ConfigError, described
 from penstock.ir.common_order import Starts
@@ -24,9 +25,11 @@ from penstock.proofs.collectives import check_collectives, leaves_reductions_out
 from penstock.proofs.common_order import keeps_common_order
 from penstock.proofs.cycle import check_feasible
 from penstock.proofs.memory import (
-    Limits,
-    check_activations,
-    check_bytes,
+    NO_DEMAND,
+    CostsOfStages,
+    Demand,
+    Limit,
+    check_limit,
     check_slots,
     count_messages_alive,
 )
@@ -53,7 +56,11 @@ class Facts:
     peak_activations: list[int]
     """Per rank, the most activations of one stage and microbatch (or slice) alive at once."""
     peak_bytes: list[int] | None
-    """Per rank, the most bytes of activations and weight contexts; None where their sizes were not given."""
+    """Per rank, the most bytes of activations, weight contexts and messages; None without costs."""
+    static_bytes: list[int] | None
+    """Per rank, the bytes of parameters, gradients and optimizer state, which a limit counts as well."""
+    not_counted: tuple[str, ...]
+    """The costs in bytes that are not given, or 0 throughout, and count as 0."""
     peak_received: list[int] | None
     """Per rank, the most messages posted for or arrived and not consumed; None for a schedule, which has none."""
     peak_unsent: list[int] | None
@@ -78,28 +85,27 @@ class Proof:
 def check(
     table: Schedule | Program,
     *,
-    memory_limit: int | Sequence[int] | None = None,
-    activation_bytes: int | Sequence[int] | None = None,
-    weight_context_bytes: int | Sequence[int] | None = None,
-    memory_limit_bytes: int | Sequence[int] | None = None,
     transport: TransportModel | None = None,
+    costs: CostsOfStages | None = None,
+    memory_limit: Any = None,
 ) -> Facts:
     """Prove that a schedule or program can run; return what was learnt on the way.
 
-    `memory_limit` counts activations and `memory_limit_bytes` bytes, for all ranks or one per rank; the sizes are in
-    bytes, for all stages or one per stage. A program is proved under `transport`, by default under every model.
+    `memory_limit` is what a rank may hold, for all ranks or one per rank: bytes, as `"20GiB"` or a number, for which
+    `costs` say how large activations are; or `"12 activations"`. Bytes that costs do not give count as 0, and those of
+    messages are counted in programs alone. A program is proved under `transport`, by default under every model.
 
     Raises:
         ScheduleError: with every violation and a picture of the first ones.
         ConfigError: if limits and sizes do not fit the table.
     """
-    limits = Limits(memory_limit, activation_bytes, weight_context_bytes, memory_limit_bytes)
-    return prove(table, limits, models=ALL_TRANSPORTS if transport is None else (transport,)).facts
+    demand = Demand.of(memory_limit, costs)
+    return prove(table, demand, models=ALL_TRANSPORTS if transport is None else (transport,)).facts
 
 
 def prove(
     table: Schedule | Program,
-    limits: Limits,
+    demand: Demand = NO_DEMAND,
     *,
     models: tuple[TransportModel, ...] = ALL_TRANSPORTS,
     known: Proof | None = None,
@@ -119,8 +125,7 @@ def prove(
     names_exist = check_names(subject, findings)
     actions = Actions.of(subject)
     order = _prove_order(actions, names_exist, known, findings)
-    peak = check_activations(actions, limits, findings)
-    peak_in_bytes = check_bytes(actions, limits, findings)
+    peaks = check_limit(subject, actions, demand, findings)
     messages = None
     if isinstance(table, Program) and order.is_whole:
         messages = _prove_program(subject, actions, order.start, models, findings)
@@ -130,8 +135,10 @@ def prove(
     facts = Facts(
         num_actions=actions.schedule.num_actions,
         num_messages=order.num_messages,
-        peak_activations=peak,
-        peak_bytes=peak_in_bytes,
+        peak_activations=peaks.activations,
+        peak_bytes=peaks.num_bytes,
+        static_bytes=peaks.static_bytes,
+        not_counted=peaks.not_counted,
         peak_received=None if pool is None else pool.received,
         peak_unsent=None if pool is None else pool.unsent,
         transports=models if isinstance(table, Program) else (),
@@ -186,11 +193,14 @@ def _prove_program(
 
 __all__ = [
     "ALL_TRANSPORTS",
+    "NO_DEMAND",
     "RENDEZVOUS",
     "SINGLE_QUEUE",
     "Buffered",
+    "CostsOfStages",
+    "Demand",
     "Facts",
-    "Limits",
+    "Limit",
     "Proof",
     "SingleQueue",
     "TransportModel",

@@ -3,37 +3,101 @@
 That every buffer is freed needs no look of its own: every F has its backward, every message its send and its consumer.
 """
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from fractions import Fraction
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ConfigError, described
+from penstock.errors import ConfigError, count_of, described
 from penstock.ir.deps import NONE, RowIndex
 from penstock.ir.hot import Hot
-from penstock.ir.live import live_bytes, peak_alive, peak_bytes
+from penstock.ir.live import StageBytes, live_activations, live_bytes, peak_activations, peak_alive, peak_bytes
 from penstock.ir.operations import IS_RECEIVE, IS_SEND, Op
 from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.ir.table import Table
+from penstock.placement import Placement
 from penstock.proofs.channels import Messages, Rows
 from penstock.proofs.order import Actions
 from penstock.proofs.report import Findings, Subject, first_of_each
 
 POOL = IS_RECEIVE + np.int8(2) * IS_SEND
 """[NUM_OPS] by the operation whose row holds the number of a slot: 0 activations, 1 received, 2 unsent messages."""
-PerStage = int | Sequence[int]
-PerRank = int | Sequence[int]
+UNITS = {"bytes": 1, "b": 1} | {
+    f"{prefix}{end}": base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for end, base in (("b", 1000), ("ib", 1024))
+}
+"""Bytes by unit, in small letters."""
+SPELLINGS = '"20GiB" or a number of bytes, with costs; or "12 activations"'
+
+_LIMIT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+class CostsOfStages(Protocol):
+    """What is asked of costs."""
+
+    def stage_bytes(self, placement: Placement, num_microbatches: int) -> StageBytes:
+        """Return what the stages of a placement make and keep."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a rank may hold, and how large an activation is; None where there is no limit or the size is unknown."""
+class Limit:
+    """The most that a rank may hold: activations, by number, or bytes."""
 
-    num_activations: PerRank | None = None
-    activation_bytes: PerStage | None = None
-    weight_context_bytes: PerStage | None = None
-    num_bytes: PerRank | None = None
+    amounts: tuple[int, ...]
+    """One per rank, or one for all."""
+    in_bytes: bool
+    text: str
+    """As it was given."""
+
+    @classmethod
+    def read(cls, given: Any, key: str = "memory_limit") -> "Limit":
+        """Read `"20GiB"`, a number of bytes, or `"12 activations"`; or a list of such, one per rank.
+
+        Raises:
+            ConfigError: for an unknown unit, anything but a number of 1 or more, and a list of bytes and activations.
+        """
+        plain = given.tolist() if isinstance(given, (np.ndarray, np.generic)) else given
+        several = plain if isinstance(plain, (list, tuple)) else [plain]
+        read = [_read_amount(each, key) for each in several]
+        if len({in_bytes for _, in_bytes in read}) != 1:
+            raise ConfigError(f"{described(given)}; give {SPELLINGS}, for all ranks alike or per rank", key=key)
+        return cls(tuple(amount for amount, _ in read), read[0][1], str(plain))
+
+    def of_ranks(self, num_ranks: int, key: str = "memory_limit") -> NDArray[np.int64]:
+        """[num_ranks] the limit of each rank.
+
+        Raises:
+            ConfigError: if there are neither as many limits as ranks nor a single one.
+        """
+        if len(self.amounts) not in (1, num_ranks):
+            raise ConfigError(f"{len(self.amounts)} values for {num_ranks} ranks; give one, or one per rank", key=key)
+        return np.resize(np.array(self.amounts, np.int64), num_ranks)
+
+
+def _read_amount(given: Any, key: str) -> tuple[int, bool]:
+    """A number, and whether it counts bytes."""
+    if isinstance(given, int) and not isinstance(given, bool):
+        amount, unit = given, "bytes"
+    else:
+        found = _LIMIT.fullmatch(given) if isinstance(given, str) else None
+        if found is None:
+            raise ConfigError(f"{described(given)}; give {SPELLINGS}", key=key)
+        unit = found[2].lower() or "bytes"
+        if unit not in UNITS and unit not in ("activation", "activations"):
+            known = ", ".join(UNITS)
+            raise ConfigError(f"{given!r} has no known unit; expected one of {known} or activations", key=key)
+        amount = math.floor(Fraction(found[1]) * UNITS.get(unit, 1))
+    if amount < 1:
+        raise ConfigError(f"{given!r}; give a limit of 1 or more", key=key)
+    return amount, unit in UNITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,72 +108,95 @@ class Pool:
     unsent: list[int]
 
 
-def check_activations(actions: Actions, limits: Limits, findings: Findings) -> list[int]:
-    """Prove the limit in counts; return the peak of each rank."""
-    ones = np.ones(actions.schedule.num_stages, np.int64)
-    return _check_limit(actions, _Sizes(ones, ones, "activation"), limits.num_activations, "memory_limit", findings)
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is asked of the memory of a table: a limit, and the costs that say how large values are."""
+
+    limit: Limit | None = None
+    costs: CostsOfStages | None = None
+
+    @classmethod
+    def of(cls, memory_limit: Any, costs: CostsOfStages | None) -> "Demand":
+        """Read a limit, if there is one; raises ConfigError as `Limit.read` does."""
+        return cls(None if memory_limit is None else Limit.read(memory_limit), costs)
+
+    def sizes(self, table: Table) -> StageBytes | None:
+        """Return what the stages of a table make and keep, if costs say so.
+
+        Raises:
+            ConfigError: for anything but costs per stage, costs for another number of stages or microbatches, and
+                costs that do not have what a limit in bytes needs.
+        """
+        costs, sizes = self.costs, None
+        if costs is not None:
+            if not hasattr(costs, "stage_bytes"):
+                hint = "; add them up by costs.of_stages([layers per stage])" if hasattr(costs, "of_stages") else ""
+                raise ConfigError(f"expected Costs, got {type(costs).__name__}{hint}", key="costs")
+            sizes = costs.stage_bytes(table.placement, table.num_microbatches)
+        if self.limit is not None and self.limit.in_bytes and (sizes is None or not sizes.activation.any()):
+            lack = "there are no costs" if sizes is None else "the costs have no activation_bytes"
+            raise ConfigError(
+                f"{self.limit.text} is a number of bytes, but {lack} to say how large activations are. Give costs with "
+                'activation_bytes, which penstock profile RUN.toml measures, or count: "12 activations"',
+                key="memory_limit",
+            )
+        return sizes
 
 
-def check_bytes(actions: Actions, limits: Limits, findings: Findings) -> list[int] | None:
-    """Prove the limit in bytes; return the peak of each rank, None where sizes are unknown.
+NO_DEMAND = Demand()
 
-    Without `weight_context_bytes`, a weight context is taken to be as large as the activation.
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """Per rank, the most that is alive at once; in bytes None where sizes are unknown."""
+
+    activations: list[int]
+    num_bytes: list[int] | None
+    static_bytes: list[int] | None
+    not_counted: tuple[str, ...]
+
+
+def check_limit(subject: Subject, actions: Actions, demand: Demand, findings: Findings) -> Peaks:
+    """Prove that no row needs more than the limit of its rank; static bytes count in a limit in bytes.
 
     Raises:
-        ConfigError: if a limit is given without sizes, or the number of values does not fit.
+        ConfigError: if limit and costs do not fit the table, or each other.
     """
-    if limits.activation_bytes is None:
-        if limits.num_bytes is not None:
-            raise ConfigError("a limit in bytes needs activation_bytes; give its size", key="memory_limit_bytes")
-        return None
-    num_stages = actions.schedule.num_stages
-    saved = _spread(limits.activation_bytes, num_stages, "activation_bytes", "stage")
-    context = limits.weight_context_bytes
-    contexts = saved if context is None else _spread(context, num_stages, "weight_context_bytes", "stage")
-    return _check_limit(actions, _Sizes(saved, contexts, "byte"), limits.num_bytes, "memory_limit_bytes", findings)
+    table, limit, sizes = subject.table, demand.limit, demand.sizes(subject.table)
+    counts = peak_activations(actions.schedule)
+    if limit is not None and not limit.in_bytes:
+        _prove_limit(limit, counts, lambda: live_activations(actions.schedule), actions.row, findings)
+    if sizes is None:
+        return Peaks(counts, None, None, ())
+    static, num_bytes = sizes.static_of_ranks(table.placement), peak_bytes(table, sizes)
+    if limit is not None and limit.in_bytes:
+        rows = np.arange(subject.num_rows)
+        _prove_limit(limit, num_bytes + static, lambda: live_bytes(table, sizes) + static[subject.rank], rows, findings)
+    not_there = ("message_bytes",) if isinstance(table, Schedule) else ()
+    return Peaks(counts, num_bytes, static.tolist(), tuple(dict.fromkeys(sizes.not_given + not_there)))
 
 
-def _spread(value: int | Sequence[int], count: int, key: str, word: str) -> NDArray[np.int64]:
-    """[count] one value for each, or the values as given."""
-    values = np.asarray(value)
-    if values.dtype.kind not in "iu":
-        raise ConfigError(f"{described(value)}; give a whole number, or one per {word}", key=key)
-    if values.ndim == 0:
-        values = np.full(count, value)
-    if values.shape != (count,):
-        raise ConfigError(f"{len(values)} values for {count} {word}s; give one, or one per {word}", key=key)
-    return values.astype(np.int64)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sizes:
-    """Per stage, what is kept after F and what of it after I, and the unit of both."""
-
-    activation: NDArray[np.int64]
-    weight_context: NDArray[np.int64]
-    unit: str
-
-
-def _check_limit(actions: Actions, sizes: _Sizes, limit: PerRank | None, key: str, findings: Findings) -> list[int]:
-    """Prove that no action needs more than the limit of its rank; return the peak of each rank."""
-    schedule = actions.schedule
-    peak = peak_bytes(schedule, sizes.activation, sizes.weight_context)
-    if limit is None:
-        return peak
-    limits = _spread(limit, schedule.num_ranks, key, "rank")
-    if (limits >= peak).all():
-        return peak
-    live = live_bytes(schedule, sizes.activation, sizes.weight_context)
-    over = np.flatnonzero(live > limits[actions.rank])
-    for action in first_of_each(actions.rank[over], over):
-        rank, count = int(actions.rank[action]), int(live[action])
+def _prove_limit(
+    limit: Limit,
+    peaks: Sequence[int] | NDArray[np.int64],
+    live: Callable[[], NDArray[np.int64]],
+    row: NDArray[Any],
+    findings: Findings,
+) -> None:
+    """Note the first row of each rank that needs more than its limit; `live` has an entry for each of the rows."""
+    limits = limit.of_ranks(findings.subject.table.num_ranks)
+    if (limits >= peaks).all():
+        return
+    rank, held = findings.subject.rank[row], live()
+    over = np.flatnonzero(held > limits[rank])
+    for index in first_of_each(rank[over], over):
+        unit = "byte" if limit.in_bytes else "activation"
         findings.add(
-            int(actions.row[action]),
-            f"needs {count} {sizes.unit}{'s' if count > 1 else ''} alive at once; "
-            f"the limit of rank {rank} is {limits[rank]}",
+            int(row[index]),
+            f"needs {count_of(int(held[index]), unit)} alive at once; the limit of rank {rank[index]} is "
+            f"{limits[rank[index]]}",
             "Run a backward before it, take a schedule with fewer forwards in flight, or raise the limit",
         )
-    return peak
 
 
 def count_messages_alive(subject: Subject, messages: Messages) -> Pool:

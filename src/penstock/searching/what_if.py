@@ -5,13 +5,14 @@ a smaller microbatch are assumed to be in proportion to its size.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from penstock.errors import ConfigError, PartitionError
 from penstock.ir.action import Kind
+from penstock.ir.live import StageBytes, peak_bytes
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.partition.split import split_over
@@ -103,10 +104,11 @@ def _predict(plan: _Plan, per_layer: LayerCosts, num_measured_parts: int) -> _Pr
     """Simulate a plan; `per_layer` are costs of one of so many equal parts of a batch, microbatches or slices."""
     factor = num_measured_parts / (plan.schedule.num_microbatches * plan.schedule.num_slices)
     costs = per_layer.of_stages(plan.layers_of_stage).of_share(factor)
-    kept = tuple(round(factor * len(part) * UNIT_BYTES) for part in plan.layers_of_stage)
-    costs = replace(costs, activation_bytes=kept, weight_context_bytes=kept)
+    # How large layers are is not known: memory is compared as if they all were alike, and messages nothing.
+    kept = [round(factor * len(part) * UNIT_BYTES) for part in plan.layers_of_stage]
+    sizes = StageBytes.of(len(kept), activation=kept, weight_context=kept)
     timeline = simulate(lower(plan.schedule), costs)
-    return _Predicted(timeline.makespan_s, max(timeline.peak_bytes))
+    return _Predicted(timeline.makespan_s, max(peak_bytes(timeline.program, sizes)))
 
 
 def _other_splits(now: _Plan, per_layer: LayerCosts) -> Iterator[_Plan]:

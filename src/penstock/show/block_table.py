@@ -22,7 +22,7 @@ from penstock.ir.operations import KIND_INDEX
 from penstock.ir.timeline import Timeline
 from penstock.show.bars import bars_of_rank, last_end_s
 from penstock.show.columns import tick_for, whole_ticks
-from penstock.show.curve import MemoryLevels, memory_levels
+from penstock.show.curve import MemoryLevels, knows_bytes, memory_levels
 from penstock.show.idle import IdleGaps, idle_gaps
 from penstock.show.layout import Blocks, blocks_of_rank
 from penstock.show.waits import Waits, waits_of
@@ -84,7 +84,7 @@ def block_table(timelines: Sequence[Timeline], costs: Sequence[Costs | None] = (
     if len(num_ranks) > 1:
         counts = " and ".join(map(str, num_ranks))
         raise ConfigError(f"they have {counts} ranks; show timelines of one number of ranks together", key="timelines")
-    in_bytes = all(timeline.activation_bytes.any() for timeline in timelines)
+    in_bytes = all(map(knows_bytes, timelines))
     tick_s = tick_for(max(map(last_end_s, timelines)))
     lanes: list[TableLane] = []
     laid: list[tuple[int, Blocks]] = []

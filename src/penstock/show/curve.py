@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.live import live_activations, live_bytes, taken_bytes
+from penstock.ir.live import left_bytes, live_bytes, one_each
 from penstock.ir.timeline import Timeline
 
 
@@ -31,25 +31,24 @@ class MemoryLevels:
 
 def memory_levels(timeline: Timeline, *, in_bytes: bool | None = None) -> MemoryLevels:
     """Return what is alive in and after each row; in bytes or not, and by default where bytes are known."""
-    program = timeline.program
-    known = bool(timeline.activation_bytes.any())
-    counts_bytes = known if in_bytes is None else in_bytes
-    if counts_bytes:
-        held = live_bytes(program, timeline.activation_bytes, timeline.weight_context_bytes)
-        taken = taken_bytes(program, timeline.activation_bytes)
-    else:
-        held = live_activations(program)
-        taken = taken_bytes(program, np.ones(program.num_stages, np.int64))
-    # What a row leaves behind is what its successor finds, before that one takes anything.
-    found = held - taken
+    program, sizes = timeline.program, timeline.sizes
+    counts_bytes = knows_bytes(timeline) if in_bytes is None else in_bytes
+    unit = sizes if counts_bytes and sizes is not None else one_each(program)
+    held, left = live_bytes(program, unit), left_bytes(program, unit)
     kept = np.zeros_like(held)
     for rank in range(timeline.num_ranks):
         rows = timeline.compute_rows(rank)
-        kept[rows[:-1]] = found[rows[1:]]
+        # Messages that leave and receives that are posted between two computations do so at once.
+        kept[rows[:-1]] = left[rows[1:] - 1]
     # Two that start and end together leave the same behind.
     first = np.flatnonzero(program.joined)
     kept[first] = kept[first + 1]
     return MemoryLevels(held, kept, counts_bytes)
+
+
+def knows_bytes(timeline: Timeline) -> bool:
+    """Whether a timeline says how large activations are."""
+    return timeline.sizes is not None and bool(timeline.sizes.activation.any())
 
 
 def memory_curves(timeline: Timeline, *, in_bytes: bool | None = None) -> list[MemoryCurve]:

@@ -21,8 +21,6 @@ from penstock.simulation.costs.costs import Costs
 from penstock.simulation.durations import durations_s, start_after_launch
 from penstock.simulation.queues import Queues
 
-STATIC = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-
 
 def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False) -> Timeline:
     """Predict the timeline of a program, or of a schedule that is not lowered.
@@ -64,15 +62,8 @@ def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False)
     end_s[messages.receives] = np.maximum(end_s[messages.receives], arrived_s)
     end_s[messages.queued] = times.end[messages.wires]
     end_s[gathers.launches] = times.end[gathers.runs]
-    return Timeline(
-        program,
-        "predicted",
-        start_s,
-        end_s,
-        costs.bytes_per_stage("activation_bytes", program.num_stages),
-        costs.bytes_per_stage("weight_context_bytes", program.num_stages),
-        _static_bytes(program, costs),
-    )
+    sizes = costs.stage_bytes(program.placement, program.num_microbatches)
+    return Timeline(program, "predicted", start_s, end_s, sizes)
 
 
 def require_costs(costs: object) -> None:
@@ -85,9 +76,3 @@ def _predecessors(program: Program) -> list[NDArray[np.int32]]:
     """The columns of what rows wait for; the first is where the data comes from."""
     before = deciding(predecessors(program))
     return [before[:, column].copy() for column in range(before.shape[1])]
-
-
-def _static_bytes(program: Program, costs: Costs) -> tuple[int, ...]:
-    """Per rank, what its stages keep from step to step."""
-    kept = np.sum([costs.bytes_per_stage(name, program.num_stages) for name in STATIC], axis=0)
-    return tuple(int(kept[list(stages)].sum()) for stages in program.placement.stages_of_rank)

@@ -103,14 +103,11 @@ def recorded_step_from_json(text: bytes, *, file: str = "<text>") -> RecordedSte
         raise FormatError(f"{place}: {first['msg']}; record the step again", file=file) from None
     program = Program.from_json(orjson.dumps(document.program).decode(), file=file)
     _require_whole(document, program, file)
-    unknown = np.zeros(program.num_stages, np.int64)
     timeline = Timeline(
         program,
         "measured",
         np.array(document.start_s, np.float64),
         np.array(document.end_s, np.float64),
-        unknown,
-        unknown,
         clock_uncertainty_s=document.clock_uncertainty_s,
         data_waits=tuple(DataWait(**wait.model_dump()) for wait in document.data_waits),
     )

@@ -53,7 +53,7 @@ def test_one_slow_instruction_changes_no_duration():
     end_s = timeline.end_s.copy()
     end_s[last] += 100.0
 
-    slowed = Timeline(timeline.program, "measured", timeline.start_s, end_s, *[np.zeros(3, np.int64)] * 2)
+    slowed = Timeline(timeline.program, "measured", timeline.start_s, end_s)
 
     assert costs_from_timeline(slowed).backward_s == UNEVEN.backward_s
 

@@ -92,14 +92,11 @@ def gather_recording(
         for name in ("start_s", "end_s")
     )
     origin_s = float(start_s.min()) if len(start_s) else 0.0
-    unknown = np.zeros(program.num_stages, np.int64)
     timeline = Timeline(
         program,
         "measured",
         start_s - origin_s,
         end_s - origin_s,
-        unknown,
-        unknown,
         clock_uncertainty_s=alignment.uncertainty_s,
         data_waits=tuple(
             wait

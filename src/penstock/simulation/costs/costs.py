@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
+from penstock.ir.live import StageBytes
 from penstock.ir.operations import NUM_OPS, Kind
+from penstock.placement import Placement
 from penstock.simulation.costs.analytic import Machine, figures
 from penstock.simulation.costs.rules import require_cost, require_costs
 from penstock.simulation.costs.transformer import Transformer
@@ -28,8 +30,10 @@ FIELD_OF_KIND = {
 
 COMPUTE_FIELDS = (*FIELD_OF_KIND.values(), "split_forward_s")
 """All seconds of computations, per stage."""
-VALUE_BYTES = ("message_bytes", "activation_bytes", "weight_context_bytes", "checkpoint_bytes")
+VALUE_BYTES = ("activation_bytes", "weight_context_bytes", "checkpoint_bytes", "message_bytes")
 """All bytes of what a microbatch leaves on a stage."""
+STATIC_BYTES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+"""All bytes that a stage always has."""
 NO_COSTS = ("channels", "spreads", "source")
 
 
@@ -213,6 +217,25 @@ class Costs(SharedCosts):
         if not self.recompute_s:
             table[Kind.RECOMPUTE] = table[Kind.FORWARD]
         return table
+
+    def stage_bytes(self, placement: Placement, num_microbatches: int) -> StageBytes:
+        """Return what the stages of a placement make and keep, for what is alive when."""
+        names = [name for name in (*VALUE_BYTES, *STATIC_BYTES) if getattr(self, name)]
+        known = {name: self.bytes_per_stage(name, placement.num_stages) for name in names}
+        if not self.checkpoint_bytes:
+            previous = np.array(placement.previous_stage)
+            known["checkpoint_bytes"] = np.where(previous < 0, 0, known["message_bytes"][previous])
+        static = np.sum([known[name] for name in STATIC_BYTES], axis=0)
+        factor = self.per_microbatch("microbatch_bytes_factor", num_microbatches)
+        return StageBytes(
+            known["activation_bytes"],
+            known["weight_context_bytes"],
+            known["checkpoint_bytes"],
+            known["message_bytes"],
+            static,
+            factor if (factor != 1).any() else None,
+            tuple(name for name, sizes in known.items() if not sizes.any()),
+        )
 
     def bytes_per_stage(self, name: str, num_stages: int) -> NDArray[np.int64]:
         """[num_stages] one of the fields in bytes."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isclose
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,10 +107,17 @@ def costs_from_timelines(
         channels=tuple(channel for channel in channels if not _are_alike(channel, usual)),
         message_bytes=sizes,
         launch_s=launch_s,
-        activation_bytes=tuple(timelines[0].activation_bytes.tolist()),
-        weight_context_bytes=tuple(timelines[0].weight_context_bytes.tolist()),
+        **_sizes(timelines[0]),
         spreads=tuple(_spreads(samples)),
     )
+
+
+def _sizes(timeline: Timeline) -> dict[str, Any]:
+    """What a predicted timeline says of memory; a measured one says nothing."""
+    if timeline.sizes is None:
+        return {}
+    sizes = {"activation_bytes": timeline.sizes.activation, "weight_context_bytes": timeline.sizes.weight_context}
+    return {name: tuple(each.tolist()) for name, each in sizes.items()}
 
 
 def _samples(timelines: Sequence[Timeline]) -> Samples:

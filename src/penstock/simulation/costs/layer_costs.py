@@ -8,13 +8,15 @@ forward_s           9.0             10.0         of_stages([3, 2])
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
 from penstock.errors import ConfigError
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
 from penstock.simulation.costs.costs import COMPUTE_FIELDS, Costs, PerStage, SharedCosts, entries_of
 
 PerLayer = PerStage
@@ -93,6 +95,15 @@ class LayerCosts(SharedCosts):
         found["message_bytes"] = tuple(outputs[part[-1]] for part in parts)
         found["checkpoint_bytes"] = tuple(inputs[part[0]] for part in parts) if inputs else ()
         return Costs(**found)
+
+    def of_table(self, table: Schedule | Program, split: Sequence[range]) -> Costs:
+        """Return what the stages of a schedule or program cost that have these layers.
+
+        A slice takes its share of a microbatch. Of the channels that differ, those count whose ranks there are.
+        """
+        ranks = range(table.num_ranks)
+        known = tuple(each for each in self.channels if each.sender in ranks and each.receiver in ranks)
+        return replace(self.of_stages(split), channels=known).of_share(1 / table.num_slices)
 
     @classmethod
     def from_stages(
