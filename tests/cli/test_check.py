@@ -102,9 +102,36 @@ def test_everything_that_is_wrong_is_told(file, capsys):
 def test_a_limit_on_memory_is_proved(file, capsys):
     name = file(SCHEDULE.to_csv())
 
-    assert main(["check", name, "--memory-limit", "2"]) == 0
-    assert main(["check", name, "--memory-limit", "1"]) == 1
+    assert main(["check", name, "--memory-limit", "2 activations"]) == 0
+    assert main(["check", name, "--memory-limit", "1 activation"]) == 1
     assert "rank 0" in capsys.readouterr().err
+
+
+def test_a_limit_in_bytes_is_proved_of_the_program_with_costs_of_layers(file, capsys, tmp_path):
+    costs = tmp_path / "costs.toml"
+    costs.write_text('per = "layer"\nactivation_kib = [1, 1, 1]\nmessage_bytes = 8\nparameter_mib = [1, 1, 1]\n')
+    name = file(SCHEDULE.to_csv())
+    static = 2 * 2**20  # two layers on rank 0
+    largest = static + 2 * 2 * 2**10 + 2 * 8  # two activations, one message made and one to come
+
+    assert main(["check", name, "--costs", str(costs), "--memory-limit", f"{largest}B"]) == 0
+    said = capsys.readouterr().out
+    assert "; peak bytes per rank 2.00 MiB, 1.00 MiB (not given, counted as 0: gradient_bytes, optimizer_bytes)" in said
+    assert main(["check", name, "--costs", str(costs), "--memory-limit", str(largest - 1)]) == 1
+    assert f"needs {largest} bytes alive at once; the limit of rank 0 is {largest - 1}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [
+        ("3", "memory_limit: 3 is a number of bytes, but there are no costs"),
+        ("3 GB", 'or count: "12 activations"'),
+        ("3 Gbit", "memory_limit: '3 Gbit' has no known unit; expected one of bytes, b, kb"),
+    ],
+)
+def test_a_limit_that_nothing_is_known_of_is_one_message(file, capsys, limit, told):
+    assert main(["check", file(SCHEDULE.to_csv()), "--memory-limit", limit]) == 1
+    assert told in capsys.readouterr().err
 
 
 def test_another_number_of_ranks_is_refused(file, capsys):

@@ -30,7 +30,7 @@ def test_schedules_stand_side_by_side_in_the_order_of_their_names(capsys):
 
 
 def test_json_is_a_list_of_objects_with_peaks_per_rank(capsys):
-    (found,) = objects_by(capsys, "1f1b", *SIZE, "--memory-limit", "4")
+    (found,) = objects_by(capsys, "1f1b", *SIZE, "--memory-limit", "4 activations")
 
     assert found["peak_activations"] == [4, 3, 2, 1]
     assert list(found)[-2:] == ["is_on_front", "fits"]
@@ -106,7 +106,9 @@ def test_files_alone_need_no_shape(capsys, tmp_path):
         (["1f2b", *SIZE], "Did you mean '1f1b'"),
         (["1f1b", "none.csv", *SIZE], "none.csv: cannot be read"),
         (["1f1b", *SIZE, "--costs", "F=1,I=1"], "costs: W missing"),
-        (["1f1b", *SIZE, "--memory-limit", "0"], "--memory-limit: 0 activations; give a limit of 1 or more"),
+        (["1f1b", *SIZE, "--memory-limit", "0 activations"], "'0 activations'; give a limit of 1 or more"),
+        (["1f1b", *SIZE, "--memory-limit", "4"], "--memory-limit: 4 is a number of bytes, but the costs have no"),
+        (["1f1b", *SIZE, "--sweep", "memory_limit=4,8"], "4 is a number of bytes, but the costs have no activation"),
     ],
 )
 def test_wrong_input_is_one_message_and_status_1(capsys, arguments, told):
@@ -127,9 +129,24 @@ def test_a_sweep_compares_all_sizes_and_marks_the_front(capsys):
 
 
 def test_limits_may_be_swept(capsys):
-    text = printed_by(capsys, "1f1b", "gpipe", *SIZE, "--sweep", "memory_limit=4,8")
+    text = printed_by(capsys, "1f1b", "gpipe", *SIZE, "--sweep", "memory_limit=4,8 activations")
 
     assert "\nfastest within 4 activations: 1f1b\nfastest within 8 activations: 1f1b" in text
+
+
+def test_bytes_are_compared_where_costs_have_them(capsys, tmp_path):
+    file = tmp_path / "costs.toml"
+    file.write_text("forward_s = 1\nbackward_s = 2\nactivation_gib = 1\nmessage_gib = 0.5\nparameter_gib = 3\n")
+    sizes = [*SIZE, "--costs", str(file)]
+
+    found = objects_by(capsys, "1f1b", "gpipe", *sizes, "--memory-limit", "8.5GiB")
+    text = printed_by(capsys, "1f1b", "gpipe", *sizes, "--sweep", "memory_limit=8..16 GiB")
+
+    # Parameters, four or eight activations, and messages: one made and one to come, or one made and two to come.
+    assert [max(row["peak_bytes"]) / 2**30 for row in found] == [8, 12.5]
+    assert [row["fits"] for row in found] == [True, False]
+    assert "\nfastest within 8 GiB: 1f1b\nfastest within 16 GiB: 1f1b" in text
+    assert text.splitlines()[2].split()[8:10] == ["8.00", "GiB"]
 
 
 @pytest.mark.parametrize("arguments", [[], SIZE, ["1f1b", "--ranks", "4"]])

@@ -20,6 +20,7 @@ from penstock.cli.comparison import (
 from penstock.cli.wanted import Wanted
 from penstock.errors import ConfigError, ScheduleError
 from penstock.ir.schedule import Schedule
+from penstock.proofs import Limit
 from penstock.schedules import build
 from penstock.simulation import Costs
 
@@ -32,6 +33,10 @@ def wanted(name, ranks=2, microbatches=3, **options):
 
 def comparison(name="mine", num_parts=1, num_microbatches=3, peak=4):
     return Comparison(name, 10.0, 9.0, 0.25, 0.2, [peak, 1], 6, num_microbatches, Fraction(num_parts))
+
+
+def activations(most):
+    return Limit.read(f"{most} activations")
 
 
 def refusing(error):
@@ -127,13 +132,14 @@ def test_json_has_these_keys_in_the_order_of_the_names():
         "bubble_fraction": 0.25,
         "bubble_rate": 0.2,
         "peak_activations": [4, 1],
+        "peak_bytes": None,
         "num_microbatches": 3,
         "is_on_front": False,
         "messages": 6,
     }
     assert found[2]["is_on_front"]
     assert found[1] == dict.fromkeys(found[0]) | {"name": "a", "error": "takes 1 stage\nmore"}
-    assert [row["fits"] for row in json.loads(to_json(rows, 2))] == [False, None, True]
+    assert [row["fits"] for row in json.loads(to_json(rows, activations(2)))] == [False, None, True]
 
 
 def test_the_table_aligns_figures_and_says_why_a_row_has_none():
@@ -157,7 +163,7 @@ def test_the_front_is_what_no_other_beats_in_step_time_and_memory():
     fast = Comparison("fast", 5.0, 5.0, 0.0, 0.0, [8], 0, 3, Fraction(1))
 
     assert names_on_front([*rows, fast], None) == {"slow", "twin", "fast"}
-    assert names_on_front([*rows, fast], 4) == {"slow", "twin"}
+    assert names_on_front([*rows, fast], activations(4)) == {"slow", "twin"}
 
 
 def test_steps_of_different_length_are_compared_for_equal_work():
@@ -175,21 +181,25 @@ def test_within_each_of_several_limits_the_fastest_is_told():
     fast = Comparison("fast", 5.0, 5.0, 0.0, 0.0, [8], 0, 3, Fraction(1))
     rows = [comparison("slow"), fast, Refusal("r", "no")]
 
-    table = to_table(rows, None, swept_limits=(2, 4, 8))
-    objects = json.loads(to_json(rows, None, swept_limits=(4, 8)))
+    table = to_table(rows, None, swept_limits=[activations(most) for most in (2, 4, 8)])
+    objects = json.loads(to_json(rows, None, swept_limits=[activations(most) for most in (4, 8)]))
 
     assert table.splitlines()[6:] == [
         "fastest within 2 activations: none fits",
         "fastest within 4 activations: slow",
         "fastest within 8 activations: fast",
     ]
-    assert [row.get("fits") for row in objects] == [{"4": True, "8": True}, {"4": False, "8": True}, None]
+    assert [row.get("fits") for row in objects] == [
+        {"4 activations": True, "8 activations": True},
+        {"4 activations": False, "8 activations": True},
+        None,
+    ]
 
 
 def test_a_limit_adds_whether_each_fits():
-    lines = to_table([comparison("a"), comparison("b", peak=2)], 2).splitlines()
+    lines = to_table([comparison("a"), comparison("b", peak=2)], activations(2)).splitlines()
 
-    assert [line.split()[-3:-1] for line in lines[:1]] == [["fits", "2"]]
+    assert [line.split()[-4:-1] for line in lines[:1]] == [["fits", "2", "activations"]]
     assert [line.split()[8:] for line in lines[2:]] == [["no"], ["yes", "*"]]
 
 

@@ -10,6 +10,7 @@ import pytest
 from penstock.cli.comparison import Comparison, Refusal
 from penstock.cli.comparison_result import MEMORY_NAME, result_of
 from penstock.errors import ConfigError
+from penstock.proofs import Limit
 
 
 def row(name, makespan_s, peak, num_microbatches=8, num_parts=1):
@@ -83,7 +84,7 @@ def test_unequal_work_is_told_unless_costs_are_per_rank():
 
 
 def test_what_is_over_the_limit_says_so():
-    texts = texts_of(result_of(ROWS, "html", asked(memory_limit=4)))
+    texts = texts_of(result_of(ROWS, "html", asked(memory_limit=Limit.read("4 activations"))))
 
     assert "fast (over the limit)" in texts
     assert "small" in texts

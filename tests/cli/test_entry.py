@@ -30,7 +30,7 @@ FLAGS = {
         "--stages-per-rank",
         "--theme",
     ],
-    "check": ["FILE", "--memory-limit", "--ranks"],
+    "check": ["FILE", "--costs", "--memory-limit", "--ranks"],
     "compare": [
         "NAME",
         "--costs",

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.cli.sweep import MOST_SCHEDULES, read_sweep, swept_schedules
 from penstock.errors import ConfigError
+from penstock.proofs import Limit
 
 
 def arguments(*names, **given):
@@ -39,7 +40,24 @@ def test_what_is_none_of_the_three_forms_is_refused_with_all_of_them(text):
 
 
 def test_keys_may_be_written_as_options_are():
-    assert read_sweep(["stages-per-rank=1,2", "memory_limit=4"]) == {"stages_per_rank": (1, 2), "memory_limit": (4,)}
+    assert read_sweep(["stages-per-rank=1,2", "memory-limit=4"]).keys() == {"stages_per_rank", "memory_limit"}
+
+
+@pytest.mark.parametrize(
+    ("text", "limits"),
+    [
+        ("4..16 activations", ["4 activations", "8 activations", "16 activations"]),
+        ("10,30GiB", ["10GiB", "30GiB"]),
+        ("1000..3000:1000", ["1000", "2000", "3000"]),
+    ],
+)
+def test_the_unit_of_limits_is_that_of_all(text, limits):
+    assert read_sweep([f"memory_limit={text}"]) == {"memory_limit": tuple(map(Limit.read, limits))}
+
+
+def test_an_unknown_unit_of_limits_is_refused():
+    with pytest.raises(ConfigError, match="--sweep: '4 Gbit' has no known unit"):
+        read_sweep(["memory_limit=4 Gbit"])
 
 
 @pytest.mark.parametrize(
@@ -92,7 +110,9 @@ def test_stages_and_slices_are_swept_too():
 
 
 def test_limits_of_memory_make_no_further_schedules():
-    found = swept_schedules(arguments("1f1b", ranks=2, microbatches=4), {"memory_limit": (2, 4)})
+    found = swept_schedules(
+        arguments("1f1b", ranks=2, microbatches=4), {"memory_limit": (Limit.read(2), Limit.read(4))}
+    )
 
     assert [wanted.text for wanted in found] == ["1f1b"]
 

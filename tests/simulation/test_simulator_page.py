@@ -13,13 +13,13 @@ from penstock.simulation.costs.units import UNITS
 PAGE = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
 
 
-def test_the_example_of_a_file_sets_every_cost_but_the_derived_ones():
+def test_the_example_of_a_file_sets_every_cost_but_the_derived_one():
     (example,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
 
     costs = costs_from_toml(example)
 
     unset = [each.name for each in fields(Costs) if getattr(costs, each.name) == each.default]
-    assert unset == ["backward_s", "recompute_s"]
+    assert unset == ["backward_s"]
 
 
 def test_the_python_runs():

@@ -9,21 +9,30 @@ from penstock.cli.output import say
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError
 
+LIMIT_HELP = (
+    "what a rank may hold at once: 20GiB, or a number of bytes, with costs that say how large activations are; "
+    "or '12 activations'"
+)
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "file", metavar="FILE", help="CSV (actions alone, or with communication), JSON or a grid; - is stdin"
     )
     parser.add_argument("--ranks", type=int, metavar="P", help="how many ranks the file must be for")
-    parser.add_argument("--memory-limit", type=int, metavar="N", help="most activations that a rank may hold at once")
+    parser.add_argument("--costs", metavar="COSTS", help="how large activations and all else are, for a limit in bytes")
+    parser.add_argument("--memory-limit", metavar="LIMIT", help=LIMIT_HELP)
 
 
 def run(arguments: Namespace) -> int:
     from penstock.cli.describe import describe_plan
+    from penstock.cli.stage_costs import stage_costs
     from penstock.ir.program import Program
     from penstock.ir.reading import read_table
-    from penstock.lowering import assign_slots
+    from penstock.ir.schedule import Schedule
+    from penstock.lowering import assign_slots, lower
     from penstock.proofs import check
+    from penstock.simulation.costs.file import load_costs
 
     text = read_text(arguments.file)
     plan = read_table(text, file=arguments.file, name=arguments.file)
@@ -35,9 +44,10 @@ def run(arguments: Namespace) -> int:
             "or a file with one line per rank",
             key="--ranks",
         )
-    if arguments.memory_limit is not None and arguments.memory_limit < 1:
-        raise ConfigError(f"{arguments.memory_limit} activations; give a limit of 1 or more", key="--memory-limit")
-    facts = check(plan, memory_limit=arguments.memory_limit)
+    costs = None if arguments.costs is None else stage_costs(load_costs(arguments.costs), plan)
+    facts = check(plan, costs=costs, memory_limit=arguments.memory_limit)
+    if costs is not None and isinstance(plan, Schedule):  # only its program has messages
+        facts = check(lower(plan), costs=costs, memory_limit=arguments.memory_limit)
     say(f"ok: {describe_plan(plan, facts)}")
     return ExitStatus.FINE
 

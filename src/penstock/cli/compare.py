@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
+from penstock.cli.check import LIMIT_HELP
 from penstock.cli.command import Command
 from penstock.cli.pictures import CHARTS, add_picture_arguments, refuse_useless, wanted_format, write_result
 from penstock.cli.shape import add_schedules
@@ -34,7 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="compare at several sizes: microbatches=8..64 doubles, 8..64:8 counts in steps, 8,16,24 are these; so do "
         "ranks, stages_per_rank, slices and memory_limit; may be repeated",
     )
-    parser.add_argument("--memory-limit", type=int, metavar="N", help="most activations that a rank may hold at once")
+    parser.add_argument("--memory-limit", metavar="LIMIT", help=LIMIT_HELP)
     parser.add_argument(
         "--format",
         choices=("table", "json", *CHARTS),
@@ -48,12 +49,10 @@ def run(arguments: Namespace) -> int:
     from penstock.cli.comparison_result import result_of
     from penstock.cli.output import complain
     from penstock.cli.sweep import LIMITS, read_sweep, swept_schedules
+    from penstock.proofs import Limit
     from penstock.simulation import LayerCosts
     from penstock.simulation.costs.file import load_costs
 
-    limit = arguments.memory_limit
-    if limit is not None and limit < 1:
-        raise ConfigError(f"{limit} activations; give a limit of 1 or more", key="--memory-limit")
     format = wanted_format(arguments, FORMAT_OF_SUFFIX, "table")
     refuse_useless(arguments, "theme", format, CHARTS)
     costs = load_costs(arguments.costs)
@@ -64,6 +63,11 @@ def run(arguments: Namespace) -> int:
             key="--per-rank",
         )
     sweep = read_sweep(arguments.sweep)
+    if arguments.memory_limit is not None:
+        arguments.memory_limit = Limit.read(arguments.memory_limit, "--memory-limit")
+    limits: list[Limit] = [*sweep.get(LIMITS, ()), *filter(None, [arguments.memory_limit])]
+    for limit in limits:
+        limit.require_sizes(costs.activation_bytes, "--memory-limit")
     found = [compare(wanted, costs, per_rank=arguments.per_rank) for wanted in swept_schedules(arguments, sweep)]
     is_useless = not any(isinstance(row, Comparison) for row in found)
     if format not in CHARTS or not is_useless:

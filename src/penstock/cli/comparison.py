@@ -14,9 +14,12 @@ from penstock.errors import PenstockError
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
+from penstock.ir.timeline import Timeline
 from penstock.planning import plan
+from penstock.proofs import Limit
 from penstock.searching.front import pareto_front
 from penstock.show.pareto import Candidate
+from penstock.show.text import format_bytes
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.costs import COMPUTE_FIELDS
 
@@ -35,10 +38,13 @@ class Comparison:
     num_microbatches: int
     num_parts: Fraction
     """Stages and slices that a rank runs for one microbatch, in the mean."""
+    peak_bytes: list[int] | None = None
+    """Per rank, with what is always there; None where the costs do not say how large activations are."""
 
-    def fits(self, limit: int) -> bool:
-        """Whether no rank holds more than so many activations."""
-        return max(self.peak_activations) <= limit
+    def fits(self, limit: Limit) -> bool:
+        """Whether no rank holds more than it may; False for bytes where these are not known."""
+        peaks = self.peak_bytes if limit.in_bytes else self.peak_activations
+        return peaks is not None and bool((limit.of_ranks(len(peaks)) >= peaks).all())
 
     @property
     def peak_microbatches(self) -> Fraction:
@@ -56,7 +62,9 @@ class Refusal:
 
 Row = Comparison | Refusal
 GAP = "  "
-FIGURES = ("makespan_s", "span_s", "bubble_fraction", "bubble_rate", "peak_activations", "num_microbatches")
+FIGURES = (
+    "makespan_s", "span_s", "bubble_fraction", "bubble_rate", "peak_activations", "peak_bytes", "num_microbatches",
+)  # fmt: skip
 """The members of a comparison in JSON, next to its messages."""
 
 
@@ -80,7 +88,12 @@ def compare(wanted: Wanted, costs: Costs | LayerCosts, *, per_rank: bool = False
         num_messages=count_messages(planned.program),
         num_microbatches=schedule.num_microbatches,
         num_parts=num_parts,
+        peak_bytes=_total_bytes(timeline) if any(own_costs.activation_bytes) else None,
     )
+
+
+def _total_bytes(timeline: Timeline) -> list[int]:
+    return [sum(parts) for parts in zip(timeline.peak_bytes, timeline.static_bytes, strict=True)]
 
 
 def parts_per_rank(schedule: Schedule) -> Fraction:
@@ -108,7 +121,7 @@ def equal_work_s(rows: Sequence[Row]) -> dict[str, float]:
     return {row.name: row.makespan_s * most / row.num_microbatches for row in compared}
 
 
-def names_on_front(rows: Sequence[Row], limit: int | None) -> set[str]:
+def names_on_front(rows: Sequence[Row], limit: Limit | None) -> set[str]:
     """Return the rows that fit and that no other one that fits beats in step time (for equal work) and memory."""
     seconds = equal_work_s(rows)
     fitting = [row for row in rows if isinstance(row, Comparison) and (limit is None or row.fits(limit))]
@@ -116,7 +129,7 @@ def names_on_front(rows: Sequence[Row], limit: int | None) -> set[str]:
     return {fitting[index].name for index in front}
 
 
-def candidates_of(rows: Sequence[Row], limit: int | None) -> list[Candidate]:
+def candidates_of(rows: Sequence[Row], limit: Limit | None) -> list[Candidate]:
     """Return a point of step time (for equal work) and memory for each row that was not refused."""
     seconds, front = equal_work_s(rows), names_on_front(rows, limit)
     return [
@@ -131,21 +144,21 @@ def candidates_of(rows: Sequence[Row], limit: int | None) -> list[Candidate]:
     ]
 
 
-def fastest_within(rows: Sequence[Row], limit: int) -> str:
-    """Say which row is the fastest, for equal work, of those that hold no more than so many activations."""
+def fastest_within(rows: Sequence[Row], limit: Limit) -> str:
+    """Say which row is the fastest, for equal work, of those that fit."""
     seconds = equal_work_s(rows)
     fitting = [row.name for row in rows if isinstance(row, Comparison) and row.fits(limit)]
     fastest = min(fitting, key=lambda name: seconds[name], default="none fits")
-    return f"fastest within {limit} activations: {fastest}"
+    return f"fastest within {limit}: {fastest}"
 
 
-def to_json(rows: Sequence[Row], limit: int | None, *, swept_limits: Sequence[int] = ()) -> str:
+def to_json(rows: Sequence[Row], limit: Limit | None, *, swept_limits: Sequence[Limit] = ()) -> str:
     """Write a list of objects, in the order of the names; one that was refused has an `error`, and no figures."""
     front = names_on_front(rows, limit)
     return json.dumps([_as_object(row, limit, front, swept_limits) for row in rows], indent=2)
 
 
-def _as_object(row: Row, limit: int | None, front: set[str], swept_limits: Sequence[int]) -> dict[str, object]:
+def _as_object(row: Row, limit: Limit | None, front: set[str], swept_limits: Sequence[Limit]) -> dict[str, object]:
     members: dict[str, object] = {"name": row.name} | {key: getattr(row, key, None) for key in FIGURES}
     if isinstance(row, Refusal):
         fits = {} if limit is None and not swept_limits else {"fits": None}
@@ -157,7 +170,7 @@ def _as_object(row: Row, limit: int | None, front: set[str], swept_limits: Seque
 
 
 def to_table(
-    rows: Sequence[Row], limit: int | None, *, per_rank: bool = False, swept_limits: Sequence[int] = ()
+    rows: Sequence[Row], limit: Limit | None, *, per_rank: bool = False, swept_limits: Sequence[Limit] = ()
 ) -> str:
     """Align the figures under their headings; notes below them say what they do not have in common.
 
@@ -174,6 +187,8 @@ def to_table(
         "in microbatches": lambda row: f"{float(row.peak_microbatches):.4g}",
         "messages": lambda row: str(row.num_messages),
     }
+    if any(isinstance(row, Comparison) and row.peak_bytes for row in rows):
+        columns["peak bytes"] = lambda row: format_bytes(max(row.peak_bytes)) if row.peak_bytes else ""
     if len(counts) > 1:
         columns[f"s for {max(counts)}"] = lambda row: f"{seconds[row.name]:.6g}"
     for shown_limit in swept_limits if limit is None else (limit,):
@@ -192,7 +207,7 @@ def to_table(
     return "\n".join(lines + ([""] if within else []) + within + notes(rows, per_rank=per_rank))
 
 
-def _fits(row: Comparison, *, limit: int) -> str:
+def _fits(row: Comparison, *, limit: Limit) -> str:
     return "yes" if row.fits(limit) else "no"
 
 

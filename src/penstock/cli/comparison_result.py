@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from penstock.cli.comparison import Comparison, Row, candidates_of, to_json, to_table
 from penstock.cli.pictures import CHARTS
+from penstock.proofs import Limit
 from penstock.show.pareto import Caption, pareto_picture
 from penstock.show.text import count_of
 
@@ -17,7 +18,7 @@ def result_of(
     format: str,
     arguments: Namespace,
     *,
-    swept_limits: Sequence[int] = (),
+    swept_limits: Sequence[Limit] = (),
     is_per_layer: bool = False,
 ) -> bytes:
     """Return the comparison in a format; names of a sweep say their sizes themselves.

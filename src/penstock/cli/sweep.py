@@ -3,6 +3,7 @@
 microbatches=8,12,16     these values
 microbatches=8..64       8, 16, 32, 64: doubled as long as they fit
 microbatches=8..64:8     8, 16, 24, ..., 64: in steps of 8
+memory_limit=10..40GiB   10GiB, 20GiB, 40GiB: the unit is that of all values
 """
 
 import re
@@ -10,9 +11,11 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from penstock.cli.wanted import Wanted, wanted_schedules
 from penstock.errors import ConfigError, nearest
+from penstock.proofs import Limit
 from penstock.show.text import count_of
 
 LABELS: dict[str, Callable[[int], str]] = {
@@ -30,8 +33,8 @@ MOST_SCHEDULES = 300
 
 _RANGE = re.compile(r"(\d+)\.\.(\d+)(?::(\d+))?")
 
-Sweep = Mapping[str, tuple[int, ...]]
-"""Values by key, in the order in which the keys were given."""
+Sweep = Mapping[str, tuple[Any, ...]]
+"""Values by key, in the order in which the keys were given: numbers, or limits of memory."""
 
 
 def read_sweep(texts: Sequence[str]) -> Sweep:
@@ -40,7 +43,7 @@ def read_sweep(texts: Sequence[str]) -> Sweep:
     Raises:
         ConfigError: for an unknown key, one given twice, and values that are none of the three forms.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    found: dict[str, tuple[Any, ...]] = {}
     for text in texts:
         key, equals, values = (part.strip() for part in text.partition("="))
         key = key.replace("-", "_")
@@ -51,7 +54,7 @@ def read_sweep(texts: Sequence[str]) -> Sweep:
             raise ConfigError(f"{key!r} cannot be swept; known: {known}.{nearest(key, KEYS)}", key="--sweep")
         if key in found:
             raise ConfigError(f"{key} is given twice; put all values into one", key="--sweep")
-        found[key] = _read_values(values, key)
+        found[key] = _read_limits(values) if key == LIMITS else _read_values(values, key)
     return found
 
 
@@ -86,6 +89,13 @@ def swept_schedules(arguments: Namespace, sweep: Sweep) -> list[Wanted]:
 
 def _label(name: str, chosen: Mapping[str, int]) -> str:
     return ", ".join([name, *(LABELS[key](number) for key, number in chosen.items())])
+
+
+def _read_limits(text: str) -> tuple[Limit, ...]:
+    """Values of limits, and behind the last one the unit of all."""
+    unit = text[len(text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")) :]
+    numbers = _read_values(text.removesuffix(unit), LIMITS)
+    return tuple(Limit.read(f"{number}{unit}", "--sweep") for number in numbers)
 
 
 def _read_values(text: str, key: str) -> tuple[int, ...]:

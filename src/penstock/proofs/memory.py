@@ -81,6 +81,19 @@ class Limit:
             raise ConfigError(f"{len(self.amounts)} values for {num_ranks} ranks; give one, or one per rank", key=key)
         return np.resize(np.array(self.amounts, np.int64), num_ranks)
 
+    def require_sizes(self, activation_bytes: Sequence[float] | NDArray[Any] | None, key: str = "memory_limit") -> None:
+        """Refuse bytes where no one knows how large activations are; None: there are no costs. Raises: ConfigError."""
+        if self.in_bytes and (activation_bytes is None or not any(activation_bytes)):
+            lack = "there are no costs" if activation_bytes is None else "the costs have no activation_bytes"
+            raise ConfigError(
+                f"{self} is a number of bytes, but {lack} to say how large activations are. Give costs with "
+                'activation_bytes, which penstock profile RUN.toml measures, or count: "12 activations"',
+                key=key,
+            )
+
+    def __str__(self) -> str:
+        return self.text
+
 
 def _read_amount(given: Any, key: str) -> tuple[int, bool]:
     """A number, and whether it counts bytes."""
@@ -133,13 +146,8 @@ class Demand:
                 hint = "; add them up by costs.of_stages([layers per stage])" if hasattr(costs, "of_stages") else ""
                 raise ConfigError(f"expected Costs, got {type(costs).__name__}{hint}", key="costs")
             sizes = costs.stage_bytes(table.placement, table.num_microbatches)
-        if self.limit is not None and self.limit.in_bytes and (sizes is None or not sizes.activation.any()):
-            lack = "there are no costs" if sizes is None else "the costs have no activation_bytes"
-            raise ConfigError(
-                f"{self.limit.text} is a number of bytes, but {lack} to say how large activations are. Give costs with "
-                'activation_bytes, which penstock profile RUN.toml measures, or count: "12 activations"',
-                key="memory_limit",
-            )
+        if self.limit is not None:
+            self.limit.require_sizes(None if sizes is None else sizes.activation)
         return sizes
 
 
