@@ -13,6 +13,7 @@ from penstock.execute.reference import reference_evaluate, reference_step
 from penstock.ir.timeline import Timeline
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
+from penstock.simulation import LayerCosts
 from tests.local_pipelines import (
     WIDTH,
     Task,
@@ -484,6 +485,23 @@ def test_fewer_microbatches_than_stages_are_warned_of_once_and_run():
 
 def two_ranks(wires, task, **options):
     return Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, **options)
+
+
+def test_a_limit_in_bytes_is_proved_with_costs_per_layer_of_the_pipelines_own_split():
+    """Five layers, of which rank 1 gets the heavier half unless the split says otherwise."""
+    task = float_task(8)
+    costs = LayerCosts(activation_bytes=[1, 1, 1, 1, 50], message_bytes=0)
+
+    def case(wires, **options):
+        two_ranks(wires, task, costs=costs, **options).close()
+
+    def refusal(wires, **options):
+        return str(error_of(case, wires, **options))
+
+    on_ranks(2, lambda wires: case(wires, memory_limit="52 bytes"))
+    on_ranks(2, lambda wires: case(wires, memory_limit="51B", split=(3, 2)))
+    assert "the limit of rank 1 is 51" in on_ranks(2, lambda wires: refusal(wires, memory_limit=51, split=(2, 3)))[0]
+    assert "the limit of rank 0 is 1" in on_ranks(2, lambda wires: refusal(wires, memory_limit="1 activation"))[1]
 
 
 def test_step_on_one_rank_and_evaluate_on_another_are_refused_everywhere_and_do_no_harm():

@@ -12,10 +12,10 @@ from penstock.ir.instruction import Op
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.placement import Placement
-from penstock.planning import few_microbatches, plan, prove_and_lower, resolve_schedule
-from penstock.proofs import check
+from penstock.planning import few_microbatches, memory_demand, plan, prove_and_lower, resolve_schedule
+from penstock.proofs import Demand, check
 from penstock.schedules import build
-from penstock.simulation import Costs
+from penstock.simulation import Costs, LayerCosts
 from tests.proofs.tables import without
 from tests.strategies import feasible_schedules
 
@@ -52,6 +52,18 @@ def test_a_schedule_within_its_memory_limit_is_planned():
     found = plan(build("1f1b", ranks=4, microbatches=6), COSTS, memory_limit="4 activations")
 
     assert found.timeline.peak_activations[0] == 4
+
+
+def test_costs_per_layer_are_those_of_the_layers_that_a_stage_has():
+    schedule = build("1f1b", ranks=2, microbatches=2)
+    layers = LayerCosts(activation_bytes=[1, 2, 4])
+
+    demand = memory_demand("5 bytes", layers, schedule, [range(1), range(1, 3)])
+
+    assert demand.costs.activation_bytes == (1, 6)
+    with pytest.raises(ScheduleError, match="the limit of rank 1 is 5"):
+        prove_and_lower(schedule, demand)
+    assert memory_demand(None, None, schedule, []) == Demand()
 
 
 def test_tied_groups_and_the_optimizer_step_are_part_of_the_program():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError, PartitionError, PenstockError
+from penstock.errors import ConfigError, PartitionError, PenstockError, ScheduleError
 from penstock.schedules import build
 from penstock.train.config import config_from_table
 from penstock.train.run_folder import RunFolder
@@ -13,6 +13,8 @@ from penstock.train.setup import (
     build_schedule,
     check_plan,
     check_ranks,
+    load_costs,
+    memory_limit,
     optimizer_options,
     prepare_together,
 )
@@ -42,6 +44,31 @@ def test_a_schedule_may_come_from_a_file(tmp_path):
     schedule = build_schedule(with_pipeline(schedule=str(tmp_path / "mine.csv")))
 
     assert schedule[1] == build("gpipe", ranks=2, microbatches=4)[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"memory_limit": 7}, r"^pipeline\.memory_limit: 7 is a number of bytes, but there are no costs"),
+        ({"memory_limit": "7 Gbit"}, r"^pipeline\.memory_limit: '7 Gbit' has no known unit"),
+        ({"memory_limit": "1 activation"}, "the limit of rank 0 is 1"),
+        ({"costs": "none.toml"}, "cannot read 'none.toml'"),
+    ],
+)
+def test_a_limit_that_cannot_hold_is_refused_with_the_plan(settings, told):
+    with pytest.raises((ConfigError, ScheduleError), match=told):
+        check_plan(with_pipeline(**settings))
+
+
+def test_a_limit_in_bytes_goes_with_a_file_of_costs(tmp_path):
+    (tmp_path / "costs.toml").write_text('per = "layer"\nactivation_bytes = [1, 2, 3]')
+    config = with_pipeline(memory_limit="20GiB", costs=str(tmp_path / "costs.toml"))
+
+    check_plan(config)
+
+    assert memory_limit(config).amounts == (20 * 2**30,)
+    assert load_costs(config).num_layers == 3
+    assert (memory_limit(with_pipeline()), load_costs(with_pipeline())) == (None, None)
 
 
 def test_the_named_schedule_is_built_for_as_many_slices():

@@ -64,6 +64,8 @@ class Limit:
         Raises:
             ConfigError: for an unknown unit, anything but a number of 1 or more, and a list of bytes and activations.
         """
+        if isinstance(given, Limit):
+            return given
         plain = given.tolist() if isinstance(given, (np.ndarray, np.generic)) else given
         several = plain if isinstance(plain, (list, tuple)) else [plain]
         read = [_read_amount(each, key) for each in several]

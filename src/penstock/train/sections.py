@@ -70,6 +70,12 @@ class PipelineSection(Section):
         description="'declared': even by the weights that layers declare; 'even': by their number; 'measured': by what "
         "they take; or a list of layers per stage",
     )
+    memory_limit: int | str = Field(
+        default="",
+        description="most that a rank may hold: '20GiB' or a number of bytes, which need pipeline.costs; or "
+        "'12 activations'; empty: any amount",
+    )
+    costs: str = Field(default="", description="a file of costs, as penstock profile writes it, for a limit in bytes")
     run_ahead: NotNegative = Field(
         default=0, description="on CUDA, computations that may be queued and not ended; 0: any number"
     )

@@ -1,5 +1,7 @@
 """From a configuration to what a run needs: its folder, its data, its pipeline, its optimizer's options."""
 
+from pathlib import Path
+
 from penstock.errors import ConfigError, count_of
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.schedule import Schedule
@@ -7,8 +9,10 @@ from penstock.models import DecoderConfig, LayerSpec, cross_entropy_loss, decode
 from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
 from penstock.planning import resolve_schedule
-from penstock.proofs import check
+from penstock.proofs import Limit, check
 from penstock.schedules import FAMILIES, is_file_name
+from penstock.simulation import Costs, LayerCosts
+from penstock.simulation.costs.file import read_costs
 from penstock.train.config import RunConfig
 from penstock.train.data import TokenDataset, open_dataset
 from penstock.train.optim import OptimizerOptions
@@ -77,10 +81,25 @@ def check_plan(config: RunConfig) -> None:
     num_layers = len(build_layers(config, vocabulary=config.model.vocabulary or 1))
     _require_layers(config, num_layers)
     schedule = build_schedule(config)
-    check(schedule)
+    limit, costs = memory_limit(config), load_costs(config)
+    if limit is not None:
+        limit.require_sizes(None if costs is None else costs.activation_bytes, "pipeline.memory_limit")
+    # Bytes depend on the split: the pipeline proves them when it is made.
+    check(schedule, memory_limit=None if limit is None or limit.in_bytes else limit)
     _require_tokens(config, schedule.num_slices)
     split = config.pipeline.split
     split_over(schedule.placement, num_layers, split=None if isinstance(split, str) else split)
+
+
+def memory_limit(config: RunConfig) -> Limit | None:
+    """Return the limit that the configuration sets. Raises: ConfigError."""
+    given = config.pipeline.memory_limit
+    return None if given == "" else Limit.read(given, "pipeline.memory_limit")
+
+
+def load_costs(config: RunConfig) -> Costs | LayerCosts | None:
+    """Read the file of costs that the configuration names. Raises: ConfigError, FormatError."""
+    return read_costs(Path(config.pipeline.costs)) if config.pipeline.costs else None
 
 
 def _require_layers(config: RunConfig, num_layers: int) -> None:
@@ -187,6 +206,8 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule) 
         deadline_s=config.run.deadline_s,
         debug=config.debug.level,
         ranges=config.debug.ranges,
+        memory_limit=memory_limit(config),
+        costs=load_costs(config),
         run_ahead=config.pipeline.run_ahead or None,
     )
 
