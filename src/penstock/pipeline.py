@@ -54,7 +54,7 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.split_backwards import with_split_backwards
 from penstock.ir.timeline import Timeline
 from penstock.partition.split import describe_split, split_over
-from penstock.planning import few_microbatches, memory_demand, prove_and_lower, resolve_schedule
+from penstock.planning import few_microbatches, memory_demand, predict_peaks, prove_and_lower, resolve_schedule
 from penstock.schedules import find_family, is_file_name
 from penstock.version import VERSION
 
@@ -166,13 +166,13 @@ class Pipeline:
     ) -> MemoryReport:
         """Run one training step and return what every rank held meanwhile, the same on every rank.
 
-        `optimizer` is this rank's, whose state is counted too; `split_backwards` is that of `profile`. On CUDA, torch's
-        peak counters are reset.
+        `optimizer` is this rank's; `split_backwards` is that of `profile`. On CUDA, torch's peak counters are reset.
         """
         memory = MemoryWatch(self.stages, self.device, optimizer)
         mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN
         result = self._train(mode, Call(args, kwargs, target), memory)
-        return gather_memory(self._transport, memory, result)
+        program, layers = self._program_of(mode), self._layers_of_stage
+        return gather_memory(self._transport, memory, result, lambda sizes: predict_peaks(program, layers, sizes))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """List this rank's parameters, each once: what its optimizer takes."""

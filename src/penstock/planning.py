@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, count_of
+from penstock.ir.live import peak_bytes
 from penstock.ir.program import Program
 from penstock.ir.reading import read_schedule
 from penstock.ir.schedule import Schedule
@@ -68,6 +69,17 @@ def memory_demand(
     """Return what is asked of the memory of a model's schedule; costs per layer are split as the model is."""
     known = costs.of_table(schedule, layers_of_stage) if isinstance(costs, LayerCosts) else costs
     return Demand.of(memory_limit, known)
+
+
+def predict_peaks(
+    program: Program, layers_of_stage: Sequence[range], layer_bytes: Mapping[str, Sequence[int]]
+) -> tuple[int, ...]:
+    """Return the most bytes that each rank holds of layers of these sizes, which are named as in `LayerCosts`."""
+    named: dict[str, Any] = dict(layer_bytes)
+    costs = LayerCosts(**named).of_stages(layers_of_stage)
+    sizes = costs.stage_bytes(program.placement, program.num_microbatches)
+    static = sizes.static_of_ranks(program.placement)
+    return tuple((static + peak_bytes(program, sizes)).tolist())
 
 
 def few_microbatches(program: Program) -> str | None:

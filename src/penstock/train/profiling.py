@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from penstock.execute.dtensor import local_part
+from penstock.execute.measure import LayerTimes
 from penstock.execute.observing.layer_sizes import CONTEXT, OPTIMIZER, gather_sizes
 from penstock.execute.observing.memory_report import MemoryReport, RankMemory
 from penstock.execute.observing.wires import WireSpeed, channels_of, measure_wires
@@ -17,7 +18,6 @@ from penstock.execute.world import default_transport
 from penstock.ir.action import Kind
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
-from penstock.partition.measure import LayerTimes
 from penstock.pipeline import Pipeline
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.costs import VALUE_BYTES

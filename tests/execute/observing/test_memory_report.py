@@ -8,6 +8,7 @@ from torch import nn
 
 from penstock.execute.observing.memory_report import Moment
 from penstock.ir.live import peak_activations
+from penstock.models import DecoderConfig, cross_entropy_loss, decoder_layers
 from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES, build
 from tests.local_pipelines import (
@@ -198,3 +199,27 @@ def test_on_a_gpu_the_points_have_the_allocators_figures():
     begin, _, peak, _ = report.ranks[0].points
     assert 0 < begin.allocated_bytes <= peak.allocated_bytes <= peak.reserved_bytes
     assert peak.allocated_bytes >= peak.counted_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv", "interleaved-1f1b", "chimera"])
+def test_the_predicted_peak_is_what_was_counted(name):
+    """Of a decoder, whose batch and tables of angles weigh little beside what blocks keep."""
+    config = DecoderConfig(
+        vocabulary=64, width=128, num_layers=4, num_heads=2, num_key_value_heads=2, hidden=256, max_length=64
+    )
+    batch = torch.randint(64, (8, 65), generator=torch.Generator().manual_seed(0))
+
+    def case(wires):
+        schedule = build(name, ranks=2, microbatches=8)
+        pipeline = Pipeline(decoder_layers(config), schedule, loss=cross_entropy_loss, transport=wires)
+        for _ in range(2):  # gradients are there from the first step on
+            report = pipeline.memory_report(batch[:, :-1].contiguous(), target=batch[:, 1:].contiguous())
+        pipeline.close()
+        return report
+
+    reports = on_ranks(2, case)
+
+    assert reports[0].predicted_bytes == reports[1].predicted_bytes
+    for predicted, rank in zip(reports[0].predicted_bytes, reports[0].ranks, strict=True):
+        assert predicted == pytest.approx(rank.counted_bytes, rel=0.05)

@@ -5,7 +5,7 @@ messages, unsent messages. It is looked at between instructions. What an instruc
 not seen here; on a CUDA device, torch's own counters beside these figures have it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, cast
@@ -99,6 +99,8 @@ class MemoryReport:
     layer_bytes: LayerBytes
     """What each layer made and kept of a microbatch, by the fields of `LayerCosts`; 0 for what the step did not make,
     such as contexts where no backward was split."""
+    predicted_bytes: tuple[int, ...]
+    """Per rank, the peak that the one model of memory has for these sizes, gradients and optimizer state included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +268,10 @@ class _Counter:
         return sum(new.values())
 
 
-def gather_memory(transport: Transport, watch: MemoryWatch, result: StepResult) -> MemoryReport:
-    """Give every rank what all ranks saw; a collective."""
+def gather_memory(
+    transport: Transport, watch: MemoryWatch, result: StepResult, predict: Callable[[LayerBytes], tuple[int, ...]]
+) -> MemoryReport:
+    """Give every rank what all ranks saw, and what is predicted of it; a collective."""
     own = watch.memory(transport.rank)
     everyone = cast(list[dict[str, Any]], transport.all_gather_object(asdict(own)))
     ranks = tuple(
@@ -280,7 +284,8 @@ def gather_memory(transport: Transport, watch: MemoryWatch, result: StepResult) 
         )
         for row in everyone
     )
-    return MemoryReport(ranks, result, gather_sizes(transport, watch.sizes.own(watch.optimizer)))
+    layer_bytes = gather_sizes(transport, watch.sizes.own(watch.optimizer))
+    return MemoryReport(ranks, result, layer_bytes, predict(layer_bytes))
 
 
 def _optimizer_bytes(optimizer: Optimizer) -> int:
