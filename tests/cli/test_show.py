@@ -134,7 +134,7 @@ def test_the_number_of_stages_is_passed_on(capsys):
         (["1f2b", *SHAPE], "1f1b"),
         (["1f1b", "--ranks", "0", "--microbatches", "3"], "ranks: 0"),
         (["1f1b", *SHAPE, "--option", "warmup"], "--option 'warmup' is not of the form key=value"),
-        (["1f1b", *SHAPE, "--option", "warmpu=eager"], "Did you mean 'warmup'?"),
+        (["1f1b", *SHAPE, "--option", "warmpu=eager"], "Did you mean 'warmup'"),
         (["none.csv"], "none.csv: cannot be read (No such file or directory)"),
         (
             ["mine.py:mine", *SHAPE],

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
-from penstock.proofs import RENDEZVOUS, SINGLE_QUEUE, Buffered
 from tests.proofs.tables import schedule_of, with_orders
 
-TRANSPORTS = (RENDEZVOUS, Buffered(1), SINGLE_QUEUE)
+DEFAULT_ORDER = ("posted", "rendezvous", "buffered(1)", "pair_fifo")
+"""The transports that share one lowering."""
 
 
 def lines(text):

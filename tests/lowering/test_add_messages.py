@@ -10,7 +10,7 @@ from penstock.lowering import add_messages, assign_slots
 from penstock.placement import Placement
 from penstock.proofs import check
 from tests.lowering.programs import (
-    TRANSPORTS,
+    DEFAULT_ORDER,
     between,
     computations,
     consumer,
@@ -201,5 +201,5 @@ def test_both_ends_of_a_pair_of_ranks_have_its_messages_in_one_order(schedule):
 @given(schedule=feasible_schedules())
 def test_the_program_cannot_deadlock_under_any_transport(schedule):
     program = assign_slots(add_messages(Program.from_schedule(schedule)))
-    for transport in TRANSPORTS:
+    for transport in DEFAULT_ORDER:
         check(program, transport=transport)

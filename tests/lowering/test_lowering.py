@@ -1,12 +1,13 @@
-"""Lowering: every schedule that can run becomes a program that is proved under every transport model."""
+"""Lowering: every schedule that can run becomes a program that is proved under the transport that it is made for."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import ScheduleError
+from penstock.errors import ConfigError, ScheduleError
 from penstock.ir import hot
 from penstock.ir.common_order import walk_untimed, whole_starts
 from penstock.ir.deps import predecessors
@@ -15,8 +16,9 @@ from penstock.ir.program import Program
 from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.proofs import check
+from penstock.schedules import FAMILIES, build
 from tests.lowering.programs import (
-    TRANSPORTS,
+    DEFAULT_ORDER,
     between,
     computations,
     consumer,
@@ -28,7 +30,9 @@ from tests.lowering.programs import (
     pairs,
     pairs_of_ranks,
 )
-from tests.proofs.tables import schedule_of
+from tests.mutated_programs import MODELS
+from tests.proofs.machine import verdict, verdicts
+from tests.proofs.tables import schedule_of, violations_of
 from tests.strategies import feasible_schedules, one_of_each_rank, schedules
 
 WHOLE = """
@@ -119,7 +123,7 @@ def test_three_slices_are_proved_under_every_transport():
     backwards = " ".join(f"{{0}}B{microbatch}.{part}" for microbatch in range(2) for part in reversed(range(3)))
     order = "\n".join(f"{forwards} {backwards}".format(rank) for rank in range(3))
 
-    for transport in TRANSPORTS:
+    for transport in DEFAULT_ORDER:
         facts = check(lowered(order, slices=3), transport=transport)
         assert facts.num_messages == 2 * 2 * 2 * 3
 
@@ -154,16 +158,27 @@ def assert_in_time(program):
         assert between(program, one, other) == between(program, other, one)
 
 
-@pytest.mark.slow
-@given(request=requests())
-def test_every_feasible_order_becomes_a_program_that_is_proved_under_every_transport(request):
-    schedule, tied_groups, optimizer_step = request
-    program = lower(schedule, tied_groups=tied_groups, optimizer_step=optimizer_step)
-
+def assert_proved(schedule, **options):
+    """What is made for a transport passes its proof, and ends on a plain machine of its model."""
+    program = lower(schedule, **options)
     assert_faithful(schedule, program)
     assert_in_time(program)
-    for transport in TRANSPORTS:
-        check(program, transport=transport)
+    assert verdicts(program, DEFAULT_ORDER) == dict.fromkeys(DEFAULT_ORDER, "ends")
+    for transport in DEFAULT_ORDER:
+        assert check(program, transport).transports == (transport,)
+    grouped = lower(schedule, transport="coalesced", **options)
+    assert_faithful(schedule, grouped)
+    assert_in_time(grouped)
+    assert verdicts(grouped, MODELS) == dict.fromkeys(MODELS, "ends")
+    assert check(grouped, "all").transports == (*DEFAULT_ORDER, "coalesced")
+
+
+@pytest.mark.slow
+@given(request=requests())
+def test_every_feasible_order_becomes_a_program_that_is_proved_under_its_transport(request):
+    schedule, tied_groups, optimizer_step = request
+
+    assert_proved(schedule, tied_groups=tied_groups, optimizer_step=optimizer_step)
 
 
 @given(feasible_schedules())
@@ -186,10 +201,50 @@ def test_the_program_is_the_same_compiled(request):
 
 @pytest.mark.slow
 @given(schedule=schedules())
-def test_every_schedule_of_the_registry_becomes_a_program_that_is_proved_under_every_transport(schedule):
-    program = lower(schedule)
+def test_every_schedule_of_the_registry_becomes_a_program_that_is_proved_under_its_transport(schedule):
+    assert_proved(schedule)
 
-    assert_faithful(schedule, program)
-    assert_in_time(program)
-    for transport in TRANSPORTS:
-        check(program, transport=transport)
+
+def test_for_groups_of_messages_both_ends_stand_where_the_message_is_made():
+    program = lower(schedule_of("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1"), transport="coalesced")
+
+    assert drawn(program) == lines(
+        """
+        0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD
+        1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1 1REDUCE_GRAD
+        """
+    )
+
+
+def test_the_default_order_is_that_of_posted():
+    schedule = build("1f1b", ranks=3, microbatches=4)
+
+    assert lower(schedule) == lower(schedule, "posted") == lower(schedule, "rendezvous")
+    assert lower(schedule, "all") == lower(schedule, "coalesced") != lower(schedule)
+
+
+def test_an_unknown_transport_is_refused():
+    with pytest.raises(ConfigError, match="Did you mean 'coalesced'"):
+        lower(build("1f1b", ranks=2, microbatches=2), transport="coalesce")
+
+
+@pytest.mark.slow
+def test_the_default_order_of_some_families_hangs_in_groups():
+    """Receives that are posted ahead stand in one group with messages which are made earlier."""
+    refused, num_programs = set(), 0
+    for name in FAMILIES:
+        for ranks, microbatches in product((2, 3, 4), (1, 2, 3, 5)):
+            try:
+                schedule = build(name, ranks=ranks, microbatches=microbatches)
+            except ConfigError:
+                continue
+            num_programs += 1
+            if verdict(lower(schedule), "coalesced") == "hangs":
+                refused.add(name)
+            assert bool(violations_of(lower(schedule), transport="coalesced")) == (
+                verdict(lower(schedule), "coalesced") == "hangs"
+            )
+
+    assert num_programs > 100
+    assert {"looped-bfs", "interleaved-1f1b"} <= refused
+    assert not refused & {"gpipe", "sequential"}

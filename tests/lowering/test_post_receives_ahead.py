@@ -11,7 +11,7 @@ from penstock.placement import Placement
 from penstock.proofs import check
 from penstock.schedules import build
 from tests.lowering.programs import (
-    TRANSPORTS,
+    DEFAULT_ORDER,
     between,
     computations,
     consumer,
@@ -160,7 +160,7 @@ def test_computations_and_the_messages_of_each_pair_of_ranks_keep_their_order(sc
 @given(schedule=feasible_schedules())
 def test_the_program_cannot_deadlock_under_any_transport(schedule):
     program = assign_slots(post_receives_ahead(add_messages(Program.from_schedule(schedule))))
-    for transport in TRANSPORTS:
+    for transport in DEFAULT_ORDER:
         check(program, transport=transport)
 
 

@@ -6,35 +6,38 @@ from hypothesis import strategies as st
 
 from penstock.ir import hot
 from penstock.ir.deps import index_rows, predecessors
+from penstock.ir.transports import find_transports
 from penstock.lowering import lower
 from penstock.placement import Placement
-from penstock.proofs import RENDEZVOUS, SINGLE_QUEUE, Buffered
 from penstock.proofs.channels import find_messages
 from penstock.proofs.collectives import check_collectives
-from penstock.proofs.common_order import keeps_common_order
+from penstock.proofs.common_order import CommonOrder
 from penstock.proofs.cycle import check_feasible
 from penstock.proofs.order import Actions, check_positions
 from penstock.proofs.report import Findings, Subject
 from penstock.schedules import build
-from tests.proofs.machine import Machine, shuffled
+from tests.mutated_programs import MODELS, REORDERINGS, mutated
+from tests.proofs.machine import verdict
 from tests.proofs.tables import edited, feasible_cases, find, rewritten, schedule_of
 from tests.strategies import ends, feasible_schedules
 
 GPIPE = schedule_of("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1")
 
 
-def keeps(program):
-    """Whether the program keeps the common order; False where an earlier proof already refuses it."""
+def order_of(program):
+    """Whether the program keeps the common order; it does not where an earlier proof already refuses the program."""
     subject = Subject(program)
     findings = Findings(subject)
     actions = Actions.of(subject)
     before = predecessors(actions.schedule)
-    if not check_positions(actions, before, findings):
-        return False
-    start = check_feasible(actions, before, findings)
+    start = check_feasible(actions, before, findings) if check_positions(actions, before, findings) else None
     messages = find_messages(subject, index_rows(program), findings)
     check_collectives(subject, findings)
-    return not findings.violations and keeps_common_order(subject, actions, messages, start)
+    return CommonOrder(False, False) if findings.violations else CommonOrder.of(subject, actions, messages, start)
+
+
+def keeps(program):
+    return order_of(program).is_kept
 
 
 def moved(program, text, *, behind):
@@ -51,17 +54,21 @@ def moved(program, text, *, behind):
 @given(feasible_schedules(), st.booleans(), st.booleans())
 def test_the_lowering_keeps_the_common_order(schedule, ties_stages, optimizer_step):
     groups = [ends(schedule)] if ties_stages else []
+    options = {"tied_groups": groups, "optimizer_step": optimizer_step}
 
-    assert keeps(lower(schedule, tied_groups=groups, optimizer_step=optimizer_step))
+    assert keeps(lower(schedule, **options))
+    assert order_of(lower(schedule, transport="coalesced", **options)).is_kept_by_receives
 
 
+@pytest.mark.slow
 @given(case=feasible_cases())
 def test_what_keeps_the_common_order_ends_on_a_plain_machine_of_every_model(case):
-    program = lower(case.schedule)
-    for each in (shuffled(program, case.chance) for _ in range(6)):
-        if keeps(each):
-            for model in (RENDEZVOUS, Buffered(1), SINGLE_QUEUE):
-                assert Machine(each, model).ends()
+    program = lower(case.schedule, case.chance.choice(["posted", "coalesced"]), tied_groups=[ends(case.schedule)])
+    for each in (mutated(program, case.chance, REORDERINGS).program for _ in range(4)):
+        order = order_of(each)
+        for name in MODELS:
+            if order.proves(*find_transports(name)):
+                assert verdict(each, name) == "ends"
 
 
 def test_a_send_in_front_of_what_makes_its_message_is_out_of_order():
@@ -82,10 +89,20 @@ def test_a_send_behind_a_later_action_is_out_of_order():
 
 
 def test_a_receive_behind_an_action_that_is_later_than_its_message_is_out_of_order():
-    program = lower(schedule_of("0F0 0F1 0F2\n1F0 1F1 1F2"))
+    program = lower(schedule_of("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"))
 
     assert keeps(program)
-    assert not keeps(moved(program, "1RECV_F2", behind="1F1"))
+    assert keeps(moved(program, "1RECV_F1", behind="1F0"))  # where 0F1 ends
+    assert not keeps(moved(program, "1RECV_F1", behind="1B0"))
+
+
+def test_groups_are_proved_where_a_message_stands_behind_its_maker_or_where_that_ends():
+    program = lower(schedule_of("0F0 0F1 0F2\n1F0 1F1 1F2"), transport="coalesced")
+    behind_its_maker = moved(program, "1F0", behind="1RECV_F1")
+    ahead = moved(program, "1F0", behind="1RECV_F2")
+
+    assert order_of(program) == order_of(behind_its_maker) == CommonOrder(True, True)
+    assert order_of(ahead) == CommonOrder(False, False)
 
 
 def test_receives_of_a_pair_of_ranks_in_another_order_than_its_sends_are_out_of_order():
@@ -118,8 +135,10 @@ def test_an_action_or_message_behind_a_joining_collective_is_out_of_order():
 @pytest.mark.slow
 def test_the_verdict_is_the_same_compiled(monkeypatch):
     programs = [lower(build("1f1b", ranks=3, microbatches=4)), moved(lower(GPIPE), "0SEND_F0", behind="0F1")]
-    interpreted = [keeps(program) for program in programs]
+    programs.append(lower(build("1f1b", ranks=3, microbatches=4), transport="coalesced"))
+    interpreted = [order_of(program) for program in programs]
 
     monkeypatch.setattr(hot, "COMPILE_ABOVE_ROWS", 0)
 
-    assert [keeps(program) for program in programs] == interpreted == [True, False]
+    assert [order_of(program) for program in programs] == interpreted
+    assert interpreted == [CommonOrder(True, False), CommonOrder(False, False), CommonOrder(True, True)]

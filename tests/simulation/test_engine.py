@@ -247,7 +247,7 @@ def test_a_schedule_takes_the_times_of_its_program(schedule, seed, is_exact):
 
     assert computations(bare) == computations(simulate(program, costs))
     assert bare.program == Program.from_schedule(schedule)
-    assert bare.peak_bytes == simulate(program, costs).peak_bytes
+    assert bare.peak_activations == simulate(program, costs).peak_activations
 
 
 def test_an_edge_between_ranks_has_a_lag_and_one_within_a_rank_none():

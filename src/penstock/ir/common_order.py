@@ -1,7 +1,8 @@
 """The common order: all actions of all ranks in one order that keeps every dependency, by (start, rank, position).
 
 The starts are those of an untimed walk, in which B takes two units and all others one. Lowering places messages by this
-order, and where a program's messages keep it, that is the proof that they cannot deadlock.
+order, and where a program's messages keep it, that is the proof that they cannot deadlock. A message has its place
+right behind its maker, or where its maker ends: in front of all actions that start then or later.
 """
 
 from typing import Any
@@ -33,3 +34,15 @@ def common_order(start: Starts) -> NDArray[np.int64]:
     """[num_rows] the rows in their common order."""
     # Rows stand rank after rank, and numpy sorts numbers of 16 bits in linear time, others by merging sorted runs.
     return np.argsort(start, kind="stable")
+
+
+def order_by_ends(table: Table, start: Starts, makers: NDArray[Any]) -> NDArray[np.int64]:
+    """[num_rows + num_messages] the rows of a table of actions at their starts, and messages where their makers end.
+
+    Message n, which the row `makers[n]` makes, is number num_rows + n; messages that leave together keep their order.
+    Those of a joined row leave when its partner has run as well.
+    """
+    end = start + UNITS.astype(np.int64)[table.op]
+    first = np.flatnonzero(table.joined)
+    end[first] = end[first + 1] = end[first] + end[first + 1] - start[first]
+    return np.argsort(np.concatenate([2 * start.astype(np.int64) + 1, 2 * end[makers]]), kind="stable")

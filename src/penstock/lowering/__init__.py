@@ -1,7 +1,7 @@
 """Lowering: from a schedule to the program that ranks run, one pass a file.
 
 Each pass takes a valid program and returns a new valid one. They run in the order of the tuples below: messages,
-reductions, the optimizer step if asked for, buffers.
+receives ahead where the transport lets them, reductions, the optimizer step if asked for, buffers.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ from penstock.errors import ConfigError, described
 from penstock.ir.common_order import Starts
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
+from penstock.ir.transports import COALESCED, find_transports
 from penstock.lowering.add_messages import add_messages
 from penstock.lowering.add_optimizer_step import add_optimizer_step
 from penstock.lowering.add_reductions import add_reductions
@@ -26,6 +27,7 @@ BUFFERS: tuple[Pass, ...] = (assign_slots,)
 
 def lower(
     schedule: Schedule,
+    transport: str = "posted",
     *,
     tied_groups: Sequence[Sequence[int]] = (),
     optimizer_step: bool = False,
@@ -33,12 +35,13 @@ def lower(
 ) -> Program:
     """Make the program of a schedule: messages, gradient reductions, on request the optimizer step, buffers.
 
+    Whatever feasible order the schedule has, the result passes `penstock.check` under the named `transport`. For
+    `coalesced` (and `all`) no receive is posted ahead, and it passes under every one; the others share one program.
     `tied_groups` are groups of stages that hold copies of one parameter, at most one of each rank; `start` are the
-    starts of the schedule's untimed walk, if known. The result passes `penstock.check` under every transport
-    model, whatever feasible order the schedule has.
+    starts of the schedule's untimed walk, if known.
 
     Raises:
-        ConfigError: for anything but a schedule.
+        ConfigError: for anything but a schedule, or an unknown transport.
         ScheduleError: if the schedule cannot run to its end, or a tied group names a stage that does not exist, or two
             stages of one rank.
     """
@@ -47,7 +50,10 @@ def lower(
         raise ConfigError(f"{described(schedule)}; expected a Schedule{hint}", key="schedule")
     groups = tuple(tuple(sorted(set(group))) for group in tied_groups)
     program = Program.from_schedule(schedule, tied_groups=groups)
-    messages: tuple[Pass, ...] = (partial(add_messages, start=start), post_receives_ahead)
+    in_groups = COALESCED in find_transports(transport)
+    messages: tuple[Pass, ...] = (partial(add_messages, start=start, in_groups=in_groups),)
+    if not in_groups:
+        messages += (post_receives_ahead,)
     for apply in (*messages, *REDUCTIONS, *(STEP if optimizer_step else ()), *BUFFERS):
         program = apply(program)
     return program

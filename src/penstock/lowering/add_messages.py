@@ -5,10 +5,14 @@
     1F0 1B0 1F1 1B1              1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1
 
 Why this cannot deadlock: an untimed walk gives all actions of all ranks one common order, by (start, rank), that keeps
-every dependency. Each message has one moment in it, that of the action which makes it. Its receive stands before the
-first later action of the receiving rank, hence before its consumer and not after its send. So between two ranks all
+every dependency. Each message has one moment in it, right behind the action which makes it. Its receive stands before
+the first later action of the receiving rank, hence before its consumer and not after its send. So between two ranks all
 sends and receives, of both directions, stand in the common order at both ends, and the earliest open message can always
-move: under rendezvous, under any buffer, and in a single queue per pair of ranks.
+move, under every transport model of `ir.transports`.
+
+Under `coalesced` a message waits for the others of its group, so it would be late if it were received too early: there
+both ends stand where its maker ends, behind all actions that start earlier. That too is one order of all actions and
+messages, and a group waits for what is earlier than its last message alone.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
-from penstock.ir.common_order import Starts, common_order, walk_untimed, whole_starts
+from penstock.ir.common_order import Starts, common_order, order_by_ends, walk_untimed, whole_starts
 from penstock.ir.deps import NONE, peers_of_messages, predecessors
 from penstock.ir.hot import Hot, blocks
 from penstock.ir.operations import MADE, MESSAGES, Op
@@ -31,17 +35,18 @@ OPS = np.array(_ENDS, np.int8).T
 """[3, num_ops] by what is done with an action, and its own operation; one without a message has no ends."""
 
 
-def add_messages(program: Program, start: Starts | None = None) -> Program:
+def add_messages(program: Program, start: Starts | None = None, *, in_groups: bool = False) -> Program:
     """Add sends and receives to a program of compute instructions.
 
-    `start` are the starts of an untimed walk, where they are known already.
+    `start` are the starts of an untimed walk, where they are known already. `in_groups` puts both ends of a message
+    where its maker ends, for ranks whose messages between two computations travel together.
 
     Raises:
         ScheduleError: if the order cannot run at all; `penstock.check` says why.
     """
     starts = _starts(program) if start is None else start
     peer = _peers(program)
-    layout = _lay_out(program, starts, peer)
+    layout = _lay_out(program, starts, peer, in_groups=in_groups)
     num_rows = len(layout.action)
     columns: dict[str, Any] = {name: np.zeros(num_rows, getattr(program, name).dtype) for name in Program.COLUMNS}
     for part in blocks(num_rows):
@@ -81,7 +86,7 @@ class _Layout:
     offsets: NDArray[np.int64]
 
 
-def _lay_out(program: Program, start: Starts, peer: NDArray[np.int32]) -> _Layout:
+def _lay_out(program: Program, start: Starts, peer: NDArray[np.int32], *, in_groups: bool) -> _Layout:
     rank = program.rank_of_row
     rank_of_stage = np.array(program.placement.rank_of_stage, np.int32)
     receiver = np.where(peer == NONE, NONE, rank_of_stage[peer])
@@ -91,31 +96,47 @@ def _lay_out(program: Program, start: Starts, peer: NDArray[np.int32]) -> _Layou
         counts = counts + np.bincount(ends, minlength=program.num_ranks)
     offsets = np.concatenate([[0], np.cumsum(counts)])
     layout = _Layout(np.zeros(offsets[-1], np.int32), np.zeros(offsets[-1], np.int8), offsets)
-    _LAY_OUT(
-        program.num_instructions, common_order(start), rank, program.joined, receiver, offsets[:-1].copy(),
-        layout.action, layout.role,
-    )  # fmt: skip
+    rows = (rank, receiver, offsets[:-1].copy(), layout.action, layout.role)
+    if in_groups:
+        makers = np.flatnonzero(is_made)
+        _LAY_OUT_GROUPS(program.num_instructions, order_by_ends(program, start, makers), makers, *rows)
+    else:
+        _LAY_OUT(program.num_instructions, common_order(start), program.joined, *rows)
     return layout
 
 
-def _lay_out_all(order: Any, rank: Any, joined: Any, receiver: Any, end: Any, action: Any, role: Any) -> None:
+def _put(row: int, to: int, what: int, end: Any, action: Any, role: Any) -> None:
+    """Put an action, or one end of its message, at the end of a rank."""
+    action[end[to]] = row
+    role[end[to]] = what
+    end[to] += 1
+
+
+def _lay_out_all(order: Any, joined: Any, rank: Any, receiver: Any, end: Any, action: Any, role: Any) -> None:
     """Put row after row, in the common order, at the end of its rank; a message at the ends of two ranks at once."""
     for row in order:
         own = rank[row]
-        action[end[own]] = row
-        end[own] += 1
+        _put(row, own, 0, end, action, role)  # ACTION
         if joined[row]:
             continue  # its message leaves when its partner has run as well
         first = row - 1 if row > 0 and joined[row - 1] else row
         for maker in range(first, row + 1):
-            other = receiver[maker]
-            if other >= 0:
-                action[end[own]] = maker
-                role[end[own]] = 1  # SEND
-                end[own] += 1
-                action[end[other]] = maker
-                role[end[other]] = 2  # RECEIVE
-                end[other] += 1
+            if receiver[maker] >= 0:
+                _put(maker, own, 1, end, action, role)  # SEND
+                _put(maker, receiver[maker], 2, end, action, role)  # RECEIVE
 
 
-_LAY_OUT = Hot(_lay_out_all)
+def _lay_out_groups(order: Any, makers: Any, rank: Any, receiver: Any, end: Any, action: Any, role: Any) -> None:
+    """Put actions and messages, which are numbered behind them, in their order at the ends of their ranks."""
+    num_actions = len(rank)
+    for event in order:
+        if event < num_actions:
+            _put(event, rank[event], 0, end, action, role)  # ACTION
+        else:
+            maker = makers[event - num_actions]
+            _put(maker, rank[maker], 1, end, action, role)  # SEND
+            _put(maker, receiver[maker], 2, end, action, role)  # RECEIVE
+
+
+_LAY_OUT = Hot(_lay_out_all, _put)
+_LAY_OUT_GROUPS = Hot(_lay_out_groups, _put)

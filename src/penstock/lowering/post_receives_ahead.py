@@ -4,7 +4,8 @@
     After:  0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1
 
 A receive only moves toward the front, and never past another send or receive of the same pair of ranks: that order is
-what makes a single queue per pair free of deadlock. One computation ahead bounds the memory of messages.
+what keeps the queues of `pair_fifo` free of deadlock. Under `coalesced` this pass does not run: a receive that moves to
+an earlier group holds up the other messages of that group.
 """
 
 from itertools import pairwise

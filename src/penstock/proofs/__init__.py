@@ -20,9 +20,10 @@ from penstock.ir.deps import index_rows, predecessors
 from penstock.ir.live import peak_activations
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
-from penstock.proofs.channels import Messages, check_order, count_messages, find_messages
+from penstock.ir.transports import COALESCED, TransportModel, find_transports
+from penstock.proofs.channels import Messages, check_order, count_messages, find_exchanges, find_messages
 from penstock.proofs.collectives import check_collectives, leaves_reductions_out
-from penstock.proofs.common_order import keeps_common_order
+from penstock.proofs.common_order import CommonOrder
 from penstock.proofs.cycle import check_feasible
 from penstock.proofs.memory import (
     NO_DEMAND,
@@ -35,15 +36,8 @@ from penstock.proofs.memory import (
 )
 from penstock.proofs.order import Actions, check_complete, check_names, check_pairs, check_positions
 from penstock.proofs.report import Findings, Subject
-from penstock.proofs.transports import (
-    ALL_TRANSPORTS,
-    RENDEZVOUS,
-    SINGLE_QUEUE,
-    Buffered,
-    SingleQueue,
-    TransportModel,
-    check_transport,
-)
+from penstock.proofs.stuck import check_transport
+from penstock.proofs.transports import Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +59,8 @@ class Facts:
     """Per rank, the most messages posted for or arrived and not consumed; None for a schedule, which has none."""
     peak_unsent: list[int] | None
     """Per rank, the most results made and not sent; None for a schedule."""
-    transports: tuple[TransportModel, ...]
-    """The transport models that were proved; none for a schedule."""
+    transports: tuple[str, ...]
+    """The names of the transport models that were proved; none for a schedule."""
     omits_reductions: bool
     """Whether it is a training program that leaves the reductions of its gradients to whoever runs it."""
 
@@ -84,30 +78,29 @@ class Proof:
 
 def check(
     table: Schedule | Program,
-    *,
-    transport: TransportModel | None = None,
+    transport: str = "posted",
     costs: CostsOfStages | None = None,
     memory_limit: Any = None,
 ) -> Facts:
     """Prove that a schedule or program can run; return what was learnt on the way.
 
-    `memory_limit` is what a rank may hold, for all ranks or one per rank: bytes, as `"20GiB"` or a number, for which
-    `costs` say how large activations are; or `"12 activations"`. Bytes that costs do not give count as 0, and those of
-    messages are counted in programs alone. A program is proved under `transport`, by default under every model.
+    A program is proved under the model `transport` of how messages travel (`ir.transports`): `posted`, `rendezvous`,
+    `buffered(n)`, `pair_fifo`, `coalesced`, or `all` of them. `memory_limit` is what a rank may hold, for all ranks or
+    one per rank: bytes, as `"20GiB"` or a number, for which `costs` say how large activations are; or
+    `"12 activations"`. Bytes that costs do not give count as 0, and those of messages are counted in programs alone.
 
     Raises:
         ScheduleError: with every violation and a picture of the first ones.
-        ConfigError: if limits and sizes do not fit the table.
+        ConfigError: for an unknown transport, or if limits and sizes do not fit the table.
     """
-    demand = Demand.of(memory_limit, costs)
-    return prove(table, demand, models=ALL_TRANSPORTS if transport is None else (transport,)).facts
+    return prove(table, Demand.of(memory_limit, costs), transport=transport).facts
 
 
 def prove(
     table: Schedule | Program,
     demand: Demand = NO_DEMAND,
     *,
-    models: tuple[TransportModel, ...] = ALL_TRANSPORTS,
+    transport: str = "posted",
     known: Proof | None = None,
 ) -> Proof:
     """Do what `check` does; what is `known` of a table with the same actions is not proved again.
@@ -118,6 +111,7 @@ def prove(
     """
     if not isinstance(table, (Schedule, Program)):
         raise ConfigError(f"{described(table)}; expected a Schedule or a Program", key="table")
+    models = find_transports(transport)
     subject = Subject(table)
     findings = Findings(subject)
     if not check_pairs(subject, findings):
@@ -141,7 +135,7 @@ def prove(
         not_counted=peaks.not_counted,
         peak_received=None if pool is None else pool.received,
         peak_unsent=None if pool is None else pool.unsent,
-        transports=models if isinstance(table, Program) else (),
+        transports=tuple(map(str, models)) if isinstance(table, Program) else (),
         omits_reductions=isinstance(table, Program) and leaves_reductions_out(table),
     )
     return Proof(facts, actions.schedule, order.start)
@@ -178,32 +172,29 @@ def _prove_program(
     rows = index_rows(subject.table)
     messages = find_messages(subject, rows, findings)
     is_matched = len(findings.violations) == num_found
-    keeps_order = is_matched and start is not None and keeps_common_order(subject, actions, messages, start)
-    if not keeps_order:
-        messages = check_order(subject, messages, findings)
     joins = check_collectives(subject, findings)
+    order = None
+    if is_matched and start is not None:
+        order = CommonOrder.of(subject, actions, messages, start, is_grouped=COALESCED in models)
+    if order is None or not order.is_kept:
+        messages = check_order(subject, messages, find_exchanges(joins or ()), findings)
     if joins is None or len(findings.violations) > num_found:
         return None
     check_slots(subject, rows, messages, findings)
-    if start is not None and not keeps_order:
+    if order is not None:
         for model in models:
-            check_transport(subject, messages, joins, model, findings)
+            if not order.proves(model):
+                check_transport(subject, Traffic(messages, joins), model, findings)
     return messages
 
 
 __all__ = [
-    "ALL_TRANSPORTS",
     "NO_DEMAND",
-    "RENDEZVOUS",
-    "SINGLE_QUEUE",
-    "Buffered",
     "CostsOfStages",
     "Demand",
     "Facts",
     "Limit",
     "Proof",
-    "SingleQueue",
-    "TransportModel",
     "check",
     "peak_activations",
     "prove",

@@ -1,9 +1,12 @@
 """Proof 3, first half: on every channel the sends and the receives are the same messages in the same order.
 
-A message is known by its direction (output or gradient), the stage that makes it, microbatch and slice.
+A message is known by its direction (output or gradient), the stage that makes it, microbatch and slice. The members of
+a tied group send their gradients to each other on the same channels: such an exchange keeps its place among them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ from penstock.ir.hot import blocks
 from penstock.ir.instruction import Instruction
 from penstock.ir.operations import IS_MESSAGE, MESSAGES, OPERATIONS, Op
 from penstock.ir.program import Program
+from penstock.proofs.collectives import Join
 from penstock.proofs.order import Actions, bounds_of_stage
 from penstock.proofs.report import Findings, Subject, first_of_each
 
@@ -201,30 +205,43 @@ def _other_end(subject: Subject, row: int) -> tuple[str, int]:
     return str(other), int(subject.rank_of_stage[mine.peer])
 
 
-def check_order(subject: Subject, messages: Messages, findings: Findings) -> Messages:
+def find_exchanges(joins: Sequence[Join]) -> Messages:
+    """Return what the members of tied groups send to each other: each reduction makes, moves and consumes it."""
+    pairs = [pair for join in joins if join.is_exchange for pair in permutations(map(min, join.rows.values()), 2)]
+    sender, receiver = np.array(pairs, np.int32).reshape(-1, 2).T
+    return Messages(sender, sender, receiver, receiver)
+
+
+def check_order(subject: Subject, messages: Messages, exchanges: Messages, findings: Findings) -> Messages:
     """Prove that messages are received in the order in which they are sent, and stand where they can be moved.
 
-    Return them channel after channel, in the order of the sends. Of a channel, one difference is told.
+    Return them, without the exchanges, channel after channel, in the order of the sends. Of a channel, one difference
+    is told.
     """
-    send, receive, channel = messages.send, messages.receive, messages.channel(subject)
+    send = np.concatenate([messages.send, exchanges.send])
+    receive = np.concatenate([messages.receive, exchanges.receive])
+    channel = np.concatenate([messages.channel(subject), exchanges.channel(subject)])
     by_send = np.argsort(channel * subject.num_rows + send)
     by_receive = np.argsort(channel * subject.num_rows + receive)
     differs = np.flatnonzero(by_send != by_receive)
     for index in first_of_each(channel[by_send[differs]], differs):
         first_sent, first_received = int(by_send[index]), int(by_receive[index])
         _add_swapped(findings, int(send[first_sent]), int(receive[first_received]))
-    in_order = Messages(messages.producer[by_send], send[by_send], receive[by_send], messages.consumer[by_send])
+    kept = by_send[by_send < len(messages.send)]
+    in_order = Messages(messages.producer[kept], send[kept], receive[kept], messages.consumer[kept])
     _check_places(in_order, findings)
     return in_order
 
 
 def _add_swapped(findings: Findings, send: int, receive: int) -> None:
     subject = findings.subject
-    findings.add(
-        send,
-        f"is sent where rank {subject.rank[receive]} receives {subject.place(receive)}; a channel keeps its order",
-        f"Move {_other_end(subject, receive)[0]} in front of it, or swap the receives",
-    )
+    problem = f"is sent where rank {subject.rank[receive]} receives {subject.place(receive)}; a channel keeps its order"
+    if IS_MESSAGE[subject.op[[send, receive]]].all():
+        fix = f"Move {_other_end(subject, receive)[0]} in front of it, or swap the receives"
+    else:
+        one, other = sorted((int(subject.rank[send]), int(subject.rank[receive])))
+        fix = f"Move the tied reduction behind all messages between rank {one} and rank {other}, on both"
+    findings.add(send, problem, fix)
 
 
 def _check_places(messages: Messages, findings: Findings) -> None:

@@ -22,10 +22,12 @@ from penstock.proofs.report import Findings, Subject
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """One collective: per member rank the rows that take part, in order."""
+    """One collective that joins ranks: per member rank the rows that take part, in order."""
 
     name: str
     rows: dict[int, list[int]]
+    is_exchange: bool
+    """Whether its members send their gradients to each other on the channels of the pipeline, as tied stages do."""
 
 
 def check_collectives(subject: Subject, findings: Findings) -> list[Join] | None:
@@ -41,7 +43,7 @@ def check_collectives(subject: Subject, findings: Findings) -> list[Join] | None
         _check_all_reduced(program, last, findings)
     for index, group in enumerate(program.tied_groups):
         if is_complete or index in joins:
-            _check_tied_members(subject, joins.get(index) or Join(_tied_name(index), {}), group, findings)
+            _check_tied_members(subject, joins.get(index) or Join(_tied_name(index), {}, True), group, findings)
     step = joins.get(len(program.tied_groups))
     if step is not None:
         _check_step(subject, step, findings)
@@ -112,10 +114,10 @@ def _find_joins(subject: Subject, findings: Findings) -> dict[int, Join]:
     joins: dict[int, Join] = {}
     num_groups = len(program.tied_groups)
     for row in np.flatnonzero((program.op == Op.REDUCE_TIED) | (program.op == Op.OPTIMIZER_STEP)).tolist():
-        is_tied = program.op[row] == Op.REDUCE_TIED
+        is_tied = bool(program.op[row] == Op.REDUCE_TIED)
         number = int(program.peer[row]) if is_tied else num_groups
         name = _tied_name(number) if is_tied else "the optimizer step"
-        joins.setdefault(number, Join(name, {})).rows.setdefault(int(subject.rank[row]), []).append(row)
+        joins.setdefault(number, Join(name, {}, is_tied)).rows.setdefault(int(subject.rank[row]), []).append(row)
     return joins
 
 

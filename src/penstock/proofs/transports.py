@@ -1,264 +1,191 @@
-"""Proof 3, second half: a program runs to its end under a model of how messages travel.
+"""Proof 3, second half: a program runs to its end under a model of how messages travel (`ir.transports`).
 
-`Buffered(n)`    a send blocks while n messages of its channel are sent and no receive is posted for them
-`RENDEZVOUS`     n = 0: a send blocks until its receive is posted; what passes here passes for every n
-`SINGLE_QUEUE`   the sends and receives between two ranks, both directions, form one queue at each end, and the heads
-                 must match; those with no computation between them form one group, inside which the order is free (NCCL
-                 with one communicator and coalesced groups). Posting does not block.
+A model is nothing but further rows and waits for `ir.walk`: the rows of a rank at which it can block, then lanes for
+the queues of the model and for the collectives. A row of a lane stands behind the rows in front of it, and waits for up
+to two rows of the program to be reached and for one other row to end.
 
-Receives never block, computations wait for their message. A model is nothing but further rows and waits for `ir.walk`:
-the rows of a rank that can block, then one lane per queue and one per collective.
+Receives never block. Walking greedily is enough: what can go on once can always go on later, so the order in which
+ready rows are taken changes neither which rows end nor whether all do.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE
-from penstock.ir.instruction import Op
+from penstock.ir.operations import IS_SEND
 from penstock.ir.program import Program
-from penstock.ir.walk import NOT_RUN, Walk, walk
-from penstock.proofs.channels import Messages, Rows
+from penstock.ir.transports import COALESCED, PAIR_FIFO, TransportModel
+from penstock.ir.walk import Walk, walk
+from penstock.proofs.channels import Messages, find_exchanges
 from penstock.proofs.collectives import Join
-from penstock.proofs.report import Findings, Subject
+from penstock.proofs.report import Subject
+
+Places = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Buffered:
-    """One in-order channel per ordered pair of ranks that takes `capacity` messages ahead of their receives."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Traffic:
+    """All that goes between ranks: messages channel after channel in the order of their sends, and collectives."""
 
-    capacity: int
-
-    def __str__(self) -> str:
-        return f"buffered({self.capacity})" if self.capacity else "rendezvous"
+    messages: Messages
+    joins: Sequence[Join]
 
 
-@dataclass(frozen=True, slots=True)
-class SingleQueue:
-    """One queue per unordered pair of ranks, coalesced between computations."""
-
-    def __str__(self) -> str:
-        return "single queue"
-
-
-TransportModel = Buffered | SingleQueue
-RENDEZVOUS = Buffered(0)
-SINGLE_QUEUE = SingleQueue()
-ALL_TRANSPORTS: tuple[TransportModel, ...] = (RENDEZVOUS, SINGLE_QUEUE)
-"""What passes both passes every `Buffered` too: a larger buffer only takes waits away."""
-
-
-def check_transport(
-    subject: Subject, messages: Messages, joins: list[Join], model: TransportModel, findings: Findings
-) -> bool:
-    """Prove that the program ends under the model; else tell per rank where it stands and what it waits for.
-
-    `messages` stand channel after channel, in the order of the sends.
-    """
-    machine = _Machine.of(subject, joins, sends_block=isinstance(model, Buffered))
-    queues = None
-    if isinstance(model, Buffered):
-        machine.wait(messages.consumer, machine.lane_row[messages.send])
-        gated, gate = _gates(messages.channel(subject), model.capacity)
-        machine.wait(messages.send[gated], machine.last_before(messages.receive[gate]))
-    else:
-        queues = _Queues.of(subject, machine, messages)
-        queues.add_to(machine, messages)
-    walked = machine.run()
-    if walked.is_complete:
-        return True
-    _Stuck(subject, messages, joins, machine, walked, queues).add_to(findings, model)
-    return False
-
-
-class _Machine:
+class Machine:
     """Lanes of rows and what each row waits for, built up until it runs."""
 
-    def __init__(self, subject: Subject, kept: NDArray[np.bool_]) -> None:
-        table = subject.table
-        self.kept_rows = np.flatnonzero(kept)
-        kept_before = np.concatenate([[0], np.cumsum(kept)])
-        self.lane_row = np.where(kept, kept_before[:-1], NONE)
-        """Per row of the program, its row in the machine."""
-        self.offsets = kept_before[table.offsets]
-        before = kept_before[:-1] - 1
-        self._last_before = np.where(before >= self.offsets[subject.rank], before, NONE)
-        self.joined = table.joined[self.kept_rows]
-        self.waits = np.full((len(self.kept_rows), 3), NONE, np.int32)
-
-    @classmethod
-    def of(cls, subject: Subject, joins: list[Join], *, sends_block: bool) -> "_Machine":
-        """Keep the rows that can block: computations, collectives that join ranks, and sends if they block."""
-        kept = subject.table.is_compute.copy()
-        if sends_block:
-            kept |= (subject.op == Op.SEND_FORWARD) | (subject.op == Op.SEND_BACKWARD)
-        for join in joins:
-            for rows in join.rows.values():
-                kept[rows] = True
-        machine = cls(subject, kept)
-        for join in joins:
-            machine._add_join(join)
-        return machine
-
-    def last_before(self, rows: Rows) -> NDArray[np.int64]:
-        """Return what must have ended for the rows to be reached; `NONE` where they are reached at once."""
-        reached: NDArray[np.int64] = self._last_before[rows]
-        return reached
-
-    def wait(self, rows: Rows, *needed: NDArray[np.int64]) -> None:
-        """Let rows of the program wait for rows of the machine."""
-        self.waits[self.lane_row[rows], : len(needed)] = np.column_stack(needed)
-
-    def add_lanes(self, lengths: NDArray[np.int64], waits: NDArray[np.int64]) -> int:
-        """Add rows in lanes of the given lengths; return the first new row."""
-        first = len(self.waits)
-        self.waits = np.concatenate([self.waits, waits.astype(np.int32)])
-        self.joined = np.concatenate([self.joined, np.zeros(len(waits), np.bool_)])
-        self.offsets = np.concatenate([self.offsets, first + np.cumsum(lengths)])
-        return first
-
-    def _add_join(self, join: Join) -> None:
-        """Add a lane with one row per member; the collective ends with the last of them."""
-        first_rows = np.array([rows[0] for rows in join.rows.values()])
-        waits = np.full((len(first_rows), 3), NONE, np.int64)
-        waits[:, 0] = self.last_before(first_rows)
-        first = self.add_lanes(np.array([len(waits)]), waits)
-        rows = np.concatenate(list(join.rows.values()))
-        self.wait(rows, np.full(len(rows), first + len(waits) - 1))
+    def __init__(self, subject: Subject, traffic: Traffic, model: TransportModel) -> None:
+        program = subject.table
+        assert isinstance(program, Program)
+        self.subject = subject
+        self.messages = traffic.messages
+        self.exchanges = find_exchanges(traffic.joins)
+        is_queued = model in (PAIR_FIFO, COALESCED)
+        self._keep(program, traffic.joins, sends_block=not is_queued)
+        if not is_queued:
+            self._add_channels(model.capacity)
+            ends = np.empty((0, 2), np.int64)
+        elif model == PAIR_FIFO:
+            ends = self._add_pair_queues()
+        else:
+            ends = self._add_groups()
+        for join in traffic.joins:
+            self._add_join(join, ends)
 
     def run(self) -> Walk:
         return walk(self.offsets, self.waits, self.joined, np.zeros(len(self.waits)))
 
+    def _keep(self, program: Program, joins: Sequence[Join], *, sends_block: bool) -> None:
+        """Start with the rows that can block: computations, collectives that join ranks, and sends if they block."""
+        kept = program.is_compute.copy()
+        if sends_block:
+            kept |= IS_SEND[program.op]
+        for join in joins:
+            for rows in join.rows.values():
+                kept[rows] = True
+        self.kept_rows = np.flatnonzero(kept)
+        kept_before = np.concatenate([[0], np.cumsum(kept)])
+        self.lane_row = np.where(kept, kept_before[:-1], NONE)
+        """Per row of the program, its row in the machine."""
+        self.offsets = kept_before[program.offsets]
+        before = kept_before[:-1] - 1
+        self._last_before = np.where(before >= self.offsets[self.subject.rank], before, NONE)
+        self.joined = program.joined[self.kept_rows]
+        self.waits = np.full((len(self.kept_rows), 3), NONE, np.int32)
+        self.ends = np.full((len(self.kept_rows), 2), NONE, np.int32)
+        """Per row of the machine, the rows of the program that it is about; the first two waits are for reaching them.
+        """
 
-def _gates(channel: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Which messages' sends wait for a receive, and for that of which message: the one `capacity` earlier."""
-    index = np.arange(len(channel))
-    gate = index - capacity
-    gated = gate >= 0
-    gated[gated] = channel[gate[gated]] == channel[index[gated]]
-    return index[gated], gate[gated]
+    def last_before(self, rows: NDArray[np.integer]) -> Places:
+        """Return what must have ended for the rows to be reached; `NONE` where they are reached at once."""
+        return np.where(rows == NONE, NONE, self._last_before[rows])
 
+    def _wait(self, rows: NDArray[np.integer], ended: Places) -> None:
+        """Let rows of the program wait for rows of the machine to end."""
+        self.waits[self.lane_row[rows], 2] = ended
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Queues:
-    """Both ends of every message, sorted by queue; an end is done when it and all in front of it have matched."""
+    def _add_lanes(self, lengths: NDArray[np.integer], ends: Places, reached: Places, ended: Places) -> None:
+        """Add rows in lanes of the given lengths, which wait for rows of the program and for one of the machine."""
+        first = len(self.waits)
+        waits = np.column_stack([self.last_before(reached[:, 0]), self.last_before(reached[:, 1]), ended])
+        self.waits = np.concatenate([self.waits, waits.astype(np.int32)])
+        self.ends = np.concatenate([self.ends, ends.astype(np.int32)])
+        self.joined = np.concatenate([self.joined, np.zeros(len(waits), np.bool_)])
+        self.offsets = np.concatenate([self.offsets, first + np.cumsum(lengths)])
 
-    row: Rows
-    """[num_ends] the row of the program."""
-    lengths: NDArray[np.int64]
-    """[num_queues] number of ends."""
-    send_end: NDArray[np.int64]
-    """[num_messages] the place of the message among the ends of its sender; `receive_end` of its receiver."""
-    receive_end: NDArray[np.int64]
-    group_before: NDArray[np.int64]
-    """[num_ends] the last end of the group in front, `NONE` for a queue's first group."""
+    def _add_channels(self, capacity: int | None) -> None:
+        """Let consumers wait for their send, and a send for the receive of the message `capacity` in front of it."""
+        messages = self.messages
+        self._wait(messages.consumer, self.lane_row[messages.send])
+        if capacity is None:
+            return
+        index = np.arange(len(messages.send))
+        gate = index - capacity
+        channel = messages.channel(self.subject)
+        gated = gate >= 0
+        gated[gated] = channel[gate[gated]] == channel[index[gated]]
+        receives = messages.receive[gate[gated]]
+        sends = self.lane_row[messages.send[gated]]
+        self.waits[sends, 0] = self.last_before(receives)
+        self.ends[sends, 0] = receives
 
-    @classmethod
-    def of(cls, subject: Subject, machine: _Machine, messages: Messages) -> "_Queues":
-        num_ranks, num_messages = subject.table.num_ranks, len(messages.send)
-        channel = messages.channel(subject)
-        sender, receiver = channel // num_ranks, channel % num_ranks
-        row = np.concatenate([messages.send, messages.receive])
-        queue = np.concatenate([channel, receiver * num_ranks + sender])
-        order = np.argsort(queue * subject.num_rows + row)
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order))
-        row, queue = row[order], queue[order]
+    def _add_pair_queues(self) -> Places:
+        """Add a lane per pair of ranks, whose n-th row is the match of the n-th entries; return those of exchanges.
 
-        group = machine.last_before(row)
-        new_queue = np.ones(len(row), np.bool_)
-        new_queue[1:] = queue[1:] != queue[:-1]
-        new_group = new_queue.copy()
-        new_group[1:] |= group[1:] != group[:-1]
-        at = np.arange(len(row))
-        start_of_group = np.maximum.accumulate(np.where(new_group, at, 0))
-        start_of_queue = np.maximum.accumulate(np.where(new_queue, at, 0))
-        group_before = np.where(start_of_group > start_of_queue, start_of_group - 1, NONE)
-        lengths = np.diff(np.append(np.flatnonzero(new_queue), len(row)))
-        return cls(row, lengths, place[:num_messages], place[num_messages:], group_before)
+        Entries that are not the same message never match: the first such row waits for the row behind it, which is one
+        of the same queue, since a message is missing at its place at either end.
+        """
+        messages, exchanges = self.messages, self.exchanges
+        once = exchanges.send < exchanges.receive  # an exchange goes both ways, and is one entry of the pair's queue
+        ends = np.column_stack([
+            np.concatenate([messages.send, exchanges.send[once]]),
+            np.concatenate([messages.receive, exchanges.receive[once]]),
+        ])  # fmt: skip
+        ends.sort(axis=1)  # rows stand rank after rank, so this is the lower rank's end and the higher one's
+        ranks = self.subject.rank[ends].astype(np.int64)
+        pair = ranks[:, 0] * self.subject.table.num_ranks + ranks[:, 1]
+        low, high = (np.argsort(pair * self.subject.num_rows + ends[:, side]) for side in (0, 1))
+        first = len(self.waits)
+        own = first + np.arange(len(ends))
+        _, lengths = np.unique(pair, return_counts=True)
+        never = np.minimum(own + 1, first + len(own) - 1)
+        entries = np.column_stack([ends[low, 0], ends[high, 1]])
+        self._add_lanes(lengths, entries, entries, np.where(low == high, NONE, never))
+        place = np.empty(len(ends), np.int64)
+        place[low] = own
+        self._wait(messages.consumer, place[: len(messages.send)])
+        return np.column_stack([exchanges.send[once], place[len(messages.send) :]])
 
-    def add_to(self, machine: _Machine, messages: Messages) -> None:
-        """Add a lane per queue, and let consumers wait for the match of their message."""
-        first = len(machine.waits)
-        behind_sender = self._shifted(self.group_before[self.send_end], first)
-        behind_receiver = self._shifted(self.group_before[self.receive_end], first)
-        send_posted, receive_posted = machine.last_before(messages.send), machine.last_before(messages.receive)
-        machine.wait(messages.consumer, behind_sender, behind_receiver, send_posted)
-        waits = np.full((len(self.row), 3), NONE, np.int64)
-        waits[self.send_end] = np.column_stack([behind_receiver, send_posted, receive_posted])
-        waits[self.receive_end] = np.column_stack([behind_sender, send_posted, receive_posted])
-        machine.add_lanes(self.lengths, waits)
+    def _add_groups(self) -> Places:
+        """Add a lane per rank with its groups: a row for a group's start, then one per end, for the other end's group.
 
-    @staticmethod
-    def _shifted(ends: NDArray[np.int64], first: int) -> NDArray[np.int64]:
-        return np.where(ends == NONE, NONE, ends + first)
+        Return the ends of exchanges. An exchange is a group of its own.
+        """
+        messages, exchanges = self.messages, self.exchanges
+        mine = np.concatenate([messages.send, messages.receive, exchanges.send, exchanges.receive])
+        is_exchange = np.arange(len(mine)) >= 2 * len(messages.send)
+        num_messages, num_exchanges = len(messages.send), len(exchanges.send)
+        other = np.concatenate([
+            num_messages + np.arange(num_messages), np.arange(num_messages),
+            2 * num_messages + num_exchanges + np.arange(num_exchanges), 2 * num_messages + np.arange(num_exchanges),
+        ])  # fmt: skip
+        order = np.argsort(mine, kind="stable")
+        row, apart = mine[order], is_exchange[order]
+        rank, posted = self.subject.rank[row], self.last_before(row)
+        opens = np.ones(len(row), np.bool_)
+        opens[1:] = (rank[1:] != rank[:-1]) | (posted[1:] != posted[:-1]) | (apart[1:] != apart[:-1])
+        group = np.cumsum(opens) - 1
+        first = len(self.waits)
+        start = first + np.flatnonzero(opens) + np.arange(group[-1] + 1 if len(group) else 0)
+        place = np.empty(len(row), np.int64)
+        place[order] = first + np.arange(len(row)) + group + 1  # a group's start stands in front of its ends
+        group_of = np.empty(len(row), np.int64)
+        group_of[order] = group
+        size = len(row) + len(start)
+        ends, reached = np.full((2, size, 2), NONE, np.int64)
+        ends[start - first, 0] = reached[start - first, 0] = row[opens]
+        ends[place - first] = np.column_stack([mine, mine[other]])
+        ended = np.full(size, NONE, np.int64)
+        ended[place - first] = start[group_of[other]]
+        lengths = np.bincount(rank, minlength=self.subject.table.num_ranks)
+        lengths += np.bincount(rank[opens], minlength=self.subject.table.num_ranks)
+        self._add_lanes(lengths, ends, reached, ended)
+        end = np.append(start[1:], first + size) - 1
+        self._wait(messages.consumer, end[group_of[num_messages : 2 * num_messages]])
+        return np.column_stack([exchanges.send, end[group_of[2 * num_messages :][:num_exchanges]]])
 
-
-@dataclass(frozen=True, slots=True)
-class _Stuck:
-    """A machine that came to a halt, and the words for it."""
-
-    subject: Subject
-    messages: Messages
-    joins: list[Join]
-    machine: _Machine
-    walked: Walk
-    queues: _Queues | None
-
-    def add_to(self, findings: Findings, model: TransportModel) -> None:
-        """Add one violation per rank that cannot go on."""
-        for rank in range(self.subject.table.num_ranks):
-            row = self._head(rank)
-            if row is not None:
-                findings.add(
-                    row,
-                    f"never ends under the {model} transport: it {self._reason(row)}",
-                    "Give the sends and receives of each pair of ranks one common order, or post the receive earlier",
-                )
-
-    def _head(self, rank: int) -> int | None:
-        """The row of the program at which a rank stands."""
-        at = int(self.walked.reached[rank])
-        return int(self.machine.kept_rows[at]) if at < self.machine.offsets[rank + 1] else None
-
-    def _is_reached(self, row: int) -> bool:
-        before = int(self.machine.last_before(np.array([row]))[0])
-        return before == NONE or bool(self.walked.end[before] != NOT_RUN)
-
-    def _reason(self, row: int) -> str:
-        program = self.subject.table
-        assert isinstance(program, Program)
-        op = Op(int(program.op[row]))
-        if op.is_send:
-            index = int(np.flatnonzero(self.messages.send == row)[0])
-            return f"waits for {self._where(int(self.messages.receive[index]))} to make room"
-        if not op.is_compute:
-            return self._join_reason(row)
-        members = [row, row + 1] if program.joined[row] else [row]
-        found = np.flatnonzero(np.isin(self.messages.consumer, members))
-        send = next((int(s) for s in self.messages.send[found] if not self._has_matched(int(s))), None)
-        if send is None:
-            return "waits for its message"
-        if not self._is_reached(send) or self.queues is None:
-            return f"waits for the message of {self._where(send)}"
-        return f"waits for the message of {self.subject.place(send)}, which other messages of the two ranks hold up"
-
-    def _join_reason(self, row: int) -> str:
-        join = next(join for join in self.joins if any(row in rows for rows in join.rows.values()))
-        absent = next(rows[0] for rows in join.rows.values() if not self._is_reached(rows[0]))
-        return f"waits for {self._where(absent)}"
-
-    def _has_matched(self, send: int) -> bool:
-        at = int(self.machine.lane_row[send])
-        if self.queues is not None:
-            index = int(np.flatnonzero(self.messages.send == send)[0])
-            end = int(self.queues.send_end[index])
-            at = len(self.walked.end) - len(self.queues.row) + end
-        return bool(self.walked.end[at] != NOT_RUN)
-
-    def _where(self, row: int) -> str:
-        rank = int(self.subject.rank[row])
-        head = self._head(rank)
-        stands = "" if head is None or head == row else f", while rank {rank} stands at {self.subject.place(head)}"
-        return self.subject.place(row) + stands
+    def _add_join(self, join: Join, ends: Places) -> None:
+        """Add a lane with one row per member, and one per end of its exchanges; the collective ends with the last."""
+        members = np.array([rows[0] for rows in join.rows.values()])
+        exchanged = ends[np.isin(ends[:, 0], members), 1] if join.is_exchange else np.empty(0, np.int64)
+        size = len(members) + len(exchanged)
+        reached = np.full((size, 2), NONE, np.int64)
+        reached[: len(members), 0] = members
+        ended = np.full(size, NONE, np.int64)
+        ended[len(members) :] = exchanged
+        self._add_lanes(np.array([size]), reached, reached, ended)
+        rows = np.concatenate(list(join.rows.values()))
+        self._wait(rows, np.full(len(rows), len(self.waits) - 1))
