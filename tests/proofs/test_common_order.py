@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from penstock.ir import hot
 from penstock.ir.deps import index_rows, predecessors
+from penstock.ir.program import Program
 from penstock.ir.transports import find_transports
-from penstock.lowering import lower
+from penstock.lowering import add_messages, assign_slots, lower
 from penstock.placement import Placement
 from penstock.proofs.channels import find_messages
 from penstock.proofs.collectives import check_collectives
@@ -96,13 +97,14 @@ def test_a_receive_behind_an_action_that_is_later_than_its_message_is_out_of_ord
     assert not keeps(moved(program, "1RECV_F1", behind="1B0"))
 
 
-def test_groups_are_proved_where_a_message_stands_behind_its_maker_or_where_that_ends():
-    program = lower(schedule_of("0F0 0F1 0F2\n1F0 1F1 1F2"), transport="coalesced")
-    behind_its_maker = moved(program, "1F0", behind="1RECV_F1")
-    ahead = moved(program, "1F0", behind="1RECV_F2")
+def test_receives_stand_behind_the_makers_of_their_messages_or_where_these_end_or_are_posted_ahead():
+    schedule = schedule_of("0F0 0F1 0F2\n1F0 1F1 1F2")
+    behind_makers = assign_slots(add_messages(Program.from_schedule(schedule)))
 
-    assert order_of(program) == order_of(behind_its_maker) == CommonOrder(True, True)
-    assert order_of(ahead) == CommonOrder(False, False)
+    assert order_of(behind_makers) == order_of(lower(schedule, "coalesced")) == CommonOrder(True, True)
+    assert behind_makers != lower(schedule, "coalesced")
+    assert order_of(moved(behind_makers, "1RECV_F1", behind="1RECV_F0")) == CommonOrder(True, True)
+    assert order_of(moved(behind_makers, "1RECV_F2", behind="1RECV_F1")) == CommonOrder(True, False)
 
 
 def test_receives_of_a_pair_of_ranks_in_another_order_than_its_sends_are_out_of_order():
