@@ -6,7 +6,6 @@ step is then one agreement between the ranks, one run of this rank's instruction
 
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,7 +53,14 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.split_backwards import with_split_backwards
 from penstock.ir.timeline import Timeline
 from penstock.partition.split import describe_split, split_over
-from penstock.planning import few_microbatches, memory_demand, predict_peaks, prove_and_lower, resolve_schedule
+from penstock.planning import (
+    ScheduleLike,
+    few_microbatches,
+    memory_demand,
+    predict_peaks,
+    prove_and_lower,
+    resolve_plan,
+)
 from penstock.schedules import find_family, is_file_name
 from penstock.version import VERSION
 
@@ -66,9 +72,9 @@ class Pipeline:
     """A model split over ranks, run by a schedule.
 
     `layers`: modules, or callables that build one (`LayerSpec`); those of the own stages are used in place. `schedule`:
-    a name, a `Schedule`, or the path of a schedule file. `microbatches`: 8 for a name, else what the schedule is for.
-    `loss`: takes the output and the target of a microbatch, and returns one loss, a dict of named ones, a sum with its
-    weight, or a `LossOutput`. `split`: layers per stage. `group`: a process group; or a whole number, which is the
+    a name, a `Schedule`, a `Program`, or the path of a file. `microbatches`: 8 for a name, else what the schedule is
+    for. `loss`: takes the output and the target of a microbatch, and returns one loss, a dict of named ones, a sum with
+    its weight, or a `LossOutput`. `split`: layers per stage. `group`: a process group; or a whole number, which is the
     option `group` of the schedule's family, in the default process group. Further keywords are those of
     `PipelineOptions`, then options of the schedule's family.
 
@@ -86,7 +92,7 @@ class Pipeline:
     def __init__(
         self,
         layers: Sequence[Layer],
-        schedule: str | Path | Schedule = "1f1b",
+        schedule: ScheduleLike = "1f1b",
         microbatches: int | None = None,
         loss: Loss | None = None,
         *,
@@ -245,7 +251,7 @@ class Pipeline:
         self,
         joined: Joined,
         layers: Sequence[Layer],
-        schedule: str | Path | Schedule,
+        schedule: ScheduleLike,
         microbatches: int | None,
         stages_per_rank: int | None,
         split: Sequence[int] | None,
@@ -256,7 +262,8 @@ class Pipeline:
         require_loss(self._loss)
         self._loss_weights = LossWeights(self.options.reduction, self.options.count)
         loss_scale(self.options.scale_loss)  # refuses what scales nothing
-        self.schedule = self._resolve(schedule, microbatches, stages_per_rank)
+        self._given = self._resolve(schedule, microbatches, stages_per_rank)
+        self.schedule = self._given.actions()
         require_split(split)
         listed = layer_list(layers)
         self._layer_names = layer_names(listed)
@@ -266,15 +273,15 @@ class Pipeline:
         return build_own(listed, self._layer_names, list(own))
 
     def _resolve(
-        self, schedule: str | Path | Schedule, microbatches: int | None, stages_per_rank: int | None
-    ) -> Schedule:
+        self, schedule: ScheduleLike, microbatches: int | None, stages_per_rank: int | None
+    ) -> Schedule | Program:
         require_schedule(schedule)
         family_options = self._family_options
         if _is_family(schedule):
-            refuse_unknown(family_options, str(schedule), find_family(str(schedule)).options)
+            refuse_unknown(family_options, str(schedule), find_family(str(schedule)).all_options)
             if self.options.slices is not None:
                 family_options["slices"] = self.options.slices
-        resolved = resolve_schedule(
+        resolved = resolve_plan(
             schedule,
             ranks=self._transport.num_ranks,
             microbatches=microbatches,
@@ -308,9 +315,9 @@ class Pipeline:
         refuse_wrappers(self.stages, self.schedule, joined.ranks_of_group())
         if self.options.main_gradients:
             require_shapes(self._assembly.named_parameters())
-        self.program = self._lowered(self.schedule)
+        self.program = self._lowered(self._given)
 
-    def _lowered(self, schedule: Schedule) -> Program:
+    def _lowered(self, schedule: Schedule | Program) -> Program:
         has_scaler = grad_scaler_of(self.options.scale_loss) is not None  # its ranks agree where optimizers step
         return prove_and_lower(
             schedule,
@@ -324,7 +331,7 @@ class Pipeline:
             self._transport,
             {
                 "the version of Penstock": VERSION,
-                "the schedule": f"{self.schedule!r} #{digest(self.schedule.to_csv()):x}",
+                "the schedule": f"{self._given!r} #{digest(self._given.to_json()):x}",
                 "the layers": ", ".join(self._layer_names),
                 "the split": ", ".join(str(len(layers)) for layers in self._layers_of_stage),
                 "the tied parameters": f"stages {self._assembly.tied_groups}",
@@ -367,7 +374,7 @@ class Pipeline:
             case Mode.TRAIN:
                 return self.program
             case Mode.EVALUATE:
-                return self._lowered(self.schedule.forward_only())
+                return self.program if self.program.is_forward_only else self._lowered(self.schedule.forward_only())
             case Mode.TRAIN_SPLIT:
                 return self._lowered(with_split_backwards(self.schedule))
 
@@ -395,6 +402,6 @@ def _is_family(schedule: object) -> bool:
 def _options_of_family(schedule: object) -> Collection[str]:
     """The options that a schedule's family knows; of an unknown family, what a number as `group` may be."""
     try:
-        return find_family(str(schedule)).options if _is_family(schedule) else ()
+        return find_family(str(schedule)).all_options if _is_family(schedule) else ()
     except ConfigError:
         return (GROUP,)

@@ -6,17 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, count_of
+from penstock.ir.instruction import Op
 from penstock.ir.live import peak_bytes
 from penstock.ir.program import Program
-from penstock.ir.reading import read_schedule
+from penstock.ir.reading import read_file
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
-from penstock.lowering import lower
+from penstock.lowering import assign_slots, lower
 from penstock.proofs import NO_DEMAND, Demand, prove
 from penstock.schedules import build, is_file_name
 from penstock.simulation import Costs, LayerCosts, simulate
 
 DEFAULT_MICROBATCHES = 8
+ScheduleLike = str | Path | Schedule | Program
+"""What runs: a family's name, the path of a file, a schedule, or a program."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,21 +53,53 @@ def plan(
 
 
 def prove_and_lower(
-    schedule: Schedule,
+    plan: Schedule | Program,
     demand: Demand = NO_DEMAND,
     *,
     tied_groups: Sequence[Sequence[int]] = (),
     optimizer_step: bool = False,
 ) -> Program:
-    """Prove a schedule, lower it, and prove the program: all that must hold before a first step."""
-    known = prove(schedule, demand)
-    program = lower(schedule, tied_groups=tied_groups, optimizer_step=optimizer_step, start=known.start)
+    """Prove a schedule, lower it, and prove the program: all that must hold before a first step.
+
+    A program is proved and returned as it is. Both transports of Penstock are `posted` (`ir.transports`).
+
+    Raises:
+        ScheduleError: if a proof fails; it lists every violation.
+        ConfigError: if a program does not reduce these tied groups, or lacks what its training needs.
+    """
+    if isinstance(plan, Program):
+        facts = prove(plan, demand).facts
+        _require_fit(plan, tied_groups, optimizer_step=optimizer_step, omits_reductions=facts.omits_reductions)
+        return plan
+    known = prove(plan, demand)
+    program = lower(plan, tied_groups=tied_groups, optimizer_step=optimizer_step, start=known.start)
     prove(program, demand, known=known)
     return program
 
 
+def _require_fit(
+    program: Program, tied_groups: Sequence[Sequence[int]], *, optimizer_step: bool, omits_reductions: bool
+) -> None:
+    """Refuse a program that is right, but not for this model and these options."""
+    if program.is_forward_only:
+        return
+    groups = tuple(tuple(sorted(set(group))) for group in tied_groups)
+    has_step = bool((program.op == Op.OPTIMIZER_STEP).any())
+    if omits_reductions:
+        problem, fix = "omits the reductions of its gradients", "lower its schedule with penstock.lower"
+    elif program.tied_groups != groups:
+        problem = f"reduces the tied groups {program.tied_groups}, but the layers tie the stages {groups}"
+        fix = f"lower its schedule with tied_groups={groups}"
+    elif optimizer_step and not has_step:
+        problem = "has no optimizer step, but optimizer_step or a GradScaler is given"
+        fix = "lower its schedule with optimizer_step=True"
+    else:
+        return
+    raise ConfigError(f"the program {program.name} {problem}; {fix}, or give the schedule itself", key="schedule")
+
+
 def memory_demand(
-    memory_limit: Any, costs: Costs | LayerCosts | None, schedule: Schedule, layers_of_stage: Sequence[range]
+    memory_limit: Any, costs: Costs | LayerCosts | None, schedule: Schedule | Program, layers_of_stage: Sequence[range]
 ) -> Demand:
     """Return what is asked of the memory of a model's schedule; costs per layer are split as the model is."""
     known = costs.of_table(schedule, layers_of_stage) if isinstance(costs, LayerCosts) else costs
@@ -103,22 +138,45 @@ def resolve_schedule(
     stages_per_rank: int | None = None,
     options: Mapping[str, Any],
 ) -> Schedule:
-    """Return a schedule by its family's name, from a file, or as given; it must be for these numbers.
-
-    Without a number of `microbatches`, a family gets 8, and a schedule that is given whole keeps its own.
+    """Return a schedule by its family's name, from a file, or as given, as `resolve_plan` does, and no program.
 
     Raises:
-        ConfigError: if there is no such name or file, or the schedule is for other numbers of ranks, stages per rank or
-            microbatches.
-        FormatError: if the file cannot be read as a schedule.
+        ConfigError, FormatError: as `resolve_plan`, and for a program.
     """
-    if isinstance(schedule, str) and not is_file_name(schedule):
+    plan = resolve_plan(
+        schedule, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, options=options
+    )
+    if isinstance(plan, Program):
+        problem = f"{plan.name} is a program with communication; expected a schedule of F, B, I and W"
+        raise ConfigError(problem, key="schedule")
+    return plan
+
+
+def resolve_plan(
+    plan: ScheduleLike,
+    *,
+    ranks: int,
+    microbatches: int | None = None,
+    stages_per_rank: int | None = None,
+    options: Mapping[str, Any],
+) -> Schedule | Program:
+    """Return a schedule by its family's name, or a schedule or program from a file or as given.
+
+    It must be for these numbers. Without a number of `microbatches`, a family gets 8, and what is given whole keeps its
+    own.
+
+    Raises:
+        ConfigError: if there is no such name or file, or it is for other numbers of ranks, stages per rank or
+            microbatches.
+        FormatError: if the file cannot be read as a schedule or a program.
+    """
+    if isinstance(plan, str) and not is_file_name(plan):
         number = DEFAULT_MICROBATCHES if microbatches is None else microbatches
-        return build(schedule, ranks=ranks, microbatches=number, stages_per_rank=stages_per_rank, **options)
+        return build(plan, ranks=ranks, microbatches=number, stages_per_rank=stages_per_rank, **options)
     if options:
         name = next(iter(options))
         raise ConfigError("is no option here; a schedule that is given whole takes no options of a family", key=name)
-    whole = schedule if isinstance(schedule, Schedule) else read_schedule(Path(schedule))
+    whole = plan if isinstance(plan, Schedule | Program) else _read(Path(plan))
     if whole.num_ranks != ranks:
         raise ConfigError(
             f"{whole.name} is for {whole.num_ranks} ranks, but {ranks} run; start {whole.num_ranks} processes, or "
@@ -137,3 +195,9 @@ def resolve_schedule(
             key="stages_per_rank",
         )
     return whole
+
+
+def _read(path: Path) -> Schedule | Program:
+    """Read a file; formats other than JSON hold no slots, so a program without any gets them."""
+    plan = read_file(path)
+    return assign_slots(plan) if isinstance(plan, Program) and not plan.slot.any() else plan

@@ -133,6 +133,8 @@ class Rank:
     at: int = 0
     values: set = field(default_factory=set)
     """Labels of results that it made or received."""
+    awaited: set = field(default_factory=set)
+    """Labels that it has posted receives for."""
     entered: bool = False
     """Whether it has posted what the collective at which it stands sends and receives."""
 
@@ -169,6 +171,7 @@ class Machine:
                 raise Wrong  # the result is not made yet
             return self.send(number, self.where[unit[0].peer], label_of(unit[0]))
         if op.is_receive:
+            self.ranks[number].awaited.add(label_of(unit[0]))
             self.receive(number, self.where[unit[0].peer], label_of(unit[0]))
             return True
         if op is not Op.OPTIMIZER_STEP and self.backwards_left[unit[0].stage]:
@@ -176,7 +179,10 @@ class Machine:
         return op is Op.REDUCE_GRADIENT or self.join(number, unit[0])
 
     def compute(self, rank, unit):
-        if not all(self.needs(row) <= rank.values for row in unit):
+        needed = set().union(*(self.needs(row) for row in unit))
+        if not needed <= rank.values | rank.awaited:
+            raise Wrong  # it stands in front of what it needs on its own rank
+        if not needed <= rank.values:
             return False
         for row in unit:
             rank.values.add((NAMES.get(row.op, "gradient"), *identity(row)))

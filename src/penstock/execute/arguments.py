@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import ConfigError, described
+from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 
 GROUP = "group"
@@ -42,7 +43,7 @@ def layer_list(layers: Any) -> list[Any]:
     return found
 
 
-def require_slices(schedule: Schedule, num_slices: int | None) -> None:
+def require_slices(schedule: Schedule | Program, num_slices: int | None) -> None:
     """Refuse a number of slices that is not the schedule's. Raises: ConfigError."""
     if num_slices not in (None, schedule.num_slices):
         raise ConfigError(
@@ -51,18 +52,18 @@ def require_slices(schedule: Schedule, num_slices: int | None) -> None:
 
 
 def require_schedule(schedule: Any) -> None:
-    """Make sure that a schedule is a name, a `Schedule` or the path of a file.
+    """Make sure that a schedule is a name, a `Schedule`, a `Program` or the path of a file.
 
     Raises:
         ConfigError: it is something else.
     """
-    if isinstance(schedule, str | Path | Schedule):
+    if isinstance(schedule, str | Path | Schedule | Program):
         return
     advice = ""
     if callable(schedule):
         advice = ". penstock.build(function, ranks=..., microbatches=...) makes a schedule of a function"
     raise ConfigError(
-        f"{described(schedule)}; expected a name, a Schedule, or the path of a schedule file{advice}", key="schedule"
+        f"{described(schedule)}; expected a name, a Schedule, a Program, or the path of a file{advice}", key="schedule"
     )
 
 

@@ -230,6 +230,12 @@ class Messenger:
         """Post the receive of the gradients of a stage's outputs."""
         return self._post(Incoming(peer, key, False, self._produced.get(key)))
 
+    def post_waiting(self, peer: int) -> None:
+        """Take all messages whose receives are due from their channel: what follows is for somebody else."""
+        waiting = self._not_posted[peer]
+        while waiting:
+            self._resolve(waiting.popleft())
+
     def take_tree(self, incoming: Incoming) -> Any:
         """Wait for a stage's inputs; tensors that need a gradient are leaves."""
         self._arrive(incoming)

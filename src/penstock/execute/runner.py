@@ -289,7 +289,10 @@ class Runner:
             yield
 
     def _reduce_tied(self, group: int) -> None:
-        self._assembly.tied_copies[group].reduce(self._inspection.wires)
+        copy = self._assembly.tied_copies[group]
+        for peer in copy.ranks:
+            self._messenger.post_waiting(peer)  # the exchange goes behind them, on the same channels
+        copy.reduce(self._inspection.wires)
 
     # ---- failures
 

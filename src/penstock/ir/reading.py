@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.errors import ConfigError, FormatError, nearest
+from penstock.errors import ConfigError, nearest
 from penstock.ir.formats import deepspeed, megatron
 from penstock.ir.formats.json_text import PROGRAM_FORMAT, kind_of_json
 from penstock.ir.grid import from_grid
@@ -50,12 +50,12 @@ def format_of(text: str) -> str:
     return "grid" if is_grid or _LABELLED.search(said) else "csv"
 
 
-def read_schedule(path: Path) -> Schedule:
-    """Read a schedule file; its name becomes the schedule's where the format holds none.
+def read_file(path: Path) -> Schedule | Program:
+    """Read the file of a schedule or program; its name becomes the schedule's where the format holds none.
 
     Raises:
         ConfigError: if the file cannot be read.
-        FormatError: if it is no schedule.
+        FormatError: if it holds neither.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -63,10 +63,7 @@ def read_schedule(path: Path) -> Schedule:
         reason = error.strerror if isinstance(error, OSError) else f"byte {error.start} is not UTF-8"
         problem = f"cannot read {str(path)!r}: {reason}; give the path of a schedule file"
         raise ConfigError(problem, key="schedule") from None
-    table = read_table(text, file=str(path), name=path.stem)
-    if isinstance(table, Program):
-        raise FormatError("holds a program with communication; expected a schedule of F, B, I and W", file=str(path))
-    return table
+    return read_table(text, file=str(path), name=path.stem)
 
 
 def _read_csv(text: str, file: str, name: str | None) -> Schedule | Program:

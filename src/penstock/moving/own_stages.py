@@ -94,7 +94,7 @@ class Site:
         is_name = _is_name(schedule)
         family_options = dict(self.joined.family_options)
         if is_name:
-            refuse_unknown(family_options, str(schedule), find_family(str(schedule)).options)
+            refuse_unknown(family_options, str(schedule), find_family(str(schedule)).all_options)
             if self.options.get("slices") is not None:
                 family_options["slices"] = self.options["slices"]
         return resolve_schedule(

@@ -84,6 +84,11 @@ class Family:
     example: tuple[int, int] = (4, 6)
     """Numbers of ranks and microbatches with which the family is drawn."""
 
+    @property
+    def all_options(self) -> Mapping[str, Option]:
+        """Its own options, and those that every family has."""
+        return {**self.options, "recompute": RECOMPUTE}
+
     def default_stages_per_rank(self, options: Options) -> int:
         """Return the stages per rank of a schedule for which none are given."""
         return self.stages_per_rank[0] if self.stages_of_options is None else self.stages_of_options(options)
@@ -94,4 +99,4 @@ class Family:
         Raises:
             ConfigError: for an unknown option, or a value that an option cannot have.
         """
-        return Options.read(self.name, {**self.options, "recompute": RECOMPUTE}, values)
+        return Options.read(self.name, self.all_options, values)
