@@ -39,7 +39,7 @@ def test_a_program_with_communication_is_proved_too(file, capsys, text):
     assert capsys.readouterr().out.startswith("ok: 2 ranks, 2 stages, 3 microbatches, 12 actions, ")
 
 
-OMITTED = "; it omits the reductions of its gradients: whoever runs it must do them\n"
+OMITTED = "; it omits the reductions of its gradients: whoever runs it must do them; ends under posted\n"
 
 
 def test_a_program_of_another_system_without_reductions_passes_and_is_told_as_such(file, capsys):
@@ -156,3 +156,31 @@ def test_what_is_no_schedule_is_refused_with_its_place(file, capsys, text, told)
 def test_a_missing_file_is_refused(tmp_path, capsys):
     assert main(["check", str(tmp_path / "none.csv")]) == 1
     assert "none.csv: cannot be read (No such file or directory)" in capsys.readouterr().err
+
+
+LOOPED = lower(build("looped-bfs", ranks=3, microbatches=1)).to_json()
+"""Under groups of messages, the default order of this family hangs."""
+
+
+def test_a_program_is_proved_under_the_transport_that_is_asked_for(file, capsys):
+    assert main(["check", file(LOOPED)]) == 0
+    assert capsys.readouterr().out.endswith("; ends under posted\n")
+    assert main(["check", file(LOOPED), "--transport", "buffered(2)"]) == 0
+    assert capsys.readouterr().out.endswith("; ends under buffered(2)\n")
+    assert main(["check", file(LOOPED), "--transport", "coalesced"]) == 1
+    told = capsys.readouterr().err
+    assert "rank 1, position 2: 1F0 never ends under the transport coalesced: it waits for the message of" in told
+    assert "as it stands, the program passes under posted, rendezvous, buffered(1), pair_fifo" in told
+
+
+def test_a_schedule_is_proved_and_lowered_for_the_transport(file, capsys):
+    assert main(["check", file(SCHEDULE.to_csv()), "--transport", "all"]) == 0
+    assert capsys.readouterr().out.endswith("; ends under posted, rendezvous, buffered(1), pair_fifo, coalesced\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("coalesce", "Did you mean 'coalesced'"), ("buffered(x)", "a number of messages from 1 to")]
+)
+def test_an_unknown_transport_is_refused(file, capsys, name, told):
+    assert main(["check", file(LOOPED), "--transport", name]) == 1
+    assert told in capsys.readouterr().err

@@ -79,7 +79,9 @@ def test_a_schedule_is_a_name_a_file_or_a_schedule():
     for schedule in ("1f1b", Path("mine.csv"), ps.build("1f1b", ranks=2, microbatches=2)):
         require_schedule(schedule)
 
-    refused("schedule: 4 of type int; expected a name, a Schedule, or the path", "schedule", require_schedule, 4)
+    refused(
+        "schedule: 4 of type int; expected a name, a Schedule, a Program, or the path", "schedule", require_schedule, 4
+    )
     refused("penstock.build(function, ranks=..., microbatches=...)", "schedule", require_schedule, build_rows)
 
 

@@ -20,6 +20,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         "file", metavar="FILE", help="CSV (actions alone, or with communication), JSON or a grid; - is stdin"
     )
     parser.add_argument("--ranks", type=int, metavar="P", help="how many ranks the file must be for")
+    parser.add_argument(
+        "--transport",
+        metavar="NAME",
+        help="prove the program under posted (default), rendezvous, buffered(n), pair_fifo, coalesced, or all; a "
+        "schedule is lowered for it first",
+    )
     parser.add_argument("--costs", metavar="COSTS", help="how large activations and all else are, for a limit in bytes")
     parser.add_argument("--memory-limit", metavar="LIMIT", help=LIMIT_HELP)
 
@@ -29,7 +35,7 @@ def run(arguments: Namespace) -> int:
     from penstock.cli.stage_costs import stage_costs
     from penstock.ir.program import Program
     from penstock.ir.reading import read_table
-    from penstock.ir.schedule import Schedule
+    from penstock.ir.transports import POSTED
     from penstock.lowering import assign_slots, lower
     from penstock.proofs import check
     from penstock.simulation.costs.file import load_costs
@@ -45,10 +51,15 @@ def run(arguments: Namespace) -> int:
             key="--ranks",
         )
     costs = None if arguments.costs is None else stage_costs(load_costs(arguments.costs), plan)
-    facts = check(plan, costs=costs, memory_limit=arguments.memory_limit)
-    if costs is not None and isinstance(plan, Schedule):  # only its program has messages
-        facts = check(lower(plan), costs=costs, memory_limit=arguments.memory_limit)
-    say(f"ok: {describe_plan(plan, facts)}")
+    demands = {"costs": costs, "memory_limit": arguments.memory_limit}
+    transport = arguments.transport or str(POSTED)
+    facts = check(plan, transport, **demands)
+    if (arguments.transport or costs is not None) and not isinstance(plan, Program):
+        # Only the program has messages, which travel and take memory.
+        plan = lower(plan, transport)
+        facts = check(plan, transport, **demands)
+    proved = f"; ends under {', '.join(facts.transports)}" if facts.transports else ""
+    say(f"ok: {describe_plan(plan, facts)}{proved}")
     return ExitStatus.FINE
 
 

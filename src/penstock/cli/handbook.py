@@ -12,11 +12,12 @@ from textwrap import fill
 from penstock.cli.comparison import Refusal, compare
 from penstock.cli.pages import LEGEND, NUM_SLICES, UNITS, draw_example, family_page, family_section
 from penstock.cli.wanted import Wanted
+from penstock.ir.transports import MODELS
 from penstock.schedules import Family, build
 from penstock.simulation import Costs
 
 TEXT = Path(__file__).with_name("handbook.md")
-SIDE_BY_SIDE, FAMILIES = "<!-- side by side -->", "<!-- families -->"
+SIDE_BY_SIDE, FAMILIES, TRANSPORTS = "<!-- side by side -->", "<!-- families -->", "<!-- transports -->"
 RANKS, MICROBATCHES = 4, 8
 CONDITIONS = (
     f"{RANKS} ranks, {MICROBATCHES} microbatches, and equal work for all: what a rank does for one microbatch takes 1 s"
@@ -32,7 +33,7 @@ def handbook(families: Sequence[Family]) -> str:
     """Return the whole page in Markdown."""
     sections = "\n\n".join(family_section(family, draw_example(family)) for family in families)
     text = TEXT.read_text(encoding="utf-8")
-    text = text.replace(SIDE_BY_SIDE, side_by_side(families))
+    text = text.replace(SIDE_BY_SIDE, side_by_side(families)).replace(TRANSPORTS, table_of_transports())
     return text.replace(FAMILIES, fill(f"{LEGEND} {UNITS}", WIDTH) + f"\n\n{sections}")
 
 
@@ -48,6 +49,12 @@ def differences(name: str) -> list[str]:
     """Return what the written text says on how a family differs from its source."""
     listed = re.findall(r"^\* `([\w-]+)`: (.*(?:\n  .*)*)", TEXT.read_text(encoding="utf-8"), re.MULTILINE)
     return [" ".join(text.split()) for family, text in listed if family == name]
+
+
+def table_of_transports() -> str:
+    """Return a table in Markdown of the transport models, their rules and who obeys them."""
+    rows = [f"| `{str(model).replace('(1)', '(n)')}` | {model.meaning} | {model.backend} |" for model in MODELS]
+    return "\n".join(["| model | what it means | which backend obeys it |", "|---|---|---|", *rows])
 
 
 def side_by_side(families: Sequence[Family]) -> str:
