@@ -41,8 +41,8 @@ WHOLE = """
     """
 
 
-def lowered(text, *, tied_groups=(), optimizer_step=False, **sizes):
-    return lower(schedule_of(pairs(text), **sizes), tied_groups=tied_groups, optimizer_step=optimizer_step)
+def lowered(text, transport="posted", *, tied_groups=(), optimizer_step=False, **sizes):
+    return lower(schedule_of(pairs(text), **sizes), transport, tied_groups=tied_groups, optimizer_step=optimizer_step)
 
 
 def test_all_passes_make_the_whole_program():
@@ -205,8 +205,8 @@ def test_every_schedule_of_the_registry_becomes_a_program_that_is_proved_under_i
     assert_proved(schedule)
 
 
-def test_for_groups_of_messages_both_ends_stand_where_the_message_is_made():
-    program = lower(schedule_of("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1"), transport="coalesced")
+def test_for_groups_of_messages_both_ends_stand_where_the_maker_ends():
+    program = lowered("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1", transport="coalesced")
 
     assert drawn(program) == lines(
         """
@@ -214,6 +214,14 @@ def test_for_groups_of_messages_both_ends_stand_where_the_message_is_made():
         1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1 1REDUCE_GRAD
         """
     )
+
+
+def test_messages_of_an_overlapped_pair_leave_when_both_have_run():
+    program = lowered(
+        "0F0 0F1 (0F2;0I0) 0W0 0I1 0W1 0I2 0W2\n1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2", transport="coalesced"
+    )
+
+    assert drawn(program)[1].startswith("1RECV_F0 1F0 1RECV_F1 1I0 1SEND_B0 1W0 1F1 1RECV_F2 1I1 1SEND_B1")
 
 
 def test_the_default_order_is_that_of_posted():
