@@ -168,6 +168,30 @@ def move_a_receive_behind_its_consumer(orders, chance):
         order.insert(found[0] + 1 if found else len(order), receive)
 
 
+def delay_sends(orders, chance):
+    """Move the sends of one channel, from some send on, a few rows back; they keep their order."""
+    _shift(orders, chance, (Op.SEND_FORWARD, Op.SEND_BACKWARD), chance.randint(1, 6))
+
+
+def hurry_receives(orders, chance):
+    """Move the receives of one channel, up to some receive, a few rows to the front; they keep their order."""
+    _shift(orders, chance, (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD), -chance.randint(1, 6))
+
+
+def swap_computations(orders, chance):
+    """Exchange two computations of one kind and stage, and nothing else."""
+    places = _places(orders, lambda row: row.op.is_compute)
+    if places:
+        rank, at = chance.choice(places)
+        row = orders[rank][at][0]
+        others = [
+            other for other, unit in enumerate(orders[rank])
+            if len(unit) == len(orders[rank][at]) and unit[0].op is row.op and unit[0].stage == row.stage
+        ]  # fmt: skip
+        other = chance.choice(others)
+        orders[rank][at], orders[rank][other] = orders[rank][other], orders[rank][at]
+
+
 def swap_on_one_channel(orders, chance):
     """Exchange two sends of one rank, or two receives, and perhaps their other ends as well."""
     op = chance.choice([Op.SEND_FORWARD, Op.SEND_BACKWARD])
@@ -227,12 +251,25 @@ def pair_up(orders, chance):
 
 
 REORDERINGS = (
-    swap_neighbours, move_a_little, move_far, move_a_message, move_a_message, move_a_collective, swap_on_one_channel,
-    pair_up,
+    delay_sends, delay_sends, delay_sends, hurry_receives, hurry_receives, swap_computations, swap_neighbours,
+    move_a_little, move_far, move_a_message, move_a_collective, swap_on_one_channel, pair_up,
 )  # fmt: skip
-MUTATIONS = (
-    *REORDERINGS, *REORDERINGS, move_a_receive_behind_its_consumer, drop, duplicate, change_a_peer, rename,
-)  # fmt: skip
+MUTATIONS = (*REORDERINGS, *REORDERINGS, move_a_receive_behind_its_consumer, drop, duplicate, change_a_peer, rename)
+
+
+def _shift(orders, chance, ops, distance):
+    """Move messages of one rank and direction by some rows; those on one channel do not pass each other."""
+    places = _places(orders, lambda row: row.op in ops)
+    if places:
+        rank, first = chance.choice(places)
+        chosen = orders[rank][first][0]
+        same = [
+            at for own, at in places
+            if own == rank and (orders[rank][at][0].op, orders[rank][at][0].stage) == (chosen.op, chosen.stage)
+        ]  # fmt: skip
+        same = [at for at in reversed(same) if at >= first] if distance > 0 else [at for at in same if at <= first]
+        for at in same:
+            orders[rank].insert(max(0, at + distance), orders[rank].pop(at))
 
 
 def _places(orders, is_wanted):

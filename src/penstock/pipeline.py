@@ -22,7 +22,7 @@ from penstock.execute.arguments import (
     require_slices,
     require_split,
 )
-from penstock.execute.batch.agreement import Mode, agree_on_setup, digest
+from penstock.execute.batch.agreement import Mode, agree_on_setup
 from penstock.execute.batch.gate import Call
 from penstock.execute.batch.slices import refuse_layers_that_look_back
 from penstock.execute.joining import Joined, join
@@ -331,7 +331,7 @@ class Pipeline:
             self._transport,
             {
                 "the version of Penstock": VERSION,
-                "the schedule": f"{self._given!r} #{digest(self._given.to_json()):x}",
+                "the schedule": f"{self._given!r} #{self._given.digest()[:12]}",
                 "the layers": ", ".join(self._layer_names),
                 "the split": ", ".join(str(len(layers)) for layers in self._layers_of_stage),
                 "the tied parameters": f"stages {self._assembly.tied_groups}",

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, count_of
-from penstock.ir.instruction import Op
 from penstock.ir.live import peak_bytes
+from penstock.ir.operations import Op
 from penstock.ir.program import Program
 from penstock.ir.reading import read_file
 from penstock.ir.schedule import Schedule
