@@ -192,11 +192,12 @@ def test_starts_that_are_known_change_nothing(schedule):
 @given(request=requests())
 def test_the_program_is_the_same_compiled(request):
     schedule, tied_groups, optimizer_step = request
-    interpreted = lower(schedule, tied_groups=tied_groups, optimizer_step=optimizer_step)
+    options = {"tied_groups": tied_groups, "optimizer_step": optimizer_step}
+    interpreted = [lower(schedule, transport, **options) for transport in ("posted", "coalesced")]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hot, "COMPILE_ABOVE_ROWS", 0)
-        assert lower(schedule, tied_groups=tied_groups, optimizer_step=optimizer_step) == interpreted
+        assert [lower(schedule, transport, **options) for transport in ("posted", "coalesced")] == interpreted
 
 
 @pytest.mark.slow
