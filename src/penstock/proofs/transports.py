@@ -145,26 +145,27 @@ class Machine:
         Return the ends of exchanges. An exchange is a group of its own.
         """
         messages, exchanges = self.messages, self.exchanges
-        mine = np.concatenate([messages.send, messages.receive, exchanges.send, exchanges.receive])
-        is_exchange = np.arange(len(mine)) >= 2 * len(messages.send)
         num_messages, num_exchanges = len(messages.send), len(exchanges.send)
-        other = np.concatenate([
-            num_messages + np.arange(num_messages), np.arange(num_messages),
-            2 * num_messages + num_exchanges + np.arange(num_exchanges), 2 * num_messages + np.arange(num_exchanges),
-        ])  # fmt: skip
+        # All ends: sends and receives of messages, then of exchanges; and for each the number of its other end.
+        mine = np.concatenate([messages.send, messages.receive, exchanges.send, exchanges.receive])
+        numbers = np.split(np.arange(len(mine)), np.cumsum([num_messages, num_messages, num_exchanges]))
+        other = np.concatenate([numbers[1], numbers[0], numbers[3], numbers[2]])
+
+        # In the order of their rows, a group opens where a rank has run another row that can block since the last end.
         order = np.argsort(mine, kind="stable")
-        row, apart = mine[order], is_exchange[order]
+        row, is_exchange = mine[order], order >= 2 * num_messages
         rank, posted = self.subject.rank[row], self.last_before(row)
         opens = np.ones(len(row), np.bool_)
-        opens[1:] = (rank[1:] != rank[:-1]) | (posted[1:] != posted[:-1]) | (apart[1:] != apart[:-1])
+        opens[1:] = (rank[1:] != rank[:-1]) | (posted[1:] != posted[:-1]) | (is_exchange[1:] != is_exchange[:-1])
         group = np.cumsum(opens) - 1
-        first = len(self.waits)
-        start = first + np.flatnonzero(opens) + np.arange(group[-1] + 1 if len(group) else 0)
-        place = np.empty(len(row), np.int64)
-        place[order] = first + np.arange(len(row)) + group + 1  # a group's start stands in front of its ends
         group_of = np.empty(len(row), np.int64)
         group_of[order] = group
-        size = len(row) + len(start)
+
+        # In the machine, each group is the row of its start and one row per end.
+        first, size = len(self.waits), len(row) + int(np.count_nonzero(opens))
+        start = first + np.flatnonzero(opens) + np.arange(size - len(row))
+        place = np.empty(len(row), np.int64)
+        place[order] = first + np.arange(len(row)) + group + 1
         ends, reached = np.full((2, size, 2), NONE, np.int64)
         ends[start - first, 0] = reached[start - first, 0] = row[opens]
         ends[place - first] = np.column_stack([mine, mine[other]])
@@ -174,8 +175,8 @@ class Machine:
         lengths += np.bincount(rank[opens], minlength=self.subject.table.num_ranks)
         self._add_lanes(lengths, ends, reached, ended)
         end = np.append(start[1:], first + size) - 1
-        self._wait(messages.consumer, end[group_of[num_messages : 2 * num_messages]])
-        return np.column_stack([exchanges.send, end[group_of[2 * num_messages :][:num_exchanges]]])
+        self._wait(messages.consumer, end[group_of[numbers[1]]])
+        return np.column_stack([exchanges.send, end[group_of[numbers[2]]]])
 
     def _add_join(self, join: Join, ends: Places) -> None:
         """Add a lane with one row per member, and one per end of its exchanges; the collective ends with the last."""
