@@ -30,7 +30,7 @@ FLAGS = {
         "--stages-per-rank",
         "--theme",
     ],
-    "check": ["FILE", "--costs", "--memory-limit", "--ranks"],
+    "check": ["FILE", "--costs", "--memory-limit", "--ranks", "--transport"],
     "compare": [
         "NAME",
         "--costs",

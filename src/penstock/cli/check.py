@@ -22,7 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="P", help="how many ranks the file must be for")
     parser.add_argument(
         "--transport",
-        metavar="NAME",
+        metavar="MODEL",
         help="prove the program under posted (default), rendezvous, buffered(n), pair_fifo, coalesced, or all; a "
         "schedule is lowered for it first",
     )
