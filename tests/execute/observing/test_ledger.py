@@ -104,3 +104,14 @@ def test_each_storage_that_is_new_to_a_stage_is_noted_once():
     with ledger.of_stage(0):
         inputs.exp()
     assert len(noted) == 3
+
+
+def test_what_no_backward_comes_by_is_gone_with_its_graph():
+    """The exponential saves its own output."""
+    ledger = Ledger([], note=ignore)
+
+    with ledger.of_stage(0):
+        output = torch.ones(5, requires_grad=True).exp()
+    del output
+
+    assert ledger.held(0) == {}

@@ -46,7 +46,8 @@ class Ledger:
             entries[storage.data_ptr()] = _Entry(storage.nbytes())
             self._note(tensor)
         entry = entries[storage.data_ptr()]
-        return _Held(tensor, entries, storage.data_ptr(), entry)
+        # An output that its own node saves would keep the node, and so itself, alive where no backward comes by.
+        return _Held(tensor.detach(), entries, storage.data_ptr(), entry)
 
 
 class _Entry:
