@@ -8,6 +8,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.ir.operations import IS_COMPUTE, Kind, Op
+from penstock.placement import Placement
 from penstock.simulation import Costs
 from penstock.simulation.costs.costs import Channel
 
@@ -225,3 +226,38 @@ def test_uniform_costs_take_one_number_for_all_or_any_sequence():
 def test_costs_that_are_no_tuple_are_refused(value, told):
     with pytest.raises(ConfigError, match=rf"^forward_s: {told}; give a tuple: one number for each, or \(x,\) for all"):
         Costs(forward_s=value)
+
+
+def test_the_bytes_of_stages_are_those_of_the_fields_and_a_checkpoint_is_what_arrives_unless_given():
+    costs = Costs(
+        activation_bytes=(1, 2), weight_context_bytes=(3,), message_bytes=(4, 5), parameter_bytes=(6,),
+        gradient_bytes=(7, 8), optimizer_bytes=(9,), microbatch_bytes_factor=(1.0, 0.5, 1.0),
+    )  # fmt: skip
+
+    sizes = costs.stage_bytes(Placement.line(2), 3)
+
+    assert (sizes.activation.tolist(), sizes.weight_context.tolist(), sizes.message.tolist()) == (
+        [1, 2],
+        [3, 3],
+        [4, 5],
+    )
+    assert sizes.checkpoint.tolist() == [0, 4]
+    assert sizes.static.tolist() == [22, 23]
+    assert sizes.microbatch_factor.tolist() == [1, 0.5, 1]
+    assert sizes.not_given == ()
+    given = replace(costs, checkpoint_bytes=(10, 20)).stage_bytes(Placement.line(2), 3)
+    assert given.checkpoint.tolist() == [10, 20]
+
+
+def test_bytes_that_are_not_given_are_named():
+    sizes = Costs(activation_bytes=(1,)).stage_bytes(Placement.line(2), 1)
+
+    assert sizes.microbatch_factor is None
+    assert sorted(sizes.not_given) == sorted({*BYTES, "checkpoint_bytes"} - {"activation_bytes"})
+
+
+def test_a_share_of_a_microbatch_has_its_share_of_seconds_and_bytes_but_all_parameters():
+    share = Costs.uniform(recompute=3.0, activation_bytes=5, message_bytes=8, parameter_bytes=10).of_share(0.5)
+
+    assert (share.forward_s, share.recompute_s) == ((0.5,), (1.5,))
+    assert (share.activation_bytes, share.message_bytes, share.parameter_bytes) == ((2,), (4,), (10,))
