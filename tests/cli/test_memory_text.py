@@ -42,3 +42,10 @@ def test_the_points_of_a_step_have_the_allocators_figures_where_there_are_any():
 
     assert "most live" in text
     assert "8.00 KiB (16.0 KiB allocated, 32.0 KiB reserved)" in text
+
+
+def test_what_was_predicted_is_next_to_what_was_counted():
+    lines = memory_text([RANK, replace(RANK, rank=2)], [9 * KIB, 7 * KIB]).splitlines()
+
+    assert [line.split()[-2:] for line in lines[-2:]] == [["9.00", "KiB"], ["7.00", "KiB"]]
+    assert lines[-4].endswith("predicted peak")

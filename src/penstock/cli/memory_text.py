@@ -9,11 +9,14 @@ from penstock.show.text import format_bytes
 _STAGES = ("rank", "stage", "live", "activations", "contexts", "parameters", "gradients", "received", "unsent")
 
 
-def memory_text(ranks: Sequence[RankMemory]) -> str:
-    """Return both tables, one row per stage and one per rank."""
+def memory_text(ranks: Sequence[RankMemory], predicted_bytes: Sequence[int] = ()) -> str:
+    """Return both tables, one row per stage and one per rank, with the peak that was predicted of it if known."""
     stages = [row for rank in ranks for row in _stage_rows(rank)]
     points = [[str(rank.rank), str(rank.peak_activations), *map(_point, rank.points)] for rank in ranks]
-    names = [point.name for point in ranks[0].points]
+    names: list[str] = [point.name for point in ranks[0].points]
+    if predicted_bytes:
+        names.append("predicted peak")
+        points = [[*row, format_bytes(size)] for row, size in zip(points, predicted_bytes, strict=True)]
     title = "memory, when a rank holds most"
     return f"{title}\n{format_table(list(_STAGES), stages)}\n\n{format_table(['rank', 'most live', *names], points)}"
 

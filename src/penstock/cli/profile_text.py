@@ -20,7 +20,7 @@ EVEN = 1.05
 
 def profile_text(profile: Profile) -> str:
     """Return everything that was measured, for people."""
-    memory = [memory_text(profile.memory)] if profile.memory else []
+    memory = [memory_text(profile.memory, profile.predicted_bytes)] if profile.memory else []
     parts = [_stages(profile), *_channels(profile), *memory, _hosts(profile), bottleneck(profile)]
     return "\n\n".join(parts)
 

@@ -3,7 +3,7 @@
     value             from                                   until
     activation        the start of its F, or of its R        the end of its B or I
     checkpoint        the start of an F that has an R        the start of its R, of whose activation it becomes a part
-    weight context    the end of its I                       the end of its W
+    saved for W       the end of its I                       the end of its W
     message, to send  the start of the F, B or I making it   the end of its send
     message, to take  its receive, which posts the buffer    the start of its F, of whose activation it becomes a part;
                                                              the end of its B or I
@@ -73,7 +73,7 @@ def live_activations(table: Table) -> Counts:
 
 
 def live_bytes(table: Table, sizes: StageBytes) -> Counts:
-    """[num_rows] bytes that the row's rank holds while the row runs, beside what is static."""
+    """[num_rows] bytes that the row's rank holds while the row runs, without what is static."""
     return np.concatenate(list(_live_by_rank(table, sizes)))
 
 

@@ -109,12 +109,12 @@ class Timeline:
 
     @cached_property
     def peak_bytes(self) -> list[int]:
-        """Per rank, the most bytes of activations, weight contexts and messages alive at once; 0 where unknown."""
+        """Per rank, the most bytes of activations, tensors saved for W and messages alive at once; 0 where unknown."""
         return [0] * self.num_ranks if self.sizes is None else peak_bytes(self.program, self.sizes)
 
     @property
     def static_bytes(self) -> tuple[int, ...]:
-        """Per rank, bytes of parameters, gradients and optimizer state, beside `peak_bytes`; empty where unknown."""
+        """Per rank, bytes of parameters, gradients and optimizer state, not in `peak_bytes`; empty where unknown."""
         return () if self.sizes is None else tuple(self.sizes.static_of_ranks(self.program.placement).tolist())
 
     def seconds_by_op(self) -> list[dict[Op, float]]:

@@ -69,7 +69,10 @@ def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False)
 def require_costs(costs: object) -> None:
     """Refuse anything but `Costs`. Raises: ConfigError."""
     if not isinstance(costs, Costs):
-        raise ConfigError(f"{described(costs)}; expected Costs, such as Costs.uniform()", key="costs")
+        raise ConfigError(
+            f"{described(costs)}; expected Costs, such as Costs.uniform() or LayerCosts(...).of_stages(split)",
+            key="costs",
+        )
 
 
 def _predecessors(program: Program) -> list[NDArray[np.int32]]:

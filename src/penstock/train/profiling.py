@@ -54,6 +54,8 @@ class Profile:
     """Channels by themselves, while nothing else ran."""
     memory: tuple[RankMemory, ...] = ()
     """What each rank held during a step, without an optimizer."""
+    predicted_bytes: tuple[int, ...] = ()
+    """Per rank, the peak of that step as the model of memory has it."""
 
 
 def profile_run(config: RunConfig, *, num_steps: int) -> Profile:
@@ -107,7 +109,9 @@ def profile_pipeline(
     held = per_layer.of_stages(pipeline.layers_of_stage).of_share(1 / num_slices)
     of_stages = {each.name: getattr(held, each.name) for each in fields(Costs) if each.name in report.layer_bytes}
     costs = replace(costs, source=source, **of_stages | {"message_bytes": message_bytes})
-    return Profile(pipeline.rank, costs, per_layer, pipeline.program, num_steps, tuple(wires), report.ranks)
+    return Profile(
+        pipeline.rank, costs, per_layer, pipeline.program, num_steps, tuple(wires), report.ranks, report.predicted_bytes
+    )
 
 
 def _record(

@@ -91,7 +91,7 @@ class SharedCosts:
     activation_bytes: tuple[int, ...] = (0,)
     """Bytes that a forward leaves behind until its backward, its inputs among them."""
     weight_context_bytes: tuple[int, ...] = (0,)
-    """Bytes kept between the input part and the weight part of a backward."""
+    """Bytes of the tensors saved for the weight gradients, from the I to the W of a split backward."""
     checkpoint_bytes: tuple[int, ...] = ()
     """Bytes of the inputs that a recomputed forward keeps; the message that brings them unless given."""
     microbatch_bytes_factor: tuple[float, ...] = (1.0,)
