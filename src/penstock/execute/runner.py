@@ -39,7 +39,7 @@ from penstock.execute.stages.auxiliary import auxiliary_modules
 from penstock.execute.stages.data_parallel import DdpReduction
 from penstock.execute.stages.main_gradients import ATTRIBUTE, MainGradients
 from penstock.execute.stages.own_parameters import OwnParameters
-from penstock.execute.stages.randomness import Randomness, drawn_again
+from penstock.execute.stages.randomness import Randomness, unseeded_draws
 from penstock.execute.stages.tied import agree_on_copies
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.instruction import Op
@@ -186,8 +186,8 @@ class Runner:
             changes = self._inspection.changes(program)
             if self._randomness is not None and mode.is_training:
                 changes.insert(0, self._randomness.change(program, stages))
-            elif Op.RECOMPUTE in program.ops:
-                changes.insert(0, drawn_again(program, self._device, self._options.deadline_s))
+            elif mode.is_training:
+                changes[:0] = unseeded_draws(program, self._device, self._options.deadline_s)
             self._interpreters[mode] = Interpreter(
                 program, rank, stages, self._messenger, hooks, changes=changes, row_of=self._desk.board.row_of
             )

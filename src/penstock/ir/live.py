@@ -145,10 +145,11 @@ def _levels_by_rank(table: Table, sizes: StageBytes) -> Iterator[tuple[Counts, C
 
 def _forwards_that_run_again(table: Table) -> NDArray[np.int32]:
     """The rows of forwards that have a recomputation, in order."""
-    if Op.RECOMPUTE not in table.ops:
+    again = next((op for op in table.ops if Value.CHECKPOINT in OPERATIONS[op].frees), None)
+    if again is None:
         return np.empty(0, np.int32)
     rows = index_rows(table)
-    forwards = rows.plane(Op.FORWARD)[rows.plane(Op.RECOMPUTE) != NONE]
+    forwards = rows.plane(Op.FORWARD)[rows.plane(again) != NONE]
     return np.sort(forwards[forwards != NONE])
 
 

@@ -234,16 +234,20 @@ def check_slots(subject: Subject, rows: RowIndex, messages: Messages, findings: 
 
 def _activation_lives(program: Program, rows: RowIndex, findings: Findings) -> tuple[Rows, Rows]:
     """First and last row of every activation; a backward that looks into another slot is a finding."""
-    forward, backward, weight = (rows.plane(op).reshape(-1) for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT))
-    for reader in (rows.plane(Op.RECOMPUTE).reshape(-1), backward, weight):
+    of_op = {op: rows.plane(op).reshape(-1) for op in rows.planes if op.is_compute}
+    forward = of_op.get(Op.FORWARD, np.empty(0, np.int32))
+    for reader in (found for op, found in of_op.items() if op is not Op.FORWARD):
         for identity in np.flatnonzero((reader != NONE) & (program.slot[reader] != program.slot[forward])).tolist():
             row, saver = int(reader[identity]), int(forward[identity])
             mine, theirs = int(program.slot[row]), int(program.slot[saver])
             place = findings.subject.place(saver, seen_from=row)
             problem = f"reads slot {mine}; {place} saved its activation in slot {theirs}"
             findings.add(row, problem, f"Give it slot {theirs}")
+    last = forward
+    for op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):  # the later one last
+        if op in of_op:
+            last = np.where(of_op[op] != NONE, of_op[op], last)
     is_there = forward != NONE
-    last = forward if program.is_forward_only else np.where(weight != NONE, weight, backward)
     return forward[is_there], last[is_there]
 
 

@@ -41,10 +41,10 @@ def test_the_example_is_one():
         ("F=1,I", "costs: 'I' is not of the form key=value"),
         (
             "F=1,I=1,W=1,tranfer=1",
-            r"no cost 'tranfer'; known: F, I, W, B, R, transfer, overlap\. Did you mean 'transfer'\?",
+            r"no cost 'tranfer'; known: F, B, I, W, R, transfer, overlap\. Did you mean 'transfer'\?",
         ),
         ("f=1,I=1,W=1", r"no cost 'f'; known: .* Did you mean 'F'\?"),
-        ("X=1", "no cost 'X'; known: F, I, W, B, R, transfer, overlap"),
+        ("X=1", "no cost 'X'; known: F, B, I, W, R, transfer, overlap"),
         ("F=1,I=1,W=1,F=2", "costs: F is given twice; keep one"),
         ("I=1,W=1", "costs: F missing; give F, and I and W or at least B, such as F=1"),
         ("F=1", "costs: I and W missing; give F, and I and W or at least B"),

@@ -107,11 +107,13 @@ class Randomness:
         return forward
 
 
-def drawn_again(program: Program, device: torch.device, patience_s: float) -> Change:
+def unseeded_draws(program: Program, device: torch.device, patience_s: float) -> list[Change]:
     """Return what lets a forward that runs again draw what it drew at first, where no seed says what to draw.
 
     The ranks of a process take turns at its generators, so that nobody draws within another's forward.
     """
+    if Op.RECOMPUTE not in program.ops:
+        return []
     generators, states = _default_generators(device), dict[Where, list[Tensor]]()
 
     def wrap(bound: Bound) -> Call:
@@ -133,7 +135,7 @@ def drawn_again(program: Program, device: torch.device, patience_s: float) -> Ch
 
         return draw_again if op == Op.RECOMPUTE else note if op == Op.FORWARD else _in_turn(bound.call, patience_s)
 
-    return around_each(wrap)
+    return [around_each(wrap)]
 
 
 def _default_generators(device: torch.device) -> list[torch.Generator]:

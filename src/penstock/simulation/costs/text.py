@@ -13,9 +13,8 @@ from penstock.errors import ConfigError, nearest
 from penstock.ir.operations import Kind
 from penstock.simulation.costs.costs import FIELD_OF_KIND, Costs
 
-LISTED = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD, Kind.RECOMPUTE)
 FIELD_OF_KEY = {
-    **{kind.letter: FIELD_OF_KIND[kind] for kind in LISTED},
+    **{kind.letter: FIELD_OF_KIND[kind] for kind in Kind},
     "transfer": "latency_s",
     "overlap": "overlap_factor",
 }
