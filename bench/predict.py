@@ -2,6 +2,8 @@
 
     python bench/predict.py [--ranks 2,4,8] [--families 1f1b,gpipe] [--skip emulated|real] [--output FILE.json]
 
+A family such as 1f1b+recompute runs its forwards again before their backwards.
+
 Emulated: stages sleep, uneven ones, on processes over gloo. Costs are fitted to a few recorded steps of a schedule and
 predict the ten that follow. Real: the demo's model on two ranks with a thread each. Costs are fitted to steps of 1F1B,
 and to others with its backwards in two parts; they predict other schedules and another split, whose steps are measured
@@ -98,9 +100,12 @@ def row_of(work: str, name: str, measured: list[Timeline], predicted: Timeline) 
 def emulated(num_ranks: int, families: list[str]) -> Iterator[Row]:
     """Run every family on this rank; all ranks get the same rows."""
     for name in families:
-        slices = 2 if FAMILIES[name].takes_slices else 1
+        family, _, recompute = name.partition("+")
+        slices = 2 if FAMILIES[family].takes_slices else 1
         try:
-            schedule = build(name, ranks=num_ranks, microbatches=2 * num_ranks, slices=slices)
+            schedule = build(
+                family, ranks=num_ranks, microbatches=2 * num_ranks, slices=slices, recompute=bool(recompute)
+            )
         except ConfigError:
             continue  # too few ranks for it
         with closing(emulated_pipeline(schedule)) as pipeline:
