@@ -31,7 +31,8 @@ def post_receives_ahead(program: Program) -> Program:
     starts_group[1:] &= ~program.joined[:-1]
     # A computation's place is its number, two joined ones counted as one; a message's place that of the next
     # computation.
-    place: NDArray[np.int32] = np.cumsum(starts_group, dtype=np.int32)
+    place = starts_group.astype(np.int32)  # a sum of booleans into integers takes 30 times as long
+    np.cumsum(place, out=place)
     place -= is_compute
     rank_of_stage = np.array(program.placement.rank_of_stage, np.int32)
     _MOVE(
