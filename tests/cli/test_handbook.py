@@ -8,13 +8,15 @@ import pytest
 from penstock.cli import handbook as written
 from penstock.cli.entry import main
 from penstock.cli.handbook import differences, family_text, handbook, side_by_side
+from penstock.proofs import check
 from penstock.schedules import FAMILIES, build
+from penstock.simulation import Costs, simulate
 from tests.grids import assert_grid
 from tests.house.source import ROOT
 
 ALL = list(FAMILIES.values())
 TEXT = written.TEXT.read_text(encoding="utf-8")
-PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+EXAMPLE, PHASES, FUNCTION = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 COMMANDS = re.findall(r"^penstock (?:show|compare) .*", TEXT, re.MULTILINE)
 
 
@@ -71,16 +73,33 @@ def test_the_differences_of_a_family_stand_on_its_page():
     assert differences("looped-bfs")[0] in family_text(FAMILIES["looped-bfs"], width=120, as_markdown=True)
 
 
+def test_the_first_example_builds_a_schedule():
+    namespace = {}
+    exec(EXAMPLE, namespace)
+
+    assert namespace["schedule"] == build("1f1b", ranks=4, microbatches=8, warmup="eager")
+
+
+def test_the_table_of_recomputation_says_what_is_predicted():
+    table = re.findall(r"^\| `([\w-]+)` \| (\d+) \| (\d+) \| ([\d, ]+) \| ([\d, ]+) \|", TEXT, re.MULTILINE)
+
+    assert len(table) == 3
+    for name, *cells in table:
+        both = [build(name, ranks=4, microbatches=8, recompute=again) for again in (False, True)]
+        found = [f"{simulate(schedule, Costs.uniform()).makespan_s:g}" for schedule in both]
+        found += [", ".join(map(str, check(schedule).peak_activations)) for schedule in both]
+        assert found == cells
+
+
 def test_the_function_in_the_text_is_that_of_the_example():
     example = (ROOT / "examples" / "own_schedule.py").read_text(encoding="utf-8")
 
-    assert len(PYTHON) == 2
-    assert PYTHON[1] in example
+    assert FUNCTION in example
 
 
 def test_the_function_in_the_text_runs():
     namespace = {}
-    exec(PYTHON[1], namespace)
+    exec(FUNCTION, namespace)
 
     found = build(namespace["in_groups"], ranks=2, microbatches=4, size=2)
 
@@ -89,7 +108,7 @@ def test_the_function_in_the_text_runs():
 
 def test_the_family_in_the_text_is_zb_h1_and_zb_h2():
     namespace = {}
-    exec(PYTHON[0], namespace)
+    exec(PHASES, namespace)
 
     assert namespace["schedule"] == build("zb-h2", ranks=4, microbatches=8)
     assert build(namespace["zb"], ranks=5, microbatches=7) == build("zb-h1", ranks=5, microbatches=7)
