@@ -12,7 +12,14 @@ from penstock.ir.instruction import Op
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.placement import Placement
-from penstock.planning import few_microbatches, memory_demand, plan, prove_and_lower, resolve_schedule
+from penstock.planning import (
+    few_microbatches,
+    memory_demand,
+    options_of_family,
+    plan,
+    prove_and_lower,
+    resolve_schedule,
+)
 from penstock.proofs import Demand, check
 from penstock.schedules import build
 from penstock.simulation import Costs, LayerCosts
@@ -173,3 +180,11 @@ def test_slices_count_as_microbatches():
 
 def test_each_of_two_routes_has_its_own_stages():
     assert few_microbatches(prove_and_lower(build("chimera", ranks=4, microbatches=4))) is None
+
+
+@pytest.mark.parametrize(
+    ("schedule", "has_group"),
+    [("1f1b", False), ("interleaved-1f1b", True), ("no-such", True), ("1f1b.csv", False), (BACKWARD_FIRST, False)],
+)
+def test_a_group_is_an_option_of_some_families_and_may_be_one_of_an_unknown_family(schedule, has_group):
+    assert ("group" in options_of_family(schedule)) is has_group

@@ -5,7 +5,7 @@ step is then one agreement between the ranks, one run of this rank's instruction
 """
 
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from penstock.errors import ConfigError, PenstockWarning, PipelineError
 from penstock.execute.arguments import (
-    GROUP,
     layer_list,
     require_loss,
     require_schedule,
@@ -57,11 +56,12 @@ from penstock.planning import (
     ScheduleLike,
     few_microbatches,
     memory_demand,
+    options_of_family,
     predict_peaks,
     prove_and_lower,
     resolve_plan,
 )
-from penstock.schedules import find_family, is_file_name
+from penstock.schedules import find_family, is_family_name
 from penstock.version import VERSION
 
 _LOOKING_BACK = (nn.MultiheadAttention, nn.RNNBase)
@@ -101,7 +101,7 @@ class Pipeline:
         group: dist.ProcessGroup | int | None = None,
         **options: Any,
     ) -> None:
-        joined = join(group, options, _options_of_family(schedule))
+        joined = join(group, options, options_of_family(schedule))
         self.options, self._family_options = joined.options, joined.family_options
         self._transport = joined.transport
         self.rank = self._transport.rank
@@ -277,8 +277,8 @@ class Pipeline:
     ) -> Schedule | Program:
         require_schedule(schedule)
         family_options = self._family_options
-        if _is_family(schedule):
-            refuse_unknown(family_options, str(schedule), find_family(str(schedule)).all_options)
+        if is_family_name(schedule):
+            refuse_unknown(family_options, schedule, find_family(schedule).all_options)
             if self.options.slices is not None:
                 family_options["slices"] = self.options.slices
         resolved = resolve_plan(
@@ -393,15 +393,3 @@ class Pipeline:
         if self._is_closed:
             raise PipelineError(f"rank {self.rank}: the pipeline is closed; make a new one", rank=self.rank)
         return self._runner.run(mode, call, memory)
-
-
-def _is_family(schedule: object) -> bool:
-    return isinstance(schedule, str) and not is_file_name(schedule)
-
-
-def _options_of_family(schedule: object) -> Collection[str]:
-    """The options that a schedule's family knows; of an unknown family, what a number as `group` may be."""
-    try:
-        return find_family(str(schedule)).all_options if _is_family(schedule) else ()
-    except ConfigError:
-        return (GROUP,)

@@ -1,6 +1,6 @@
 """Planning on one page: build, check, lower, check, simulate."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.lowering import assign_slots, lower
 from penstock.proofs import NO_DEMAND, Demand, prove
-from penstock.schedules import build, is_file_name
+from penstock.schedules import build, find_family, is_family_name
 from penstock.simulation import Costs, LayerCosts, simulate
 
 DEFAULT_MICROBATCHES = 8
@@ -170,7 +170,7 @@ def resolve_plan(
             microbatches.
         FormatError: if the file cannot be read as a schedule or a program.
     """
-    if isinstance(plan, str) and not is_file_name(plan):
+    if is_family_name(plan):
         number = DEFAULT_MICROBATCHES if microbatches is None else microbatches
         return build(plan, ranks=ranks, microbatches=number, stages_per_rank=stages_per_rank, **options)
     if options:
@@ -195,6 +195,14 @@ def resolve_plan(
             key="stages_per_rank",
         )
     return whole
+
+
+def options_of_family(schedule: object) -> Collection[str]:
+    """Return the options that a schedule's family knows; of an unknown family `group`, which may be its own."""
+    try:
+        return find_family(schedule).all_options if is_family_name(schedule) else ()
+    except ConfigError:  # `resolve_plan` reports it, once all ranks have joined
+        return ("group",)
 
 
 def _read(path: Path) -> Schedule | Program:

@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.schedules import FAMILIES, build, find_family, installed_families, is_file_name
+from penstock.schedules import FAMILIES, build, find_family, installed_families, is_family_name
 from penstock.schedules.registry import plug_ins
 from tests.grids import assert_grid
 from tests.plug_ins import ZIGZAG, installing
@@ -145,12 +146,12 @@ def test_what_fails_in_a_plug_in_or_has_another_size_is_told(install, row, told)
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_family_of_ours_is_taken_for_a_file(name):
-    assert not is_file_name(name)
+    assert is_family_name(name)
 
 
-@pytest.mark.parametrize("text", ["mine.csv", "runs/mine", "./1f1b", "a.b.json", "/tmp/x"])
-def test_paths_are_told_from_names(text):
-    assert is_file_name(text)
+@pytest.mark.parametrize("text", ["mine.csv", "runs/mine", "./1f1b", "a.b.json", "/tmp/x", Path("1f1b"), None])
+def test_paths_and_what_is_no_text_are_not_taken_for_names(text):
+    assert not is_family_name(text)
 
 
 @pytest.mark.slow

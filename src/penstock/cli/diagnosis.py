@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from penstock.ir.action import Kind
 from penstock.ir.timeline import Timeline
-from penstock.schedules import is_file_name
+from penstock.schedules import is_family_name
 from penstock.searching.what_if import Change, MeasuredRun, Setting, what_if
 from penstock.simulation import simulate
 from penstock.simulation.causes import Cause, IdleTimes, idle_times
@@ -90,7 +90,7 @@ def setting_of(config: RunConfig) -> Setting:
     pipeline = config.pipeline
     return Setting(
         batch_size=config.batch.size,
-        family=None if is_file_name(pipeline.schedule) else pipeline.schedule,
+        family=pipeline.schedule if is_family_name(pipeline.schedule) else None,
         options=pipeline.options,
         stages_per_rank=pipeline.stages_per_rank or None,
     )

@@ -16,7 +16,7 @@ from penstock.errors import ConfigError
 from penstock.ir.reading import read_table
 from penstock.ir.schedule import Schedule
 from penstock.proofs import check
-from penstock.schedules import FAMILIES, build, find_family, is_file_name
+from penstock.schedules import FAMILIES, build, find_family, is_family_name
 
 Options = Mapping[str, str]
 STDIN = "-"
@@ -68,7 +68,7 @@ def find_wanted(text: str, arguments: Namespace) -> Wanted:
     if python := _PYTHON.fullmatch(name):
         place = python[0] if python[1] else f"{name}:FUNCTION"
         raise ConfigError(f"{name} is Python, which only --from runs: write --from {place} in its place")
-    if name not in FAMILIES and (name == STDIN or is_file_name(name) or Path(name).is_file()):
+    if name not in FAMILIES and (name == STDIN or not is_family_name(name) or Path(name).is_file()):
         return Wanted(text, False, partial(_as_asked, _read(name), name, arguments, options))
     family, colon, _ = name.partition(":")
     if colon and family in FAMILIES:

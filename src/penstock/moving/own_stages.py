@@ -24,7 +24,7 @@ from penstock.ir.schedule import Schedule
 from penstock.moving.brought import agree_on_brought, parts_of_stages
 from penstock.pipeline import Pipeline
 from penstock.planning import resolve_schedule
-from penstock.schedules import find_family, is_file_name
+from penstock.schedules import find_family, is_family_name
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ class Site:
         Raises:
             ConfigError: there is no such schedule, or it cannot run here.
         """
-        is_name = _is_name(schedule)
+        is_name = is_family_name(schedule)
         family_options = dict(self.joined.family_options)
         if is_name:
             refuse_unknown(family_options, str(schedule), find_family(str(schedule)).all_options)
@@ -111,7 +111,7 @@ class Site:
         Families of two routes hold each part twice.
         """
         per_rank = max(num_parts // self.transport.num_ranks, 1)
-        taken = find_family(str(schedule)).stages_per_rank if _is_name(schedule) else (0,)
+        taken = find_family(str(schedule)).stages_per_rank if is_family_name(schedule) else (0,)
         return per_rank if per_rank in taken or 0 in taken else None
 
     def pipeline(self, own: Mapping[int, nn.Module], schedule: Schedule, loss: Loss | None) -> Pipeline:
@@ -155,7 +155,3 @@ def require_parts(schedule: Schedule, num_parts: int, key: str) -> None:
             f"{length} one after another; give {length}, or use another schedule",
             key=key,
         )
-
-
-def _is_name(schedule: str | Path | Schedule) -> bool:
-    return isinstance(schedule, str) and not is_file_name(schedule)

@@ -19,7 +19,7 @@ from penstock.execute.losses.results import StepResult
 from penstock.ir.schedule import Schedule as Order
 from penstock.moving.own_stages import Site
 from penstock.placement import Placement
-from penstock.schedules import FAMILIES, is_file_name
+from penstock.schedules import FAMILIES, is_family_name
 
 FAMILY_OF_CLASS = {
     "GPipe": "gpipe",
@@ -214,7 +214,7 @@ def get_schedule_class(schedule_name: str) -> Callable[..., Schedule]:
 
 def family_of(schedule: str | Path | Order) -> str | Path | Order:
     """Return torch's name of a schedule as ours; whatever else it is stays."""
-    if not isinstance(schedule, str) or is_file_name(schedule):
+    if not is_family_name(schedule):
         return schedule
     ours = {name.lower(): family for name, family in FAMILY_OF_CLASS.items()}
     return ours.get(schedule.lower().removeprefix("schedule"), schedule)

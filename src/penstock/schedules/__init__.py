@@ -34,7 +34,7 @@ from penstock.schedules import (
 from penstock.schedules.custom import Asked, ScheduleFunction, custom_schedule
 from penstock.schedules.family import Family, Shape
 from penstock.schedules.options import Choice, Number, Option, Options
-from penstock.schedules.registry import Installed, find_installed, is_file_name, load_installed, plug_ins
+from penstock.schedules.registry import Installed, find_installed, is_family_name, load_installed, plug_ins
 from penstock.schedules.v import one_f_one_b_v, v_half, v_min, v_zb
 
 MAX_FORWARDS = 50_000_000
@@ -228,5 +228,5 @@ __all__ = [
     "build",
     "find_family",
     "installed_families",
-    "is_file_name",
+    "is_family_name",
 ]

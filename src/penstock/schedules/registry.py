@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeGuard
 
 from penstock.errors import ConfigError
 from penstock.ir.schedule import Schedule
@@ -106,9 +107,9 @@ def _all_plug_ins() -> Iterator[PlugIn]:
             yield PlugIn(point.name, str(distribution.metadata["Name"]), point.load)
 
 
-def is_file_name(text: str) -> bool:
-    """Tell whether a text looks like a path rather than like the name of a family."""
-    return bool(Path(text).suffix) or Path(text).name != text
+def is_family_name(schedule: object) -> TypeGuard[str]:
+    """Return whether what was given as a schedule is a text that looks like a family's name, not like a path."""
+    return isinstance(schedule, str) and not Path(schedule).suffix and Path(schedule).name == schedule
 
 
 def _generate(family: Family, shape: Shape, options: Options) -> Schedule:

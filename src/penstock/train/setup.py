@@ -10,7 +10,7 @@ from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
 from penstock.planning import resolve_schedule
 from penstock.proofs import Limit, check
-from penstock.schedules import FAMILIES, is_file_name
+from penstock.schedules import FAMILIES, is_family_name
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.file import read_costs
 from penstock.train.config import RunConfig
@@ -165,7 +165,7 @@ def build_schedule(config: RunConfig) -> Schedule:
     for name in SET_ELSEWHERE:
         if name in pipeline.options:
             raise ConfigError(f"is no option of a schedule; set pipeline.{name}", key=f"pipeline.options.{name}")
-    slices = {"slices": pipeline.slices} if pipeline.slices and not is_file_name(pipeline.schedule) else {}
+    slices = {"slices": pipeline.slices} if pipeline.slices and is_family_name(pipeline.schedule) else {}
     try:
         schedule = resolve_schedule(
             pipeline.schedule,
