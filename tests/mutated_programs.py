@@ -67,7 +67,7 @@ def random_program(chance):
 
 
 def with_recomputations(program, chance):
-    """Put a recomputation in front of some backwards."""
+    """Put a recomputation before some backwards."""
     orders = [units(program, rank) for rank in range(len(program))]
     for order in orders:
         for unit in list(order):

@@ -36,7 +36,7 @@ SHAPES = [("1f1b", {}), ("zb-h1", {}), ("zbv", {}), ("interleaved-1f1b", {"stage
 
 
 def late(program):
-    """Receives stand right in front of the computation that needs them, a little later than lowering puts them."""
+    """Receives are right before the computation that needs them, a little later than lowering puts them."""
 
     def move(orders):
         for order in orders:

@@ -12,7 +12,7 @@
     │   └── DeadlineExceeded   a wait outlived its deadline
     └── CheckpointError        saved weights cannot be written or read
 
-A message says where, what, what was expected, and the way out.
+A message says where, what, what was expected, and the fix.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,12 +37,12 @@ class Violation:
     """Text of the action or instruction at that place; empty where something is missing."""
     problem: str
     """What is wrong and what was expected."""
-    way_out: str
+    fix: str
 
     def __str__(self) -> str:
         where = f"rank {self.rank}, position {self.position}"
         subject = f"{self.action} " if self.action else ""
-        return f"{where}: {subject}{self.problem}. {self.way_out}."
+        return f"{where}: {subject}{self.problem}. {self.fix}."
 
 
 class ScheduleError(PenstockError):

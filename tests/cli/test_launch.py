@@ -128,7 +128,7 @@ def test_torchrun_starts_ranks_that_join(tmp_path):
     assert (tmp_path / "1").read_text().split()[1] == "2"
 
 
-def test_a_taken_port_is_refused_with_a_way_out():
+def test_a_taken_port_is_refused_with_a_fix():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
 

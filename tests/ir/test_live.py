@@ -62,7 +62,7 @@ def _recomputed(table):
 
 
 def with_some_recomputed(schedule, seed):
-    """Put an R in front of some backwards, or of the pairs that these are in."""
+    """Put an R before some backwards, or of the pairs that these are in."""
     chance = np.random.default_rng(seed)
     rows = np.flatnonzero(np.isin(schedule.op, (Op.BACKWARD, Op.BACKWARD_INPUT)))
     rows = rows[chance.random(len(rows)) < 0.5]

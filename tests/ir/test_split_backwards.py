@@ -1,4 +1,4 @@
-"""Every whole backward becomes its two parts, one behind the other; nothing else changes."""
+"""Every whole backward becomes its two parts, one after the other; nothing else changes."""
 
 import numpy as np
 from hypothesis import given

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.ir import hot
-from penstock.ir.common_order import walk_untimed, whole_starts
 from penstock.ir.deps import predecessors
 from penstock.ir.instruction import Op
+from penstock.ir.linear_extension import walk_untimed, whole_starts
 from penstock.ir.program import Program
 from penstock.lowering import lower
 from penstock.placement import Placement
@@ -146,7 +146,7 @@ def assert_faithful(schedule, program):
 
 
 def assert_in_time(program):
-    """Sends stand behind what makes their message, receives before its consumer, alike at both ends of a pair."""
+    """Sends are after what makes their message, receives before its consumer, alike at both ends of a pair."""
     for rank in range(len(program)):
         rows = program[rank]
         at = {

@@ -115,7 +115,7 @@ def test_one_rank_has_nothing_to_move():
 
 
 def places(program, rank):
-    """Per message of the rank, (how many computations stand in front of it, the row); joined ones count as one."""
+    """Per message of the rank, (how many computations are before it, the row); joined ones count as one."""
     found, place = [], 0
     for group in groups(program, rank):
         if group[0].op.is_compute:

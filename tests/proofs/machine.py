@@ -181,7 +181,7 @@ class Machine:
     def compute(self, rank, unit):
         needed = set().union(*(self.needs(row) for row in unit))
         if not needed <= rank.values | rank.awaited:
-            raise Wrong  # it stands in front of what it needs on its own rank
+            raise Wrong  # it is before what it needs on its own rank
         if not needed <= rank.values:
             return False
         for row in unit:

@@ -94,18 +94,14 @@ def test_a_send_before_its_message_is_made_is_refused():
     broken = swapped(lowered(), "0F1", "0SEND_F1")
     rank, position = find(broken, "0SEND_F1")
 
-    assert_refused(
-        broken, (rank, position, "0SEND_F1"), "stands in front of 0F1", "which makes its message", "behind 0F1"
-    )
+    assert_refused(broken, (rank, position, "0SEND_F1"), "is before 0F1", "which makes its message", "after 0F1")
 
 
 def test_a_receive_behind_its_consumer_is_refused():
     broken = swapped(lowered("sequential"), "1F0", "1RECV_F0")
     rank, position = find(broken, "1RECV_F0")
 
-    assert_refused(
-        broken, (rank, position, "1RECV_F0"), "stands behind 1F0", "which needs its message", "in front of 1F0"
-    )
+    assert_refused(broken, (rank, position, "1RECV_F0"), "is after 1F0", "which needs its message", "before 1F0")
 
 
 def test_duplicate_messages_are_refused():

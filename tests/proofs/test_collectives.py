@@ -37,7 +37,7 @@ def test_a_reduction_before_the_last_backward_is_refused(text):
     broken = edited(program, lambda orders: orders[0].insert(position, orders[0].pop(find(program, text)[1])))
 
     assert_refused(
-        broken, (0, position, text), f"runs before 0B2 (position {position + 1}), the last backward", "behind 0B2"
+        broken, (0, position, text), f"runs before 0B2 (position {position + 1}), the last backward", "after 0B2"
     )
 
 
@@ -72,7 +72,7 @@ def test_a_tied_group_that_only_the_metadata_name_is_refused():
 def test_stages_whose_gradient_is_never_reduced_are_told_together():
     broken = without(without(lowered(ranks=3), "0REDUCE_GRAD"), "2REDUCE_GRAD")
 
-    error = assert_refused(broken, (0, *reversed(("0B2", find(broken, "0B2")[1]))), "one 0REDUCE_GRAD behind it")
+    error = assert_refused(broken, (0, *reversed(("0B2", find(broken, "0B2")[1]))), "one 0REDUCE_GRAD after it")
     assert [found.action for found in error.violations] == ["0B2", "2B2"]
 
 
@@ -87,7 +87,7 @@ def test_a_program_that_omits_some_reductions_only_is_refused():
     program = replace(without(lowered(), "1REDUCE_GRAD"), omits_reductions=True)
     step_alone = without(without(lowered(optimizer_step=True), "0REDUCE_GRAD"), "1REDUCE_GRAD")
 
-    assert_refused(program, (1, find(program, "1B2")[1], "1B2"), "expected one 1REDUCE_GRAD behind it")
+    assert_refused(program, (1, find(program, "1B2")[1], "1B2"), "expected one 1REDUCE_GRAD after it")
     assert len(refusal(replace(step_alone, omits_reductions=True)).violations) == 2
 
 
@@ -118,7 +118,7 @@ def mutations(program, row):
     first = backwards[-1] - int(backwards[-1] > begin[rank] and program.joined[backwards[-1] - 1])
     places = {"before the last backward": rest.index(first), "at the front": 0}
     if program.op[own[-1]] == Op.OPTIMIZER_STEP:
-        places["behind the step"] = len(rest)
+        places["after the step"] = len(rest)
     changed = {"removed": rest, "doubled": sorted([*own, row])}
     changed |= {name: [*rest[:place], row, *rest[place:]] for name, place in places.items()}
     for name, order in changed.items():

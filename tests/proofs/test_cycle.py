@@ -34,10 +34,10 @@ def test_crossing_orders_are_told_as_a_chain():
     error = assert_refused(crossing, (0, 1, "0B0"), "waits for 1B0 (rank 1, position 2)")
     assert len(error.violations) == 1
     assert error.violations[0].problem == (
-        "waits for 1B0 (rank 1, position 2), which stands behind 1F1 (position 1), "
-        "which waits for 0F1 (rank 0, position 2), which stands behind 0B0"
+        "waits for 1B0 (rank 1, position 2), which is after 1F1 (position 1), "
+        "which waits for 0F1 (rank 0, position 2), which is after 0B0"
     )
-    assert error.violations[0].way_out == "Move 0F1 in front of 0B0 on rank 0"
+    assert error.violations[0].fix == "Move 0F1 before 0B0 on rank 0"
 
 
 def test_a_chain_through_three_ranks_names_each():
@@ -57,7 +57,7 @@ def test_the_shortest_cycle_is_told_where_the_first_rows_to_block_form_a_longer_
     actions = Actions.of(Subject(schedule_of("0F0 0F1 0F2\n1F0 1F1 1F2 1F3\n2F0 2F1")))
     before = np.full((9, 1), NONE, np.int32)
     before[[0, 3, 7], 0] = [4, 8, 2]  # the first rows of the ranks wait in a circle of three
-    before[[1, 5], 0] = [6, 2]  # 0F1 waits for 1F3, which stands behind 1F2, which waits for 0F2
+    before[[1, 5], 0] = [6, 2]  # 0F1 waits for 1F3, which is after 1F2, which waits for 0F2
 
     cycle = shortest_cycle(actions, before, reached=np.array([0, 3, 7]))
 
@@ -92,7 +92,7 @@ def test_a_program_with_crossing_orders_tells_the_cycle_not_the_transports():
         """,
     )
 
-    error = assert_refused(program, (0, 3, "0B0"), "waits for 1B0 (rank 1, position 4), which stands behind 1F1")
+    error = assert_refused(program, (0, 3, "0B0"), "waits for 1B0 (rank 1, position 4), which is after 1F1")
     assert len(error.violations) == 1
 
 

@@ -1,4 +1,4 @@
-"""Every action is there once, on its rank, behind what it needs there; each way to break this is refused by name."""
+"""Every action is there once, on its rank, after what it needs there; each way to break this is refused by name."""
 
 from dataclasses import replace
 
@@ -100,7 +100,7 @@ def test_an_action_that_is_missing_altogether_is_refused_at_the_end_of_its_rank(
 def test_microbatches_in_a_row_are_missing_in_one_line_per_stage():
     error = refusal(schedule_of(SMALL, microbatches=5))
 
-    assert [(found.rank, found.problem[:50], found.way_out) for found in error.violations] == [
+    assert [(found.rank, found.problem[:50], found.fix) for found in error.violations] == [
         (
             rank,
             f"{rank}F2 to {rank}F4 and {rank}B2 to {rank}B4 (or their I and W) are missing"[:50],
@@ -222,7 +222,7 @@ def test_a_backward_before_its_forward_is_refused_with_both_positions(schedule):
 def test_a_weight_part_before_its_input_part_is_refused_with_both_positions():
     broken = swapped(schedule_of(SPLIT), "1I0", "1W0")
 
-    assert_refused(broken, (1, 1, "1W0"), "runs before its input gradient 1I0 (position 4)", "Move 1I0 in front of it")
+    assert_refused(broken, (1, 1, "1W0"), "runs before its input gradient 1I0 (position 4)", "Move 1I0 before it")
 
 
 def test_a_stage_before_the_one_that_feeds_it_on_the_same_rank_is_refused():

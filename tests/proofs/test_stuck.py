@@ -48,7 +48,7 @@ def test_groups_that_wait_for_each_other_are_told_from_rank_to_rank():
     error = assert_refused(
         LOOPED,
         (1, 2, "1F0"),
-        "waits for the message of 0SEND_F0 (rank 0, position 2), which stands behind the open group of 3RECV_F0",
+        "waits for the message of 0SEND_F0 (rank 0, position 2), which is after the open group of 3RECV_F0",
         transport="coalesced",
     )
     assert [(v.rank, v.action) for v in error.violations] == [(0, "3F0"), (1, "1F0"), (2, "2F0")]
@@ -106,7 +106,7 @@ def test_a_collective_says_which_member_has_not_come(model):
 def test_the_fix_names_the_lowering_and_the_transports_that_the_program_is_fit_for():
     (violation, *_) = refusal(APART, transport="pair_fifo").violations
 
-    assert violation.way_out == (
+    assert violation.fix == (
         "Lower its schedule with transport='pair_fifo'; as it stands, the program passes under posted, buffered(1)"
     )
 

@@ -37,7 +37,7 @@ def traffic_of(program):
 @pytest.mark.slow
 @given(case=feasible_cases())
 def test_lanes_end_where_a_plain_machine_does(case):
-    """Also those of programs that need no machine, since they keep the common order."""
+    """Also those of programs that need no machine, since they keep a linear extension."""
     program = lower(case.schedule, case.chance.choice(["posted", "coalesced"]), tied_groups=[ends(case.schedule)])
     changed = [mutated(program, case.chance, REORDERINGS).program for _ in range(2)]
     for each in (program, *changed):
@@ -128,7 +128,7 @@ TIED = schedule_of("0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0", placement=Placement.loop(
 
 
 def with_reductions(first, second):
-    """Stages 2 and 3 are tied; put their reductions behind an instruction of rank 0 and one of rank 1."""
+    """Stages 2 and 3 are tied; put their reductions after an instruction of rank 0 and one of rank 1."""
 
     def move(orders):
         for rank, (text, behind) in enumerate((("2REDUCE_TIED0", first), ("3REDUCE_TIED0", second))):
@@ -154,5 +154,5 @@ def test_an_exchange_that_a_rank_would_take_for_a_message_is_refused(first, seco
 
     problems = " ".join(map(str, violations_of(program)))
     assert "a channel keeps its order" in problems
-    assert "Move the tied reduction behind all messages between rank 0 and rank 1, on both" in problems
+    assert "Move the tied reduction after all messages between rank 0 and rank 1, on both" in problems
     assert {verdict(program, model) == "ends" for model in MODELS} == {False}

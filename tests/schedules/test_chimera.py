@@ -127,6 +127,6 @@ def test_the_program_is_proved_for_any_even_number_of_microbatches(microbatches)
         (4, 7, "microbatches: chimera sends half of the microbatches each way, got 7; use 8"),
     ],
 )
-def test_what_does_not_fold_is_refused_with_the_way_out(ranks, microbatches, told):
+def test_what_does_not_fold_is_refused_with_a_fix(ranks, microbatches, told):
     with pytest.raises(ConfigError, match=told):
         build("chimera", ranks=ranks, microbatches=microbatches)

@@ -80,6 +80,6 @@ def test_the_program_is_proved_with_and_without_pairs_and_backwards(microbatches
         (4, 6, "microbatches: dualpipe needs .* got 6 on 4 ranks; use 8 or more, or chimera"),
     ],
 )
-def test_what_does_not_fold_is_refused_with_the_way_out(ranks, microbatches, told):
+def test_what_does_not_fold_is_refused_with_a_fix(ranks, microbatches, told):
     with pytest.raises(ConfigError, match=told):
         build("dualpipe", ranks=ranks, microbatches=microbatches)

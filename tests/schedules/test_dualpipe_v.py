@@ -69,7 +69,7 @@ def test_the_program_is_proved_with_and_without_pairs_and_backwards(microbatches
         prove_and_lower(build("dualpipe-v", ranks=5, microbatches=microbatches, **options))
 
 
-def test_too_few_microbatches_are_refused_with_the_way_out():
+def test_too_few_microbatches_are_refused_with_a_fix():
     with pytest.raises(ConfigError, match=r"microbatches: .* got 7 on 4 ranks; use 8 or more, or hanayo") as caught:
         build("dualpipe-v", ranks=4, microbatches=7)
 

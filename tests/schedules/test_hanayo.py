@@ -90,7 +90,7 @@ def test_the_program_is_proved_for_any_number_of_microbatches(waves, microbatche
         ({"stages_per_rank": 2, "waves": 2}, "waves: 2 waves of 2 stages per rank, got 2; give one of the two"),
     ],
 )
-def test_stages_that_make_no_whole_waves_are_refused_with_the_way_out(asked, told):
+def test_stages_that_make_no_whole_waves_are_refused_with_a_fix(asked, told):
     with pytest.raises(ConfigError, match=told):
         build("hanayo", ranks=4, microbatches=4, **asked)
 

@@ -1,4 +1,4 @@
-"""The table behind the page holds the timeline."""
+"""The table of blocks in a page holds the timeline."""
 
 from dataclasses import replace
 

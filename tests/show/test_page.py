@@ -123,7 +123,7 @@ def test_a_large_timeline_is_a_small_page():
     assert len(page) < MAX_BYTES / 10
 
 
-def test_pages_that_would_be_too_large_are_refused_with_the_way_out():
+def test_pages_that_would_be_too_large_are_refused_with_a_fix():
     message = (
         r"format: 16 computations need 0\.\d+ MB, which is more than a page holds \(0\.001 MB\); show fewer .* SVG"
     )

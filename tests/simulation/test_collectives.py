@@ -14,7 +14,7 @@ def test_the_first_computation_of_a_stage_waits_for_its_gather_and_others_do_not
     timeline = simulate(program, Costs.uniform(unshard_s=(2.0, 0.5)))
 
     assert starts(timeline) == {"0UNSHARD": 0, "1UNSHARD": 0, "0F0": 2, "1F0": 3}
-    assert ends(timeline)["1UNSHARD"] == 2.5  # behind the gather of stage 0
+    assert ends(timeline)["1UNSHARD"] == 2.5  # after the gather of stage 0
 
 
 def test_a_gather_runs_under_the_computations_that_do_not_need_it():

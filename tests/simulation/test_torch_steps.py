@@ -2,7 +2,7 @@
 
 There every computation, send and receive takes one step of its rank. A receive takes the step in which its send runs,
 and holds its rank up until then; in our programs it does not. Messages stand where torch puts them: a send and its
-receive directly behind what makes the message, at the place that each rank has reached.
+receive directly after what makes the message, at the place that each rank has reached.
 """
 
 import json

@@ -228,14 +228,14 @@ def notes(rows: Sequence[Row], *, per_rank: bool) -> list[str]:
     counts = _by_number((Fraction(row.num_microbatches), row.name) for row in compared)
     lines = []
     if len(parts) > 1:
-        way_out = (
+        fix = (
             "Each takes its share of the costs."
             if per_rank
             else "Costs are per action, so the rows do unequal work; --per-rank divides the costs by these numbers."
         )
         lines += ["", "note: actions of each kind that a rank runs for one microbatch:"]
         lines += [f"  {number} in {names}" for number, names in parts.items()]
-        lines.append(f"  {way_out}")
+        lines.append(f"  {fix}")
     is_named = all(f"{row.num_microbatches} microbatch" in row.name for row in compared)
     if len(counts) > 1 and not is_named:
         lines += ["", "note: the rows run different numbers of microbatches:"]

@@ -92,7 +92,7 @@ def _label(name: str, chosen: Mapping[str, int]) -> str:
 
 
 def _read_limits(text: str) -> tuple[Limit, ...]:
-    """Values of limits, and behind the last one the unit of all."""
+    """Values of limits, and after the last one the unit of all."""
     unit = text[len(text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")) :]
     numbers = _read_values(text.removesuffix(unit), LIMITS)
     return tuple(Limit.read(f"{number}{unit}", "--sweep") for number in numbers)

@@ -37,7 +37,7 @@ def _train(arguments: Namespace, config: Any) -> None:
 
 @contextmanager
 def _hold_folder(arguments: Namespace, config: Any) -> Iterator[Any]:
-    """Hold the run's folder while its ranks run, and tidy it up behind them."""
+    """Hold the run's folder while its ranks run, and tidy it up after them."""
     from penstock.train.claim import claimed
     from penstock.train.run_folder import RunFolder, run_path
 

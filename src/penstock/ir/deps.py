@@ -38,7 +38,7 @@ class RowIndex:
     """
 
     cells: NDArray[np.int32]
-    """The planes that have rows one behind the other, and a last cell that is `NONE`."""
+    """The planes that have rows one after the other, and a last cell that is `NONE`."""
     shape: tuple[int, int, int]
     planes: tuple[Op, ...]
 
@@ -60,7 +60,7 @@ def index_rows(table: Table) -> RowIndex:
     where = np.full(index.num_cells + 1, NONE, np.int32)
     for part in blocks(table.num_rows):
         where[index.cells(lookup, part)] = np.arange(part.start, part.stop)
-    where[-1] = NONE  # the rows that have no cell of their own were put there
+    where[-1] = NONE  # rows without a cell, such as collectives, were written there
     return RowIndex(where, index.shape, planes)
 
 
@@ -75,6 +75,7 @@ def predecessors(table: Table, rows: RowIndex | None = None) -> NDArray[np.int32
     result = np.full((table.num_rows, NUM_PREDECESSORS), NONE, np.int32)
     for part in blocks(table.num_rows):
         for source in sources:
+            # Sources come with the preferred last: a receive overwrites the action that made the value, R overwrites F.
             column = result[part, source.column]
             found = known.cells[index.cells(source.lookup, part, source.slice_shift)]
             np.copyto(column, found, where=found != NONE)
@@ -98,6 +99,8 @@ def _sources(table: Table, index: "_Index") -> Iterator[_Source]:
     found: dict[tuple[int, int, int], dict[Op, tuple[Op, NDArray[np.int64]]]] = {}
     waits = [(op, wait) for op in table.ops for wait in OPERATIONS[op].waits]
     for op, wait in waits:
+        # With one slice there is no earlier or later slice to wait for. Preferences are negated, since sources are
+        # sorted and the preferred one (number 0) has to be written last.
         shift = SLICE_SHIFT.get(wait.at, 0)
         places = [] if shift and table.num_slices == 1 else list(enumerate(_places(op, wait)))
         for preference, (plane, at) in places:
@@ -112,7 +115,7 @@ def _places(op: Op, wait: Wait) -> Iterator[tuple[Op, At]]:
     """Where the rows that an operation waits for may be: plane and stage, the preferred first."""
     send, receive = MESSAGES.get(wait.value, (None, None))
     role = OPERATIONS[op].role
-    if send is not None and role is Role.RECEIVE:
+    if send is not None and role is Role.RECEIVE:  # it waits for its send, whoever made the value
         yield send, wait.at
         return
     if receive is not None and role is Role.COMPUTE:
@@ -184,7 +187,9 @@ class _Index:
         if slice_shift:
             shifted = table.slice[part] + slice_shift
             found += slice_shift
+            # Past the first or last slice the cell would be that of another microbatch.
             found[(shifted < 0) | (shifted >= num_slices)] = self.num_cells
+        # The last cell plus a microbatch is past the end: clip it back to the last cell, which holds `NONE`.
         np.minimum(found, self.num_cells, out=found)
         return found
 

@@ -5,7 +5,7 @@ Timed, a column is one unit of time: B takes two, all others one; `.` is an idle
     rank 0: 0F0 0F1 .   0B0 =   0B1 =
     rank 1: .   1F0 1B0 =   1F1 1B1 =
 
-Plain, the actions of a rank stand one behind the other. An overlapped pair is `(0F7;7B3)` in both. A long drawing may
+Plain, the actions of a rank stand one after the other. An overlapped pair is `(0F7;7B3)` in both. A long drawing may
 be wrapped into blocks, each with the labels of all ranks; lines that begin with `#` are comments.
 """
 
@@ -17,9 +17,9 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.errors import FormatError
-from penstock.ir.common_order import walk_untimed
 from penstock.ir.deps import predecessors
 from penstock.ir.formats.cells import PAIR_SUFFIX, action_cells, infer_layout, instruction_cells, parse_cells
+from penstock.ir.linear_extension import walk_untimed
 from penstock.ir.operations import IS_COMPUTE, OPERATIONS, Kind, Op
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule

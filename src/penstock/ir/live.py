@@ -3,7 +3,7 @@
     value             from                                   until
     activation        the start of its F, or of its R        the end of its B or I
     checkpoint        the start of an F that has an R        the start of its R, of whose activation it becomes a part
-    saved for W       the end of its I                       the end of its W
+    wgrad tensors     the end of its I                       the end of its W
     message, to send  the start of the F, B or I making it   the end of its send
     message, to take  its receive, which posts the buffer    the start of its F, of whose activation it becomes a part;
                                                              the end of its B or I
@@ -15,7 +15,8 @@ of its program count. Without any backward, an activation ends with its F.
     0F0 0F1 0F2 0B0 0F3 0B1
      1   2   3   3   3   3      activations, counted
 
-Two joined rows run together: what either takes is there for both, and what either frees is there until both have ended.
+An overlapped pair runs together: what either row takes is there for both, and what either frees is there until both
+have ended. The tensors saved for wgrad are those that W needs once I has run.
 """
 
 from collections.abc import Iterable, Iterator
@@ -41,6 +42,7 @@ class StageBytes:
 
     activation: Counts
     weight_context: Counts
+    """Of the tensors saved for wgrad."""
     checkpoint: Counts
     """Of the inputs that a forward keeps which runs again."""
     message: Counts
@@ -133,6 +135,7 @@ def _levels_by_rank(table: Table, sizes: StageBytes) -> Iterator[tuple[Counts, C
         which = table.op[part].astype(np.intp) * table.num_stages + table.stage[part]
         taken: NDArray[Any] = start.take(which)
         freed: NDArray[Any] = end.take(which)
+        # A forward that runs again keeps its inputs only; the look-up table knows operations, not which F has an R.
         rows = again[np.searchsorted(again, part.start) : np.searchsorted(again, part.stop)]
         taken[rows - part.start] += (sizes.checkpoint - sizes.activation)[table.stage[rows]]
         if sizes.microbatch_factor is not None:
@@ -166,6 +169,7 @@ def _changes(table: Table, sizes: StageBytes) -> tuple[Counts, Counts]:
     taken, freed = np.zeros((2, NUM_OPS, placement.num_stages), np.int64)
     for op, row in OPERATIONS.items():
         if row.message is not None:
+            # A send frees what its stage made, a receive takes the buffer of what its stage gets.
             moved, column = (made, freed) if IS_SEND[op] else (got, taken)
             column[op] = moved[row.message]
         if not IS_COMPUTE[op]:
@@ -174,14 +178,15 @@ def _changes(table: Table, sizes: StageBytes) -> tuple[Counts, Counts]:
         freed[op] = sum(kept[value] for value in row.frees if value in kept)
         inputs = sum(got[wait.value] for wait in row.waits if wait.value in got)
         if Value.ACTIVATION in row.makes:
-            # From now on the inputs are a part of the activation, and count once.
+            # From now on the inputs are a part of the activation, and count once. An F has its inputs from a receive or
+            # from a stage of this rank; an R has them from the checkpoint.
             inputs = inputs + sizes.checkpoint if Value.CHECKPOINT in row.frees else inputs
             taken[op] += sizes.activation - inputs
             freed[op] += sizes.activation if table.is_forward_only else 0
         else:
             freed[op] += inputs
         if Value.WGRAD_INPUTS in row.makes:
-            freed[op] -= sizes.weight_context  # it stays of the activation
+            freed[op] -= sizes.weight_context  # a part of the activation that stays until the W
     return taken, freed
 
 
@@ -197,10 +202,10 @@ def _alive_by_rank(table: Table, taken: NDArray[Any], freed: NDArray[Any]) -> It
 def _alive(joined: NDArray[np.bool_], taken: NDArray[Any], freed: NDArray[Any]) -> NDArray[Any]:
     """[num_rows] what is alive on one rank; `taken` and `freed` are overwritten."""
     first = np.flatnonzero(joined)
-    if len(first):
+    if len(first):  # a pair takes at its first row and frees at its second
         taken[first] += taken[first + 1]
         taken[first + 1] = 0
         freed[first + 1] += freed[first]
         freed[first] = 0
-    taken[1:] -= freed[:-1]
+    taken[1:] -= freed[:-1]  # what a row frees is still there while it runs
     return np.cumsum(taken)

@@ -106,7 +106,7 @@ class Program(Table):
     def inserted(self, new: "NewRows", **changes: Any) -> "Program":
         """Return the program with rows put in and other `changes`; among rows at one place, the order given counts."""
         in_order = np.argsort(new.key, kind="stable")
-        # Keys 3r and 3r+2 mean in front of row r and in front of row r+1, the latter first.
+        # Keys 3r and 3r+2 mean before row r and before row r+1, the latter first.
         places = (new.key[in_order] + 2) // 3
         columns: dict[str, Any] = {}
         for name in self.COLUMNS:
@@ -186,7 +186,7 @@ def _require_tied_group(group: tuple[int, ...], placement: Placement) -> None:
 
 
 def _interleaved(old: NDArray[Any], added: NDArray[Any], places: Ints) -> NDArray[Any]:
-    """Put each added value in front of the old one at its place; few values among many, so by whole pieces."""
+    """Put each added value before the old one at its place; few values among many, so by whole pieces."""
     if not old.any() and not added.any():
         return np.zeros(len(old) + len(added), old.dtype)
     parts: list[NDArray[Any]] = [old[:0]] * (2 * len(added) + 1)

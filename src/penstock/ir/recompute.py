@@ -2,7 +2,7 @@
 
     0F0 0F1 0B0 0B1  ->  0F0 0F1 0R0 0B0 0R1 0B1
 
-R is right in front of its backward, so that at most one activation of a stage is there twice as long as it must be. It
+R is right before its backward, so that at most one activation of a stage is there twice as long as it must be. It
 waits for nothing from other ranks, and fills the time in which the gradient is on its way.
 """
 
@@ -19,7 +19,7 @@ from penstock.ir.schedule import Schedule
 def with_recompute(schedule: Schedule, stages: Iterable[int] | None = None) -> Schedule:
     """Return the schedule with each forward of some stages, by default of all, run again before its backward.
 
-    Forwards that run again already do so once; in front of an overlapped pair, both members wait for it. A
+    Forwards that run again already do so once; before an overlapped pair, both members wait for it. A
     forward-only schedule stays as it is.
 
     Raises:

@@ -142,7 +142,7 @@ class Schedule(Table):
         return self.select(forwards, name=f"{self.name} (forward only)")
 
     def with_inserted(self, kind: Kind, like: NDArray[np.intp], places: NDArray[np.intp], *, name: str) -> "Schedule":
-        """Return the schedule with more actions: one for each row in `like`, of another kind, in front of its place."""
+        """Return the schedule with more actions: one for each row in `like`, of another kind, before its place."""
         added = {what: getattr(self, what)[like] for what in ("stage", "microbatch", "slice")}
         added |= {"op": np.full(len(like), kind), "joined": np.zeros(len(like), np.bool_)}
         columns: dict[str, Any] = {what: np.insert(getattr(self, what), places, new) for what, new in added.items()}

@@ -12,7 +12,7 @@ from penstock.ir.schedule import Schedule
 
 
 def with_split_backwards(schedule: Schedule) -> Schedule:
-    """Return the schedule with the weight part of every whole backward right behind its input part.
+    """Return the schedule with the weight part of every whole backward right after its input part.
 
     Of two actions that overlap, the weight part follows both.
     """

@@ -109,7 +109,7 @@ class Timeline:
 
     @cached_property
     def peak_bytes(self) -> list[int]:
-        """Per rank, the most bytes of activations, tensors saved for W and messages alive at once; 0 where unknown."""
+        """Per rank, the most bytes of activations, tensors saved for wgrad and messages alive at once; 0: unknown."""
         return [0] * self.num_ranks if self.sizes is None else peak_bytes(self.program, self.sizes)
 
     @property

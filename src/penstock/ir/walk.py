@@ -1,7 +1,7 @@
 """Which row can run next: walks all ranks' orders at once, without knowing what the rows are.
 
 A rank runs its rows in order; a row is ready when its predecessors have ended. Two joined rows start together. Used to
-prove that an order can run, to time it, and to give rows that are laid out over ranks one common order.
+prove that an order can run, to time it, and to find a linear extension of all ranks' rows.
 """
 
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ def walk(
 
 
 def _ready_time(predecessors: Any, end: Any, lag: Any, row: int, partner: int) -> float:
-    """When the row can start, or BLOCKED; the row that it is joined to is not waited for."""
+    """When the row can start, or BLOCKED; it does not wait for the other row of its pair."""
     ready = 0.0
     num_lags = lag.shape[1]
     for column in range(predecessors.shape[1]):
@@ -100,6 +100,8 @@ def _visit_all(
         stop = offsets[rank + 1]
         rank_free = free[rank]
         while row < stop:
+            # A pair is ready when both rows are. It occupies the rank for the sum of their durations, and neither has a
+            # result before the end of both.
             last = row + 1 if joined[row] else row
             ready = _ready_time(predecessors, end, lag, row, last)
             if last > row and ready >= 0.0:
@@ -135,6 +137,8 @@ def _walk_all(
     reached: Any,
     free: Any,
 ) -> None:
+    # A row that is ready stays ready, so the order of visits decides the number of rounds, never the times. A round in
+    # which no row ran is the end: either all ran, or the rows that are left wait for each other in a cycle.
     while _visit_all(offsets, predecessors, joined, duration, lag, visits, start, end, reached, free):
         pass
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from penstock.errors import ConfigError, described
-from penstock.ir.common_order import Starts
+from penstock.ir.linear_extension import Starts
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.transports import COALESCED, find_transports

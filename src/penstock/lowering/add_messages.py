@@ -4,15 +4,15 @@
     0F0 0F1 0B0 0B1              0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
     1F0 1B0 1F1 1B1              1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1
 
-Why this cannot deadlock: an untimed walk gives all actions of all ranks one common order, by (start, rank), that keeps
-every dependency. Each message has one moment in it, right behind the action which makes it. Its receive stands before
-the first later action of the receiving rank, hence before its consumer and not after its send. So between two ranks all
-sends and receives, of both directions, stand in the common order at both ends, and the earliest open message can always
-move, under every transport model of `ir.transports`.
+Why this cannot deadlock: an untimed walk gives all actions of all ranks one linear extension, by (start, rank), that
+keeps every dependency. Each message has one place in it, right after the action that makes it. Its receive is before
+the first later action of the receiving rank, hence before its consumer. So all sends and receives between two ranks, of
+both directions, keep that order at both ends. The earliest open message can always move, under every transport model
+of `ir.transports`.
 
-Under `coalesced` a message waits for the others of its group, so it would be late if it were received too early: there
-both ends stand where its maker ends, behind all actions that start earlier. That too is one order of all actions and
-messages, and a group waits for what is earlier than its last message alone.
+Under `coalesced` a message waits for the others of its group, so it would be late if it were received too early. There
+both ends are where its maker ends, after all actions that start earlier. That too is one order of all actions and
+messages, and a group waits only for what is earlier than its last message.
 """
 
 from dataclasses import dataclass, replace
@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
-from penstock.ir.common_order import Starts, common_order, order_by_ends, walk_untimed, whole_starts
 from penstock.ir.deps import NONE, peers_of_messages, predecessors
 from penstock.ir.hot import Hot, blocks
+from penstock.ir.linear_extension import Starts, linear_extension, order_by_ends, walk_untimed, whole_starts
 from penstock.ir.operations import MADE, MESSAGES, Op
 from penstock.ir.program import Program
 
@@ -73,6 +73,7 @@ def _peers(program: Program) -> NDArray[np.int32]:
     rank_of_stage = np.array(program.placement.rank_of_stage)
     receivers = peers_of_messages(program.placement)[OPS[SEND]]
     receivers[MADE < 0] = NONE
+    # Stages of one rank need no message. NONE indexes the last stage here, which does no harm: it is NONE either way.
     receivers[rank_of_stage[receivers] == rank_of_stage] = NONE
     return np.asarray(receivers[program.op, program.stage])
 
@@ -92,16 +93,17 @@ def _lay_out(program: Program, start: Starts, peer: NDArray[np.int32], *, in_gro
     receiver = np.where(peer == NONE, NONE, rank_of_stage[peer])
     is_made = receiver != NONE
     counts = np.diff(program.offsets)
-    for ends in (rank[is_made], receiver[is_made]):
+    for ends in (rank[is_made], receiver[is_made]):  # a message takes one row on the rank of either end
         counts = counts + np.bincount(ends, minlength=program.num_ranks)
     offsets = np.concatenate([[0], np.cumsum(counts)])
     layout = _Layout(np.zeros(offsets[-1], np.int32), np.zeros(offsets[-1], np.int8), offsets)
     rows = (rank, receiver, offsets[:-1].copy(), layout.action, layout.role)
     if in_groups:
         makers = np.flatnonzero(is_made)
+        # `order_by_ends` knows where overlapped pairs end, so the loop need not.
         _LAY_OUT_GROUPS(program.num_instructions, order_by_ends(program, start, makers), makers, *rows)
     else:
-        _LAY_OUT(program.num_instructions, common_order(start), program.joined, *rows)
+        _LAY_OUT(program.num_instructions, linear_extension(start), program.joined, *rows)
     return layout
 
 
@@ -113,12 +115,13 @@ def _put(row: int, to: int, what: int, end: Any, action: Any, role: Any) -> None
 
 
 def _lay_out_all(order: Any, joined: Any, rank: Any, receiver: Any, end: Any, action: Any, role: Any) -> None:
-    """Put row after row, in the common order, at the end of its rank; a message at the ends of two ranks at once."""
+    """Put the rows, in the linear extension, at the end of their ranks; a message at the ends of two ranks at once."""
     for row in order:
         own = rank[row]
         _put(row, own, 0, end, action, role)  # ACTION
         if joined[row]:
             continue  # its message leaves when its partner has run as well
+        # Both ends are put at once, so two ranks have the messages between them in the same order.
         first = row - 1 if row > 0 and joined[row - 1] else row
         for maker in range(first, row + 1):
             if receiver[maker] >= 0:
@@ -127,7 +130,7 @@ def _lay_out_all(order: Any, joined: Any, rank: Any, receiver: Any, end: Any, ac
 
 
 def _lay_out_groups(order: Any, makers: Any, rank: Any, receiver: Any, end: Any, action: Any, role: Any) -> None:
-    """Put actions and messages, which are numbered behind them, in their order at the ends of their ranks."""
+    """Put actions, and messages (numbered from `num_actions` on), in their order at the ends of their ranks."""
     num_actions = len(rank)
     for event in order:
         if event < num_actions:

@@ -4,7 +4,7 @@
     After:  0F0 0F1 0B0 0B1 0REDUCE_GRAD 0REDUCE_TIED0      with stages 0 and 3 tied
 
 REDUCE_GRAD is where a data-parallel reduction starts, as early as the gradients of its stage are whole. Tied groups are
-reduced last, in the order of their index on every rank, behind all messages: so no two ranks can wait for each other.
+reduced last, in the order of their index on every rank, after all messages: so no two ranks can wait for each other.
 """
 
 import numpy as np

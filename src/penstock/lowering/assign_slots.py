@@ -114,8 +114,10 @@ def _assign_rank(begin: int, end: int, rows: Rows, rules: Rules, cells: Cells, p
         if computes[code]:
             if begins[code]:
                 kept[key] = _take_slot(ACTIVATION, free, num_free, num_used)
+            # R, B, I and W name the slot of their F, so that the runtime finds what was saved.
             slot[row] = kept[key]
             if made[code] >= 0 and is_sent[made[code], key]:
+                # A result without a send stays on this rank, and needs no buffer.
                 leaving[made[code], key] = _take_slot(SEND, free, num_free, num_used)
         elif sends[code]:
             slot[row] = leaving[moved[code], key]
@@ -123,12 +125,13 @@ def _assign_rank(begin: int, end: int, rows: Rows, rules: Rules, cells: Cells, p
             slot[row] = _take_slot(RECEIVE, free, num_free, num_used)
             arrived[moved[code], key] = slot[row] + 1
         if joined[row]:
-            continue  # joined rows run together: neither may use what the other frees
+            continue  # a pair frees after its second row: neither may reuse what the other still reads
         first = row - 1 if row > begin and joined[row - 1] else row
         for member in range(first, row + 1):
             code = op[member]
             if ends[code]:
                 _give_slot(ACTIVATION, slot[member], free, num_free)
+            # 0 where nothing was received: a stage of this rank made the value, or the route begins here.
             came = arrived[taken[code], identity[member]] if taken[code] >= 0 else 0
             if came > 0:
                 _give_slot(RECEIVE, came - 1, free, num_free)

@@ -29,8 +29,8 @@ def post_receives_ahead(program: Program) -> Program:
     is_compute = program.is_compute
     starts_group = is_compute.copy()
     starts_group[1:] &= ~program.joined[:-1]
-    # A computation's place is its number, two joined ones counted as one; a message's place that of the next
-    # computation.
+    # The place of a computation is its number, an overlapped pair counted once. The place of a message is that of the
+    # next computation.
     place = starts_group.astype(np.int32)  # a sum of booleans into integers takes 30 times as long
     np.cumsum(place, out=place)
     place -= is_compute
@@ -40,7 +40,7 @@ def post_receives_ahead(program: Program) -> Program:
         rank_of_stage,
         _place_of_consumer(program, place), place, np.zeros(program.num_ranks, np.int64),
     )  # fmt: skip
-    # Messages stand before the computation of their place; equal keys keep their order.
+    # Messages come before the computation of their place. The sort is stable, so equal keys keep their order.
     order = place
     order *= 2
     order += is_compute
@@ -77,7 +77,7 @@ def _move_receives(
     place: Any,
     last_place: Any,
 ) -> None:
-    """Give each receive its earliest allowed place; `last_place[rank]` is where the pair's last message stands."""
+    """Give each receive its earliest allowed place; `last_place[other]` is that of the last message of a pair."""
     for rank in range(len(offsets) - 1):
         begin, end = offsets[rank], offsets[rank + 1]
         for row in range(begin, end):
@@ -86,8 +86,9 @@ def _move_receives(
                 continue
             other = rank_of_stage[peer[row]]
             if roles[code] == RECEIVE:
-                # Places grow from rank to rank: what an earlier rank has left in `last_place` is no limit.
+                # `last_place` is never cleared: places grow from rank to rank, so an earlier rank's entry is no limit.
                 first = max(last_place[other], place[begin])
+                # One computation ahead, but not past another message of the pair, and never later than it was.
                 place[row] = max(min(place[row], place_of_consumer[row] - 1), first)
             last_place[other] = place[row]
 

@@ -1,6 +1,6 @@
 """The proofs: before anything runs, a schedule or program is shown to be complete, feasible and within its memory.
 
-    order        every action once, on its rank, behind what it needs there
+    order        every action once, on its rank, after what it needs there
     cycle        all ranks can run to their end
     channels     sends and receives are the same messages in the same order
     transports   no deadlock, however messages travel
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import ConfigError, described
-from penstock.ir.common_order import Starts
 from penstock.ir.deps import index_rows, predecessors
+from penstock.ir.linear_extension import Starts
 from penstock.ir.live import peak_activations
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.transports import COALESCED, TransportModel, find_transports
 from penstock.proofs.channels import Messages, check_order, count_messages, find_exchanges, find_messages
 from penstock.proofs.collectives import check_collectives, leaves_reductions_out
-from penstock.proofs.common_order import CommonOrder
 from penstock.proofs.cycle import check_feasible
+from penstock.proofs.linear_extension import KeptOrder
 from penstock.proofs.memory import (
     NO_DEMAND,
     CostsOfStages,
@@ -50,7 +50,7 @@ class Facts:
     peak_activations: list[int]
     """Per rank, the most activations of one stage and microbatch (or slice) alive at once."""
     peak_bytes: list[int] | None
-    """Per rank, the most bytes of activations, tensors saved for W and messages; None without costs."""
+    """Per rank, the most bytes of activations, tensors saved for wgrad and messages; None without costs."""
     static_bytes: list[int] | None
     """Per rank, the bytes of parameters, gradients and optimizer state, which a limit counts as well."""
     not_counted: tuple[str, ...]
@@ -146,7 +146,7 @@ class _Order:
     """What is proved of the actions alone."""
 
     is_whole: bool
-    """Whether every action is there once, and behind what it needs on its rank."""
+    """Whether every action is there once, and after what it needs on its rank."""
     start: Starts | None
     """When each starts in an untimed walk; None if they cannot all run."""
     num_messages: int
@@ -167,7 +167,7 @@ def _prove_order(actions: Actions, names_exist: bool, known: Proof | None, findi
 def _prove_program(
     subject: Subject, actions: Actions, start: Starts | None, models: Sequence[TransportModel], findings: Findings
 ) -> Messages | None:
-    """Prove what only programs have; a deadlock that is in the orders themselves is told as such, not per model."""
+    """Prove what only programs have; a deadlock in the orders themselves is reported once, not per model."""
     num_found = len(findings.violations)
     rows = index_rows(subject.table)
     messages = find_messages(subject, rows, findings)
@@ -175,7 +175,7 @@ def _prove_program(
     joins = check_collectives(subject, findings)
     order = None
     if is_matched and start is not None:
-        order = CommonOrder.of(subject, actions, messages, start, is_grouped=COALESCED in models)
+        order = KeptOrder.of(subject, actions, messages, start, is_grouped=COALESCED in models)
     if order is None or not order.is_kept:
         messages = check_order(subject, messages, find_exchanges(joins or ()), findings)
     if joins is None or len(findings.violations) > num_found:

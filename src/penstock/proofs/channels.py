@@ -237,10 +237,10 @@ def _add_swapped(findings: Findings, send: int, receive: int) -> None:
     subject = findings.subject
     problem = f"is sent where rank {subject.rank[receive]} receives {subject.place(receive)}; a channel keeps its order"
     if IS_MESSAGE[subject.op[[send, receive]]].all():
-        fix = f"Move {_other_end(subject, receive)[0]} in front of it, or swap the receives"
+        fix = f"Move {_other_end(subject, receive)[0]} before it, or swap the receives"
     else:
         one, other = sorted((int(subject.rank[send]), int(subject.rank[receive])))
-        fix = f"Move the tied reduction behind all messages between rank {one} and rank {other}, on both"
+        fix = f"Move the tied reduction after all messages between rank {one} and rank {other}, on both"
     findings.add(send, problem, fix)
 
 
@@ -249,9 +249,9 @@ def _check_places(messages: Messages, findings: Findings) -> None:
     subject = findings.subject
     for index in np.flatnonzero(messages.send < messages.producer).tolist():
         row, maker = int(messages.send[index]), int(messages.producer[index])
-        problem = f"stands in front of {subject.place(maker, seen_from=row)}, which makes its message"
-        findings.add(row, problem, f"Move it behind {subject.text(maker)}")
+        problem = f"is before {subject.place(maker, seen_from=row)}, which makes its message"
+        findings.add(row, problem, f"Move it after {subject.text(maker)}")
     for index in np.flatnonzero(messages.receive > messages.consumer).tolist():
         row, consumer = int(messages.receive[index]), int(messages.consumer[index])
-        problem = f"stands behind {subject.place(consumer, seen_from=row)}, which needs its message"
-        findings.add(row, problem, f"Move it in front of {subject.text(consumer)}")
+        problem = f"is after {subject.place(consumer, seen_from=row)}, which needs its message"
+        findings.add(row, problem, f"Move it before {subject.text(consumer)}")

@@ -74,7 +74,7 @@ def _check_reductions(program: Program, last: NDArray[np.int64], findings: Findi
         findings.add(
             row,
             f"runs before {place}, the last backward of its stage: the gradient is not whole yet",
-            f"Move it behind {subject.text(final)}",
+            f"Move it after {subject.text(final)}",
         )
     updates = program.rows_of(NEEDS_BACKWARD)
     is_own = (program.op[updates] == Op.REDUCE_GRADIENT) | program.is_forward_only
@@ -98,9 +98,9 @@ def _check_all_reduced(program: Program, last: NDArray[np.int64], findings: Find
     for stage in np.setdiff1d(np.flatnonzero(last >= 0), reduced).tolist():
         text = f"{stage}{OPERATIONS[Op.REDUCE_GRADIENT].text}"
         problem = (
-            f"is the last backward of stage {stage}, whose gradient is never reduced; expected one {text} behind it"
+            f"is the last backward of stage {stage}, whose gradient is never reduced; expected one {text} after it"
         )
-        findings.add(int(last[stage]), problem, f"Add {text} behind it")
+        findings.add(int(last[stage]), problem, f"Add {text} after it")
 
 
 def _tied_name(index: int) -> str:
@@ -108,7 +108,7 @@ def _tied_name(index: int) -> str:
 
 
 def _find_joins(subject: Subject, findings: Findings) -> dict[int, Join]:
-    """Collectives by number: tied groups by their index, the optimizer step behind them."""
+    """Collectives by number: tied groups by their index, the optimizer step after them."""
     program = subject.table
     assert isinstance(program, Program)
     joins: dict[int, Join] = {}
@@ -130,7 +130,7 @@ def _check_tied_members(subject: Subject, join: Join, group: tuple[int, ...], fi
             why = f"so the copies of its parameter on stages {group} would not stay equal"
         rank = int(subject.rank_of_stage[stage])
         problem = f"{join.name} is missing for stage {stage}, {why}"
-        findings.add_missing(rank, problem, f"Add it on rank {rank} behind the last backward of stage {stage}")
+        findings.add_missing(rank, problem, f"Add it on rank {rank} after the last backward of stage {stage}")
     for stage in set(stage_of) - set(group):
         problem = f"is no member of {join.name}, whose stages are {group}"
         findings.add(stage_of[stage], problem, "Drop it, or add the stage to the group")

@@ -1,7 +1,7 @@
-"""Proof 2: the orders and dependencies have no cycle; if they have, the shortest one is found and told as a chain.
+"""Proof 2: the orders and dependencies have no cycle; if they have, the shortest one is reported as a chain.
 
-A cycle alternates between two steps: an action waits for one on another rank, and that one stands behind an action
-which waits in turn. A shortest cycle enters each rank once, so per rank only the latest entry matters to the search.
+A cycle alternates between two steps: an action waits for one on another rank, and that one is after an action that
+waits in turn. A shortest cycle enters each rank once: of two entries the later one reaches all waits of the earlier.
 """
 
 from bisect import bisect_left, bisect_right
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.common_order import Starts, walk_untimed, whole_starts
 from penstock.ir.deps import NONE
+from penstock.ir.linear_extension import Starts, walk_untimed, whole_starts
 from penstock.proofs.order import Actions
 from penstock.proofs.report import Findings, Subject
 
@@ -36,27 +36,27 @@ def check_feasible(actions: Actions, before: NDArray[np.int32], findings: Findin
         return whole_starts(walked)
     cycle = shortest_cycle(actions, before, walked.reached)
     rows = [Wait(int(actions.row[wait.row]), int(actions.row[wait.needed])) for wait in cycle]
-    findings.add(rows[0].row, _chain(findings.subject, rows), _way_out(findings.subject, rows))
+    findings.add(rows[0].row, _chain(findings.subject, rows), _fix(findings.subject, rows))
     return None
 
 
 def _chain(subject: Subject, cycle: list[Wait]) -> str:
-    """Tell the cycle from its first row back to it."""
+    """Describe the cycle from its first row back to it."""
     parts = []
     for wait, following in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
         link = f"waits for {subject.place(wait.needed)}"
         if wait.needed != following.row:
-            link += ", which stands behind " if wait.needed > following.row else ", which is paired with "
+            link += ", which is after " if wait.needed > following.row else ", which is paired with "
             link += subject.text(following.row)
             link += "" if following is cycle[0] else f" (position {subject.position(following.row)})"
         parts.append(link)
     return ", which ".join(parts)
 
 
-def _way_out(subject: Subject, cycle: list[Wait]) -> str:
+def _fix(subject: Subject, cycle: list[Wait]) -> str:
     last = cycle[-1].needed
     first = cycle[0].row
-    return f"Move {subject.text(last)} in front of {subject.text(first)} on rank {subject.rank[first]}"
+    return f"Move {subject.text(last)} before {subject.text(first)} on rank {subject.rank[first]}"
 
 
 def shortest_cycle(actions: Actions, before: NDArray[np.int32], reached: NDArray[np.int64]) -> list[Wait]:
@@ -65,6 +65,8 @@ def shortest_cycle(actions: Actions, before: NDArray[np.int32], reached: NDArray
     `reached` is per rank the first row that did not run. Waits for later rows of the own rank are not looked at.
     """
     search = _Search(_open_waits(actions, before, reached), actions.schedule.joined, actions.rank)
+    # Nearest to where the ranks are stuck first: a short cycle that is found early cuts the other searches off. None is
+    # shorter than two waits, since a cycle has at least two ranks.
     for rank, row in sorted(search.starts(reached), key=lambda start: start[1] - reached[start[0]]):
         search.start_from(rank, row)
         if len(search.best) == 2 or (search.best and search.num_visits > MAX_VISITS):
@@ -117,6 +119,7 @@ class _Search:
         frontier: list[list[Wait]] = [[Wait(row, self.waits.needed[rank][index])]]
         if self.waits.rows[rank][index + 1 : index + 2] == [row]:
             frontier.append([Wait(row, self.waits.needed[rank][index + 1])])
+        # The next step makes paths of one wait more; only a cycle shorter than the best is of interest.
         while frontier and (not self.best or len(frontier[0]) + 1 < len(self.best)):
             reached_next = []
             for path in frontier:
@@ -127,10 +130,12 @@ class _Search:
             frontier = reached_next
 
     def _extend(self, path: list[Wait], explored: dict[int, int]) -> list[list[Wait]]:
-        """Leave the rank that the path has entered by every wait in front of its entry that is still unexplored."""
+        """Leave the rank that the path has entered by every wait before its entry that is still unexplored."""
         entry = path[-1].needed
         rank = int(self.rank[entry])
         rows = self.waits.rows[rank]
+        # The entry cannot run before the rows up to it, nor before its partner in a pair. Waits that were explored
+        # earlier were reached in as few steps or fewer, so they need no second look.
         begin = explored.get(rank, 0)
         end = bisect_right(rows, entry + int(self.joined[entry]))
         explored[rank] = max(begin, end)
@@ -138,12 +143,12 @@ class _Search:
         return [[*path, Wait(rows[at], self.waits.needed[rank][at])] for at in range(begin, end)]
 
     def _closes(self, paths: list[list[Wait]]) -> bool:
-        """Keep the first path whose last wait is for its first row or a row behind it."""
-        first = paths[0][0].row
-        end_of_pair = first - int(first > 0 and self.joined[first - 1])
+        """Keep the first path whose last wait is for its first row or a row after it."""
+        first = paths[0][0].row  # and what is after it on its rank, or paired with it, cannot run before it
+        begin_of_pair = first - int(first > 0 and self.joined[first - 1])
         for path in paths:
             needed = path[-1].needed
-            if self.rank[needed] == self.rank[first] and needed >= end_of_pair:
+            if self.rank[needed] == self.rank[first] and needed >= begin_of_pair:
                 self.best = path
                 return True
         return False

@@ -277,7 +277,7 @@ def _count_overlaps(op: Any, pool_of_op: Any, slot: Any, other_end: Any, in_use:
         begin = row
         if pool == 2:  # an unsent result begins at its maker and ends at the send
             begin, other = other, row
-        # The rows of earlier ranks are smaller: what these have left behind is in nobody's way.
+        # Row numbers grow from rank to rank, so entries that an earlier rank left in `in_use` never count as overlaps.
         if begin <= in_use[pool, slot[row]]:
             count += 1
         in_use[pool, slot[row]] = other

@@ -1,4 +1,4 @@
-"""Proof 1: every action is there once, on its rank, and nothing stands in front of what it needs on its own rank."""
+"""Proof 1: every action is there once, on its rank, and nothing is before what it needs on its own rank."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,7 +60,7 @@ def check_pairs(subject: Subject, findings: Findings) -> bool:
         findings.add(
             row,
             "is marked as the first of an overlapped pair, but no partner follows; expected exactly two computations",
-            "Take the mark away, or put the second computation of the pair right behind it",
+            "Take the mark away, or put the second computation of the pair right after it",
         )
     return bool(good.all())
 
@@ -188,8 +188,8 @@ class _Completeness:
             self.findings.add(self._row(Kind.BACKWARD, where), problem, "Drop the B, or the I and the W")
         for where in self._where(inputs & ~weights & ~whole):
             weight = self._text(Kind.BACKWARD_WEIGHT, where)
-            problem = f"has no weight gradient; expected one {weight} behind it"
-            self.findings.add(self._row(Kind.BACKWARD_INPUT, where), problem, f"Add {weight} behind it")
+            problem = f"has no weight gradient; expected one {weight} after it"
+            self.findings.add(self._row(Kind.BACKWARD_INPUT, where), problem, f"Add {weight} after it")
         for where in self._where(weights & ~inputs & ~whole):
             text = self._text(Kind.BACKWARD_INPUT, where)
             problem = f"has no input gradient; expected one {text} before it"
@@ -197,14 +197,14 @@ class _Completeness:
         has_backward = whole | inputs | weights
         for where in self._where(again & ~(whole | inputs)):
             text = self._text(Kind.BACKWARD, where)
-            problem = f"has no backward that needs it; expected one {text}, or one I and one W, behind it"
+            problem = f"has no backward that needs it; expected one {text}, or one I and one W, after it"
             self.findings.add(self._row(Kind.RECOMPUTE, where), problem, "Drop it, or add the backward")
         for where in self._where(has_backward & ~forward):
             self._add_lone_backward(where)
         for where in self._where(forward & ~has_backward & trains):
             text = self._text(Kind.BACKWARD, where)
             problem = f"has no backward; expected one {text}, or one I and one W"
-            self.findings.add(self._row(Kind.FORWARD, where), problem, f"Add {text} behind it, or drop every backward")
+            self.findings.add(self._row(Kind.FORWARD, where), problem, f"Add {text} after it, or drop every backward")
         for first, last in _runs(self._where(expected & ~forward & ~has_backward)):
             self._add_absent(first, last, trains)
 
@@ -252,7 +252,7 @@ def _runs(found: list[Where]) -> list[tuple[Where, Where]]:
 
 
 def check_positions(actions: Actions, before: NDArray[np.int32], findings: Findings) -> bool:
-    """Prove that nothing stands in front of what it needs on its own rank, or is paired with it."""
+    """Prove that nothing is before what it needs on its own rank, or is paired with it."""
     schedule = actions.schedule
     _, end_of_stage = bounds_of_stage(schedule)
     is_second = np.concatenate([[False], schedule.joined[:-1]]) if schedule.num_actions else schedule.joined
@@ -293,5 +293,5 @@ def _add_position(actions: Actions, findings: Findings, action: int, other: int,
     findings.add(
         row,
         f"runs before {role}{subject.place(needed, seen_from=row)}{reason}",
-        f"Move {text} in front of it, or drop microbatch {actions.schedule.microbatch[action]}",
+        f"Move {text} before it, or drop microbatch {actions.schedule.microbatch[action]}",
     )

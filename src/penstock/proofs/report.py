@@ -64,23 +64,23 @@ class Findings:
     suspects: list[Violation] = field(default_factory=list)
     """Those that may well be the cause of all others; they are shown first."""
 
-    def add(self, row: int, problem: str, way_out: str) -> None:
+    def add(self, row: int, problem: str, fix: str) -> None:
         """Note that something is wrong with a row."""
-        self.violations.append(self._at(row, problem, way_out))
+        self.violations.append(self._at(row, problem, fix))
 
-    def suspect(self, row: int, problem: str, way_out: str) -> None:
+    def suspect(self, row: int, problem: str, fix: str) -> None:
         """Note that a row is wrong, and may be all that is."""
-        self.suspects.append(self._at(row, problem, way_out))
+        self.suspects.append(self._at(row, problem, fix))
 
-    def _at(self, row: int, problem: str, way_out: str) -> Violation:
+    def _at(self, row: int, problem: str, fix: str) -> Violation:
         subject = self.subject
         rank, position = int(subject.rank[row]), subject.position(row)
-        return Violation(rank, position, subject.text(row), problem, way_out)
+        return Violation(rank, position, subject.text(row), problem, fix)
 
-    def add_missing(self, rank: int, problem: str, way_out: str) -> None:
+    def add_missing(self, rank: int, problem: str, fix: str) -> None:
         """Note that something is missing at the end of a rank's order."""
         end = int(self.subject.table.offsets[rank + 1] - self.subject.table.offsets[rank])
-        self.violations.append(Violation(rank, end, "", problem, way_out))
+        self.violations.append(Violation(rank, end, "", problem, fix))
 
     def raise_if_any(self) -> None:
         """Raise one error with all violations: first the suspects, then by rank and position.
@@ -135,7 +135,7 @@ def _cells(subject: Subject, rank: int, begin: int, marks: set[tuple[int, int]])
     cells = []
     for position in range(begin, begin + MAX_COLUMNS):
         row = start + position
-        text = subject.text(row) if row < stop else "."  # a mark behind the end: something is missing
+        text = subject.text(row) if row < stop else "."  # a mark after the end: something is missing
         if (rank, position) in marks:
             cells.append(f">{text}<")
         elif row < stop:

@@ -97,9 +97,7 @@ class _Stuck:
             return f"its other end, but meets {place(other)} in the queue of the two ranks"
         if self._open_wait(awaited) == 0:  # the rank at the other end has not come to it
             return self._where(other)
-        return (
-            f"{place(other)}, which stands behind the open group of {self.subject.text(int(machine.ends[open_row, 0]))}"
-        )
+        return f"{place(other)}, which is after the open group of {self.subject.text(int(machine.ends[open_row, 0]))}"
 
     def _open_wait(self, at: int) -> int:
         """Which of the waits of a row of the machine has not ended."""

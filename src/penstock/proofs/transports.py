@@ -1,11 +1,11 @@
 """Proof 3, second half: a program runs to its end under a model of how messages travel (`ir.transports`).
 
 A model is nothing but further rows and waits for `ir.walk`: the rows of a rank at which it can block, then lanes for
-the queues of the model and for the collectives. A row of a lane stands behind the rows in front of it, and waits for up
-to two rows of the program to be reached and for one other row to end.
+the queues of the model and for the collectives. The rows of a lane run in order. Each waits for up to two rows of the
+program to be reached and for one other row to end.
 
-Receives never block. Walking greedily is enough: what can go on once can always go on later, so the order in which
-ready rows are taken changes neither which rows end nor whether all do.
+Receives never block. One greedy walk is enough: a row that is ready stays ready, so the order in which ready rows run
+changes neither which rows end nor whether all do.
 """
 
 from collections.abc import Sequence
@@ -71,6 +71,8 @@ class Machine:
         self.lane_row = np.where(kept, kept_before[:-1], NONE)
         """Per row of the program, its row in the machine."""
         self.offsets = kept_before[program.offsets]
+        # A row is reached when the last row before it that can block has ended, on the same rank: an index below the
+        # rank's offset is a row of the rank before.
         before = kept_before[:-1] - 1
         self._last_before = np.where(before >= self.offsets[self.subject.rank], before, NONE)
         self.joined = program.joined[self.kept_rows]
@@ -97,7 +99,7 @@ class Machine:
         self.offsets = np.concatenate([self.offsets, first + np.cumsum(lengths)])
 
     def _add_channels(self, capacity: int | None) -> None:
-        """Let consumers wait for their send, and a send for the receive of the message `capacity` in front of it."""
+        """Let consumers wait for their send, and a send for the receive of the message that is `capacity` before it."""
         messages = self.messages
         self._wait(messages.consumer, self.lane_row[messages.send])
         if capacity is None:
@@ -106,6 +108,7 @@ class Machine:
         gate = index - capacity
         channel = messages.channel(self.subject)
         gated = gate >= 0
+        # Messages are sorted by channel: the gate counts only if it is on the same one.
         gated[gated] = channel[gate[gated]] == channel[index[gated]]
         receives = messages.receive[gate[gated]]
         sends = self.lane_row[messages.send[gated]]
@@ -115,7 +118,7 @@ class Machine:
     def _add_pair_queues(self) -> Places:
         """Add a lane per pair of ranks, whose n-th row is the match of the n-th entries; return those of exchanges.
 
-        Entries that are not the same message never match: the first such row waits for the row behind it, which is one
+        Entries that are not the same message never match: the first such row waits for the row after it, which is one
         of the same queue, since a message is missing at its place at either end.
         """
         messages, exchanges = self.messages, self.exchanges
@@ -127,10 +130,12 @@ class Machine:
         ends.sort(axis=1)  # rows stand rank after rank, so this is the lower rank's end and the higher one's
         ranks = self.subject.rank[ends].astype(np.int64)
         pair = ranks[:, 0] * self.subject.table.num_ranks + ranks[:, 1]
+        # The same entries in the order of either end: where the two differ, both ranks wait for another message.
         low, high = (np.argsort(pair * self.subject.num_rows + ends[:, side]) for side in (0, 1))
         first = len(self.waits)
         own = first + np.arange(len(ends))
         _, lengths = np.unique(pair, return_counts=True)
+        # A row that waits for the next row of its lane never ends. The minimum only keeps the index within the machine.
         never = np.minimum(own + 1, first + len(own) - 1)
         entries = np.column_stack([ends[low, 0], ends[high, 1]])
         self._add_lanes(lengths, entries, entries, np.where(low == high, NONE, never))
@@ -181,6 +186,7 @@ class Machine:
     def _add_join(self, join: Join, ends: Places) -> None:
         """Add a lane with one row per member, and one per end of its exchanges; the collective ends with the last."""
         members = np.array([rows[0] for rows in join.rows.values()])
+        # First the members, all of which must be reached; then the exchanges among them, which must have ended.
         exchanged = ends[np.isin(ends[:, 0], members), 1] if join.is_exchange else np.empty(0, np.int64)
         size = len(members) + len(exchanged)
         reached = np.full((size, 2), NONE, np.int64)

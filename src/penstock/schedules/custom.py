@@ -73,7 +73,7 @@ def _parameters(function: ScheduleFunction, name: str) -> Parameters:
         raise ConfigError(f"{name} does not say what it takes; give a function written in Python") from None
     for parameter in found.values():
         if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise ConfigError(f"{name} takes {parameter.name!r} by position only; leave out the / behind it")
+            raise ConfigError(f"{name} takes {parameter.name!r} by position only; leave out the / after it")
     return {key: parameter for key, parameter in found.items() if parameter.kind is not parameter.VAR_POSITIONAL}
 
 

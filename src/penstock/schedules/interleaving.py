@@ -71,7 +71,7 @@ class Turns:
     def take(cls, groups: Groups, num_local_stages: int, least_gap: int) -> "Turns":
         """Give each forward its turn; a group comes to its next stage after `least_gap` turns or more.
 
-        A single group needs no gap: the only forwards behind its backwards are those of the rank's last stage.
+        A single group needs no gap: the only forwards after its backwards are those of the rank's last stage.
         """
         sizes, slots = groups.sizes, groups.num_slots
         is_short = len(sizes) > 1 and slots[0] < least_gap

@@ -1,4 +1,4 @@
-"""Numbers in a page: columns of a table, one behind the other, compressed and written as text.
+"""Numbers in a page: columns of a table, one after the other, compressed and written as text.
 
     gzip( [column 0][column 1]... )  in base64, and beside it where each column begins and of what type it is
 

@@ -115,12 +115,12 @@ def _records(timeline: Timeline, costs: Costs, memory_limit: int | Sequence[int]
 
 
 class _Record:
-    """What one rank did from the first start on: labelled segments, one behind the other."""
+    """What one rank did from the first start on: labelled segments, one after the other."""
 
     def __init__(self, begin_s: float, next_row: int) -> None:
         self.begin_s = begin_s
         self.next_row = next_row
-        """The instruction behind the last block."""
+        """The instruction after the last block."""
         self.ends_s: list[float] = []
         self.labels: list[int] = []
         self.idle_s = [0.0] * len(Cause)

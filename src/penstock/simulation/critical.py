@@ -91,7 +91,7 @@ def _step_over_gather(
 
 
 def _add_pause(pieces: list[Piece], block: Block, begin_s: float, end_s: float) -> None:
-    """Add a pause in front of a block, from its end back: what of it is a wait for data or a reduction is that."""
+    """Add a pause before a block, from its end back: what of it is a wait for data or a reduction is that."""
     for wait in reversed(block.own_waits):
         wait_begin_s, wait_end_s = max(wait.begin_s, begin_s), min(wait.end_s, end_s)
         if wait_begin_s < wait_end_s:

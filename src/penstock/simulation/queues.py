@@ -71,7 +71,7 @@ class Queues:
         )
 
     def _visits(self) -> Rows:
-        """Each queue right behind the rank that fills it: so one round takes a message from end to end."""
+        """Each queue right after the rank that fills it: so one round takes a message from end to end."""
         program = self._program
         parts = [_first_after(*each) for each in zip(self._lengths, self._after, strict=True)]
         fillers = np.searchsorted(program.offsets, np.concatenate(parts), side="right") - 1

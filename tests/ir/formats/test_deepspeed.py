@@ -110,7 +110,7 @@ def test_a_data_parallel_schedule_keeps_the_name_by_which_it_is_written():
         ("RTG RDG OPT\nrank 1", "RDG RTG OPT\nrank 1", "2:72", "RDG in step 7 of rank 0; expected RTG"),
         ("SG0 RTG RDG OPT", "SG0 RTG RDG OPT|", "3:84", "9 steps; expected 8 for this order"),
         ("L0 F0|RG1 SA0 B1||RG0 B0", "RG1 SA0 B1||", "3:1", "rank 1 has 3 F; expected 2, as rank 0 has"),
-        ("RG1 SA0 B1||RG0 B0", "RG0 SA0 B0||RG1 B1", "1:1", "0B1 cannot run in the step behind 1B1"),
+        ("RG1 SA0 B1||RG0 B0", "RG0 SA0 B0||RG1 B1", "1:1", "0B1 cannot run in the step after 1B1"),
         ("L1 F1|RG0", "L0 F0|RG0", "2:33", "F0; expected F1, as 2 buffers take turns"),
         ("rank 1, 2 buffers", "rank 1, 0 buffers", "3:1", "no line of rank 1"),
         (

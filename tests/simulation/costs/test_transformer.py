@@ -98,7 +98,7 @@ def test_the_mask_of_a_dropout_is_one_byte_per_number():
     with_masks, without = layer_of(SMALL), layer_of(replace(SMALL, has_dropout=False))
     pairs = SMALL.num_heads * SMALL.sequence * SMALL.tokens
 
-    # Two masks of the width, one of the scores, and the scores once more behind the dropout.
+    # Two masks of the width, one of the scores, and the scores once more after the dropout.
     assert with_masks.activation_bytes - without.activation_bytes == 2 * SMALL.tokens * SMALL.hidden + 3 * pairs
 
 

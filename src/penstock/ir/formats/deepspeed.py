@@ -8,7 +8,7 @@
     SA SendActivation    RA RecvActivation                      RDG ReduceGrads
     SG SendGrad          RG RecvGrad                            OPT OptimizerStep
 
-`|` ends a step; the number behind an instruction is its buffer. The title names the class of DeepSpeed's:
+`|` ends a step; the number after an instruction is its buffer. The title names the class of DeepSpeed's:
 `TrainSchedule`, `TrainSchedule (old)` for its order before it sent gradients first, `InferenceSchedule` for forwards
 alone, `DataParallelSchedule` for `sequential` on one rank. All of it follows from the order of the actions (see
 `deepspeed_streams`), so a reader takes that order and refuses a text that says anything else.
@@ -101,7 +101,7 @@ class _RankLine:
     num_buffers: int
     steps: list[list[_Word]]
     ends: list[int]
-    """The column behind each step."""
+    """The column after each step."""
     fail: Callable[[int, str], FormatError]
 
     def order(self) -> NDArray[np.int32]:

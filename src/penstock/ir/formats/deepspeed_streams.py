@@ -1,7 +1,7 @@
 """What DeepSpeed's pipeline engine would run for a schedule: the instructions of every rank, step by step.
 
 In training, forwards and backwards of a rank take steps of opposite parity. An action takes the first step that is left
-for it; its result is sent in the step behind it, and there it is received. A schedule that does not keep in step like
+for it; its result is sent in the step after it, and there it is received. A schedule that does not keep in step like
 this is refused. So all ranks can wait for each other after every step. DeepSpeed computes these steps from the numbers
 of stages and microbatches; here they follow from the order of the actions, and so do the buffers.
 
@@ -139,8 +139,8 @@ def _steps(schedule: Schedule, listing: Listing) -> NDArray[np.int64]:
     late = rows[times.start[rows] != times.start[before[rows, 0]] + 1]
     if len(late):
         row = int(late[0])
-        problem = f"{schedule.action(row)} cannot run in the step behind {schedule.action(int(before[row, 0]))}"
-        raise _refusal(problem, "every result to be used in the step behind it")
+        problem = f"{schedule.action(row)} cannot run in the step after {schedule.action(int(before[row, 0]))}"
+        raise _refusal(problem, "every result to be used in the step after it")
     return times.start.astype(np.int64)
 
 

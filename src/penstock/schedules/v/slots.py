@@ -59,14 +59,14 @@ def repeat(anchors: Ints, num_microbatches: int) -> Slots:
 
 
 def widen_backwards(slots: Slots) -> Slots:
-    """Give every backward a second slot, behind its first."""
+    """Give every backward a second slot, after its first."""
     wide = np.pad(slots, ((0, 0), (0, 1)))
     wide[:, 1:][np.isin(slots, BACKWARDS)] = Pass.WEIGHT
     return wide
 
 
 def fill_weights(slots: Slots) -> Slots:
-    """Put a weight gradient into every idle slot of a rank that owes one, and the rest behind the last slot.
+    """Put a weight gradient into every idle slot of a rank that owes one, and the rest after the last slot.
 
     Before:  F  .  .  f  b  .  .  B
     After:   F  .  .  f  b  w  .  B  w

@@ -89,9 +89,9 @@ class SharedCosts:
     message_bytes: tuple[int, ...] = (0,)
     """Bytes of the output of a stage (or layer), and of its gradient."""
     activation_bytes: tuple[int, ...] = (0,)
-    """Bytes that a forward leaves behind until its backward, its inputs among them."""
+    """Bytes that a forward keeps until its backward, its inputs among them."""
     weight_context_bytes: tuple[int, ...] = (0,)
-    """Bytes of the tensors saved for the weight gradients, from the I to the W of a split backward."""
+    """Bytes kept between the input gradient and the weight gradient of a split backward."""
     checkpoint_bytes: tuple[int, ...] = ()
     """Bytes of the inputs that a recomputed forward keeps; the message that brings them unless given."""
     microbatch_bytes_factor: tuple[float, ...] = (1.0,)

@@ -1,10 +1,10 @@
-"""The common order: every action behind what it needs, ties between ranks broken by rank."""
+"""The linear extension: every action after what it needs, ties between ranks broken by rank."""
 
 import numpy as np
 from hypothesis import given
 
-from penstock.ir.common_order import common_order, walk_untimed, whole_starts
 from penstock.ir.deps import NONE, predecessors
+from penstock.ir.linear_extension import linear_extension, walk_untimed, whole_starts
 from penstock.ir.program import Program
 from penstock.ir.walk import Walk
 from tests.proofs.tables import schedule_of
@@ -16,7 +16,7 @@ def starts_of(table):
 
 
 def in_order(schedule):
-    return [str(schedule.action(row)) for row in common_order(starts_of(schedule))]
+    return [str(schedule.action(row)) for row in linear_extension(starts_of(schedule))]
 
 
 def test_whole_backwards_take_two_units_and_their_parts_one_each():
@@ -52,7 +52,7 @@ def test_starts_take_few_bytes_until_they_are_large():
 @given(feasible_schedules())
 def test_every_action_stands_behind_what_it_needs(schedule):
     place = np.empty(schedule.num_actions, np.int64)
-    place[common_order(starts_of(schedule))] = np.arange(schedule.num_actions)
+    place[linear_extension(starts_of(schedule))] = np.arange(schedule.num_actions)
 
     before = predecessors(schedule)
     needed = before != NONE
@@ -61,7 +61,7 @@ def test_every_action_stands_behind_what_it_needs(schedule):
 
 @given(feasible_schedules())
 def test_every_rank_keeps_its_own_order(schedule):
-    order = common_order(starts_of(schedule))
+    order = linear_extension(starts_of(schedule))
     rank = np.searchsorted(schedule.offsets, order, side="right")
 
     for own in range(1, schedule.num_ranks + 1):

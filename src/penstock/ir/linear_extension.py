@@ -1,8 +1,8 @@
-"""The common order: all actions of all ranks in one order that keeps every dependency, by (start, rank, position).
+"""The linear extension: all actions of all ranks in one order that keeps every dependency, by (start, rank, position).
 
 The starts are those of an untimed walk, in which B takes two units and all others one. Lowering places messages by this
-order, and where a program's messages keep it, that is the proof that they cannot deadlock. A message has its place
-right behind its maker, or where its maker ends: in front of all actions that start then or later.
+order, and where a program's messages keep it, that proves that they cannot deadlock. A message comes right after the
+action that makes it, or where that action ends: before all actions that start then or later.
 """
 
 from typing import Any
@@ -30,9 +30,10 @@ def whole_starts(walked: Walk) -> Starts:
     return walked.start.astype(np.uint16 if last <= np.iinfo(np.uint16).max else np.uint32)
 
 
-def common_order(start: Starts) -> NDArray[np.int64]:
-    """[num_rows] the rows in their common order."""
-    # Rows stand rank after rank, and numpy sorts numbers of 16 bits in linear time, others by merging sorted runs.
+def linear_extension(start: Starts) -> NDArray[np.int64]:
+    """[num_rows] the rows by start, then rank, then position."""
+    # Rows are stored rank after rank, so a stable sort breaks ties by rank. Numpy sorts 16-bit numbers in linear time,
+    # others by merging sorted runs.
     return np.argsort(start, kind="stable")
 
 
@@ -40,9 +41,11 @@ def order_by_ends(table: Table, start: Starts, makers: NDArray[Any]) -> NDArray[
     """[num_rows + num_messages] the rows of a table of actions at their starts, and messages where their makers end.
 
     Message n, which the row `makers[n]` makes, is number num_rows + n; messages that leave together keep their order.
-    Those of a joined row leave when its partner has run as well.
+    Those of an overlapped pair leave when both actions have run.
     """
     end = start + UNITS.astype(np.int64)[table.op]
     first = np.flatnonzero(table.joined)
+    # Both start at once, and the pair takes the sum of their units: end 1 + (end 2 - start).
     end[first] = end[first + 1] = end[first] + end[first + 1] - start[first]
+    # Doubled, with starts odd and ends even: messages of makers that end at t come before actions that start at t.
     return np.argsort(np.concatenate([2 * start.astype(np.int64) + 1, 2 * end[makers]]), kind="stable")

@@ -1,4 +1,4 @@
-"""What keeps the common order runs under every model; each rule of it is needed and looked at."""
+"""What keeps the linear extension runs under every model; each rule of it is needed and looked at."""
 
 import pytest
 from hypothesis import given
@@ -12,8 +12,8 @@ from penstock.lowering import add_messages, assign_slots, lower
 from penstock.placement import Placement
 from penstock.proofs.channels import find_messages
 from penstock.proofs.collectives import check_collectives
-from penstock.proofs.common_order import CommonOrder
 from penstock.proofs.cycle import check_feasible
+from penstock.proofs.linear_extension import KeptOrder
 from penstock.proofs.order import Actions, check_positions
 from penstock.proofs.report import Findings, Subject
 from penstock.schedules import build
@@ -26,7 +26,7 @@ GPIPE = schedule_of("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1")
 
 
 def order_of(program):
-    """Whether the program keeps the common order; it does not where an earlier proof already refuses the program."""
+    """Which conditions the program keeps; none where an earlier proof already refuses the program."""
     subject = Subject(program)
     findings = Findings(subject)
     actions = Actions.of(subject)
@@ -34,16 +34,16 @@ def order_of(program):
     start = check_feasible(actions, before, findings) if check_positions(actions, before, findings) else None
     messages = find_messages(subject, index_rows(program), findings)
     check_collectives(subject, findings)
-    return CommonOrder(False, False) if findings.violations else CommonOrder.of(subject, actions, messages, start)
+    return KeptOrder(False, False) if findings.violations else KeptOrder.of(subject, actions, messages, start)
 
 
 def keeps(program):
     return order_of(program).is_kept
 
 
-def moved(program, text, *, behind):
-    """Put an instruction behind another one of its rank."""
-    (rank, start), (_, end) = find(program, text), find(program, behind)
+def moved(program, text, *, after):
+    """Put an instruction after another one of its rank."""
+    (rank, start), (_, end) = find(program, text), find(program, after)
 
     def move(orders):
         row = orders[rank].pop(start)
@@ -53,7 +53,7 @@ def moved(program, text, *, behind):
 
 
 @given(feasible_schedules(), st.booleans(), st.booleans())
-def test_the_lowering_keeps_the_common_order(schedule, ties_stages, optimizer_step):
+def test_the_lowering_keeps_the_linear_extension(schedule, ties_stages, optimizer_step):
     groups = [ends(schedule)] if ties_stages else []
     options = {"tied_groups": groups, "optimizer_step": optimizer_step}
 
@@ -63,7 +63,7 @@ def test_the_lowering_keeps_the_common_order(schedule, ties_stages, optimizer_st
 
 @pytest.mark.slow
 @given(case=feasible_cases())
-def test_what_keeps_the_common_order_ends_on_a_plain_machine_of_every_model(case):
+def test_what_keeps_the_linear_extension_ends_on_a_plain_machine_of_every_model(case):
     program = lower(case.schedule, case.chance.choice(["posted", "coalesced"]), tied_groups=[ends(case.schedule)])
     for each in (mutated(program, case.chance, REORDERINGS).program for _ in range(4)):
         order = order_of(each)
@@ -84,37 +84,37 @@ def test_a_send_in_front_of_what_makes_its_message_is_out_of_order():
     assert not keeps(program)
 
 
-def test_a_send_behind_a_later_action_is_out_of_order():
+def test_a_send_after_a_later_action_is_out_of_order():
     assert keeps(lower(GPIPE))
-    assert not keeps(moved(lower(GPIPE), "0SEND_F0", behind="0F1"))
+    assert not keeps(moved(lower(GPIPE), "0SEND_F0", after="0F1"))
 
 
-def test_a_receive_behind_an_action_that_is_later_than_its_message_is_out_of_order():
+def test_a_receive_after_an_action_that_is_later_than_its_message_is_out_of_order():
     program = lower(schedule_of("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"))
 
     assert keeps(program)
-    assert keeps(moved(program, "1RECV_F1", behind="1F0"))  # where 0F1 ends
-    assert not keeps(moved(program, "1RECV_F1", behind="1B0"))
+    assert keeps(moved(program, "1RECV_F1", after="1F0"))  # where 0F1 ends
+    assert not keeps(moved(program, "1RECV_F1", after="1B0"))
 
 
-def test_receives_stand_behind_the_makers_of_their_messages_or_where_these_end_or_are_posted_ahead():
+def test_receives_follow_the_makers_of_their_messages_or_where_these_end_or_are_posted_ahead():
     schedule = schedule_of("0F0 0F1 0F2\n1F0 1F1 1F2")
-    behind_makers = assign_slots(add_messages(Program.from_schedule(schedule)))
+    after_makers = assign_slots(add_messages(Program.from_schedule(schedule)))
 
-    assert order_of(behind_makers) == order_of(lower(schedule, "coalesced")) == CommonOrder(True, True)
-    assert behind_makers != lower(schedule, "coalesced")
-    assert order_of(moved(behind_makers, "1RECV_F1", behind="1RECV_F0")) == CommonOrder(True, True)
-    assert order_of(moved(behind_makers, "1RECV_F2", behind="1RECV_F1")) == CommonOrder(True, False)
+    assert order_of(after_makers) == order_of(lower(schedule, "coalesced")) == KeptOrder(True, True)
+    assert after_makers != lower(schedule, "coalesced")
+    assert order_of(moved(after_makers, "1RECV_F1", after="1RECV_F0")) == KeptOrder(True, True)
+    assert order_of(moved(after_makers, "1RECV_F2", after="1RECV_F1")) == KeptOrder(True, False)
 
 
 def test_receives_of_a_pair_of_ranks_in_another_order_than_its_sends_are_out_of_order():
     program = lower(schedule_of("0F0 0F1 0F2\n1F0 1F1 1F2"))
 
-    assert not keeps(moved(program, "1RECV_F0", behind="1RECV_F1"))
+    assert not keeps(moved(program, "1RECV_F0", after="1RECV_F1"))
 
 
 def test_a_receive_in_front_of_an_earlier_send_of_the_same_pair_of_ranks_is_out_of_order():
-    assert not keeps(moved(lower(GPIPE), "0RECV_B0", behind="0F0"))
+    assert not keeps(moved(lower(GPIPE), "0RECV_B0", after="0F0"))
 
 
 def test_receives_from_different_ranks_may_change_places():
@@ -122,25 +122,25 @@ def test_receives_from_different_ranks_may_change_places():
     rank = [str(row) for row in program[0]]
 
     assert rank.index("3RECV_F0") < rank.index("0RECV_B0")
-    assert keeps(moved(program, "3RECV_F0", behind="0SEND_F0"))
+    assert keeps(moved(program, "3RECV_F0", after="0SEND_F0"))
 
 
-def test_an_action_or_message_behind_a_joining_collective_is_out_of_order():
+def test_an_action_or_message_after_a_joining_collective_is_out_of_order():
     program = lower(
         schedule_of("0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0", placement=Placement.loop(2, 4)), tied_groups=[(1, 2)]
     )
 
     assert keeps(program)
-    assert not keeps(moved(program, "2REDUCE_TIED0", behind="2SEND_B0"))
+    assert not keeps(moved(program, "2REDUCE_TIED0", after="2SEND_B0"))
 
 
 @pytest.mark.slow
 def test_the_verdict_is_the_same_compiled(monkeypatch):
-    programs = [lower(build("1f1b", ranks=3, microbatches=4)), moved(lower(GPIPE), "0SEND_F0", behind="0F1")]
+    programs = [lower(build("1f1b", ranks=3, microbatches=4)), moved(lower(GPIPE), "0SEND_F0", after="0F1")]
     programs.append(lower(build("1f1b", ranks=3, microbatches=4), transport="coalesced"))
     interpreted = [order_of(program) for program in programs]
 
     monkeypatch.setattr(hot, "COMPILE_ABOVE_ROWS", 0)
 
     assert [order_of(program) for program in programs] == interpreted
-    assert interpreted == [CommonOrder(True, False), CommonOrder(False, False), CommonOrder(True, True)]
+    assert interpreted == [KeptOrder(True, False), KeptOrder(False, False), KeptOrder(True, True)]

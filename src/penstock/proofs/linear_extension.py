@@ -1,0 +1,166 @@
+"""Proof 3, the short way: a program whose messages keep a linear extension of its actions cannot deadlock.
+
+All actions have one order that keeps every dependency (`ir.linear_extension`). A message has its place in that order:
+right after the action that makes it, or where that action ends. By either rule each action and message gets a logical
+timestamp (Lamport 1978). Suppose that on every rank
+
+1. actions and sends are in the order of their timestamps,
+2. each receive is before all actions and sends with later timestamps than its message,
+3. the sends and receives of a pair of ranks are in the order of their timestamps,
+4. collectives that join ranks are after all actions and messages.
+
+Then whatever an action or message waits for, under every model but `coalesced`, has an earlier timestamp: so there is
+no cycle of waits. By 1 a send is after what makes its message, by 2 a receive is before its consumer, and by 3 every
+channel keeps its order. If also
+
+5. receives are in the order of their timestamps among all actions and messages of their rank,
+
+there is no cycle under `coalesced` either. The last timestamp of a group is earlier than the action after it. The end
+of a group waits for the start of the groups at the other ends of its messages. Each of those starts after an action and
+a group whose timestamps are earlier than that of the message that the two groups share.
+
+The lowering makes programs that keep 1 to 4, and 5 where it is asked to. Others may run as well: for them, `channels`
+and `transports` look at each model on its own.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.ir.deps import NONE
+from penstock.ir.hot import Hot
+from penstock.ir.linear_extension import Starts, linear_extension, order_by_ends
+from penstock.ir.operations import IS_COMPUTE, IS_RECEIVE, IS_SEND, JOINS_RANKS
+from penstock.ir.program import Program
+from penstock.ir.transports import COALESCED, TransportModel
+from penstock.proofs.channels import Messages
+from penstock.proofs.order import Actions
+from penstock.proofs.report import Subject
+
+COMPUTE, SEND, RECEIVE, JOIN, OTHER = range(5)
+ROLES = np.select([IS_COMPUTE, IS_SEND, IS_RECEIVE, JOINS_RANKS], [COMPUTE, SEND, RECEIVE, JOIN], OTHER).astype(np.int8)
+"""[NUM_OPS] what an operation is to this proof."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptOrder:
+    """Which of the conditions a program keeps."""
+
+    is_kept: bool
+    """Whether 1 to 4 hold."""
+    is_kept_by_receives: bool
+    """Whether 5 holds as well."""
+
+    @classmethod
+    def of(
+        cls, subject: Subject, actions: Actions, messages: Messages, start: Starts, *, is_grouped: bool = True
+    ) -> "KeptOrder":
+        """Look at a program; `start` are the starts of its actions in an untimed walk.
+
+        Without `is_grouped`, condition 5 is of no interest.
+        """
+        num_kept = _num_kept(subject, _timestamps(subject, actions, messages, start))
+        if num_kept < (5 if is_grouped else 4):
+            num_kept = max(num_kept, _num_kept(subject, _timestamps_by_ends(subject, actions, messages, start)))
+        return cls(num_kept >= 4, num_kept == 5)
+
+    def proves(self, model: TransportModel) -> bool:
+        """Whether the program ends under the model, by this alone."""
+        return self.is_kept_by_receives if model == COALESCED else self.is_kept
+
+
+class Rows(NamedTuple):
+    """The columns that count here, the roles of operations by their number, and the rank of each stage."""
+
+    op: Any
+    roles: Any
+    timestamp: Any
+    peer: Any
+    rank_of_stage: Any
+
+
+class Seen(NamedTuple):
+    """By other rank, the timestamp of the last message to or from it, and which rank's message that was."""
+
+    last_message: Any
+    seen_by: Any
+
+
+def _num_kept(subject: Subject, timestamp: NDArray[Any]) -> int:
+    program = subject.table
+    assert isinstance(program, Program)
+    rows = Rows(program.op, ROLES, timestamp, program.peer, subject.rank_of_stage)
+    seen = Seen(np.zeros(program.num_ranks, np.int64), np.full(program.num_ranks, NONE, np.int64))
+    return int(_KEEP(program.num_instructions, program.offsets, rows, seen))
+
+
+def _timestamps(subject: Subject, actions: Actions, messages: Messages, start: Starts) -> NDArray[np.int32]:
+    """[num_instructions] even timestamps for actions, odd ones for both ends of the message that an action makes."""
+    timestamp = np.full(subject.num_rows, NONE, np.int32)
+    timestamp[actions.row[linear_extension(start)]] = np.arange(0, 2 * len(start), 2, dtype=np.int32)
+    made = timestamp[messages.producer] + 1
+    timestamp[messages.send] = made
+    timestamp[messages.receive] = made
+    first = np.flatnonzero(subject.table.joined)
+    # Both messages of a pair leave after it: with its own timestamp the second action would be later than the first's.
+    timestamp[first + 1] = timestamp[first]
+    return timestamp
+
+
+def _timestamps_by_ends(subject: Subject, actions: Actions, messages: Messages, start: Starts) -> NDArray[np.int32]:
+    """[num_instructions] timestamps by the rule that a message has its place where its maker ends."""
+    by_maker = np.argsort(messages.producer)
+    makers = np.searchsorted(actions.row, messages.producer[by_maker])
+    order = order_by_ends(actions.schedule, start, makers)
+    position = np.empty(len(order), np.int32)
+    position[order] = np.arange(len(order), dtype=np.int32)
+    timestamp = np.full(subject.num_rows, NONE, np.int32)
+    timestamp[actions.row] = position[: len(start)]
+    timestamp[messages.send[by_maker]] = timestamp[messages.receive[by_maker]] = position[len(start) :]
+    return timestamp
+
+
+def _rank_keeps(rank: int, begin: int, end: int, rows: Rows, seen: Seen) -> int:
+    """Return how many of the conditions one rank's rows keep: 5, 4, or 0 where one of the first four is broken."""
+    op, roles, timestamp, peer, rank_of_stage = rows
+    last_message, seen_by = seen
+    last, last_with_receives = -1, -1
+    has_joined = False
+    kept = 5
+    for row in range(begin, end):
+        role = roles[op[row]]
+        if role > RECEIVE:
+            has_joined = has_joined or role == JOIN
+            continue
+        now = timestamp[row]
+        if has_joined or now < last:  # `last` ignores receives, so this breaks 1, 2 or 4
+            return 0
+        if now < last_with_receives:  # the same with receives breaks 5
+            kept = 4
+        last_with_receives = max(now, last_with_receives)
+        if role != RECEIVE:
+            last = now
+        if role != COMPUTE:
+            other = rank_of_stage[peer[row]]
+            # Condition 3. An entry that an earlier rank wrote is stale: to compare ranks is cheaper than to clear all.
+            if seen_by[other] == rank and now < last_message[other]:
+                return 0
+            seen_by[other] = rank
+            last_message[other] = now
+    return kept
+
+
+def _all_keep(offsets: Any, rows: Rows, seen: Seen) -> int:
+    kept = 5
+    for rank in range(len(offsets) - 1):
+        of_rank = _rank_keeps(rank, offsets[rank], offsets[rank + 1], rows, seen)
+        if of_rank < kept:
+            kept = of_rank
+        if kept == 0:
+            break
+    return kept
+
+
+_KEEP = Hot(_all_keep, _rank_keeps)
