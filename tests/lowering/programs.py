@@ -83,7 +83,7 @@ def made(row):
 
 
 def consumer(row):
-    """The computation that takes in a receive's message, whole backwards and input parts alike."""
+    """The computation that takes in a receive's message, whole backwards and input gradients alike."""
     return (row.op is Op.RECEIVE_FORWARD, row.stage, row.microbatch, row.slice)
 
 

@@ -16,7 +16,7 @@ def published(name):
 
 
 def timeline(name, ranks, microbatches, *, forward=1.0, backward=2.0, **options):
-    """What a schedule does in time once it is proved; half of a backward is its weight part."""
+    """What a schedule does in time once it is proved; half of a backward is its weight gradient."""
     costs = Costs.uniform(forward=forward, backward_input=backward / 2, backward_weight=backward / 2)
     return simulate(prove_and_lower(build(name, ranks=ranks, microbatches=microbatches, **options)), costs)
 

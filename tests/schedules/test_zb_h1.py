@@ -15,7 +15,7 @@ PATCH = recorded("zero_bubble", "zbh1_patch")
 
 
 def oldest_first(order):
-    """A recorded order with its weight parts as they were run: the oldest first, whatever the record calls them."""
+    """A recorded order with its weight gradients as they were run: the oldest first, whatever the record calls them."""
     words = order.split()
     waiting = iter([word.replace("I", "W") for word in words if "I" in word])
     return " ".join(next(waiting) if "W" in word else word for word in words)

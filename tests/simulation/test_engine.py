@@ -209,7 +209,7 @@ def test_costs_for_another_number_of_stages_are_refused(name):
             "1RECV_F0,1RECV_F1,1F1,1B1,1SEND_B1,1F0,1B0,1SEND_B0",
         ),
     ],
-    ids=["backward first", "weight part first", "backward first after a message", "ranks wait for each other"],
+    ids=["backward first", "weight gradient first", "backward first after a message", "ranks wait for each other"],
 )
 def test_a_program_that_cannot_run_to_its_end_is_refused(lines):
     program = Program.from_csv("\n".join(lines), name="stuck")

@@ -115,7 +115,7 @@ def count_messages(program: Program) -> int:
 
 
 def equal_work_s(rows: Sequence[Row]) -> dict[str, float]:
-    """Return, by name, what as many microbatches take as the largest step of the rows has, in steps of their own."""
+    """Return, by name, the seconds for as many microbatches as the largest step has, in the row's own steps."""
     compared = [row for row in rows if isinstance(row, Comparison)]
     most = max((row.num_microbatches for row in compared), default=0)
     return {row.name: row.makespan_s * most / row.num_microbatches for row in compared}

@@ -22,7 +22,7 @@ class Source:
     name: str | None = None
     """What the schedule is called where the text does not say so."""
     format: str | None = None
-    """None to go by the content."""
+    """None: its content decides."""
 
 
 @dataclass(frozen=True, slots=True)

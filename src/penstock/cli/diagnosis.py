@@ -20,7 +20,7 @@ from penstock.train.recorded_step import RecordedStep
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What of one sort lies on the critical path."""
+    """The seconds of one sort on the critical path."""
 
     what: str
     duration_s: float
@@ -28,7 +28,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Diagnosis:
-    """Everything that is told of a recorded step."""
+    """Everything that is reported of a recorded step."""
 
     recorded: RecordedStep
     timeline: Timeline

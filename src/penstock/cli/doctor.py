@@ -14,7 +14,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("folder", metavar="RUN_DIR", nargs="?", help="the folder of a run that recorded a step")
     parser.add_argument("--system", action="store_true", help="instead, look at this machine")
     parser.add_argument(
-        "--memory-limit", type=int, metavar="N", help="most activations that a rank may hold: what waits for it is told"
+        "--memory-limit", type=int, metavar="N", help="most activations that a rank may hold: report what waits for it"
     )
     parser.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
 

@@ -58,29 +58,29 @@ def first_cause(exit_codes: Mapping[int, int], written: Sequence[RankFailure]) -
     launcher told it to. Any other written failure comes first, the earliest of them: a stopped rank, say, passes the
     deadline of another one long before the launcher kills it.
     """
-    told = sorted(written, key=lambda failure: (failure.is_consequence, failure.raised_at_s))
+    reported = sorted(written, key=lambda failure: (failure.is_consequence, failure.raised_at_s))
     silent = dict(sorted(exit_codes.items(), key=lambda item: item[1] == -signal.SIGTERM))
-    for failure in told:
+    for failure in reported:
         silent.pop(failure.rank, None)
-    is_noticed_only = all(failure.is_consequence for failure in told)
-    if silent and (not told or (is_noticed_only and _was_killed(next(iter(silent.values()))))):
-        return _explain_silence(*next(iter(silent.items())), told)
-    return told[0]
+    is_noticed_only = all(failure.is_consequence for failure in reported)
+    if silent and (not reported or (is_noticed_only and _was_killed(next(iter(silent.values()))))):
+        return _explain_silence(*next(iter(silent.items())), reported)
+    return reported[0]
 
 
 def _was_killed(exit_code: int) -> bool:
     return exit_code < 0 and exit_code != -signal.SIGTERM
 
 
-def _explain_silence(rank: int, exit_code: int, told: Sequence[RankFailure]) -> RankFailure:
+def _explain_silence(rank: int, exit_code: int, reported: Sequence[RankFailure]) -> RankFailure:
     if exit_code == ExitStatus.INTERRUPTED:
         return RankFailure(rank, ExitStatus.INTERRUPTED, "")
     if exit_code < 0:
-        return _killed(rank, -exit_code, told)
+        return _killed(rank, -exit_code, reported)
     return RankFailure(rank, ExitStatus.RANK_FAILED, f"rank {rank} ended with status {exit_code} and left no message")
 
 
-def _killed(rank: int, number: int, told: Sequence[RankFailure]) -> RankFailure:
+def _killed(rank: int, number: int, reported: Sequence[RankFailure]) -> RankFailure:
     name = signal.Signals(number).name if number in {int(known) for known in signal.Signals} else f"signal {number}"
     advice: dict[int, str] = {
         signal.SIGKILL: "Where nobody killed it, the system did for lack of memory: see the kernel's log, and lower "
@@ -88,7 +88,7 @@ def _killed(rank: int, number: int, told: Sequence[RankFailure]) -> RankFailure:
         signal.SIGSEGV: "It crashed in compiled code: run it with PYTHONFAULTHANDLER=1 to see the place.",
     }
     lines = [f"rank {rank} was ended by {name}. {advice.get(number, '')}".rstrip()]
-    lines += [failure.shown for failure in told[:1]]
+    lines += [failure.shown for failure in reported[:1]]
     return RankFailure(rank, ExitStatus.RANK_FAILED, "\n".join(lines))
 
 

@@ -197,7 +197,7 @@ def _environment_of_ranks() -> Iterator[None]:
 
 @contextmanager
 def _quiet_logging() -> Iterator[None]:
-    """Silence torch's launcher: the failure of a rank is told once, by us."""
+    """Silence torch's launcher: we report the failure of a rank, once."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -61,7 +61,7 @@ def _run(path: Path, code: CodeType) -> ModuleType:
 
 @contextmanager
 def _imports_from(folder: Path) -> Iterator[None]:
-    """Find modules that lie in a folder, as for a script there."""
+    """Find modules of a folder, as for a script there."""
     entry = str(folder.resolve())
     sys.path.insert(0, entry)
     try:

@@ -56,13 +56,13 @@ def _tell(failure: RankFailure, environment: Mapping[str, str]) -> None:
 
 
 def _is_first_to_tell(failure: RankFailure, environment: Mapping[str, str]) -> bool:
-    """Return whether no other rank has told the same yet: torchrun's store knows, where there is one."""
+    """Return whether no other rank has reported the same yet: torchrun's store knows, where there is one."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         is_met_by_all = failure.status == ExitStatus.WRONG_INPUT and not dist.is_initialized()
         return not is_met_by_all or environment.get("LOCAL_RANK", "0") == "0"
-    told = f"{attempt_prefix(environment)}/penstock/told/{sha256(failure.message.encode()).hexdigest()}"
+    key = f"{attempt_prefix(environment)}/penstock/reported/{sha256(failure.message.encode()).hexdigest()}"
     try:
-        return connect_store(environment, TELL_TIMEOUT).add(told, 1) == 1
+        return connect_store(environment, TELL_TIMEOUT).add(key, 1) == 1
     except (dist.DistError, PenstockError):
         return True
 

@@ -3,7 +3,7 @@
 from argparse import ArgumentParser
 
 NAME = (
-    "a family (`penstock schedules` lists them), with options of its own as NAME:key=value,key=value; or a schedule "
+    "a family (`penstock schedules` lists them), with its own options as NAME:key=value,key=value; or a schedule "
     "file, a drawn grid included, whose own communication is left out; - is stdin"
 )
 FROM = "a schedule of your own: the function FUNCTION in the Python file PATH.py makes it"

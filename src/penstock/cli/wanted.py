@@ -1,4 +1,4 @@
-"""The schedules that somebody names on the command line: families, files, and functions of their own."""
+"""The schedules that somebody names on the command line: families, files, and their own functions."""
 
 import re
 import sys
@@ -136,12 +136,12 @@ def _split(text: str, arguments: Namespace) -> tuple[str, dict[str, str]]:
     options = common | mine
     for key in options:
         if key in RESERVED:
-            raise ConfigError("is no option of a schedule; the command has an argument for it", key=key)
+            raise ConfigError("not an option of a schedule; use the argument of the command", key=key)
     return name, options
 
 
 def parse_options(texts: list[str], *, before: str = "--option ") -> dict[str, str]:
-    """Read `key=value` texts; `before` is what stood before each.
+    """Read `key=value` texts; `before` is the text before each.
 
     Raises:
         ConfigError: for a text of another form, and for a key given twice.

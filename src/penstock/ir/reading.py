@@ -45,9 +45,9 @@ def format_of(text: str) -> str:
     for name, title in (("deepspeed", deepspeed.TITLE), ("megatron", megatron.TITLE)):
         if start[: len(title)].lower() == title.lower():
             return name
-    said = _COMMENT.sub("", text)
-    is_grid = "," not in said and len(said.split()) > said.count("\n") + 1 and not _COMMUNICATION.search(said)
-    return "grid" if is_grid or _LABELLED.search(said) else "csv"
+    bare = _COMMENT.sub("", text)
+    is_grid = "," not in bare and len(bare.split()) > bare.count("\n") + 1 and not _COMMUNICATION.search(bare)
+    return "grid" if is_grid or _LABELLED.search(bare) else "csv"
 
 
 def read_file(path: Path) -> Schedule | Program:

@@ -12,9 +12,9 @@ from penstock.ir.schedule import Schedule
 
 
 def with_split_backwards(schedule: Schedule) -> Schedule:
-    """Return the schedule with the weight part of every whole backward right after its input part.
+    """Return the schedule with every whole backward as an input gradient, and a weight gradient right after it.
 
-    Of two actions that overlap, the weight part follows both.
+    The weight gradient of an action in an overlapped pair follows the pair.
     """
     wholes = np.flatnonzero(schedule.kind == Kind.BACKWARD)
     op = schedule.op.copy()

@@ -89,7 +89,7 @@ class _Crossing:
     """Messages to one side, the next or the previous stage of a route."""
 
     neighbour: NDArray[np.int32]
-    """[num_stages] the stage at the other end, `NONE` where there is none or it lies on the same rank."""
+    """[num_stages] the stage at the other end, `NONE` where there is none or it is on the same rank."""
     makers: NDArray[np.int64]
     """The stages whose results leave their rank, and the stages that take them."""
     takers: NDArray[np.int32]
@@ -216,7 +216,7 @@ def check_order(subject: Subject, messages: Messages, exchanges: Messages, findi
     """Prove that messages are received in the order in which they are sent, and stand where they can be moved.
 
     Return them, without the exchanges, channel after channel, in the order of the sends. Of a channel, one difference
-    is told.
+    is reported.
     """
     send = np.concatenate([messages.send, exchanges.send])
     receive = np.concatenate([messages.receive, exchanges.receive])

@@ -255,7 +255,7 @@ def _num_overlaps(program: Program, begin: Rows, end: Rows, messages: Messages) 
     """Count slots that are taken while in use; more than 0 means that there may be some."""
     # Each life is noted at one row: that of an unsent result at its end, the others at their begin.
     other_end = np.full(program.num_instructions, NONE, np.int32)
-    # Two joined rows run together: what one frees is not free for the other.
+    # The two rows of a pair run together: what one frees is not free for the other.
     other_end[begin] = end + program.joined[end]
     other_end[messages.receive] = messages.consumer + program.joined[messages.consumer]
     other_end[messages.send] = messages.producer
@@ -292,7 +292,7 @@ def _check_pool(what: str, begin: Rows, end: Rows, named_by: Rows, findings: Fin
     subject = findings.subject
     program = subject.table
     assert isinstance(program, Program)
-    # Two joined rows run together: what one frees is not free for the other.
+    # The two rows of a pair run together: what one frees is not free for the other.
     ends = end + program.joined[end]
     slot = program.slot[named_by].astype(np.int64)
     pool = subject.rank[begin] * (int(slot.max(initial=0)) + 1) + slot

@@ -43,7 +43,7 @@ def bounds_of_stage(table: Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 def check_pairs(subject: Subject, findings: Findings) -> bool:
-    """Prove that every joined row is a computation followed by its partner on the same rank."""
+    """Prove that every overlapped pair is two computations in a row on one rank."""
     table = subject.table
     first = np.flatnonzero(table.joined)
     if not len(first):

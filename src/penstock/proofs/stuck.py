@@ -1,4 +1,4 @@
-"""Proves that a program ends under a transport model, or tells per rank where it stands and what it waits for."""
+"""Proves that a program ends under a transport model, or reports where each rank is stuck and what it waits for."""
 
 from dataclasses import dataclass
 

@@ -7,8 +7,8 @@
         5F4 2F0 5F5 2F1 5F6 2B0 (2F2;5B4) (5F7;2B1) (2F3;5B5) 2B2 5B6 2I3 5I7 2W3 5W7
         4F4 4F5 4F6 3F0 3I0 3W0 3F1 (4F7;3B1) (3F2;4B4) 3B2 (3F3;4B5) 3B3 4I6 4W6 4I7 4W7
 
-Two copies of the model lie across the ranks in opposite directions; half of the microbatches enters at either end. What
-each rank runs are the steps of `eight_steps`, with the middle of the pipeline as the fold.
+Two copies of the model are spread over the ranks in opposite directions. Half of the microbatches enters at either end.
+Each rank runs the steps of `eight_steps`, with the middle of the pipeline as the fold.
 """
 
 from penstock.errors import ConfigError

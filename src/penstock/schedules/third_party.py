@@ -36,13 +36,13 @@ def run_third_party(name: str, act: Callable[[], Result], *, at: str = "") -> Re
     except PenstockError:
         raise
     except (Exception, SystemExit) as error:
-        said = f"{type(error).__name__}: {error}".rstrip(": ")
+        problem = f"{type(error).__name__}: {error}".rstrip(": ")
         where = _last_place(error.__traceback__) or at
-        raise ConfigError(f"{where + ': ' if where else ''}{name} failed: {said}") from error
+        raise ConfigError(f"{where + ': ' if where else ''}{name} failed: {problem}") from error
 
 
 def _last_place(trace: TracebackType | None) -> str:
-    """The last line that ran in the file where third-party code begins; what lies deeper is a library's."""
+    """The last line that ran in the file where third-party code begins; what is called from there is a library's."""
     places = []
     while trace is not None:
         places.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))

@@ -5,7 +5,7 @@ after the block before it has ended, and takes `duration` ticks. `producer` is t
 and `transfer` the ticks from that one's end until the message was there. Small differences compress well, and blocks
 that touch still touch after rounding.
 
-Bars, the collectives and optimizer steps, are columns of their own, laid out the same way lane after lane; so are the
+Bars, the collectives and optimizer steps, have their own columns, laid out the same way lane after lane; so have the
 causes of idle time, of which a lane of n blocks has those of n + 1 gaps: before each block, and after the last.
 """
 

@@ -52,8 +52,9 @@ def to_page(
 ) -> bytes:
     """Return a page that shows the named timelines, rank by rank below each other; all but the last are drawn pale.
 
-    `costs` are what timelines were predicted with, by their names. The causes of idle time go by them, and where they
-    are not given, by the timeline's own typical durations. Without a theme the page follows the reader's browser.
+    `costs` are what timelines were predicted with, by their names. The causes of idle time are based on them, or
+    where they are not given, on the timeline's own typical durations. Without a theme the page follows the reader's
+    browser.
 
     Raises:
         ConfigError: for an unknown theme, and for more blocks than a page can hold.

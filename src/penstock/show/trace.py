@@ -34,7 +34,7 @@ MAX_INSTRUCTIONS = 750_000
 def to_trace(timelines: Mapping[str, Timeline], *, max_instructions: int = MAX_INSTRUCTIONS) -> bytes:
     """Return the named timelines as one trace, each beginning at time 0; times in the file are microseconds.
 
-    Slices of one thread must not overlap, so messages that are under way at once get threads of their own.
+    Slices of one thread must not overlap, so messages that are under way at once get their own threads.
 
     Raises:
         ConfigError: for more instructions than trace viewers open.
@@ -118,7 +118,7 @@ def _track_of_row(op: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def _thread_numbers(begin_ns: NDArray[np.int64], end_ns: NDArray[np.int64], *, may_nest: bool) -> list[int]:
-    """Give each interval the first thread whose last one has ended; equal ones (joined actions) may nest in one."""
+    """Give each interval the first thread whose last one has ended; equal ones (overlapped pairs) may nest in one."""
     free_ns: list[int] = []
     last: list[tuple[int, int]] = []
     numbers = []

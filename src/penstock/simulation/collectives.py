@@ -71,7 +71,7 @@ def gather_of_row(program: Program) -> NDArray[np.int64]:
     """[num_instructions] the UNSHARD that a computation waits for, the last one before the first of its stage."""
     found = np.full(program.num_instructions, NONE, np.int64)
     gathers, computes = np.flatnonzero(program.op == Op.UNSHARD), program.compute_rows()
-    # One sorted column of computations, stage after stage; a stage lies on one rank, so rows tell earlier from later.
+    # One sorted column of computations, stage after stage; a stage is on one rank, so rows tell earlier from later.
     stage = program.stage.astype(np.int64)
     keys = np.sort(stage[computes] * program.num_instructions + computes)
     places = np.searchsorted(keys, stage[gathers] * program.num_instructions + gathers)

@@ -1,4 +1,4 @@
-"""Where waits for streamed data lie between the computations of a timeline.
+"""Where the waits for streamed data are between the computations of a timeline.
 
     rank 0   [F0]|data of 1|~~~~[B0] ... [F1]        ~ a message that was waited for after the data
 

@@ -23,7 +23,7 @@ from penstock.ir.timeline import Timeline
 from penstock.simulation.data_waits import data_ready_s
 
 ORDINARY = 1.5
-"""How far beside the middle half something may lie, in its widths, and still be ordinary."""
+"""How far outside the middle half a value may be, in widths of that half, and still be ordinary."""
 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float64]

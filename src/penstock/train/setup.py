@@ -164,7 +164,7 @@ def build_schedule(config: RunConfig) -> Schedule:
     pipeline = config.pipeline
     for name in SET_ELSEWHERE:
         if name in pipeline.options:
-            raise ConfigError(f"is no option of a schedule; set pipeline.{name}", key=f"pipeline.options.{name}")
+            raise ConfigError(f"not an option of a schedule; set pipeline.{name}", key=f"pipeline.options.{name}")
     slices = {"slices": pipeline.slices} if pipeline.slices and is_family_name(pipeline.schedule) else {}
     try:
         schedule = resolve_schedule(

@@ -167,7 +167,7 @@ def _stream(order: _Order, listing: Listing, num_ranks: int, num_steps: int) -> 
 def _codes_in_order(listing: Listing, rank: int) -> list[str]:
     """How the instructions of one step follow each other; no step has both F and B."""
     if listing is Listing.INFERENCE:
-        # Of two neighbours one sends first and the other receives first: else both wait for the other.
+        # Of two neighboring ranks one sends first and the other receives first: else both wait for the other.
         return ["L", *(("RA", "SA") if rank % 2 else ("SA", "RA")), "F"]
     if listing is Listing.TRAIN_OLD:
         return ["RA", "SG", "SA", "RG", "L", "F", "B"]
@@ -175,7 +175,7 @@ def _codes_in_order(listing: Listing, rank: int) -> list[str]:
 
 
 def _num_buffers(order: _Order, listing: Listing) -> int:
-    """As many as lie from the oldest microbatch that is still in a buffer to the newest."""
+    """As many as there are from the oldest microbatch that is still in a buffer to the newest."""
     if listing in (Listing.INFERENCE, Listing.DATA_PARALLEL):
         return 2 if listing is Listing.INFERENCE else 1
     ends = np.zeros(int(order.is_backward.sum()), np.int64)

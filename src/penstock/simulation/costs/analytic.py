@@ -20,7 +20,7 @@ from penstock.simulation.costs.transformer import (
 )
 
 COLLECTIVES_PER_LAYER = 2
-"""Tensor-parallel reductions in the forward, and in the input part, of one layer (arXiv 1909.08053, section 3)."""
+"""Tensor-parallel reductions in the forward, and in the input gradient, of one layer (arXiv 1909.08053, section 3)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,13 +54,13 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How far measured seconds of one kind on one stage lie apart; for the reader, simulation does not use it."""
+    """How much measured seconds of one kind on one stage differ; for the reader, simulation does not use it."""
 
     kind: Kind
     stage: int
     median_s: float
     quartile_range_s: float
-    """The middle half of the measurements lies within this many seconds."""
+    """The middle half of the measurements is within this many seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

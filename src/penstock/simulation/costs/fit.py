@@ -141,7 +141,7 @@ def _usual_s(samples: Samples, num_stages: int) -> Floats:
 
 
 def _spreads(samples: Samples) -> Iterator[Spread]:
-    """What lies apart at all."""
+    """The spreads that are not 0."""
     for (kind, stage), seconds in samples.items():
         low, middle, high = np.percentile(seconds, (25, 50, 75)).tolist()
         if high > low:

@@ -115,10 +115,10 @@ class LayerCosts(SharedCosts):
     ) -> "LayerCosts":
         """Share the seconds of computations among a stage's layers by their weights, to predict other splits.
 
-        Backwards go by weights of their own where these are given.
+        Backwards have their own weights where these are given.
         Layers of which there are two copies, on the two routes of a bidirectional placement, get the mean of both.
-        Bytes but those of messages, and the seconds of collectives and the optimizer, do not go by the same weights and
-        are left out.
+        Bytes but those of messages, and the seconds of collectives and the optimizer, do not follow the same weights
+        and are left out.
         """
         num_layers = len(weights)
         of_backwards = weights if backward_weights is None else backward_weights

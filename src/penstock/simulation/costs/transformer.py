@@ -2,10 +2,10 @@
 
 With s tokens per sample, b samples, width h and a heads, a layer with feed-forward width 4h takes sbh times
 
-    forward 24h + 4s        input part 24h + 8s        weight part 24h
+    forward 24h + 4s        input gradient 24h + 8s        weight gradient 24h
 
 FLOPs (arXiv 2401.10241, section 3), keeps sb (34h + 5as) bytes of 16-bit activations (arXiv 2205.05198, section 4), and
-of these 32sbh until its weight part. The sums below say the same for other widths, fewer key and value heads, gated
+of these 32sbh until its weight gradient. The sums below say the same for other widths, fewer key and value heads, gated
 feed-forward parts and other types.
 """
 
