@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import penstock as ps
+from penstock.errors import PipelineError
 from penstock.ir.operations import Op
 from penstock.models import AuxiliaryLoss
 from penstock.pipeline import Pipeline
@@ -103,6 +104,32 @@ class Counting(nn.Module):
         return self.norm(self.inner(x))
 
 
+class Growing(nn.Module):
+    """Computes with a buffer that every forward changes, as a spectral norm does."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner = block(seed)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        self.scale += 1
+        return self.inner(x) * self.scale.clone()
+
+
+class Doubling(nn.Module):
+    """Changes its input in place, which autograd does not see."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner = block(seed)
+
+    def forward(self, x):
+        with torch.no_grad():
+            x.mul_(2)
+        return self.inner(x)
+
+
 class Dropping(nn.Module):
     """Draws from torch's default generator."""
 
@@ -135,6 +162,23 @@ def test_buffers_that_layers_change_change_once(name):
 
     assert int(expected[0][2]["0.calls"]) == 4 * NUM_STEPS
     assert_same(trained(Counting, ps.with_recompute(schedule)), expected)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_a_forward_that_runs_again_reads_the_buffers_that_it_read_at_first(name):
+    schedule = build(name, ranks=2, microbatches=4)
+
+    assert_same(trained(Growing, ps.with_recompute(schedule)), trained(Growing, schedule))
+
+
+def test_inputs_that_a_layer_changes_in_place_cannot_run_again():
+    schedule = build("1f1b", ranks=2, microbatches=4, recompute=True)
+
+    def layer(seed):
+        return Doubling(seed) if seed == 2 else block(seed)
+
+    with pytest.raises(PipelineError, match=r"1F0: .*an input of the stage was changed in place"):
+        trained(layer, schedule)
 
 
 def test_dropout_without_a_seed_draws_again_what_it_drew():

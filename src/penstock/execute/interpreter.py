@@ -26,7 +26,7 @@ from penstock.execute.observing.record import Recorder
 from penstock.execute.registers import Registers
 from penstock.execute.stages.auxiliary import StageWithLosses, auxiliary_of
 from penstock.execute.stages.carried import RunBackward, RunForward, Save, StageOnSlice, carrying_modules
-from penstock.execute.stages.recompute import checkpoint_of, keep_arguments, on_copied_buffers, unnoted
+from penstock.execute.stages.recompute import BufferCopier, checkpoint_of, keep_arguments, on_copied_buffers, unnoted
 from penstock.execute.stages.split_backward import backward_input, backward_weight
 from penstock.execute.stages.stage import SavedForward, Stage
 from penstock.execute.tree import map_leaves
@@ -77,6 +77,7 @@ class Interpreter:
         self._split_stages = frozenset(program.stage[is_split].tolist())
         self._takes_data = rows_that_take_data(program, self._rows, self._stages)
         self._run_again = frozenset(self._before[program.op == Op.RECOMPUTE, 0].tolist())
+        self._copiers = {stage.index: BufferCopier(stage) for stage in stages}
         self._changes = changes
         self._compiled = [bound for row in self._rows for bound in self._compile(row)]
         self._bound = changed(self._compiled, changes)
@@ -144,11 +145,10 @@ class Interpreter:
         place = self._place(row)
         slot = int(self.program.slot[row])
         take_inputs, waits = self._inputs(row, self._messenger.take_tree)
-        deliver = self._deliver_outputs(row)
-        saved = self._registers.saved
+        deliver, saved = self._deliver_outputs(row), self._registers.saved
         run, save = self._forward_of(row)
         if row in self._run_again:
-            run, save = keep_arguments(self._stages[int(self.program.stage[row])], run, save)
+            run, save = keep_arguments(self._copiers[int(self.program.stage[row])], run, save)
         # The batch itself belongs to the caller: its gradients, if any, are the caller's too.
         keeps_inputs = int(self._before[row, 0]) != NONE
 
@@ -173,7 +173,7 @@ class Interpreter:
         def run_again() -> None:
             checkpoint, step = checkpoint_of(saved[slot], action), self._running_step()
             self._step = unnoted(step)
-            with on_copied_buffers(stage):
+            with on_copied_buffers(stage, checkpoint):
                 outputs = run(checkpoint.arguments, checkpoint.keywords)
                 saved[slot] = save(checkpoint.arguments if keeps_inputs else (), deliver(outputs))
             self._step = step

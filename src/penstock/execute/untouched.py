@@ -31,9 +31,14 @@ class Untouched:
         """Lay the same values here as leaves of their own, which ask for a gradient where the original has one."""
         return cls.of(map_leaves(_detached, value))
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether a tensor has been changed in place since."""
+        return _versions(self.value) != self.versions
+
     def taken(self, where: str) -> Any:
         """Return the tree. Raises: PipelineError, naming `where` it was made, if a tensor has been changed since."""
-        if _versions(self.value) != self.versions:
+        if self.is_changed:
             raise PipelineError(
                 f"{where}: a tensor of its output was changed in place after it had been returned and before the next "
                 "stage had it, which would get a later value. Return a copy (clone()) of what layers change, such as a "

@@ -5,42 +5,82 @@
     R   the same inputs ──> layers ──> graph   saved as a forward's is; the outputs are dropped
 
 So R is the forward of any stage, with its skips, losses and slices, and the backward never knows. What the first run
-has noted, such as losses, is not noted again; buffers that layers change, such as the running means of a batch norm,
-change once, since R runs on copies. Random numbers are drawn again by `randomness`.
+has noted, such as losses, is not noted again; buffers that layers change, such as the vectors of a spectral norm,
+change once, since R runs on copies, which have the values that F began with. Inputs that a layer changes in place are
+refused. Random numbers are drawn again by `randomness`.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import PipelineError
 from penstock.execute.batch.step import Step
 from penstock.execute.stages.carried import RunForward, Save
 from penstock.execute.stages.stage import SavedForward, Stage
+from penstock.execute.untouched import Untouched, version_of
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class BufferCopy:
+    """The values of a buffer when a forward began."""
+
+    buffer: Tensor
+    version: int
+    values: Tensor
+
+
+Where = tuple[nn.Module, str]
+Copies = dict[Where, BufferCopy]
 
 
 @dataclass(slots=True, eq=False)
 class Checkpoint(SavedForward):
-    """What a forward keeps that runs again: everything that it was called with."""
+    """What a forward keeps that runs again: everything that it was called with, and the buffers as it read them."""
 
     arguments: tuple[Any, ...] = ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
+    buffers: Copies = field(default_factory=dict)
+    called_with: Untouched | None = None
 
 
-def keep_arguments(stage: Stage, run: RunForward, save: Save) -> tuple[RunForward, Save]:
+class BufferCopier:
+    """Copies the buffers of a stage for its forwards; those between which a buffer stays as it is share one copy."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self._latest: WeakValueDictionary[Where, BufferCopy] = WeakValueDictionary()
+
+    def copies(self) -> Copies:
+        """Return the buffers with the values that they have now."""
+        return {where: self._copy(where, buffer) for where, buffer in _buffers(self.stage).items()}
+
+    def _copy(self, where: Where, buffer: Tensor) -> BufferCopy:
+        latest = self._latest.get(where)
+        if latest is None or latest.buffer is not buffer or latest.version != version_of(buffer):
+            latest = self._latest[where] = BufferCopy(buffer, version_of(buffer), buffer.clone())
+        return latest
+
+
+def keep_arguments(copier: BufferCopier, run: RunForward, save: Save) -> tuple[RunForward, Save]:
     """Return a forward whose activations are dropped, and what keeps its arguments in their place."""
     called: list[Checkpoint] = []
 
     def run_and_drop(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+        buffers, before = copier.copies(), Untouched.of((arguments, keywords))
         with saved_tensors_hooks(_drop, _refuse):
             outputs = run(arguments, keywords)
-        if stage.skips is not None:
-            arguments, _ = stage.skips.spared(arguments, outputs)
-        called.append(Checkpoint([], [], [], arguments=arguments, keywords=keywords))
+        _refuse_changed(before)
+        if copier.stage.skips is not None:
+            arguments, _ = copier.stage.skips.spared(arguments, outputs)
+        kept = Checkpoint([], [], [], arguments=arguments, keywords=keywords, buffers=buffers)
+        kept.called_with = Untouched.of((arguments, keywords))
+        called.append(kept)
         return outputs
 
     def keep(inputs: Any, outputs: Any) -> SavedForward:
@@ -51,18 +91,24 @@ def keep_arguments(stage: Stage, run: RunForward, save: Save) -> tuple[RunForwar
 
 
 @contextmanager
-def on_copied_buffers(stage: Stage) -> Iterator[None]:
-    """Let the layers read and change copies of their buffers; afterwards they have their own again, unchanged."""
-    modules = dict.fromkeys(module for layer in stage.layers.values() for module in layer.modules())
-    found = [(module, *named) for module in modules for named in module.named_buffers(recurse=False)]
-    copies = {id(buffer): buffer.clone() for _, _, buffer in found}
-    for module, name, buffer in found:
-        setattr(module, name, copies[id(buffer)])
+def on_copied_buffers(stage: Stage, checkpoint: Checkpoint) -> Iterator[None]:
+    """Let the layers read and change the buffers that their forward began with; afterwards they have their own again.
+
+    Modules that share a buffer share its copy.
+    """
+    found = _buffers(stage)
+    copies: dict[int, Tensor] = {}
+    for where, buffer in found.items():
+        kept = checkpoint.buffers.get(where)
+        source, values = (buffer, buffer) if kept is None else (kept.buffer, kept.values)
+        if id(source) not in copies:
+            copies[id(source)] = values.clone()
+        setattr(*where, copies[id(source)])
     try:
         yield
     finally:
-        for module, name, buffer in found:
-            setattr(module, name, buffer)
+        for where, buffer in found.items():
+            setattr(*where, buffer)
 
 
 def unnoted(step: Step) -> Step:
@@ -74,11 +120,26 @@ def checkpoint_of(saved: SavedForward | None, action: str) -> Checkpoint:
     """Return what the forward of an action has kept.
 
     Raises:
-        PipelineError: it ran without keeping its arguments.
+        PipelineError: it ran without keeping its arguments, or they were changed since.
     """
     if not isinstance(saved, Checkpoint):
         raise PipelineError(f"{action}: its forward has kept no inputs; run the program that was checked")
+    if saved.called_with is not None:
+        _refuse_changed(saved.called_with)
     return saved
+
+
+def _buffers(stage: Stage) -> dict[Where, Tensor]:
+    modules = dict.fromkeys(module for layer in stage.layers.values() for module in layer.modules())
+    return {(module, name): buffer for module in modules for name, buffer in module.named_buffers(recurse=False)}
+
+
+def _refuse_changed(called_with: Untouched) -> None:
+    if called_with.is_changed:
+        raise PipelineError(
+            "an input of the stage was changed in place, so that its recomputation would begin with other values. Let "
+            "the layers work on a clone(), or take the stage out of the recomputation"
+        )
 
 
 def _drop(saved: Tensor) -> None:
