@@ -175,9 +175,7 @@ def resolve_plan(
         return build(plan, ranks=ranks, microbatches=number, stages_per_rank=stages_per_rank, **options)
     if options:
         name = next(iter(options))
-        raise ConfigError(
-            "unknown option; a schedule that is given whole takes no options of a family", key=name
-        )
+        raise ConfigError("unknown option; a schedule that is given whole takes no options of a family", key=name)
     whole = plan if isinstance(plan, Schedule | Program) else _read(Path(plan))
     if whole.num_ranks != ranks:
         raise ConfigError(
