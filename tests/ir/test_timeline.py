@@ -109,3 +109,14 @@ def test_what_is_always_in_memory_is_apart_from_the_peak():
     assert timeline.static_bytes == (24, 35)
     assert timeline.peak_bytes == [20, 10]
     assert timeline_of(two_ranks(), [(0, 1), (7, 9), (2, 3), (3, 5)]).static_bytes == ()
+
+
+def test_times_cannot_be_changed_and_the_callers_arrays_stay_its_own():
+    program = lower(build("gpipe", ranks=2, microbatches=2))
+    start_s, end_s = np.zeros(program.num_rows), np.ones(program.num_rows)
+
+    timeline = Timeline(program, "measured", start_s, end_s)
+
+    start_s[0] = 0.0
+    with pytest.raises(ValueError, match="read-only"):
+        timeline.start_s[0] = 1.0

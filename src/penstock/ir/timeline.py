@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.ir.hot import frozen
 from penstock.ir.live import StageBytes, peak_activations, peak_bytes
 from penstock.ir.operations import Op
 from penstock.ir.program import Program
@@ -45,8 +46,8 @@ class Timeline:
     """Each rank's in their order. The first microbatch is waited for before the step's instructions, so below 0."""
 
     def __post_init__(self) -> None:
-        self.start_s.flags.writeable = False
-        self.end_s.flags.writeable = False
+        for name in ("start_s", "end_s"):
+            object.__setattr__(self, name, frozen(getattr(self, name)))
 
     @cached_property
     def _bounds_s(self) -> tuple[Floats, Floats]:
