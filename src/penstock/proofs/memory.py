@@ -195,7 +195,7 @@ def _prove_limit(
 ) -> None:
     """Note the first row of each rank that needs more than its limit; `live` has an entry for each of the rows."""
     limits = limit.of_ranks(findings.subject.table.num_ranks)
-    if (limits >= peaks).all():
+    if (limits >= peaks).all():  # the column of all rows is made only where one of them is over its limit
         return
     rank, held = findings.subject.rank[row], live()
     over = np.flatnonzero(held > limits[rank])
@@ -225,6 +225,7 @@ def check_slots(subject: Subject, rows: RowIndex, messages: Messages, findings: 
     program = subject.table
     assert isinstance(program, Program)
     begin, end = _activation_lives(program, rows, findings)
+    # One linear pass, as most programs are right; the sorts below are for the messages of those that are not.
     if _num_overlaps(program, begin, end, messages) == 0:
         return
     _check_pool("the activation of", begin, end, begin, findings)
@@ -296,6 +297,7 @@ def _check_pool(what: str, begin: Rows, end: Rows, named_by: Rows, findings: Fin
     ends = end + program.joined[end]
     slot = program.slot[named_by].astype(np.int64)
     pool = subject.rank[begin] * (int(slot.max(initial=0)) + 1) + slot
+    # Sorted by slot and begin: if any two lives in a slot overlap, so do two that are next to each other.
     order = np.argsort(pool * subject.num_rows + begin)
     earlier, later = order[:-1], order[1:]
     clash = (pool[earlier] == pool[later]) & (begin[later] <= ends[earlier])

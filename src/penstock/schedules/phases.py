@@ -158,7 +158,7 @@ def phases(*parts: Phase, microbatches: int | None = None, slices: int = 1, orde
         begin, end = end, end + part.times * len(part.actions)
         for position, (action, count) in enumerate(zip(part.actions, of_actions, strict=True), begin):
             there = slice(position, end, len(part.actions))
-            # What is in a phase twice runs two numbers each time, so its numbers are two apart.
+            # A phase that has something k times runs k numbers of it each time, so those of one action are k apart.
             stride = count.step * of_actions.count(count)
             kind[there] = action.kind
             stage[there] = action.stage
@@ -166,12 +166,13 @@ def phases(*parts: Phase, microbatches: int | None = None, slices: int = 1, orde
             if action.is_joined:
                 joined[there] = True
             count.next += count.step
+        # The loop above has counted one of the `times` runs of the phase; these are the others.
         for count in set(of_actions):
             count.next += (part.times - 1) * count.step * of_actions.count(count)
     _look_up_weights(rows, stages)
     if microbatches is not None:
         keep = number < microbatches * slices
-        joined[:-1] &= keep[1:]
+        joined[:-1] &= keep[1:]  # an action whose partner is dropped runs alone
         rows, joined = rows[:, keep], joined[keep]
     return RankOrder(rows.T if slices == 1 else _in_slices(rows, slices, order), joined)
 
@@ -239,6 +240,7 @@ def _require_weights(counts: _Counts) -> list[int]:
                 f"phases: {name} has {count_of(num_inputs, 'input gradient')} and "
                 f"{count_of(num_weights, 'weight gradient')}; expected one for the other, so repeat i and w as often"
             )
+    # Among whole backwards, the n-th weight gradient is not that of the n-th backward: only a look-up finds its number.
     for stage, count in splits.items():
         if stage in weights:
             weights[stage].first = count.first

@@ -86,6 +86,7 @@ class Makespans:
     def _predecessors(self, schedule: Schedule) -> NDArray[np.int32]:
         """[num_rows, n] as `deps.predecessors` finds them."""
         places = _places(schedule)
+        # The last place stands for none: no action has it, so it stays `NONE`.
         row_of_place = np.full(len(self._waits), NONE, np.int32)
         row_of_place[places] = np.arange(len(places))
         return np.asarray(row_of_place[self._waits[places]])
@@ -119,7 +120,9 @@ def _waits(like: Schedule) -> NDArray[np.int64]:
     places = _places(everything)
     nowhere = len(places)
     found = np.full((nowhere + 1, NUM_PREDECESSORS), nowhere, np.int64)
+    # `NONE` is -1, the index of the last entry here: `nowhere`.
     found[places] = np.append(places, nowhere)[predecessors(everything)]
-    # A backward waits for its R; where none runs, for what the R would wait for, the F.
+    # A backward waits for its R; where none runs, for what the R would wait for, the F. A forward gets what its earlier
+    # slice waits for, which changes nothing.
     found = np.column_stack([found, found[found[:, 1], 0]])
     return np.asarray(found[:, (found != nowhere).any(axis=0)])

@@ -56,6 +56,7 @@ class Queues:
                 lag=lag_s.reshape(-1, 1),
                 compiled=compiled,
             )
+        # Each row of a queue waits for one row, without a lag, and for the queue's rows before it.
         ends = program.num_instructions + np.cumsum(np.concatenate(self._lengths))
         nothing = np.full(num_added, NONE, np.int32)
         after = np.concatenate(self._after).astype(np.int32)
@@ -74,6 +75,7 @@ class Queues:
         """Each queue right after the rank that fills it: so one round takes a message from end to end."""
         program = self._program
         parts = [_first_after(*each) for each in zip(self._lengths, self._after, strict=True)]
+        # A queue that another queue fills has a row past all ranks here, and so comes after them.
         fillers = np.searchsorted(program.offsets, np.concatenate(parts), side="right") - 1
         return np.argsort(np.concatenate([np.arange(program.num_ranks), fillers]), kind="stable")
 

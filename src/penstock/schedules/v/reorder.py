@@ -61,6 +61,7 @@ def move_end_earlier(slots: Slots) -> Slots:
 def _move(slots: Slots, still_from: int, still_to: int, *, fills_idle: bool = False, backward_slots: int = 1) -> Slots:
     """Move all but what is in the two places, or between them."""
     moved = slots.copy()
+    # An activation lives from its forward to its weight gradient, so backwards change what is owed and not what lives.
     frees = pays(slots, BACKWARDS, slots == IDLE) if fills_idle else slots == Pass.WEIGHT
     live, owed = (
         np.cumsum(np.isin(slots, takes).astype(np.int8) - frees, axis=1, dtype=np.int32)
@@ -91,6 +92,7 @@ def _steady_end(slots: Slots) -> int:
 
 def _move_all(table: _Table, rule: _Rule) -> None:
     num_ranks, num_slots = table.slots.shape
+    # Slot after slot: what a pass waits for ran in an earlier slot, so `left` already says where it stays.
     for slot in range(num_slots):
         for rank in range(num_ranks):
             what = table.slots[rank, slot]
@@ -167,7 +169,7 @@ def _fits(table: _Table, rule: _Rule, rank: int, target: int, keeps: bool) -> bo
             alive += 1
         if alive > rule.limit or owed < 0:
             return False
-        # Up to the slot that it left, their difference is not the old one; once both are, the rest is as before.
+        # Between the two slots of the move the counts differ from the old ones. Once both agree, the rest is unchanged.
         if alive == table.live[rank, now] and owed == table.owed[rank, now]:
             break
         if keeps:

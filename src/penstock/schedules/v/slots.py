@@ -94,7 +94,7 @@ def without_weights(slots: Slots) -> Slots:
 def owed(slots: Slots, passes: tuple[Pass, ...], free: NDArray[np.bool_]) -> NDArray[np.int32]:
     """[num_ranks, num_slots] weight gradients of these passes owed after each slot, if every `free` slot runs one."""
     balance = np.cumsum(np.isin(slots, passes).astype(np.int32) - free, axis=1, dtype=np.int32)
-    # Whatever fell below zero are free slots that found nothing to run.
+    # A free slot stays idle where nothing is owed: add back each new low of the balance below zero.
     return balance - np.minimum(np.minimum.accumulate(balance, axis=1), 0)
 
 
@@ -114,6 +114,7 @@ def squeeze(slots: Slots) -> Slots:
     pass_of_row = slots[rank, slot]
     before = np.full((len(pass_of_row), 1), NONE, np.int32)
     for each in PASSES:
+        # Every rank has each pass once per microbatch, in ascending order: [num_ranks, num_microbatches].
         rows = np.flatnonzero(pass_of_row == each).reshape(len(slots), -1)
         if each in (Pass.FORWARD_EARLIER, Pass.BACKWARD_LATER):  # from the first rank to the last
             before[rows[1:], 0] = rows[:-1]
