@@ -170,7 +170,7 @@ def test_a_program_is_proved_under_the_transport_that_is_asked_for(file, capsys)
     assert main(["check", file(LOOPED), "--transport", "coalesced"]) == 1
     told = capsys.readouterr().err
     assert "rank 1, position 2: 1F0 never ends under the transport coalesced: it waits for the message of" in told
-    assert "as it stands, the program passes under posted, rendezvous, buffered(1), pair_fifo" in told
+    assert "as it is, the program passes under posted, rendezvous, buffered(1), pair_fifo" in told
 
 
 def test_a_schedule_is_proved_and_lowered_for_the_transport(file, capsys):

@@ -18,7 +18,7 @@ def test_sends_head_to_head_say_which_receive_they_wait_for():
         HEAD_TO_HEAD,
         (0, 3, "0SEND_F1"),
         "never ends under the transport rendezvous",
-        "waits for 1RECV_F1 (rank 1, position 4), while rank 1 stands at 1SEND_B0 (rank 1, position 3)",
+        "waits for 1RECV_F1 (rank 1, position 4), while rank 1 is at 1SEND_B0 (rank 1, position 3)",
         transport="rendezvous",
     )
     assert [(v.rank, v.action) for v in error.violations] == [(0, "0SEND_F1"), (1, "1SEND_B0")]
@@ -29,7 +29,7 @@ def test_a_send_that_comes_too_late_is_named_with_where_its_rank_stands():
         SEND_TOO_LATE,
         (1, 3, "1F0"),
         "never ends under the transport posted",
-        "waits for the message of 0SEND_F0 (rank 0, position 5), while rank 0 stands at 0B1 (rank 0, position 4)",
+        "waits for the message of 0SEND_F0 (rank 0, position 5), while rank 0 is at 0B1 (rank 0, position 4)",
         "passes under no other transport",
     )
 
@@ -66,7 +66,7 @@ def test_a_group_that_another_message_holds_up_names_that_message():
         program,
         (1, 2, "1F0"),
         "waits for the message of 0SEND_F0 (rank 0, position 1), which is held up",
-        "1RECV_F1 waits for 0SEND_F1 (rank 0, position 5), while rank 0 stands at 0B0 (rank 0, position 4)",
+        "1RECV_F1 waits for 0SEND_F1 (rank 0, position 5), while rank 0 is at 0B0 (rank 0, position 4)",
         transport="coalesced",
     )
 
@@ -98,7 +98,7 @@ def test_a_collective_says_which_member_has_not_come(model):
     assert_refused(
         late,
         (2, find(late, "4REDUCE_TIED0")[1], "4REDUCE_TIED0"),
-        f"waits for 2REDUCE_TIED0 (rank 0, position {find(late, '2REDUCE_TIED0')[1]}), while rank 0 stands at 2B0",
+        f"waits for 2REDUCE_TIED0 (rank 0, position {find(late, '2REDUCE_TIED0')[1]}), while rank 0 is at 2B0",
         transport=model,
     )
 
@@ -107,7 +107,7 @@ def test_the_fix_names_the_lowering_and_the_transports_that_the_program_is_fit_f
     (violation, *_) = refusal(APART, transport="pair_fifo").violations
 
     assert violation.fix == (
-        "Lower its schedule with transport='pair_fifo'; as it stands, the program passes under posted, buffered(1)"
+        "Lower its schedule with transport='pair_fifo'; as it is, the program passes under posted, buffered(1)"
     )
 
 

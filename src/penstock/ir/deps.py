@@ -1,4 +1,4 @@
-"""What comes before what: the rows that must be done before a row can start, for schedules and programs alike.
+"""Dependencies: the rows that must end before a row of a schedule or program can start.
 
     F(s, b, q)   after F(s-1, b, q) or its receive, and F(s, b, q-1)       keys and values of earlier slices
     R(s, b, q)   after F(s, b, q)
@@ -32,7 +32,7 @@ PLANES = sorted({exclusive(op) for op in Op if OPERATIONS[op].makes or OPERATION
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowIndex:
-    """Where each (stage, microbatch, slice) is computed, sent and received: planes of rows, `NONE` where nowhere.
+    """Where each (stage, microbatch, slice) is computed, sent and received: planes of rows, `NONE` for none.
 
     Of duplicates the last one counts; they are for `check` to find.
     """
@@ -84,7 +84,7 @@ def predecessors(table: Table, rows: RowIndex | None = None) -> NDArray[np.int32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Source:
-    """Where the rows are that some operations wait for; a later one replaces what an earlier one has found."""
+    """The rows that some operations wait for; a later source replaces what an earlier one has found."""
 
     column: int
     slice_shift: int
@@ -112,7 +112,7 @@ def _sources(table: Table, index: "_Index") -> Iterator[_Source]:
 
 
 def _places(op: Op, wait: Wait) -> Iterator[tuple[Op, At]]:
-    """Where the rows that an operation waits for may be: plane and stage, the preferred first."""
+    """The planes and stages of the rows that an operation may wait for, the preferred first."""
     send, receive = MESSAGES.get(wait.value, (None, None))
     role = OPERATIONS[op].role
     if send is not None and role is Role.RECEIVE:  # it waits for its send, whoever made the value
@@ -124,7 +124,7 @@ def _places(op: Op, wait: Wait) -> Iterator[tuple[Op, At]]:
 
 
 def stages_at(placement: Placement, at: At) -> NDArray[np.int64]:
-    """[num_stages] the stage that is at such a place of each stage, `NONE` where a route ends."""
+    """[num_stages] per stage the one upstream or downstream of it, or itself; `NONE` where a route ends."""
     if at is At.UPSTREAM:
         return np.array(placement.previous_stage, np.int64)
     if at is At.DOWNSTREAM:

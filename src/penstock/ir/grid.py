@@ -5,7 +5,7 @@ Timed, a column is one unit of time: B takes two, all others one; `.` is an idle
     rank 0: 0F0 0F1 .   0B0 =   0B1 =
     rank 1: .   1F0 1B0 =   1F1 1B1 =
 
-Plain, the actions of a rank stand one after the other. An overlapped pair is `(0F7;7B3)` in both. A long drawing may
+Plain, the actions of a rank come one after the other. An overlapped pair is `(0F7;7B3)` in both. A long drawing may
 be wrapped into blocks, each with the labels of all ranks; lines that begin with `#` are comments.
 """
 
@@ -44,7 +44,7 @@ class _Word:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """All that a drawing says of one rank, from `line` on; in a wrapped one, that stands in several lines."""
+    """All that a drawing says of one rank, from `line` on; a wrapped one says it in several lines."""
 
     line: int
     words: list[_Word]
@@ -174,7 +174,7 @@ def _read_rows(text: str, file: str) -> list[_Row]:
             if int(label[1]) == 0 and rank == len(rows) > 1:
                 rank, num_blocks = 0, num_blocks + 1
             if int(label[1]) != rank:
-                problem = f"the label says rank {label[1]}; expected rank {rank}, as the ranks stand in order"
+                problem = f"the label says rank {label[1]}; expected rank {rank}, as ranks come in ascending order"
                 raise place.error(problem, file)
         if rank < len(rows):
             rows[rank].words.extend(words)

@@ -1,4 +1,4 @@
-"""What is alive while each row runs, in counts and in bytes, for schedules and programs alike: the one memory model.
+"""The memory model: what is alive while each row of a schedule or program runs, in counts and in bytes.
 
     value             from                                   until
     activation        the start of its F, or of its R        the end of its B or I

@@ -1,4 +1,4 @@
-"""Which row can run next: walks all ranks' orders at once, without knowing what the rows are.
+"""The walk: runs the orders of all ranks at once, without knowing what the rows are.
 
 A rank runs its rows in order; a row is ready when its predecessors have ended. Two joined rows start together. Used to
 prove that an order can run, to time it, and to find a linear extension of all ranks' rows.

@@ -34,7 +34,7 @@ def add_reductions(program: Program) -> Program:
 
 
 def _stage_reductions(program: Program) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Columns (row to stand after, op, stage, peer) of one REDUCE_GRAD per stage."""
+    """Columns (row that it comes after, op, stage, peer) of one REDUCE_GRAD per stage."""
     last_row = np.full(program.num_stages, -1, np.int64)
     backwards = np.flatnonzero(program.is_backward)
     # Rows ascend along a rank, so the last assignment of a stage is its last backward.

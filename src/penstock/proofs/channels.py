@@ -213,7 +213,7 @@ def find_exchanges(joins: Sequence[Join]) -> Messages:
 
 
 def check_order(subject: Subject, messages: Messages, exchanges: Messages, findings: Findings) -> Messages:
-    """Prove that messages are received in the order in which they are sent, and stand where they can be moved.
+    """Prove that messages are received in the order of their sends, after their makers and before their consumers.
 
     Return them, without the exchanges, channel after channel, in the order of the sends. Of a channel, one difference
     is reported.

@@ -42,7 +42,7 @@ class Subject:
         return self.table.num_rows
 
     def position(self, row: int) -> int:
-        """Return where the row stands in its rank's order, counted from 0."""
+        """Return the row's index in its rank's order, counted from 0."""
         return int(row - self.table.offsets[self.rank[row]])
 
     def text(self, row: int) -> str:

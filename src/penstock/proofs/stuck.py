@@ -21,7 +21,7 @@ def check_transport(subject: Subject, traffic: Traffic, model: TransportModel, f
         return True
     others = [other for other in MODELS if other != model and Machine(subject, traffic, other).run().is_complete]
     passes = ", ".join(str(other) for other in others) or "no other transport"
-    fix = f"Lower its schedule with transport={str(model)!r}; as it stands, the program passes under {passes}"
+    fix = f"Lower its schedule with transport={str(model)!r}; as it is, the program passes under {passes}"
     stuck = _Stuck(subject, machine, walked)
     for rank in range(subject.table.num_ranks):
         row = stuck.head(rank)
@@ -39,12 +39,12 @@ class _Stuck:
     walked: Walk
 
     def head(self, rank: int) -> int | None:
-        """The row of the program at which a rank stands."""
+        """The row of the program at which a rank is stuck."""
         at = int(self.walked.reached[rank])
         return int(self.machine.kept_rows[at]) if at < self.machine.offsets[rank + 1] else None
 
     def reason(self, row: int) -> str:
-        """What the row at which a rank stands waits for."""
+        """What the row at which a rank is stuck waits for."""
         program, machine = self.subject.table, self.machine
         assert isinstance(program, Program)
         op, at = Op(int(program.op[row])), int(machine.lane_row[row])
@@ -112,5 +112,5 @@ class _Stuck:
     def _where(self, row: int) -> str:
         rank = int(self.subject.rank[row])
         head = self.head(rank)
-        stands = "" if head is None or head == row else f", while rank {rank} stands at {self.subject.place(head)}"
-        return self.subject.place(row) + stands
+        where = "" if head is None or head == row else f", while rank {rank} is at {self.subject.place(head)}"
+        return self.subject.place(row) + where

@@ -127,7 +127,7 @@ class Machine:
             np.concatenate([messages.send, exchanges.send[once]]),
             np.concatenate([messages.receive, exchanges.receive[once]]),
         ])  # fmt: skip
-        ends.sort(axis=1)  # rows stand rank after rank, so this is the lower rank's end and the higher one's
+        ends.sort(axis=1)  # rows are stored rank after rank, so this is the lower rank's end and the higher one's
         ranks = self.subject.rank[ends].astype(np.int64)
         pair = ranks[:, 0] * self.subject.table.num_ranks + ranks[:, 1]
         # The same entries in the order of either end: where the two differ, both ranks wait for another message.

@@ -77,10 +77,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def find_family(name: str) -> Family:
-    """Return a family that comes with Penstock, or else one that another distribution brings.
+    """Return a family that comes with Penstock, or else one of another distribution.
 
     Raises:
-        ConfigError: for a name that nobody brings, or a plug-in that cannot be used.
+        ConfigError: for an unknown name, or a plug-in that cannot be used.
     """
     if name in FAMILIES:
         return FAMILIES[name]

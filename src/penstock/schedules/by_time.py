@@ -1,6 +1,6 @@
 """Orders that follow from times: a family says when each action would run on a common clock, and ranks sort by it.
 
-Whatever waits for something must have the later time, and no two actions of a rank the same; then the order can run.
+An action must have a later time than what it waits for, and no two actions of a rank the same: then the order can run.
 """
 
 from typing import Any

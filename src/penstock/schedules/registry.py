@@ -1,4 +1,4 @@
-"""Families that other distributions bring: entry points of the group `penstock.schedules`, each a `Family`.
+"""Families of other distributions: entry points of the group `penstock.schedules`, each a `Family`.
 
 In the `pyproject.toml` of such a distribution:
 
@@ -64,7 +64,7 @@ def find_installed(name: str) -> PlugIn | None:
     """Look for one plug-in by its name, without loading any.
 
     Raises:
-        ConfigError: if several distributions bring this name.
+        ConfigError: if several distributions have this name.
     """
     of_name = [plug_in for plug_in in plug_ins() if plug_in.name == name]
     if len(of_name) > 1:

@@ -4,7 +4,7 @@
     rank 1       F0  B0  F1  B1
     path     F0 >F0  B0 >F1  B1 >....B1
 
-Walked from the last end backwards: before each block stands what it waited for longest, its rank's previous block, a
+Walked from the last end backwards: before each block is what it waited for longest, its rank's previous block, a
 message, a collective of its rank, or the data of a microbatch. What none of them explains is a pause of the rank
 itself. The pieces add up to the makespan.
 """
@@ -75,7 +75,7 @@ def _step_back(
 def _step_over_gather(
     blocks: Sequence[Block], previous: Sequence[int | None], index: int, begin_s: float, pieces: list[Piece]
 ) -> tuple[int | None, float]:
-    """The same where a gather held the block up: before it stands what its rank computed before it launched it."""
+    """The same where a gather held the block up: before it is what its rank computed before it launched it."""
     block = blocks[index]
     gather, before = block.gather, previous[index]
     assert gather is not None

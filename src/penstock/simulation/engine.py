@@ -1,10 +1,10 @@
 """The simulator: when every instruction of a program would run under given costs.
 
 A rank runs its instructions in order. A computation starts when the rank is free and its message has arrived, and a
-reduction holds the rank up until it is over. Sends, receives and gathers are launched where they stand and hold nothing
-up: what they do takes place beside the rank, as a lag or in queues (`simulation.queues`) that are walked together with
-the ranks. Deterministic: no clock, no random numbers, and the order of every queue is that in which its rows were
-launched.
+reduction holds the rank up until it is over. Sends, receives and gathers are launched in their place in the order and
+hold nothing up: what they do takes place beside the rank, as a lag or in queues (`simulation.queues`) that are walked
+together with the ranks. Deterministic: no clock, no random numbers, and the order of every queue is that in which its
+rows were launched.
 """
 
 import numpy as np
