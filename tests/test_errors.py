@@ -35,7 +35,7 @@ def test_a_lost_peer_and_a_missed_deadline_are_failed_steps():
     assert issubclass(errors.DeadlineExceeded, PipelineError)
 
 
-def test_a_violation_says_where_what_and_the_way_out():
+def test_a_violation_says_where_what_and_the_fix():
     assert str(violation(7)) == "rank 2, position 7: 2B3 runs before its F. Move F earlier."
 
 
