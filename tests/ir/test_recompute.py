@@ -1,5 +1,6 @@
 """The pass that lets forwards run again: where it puts them, and what it leaves alone."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 
@@ -62,6 +63,18 @@ def test_a_forward_only_schedule_stays_as_it_is():
 def test_a_stage_that_there_is_not_is_refused(stages):
     with pytest.raises(ConfigError, match=r"stages: stage (2|-1) of 1f1b; expected stages from 0 to 1"):
         with_recompute(build("1f1b", ranks=2, microbatches=2), stages=stages)
+
+
+@pytest.mark.parametrize("stages", [1, [0.5], [True], "0", [None], [[0]]])
+def test_what_is_no_list_of_stages_is_refused(stages):
+    with pytest.raises(ConfigError, match=r"^stages: .*; expected stages from 0 to 1"):
+        with_recompute(build("1f1b", ranks=2, microbatches=2), stages=stages)
+
+
+def test_stages_may_be_an_array():
+    schedule = build("1f1b", ranks=2, microbatches=2)
+
+    assert with_recompute(schedule, np.array([1])) == with_recompute(schedule, [1])
 
 
 def test_anything_but_a_schedule_is_refused():

@@ -123,6 +123,12 @@ def test_limits_are_bytes_with_a_unit_or_activations(text, amount, in_bytes):
     assert (limit.amounts, limit.in_bytes) == ((amount,), in_bytes)
 
 
+def test_limits_may_be_larger_than_any_memory():
+    largest = np.iinfo(np.int64).max
+
+    assert Limit.read([10**30, 7]).of_ranks(2).tolist() == [largest, 7]
+
+
 @pytest.mark.parametrize(
     ("limit", "told"),
     [

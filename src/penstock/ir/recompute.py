@@ -28,9 +28,13 @@ def with_recompute(schedule: Schedule, stages: Iterable[int] | None = None) -> S
     if not isinstance(schedule, Schedule):
         raise ConfigError(f"{described(schedule)}; expected a Schedule", key="schedule")
     chosen = np.zeros(schedule.num_stages, np.bool_)
+    expected = f"expected stages from 0 to {schedule.num_stages - 1}"
+    if not isinstance(stages, Iterable | None):
+        raise ConfigError(f"{described(stages)}; {expected}, such as [0]", key="stages")
     for stage in range(schedule.num_stages) if stages is None else stages:
+        if isinstance(stage, bool) or not isinstance(stage, int | np.integer):
+            raise ConfigError(f"{described(stage)} is no stage; {expected}", key="stages")
         if not 0 <= stage < schedule.num_stages:
-            expected = f"expected stages from 0 to {schedule.num_stages - 1}"
             raise ConfigError(f"stage {stage} of {schedule.name}; {expected}", key="stages")
         chosen[stage] = True
     runs_again = index_rows(schedule).plane(Op.RECOMPUTE) != NONE

@@ -81,7 +81,8 @@ class Limit:
         """
         if len(self.amounts) not in (1, num_ranks):
             raise ConfigError(f"{len(self.amounts)} values for {num_ranks} ranks; give one, or one per rank", key=key)
-        return np.resize(np.array(self.amounts, np.int64), num_ranks)
+        largest = int(np.iinfo(np.int64).max)
+        return np.resize(np.array([min(amount, largest) for amount in self.amounts], np.int64), num_ranks)
 
     def require_sizes(self, activation_bytes: Sequence[float] | NDArray[Any] | None, key: str = "memory_limit") -> None:
         """Refuse bytes where no one knows how large activations are; None: there are no costs. Raises: ConfigError."""

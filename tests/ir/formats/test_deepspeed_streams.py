@@ -164,6 +164,7 @@ def test_buffers_are_as_many_as_lie_from_the_oldest_microbatch_to_the_newest():
         (build("forward-only", ranks=2, microbatches=2, stages_per_rank=2), "4 stages on 2 ranks .*stage s on rank s"),
         (schedule_of("1F0", "0F0", placement=Placement.explicit([1, 0]), num_microbatches=1), "2 stages on 2 ranks"),
         (schedule_of("0F0 0I0 0W0", num_microbatches=1), "splits backwards"),
+        (schedule_of("0F0 0R0 0B0", num_microbatches=1), "runs forwards again"),
         (schedule_of("0F0 (0F1;0B0)OVERLAP_F_B 0B1"), "overlaps actions"),
         (build("1f1b", ranks=4, microbatches=8, warmup="eager"), "0B0 cannot run in the step after 1B0"),
         (schedule_of("0F1 0F0 0B0 0B1"), "the forwards of rank 0 are in another order; expected microbatch 0, then 1"),

@@ -175,6 +175,7 @@ def test_what_is_no_table_is_refused_with_its_place(right, wrong, place, told):
         (build("forward-only", ranks=2, microbatches=2, stages=5), "5 stages on 2 ranks"),
         (schedule_of("0F0 1F0", placement=Placement.explicit([0, 0], [[0], [1]]), num_microbatches=1), "2 stages on 1"),
         (schedule_of("0F0 1F0 1I0 1W0 0B0", num_microbatches=1), "it splits backwards"),
+        (schedule_of("0F0 1F0 1R0 1B0 0B0", num_microbatches=1), "runs forwards again"),
         (schedule_of("0F0 1F0 1F0.1", num_slices=2), "cut into 2 slices"),
         (schedule_of("0F0 0F1 (1F0;1F1)OVERLAP_F_B"), "overlaps actions"),
         (

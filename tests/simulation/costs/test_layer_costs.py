@@ -85,11 +85,20 @@ def test_the_number_of_layers_is_that_of_the_longest_list():
         ([4, 0], r"split: \[4, 0\]; give every stage a layer or more"),
         ([], r"split: \[\]; give every stage a layer or more"),
         ([range(2), range(3, 4)], r"split: \[.*\]; no stage has layer 2, give every layer to one"),
+        (2, r"split: 2 of type int; expected layers per stage, such as \[3, 2\]"),
+        ("22", "split: '22' of type str; expected layers per stage"),
+        ([2, 2.0], "split: .* of type list; expected layers per stage"),
+        ([[2, 3], [0, 1]], "split: .* of type list; expected layers per stage"),
+        (None, "split: None; expected layers per stage"),
     ],
 )
 def test_a_split_that_does_not_fit_is_refused(split, told):
     with pytest.raises(ConfigError, match=told):
         LAYERS.of_stages(split)
+
+
+def test_a_split_may_be_an_array():
+    assert LAYERS.of_stages(np.array([1, 3])) == LAYERS.of_stages([1, 3])
 
 
 @pytest.mark.parametrize("given", [{"forward": [-1.0]}, {"activation_bytes": [1.5]}, {"latency_s": -1.0}])

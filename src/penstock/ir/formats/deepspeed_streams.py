@@ -94,7 +94,9 @@ def _refuse_other_forms(schedule: Schedule, listing: Listing) -> None:
     if schedule.num_slices > 1:
         raise _refusal(f"its microbatches are cut into {schedule.num_slices} slices", "whole microbatches")
     if schedule.joined.any() or set(schedule.ops) - {Op.FORWARD, Op.BACKWARD}:
-        raise _refusal("it splits backwards or overlaps actions", "F and whole B, one after the other")
+        raise _refusal(
+            "it splits backwards, runs forwards again or overlaps actions", "F and whole B, one after the other"
+        )
     everyone = np.arange(schedule.num_microbatches)
     backwards = everyone[:0] if listing is Listing.INFERENCE else everyone
     for rank, (begin, end) in enumerate(zip(schedule.offsets, schedule.offsets[1:], strict=False)):

@@ -119,7 +119,9 @@ def _read_off(schedule: Schedule) -> tuple[_Form, list[int]]:
     if schedule.num_slices > 1:
         raise _refusal(f"its microbatches are cut into {schedule.num_slices} slices", "whole microbatches")
     if schedule.joined.any() or set(schedule.ops) - {Op.FORWARD, Op.BACKWARD}:
-        raise _refusal("it splits backwards or overlaps actions", "F and whole B, one after the other")
+        raise _refusal(
+            "it splits backwards, runs forwards again or overlaps actions", "F and whole B, one after the other"
+        )
     leading = [_num_leading(schedule.kind[begin:end] == Kind.FORWARD) for begin, end in _bounds(schedule)]
     form = _Form(num_ranks, num_microbatches, num_local_stages, _group_size(schedule))
     warmups = [] if schedule.is_forward_only else [_warmup(form, rank, num) for rank, num in enumerate(leading)]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, described
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.simulation.costs.costs import COMPUTE_FIELDS, Costs, PerStage, SharedCosts, entries_of
@@ -141,7 +141,11 @@ _OF_NO_LAYER = tuple(each.name for each in fields(SharedCosts) if each.name not 
 
 def _parts(split: Sequence[int | range]) -> list[range]:
     """The layers of each stage."""
-    sizes = [part if isinstance(part, int) else len(part) for part in split]
+    plain = split.tolist() if isinstance(split, np.ndarray) else split
+    is_list = isinstance(plain, Sequence) and not isinstance(plain, str)
+    if not is_list or not all(isinstance(part, int | np.integer | range) for part in plain):
+        raise ConfigError(f"{described(split)}; expected layers per stage, such as [3, 2]", key="split")
+    sizes = [len(part) if isinstance(part, range) else int(part) for part in plain]
     if not sizes or min(sizes) < 1:
         raise ConfigError(f"{list(split)}; give every stage a layer or more", key="split")
     bounds = pairwise(accumulate(sizes, initial=0))
