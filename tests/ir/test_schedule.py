@@ -196,3 +196,14 @@ def test_forward_only_takes_pairs_apart():
     schedule, _ = two_ranks()
 
     assert list(map(str, schedule.forward_only()[0])) == ["0F0", "0F1"]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [np.array([0, 0, 0]), np.array([[0, 0]]), np.zeros((1, 5), int), np.zeros((1, 1, 3), int), [[0, 0, 0]], None],
+)
+def test_arrays_of_another_shape_are_refused(order):
+    with pytest.raises(
+        ScheduleError, match=r"shape, rank 0: .*; expected an array with one row per action: kind, stage"
+    ):
+        Schedule.from_arrays("shape", Placement.line(1), [order], num_microbatches=1)

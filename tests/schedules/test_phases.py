@@ -147,6 +147,26 @@ def test_refused_slices_are_told_as_slices():
         phases(repeat(4, f(0)), repeat(3, b(0)), slices=2)
 
 
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: repeat(1.5, f(0)), "repeat: times: 1.5 of type float; expected a whole number"),
+        (lambda: phases(repeat(1, f("a"), b("a"))), "phases: the stage: 'a' of type str; expected a whole number of 0"),
+        (lambda: phases(repeat(1, f(0.5), b(0.5))), "phases: the stage: 0.5 of type float"),
+        (lambda: phases(repeat(1, f(-1), b(-1))), "phases: the stage: -1 of type int; expected a whole number of 0"),
+        (lambda: phases(repeat(1, f(0, first=-1), b(0, first=-1))), "phases: first: -1 of type int; expected"),
+        (lambda: phases(repeat(1, f(0), b(0)), microbatches="2"), "phases: microbatches: '2' of type str; expected"),
+        (
+            lambda: phases(repeat(1, f(0), b(0)), slices=0),
+            "phases: slices: 0 of type int; expected a whole number of 1",
+        ),
+    ],
+)
+def test_what_is_no_number_is_refused_by_name(make, told):
+    with pytest.raises(ScheduleError, match=f"^{told}"):
+        make()
+
+
 def test_an_unknown_order_is_refused():
     with pytest.raises(ScheduleError, match="order='down'; expected 'ascending' or 'descending'"):
         phases(repeat(1, f(0)), order="down")

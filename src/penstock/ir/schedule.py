@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, described
 from penstock.ir.action import Action, OverlappedPair
 from penstock.ir.formats.json_text import schedule_from_json, schedule_to_json
 from penstock.ir.formats.torch_csv import schedule_from_csv, schedule_to_csv
@@ -48,12 +48,14 @@ class Schedule(Table):
         """Make a schedule from one array [num_actions, 3 or 4] per rank: kind, stage, microbatch (and slice).
 
         Raises:
-            ScheduleError: for another number of arrays, a number that is out of range, or wrong routes.
+            ScheduleError: for arrays of another number or shape, a number that is out of range, or wrong routes.
         """
         if len(orders) != placement.num_ranks:
             raise ScheduleError(
                 f"{name}: {len(orders)} orders for {placement.num_ranks} ranks; give one order per rank"
             )
+        for rank, order in enumerate(orders):
+            _require_rows(name, rank, order)
         offsets = np.zeros(len(orders) + 1, np.int64)
         np.cumsum([len(order) for order in orders], out=offsets[1:])
         num_rows = int(offsets[-1])
@@ -174,6 +176,16 @@ class Schedule(Table):
             FormatError: with the place of what does not fit.
         """
         return schedule_from_json(text, cls, file=file)
+
+
+def _require_rows(name: str, rank: int, order: object) -> None:
+    shape = order.shape if isinstance(order, np.ndarray) else None
+    if shape != (0,) and (shape is None or len(shape) != 2 or shape[1] not in (3, 4)):
+        problem = described(order) if shape is None else f"an array of shape {shape}"
+        raise ScheduleError(
+            f"{name}, rank {rank}: {problem}; expected an array with one row per action: kind, stage, microbatch (and "
+            "slice)"
+        )
 
 
 def _require_fits(name: str, rank: int, what: str, numbers: Ints, largest: int) -> None:

@@ -113,8 +113,9 @@ def repeat(times: int, *actions: PhaseAction | tuple[PhaseAction, ...]) -> Phase
     """Actions and pairs that run one after the other, `times` times.
 
     Raises:
-        ScheduleError: for a negative number of times, or what is no action.
+        ScheduleError: for what is no number of times or no action.
     """
+    _require_whole("repeat: times", times)
     if index(times) < 0:
         raise ScheduleError(f"repeat({times}, ...): expected 0 times or more; limit the number with max(0, ...)")
     flat: list[PhaseAction] = []
@@ -133,8 +134,12 @@ def phases(*parts: Phase, microbatches: int | None = None, slices: int = 1, orde
     are. `order="descending"` numbers the backwards from the last to the first.
 
     Raises:
-        ScheduleError: if something is computed twice, or if a forward lacks its backward, or the reverse.
+        ScheduleError: if something is computed twice, if a forward lacks its backward, or the reverse, and for what is
+            no number of a stage, microbatch or slice.
     """
+    _require_whole("phases: slices", slices, 1)
+    if microbatches is not None:
+        _require_whole("phases: microbatches", microbatches, 0)
     for part in parts:
         if not isinstance(part, Phase):
             raise ScheduleError(f"phases: {described(part)}; expected phases such as repeat(1, f(0))")
@@ -177,6 +182,12 @@ def phases(*parts: Phase, microbatches: int | None = None, slices: int = 1, orde
     return RankOrder(rows.T if slices == 1 else _in_slices(rows, slices, order), joined)
 
 
+def _require_whole(what: str, given: object, least: int | None = None) -> None:
+    if isinstance(given, bool) or not isinstance(given, int | np.integer) or (least is not None and given < least):
+        expected = "a whole number" if least is None else f"a whole number of {least} or more"
+        raise ScheduleError(f"{what}: {described(given)}; expected {expected}")
+
+
 def _key(action: PhaseAction) -> tuple[int, int]:
     """What is counted together: a kind, where input gradients are backwards, and a stage."""
     return BACKWARD if action.kind == INPUT else action.kind, action.stage
@@ -187,6 +198,9 @@ def _counts(parts: Sequence[Phase]) -> _Counts:
     counts: _Counts = {}
     for part in parts:
         for action in part.actions:
+            _require_whole("phases: the stage", action.stage, RANK if action.kind == WEIGHT else 0)
+            if action.first is not None:
+                _require_whole("phases: first", action.first, 0)
             count = counts.setdefault(_key(action), _Count(action.first))
             if count.first is not None and action.first not in (None, count.first):
                 raise ScheduleError(
