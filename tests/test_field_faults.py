@@ -309,7 +309,7 @@ def test_the_sound_program_that_the_wrong_ones_are_made_from_passes():
 @pytest.mark.parametrize("wrong", WRONG_MESSAGES)
 def test_messages_that_do_not_meet_are_refused_before_they_hang(wrong):
     with pytest.raises(ScheduleError):
-        ps.check(ps.Program.from_csv(program_rows(*WRONG_MESSAGES[wrong])))
+        ps.check(ps.Program.from_csv(program_rows(*WRONG_MESSAGES[wrong])), transport="all")
 
 
 def test_a_program_is_not_taken_for_a_schedule():
