@@ -39,7 +39,8 @@ from penstock.execute.stages.auxiliary import auxiliary_modules
 from penstock.execute.stages.data_parallel import DdpReduction
 from penstock.execute.stages.main_gradients import ATTRIBUTE, MainGradients
 from penstock.execute.stages.own_parameters import OwnParameters
-from penstock.execute.stages.randomness import Randomness, unseeded_draws
+from penstock.execute.stages.randomness import Randomness
+from penstock.execute.stages.recompute import unseeded_draws
 from penstock.execute.stages.tied import agree_on_copies
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.instruction import Op

@@ -18,21 +18,18 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from penstock.errors import DeadlineExceeded
 from penstock.execute.batch.step import Place
 from penstock.execute.calls import Bound, Call, Change, around_each
 from penstock.execute.stages.stage import BeforeLayer, Stage
-from penstock.ir.operations import RUNS_AUTOGRAD, RUNS_FORWARD, Op
+from penstock.ir.operations import RUNS_AUTOGRAD, RUNS_FORWARD
 from penstock.ir.program import Program
 
 # Ranks that are threads share torch's one generator per process and device, so they take turns at it. A backward does,
 # too, because a recomputation in it draws. Re-entrant, because a layer may run a pipeline of its own.
 _GENERATOR_TURN = threading.RLock()
 
-Where = tuple[int, ...]
-"""Stage, microbatch and slice."""
 LOSS = -1
 """The place of the loss among the layers."""
 
@@ -52,7 +49,7 @@ class Randomness:
         """The number of the training step at hand."""
         self._seed = seed
         self._place: Place = (0, 0)
-        self._generators = _default_generators(device)
+        self._generators = default_generators(device)
 
     @contextmanager
     def forward(self, place: Place) -> Iterator[BeforeLayer]:
@@ -61,7 +58,7 @@ class Randomness:
         Raises:
             DeadlineExceeded: another thread has kept the generators for too long.
         """
-        with _turn(self._patience_s), _set_back(self._generators):
+        with turn(self._patience_s), set_back(self._generators):
             yield partial(self._begin_layer, place)
 
     def around_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +81,7 @@ class Randomness:
             if bound.receive_row is not None or not (RUNS_FORWARD[op] or RUNS_AUTOGRAD[op]):
                 return bound.call
             if RUNS_AUTOGRAD[op]:
-                return _in_turn(bound.call, self._patience_s)
+                return in_turn(bound.call, self._patience_s)
             place = int(program.microbatch[bound.row]), int(program.slice[bound.row])
             return self._drawing(of_index[int(program.stage[bound.row])], place, bound.call)
 
@@ -107,38 +104,8 @@ class Randomness:
         return forward
 
 
-def unseeded_draws(program: Program, device: torch.device, patience_s: float) -> list[Change]:
-    """Return what lets a forward that runs again draw what it drew at first, where no seed says what to draw.
-
-    The ranks of a process take turns at its generators, so that nobody draws within another's forward.
-    """
-    if Op.RECOMPUTE not in program.ops:
-        return []
-    generators, states = _default_generators(device), dict[Where, list[Tensor]]()
-
-    def wrap(bound: Bound) -> Call:
-        op = program.op[bound.row]
-        if bound.receive_row is not None or not (RUNS_FORWARD[op] or RUNS_AUTOGRAD[op]):
-            return bound.call
-        where = tuple(int(column[bound.row]) for column in (program.stage, program.microbatch, program.slice))
-
-        def note() -> None:
-            with _turn(patience_s):
-                states[where] = [generator.get_state() for generator in generators]
-                bound.call()
-
-        def draw_again() -> None:
-            with _turn(patience_s), _set_back(generators):
-                for generator, state in zip(generators, states.pop(where), strict=True):
-                    generator.set_state(state)
-                bound.call()
-
-        return draw_again if op == Op.RECOMPUTE else note if op == Op.FORWARD else _in_turn(bound.call, patience_s)
-
-    return [around_each(wrap)]
-
-
-def _default_generators(device: torch.device) -> list[torch.Generator]:
+def default_generators(device: torch.device) -> list[torch.Generator]:
+    """Return the generators that layers draw from on a device."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         current = torch.cuda.current_device()  # CUDA begins here at the latest, and with it there are generators
@@ -148,7 +115,7 @@ def _default_generators(device: torch.device) -> list[torch.Generator]:
 
 
 @contextmanager
-def _set_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
+def set_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
     """Leave the generators as they are, whatever is drawn inside."""
     states = [generator.get_state() for generator in generators]
     try:
@@ -158,16 +125,19 @@ def _set_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _in_turn(call: Call, patience_s: float) -> Call:
-    def in_turn() -> None:
-        with _turn(patience_s):
+def in_turn(call: Call, patience_s: float) -> Call:
+    """Return the call as one that has the generators to itself."""
+
+    def run() -> None:
+        with turn(patience_s):
             call()
 
-    return in_turn
+    return run
 
 
 @contextmanager
-def _turn(patience_s: float) -> Iterator[None]:
+def turn(patience_s: float) -> Iterator[None]:
+    """Keep other ranks of this process from the generators. Raises: DeadlineExceeded, if one of them keeps them."""
     if not _GENERATOR_TURN.acquire(timeout=patience_s):
         raise DeadlineExceeded(
             f"another rank of this process has drawn random numbers for {patience_s:g} s; look at what its "

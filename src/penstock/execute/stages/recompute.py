@@ -7,7 +7,7 @@
 So R is the forward of any stage, with its skips, losses and slices, and the backward never knows. What the first run
 has noted, such as losses, is not noted again; buffers that layers change, such as the vectors of a spectral norm,
 change once, since R runs on copies, which have the values that F began with. Inputs that a layer changes in place are
-refused. Random numbers are drawn again by `randomness`.
+refused. Without a seed for the step (`randomness`), R sets the generators back to where F began.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,14 +16,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import PipelineError
 from penstock.execute.batch.step import Step
+from penstock.execute.calls import Bound, Call, Change, around_each
 from penstock.execute.stages.carried import RunForward, Save
+from penstock.execute.stages.randomness import default_generators, in_turn, set_back, turn
 from penstock.execute.stages.stage import SavedForward, Stage
 from penstock.execute.untouched import Untouched, version_of
+from penstock.ir.operations import RUNS_AUTOGRAD, RUNS_FORWARD, Op
+from penstock.ir.program import Program
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -109,6 +114,37 @@ def on_copied_buffers(stage: Stage, checkpoint: Checkpoint) -> Iterator[None]:
     finally:
         for where, buffer in found.items():
             setattr(*where, buffer)
+
+
+def unseeded_draws(program: Program, device: torch.device, patience_s: float) -> list[Change]:
+    """Return what lets a forward that runs again draw what it drew at first, where no seed says what to draw.
+
+    The ranks of a process take turns at its generators, so that nobody draws within another's forward.
+    """
+    if Op.RECOMPUTE not in program.ops:
+        return []
+    generators, states = default_generators(device), dict[tuple[int, ...], list[Tensor]]()
+
+    def wrap(bound: Bound) -> Call:
+        op = program.op[bound.row]
+        if bound.receive_row is not None or not (RUNS_FORWARD[op] or RUNS_AUTOGRAD[op]):
+            return bound.call
+        where = tuple(int(column[bound.row]) for column in (program.stage, program.microbatch, program.slice))
+
+        def note() -> None:
+            with turn(patience_s):
+                states[where] = [generator.get_state() for generator in generators]
+                bound.call()
+
+        def draw_again() -> None:
+            with turn(patience_s), set_back(generators):
+                for generator, state in zip(generators, states.pop(where), strict=True):
+                    generator.set_state(state)
+                bound.call()
+
+        return draw_again if op == Op.RECOMPUTE else note if op == Op.FORWARD else in_turn(bound.call, patience_s)
+
+    return [around_each(wrap)]
 
 
 def unnoted(step: Step) -> Step:
