@@ -71,8 +71,7 @@ class Program(Table):
 
     def actions(self) -> Schedule:
         """Return the computations, in their order."""
-        columns = self.selected(self.compute_rows())
-        del columns["peer"], columns["slot"]
+        columns = self.selected(self.compute_rows(), Table.COLUMNS)
         return Schedule(
             self.name, self.placement, self.num_microbatches, self.num_slices, self.route_of_microbatch, **columns
         )

@@ -10,6 +10,7 @@ sense is for `penstock.check` to prove.
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -109,11 +110,11 @@ class Table(ABC):
 
     def select(self, rows: NDArray[np.intp], *, name: str | None = None) -> Self:
         """Return the table with only these rows, which ascend; a pair that loses a row is no pair any more."""
-        return replace(self, name=name or self.name, **self.selected(rows))
+        return replace(self, name=name or self.name, **self.selected(rows, self.COLUMNS))
 
-    def selected(self, rows: NDArray[np.intp]) -> dict[str, Any]:
-        """Return the columns and offsets of these rows, which ascend."""
-        columns = {name: getattr(self, name)[rows] for name in self.COLUMNS}
+    def selected(self, rows: NDArray[np.intp], names: Sequence[str]) -> dict[str, Any]:
+        """Return these columns of these rows, which ascend, and their offsets."""
+        columns = {name: getattr(self, name)[rows] for name in names}
         columns["joined"] &= np.append(rows[1:] == rows[:-1] + 1, False)[: len(rows)]
         return {**columns, "offsets": np.searchsorted(rows, self.offsets)}
 

@@ -75,7 +75,11 @@ def _peers(program: Program) -> NDArray[np.int32]:
     receivers[MADE < 0] = NONE
     # Stages of one rank need no message. NONE indexes the last stage here, which does no harm: it is NONE either way.
     receivers[rank_of_stage[receivers] == rank_of_stage] = NONE
-    return np.asarray(receivers[program.op, program.stage])
+    found = np.empty(program.num_rows, np.int32)
+    for part in blocks(program.num_rows):
+        key = program.op[part].astype(np.intp) * program.num_stages + program.stage[part]
+        receivers.reshape(-1).take(key, out=found[part], mode="clip")
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,16 +94,17 @@ class _Layout:
 def _lay_out(program: Program, start: Starts, peer: NDArray[np.int32], *, in_groups: bool) -> _Layout:
     rank = program.rank_of_row
     rank_of_stage = np.array(program.placement.rank_of_stage, np.int32)
-    receiver = np.where(peer == NONE, NONE, rank_of_stage[peer])
-    is_made = receiver != NONE
+    receiver = np.append(rank_of_stage, np.int32(NONE)).take(peer, mode="wrap")  # NONE is -1: the entry appended
     counts = np.diff(program.offsets)
-    for ends in (rank[is_made], receiver[is_made]):  # a message takes one row on the rank of either end
-        counts = counts + np.bincount(ends, minlength=program.num_ranks)
+    for part in blocks(program.num_rows):
+        sender = np.where(receiver[part] == NONE, NONE, rank[part])
+        for end in (sender, receiver[part]):  # a message takes one row on the rank of either end
+            counts += np.bincount(end + 1, minlength=program.num_ranks + 1)[1:]
     offsets = np.concatenate([[0], np.cumsum(counts)])
     layout = _Layout(np.zeros(offsets[-1], np.int32), np.zeros(offsets[-1], np.int8), offsets)
     rows = (rank, receiver, offsets[:-1].copy(), layout.action, layout.role)
     if in_groups:
-        makers = np.flatnonzero(is_made)
+        makers = np.flatnonzero(receiver != NONE)
         # `order_by_ends` knows where overlapped pairs end, so the loop need not.
         _LAY_OUT_GROUPS(program.num_instructions, order_by_ends(program, start, makers), makers, *rows)
     else:
