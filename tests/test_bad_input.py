@@ -49,7 +49,10 @@ WRONG_FILES = {
     "JSON cut off": (["truncated.json"], r"truncated\.json:1:\d+: "),
     "no text": (["bytes.csv"], r"bytes\.csv: byte 128 is not UTF-8"),
     "for other ranks": (["two.csv", "--ranks", "4"], "--ranks: two.csv is for 2 ranks, not 4; pass --ranks 2"),
-    "over the memory limit": (["two.csv", "--memory-limit", "1 activations"], "rank 0, position 1: .*the limit of rank 0 is 1"),
+    "over the memory limit": (
+        ["two.csv", "--memory-limit", "1 activations"],
+        "rank 0, position 1: .*the limit of rank 0 is 1",
+    ),
 }
 
 WRONG_SETTINGS = {

@@ -73,8 +73,7 @@ class Interpreter:
         self._registers = Registers.for_rows(program, self._rows)
         self._carrying = {stage.index: carrying_modules(stage) for stage in stages if program.num_slices > 1}
         self._auxiliary = auxiliary_of(stages)
-        is_split = program.op == Op.BACKWARD_INPUT
-        self._split_stages = frozenset(program.stage[is_split].tolist())
+        self._split_stages = frozenset(program.stage[program.op == Op.BACKWARD_INPUT].tolist())
         self._takes_data = rows_that_take_data(program, self._rows, self._stages)
         self._run_again = frozenset(self._before[program.op == Op.RECOMPUTE, 0].tolist())
         self._copiers = {stage.index: BufferCopier(stage) for stage in stages}
