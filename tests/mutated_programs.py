@@ -20,6 +20,7 @@ from penstock.ir.program import Program
 from penstock.lowering import assign_slots, lower
 from penstock.proofs import check
 from penstock.schedules import FAMILIES, build
+from tests.lowering.programs import groups
 from tests.proofs.machine import verdicts
 from tests.strategies import ends, one_of_each_rank
 
@@ -68,7 +69,7 @@ def random_program(chance):
 
 def with_recomputations(program, chance):
     """Put a recomputation before some backwards."""
-    orders = [units(program, rank) for rank in range(len(program))]
+    orders = [groups(program, rank) for rank in range(len(program))]
     for order in orders:
         for unit in list(order):
             again = [row for row in unit if row.op in (Op.BACKWARD, Op.BACKWARD_INPUT) and chance.random() < 0.6]
@@ -80,7 +81,7 @@ def with_recomputations(program, chance):
 def mutated(program, chance, mutations=None):
     """Change a program in one to three places, or not at all; numbers that no program can hold are not tried."""
     while True:
-        orders = [units(program, rank) for rank in range(len(program))]
+        orders = [groups(program, rank) for rank in range(len(program))]
         chosen = chance.choices(list(mutations or MUTATIONS), k=chance.choice([0, 1, 1, 1, 2, 2, 3]))
         for change in chosen:
             change(orders, chance)
@@ -88,18 +89,6 @@ def mutated(program, chance, mutations=None):
             return Case(assign_slots(with_units(program, orders)), tuple(change.__name__ for change in chosen))
         except ScheduleError:
             continue
-
-
-def units(program, rank):
-    """A rank's rows in order; those that run together are one unit."""
-    found, together = [], False
-    for row, instruction in enumerate(program[rank], start=int(program.offsets[rank])):
-        if together:
-            found[-1].append(instruction)
-        else:
-            found.append([instruction])
-        together = bool(program.joined[row])
-    return found
 
 
 def with_units(program, orders):
