@@ -21,6 +21,7 @@ from penstock.ir.operations import IS_RECEIVE, IS_SEND, Op
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
+from penstock.ir.units import BYTES_OF_UNIT
 from penstock.placement import Placement
 from penstock.proofs.channels import Messages, Rows
 from penstock.proofs.order import Actions
@@ -28,11 +29,7 @@ from penstock.proofs.report import Findings, Subject, first_of_each
 
 POOL = IS_RECEIVE + np.int8(2) * IS_SEND
 """[NUM_OPS] by the operation whose row holds the number of a slot: 0 activations, 1 received, 2 unsent messages."""
-UNITS = {"bytes": 1, "b": 1} | {
-    f"{prefix}{end}": base**power
-    for power, prefix in enumerate("kmgt", start=1)
-    for end, base in (("b", 1000), ("ib", 1024))
-}
+UNITS = {"bytes": 1, "b": 1} | BYTES_OF_UNIT
 """Bytes by unit, in small letters."""
 SPELLINGS = '"20GiB" or a number of bytes, with costs; or "12 activations"'
 

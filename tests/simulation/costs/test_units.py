@@ -41,7 +41,7 @@ def test_a_number_becomes_seconds_bytes_or_bytes_per_second(key, number, field, 
     [
         ("forward_minutes", r"has no unit that is known; end it in one of s, ms, us"),
         ("forward", r"has no unit that is known; end it in one of s, ms, us"),
-        ("message_words", r"has no unit .* one of bytes, kb, mb, gb, kib, mib, gib"),
+        ("message_words", r"has no unit .* one of bytes, kb, kib, mb, mib, gb, gib, tb, tib"),
         ("bandwidth_mbit", r"has no unit .* one of bytes_per_s, mb_per_s, gb_per_s, gib_per_s, gbit_per_s"),
         ("foward_ms", r"is no key here\. Did you mean 'forward_ms'"),
         ("is_exclusiv", r"is no key here\. Did you mean 'is_exclusive'\?"),

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.errors import ConfigError, nearest
+from penstock.ir.units import BYTES_OF_UNIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +24,7 @@ class Unit:
 
 UNITS: dict[str, dict[str, Unit]] = {
     "s": {"s": Unit(), "ms": Unit(over=1e3), "us": Unit(over=1e6)},
-    "bytes": {
-        "bytes": Unit(is_bytes=True),
-        "kb": Unit(10**3, is_bytes=True),
-        "mb": Unit(10**6, is_bytes=True),
-        "gb": Unit(10**9, is_bytes=True),
-        "kib": Unit(2**10, is_bytes=True),
-        "mib": Unit(2**20, is_bytes=True),
-        "gib": Unit(2**30, is_bytes=True),
-    },
+    "bytes": {name: Unit(times, is_bytes=True) for name, times in BYTES_OF_UNIT.items()},
     "bytes_per_s": {
         "bytes_per_s": Unit(),
         "mb_per_s": Unit(1e6),
