@@ -212,6 +212,12 @@ def test_static_bytes_are_those_of_all_stages_of_a_rank():
     assert sizes.static_of_ranks(Placement.loop(2, 4)).tolist() == [5, 10]
 
 
+def test_the_two_copies_of_the_stage_in_the_middle_are_one_module():
+    sizes = StageBytes.of(6, static=[1, 2, 4, 1, 2, 4])  # of 3 ranks, the one in the middle has stage 1 and its copy
+
+    assert sizes.static_of_ranks(Placement.bidirectional(3)).tolist() == [5, 2, 5]
+
+
 def test_what_is_left_is_what_the_next_row_finds():
     schedule = schedule_of("0F0 (0F1;0B0)OVERLAP_F_B 0B1")
 

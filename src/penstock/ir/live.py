@@ -63,9 +63,15 @@ class StageBytes:
         return cls(sizes("activation"), sizes("weight_context"), sizes("checkpoint"), sizes("message"), sizes("static"))
 
     def static_of_ranks(self, placement: Placement) -> Counts:
-        """[num_ranks] what each rank always holds."""
+        """[num_ranks] what each rank always holds; the copies of a stage on one rank are one module, and count once."""
         found = np.zeros(placement.num_ranks, np.int64)
-        np.add.at(found, np.array(placement.rank_of_stage), self.static)
+        copies = {
+            (placement.rank_of_stage[stage], place): stage
+            for route in placement.routes
+            for place, stage in enumerate(route)
+        }
+        for (rank, _), stage in copies.items():
+            found[rank] += self.static[stage]
         return found
 
 
