@@ -15,6 +15,7 @@ from penstock.ir.timeline import Timeline
 from penstock.simulation.costs.costs import Channel, Costs, PerStage, Spread
 from penstock.simulation.costs.layer_costs import LayerCosts
 from penstock.simulation.data_waits import data_ready_s
+from penstock.simulation.durations import IS_BUSY
 from penstock.simulation.message_latency import Transfers, message_latency_s, robust_mean
 
 
@@ -158,13 +159,15 @@ def _launch_s(timelines: Sequence[Timeline], trips: Transfers, trip_s: Floats) -
     To launch a computation takes less than to post a message, so each sort of gap is looked at by itself.
     """
     program = timelines[0].program
+    num_busy = np.cumsum(IS_BUSY[program.op])
     gaps_s: dict[tuple[int, bool], list[float]] = {}
     for timeline in timelines:
         late = trips.idle_from_s(timeline) < timeline.end_s[trips.sends] + trip_s
         for rows in (timeline.compute_rows(rank) for rank in range(timeline.num_ranks)):
             earlier, later = rows[:-1], rows[1:]
             has_waited = data_ready_s(timeline, later) > timeline.end_s[earlier]
-            counts = ~np.isin(later, trips.consumers[late]) & ~program.joined[earlier] & ~has_waited
+            is_free = num_busy[later] == num_busy[earlier] + 1  # no reduction or optimizer step between them
+            counts = is_free & ~np.isin(later, trips.consumers[late]) & ~program.joined[earlier] & ~has_waited
             gap_s, lengths = timeline.start_s[later] - timeline.end_s[earlier], later - earlier
             takes = np.isin(later, trips.consumers)
             for sort in zip(lengths[counts].tolist(), takes[counts].tolist(), gap_s[counts].tolist(), strict=True):
