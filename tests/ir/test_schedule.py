@@ -207,3 +207,22 @@ def test_arrays_of_another_shape_are_refused(order):
         ScheduleError, match=r"shape, rank 0: .*; expected an array with one row per action: kind, stage"
     ):
         Schedule.from_arrays("shape", Placement.line(1), [order], num_microbatches=1)
+
+
+@pytest.mark.parametrize("entry", ["0F0", ("0F0",), None, OverlappedPair("0F0", "0B0")])
+def test_an_order_of_anything_but_actions_is_refused(entry):
+    with pytest.raises(ScheduleError, match=r"^texts, rank 1: .*; expected an Action or an OverlappedPair$"):
+        Schedule.from_actions("texts", Placement.line(2), [[], [entry]], num_microbatches=1)
+
+
+@pytest.mark.parametrize(
+    ("action", "told"),
+    [
+        (Action("F", 0, 0), r"rank 0: kind is of type <U\d+; expected whole numbers"),
+        (Action(Kind.FORWARD, 0.5, 0), "rank 0: kind is of type float64; expected whole numbers"),
+        (Action(Kind.FORWARD, None, 0), "rank 0: kind is of type object; expected whole numbers"),
+    ],
+)
+def test_an_action_of_anything_but_whole_numbers_is_refused(action, told):
+    with pytest.raises(ScheduleError, match=told):
+        Schedule.from_actions("numbers", Placement.line(1), [[action]], num_microbatches=1)

@@ -110,3 +110,11 @@ def test_a_schedule_holds_computations_alone():
     with pytest.raises(ScheduleError, match=r"rank 0, position 1: op 4 .* of a kind \(F, B, I, W or R\)"):
         replace(schedule, op=ops)
     assert isinstance(schedule, Schedule)
+
+
+@pytest.mark.parametrize("column", ["op", "joined", "offsets", "route_of_microbatch"])
+def test_a_column_that_is_no_array_is_refused_by_name(column):
+    schedule = build("1f1b", ranks=2, microbatches=2)
+
+    with pytest.raises(ScheduleError, match=rf"^1f1b: {column} is \[.*\] of type list; expected a numpy array$"):
+        replace(schedule, **{column: [0, 1]})

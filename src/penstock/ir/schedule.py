@@ -88,13 +88,17 @@ class Schedule(Table):
         num_slices: int = 1,
         route_of_microbatch: Ints | None = None,
     ) -> "Schedule":
-        """Make a schedule from the actions of each rank, in order."""
+        """Make a schedule from the actions of each rank, in order.
+
+        Raises:
+            ScheduleError: for anything but actions, and as `from_arrays`.
+        """
         arrays: list[NDArray[Any]] = []
         joined: list[bool] = []
-        for order in orders:
-            singles = [(action, first) for entry in order for action, first in _members(entry)]
+        for rank, order in enumerate(orders):
+            singles = [single for entry in order for single in _members(name, rank, entry)]
             rows = [(action.kind, action.stage, action.microbatch, action.slice) for action, _ in singles]
-            arrays.append(np.array(rows, np.int64).reshape(len(rows), 4))
+            arrays.append(np.array(rows).reshape(len(rows), 4))
             joined += [first for _, first in singles]
         return cls.from_arrays(
             name,
@@ -197,8 +201,10 @@ def _require_fits(name: str, rank: int, what: str, numbers: Ints, largest: int) 
         raise out_of_range(name, rank, int(wrong[0]), f"{what} {numbers[wrong[0]]}", f"from 0 to {largest}")
 
 
-def _members(entry: Action | OverlappedPair) -> tuple[tuple[Action, bool], ...]:
+def _members(name: str, rank: int, entry: object) -> Iterator[tuple[Action, bool]]:
     """The actions of an entry, each with whether it is the first of a pair."""
-    if isinstance(entry, OverlappedPair):
-        return ((entry.first, True), (entry.second, False))
-    return ((entry, False),)
+    members = (entry.first, entry.second) if isinstance(entry, OverlappedPair) else (entry,)
+    for index, action in enumerate(members, start=1):
+        if not isinstance(action, Action):
+            raise ScheduleError(f"{name}, rank {rank}: {described(action)}; expected an Action or an OverlappedPair")
+        yield action, index < len(members)

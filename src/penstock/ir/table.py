@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, described
 from penstock.ir.hot import blocks, frozen
 from penstock.ir.operations import IS_BACKWARD, IS_COMPUTE, NUM_OPS, Flags, Op
 from penstock.placement import Placement
@@ -50,7 +50,10 @@ class Table(ABC):
     def __post_init__(self) -> None:
         # Views, since a column that is locked would lock the array of whoever made the table.
         for name in (*self.COLUMNS, "offsets", "route_of_microbatch"):
-            object.__setattr__(self, name, frozen(getattr(self, name)))
+            column = getattr(self, name)
+            if not isinstance(column, np.ndarray):
+                raise ScheduleError(f"{self.name}: {name} is {described(column)}; expected a numpy array")
+            object.__setattr__(self, name, frozen(column))
         self._require_shapes()
         self._require_range("op", 0, NUM_OPS - 1)
         self._require_range("stage", 0, self.num_stages - 1)
