@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.errors import FormatError
 from penstock.ir.deps import predecessors
-from penstock.ir.formats.cells import PAIR_SUFFIX, action_cells, infer_layout, instruction_cells, parse_cells
+from penstock.ir.formats.cells import PAIR_SUFFIX, cells_of, infer_layout, parse_cells
 from penstock.ir.linear_extension import walk_untimed
 from penstock.ir.operations import IS_COMPUTE, OPERATIONS, Kind, Op
 from penstock.ir.program import Program
@@ -67,8 +67,7 @@ def to_grid(
     `^ text` under cells: (rank, cell of that rank) -> text, where a pair is one cell. `window` (begin, end) restricts
     the columns; `...` shows where something is cut off.
     """
-    cells = action_cells(table) if isinstance(table, Schedule) else instruction_cells(table)
-    cells = [[cell.removesuffix(PAIR_SUFFIX) for cell in row] for row in cells]
+    cells = [[cell.removesuffix(PAIR_SUFFIX) for cell in row] for row in cells_of(table)]
     columns = _start_columns(table) if timed and isinstance(table, Schedule) else None
     if columns is None:
         columns = [list(range(len(row))) for row in cells]
@@ -119,19 +118,7 @@ def from_grid(text: str, *, file: str = "<text>", name: str = "from a grid") -> 
     if not cells.is_schedule:
         instruction = int(np.argmax(~IS_COMPUTE[cells.op]))
         raise fail("a drawing of a program cannot be read; expected actions alone", *cells.place(instruction))
-    return Schedule(
-        name,
-        layout.placement,
-        layout.num_microbatches,
-        layout.num_slices,
-        layout.route_of_microbatch,
-        cells.op,
-        cells.stage,
-        cells.microbatch,
-        cells.slice,
-        cells.joined,
-        cells.offsets,
-    )
+    return Schedule(name=name, **layout, **cells.columns())
 
 
 def _start_columns(schedule: Schedule) -> list[list[int]] | None:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
 from penstock.ir.formats.json_text import program_from_json, program_to_json
-from penstock.ir.formats.torch_csv import program_from_csv, program_to_csv
+from penstock.ir.formats.torch_csv import program_from_csv, table_to_csv
 from penstock.ir.instruction import Instruction
 from penstock.ir.operations import IS_IN_TORCH, NAMES_MICROBATCH, NUM_OPS, Op
 from penstock.ir.schedule import Schedule
@@ -69,6 +69,10 @@ class Program(Table):
     def num_instructions(self) -> int:
         return self.num_rows
 
+    @property
+    def number(self) -> Ints:
+        return np.where(self.op == Op.REDUCE_TIED, self.peer, self.microbatch)
+
     def actions(self) -> Schedule:
         """Return the computations, in their order."""
         columns = self.selected(self.compute_rows(), Table.COLUMNS)
@@ -117,7 +121,7 @@ class Program(Table):
 
     def to_csv(self, *, torch_only: bool = False) -> str:
         """Return torch's CSV with communication; `torch_only` leaves out the instructions that torch does not know."""
-        return program_to_csv(self.select(self.rows_of(IS_IN_TORCH)) if torch_only else self)
+        return table_to_csv(self.select(self.rows_of(IS_IN_TORCH)) if torch_only else self)
 
     @classmethod
     def from_csv(cls, text: str, *, file: str = "<text>", name: str = "from CSV") -> "Program":
@@ -130,7 +134,13 @@ class Program(Table):
 
     def to_json(self) -> str:
         """Return a text that reads back as the same program."""
-        return program_to_json(self)
+        return program_to_json(
+            self,
+            peer=self.peer,
+            slot=self.slot,
+            tied_groups=self.tied_groups,
+            omits_reductions=self.omits_reductions,
+        )
 
     @classmethod
     def from_json(cls, text: str, *, file: str = "<text>") -> "Program":

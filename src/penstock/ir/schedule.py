@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from penstock.errors import ScheduleError, described
 from penstock.ir.action import Action, OverlappedPair
 from penstock.ir.formats.json_text import schedule_from_json, schedule_to_json
-from penstock.ir.formats.torch_csv import schedule_from_csv, schedule_to_csv
+from penstock.ir.formats.torch_csv import schedule_from_csv, table_to_csv
 from penstock.ir.operations import IS_COMPUTE, KIND_LETTERS, Kind
 from penstock.ir.table import Ints, Table, out_of_range
 from penstock.placement import Placement
@@ -157,7 +157,7 @@ class Schedule(Table):
 
     def to_csv(self) -> str:
         """Return torch's compute-only CSV, without idle slots."""
-        return schedule_to_csv(self)
+        return table_to_csv(self)
 
     @classmethod
     def from_csv(cls, text: str, *, file: str = "<text>", name: str = "from CSV") -> "Schedule":

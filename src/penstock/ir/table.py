@@ -72,6 +72,11 @@ class Table(ABC):
     def num_rows(self) -> int:
         return len(self.op)
 
+    @property
+    def number(self) -> Ints:
+        """[num_rows] what a row's text names after its operation: the microbatch, or a tied group."""
+        return self.microbatch
+
     @cached_property
     def is_compute(self) -> NDArray[np.bool_]:
         """[num_rows] which rows compute."""

@@ -100,15 +100,7 @@ def _by_phases(orders: list[RankOrder], name: str) -> Schedule:
     offsets = np.cumsum([0, *(len(order.rows) for order in orders)])
     kind, stage, microbatch, part = rows.T
     layout = infer_layout(Cells(kind, stage, microbatch, part, joined, offsets), fail)
-    schedule = Schedule.from_arrays(
-        name,
-        layout.placement,
-        [order.rows for order in orders],
-        num_microbatches=layout.num_microbatches,
-        num_slices=layout.num_slices,
-        joined=joined,
-        route_of_microbatch=layout.route_of_microbatch,
-    )
+    schedule = Schedule.from_arrays(name, orders=[order.rows for order in orders], joined=joined, **layout)
     _require_all_microbatches(schedule)
     return schedule
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import FormatError
-from penstock.ir.formats.cells import MAX_CELLS, action_cells, infer_layout, instruction_cells, parse_cells
+from penstock.ir.formats.cells import MAX_CELLS, cells_of, infer_layout, parse_cells
 from penstock.ir.grid import to_grid
 from penstock.ir.instruction import Op
 from penstock.ir.reading import read_table
@@ -26,13 +26,13 @@ def layout_of(*ranks):
 
 @given(feasible_schedules())
 def test_cells_are_the_texts_of_the_actions(schedule):
-    assert action_cells(schedule) == [[str(action) for action in order] for order in schedule]
+    assert cells_of(schedule) == [[str(action) for action in order] for order in schedule]
 
 
 def test_cells_are_the_texts_of_the_instructions():
     program = lower(build("1f1b", ranks=2, microbatches=2), tied_groups=[(0, 1)], optimizer_step=True)
 
-    assert instruction_cells(program) == [[str(instruction) for instruction in order] for order in program]
+    assert cells_of(program) == [[str(instruction) for instruction in order] for order in program]
 
 
 def test_cells_become_columns():
@@ -42,7 +42,7 @@ def test_cells_become_columns():
         Op.FORWARD, Op.FORWARD, Op.BACKWARD, Op.RECEIVE_FORWARD, Op.REDUCE_TIED, Op.OPTIMIZER_STEP,
     ]  # fmt: skip
     assert cells.stage.tolist() == [0, 0, 0, 1, 1, 1]
-    assert cells.microbatch.tolist() == [1, 3, 4, 0, 7, 0]
+    assert cells.number.tolist() == [1, 3, 4, 0, 7, 0]
     assert cells.slice.tolist() == [2, 0, 0, 0, 0, 0]
     assert cells.joined.tolist() == [False, True, False, False, False, False]
     assert cells.offsets.tolist() == [0, 3, 6]
@@ -124,7 +124,7 @@ def test_more_cells_than_the_cap_are_refused():
     ],
 )
 def test_the_placement_is_read_off_the_stages(ranks, placement):
-    found = layout_of(*ranks).placement
+    found = layout_of(*ranks)["placement"]
 
     assert found == placement
     assert found.style == placement.style
@@ -133,7 +133,7 @@ def test_the_placement_is_read_off_the_stages(ranks, placement):
 def test_the_route_of_a_microbatch_is_the_half_that_names_it():
     layout = layout_of("0F0 3F1 0F2", "1F0 2F1 1F2")
 
-    assert layout.route_of_microbatch.tolist() == [0, 1, 0]
+    assert layout["route_of_microbatch"].tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_routes_waves_and_pairs_are_read_off_every_text(name, options):
 def test_microbatches_and_slices_are_counted_up_to_the_largest():
     layout = layout_of("0F0 0F2.3 0REDUCE_TIED0", "1F1")
 
-    assert (layout.num_microbatches, layout.num_slices) == (3, 4)
-    assert np.array_equal(layout.route_of_microbatch, [0, 0, 0])
+    assert (layout["num_microbatches"], layout["num_slices"]) == (3, 4)
+    assert np.array_equal(layout["route_of_microbatch"], [0, 0, 0])
 
 
 @pytest.mark.parametrize(

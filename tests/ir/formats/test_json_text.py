@@ -11,9 +11,7 @@ from penstock.errors import FormatError
 from penstock.ir.formats.json_text import (
     kind_of_json,
     program_from_json,
-    program_to_json,
     schedule_from_json,
-    schedule_to_json,
 )
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
@@ -43,7 +41,7 @@ def with_value(text, path, value):
 
 @given(feasible_schedules())
 def test_a_schedule_reads_back_as_itself(schedule):
-    again = schedule_from_json(schedule_to_json(schedule), Schedule)
+    again = schedule_from_json(schedule.to_json(), Schedule)
 
     assert again == schedule
     assert (again.name, again.placement) == (schedule.name, schedule.placement)
@@ -53,7 +51,7 @@ def test_a_schedule_reads_back_as_itself(schedule):
 def test_a_program_reads_back_as_itself(schedule, has_step):
     program = lower(schedule, tied_groups=[(0,), ends(schedule)], optimizer_step=has_step)
 
-    again = program_from_json(program_to_json(program), Program)
+    again = program_from_json(program.to_json(), Program)
 
     assert_same_columns(again, program)
     assert (again.name, again.placement, again.tied_groups) == (program.name, program.placement, program.tied_groups)
@@ -61,15 +59,15 @@ def test_a_program_reads_back_as_itself(schedule, has_step):
 
 
 def test_a_schedule_is_written_with_one_line_per_rank():
-    lines = schedule_to_json(build("gpipe", ranks=2, microbatches=1)).splitlines()
+    lines = build("gpipe", ranks=2, microbatches=1).to_json().splitlines()
 
     assert '    ["0F0","0B0"],' in lines
     assert '    ["1F0","1B0"]' in lines
 
 
 def test_the_text_says_what_it_holds():
-    assert kind_of_json(schedule_to_json(SCHEDULE)) == "penstock-schedule"
-    assert kind_of_json(program_to_json(PROGRAM)) == "penstock-program"
+    assert kind_of_json(SCHEDULE.to_json()) == "penstock-schedule"
+    assert kind_of_json(PROGRAM.to_json()) == "penstock-program"
 
 
 @pytest.mark.parametrize("text", ['{"format": "other"}', "{}", '{"format": 1}'])
@@ -123,7 +121,7 @@ def test_what_is_no_json_is_refused_with_line_and_column(text, line, column):
 )
 def test_what_is_wrong_in_a_schedule_is_refused_with_its_path(path, value, told):
     with pytest.raises(FormatError, match=told):
-        schedule_from_json(with_value(schedule_to_json(SCHEDULE), path, value), Schedule)
+        schedule_from_json(with_value(SCHEDULE.to_json(), path, value), Schedule)
 
 
 @pytest.mark.parametrize(
@@ -141,14 +139,14 @@ def test_what_is_wrong_in_a_schedule_is_refused_with_its_path(path, value, told)
 )
 def test_what_is_wrong_in_a_program_is_refused_with_its_path(path, value, told):
     with pytest.raises(FormatError, match=told):
-        program_from_json(with_value(program_to_json(PROGRAM), path, value), Program)
+        program_from_json(with_value(PROGRAM.to_json(), path, value), Program)
 
 
 def test_a_program_that_omits_its_reductions_reads_back_as_one():
     program = Program.from_schedule(SCHEDULE)
 
-    assert program_from_json(program_to_json(program), Program).omits_reductions
-    assert not program_from_json(program_to_json(PROGRAM), Program).omits_reductions
+    assert program_from_json(program.to_json(), Program).omits_reductions
+    assert not program_from_json(PROGRAM.to_json(), Program).omits_reductions
 
 
 @pytest.mark.parametrize("old", ['"microbatches": 3', '"style":"line"'])
@@ -156,7 +154,7 @@ def test_a_program_that_omits_its_reductions_reads_back_as_one():
 def test_a_key_that_is_there_twice_is_refused(old, spelling):
     key, _, value = old.partition(":")
     again = key if spelling == "plain" else key.replace("s", "\\u0073")
-    text = schedule_to_json(SCHEDULE)
+    text = SCHEDULE.to_json()
     assert old in text
 
     with pytest.raises(FormatError, match=rf"the key {key} is there 2 times; expected it once"):
@@ -164,24 +162,24 @@ def test_a_key_that_is_there_twice_is_refused(old, spelling):
 
 
 def test_a_name_that_is_also_a_key_is_no_repeated_key():
-    text = schedule_to_json(replace(SCHEDULE, name='ranks "ranks": \\'))
+    text = replace(SCHEDULE, name='ranks "ranks": \\').to_json()
 
     assert schedule_from_json(text, Schedule).name == 'ranks "ranks": \\'
-    assert schedule_from_json(schedule_to_json(replace(SCHEDULE, name="ranks")), Schedule) == SCHEDULE
+    assert schedule_from_json(replace(SCHEDULE, name="ranks").to_json(), Schedule) == SCHEDULE
 
 
 @pytest.mark.parametrize("depth", [300, 900])
 def test_what_is_nested_too_deeply_is_refused(depth):
     nested = "[" * depth + "]" * depth
 
-    for text in (nested, schedule_to_json(SCHEDULE).replace('"microbatches": 3', f'"microbatches": {nested}')):
+    for text in (nested, SCHEDULE.to_json().replace('"microbatches": 3', f'"microbatches": {nested}')):
         with pytest.raises(FormatError, match="a value that is nested too deeply"):
             schedule_from_json(text, Schedule)
 
 
-@pytest.mark.parametrize("key", json.loads(program_to_json(PROGRAM)))
+@pytest.mark.parametrize("key", json.loads(PROGRAM.to_json()))
 def test_every_key_is_needed(key):
-    document = json.loads(program_to_json(PROGRAM))
+    document = json.loads(PROGRAM.to_json())
     del document[key]
 
     with pytest.raises(FormatError, match=f'the key "{key}" is missing'):
@@ -189,9 +187,9 @@ def test_every_key_is_needed(key):
 
 
 @settings(max_examples=100)
-@given(st.sampled_from(sorted(json.loads(program_to_json(PROGRAM)))), ANYTHING)
+@given(st.sampled_from(sorted(json.loads(PROGRAM.to_json()))), ANYTHING)
 def test_whatever_stands_at_a_key_nothing_but_a_format_error_comes_out(key, value):
-    text = with_value(program_to_json(PROGRAM), [key], value)
+    text = with_value(PROGRAM.to_json(), [key], value)
 
     try:
         program = program_from_json(text, Program)

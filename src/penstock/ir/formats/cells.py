@@ -1,23 +1,23 @@
 """What all texts of schedules share: cells such as `2F0` or `3SEND_F1` to columns and back, and what columns tell.
 
-A cell is one action or instruction, or an overlapped pair `(0F7;7B3)OVERLAP_F_B`. This file knows columns only, not the
-tables that are made of them, so that the tables can offer their texts as methods.
+A cell is one action or instruction, or an overlapped pair `(0F7;7B3)OVERLAP_F_B`. This file knows what all tables share
+only, so that schedules and programs can offer their texts as methods.
 """
 
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, FormatError, described, nearest
 from penstock.ir.operations import IS_COMPUTE, KIND_LETTERS, NAMES_MICROBATCH, OP_OF_TEXT, OPERATIONS, Op
+from penstock.ir.table import Ints, Table
 from penstock.placement import Placement
 
-Ints = NDArray[np.integer[Any]]
 Fail = Callable[[str, int, int, int], FormatError]
 """Makes the error for a problem at (rank, cell of that rank, character of that cell), all counted from 0."""
 
@@ -43,37 +43,14 @@ _Row = tuple[int, int, int, int]
 """Operation, stage, microbatch (or tied group), slice."""
 
 
-class Rows(Protocol):
-    """The columns that every table has."""
-
-    @property
-    def op(self) -> Ints: ...
-    @property
-    def stage(self) -> Ints: ...
-    @property
-    def microbatch(self) -> Ints: ...
-    @property
-    def slice(self) -> Ints: ...
-    @property
-    def joined(self) -> NDArray[np.bool_]: ...
-    @property
-    def offsets(self) -> Ints: ...
-
-
-class InstructionRows(Rows, Protocol):
-    """The columns of a program."""
-
-    @property
-    def peer(self) -> Ints: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
-    """Parsed cells of all ranks as columns, rank after rank; `REDUCE_TIED` has its group in `microbatch`."""
+    """Parsed cells of all ranks as columns, rank after rank."""
 
     op: Ints
     stage: Ints
-    microbatch: Ints
+    number: Ints
+    """The microbatch; of `REDUCE_TIED` the tied group."""
     slice: Ints
     joined: NDArray[np.bool_]
     offsets: Ints
@@ -87,9 +64,11 @@ class Cells:
         """Whether there are actions only, no communication and no collectives."""
         return bool(IS_COMPUTE[self.op].all())
 
-    @property
-    def names_microbatch(self) -> NDArray[np.bool_]:
-        return NAMES_MICROBATCH[self.op]
+    def columns(self) -> dict[str, Any]:
+        """Return the columns by the names that they have in every table."""
+        microbatch = np.where(self.op == Op.REDUCE_TIED, 0, self.number).astype(self.number.dtype)
+        columns = {name: getattr(self, name) for name in ("op", "stage", "slice", "joined", "offsets")}
+        return {**columns, "microbatch": microbatch}
 
     def place(self, row: int) -> tuple[int, int, int]:
         """Return (rank, cell, 0) of a row, as `Fail` takes it."""
@@ -98,23 +77,12 @@ class Cells:
         return rank, row - begin - int(self.joined[begin:row].sum()), 0
 
 
-def action_cells(table: Rows) -> list[list[str]]:
-    """Return the cells of every rank of a schedule."""
-    return _rank_cells(table, table.microbatch)
-
-
-def instruction_cells(table: InstructionRows) -> list[list[str]]:
-    """Return the cells of every rank of a program."""
-    number = np.where(table.op == Op.REDUCE_TIED, table.peer, table.microbatch)
-    return _rank_cells(table, number)
-
-
-def _rank_cells(table: Rows, number: Ints) -> list[list[str]]:
-    """Cells per rank; `number` is what follows the name of the operation."""
+def cells_of(table: Table) -> list[list[str]]:
+    """Return the cells of every rank."""
     texts = [
         f"{stage}{OPERATIONS[Op(code)].text}{value if code in _NUMBERED else ''}{f'.{part}' if part else ''}"
         for code, stage, value, part in zip(
-            table.op.tolist(), table.stage.tolist(), number.tolist(), table.slice.tolist(), strict=True
+            table.op.tolist(), table.stage.tolist(), table.number.tolist(), table.slice.tolist(), strict=True
         )
     ]
     for first in np.flatnonzero(table.joined).tolist():
@@ -157,7 +125,7 @@ def parse_cells(ranks: Iterable[Sequence[str]], fail: Fail) -> Cells:
     return Cells(
         op=whole[:, 0].astype(np.int8),
         stage=whole[:, 1].copy(),
-        microbatch=whole[:, 2].copy(),
+        number=whole[:, 2].copy(),
         slice=whole[:, 3].astype(np.int16),
         joined=np.concatenate([np.zeros(0, np.bool_), *joined]),
         offsets=offsets,
@@ -243,22 +211,12 @@ def _misfit(cell: str, begin: int = 0) -> FormatError:
     return FormatError(f"{shown} {problem}", column=column)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """What a text without metadata tells about its schedule."""
+def infer_layout(cells: Cells, fail: Fail) -> dict[str, Any]:
+    """Find what a text without metadata tells: placement, routes, and 1 + the largest microbatch and slice.
 
-    placement: Placement
-    num_microbatches: int
-    num_slices: int
-    route_of_microbatch: Ints
-
-
-def infer_layout(cells: Cells, fail: Fail) -> Layout:
-    """Find which rank holds which stage, and the numbers of microbatches and slices: 1 + the largest that is named.
-
-    The placement is a line, a loop, a V or waves where it matches, else explicit, with one route through all stages. It
-    is bidirectional, with two routes, where stage k lives on rank k and stage p+k on rank p-1-k (as in a V), p > 1, and
-    no microbatch visits both halves.
+    The keys are the fields of a table. The placement is a line, a loop, a V or waves where it matches, else explicit,
+    with one route through all stages. It is bidirectional, with two routes, where stage k lives on rank k and stage p+k
+    on rank p-1-k (as in a V), p > 1, and no microbatch visits both halves.
 
     Raises:
         FormatError: for a rank without actions, a stage on two ranks, a gap in the stages, and numbers far beyond the
@@ -267,17 +225,22 @@ def infer_layout(cells: Cells, fail: Fail) -> Layout:
     for rank in np.flatnonzero(np.diff(cells.offsets) == 0).tolist():
         raise fail(f"rank {rank} has no actions; expected at least one on every rank", rank, 0, 0)
     rank_of_stage = _rank_of_stage(cells, fail)
-    named = np.flatnonzero(cells.names_microbatch)
+    named = np.flatnonzero(NAMES_MICROBATCH[cells.op])
     if not len(named):
         raise fail("no action names a microbatch; expected at least one such as 0F0", 0, 0, 0)
-    num_microbatches = int(cells.microbatch[named].max()) + 1
+    largest = int(named[np.argmax(cells.number[named])])
+    num_microbatches = int(cells.number[largest]) + 1
     num_slices = int(cells.slice.max()) + 1
-    largest = int(named[np.argmax(cells.microbatch[named])])
     refuse_sparse(
         len(cells.op), len(rank_of_stage), num_microbatches, num_slices, lambda text: fail(text, *cells.place(largest))
     )
     placement, routes = _match_placement(cells, rank_of_stage, named, num_microbatches)
-    return Layout(placement, num_microbatches, num_slices, routes)
+    return {
+        "placement": placement,
+        "num_microbatches": num_microbatches,
+        "num_slices": num_slices,
+        "route_of_microbatch": routes,
+    }
 
 
 def refuse_sparse(
@@ -321,8 +284,8 @@ def _match_placement(
     vee = Placement.vee(num_ranks)
     if num_ranks > 1 and rank_of_stage == vee.rank_of_stage:
         second_half = cells.stage[named] >= num_ranks
-        back = np.unique(cells.microbatch[named][second_half])
-        if not np.isin(back, cells.microbatch[named][~second_half]).any():
+        back = np.unique(cells.number[named][second_half])
+        if not np.isin(back, cells.number[named][~second_half]).any():
             routes[back] = 1
             halves = (tuple(range(num_ranks)), tuple(range(num_ranks, num_stages)))
             return Placement("bidirectional", rank_of_stage, halves), routes

@@ -10,28 +10,18 @@ with one number per instruction, two for an overlapped pair. One that omits its 
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
 from penstock.errors import FormatError, ScheduleError, nearest
-from penstock.ir.formats.cells import (
-    MAX_NUMBER,
-    Cells,
-    InstructionRows,
-    Ints,
-    Rows,
-    action_cells,
-    instruction_cells,
-    parse_cells,
-    refuse_sparse,
-    require_text,
-)
+from penstock.ir.formats.cells import MAX_NUMBER, Cells, cells_of, parse_cells, refuse_sparse, require_text
 from penstock.ir.operations import IS_COMPUTE, Op
+from penstock.ir.table import Ints, Table
 from penstock.placement import Placement
 
 SCHEDULE_FORMAT = "penstock-schedule"
@@ -46,58 +36,32 @@ _OMITS = "omits_reductions"
 """A key that only those programs have of which it is true."""
 _PLACEMENT_KEYS = ("style", "rank_of_stage", "routes")
 
-Table = TypeVar("Table")
+Made = TypeVar("Made")
 
 
-class _Metadata(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def placement(self) -> Placement: ...
-    @property
-    def num_microbatches(self) -> int: ...
-    @property
-    def num_slices(self) -> int: ...
-    @property
-    def route_of_microbatch(self) -> Ints: ...
-
-
-class ScheduleTable(Rows, _Metadata, Protocol):
-    """What is written of a schedule."""
-
-
-class ProgramTable(InstructionRows, _Metadata, Protocol):
-    """What is written of a program."""
-
-    @property
-    def slot(self) -> Ints: ...
-    @property
-    def tied_groups(self) -> tuple[tuple[int, ...], ...]: ...
-    @property
-    def omits_reductions(self) -> bool: ...
-
-
-def schedule_to_json(schedule: ScheduleTable) -> str:
+def schedule_to_json(schedule: Table) -> str:
     """Write a schedule, one line per rank."""
-    return _lay_out(_metadata(schedule, SCHEDULE_FORMAT) | {"ranks": action_cells(schedule)})
+    return _lay_out(_metadata(schedule, SCHEDULE_FORMAT) | {"ranks": cells_of(schedule)})
 
 
-def program_to_json(program: ProgramTable) -> str:
+def program_to_json(
+    program: Table, *, peer: Ints, slot: Ints, tied_groups: Sequence[Sequence[int]], omits_reductions: bool
+) -> str:
     """Write a program, one line per rank."""
-    offsets = program.offsets
+    ranks = [slice(*ends) for ends in pairwise(program.offsets.tolist())]
     return _lay_out(
         _metadata(program, PROGRAM_FORMAT)
         | {
-            "tied_groups": program.tied_groups,
-            "ranks": instruction_cells(program),
-            "peers": _per_rank(program.peer, offsets),
-            "slots": _per_rank(program.slot, offsets),
+            "tied_groups": tied_groups,
+            "ranks": cells_of(program),
+            "peers": [peer[rows].tolist() for rows in ranks],
+            "slots": [slot[rows].tolist() for rows in ranks],
         }
-        | ({_OMITS: True} if program.omits_reductions else {})
+        | ({_OMITS: True} if omits_reductions else {})
     )
 
 
-def schedule_from_json(text: str, make: Callable[..., Table], *, file: str = "<text>") -> Table:
+def schedule_from_json(text: str, make: Callable[..., Made], *, file: str = "<text>") -> Made:
     """Read a schedule; `make` is called with the fields of a `Schedule`, by name.
 
     Raises:
@@ -109,10 +73,10 @@ def schedule_from_json(text: str, make: Callable[..., Table], *, file: str = "<t
     if not cells.is_schedule:
         rank, index, _ = cells.place(int(np.argmax(~IS_COMPUTE[cells.op])))
         raise reader.fail(f"ranks[{rank}][{index}]", "a schedule has no communication; expected an action such as 0F0")
-    return make(**fields, op=cells.op, microbatch=cells.microbatch)
+    return make(**fields, **cells.columns())
 
 
-def program_from_json(text: str, make: Callable[..., Table], *, file: str = "<text>") -> Table:
+def program_from_json(text: str, make: Callable[..., Made], *, file: str = "<text>") -> Made:
     """Read a program; `make` is called with the fields of a `Program`, by name.
 
     Raises:
@@ -128,7 +92,7 @@ def program_from_json(text: str, make: Callable[..., Table], *, file: str = "<te
     peer = reader.column(document["peers"], "peers", cells, MAX_NUMBER)
     is_tied = cells.op == Op.REDUCE_TIED
     limit = np.where(is_tied, len(groups), num_stages)
-    wrong = np.flatnonzero((peer >= limit) | (is_tied & (peer != cells.microbatch)))
+    wrong = np.flatnonzero((peer >= limit) | (is_tied & (peer != cells.number)))
     if len(wrong):
         row = int(wrong[0])
         rank = cells.place(row)[0]
@@ -138,9 +102,8 @@ def program_from_json(text: str, make: Callable[..., Table], *, file: str = "<te
         )
     return make(
         **fields,
+        **cells.columns(),
         tied_groups=tuple(tuple(group) for group in groups),
-        op=cells.op,
-        microbatch=np.where(is_tied, 0, cells.microbatch).astype(np.int32),
         peer=peer,
         slot=reader.column(document["slots"], "slots", cells, MAX_NUMBER),
         omits_reductions=_OMITS in document,
@@ -162,7 +125,7 @@ def kind_of_json(text: str, *, file: str = "<text>") -> str:
     return str(found)
 
 
-def _metadata(table: _Metadata, format_name: str) -> dict[str, Any]:
+def _metadata(table: Table, format_name: str) -> dict[str, Any]:
     placement = table.placement
     return {
         "format": format_name,
@@ -177,11 +140,6 @@ def _metadata(table: _Metadata, format_name: str) -> dict[str, Any]:
         "slices": table.num_slices,
         "route_of_microbatch": table.route_of_microbatch.tolist(),
     }
-
-
-def _per_rank(column: Ints, offsets: Ints) -> list[list[int]]:
-    bounds = offsets.tolist()
-    return [column[begin:end].tolist() for begin, end in pairwise(bounds)]
 
 
 def _lay_out(document: dict[str, Any]) -> str:
@@ -244,7 +202,7 @@ class _Reader:
         return document
 
     def table(self, document: dict[str, Any]) -> tuple[Cells, dict[str, Any]]:
-        """Read what schedules and programs have in common, as cells and as fields of either."""
+        """Read what schedules and programs have in common: their cells, and the fields that are no columns."""
         placement = self._placement(document["placement"])
         num_microbatches = self._count(document["microbatches"], "microbatches")
         num_slices = self._count(document["slices"], "slices")
@@ -265,10 +223,6 @@ class _Reader:
             "num_microbatches": num_microbatches,
             "num_slices": num_slices,
             "route_of_microbatch": np.array(routes, np.int8 if len(placement.routes) < 128 else np.int32),
-            "stage": cells.stage,
-            "slice": cells.slice,
-            "joined": cells.joined,
-            "offsets": cells.offsets,
         }
         return cells, fields
 

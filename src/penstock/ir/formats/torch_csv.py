@@ -7,88 +7,46 @@ The text has no header and no metadata: which rank holds which stage, and the nu
 read off the cells (see `cells.infer_layout`). Instructions that torch does not have are `0REDUCE_TIED1` and `0STEP`.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
 from penstock.errors import FormatError
 from penstock.ir.deps import peers_of_messages
-from penstock.ir.formats.cells import (
-    MAX_CELLS,
-    Cells,
-    Fail,
-    InstructionRows,
-    Layout,
-    Rows,
-    action_cells,
-    infer_layout,
-    instruction_cells,
-    parse_cells,
-    require_text,
-)
+from penstock.ir.formats.cells import MAX_CELLS, Cells, Fail, cells_of, infer_layout, parse_cells, require_text
 from penstock.ir.operations import IS_BACKWARD, IS_COMPUTE, IS_MESSAGE, NEEDS_BACKWARD, OPERATIONS, At, Op, peer_at
+from penstock.ir.table import Table
 from penstock.placement import Placement
 
-Table = TypeVar("Table")
+Made = TypeVar("Made")
 
 _BLANK = " \t"
 
 
-def schedule_to_csv(schedule: Rows) -> str:
-    """Write the actions of each rank, without idle slots; lines end in CR LF."""
-    return _to_lines(action_cells(schedule))
-
-
-def program_to_csv(program: InstructionRows) -> str:
-    """Write the instructions of each rank; lines end in CR LF.
+def table_to_csv(table: Table) -> str:
+    """Write the actions or instructions of each rank, without idle slots; lines end in CR LF.
 
     Slots are not written, and tied groups only as far as they are reduced.
     """
-    return _to_lines(instruction_cells(program))
+    return "".join(",".join(cells) + "\r\n" for cells in cells_of(table))
 
 
-def schedule_from_csv(
-    text: str,
-    make: Callable[..., Table],
-    *,
-    file: str = "<text>",
-    name: str = "from CSV",
-    num_ranks: int | None = None,
-) -> Table:
+def schedule_from_csv(text: str, make: Callable[..., Made], *, file: str = "<text>", name: str = "from CSV") -> Made:
     """Read actions; `make` is called with the fields of a `Schedule`, by name.
 
     Raises:
         FormatError: with line and column, for whatever is not exactly such a text.
     """
-    cells, layout, fail = _read(text, file, num_ranks)
+    cells, layout, fail = _read(text, file)
     communication = np.flatnonzero(~IS_COMPUTE[cells.op])
     if len(communication):
         place = cells.place(int(communication[0]))
         raise fail("the text has communication; expected actions alone. Read it as a program", *place)
-    return make(
-        name=name,
-        placement=layout.placement,
-        num_microbatches=layout.num_microbatches,
-        num_slices=layout.num_slices,
-        route_of_microbatch=layout.route_of_microbatch,
-        op=cells.op,
-        stage=cells.stage,
-        microbatch=cells.microbatch,
-        slice=cells.slice,
-        joined=cells.joined,
-        offsets=cells.offsets,
-    )
+    return make(name=name, **layout, **cells.columns())
 
 
-def program_from_csv(
-    text: str,
-    make: Callable[..., Table],
-    *,
-    file: str = "<text>",
-    name: str = "from CSV",
-    num_ranks: int | None = None,
-) -> Table:
+def program_from_csv(text: str, make: Callable[..., Made], *, file: str = "<text>", name: str = "from CSV") -> Made:
     """Read instructions; `make` is called with the fields of a `Program`, by name. All slots are 0.
 
     A training program without a single reduction or optimizer step is read as one that omits its reductions: earlier
@@ -97,34 +55,21 @@ def program_from_csv(
     Raises:
         FormatError: with line and column, for whatever is not exactly such a text.
     """
-    cells, layout, fail = _read(text, file, num_ranks)
+    cells, layout, fail = _read(text, file)
     _refuse_idle_cells(text, file)
-    is_tied = cells.op == Op.REDUCE_TIED
     is_training, has_updates = bool(IS_BACKWARD[cells.op].any()), bool(NEEDS_BACKWARD[cells.op].any())
     return make(
         name=name,
-        placement=layout.placement,
-        num_microbatches=layout.num_microbatches,
-        num_slices=layout.num_slices,
-        route_of_microbatch=layout.route_of_microbatch,
+        **layout,
+        **cells.columns(),
         tied_groups=_tied_groups(cells, fail),
-        op=cells.op,
-        stage=cells.stage,
-        microbatch=np.where(is_tied, 0, cells.microbatch).astype(np.int32),
-        slice=cells.slice,
-        peer=_peers(cells, layout.placement, fail),
+        peer=_peers(cells, layout["placement"], fail),
         slot=np.zeros(len(cells.op), np.int32),
-        joined=cells.joined,
-        offsets=cells.offsets,
         omits_reductions=is_training and not has_updates,
     )
 
 
-def _to_lines(ranks: Sequence[Sequence[str]]) -> str:
-    return "".join(",".join(cells) + "\r\n" for cells in ranks)
-
-
-def _read(text: str, file: str, num_ranks: int | None) -> tuple[Cells, Layout, Fail]:
+def _read(text: str, file: str) -> tuple[Cells, dict[str, Any], Fail]:
     lines = _lines(text, file)
 
     def fail(problem: str, rank: int, cell: int, offset: int) -> FormatError:
@@ -132,9 +77,6 @@ def _read(text: str, file: str, num_ranks: int | None) -> tuple[Cells, Layout, F
         column = starts[cell] + offset + 1 if cell < len(starts) else 1
         return FormatError(problem, file=file, line=rank + 1, column=column)
 
-    if num_ranks is not None and len(lines) != num_ranks:
-        problem = f"the text has {len(lines)} lines; expected one for each of {num_ranks} ranks"
-        raise FormatError(problem, file=file, line=min(len(lines), num_ranks + 1))
     cells = parse_cells(([content for _, content in _content(line) if content] for line in lines), fail)
     return cells, infer_layout(cells, fail), fail
 
@@ -182,7 +124,7 @@ def _peers(cells: Cells, placement: Placement, fail: Fail) -> np.ndarray[tuple[i
     """[num_rows] the other end of each message, the tied group of each tied reduction, else the own stage."""
     is_tied = cells.op == Op.REDUCE_TIED
     of_messages = peers_of_messages(placement)[cells.op, cells.stage]
-    peer = np.where(IS_MESSAGE[cells.op], of_messages, np.where(is_tied, cells.microbatch, cells.stage))
+    peer = np.where(IS_MESSAGE[cells.op], of_messages, np.where(is_tied, cells.number, cells.stage))
     lost = np.flatnonzero(peer < 0)
     if len(lost):
         row = int(lost[0])
@@ -195,12 +137,12 @@ def _peers(cells: Cells, placement: Placement, fail: Fail) -> np.ndarray[tuple[i
 
 def _tied_groups(cells: Cells, fail: Fail) -> tuple[tuple[int, ...], ...]:
     rows = np.flatnonzero(cells.op == Op.REDUCE_TIED)
-    groups = np.unique(cells.microbatch[rows])
+    groups = np.unique(cells.number[rows])
     if len(groups) and int(groups[-1]) != len(groups) - 1:
-        last = int(rows[np.argmax(cells.microbatch[rows])])
+        last = int(rows[np.argmax(cells.number[rows])])
         problem = (
             f"tied group {groups[-1]} is here, but there are {len(groups)} groups; expected 0, 1, ... without gaps"
         )
         raise fail(problem, *cells.place(last))
-    members = [np.unique(cells.stage[rows][cells.microbatch[rows] == group]) for group in groups]
+    members = [np.unique(cells.stage[rows][cells.number[rows] == group]) for group in groups]
     return tuple(tuple(stages.tolist()) for stages in members)
