@@ -15,12 +15,12 @@ from torch.utils.checkpoint import checkpoint
 from penstock.errors import PenstockError, PipelineError
 from penstock.execute.batch.microbatch import BatchSpec, Concat, Split
 from penstock.execute.reference import reference_evaluate
-from penstock.ir.action import parse_action
 from penstock.ir.schedule import Schedule
 from penstock.models import Carry, DecoderConfig, count_target_tokens, cross_entropy_loss, decoder_layers
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
 from penstock.schedules import build
+from tests.actions import parse_action
 from tests.local_pipelines import (
     VOCABULARY,
     WIDTH,

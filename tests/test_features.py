@@ -9,7 +9,6 @@ from torch import nn
 from penstock.errors import ConfigError, PipelineError, StepRefused
 from penstock.execute.batch.microbatch import BatchSpec, PreSplit, Replicate, Stack, Sum
 from penstock.execute.reference import reference_evaluate, reference_step
-from penstock.ir.action import parse_action
 from penstock.ir.instruction import Op
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
@@ -18,6 +17,7 @@ from penstock.placement import Placement
 from penstock.planning import plan
 from penstock.schedules import build
 from penstock.simulation import Costs
+from tests.actions import parse_action
 from tests.local_pipelines import (
     IGNORED,
     VOCABULARY,

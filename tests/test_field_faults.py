@@ -13,11 +13,12 @@ from torch import nn
 import penstock as ps
 from penstock.errors import FormatError, PipelineError, ScheduleError, StepRefused
 from penstock.execute.reference import reference_evaluate, reference_step
-from penstock.ir.action import Kind, parse_action
+from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
 from penstock.schedules import FAMILIES
+from tests.actions import parse_action
 from tests.local_pipelines import (
     WIDTH,
     Outcome,

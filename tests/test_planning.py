@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.ir.action import parse_action
 from penstock.ir.instruction import Op
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
@@ -23,6 +22,7 @@ from penstock.planning import (
 from penstock.proofs import Demand, check
 from penstock.schedules import build
 from penstock.simulation import Costs, LayerCosts
+from tests.actions import parse_action
 from tests.proofs.tables import without
 from tests.strategies import feasible_schedules
 

@@ -15,12 +15,13 @@ from penstock.errors import PipelineError
 from penstock.execute.batch.agreement import Mode
 from penstock.execute.reference import reference_step
 from penstock.execute.stages.stage import SavedForward
-from penstock.ir.action import Action, Kind, OverlappedPair, parse_action
+from penstock.ir.action import Action, Kind, OverlappedPair
 from penstock.ir.live import peak_activations
 from penstock.ir.schedule import Schedule
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
 from penstock.schedules import build
+from tests.actions import parse_action
 from tests.local_pipelines import (
     WIDTH,
     Task,

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 
 from penstock.ir import hot
-from penstock.ir.action import parse_action
 from penstock.ir.deps import NONE, identities, index_rows, num_identities, predecessors
 from penstock.ir.instruction import Op
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedules import build
+from tests.actions import parse_action
 from tests.strategies import feasible_schedules, needs
 
 

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import FormatError
-from penstock.ir.action import parse_action
 from penstock.ir.grid import from_grid, to_grid
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedules import build
+from tests.actions import parse_action
 from tests.grids import assert_grid
 from tests.strategies import feasible_schedules, schedules
 

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Action, Kind, OverlappedPair, parse_action
+from penstock.ir.action import Action, Kind, OverlappedPair
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedules import build
+from tests.actions import parse_action
 from tests.strategies import feasible_schedules
 
 

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.ir.action import parse_action
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.schedule import Schedule
 from penstock.ir.walk import NOT_RUN, walk
 from penstock.placement import Placement
 from penstock.schedules import build
+from tests.actions import parse_action
 from tests.strategies import feasible_schedules
 
 

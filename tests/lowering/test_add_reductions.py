@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given
 
-from penstock.ir.action import parse_action
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.lowering import add_messages, add_reductions
 from penstock.placement import Placement
+from tests.actions import parse_action
 from tests.lowering.programs import computations, drawn, lines, program_of
 from tests.strategies import feasible_schedules
 

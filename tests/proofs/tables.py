@@ -8,13 +8,14 @@ import pytest
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Action, Kind, parse_action
+from penstock.ir.action import Action, Kind
 from penstock.ir.instruction import Instruction, Op
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.proofs import check
 from penstock.schedules import build
+from tests.actions import parse_action
 
 SHAPES = [
     ("sequential", 1, 2, {}),

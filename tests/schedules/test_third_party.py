@@ -6,12 +6,13 @@ from functools import partial
 import pytest
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.ir.action import OverlappedPair, parse_action
+from penstock.ir.action import OverlappedPair
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
 from penstock.schedules import build
 from penstock.schedules.phases import b, f, pair, phases, repeat
 from penstock.schedules.third_party import as_schedule, require_sizes, run_third_party
+from tests.actions import parse_action
 from tests.grids import assert_grid
 
 GRID = """

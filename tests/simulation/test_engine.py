@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.ir import hot
-from penstock.ir.action import parse_action
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
@@ -19,6 +18,7 @@ from penstock.placement import Placement
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from penstock.simulation.durations import IS_BUSY
+from tests.actions import parse_action
 from tests.simulation.drawing import drawn, ends, starts
 from tests.simulation.events import KINDS, RECEIVES, Events, programs, uneven_costs
 from tests.strategies import feasible_schedules, schedules

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.ir.action import parse_action
 from penstock.ir.operations import Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
@@ -17,6 +16,7 @@ from penstock.placement import Placement
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from penstock.simulation.makespans import Makespans
+from tests.actions import parse_action
 from tests.simulation.events import uneven_costs
 from tests.strategies import feasible_schedules, schedules
 

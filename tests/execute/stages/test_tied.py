@@ -11,11 +11,11 @@ from torch import nn
 from penstock.errors import PipelineError
 from penstock.execute.reference import reference_step
 from penstock.execute.stages.tied import TiedCopy, agree_on_copies
-from penstock.ir.action import parse_action
 from penstock.ir.schedule import Schedule
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
+from tests.actions import parse_action
 from tests.local_pipelines import (
     LENGTH,
     VOCABULARY,

@@ -5,11 +5,11 @@ import re
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.ir.action import parse_action
 from penstock.ir.formats.deepspeed_streams import Listing, listing_of, streams
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
 from penstock.schedules import build
+from tests.actions import parse_action
 from tests.schedules.golden import cases, sizes
 
 RECORDED = cases("deepspeed")

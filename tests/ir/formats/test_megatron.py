@@ -7,13 +7,13 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, FormatError, ScheduleError
-from penstock.ir.action import parse_action
 from penstock.ir.formats import megatron
 from penstock.ir.formats.megatron import from_megatron, to_megatron
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
 from penstock.proofs import check
 from penstock.schedules import build
+from tests.actions import parse_action
 from tests.grids import assert_grid
 from tests.schedules.golden import recorded, sizes
 from tests.strategies import schedules
