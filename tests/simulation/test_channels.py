@@ -58,8 +58,9 @@ def test_serialized_links_have_a_queue_each_and_leave_the_others_as_they_are():
     messages, before, queues = added(costs)
 
     first = PROGRAM.num_instructions
-    assert [named(row) for row in messages.queued] == ["1SEND_B0", "1SEND_B1"]
-    assert messages.wires.tolist() == [first, first + 1]
+    ((sends, wires),) = queues.outlasting
+    assert [named(row) for row in sends] == ["1SEND_B0", "1SEND_B1"]
+    assert wires.tolist() == [first, first + 1]
     assert queues.next_row == first + 2
     assert {waits(before)[text] for text in ("0B0", "0B1")} == {f"queue {first}", f"queue {first + 1}"}
     assert waits(before)["1F0"] == "0SEND_F0"

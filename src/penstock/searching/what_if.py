@@ -73,19 +73,13 @@ class _Plan:
     layers_of_stage: tuple[range, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Predicted:
-    makespan_s: float
-    peak_bytes: int
-
-
 def what_if(run: MeasuredRun, setting: Setting) -> list[Change]:
     """Simulate every change of one thing, and return what each does, the most helpful first."""
     per_layer = LayerCosts.from_stages(run.costs, run.layers_of_stage, run.layer_weights)
     now = _Plan("schedule", run.schedule.name, run.schedule, run.layers_of_stage)
     num_parts = run.schedule.num_microbatches * run.schedule.num_slices
-    base = _predict(now, per_layer, num_parts)
-    if not base.makespan_s:
+    now_s, now_bytes = _predict(now, per_layer, num_parts)
+    if not now_s:
         return []  # nothing to save
     plans = [
         *_other_splits(now, per_layer),
@@ -94,21 +88,23 @@ def what_if(run: MeasuredRun, setting: Setting) -> list[Change]:
     ]
     found = []
     for plan in plans:
-        predicted = _predict(plan, per_layer, num_parts)
-        step_change = predicted.makespan_s / base.makespan_s - 1
-        found.append(Change(plan.sort, plan.text, step_change, predicted.peak_bytes / base.peak_bytes - 1))
+        makespan_s, num_bytes = _predict(plan, per_layer, num_parts)
+        found.append(Change(plan.sort, plan.text, makespan_s / now_s - 1, num_bytes / now_bytes - 1))
     return sorted(found, key=lambda change: change.step_change)
 
 
-def _predict(plan: _Plan, per_layer: LayerCosts, num_measured_parts: int) -> _Predicted:
-    """Simulate a plan; `per_layer` are costs of one of so many equal parts of a batch, microbatches or slices."""
+def _predict(plan: _Plan, per_layer: LayerCosts, num_measured_parts: int) -> tuple[float, int]:
+    """Makespan and peak bytes of a plan.
+
+    `per_layer` are costs of one of so many equal parts of a batch, microbatches or slices.
+    """
     factor = num_measured_parts / (plan.schedule.num_microbatches * plan.schedule.num_slices)
     costs = per_layer.of_stages(plan.layers_of_stage).of_share(factor)
     # How large layers are is not known: memory is compared as if they all were alike, and messages nothing.
     kept = [round(factor * len(part) * UNIT_BYTES) for part in plan.layers_of_stage]
     sizes = StageBytes.of(len(kept), activation=kept, weight_context=kept)
     timeline = simulate(lower(plan.schedule), costs)
-    return _Predicted(timeline.makespan_s, max(peak_bytes(timeline.program, sizes)))
+    return timeline.makespan_s, max(peak_bytes(timeline.program, sizes))
 
 
 def _other_splits(now: _Plan, per_layer: LayerCosts) -> Iterator[_Plan]:
@@ -116,13 +112,15 @@ def _other_splits(now: _Plan, per_layer: LayerCosts) -> Iterator[_Plan]:
     route = now.schedule.placement.routes[0]
     sizes = [len(now.layers_of_stage[stage]) for stage in route]
     tried = {tuple(sizes)}
-    for source, target in _moves(sizes, _seconds_of_parts(now, per_layer)):
+    layers_s = _seconds_of_layers(per_layer)
+    stages_s = [sum(layers_s[layer] for layer in now.layers_of_stage[stage]) for stage in route]
+    for source, target in _moves(sizes, stages_s):
         moved = sizes.copy()
         moved[source] -= 1
         moved[target] += 1
         tried.add(tuple(moved))
         yield _resplit(now, f"move one layer from stage {route[source]} to stage {route[target]}", moved)
-    even = split_over(now.schedule.placement, sum(sizes), weights=_seconds_of_layers(per_layer))
+    even = split_over(now.schedule.placement, sum(sizes), weights=layers_s)
     even_sizes = [len(even[stage]) for stage in route]
     if tuple(even_sizes) not in tried:
         yield _resplit(now, f"split {','.join(map(str, even_sizes))}", even_sizes)
@@ -168,12 +166,10 @@ def _built(like: Schedule, setting: Setting) -> Iterator[tuple[str, Schedule]]:
         for number in dict.fromkeys((default, setting.stages_per_rank or default, 2)):
             text = name if number == default else f"{name}:stages_per_rank={number}"
             try:
-                yield (
-                    text,
-                    build(name, ranks=like.num_ranks, microbatches=like.num_microbatches, stages_per_rank=number),
-                )
+                found = build(name, ranks=like.num_ranks, microbatches=like.num_microbatches, stages_per_rank=number)
             except ConfigError:
                 continue
+            yield text, found
 
 
 def _other_microbatches(now: _Plan, setting: Setting) -> Iterator[_Plan]:
@@ -203,10 +199,3 @@ def _seconds_of_layers(per_layer: LayerCosts) -> list[float]:
     num_layers = len(per_layer.message_bytes)
     table = np.nan_to_num(per_layer.of_stages([1] * num_layers).durations_s(num_layers))
     return [float(seconds) for seconds in table[Kind.FORWARD] + table[Kind.BACKWARD]]
-
-
-def _seconds_of_parts(now: _Plan, per_layer: LayerCosts) -> list[float]:
-    """What they take of each stage on the first route."""
-    seconds = _seconds_of_layers(per_layer)
-    route = now.schedule.placement.routes[0]
-    return [sum(seconds[layer] for layer in now.layers_of_stage[stage]) for stage in route]

@@ -29,12 +29,8 @@ SENDER_OF = {FORWARD: At.UPSTREAM, BACKWARD: At.DOWNSTREAM}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Messages:
-    """The rows at both ends of all messages."""
+    """What carries messages, and when they arrive."""
 
-    queued: Rows
-    """Sends on serialized links."""
-    wires: Rows
-    """The rows of queues that carry what these send."""
     receives: Rows
     carriers: NDArray[np.int32]
     """For each receive, the row after which its message arrives: a send, or a row of a queue."""
@@ -58,17 +54,17 @@ def add_messages(program: Program, costs: Costs, before: NDArray[np.int32], queu
         raise ScheduleError(f"{program.name}: a receive has no send; check the program before simulating")
     if len(receives):
         _let_consumers_wait(program, before)
-    queued = wires = np.empty(0, np.int64)
     if table.is_exclusive.any():
         sends = program.rows_of(IS_SEND)
         sources = sends if len(sends) else program.compute_rows()
         leaving, wires = _queue(program, sources, table, factors, queues)
         _let_messages_queue(program, before, leaving, wires)
-        queued, wires = (leaving, wires) if len(sends) else (queued, queued)
+        if len(sends):
+            queues.outlasting.append((leaving, wires))
     carriers = before[receives]
     before[receives] = NONE
     lags = Lags.of(program.placement, table, factors)
-    return Messages(queued, wires, receives, carriers, lags.of_rows(program))
+    return Messages(receives, carriers, lags.of_rows(program))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,9 +148,8 @@ def _queue(
     begins = np.flatnonzero(np.diff(links[in_order], prepend=NONE))
     lengths = np.diff(begins, append=len(leaving))
     wires = np.empty(len(leaving), np.int64)
-    wires[in_order] = queues.next_row + np.arange(len(leaving))
     wire_s = np.take(_by_sender(table.wire_s), key) * factors[program.microbatch[leaving]]
-    queues.add(lengths, after=leaving[in_order], duration_s=wire_s[in_order])
+    wires[in_order] = queues.add(lengths, after=leaving[in_order], duration_s=wire_s[in_order])
     return leaving, wires
 
 

@@ -33,14 +33,6 @@ class Barriers:
         return np.where(self.arrivals == NONE, 0.0, end_s[self.arrivals])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Gathers:
-    """The instructions that launch gathers, and the rows of queues in which these run; nothing where they are free."""
-
-    launches: Rows
-    runs: Rows
-
-
 def add_barriers(program: Program, before: NDArray[np.int32], queues: Queues) -> Barriers:
     """Let each tied reduction wait, in `before`, until all members of its group have come to theirs."""
     if Op.REDUCE_TIED not in program.ops:
@@ -50,21 +42,26 @@ def add_barriers(program: Program, before: NDArray[np.int32], queues: Queues) ->
     groups = program.peer[rows]
     in_order = np.argsort(groups, kind="stable")
     _, index, lengths = np.unique(groups, return_inverse=True, return_counts=True)
-    before[rows] = queues.next_row + np.cumsum(lengths)[index] - 1
-    queues.add(lengths, after=arrivals[in_order], duration_s=np.zeros(len(rows)))
+    arrived = queues.add(lengths, after=arrivals[in_order], duration_s=np.zeros(len(rows)))
+    before[rows] = arrived[np.cumsum(lengths)[index] - 1]
     return Barriers(rows, arrivals)
 
 
-def add_gathers(program: Program, costs: Costs, queues: Queues) -> Gathers:
-    """Put gathers on a queue per rank, in the order in which the rank launches them."""
+def add_gathers(program: Program, costs: Costs, queues: Queues) -> list[NDArray[np.int32]]:
+    """Put gathers on a queue per rank, in the order in which the rank launches them.
+
+    Return the column of what computations wait for, rows of these queues; none where gathers are free.
+    """
     seconds = costs.per_stage("unshard_s", program.num_stages)
     if Op.UNSHARD not in program.ops or not seconds.any():
-        return Gathers(NOWHERE, NOWHERE)
+        return []
     launches = np.flatnonzero(program.op == Op.UNSHARD)
-    runs = queues.next_row + np.arange(len(launches))
     lengths = np.bincount(program.rank_of_row[launches], minlength=program.num_ranks)
-    queues.add(lengths, after=launches, duration_s=seconds[program.stage[launches]])
-    return Gathers(launches, runs)
+    runs = queues.add(lengths, after=launches, duration_s=seconds[program.stage[launches]])
+    queues.outlasting.append((launches, runs))
+    run_of_row = np.full(program.num_instructions + 1, NONE, np.int32)  # the last one is that of `NONE`
+    run_of_row[launches] = runs
+    return [run_of_row[gather_of_row(program)]]
 
 
 def gather_of_row(program: Program) -> NDArray[np.int64]:
@@ -80,14 +77,3 @@ def gather_of_row(program: Program) -> NDArray[np.int64]:
     is_same = stage[rows] == stage[gathers]
     found[rows[is_same]] = gathers[is_same]
     return found
-
-
-def gathers_before(program: Program, gathers: Gathers) -> NDArray[np.int32] | None:
-    """[num_instructions] the rows of queues in which the gathers run that computations wait for; None without any."""
-    if not len(gathers.launches):
-        return None
-    gather = gather_of_row(program)
-    waiting = np.flatnonzero(gather != NONE)
-    column = np.full(program.num_instructions, NONE, np.int32)
-    column[waiting] = gathers.runs[np.searchsorted(gathers.launches, gather[waiting])]
-    return column

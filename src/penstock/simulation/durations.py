@@ -25,7 +25,8 @@ def durations_s(program: Program, costs: Costs) -> NDArray[np.float64]:
     seconds = seconds_of_rows(program, costs, seconds_of_ops(program, costs))
     if program.tied_groups:
         tied = np.flatnonzero(program.op == Op.REDUCE_TIED)
-        seconds[tied] += costs.per_tied_group(len(program.tied_groups))[program.peer[tied]]
+        of_group = costs.spread_out("tied_reduce_s", len(program.tied_groups), "tied group")
+        seconds[tied] += np.array(of_group)[program.peer[tied]]
     return seconds
 
 
@@ -38,7 +39,7 @@ def seconds_of_ops(table: Table, costs: Costs) -> NDArray[np.float64]:
     seconds = costs.durations_s(table.num_stages)
     _require_known(table, seconds, costs)
     if costs.split_forward_s:
-        is_split = _splits_backwards(table)
+        is_split = np.isin(np.arange(table.num_stages), table.stage[table.op == Op.BACKWARD_INPUT])
         seconds[Kind.FORWARD, is_split] = costs.per_stage("split_forward_s", table.num_stages)[is_split]
     seconds[Op.REDUCE_GRADIENT] = costs.per_stage("reduce_s", table.num_stages)
     seconds[Op.OPTIMIZER_STEP] = _optimizer_s(table.placement, costs)
@@ -73,13 +74,6 @@ def start_after_launch(table: Table, costs: Costs, start_s: NDArray[np.float64])
         first = np.flatnonzero(table.joined)
         start_s[first] += costs.launch_s
         start_s[first + 1] += costs.launch_s
-
-
-def _splits_backwards(table: Table) -> NDArray[np.bool_]:
-    """[num_stages] whether any backward of a stage runs in two parts."""
-    found = np.zeros(table.num_stages, np.bool_)
-    found[table.stage[table.op == Op.BACKWARD_INPUT]] = True
-    return found
 
 
 def _require_known(table: Table, seconds: NDArray[np.float64], costs: Costs) -> None:

@@ -8,7 +8,6 @@ rows were launched.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, ScheduleError, described
 from penstock.ir.deps import deciding, predecessors
@@ -16,7 +15,7 @@ from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.simulation.channels import add_messages
-from penstock.simulation.collectives import add_barriers, add_gathers, gathers_before
+from penstock.simulation.collectives import add_barriers, add_gathers
 from penstock.simulation.costs.costs import Costs
 from penstock.simulation.durations import durations_s, start_after_launch
 from penstock.simulation.queues import Queues
@@ -44,12 +43,10 @@ def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False)
     require_costs(costs)
     program = Program.from_schedule(table) if isinstance(table, Schedule) else table
     duration_s, queues = durations_s(program, costs), Queues(program)
-    data_from, *others = _predecessors(program)
-    messages = add_messages(program, costs, data_from, queues)
-    barriers = add_barriers(program, data_from, queues)
-    gathers = add_gathers(program, costs, queues)
-    gathered = gathers_before(program, gathers)
-    before = [data_from, *others] if gathered is None else [data_from, *others, gathered]
+    before = [column.copy() for column in deciding(predecessors(program)).T]  # the first is where the data comes from
+    messages = add_messages(program, costs, before[0], queues)
+    barriers = add_barriers(program, before[0], queues)
+    before += add_gathers(program, costs, queues)
     times = queues.walk(before, duration_s, messages.lag_s, compiled=compiled)
     if not times.is_complete:
         raise ScheduleError(f"{program.name}: the program cannot run to its end; check it before simulating")
@@ -60,8 +57,8 @@ def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False)
     start_after_launch(program, costs, start_s)
     arrived_s = times.end[messages.carriers] + messages.lag_s[messages.receives]
     end_s[messages.receives] = np.maximum(end_s[messages.receives], arrived_s)
-    end_s[messages.queued] = times.end[messages.wires]
-    end_s[gathers.launches] = times.end[gathers.runs]
+    for rows, runs in queues.outlasting:
+        end_s[rows] = times.end[runs]
     sizes = costs.stage_bytes(program.placement, program.num_microbatches)
     return Timeline(program, "predicted", start_s, end_s, sizes)
 
@@ -73,9 +70,3 @@ def require_costs(costs: object) -> None:
             f"{described(costs)}; expected Costs, such as Costs.uniform() or LayerCosts(...).of_stages(split)",
             key="costs",
         )
-
-
-def _predecessors(program: Program) -> list[NDArray[np.int32]]:
-    """The columns of what rows wait for; the first is where the data comes from."""
-    before = deciding(predecessors(program))
-    return [before[:, column].copy() for column in range(before.shape[1])]

@@ -24,7 +24,7 @@ from penstock.ir.timeline import Timeline
 from penstock.simulation.blocks import blocks_of
 from penstock.simulation.causes import Cause
 from penstock.simulation.costs.costs import FIELD_OF_KIND, Costs
-from penstock.simulation.costs.messages import FORWARD, message_costs
+from penstock.simulation.costs.messages import hops, message_costs
 from penstock.simulation.engine import simulate
 from penstock.simulation.expected import ExpectedDurations
 from penstock.simulation.prologue import Prologue, last_to_ask, with_first_waits
@@ -100,13 +100,10 @@ def _heaviest_stage(program: Program, costs: Costs) -> str:
 def _slowest_channel(program: Program, costs: Costs) -> str:
     table, ranks = message_costs(program.placement, costs), program.placement.rank_of_stage
     trip_s: dict[tuple[int, int], float] = {}
-    for direction, stage in np.ndindex(table.latency_s.shape):
-        placement = program.placement
-        neighbour = (placement.next_stage if direction == FORWARD else placement.previous_stage)[stage]
-        if neighbour >= 0 and ranks[stage] != ranks[neighbour]:
-            pair = (ranks[stage], ranks[neighbour])
-            seconds = float(table.latency_s[direction, stage] + table.wire_s[direction, stage])
-            trip_s[pair] = max(trip_s.get(pair, 0.0), seconds)
+    for direction, stage, neighbour in hops(program.placement):
+        pair = (ranks[stage], ranks[neighbour])
+        seconds = float(table.latency_s[direction, stage] + table.wire_s[direction, stage])
+        trip_s[pair] = max(trip_s.get(pair, 0.0), seconds)
     if not trip_s:
         return ""
     (sender, receiver), seconds = max(trip_s.items(), key=lambda item: item[1])

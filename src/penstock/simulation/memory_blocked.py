@@ -16,8 +16,9 @@ from penstock.ir.live import live_activations
 from penstock.ir.operations import Op
 from penstock.ir.timeline import Timeline
 from penstock.simulation.blocks import Block
+from penstock.simulation.channels import Lags
 from penstock.simulation.costs.costs import Costs
-from penstock.simulation.costs.messages import FORWARD, message_costs
+from penstock.simulation.costs.messages import message_costs
 
 NEVER = inf
 
@@ -51,17 +52,15 @@ def _ready_s(timeline: Timeline, costs: Costs) -> NDArray[np.float64]:
     """[num_instructions] when a forward could have run at the earliest, after what it waits for."""
     program = timeline.program
     before = predecessors(program)
-    table = message_costs(program.placement, costs)
-    factors = costs.per_microbatch("microbatch_bytes_factor", program.num_microbatches)
+    lags = Lags.of(
+        program.placement,
+        message_costs(program.placement, costs),
+        costs.per_microbatch("microbatch_bytes_factor", program.num_microbatches),
+    )
     is_receive = program.op == Op.RECEIVE_FORWARD
     # A receive may have been posted long after its message could have come: the send counts.
-    sends = before[is_receive, 0]
-    stages = program.stage[sends]
-    on_wire_s = np.where(
-        table.is_exclusive[FORWARD, stages], 0.0, table.wire_s[FORWARD, stages] * factors[program.microbatch[sends]]
-    )
     known_s = timeline.end_s.copy()
-    known_s[is_receive] = timeline.end_s[sends] + table.latency_s[FORWARD, stages] + on_wire_s
+    known_s[is_receive] = timeline.end_s[before[is_receive, 0]] + lags.of_rows(program)[is_receive]
     return np.asarray(np.where(before == NONE, -inf, known_s[before]).max(axis=1))
 
 

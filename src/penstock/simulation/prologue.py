@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.ir.timeline import Timeline
-from penstock.simulation.causes import Cause, IdleTimes
+from penstock.simulation.causes import Cause, IdleSpan, IdleTimes
 from penstock.simulation.data_waits import waits_of_ranks
 
 
@@ -34,13 +34,6 @@ class Prologue:
     def data_s(self) -> float:
         """Seconds that it waited for its batch."""
         return self.loaded_s - self.free_s
-
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    begin_s: float
-    end_s: float
-    cause: Cause
 
 
 def begin_of(timeline: Timeline, prologues: Sequence[Prologue]) -> float:
@@ -82,28 +75,28 @@ def last_to_ask(prologues: Sequence[Prologue]) -> int:
     return max(range(len(prologues)), key=lambda rank: prologues[rank].asked_s)
 
 
-def _segments(timeline: Timeline, prologues: Sequence[Prologue]) -> list[list[_Segment]]:
+def _segments(timeline: Timeline, prologues: Sequence[Prologue]) -> list[list[IdleSpan]]:
     if not prologues:
         return []
     shortest_s = min(prologue.asked_s - prologue.loaded_s for prologue in prologues)
     last = last_to_ask(prologues)
     # What the others wait for: before it was free, the last rank was late with what came before.
     begin_s = begin_of(timeline, prologues)
-    blame = [_Segment(begin_s, prologues[last].free_s, Cause.STRAGGLER), *_own(prologues[last], shortest_s)]
+    blame = [IdleSpan(begin_s, prologues[last].free_s, Cause.STRAGGLER), *_own(prologues[last], shortest_s)]
     agreed_s, first_s = prologues[last].asked_s, _first_s(timeline)
     found = []
     for prologue in prologues:
-        waits = [_Segment(max(each.begin_s, prologue.asked_s), each.end_s, each.cause) for each in blame]
-        agreement = _Segment(agreed_s, max(first_s, agreed_s), Cause.SYNCHRONISATION)
+        waits = [IdleSpan(max(each.begin_s, prologue.asked_s), each.end_s, each.cause) for each in blame]
+        agreement = IdleSpan(agreed_s, max(first_s, agreed_s), Cause.SYNCHRONISATION)
         found.append([each for each in (*_own(prologue, shortest_s), *waits, agreement) if each.end_s > each.begin_s])
     return found
 
 
-def _own(prologue: Prologue, shortest_s: float) -> list[_Segment]:
+def _own(prologue: Prologue, shortest_s: float) -> list[IdleSpan]:
     prepared_s = min(prologue.loaded_s + shortest_s, prologue.asked_s)
     moments = (prologue.free_s, prologue.loaded_s, prepared_s, prologue.asked_s)
     causes = (Cause.DATA, Cause.LAUNCH, Cause.STRAGGLER)
-    return [_Segment(*pair, cause) for pair, cause in zip(pairwise(moments), causes, strict=True)]
+    return [IdleSpan(*pair, cause) for pair, cause in zip(pairwise(moments), causes, strict=True)]
 
 
 def _first_s(timeline: Timeline) -> float:

@@ -29,13 +29,19 @@ class Queues:
         self._duration_s: list[Seconds] = []
         self.next_row = program.num_instructions
         """The number that the first row of the next queue will have."""
+        self.outlasting: list[tuple[Rows, Rows]] = []
+        """Rows of the program that are over when a row of a queue is, and these rows."""
 
-    def add(self, lengths: Rows, *, after: Rows, duration_s: Seconds) -> None:
-        """Add queues of these lengths; each of their rows comes after one row, which may be of a later queue."""
+    def add(self, lengths: Rows, *, after: Rows, duration_s: Seconds) -> Rows:
+        """Add queues of these lengths and return the numbers of their rows.
+
+        Each row comes after one row, which may be of a later queue.
+        """
         self._lengths.append(lengths)
         self._after.append(after)
         self._duration_s.append(duration_s)
         self.next_row += len(after)
+        return np.arange(self.next_row - len(after), self.next_row)
 
     def walk(
         self, before: Sequence[NDArray[np.int32]], duration_s: Seconds, lag_s: Seconds, *, compiled: bool = False

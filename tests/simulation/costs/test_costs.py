@@ -29,7 +29,7 @@ def read(costs, name, num_stages):
         return costs.durations_s(num_stages)
     if name in BESIDE:
         return costs.per_stage(name, num_stages)
-    return costs.bytes_per_stage(name, num_stages)
+    return costs.stage_bytes(Placement.line(num_stages), 1)
 
 
 @pytest.mark.parametrize("name", TUPLES)
@@ -122,16 +122,16 @@ def test_one_entry_counts_for_every_stage(num_stages):
     costs = Costs.uniform(forward=1.5, message_bytes=(6,), bandwidth_bytes_per_s=2.0, activation_bytes=(7,))
 
     assert costs.durations_s(num_stages)[Kind.FORWARD].tolist() == [1.5] * num_stages
-    assert costs.bytes_per_stage("message_bytes", num_stages).tolist() == [6] * num_stages
-    assert costs.bytes_per_stage("activation_bytes", num_stages).tolist() == [7] * num_stages
+    sizes = costs.stage_bytes(Placement.line(num_stages), 1)
+    assert (sizes.message.tolist(), sizes.activation.tolist()) == ([6] * num_stages, [7] * num_stages)
 
 
 def test_bytes_are_whole_numbers_per_stage():
     costs = Costs.uniform(activation_bytes=(2**40, 3), weight_context_bytes=(5, 6))
 
-    assert costs.bytes_per_stage("activation_bytes", 2).tolist() == [2**40, 3]
-    assert costs.bytes_per_stage("weight_context_bytes", 2).tolist() == [5, 6]
-    assert costs.bytes_per_stage("activation_bytes", 2).dtype == np.int64
+    sizes = costs.stage_bytes(Placement.line(2), 1)
+    assert (sizes.activation.tolist(), sizes.weight_context.tolist()) == ([2**40, 3], [5, 6])
+    assert sizes.activation.dtype == np.int64
 
 
 def test_a_uniform_backward_is_the_sum_of_its_parts_unless_given():
@@ -177,9 +177,9 @@ def test_factors_are_one_for_each_microbatch_or_one_for_all(key):
 
 
 def test_tied_reductions_have_an_entry_per_group_or_one_for_all():
-    assert Costs(tied_reduce_s=(1.0, 2.0)).per_tied_group(2).tolist() == [1, 2]
+    assert Costs(tied_reduce_s=(1.0, 2.0)).spread_out("tied_reduce_s", 2, "tied group") == (1, 2)
     with pytest.raises(ConfigError, match="tied_reduce_s: 2 entries for 1 tied groups"):
-        Costs(tied_reduce_s=(1.0, 2.0)).per_tied_group(1)
+        Costs(tied_reduce_s=(1.0, 2.0)).spread_out("tied_reduce_s", 1, "tied group")
 
 
 @pytest.mark.parametrize(

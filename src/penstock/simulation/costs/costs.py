@@ -211,7 +211,7 @@ class Costs(SharedCosts):
         """[num_ops, num_stages] seconds of computations by operation and stage; NaN where unknown."""
         table = np.zeros((NUM_OPS, num_stages))
         for kind, name in FIELD_OF_KIND.items():
-            table[kind] = self._kind_s(name, num_stages)
+            table[kind] = self.per_stage(name, num_stages) if getattr(self, name) else math.nan
         if not self.backward_s:
             table[Kind.BACKWARD] = table[Kind.BACKWARD_INPUT] + table[Kind.BACKWARD_WEIGHT]
         if not self.recompute_s:
@@ -221,25 +221,17 @@ class Costs(SharedCosts):
     def stage_bytes(self, placement: Placement, num_microbatches: int) -> StageBytes:
         """Return what the stages of a placement make and keep, for what is alive when."""
         names = [name for name in (*VALUE_BYTES, *STATIC_BYTES) if getattr(self, name)]
-        known = {name: self.bytes_per_stage(name, placement.num_stages) for name in names}
+        known = {name: np.array(self.spread_out(name, placement.num_stages, "stage"), np.int64) for name in names}
         if not self.checkpoint_bytes:
             previous = np.array(placement.previous_stage)
             known["checkpoint_bytes"] = np.where(previous < 0, 0, known["message_bytes"][previous])
-        static = np.sum([known[name] for name in STATIC_BYTES], axis=0)
         factor = self.per_microbatch("microbatch_bytes_factor", num_microbatches)
         return StageBytes(
-            known["activation_bytes"],
-            known["weight_context_bytes"],
-            known["checkpoint_bytes"],
-            known["message_bytes"],
-            static,
-            factor if (factor != 1).any() else None,
-            tuple(name for name, sizes in known.items() if not sizes.any()),
+            **{name.removesuffix("_bytes"): known[name] for name in VALUE_BYTES},
+            static=np.sum([known[name] for name in STATIC_BYTES], axis=0),
+            microbatch_factor=factor if (factor != 1).any() else None,
+            not_given=tuple(name for name, sizes in known.items() if not sizes.any()),
         )
-
-    def bytes_per_stage(self, name: str, num_stages: int) -> NDArray[np.int64]:
-        """[num_stages] one of the fields in bytes."""
-        return np.array(self.spread_out(name, num_stages, "stage"), np.int64)
 
     def per_stage(self, name: str, num_stages: int) -> NDArray[np.float64]:
         """[num_stages] one of the fields that have an entry per stage."""
@@ -248,13 +240,6 @@ class Costs(SharedCosts):
     def per_microbatch(self, name: str, num_microbatches: int) -> NDArray[np.float64]:
         """[num_microbatches] one of the factors."""
         return np.array(self.spread_out(name, num_microbatches, "microbatch"), np.float64)
-
-    def per_tied_group(self, num_groups: int) -> NDArray[np.float64]:
-        """[num_groups] seconds of each tied reduction."""
-        return np.array(self.spread_out("tied_reduce_s", num_groups, "tied group"), np.float64)
-
-    def _kind_s(self, name: str, num_stages: int) -> Sequence[float]:
-        return self.spread_out(name, num_stages, "stage") if getattr(self, name) else [math.nan] * num_stages
 
 
 def entries_of(value: Any) -> tuple[Any, ...]:

@@ -91,7 +91,6 @@ def costs_from_timelines(
     on_wire_s = trips.num_bytes(program, sizes) / speeds
     latencies_s = np.maximum(trip_s - on_wire_s - launch_s, 0.0)
     usual = Channel(0, 0, _median(latencies_s), float(np.median(speeds)) if len(speeds) else inf, bool(bandwidths))
-    channels = [Channel(*each, usual.is_exclusive) for each in _by_channel(trips, latencies_s, speeds)]
     return Costs(
         forward_s=_per_stage(forward),
         split_forward_s=_per_stage(prepared) if shares.forward != 1 else (),
@@ -105,7 +104,7 @@ def costs_from_timelines(
         latency_s=usual.latency_s,
         bandwidth_bytes_per_s=usual.bandwidth_bytes_per_s,
         is_exclusive=usual.is_exclusive,
-        channels=tuple(channel for channel in channels if not _are_alike(channel, usual)),
+        channels=tuple(_special_channels(trips, latencies_s, speeds, usual)),
         message_bytes=sizes,
         launch_s=launch_s,
         **_sizes(timelines[0]),
@@ -177,17 +176,15 @@ def _launch_s(timelines: Sequence[Timeline], trips: Transfers, trip_s: Floats) -
     return max(total_s / num_launches, 0.0) if num_launches else 0.0
 
 
-def _by_channel(trips: Transfers, latencies_s: Floats, speeds: Floats) -> list[tuple[int, int, float, float]]:
-    """Sender, receiver, latency and bandwidth of each channel that has messages."""
-    found: dict[Ends, list[tuple[float, float]]] = {}
-    for ends, latency_s, speed in zip(trips.ends, latencies_s.tolist(), speeds.tolist(), strict=True):
-        found.setdefault(ends, []).append((latency_s, speed))
-    return [(*ends, _median([latency_s for latency_s, _ in rows]), rows[0][1]) for ends, rows in sorted(found.items())]
-
-
-def _are_alike(channel: Channel, usual: Channel) -> bool:
-    is_as_fast = channel.bandwidth_bytes_per_s == usual.bandwidth_bytes_per_s
-    return is_as_fast and isclose(channel.latency_s, usual.latency_s, rel_tol=1e-9, abs_tol=1e-12)
+def _special_channels(trips: Transfers, latencies_s: Floats, speeds: Floats, usual: Channel) -> Iterator[Channel]:
+    """The channels whose messages take another time than the usual one."""
+    ends = np.array(trips.ends).reshape(-1, 2)
+    for sender, receiver in np.unique(ends, axis=0).tolist():
+        own = (ends == (sender, receiver)).all(axis=1)
+        latency_s, speed = _median(latencies_s[own]), float(speeds[own][0])
+        is_usual = isclose(latency_s, usual.latency_s, rel_tol=1e-9, abs_tol=1e-12)
+        if not is_usual or speed != usual.bandwidth_bytes_per_s:
+            yield Channel(sender, receiver, latency_s, speed, usual.is_exclusive)
 
 
 def _optimizer_s(timelines: Sequence[Timeline]) -> PerStage:
@@ -202,5 +199,5 @@ def _optimizer_s(timelines: Sequence[Timeline]) -> PerStage:
     return tuple(of_rank.get(rank, 0.0) / len(stages_of_rank[rank]) for rank in program.placement.rank_of_stage)
 
 
-def _median(values_s: Floats | list[float]) -> float:
+def _median(values_s: Floats) -> float:
     return max(float(np.median(values_s)), 0.0) if len(values_s) else 0.0

@@ -45,8 +45,6 @@ class LayerCosts(SharedCosts):
     reduce: PerLayer = ()
     weight_context_bytes: tuple[int, ...] = ()
     """As many as `activation_bytes` unless given."""
-    checkpoint_bytes: tuple[int, ...] = ()
-    """Bytes of a layer's inputs, kept where its stage is recomputed; the message that brings them unless given."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

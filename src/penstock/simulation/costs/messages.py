@@ -1,5 +1,6 @@
 """What messages cost, by the stage that sends them and the direction they go; every message is one of these."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,17 +35,22 @@ def message_costs(placement: Placement, costs: Costs) -> MessageCosts:
     channels = _special_channels(placement, costs)
     ranks = placement.rank_of_stage
     usual = Channel(-1, -1, costs.latency_s, costs.bandwidth_bytes_per_s, costs.is_exclusive)
+    for direction, stage, neighbour in hops(placement):
+        channel = channels.get((ranks[stage], ranks[neighbour]), usual)
+        # A gradient has the size of the output it belongs to, which is the neighbour's.
+        size = num_bytes[stage if direction == FORWARD else neighbour]
+        found.latency_s[direction, stage] = channel.latency_s
+        found.wire_s[direction, stage] = size / channel.bandwidth_bytes_per_s
+        found.is_exclusive[direction, stage] = channel.is_exclusive
+    return found
+
+
+def hops(placement: Placement) -> Iterator[tuple[int, int, int]]:
+    """Yield direction, sending and receiving stage of all messages between ranks."""
     for direction, neighbours in ((FORWARD, placement.next_stage), (BACKWARD, placement.previous_stage)):
         for stage, neighbour in enumerate(neighbours):
-            if neighbour < 0 or ranks[neighbour] == ranks[stage]:
-                continue
-            channel = channels.get((ranks[stage], ranks[neighbour]), usual)
-            # A gradient has the size of the output it belongs to, which is the neighbour's.
-            size = num_bytes[stage if direction == FORWARD else neighbour]
-            found.latency_s[direction, stage] = channel.latency_s
-            found.wire_s[direction, stage] = size / channel.bandwidth_bytes_per_s
-            found.is_exclusive[direction, stage] = channel.is_exclusive
-    return found
+            if neighbour >= 0 and placement.rank_of_stage[neighbour] != placement.rank_of_stage[stage]:
+                yield direction, stage, neighbour
 
 
 def _special_channels(placement: Placement, costs: Costs) -> dict[tuple[int, int], Channel]:
