@@ -73,11 +73,11 @@ NAMES = ["embedding", "blocks.0", "blocks.1", "norm", "head"]
 def test_a_split_is_drawn_with_shares_and_names():
     stages = split_layers(5, 3, split=[2, 2, 1])
 
-    assert describe_split(stages, NAMES, [0, 1, 1, 0, 2]) == (
-        "stage  layers  weight  names\n"
-        "    0       2   25.0%  embedding .. blocks.0\n"
-        "    1       2   25.0%  blocks.1 .. norm\n"
-        "    2       1   50.0%  head\n"
+    assert describe_split(stages, NAMES, [0, 1, 1, 0, 2], [1] * 5) == (
+        "stage  layers  weight  parameters  names\n"
+        "    0       2   25.0%           2  embedding .. blocks.0\n"
+        "    1       2   25.0%           2  blocks.1 .. norm\n"
+        "    2       1   50.0%           1  head\n"
         "heaviest: stage 2, 1.50 times the mean\n"
     )
 
@@ -119,9 +119,9 @@ def test_routes_of_different_length_are_refused():
 def test_copies_of_a_stage_are_drawn_as_one_row():
     stages = split_over(Placement.bidirectional(2), 5)
 
-    assert describe_split(stages, NAMES, [0, 1, 1, 0, 2]) == (
-        "  stage  layers  weight  names\n"
-        "0 and 2       3   50.0%  embedding .. blocks.1\n"
-        "1 and 3       2   50.0%  norm .. head\n"
+    assert describe_split(stages, NAMES, [0, 1, 1, 0, 2], [1] * 5) == (
+        "  stage  layers  weight  parameters  names\n"
+        "0 and 2       3   50.0%           3  embedding .. blocks.1\n"
+        "1 and 3       2   50.0%           2  norm .. head\n"
         "heaviest: stage 0 and 2, 1.00 times the mean\n"
     )

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -24,6 +25,8 @@ from penstock.ir.operations import IS_BACKWARD, IS_COMPUTE, NUM_OPS, Flags, Op
 from penstock.placement import Placement
 
 Ints = NDArray[np.integer[Any]]
+Part = slice
+"""Rows that follow one another; a table has a column of the name."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -63,6 +66,11 @@ class Table(ABC):
     @property
     def num_ranks(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def ranks(self) -> list[Part]:
+        """The rows of each rank."""
+        return [Part(*ends) for ends in pairwise(self.offsets.tolist())]
 
     @property
     def num_stages(self) -> int:

@@ -74,9 +74,9 @@ def describe_split(
     stages: Sequence[range],
     names: Sequence[str],
     weights: Sequence[float],
-    num_parameters: Sequence[int] | None = None,
+    num_parameters: Sequence[int],
 ) -> str:
-    """Draw a split as a text table: per stage its layers, its share of the weight, and its parameters where given.
+    """Draw a split as a text table: per stage its layers, its share of the weight, and its parameters.
 
     `names`, `weights` and `num_parameters` have one entry per layer. Stages that hold copies of the same layers are one
     row.
@@ -89,10 +89,8 @@ def describe_split(
     shares = [sum(weights[layer] for layer in stage) / total for stage in stages]
     rows = [["stage", "layers", "weight", "parameters", "names"]]
     for label, stage, share in zip(labels, stages, shares, strict=True):
-        parameters = "" if num_parameters is None else f"{sum(num_parameters[layer] for layer in stage):,}"
+        parameters = f"{sum(num_parameters[layer] for layer in stage):,}"
         rows.append([label, str(len(stage)), f"{share:.1%}", parameters, _first_to_last(names, stage)])
-    if num_parameters is None:
-        rows = [[*row[:3], row[4]] for row in rows]
     heaviest = max(range(len(shares)), key=lambda stage: shares[stage])
     ratio = shares[heaviest] * len(shares)
     return f"{_aligned(rows)}\nheaviest: stage {labels[heaviest]}, {ratio:.2f} times the mean\n"

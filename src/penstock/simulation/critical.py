@@ -11,7 +11,6 @@ itself. The pieces add up to the makespan.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 from penstock.ir.timeline import DataWait, Timeline
@@ -37,7 +36,8 @@ def critical_path(timeline: Timeline) -> list[Piece]:
     blocks = blocks_of(timeline)
     if not blocks:
         return []
-    previous = _previous_on_rank(blocks)
+    is_first = [index == 0 or blocks[index - 1].rank != block.rank for index, block in enumerate(blocks)]
+    previous = [None if first else index - 1 for index, first in enumerate(is_first)]
     begin_s = min(block.start_s for block in blocks)
     last = max(range(len(blocks)), key=lambda index: (blocks[index].end_s, -blocks[index].rank))
     index: int | None = last
@@ -105,11 +105,3 @@ def _add_pause(pieces: list[Piece], block: Block, begin_s: float, end_s: float) 
 def _add(pieces: list[Piece], doing: Doing, block: Block, duration_s: float) -> None:
     if duration_s > 0:
         pieces.append(Piece(doing, block.rank, block.row, duration_s))
-
-
-def _previous_on_rank(blocks: Sequence[Block]) -> list[int | None]:
-    """Per block, the one before it on its rank."""
-    links: list[int | None] = [None]
-    for index, (earlier, later) in enumerate(pairwise(blocks)):
-        links.append(index if earlier.rank == later.rank else None)
-    return links

@@ -106,13 +106,7 @@ def message_latency_s(timelines: Sequence[Timeline], transfers: Transfers) -> Fl
 def with_true_arrivals(timeline: Timeline) -> Timeline:
     """Return a measured timeline in which messages that had been there before they were looked for arrive when they
     usually do, not when they were noticed."""
-    transfers = Transfers.of(timeline.program)
-    posted_s = timeline.start_s[transfers.receives]
-    end_s = timeline.end_s.copy()
-    end_s[transfers.receives] = np.maximum(
-        _arrivals_s(timeline, transfers), np.minimum(posted_s, end_s[transfers.receives])
-    )
-    return replace(timeline, end_s=end_s)
+    return _with_arrivals(timeline, np.minimum(timeline.start_s, timeline.end_s))
 
 
 def with_unhindered_arrivals(timeline: Timeline) -> Timeline:
@@ -120,9 +114,14 @@ def with_unhindered_arrivals(timeline: Timeline) -> Timeline:
 
     So some messages arrive before their receive is posted.
     """
+    return _with_arrivals(timeline, np.full(len(timeline.start_s), -np.inf))
+
+
+def _with_arrivals(timeline: Timeline, earliest_s: Floats) -> Timeline:
+    """The timeline with receives that end when their messages arrived, at the earliest at these moments by row."""
     transfers = Transfers.of(timeline.program)
     end_s = timeline.end_s.copy()
-    end_s[transfers.receives] = _arrivals_s(timeline, transfers)
+    end_s[transfers.receives] = np.maximum(_arrivals_s(timeline, transfers), earliest_s[transfers.receives])
     return replace(timeline, end_s=end_s)
 
 

@@ -8,7 +8,7 @@ This is the time before the timeline's first computation; from there on `simulat
 streamed data waits for its first microbatch by itself, before it asks the others: that wait counts as the batch's, too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -58,16 +58,14 @@ def with_first_waits(timeline: Timeline, prologues: Sequence[Prologue]) -> list[
 
     So `loaded_s` is later by these seconds, and a rank asks when the last of them is over.
     """
-    return [*_with_first_waits(timeline, prologues)]
-
-
-def _with_first_waits(timeline: Timeline, prologues: Sequence[Prologue]) -> Iterator[Prologue]:
     first_s, of_ranks = _first_s(timeline), waits_of_ranks(timeline)
+    found = []
     for prologue, waits in zip(prologues, of_ranks, strict=False):  # there may be no prologues
         first = [wait for wait in waits if wait.end_s <= first_s]
         waited_s = sum(wait.end_s - wait.begin_s for wait in first)
         asked_s = max([prologue.asked_s, *(wait.end_s for wait in first)])
-        yield Prologue(prologue.free_s, min(prologue.loaded_s + waited_s, asked_s), asked_s)
+        found.append(Prologue(prologue.free_s, min(prologue.loaded_s + waited_s, asked_s), asked_s))
+    return found
 
 
 def last_to_ask(prologues: Sequence[Prologue]) -> int:

@@ -12,7 +12,6 @@ buffer more.
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +20,7 @@ from penstock.errors import ConfigError, count_of
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.operations import Kind, Op
 from penstock.ir.schedule import Schedule
+from penstock.ir.table import Ints
 from penstock.ir.walk import walk
 
 
@@ -50,16 +50,6 @@ class Stream:
     steps: Steps
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Order:
-    """The actions of one rank, as columns."""
-
-    rank: int
-    is_backward: NDArray[np.bool_]
-    microbatch: NDArray[Any]
-    step: NDArray[np.int64]
-
-
 def streams(schedule: Schedule, listing: Listing) -> list[Stream]:
     """Return what each rank runs.
 
@@ -68,12 +58,7 @@ def streams(schedule: Schedule, listing: Listing) -> list[Stream]:
     """
     _refuse_other_forms(schedule, listing)
     step = _steps_in_turn(schedule) if listing is Listing.DATA_PARALLEL else _steps(schedule, listing)
-    is_backward = schedule.kind == Kind.BACKWARD
-    orders = [
-        _Order(rank, is_backward[begin:end], schedule.microbatch[begin:end], step[begin:end])
-        for rank, (begin, end) in enumerate(zip(schedule.offsets, schedule.offsets[1:], strict=False))
-    ]
-    return [_stream(order, listing, schedule.num_ranks, int(step.max()) + 1) for order in orders]
+    return [_stream(schedule, listing, rank, step) for rank in range(schedule.num_ranks)]
 
 
 def listing_of(schedule: Schedule, *, old: bool) -> Listing:
@@ -99,8 +84,8 @@ def _refuse_other_forms(schedule: Schedule, listing: Listing) -> None:
         )
     everyone = np.arange(schedule.num_microbatches)
     backwards = everyone[:0] if listing is Listing.INFERENCE else everyone
-    for rank, (begin, end) in enumerate(zip(schedule.offsets, schedule.offsets[1:], strict=False)):
-        is_backward, microbatch = schedule.kind[begin:end] == Kind.BACKWARD, schedule.microbatch[begin:end]
+    for rank, rows in enumerate(schedule.ranks):
+        is_backward, microbatch = schedule.kind[rows] == Kind.BACKWARD, schedule.microbatch[rows]
         if not np.array_equal(microbatch[~is_backward], everyone):
             raise _refusal(f"the forwards of rank {rank} are in another order", "microbatch 0, then 1, and so on")
         if not np.array_equal(np.sort(microbatch[is_backward]), backwards):
@@ -146,11 +131,17 @@ def _steps(schedule: Schedule, listing: Listing) -> NDArray[np.int64]:
     return times.start.astype(np.int64)
 
 
-def _stream(order: _Order, listing: Listing, num_ranks: int, num_steps: int) -> Stream:
-    num_buffers = _num_buffers(order, listing)
-    steps: Steps = [[] for _ in range(num_steps)]
-    is_first, is_last = order.rank == 0, order.rank == num_ranks - 1
-    columns = (order.is_backward, order.microbatch % num_buffers, order.step)
+def _stream(schedule: Schedule, listing: Listing, rank: int, step_of_row: Ints) -> Stream:
+    rows = schedule.ranks[rank]
+    is_backwards, microbatch, own_steps = (
+        schedule.kind[rows] == Kind.BACKWARD,
+        schedule.microbatch[rows],
+        step_of_row[rows],
+    )
+    num_buffers = _num_buffers(is_backwards, microbatch, own_steps, listing)
+    steps: Steps = [[] for _ in range(int(step_of_row.max()) + 1)]
+    is_first, is_last = rank == 0, rank == schedule.num_ranks - 1
+    columns = (is_backwards, microbatch % num_buffers, own_steps)
     for is_backward, buffer, step in zip(*(column.tolist() for column in columns), strict=True):
         receive, compute, send = ("RG", "B", "SG") if is_backward else ("RA", "F", "SA")
         steps[step].append(f"{compute}{buffer}")
@@ -160,7 +151,7 @@ def _stream(order: _Order, listing: Listing, num_ranks: int, num_steps: int) -> 
             steps[step].append(f"{receive}{buffer}")
         if not (is_first if is_backward else is_last):
             steps[step + 1].append(f"{send}{buffer}")
-    place = {code: index for index, code in enumerate(_codes_in_order(listing, order.rank))}
+    place = {code: index for index, code in enumerate(_codes_in_order(listing, rank))}
     ordered = [sorted(step, key=lambda text: place[text.rstrip("0123456789")]) for step in steps]
     ordered[-1] += _AT_THE_END.get(listing, ("RTG", "RDG", "OPT"))
     return Stream(num_buffers, ordered)
@@ -176,13 +167,13 @@ def _codes_in_order(listing: Listing, rank: int) -> list[str]:
     return ["SG", "RA", "RG", "SA", "L", "F", "B"]
 
 
-def _num_buffers(order: _Order, listing: Listing) -> int:
+def _num_buffers(is_backward: NDArray[np.bool_], microbatch: Ints, step: Ints, listing: Listing) -> int:
     """As many as there are from the oldest microbatch that is still in a buffer to the newest."""
     if listing in (Listing.INFERENCE, Listing.DATA_PARALLEL):
         return 2 if listing is Listing.INFERENCE else 1
-    ends = np.zeros(int(order.is_backward.sum()), np.int64)
-    ends[order.microbatch[order.is_backward]] = order.step[order.is_backward]
-    begins = order.step[~order.is_backward]
+    ends = np.zeros(int(is_backward.sum()), np.int64)
+    ends[microbatch[is_backward]] = step[is_backward]
+    begins = step[~is_backward]
     # Where a step receives before it sends, the gradient of the backward one step ago is still in its buffer.
     still = begins - 1 if listing is Listing.TRAIN_OLD else begins
     oldest = np.searchsorted(np.maximum.accumulate(ends), still)

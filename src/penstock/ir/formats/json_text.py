@@ -11,7 +11,6 @@ with one number per instruction, two for an overlapped pair. One that omits its 
 
 import json
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -48,14 +47,13 @@ def program_to_json(
     program: Table, *, peer: Ints, slot: Ints, tied_groups: Sequence[Sequence[int]], omits_reductions: bool
 ) -> str:
     """Write a program, one line per rank."""
-    ranks = [slice(*ends) for ends in pairwise(program.offsets.tolist())]
     return _lay_out(
         _metadata(program, PROGRAM_FORMAT)
         | {
             "tied_groups": tied_groups,
             "ranks": cells_of(program),
-            "peers": [peer[rows].tolist() for rows in ranks],
-            "slots": [slot[rows].tolist() for rows in ranks],
+            "peers": [peer[rows].tolist() for rows in program.ranks],
+            "slots": [slot[rows].tolist() for rows in program.ranks],
         }
         | ({_OMITS: True} if omits_reductions else {})
     )

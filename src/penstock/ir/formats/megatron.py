@@ -37,8 +37,8 @@ TITLE = "Megatron-LM schedule table"
 FORWARD_ONLY = "forward only"
 
 _FIELD = re.compile(r"\s*(ranks|group size|warm-up):((?:\s+[0-9]{1,9})+)\s*")
-_PAIR = re.compile(r"\(\s*([0-9]{1,9})\s*,\s*([0-9]{1,9})\s*\)")
-_BETWEEN = re.compile(r"[\s,\[\]]*")
+_PAIR = re.compile(r"\(\s*([0-9]{1,9})\s*,\s*([0-9]{1,9})\s*\)|[^\s,\[\]]")
+"""A pair, or a character that is neither a part of one nor between pairs."""
 
 Rows = NDArray[np.int32]
 
@@ -122,12 +122,12 @@ def _read_off(schedule: Schedule) -> tuple[_Form, list[int]]:
         raise _refusal(
             "it splits backwards, runs forwards again or overlaps actions", "F and whole B, one after the other"
         )
-    leading = [_num_leading(schedule.kind[begin:end] == Kind.FORWARD) for begin, end in _bounds(schedule)]
+    leading = [_num_leading(schedule.kind[rows] == Kind.FORWARD) for rows in schedule.ranks]
     form = _Form(num_ranks, num_microbatches, num_local_stages, _group_size(schedule))
     warmups = [] if schedule.is_forward_only else [_warmup(form, rank, num) for rank, num in enumerate(leading)]
-    for rank, (begin, end) in enumerate(_bounds(schedule)):
+    for rank, rows in enumerate(schedule.ranks):
         expected = form.order(rank, warmups[rank] if warmups else None)
-        found = np.column_stack([column[begin:end] for column in (schedule.kind, schedule.stage, schedule.microbatch)])
+        found = np.column_stack([column[rows] for column in (schedule.kind, schedule.stage, schedule.microbatch)])
         _refuse_other_order(schedule, rank, found, expected, cause=_short_group(form))
     return form, warmups
 
@@ -148,18 +148,14 @@ def _refusal(problem: str, expected: str) -> ConfigError:
     )
 
 
-def _bounds(schedule: Schedule) -> list[tuple[int, int]]:
-    return list(zip(schedule.offsets.tolist(), schedule.offsets[1:].tolist(), strict=False))
-
-
 def _num_leading(claims: NDArray[np.bool_]) -> int:
     return int(np.argmin(np.append(claims, False)))
 
 
 def _group_size(schedule: Schedule) -> int:
     """How many microbatches visit a stage of rank 0 in one go."""
-    end = int(schedule.offsets[1])
-    stages = schedule.stage[:end][schedule.kind[:end] == Kind.FORWARD]
+    first = schedule.ranks[0]
+    stages = schedule.stage[first][schedule.kind[first] == Kind.FORWARD]
     return max(_num_leading(stages == 0), 1)
 
 
@@ -239,20 +235,15 @@ class _Reader:
         return form, warmups
 
     def _read_pairs(self, number: int, line: str) -> None:
-        position = self._skip(line, 0)
-        while position < len(line):
-            match = _PAIR.match(line, position)
-            if match is None:
-                problem = f"{line[position : position + 20]!r} is neither a pair (microbatch, chunk) nor a field"
-                raise self.fail(f"{problem}; the fields are ranks, group size and warm-up", number, position + 1)
+        for match in _PAIR.finditer(line):
+            place = (number, match.start() + 1)
+            if match[1] is None:
+                problem = (
+                    f"{line[match.start() : match.start() + 20]!r} is neither a pair (microbatch, chunk) nor a field"
+                )
+                raise self.fail(f"{problem}; the fields are ranks, group size and warm-up", *place)
             self.pairs.append((int(match[1]), int(match[2])))
-            self.places.append((number, position + 1))
-            position = self._skip(line, match.end())
-
-    @staticmethod
-    def _skip(line: str, position: int) -> int:
-        match = _BETWEEN.match(line, position)
-        return match.end() if match else position
+            self.places.append(place)
 
     def _single(self, name: str) -> int:
         values = self.fields.get(name, [])

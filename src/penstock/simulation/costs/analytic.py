@@ -96,8 +96,7 @@ def _compute(
     waits_s = [COLLECTIVES_PER_LAYER * count * reduction_s for count in layers_per_stage]
 
     def seconds(name: str, extra_s: Sequence[float]) -> tuple[float, ...]:
-        flops = [sum(getattr(part, name) for part in stage) for stage in stages]
-        return tuple(each / flops_per_s + extra for each, extra in zip(flops, extra_s, strict=True))
+        return tuple(flops / flops_per_s + extra for flops, extra in zip(_totals(stages, name), extra_s, strict=True))
 
     return {
         "forward_s": seconds("forward_flops", waits_s),
@@ -108,20 +107,14 @@ def _compute(
 
 def _bytes(model: Transformer, machine: Machine, stages: Sequence[Sequence[Part]]) -> dict[str, tuple[int, ...]]:
     share = machine.tensor_parallel
-
-    def total(name: str) -> tuple[int, ...]:
-        return tuple(sum(getattr(part, name) for part in stage) // share for stage in stages)
-
-    return {
-        "message_bytes": (model.message_bytes // share,),
-        "activation_bytes": total("activation_bytes"),
-        "weight_context_bytes": total("weight_context_bytes"),
-    }
+    names = ("activation_bytes", "weight_context_bytes")
+    kept = {name: tuple(total // share for total in _totals(stages, name)) for name in names}
+    return {"message_bytes": (model.message_bytes // share,), **kept}
 
 
 def _parameters(model: Transformer, machine: Machine, stages: Sequence[Sequence[Part]]) -> dict[str, tuple[Any, ...]]:
     """What is kept per parameter, and the time in which reductions and the optimizer move it."""
-    counts = [sum(part.num_parameters for part in stage) // machine.tensor_parallel for stage in stages]
+    counts = [total // machine.tensor_parallel for total in _totals(stages, "num_parameters")]
     kept = model.bytes_each
     state = OPTIMIZER_BYTES_OF_TYPE[model.data_type]
     # Adam reads the gradient, reads and writes its state, and writes the parameter.
@@ -136,6 +129,11 @@ def _parameters(model: Transformer, machine: Machine, stages: Sequence[Sequence[
         "reduce_s": reduce_s,
         "unshard_s": tuple(seconds / 2 for seconds in reduce_s),
     }
+
+
+def _totals(stages: Sequence[Sequence[Part]], name: str) -> list[Any]:
+    """One of the figures of each stage."""
+    return [sum(getattr(part, name) for part in stage) for stage in stages]
 
 
 def _reduction_s(num_bytes: float, members: int, link: Link) -> float:

@@ -135,11 +135,11 @@ def _make(made: type[Made], table: Table, place: str, **given: Any) -> Made:
     found: dict[str, Any] = {}
     path_of: dict[str, str] = {}
     for name, value in table.items():
-        key = resolve_key(name, known, place)
-        if key.field in found:
-            raise ConfigError(f"says the same as {path_of[key.field]}; keep one", key=place + name)
-        path_of[key.field] = place + name
-        found[key.field] = _read(value, known[key.field].type, place + name, key.unit)
+        field, unit = resolve_key(name, known, place)
+        if field in found:
+            raise ConfigError(f"says the same as {path_of[field]}; keep one", key=place + name)
+        path_of[field] = place + name
+        found[field] = _read(value, known[field].type, place + name, unit)
     missing = [name for name, each in known.items() if each.default is MISSING and name not in found]
     if missing:
         raise ConfigError(f"{' and '.join(missing)} missing", key=place.rstrip("."))

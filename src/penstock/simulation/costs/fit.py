@@ -70,10 +70,10 @@ def costs_from_timelines(
     """Estimate costs from timelines of one program, by what is usual, so that a single slow instruction counts nothing.
 
     A computation takes what is usual over the microbatches of its stage. A launch is the usual gap between computations
-    for each instruction in it, where no message was late. Latencies come from the messages that were waited for, since
-    only they show it, less what `message_bytes` per stage take at `bandwidths`, in bytes per second, of channels that
-    were measured by themselves. What did not run, whole backwards or their parts, follows from what did by their
-    `shares`; it is 0 where nothing is known.
+    for each instruction in it, where no message was late and no reduction was between them. Latencies come from the
+    messages that were waited for, since only they show it, less what `message_bytes` per stage take at `bandwidths`, in
+    bytes per second, of channels that were measured by themselves. What did not run, whole backwards or their parts,
+    follows from what did by their `shares`; it is 0 where nothing is known.
     """
     program = timelines[0].program
     samples = _samples(timelines)

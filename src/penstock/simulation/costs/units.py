@@ -35,29 +35,20 @@ UNITS: dict[str, dict[str, Unit]] = {
 }
 """By the unit in which a field's name ends: the units that a key may end in instead."""
 
-NO_UNIT = Unit()
 
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A key of a file: the field that it sets, and its unit."""
-
-    field: str
-    unit: Unit
-
-
-def resolve_key(key: str, fields: Iterable[str], place: str = "") -> Key:
-    """Find the field that a key sets; `place` stands before the key in messages.
+def resolve_key(key: str, fields: Iterable[str], place: str = "") -> tuple[str, Unit]:
+    """Find the field that a key sets, and the key's unit; `place` stands before the key in messages.
 
     Raises:
         ConfigError: if there is none, with the nearest keys or the units that the quantity has.
     """
-    known = {name: Key(name, NO_UNIT) for name in fields}
+    known = {name: (name, Unit()) for name in fields}
+    names = list(known)
     units_of: dict[str, list[str]] = {}
-    for name in list(known):
+    for name in names:
         quantity, base = _split(name)
         for unit, how in UNITS.get(base, {}).items():
-            known[f"{quantity}_{unit}"] = Key(name, how)
+            known[f"{quantity}_{unit}"] = (name, how)
             units_of.setdefault(quantity, []).append(unit)
     if key in known:
         return known[key]
@@ -66,7 +57,6 @@ def resolve_key(key: str, fields: Iterable[str], place: str = "") -> Key:
         raise ConfigError(
             f"has no unit that is known; end it in one of {', '.join(units_of[quantity])}", key=place + key
         )
-    names = [name for name in known if known[name].unit == NO_UNIT or name == known[name].field]
     hint = nearest(key, known) or f" Known here: {', '.join(names)}."
     raise ConfigError(f"is no key here.{hint}", key=place + key)
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
+from dataclasses import fields
 from typing import Any
 
 from penstock.ir.action import Kind
@@ -48,7 +48,7 @@ def _plain(costs: AnyCosts | Channel | Spread) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for member in sorted(fields(costs), key=lambda member: member.name in AFTER_SECONDS):
         value = getattr(costs, member.name)
-        if value == _default(member) or member.name == "source":
+        if value == member.default or member.name == "source":
             continue
         key = key_of(type(costs), member.name)
         if member.name in ("channels", "spreads"):
@@ -58,7 +58,3 @@ def _plain(costs: AnyCosts | Channel | Spread) -> dict[str, Any]:
         else:
             plain[key] = value.letter if isinstance(value, Kind) else value
     return plain
-
-
-def _default(member: "Field[Any]") -> Any:
-    return None if member.default is MISSING else member.default
