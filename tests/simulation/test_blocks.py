@@ -13,7 +13,7 @@ from penstock.ir.timeline import DataWait
 from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
-from penstock.simulation.blocks import Gather, Message, Reduction, blocks_of, in_order
+from penstock.simulation.blocks import Collective, Message, blocks_of, in_order
 from tests.simulation.drawing import drawn, row_of, sharded
 from tests.simulation.events import programs, uneven_costs
 from tests.simulation.slow_data import with_slow_data
@@ -93,7 +93,7 @@ def test_a_block_names_the_gather_in_front_of_it():
 
     first, second = blocks_of(timeline)
 
-    assert first.gather == Gather(row=0, start_s=0.0, end_s=2.5)
+    assert first.gather == Collective(row=0, begin_s=0.0, end_s=2.5)
     assert second.gather is None
 
 
@@ -103,7 +103,7 @@ def test_a_block_has_the_reductions_since_the_block_before_it_on_its_rank():
 
     found = {name: block.reductions for name, block in named(timeline).items() if block.reductions}
 
-    assert found == {"0B0": (Reduction(5.0, 5.5),)}
+    assert found == {"0B0": (Collective(3, 5.0, 5.5),)}
 
 
 def test_a_block_has_the_waits_for_data_since_the_block_before_it_on_its_rank():

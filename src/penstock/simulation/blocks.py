@@ -25,21 +25,17 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
-    """The gathering of parameters that a block waited for."""
+class Collective:
+    """A gathering of parameters that a block waited for, or a reduction of gradients on its rank."""
 
     row: int
     """The instruction that launched it."""
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """A reduction of gradients on the rank of a block."""
-
     begin_s: float
     end_s: float
+
+    @classmethod
+    def of(cls, timeline: Timeline, row: int) -> "Collective":
+        return cls(row, float(timeline.start_s[row]), float(timeline.end_s[row]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +48,10 @@ class Block:
     start_s: float
     end_s: float
     messages: tuple[Message, ...]
-    gather: Gather | None = None
+    gather: Collective | None = None
     data_waits: tuple[DataWait, ...] = ()
     """Of its rank, since the block before."""
-    reductions: tuple[Reduction, ...] = ()
+    reductions: tuple[Collective, ...] = ()
     """Of its rank, since the block before."""
 
     @property
@@ -63,7 +59,7 @@ class Block:
         return range(self.row, self.row + self.num_rows)
 
     @property
-    def own_waits(self) -> list[DataWait | Reduction]:
+    def own_waits(self) -> list[DataWait | Collective]:
         """What held up its rank since the block before, in order."""
         return sorted((*self.data_waits, *self.reductions), key=lambda wait: wait.begin_s)
 
@@ -89,6 +85,7 @@ def blocks_of(timeline: Timeline) -> list[Block]:
     found = []
     for row in rows[~is_second[rows]].tolist():
         members = (row, row + 1) if program.joined[row] else (row,)
+        between = np.searchsorted(reductions, (next_row[ranks[row]], row))
         found.append(
             Block(
                 rank=int(ranks[row]),
@@ -99,7 +96,7 @@ def blocks_of(timeline: Timeline) -> list[Block]:
                 messages=tuple(_messages(timeline, members, before, block_of_row)),
                 gather=_gather(timeline, [int(gathers[member]) for member in members]),
                 data_waits=tuple(_taken(waits[ranks[row]], float(timeline.start_s[row]))),
-                reductions=tuple(_reductions(timeline, reductions, next_row[ranks[row]], row)),
+                reductions=tuple(Collective.of(timeline, each) for each in reductions[slice(*between)].tolist()),
             )
         )
         next_row[ranks[row]] = row + len(members)
@@ -130,12 +127,6 @@ def _taken(waits: deque[DataWait], until_s: float) -> Iterator[DataWait]:
         waits.popleft()
 
 
-def _reductions(timeline: Timeline, rows: NDArray[np.int64], first: int, stop: int) -> Iterator[Reduction]:
-    """Those among the rows from `first` to `stop`."""
-    for row in rows[np.searchsorted(rows, first) : np.searchsorted(rows, stop)].tolist():
-        yield Reduction(float(timeline.start_s[row]), float(timeline.end_s[row]))
-
-
 def _messages(
     timeline: Timeline, members: Sequence[int], before: NDArray[np.int32], block_of_row: NDArray[np.int64]
 ) -> Iterator[Message]:
@@ -151,7 +142,7 @@ def _messages(
             yield Message(int(block_of_row[source]), float(timeline.start_s[member]))
 
 
-def _gather(timeline: Timeline, rows: Sequence[int]) -> Gather | None:
+def _gather(timeline: Timeline, rows: Sequence[int]) -> Collective | None:
     """The one that is over last."""
-    gathers = [Gather(row, float(timeline.start_s[row]), float(timeline.end_s[row])) for row in rows if row != NONE]
+    gathers = [Collective.of(timeline, row) for row in rows if row != NONE]
     return max(gathers, key=lambda gather: gather.end_s, default=None)

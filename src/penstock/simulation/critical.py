@@ -82,7 +82,7 @@ def _step_over_gather(
     while before is not None and blocks[before].row > gather.row:
         before = previous[before]
     end_s = min(gather.end_s, block.start_s)
-    launched_s = max(begin_s, min(gather.start_s, end_s))
+    launched_s = max(begin_s, min(gather.begin_s, end_s))
     free_s = begin_s if before is None else min(blocks[before].end_s, launched_s)
     _add_pause(pieces, block, end_s, block.start_s)
     _add(pieces, "collective", block, end_s - launched_s)

@@ -279,17 +279,14 @@ def _match_placement(
 ) -> tuple[Placement, Ints]:
     num_ranks, num_stages = cells.num_ranks, len(rank_of_stage)
     routes: Ints = np.zeros(num_microbatches, np.int8)
-    if num_stages == num_ranks and rank_of_stage == tuple(range(num_ranks)):
-        return Placement.line(num_ranks), routes
-    vee = Placement.vee(num_ranks)
+    line, vee = Placement.line(num_ranks), Placement.vee(num_ranks)
     if num_ranks > 1 and rank_of_stage == vee.rank_of_stage:
         second_half = cells.stage[named] >= num_ranks
         back = np.unique(cells.number[named][second_half])
         if not np.isin(back, cells.number[named][~second_half]).any():
             routes[back] = 1
-            halves = (tuple(range(num_ranks)), tuple(range(num_ranks, num_stages)))
-            return Placement("bidirectional", rank_of_stage, halves), routes
-    for candidate in (Placement.loop(num_ranks, num_stages), vee, Placement.wave(num_ranks, num_stages)):
+            return Placement.bidirectional(num_ranks), routes
+    for candidate in (line, Placement.loop(num_ranks, num_stages), vee, Placement.wave(num_ranks, num_stages)):
         if rank_of_stage == candidate.rank_of_stage:
             return candidate, routes
     return Placement.explicit(rank_of_stage), routes

@@ -35,6 +35,8 @@ _OMITS = "omits_reductions"
 """A key that only those programs have of which it is true."""
 _PLACEMENT_KEYS = ("style", "rank_of_stage", "routes")
 
+_LIST, _TEXT = "list; expected a list", "text; expected a string"
+
 Made = TypeVar("Made")
 
 
@@ -165,16 +167,21 @@ class _Reader:
     def fail(self, path: str, problem: str) -> FormatError:
         return FormatError(f"{path}: {problem}", file=self._file)
 
+    def require(self, wanted: type[Made], value: Any, path: str, what: str) -> Made:
+        """Return a value that must be of a type; `what` names that type and says what is expected."""
+        if not isinstance(value, wanted):
+            raise self.fail(path, f"{_shown(value)} is no {what}")
+        return value
+
     def object(self, text: str) -> dict[str, Any]:
         """Parse the text, which must be one object."""
         require_text(text)
         try:
-            document = orjson.loads(text.removeprefix("\ufeff"))
+            value = orjson.loads(text.removeprefix("\ufeff"))
         except orjson.JSONDecodeError as error:
             problem = f"this is no JSON: {error.msg}; expected one object"
             raise FormatError(problem, file=self._file, line=error.lineno, column=max(error.colno, 1)) from None
-        if not isinstance(document, dict):
-            raise self.fail("$", f"{_shown(document)} is no object; expected one with the keys of a schedule")
+        document: dict[str, Any] = self.require(dict, value, "$", "object; expected one with the keys of a schedule")
         keys = (*_PROGRAM_KEYS, *_PLACEMENT_KEYS, _OMITS)
         if "\\" in text or any(text.count(f'"{key}"') > 1 for key in keys):
             json.loads(text.removeprefix("\ufeff"), object_pairs_hook=self._refuse_repeated)  # orjson keeps the last
@@ -216,7 +223,7 @@ class _Reader:
             lambda text: self.fail("microbatches", text),
         )
         fields = {
-            "name": self._text(document["name"], "name"),
+            "name": self.require(str, document["name"], "name", _TEXT),
             "placement": placement,
             "num_microbatches": num_microbatches,
             "num_slices": num_slices,
@@ -236,12 +243,12 @@ class _Reader:
         return np.concatenate([np.zeros(0, np.int32), *(np.array(row, np.int32) for row in rows)])
 
     def number_lists(self, value: Any, path: str, largest: int) -> list[list[int]]:
-        lists = self._list(value, path)
+        lists = self.require(list, value, path, _LIST)
         return [self.numbers(entry, f"{path}[{index}]", largest) for index, entry in enumerate(lists)]
 
     def numbers(self, value: Any, path: str, largest: int) -> list[int]:
         """Read a list of whole numbers from 0 to `largest`."""
-        entries = self._list(value, path)
+        entries = self.require(list, value, path, _LIST)
         for index, entry in enumerate(entries):
             if type(entry) is not int or not 0 <= entry <= largest:
                 problem = f"{_shown(entry)} does not fit; expected a whole number from 0 to {largest}"
@@ -249,24 +256,23 @@ class _Reader:
         return entries
 
     def _placement(self, value: Any) -> Placement:
-        if not isinstance(value, dict):
-            raise self.fail("placement", f"{_shown(value)} is no object; expected keys {', '.join(_PLACEMENT_KEYS)}")
+        self.require(dict, value, "placement", f"object; expected keys {', '.join(_PLACEMENT_KEYS)}")
         parts = self._keys(value, "placement", _PLACEMENT_KEYS)
         ranks = self.numbers(parts["rank_of_stage"], "placement.rank_of_stage", MAX_NUMBER)
         routes = self.number_lists(parts["routes"], "placement.routes", max(len(ranks) - 1, 0))
-        style = self._text(parts["style"], "placement.style")
+        style = self.require(str, parts["style"], "placement.style", _TEXT)
         try:
             return Placement(style, tuple(ranks), tuple(tuple(route) for route in routes))
         except ScheduleError as error:
             raise self.fail("placement", str(error)) from None
 
     def _cells(self, value: Any, num_ranks: int) -> Cells:
-        rows = self._list(value, "ranks")
+        rows = self.require(list, value, "ranks", _LIST)
         if len(rows) != num_ranks:
             raise self.fail("ranks", f"{len(rows)} lists; expected {num_ranks}, as the placement has")
         for rank, row in enumerate(rows):
-            for index, cell in enumerate(self._list(row, f"ranks[{rank}]")):
-                self._text(cell, f"ranks[{rank}][{index}]")
+            for index, cell in enumerate(self.require(list, row, f"ranks[{rank}]", _LIST)):
+                self.require(str, cell, f"ranks[{rank}][{index}]", _TEXT)
         return parse_cells(
             rows,
             lambda problem, rank, cell, offset: self.fail(f"ranks[{rank}][{cell}], character {offset + 1}", problem),
@@ -279,16 +285,6 @@ class _Reader:
         for key in keys:
             if key not in value:
                 raise self.fail(path, f'the key "{key}" is missing; expected all of {", ".join(keys)}')
-        return value
-
-    def _list(self, value: Any, path: str) -> list[Any]:
-        if not isinstance(value, list):
-            raise self.fail(path, f"{_shown(value)} is no list; expected a list")
-        return value
-
-    def _text(self, value: Any, path: str) -> str:
-        if not isinstance(value, str):
-            raise self.fail(path, f"{_shown(value)} is no text; expected a string")
         return value
 
     def _count(self, value: Any, path: str) -> int:

@@ -77,7 +77,9 @@ def costs_from_timelines(
     """
     program = timelines[0].program
     samples = _samples(timelines)
-    found = _usual_s(samples, program.num_stages)
+    found = np.full((NUM_OPS, program.num_stages), np.nan)
+    for (kind, stage), seconds in samples.items():
+        found[kind, stage] = robust_mean(seconds)
     forward, whole, inputs, weights = found[: Kind.BACKWARD_WEIGHT + 1]
     prepared = np.where(np.isnan(inputs), forward * shares.forward, forward)
     forward = np.where(np.isnan(inputs), forward, forward / shares.forward)
@@ -130,14 +132,6 @@ def _samples(timelines: Sequence[Timeline]) -> Samples:
             if rows.any():
                 found[kind, stage] = np.concatenate([duration_s[rows] for duration_s in durations_s])
     return found
-
-
-def _usual_s(samples: Samples, num_stages: int) -> Floats:
-    """[num_ops, num_stages] usual seconds by kind and stage; NaN where none ran."""
-    table = np.full((NUM_OPS, num_stages), np.nan)
-    for (kind, stage), seconds in samples.items():
-        table[kind, stage] = robust_mean(seconds)
-    return table
 
 
 def _spreads(samples: Samples) -> Iterator[Spread]:
