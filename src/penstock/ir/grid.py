@@ -20,7 +20,7 @@ from penstock.errors import FormatError
 from penstock.ir.deps import predecessors
 from penstock.ir.formats.cells import PAIR_SUFFIX, cells_of, infer_layout, parse_cells
 from penstock.ir.linear_extension import walk_untimed
-from penstock.ir.operations import IS_COMPUTE, OPERATIONS, Kind, Op
+from penstock.ir.operations import OPERATIONS, Kind, Op
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 
@@ -115,9 +115,9 @@ def from_grid(text: str, *, file: str = "<text>", name: str = "from a grid") -> 
 
     cells = parse_cells(([_whole(word.text) for word in words] for words in places), fail)
     layout = infer_layout(cells, fail)
-    if not cells.is_schedule:
-        instruction = int(np.argmax(~IS_COMPUTE[cells.op]))
-        raise fail("a drawing of a program cannot be read; expected actions alone", *cells.place(instruction))
+    place = cells.communication()
+    if place is not None:
+        raise fail("a drawing of a program cannot be read; expected actions alone", *place)
     return Schedule(name=name, **layout, **cells.columns())
 
 

@@ -105,17 +105,13 @@ def _check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None
     for stage, count in enumerate(given):
         if count < 1:
             raise PartitionError(f"split {given} gives stage {stage} {count} layers; every stage needs at least 1")
-    if sum(given) != num_layers:
+    missing = num_layers - sum(given)
+    if missing:
+        way = f"give {missing} more to some stage" if missing > 0 else f"take {-missing} away from some stage"
         raise PartitionError(
             f"split {given} adds up to {sum(given)} layers, but the model has {num_layers}; "
-            f"{_way_to_add_up(num_layers - sum(given))}, or leave split out for stages as even as can be"
+            f"{way}, or leave split out for stages as even as can be"
         )
-
-
-def _way_to_add_up(num_missing: int) -> str:
-    if num_missing > 0:
-        return f"give {num_missing} more to some stage"
-    return f"take {-num_missing} away from some stage"
 
 
 def _ranges(sizes: Sequence[int]) -> tuple[range, ...]:

@@ -46,7 +46,7 @@ def test_cells_become_columns():
     assert cells.slice.tolist() == [2, 0, 0, 0, 0, 0]
     assert cells.joined.tolist() == [False, True, False, False, False, False]
     assert cells.offsets.tolist() == [0, 3, 6]
-    assert not cells.is_schedule
+    assert cells.communication() == (1, 0, 0)
 
 
 def test_a_row_knows_its_cell_behind_pairs():

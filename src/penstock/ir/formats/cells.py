@@ -59,10 +59,10 @@ class Cells:
     def num_ranks(self) -> int:
         return len(self.offsets) - 1
 
-    @property
-    def is_schedule(self) -> bool:
-        """Whether there are actions only, no communication and no collectives."""
-        return bool(IS_COMPUTE[self.op].all())
+    def communication(self) -> tuple[int, int, int] | None:
+        """Return the place of the first row that is no action; None in a schedule."""
+        rows = np.flatnonzero(~IS_COMPUTE[self.op])
+        return self.place(int(rows[0])) if len(rows) else None
 
     def columns(self) -> dict[str, Any]:
         """Return the columns by the names that they have in every table."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import FormatError, ScheduleError, nearest
 from penstock.ir.formats.cells import MAX_NUMBER, Cells, cells_of, parse_cells, refuse_sparse, require_text
-from penstock.ir.operations import IS_COMPUTE, Op
+from penstock.ir.operations import Op
 from penstock.ir.table import Ints, Table
 from penstock.placement import Placement
 
@@ -70,9 +70,11 @@ def schedule_from_json(text: str, make: Callable[..., Made], *, file: str = "<te
     reader = _Reader(file)
     document = reader.document(text, SCHEDULE_FORMAT, _SCHEDULE_KEYS)
     cells, fields = reader.table(document)
-    if not cells.is_schedule:
-        rank, index, _ = cells.place(int(np.argmax(~IS_COMPUTE[cells.op])))
-        raise reader.fail(f"ranks[{rank}][{index}]", "a schedule has no communication; expected an action such as 0F0")
+    place = cells.communication()
+    if place is not None:
+        raise reader.fail(
+            f"ranks[{place[0]}][{place[1]}]", "a schedule has no communication; expected an action such as 0F0"
+        )
     return make(**fields, **cells.columns())
 
 

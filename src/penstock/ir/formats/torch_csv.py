@@ -15,7 +15,7 @@ import numpy as np
 from penstock.errors import FormatError
 from penstock.ir.deps import peers_of_messages
 from penstock.ir.formats.cells import MAX_CELLS, Cells, Fail, cells_of, infer_layout, parse_cells, require_text
-from penstock.ir.operations import IS_BACKWARD, IS_COMPUTE, IS_MESSAGE, NEEDS_BACKWARD, OPERATIONS, At, Op, peer_at
+from penstock.ir.operations import IS_BACKWARD, IS_MESSAGE, NEEDS_BACKWARD, OPERATIONS, At, Op, peer_at
 from penstock.ir.table import Table
 from penstock.placement import Placement
 
@@ -39,9 +39,8 @@ def schedule_from_csv(text: str, make: Callable[..., Made], *, file: str = "<tex
         FormatError: with line and column, for whatever is not exactly such a text.
     """
     cells, layout, fail = _read(text, file)
-    communication = np.flatnonzero(~IS_COMPUTE[cells.op])
-    if len(communication):
-        place = cells.place(int(communication[0]))
+    place = cells.communication()
+    if place is not None:
         raise fail("the text has communication; expected actions alone. Read it as a program", *place)
     return make(name=name, **layout, **cells.columns())
 

@@ -1,11 +1,8 @@
 """Descriptions of devices and links, from the data file that ships with the package and names its sources."""
 
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from penstock.errors import ConfigError, nearest
@@ -42,19 +39,12 @@ class Link:
     source: str
 
 
-Found = TypeVar("Found", Device, Link)
+Made = TypeVar("Made", Device, Link)
 
 
-@cache
-def devices() -> Mapping[str, Device]:
-    """Return the devices that are described, by name."""
-    return MappingProxyType({name: Device(name=name, **row) for name, row in _tables()["device"].items()})
-
-
-@cache
-def links() -> Mapping[str, Link]:
-    """Return the links that are described, by name."""
-    return MappingProxyType({name: Link(name=name, **row) for name, row in _tables()["link"].items()})
+def tables() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return what the file says: the fields of each `device` and of each `link`, by name."""
+    return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
 def device(name: str) -> Device:
@@ -63,7 +53,7 @@ def device(name: str) -> Device:
     Raises:
         ConfigError: for an unknown name, with the nearest ones.
     """
-    return _find(name, devices(), "device")
+    return _make(Device, name)
 
 
 def link(name: str) -> Link:
@@ -72,19 +62,17 @@ def link(name: str) -> Link:
     Raises:
         ConfigError: for an unknown name, with the nearest ones.
     """
-    return _find(name, links(), "link")
+    return _make(Link, name)
 
 
-def _tables() -> dict[str, Any]:
-    return tomllib.loads(FILE.read_text(encoding="utf-8"))
-
-
-def _find(name: str, known: Mapping[str, Found], word: str) -> Found:
+def _make(made: type[Made], name: str) -> Made:
+    word = made.__name__.lower()
+    known = tables()[word]
     if name not in known:
         names = ", ".join(known)
         raise ConfigError(
             f"there is no {word} {name!r}; known: {names}.{nearest(name, known)} Or describe your own with "
-            f"{word.capitalize()}(...)",
+            f"{made.__name__}(...)",
             key=word,
         )
-    return known[name]
+    return made(name=name, **known[name])
