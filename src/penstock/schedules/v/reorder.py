@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.ir.hot import Hot
-from penstock.schedules.v.slots import BACKWARDS, FORWARDS, IDLE, Pass, Slots, pays
+from penstock.schedules.v.slots import BACKWARDS, FORWARDS, IDLE, Pass, Slots, is_any, pays
 
 
 class _Table(NamedTuple):
@@ -64,7 +64,7 @@ def _move(slots: Slots, still_from: int, still_to: int, *, fills_idle: bool = Fa
     # An activation lives from its forward to its weight gradient, so backwards change what is owed and not what lives.
     frees = pays(slots, BACKWARDS, slots == IDLE) if fills_idle else slots == Pass.WEIGHT
     live, owed = (
-        np.cumsum(np.isin(slots, takes).astype(np.int8) - frees, axis=1, dtype=np.int32)
+        np.cumsum(is_any(slots, takes).astype(np.int8) - frees, axis=1, dtype=np.int32)
         for takes in (FORWARDS, BACKWARDS)
     )
     num_ranks, num_microbatches = len(slots), int((slots[0] == Pass.FORWARD_EARLIER).sum())
@@ -128,21 +128,51 @@ def _first_fitting(table: _Table, rule: _Rule, rank: int, slot: int, ready: int)
     """Move what runs in `slot` to the first idle slot from `ready` on that memory allows; return it, or `slot`."""
     slots, what = table.slots, table.slots[rank, slot]
     is_wide = rule.backward_slots == 2 and what > 2
-    is_sure = what < 5 and not rule.fills_idle  # a backward only frees, and where a forward fits is seen at once
-    first = ready
-    if what < 3 and not rule.fills_idle:  # a forward is alive from there on, so no slot between may be full
-        first = slot
-        while first > ready and table.live[rank, first - 1] < rule.limit:
-            first -= 1
+    first = ready if rule.fills_idle else _first_allowed(table, rule.limit, rank, slot, ready)
     for target in range(first, slot):
         if slots[rank, target] != 0 or (is_wide and slots[rank, target + 1] != 0):
             continue
         _swap(slots, rank, slot, target, is_wide)
-        if is_sure or _fits(table, rule, rank, target, False):
-            _fits(table, rule, rank, target, True)
+        if not rule.fills_idle:
+            _count_move(table, rank, slot, target, is_wide)
+            return target
+        if _fits(table, rule.limit, rank, target, False):
+            _fits(table, rule.limit, rank, target, True)
             return target
         _swap(slots, rank, target, slot, is_wide)
     return slot
+
+
+def _first_allowed(table: _Table, limit: int, rank: int, slot: int, ready: int) -> int:
+    """The first slot from `ready` on to which memory lets a pass move, where idle slots run nothing.
+
+    A forward is alive from there on, so no slot between may be full. A weight gradient must be owed in all of them.
+    """
+    what = table.slots[rank, slot]
+    if what == 3 or what == 4:
+        return ready
+    first = slot
+    while first > ready and (table.live[rank, first - 1] < limit if what < 3 else table.owed[rank, first - 1] > 0):
+        first -= 1
+    return first
+
+
+def _count_move(table: _Table, rank: int, slot: int, target: int, is_wide: bool) -> None:
+    """Count what a pass that moved from `slot` to `target` takes or frees in the slots between them."""
+    what = table.slots[rank, target]
+    if is_wide:  # the second slot frees, and nothing moves that is owed
+        for now in range(target + 1, slot + 1):
+            table.live[rank, now] -= 1
+    elif what < 3:
+        for now in range(target, slot):
+            table.live[rank, now] += 1
+    elif what < 5:
+        for now in range(target, slot):
+            table.owed[rank, now] += 1
+    else:
+        for now in range(target, slot):
+            table.live[rank, now] -= 1
+            table.owed[rank, now] -= 1
 
 
 def _swap(slots: Any, rank: int, slot: int, target: int, is_wide: bool) -> None:
@@ -154,20 +184,23 @@ def _swap(slots: Any, rank: int, slot: int, target: int, is_wide: bool) -> None:
         slots[rank, slot + 1] = 0
 
 
-def _fits(table: _Table, rule: _Rule, rank: int, target: int, keeps: bool) -> bool:
-    """Whether memory allows what a rank runs from `target` on, after something moved there; note it if wanted."""
+def _fits(table: _Table, limit: int, rank: int, target: int, keeps: bool) -> bool:
+    """Whether memory allows what a rank runs from `target` on, after something moved there; note it if wanted.
+
+    Idle slots run the weight gradients that are owed.
+    """
     alive = 0 if target == 0 else table.live[rank, target - 1]
     owed = 0 if target == 0 else table.owed[rank, target - 1]
     for now in range(target, table.slots.shape[1]):
         what = table.slots[rank, now]
-        if what == 5 or (what == 0 and rule.fills_idle and owed > 0):
-            owed -= 1
-            alive -= 1
-        elif what > 2:
+        if what > 2:
             owed += 1
         elif what > 0:
             alive += 1
-        if alive > rule.limit or owed < 0:
+        elif owed > 0:
+            owed -= 1
+            alive -= 1
+        if alive > limit:
             return False
         # Between the two slots of the move the counts differ from the old ones. Once both agree, the rest is unchanged.
         if alive == table.live[rank, now] and owed == table.owed[rank, now]:
@@ -178,4 +211,4 @@ def _fits(table: _Table, rule: _Rule, rank: int, target: int, keeps: bool) -> bo
     return True
 
 
-_MOVE = Hot(_move_all, _first_fitting, _fits, _swap, _ready)
+_MOVE = Hot(_move_all, _first_fitting, _first_allowed, _count_move, _fits, _swap, _ready)

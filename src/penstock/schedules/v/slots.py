@@ -48,6 +48,11 @@ FORWARDS, BACKWARDS = PASSES[:2], PASSES[2:]
 _LATER_STAGE = (Pass.FORWARD_LATER, Pass.BACKWARD_LATER, Pass.WEIGHT_LATER)
 
 
+def is_any(slots: Slots, passes: tuple[Pass, ...]) -> NDArray[np.bool_]:
+    """Return where slots run any of these passes, which follow each other; `np.isin` takes ten times as long."""
+    return (slots >= passes[0]) & (slots <= passes[-1])
+
+
 def repeat(anchors: Ints, num_microbatches: int) -> Slots:
     """Draw a building block, [num_ranks, 4] the slots of the passes of microbatch 0, once every `PERIOD` slots."""
     rank = np.arange(len(anchors))[:, None]
@@ -61,7 +66,7 @@ def repeat(anchors: Ints, num_microbatches: int) -> Slots:
 def widen_backwards(slots: Slots) -> Slots:
     """Give every backward a second slot, after its first."""
     wide = np.pad(slots, ((0, 0), (0, 1)))
-    wide[:, 1:][np.isin(slots, BACKWARDS)] = Pass.WEIGHT
+    wide[:, 1:][is_any(slots, BACKWARDS)] = Pass.WEIGHT
     return wide
 
 
@@ -88,12 +93,12 @@ def fill_weights_by_stage(slots: Slots) -> Slots:
 
 def without_weights(slots: Slots) -> Slots:
     """Leave the slots of weight gradients idle."""
-    return np.where(np.isin(slots, PASSES), slots, IDLE).astype(np.int8)
+    return np.where(is_any(slots, PASSES), slots, IDLE).astype(np.int8)
 
 
 def owed(slots: Slots, passes: tuple[Pass, ...], free: NDArray[np.bool_]) -> NDArray[np.int32]:
     """[num_ranks, num_slots] weight gradients of these passes owed after each slot, if every `free` slot runs one."""
-    balance = np.cumsum(np.isin(slots, passes).astype(np.int32) - free, axis=1, dtype=np.int32)
+    balance = np.cumsum(is_any(slots, passes).astype(np.int32) - free, axis=1, dtype=np.int32)
     # A free slot stays idle where nothing is owed: add back each new low of the balance below zero.
     return balance - np.minimum(np.minimum.accumulate(balance, axis=1), 0)
 
@@ -141,7 +146,7 @@ def to_orders(slots: Slots) -> list[NDArray[np.int32]]:
     is_later = np.isin(pass_of_row, _LATER_STAGE)
     order = np.zeros((len(pass_of_row), 3), np.int32)
     order[:, 0] = np.where(pass_of_row > Pass.WEIGHT, Kind.BACKWARD_WEIGHT, Kind.FORWARD)
-    order[np.isin(pass_of_row, BACKWARDS), 0] = backward
+    order[is_any(pass_of_row, BACKWARDS), 0] = backward
     order[:, 1] = np.where(is_later, 2 * num_ranks - 1 - rank, rank)
     for each in Pass:
         rows = np.flatnonzero(pass_of_row == each)
