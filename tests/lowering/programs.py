@@ -108,3 +108,16 @@ def between(program, rank, peer):
 
 def pairs_of_ranks(program):
     return [(one, other) for one in range(len(program)) for other in range(one)]
+
+
+def assert_in_time(program):
+    """Sends are after what makes their message, receives before its consumer, alike at both ends of a pair."""
+    for rank in range(len(program)):
+        rows = program[rank]
+        at = {
+            made(row): place for place, row in enumerate(rows) if row.op.is_compute and row.op is not Op.BACKWARD_WEIGHT
+        }
+        assert all(at[message(row)] < place for place, row in enumerate(rows) if row.op.is_send)
+        assert all(at[consumer(row)] > place for place, row in enumerate(rows) if row.op.is_receive)
+    for one, other in pairs_of_ranks(program):
+        assert between(program, one, other) == between(program, other, one)

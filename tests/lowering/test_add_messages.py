@@ -4,23 +4,19 @@ import pytest
 from hypothesis import given
 
 from penstock.errors import ScheduleError
-from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.lowering import add_messages, assign_slots
 from penstock.placement import Placement
 from penstock.proofs import check
 from tests.lowering.programs import (
     DEFAULT_ORDER,
-    between,
+    assert_in_time,
     computations,
-    consumer,
     crossings,
     drawn,
     is_message,
     lines,
-    made,
     message,
-    pairs_of_ranks,
     program_of,
 )
 from tests.strategies import feasible_schedules
@@ -176,25 +172,12 @@ def test_each_result_that_leaves_its_rank_is_sent_once_and_received_once_and_no_
 
 
 @given(schedule=feasible_schedules())
-def test_around_computations_as_they_were_stand_sends_behind_their_action_and_receives_before_their_consumer(schedule):
+def test_around_computations_as_they_were_stand_messages_in_time_and_alike_at_both_ends(schedule):
     before = Program.from_schedule(schedule)
     program = add_messages(before)
 
     assert computations(program) == computations(before)
-    for rank in range(len(program)):
-        rows = program[rank]
-        at = {
-            made(row): place for place, row in enumerate(rows) if row.op.is_compute and row.op is not Op.BACKWARD_WEIGHT
-        }
-        assert all(at[message(row)] < place for place, row in enumerate(rows) if row.op.is_send)
-        assert all(at[consumer(row)] > place for place, row in enumerate(rows) if row.op.is_receive)
-
-
-@given(schedule=feasible_schedules())
-def test_both_ends_of_a_pair_of_ranks_have_its_messages_in_one_order(schedule):
-    program = add_messages(Program.from_schedule(schedule))
-    for one, other in pairs_of_ranks(program):
-        assert between(program, one, other) == between(program, other, one)
+    assert_in_time(program)
 
 
 @pytest.mark.slow

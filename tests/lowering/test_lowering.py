@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from penstock.errors import ConfigError, ScheduleError
 from penstock.ir import hot
 from penstock.ir.deps import predecessors
-from penstock.ir.instruction import Op
 from penstock.ir.linear_extension import walk_untimed, whole_starts
 from penstock.ir.program import Program
 from penstock.lowering import lower
@@ -19,16 +18,13 @@ from penstock.proofs import check
 from penstock.schedules import FAMILIES, build
 from tests.lowering.programs import (
     DEFAULT_ORDER,
-    between,
+    assert_in_time,
     computations,
-    consumer,
     crossings,
     drawn,
     lines,
-    made,
     message,
     pairs,
-    pairs_of_ranks,
 )
 from tests.mutated_programs import MODELS
 from tests.proofs.machine import verdict, verdicts
@@ -143,19 +139,6 @@ def assert_faithful(schedule, program):
     rows = [row for rank in range(len(program)) for row in program[rank]]
     assert sorted(message(row) for row in rows if row.op.is_send) == crossings(schedule)
     assert sorted(message(row) for row in rows if row.op.is_receive) == crossings(schedule)
-
-
-def assert_in_time(program):
-    """Sends are after what makes their message, receives before its consumer, alike at both ends of a pair."""
-    for rank in range(len(program)):
-        rows = program[rank]
-        at = {
-            made(row): place for place, row in enumerate(rows) if row.op.is_compute and row.op is not Op.BACKWARD_WEIGHT
-        }
-        assert all(at[message(row)] < place for place, row in enumerate(rows) if row.op.is_send)
-        assert all(at[consumer(row)] > place for place, row in enumerate(rows) if row.op.is_receive)
-    for one, other in pairs_of_ranks(program):
-        assert between(program, one, other) == between(program, other, one)
 
 
 def assert_proved(schedule, **options):
