@@ -139,11 +139,15 @@ class PenstockWarning(UserWarning):
     """Something runs, but not as its user would want it to."""
 
 
+def shortened(value: object) -> str:
+    """Return a value as a message quotes it, cut where it is long."""
+    shown = repr(value)
+    return shown if len(shown) <= 40 else f"{shown[:37]}..."
+
+
 def described(value: object) -> str:
     """Return a value as a message about a wrong one names it: shortened, and with its type."""
-    shown = repr(value)
-    shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
-    return "None" if value is None else f"{shown} of type {type(value).__name__}"
+    return "None" if value is None else f"{shortened(value)} of type {type(value).__name__}"
 
 
 def count_of(number: int, noun: str) -> str:

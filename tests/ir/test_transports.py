@@ -44,19 +44,22 @@ def test_a_buffer_without_a_size_is_refused(name):
     )
 
 
-@pytest.mark.parametrize(("name", "hint"), [("possted", "'posted'"), ("Coalesced", "'coalesced'")])
+@pytest.mark.parametrize(
+    ("name", "hint"), [("possted", "'posted' or 'coalesced'"), ("colesced", "'coalesced' or 'posted'")]
+)
 def test_an_unknown_name_is_refused_with_the_nearest_one_and_the_list(name, hint):
     with pytest.raises(ConfigError) as caught:
         find_transports(name)
 
-    assert f"unknown transport {name!r}" in str(caught.value)
-    assert f"Did you mean {hint}" in str(caught.value)
-    assert "Expected one of posted, rendezvous, buffered(n), pair_fifo, coalesced, all" in str(caught.value)
+    assert str(caught.value) == (
+        f"transport: unknown transport {name!r}; known: posted, rendezvous, buffered(n), pair_fifo, coalesced, all. "
+        f"Did you mean {hint}?"
+    )
 
 
 @pytest.mark.parametrize("name", [None, 3, ["posted"], "x" * 10_000, ""])
 def test_what_is_no_name_is_refused_in_few_words(name):
-    with pytest.raises(ConfigError, match="xpected one of posted") as caught:
+    with pytest.raises(ConfigError, match=r"(expected one of|known:) posted") as caught:
         find_transports(name)
 
     assert len(str(caught.value)) < 250

@@ -7,7 +7,7 @@ for all their ranks. A channel is the in-order queue of messages from one rank t
 import re
 from dataclasses import dataclass
 
-from penstock.errors import ConfigError, described, nearest
+from penstock.errors import ConfigError, described, nearest, shortened
 
 ALL = "all"
 """Stands for every model."""
@@ -85,7 +85,7 @@ def find_transports(name: str) -> tuple[TransportModel, ...]:
     sized = _BUFFERED.match(name)
     if sized is None:
         hint = nearest(name, [*known, ALL])
-        raise ConfigError(f"unknown transport {described(name)}.{hint} Expected one of {_names()}", key="transport")
+        raise ConfigError(f"unknown transport {shortened(name)}; known: {_names()}.{hint}", key="transport")
     capacity = _CAPACITY.fullmatch(sized[1])
     if capacity is None:
         raise ConfigError(
