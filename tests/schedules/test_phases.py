@@ -167,6 +167,12 @@ def test_what_is_no_number_is_refused_by_name(make, told):
         make()
 
 
+@pytest.mark.parametrize("members", [(1, 2), (f(0), 2), (f, b(0))])
+def test_what_is_no_pair_of_actions_is_refused(members):
+    with pytest.raises(ScheduleError, match=r"^pair: .*; expected two actions such as f\(0\) and b\(1\)$"):
+        pair(*members)
+
+
 def test_an_unknown_order_is_refused():
     with pytest.raises(ScheduleError, match="order='down'; expected 'ascending' or 'descending'"):
         phases(repeat(1, f(0)), order="down")

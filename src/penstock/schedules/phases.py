@@ -105,7 +105,10 @@ def w(stage: int = RANK) -> PhaseAction:
 
 
 def pair(first: PhaseAction, second: PhaseAction) -> tuple[PhaseAction, PhaseAction]:
-    """Two actions that may overlap."""
+    """Two actions that may overlap. Raises: ScheduleError for what is no action."""
+    for given in (first, second):
+        if not isinstance(given, PhaseAction):
+            raise ScheduleError(f"pair: {described(given)}; expected two actions such as f(0) and b(1)")
     return first._replace(is_joined=True), second
 
 
