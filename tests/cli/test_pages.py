@@ -54,7 +54,7 @@ def test_the_page_of_a_family_says_all_about_it(family):
     assert page.startswith(f"{family.name}: {family.summary}\n\npenstock show {family.name} --ranks ")
     for text in (family.source, family.placement, family.restrictions, family.bubble, family.memory, family.advice):
         assert squeezed(text) in squeezed(page)
-    for name, option in family.options.items():
+    for name, option in family.all_options.items():
         assert squeezed(f"option {name}") in squeezed(page)
         assert squeezed(f"(default {option.default}): {option.help}") in squeezed(page)
     assert "differs" in page
@@ -96,13 +96,14 @@ def test_the_command_of_a_family_draws_its_example(family, capsys):
 def test_the_section_in_markdown_holds_command_and_drawing_in_a_fence():
     family = FAMILIES["gpipe"]
 
-    section = family_section(family, draw_example(family))
+    section = family_section(family, draw_example(family), family.options)
 
     assert section.startswith("### gpipe\n\nAll forwards, then all backwards.\n\n* source: GPipe")
     fence = section.split("```")[1].split("\n\n")
     assert fence[0].strip() == "penstock show gpipe --ranks 4 --microbatches 6"
     assert from_grid(fence[1]) == build("gpipe", ranks=4, microbatches=6)
     assert "* option backward_order: ascending or descending (default ascending): order of the" in section
+    assert "recompute" not in section
 
 
 def test_families_that_cut_microbatches_are_drawn_with_slices():

@@ -3,6 +3,7 @@
 import pytest
 
 from penstock.errors import ConfigError, ScheduleError
+from penstock.ir.recompute import with_recompute
 from penstock.schedules import build
 from penstock.schedules.phases import b, f, phases, repeat
 from tests.grids import assert_grid
@@ -120,8 +121,8 @@ def test_slices_reach_a_function_that_takes_them():
 @pytest.mark.parametrize(
     ("function", "asked", "told"),
     [
-        (all_forward_first, {"depth": "2"}, "depth: all_forward_first has no option 'depth'; its options: none"),
-        (noting({}), {"dept": "2"}, "its options: depth, share, .* Did you mean 'depth'"),
+        (all_forward_first, {"depth": "2"}, "depth: all_forward_first has no option 'depth'; its options: recompute"),
+        (noting({}), {"dept": "2"}, "its options: depth, share, .*recompute.* Did you mean 'depth'"),
         (noting({}), {"depth": "two"}, "depth: 'two' is not a value of it; give a whole number"),
         (noting({}), {"share": "half"}, "share: 'half' is not a value of it; give a number"),
         (noting({}), {"eager": "1"}, "eager: '1' is not a value of it; give true or false"),
@@ -168,8 +169,33 @@ def test_a_function_that_takes_a_rank_is_called_for_each():
 
     assert build(order, ranks=4, microbatches=6) == build("1f1b", ranks=4, microbatches=6)
     assert build(order, ranks=4, microbatches=6, factor=2) == build("1f1b", ranks=4, microbatches=6, warmup="eager")
-    with pytest.raises(ConfigError, match="order has no option 'rank'; its options: factor"):
+    with pytest.raises(ConfigError, match="order has no option 'rank'; its options: factor, recompute"):
         build(order, **SIZE, rank=1)
+
+
+@pytest.mark.parametrize("given", [True, "true"])
+def test_every_function_takes_the_options_of_every_family(given):
+    seen = {}
+
+    def note(ranks, microbatches, **options):
+        seen.update(options)
+        return all_forward_first(ranks, microbatches)
+
+    for function in (all_forward_first, note):
+        plain, again = build(function, **SIZE), build(function, **SIZE, recompute=given)
+        assert (again, again.name) == (with_recompute(plain), plain.name)
+        assert build(function, **SIZE, recompute=False) == plain
+    assert seen == {}
+    with pytest.raises(ConfigError, match="recompute: 'maybe' is not a value of it; choose false or true"):
+        build(all_forward_first, **SIZE, recompute="maybe")
+
+
+def test_a_function_that_names_an_option_of_every_family_gets_it_itself():
+    def own(ranks, microbatches, recompute=False):
+        assert recompute
+        return all_forward_first(ranks, microbatches)
+
+    assert build(own, **SIZE, recompute=True) == build(all_forward_first, **SIZE)
 
 
 def test_a_microbatch_that_one_rank_never_runs_is_refused():

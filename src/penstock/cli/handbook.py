@@ -31,7 +31,7 @@ WIDTH = 132
 
 def handbook(families: Sequence[Family]) -> str:
     """Return the whole page in Markdown."""
-    sections = "\n\n".join(family_section(family, draw_example(family)) for family in families)
+    sections = "\n\n".join(family_section(family, draw_example(family), family.options) for family in families)
     text = TEXT.read_text(encoding="utf-8")
     text = text.replace(SIDE_BY_SIDE, side_by_side(families)).replace(TRANSPORTS, table_of_transports())
     return text.replace(FAMILIES, fill(f"{LEGEND} {UNITS}", WIDTH) + f"\n\n{sections}")
@@ -42,7 +42,8 @@ def family_text(family: Family, *, width: int, as_markdown: bool) -> str:
     drawing, deviations = draw_example(family), differences(family.name)
     if not as_markdown:
         return family_page(family, drawing, deviations, width)
-    return "\n".join([family_section(family, drawing), *(f"\nDiffers from its source: {text}" for text in deviations)])
+    section = family_section(family, drawing, family.all_options)
+    return "\n".join([section, *(f"\nDiffers from its source: {text}" for text in deviations)])
 
 
 def differences(name: str) -> list[str]:

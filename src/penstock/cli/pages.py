@@ -1,6 +1,6 @@
 """Families of schedules on pages: a table of all, and a page on each, for a terminal and in Markdown."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from math import ceil
 from textwrap import wrap
@@ -47,7 +47,7 @@ def _row(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 def family_page(family: Family, drawing: str, differences: Sequence[str], width: int) -> str:
     """Return all about one family, with its example drawn in blocks that fit the width."""
-    facts = [*_facts(family), *(("differs", text) for text in differences)]
+    facts = [*_facts(family, family.all_options), *(("differs", text) for text in differences)]
     margin = max(len(name) for name, _ in facts) + len(GAP)
     lines = [f"{family.name}: {family.summary}", "", command(family), "", *_blocks(drawing, width), UNITS, ""]
     for name, fact in facts:
@@ -55,9 +55,9 @@ def family_page(family: Family, drawing: str, differences: Sequence[str], width:
     return "\n".join([*lines, "", *wrap(LEGEND, width)])
 
 
-def family_section(family: Family, drawing: str) -> str:
-    """Return all about one family but how it differs from its source, as a section in Markdown."""
-    facts = [f"* {name}: {fact}" for name, fact in _facts(family)]
+def family_section(family: Family, drawing: str, options: Mapping[str, Option]) -> str:
+    """Return all about one family, with these of its options, but how it differs from its source, in Markdown."""
+    facts = [f"* {name}: {fact}" for name, fact in _facts(family, options)]
     summary = f"{family.summary[:1].upper()}{family.summary[1:]}."
     return "\n".join([f"### {family.name}", "", summary, "", *facts, "", "```", command(family), "", drawing, "```"])
 
@@ -79,7 +79,7 @@ def command(family: Family) -> str:
     return f"penstock show {family.name} --ranks {ranks} --microbatches {microbatches}{slices}"
 
 
-def _facts(family: Family) -> list[tuple[str, str]]:
+def _facts(family: Family, options: Mapping[str, Option]) -> list[tuple[str, str]]:
     """What a page says on a family: (label, text)."""
     facts = [
         ("source", family.source),
@@ -93,7 +93,7 @@ def _facts(family: Family) -> list[tuple[str, str]]:
         facts.append(("--stages-per-rank", f"{family.stages_per_rank[0]} unless given"))
     if family.takes_slices:
         facts.append(("--slices", "1 unless given"))
-    return facts + [(f"option {name}", _option(option)) for name, option in family.options.items()]
+    return facts + [(f"option {name}", _option(option)) for name, option in options.items()]
 
 
 def _option(option: Option) -> str:

@@ -10,7 +10,6 @@ from operator import index
 
 from penstock.errors import ConfigError, count_of, described, nearest
 from penstock.ir.formats.cells import MAX_SLICE
-from penstock.ir.recompute import with_recompute
 from penstock.ir.schedule import Schedule
 from penstock.schedules import (
     breadth_depth,
@@ -32,7 +31,7 @@ from penstock.schedules import (
     zbv,
 )
 from penstock.schedules.custom import Asked, ScheduleFunction, custom_schedule
-from penstock.schedules.family import Family, Shape
+from penstock.schedules.family import Family, Shape, with_common
 from penstock.schedules.options import Choice, Number, Option, Options
 from penstock.schedules.registry import Installed, find_installed, is_family_name, load_installed, plug_ins
 from penstock.schedules.v import one_f_one_b_v, v_half, v_min, v_zb
@@ -154,8 +153,7 @@ def _family_schedule(name: str, asked: Asked, options: Mapping[str, object]) -> 
             f"{num_stages} stages x {microbatches} microbatches x {slices} slices are {num_actions:,} forwards; "
             f"at most {MAX_FORWARDS:,} fit in memory, use fewer"
         )
-    schedule = family.generate(Shape(ranks, num_stages, microbatches, slices), chosen)
-    return replace(with_recompute(schedule), name=schedule.name) if chosen.is_on("recompute") else schedule
+    return with_common(family.generate(Shape(ranks, num_stages, microbatches, slices), chosen), chosen)
 
 
 def _count(key: str, given: object) -> int:

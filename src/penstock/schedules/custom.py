@@ -1,7 +1,7 @@
 """Custom schedules: a user's function is called with what it asks for, and its rows become a `Schedule`.
 
-A function names the numbers that it takes, in the words of `build`; every other parameter is an option of its own. It
-gives the rows of all ranks or, if it also takes `rank`, the row of one:
+A function names the numbers that it takes, in the words of `build`; every other parameter is an option of its own. The
+options of every family need no parameter. It gives the rows of all ranks or, if it also takes `rank`, the row of one:
 
     def zigzag(rank, microbatches, depth=2):
         return phases(repeat(microbatches, f(rank), b(rank)))
@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from penstock.errors import ConfigError, described, nearest
+from penstock.errors import ConfigError, described
 from penstock.ir.schedule import Schedule
+from penstock.schedules.family import with_common
+from penstock.schedules.options import COMMON, Options, require_known
 from penstock.schedules.third_party import as_schedule, require_sizes, run_third_party
 
 ScheduleFunction = Callable[..., Any]
@@ -51,7 +53,10 @@ def custom_schedule(function: ScheduleFunction, asked: Asked, options: Mapping[s
     parameters = _parameters(function, name)
     stages = asked.stages or (asked.stages_per_rank and asked.stages_per_rank * asked.ranks)
     asked = replace(asked, stages=stages)
-    arguments = _numbers(name, parameters, asked) | _options(name, parameters, options)
+    common = {key: value for key, value in options.items() if key in COMMON and key not in parameters}
+    chosen = Options.read(name, COMMON, common)
+    own = {key: value for key, value in options.items() if key not in common}
+    arguments = _numbers(name, parameters, asked) | _options(name, parameters, own)
 
     def make() -> Schedule:
         if RANK in parameters:
@@ -62,7 +67,7 @@ def custom_schedule(function: ScheduleFunction, asked: Asked, options: Mapping[s
 
     schedule = run_third_party(name, make, at=_first_line(function))
     require_sizes(name, schedule, asdict(asked))
-    return schedule
+    return with_common(schedule, chosen)
 
 
 def _parameters(function: ScheduleFunction, name: str) -> Parameters:
@@ -103,15 +108,14 @@ def _default(parameters: Parameters, key: str, otherwise: int) -> object:
 def _options(name: str, parameters: Parameters, given: Mapping[str, object]) -> dict[str, object]:
     """The function's own options; a text becomes what the default of its parameter is."""
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    known = {
+    known: dict[str, object] = {
         key: parameter.default
         for key, parameter in parameters.items()
         if key not in (RANK, *NUMBERS) and parameter.kind is not parameter.VAR_KEYWORD
     }
     for key in given:
-        if key not in known and not takes_any:
-            listed = ", ".join(known) or "none"
-            raise ConfigError(f"{name} has no option {key!r}; its options: {listed}.{nearest(key, known)}", key=key)
+        if not takes_any:
+            require_known(name, key, known | COMMON)
     for key, default in known.items():
         if default is MISSING and key not in given:
             raise ConfigError(f"{name} needs a value for it; give {key}=VALUE, or the parameter a default", key=key)

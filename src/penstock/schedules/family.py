@@ -1,13 +1,14 @@
 """What a family of schedules is: a name, its options and restrictions, and the function that orders the actions."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from penstock.ir.recompute import with_recompute
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
-from penstock.schedules.options import RECOMPUTE, Option, Options
+from penstock.schedules.options import COMMON, Option, Options
 from penstock.schedules.phases import RankOrder
 
 
@@ -58,6 +59,11 @@ def by_rank(
     return generate
 
 
+def with_common(schedule: Schedule, options: Options) -> Schedule:
+    """Return a schedule as the options of every family want it."""
+    return replace(with_recompute(schedule), name=schedule.name) if options.is_on("recompute") else schedule
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One row of the registry."""
@@ -86,8 +92,8 @@ class Family:
 
     @property
     def all_options(self) -> Mapping[str, Option]:
-        """Its own options, and those that every family has."""
-        return {**self.options, "recompute": RECOMPUTE}
+        """Its own options, and those of every family."""
+        return {**self.options, **COMMON}
 
     def default_stages_per_rank(self, options: Options) -> int:
         """Return the stages per rank of a schedule for which none are given."""

@@ -1,6 +1,6 @@
 """The knobs of a family: what each may be, and the values that somebody chose."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from penstock.errors import ConfigError, nearest
@@ -41,8 +41,18 @@ def flag(help: str) -> Choice:
     return Choice("false", ("false", "true"), help)
 
 
-RECOMPUTE = flag("each forward keeps its inputs only and runs again before its backward: less memory, more work")
-"""An option of every family that trains."""
+COMMON = {
+    "recompute": flag("each forward keeps its inputs only and runs again before its backward: less memory, more work")
+}
+"""The options of every family and function."""
+
+
+def require_known(name: str, key: str, known: Collection[str]) -> None:
+    """Refuse an option that a family or function does not have. Raises: ConfigError."""
+    if key not in known:
+        raise ConfigError(
+            f"{name} has no option {key!r}; its options: {', '.join(known) or 'none'}.{nearest(key, known)}", key=key
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +71,9 @@ class Options:
         """
         given = {}
         for name, value in values.items():
-            option = known.get(name)
-            if option is None:
-                listed = ", ".join(known) or "none"
-                raise ConfigError(
-                    f"{family} has no option {name!r}; its options: {listed}.{nearest(name, known)}", key=name
-                )
+            require_known(family, name, known)
             text = str(value).lower() if isinstance(value, bool) else str(value)
-            given[name] = option.read(text, name)
+            given[name] = known[name].read(text, name)
         return cls(known, given)
 
     def word(self, name: str) -> str:
