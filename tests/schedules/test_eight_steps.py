@@ -3,15 +3,14 @@
 import pytest
 
 from penstock.schedules import FAMILIES
-from penstock.schedules.eight_steps import FoldedRank, Side, eight_steps
+from penstock.schedules.eight_steps import eight_steps
 
 OPTIONS = FAMILIES["dualpipe"].read_options
 
 
 def made(*, outer, inner, microbatches, overlap=True):
     """The order between stage 0, which runs microbatches from 0 on, and stage 9, which runs those from 20 on."""
-    rank = FoldedRank(Side(0), Side(9, 20), outer, inner)
-    return eight_steps(rank, microbatches, OPTIONS({"overlap": overlap}))
+    return eight_steps(((0, 0), (9, 20)), outer, inner, microbatches, OPTIONS({"overlap": overlap}))
 
 
 def test_a_rank_before_the_fold_runs_all_eight_steps():

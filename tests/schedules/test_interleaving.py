@@ -9,7 +9,7 @@ from penstock.ir.deps import predecessors
 from penstock.ir.walk import walk
 from penstock.schedules import build
 from penstock.schedules.family import Shape
-from penstock.schedules.interleaving import Groups, Turns, Warmup, interleave, split_backwards
+from penstock.schedules.interleaving import Groups, Turns, interleave, split_backwards
 from penstock.schedules.options import Number, Options
 from tests.grids import assert_grid
 
@@ -102,7 +102,7 @@ def test_each_rank_warms_up_longer_than_the_next():
     groups = Groups.of_size(3, shape(3, 3, 3))
 
     assert_grid(
-        interleave("toy", shape(3, 3, 3), groups, Warmup(1)),
+        interleave("toy", shape(3, 3, 3), groups, 1),
         """
         0F0 0F1 0F2 0B0 0B1 0B2
         1F0 1F1 1B0 1F2 1B1 1B2
@@ -110,7 +110,7 @@ def test_each_rank_warms_up_longer_than_the_next():
         """,
     )
     assert_grid(
-        interleave("toy", shape(3, 3, 3), groups, Warmup(0)),
+        interleave("toy", shape(3, 3, 3), groups, 0),
         """
         0F0 0B0 0F1 0B1 0F2 0B2
         1F0 1B0 1F1 1B1 1F2 1B2
@@ -123,7 +123,7 @@ def test_weight_parts_are_held_back_by_the_rank():
     groups = Groups.of_size(3, shape(2, 2, 3))
 
     assert_grid(
-        interleave("toy", shape(2, 2, 3), groups, Warmup(1), held_weights=2),
+        interleave("toy", shape(2, 2, 3), groups, 1, held_weights=2),
         """
         0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
         1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
@@ -141,7 +141,7 @@ def test_all_forwards_can_come_first():
     groups = Groups.of_size(1, shape(2, 4, 2))
 
     assert_grid(
-        interleave("toy", shape(2, 4, 2), groups, Warmup(1, all_forward_first=True)),
+        interleave("toy", shape(2, 4, 2), groups, None),
         """
         0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1
         1F0 3F0 1F1 3F1 3B0 1B0 3B1 1B1
@@ -151,7 +151,7 @@ def test_all_forwards_can_come_first():
 
 def test_stages_that_are_no_multiple_of_the_ranks_leave_their_turns_empty():
     assert_grid(
-        interleave("toy", shape(2, 3, 4), Groups.even(shape(2, 3, 4)), Warmup(1)),
+        interleave("toy", shape(2, 3, 4), Groups.even(shape(2, 3, 4)), 1),
         """
         0F0 0F1 2F0 2F1 2B0 0F2 2B1 0F3 0B0 2F2 0B1 2F3 2B2 2B3 0B2 0B3
         1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3
@@ -162,8 +162,8 @@ def test_stages_that_are_no_multiple_of_the_ranks_leave_their_turns_empty():
 def test_the_placement_is_a_line_where_each_rank_has_one_stage():
     groups = Groups.even(shape(2, 2, 2))
 
-    assert interleave("toy", shape(2, 2, 2), groups, Warmup(1)).placement.style == "line"
-    assert interleave("toy", shape(2, 3, 2), groups, Warmup(1)).placement.style == "loop"
+    assert interleave("toy", shape(2, 2, 2), groups, 1).placement.style == "line"
+    assert interleave("toy", shape(2, 3, 2), groups, 1).placement.style == "loop"
 
 
 def skews_that_can_run(groups, num_ranks):
@@ -180,15 +180,15 @@ def test_every_shape_can_run_in_groups_of_every_size(num_ranks):
             cuts = [Groups.even(sizes), *(Groups.of_size(size, sizes) for size in range(1, microbatches + 1))]
             for groups in cuts:
                 for skew in skews_that_can_run(groups, num_ranks):
-                    schedule = interleave("toy", sizes, groups, Warmup(skew))
+                    schedule = interleave("toy", sizes, groups, skew)
                     assert can_run(schedule), (sizes, groups, skew)
 
 
 def test_a_long_skew_and_small_groups_would_wait_for_each_other():
     sizes = shape(4, 8, 8)
 
-    assert can_run(interleave("toy", sizes, Groups.of_size(2, sizes), Warmup(1)))
-    assert not can_run(interleave("toy", sizes, Groups.of_size(2, sizes), Warmup(2)))
+    assert can_run(interleave("toy", sizes, Groups.of_size(2, sizes), 1))
+    assert not can_run(interleave("toy", sizes, Groups.of_size(2, sizes), 2))
 
 
 @pytest.mark.alone

@@ -32,10 +32,10 @@ def run(arguments: Namespace) -> int:
     if arguments.name is not None:
         say(family_text(find_family(arguments.name), width=width, as_markdown=arguments.format == "markdown"))
         return ExitStatus.FINE
-    installed = installed_families()
-    for problem in installed.problems:
+    installed, problems = installed_families()
+    for problem in problems:
         complain(problem)
-    families = [*FAMILIES.values(), *installed.families.values()]
+    families = [*FAMILIES.values(), *installed.values()]
     say(handbook(families) if arguments.format == "markdown" else table_page(families, width))
     return ExitStatus.FINE
 

@@ -33,7 +33,7 @@ from penstock.schedules import (
 from penstock.schedules.custom import Asked, ScheduleFunction, custom_schedule
 from penstock.schedules.family import Family, Shape, with_common
 from penstock.schedules.options import Choice, Number, Option, Options
-from penstock.schedules.registry import Installed, find_installed, is_family_name, load_installed, plug_ins
+from penstock.schedules.registry import find_installed, is_family_name, load_installed, plug_ins
 from penstock.schedules.v import one_f_one_b_v, v_half, v_min, v_zb
 
 MAX_FORWARDS = 50_000_000
@@ -96,7 +96,7 @@ def find_family(name: str) -> Family:
     raise ConfigError(f"there is no schedule {name!r}; known: {', '.join(known)}.{nearest(name, known)}")
 
 
-def installed_families() -> Installed:
+def installed_families() -> tuple[dict[str, Family], list[str]]:
     """Return the families of other distributions, and what is wrong with those that cannot be used."""
     return load_installed(FAMILIES)
 
@@ -217,7 +217,6 @@ __all__ = [
     "FAMILIES",
     "Choice",
     "Family",
-    "Installed",
     "Number",
     "Option",
     "Options",

@@ -20,18 +20,17 @@ not wait. Two ranks need none of that, so there backwards are at 2p - 1 + 2(p-1-
 
 import numpy as np
 
-from penstock.errors import ConfigError
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
 from penstock.schedules.by_time import Times, orders_by_time
-from penstock.schedules.family import Family, Shape
+from penstock.schedules.family import Family, Shape, require_even
 from penstock.schedules.options import Options
 
 
 def generate(shape: Shape, options: Options) -> Schedule:
     """Sort each rank's actions of both directions by their times."""
     num_ranks, num_microbatches = shape.num_ranks, shape.num_microbatches
-    _refuse(num_ranks, num_microbatches)
+    require_even("chimera", shape, instead="hanayo with one copy of the model on any number")
     half = num_microbatches // 2
     rank = np.arange(num_ranks)
     place = np.stack([rank, num_ranks - 1 - rank], axis=1)[:, :, None]  # [rank, route, 1]
@@ -56,20 +55,6 @@ def generate(shape: Shape, options: Options) -> Schedule:
         num_microbatches=num_microbatches,
         route_of_microbatch=np.repeat(np.arange(2, dtype=np.int8), half),
     )
-
-
-def _refuse(num_ranks: int, num_microbatches: int) -> None:
-    if num_ranks % 2:
-        raise ConfigError(
-            f"chimera folds two directions onto an even number of ranks, got {num_ranks}; use {num_ranks + 1}, "
-            "or hanayo with one copy of the model on any number",
-            key="ranks",
-        )
-    if num_microbatches % 2:
-        raise ConfigError(
-            f"chimera sends half of the microbatches each way, got {num_microbatches}; use {num_microbatches + 1}",
-            key="microbatches",
-        )
 
 
 FAMILY = Family(

@@ -11,10 +11,9 @@ Two copies of the model are spread over the ranks in opposite directions. Half o
 Each rank runs the steps of `eight_steps`, with the middle of the pipeline as the fold.
 """
 
-from penstock.errors import ConfigError
 from penstock.placement import Placement
-from penstock.schedules.eight_steps import OVERLAP, FoldedRank, Side, eight_steps
-from penstock.schedules.family import Family, Shape, by_rank
+from penstock.schedules.eight_steps import OVERLAP, eight_steps, require_two_per_rank
+from penstock.schedules.family import Family, Shape, by_rank, require_even
 from penstock.schedules.options import Options
 from penstock.schedules.phases import RankOrder
 
@@ -22,31 +21,12 @@ from penstock.schedules.phases import RankOrder
 def order(rank: int, shape: Shape, options: Options) -> RankOrder:
     """Run the eight steps between the two directions; the second half of the ranks mirrors the first."""
     ranks, half = shape.num_ranks, shape.num_microbatches // 2
-    _refuse(ranks, shape.num_microbatches)
-    first_copy, second_copy = Side(rank), Side(2 * ranks - 1 - rank, half)
-    near, far = (first_copy, second_copy) if rank < ranks // 2 else (second_copy, first_copy)
+    require_even("dualpipe", shape, instead="dualpipe-v on any number")
+    require_two_per_rank("dualpipe", shape.num_microbatches, ranks, instead="chimera")
+    first_copy, second_copy = (rank, 0), (2 * ranks - 1 - rank, half)
+    sides = (first_copy, second_copy) if rank < ranks // 2 else (second_copy, first_copy)
     from_end = min(rank, ranks - 1 - rank)
-    return eight_steps(FoldedRank(near, far, outer=ranks // 2 - 1 - from_end, inner=from_end + 1), half, options)
-
-
-def _refuse(num_ranks: int, num_microbatches: int) -> None:
-    if num_ranks % 2:
-        raise ConfigError(
-            f"dualpipe folds two directions onto an even number of ranks, got {num_ranks}; use {num_ranks + 1}, "
-            "or dualpipe-v on any number",
-            key="ranks",
-        )
-    if num_microbatches % 2:
-        raise ConfigError(
-            f"dualpipe sends half of the microbatches each way, got {num_microbatches}; use {num_microbatches + 1}",
-            key="microbatches",
-        )
-    if num_microbatches < 2 * num_ranks:
-        raise ConfigError(
-            f"dualpipe needs at least 2 microbatches per rank, got {num_microbatches} on {num_ranks} ranks; "
-            f"use {2 * num_ranks} or more, or chimera, which takes fewer",
-            key="microbatches",
-        )
+    return eight_steps(sides, ranks // 2 - 1 - from_end, from_end + 1, half, options)
 
 
 FAMILY = Family(

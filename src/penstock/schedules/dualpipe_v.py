@@ -10,9 +10,8 @@ successors, whose forwards overlap with its backwards. What each rank runs are t
 rank at the fold.
 """
 
-from penstock.errors import ConfigError
 from penstock.placement import Placement
-from penstock.schedules.eight_steps import OVERLAP, FoldedRank, Side, eight_steps
+from penstock.schedules.eight_steps import OVERLAP, eight_steps, require_two_per_rank
 from penstock.schedules.family import Family, Shape, by_rank
 from penstock.schedules.options import Options
 from penstock.schedules.phases import RankOrder
@@ -20,15 +19,10 @@ from penstock.schedules.phases import RankOrder
 
 def order(rank: int, shape: Shape, options: Options) -> RankOrder:
     """Run the eight steps between the stage on the way down and the stage on the way up."""
-    num_ranks, num_microbatches = shape.num_ranks, shape.num_microbatches
-    if num_microbatches < 2 * num_ranks:
-        raise ConfigError(
-            f"dualpipe-v needs at least 2 microbatches per rank, got {num_microbatches} on {num_ranks} ranks; "
-            f"use {2 * num_ranks} or more, or hanayo, which takes fewer",
-            key="microbatches",
-        )
-    near, far = Side(rank), Side(2 * num_ranks - 1 - rank)
-    return eight_steps(FoldedRank(near, far, outer=num_ranks - 1 - rank, inner=rank + 1), num_microbatches, options)
+    ranks = shape.num_ranks
+    require_two_per_rank("dualpipe-v", shape.num_microbatches, ranks, instead="hanayo")
+    sides = (rank, 0), (2 * ranks - 1 - rank, 0)
+    return eight_steps(sides, ranks - 1 - rank, rank + 1, shape.num_microbatches, options)
 
 
 FAMILY = Family(

@@ -15,39 +15,20 @@ come back to the far one (1). A rank with `outer` ranks between it and the fold,
 for n microbatches through each of its stages. A W is always that of the oldest I without one.
 """
 
-from dataclasses import dataclass
-
+from penstock.errors import ConfigError
 from penstock.schedules.options import Choice, Options
-from penstock.schedules.phases import PhaseAction, RankOrder, b, f, i, pair, phases, repeat, w
+from penstock.schedules.phases import RankOrder, b, f, i, pair, phases, repeat, w
 
 OVERLAP = Choice("true", ("true", "false"), "run F and B of a pair together, as one overlapped pair, or F before B")
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One of the two stages of a rank, and the first of the microbatches that run through it."""
-
-    stage: int
-    first: int = 0
-
-    def actions(self) -> tuple[PhaseAction, PhaseAction, PhaseAction]:
-        return f(self.stage, first=self.first), b(self.stage, first=self.first), i(self.stage, first=self.first)
+Side = tuple[int, int]
+"""One of the two stages of a rank, and the first of the microbatches that run through it."""
 
 
-@dataclass(frozen=True, slots=True)
-class FoldedRank:
-    """One rank of a folded pipeline, `outer` ranks away from the fold."""
-
-    near: Side
-    far: Side
-    outer: int
-    inner: int
-
-
-def eight_steps(rank: FoldedRank, microbatches: int, options: Options) -> RankOrder:
-    """Order one rank; at least 2 (outer + inner) microbatches must run through each stage."""
-    (f0, b0, i0), (f1, b1, i1) = rank.near.actions(), rank.far.actions()
-    outer, inner = rank.outer, rank.inner
+def eight_steps(sides: tuple[Side, Side], outer: int, inner: int, microbatches: int, options: Options) -> RankOrder:
+    """Order one rank by its near and its far side; 2 (outer + inner) microbatches or more must run through each."""
+    (f0, b0, i0), (f1, b1, i1) = ([action(stage, first=first) for action in (f, b, i)] for stage, first in sides)
     steady = microbatches - 2 * (outer + inner) + inner
     at_fold = int(outer == 0)
     together = pair if options.is_on("overlap") else lambda first, second: (first, second)
@@ -64,3 +45,13 @@ def eight_steps(rank: FoldedRank, microbatches: int, options: Options) -> RankOr
         repeat(outer, w(), i0),  # 7
         repeat(inner, w()),  # 8
     )
+
+
+def require_two_per_rank(name: str, num_microbatches: int, num_ranks: int, instead: str) -> None:
+    """Refuse fewer microbatches than two per rank. Raises: ConfigError, which names a family to take instead."""
+    if num_microbatches < 2 * num_ranks:
+        raise ConfigError(
+            f"{name} needs at least 2 microbatches per rank, got {num_microbatches} on {num_ranks} ranks; "
+            f"use {2 * num_ranks} or more, or {instead}, which takes fewer",
+            key="microbatches",
+        )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from penstock.errors import ConfigError
 from penstock.ir.recompute import with_recompute
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
@@ -30,6 +31,22 @@ def loop(shape: Shape) -> Placement:
     """Return stages on ranks in turn: a line where each rank has one stage."""
     style = "line" if shape.num_stages == shape.num_ranks else "loop"
     return Placement.loop(shape.num_ranks, shape.num_stages, style=style)
+
+
+def require_even(name: str, shape: Shape, instead: str) -> None:
+    """Refuse odd numbers for a family of two directions. Raises: ConfigError, which names a family to take instead."""
+    if shape.num_ranks % 2:
+        raise ConfigError(
+            f"{name} folds two directions onto an even number of ranks, got {shape.num_ranks}; "
+            f"use {shape.num_ranks + 1}, or {instead}",
+            key="ranks",
+        )
+    if shape.num_microbatches % 2:
+        raise ConfigError(
+            f"{name} sends half of the microbatches each way, got {shape.num_microbatches}; "
+            f"use {shape.num_microbatches + 1}",
+            key="microbatches",
+        )
 
 
 def by_rank(

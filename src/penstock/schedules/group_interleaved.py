@@ -13,14 +13,14 @@ time than g whole turns. Groups below p/2 put off their next stage, and save no 
 
 from penstock.ir.schedule import Schedule
 from penstock.schedules.family import Family, Shape
-from penstock.schedules.interleaving import Groups, Warmup, interleave
+from penstock.schedules.interleaving import Groups, interleave
 from penstock.schedules.options import Number, Options
 
 
 def generate(shape: Shape, options: Options) -> Schedule:
     """Order warm-up forwards, then F, I and W in turn, then the backwards that are left."""
     groups = Groups.of_size(options.number("group", shape.num_ranks), shape)
-    return interleave("group-interleaved", shape, groups, Warmup(skew=1), held_weights=0)
+    return interleave("group-interleaved", shape, groups, skew=1, held_weights=0)
 
 
 FAMILY = Family(

@@ -18,7 +18,6 @@ so every rank alternates forward and backward, and down-going and up-going stage
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, count_of
 from penstock.ir.schedule import Schedule
@@ -33,12 +32,16 @@ def generate(shape: Shape, options: Options) -> Schedule:
     num_ranks, num_waves = shape.num_ranks, _num_waves(shape, options)
     rank, wave = np.arange(num_ranks), np.arange(num_waves)[:, None]
     place = np.stack([rank, 2 * num_ranks - 1 - rank], axis=1)[:, None, :, None]  # [rank, 1, down or up, 1]
-    rounds = _Rounds(shape.num_microbatches, num_ranks, num_waves)
-    going_forward = rounds.number(wave)[:, None, :]  # [wave, 1, microbatch]
-    going_back = rounds.number(num_waves - 1 - wave)[:, None, :]
+    # Microbatches in rounds of at least p, as equal as can be; a lone round may be smaller and then leaves gaps.
+    num_rounds = max(1, shape.num_microbatches // num_ranks)
+    begins = np.arange(num_rounds + 1) * shape.num_microbatches // num_rounds
+    sizes = np.diff(begins)
+    first, size = np.repeat(begins[:-1], sizes), np.maximum(np.repeat(sizes, sizes), num_ranks)
+    number = num_waves * first + np.arange(shape.num_microbatches) - first  # in the sequence of wave 0
 
-    forward: Times = 2 * place + 4 * going_forward
-    first_backward = 4 * num_ranks - 1 + 4 * rounds.longest * (num_waves - 1)
+    forward: Times = 2 * place + 4 * (number + wave * size)[:, None, :]  # [rank, wave, down or up, microbatch]
+    first_backward = 4 * num_ranks - 1 + 4 * int(size.max()) * (num_waves - 1)
+    going_back = (number + (num_waves - 1 - wave) * size)[:, None, :]
     backward: Times = first_backward + 2 * (2 * num_ranks - 1 - place) + 4 * going_back
     orders = orders_by_time(
         place + 2 * num_ranks * wave[:, :, None],
@@ -48,25 +51,6 @@ def generate(shape: Shape, options: Options) -> Schedule:
     )
     placement = Placement.wave(num_ranks, shape.num_stages)
     return Schedule.from_arrays("hanayo", placement, orders, num_microbatches=shape.num_microbatches)
-
-
-class _Rounds:
-    """Microbatches in rounds of at least p, as equal as can be; a lone round may be smaller and then leaves gaps."""
-
-    def __init__(self, num_microbatches: int, num_ranks: int, num_waves: int) -> None:
-        num_rounds = max(1, num_microbatches // num_ranks)
-        first = np.arange(num_rounds + 1) * num_microbatches // num_rounds
-        size = np.diff(first)
-        self._num_waves = num_waves
-        self._size = np.maximum(np.repeat(size, size), num_ranks)
-        self._first = np.repeat(first[:-1], size)
-        self._place = np.arange(num_microbatches) - self._first
-        self.longest = int(self._size.max())
-
-    def number(self, step: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Number the microbatches in all steps of all rounds; a round has one step per wave."""
-        numbers: NDArray[np.int64] = self._num_waves * self._first + step * self._size + self._place
-        return numbers
 
 
 def _num_waves(shape: Shape, options: Options) -> int:

@@ -17,7 +17,7 @@ the longer warm-up its first forward of a second stage and its backwards would w
 
 from penstock.ir.schedule import Schedule
 from penstock.schedules.family import Family, Shape
-from penstock.schedules.interleaving import Groups, Warmup, interleave
+from penstock.schedules.interleaving import Groups, interleave
 from penstock.schedules.options import Number, Options, flag
 
 
@@ -25,8 +25,8 @@ def generate(shape: Shape, options: Options) -> Schedule:
     """Order warm-up forwards, then F and B in turn, then the backwards that are left."""
     groups = Groups.of_size(options.number("group", shape.num_ranks), shape)
     is_short = len(groups.sizes) > 1 and groups.sizes[0] < shape.num_ranks
-    warmup = Warmup(skew=1 if is_short else 2, all_forward_first=options.is_on("all_forward_first"))
-    return interleave("interleaved-1f1b", shape, groups, warmup)
+    skew = None if options.is_on("all_forward_first") else 1 if is_short else 2
+    return interleave("interleaved-1f1b", shape, groups, skew)
 
 
 FAMILY = Family(

@@ -12,14 +12,14 @@ late, as in `zb-h1`: later ranks hold back more, for the time in which they woul
 
 from penstock.ir.schedule import Schedule
 from penstock.schedules.family import Family, Shape
-from penstock.schedules.interleaving import Groups, Warmup, interleave
+from penstock.schedules.interleaving import Groups, interleave
 from penstock.schedules.options import Number, Options
 
 
 def generate(shape: Shape, options: Options) -> Schedule:
     """Order warm-up forwards, then F, I and a delayed W in turn, then what is left."""
     groups = Groups.chosen(options, shape)
-    return interleave("interleaved-zb", shape, groups, Warmup(skew=1), held_weights=1)
+    return interleave("interleaved-zb", shape, groups, skew=1, held_weights=1)
 
 
 FAMILY = Family(

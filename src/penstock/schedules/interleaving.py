@@ -94,24 +94,16 @@ class Turns:
         return int(self.turn.max()) + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Warmup:
-    """How far ranks are ahead of each other."""
-
-    skew: int
-    """Turns that a rank warms up longer than the next one."""
-    all_forward_first: bool = False
-
-
-def interleave(name: str, shape: Shape, groups: Groups, warmup: Warmup, held_weights: int | None = None) -> Schedule:
+def interleave(name: str, shape: Shape, groups: Groups, skew: int | None, held_weights: int | None = None) -> Schedule:
     """Make the schedule of these groups.
 
-    `held_weights` splits the backwards: rank s runs its weight gradients `held_weights` x s input gradients late.
+    Each rank warms up `skew` turns longer than the next one; None: with all forwards. `held_weights` splits the
+    backwards: rank s runs its weight gradients `held_weights` x s input gradients late.
     """
     turns = Turns.take(groups, -(-shape.num_stages // shape.num_ranks), -(-shape.num_ranks // 2))
     orders = []
     for rank in range(shape.num_ranks):
-        ahead = turns.num_in_all if warmup.all_forward_first else warmup.skew * (shape.num_ranks - 1 - rank)
+        ahead = turns.num_in_all if skew is None else skew * (shape.num_ranks - 1 - rank)
         order = in_turn(turns.turn, turns.local_stage, turns.microbatch, turns.until_last_stage + ahead)
         order[:, 1] = order[:, 1] * shape.num_ranks + rank
         order = order[order[:, 1] < shape.num_stages]

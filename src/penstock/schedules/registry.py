@@ -19,7 +19,7 @@ from penstock.errors import ConfigError
 from penstock.ir.schedule import Schedule
 from penstock.schedules.family import Family, Shape
 from penstock.schedules.options import Options
-from penstock.schedules.third_party import as_schedule, require_sizes, run_third_party
+from penstock.schedules.third_party import as_schedule, require_sizes, run_third_party, sizes_of
 
 GROUP = "penstock.schedules"
 TEXTS = ("summary", "source", "placement", "restrictions", "bubble", "memory", "advice")
@@ -52,14 +52,6 @@ class PlugIn:
         return replace(family, generate=lambda shape, options: _generate(family, shape, options))
 
 
-@dataclass(frozen=True, slots=True)
-class Installed:
-    """The families of other distributions, and a line on each that cannot be used."""
-
-    families: dict[str, Family]
-    problems: list[str]
-
-
 def find_installed(name: str) -> PlugIn | None:
     """Look for one plug-in by its name, without loading any.
 
@@ -73,8 +65,8 @@ def find_installed(name: str) -> PlugIn | None:
     return of_name[0] if of_name else None
 
 
-def load_installed(built_in: Collection[str]) -> Installed:
-    """Load every plug-in that can be used."""
+def load_installed(built_in: Collection[str]) -> tuple[dict[str, Family], list[str]]:
+    """Return the families of all plug-ins that can be used, and a line on each of the others."""
     families: dict[str, Family] = {}
     problems = []
     for name in sorted({plug_in.name for plug_in in plug_ins()}):
@@ -84,7 +76,7 @@ def load_installed(built_in: Collection[str]) -> Installed:
                 families[name] = plug_in.family(built_in)
         except ConfigError as error:
             problems.append(str(error))
-    return Installed(families, problems)
+    return families, problems
 
 
 def plug_ins() -> list[PlugIn]:
@@ -117,11 +109,5 @@ def _generate(family: Family, shape: Shape, options: Options) -> Schedule:
     schedule = run_third_party(
         family.name, lambda: as_schedule(family.generate(shape, options), family.name, num_ranks=shape.num_ranks)
     )
-    asked = {
-        "ranks": shape.num_ranks,
-        "stages": shape.num_stages,
-        "microbatches": shape.num_microbatches,
-        "slices": shape.num_slices,
-    }
-    require_sizes(family.name, schedule, asked)
+    require_sizes(family.name, schedule, sizes_of(shape))
     return schedule

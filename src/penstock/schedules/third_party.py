@@ -17,6 +17,7 @@ from penstock.ir.action import Action, Kind, OverlappedPair
 from penstock.ir.formats.cells import Cells, infer_layout
 from penstock.ir.grid import from_grid
 from penstock.ir.schedule import Schedule
+from penstock.schedules.family import Shape
 from penstock.schedules.phases import RankOrder
 
 Result = TypeVar("Result")
@@ -132,18 +133,17 @@ def _row_text(row: object, name: str, rank: int) -> str:
     return " ".join(str(entry) for entry in entries)
 
 
+def sizes_of(shape: Shape | Schedule) -> dict[str, int]:
+    """Return the sizes in the words of `build`."""
+    return {key: getattr(shape, f"num_{key}") for key in ("ranks", "stages", "microbatches", "slices")}
+
+
 def require_sizes(name: str, schedule: Schedule, asked: Mapping[str, int | None]) -> None:
     """Refuse a schedule of other sizes than were asked for; None stands for any.
 
     Raises:
         ConfigError: for the first that differs.
     """
-    made = {
-        "ranks": schedule.num_ranks,
-        "stages": schedule.num_stages,
-        "microbatches": schedule.num_microbatches,
-        "slices": schedule.num_slices,
-    }
-    for key, size in made.items():
+    for key, size in sizes_of(schedule).items():
         if asked[key] not in (None, size):
             raise ConfigError(f"{name} made a schedule with {size}, but {asked[key]} were asked for", key=key)

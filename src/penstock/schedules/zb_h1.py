@@ -22,7 +22,12 @@ def order(rank: int, shape: Shape, options: Options) -> RankOrder:
     warmup = min(microbatches, shape.num_ranks - rank - 1)
     if options.word("backward") == "whole":
         return _whole_where_possible(rank, microbatches, warmup)
-    late = min(rank, microbatches - warmup)
+    return delayed(rank, microbatches, warmup, rank)
+
+
+def delayed(rank: int, microbatches: int, warmup: int, num_held: int) -> RankOrder:
+    """Run so many warm-up forwards, then F, I and a W that is `num_held` late in turn, then what is left."""
+    late = min(num_held, microbatches - warmup)
     return phases(
         repeat(warmup, f(rank)),
         repeat(late, f(rank), i(rank)),

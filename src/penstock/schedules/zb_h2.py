@@ -14,21 +14,14 @@ steps rank by rank; where W is shorter, it is shorter by (p-1) times the smaller
 
 from penstock.schedules.family import Family, Shape, by_rank
 from penstock.schedules.options import Options
-from penstock.schedules.phases import RankOrder, f, i, phases, repeat, w
+from penstock.schedules.phases import RankOrder
+from penstock.schedules.zb_h1 import delayed
 
 
 def order(rank: int, shape: Shape, options: Options) -> RankOrder:
     """Run twice as many warm-up forwards as 1F1B, then F, I and a late W in turn, then what is left."""
-    microbatches = shape.num_microbatches
-    warmup = min(microbatches, 2 * (shape.num_ranks - rank - 1))
-    late = min(2 * rank, microbatches - warmup)
-    return phases(
-        repeat(warmup, f(rank)),
-        repeat(late, f(rank), i(rank)),
-        repeat(microbatches - warmup - late, f(rank), i(rank), w(rank)),
-        repeat(warmup, i(rank), w(rank)),
-        repeat(late, w(rank)),
-    )
+    warmup = min(shape.num_microbatches, 2 * (shape.num_ranks - rank - 1))
+    return delayed(rank, shape.num_microbatches, warmup, 2 * rank)
 
 
 FAMILY = Family(
