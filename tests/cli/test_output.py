@@ -3,7 +3,7 @@
 import os
 import sys
 
-from penstock.cli.output import complain, forget_stdout, format_table, say
+from penstock.cli.output import complain, forget_stdout, say
 
 
 def test_results_and_complaints_go_to_their_own_streams(capsys):
@@ -12,12 +12,6 @@ def test_results_and_complaints_go_to_their_own_streams(capsys):
     complain("a problem")
 
     assert capsys.readouterr() == ("a result\nends its line\n", "penstock: a problem\n")
-
-
-def test_a_table_is_aligned_without_trailing_blanks():
-    table = format_table(("what", "fix"), [("a", ""), ("longer", "this")])
-
-    assert table.splitlines() == ["what    fix", "------  ----", "a", "longer  this"]
 
 
 def test_forgotten_output_goes_nowhere(tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ def test_a_name_tells_all_about_a_family(capsys):
         "1f1b: one forward and one backward in turn\n\npenstock show 1f1b --ranks 4 --microbatches 6\n"
     )
     assert "\nrank 3: .   .   .   3F0 3B0 =   3F1 " in page
-    assert "\noption warmup  standard or eager (default standard): " in page
+    assert "\noption warmup     standard or eager (default standard): " in page
 
 
 @pytest.mark.slow

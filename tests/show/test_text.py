@@ -2,7 +2,15 @@
 
 import pytest
 
-from penstock.show.text import byte_unit, count_of, format_bytes, format_seconds, format_share, summary_table
+from penstock.show.text import (
+    byte_unit,
+    count_of,
+    format_bytes,
+    format_seconds,
+    format_share,
+    format_table,
+    summary_table,
+)
 from penstock.simulation import Costs
 from tests.show.timelines import timeline_of
 
@@ -62,3 +70,9 @@ def test_bytes_are_shown_where_they_are_known():
     table = summary_table({"predicted": timeline_of(2, 4, costs=costs)})
 
     assert "2.00 MiB" in table
+
+
+def test_a_table_is_aligned_without_trailing_blanks():
+    table = format_table(("what", "fix"), [("a", ""), ("longer", "this")])
+
+    assert table.splitlines() == ["what    fix", "------  ----", "a", "longer  this"]

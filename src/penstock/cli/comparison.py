@@ -19,7 +19,7 @@ from penstock.planning import plan
 from penstock.proofs import Limit
 from penstock.searching.front import pareto_front
 from penstock.show.pareto import Candidate
-from penstock.show.text import format_bytes
+from penstock.show.text import align, format_bytes
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.costs import COMPUTE_FIELDS
 
@@ -61,7 +61,6 @@ class Refusal:
 
 
 Row = Comparison | Refusal
-GAP = "  "
 FIGURES = (
     "makespan_s", "span_s", "bubble_fraction", "bubble_rate", "peak_activations", "peak_bytes", "num_microbatches",
 )  # fmt: skip
@@ -194,26 +193,20 @@ def to_table(
     for shown_limit in swept_limits if limit is None else (limit,):
         columns[f"fits {shown_limit}"] = partial(_fits, limit=shown_limit)
     columns["front"] = lambda row: "*" if row.name in front else ""
-    figures = {row.name: [write(row) for write in columns.values()] for row in rows if isinstance(row, Comparison)}
-    widths = [max(map(len, column)) for column in zip(columns, *figures.values(), strict=True)]
-    margin = max(len(name) for name in ("name", *(row.name for row in rows)))
-    lines = [_right("name", margin, list(columns), widths), GAP.join("-" * width for width in (margin, *widths))]
-    for row in rows:
+    cells = [
+        [row.name, *("" if isinstance(row, Refusal) else write(row) for write in columns.values())] for row in rows
+    ]
+    lines = align([["name", *columns], *cells], lambda column, _: not column, is_ruled=True)
+    margin = len(lines[1].partition(" ")[0])
+    for place, row in enumerate(rows, start=2):
         if isinstance(row, Refusal):
-            lines.append(f"{row.name.ljust(margin)}{GAP}refused: {_shortly(row.reason)}")
-        else:
-            lines.append(_right(row.name, margin, figures[row.name], widths))
+            lines[place] = f"{row.name.ljust(margin)}  refused: {_shortly(row.reason)}"
     within = [fastest_within(rows, swept) for swept in swept_limits]
     return "\n".join(lines + ([""] if within else []) + within + notes(rows, per_rank=per_rank))
 
 
 def _fits(row: Comparison, *, limit: Limit) -> str:
     return "yes" if row.fits(limit) else "no"
-
-
-def _right(name: str, margin: int, cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
-    return GAP.join([name.ljust(margin), *padded]).rstrip()
 
 
 def _shortly(reason: str) -> str:

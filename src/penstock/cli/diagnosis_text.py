@@ -9,7 +9,7 @@ from penstock.cli.diagnosis import Diagnosis
 from penstock.ir.timeline import Timeline
 from penstock.searching.what_if import Change, Sort
 from penstock.show.idle import NAME_OF_CAUSE
-from penstock.show.text import count_of, format_seconds, format_share, time_unit
+from penstock.show.text import align, count_of, format_seconds, format_share, time_unit
 from penstock.simulation.causes import Cause
 from penstock.simulation.losses import Loss
 
@@ -79,7 +79,10 @@ def _idle_table(diagnosis: Diagnosis) -> list[str]:
         name = "all" if index == len(table) else str(index)
         rows.append([name, *(f"{row[cause] / unit_s:.3f}" for cause in causes), f"{row.sum() / unit_s:.3f}"])
     headings = ["rank", *(NAME_OF_CAUSE[cause] for cause in causes), "idle"]
-    return [f"idle time of each rank by its cause, in {unit}", *_right(headings, rows)]
+    return [
+        f"idle time of each rank by its cause, in {unit}",
+        *align([headings, *rows], lambda column, cell: False, is_ruled=True),
+    ]
 
 
 def _losses_table(diagnosis: Diagnosis) -> list[str]:
@@ -131,22 +134,9 @@ def _percent(share: float) -> str:
     return f"{100 * share:+.1f} %"
 
 
-def _right(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = _widths(headings, rows)
-    for line in [headings, ["-" * width for width in widths], *rows]:
-        yield "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-
-
-def _left(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Figures to the right; the last column, words, to the left."""
-    widths = _widths(headings, rows)
-    for line in [headings, ["-" * width for width in widths], *rows]:
-        cells = zip(line, widths, strict=True)
-        yield "  ".join(cell.rjust(width) if "%" in cell else cell.ljust(width) for cell, width in cells).rstrip()
-
-
-def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+def _left(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Figures to the right, words to the left."""
+    return align([headings, *rows], lambda column, cell: "%" not in cell, is_ruled=True)
 
 
 def to_json(diagnosis: Diagnosis) -> str:

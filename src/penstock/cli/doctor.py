@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from penstock.cli.command import Command
-from penstock.cli.output import format_table, say
+from penstock.cli.output import say
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError
 
@@ -46,6 +46,7 @@ def run(arguments: Namespace) -> int:
 
 def _examine_system() -> int:
     from penstock.cli.probes import examine_system
+    from penstock.show.text import format_table
 
     rows = [(finding.subject, finding.found, finding.fix) for finding in examine_system()]
     say(format_table(("what", "found", "what to fix"), rows))

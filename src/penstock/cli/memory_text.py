@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from penstock.cli.output import format_table
 from penstock.execute.observing.memory_report import MemoryPoint, RankMemory
-from penstock.show.text import format_bytes
+from penstock.show.text import format_bytes, format_table
 
 _STAGES = ("rank", "stage", "live", "activations", "contexts", "parameters", "gradients", "received", "unsent")
 

@@ -1,8 +1,7 @@
-"""Where commands print: lines and aligned tables to standard output, complaints to standard error."""
+"""Where commands print: results to standard output, complaints to standard error."""
 
 import os
 import sys
-from collections.abc import Sequence
 
 
 def say(text: str) -> None:
@@ -13,18 +12,6 @@ def say(text: str) -> None:
 def complain(text: str) -> None:
     """Print what went wrong."""
     sys.stderr.write(f"penstock: {text}\n")
-
-
-def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Align columns of text to the left, under underlined headings."""
-    lines = [headings, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(_align(line, widths) for line in lines)
-
-
-def _align(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
 def forget_stdout() -> None:

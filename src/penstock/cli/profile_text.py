@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from penstock.cli.memory_text import memory_text
-from penstock.cli.output import format_table
 from penstock.ir.action import Kind
-from penstock.show.text import count_of, format_bytes, format_seconds, time_unit
+from penstock.show.text import count_of, format_bytes, format_seconds, format_table, time_unit
 from penstock.simulation.costs.costs import Spread
 from penstock.simulation.costs.messages import BACKWARD, FORWARD, message_costs
 from penstock.train.profiling import Profile

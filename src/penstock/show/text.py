@@ -1,6 +1,6 @@
 """Timelines as plain text: figures with their units, and an aligned table of several timelines side by side."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock.errors import count_of as count_of
 from penstock.ir.timeline import Timeline
@@ -66,13 +66,10 @@ def summary_table(timelines: Mapping[str, Timeline]) -> str:
     if not any(max(timeline.peak_bytes) for timeline in timelines.values()):
         headings.pop()
         ranks = [row[:-1] for row in ranks]
-    return "\n".join(
-        [
-            *_align(["timeline", "makespan", "span", "bubble fraction", "bubble rate"], whole, num_left=1),
-            "",
-            *_align(headings, ranks, num_left=2),
-        ]
+    above = align(
+        [("timeline", "makespan", "span", "bubble fraction", "bubble rate"), *whole], lambda column, _: not column
     )
+    return "\n".join([*above, "", *align([headings, *ranks], lambda column, _: column < 2)])
 
 
 def _rank_figures(timeline: Timeline, rank: int) -> tuple[str, str, str, str]:
@@ -93,14 +90,22 @@ def _three_digits(value: float) -> str:
     return f"{value:.1f}" if size < 99.95 else f"{value:.0f}"
 
 
-def _align(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int) -> list[str]:
-    """Names to the left, figures to the right, under their headings."""
-    lines = [headings, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
+def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return columns of words, to the left under underlined headings."""
+    return "\n".join(align([headings, *rows], lambda column, cell: True, is_ruled=True))
+
+
+def align(lines: Sequence[Sequence[str]], is_left: Callable[[int, str], bool], *, is_ruled: bool = False) -> list[str]:
+    """Return lines of cells as a table: to the left what `is_left` says of column and cell, the others to the right.
+
+    A ruled table has its first line, the headings, underlined.
+    """
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rule = [["-" * width for width in widths]] if is_ruled else []
     return [
         "  ".join(
-            cell.ljust(width) if column < num_left else cell.rjust(width)
+            cell.ljust(width) if is_left(column, cell) else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
-        for line in lines
+        for line in (lines[0], *rule, *lines[1:])
     ]
