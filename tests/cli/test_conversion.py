@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 
-from penstock.cli.conversion import Source, Target, convert
+from penstock.cli.conversion import convert, read_plan
 from penstock.errors import ConfigError, FormatError, ScheduleError
 from penstock.ir.formats import WITH_COMMUNICATION, WRITABLE
 from penstock.ir.reading import read_table
@@ -18,8 +18,8 @@ SCHEDULE = build("1f1b", ranks=2, microbatches=3)
 PROGRAM = lower(SCHEDULE)
 
 
-def converted(text, *target, **source):
-    return convert(Source(text, "plan", **source), Target(*target)).text
+def converted(text, name, is_lowered=False, **source):
+    return convert(read_plan(text, file="plan", **source), name, file="plan", is_lowered=is_lowered)[0]
 
 
 @pytest.mark.slow
@@ -40,12 +40,14 @@ def test_adding_and_dropping_communication_gives_the_schedule_back(schedule):
     for name in WITH_COMMUNICATION:
         lowered = converted(schedule.to_json(), name, True)
         assert lowered == write_table(lower(schedule), name)
-        assert converted(lowered, name, False, True) == write_table(schedule, name)
+        assert convert(read_plan(lowered, file="").actions(), name, file="")[0] == write_table(schedule, name)
 
 
 @pytest.mark.parametrize("name", WITH_COMMUNICATION)
 def test_communication_is_kept_where_it_can_be(name):
-    assert converted(PROGRAM.to_csv(), name, name="1f1b") == write_table(PROGRAM, name)
+    assert convert(read_plan(PROGRAM.to_csv(), file="plan", name="1f1b"), name, file="plan")[0] == write_table(
+        PROGRAM, name
+    )
     assert converted(PROGRAM.to_json(), name) == write_table(PROGRAM, name)
     assert converted(SCHEDULE.to_csv(), name) != write_table(PROGRAM, name)
 
@@ -60,14 +62,8 @@ def test_a_program_stays_as_it_is_where_communication_is_asked_for():
 
 
 def test_what_is_lowered_is_summed_up_as_a_program():
-    assert "12 actions, 26 instructions" in convert(Source(SCHEDULE.to_csv(), "plan"), Target("csv", True)).summary
-    assert "12 actions; peak" in convert(Source(PROGRAM.to_csv(), "plan"), Target("csv", False, True)).summary
-
-
-@pytest.mark.parametrize("name", ["grid", "megatron"])
-def test_communication_cannot_be_added_where_there_is_no_place_for_it(name):
-    with pytest.raises(ConfigError, match=f"--lowered: {name} holds actions alone; write csv or json"):
-        converted(SCHEDULE.to_csv(), name, True)
+    assert "12 actions, 26 instructions" in convert(SCHEDULE, "csv", file="", is_lowered=True)[1]
+    assert "12 actions; peak" in convert(PROGRAM.actions(), "csv", file="")[1]
 
 
 def test_the_format_of_the_text_may_be_given():
@@ -76,8 +72,8 @@ def test_the_format_of_the_text_may_be_given():
 
 
 def test_the_name_of_the_source_becomes_that_of_the_schedule_where_it_has_none():
-    assert json.loads(converted(SCHEDULE.to_csv(), "json", name="mine"))["name"] == "mine"
-    assert json.loads(converted(SCHEDULE.to_json(), "json", name="mine"))["name"] == "1f1b"
+    assert read_plan(SCHEDULE.to_csv(), file="", name="mine").name == "mine"
+    assert read_plan(SCHEDULE.to_json(), file="", name="mine").name == "1f1b"
 
 
 def test_a_wrong_schedule_is_not_converted():
@@ -90,7 +86,7 @@ def test_a_wrong_program_is_not_converted_but_its_actions_are():
 
     with pytest.raises(ScheduleError, match="1RECV_F0"):
         converted(text, "json")
-    assert converted(text, "csv", False, True) == SCHEDULE.to_csv()
+    assert convert(read_plan(text, file="").actions(), "csv", file="")[0] == SCHEDULE.to_csv()
 
 
 def test_slots_in_json_are_proved_as_they_are():

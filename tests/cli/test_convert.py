@@ -164,3 +164,9 @@ def test_what_cannot_be_converted_is_one_message_and_leaves_nothing_behind(folde
 )
 def test_wrong_usage_is_status_2(arguments, capsys):
     assert main(["convert", *arguments]) == 2
+
+
+@pytest.mark.parametrize("name", ["grid", "megatron"])
+def test_communication_cannot_be_added_where_there_is_no_place_for_it(folder, capsys, name):
+    assert main(["convert", "in.csv", "-", "--to", name, "--lowered"]) == 1
+    assert f"--lowered: {name} holds actions alone; write csv or json" in capsys.readouterr().err

@@ -31,19 +31,16 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
+    from penstock.cli.conversion import read_plan
     from penstock.cli.describe import describe_plan
     from penstock.cli.stage_costs import stage_costs
     from penstock.ir.program import Program
-    from penstock.ir.reading import read_table
     from penstock.ir.transports import POSTED
-    from penstock.lowering import assign_slots, lower
+    from penstock.lowering import lower
     from penstock.proofs import check
     from penstock.simulation.costs.file import load_costs
 
-    text = read_text(arguments.file)
-    plan = read_table(text, file=arguments.file, name=arguments.file)
-    if isinstance(plan, Program) and not text.lstrip().startswith("{"):
-        plan = assign_slots(plan)  # CSV has no place for slots
+    plan = read_plan(read_text(arguments.file), file=arguments.file, name=arguments.file)
     if arguments.ranks not in (None, plan.num_ranks):
         raise ConfigError(
             f"{arguments.file} is for {plan.num_ranks} ranks, not {arguments.ranks}; pass --ranks {plan.num_ranks}, "

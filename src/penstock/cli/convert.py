@@ -8,7 +8,7 @@ from penstock.cli.command import Command
 from penstock.cli.output import say
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError
-from penstock.ir.formats import FORMAT_OF_SUFFIX, READABLE, WRITABLE
+from penstock.ir.formats import FORMAT_OF_SUFFIX, READABLE, WITH_COMMUNICATION, WRITABLE
 
 STREAM = "-"
 """Stands for standard input or output."""
@@ -26,25 +26,26 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    from penstock.cli.conversion import Source, Target, convert
+    from penstock.cli.conversion import convert, read_plan
     from penstock.train.files import atomic_file
 
     target_format = arguments.target_format or _format_of_name(arguments.target)
+    if arguments.lowered and target_format in ("grid", "megatron"):
+        formats = " or ".join(WITH_COMMUNICATION)
+        raise ConfigError(f"{target_format} holds actions alone; write {formats} to add communication", key="--lowered")
     if arguments.target != STREAM:
         _refuse_to_replace(Path(arguments.target), arguments.force)
-    text = read_text(arguments.source)
     is_stdin = arguments.source == STREAM
     file, name = ("<stdin>", None) if is_stdin else (arguments.source, Path(arguments.source).stem)
-    converted = convert(
-        Source(text, file, name, arguments.source_format),
-        Target(target_format, arguments.lowered, arguments.compute_only),
-    )
+    plan = read_plan(read_text(arguments.source), file=file, name=name, format=arguments.source_format)
+    plan = plan.actions() if arguments.compute_only else plan
+    text, summary = convert(plan, target_format, file=file, is_lowered=arguments.lowered)
     if arguments.target == STREAM:
-        say(converted.text)
+        say(text)
         return ExitStatus.FINE
     with atomic_file(Path(arguments.target).resolve()) as output:
-        output.write(converted.text.encode())
-    say(f"{arguments.target}: {converted.summary}")
+        output.write(text.encode())
+    say(f"{arguments.target}: {summary}")
     return ExitStatus.FINE
 
 
