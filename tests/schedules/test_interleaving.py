@@ -10,7 +10,6 @@ from penstock.ir.walk import walk
 from penstock.schedules import build
 from penstock.schedules.family import Shape
 from penstock.schedules.interleaving import Groups, Turns, interleave, split_backwards
-from penstock.schedules.options import Number, Options
 from tests.grids import assert_grid
 
 
@@ -24,7 +23,7 @@ def can_run(schedule):
 
 def drawn(turns):
     """The forwards in the order of their turns: the stage as a letter and the microbatch, a dot where none is."""
-    line = ["."] * turns.num_in_all
+    line = ["."] * (int(turns.turn.max()) + 1)
     for turn, local_stage, microbatch in zip(turns.turn, turns.local_stage, turns.microbatch, strict=True):
         line[turn] = f"{'abcd'[local_stage]}{microbatch}"
     return " ".join(line)
@@ -55,14 +54,6 @@ def test_a_last_group_that_is_shorter_is_padded_to_the_ranks(size, microbatches,
 
     assert groups.sizes.tolist() == sizes
     assert groups.num_slots.tolist() == num_slots
-
-
-def test_groups_are_even_unless_their_size_is_chosen():
-    known = {"group": Number("p", "microbatches in a row")}
-    of_four = shape(2, 2, 4)
-
-    assert Groups.chosen(Options(known), of_four).sizes.tolist() == [2, 2]
-    assert Groups.chosen(Options(known, {"group": 3}), of_four).sizes.tolist() == [3, 1]
 
 
 def test_a_group_runs_on_one_stage_after_the_other():

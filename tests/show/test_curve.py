@@ -12,7 +12,7 @@ def steps(curve):
 
 
 def curve_of(*steps):
-    return MemoryCurve(np.array([time for time, _ in steps], float), np.array([alive for _, alive in steps]), False)
+    return MemoryCurve(np.array([time for time, _ in steps], float), np.array([alive for _, alive in steps]))
 
 
 def test_an_activation_is_alive_from_the_start_of_its_forward_to_the_end_of_its_backward():
@@ -25,7 +25,6 @@ def test_an_activation_is_alive_from_the_start_of_its_forward_to_the_end_of_its_
 def test_bytes_are_drawn_where_they_are_known_unless_counts_are_wanted():
     timeline = timeline_of(2, 2, costs=Costs.uniform(activation_bytes=(100,), weight_context_bytes=(10,)))
 
-    assert memory_curves(timeline)[0].is_bytes
     assert memory_curves(timeline)[0].alive.max() == 200
     assert memory_curves(timeline, in_bytes=False)[0].alive.max() == 2
 

@@ -10,7 +10,7 @@ from tests.show.timelines import UNIT, paired_timeline, timeline_of
 
 def shares(timeline, edges, lanes=None):
     lanes = lanes or [range(rank, rank + 1) for rank in range(timeline.num_ranks)]
-    return density_of(timeline, np.array(edges, float), lanes).share
+    return density_of(timeline, np.array(edges, float), lanes)
 
 
 def test_columns_hold_the_share_of_their_time():

@@ -20,7 +20,7 @@ def drawn(timeline):
 
 
 def flat(*levels):
-    return [MemoryCurve(np.zeros(1), np.array([level]), False) for level in levels]
+    return [MemoryCurve(np.zeros(1), np.array([level])) for level in levels]
 
 
 def test_few_ranks_are_all_drawn_and_named():

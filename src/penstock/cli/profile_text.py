@@ -20,7 +20,8 @@ EVEN = 1.05
 def profile_text(profile: Profile) -> str:
     """Return everything that was measured, for people."""
     memory = [memory_text(profile.memory, profile.predicted_bytes)] if profile.memory else []
-    parts = [_stages(profile), *_channels(profile), *memory, _hosts(profile), bottleneck(profile)]
+    launch = f"launch: {format_seconds(profile.costs.launch_s)} of the host for each instruction"
+    parts = [_stages(profile), *_channels(profile), *memory, launch, bottleneck(profile)]
     return "\n\n".join(parts)
 
 
@@ -90,7 +91,3 @@ def _latencies_s(profile: Profile) -> dict[tuple[int, int], float]:
             if neighbour >= 0:
                 found[ranks[stage], ranks[neighbour]] = float(table.latency_s[direction, stage])
     return found
-
-
-def _hosts(profile: Profile) -> str:
-    return f"launch: {format_seconds(profile.costs.launch_s)} of the host for each instruction"

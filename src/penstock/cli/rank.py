@@ -4,6 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from hashlib import sha256
 from typing import NoReturn
@@ -40,7 +41,8 @@ def _fail(error: BaseException, environment: Mapping[str, str]) -> NoReturn:
     if failure.status != ExitStatus.INTERRUPTED:
         _tell(failure, environment)
     for stream in (sys.stdout, sys.stderr):
-        _flush(stream.flush)
+        with suppress(OSError):  # the reader is gone, there is nobody left to tell
+            stream.flush()
     os._exit(failure.status)
 
 
@@ -65,11 +67,3 @@ def _is_first_to_tell(failure: RankFailure, environment: Mapping[str, str]) -> b
         return connect_store(environment, TELL_TIMEOUT).add(key, 1) == 1
     except (dist.DistError, PenstockError):
         return True
-
-
-def _flush(flush: Callable[[], None]) -> None:
-    try:
-        flush()
-    except OSError:
-        # the reader is gone, there is nobody left to tell
-        return

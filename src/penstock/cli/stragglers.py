@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 POLL_S = 0.1
@@ -28,15 +29,8 @@ def end_stragglers(processes: Callable[[], Sequence[int]], over: threading.Event
 
 
 def _has_untaken_signal(process: int) -> bool:
-    for line in _read(Path(f"/proc/{process}/status")).splitlines():
-        if line.startswith("ShdPnd:"):
-            return bool(int(line.split()[1], 16) & TERMINATE_BIT)
+    with suppress(OSError):  # the process has ended, or the system has no such file
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+            if line.startswith("ShdPnd:"):
+                return bool(int(line.split()[1], 16) & TERMINATE_BIT)
     return False
-
-
-def _read(path: Path) -> str:
-    """Return a file's text; empty where the process has ended or the system has no such file."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -18,7 +18,8 @@ from penstock.schedules.options import Number, Options
 
 def generate(shape: Shape, options: Options) -> Schedule:
     """Order warm-up forwards, then F, I and a delayed W in turn, then what is left."""
-    groups = Groups.chosen(options, shape)
+    is_given = "group" in options.given
+    groups = Groups.of_size(options.number("group", 1), shape) if is_given else Groups.even(shape)
     return interleave("interleaved-zb", shape, groups, skew=1, held_weights=1)
 
 

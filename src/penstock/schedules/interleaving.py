@@ -23,7 +23,6 @@ from penstock.ir.action import Kind
 from penstock.ir.interleaving import Ints, in_turn
 from penstock.ir.schedule import Schedule
 from penstock.schedules.family import Shape, loop
-from penstock.schedules.options import Options
 from penstock.schedules.short_groups import first_visits
 
 
@@ -33,13 +32,6 @@ class Groups:
 
     sizes: Ints
     num_slots: Ints
-
-    @classmethod
-    def chosen(cls, options: Options, shape: Shape) -> "Groups":
-        """Take the option `group`; where it is not given, the groups are even."""
-        if "group" in options.given:
-            return cls.of_size(options.number("group", shape.num_ranks), shape)
-        return cls.even(shape)
 
     @classmethod
     def even(cls, shape: Shape) -> "Groups":
@@ -83,16 +75,6 @@ class Turns:
         local_stage = np.repeat(np.arange(num_local_stages), len(microbatch))
         return cls(np.concatenate(turns), local_stage, np.tile(microbatch, num_local_stages))
 
-    @property
-    def until_last_stage(self) -> int:
-        """The turn in which the first microbatch comes to the last stage of the rank."""
-        return int(self.turn[self.local_stage == self.local_stage[-1]][0])
-
-    @property
-    def num_in_all(self) -> int:
-        """How many turns there are up to the last forward, empty ones included."""
-        return int(self.turn.max()) + 1
-
 
 def interleave(name: str, shape: Shape, groups: Groups, skew: int | None, held_weights: int | None = None) -> Schedule:
     """Make the schedule of these groups.
@@ -101,10 +83,12 @@ def interleave(name: str, shape: Shape, groups: Groups, skew: int | None, held_w
     backwards: rank s runs its weight gradients `held_weights` x s input gradients late.
     """
     turns = Turns.take(groups, -(-shape.num_stages // shape.num_ranks), -(-shape.num_ranks // 2))
+    # The last rank warms up until the first microbatch comes to its last stage.
+    least_warmup = int(turns.turn[turns.local_stage == turns.local_stage[-1]][0])
     orders = []
     for rank in range(shape.num_ranks):
-        ahead = turns.num_in_all if skew is None else skew * (shape.num_ranks - 1 - rank)
-        order = in_turn(turns.turn, turns.local_stage, turns.microbatch, turns.until_last_stage + ahead)
+        ahead = int(turns.turn.max()) + 1 if skew is None else skew * (shape.num_ranks - 1 - rank)
+        order = in_turn(turns.turn, turns.local_stage, turns.microbatch, least_warmup + ahead)
         order[:, 1] = order[:, 1] * shape.num_ranks + rank
         order = order[order[:, 1] < shape.num_stages]
         orders.append(order if held_weights is None else split_backwards(order, held_weights * rank))

@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.ir.action import Kind
 from penstock.ir.timeline import Timeline
-from penstock.show.bars import NAMES, last_end_s, sorts_used, window_s
-from penstock.show.figures import idle_share
-from penstock.show.lanes import Detail, Lane, TimeScale, colour_of_bar, columns_for
-from penstock.show.layout import describe_shades, kinds_used, num_shades
-from penstock.show.palette import block_colours, legend_name
+from penstock.show.bars import last_end_s, window_s
+from penstock.show.figures import idle_share, legend_of
+from penstock.show.lanes import Detail, Lane, TimeScale, columns_for
+from penstock.show.layout import describe_shades
 from penstock.show.sheet import Sheet, scale_of
 from penstock.show.text import format_seconds, format_share
 
@@ -55,19 +53,17 @@ def add_legend(sheet: Sheet, timelines: list[Timeline]) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    shades = max(num_shades(timeline.program) for timeline in timelines)
-    colours = block_colours(shades)
-    kinds = [Kind(kind) for kind in kinds_used(timelines)]
-    swatches = [tuple(Patch(facecolor=colour, linewidth=0) for colour in colours[kind]) for kind in kinds]
-    bars = sorts_used(timelines, longer_than_s=HAIR * max(last_end_s(timeline) for timeline in timelines))
-    plain = [sheet.theme.bubble, *(colour_of_bar(sort, sheet.theme) for sort in bars)]
+    hair_s = HAIR * max(map(last_end_s, timelines))
+    entries = legend_of(timelines, ink=sheet.theme.ink, bubble=sheet.theme.bubble, longer_than_s=hair_s)
+    shades = max(map(len, entries.values()))
+    swatches = [[Patch(facecolor=colour, linewidth=0) for colour in ramp] for ramp in entries.values()]
     legend = sheet.figure.legend(
-        handles=[*swatches, *(Patch(facecolor=colour, linewidth=0) for colour in plain)],
-        labels=[*(legend_name(kind) for kind in kinds), "bubble", *(NAMES[sort] for sort in bars)],
+        handles=[tuple(swatch) if len(swatch) > 1 else swatch[0] for swatch in swatches],
+        labels=list(entries),
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
         loc="center left",
         bbox_to_anchor=(sheet.left, 1 - sheet.scale * LEGEND_AT / sheet.height),
-        ncols=len(kinds) + len(plain),
+        ncols=len(entries),
         frameon=False,
         fontsize=8.5 * sheet.scale,
         labelcolor=sheet.theme.ink,

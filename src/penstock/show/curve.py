@@ -11,11 +11,10 @@ from penstock.ir.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryCurve:
-    """Steps: from `time_s[n]` on, `alive[n]` activations (or bytes, where `is_bytes`) are kept."""
+    """Steps: from `time_s[n]` on, `alive[n]` activations or bytes are kept."""
 
     time_s: NDArray[np.float64]
     alive: NDArray[np.int64]
-    is_bytes: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,14 +25,13 @@ class MemoryLevels:
     """What its rank holds while the row runs."""
     kept: NDArray[np.int64]
     """What the rank holds once the row has ended, until the next one starts."""
-    is_bytes: bool
 
 
 def memory_levels(timeline: Timeline, *, in_bytes: bool | None = None) -> MemoryLevels:
     """Return what is alive in and after each row; in bytes or not, and by default where bytes are known."""
     program, sizes = timeline.program, timeline.sizes
-    counts_bytes = knows_bytes(timeline) if in_bytes is None else in_bytes
-    unit = sizes if counts_bytes and sizes is not None else one_each(program)
+    in_bytes = knows_bytes(timeline) if in_bytes is None else in_bytes
+    unit = sizes if in_bytes and sizes is not None else one_each(program)
     held, left = live_bytes(program, unit), left_bytes(program, unit)
     kept = np.zeros_like(held)
     for rank in range(timeline.num_ranks):
@@ -43,7 +41,7 @@ def memory_levels(timeline: Timeline, *, in_bytes: bool | None = None) -> Memory
     # Two that start and end together leave the same behind.
     first = np.flatnonzero(program.joined)
     kept[first] = kept[first + 1]
-    return MemoryLevels(held, kept, counts_bytes)
+    return MemoryLevels(held, kept)
 
 
 def knows_bytes(timeline: Timeline) -> bool:
@@ -61,20 +59,20 @@ def _curve(timeline: Timeline, rank: int, levels: MemoryLevels) -> MemoryCurve:
     """Two steps per computation: what is alive while it runs, and what it leaves behind."""
     rows = timeline.compute_rows(rank)
     if not len(rows):
-        return MemoryCurve(np.zeros(1), np.zeros(1, np.int64), levels.is_bytes)
+        return MemoryCurve(np.zeros(1), np.zeros(1, np.int64))
     time_s = np.column_stack([timeline.start_s[rows], timeline.end_s[rows]])
     alive = np.column_stack([levels.held[rows], levels.kept[rows]])
     # Of a pair that starts and ends together, the first has no end and the second no start of its own.
     joined = timeline.program.joined[rows]
     keep = np.column_stack([~np.append(False, joined[:-1]), ~joined])
     # Measured ends may pass the next start by a clock tick.
-    return MemoryCurve(np.maximum.accumulate(time_s[keep]), alive[keep].astype(np.int64), levels.is_bytes)
+    return MemoryCurve(np.maximum.accumulate(time_s[keep]), alive[keep].astype(np.int64))
 
 
 def without_spikes(curve: MemoryCurve) -> MemoryCurve:
     """Return the curve with one step per time, the last: what is freed and taken at once shows as nothing."""
     is_last = np.append(curve.time_s[1:] > curve.time_s[:-1], True)
-    return MemoryCurve(curve.time_s[is_last], curve.alive[is_last], curve.is_bytes)
+    return MemoryCurve(curve.time_s[is_last], curve.alive[is_last])
 
 
 def largest_within(curve: MemoryCurve, edges_s: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -8,7 +8,6 @@ The steady state of a schedule repeats with every microbatch. A column spans who
 equal columns instead of a moiré.
 """
 
-from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
@@ -21,16 +20,6 @@ from penstock.show.layout import Blocks, blocks_of_rank, num_shades
 Floats = NDArray[np.float64]
 MAX_LANES = 64
 """More ranks than that share lanes."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Density:
-    """What lanes do in columns of time."""
-
-    edges_s: Floats
-    """[num_columns + 1] where columns begin and end."""
-    share: Floats
-    """[num_lanes, num_columns, num_categories] of the column's time; a category is a kind and a shade."""
 
 
 def lanes_of_ranks(num_ranks: int, max_lanes: int = MAX_LANES) -> list[range]:
@@ -49,8 +38,11 @@ def column_edges(end_s: float, period_s: float, max_columns: int) -> Floats:
     return width_s * np.arange(ceil(end_s / width_s - 1e-9) + 1, dtype=np.float64)
 
 
-def density_of(timeline: Timeline, edges_s: Floats, lanes: list[range]) -> Density:
-    """Measure how much of every column each lane spends on each kind and shade; ranks of one lane are averaged."""
+def density_of(timeline: Timeline, edges_s: Floats, lanes: list[range]) -> Floats:
+    """[num_lanes, num_columns, num_categories] the share of a column's time; a category is a kind and a shade.
+
+    `edges_s` are where columns begin and end. Ranks of one lane are averaged.
+    """
     shades = num_shades(timeline.program)
     share = np.zeros((len(lanes), len(edges_s) - 1, len(Kind) * shades))
     for lane, ranks in enumerate(lanes):
@@ -60,7 +52,7 @@ def density_of(timeline: Timeline, edges_s: Floats, lanes: list[range]) -> Densi
             for index in np.unique(category).tolist():
                 share[lane, :, index] += _busy_s(blocks, category == index, edges_s)
         share[lane] /= len(ranks)
-    return Density(edges_s, share / np.diff(edges_s)[:, None])
+    return share / np.diff(edges_s)[:, None]
 
 
 def _busy_s(blocks: Blocks, chosen: NDArray[np.bool_], edges_s: Floats) -> Floats:

@@ -1,7 +1,11 @@
-"""The texts above every picture of a timeline: its title and its four figures."""
+"""What is written above every picture of a timeline: its title, its four figures and its legend."""
 
+from penstock.ir.operations import Kind
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
+from penstock.show.bars import COLLECTIVE, NAMES, sorts_used
+from penstock.show.layout import kinds_used, num_shades
+from penstock.show.palette import COLLECTIVE_COLOUR, block_colours, legend_name
 from penstock.show.text import count_of, format_bytes, format_seconds, format_share
 
 
@@ -30,6 +34,20 @@ def figures_of(timeline: Timeline) -> dict[str, str]:
         "peak": _peak(timeline),
         **(clocks if timeline.clock_uncertainty_s else {}),
     }
+
+
+def legend_of(
+    timelines: list[Timeline], *, ink: str, bubble: str, longer_than_s: float = 0.0
+) -> dict[str, tuple[str, ...]]:
+    """Return the colours of what occurs, by its name: kinds in the shades of their stages, the bubble, and bars.
+
+    `ink` and `bubble` are colours of the theme. Of bars, those that are longer than so much count.
+    """
+    ramps = block_colours(max(num_shades(timeline.program) for timeline in timelines))
+    kinds = {legend_name(Kind(kind)): ramps[Kind(kind)] for kind in kinds_used(timelines)}
+    sorts = sorts_used(timelines, longer_than_s=longer_than_s)
+    bars = {NAMES[sort]: (COLLECTIVE_COLOUR if sort == COLLECTIVE else ink,) for sort in sorts}
+    return {**kinds, "bubble": (bubble,), **bars}
 
 
 def idle_share(timeline: Timeline, ranks: range) -> float:

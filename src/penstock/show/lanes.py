@@ -218,8 +218,7 @@ def _inches_per_lane(axes: Any) -> float:
 def _draw_columns(axes: Any, lane: Lane, scale: TimeScale, sheet: Sheet, edges_s: NDArray[np.float64]) -> None:
     from matplotlib.patches import Rectangle
 
-    density = density_of(lane.timeline, edges_s, [lane.ranks])
-    category = rasterise(density.share, LEVELS)[0]
+    category = rasterise(density_of(lane.timeline, edges_s, [lane.ranks]), LEVELS)[0]
     ramps = _colours(lane, sheet)
     table = [to_rgb(colour) for ramp in ramps.values() for colour in ramp]
     picture = np.zeros((*category.shape, 4))

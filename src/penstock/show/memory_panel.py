@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.timeline import Timeline
-from penstock.show.curve import MemoryCurve, largest_within, memory_curves, without_spikes
+from penstock.show.curve import MemoryCurve, knows_bytes, largest_within, memory_curves, without_spikes
 from penstock.show.lanes import TimeScale
 from penstock.show.palette import blend
 from penstock.show.sheet import DOTS_PER_INCH, Sheet
@@ -22,7 +22,7 @@ def draw_memory(axes: Any, timeline: Timeline, scale: TimeScale, sheet: Sheet) -
     """Draw the curves of the ranks, of many only some: the first, the last, the one with the peak, and some between."""
     curves = [without_spikes(curve) for curve in memory_curves(timeline)]
     ranks = chosen_ranks(curves)
-    in_bytes = curves[0].is_bytes
+    in_bytes = knows_bytes(timeline)
     largest = max(int(curve.alive.max()) for curve in curves)
     unit, name = byte_unit(largest) if in_bytes else (1, "activations")
     columns = np.linspace(0.0, scale.end_s, int(DOTS_PER_INCH * sheet.inner_width * STEPS_PER_DOT) + 1)

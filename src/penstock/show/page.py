@@ -14,13 +14,13 @@ from penstock.errors import ConfigError
 from penstock.ir.action import Kind
 from penstock.ir.operations import OPERATIONS, Op
 from penstock.ir.timeline import Timeline
-from penstock.show.bars import COLLECTIVE, FOOT, NAMES, last_end_s, sorts_used, window_s
+from penstock.show.bars import COLLECTIVE, FOOT, NAMES, last_end_s, window_s
 from penstock.show.block_table import BlockTable, block_table
 from penstock.show.columns import Packed, pack
-from penstock.show.figures import describe_shape, figures_of, idle_share
+from penstock.show.figures import describe_shape, figures_of, idle_share, legend_of
 from penstock.show.html import VARIABLES, bundle, fill, read, style_of_themes
 from penstock.show.idle import NAME_OF_CAUSE
-from penstock.show.layout import describe_shades, kinds_used, num_blocks, num_shades, period_s, typical_block_s
+from penstock.show.layout import describe_shades, num_blocks, num_shades, period_s, typical_block_s
 from penstock.show.palette import (
     COLLECTIVE_COLOUR,
     THEMES,
@@ -28,7 +28,6 @@ from penstock.show.palette import (
     block_colours,
     find_theme,
     ink_on,
-    legend_name,
     to_hex,
 )
 from penstock.show.text import format_share
@@ -111,10 +110,7 @@ def _figures(name: str, figures: dict[str, str]) -> str:
 
 
 def _legend(timelines: list[Timeline]) -> str:
-    colours = block_colours(max(num_shades(timeline.program) for timeline in timelines))
-    swatches = {legend_name(Kind(kind)): colours[Kind(kind)] for kind in kinds_used(timelines)}
-    bars = {NAMES[sort]: (COLLECTIVE_COLOUR if sort == COLLECTIVE else "var(--ink)",) for sort in sorts_used(timelines)}
-    entries = {**swatches, "bubble": ("var(--bubble)",), **bars}
+    entries = legend_of(timelines, ink="var(--ink)", bubble="var(--bubble)")
     return "".join(
         f'<span><span class="swatch">{"".join(f"<i style=background:{colour}></i>" for colour in ramp)}</span>'
         f"{escape(name)}</span>"

@@ -42,8 +42,15 @@ class Sheet:
         Raises:
             ConfigError: for a format other than SVG and PNG, or if matplotlib is not installed.
         """
-        margins = scale_of(inner_width) * (MARGIN_LEFT + MARGIN_RIGHT)
-        return cls(new_figure(inner_width + margins, height, theme, format), inner_width, height, theme, format)
+        if format not in FORMATS:
+            raise ConfigError(f"unknown format {format!r}; a chart is {' or '.join(FORMATS)}", key="format")
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ConfigError("charts need matplotlib; pip install '.[plot]' in Penstock's clone") from error
+        width = inner_width + scale_of(inner_width) * (MARGIN_LEFT + MARGIN_RIGHT)
+        figure = Figure(figsize=(width, height), dpi=DOTS_PER_INCH, facecolor=theme.background)
+        return cls(figure, inner_width, height, theme, format)
 
     @property
     def scale(self) -> float:
@@ -86,31 +93,11 @@ class Sheet:
         )
 
     def to_bytes(self) -> bytes:
-        """Return the picture as a file; the same drawing gives the same bytes."""
-        return file_of(self.figure, self.format)
+        """Return the picture as a file: text stays text, and the same drawing gives the same bytes."""
+        from matplotlib import rc_context
 
-
-def new_figure(width: float, height: float, theme: Theme, format: str) -> Any:
-    """Return an empty figure of so many inches, for a file of this format.
-
-    Raises:
-        ConfigError: for a format other than SVG and PNG, or if matplotlib is not installed.
-    """
-    if format not in FORMATS:
-        raise ConfigError(f"unknown format {format!r}; a chart is {' or '.join(FORMATS)}", key="format")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("charts need matplotlib; pip install '.[plot]' in Penstock's clone") from error
-    return Figure(figsize=(width, height), dpi=DOTS_PER_INCH, facecolor=theme.background)
-
-
-def file_of(figure: Any, format: str) -> bytes:
-    """Return a figure as a file; text stays text, and there is no date and no random identifier."""
-    from matplotlib import rc_context
-
-    buffer = BytesIO()
-    metadata = {"Date": None} if format == "svg" else {"Software": None}
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "penstock"}):
-        figure.savefig(buffer, format=format, metadata=metadata)
-    return buffer.getvalue()
+        buffer = BytesIO()
+        metadata = {"Date": None} if self.format == "svg" else {"Software": None}
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "penstock"}):
+            self.figure.savefig(buffer, format=self.format, metadata=metadata)
+        return buffer.getvalue()
