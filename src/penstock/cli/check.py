@@ -4,11 +4,11 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from penstock.cli.command import Command
 from penstock.cli.output import say
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError
 
+SUMMARY = "Prove a schedule file, or say everything that is wrong with it."
 LIMIT_HELP = (
     "what a rank may hold at once: 20GiB, or a number of bytes, with costs that say how large activations are; "
     "or '12 activations'"
@@ -68,6 +68,3 @@ def read_text(name: str) -> str:
         raise ConfigError(f"{name}: cannot be read ({error.strerror}). Give the path of a schedule file") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: byte {error.start} is not UTF-8 text. Give a CSV or JSON schedule file") from error
-
-
-COMMAND = Command("check", "Prove a schedule file, or say everything that is wrong with it.", add_arguments, run)

@@ -3,12 +3,12 @@
 from argparse import ArgumentParser, Namespace
 
 from penstock.cli.check import LIMIT_HELP
-from penstock.cli.command import Command
 from penstock.cli.pictures import CHARTS, add_picture_arguments, refuse_useless, wanted_format, write_result
 from penstock.cli.shape import add_schedules
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError
 
+SUMMARY = "Compare schedules: makespan, bubble, memory and messages under given costs."
 FORMAT_OF_SUFFIX = {".txt": "table", ".json": "json", ".svg": "svg", ".png": "png", ".html": "html", ".htm": "html"}
 
 
@@ -81,11 +81,3 @@ def run(arguments: Namespace) -> int:
     for row in refused if format in CHARTS else ():
         complain(f"{row.name} is not in the picture: {row.reason}")
     return ExitStatus.FINE
-
-
-COMMAND = Command(
-    "compare",
-    "Compare schedules: makespan, bubble, memory and messages under given costs.",
-    add_arguments,
-    run,
-)

@@ -4,12 +4,12 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from penstock.cli.check import read_text
-from penstock.cli.command import Command
 from penstock.cli.output import say
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError
 from penstock.ir.formats import FORMAT_OF_SUFFIX, READABLE, WITH_COMMUNICATION, WRITABLE
 
+SUMMARY = "Convert a schedule file to another format, proved on the way."
 STREAM = "-"
 """Stands for standard input or output."""
 
@@ -66,6 +66,3 @@ def _refuse_to_replace(path: Path, is_forced: bool) -> None:
         raise ConfigError(f"{path} is no ordinary file; give another name, or - for standard output", key="OUT")
     if not is_forced:
         raise ConfigError(f"{path} is there already; give another name, or --force to replace it", key="OUT")
-
-
-COMMAND = Command("convert", "Convert a schedule file to another format, proved on the way.", add_arguments, run)

@@ -3,10 +3,11 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from penstock.cli.command import Command
 from penstock.cli.output import say
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError
+
+SUMMARY = "Say where the time of a recorded step went, and what would help; or what this machine has."
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -51,9 +52,3 @@ def _examine_system() -> int:
     rows = [(finding.subject, finding.found, finding.fix) for finding in examine_system()]
     say(format_table(("what", "found", "what to fix"), rows))
     return ExitStatus.FINE
-
-
-COMMAND = Command(
-    "doctor", "Say where the time of a recorded step went, and what would help; or what this machine has.",
-    add_arguments, run,
-)  # fmt: skip

@@ -2,8 +2,9 @@
 
 import errno
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from typing import Protocol
 
 from penstock.cli import check, compare, convert, doctor, profile, schedules, show, train
 from penstock.cli.compiling import compiling_reported
@@ -13,16 +14,21 @@ from penstock.errors import PenstockError
 from penstock.version import VERSION
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-COMMANDS = (
-    train.COMMAND,
-    schedules.COMMAND,
-    show.COMMAND,
-    check.COMMAND,
-    compare.COMMAND,
-    convert.COMMAND,
-    profile.COMMAND,
-    doctor.COMMAND,
-)
+
+
+class Command(Protocol):
+    """A module with one command, of its name; it imports what is heavy when it runs, so that `--help` stays fast."""
+
+    __name__: str
+    SUMMARY: str
+
+    def add_arguments(self, parser: ArgumentParser) -> None: ...
+
+    def run(self, arguments: Namespace) -> int:
+        """Return the exit status."""
+
+
+COMMANDS: tuple[Command, ...] = (train, schedules, show, check, compare, convert, profile, doctor)
 
 
 def build_parser() -> ArgumentParser:
@@ -37,7 +43,8 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=f"penstock {VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
-        child = commands.add_parser(command.name, help=command.summary, description=command.summary, allow_abbrev=False)
+        name, summary = command.__name__.rpartition(".")[2], command.SUMMARY
+        child = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         command.add_arguments(child)
         child.set_defaults(run=command.run)
     return parser

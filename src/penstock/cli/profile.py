@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.command import Command
 from penstock.cli.run_file import add_run_arguments, run_on_ranks
 from penstock.errors import ConfigError
 
+SUMMARY = "Measure what a run's computations and messages cost, and write it for `compare` and `show`."
 NUM_STEPS = 5
 
 
@@ -68,11 +68,3 @@ def _profile(arguments: Namespace, config: Any) -> None:
     with atomic_file(path.absolute()) as file:
         file.write(costs_to_toml(profile.layer_costs).encode())
     say(f"{profile_text(profile)}\n\ncosts written to {path}: penstock compare NAME ... --costs {path}")
-
-
-COMMAND = Command(
-    "profile",
-    "Measure what a run's computations and messages cost, and write it for `compare` and `show`.",
-    add_arguments,
-    run,
-)

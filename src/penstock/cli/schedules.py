@@ -3,10 +3,10 @@
 import shutil
 from argparse import ArgumentParser, Namespace
 
-from penstock.cli.command import Command
 from penstock.cli.output import complain, say
 from penstock.cli.status import ExitStatus
 
+SUMMARY = "List every family of schedules, or tell all about one."
 WIDTH = 140
 """Columns where the output is no terminal."""
 
@@ -38,6 +38,3 @@ def run(arguments: Namespace) -> int:
     families = [*FAMILIES.values(), *installed.values()]
     say(handbook(families) if arguments.format == "markdown" else table_page(families, width))
     return ExitStatus.FINE
-
-
-COMMAND = Command("schedules", "List every family of schedules, or tell all about one.", add_arguments, run)

@@ -2,7 +2,6 @@
 
 from argparse import ArgumentParser, Namespace
 
-from penstock.cli.command import Command
 from penstock.cli.pictures import (
     CHARTS,
     PICTURES,
@@ -17,6 +16,7 @@ from penstock.cli.status import ExitStatus
 from penstock.ir.formats import FORMAT_OF_SUFFIX, WRITABLE
 from penstock.ir.schedule import Schedule
 
+SUMMARY = "Print a schedule, or the program it is lowered to, or draw its timeline."
 DEFAULT_COSTS = "F=1,I=1,W=1"
 FORMAT_HELP = (
     "default: grid, or by the suffix of PATH. svg, png: the timeline as a chart; html: as a page to zoom and point at; "
@@ -75,8 +75,3 @@ def _picture(schedule: Schedule, format: str, arguments: Namespace) -> bytes:
     if format == "html":
         return to_page({"predicted": timeline}, costs={"predicted": costs}, title=title, theme=arguments.theme)
     return timeline_chart(timeline, format=format, title=title, theme=arguments.theme or "light")
-
-
-COMMAND = Command(
-    "show", "Print a schedule, or the program it is lowered to, or draw its timeline.", add_arguments, run
-)

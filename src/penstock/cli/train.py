@@ -8,10 +8,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from penstock.cli.command import Command
 from penstock.cli.lifetime import launcher_of
 from penstock.cli.output import say
 from penstock.cli.run_file import add_run_arguments, is_rank, run_on_ranks
+
+SUMMARY = "Train a run; starts its ranks on this machine, or joins torchrun's."
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -62,6 +63,3 @@ def _start_of(arguments: Namespace) -> Any:
     if arguments.force:
         return Start.FORCE
     return Start.FRESH if arguments.fresh else Start.BY_RULE
-
-
-COMMAND = Command("train", "Train a run; starts its ranks on this machine, or joins torchrun's.", add_arguments, run)
