@@ -33,6 +33,15 @@ def test_a_row_starts_when_its_rank_is_free_and_its_inputs_are_there():
     assert result.reached.tolist() == [2, 4]
 
 
+@given(feasible_schedules())
+def test_whole_durations_make_whole_times(schedule):
+    times, whole = walked(schedule), walked(schedule, durations=(1, 2, 1, 1))
+
+    assert whole.start.dtype.kind == whole.end.dtype.kind == "i"
+    assert np.array_equal(whole.start, times.start)
+    assert np.array_equal(whole.end, times.end)
+
+
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 3), (2, 2), (4, 8)])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_the_makespan_is_that_of_the_formula(name, num_ranks, num_microbatches):

@@ -16,7 +16,7 @@ from penstock.ir.table import Table
 from penstock.ir.walk import Walk, walk
 
 Starts = NDArray[np.unsignedinteger[Any]]
-UNITS = np.array([OPERATIONS[op].units for op in Op], np.float64)
+UNITS = np.array([OPERATIONS[op].units for op in Op], np.int8)
 
 
 def walk_untimed(table: Table, predecessors: NDArray[np.int32]) -> Walk:

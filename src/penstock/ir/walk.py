@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 
 from penstock.ir.hot import Hot, frozen
 
-NOT_RUN = -1.0
-BLOCKED = -2.0
+NOT_RUN = -1
+BLOCKED = -2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Walk:
     """What ran when: times in the unit of the durations; `NOT_RUN` where a row never became ready."""
 
-    start: NDArray[np.float64]
-    end: NDArray[np.float64]
+    start: NDArray[Any]
+    end: NDArray[Any]
     reached: NDArray[np.int64]
     """[num_ranks] the first row that did not run, or the end of the rank's rows."""
 
@@ -34,7 +34,7 @@ def walk(
     offsets: NDArray[Any],
     predecessors: NDArray[np.int32],
     joined: NDArray[np.bool_],
-    duration: NDArray[np.float64],
+    duration: NDArray[Any],
     *,
     lag: NDArray[np.float64] | None = None,
     visits: NDArray[np.int64] | None = None,
@@ -42,17 +42,20 @@ def walk(
 ) -> Walk:
     """Run every rank's rows in order, each as early as its predecessors allow.
 
-    `offsets` [num_ranks + 1], `predecessors` [num_rows, n] with -1 for none, `duration` [num_rows]. `lag` [num_rows, k]
+    `offsets` [num_ranks + 1], `predecessors` [num_rows, n] with -1 for none, `duration` [num_rows], and where these are
+    whole numbers, so are all times. `lag` [num_rows, k]
     is the time from the end of a predecessor until the row may start, for the first k columns of predecessors; the
     others have none. `visits` [num_ranks] is the order in which ranks are looked at again and again, and `compiled`
     asks for compiled loops for a small table too: both change nothing but how fast the walk is.
     """
     num_rows = len(duration)
     lag_of_edge = np.zeros((num_rows, 0)) if lag is None else lag
-    result = Walk(np.full(num_rows, NOT_RUN), np.full(num_rows, NOT_RUN), offsets[:-1].astype(np.int64))
+    of_time = np.result_type(duration, np.int32)
+    start, end = np.full((2, num_rows), NOT_RUN, of_time)
+    result = Walk(start, end, offsets[:-1].astype(np.int64))
     turns = np.arange(len(offsets) - 1) if visits is None else visits
     columns = map(frozen, (offsets, predecessors, joined, duration, lag_of_edge, turns))
-    times = (result.start, result.end, result.reached, np.zeros(len(offsets) - 1))
+    times = (result.start, result.end, result.reached, np.zeros(len(offsets) - 1, of_time))
     if compiled:
         _WALK.compiled(*columns, *times)
     else:
@@ -62,15 +65,15 @@ def walk(
 
 def _ready_time(predecessors: Any, end: Any, lag: Any, row: int, partner: int) -> float:
     """When the row can start, or BLOCKED; it does not wait for the other row of its pair."""
-    ready = 0.0
+    ready = 0
     num_lags = lag.shape[1]
     for column in range(predecessors.shape[1]):
         before = predecessors[row, column]
         if before < 0 or before == partner:
             continue
         ended = end[before]
-        if ended == -1.0:  # NOT_RUN
-            return -2.0  # BLOCKED
+        if ended == -1:  # NOT_RUN
+            return -2  # BLOCKED
         if column < num_lags:
             ended += lag[row, column]
         if ended > ready:  # interpreted, a call of max takes longer than all of this
@@ -104,10 +107,10 @@ def _visit_all(
             # result before the end of both.
             last = row + 1 if joined[row] else row
             ready = _ready_time(predecessors, end, lag, row, last)
-            if last > row and ready >= 0.0:
+            if last > row and ready >= 0:
                 other = _ready_time(predecessors, end, lag, last, row)
-                ready = max(ready, other) if other >= 0.0 else other
-            if ready < 0.0:  # BLOCKED
+                ready = max(ready, other) if other >= 0 else other
+            if ready < 0:  # BLOCKED
                 break
             begin = ready if ready > rank_free else rank_free
             rank_free = begin + duration[row]
