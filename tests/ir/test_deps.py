@@ -112,6 +112,13 @@ def test_identities_count_slices_within_microbatches_within_stages():
     assert num_identities(schedule) == 8
 
 
+def test_numbers_of_a_short_column_multiply_without_overflow():
+    schedule = build("1f1b", ranks=200, microbatches=200)
+
+    assert schedule.stage.dtype == np.int16
+    assert sorted(set(identities(schedule).tolist())) == list(range(200 * 200))
+
+
 @given(feasible_schedules())
 def test_tables_of_many_blocks_have_the_predecessors_of_one(schedule):
     program = lower(schedule)

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from penstock.errors import ScheduleError
 from penstock.ir.instruction import Instruction, Op
 from penstock.ir.program import NewRows, Program
+from penstock.lowering import lower
 from penstock.schedules import build
 
 SCHEDULE = build("gpipe", ranks=2, microbatches=2)
@@ -79,10 +81,29 @@ def test_inserting_leaves_the_original_as_it_was():
 def test_reordering_takes_whole_rows():
     program = Program.from_schedule(SCHEDULE).with_slots(np.arange(8, dtype=np.int32))
 
-    turned = program.reordered(np.array([1, 0, 2, 3, 4, 5, 6, 7]))
+    turned = program.reordered([np.array([1, 0, 2, 3]), np.arange(4)])
 
     assert texts(turned)[0] == ["0F1", "0F0", "0B0", "0B1"]
     assert [instruction.slot for instruction in turned[0]] == [1, 0, 2, 3]
+
+
+def test_a_reordered_program_says_anew_which_rows_compute():
+    program = lower(SCHEDULE)
+    rows = program.compute_rows(0)
+
+    turned = program.reordered([np.arange(length)[::-1] for length in np.diff(program.offsets)])
+
+    assert turned.compute_rows(0).tolist() == (program.offsets[1] - 1 - rows)[::-1].tolist()
+    assert turned.ops == program.ops
+
+
+def test_slots_that_no_program_can_hold_are_refused():
+    program = Program.from_schedule(SCHEDULE)
+
+    with pytest.raises(ScheduleError, match="position 3: slot -1 is out of range"):
+        program.with_slots(np.array([0, 0, 0, -1, 0, 0, 0, 0]))
+    with pytest.raises(ScheduleError, match="the column slot has shape"):
+        program.with_slots(np.zeros(7, np.int32))
 
 
 def test_forward_only_means_no_backward_whatever_else_there_is():

@@ -10,11 +10,26 @@ from penstock.errors import ScheduleError
 from penstock.ir.action import OverlappedPair
 from penstock.ir.operations import IS_SEND, Op
 from penstock.ir.schedule import Schedule
+from penstock.ir.table import short_type
 from penstock.lowering import lower
 from penstock.schedules import build
 from tests.strategies import feasible_schedules
 
 PROGRAM = lower(build("1f1b", ranks=2, microbatches=2), tied_groups=[(0, 1)], optimizer_step=True)
+
+
+@pytest.mark.parametrize(("largest", "expected"), [(0, np.int16), (32_767, np.int16), (32_768, np.int32)])
+def test_a_column_is_short_where_its_numbers_are(largest, expected):
+    assert short_type(largest) is expected
+
+
+@given(schedule=feasible_schedules())
+def test_the_last_backwards_are_those_after_which_a_stage_has_none(schedule):
+    found = schedule.last_backwards()
+
+    for stage in range(schedule.num_stages):
+        rows = np.flatnonzero(schedule.is_backward & (schedule.stage == stage))
+        assert found[stage] == (rows[-1] if len(rows) else -1)
 
 
 @given(schedule=feasible_schedules())

@@ -145,13 +145,18 @@ def identities(table: Table) -> NDArray[np.int32]:
     """[num_rows] a number for each (stage, microbatch, slice), below `num_identities`."""
     result = np.empty(table.num_rows, np.int32)
     for part in blocks(table.num_rows):
-        identity = table.stage[part] * np.int32(table.num_microbatches)
-        identity += table.microbatch[part]
-        if table.num_slices > 1:
-            identity *= np.int32(table.num_slices)
-            identity += table.slice[part]
-        result[part] = identity
+        result[part] = identities_of(table, part)
     return result
+
+
+def identities_of(table: Table, part: slice) -> NDArray[np.int32]:
+    """Return `identities` for some rows."""
+    identity = table.stage[part] * np.int32(table.num_microbatches)
+    identity += table.microbatch[part]
+    if table.num_slices > 1:
+        identity *= np.int32(table.num_slices)
+        identity += table.slice[part]
+    return identity
 
 
 def num_identities(table: Table) -> int:
@@ -181,9 +186,12 @@ class _Index:
     def cells(self, lookup: Cells, part: slice, slice_shift: int = 0) -> Cells:
         """[num_rows] the cells of a block of rows; the last cell of all for none."""
         table, num_slices = self.table, self.shape[2]
-        found: Cells = lookup[table.op[part].astype(np.intp) * table.num_stages + table.stage[part]]
-        found += table.microbatch[part].astype(np.int64) * num_slices
-        found += table.slice[part]
+        found: Cells = lookup.take(table.op[part].astype(np.intp) * table.num_stages + table.stage[part])
+        if num_slices == 1:
+            found += table.microbatch[part]
+        else:
+            found += table.microbatch[part].astype(np.int64) * num_slices
+            found += table.slice[part]
         if slice_shift:
             shifted = table.slice[part] + slice_shift
             found += slice_shift

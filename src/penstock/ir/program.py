@@ -1,5 +1,6 @@
 """`Program`: for every rank its instructions in order, as one immutable table; what is simulated and executed."""
 
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ from penstock.ir.formats.torch_csv import program_from_csv, table_to_csv
 from penstock.ir.instruction import Instruction
 from penstock.ir.operations import IS_IN_TORCH, NAMES_MICROBATCH, NUM_OPS, Op
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Ints, Table
+from penstock.ir.table import Ints, Table, short_type
 from penstock.placement import Placement
 
 
@@ -59,7 +60,8 @@ class Program(Table):
             num_microbatches=schedule.num_microbatches,
             num_slices=schedule.num_slices,
             **columns,
-            peer=schedule.stage,
+            # A tied reduction has the number of its group there.
+            peer=schedule.stage.astype(short_type(max(schedule.num_stages, len(tied_groups))), copy=False),
             slot=np.zeros(schedule.num_rows, np.int32),
             tied_groups=tied_groups,
             omits_reductions=not schedule.is_forward_only,
@@ -92,19 +94,21 @@ class Program(Table):
     def __getitem__(self, rank: int) -> list[Instruction]:
         return [self.instruction(row) for row in self._rows_of_rank(rank)]
 
-    def reordered(self, order: Ints) -> "Program":
-        """Return the same instructions in another order; rows stay on their rank."""
+    def reordered(self, orders: Iterable[Ints]) -> "Program":
+        """Return the same instructions in another order: for each rank the positions at which they are now."""
         # Before lowering is done, several columns are 0 everywhere: in any order they are the same.
         columns = {name: np.empty_like(column) for name in self.COLUMNS if (column := getattr(self, name)).any()}
-        for begin, end in pairwise(self.offsets.tolist()):  # a rank's rows stay in cache while they change places
-            within = order[begin:end].astype(np.intp) - begin
+        for (begin, end), order in zip(pairwise(self.offsets.tolist()), orders, strict=True):
             for name, column in columns.items():  # another mode than "raise" writes to `out` without a copy between
-                getattr(self, name)[begin:end].take(within, out=column[begin:end], mode="clip")
-        return replace(self, **columns)
+                getattr(self, name)[begin:end].take(order, out=column[begin:end], mode="clip")
+        return self._with(**columns)
 
     def with_slots(self, slot: Ints) -> "Program":
         """Return the same instructions with other slots."""
-        return replace(self, slot=slot)
+        program = self._with(slot=slot)
+        program._require_shapes()
+        program._require_range("slot", 0, None)
+        return program
 
     def inserted(self, new: "NewRows", **changes: Any) -> "Program":
         """Return the program with rows put in and other `changes`; among rows at one place, the order given counts."""

@@ -12,10 +12,8 @@ from penstock.ir.action import Action, OverlappedPair
 from penstock.ir.formats.json_text import schedule_from_json, schedule_to_json
 from penstock.ir.formats.torch_csv import schedule_from_csv, table_to_csv
 from penstock.ir.operations import IS_COMPUTE, KIND_LETTERS, Kind
-from penstock.ir.table import Ints, Table, out_of_range
+from penstock.ir.table import Ints, Table, out_of_range, short_type
 from penstock.placement import Placement
-
-_MAX_SHORT = np.iinfo(np.int16).max
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -59,12 +57,10 @@ class Schedule(Table):
         offsets = np.zeros(len(orders) + 1, np.int64)
         np.cumsum([len(order) for order in orders], out=offsets[1:])
         num_rows = int(offsets[-1])
-        kind: Ints = np.zeros(num_rows, np.int8)
-        stage: Ints = np.zeros(num_rows, np.int32)
-        microbatch: Ints = np.zeros(num_rows, np.int32)
-        slices: Ints = np.zeros(num_rows, np.int16 if num_slices <= _MAX_SHORT + 1 else np.int32)
-        columns = {"kind": kind, "stage": stage, "microbatch": microbatch, "slice": slices}
         largest = (max(Kind), placement.num_stages - 1, num_microbatches - 1, num_slices - 1)
+        kind: Ints = np.zeros(num_rows, np.int8)
+        stage, microbatch, slices = (np.zeros(num_rows, short_type(limit)) for limit in largest[1:])
+        columns = {"kind": kind, "stage": stage, "microbatch": microbatch, "slice": slices}
         for rank, (order, begin, end) in enumerate(zip(orders, offsets, offsets[1:], strict=False)):
             for what, numbers, limit in zip(columns, order.T if len(order) else (), largest, strict=False):
                 _require_fits(name, rank, what, numbers, limit)

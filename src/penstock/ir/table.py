@@ -11,6 +11,7 @@ sense is for `penstock.check` to prove.
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -112,6 +113,14 @@ class Table(ABC):
             counts += np.bincount(self.op[part], minlength=NUM_OPS)
         return [op for op in Op if counts[op]]
 
+    def last_backwards(self) -> NDArray[np.int64]:
+        """[num_stages] the last row of each stage that is a backward or a part of one, -1 without any."""
+        last = np.full(self.num_stages, -1, np.int64)
+        for part in blocks(self.num_rows):
+            rows = part.start + np.flatnonzero(IS_BACKWARD.take(self.op[part]))
+            last[self.stage[rows]] = rows  # rows ascend, and the last assignment stays
+        return last
+
     def rows_of(self, flags: Flags) -> NDArray[np.intp]:
         """Return the rows whose operations have a flag, such as `operations.IS_SEND`, in order."""
         is_there = any(flags[op] for op in self.ops)
@@ -131,8 +140,18 @@ class Table(ABC):
     def selected(self, rows: NDArray[np.intp], names: Sequence[str]) -> dict[str, Any]:
         """Return these columns of these rows, which ascend, and their offsets."""
         columns = {name: getattr(self, name)[rows] for name in names}
-        columns["joined"] &= np.append(rows[1:] == rows[:-1] + 1, False)[: len(rows)]
+        if columns["joined"].any():
+            columns["joined"] &= np.append(rows[1:] == rows[:-1] + 1, False)[: len(rows)]
         return {**columns, "offsets": np.searchsorted(rows, self.offsets)}
+
+    def _with(self, **columns: NDArray[Any]) -> Self:
+        """Return the table with other columns that are as valid as its own, which it does not look at again."""
+        table = copy(self)
+        for name, column in columns.items():
+            object.__setattr__(table, name, frozen(column))
+        if "op" in columns:
+            table.__dict__.pop("is_compute", None)
+        return table
 
     @abstractmethod
     def actions(self) -> Any:
@@ -234,6 +253,14 @@ class Table(ABC):
         rank = int(np.searchsorted(self.offsets, row, side="right")) - 1
         position = row - int(self.offsets[rank])
         return out_of_range(self.name, rank, position, f"{what} {getattr(self, what)[row]}", expected)
+
+
+def short_type(largest: int) -> type[np.signedinteger[Any]]:
+    """Return the type of a column of numbers from 0 to `largest`; the smaller a table, the faster it is to go through.
+
+    A product with a Python number would be as short and could overflow: make it with `np.int32` or `np.int64`.
+    """
+    return np.int16 if largest <= np.iinfo(np.int16).max else np.int32
 
 
 def out_of_range(name: str, rank: int, position: int, what: str, expected: str) -> ScheduleError:

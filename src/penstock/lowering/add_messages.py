@@ -27,6 +27,7 @@ from penstock.ir.hot import Hot, blocks
 from penstock.ir.linear_extension import Starts, linear_extension, order_by_ends, walk_untimed, whole_starts
 from penstock.ir.operations import MADE, MESSAGES, Op
 from penstock.ir.program import Program
+from penstock.ir.table import Ints, short_type
 
 ACTION, SEND, RECEIVE = range(3)
 """What a row of the new program does with an action: run it, or move its message at either end."""
@@ -49,15 +50,18 @@ def add_messages(program: Program, start: Starts | None = None, *, in_groups: bo
     layout = _lay_out(program, starts, peer, in_groups=in_groups)
     num_rows = len(layout.action)
     columns: dict[str, Any] = {name: np.zeros(num_rows, getattr(program, name).dtype) for name in Program.COLUMNS}
+    copied = [name for name in ("microbatch", "slice") if getattr(program, name).any()]  # the others stay 0
+    has_pairs = bool(program.joined.any())
     for part in blocks(num_rows):
         action, role = layout.action[part].astype(np.intp), layout.role[part]
         stage, other = program.stage.take(action), peer.take(action)
         columns["op"][part] = OPS.take(len(Op) * role.astype(np.intp) + program.op.take(action))
         columns["stage"][part] = np.where(role == RECEIVE, other, stage)
         columns["peer"][part] = np.where(role == SEND, other, stage)
-        columns["microbatch"][part] = program.microbatch.take(action)
-        columns["slice"][part] = program.slice.take(action)
-        columns["joined"][part] = program.joined.take(action) & (role == ACTION)
+        for name in copied:
+            columns[name][part] = getattr(program, name).take(action)
+        if has_pairs:
+            columns["joined"][part] = program.joined.take(action) & (role == ACTION)
     return replace(program, **columns, offsets=layout.offsets)
 
 
@@ -68,14 +72,14 @@ def _starts(program: Program) -> Starts:
     return whole_starts(walked)
 
 
-def _peers(program: Program) -> NDArray[np.int32]:
+def _peers(program: Program) -> Ints:
     """[num_instructions] the stage on another rank that gets what the row makes, or `NONE`."""
     rank_of_stage = np.array(program.placement.rank_of_stage)
-    receivers = peers_of_messages(program.placement)[OPS[SEND]]
+    receivers = peers_of_messages(program.placement)[OPS[SEND]].astype(short_type(program.num_stages))
     receivers[MADE < 0] = NONE
     # Stages of one rank need no message. NONE indexes the last stage here, which does no harm: it is NONE either way.
     receivers[rank_of_stage[receivers] == rank_of_stage] = NONE
-    found = np.empty(program.num_rows, np.int32)
+    found = np.empty(program.num_rows, receivers.dtype)
     for part in blocks(program.num_rows):
         key = program.op[part].astype(np.intp) * program.num_stages + program.stage[part]
         receivers.reshape(-1).take(key, out=found[part], mode="clip")
@@ -91,7 +95,7 @@ class _Layout:
     offsets: NDArray[np.int64]
 
 
-def _lay_out(program: Program, start: Starts, peer: NDArray[np.int32], *, in_groups: bool) -> _Layout:
+def _lay_out(program: Program, start: Starts, peer: Ints, *, in_groups: bool) -> _Layout:
     rank = program.rank_of_row
     rank_of_stage = np.array(program.placement.rank_of_stage, np.int32)
     receiver = np.append(rank_of_stage, np.int32(NONE)).take(peer, mode="wrap")  # NONE is -1: the entry appended

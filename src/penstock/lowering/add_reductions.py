@@ -35,11 +35,9 @@ def add_reductions(program: Program) -> Program:
 
 def _stage_reductions(program: Program) -> tuple[list[int], list[int], list[int], list[int]]:
     """Columns (row that it comes after, op, stage, peer) of one REDUCE_GRAD per stage."""
-    last_row = np.full(program.num_stages, -1, np.int64)
-    backwards = np.flatnonzero(program.is_backward)
-    # Rows ascend along a rank, so the last assignment of a stage is its last backward.
-    last_row[program.stage[backwards]] = backwards + program.joined[backwards]
-    stages = [stage for stage in range(program.num_stages) if last_row[stage] >= 0]
+    last = program.last_backwards()
+    last_row = last + program.joined[last]
+    stages = [stage for stage in range(program.num_stages) if last[stage] >= 0]
     after = [_behind_sends(program, int(last_row[stage])) for stage in stages]
     return after, [Op.REDUCE_GRADIENT] * len(stages), list(stages), list(stages)
 

@@ -16,6 +16,7 @@ from penstock.ir.deps import identities, num_identities
 from penstock.ir.hot import Hot
 from penstock.ir.operations import BEGINS_KEEPING, ENDS_KEEPING, IS_COMPUTE, IS_RECEIVE, IS_SEND, MADE, MOVED, TAKEN
 from penstock.ir.program import Program
+from penstock.ir.table import short_type
 
 ACTIVATION, RECEIVE, SEND = range(3)
 NUM_POOLS = 3
@@ -68,13 +69,11 @@ def assign_slots(program: Program) -> Program:
     num_rows = program.num_instructions
     identity = identities(program)
     num_cells = num_identities(program) + 1
-    is_sent = np.zeros((2, num_cells), np.bool_)
-    sends = program.rows_of(IS_SEND)
-    is_sent[MOVED[program.op[sends]], identity[sends]] = True
     slot = np.zeros(num_rows, np.int32)
     longest = int(np.diff(program.offsets).max(initial=0))
     messages = (2, num_cells)
-    cells = Cells(is_sent, np.zeros(num_cells, np.int32), np.zeros(messages, np.int32), np.zeros(messages, np.int32))
+    is_sent, kept = np.zeros(messages, np.bool_), np.zeros(num_cells, np.int32)
+    cells = Cells(is_sent, kept, np.zeros(messages, np.int32), np.zeros(messages, np.int32))
     counts = np.zeros((2, NUM_POOLS), np.int64)
     pools = Pools(np.zeros((NUM_POOLS, longest + 1), np.int32), counts[0], counts[1])
     rows = Rows(program.op, program.joined, identity, slot)
@@ -82,7 +81,7 @@ def assign_slots(program: Program) -> Program:
     ends = BEGINS_KEEPING if program.is_forward_only else ENDS_KEEPING
     rules = Rules(IS_COMPUTE, BEGINS_KEEPING, ends, IS_SEND, IS_RECEIVE, MOVED, MADE, TAKEN)
     _ASSIGN(num_rows, program.offsets, rows, rules, cells, pools)
-    return program.with_slots(slot)
+    return program.with_slots(slot.astype(short_type(int(slot.max(initial=0)))))
 
 
 def _take_slot(pool: int, free: Any, num_free: Any, num_used: Any) -> int:
@@ -140,6 +139,10 @@ def _assign_rank(begin: int, end: int, rows: Rows, rules: Rules, cells: Cells, p
 
 
 def _assign_all(offsets: Any, rows: Rows, rules: Rules, cells: Cells, pools: Pools) -> None:
+    for row in range(len(rows.op)):
+        code = rows.op[row]
+        if rules.sends[code]:
+            cells.is_sent[rules.moved[code], rows.identity[row]] = True
     for rank in range(len(offsets) - 1):
         for pool in range(NUM_POOLS):
             pools.num_free[pool] = 0

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.operations import NEEDS_BACKWARD, OPERATIONS, Op
+from penstock.ir.operations import JOINS_RANKS, NEEDS_BACKWARD, OPERATIONS, Op
 from penstock.ir.program import Program
 from penstock.proofs.report import Findings, Subject
 
@@ -35,7 +35,7 @@ def check_collectives(subject: Subject, findings: Findings) -> list[Join] | None
     program = subject.table
     assert isinstance(program, Program)
     num_found = len(findings.violations)
-    last = _last_backward(program)
+    last = program.last_backwards()
     _check_reductions(program, last, findings)
     joins = _find_joins(subject, findings)
     is_complete = not program.is_forward_only and not leaves_reductions_out(program)
@@ -57,17 +57,10 @@ def leaves_reductions_out(program: Program) -> bool:
     return program.omits_reductions and not len(program.rows_of(NEEDS_BACKWARD))
 
 
-def _last_backward(program: Program) -> NDArray[np.int64]:
-    """[num_stages] the row of each stage's last backward, -1 without one."""
-    last = np.full(program.num_stages, -1, np.int64)
-    rows = np.flatnonzero(program.is_backward)
-    last[program.stage[rows]] = rows  # rows ascend, and the last assignment stays
-    return last
-
-
 def _check_reductions(program: Program, last: NDArray[np.int64], findings: Findings) -> None:
     subject = findings.subject
-    reductions = np.flatnonzero((program.op == Op.REDUCE_GRADIENT) | (program.op == Op.REDUCE_TIED))
+    updates = program.rows_of(NEEDS_BACKWARD)
+    reductions = updates[program.op[updates] != Op.OPTIMIZER_STEP]
     for row in reductions[reductions < last[program.stage[reductions]]].tolist():
         final = int(last[program.stage[row]])
         place = subject.place(final, seen_from=row)
@@ -76,7 +69,6 @@ def _check_reductions(program: Program, last: NDArray[np.int64], findings: Findi
             f"runs before {place}, the last backward of its stage: the gradient is not whole yet",
             f"Move it after {subject.text(final)}",
         )
-    updates = program.rows_of(NEEDS_BACKWARD)
     is_own = (program.op[updates] == Op.REDUCE_GRADIENT) | program.is_forward_only
     for row in updates[is_own & (last[program.stage[updates]] < 0)].tolist():
         what = "the program" if program.is_forward_only else f"stage {program.stage[row]}"
@@ -113,7 +105,7 @@ def _find_joins(subject: Subject, findings: Findings) -> dict[int, Join]:
     assert isinstance(program, Program)
     joins: dict[int, Join] = {}
     num_groups = len(program.tied_groups)
-    for row in np.flatnonzero((program.op == Op.REDUCE_TIED) | (program.op == Op.OPTIMIZER_STEP)).tolist():
+    for row in program.rows_of(JOINS_RANKS).tolist():
         is_tied = bool(program.op[row] == Op.REDUCE_TIED)
         number = int(program.peer[row]) if is_tied else num_groups
         name = _tied_name(number) if is_tied else "the optimizer step"
