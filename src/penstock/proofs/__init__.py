@@ -11,7 +11,7 @@ Every finding of one call ends in one `ScheduleError`. A proof that rests on ano
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.errors import ConfigError, described
@@ -21,7 +21,7 @@ from penstock.ir.live import peak_activations
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.transports import COALESCED, TransportModel, find_transports
-from penstock.proofs.channels import Messages, check_order, count_messages, find_exchanges, find_messages
+from penstock.proofs.channels import Messages, check_order, count_messages, find_exchanges, find_messages, join_messages
 from penstock.proofs.collectives import check_collectives, leaves_reductions_out
 from penstock.proofs.cycle import check_feasible
 from penstock.proofs.linear_extension import KeptOrder
@@ -118,8 +118,15 @@ def prove(
         findings.raise_if_any()
     names_exist = check_names(subject, findings)
     actions = Actions.of(subject)
-    order = _prove_order(actions, names_exist, known, findings)
-    peaks = check_limit(subject, actions, demand, findings)
+    if names_exist and known is not None and known.schedule == actions.schedule:
+        # One of two equal tables is kept: they may have millions of rows.
+        actions = replace(actions, schedule=known.schedule)
+        order = _Order(True, known.start, known.facts.num_messages)
+        counts = known.facts.peak_activations
+    else:
+        order = _prove_order(actions, names_exist, findings)
+        counts = peak_activations(actions.schedule)
+    peaks = check_limit(subject, actions, counts, demand, findings)
     messages = None
     if isinstance(table, Program) and order.is_whole:
         messages = _prove_program(subject, actions, order.start, models, findings)
@@ -152,9 +159,7 @@ class _Order:
     num_messages: int
 
 
-def _prove_order(actions: Actions, names_exist: bool, known: Proof | None, findings: Findings) -> _Order:
-    if names_exist and known is not None and known.schedule == actions.schedule:
-        return _Order(True, known.start, known.facts.num_messages)
+def _prove_order(actions: Actions, names_exist: bool, findings: Findings) -> _Order:
     is_complete = check_complete(actions, findings)
     if not names_exist:
         findings.raise_if_any()  # tables by stage and microbatch have no place for such rows
@@ -166,7 +171,7 @@ def _prove_order(actions: Actions, names_exist: bool, known: Proof | None, findi
 
 def _prove_program(
     subject: Subject, actions: Actions, start: Starts | None, models: Sequence[TransportModel], findings: Findings
-) -> Messages | None:
+) -> list[Messages] | None:
     """Prove what only programs have; a deadlock in the orders themselves is reported once, not per model."""
     num_found = len(findings.violations)
     rows = index_rows(subject.table)
@@ -177,14 +182,14 @@ def _prove_program(
     if is_matched and start is not None:
         order = KeptOrder.of(subject, actions, messages, start, is_grouped=COALESCED in models)
     if order is None or not order.is_kept:
-        messages = check_order(subject, messages, find_exchanges(joins or ()), findings)
+        messages = [check_order(subject, messages, find_exchanges(joins or ()), findings)]
     if joins is None or len(findings.violations) > num_found:
         return None
     check_slots(subject, rows, messages, findings)
     if order is not None:
         for model in models:
             if not order.proves(model):
-                check_transport(subject, Traffic(messages, joins), model, findings)
+                check_transport(subject, Traffic(join_messages(messages), joins), model, findings)
     return messages
 
 

@@ -4,7 +4,7 @@ A message is known by its direction (output or gradient), the stage that makes i
 a tied group send their gradients to each other on the same channels: such an exchange keeps its place among them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
@@ -49,39 +49,49 @@ def count_messages(actions: Actions, before: NDArray[np.int32]) -> int:
     count = 0
     for part in blocks(len(before)):
         source, stage = before[part, 0], actions.schedule.stage[part]
-        count += int(np.count_nonzero((source != NONE) & ((source < begin[stage]) | (source >= end[stage]))))
+        count += int(np.count_nonzero((source != NONE) & ((source < begin.take(stage)) | (source >= end.take(stage)))))
     return count
 
 
-def find_messages(subject: Subject, rows: RowIndex, findings: Findings) -> Messages:
+def find_messages(subject: Subject, rows: RowIndex, findings: Findings) -> list[Messages]:
     """Prove that every send has its receive, its producer and its consumer; return the messages that have all four.
 
-    `rows` are those of the program.
+    `rows` are those of the program. There is one entry per stage and direction; most are views of the index.
     """
-    possible = _possible_messages(subject, rows, findings)
-    is_needed, is_sent, is_received = (end != NONE for end in (possible.producer, possible.send, possible.receive))
-    is_whole = is_needed & is_sent & is_received
-    if is_whole.all():
-        return possible
-    if not np.array_equal(is_whole, is_needed | is_sent | is_received):
-        _tell_missing_ends(findings, possible)
-    return Messages(*(end[is_whole] for end in (possible.producer, possible.send, possible.receive, possible.consumer)))
+    found = []
+    for possible in _possible_messages(subject, rows, findings):
+        is_needed, is_sent, is_received = (end != NONE for end in (possible.producer, possible.send, possible.receive))
+        is_whole = is_needed & is_sent & is_received
+        if is_whole.all():
+            found.append(possible)
+            continue
+        if not np.array_equal(is_whole, is_needed | is_sent | is_received):
+            _tell_missing_ends(findings, possible)
+        ends = (possible.producer, possible.send, possible.receive, possible.consumer)
+        found.append(Messages(*(end[is_whole] for end in ends)))
+    return found
 
 
-def _possible_messages(subject: Subject, rows: RowIndex, findings: Findings) -> Messages:
+def join_messages(parts: Sequence[Messages]) -> Messages:
+    """Put messages one after the other."""
+    none = np.empty(0, np.int32)
+    ends = ("producer", "send", "receive", "consumer")
+    return Messages(*(np.concatenate([none, *(getattr(part, end) for part in parts)]) for end in ends))
+
+
+def _possible_messages(subject: Subject, rows: RowIndex, findings: Findings) -> Iterator[Messages]:
     """The rows of every message that could be, `NONE` where there is none: outputs, then gradients, by their makers."""
     outputs, gradients = _Crossing.of(subject, "next"), _Crossing.of(subject, "previous")
-    plane = rows.plane
-    if _has_right_ends(subject, rows, outputs, gradients):
-        send = plane(Op.SEND_FORWARD)[outputs.makers], plane(Op.SEND_BACKWARD)[gradients.makers]
-        receive = plane(Op.RECEIVE_FORWARD)[outputs.takers], plane(Op.RECEIVE_BACKWARD)[gradients.takers]
-    else:
-        ends = _Ends(subject, findings, rows.shape)
-        send = ends.locate(Op.SEND_FORWARD)[outputs.makers], ends.locate(Op.SEND_BACKWARD)[gradients.makers]
-        receive = ends.locate(Op.RECEIVE_FORWARD)[outputs.makers], ends.locate(Op.RECEIVE_BACKWARD)[gradients.makers]
-    producer = plane(Op.FORWARD)[outputs.makers], plane(Op.BACKWARD)[gradients.makers]
-    consumer = plane(Op.FORWARD)[outputs.takers], plane(Op.BACKWARD)[gradients.takers]
-    return Messages(*(np.concatenate(both, axis=None) for both in (producer, send, receive, consumer)))
+    has_right_ends = _has_right_ends(subject, rows, outputs, gradients)
+    find = rows.plane if has_right_ends else _Ends(subject, findings, rows.shape).locate
+    for crossing, maker, (send, receive) in zip(
+        (outputs, gradients), (Op.FORWARD, Op.BACKWARD), MESSAGES.values(), strict=True
+    ):
+        made, sent, received = rows.plane(maker), find(send), find(receive)
+        for source, target in zip(crossing.makers.tolist(), crossing.takers.tolist(), strict=True):
+            receiver = target if has_right_ends else source  # `_Ends` names both ends after the maker
+            ends = (made[source], sent[source], received[receiver], made[target])
+            yield Messages(*(end.reshape(-1) for end in ends))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,8 +123,8 @@ def _has_right_ends(subject: Subject, rows: RowIndex, outputs: _Crossing, gradie
     num_right = 0
     for part in blocks(program.num_instructions):
         op = program.op[part]
-        expected = peers.reshape(-1)[op.astype(np.intp) * program.num_stages + program.stage[part]]
-        is_message = IS_MESSAGE[op]
+        expected = peers.reshape(-1).take(op.astype(np.intp) * program.num_stages + program.stage[part])
+        is_message = IS_MESSAGE.take(op)
         is_right = is_message & (expected != NONE) & (expected == program.peer[part])
         num_right += int(np.count_nonzero(is_right))
         if not np.array_equal(is_right, is_message):
@@ -212,12 +222,13 @@ def find_exchanges(joins: Sequence[Join]) -> Messages:
     return Messages(sender, sender, receiver, receiver)
 
 
-def check_order(subject: Subject, messages: Messages, exchanges: Messages, findings: Findings) -> Messages:
+def check_order(subject: Subject, parts: Sequence[Messages], exchanges: Messages, findings: Findings) -> Messages:
     """Prove that messages are received in the order of their sends, after their makers and before their consumers.
 
     Return them, without the exchanges, channel after channel, in the order of the sends. Of a channel, one difference
     is reported.
     """
+    messages = join_messages(parts)
     send = np.concatenate([messages.send, exchanges.send])
     receive = np.concatenate([messages.receive, exchanges.receive])
     channel = np.concatenate([messages.channel(subject), exchanges.channel(subject)])

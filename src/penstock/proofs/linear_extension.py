@@ -23,7 +23,9 @@ The lowering makes programs that keep 1 to 4, and 5 where it is asked to. Others
 and `transports` look at each model on its own.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,11 +33,12 @@ from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE
 from penstock.ir.hot import Hot
-from penstock.ir.linear_extension import Starts, linear_extension, order_by_ends
+from penstock.ir.linear_extension import Starts, order_by_ends
 from penstock.ir.operations import IS_COMPUTE, IS_RECEIVE, IS_SEND, JOINS_RANKS
 from penstock.ir.program import Program
+from penstock.ir.table import Ints
 from penstock.ir.transports import COALESCED, TransportModel
-from penstock.proofs.channels import Messages
+from penstock.proofs.channels import Messages, join_messages
 from penstock.proofs.order import Actions
 from penstock.proofs.report import Subject
 
@@ -55,7 +58,7 @@ class KeptOrder:
 
     @classmethod
     def of(
-        cls, subject: Subject, actions: Actions, messages: Messages, start: Starts, *, is_grouped: bool = True
+        cls, subject: Subject, actions: Actions, messages: Sequence[Messages], start: Starts, *, is_grouped: bool = True
     ) -> "KeptOrder":
         """Look at a program; `start` are the starts of its actions in an untimed walk.
 
@@ -96,29 +99,36 @@ def _num_kept(subject: Subject, timestamp: NDArray[Any]) -> int:
     return int(_KEEP(program.num_instructions, program.offsets, rows, seen))
 
 
-def _timestamps(subject: Subject, actions: Actions, messages: Messages, start: Starts) -> NDArray[np.int32]:
-    """[num_instructions] even timestamps for actions, odd ones for both ends of the message that an action makes."""
-    timestamp = np.full(subject.num_rows, NONE, np.int32)
-    timestamp[actions.row[linear_extension(start)]] = np.arange(0, 2 * len(start), 2, dtype=np.int32)
-    made = timestamp[messages.producer] + 1
-    timestamp[messages.send] = made
-    timestamp[messages.receive] = made
-    first = np.flatnonzero(subject.table.joined)
-    # Both messages of a pair leave after it: with its own timestamp the second action would be later than the first's.
-    timestamp[first + 1] = timestamp[first]
+def _timestamps(subject: Subject, actions: Actions, messages: Sequence[Messages], start: Starts) -> NDArray[Any]:
+    """[num_instructions] multiples of 3 for actions, and after its maker's, the timestamp of both ends of a message."""
+    num_ranks = subject.table.num_ranks
+    largest = 3 * num_ranks * (int(start.max(initial=0)) + 1)
+    timestamp: Ints = np.full(subject.num_rows, NONE, np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
+    # The linear extension is by start and rank; only the actions of a pair agree in both.
+    for rank, (begin, end) in enumerate(pairwise(actions.schedule.offsets.tolist())):
+        timestamp[actions.row[begin:end]] = 3 * (num_ranks * start[begin:end].astype(timestamp.dtype) + rank)
+    # Both messages of a pair leave after it, that of its first action first.
+    second = np.flatnonzero(subject.table.joined) + 1
+    timestamp[second] += 1
+    for part in messages:
+        timestamp[part.send] = timestamp[part.receive] = timestamp[part.producer] + 1
+    timestamp[second] -= 1
     return timestamp
 
 
-def _timestamps_by_ends(subject: Subject, actions: Actions, messages: Messages, start: Starts) -> NDArray[np.int32]:
+def _timestamps_by_ends(
+    subject: Subject, actions: Actions, messages: Sequence[Messages], start: Starts
+) -> NDArray[np.int32]:
     """[num_instructions] timestamps by the rule that a message has its place where its maker ends."""
-    by_maker = np.argsort(messages.producer)
-    makers = np.searchsorted(actions.row, messages.producer[by_maker])
+    whole = join_messages(messages)
+    by_maker = np.argsort(whole.producer)
+    makers = np.searchsorted(actions.row, whole.producer[by_maker])
     order = order_by_ends(actions.schedule, start, makers)
     position = np.empty(len(order), np.int32)
     position[order] = np.arange(len(order), dtype=np.int32)
     timestamp = np.full(subject.num_rows, NONE, np.int32)
     timestamp[actions.row] = position[: len(start)]
-    timestamp[messages.send[by_maker]] = timestamp[messages.receive[by_maker]] = position[len(start) :]
+    timestamp[whole.send[by_maker]] = timestamp[whole.receive[by_maker]] = position[len(start) :]
     return timestamp
 
 

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from penstock.errors import ConfigError, count_of, described
 from penstock.ir.deps import NONE, RowIndex
 from penstock.ir.hot import Hot
-from penstock.ir.live import StageBytes, live_activations, live_bytes, peak_activations, peak_alive, peak_bytes
+from penstock.ir.live import StageBytes, live_activations, live_bytes, peak_alive, peak_bytes
 from penstock.ir.operations import IS_RECEIVE, IS_SEND, Op
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from penstock.ir.units import BYTES_OF_UNIT
 from penstock.placement import Placement
-from penstock.proofs.channels import Messages, Rows
+from penstock.proofs.channels import Messages, Rows, join_messages
 from penstock.proofs.order import Actions
 from penstock.proofs.report import Findings, Subject, first_of_each
 
@@ -164,14 +164,15 @@ class Peaks:
     not_counted: tuple[str, ...]
 
 
-def check_limit(subject: Subject, actions: Actions, demand: Demand, findings: Findings) -> Peaks:
+def check_limit(subject: Subject, actions: Actions, counts: list[int], demand: Demand, findings: Findings) -> Peaks:
     """Prove that no row needs more than the limit of its rank; static bytes count in a limit in bytes.
+
+    `counts` are the peaks of activations per rank.
 
     Raises:
         ConfigError: if limit and costs do not fit the table, or each other.
     """
     table, limit, sizes = subject.table, demand.limit, demand.sizes(subject.table)
-    counts = peak_activations(actions.schedule)
     if limit is not None and not limit.in_bytes:
         _prove_limit(limit, counts, lambda: live_activations(actions.schedule), actions.row, findings)
     if sizes is None:
@@ -207,25 +208,24 @@ def _prove_limit(
         )
 
 
-def count_messages_alive(subject: Subject, messages: Messages) -> Pool:
+def count_messages_alive(subject: Subject, messages: Sequence[Messages]) -> Pool:
     """Count the messages that wait in buffers."""
-    marks = []
-    for rows in (messages.receive, messages.consumer, messages.producer, messages.send):
-        mark = np.zeros(subject.num_rows, np.bool_)
-        mark[rows] = True
-        marks.append(mark)
-    received, consumed, made, sent = marks
+    received, consumed, made, sent = np.zeros((4, subject.num_rows), np.bool_)
+    for part in messages:
+        received[part.receive] = consumed[part.consumer] = True
+        made[part.producer] = sent[part.send] = True
     return Pool(peak_alive(subject.table, received, consumed), peak_alive(subject.table, made, sent))
 
 
-def check_slots(subject: Subject, rows: RowIndex, messages: Messages, findings: Findings) -> None:
+def check_slots(subject: Subject, rows: RowIndex, parts: Sequence[Messages], findings: Findings) -> None:
     """Prove that whatever uses a slot is done with it before the next one takes it, in each rank's three pools."""
     program = subject.table
     assert isinstance(program, Program)
     begin, end = _activation_lives(program, rows, findings)
     # One linear pass, as most programs are right; the sorts below are for the messages of those that are not.
-    if _num_overlaps(program, begin, end, messages) == 0:
+    if _num_overlaps(program, begin, end, parts) == 0:
         return
+    messages = join_messages(parts)
     _check_pool("the activation of", begin, end, begin, findings)
     _check_pool("the message of", messages.receive, messages.consumer, messages.receive, findings)
     _check_pool("the unsent result of", messages.producer, messages.send, messages.send, findings)
@@ -250,14 +250,15 @@ def _activation_lives(program: Program, rows: RowIndex, findings: Findings) -> t
     return forward[is_there], last[is_there]
 
 
-def _num_overlaps(program: Program, begin: Rows, end: Rows, messages: Messages) -> int:
+def _num_overlaps(program: Program, begin: Rows, end: Rows, messages: Sequence[Messages]) -> int:
     """Count slots that are taken while in use; more than 0 means that there may be some."""
     # Each life is noted at one row: that of an unsent result at its end, the others at their begin.
     other_end = np.full(program.num_instructions, NONE, np.int32)
     # The two rows of a pair run together: what one frees is not free for the other.
     other_end[begin] = end + program.joined[end]
-    other_end[messages.receive] = messages.consumer + program.joined[messages.consumer]
-    other_end[messages.send] = messages.producer
+    for part in messages:
+        other_end[part.receive] = part.consumer + program.joined[part.consumer]
+        other_end[part.send] = part.producer
     num_slots = int(program.slot.max(initial=0)) + 1
     if num_slots > program.num_instructions or program.slot.min(initial=0) < 0:
         return 1  # no table of slots for such numbers

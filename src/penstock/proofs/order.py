@@ -36,10 +36,10 @@ class Actions:
         return self.schedule.rank_of_row
 
 
-def bounds_of_stage(table: Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def bounds_of_stage(table: Table) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """[num_stages] the first row of the rank that holds each stage, and the end of that rank's rows."""
-    rank = np.array(table.placement.rank_of_stage)
-    return table.offsets[rank], table.offsets[rank + 1]
+    rank, offsets = np.array(table.placement.rank_of_stage), table.offsets.astype(np.int32)
+    return offsets[rank], offsets[rank + 1]
 
 
 def check_pairs(subject: Subject, findings: Findings) -> bool:
@@ -78,7 +78,7 @@ def check_names(subject: Subject, findings: Findings) -> bool:
 
 def _is_wrongly_named(subject: Subject, part: slice) -> NDArray[np.bool_]:
     table = subject.table
-    stage, rows = table.stage[part], np.arange(part.start, part.stop)
+    stage, rows = table.stage[part], np.arange(part.start, part.stop, dtype=np.int32)
     begin, end = bounds_of_stage(table)
     is_wrong: NDArray[np.bool_] = (rows < begin.take(stage)) | (rows >= end.take(stage))
     if len(table.placement.routes) > 1:
@@ -260,7 +260,7 @@ def check_positions(actions: Actions, before: NDArray[np.int32], findings: Findi
     for part in blocks(schedule.num_actions):
         first_of_group = np.arange(part.start, part.stop, dtype=np.int32)
         first_of_group -= is_second[part]
-        end = end_of_stage[schedule.stage[part]]
+        end = end_of_stage.take(schedule.stage[part])
         wrong = (before[part] >= first_of_group[:, None]) & (before[part] < end[:, None])
         for index, column in np.argwhere(wrong).tolist() if wrong.any() else []:
             action = part.start + index
