@@ -16,8 +16,10 @@ from torch.nn import functional as F
 from penstock.errors import DeadlineExceeded, PeerLost
 from penstock.execute.reference import reference_step
 from penstock.execute.transport import LocalTransport
-from penstock.ir.action import Kind
+from penstock.ir.action import Action, Kind
+from penstock.ir.schedule import Schedule
 from penstock.pipeline import Pipeline
+from penstock.placement import Placement
 
 PATIENCE_S = 20.0
 WIDTH = 6
@@ -93,6 +95,20 @@ def token_loss(output, target):
 
 def count_tokens(target):
     return int((target != IGNORED).sum())
+
+
+def two_routes(num_ranks, num_microbatches):
+    """All forwards, then all backwards; odd microbatches travel the second route."""
+    placement = Placement.bidirectional(num_ranks)
+    routes = np.arange(num_microbatches) % 2
+    orders = []
+    for own in placement.stages_of_rank:
+        passes = [(kind, stage) for kind in (Kind.FORWARD, Kind.BACKWARD) for stage in own]
+        travellers = [np.flatnonzero(routes == placement.route_of_stage[stage]).tolist() for _, stage in passes]
+        orders.append([Action(*pair, b) for pair, own in zip(passes, travellers, strict=True) for b in own])
+    return Schedule.from_actions(
+        "two routes", placement, orders, num_microbatches=num_microbatches, route_of_microbatch=routes
+    )
 
 
 @dataclass

@@ -13,8 +13,8 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock.errors import PipelineError, StepRefused
+from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.pipeline import Pipeline
-from penstock.train.optim import clip_gradients
 from tests.local_pipelines import VOCABULARY, WIDTH, block, error_of, named, on_ranks, settle, square_loss, values
 from tests.ranks import RankPool
 

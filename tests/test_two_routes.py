@@ -3,7 +3,6 @@
 import copy
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,11 +10,11 @@ from torch import nn
 
 from penstock.errors import PipelineError, StepRefused
 from penstock.execute.reference import reference_step
-from penstock.ir.action import Action, Kind
+from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.ir.schedule import Schedule
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
-from penstock.train.optim import OptimizerOptions, build_optimizer, clip_gradients
+from penstock.train.optim import OptimizerOptions, build_optimizer
 from penstock.train.weights import save_weights
 from tests.local_pipelines import (
     WIDTH,
@@ -31,25 +30,12 @@ from tests.local_pipelines import (
     square_loss,
     step_task,
     token_task,
+    two_routes,
     values,
 )
 
 FLOAT64 = torch.float64
 NEARLY = {"rtol": 1e-12, "atol": 1e-12}
-
-
-def two_routes(num_ranks, num_microbatches):
-    """All forwards, then all backwards; odd microbatches travel the second route."""
-    placement = Placement.bidirectional(num_ranks)
-    routes = np.arange(num_microbatches) % 2
-    orders = []
-    for own in placement.stages_of_rank:
-        passes = [(kind, stage) for kind in (Kind.FORWARD, Kind.BACKWARD) for stage in own]
-        travellers = [np.flatnonzero(routes == placement.route_of_stage[stage]).tolist() for _, stage in passes]
-        orders.append([Action(*pair, b) for pair, own in zip(passes, travellers, strict=True) for b in own])
-    return Schedule.from_actions(
-        "two routes", placement, orders, num_microbatches=num_microbatches, route_of_microbatch=routes
-    )
 
 
 def pipeline_of(wires, task, num_microbatches=4, **options):

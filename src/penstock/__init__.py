@@ -12,7 +12,20 @@ Names that need torch load on first use, so that planning starts without it.
 from importlib import import_module
 from typing import Any
 
-from penstock.errors import ConfigError, PenstockError, PipelineError, ScheduleError
+from penstock.errors import (
+    CheckpointError,
+    ConfigError,
+    DeadlineExceeded,
+    EndOfData,
+    FormatError,
+    PartitionError,
+    PeerLost,
+    PenstockError,
+    PenstockWarning,
+    PipelineError,
+    ScheduleError,
+    StepRefused,
+)
 from penstock.ir.action import Action, Kind
 from penstock.ir.program import Program
 from penstock.ir.recompute import with_recompute
@@ -28,10 +41,18 @@ from penstock.version import VERSION
 __version__ = VERSION
 
 _ON_FIRST_USE = {
-    "LayerSpec": "penstock.models.layer",
+    "AuxiliaryLoss": "penstock.models",
+    "BatchSpec": "penstock.execute.batch.microbatch",
+    "Carry": "penstock.models",
+    "LayerSpec": "penstock.models",
     "LossOutput": "penstock.execute.losses.output",
     "Pipeline": "penstock.pipeline",
+    "PreSplit": "penstock.execute.batch.microbatch",
+    "Replicate": "penstock.execute.batch.microbatch",
+    "Skip": "penstock.models",
+    "Split": "penstock.execute.batch.microbatch",
     "Stream": "penstock.execute.batch.stream",
+    "measure_layers": "penstock.execute.measure",
 }
 
 
@@ -47,24 +68,40 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "Action",
+    "AuxiliaryLoss",
+    "BatchSpec",
+    "Carry",
+    "CheckpointError",
     "ConfigError",
     "Costs",
+    "DeadlineExceeded",
+    "EndOfData",
+    "FormatError",
     "Kind",
     "LayerCosts",
     "LayerSpec",
     "LossOutput",
+    "PartitionError",
+    "PeerLost",
     "PenstockError",
+    "PenstockWarning",
     "Pipeline",
     "PipelineError",
     "Placement",
+    "PreSplit",
     "Program",
+    "Replicate",
     "Schedule",
     "ScheduleError",
+    "Skip",
+    "Split",
+    "StepRefused",
     "Stream",
     "__version__",
     "build",
     "check",
     "lower",
+    "measure_layers",
     "plan",
     "simulate",
     "with_recompute",

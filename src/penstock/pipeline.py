@@ -5,7 +5,7 @@ step is then one agreement between the ranks, one run of this rank's instruction
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from penstock.errors import ConfigError, PenstockWarning, PipelineError
 from penstock.execute.arguments import (
     layer_list,
+    names_of_children,
     require_loss,
     require_schedule,
     require_slices,
@@ -28,6 +29,7 @@ from penstock.execute.joining import Joined, join
 from penstock.execute.losses.grad_scaler import describe_scale, grad_scaler_of
 from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
 from penstock.execute.losses.results import StepResult
+from penstock.execute.model_part import ModelPart
 from penstock.execute.observing.memory_report import MemoryReport, MemoryWatch, gather_memory
 from penstock.execute.observing.record import Recording
 from penstock.execute.options import refuse_unknown
@@ -68,15 +70,15 @@ _LOOKING_BACK = (nn.MultiheadAttention, nn.RNNBase)
 """What is known to need more of the sequence than the slice at hand, and cannot carry it by itself."""
 
 
-class Pipeline:
+class Pipeline(ModelPart):
     """A model split over ranks, run by a schedule.
 
     `layers`: modules, or callables that build one (`LayerSpec`); those of the own stages are used in place. `schedule`:
     a name, a `Schedule`, a `Program`, or the path of a file. `microbatches`: 8 for a name, else what the schedule is
     for. `loss`: takes the output and the target of a microbatch, and returns one loss, a dict of named ones, a sum with
-    its weight, or a `LossOutput`. `split`: layers per stage. `group`: a process group; or a whole number, which is the
-    option `group` of the schedule's family, in the default process group. Further keywords are those of
-    `PipelineOptions`, then options of the schedule's family.
+    its weight, or a `LossOutput`. `split`: layers per stage. `process_group`: the ranks, the default group if None;
+    it may be given as `group` too, where a whole number is the option `group` of the schedule's family. Further
+    keywords are those of `PipelineOptions`, then options of the schedule's family.
 
     Gradients accumulate in `.grad` until the caller zeroes them. With two routes every stage has a copy on another
     rank, whose parameters start equal and end every step with the same total in `.grad`: whoever changes a parameter
@@ -98,13 +100,15 @@ class Pipeline:
         *,
         stages_per_rank: int | None = None,
         split: Sequence[int] | None = None,
+        process_group: dist.ProcessGroup | None = None,
         group: dist.ProcessGroup | int | None = None,
         **options: Any,
     ) -> None:
-        joined = join(group, options, options_of_family(schedule))
+        joined = join(process_group, group, options, options_of_family(schedule))
         self.options, self._family_options = joined.options, joined.family_options
         self._transport = joined.transport
         self.rank = self._transport.rank
+        self._has_main_gradients = self.options.main_gradients
         self._loss = loss
         self._is_closed = False
         with joined.leaving_on_failure():
@@ -180,24 +184,6 @@ class Pipeline:
         program, layers = self._program_of(mode), self._layers_of_stage
         return gather_memory(self._transport, memory, result, lambda sizes: predict_peaks(program, layers, sizes))
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """List this rank's parameters, each once: what its optimizer takes."""
-        return (parameter for _, parameter in self.named_parameters())
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """List this rank's parameters, each once, with the unsplit model's names and in its order.
-
-        As in `nn.Module`, a tied parameter has the first of its names on this rank. Other ranks may hold copies of it
-        under another name (`copied_names`). With two routes, the ranks of a stage's two copies both list its
-        parameters, under the same names.
-        """
-        yield from self._assembly.named_parameters()
-
-    @property
-    def copied_names(self) -> frozenset[str]:
-        """Names of this rank's parameters that are copies of another name's."""
-        return self._assembly.copied_names
-
     @property
     def timeline(self) -> Timeline | None:
         """The measured timeline of the last recorded step, on every rank."""
@@ -266,7 +252,7 @@ class Pipeline:
         self.schedule = self._given.actions()
         require_split(split)
         listed = layer_list(layers)
-        self._layer_names = layer_names(listed)
+        self._layer_names = layer_names(listed, names_of_children(layers))
         self._split(listed, split)
         own_stages = self.schedule.placement.stages_of_rank[self.rank]
         own = dict.fromkeys(index for stage in own_stages for index in self._layers_of_stage[stage])
@@ -308,6 +294,7 @@ class Pipeline:
             self._layers_of_stage,
             self.rank,
             device=self.device,
+            names=self._layer_names,
             tied=[*self.options.tied, *shared],
             shares_modules=shares_process(self._transport),
         )

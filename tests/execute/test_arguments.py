@@ -51,10 +51,13 @@ def test_modules_and_what_builds_one_are_layers(layers):
 
 NO_LAYERS = {
     "numbers": ([1, 2], "layers: layer 0 is 1 of type int. Give a module, or a callable"),
-    "one module": (nn.Linear(2, 2), "layers: one module, a Linear; give a list of layers"),
-    "a text": ("ab", "layers: 'ab' of type str; give a list"),
-    "by name": ({"a": nn.Tanh()}, "give a list of layers"),
-    "module dict": (nn.ModuleDict({"a": nn.Tanh()}), "layers: one module, a ModuleDict; give a list"),
+    "one module": (nn.Linear(2, 2), "layers: one module, a Linear; give an nn.Sequential or a list of layers"),
+    "a text": ("ab", "layers: 'ab' of type str; give an nn.Sequential or a list"),
+    "by name": ({"a": nn.Tanh()}, "or a list of layers"),
+    "module dict": (
+        nn.ModuleDict({"a": nn.Tanh()}),
+        "a ModuleDict; give an nn.Sequential or a list",
+    ),
     "torch's function": (
         [nn.Tanh(), torch.tanh],
         "layers: layer 1 is the function tanh, which cannot be called without",
@@ -64,7 +67,7 @@ NO_LAYERS = {
         "layers: layer 0 is the function compute, which cannot be called without features. Give",
     ),
     "class": ([nn.Linear], "layer 0 is the class Linear, which cannot be called without in_features, out_features"),
-    "nothing": (None, "layers: None; give a list"),
+    "nothing": (None, "layers: None; give an nn.Sequential or a list"),
 }
 
 
@@ -130,23 +133,27 @@ def test_an_option_says_what_was_expected():
 
 
 def test_a_number_as_group_is_an_option_of_a_family_that_knows_one():
-    options = {}
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    for process_group in (None, group):
+        options = {}
 
-    assert take_process_group(2, options, ["group"]) is None
-    assert options == {"group": 2}
+        assert take_process_group(process_group, 2, options, ["group"]) is process_group
+        assert options == {"group": 2}
 
 
 def test_what_is_no_process_group_is_refused_where_the_family_has_no_such_option():
     for group, known in ((2, []), (2, ["slices"]), ("gloo", ["group"]), (True, ["group"]), (2.0, ["group"])):
-        refused("expected a process group of torch.distributed", "group", take_process_group, group, {}, known)
+        refused("expected a process group of torch.distributed", "group", take_process_group, None, group, {}, known)
+        refused("expected a process group", "process_group", take_process_group, group, None, {}, known)
 
 
-def test_a_process_group_is_taken_as_it_is():
-    store = dist.HashStore()
-    group = dist.ProcessGroup(store, 0, 1)
+def test_a_process_group_is_taken_by_either_name_and_not_by_both():
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
 
-    assert take_process_group(None, {}) is None
-    assert take_process_group(group, {}, ["group"]) is group
+    assert take_process_group(None, None, {}) is None
+    assert take_process_group(group, None, {}, ["group"]) is group
+    assert take_process_group(None, group, {}, ["group"]) is group
+    refused("two process groups are given", "process_group", take_process_group, group, group, {}, ["group"])
 
 
 MISTAKES = {
@@ -155,6 +162,7 @@ MISTAKES = {
     "schedule": {"schedule": build_rows},
     "loss": {"loss": "mse"},
     "deadline_s": {"deadline_s": -1},
+    "process_group": {"process_group": "gloo"},
     "group": {"group": 2},
     "group, of": {"group": 2, "schedule": ps.build("interleaved-1f1b", ranks=1, microbatches=2)},
 }

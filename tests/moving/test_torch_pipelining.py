@@ -196,8 +196,18 @@ def test_names_are_read_in_any_case_and_ours_are_taken_too():
         return made
 
     assert on_ranks(2, names)[0] == ["1f1b", "1f1b", "gpipe", "zb-h1"]
-    assert moved.get_schedule_class("interleavedzerobubble").args == ("interleaved-zb",)
+    assert moved.get_schedule_class("interleavedzerobubble") is moved.ScheduleInterleavedZeroBubble
+    assert moved.get_schedule_class("zb-h2").family == "zb-h2"
     assert "Did you mean" in str(error_of(moved.get_schedule_class, "Interleaved1F1"))
+
+
+def test_schedules_are_of_their_class_as_in_torch():
+    def kinds(transport):
+        schedule = moved.Schedule1F1B(stages_on(transport.rank, 2, "1F1B"), 4, square_loss, transport=transport)
+        classes = (moved.Schedule1F1B, moved.Schedule, moved.ScheduleGPipe)
+        return [isinstance(schedule, each) for each in classes]
+
+    assert on_ranks(2, kinds) == [[True, True, False]] * 2
 
 
 def test_a_schedule_made_elsewhere_is_taken_as_it_is(tmp_path):

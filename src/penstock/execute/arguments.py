@@ -15,6 +15,7 @@ from penstock.errors import ConfigError, described
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 
+PROCESS_GROUP = "process_group"
 GROUP = "group"
 """Both a process group, as everywhere in torch, and an option of some families: how many microbatches make a group."""
 
@@ -27,8 +28,8 @@ def layer_list(layers: Any) -> list[Any]:
     """
     if isinstance(layers, str | dict | nn.ModuleDict) or not _is_list(layers):
         raise ConfigError(
-            f"{_kind(layers)}; give a list of layers, in order: modules, or callables that build one. "
-            "An nn.Sequential is taken apart by [*model]",
+            f"{_kind(layers)}; give an nn.Sequential or a list of layers, in order: modules, or callables that build "
+            "one",
             key="layers",
         )
     found = list(layers)
@@ -133,25 +134,38 @@ def is_time(value: Any) -> bool:
 
 
 def take_process_group(
-    group: Any, options: dict[str, Any], known_options: Collection[str] = ()
+    process_group: Any, group: Any, options: dict[str, Any], known_options: Collection[str] = ()
 ) -> dist.ProcessGroup | None:
-    """Return the process group; a whole number is put into the options of the schedule's family, if it knows a group.
+    """Return the process group, by whichever name it is given.
+
+    A whole number as `group` is put into the options of the schedule's family, if it knows a group.
 
     Raises:
-        ConfigError: it is neither a process group nor such a number.
+        ConfigError: it is given twice, or is no process group nor such a number.
     """
-    if group is None:
-        return None
-    if dist.is_available() and isinstance(group, dist.ProcessGroup):
-        return group
     if isinstance(group, int) and not isinstance(group, bool) and GROUP in known_options:
         options[GROUP] = group
-        return None
+        group = None
+    if process_group is not None and group is not None:
+        raise ConfigError("two process groups are given, as process_group and as group; pass one", key=PROCESS_GROUP)
+    key, found = (PROCESS_GROUP, process_group) if group is None else (GROUP, group)
+    if found is None or (dist.is_available() and isinstance(found, dist.ProcessGroup)):
+        return found
     raise ConfigError(
-        f"{described(group)}; expected a process group of torch.distributed. As a number it is an option of some "
-        "families of schedules; beside a process group it is given in penstock.build(name, ..., group=2)",
-        key=GROUP,
+        f"{described(found)}; expected a process group of torch.distributed"
+        f"{'' if key == PROCESS_GROUP else '. As a number it is an option of some families of schedules'}",
+        key=key,
     )
+
+
+def names_of_children(layers: Any) -> list[str]:
+    """Return the names that a container of torch gives its layers, in order; none for other lists.
+
+    A module that is there twice has both its names.
+    """
+    if not isinstance(layers, nn.Sequential | nn.ModuleList):
+        return []
+    return [name for name, _ in layers.named_modules(remove_duplicate=False) if name and "." not in name]
 
 
 def _is_list(value: Any) -> bool:

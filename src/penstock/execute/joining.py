@@ -71,23 +71,22 @@ class Joined:
         return make()
 
 
-def join(group: Any, given: Mapping[str, Any], options_of_family: Collection[str]) -> Joined:
+def join(process_group: Any, group: Any, given: Mapping[str, Any], options_of_family: Collection[str]) -> Joined:
     """Connect to the other ranks, whatever is wrong with the options; every rank of the group calls it.
 
-    `group` is a process group or an option of the family, as for `Pipeline`; with a wrong one, the rank joins the
-    default group.
+    `process_group` and `group` are as for `Pipeline`; with a wrong one, the rank joins the default group.
 
     Raises:
         PeerLost, DeadlineExceeded: if a rank does not come.
     """
     try:
         options, family_options = split_options(given)
-        process_group = take_process_group(group, family_options, options_of_family)
+        taken = take_process_group(process_group, group, family_options, options_of_family)
         refusal = None
     except PenstockError as error:
-        options, family_options, process_group, refusal = _usable(given), {}, None, error
-    transport = options.transport or default_transport(process_group, options.deadline_s)
-    return Joined(options, family_options, process_group, transport, refusal)
+        options, family_options, taken, refusal = _usable(given), {}, None, error
+    transport = options.transport or default_transport(taken, options.deadline_s)
+    return Joined(options, family_options, taken, transport, refusal)
 
 
 def _usable(given: Mapping[str, Any]) -> PipelineOptions:

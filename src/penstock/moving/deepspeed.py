@@ -24,7 +24,6 @@ from penstock.ir.schedule import Schedule
 from penstock.moving.deepspeed_module import LayerSpec, PipelineModule, TiedLayerSpec
 from penstock.moving.own_stages import OwnStage, Site, require_parts
 from penstock.pipeline import Pipeline
-from penstock.train.optim import clip_gradients
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
@@ -134,9 +133,7 @@ class Engine:
         inputs, labels = self._pull(self.pipeline, data_iter)
         self.result = self.pipeline.step(*inputs, target=labels)
         if self._clip_norm:
-            named = [(name, parameter.grad) for name, parameter in self.pipeline.named_parameters()]
-            gather = self.pipeline.transport.all_gather_object
-            self.grad_norm = clip_gradients(named, gather, self._clip_norm, skip=self.pipeline.copied_names)
+            self.grad_norm = self.pipeline.clip_grad_norm_(self._clip_norm).item()
         self._update()
         assert self.result.loss is not None
         return self.result.loss

@@ -66,7 +66,7 @@ class Site:
 
         As for `Pipeline`, a whole number as `group` is an option of the schedule's family.
         """
-        joined = join(group, options, [GROUP])
+        joined = join(None, group, options, [GROUP])
         taken = {"transport", *joined.family_options}
         return cls(joined, {name: options[name] for name in options if name not in taken})
 

@@ -4,9 +4,8 @@ Change the import and keep the rest. What differs, and what can be deleted, is t
 """
 
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -188,28 +187,79 @@ class Schedule:
         return self._loss_fn(output, target, **self._loss_keywords)
 
 
-ScheduleGPipe = partial(Schedule, "GPipe")
-Schedule1F1B = partial(Schedule, "1F1B")
-ScheduleInterleaved1F1B = partial(Schedule, "Interleaved1F1B")
-ScheduleLoopedBFS = partial(Schedule, "LoopedBFS")
-ScheduleInterleavedZeroBubble = partial(Schedule, "InterleavedZeroBubble")
-ScheduleZBVZeroBubble = partial(Schedule, "ZBVZeroBubble")
-ScheduleDualPipeV = partial(Schedule, "DualPipeV")
+class _NamedSchedule(Schedule):
+    """A schedule whose class says which it is."""
+
+    family: ClassVar[str]
+
+    def __init__(
+        self,
+        stage: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int | None = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(self.family, stage, n_microbatches, loss_fn, **options)
 
 
-def get_schedule_class(schedule_name: str) -> Callable[..., Schedule]:
-    """Return what makes a schedule of this name, called as torch's class of that name is.
+class ScheduleGPipe(_NamedSchedule):
+    """torch's GPipe."""
+
+    family = "GPipe"
+
+
+class Schedule1F1B(_NamedSchedule):
+    """torch's 1F1B."""
+
+    family = "1F1B"
+
+
+class ScheduleInterleaved1F1B(_NamedSchedule):
+    """torch's interleaved 1F1B, with several stages per rank."""
+
+    family = "Interleaved1F1B"
+
+
+class ScheduleLoopedBFS(_NamedSchedule):
+    """torch's breadth-first order, with several stages per rank."""
+
+    family = "LoopedBFS"
+
+
+class ScheduleInterleavedZeroBubble(_NamedSchedule):
+    """torch's interleaved 1F1B with split backwards."""
+
+    family = "InterleavedZeroBubble"
+
+
+class ScheduleZBVZeroBubble(_NamedSchedule):
+    """torch's ZBV, with two stages per rank."""
+
+    family = "ZBVZeroBubble"
+
+
+class ScheduleDualPipeV(_NamedSchedule):
+    """torch's DualPipeV, with two stages per rank."""
+
+    family = "DualPipeV"
+
+
+def get_schedule_class(schedule_name: str) -> type[Schedule]:
+    """Return the class of schedules of this name, which is made as torch's class of that name is.
 
     Raises:
         ConfigError: for a name that neither torch nor Penstock has.
     """
     family = family_of(schedule_name)
+    for known in _NamedSchedule.__subclasses__():
+        if family_of(known.family) == family:
+            return known
     if family not in FAMILIES:
-        known = [*FAMILY_OF_CLASS, *FAMILIES]
+        names = [*FAMILY_OF_CLASS, *FAMILIES]
         raise ConfigError(
-            f"there is no schedule {schedule_name!r}; known: {', '.join(known)}.{nearest(schedule_name, known)}"
+            f"there is no schedule {schedule_name!r}; known: {', '.join(names)}.{nearest(schedule_name, names)}"
         )
-    return partial(Schedule, family)
+    return type(f"Schedule {family}", (_NamedSchedule,), {"family": family})
 
 
 def family_of(schedule: str | Path | Order) -> str | Path | Order:

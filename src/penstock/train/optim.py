@@ -1,16 +1,14 @@
-"""The optimizer, its learning rate, and gradient clipping that gives the same bits however the model is split."""
+"""The optimizer and its learning rate."""
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import ConfigError, PenstockError
-
-T = TypeVar("T")
+from penstock.execute.stages.gradient_norm import distinct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +55,7 @@ def build_optimizer(
     Weight decay goes to parameters of two and more dimensions, embeddings included, and not to norms and biases. Only
     the shape decides, so the copies of a tied weight on several ranks are decayed alike and stay equal.
     """
-    trained = _unique((name, parameter) for name, parameter in named_parameters if parameter.requires_grad)
+    trained = distinct((name, parameter) for name, parameter in named_parameters if parameter.requires_grad)
     decayed = [(name, parameter) for name, parameter in trained if parameter.dim() >= 2]
     others = [(name, parameter) for name, parameter in trained if parameter.dim() < 2]
     groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -86,54 +84,6 @@ def learning_rate_at(step: int, options: OptimizerOptions) -> float:
     progress = (step - options.warmup_steps) / (options.total_steps - options.warmup_steps)
     height = 0.5 * (1 + math.cos(math.pi * progress))
     return options.learning_rate * (options.minimum_fraction + (1 - options.minimum_fraction) * height)
-
-
-def clip_gradients(
-    named_gradients: Iterable[tuple[str, Tensor | None]],
-    all_gather: Callable[[object], list[object]],
-    max_norm: float,
-    *,
-    skip: Collection[str] = (),
-) -> float:
-    """Scale this rank's gradients in place so that the norm over all ranks is at most `max_norm`; return that norm.
-
-    Every rank calls it with its own gradients and an `all_gather` that gives the values of all ranks in rank order.
-    The norm is as it was before the scaling. Where it is not finite, or `max_norm` is 0, nothing is scaled.
-
-    The squares of each parameter are summed in float64, and these sums are added in the order of the parameters'
-    names: the same bits on every rank and for every split. A name that several ranks hold counts once; the tied copies
-    that another name stands for are named in `skip`, and are scaled but not counted.
-    """
-    gradients = [(name, gradient) for name, gradient in named_gradients if gradient is not None]
-    counted = _unique((name, gradient) for name, gradient in gradients if name not in skip)
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for _, gradient in counted]
-    # all norms are under way before the first is waited for
-    own = {name: norm.item() for (name, _), norm in zip(counted, norms, strict=True)}
-    total = _total_norm(cast("list[dict[str, float]]", all_gather(own)))
-    scale = max_norm / (total + 1e-6)
-    if 0 < scale < 1:  # neither holds for a norm that is not finite
-        for _, gradient in _unique(gradients):
-            gradient.mul_(scale)
-    return total
-
-
-def _total_norm(norms_of_ranks: list[dict[str, float]]) -> float:
-    """Combine the norms per parameter of all ranks; of two ranks with the same name, the first counts."""
-    norms: dict[str, float] = {}
-    for own in reversed(norms_of_ranks):
-        norms.update(own)
-    total = 0.0  # a plain loop: the precision of sum() depends on the Python version
-    for name in sorted(norms):
-        total += norms[name] * norms[name]
-    return math.sqrt(total)
-
-
-def _unique(named: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
-    """Drop what was already listed under another name, as a weight that two layers of this rank share."""
-    found: dict[int, tuple[str, T]] = {}
-    for name, item in named:
-        found.setdefault(id(item), (name, item))
-    return list(found.values())
 
 
 def _check(key: str, value: float, is_in_range: bool, expected: str) -> None:

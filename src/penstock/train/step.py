@@ -11,7 +11,7 @@ from penstock.execute.losses.results import StepResult
 from penstock.pipeline import Pipeline
 from penstock.simulation.prologue import Prologue
 from penstock.train.data import Batch
-from penstock.train.optim import OptimizerOptions, build_optimizer, clip_gradients, learning_rate_at
+from penstock.train.optim import OptimizerOptions, build_optimizer, learning_rate_at
 from penstock.train.recorded_step import RecordedStep
 
 
@@ -74,12 +74,7 @@ class Trainer:
         loss = losses.mean
         recorded = self._gather(number, moments_s) if record else None
         require_finite("the loss", loss, number, rate)
-        norm = clip_gradients(
-            [(name, parameter.grad) for name, parameter in self.pipeline.named_parameters()],
-            self.pipeline.transport.all_gather_object,
-            self._options.clip_norm,
-            skip=self.pipeline.copied_names,
-        )
+        norm = self.pipeline.clip_grad_norm_(self._options.clip_norm or math.inf).item()
         require_finite("the gradient norm", norm, number, rate)
         for group in self._optimizer.param_groups:
             group["lr"] = rate

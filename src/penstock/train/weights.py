@@ -105,14 +105,9 @@ def save_weights(path: Path, pipeline: Pipeline) -> None:
 
 def _own_tensors(pipeline: Pipeline) -> dict[str, Tensor]:
     """Return what this rank saves, by its name in the unsplit model."""
-    found = {
-        f"{layer}.{name}": value
-        for stage in pipeline.stages
-        for layer, module in stage.layers.items()
-        for name, value in module.state_dict().items()
-        if isinstance(value, Tensor)
-    }
-    return {name: tensor for name, tensor in found.items() if name not in pipeline.copied_names}
+    found = pipeline.state_dict()
+    kept = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    return {name: tensor for name, tensor in kept.items() if name not in pipeline.copied_names}
 
 
 def _list_entries(transport: Transport, own: dict[str, Tensor]) -> list[_Entry]:

@@ -51,13 +51,14 @@ def spec_attribute(layer: Layer, name: str, default: Any) -> Any:
     return default if isinstance(layer, nn.Module) else getattr(layer, name, default)
 
 
-def layer_names(layers: Sequence[Layer]) -> list[str]:
-    """Return the prefix of each layer's parameters.
+def layer_names(layers: Sequence[Layer], given: Sequence[str] = ()) -> list[str]:
+    """Return the prefix of each layer's parameters: what its spec says, else the given name, else its index.
 
     Raises:
         PartitionError: if two layers have the same name.
     """
-    names = [str(spec_attribute(layer, "name", index)) for index, layer in enumerate(layers)]
+    defaults = given or range(len(layers))
+    names = [str(spec_attribute(layer, "name", name)) for name, layer in zip(defaults, layers, strict=True)]
     for name in names:
         if names.count(name) > 1:
             raise PartitionError(f"{names.count(name)} layers are named {name!r}; give each layer a name of its own")
@@ -71,10 +72,13 @@ def assemble(
     rank: int,
     *,
     device: torch.device,
+    names: Sequence[str] = (),
     tied: Iterable[tuple[str, str]] = (),
     shares_modules: bool = False,
 ) -> Assembly:
     """Build the stages of a rank; `layers_of_stage[stage]` are the indices of the stage's layers.
+
+    `names` are those of `layer_names`, which need be given only where a container has named the layers.
 
     Every route runs a whole copy of the model. Copies of a layer on one rank are one module; on several ranks their
     parameters are tied. `shares_modules` says that ranks may hold the very same modules, as threads of one process do:
@@ -83,7 +87,7 @@ def assemble(
     Raises:
         PartitionError: if a layer is neither a module nor builds one, or a tie names an unknown layer or parameter.
     """
-    names = layer_names(layers)
+    names = names or layer_names(layers)
     built: dict[str, nn.Module] = {}
     stages = []
     copying = _Copying(layers, placement, layers_of_stage, rank) if shares_modules else None

@@ -1,0 +1,147 @@
+"""`ModelPart`: the part of the model that one rank holds, seen as `torch.nn.Module` shows a model.
+
+Names are those of the unsplit model, so that optimizers, checkpoints and clipping need not know of the split.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError, PipelineError
+from penstock.execute.stages.assemble import Assembly
+from penstock.execute.stages.gradient_norm import clip_gradients
+from penstock.execute.stages.main_gradients import ATTRIBUTE
+from penstock.execute.stages.model_state import (
+    entries_of_ranks,
+    gather_state,
+    load_own,
+    own_state,
+    require_fitting,
+    scatter_state,
+)
+from penstock.execute.stages.stage import Stage
+from penstock.execute.together import together
+from penstock.execute.transport.protocol import Transport
+
+
+class ModelPart:
+    """Parameters, state, mode and gradient norm of the layers of one rank, and of all ranks together."""
+
+    stages: list[Stage]
+    device: torch.device
+    _transport: Transport
+    _assembly: Assembly
+    _has_main_gradients: bool
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """List this rank's parameters, each once: what its optimizer takes."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """List this rank's parameters, each once, with the unsplit model's names and in its order.
+
+        As in `nn.Module`, a tied parameter has the first of its names on this rank. Other ranks may hold copies of it
+        under another name (`copied_names`). With two routes, the ranks of a stage's two copies both list its
+        parameters, under the same names.
+        """
+        yield from self._assembly.named_parameters()
+
+    @property
+    def copied_names(self) -> frozenset[str]:
+        """Names of this rank's parameters that are copies of another name's."""
+        return self._assembly.copied_names
+
+    def train(self, mode: bool = True) -> Self:
+        """Put this rank's layers into training mode, or evaluation mode; `evaluate` needs no call of it."""
+        for stage in self.stages:
+            stage.set_training(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Put this rank's layers into evaluation mode."""
+        return self.train(False)
+
+    def state_dict(self, *, on_rank: int | None = None) -> dict[str, Any]:
+        """Return this rank's parameters and saved buffers by the unsplit model's names, as `nn.Module.state_dict` does.
+
+        With `on_rank`, which every rank passes, that rank gets the tensors of the whole model, copies on the CPU, and
+        the others get nothing.
+
+        Raises:
+            ConfigError: there is no rank `on_rank`.
+            PeerLost, DeadlineExceeded: a rank does not come.
+        """
+        own = own_state(self.stages)
+        if on_rank is None:
+            return own
+        self._require_rank("on_rank", on_rank)
+        everyone = entries_of_ranks(self._transport, own)
+        return gather_state(self._transport, own, everyone, on_rank, self.device)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any] | None, strict: bool = True, *, from_rank: int | None = None
+    ) -> None:
+        """Copy values into this rank's parameters and buffers; every rank calls it.
+
+        `state_dict` is this rank's part, or the whole model's, of which it takes its part. With `from_rank`, that rank
+        has the whole model's, and the others pass None. Tied copies take the values of their owner, the first rank in
+        the unsplit model. Where strict, names must be those of the model, as in torch.
+
+        Raises:
+            ConfigError: on every rank, and nothing is changed: the state does not fit on one of them.
+            PeerLost, DeadlineExceeded: a rank does not come.
+        """
+        wires, rank = self._transport, self._transport.rank
+        if from_rank is not None:
+            self._require_rank("from_rank", from_rank)
+        own = own_state(self.stages)
+        everyone = entries_of_ranks(wires, own)
+        known = [entry for theirs in everyone for entry in theirs]
+
+        def check() -> None:
+            if from_rank in (None, rank):
+                wanted = known if rank == from_rank else everyone[rank]
+                require_fitting(state_dict, wanted, known, is_strict=strict)
+
+        together(wires, check)
+        part = state_dict or {}
+        if from_rank is not None:
+            part = scatter_state(wires, part, everyone, from_rank, self.device)
+        together(wires, lambda: load_own(self.stages, part))
+        for copy in self._assembly.tied_copies.values():
+            copy.share_values(wires)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients of all ranks so that their norm is at most `max_norm`; return what it was, 0-dim.
+
+        Every rank calls it, between `step` and its optimizer's. The norm is that of
+        `torch.nn.utils.clip_grad_norm_` over the unsplit model, with a tied parameter counted once, in float64: the
+        same bits on all ranks and for every split. Gradients in `.main_grad` are taken from there.
+
+        Raises:
+            ConfigError: `max_norm` or `norm_type` is no number larger than 0. `math.inf` as the limit measures only.
+            PipelineError: the norm is not finite and `error_if_nonfinite`; nothing is scaled then.
+        """
+        for key, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+            if not (isinstance(value, int | float) and value > 0):
+                raise ConfigError(f"{value!r}; expected a number larger than 0, or infinity", key=key)
+        attribute = ATTRIBUTE if self._has_main_gradients else "grad"
+        named = [(name, getattr(parameter, attribute, None)) for name, parameter in self.named_parameters()]
+        norm = clip_gradients(
+            named, self._transport.all_gather_object, max_norm, norm_type=norm_type, skip=self.copied_names
+        )
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise PipelineError(
+                f"the norm of the gradients is {norm}, so that they cannot be clipped; look at the loss, or pass "
+                "error_if_nonfinite=False to leave them as they are"
+            )
+        return torch.tensor(norm, dtype=torch.float64)
+
+    def _require_rank(self, key: str, rank: int) -> None:
+        if not (isinstance(rank, int) and 0 <= rank < self._transport.num_ranks):
+            raise ConfigError(f"{rank!r}; expected a rank from 0 to {self._transport.num_ranks - 1}", key=key)

@@ -1,0 +1,172 @@
+"""The norm of the gradients of all ranks, and clipping that does not depend on the split."""
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from penstock.execute.stages.gradient_norm import clip_gradients
+
+GRADIENTS = {f"blocks.{index}.weight": (index + 1.0) ** 3 * torch.ones(3, 5) / 7 for index in range(7)}
+SHARES = st.lists(st.integers(0, 3), min_size=len(GRADIENTS), max_size=len(GRADIENTS))
+
+
+def clip_on_ranks(gradients_of_ranks, max_norm, skips=None, norm_type=2.0):
+    """Clip rank after rank, each seeing the values of all; they travel as JSON, as between processes."""
+    skips = skips or [()] * len(gradients_of_ranks)
+    sent = []
+    for gradients, skip in zip(gradients_of_ranks, skips, strict=True):
+        clip_gradients(gradients.items(), lambda own: [sent.append(own)] and [own], 0.0, skip=skip, norm_type=norm_type)
+    texts = [json.dumps(own) for own in sent]
+    return [
+        clip_gradients(
+            gradients.items(),
+            lambda _: [json.loads(text) for text in texts],
+            max_norm,
+            skip=skip,
+            norm_type=norm_type,
+        )
+        for gradients, skip in zip(gradients_of_ranks, skips, strict=True)
+    ]
+
+
+def random_gradients():
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(33, generator=generator) * 10 for name in GRADIENTS}
+
+
+def spread(gradients, rank_of_gradient):
+    """Deal the gradients out to 4 ranks."""
+    ranks = [{} for _ in range(4)]
+    for (name, gradient), rank in zip(gradients.items(), rank_of_gradient, strict=True):
+        ranks[rank][name] = gradient
+    return ranks
+
+
+def test_clipping_equals_torch():
+    gradients = random_gradients()
+    parameters = [nn.Parameter(torch.zeros(33)) for _ in gradients]
+    for parameter, gradient in zip(parameters, gradients.values(), strict=True):
+        parameter.grad = gradient.clone()
+
+    expected = nn.utils.clip_grad_norm_(parameters, 1.5)
+    (norm,) = clip_on_ranks([gradients], 1.5)
+
+    assert norm == pytest.approx(expected.item())
+    for parameter, gradient in zip(parameters, gradients.values(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+@given(rank_of_gradient=SHARES)
+def test_norm_and_clipped_gradients_have_the_same_bits_whatever_the_split(rank_of_gradient):
+    unsplit, split = random_gradients(), random_gradients()
+    (expected,) = clip_on_ranks([unsplit], 1.0)
+
+    norms = clip_on_ranks(spread(split, rank_of_gradient), 1.0)
+
+    assert norms == [expected] * 4
+    assert all(torch.equal(split[name], unsplit[name]) for name in unsplit)
+
+
+def test_a_small_norm_leaves_the_gradients_alone():
+    gradients = random_gradients()
+
+    (norm,) = clip_on_ranks([gradients], 1e6)
+
+    assert 0 < norm < 1e6
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in random_gradients().items())
+
+
+def test_a_limit_of_zero_only_measures():
+    gradients = random_gradients()
+
+    (norm,) = clip_on_ranks([gradients], 0.0)
+
+    assert norm > 0
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in random_gradients().items())
+
+
+def test_a_tied_copy_is_counted_once_and_scaled_everywhere():
+    ranks = [{"embedding.weight": torch.full((4,), 3.0)}, {"head.weight": torch.full((4,), 3.0)}]
+
+    norms = clip_on_ranks(ranks, 3.0, skips=[(), ("head.weight",)])
+
+    assert norms == [6.0, 6.0]
+    for gradients in ranks:
+        for gradient in gradients.values():
+            torch.testing.assert_close(gradient, torch.full((4,), 1.5))
+
+
+def test_a_name_on_two_ranks_is_counted_once():
+    norms = clip_on_ranks([{"a": torch.full((4,), 3.0)}, {"a": torch.full((4,), 3.0)}], 100.0)
+
+    assert norms == [6.0, 6.0]
+
+
+def test_a_gradient_that_two_names_share_is_counted_and_scaled_once():
+    shared = torch.full((4,), 3.0)
+
+    (norm,) = clip_on_ranks([{"embedding.weight": shared, "head.weight": shared}], 3.0)
+
+    assert norm == 6.0
+    torch.testing.assert_close(shared, torch.full((4,), 1.5))
+
+
+def test_parameters_without_gradient_and_ranks_without_parameters_are_fine():
+    ranks = [{}, {"a": None, "b": torch.tensor([3.0, 4.0])}]
+
+    assert clip_on_ranks(ranks, 1.0) == [5.0, 5.0]
+    torch.testing.assert_close(ranks[1]["b"], torch.tensor([0.6, 0.8]))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_is_returned_and_nothing_is_scaled(value):
+    ranks = [{"a": torch.tensor([value])}, {"b": torch.tensor([5.0])}]
+
+    norms = clip_on_ranks(ranks, 1.0)
+
+    assert not any(math.isfinite(norm) for norm in norms)
+    assert ranks[1]["b"].item() == 5.0
+
+
+def test_squares_beyond_float32_are_counted():
+    (norm,) = clip_on_ranks([{"a": torch.tensor([3e30, 4e30])}], 1.0)
+
+    assert norm == pytest.approx(5e30)
+
+
+def test_half_precision_gradients_are_measured_in_full():
+    (norm,) = clip_on_ranks([{"a": torch.ones(10_001, dtype=torch.bfloat16)}], 0.0)
+
+    assert norm == pytest.approx(math.sqrt(10_001), rel=1e-12)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
+def test_every_norm_is_that_of_torch(norm_type):
+    gradients = random_gradients()
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients.values()]
+    for parameter, gradient in zip(parameters, gradients.values(), strict=True):
+        parameter.grad = gradient.clone()
+    expected = nn.utils.clip_grad_norm_(parameters, 1.5, norm_type)
+
+    norms = clip_on_ranks(spread(gradients, [0, 1, 2, 3, 0, 1, 2]), 1.5, norm_type=norm_type)
+
+    assert norms == [pytest.approx(float(expected), rel=1e-6)] * 4
+    for parameter, gradient in zip(parameters, gradients.values(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+def test_a_gradient_that_is_not_a_number_is_found_by_the_largest_value_too():
+    norms = clip_on_ranks([{"a": torch.tensor([math.nan])}, {"b": torch.tensor([5.0])}], 1.0, norm_type=math.inf)
+
+    assert all(map(math.isnan, norms))
+
+
+def test_sparse_and_complex_gradients_count():
+    sparse = torch.sparse_coo_tensor([[1, 1]], [3.0, 0.0], (4,))
+
+    assert clip_on_ranks([{"a": sparse}, {"b": torch.tensor([4j])}], 0.0) == [5.0, 5.0]

@@ -1,0 +1,115 @@
+"""What a rank holds of the model, seen as torch shows a model: names, mode, norm of the gradients."""
+
+import math
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError, PipelineError
+from penstock.pipeline import Pipeline
+from tests.local_pipelines import (
+    WIDTH,
+    block,
+    error_of,
+    float_layers,
+    named,
+    on_ranks,
+    settle,
+    square_loss,
+    two_routes,
+    values,
+)
+
+BATCH = values(1, 8, WIDTH), values(2, 8, WIDTH)
+
+
+def tied_layers(seed):
+    layers = [settle(nn.Linear(WIDTH, WIDTH, bias=False), seed + index) for index in range(2)]
+    layers.insert(1, block(seed))
+    layers[2].weight = layers[0].weight
+    return layers
+
+
+def pipeline_of(wires, layers, schedule="1f1b", **options):
+    return Pipeline(layers, schedule, 4, square_loss, transport=wires, **options)
+
+
+def test_the_mode_of_the_layers_is_that_of_torch():
+    layers = float_layers()
+
+    def case(wires):
+        pipeline = pipeline_of(wires, layers)
+        assert pipeline.eval() is pipeline
+        modes = [layer.training for layer in layers]
+        return modes, [layer.training for layer in pipeline.train().stages[0].layers.values()]
+
+    assert on_ranks(1, case) == [([False] * 5, [True] * 5)]
+
+
+def test_a_container_of_torch_gives_its_layers_their_names():
+    def make():
+        first, second = block(0), block(1)
+        return nn.Sequential(OrderedDict(embed=first, middle=second, again=second, head=block(2)))
+
+    def case(wires):
+        return [name for name, _ in Pipeline(make(), "1f1b", 4, square_loss, transport=wires).named_parameters()]
+
+    names = [name for part in on_ranks(2, case) for name in part]
+
+    assert {name.split(".")[0] for name in names} == {"embed", "middle", "again", "head"}
+    for container in (nn.Sequential(*float_layers()), nn.ModuleList(float_layers())):
+        found = on_ranks(1, lambda wires, given=container: list(pipeline_of(wires, given).state_dict()))
+        assert found == [list(container.state_dict())]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("main_gradients", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "two routes"])
+def test_clipping_is_that_of_torch_over_the_unsplit_model(schedule, main_gradients, norm_type):
+    attribute = "main_grad" if main_gradients else "grad"
+
+    def case(wires):
+        chosen = two_routes(2, 4) if schedule == "two routes" else schedule
+        pipeline = pipeline_of(wires, tied_layers(0), chosen, main_gradients=main_gradients)
+        pipeline.step(BATCH[0], target=BATCH[1])
+        norm = pipeline.clip_grad_norm_(0.01, norm_type)
+        return norm, {name: getattr(parameter, attribute).clone() for name, parameter in pipeline.named_parameters()}
+
+    layers = tied_layers(0)
+    found = on_ranks(2, case)
+
+    square_loss(nn.Sequential(*layers)(BATCH[0]), BATCH[1]).backward()
+    parameters = dict(named(layers))
+    expected = nn.utils.clip_grad_norm_(
+        list({id(each): each for each in parameters.values()}.values()), 0.01, norm_type
+    )
+    for norm, gradients in found:
+        assert norm.dtype == torch.float64
+        assert norm.shape == ()
+        torch.testing.assert_close(norm, expected.double(), rtol=1e-5, atol=0)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, parameters[name].grad, rtol=1e-5, atol=1e-8)
+    assert found[0][0] == found[1][0]
+
+
+def test_a_norm_that_is_not_finite_is_an_error_if_it_is_to_be_one():
+    def case(wires):
+        pipeline = pipeline_of(wires, float_layers())
+        pipeline.step(BATCH[0] * math.inf, target=BATCH[1])
+        norm = pipeline.clip_grad_norm_(1.0)
+        return norm.item(), error_of(pipeline.clip_grad_norm_, 1.0, error_if_nonfinite=True)
+
+    for norm, error in on_ranks(2, case):
+        assert math.isnan(norm)
+        assert isinstance(error, PipelineError)
+        assert "the norm of the gradients is nan" in str(error)
+
+
+@pytest.mark.parametrize(("limit", "norm_type"), [(0, 2), (-1.0, 2), ("1", 2), (1.0, 0), (math.nan, 2)])
+def test_limits_and_norms_that_are_no_numbers_are_refused(limit, norm_type):
+    (error,) = on_ranks(1, lambda wires: error_of(pipeline_of(wires, float_layers()).clip_grad_norm_, limit, norm_type))
+
+    assert isinstance(error, ConfigError)
+    assert "expected a number larger than 0, or infinity" in str(error)
