@@ -35,6 +35,7 @@ def test_planning_a_small_schedule_loads_neither_torch_nor_numba():
 def test_every_public_name_is_there():
     assert [name for name in ps.__all__ if not hasattr(ps, name)] == []
     assert len(ps.__all__) <= 40
+    assert dir(ps) == sorted(ps.__all__)
 
 
 def test_an_unknown_name_is_an_attribute_error():

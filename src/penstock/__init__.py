@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_ON_FIRST_USE])
+    return __all__
 
 
 __all__ = [
