@@ -487,3 +487,12 @@ def test_a_stage_knows_where_its_first_layer_stands_in_the_model():
     found = [assemble(specs(), LINE, SLICES, rank, device=CPU).stages[0].first_layer for rank in range(3)]
 
     assert found == [0, 1, 3]
+
+
+@pytest.mark.parametrize("make", [lambda layer: layer, lambda layer: lambda: layer], ids=["module", "builder"])
+def test_a_layer_without_values_is_refused_with_what_to_do(make):
+    with torch.device("meta"):
+        empty = nn.Linear(WIDTH, WIDTH)
+
+    with pytest.raises(PartitionError, match=r"layer '1' is on the meta device, .* a LayerSpec, or call its to_empty"):
+        put_together([nn.Identity(), make(empty), nn.Identity(), nn.Identity()], 1)

@@ -185,7 +185,7 @@ def build_layer(layer: Layer, name: str, memory: dict[int, Any] | None = None) -
     """
     try:
         if isinstance(layer, nn.Module):
-            return layer if memory is None else _copy(layer, name, memory)
+            return _with_values(layer, name) if memory is None else _copy(layer, name, memory)
         module = layer()
     except PenstockError:
         raise
@@ -197,6 +197,15 @@ def build_layer(layer: Layer, name: str, memory: dict[int, Any] | None = None) -
         raise PartitionError(f"layer {name!r} cannot be built: {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
         raise PartitionError(f"layer {name!r} builds a {type(module).__name__}; expected an nn.Module")
+    return _with_values(module, name)
+
+
+def _with_values(module: nn.Module, name: str) -> nn.Module:
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        raise PartitionError(
+            f"layer {name!r} is on the meta device, where tensors have no values; give a callable that builds it "
+            "elsewhere, such as a LayerSpec, or call its to_empty(device=...) and initialize it first"
+        )
     return module
 
 
