@@ -30,7 +30,7 @@ from penstock.execute.stages.recompute import BufferCopier, checkpoint_of, keep_
 from penstock.execute.stages.split_backward import backward_input, backward_weight
 from penstock.execute.stages.stage import SavedForward, Stage
 from penstock.execute.tree import map_leaves
-from penstock.execute.untouched import Untouched
+from penstock.execute.values.version_guard import VersionGuard
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.operations import Op
 from penstock.ir.program import Program
@@ -222,7 +222,7 @@ class Interpreter:
         """How a row gets what another one of this rank has left for it."""
         handed_on, action = self._registers.handed_on, str(self.program.instruction(source))
         if self.program.op[source] == Op.FORWARD:
-            return lambda: (handed_on.pop(source).taken(action),)
+            return lambda: (handed_on.pop(source).checked(action),)
         return lambda: (handed_on.pop(source),)
 
     def _deliver_outputs(self, row: int) -> Callable[[Any], Any]:
@@ -235,7 +235,7 @@ class Interpreter:
 
         def deliver(outputs: Any) -> Any:
             note_outputs(key, outputs, action)
-            leave(Untouched.detached(outputs))
+            leave(VersionGuard.detached(outputs))
             return outputs
 
         return deliver
@@ -323,7 +323,7 @@ class Interpreter:
         def send_message() -> None:
             values, outgoing[slot] = outgoing[slot], None
             if is_forward:
-                send_forward(peer, key, values.taken(action))
+                send_forward(peer, key, values.checked(action))
             else:
                 send_backward(peer, values, key)
             let_go()

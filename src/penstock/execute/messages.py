@@ -19,7 +19,7 @@ from penstock.execute.memory_order import empty_in_order, memory_order, stored
 from penstock.execute.plain_numbers import PlainNumbers, is_alike
 from penstock.execute.transport.protocol import Ticket, Transport
 from penstock.execute.tree import LEAF, Layout, TensorInfo, decode_layout, encode_layout, flatten
-from penstock.execute.untouched import Untouched
+from penstock.execute.values.version_guard import VersionGuard
 
 Key = tuple[int, int, int]
 """Stage, microbatch, slice."""
@@ -70,7 +70,7 @@ class _Leaving:
     number: int
     """Counts the messages of the step to this peer, from 0."""
     tickets: list[Ticket]
-    outputs: Untouched
+    outputs: VersionGuard
     """What the tickets carry of a stage's outputs."""
     key: Key
 
@@ -194,7 +194,7 @@ class Messenger:
             for ticket in message.tickets:
                 self._transport.wait(ticket)
             stage, microbatch, _ = message.key
-            message.outputs.taken(f"stage {stage}, microbatch {microbatch}")
+            message.outputs.checked(f"stage {stage}, microbatch {microbatch}")
 
     def note_outputs(self, key: Key, outputs: Any, action: str) -> None:
         """Remember, or check, what a stage produced."""
@@ -309,7 +309,7 @@ class Messenger:
             # Not what needs a gradient: a parameter may be an output, which the optimizer changes once it has arrived.
             both = zip(tickets, tensors, strict=True)
             on_its_way = [tensor for ticket, tensor in both if not (ticket.is_over or tensor.requires_grad)]
-            self._leaving[peer].append(_Leaving(number, leaving, Untouched.of(on_its_way), key))
+            self._leaving[peer].append(_Leaving(number, leaving, VersionGuard.of(on_its_way), key))
 
 
 def _tensors_of(leaves: Sequence[Any]) -> list[Tensor]:

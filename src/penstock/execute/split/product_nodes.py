@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from penstock.errors import PipelineError
 from penstock.execute.split.late_gradients import LateGradient
-from penstock.execute.untouched import version_of
+from penstock.execute.undocumented import version_of
 
 Gradients = Callable[[Tensor, Tensor], Sequence[Tensor]]
 """From the gradient of the output and the activations, those of the weights."""

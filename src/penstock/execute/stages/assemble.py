@@ -18,8 +18,9 @@ from penstock.errors import PartitionError, PenstockError, nearest
 from penstock.execute.dtensor import is_dtensor
 from penstock.execute.stages.skips import StageSkips, open_at, skip_names
 from penstock.execute.stages.stage import Stage
-from penstock.execute.stages.tied import TiedCopy, has_hooks
+from penstock.execute.stages.tied import TiedCopy
 from penstock.execute.transport.protocol import Transport
+from penstock.execute.undocumented import has_hooks, is_out_of_memory
 from penstock.placement import Placement
 
 Layer = nn.Module | Callable[[], nn.Module]
@@ -190,7 +191,7 @@ def build_layer(layer: Layer, name: str, memory: dict[int, Any] | None = None) -
     except PenstockError:
         raise
     except Exception as error:
-        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+        if is_out_of_memory(error):
             raise PartitionError(
                 f"layer {name!r} does not fit in this rank's memory ({error}); make it smaller, or use more ranks"
             ) from error

@@ -21,6 +21,7 @@ from penstock.execute.stages.stage import Stage
 from penstock.execute.stages.tied import TiedCopy, dense_gradient
 from penstock.execute.transport.direct import MessageLate
 from penstock.execute.transport.pending import GlooMessage, QueuedMessage
+from penstock.execute.undocumented import averaged_parameters, averages, broadcast_buffers
 
 
 class DdpReduction:
@@ -50,7 +51,7 @@ class DdpReduction:
         """Keep DDP from reducing by itself meanwhile."""
         modules = [module for found in self._modules.values() for module in found]
         # False inside of the caller's own `no_sync()`.
-        self._is_synced = {id(module): module.require_backward_grad_sync for module in modules}
+        self._is_synced = {id(module): averages(module) for module in modules}
         with ExitStack() as stack:
             for module in modules:
                 stack.enter_context(module.no_sync())
@@ -66,18 +67,11 @@ class DdpReduction:
             PipelineError: a replica does not come within the deadline.
         """
         for module in self._modules[stage]:
-            named = {name: parameter for name, parameter in module.module.named_parameters() if parameter.requires_grad}
             is_synced = self._is_synced[id(module)]
-            ignored = module.parameters_to_ignore
-            parameters = [
-                parameter
-                for name, parameter in named.items()
-                if name not in ignored and (is_synced or id(parameter) in self._tied)
-            ]
+            parameters = [each for each in averaged_parameters(module) if is_synced or id(each) in self._tied]
             self._average(stage, parameters, module.process_group)
-            if is_synced and module.broadcast_buffers:
-                buffers = [buffer for name, buffer in module.module.named_buffers() if name not in ignored]
-                self._take_from_first(stage, buffers, module.process_group)
+            if is_synced:
+                self._take_from_first(stage, broadcast_buffers(module), module.process_group)
 
     def _average(self, stage: int, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         """Average where any replica has a gradient; one that has none counts as zeros, as with DDP."""

@@ -8,9 +8,8 @@ from torch import nn
 from penstock.errors import PipelineError, nearest
 from penstock.execute.failures.places import note_place
 from penstock.execute.stages.signatures import EVERY, TakenKeywords, taken_keywords
+from penstock.execute.undocumented import is_leaf_changed_in_place
 
-_LEAF_IN_PLACE = "leaf Variable that requires grad is being used in an in-place operation"
-"""What torch says; the inputs of a stage are leaves, those of a layer in the middle of a model are not."""
 _IN_PLACE = (
     "a {layer} fails with: {error} What a stage gets from another one must stay as it is until its gradient has been "
     "taken, so its first layers may not change it in place. Let them work out of place, as ReLU(inplace=False) does, "
@@ -81,7 +80,7 @@ def layer_place(name: str, layer: object) -> str:
 
 def _told(error: Exception, layer: nn.Module, kwargs: Mapping[str, Any], taken: TakenKeywords | None) -> Exception:
     """The error, or one that says more of it."""
-    if isinstance(error, RuntimeError) and _LEAF_IN_PLACE in str(error):
+    if is_leaf_changed_in_place(error):
         return PipelineError(_IN_PLACE.format(layer=type(layer).__name__, error=error))
     if isinstance(error, TypeError) and _KEYWORD in str(error) and taken is not None and taken.takes_every:
         return PipelineError(_EVERY.format(layer=type(layer).__name__, error=error, names=sorted(kwargs)))

@@ -26,7 +26,8 @@ from penstock.execute.calls import Bound, Call, Change, around_each
 from penstock.execute.stages.carried import RunForward, Save
 from penstock.execute.stages.randomness import default_generators, in_turn, set_back, turn
 from penstock.execute.stages.stage import SavedForward, Stage
-from penstock.execute.untouched import Untouched, version_of
+from penstock.execute.undocumented import version_of
+from penstock.execute.values.version_guard import VersionGuard
 from penstock.ir.operations import RUNS_AUTOGRAD, RUNS_FORWARD, Op
 from penstock.ir.program import Program
 
@@ -51,7 +52,7 @@ class Checkpoint(SavedForward):
     arguments: tuple[Any, ...] = ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
     buffers: Copies = field(default_factory=dict)
-    called_with: Untouched | None = None
+    called_with: VersionGuard | None = None
 
 
 class BufferCopier:
@@ -77,14 +78,14 @@ def keep_arguments(copier: BufferCopier, run: RunForward, save: Save) -> tuple[R
     called: list[Checkpoint] = []
 
     def run_and_drop(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        buffers, before = copier.copies(), Untouched.of((arguments, keywords))
+        buffers, before = copier.copies(), VersionGuard.of((arguments, keywords))
         with saved_tensors_hooks(_drop, _refuse):
             outputs = run(arguments, keywords)
         _refuse_changed(before)
         if copier.stage.skips is not None:
             arguments, _ = copier.stage.skips.spared(arguments, outputs)
         kept = Checkpoint([], [], [], arguments=arguments, keywords=keywords, buffers=buffers)
-        kept.called_with = Untouched.of((arguments, keywords))
+        kept.called_with = VersionGuard.of((arguments, keywords))
         called.append(kept)
         return outputs
 
@@ -170,7 +171,7 @@ def _buffers(stage: Stage) -> dict[Where, Tensor]:
     return {(module, name): buffer for module in modules for name, buffer in module.named_buffers(recurse=False)}
 
 
-def _refuse_changed(called_with: Untouched) -> None:
+def _refuse_changed(called_with: VersionGuard) -> None:
     if called_with.is_changed:
         raise PipelineError(
             "an input of the stage was changed in place, so that its recomputation would begin with other values. Let "

@@ -23,6 +23,7 @@ from penstock.execute.stages.gradient_parts import (
 )
 from penstock.execute.stages.main_gradients import main_type
 from penstock.execute.transport.protocol import Transport
+from penstock.execute.undocumented import has_hooks
 
 _LAZY = "without a shape before its first input"
 
@@ -180,11 +181,6 @@ def _describe(tensor: Tensor) -> str:
         return _LAZY
     state = "trained" if tensor.requires_grad else "frozen"
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}, {state}"
-
-
-def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether `register_hook` was called on a parameter, which torch does not say in public."""
-    return bool(parameter._backward_hooks)
 
 
 def dense_gradient(parameter: nn.Parameter, attribute: str) -> Tensor:

@@ -15,17 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.errors import ConfigError
 from penstock.execute.stages.keywords import layer_place
 from penstock.execute.stages.stage import Stage
+from penstock.execute.undocumented import has_dtensors, is_first_fsdp, is_replicated, is_sharded, special_options
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
-
-_DDP_OPTIONS = {
-    "static_graph": "static_graph=True",
-    "mixed_precision": "mixed_precision",
-    "_delay_all_reduce_params": "delay_all_reduce_named_params",
-    "_comm_hooks": "a communication hook",
-    "buffer_hook": "a communication hook for buffers",
-}
-"""By an attribute of DDP, which is not empty where it is used, what cannot be done in a step's only reduction."""
 
 
 def refuse_wrappers(stages: Sequence[Stage], schedule: Schedule, ranks: Collection[int]) -> None:
@@ -50,7 +42,7 @@ def unsplittable(stages: Sequence[Stage], split_stages: Collection[int], schedul
     `fully_shard` reduces at the end of a backward: what a weight gradient adds later would not be reduced.
     """
     for stage, place, module in _modules(stages):
-        if stage.index in split_stages and _is_sharded(module):
+        if stage.index in split_stages and is_sharded(module):
             return (
                 f"stage {stage.index}, {place}: fully_shard reduces gradients at the end of a backward, but {schedule} "
                 "splits backwards into I and W, and what W adds would not be reduced. Take a schedule with whole "
@@ -62,14 +54,8 @@ def unsplittable(stages: Sequence[Stage], split_stages: Collection[int], schedul
 def reshard(stages: Sequence[Stage]) -> None:
     """Free what forwards without a backward have gathered: later forwards would use it, whatever the optimizer did."""
     for _, _, module in _modules(stages):
-        if _is_sharded(module):
+        if is_sharded(module):
             module.reshard()  # type: ignore[operator]
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` has been applied to a module; asked of its methods, since torch.distributed.fsdp takes
-    half a second to import."""
-    return hasattr(module, "set_requires_gradient_sync") and hasattr(module, "unshard")
 
 
 def _modules(stages: Sequence[Stage]) -> Iterator[tuple[Stage, str, nn.Module]]:
@@ -82,12 +68,12 @@ def _modules(stages: Sequence[Stage]) -> Iterator[tuple[Stage, str, nn.Module]]:
 def _problem(module: nn.Module, ranks: Collection[int]) -> str:
     if isinstance(module, DistributedDataParallel):
         return _problem_of_ddp(module, ranks)
-    if hasattr(module, "summon_full_params"):
+    if is_first_fsdp(module):
         return (
             "FullyShardedDataParallel cannot have several microbatches between forward and backward; use "
             "torch.distributed.fsdp.fully_shard"
         )
-    if hasattr(module, "set_requires_gradient_sync") and not _is_sharded(module):
+    if is_replicated(module):
         return (
             "torch.distributed._composable.replicate reduces in the first backward after a forward, whichever "
             "microbatch's it is; wrap the layer in DistributedDataParallel(layer, process_group=...)"
@@ -104,12 +90,12 @@ def _problem(module: nn.Module, ranks: Collection[int]) -> str:
 
 def _problem_of_ddp(module: DistributedDataParallel, ranks: Collection[int]) -> str:
     wrapper = "DistributedDataParallel"
-    if options := [name for attribute, name in _DDP_OPTIONS.items() if getattr(module, attribute, None)]:
+    if options := special_options(module):
         return (
             f"{wrapper} with {', '.join(options)}: its gradients are reduced here, once a step, as a plain average; "
             f"leave {'it' if len(options) == 1 else 'them'} out, or leave {wrapper} out and reduce in reduce_stage"
         )
-    if any(hasattr(parameter, "_st_info") for parameter in module.parameters()):
+    if has_dtensors(module):
         return f"{wrapper} around parameters that are DTensors; use fully_shard on a mesh of both dimensions instead"
     if other := _other(dist.get_process_group_ranks(module.process_group), ranks):
         return (

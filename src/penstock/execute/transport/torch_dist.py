@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import permutations
-from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -32,20 +31,12 @@ from penstock.execute.transport.protocol import (
     peer_lost,
     require_contiguous,
 )
+from penstock.execute.undocumented import Backend, gloo, is_timeout, nccl, store_of
 
 PIPELINE_TAG = 0
 COLLECTIVE_TAG = 1
 WATCHDOG = timedelta(days=1)
 """NCCL's own limit of a message, counted from its posting; what exceeds it ends the process, not the step."""
-
-
-class _Link(Protocol):
-    """What is used of a backend of torch.distributed."""
-
-    def send(self, tensors: list[Tensor], destination: int, tag: int, /) -> dist.Work: ...
-    def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> dist.Work: ...
-    def abort(self) -> None: ...
-    def shutdown(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +47,16 @@ class _Links:
     for both directions and knows no tags: a receive posted ahead would block the sends behind it. There it takes three.
     """
 
-    upward: _Link
-    downward: _Link
-    collective: _Link
+    upward: Backend
+    downward: Backend
+    collective: Backend
 
-    def between(self, source: int, destination: int, tag: int) -> _Link:
+    def between(self, source: int, destination: int, tag: int) -> Backend:
         if tag == COLLECTIVE_TAG:
             return self.collective
         return self.upward if source < destination else self.downward
 
-    def distinct(self) -> list[_Link]:
+    def distinct(self) -> list[Backend]:
         return list({id(link): link for link in (self.upward, self.downward, self.collective)}.values())
 
 
@@ -101,7 +92,7 @@ class TorchTransport:
         self._open: dict[int, Pending] = {}
         self._next_serial = 0
         self._first_serial = 0
-        group_store = PrefixStore("penstock", own.get_group_store())
+        group_store = PrefixStore("penstock", store_of(own))
         store = self._connect(Meeting(group_store, self.rank, self.num_ranks))
         self._recoveries = Meeting(PrefixStore("recoveries", store), self.rank, self.num_ranks)
         self._next_serial = 0  # connecting sent messages of its own, which nobody should have to count
@@ -141,7 +132,7 @@ class TorchTransport:
         for link in self._forget():
             link.shutdown()
 
-    def _forget(self) -> list[_Link]:
+    def _forget(self) -> list[Backend]:
         """Drop all messages and connections; once the result is dropped too, the sockets close."""
         links = self._links.distinct() if self._links else []
         self._links = None
@@ -175,16 +166,11 @@ class TorchTransport:
 
     def _make_links(self, store: Store) -> _Links:
         if self._device.type != "cuda":
-            link = dist.ProcessGroupGloo(store, self.rank, self.num_ranks, timedelta(seconds=self.deadline_s))
-            return _Links(*[cast(_Link, link)] * 3)
-        links = _Links(*[self._make_nccl(PrefixStore(name, store)) for name in ("upward", "downward", "collective")])
+            return _Links(*[gloo(store, self.rank, self.num_ranks, self.deadline_s)] * 3)
+        stores = [PrefixStore(name, store) for name in ("upward", "downward", "collective")]
+        links = _Links(*[nccl(each, self.rank, self.num_ranks, WATCHDOG) for each in stores])
         self._meet_pairs(links)
         return links
-
-    def _make_nccl(self, store: Store) -> _Link:
-        link = dist.ProcessGroupNCCL(store, self.rank, self.num_ranks, dist.ProcessGroupNCCL.Options())
-        link.set_timeout(WATCHDOG)
-        return cast(_Link, link)
 
     def _meet_pairs(self, links: _Links) -> None:
         """Send one number over every channel, in one order on all ranks.
@@ -249,7 +235,7 @@ class TorchTransport:
         self._next_serial += 1
         return ticket
 
-    def _link(self, ticket: Ticket, source: int, destination: int, tag: int) -> _Link:
+    def _link(self, ticket: Ticket, source: int, destination: int, tag: int) -> Backend:
         if self._links is None:
             raise peer_lost(self.rank, ticket, 0.0, "this rank has aborted or closed its connections")
         return self._links.between(source, destination, tag)
@@ -273,7 +259,7 @@ class TorchTransport:
             del pending  # frames live as long as the error, and a work kept alive would keep the sockets open
             error.with_traceback(None)
             waited_s = time.monotonic() - begin_s
-            if isinstance(error, MessageLate) or waited_s >= deadline_s or "Timed out" in str(error):
+            if isinstance(error, MessageLate) or waited_s >= deadline_s or is_timeout(error):
                 raise deadline_exceeded(self.rank, ticket, waited_s, self.deadline_s) from error
             raise peer_lost(self.rank, ticket, waited_s, str(error)) from error
         if self._observer is not None:

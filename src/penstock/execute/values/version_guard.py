@@ -1,8 +1,8 @@
-"""Outputs between their stage and whoever uses them: a change in place meanwhile is an error, not a wrong value.
+"""Refuses an output that was changed in place between its stage and the next one, instead of using a wrong value.
 
 A stage may return a tensor that it goes on using, such as a buffer that its next forward adds to. On one process that
 forward comes after the value was used; in a pipeline it may come before. Every tensor counts the changes made to it and
-to its views (see "In-place correctness checks" in torch's notes on autograd), so telling takes a comparison of numbers.
+to its views (see "In-place correctness checks" in torch's notes on autograd), so to find one is to compare numbers.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from penstock.errors import PipelineError
 from penstock.execute.tree import flatten, map_leaves
+from penstock.execute.undocumented import version_of
 
 
 @dataclass(slots=True, eq=False)
-class Untouched:
-    """A tree, and how often its tensors had been changed when it was laid here."""
+class VersionGuard:
+    """A tree, and the versions that its tensors had when it was put here."""
 
     value: Any
     versions: Sequence[int]
@@ -28,7 +29,7 @@ class Untouched:
 
     @classmethod
     def detached(cls, value: Any) -> Self:
-        """Lay the same values here as leaves of their own, which ask for a gradient where the original has one."""
+        """Guard the same values as new leaves, which need a gradient where the original needs one."""
         return cls.of(map_leaves(_detached, value))
 
     @property
@@ -36,7 +37,7 @@ class Untouched:
         """Whether a tensor has been changed in place since."""
         return _versions(self.value) != self.versions
 
-    def taken(self, where: str) -> Any:
+    def checked(self, where: str) -> Any:
         """Return the tree. Raises: PipelineError, naming `where` it was made, if a tensor has been changed since."""
         if self.is_changed:
             raise PipelineError(
@@ -45,14 +46,6 @@ class Untouched:
                 "buffer, or let them make a new tensor instead"
             )
         return self.value
-
-
-def version_of(tensor: Tensor) -> int:
-    """Count the changes in place of a tensor; those of inference mode are not counted."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return 0
 
 
 def _detached(leaf: Any) -> Any:

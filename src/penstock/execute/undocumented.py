@@ -1,0 +1,244 @@
+"""Every use of torch that its documentation does not promise.
+
+The rest of the package reaches these things through this file alone (a house test looks). Each has a test of its own in
+tests/execute/test_undocumented.py, so that a new torch that changes one of them fails there first, and says which.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import cache
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.nn.parallel import DistributedDataParallel
+
+# ---- tensors
+
+
+def version_of(tensor: Tensor) -> int:
+    """Count the changes in place of a tensor and its views; those of inference mode are not counted."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether `register_hook` was called on a tensor."""
+    return bool(parameter._backward_hooks)
+
+
+# ---- the nodes of autograd's graph
+
+LEAF = "AccumulateGrad"
+TRANSPOSITION = "TBackward0"
+MM, ADDMM, BMM = "MmBackward0", "AddmmBackward0", "BmmBackward0"
+CONVOLUTION = "ConvolutionBackward0"
+EMBEDDING = "EmbeddingBackward0"
+_REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
+_UNSIGNED = 2**64
+
+
+def kind_of(node: Node) -> str:
+    """Return how autograd names a node, such as one of the constants above."""
+    return type(node).__name__
+
+
+def kind_of_function(function: type[torch.autograd.Function]) -> str:
+    """Return how autograd names the nodes of a function that is written in Python."""
+    return f"{function.__name__}Backward"
+
+
+def is_reentrant_checkpoint(kind: str) -> bool:
+    """Whether nodes of a kind are those of `checkpoint(use_reentrant=True)`, which run a backward of their own."""
+    return kind == _REENTRANT_CHECKPOINT
+
+
+def leaf_of(node: Node) -> Tensor:
+    """Return the leaf that a node of kind LEAF adds gradients to."""
+    variable: Tensor = cast(Any, node).variable
+    return variable
+
+
+def saved(node: Node, name: str) -> Any:
+    """Return what a node has saved under a name; a tensor passes through the hooks of whoever keeps it."""
+    return getattr(node, f"_saved_{name}")
+
+
+def saved_padding(node: Node) -> int:
+    """Return the row of a table that has no gradient, -1 for none, which torch shows as an unsigned number."""
+    padding: int = saved(node, "padding_idx")
+    return padding - _UNSIGNED if padding >= _UNSIGNED // 2 else padding
+
+
+def is_hooked(node: Node, name: str) -> bool:
+    """Whether a tensor that a node saved is kept by others (`saved_tensors_hooks`), such as checkpointing."""
+    return getattr(node, f"_raw_saved_{name}").unpack_hook is not None
+
+
+def is_any_hooked(node: Node) -> bool:
+    """Whether any of the tensors that a node saved is kept by others."""
+    for name in _raw_names(type(node)):
+        found = getattr(node, name)
+        if any(each.unpack_hook is not None for each in (found if isinstance(found, Sequence) else (found,))):
+            return True
+    return False
+
+
+@cache
+def _raw_names(kind: type[Node]) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+# ---- the backwards of single operations
+
+
+def convolution_backward(
+    gradient: Tensor,
+    activations: Tensor,
+    kernel: Tensor,
+    geometry: tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int],
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of a convolution's input, kernel and bias, None for those that are not needed.
+
+    `geometry` is stride, padding, dilation, whether it is transposed, output padding and groups.
+    """
+    num_channels = gradient.shape[1]
+    found: tuple[Tensor | None, Tensor | None, Tensor | None] = torch.ops.aten.convolution_backward(
+        gradient, activations, kernel, [num_channels], *geometry, needs
+    )
+    return found
+
+
+def embedding_backward(
+    gradient: Tensor, rows: Tensor, num_rows: int, padding: int, scales_by_frequency: bool, is_sparse: bool
+) -> Tensor:
+    """Return the gradient of a table of which `rows` were looked up; a padding of -1 is none."""
+    found: Tensor = torch.ops.aten.embedding_backward(gradient, rows, num_rows, padding, scales_by_frequency, is_sparse)
+    return found
+
+
+# ---- modes
+
+
+class BackwardArguments(NamedTuple):
+    """What a mode gets of a call of `Tensor.backward`."""
+
+    gradient: Tensor | None
+    retain_graph: bool | None
+    create_graph: bool
+    inputs: Any
+
+
+def arguments_of_backward(kwargs: Mapping[str, Any]) -> BackwardArguments:
+    """Return what `Tensor.backward` was called with; a mode gets all of it by keyword, whatever the caller wrote."""
+    return BackwardArguments(*(kwargs[name] for name in BackwardArguments._fields))
+
+
+# ---- backends of torch.distributed
+
+
+class Backend(Protocol):
+    """What is used of a backend without the process group around it."""
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int, /) -> dist.Work: ...
+    def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> dist.Work: ...
+    def abort(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """Return the store in which the ranks of a group have met."""
+    return group.get_group_store()
+
+
+def gloo(store: dist.Store, rank: int, num_ranks: int, deadline_s: float) -> Backend:
+    """Connect the ranks that call this with one store by gloo."""
+    return cast(Backend, dist.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=deadline_s)))
+
+
+def nccl(store: dist.Store, rank: int, num_ranks: int, watchdog: timedelta) -> Backend:
+    """Connect them by NCCL; a message that takes longer than `watchdog` ends the process."""
+    backend = dist.ProcessGroupNCCL(store, rank, num_ranks, dist.ProcessGroupNCCL.Options())
+    backend.set_timeout(watchdog)
+    return cast(Backend, backend)
+
+
+# ---- texts of errors that have no type of their own
+
+
+def is_timeout(error: Exception) -> bool:
+    """Whether a wait for a message of gloo has run out of time."""
+    return "Timed out" in str(error)
+
+
+def is_leaf_changed_in_place(error: Exception) -> bool:
+    """Whether a layer changes a leaf in place: the inputs of a stage are leaves, those within a model are not."""
+    text = "leaf Variable that requires grad is being used in an in-place operation"
+    return isinstance(error, RuntimeError) and text in str(error)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the memory of the CPU ran out."""
+    return isinstance(error, MemoryError) or "allocate memory" in str(error)
+
+
+# ---- modules that reduce gradients by themselves
+
+_DDP_OPTIONS = {
+    "static_graph": "static_graph=True",
+    "mixed_precision": "mixed_precision",
+    "_delay_all_reduce_params": "delay_all_reduce_named_params",
+    "_comm_hooks": "a communication hook",
+    "buffer_hook": "a communication hook for buffers",
+}
+"""How DDP's options are written, by the attribute that is not empty where one is used."""
+
+
+def special_options(module: DistributedDataParallel) -> list[str]:
+    """Name the options of DDP that make its reduction another than one plain average."""
+    return [option for attribute, option in _DDP_OPTIONS.items() if getattr(module, attribute, None)]
+
+
+def averages(module: DistributedDataParallel) -> bool:
+    """Whether the next backward averages gradients: not within `no_sync()`."""
+    return bool(module.require_backward_grad_sync)
+
+
+def averaged_parameters(module: DistributedDataParallel) -> list[nn.Parameter]:
+    """Return the parameters whose gradients DDP averages."""
+    named = module.module.named_parameters()
+    return [each for name, each in named if each.requires_grad and name not in module.parameters_to_ignore]
+
+
+def broadcast_buffers(module: DistributedDataParallel) -> list[Tensor]:
+    """Return the buffers that DDP copies from the first replica."""
+    named = module.module.named_buffers() if module.broadcast_buffers else ()
+    return [each for name, each in named if name not in module.parameters_to_ignore]
+
+
+def has_dtensors(module: DistributedDataParallel) -> bool:
+    """Whether DDP has found DTensors among the parameters, which it replaces by their local parts."""
+    return any(hasattr(parameter, "_st_info") for parameter in module.parameters())
+
+
+# By their methods, since torch.distributed.fsdp takes half a second to import.
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` has been applied to a module itself."""
+    return hasattr(module, "set_requires_gradient_sync") and hasattr(module, "unshard")
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether `torch.distributed._composable.replicate` has been."""
+    return hasattr(module, "set_requires_gradient_sync") and not hasattr(module, "unshard")
+
+
+def is_first_fsdp(module: nn.Module) -> bool:
+    """Whether a module is a FullyShardedDataParallel, the wrapper before `fully_shard`."""
+    return hasattr(module, "summon_full_params")

@@ -1,0 +1,508 @@
+"""Each use of torch that its documentation does not promise: a new torch that changes one fails here first.
+
+A failure names what has changed. Mend `execute/undocumented.py`, or what relies on it (named in the docstring below).
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from threading import Event
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import get_gradient_edge, save_on_cpu, saved_tensors_hooks
+from torch.distributed._composable import replicate as replicate_by_ddp
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from penstock.execute import undocumented
+
+SHORT_S = 0.2
+LONG_S = 20.0
+
+
+def leaf(*sizes):
+    values = torch.linspace(-1, 1, torch.Size(sizes).numel()).reshape(sizes)
+    return values.requires_grad_()
+
+
+# ---- tensors
+
+
+def test_a_tensor_counts_the_changes_in_place_of_itself_and_its_views():
+    tensor = torch.zeros(3)
+    before = undocumented.version_of(tensor)
+
+    tensor[:1].add_(1)
+    tensor.detach().add_(1)
+
+    assert undocumented.version_of(tensor) == undocumented.version_of(tensor.detach()) == before + 2
+    with torch.inference_mode():
+        assert undocumented.version_of(torch.zeros(3)) == 0
+
+
+def test_a_parameter_shows_whether_it_has_hooks():
+    parameter = nn.Parameter(torch.zeros(3))
+    assert not undocumented.has_hooks(parameter)
+
+    handle = parameter.register_hook(lambda gradient: gradient)
+    assert undocumented.has_hooks(parameter)
+
+    handle.remove()
+    assert not undocumented.has_hooks(parameter)
+
+
+def test_a_parameter_without_a_gradient_takes_over_the_memory_of_the_first_one():
+    """`stages/first_gradients.py` gives it memory of its own where others need that."""
+    parameter, gradient = leaf(4), torch.ones(2, 2)
+
+    torch.autograd.backward(parameter.view(2, 2), gradient)
+
+    assert parameter.grad.data_ptr() == gradient.data_ptr()
+
+
+# ---- the nodes of autograd's graph
+
+
+class Own(torch.autograd.Function):
+    """A function of the user's own."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        ctx.save_for_backward(tensor)
+        ctx.note = "kept"
+        return tensor * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+NODES = {
+    undocumented.TRANSPOSITION: lambda: leaf(2, 3).t(),
+    undocumented.MM: lambda: leaf(2, 3) @ leaf(3, 4),
+    undocumented.ADDMM: lambda: F.linear(leaf(2, 3), leaf(4, 3), leaf(4)),
+    undocumented.BMM: lambda: torch.bmm(leaf(5, 2, 3), leaf(5, 3, 4)),
+    undocumented.CONVOLUTION: lambda: F.conv1d(leaf(2, 3, 7), leaf(4, 3, 2), leaf(4)),
+    undocumented.EMBEDDING: lambda: F.embedding(torch.tensor([1, 0]), leaf(5, 3)),
+    undocumented.kind_of_function(Own): lambda: Own.apply(leaf(3)),
+}
+
+
+@pytest.mark.parametrize("kind", NODES)
+def test_nodes_have_the_names_that_are_looked_for(kind):
+    assert undocumented.kind_of(NODES[kind]().grad_fn) == kind
+
+
+def test_the_node_of_a_leaf_knows_it():
+    tensor = leaf(3)
+    (node, _), *_ = (tensor * 2).grad_fn.next_functions
+
+    assert undocumented.kind_of(node) == undocumented.LEAF
+    assert undocumented.leaf_of(node) is tensor
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_only_the_node_of_reentrant_checkpointing_has_its_name(use_reentrant):
+    output = checkpoint(torch.tanh, leaf(3), use_reentrant=use_reentrant)
+
+    assert undocumented.is_reentrant_checkpoint(undocumented.kind_of(output.grad_fn)) == use_reentrant
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "expected"),
+    [
+        (undocumented.MM, "self", [2, 3]),
+        (undocumented.ADDMM, "mat1", [2, 3]),
+        (undocumented.BMM, "self", [5, 2, 3]),
+        (undocumented.CONVOLUTION, "input", [2, 3, 7]),
+        (undocumented.CONVOLUTION, "weight", [4, 3, 2]),
+        (undocumented.EMBEDDING, "indices", [2]),
+    ],
+)
+def test_nodes_have_saved_these_tensors(kind, name, expected):
+    assert list(undocumented.saved(NODES[kind]().grad_fn, name).shape) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (undocumented.MM, {"self_sym_sizes": (2, 3), "mat2_sym_sizes": (3, 4), "mat2_sym_strides": (4, 1)}),
+        (
+            undocumented.ADDMM,
+            {"mat1_sym_sizes": (2, 3), "mat2_sym_sizes": (3, 4), "mat2_sym_strides": (1, 3), "alpha": 1, "beta": 1},
+        ),
+        (
+            undocumented.CONVOLUTION,
+            {"stride": (1,), "padding": (0,), "dilation": (1,), "transposed": False}
+            | {"output_padding": (0,), "groups": 1},
+        ),
+        (undocumented.EMBEDDING, {"weight_sym_argsize_0": 5, "scale_grad_by_freq": False, "sparse": False}),
+    ],
+)
+def test_nodes_have_saved_these_numbers(kind, expected):
+    node = NODES[kind]().grad_fn
+
+    assert {name: undocumented.saved(node, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(("padding", "expected"), [(None, -1), (2, 2), (-1, 4)])
+def test_the_row_of_a_table_without_a_gradient_is_a_number(padding, expected):
+    output = F.embedding(torch.tensor([1, 0]), leaf(5, 3), padding)
+
+    assert undocumented.saved_padding(output.grad_fn) == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "kinds"),
+    [
+        (lambda a, b, c: F.linear(a, b, c), [undocumented.LEAF, undocumented.LEAF, undocumented.TRANSPOSITION]),
+        (lambda a, b, c: a @ b.t(), [undocumented.LEAF, undocumented.TRANSPOSITION]),
+    ],
+)
+def test_a_node_leads_to_the_operands_in_their_order(make, kinds):
+    """`split/products.py` counts on it: a bias, the activations, the weight."""
+    output = make(leaf(2, 3), leaf(4, 3), leaf(4))
+
+    assert [undocumented.kind_of(node) for node, _ in output.grad_fn.next_functions] == kinds
+
+
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_a_node_shows_whether_others_keep_what_it_saved(is_moved):
+    operands, made = (leaf(2, 3), leaf(3, 4)), leaf(3)
+    with save_on_cpu() if is_moved else saved_tensors_hooks(lambda x: x, lambda x: x):
+        kept = [operands[0] @ operands[1], Own.apply(made)]
+    plain = [operands[0] @ operands[1], Own.apply(made), made + 1]
+
+    assert undocumented.is_hooked(kept[0].grad_fn, "self")
+    assert not undocumented.is_hooked(plain[0].grad_fn, "self")
+    assert all(undocumented.is_any_hooked(output.grad_fn) for output in kept)
+    assert not any(undocumented.is_any_hooked(output.grad_fn) for output in plain)
+
+
+def test_the_node_of_a_function_in_python_has_what_its_context_was_given():
+    assert Own.apply(leaf(3)).grad_fn.note == "kept"
+
+
+# ---- the backwards of single operations
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_the_backward_of_a_convolution_takes_these_arguments(is_transposed):
+    function = F.conv_transpose1d if is_transposed else F.conv1d
+    operands = leaf(2, 3, 7), leaf(3, 3, 2), leaf(3)
+    output = function(*operands, stride=2, padding=1)
+    gradient = torch.ones_like(output)
+    geometry = ([2], [1], [1], is_transposed, [0], 1)
+
+    found = undocumented.convolution_backward(gradient, *operands[:2], geometry, (True, True, True))
+
+    assert all(map(torch.equal, found, torch.autograd.grad(output, operands, gradient)))
+    assert (
+        undocumented.convolution_backward(gradient, *operands[:2], geometry, (False, True, False))[::2] == (None,) * 2
+    )
+
+
+@pytest.mark.parametrize("padding", [-1, 1])
+def test_the_backward_of_a_table_takes_these_arguments(padding):
+    table, rows = leaf(5, 3), torch.tensor([1, 0, 0])
+    output = F.embedding(rows, table, None if padding < 0 else padding)
+    gradient = torch.ones_like(output)
+
+    found = undocumented.embedding_backward(gradient, rows, 5, padding, False, False)
+
+    assert torch.equal(found, *torch.autograd.grad(output, table, gradient))
+
+
+# ---- modes and hooks
+
+
+class Seen(TorchFunctionMode):
+    """Notes the functions that are called, with their keywords."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func, dict(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_gets_the_arguments_of_a_backward_by_keyword():
+    loss, given = leaf(3).sum(), torch.ones(())
+    with Seen() as seen:
+        loss.backward(given, True)
+
+    (kwargs,) = [kwargs for func, kwargs in seen.calls if func is torch.Tensor.backward]
+    found = undocumented.arguments_of_backward(kwargs)
+    assert found.gradient is given
+    assert found[1:] == (True, False, None)
+
+
+def test_a_mode_sees_a_backward_of_tensors_and_none_of_edges_and_is_off_within_what_it_sees():
+    """`split/` calls a backward with edges where a mode is to see what layers do that run again in it."""
+    functions = []
+    for of_edges in (False, True):
+        tensor = leaf(3)
+        output = checkpoint(torch.tanh, tensor, use_reentrant=False)
+        root = get_gradient_edge(output) if of_edges else output
+        with Seen() as seen:
+            torch.autograd.backward(root, torch.ones(3))
+        functions.append([func for func, _ in seen.calls if func in (torch.autograd.backward, torch.tanh)])
+
+    assert functions == [[torch.autograd.backward], [torch.tanh]]
+
+
+def test_what_passes_through_hooks_is_not_looked_at_for_changes_in_place():
+    """`split/split_products.py` looks by itself."""
+    tensor = leaf(3)
+    kept = tensor * 1
+    with saved_tensors_hooks(lambda x: x, lambda x: x):
+        output = kept.exp() * kept
+    kept.detach().add_(1)
+
+    output.sum().backward()
+
+    assert tensor.grad is not None
+
+
+def test_a_recomputation_ends_at_the_last_tensor_that_its_forward_saved():
+    """`split/split_products.py` saves what its products need before they run, so the last one is left out."""
+    runs = []
+
+    def run(tensor):
+        runs.append("begins")
+        output = torch.exp(torch.sin(tensor))  # exp saves its output, so it has to run again
+        runs.append("saved")
+        return output + 1
+
+    checkpoint(run, leaf(3), use_reentrant=False).sum().backward()
+
+    assert runs == ["begins", "saved", "begins"]
+
+
+def test_reentrant_checkpointing_refuses_a_backward_to_chosen_leaves():
+    """`split/deferred_weights.py` splits the backward that runs within it instead."""
+    tensor = leaf(3)
+    output = checkpoint(torch.tanh, tensor, use_reentrant=True)
+
+    with pytest.raises(RuntimeError, match="checkpoint"):
+        torch.autograd.backward(output, torch.ones(3), inputs=[tensor])
+
+
+def test_a_backward_to_chosen_leaves_and_edges_leaves_out_the_others():
+    first, second = leaf(2, 3), leaf(3, 4)
+    hidden = first * 1
+    output = hidden @ second
+    arrived = []
+    hidden.grad_fn.register_prehook(arrived.append)
+
+    torch.autograd.backward(
+        get_gradient_edge(output), torch.ones(2, 4), inputs=[get_gradient_edge(hidden), get_gradient_edge(first)]
+    )
+
+    assert len(arrived) == 1
+    assert first.grad is not None
+    assert second.grad is None
+
+
+# ---- torch.distributed
+
+
+@pytest.fixture(scope="module")
+def world():
+    """A process group of this process alone."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield store
+    dist.destroy_process_group()
+
+
+def test_a_group_gives_its_store(world):
+    world.set("greeting", "hello")
+
+    undocumented.store_of(dist.group.WORLD).set("answer", "hello too")
+
+    assert b"hello" in undocumented.store_of(dist.group.WORLD).get("answer")
+
+
+def with_two_backends(case):
+    """Run a case on both ends of a connection."""
+    store = dist.HashStore()
+
+    def run(rank):
+        backend = undocumented.gloo(store, rank, 2, LONG_S)
+        return case(backend, rank)
+
+    with ThreadPoolExecutor(2) as threads:
+        return [future.result() for future in [threads.submit(run, rank) for rank in range(2)]]
+
+
+def test_a_backend_of_gloo_works_without_a_group_and_matches_messages_by_tag():
+    def case(backend, rank):
+        tensors = [torch.full((3,), float(tag if rank == 0 else -1)) for tag in (0, 1)]
+        if rank == 0:
+            works = [backend.send([tensors[tag]], 1, tag) for tag in (1, 0)]
+        else:
+            works = [backend.recv([tensors[tag]], 0, tag) for tag in (0, 1)]
+        for work in works:
+            work.wait(timedelta(seconds=LONG_S))
+        backend.shutdown()
+        return [tensor.tolist() for tensor in tensors]
+
+    assert with_two_backends(case) == [[[0.0] * 3, [1.0] * 3]] * 2
+
+
+def test_a_wait_that_takes_too_long_says_so():
+    is_over = Event()
+
+    def case(backend, rank):
+        if rank == 1:
+            is_over.wait(LONG_S)
+            return None
+        with pytest.raises(RuntimeError) as caught:
+            backend.recv([torch.zeros(3)], 1, 0).wait(timedelta(seconds=SHORT_S))
+        is_over.set()
+        backend.abort()
+        return caught.value
+
+    error, _ = with_two_backends(case)
+
+    assert undocumented.is_timeout(error)
+    assert not undocumented.is_timeout(RuntimeError("Connection closed by peer"))
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
+def test_a_backend_of_nccl_can_be_made_without_a_group():
+    assert callable(dist.ProcessGroupNCCL.set_timeout)
+    assert callable(dist.ProcessGroupNCCL.Options)
+    assert all(callable(getattr(dist.ProcessGroupNCCL, name)) for name in ("send", "recv", "abort", "shutdown"))
+
+
+# ---- texts of errors
+
+
+def test_the_error_of_a_leaf_that_is_changed_in_place_is_known_by_its_text():
+    with pytest.raises(RuntimeError) as caught:
+        leaf(3).add_(1)
+
+    assert undocumented.is_leaf_changed_in_place(caught.value)
+    assert not undocumented.is_leaf_changed_in_place(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_the_error_of_memory_that_ran_out_is_known_by_its_text():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60)
+
+    assert undocumented.is_out_of_memory(caught.value)
+    assert undocumented.is_out_of_memory(MemoryError())
+    assert not undocumented.is_out_of_memory(RuntimeError("no kernel"))
+
+
+# ---- modules that reduce gradients by themselves
+
+
+class Layer(nn.Module):
+    """Has a frozen and an ignored parameter, and an ignored buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained, self.frozen, self.ignored = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+        self.frozen.requires_grad_(False)
+        self.register_buffer("table", torch.zeros(2))
+        self.register_buffer("own", torch.zeros(2))
+
+    def forward(self, hidden):
+        return hidden * self.trained
+
+
+def wrapped(**options):
+    layer = Layer()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(layer, ["ignored", "own"])
+    return DistributedDataParallel(layer, **options)
+
+
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated")
+def test_what_ddp_averages_and_broadcasts_is_known(world):
+    module = wrapped()
+
+    assert [each is module.module.trained for each in undocumented.averaged_parameters(module)] == [True]
+    assert [each is module.module.table for each in undocumented.broadcast_buffers(module)] == [True]
+    assert undocumented.broadcast_buffers(wrapped(broadcast_buffers=False)) == []
+
+
+def test_ddp_shows_whether_its_own_reduction_is_off(world):
+    module = wrapped()
+    with module.no_sync():
+        assert not undocumented.averages(module)
+    assert undocumented.averages(module)
+
+
+def with_communication_hook():
+    module = wrapped()
+    module.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    return module
+
+
+def with_buffer_hook():
+    module = wrapped()
+    module._register_buffer_comm_hook(None, lambda state, named: [])
+    return module
+
+
+def with_delayed_reduction():
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    delayed = [("0.weight", layer[0].weight)]
+    return DistributedDataParallel(
+        layer, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=layer[1].weight
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (wrapped, []),
+        (lambda: wrapped(static_graph=True), ["static_graph=True"]),
+        (with_communication_hook, ["a communication hook"]),
+        (with_buffer_hook, ["a communication hook for buffers"]),
+        (with_delayed_reduction, ["delay_all_reduce_named_params"]),
+    ],
+)
+def test_special_options_of_ddp_are_known(world, make, expected):
+    assert undocumented.special_options(make()) == expected
+
+
+def test_dtensors_within_ddp_are_known(world):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replica", "tensor"))
+    spread = parallelize_module(nn.Sequential(nn.Linear(2, 2)), mesh["tensor"], {"0": ColwiseParallel()})
+
+    assert undocumented.has_dtensors(DistributedDataParallel(spread, device_mesh=mesh["replica"]))
+    assert not undocumented.has_dtensors(wrapped())
+
+
+WRAPPERS = [undocumented.is_sharded, undocumented.is_replicated, undocumented.is_first_fsdp]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (nn.Identity, None),
+        (wrapped, None),
+        (lambda: fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,))), undocumented.is_sharded),
+        (lambda: replicate(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,))), undocumented.is_sharded),
+        (lambda: replicate_by_ddp(nn.Linear(2, 2)), undocumented.is_replicated),
+        (lambda: FullyShardedDataParallel(nn.Linear(2, 2), device_id="cpu"), undocumented.is_first_fsdp),
+    ],
+)
+def test_what_wraps_a_module_is_known(world, make, expected):
+    module = make()
+
+    assert [each for each in WRAPPERS if each(module)] == ([] if expected is None else [expected])
