@@ -9,8 +9,8 @@ whole, and `all` is (F' + I + W) / (F + B). The three take turns, in a new order
 the microbatches of a step; times are medians, on the CPU those of this thread's work, whatever else runs there.
 `forwards` counts how often checkpointed layers run in a forward and its backward.
 
-Penstock leaves the small weights of the tiny blocks whole. `--border` shows where parting a weight begins to pay, in
-chains of layers of one width that are always parted: where `all` is 1.33, parting takes as long as the gradient itself.
+Penstock does not defer the small weights of the tiny blocks. `--border` shows where to defer a weight begins to pay, in
+chains of layers of one width that are always deferred: where `all` is 1.33, it takes as long as the gradient itself.
 """
 
 import argparse
@@ -283,7 +283,7 @@ def line(row: Row) -> str:
 
 
 def show_border(device: torch.device) -> None:
-    """Print what parting costs over sizes of weights."""
+    """Print what it costs to defer weights over sizes of weights."""
     print(f"{'multiplications':<24}{'all':>8}")
     for num_rows, width in itertools.product((64, 256), (32, 64, 96, 128, 192, 256)):
         stage = Stage(0, {"0": nn.Sequential(*(nn.Linear(width, width) for _ in range(NUM_CHAINED))).to(device)})
@@ -302,7 +302,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", type=torch.device, help="where to measure (default: cpu)")
     parser.add_argument("--output", help="a JSON file for the times and ratios")
-    parser.add_argument("--border", action="store_true", help="show from which size on parting a weight pays")
+    parser.add_argument("--border", action="store_true", help="show from which size on to defer a weight pays")
     args = parser.parse_args()
     device = args.device
     torch.set_num_threads(1)

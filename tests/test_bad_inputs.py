@@ -601,4 +601,4 @@ def test_what_a_split_backward_needs_may_not_be_changed_between_its_parts(is_rec
 
     assert torch.equal(on_ranks(2, case, "1f1b")[1]["1.weight"], expected)
     error = error_of(on_ranks, 2, case, "zb-h1")
-    assert "was changed in place between the input and the weight part of the backward" in str(error)
+    assert "were changed in place between I and W of a split backward" in str(error)

@@ -142,7 +142,7 @@ def test_nodes_have_saved_these_tensors(kind, name, expected):
         (
             undocumented.CONVOLUTION,
             {"stride": (1,), "padding": (0,), "dilation": (1,), "transposed": False}
-            | {"output_padding": (0,), "groups": 1},
+            | {"output_padding": (0,), "groups": 1, "bias_sym_sizes_opt": (4,)},
         ),
         (undocumented.EMBEDDING, {"weight_sym_argsize_0": 5, "scale_grad_by_freq": False, "sparse": False}),
     ],
@@ -202,12 +202,12 @@ def test_the_backward_of_a_convolution_takes_these_arguments(is_transposed):
     gradient = torch.ones_like(output)
     geometry = ([2], [1], [1], is_transposed, [0], 1)
 
-    found = undocumented.convolution_backward(gradient, *operands[:2], geometry, (True, True, True))
+    def backward(*needs):
+        return undocumented.convolution_backward(gradient, *operands[:2], geometry, [3], needs)
 
-    assert all(map(torch.equal, found, torch.autograd.grad(output, operands, gradient)))
-    assert (
-        undocumented.convolution_backward(gradient, *operands[:2], geometry, (False, True, False))[::2] == (None,) * 2
-    )
+    expected = torch.autograd.grad(output, operands, gradient)
+    assert all(map(torch.equal, backward(True, True, True), expected))
+    assert [each is None for each in backward(False, False, True)] == [True, True, False]
 
 
 @pytest.mark.parametrize("padding", [-1, 1])
@@ -245,6 +245,19 @@ def test_a_mode_gets_the_arguments_of_a_backward_by_keyword():
     found = undocumented.arguments_of_backward(kwargs)
     assert found.gradient is given
     assert found[1:] == (True, False, None)
+
+
+def test_a_mode_gets_the_gradients_of_a_backward_by_keyword_and_the_tensors_by_place():
+    """`split/deferred_weights.py` reads them of the backward within reentrant checkpointing."""
+    output, given = leaf(3) * 2, torch.ones(3)
+    with Seen() as seen:
+        torch.autograd.backward(output, given)
+
+    ((_, kwargs),) = [call for call in seen.calls if call[0] is torch.autograd.backward]
+    assert kwargs["grad_tensors"] is given
+    assert not kwargs.get("retain_graph")
+    assert not kwargs.get("create_graph")
+    assert kwargs.get("inputs") is None
 
 
 def test_a_mode_sees_a_backward_of_tensors_and_none_of_edges_and_is_off_within_what_it_sees():
@@ -299,19 +312,18 @@ def test_reentrant_checkpointing_refuses_a_backward_to_chosen_leaves():
 
 
 def test_a_backward_to_chosen_leaves_and_edges_leaves_out_the_others():
-    first, second = leaf(2, 3), leaf(3, 4)
-    hidden = first * 1
-    output = hidden @ second
+    first, second, third = leaf(2, 3), leaf(3, 4), leaf(4, 5)
+    hidden = first @ second
+    output = hidden @ third
     arrived = []
     hidden.grad_fn.register_prehook(arrived.append)
+    inputs = [get_gradient_edge(hidden), get_gradient_edge(third)]
 
-    torch.autograd.backward(
-        get_gradient_edge(output), torch.ones(2, 4), inputs=[get_gradient_edge(hidden), get_gradient_edge(first)]
-    )
+    torch.autograd.backward(get_gradient_edge(output), torch.ones(2, 5), inputs=inputs)
 
-    assert len(arrived) == 1
-    assert first.grad is not None
-    assert second.grad is None
+    assert len(arrived) == 1  # though the node itself does not run
+    assert third.grad is not None
+    assert first.grad is second.grad is None
 
 
 # ---- torch.distributed

@@ -47,6 +47,15 @@ LATE = {
     ("penstock.ir.hot", "numba"),  # the compiler takes longer to load than a small plan takes to make
     ("penstock.schedules.registry", "importlib"),  # its metadata takes as long to load as a tenth of all else
 }
+# The one file that may use what torch's documentation does not promise, and names of such things.
+UNDOCUMENTED = "penstock.execute.undocumented"
+OF_TORCH = {
+    *("_version", "_base", "_is_view", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks"),
+    *("AccumulateGrad", "unpack_hook", "get_group_store", "ProcessGroupGloo", "ProcessGroupNCCL"),
+    *("_st_info", "_comm_hooks", "_delay_all_reduce_params", "require_backward_grad_sync", "parameters_to_ignore"),
+    *("summon_full_params", "set_requires_gradient_sync"),
+}
+SAVED_BY_NODES = ("_saved_", "_raw_saved_")
 NAMES = {module.name for module in modules()}
 
 
@@ -126,6 +135,22 @@ def private_attributes(module):
     ]
 
 
+def undocumented_torch(module):
+    """Find private and undocumented names of torch: as attributes, and as texts, by which `getattr` gets at them."""
+    docs = {id(node.value) for node in ast.walk(module.tree) if isinstance(node, ast.Expr)}
+    found = []
+    for node in ast.walk(module.tree):
+        name, owner = "", ""
+        if isinstance(node, ast.Attribute):
+            name, owner = node.attr, ast.unparse(node.value)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            name = node.value
+        is_of_node = name.startswith(SAVED_BY_NODES) or name.endswith("Backward0")
+        if owner not in ("self", "cls") and (is_of_node or name in OF_TORCH or f"{owner}.{name}" == "torch.ops"):
+            found.append(f"{module.at(node)}: {name} is no documented part of torch; use it in {UNDOCUMENTED}")
+    return [] if module.name == UNDOCUMENTED else found
+
+
 def assert_none(found):
     assert not found, "\n" + "\n".join(found)
 
@@ -176,6 +201,10 @@ def test_no_private_attribute_of_another_package_is_used():
     assert_none([line for module in modules() for line in private_attributes(module)])
 
 
+def test_what_torch_does_not_document_is_used_in_one_file():
+    assert_none([line for module in modules() for line in undocumented_torch(module)])
+
+
 def test_no_import_is_hidden_from_running_code():
     assert_none([f"{module.name}: TYPE_CHECKING" for module in modules() if "TYPE_CHECKING" in module.text])
 
@@ -198,6 +227,8 @@ def test_importing_loads_neither_torch_nor_a_compiler_nor_plotting(statement):
         ("penstock.train.metrics", "def f():\n    from torch.utils.tensorboard import SummaryWriter", late_imports),
         ("penstock.ir.walk", "from penstock.ir.deps import _rule", private_imports),
         ("penstock.ir.walk", "import os\nos._exit(1)", private_attributes),
+        ("penstock.execute.stages.stage", "self._version = tensor.grad_fn", undocumented_torch),
+        ("penstock.execute.undocumented", "tensor._version", undocumented_torch),
     ],
 )
 def test_allowed_imports_pass(name, line, measure):
@@ -216,6 +247,11 @@ def test_allowed_imports_pass(name, line, measure):
         ("penstock.execute.stages.stage", "from torch.utils import _pytree", private_imports),
         ("penstock.execute.stages.stage", "import torch\ntorch._C._cuda()", private_attributes),
         ("penstock.placement", "from penstock import __version__", wrong_floors),
+        ("penstock.execute.stages.stage", "tensor._version", undocumented_torch),
+        ("penstock.execute.stages.stage", "node._saved_self", undocumented_torch),
+        ("penstock.execute.stages.stage", "getattr(node, f'_raw_saved_{name}')", undocumented_torch),
+        ("penstock.execute.stages.stage", "name == 'MmBackward0'", undocumented_torch),
+        ("penstock.execute.stages.stage", "torch.ops.aten.mm(a, b)", undocumented_torch),
     ],
 )
 def test_planted_imports_are_found(name, line, measure):

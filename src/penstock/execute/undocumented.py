@@ -96,22 +96,24 @@ def _raw_names(kind: type[Node]) -> tuple[str, ...]:
 # ---- the backwards of single operations
 
 
+Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
+"""Of a convolution: stride, padding, dilation, whether it is transposed, output padding and groups."""
+
+
 def convolution_backward(
     gradient: Tensor,
     activations: Tensor,
     kernel: Tensor,
-    geometry: tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int],
+    geometry: Geometry,
+    bias_sizes: Sequence[int],
     needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> list[Tensor | None]:
     """Return the gradients of a convolution's input, kernel and bias, None for those that are not needed.
 
-    `geometry` is stride, padding, dilation, whether it is transposed, output padding and groups.
+    `bias_sizes` is [0] without a bias, as autograd has it. torch may return the gradient of a kernel unasked.
     """
-    num_channels = gradient.shape[1]
-    found: tuple[Tensor | None, Tensor | None, Tensor | None] = torch.ops.aten.convolution_backward(
-        gradient, activations, kernel, [num_channels], *geometry, needs
-    )
-    return found
+    found = torch.ops.aten.convolution_backward(gradient, activations, kernel, bias_sizes, *geometry, needs)
+    return [each if is_needed else None for each, is_needed in zip(found, needs, strict=True)]
 
 
 def embedding_backward(

@@ -1,13 +1,9 @@
 """The ledger knows a saved tensor from the moment that autograd takes it until it lets go."""
 
-from collections import deque
-from dataclasses import dataclass, field
-
 import torch
 from torch import nn
 
-from penstock.execute.observing.ledger import Ledger, storages, tensors_behind
-from penstock.execute.stages.tied import TiedCopy
+from penstock.execute.observing.ledger import Ledger, storages
 
 FLOAT = 4
 
@@ -78,18 +74,6 @@ def test_views_of_one_storage_count_once():
     found = storages({"whole": values, "half": [values[:3]], "empty": torch.zeros(0), "other": torch.zeros(2)})
 
     assert sorted(found.values()) == [FLOAT * 2, FLOAT * 6]
-
-
-def test_tensors_are_found_behind_objects_of_this_folder_but_no_parameters():
-    @dataclass
-    class Foreign:
-        value: torch.Tensor = field(default_factory=lambda: torch.zeros(7))
-
-    parameter, kept, deep = nn.Parameter(torch.zeros(2)), torch.zeros(3), torch.zeros(4)
-    owner = TiedCopy({"a": parameter}, [0], [Foreign()], {"b": kept, "c": deque([(deep, None)])})
-
-    assert {len(tensor) for tensor in tensors_behind(owner)} == {3, 4}
-    assert tensors_behind(None) == []
 
 
 def test_each_storage_that_is_new_to_a_stage_is_noted_once():

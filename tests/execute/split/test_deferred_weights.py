@@ -15,11 +15,11 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from penstock.execute.split.deferred_product import DeferredProduct
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.split.graph_search import Survey
-from penstock.execute.split.parted_products import Parting
 from penstock.execute.split.plan import SplitPlan
-from penstock.execute.split.product_nodes import ProductNode
+from penstock.execute.split.weight_grad_mode import WeightGradMode
 from tests.local_pipelines import settle, values
 
 WIDTH = 6
@@ -323,20 +323,20 @@ def two_parts(module, inputs, plan=None):
     plan = plan or plan_of(module)
     plan.begin_step()
     deferred = plan.start(inputs.numel())
-    with deferred.forward():
+    with deferred.around_forward():
         output = module(inputs)
     gradient = values(9, *output.shape, dtype=output.dtype)
     root = torch.autograd.graph.get_gradient_edge(output)
-    return partial(deferred.run_input_part, [root], [gradient]), deferred.add_gradients
+    return partial(deferred.backward_input, [root], [gradient]), deferred.backward_weight
 
 
 def in_two_parts(module, inputs, plan=None):
     seen = []
     watch = module.register_forward_hook(lambda *args: seen.append(args[-1].detach()))
-    input_part, weight_part = two_parts(module, inputs, plan)
+    run_input, run_weight = two_parts(module, inputs, plan)
     watch.remove()
-    input_part()
-    weight_part()
+    run_input()
+    run_weight()
     return seen[0]
 
 
@@ -461,13 +461,13 @@ def test_autocast_gives_the_same_gradients():
 
 def test_matrices_wait_for_the_weight_part_and_vectors_do_not():
     module = settle(nn.Sequential(nn.LayerNorm(WIDTH), linear(), Attention()), 1)
-    input_part, weight_part = two_parts(module, values(1, 2, 3, WIDTH).requires_grad_())
+    run_input, run_weight = two_parts(module, values(1, 2, 3, WIDTH).requires_grad_())
 
-    input_part()
+    run_input()
 
     late = {name for name, parameter in module.named_parameters() if parameter.grad is None}
     assert late == {name for name, parameter in module.named_parameters() if parameter.dim() > 1}
-    weight_part()
+    run_weight()
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 
@@ -477,13 +477,13 @@ def test_a_recomputation_takes_place_once_and_in_the_input_part(is_known):
     inputs = values(1, 3, WIDTH).requires_grad_()
     plan = seasoned(module, inputs) if is_known else None
     module.num_runs = 0
-    input_part, weight_part = two_parts(module, inputs, plan)
+    run_input, run_weight = two_parts(module, inputs, plan)
     assert module.num_runs == 1
 
-    input_part()
+    run_input()
     assert module.num_runs == 2
 
-    weight_part()
+    run_weight()
     assert module.num_runs == 2
 
 
@@ -491,11 +491,11 @@ def test_a_recomputation_takes_place_once_and_in_the_input_part(is_known):
 def test_a_recomputation_leaves_out_the_last_product(is_known):
     module, inputs = Recomputed(linear(), nn.Tanh(), linear()), values(1, 3, WIDTH).requires_grad_()
     plan = seasoned(module, inputs) if is_known else None
-    input_part, weight_part = two_parts(module, inputs, plan)
+    run_input, run_weight = two_parts(module, inputs, plan)
 
     with FlopCounterMode(display=False) as counter:
-        input_part()
-        weight_part()
+        run_input()
+        run_weight()
 
     assert counter.get_total_flops() == 5 * 2 * 3 * WIDTH**2  # one again, and two gradients of each
 
@@ -516,8 +516,8 @@ def test_recomputed_layers_leave_their_weights_for_later_too_once_they_are_known
     inputs.requires_grad_()
 
     plan = seasoned(module, inputs)
-    input_part, _ = two_parts(module, inputs, plan)
-    input_part()
+    run_input, _ = two_parts(module, inputs, plan)
+    run_input()
 
     assert [parameter.grad is None for parameter in module.parameters()] == [True, False, True, False]
 
@@ -612,14 +612,32 @@ def test_between_the_parts_only_what_the_weights_need_is_alive():
     alive = [None] * len(module)
     for index, layer in enumerate(module):
         layer.register_forward_hook(lambda _, args, out, index=index: alive.__setitem__(index, storage(out)))
-    input_part, weight_part = two_parts(module, values(1, 3, WIDTH).requires_grad_())
+    run_input, run_weight = two_parts(module, values(1, 3, WIDTH).requires_grad_())
     assert [watched() is not None for watched in alive] == [False, True, True, False, True]
 
-    input_part()
+    run_input()
     assert [watched() is not None for watched in alive] == [False, False, True, False, False]
 
-    weight_part()
+    run_weight()
     assert [watched() is not None for watched in alive] == [False] * 5
+
+
+def test_what_is_kept_between_the_parts_is_told_and_no_parameter():
+    module, inputs = nn.Sequential(linear(), Made()), values(1, 3, WIDTH).requires_grad_()
+    plan = plan_of(module)
+    plan.begin_step()
+    deferred = plan.start(inputs.numel())
+    with deferred.around_forward():
+        output = module(inputs)
+    assert deferred.kept == []
+
+    deferred.backward_input([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
+    kept = deferred.kept
+    deferred.backward_weight()
+
+    assert sorted(tuple(each.shape) for each in kept) == [(3, WIDTH)] * 6  # activations and gradients of three products
+    assert any(each.data_ptr() == inputs.data_ptr() for each in kept)
+    assert deferred.kept == []
 
 
 def storage(tensor):
@@ -637,7 +655,7 @@ def test_the_weight_part_lets_go_of_everything():
         for _ in range(3):
             in_two_parts(module, inputs, plan)
 
-        kept = (DeferredWeights, ProductNode, Survey, Parting, Node)
+        kept = (DeferredWeights, DeferredProduct, Survey, WeightGradMode, Node)
         assert [each for each in gc.get_objects() if isinstance(each, kept)] == []
     finally:
         gc.enable()
@@ -655,15 +673,15 @@ def test_activations_changed_in_place_are_noticed(is_recomputed):
     module, inputs = linear(), values(1, 3, WIDTH).requires_grad_()
     plan = plan_of(module)
     if is_recomputed:
-        plan = seasoned(Recomputed(module), inputs)  # so it is parted in the forward
+        plan = seasoned(Recomputed(module), inputs)  # so it is split in the forward
     seen = []
     watch = module.register_forward_hook(lambda _, args, out: seen.append(args[0]))
-    input_part, _ = two_parts(nn.Sequential(Shifted(), module), inputs, plan)
+    run_input, _ = two_parts(nn.Sequential(Shifted(), module), inputs, plan)
     watch.remove()
     seen[0].detach().add_(1)
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        input_part()
+        run_input()
 
 
 @pytest.mark.parametrize(("width", "is_alive"), [(600, True), (6, False)])
@@ -709,8 +727,8 @@ def test_without_gradients_nothing_is_left():
     module, plan = linear(), plan_of(linear())
     deferred = plan.start(3 * WIDTH)
 
-    with deferred.forward(), torch.no_grad():
+    with deferred.around_forward(), torch.no_grad():
         output = module(values(1, 3, WIDTH))
 
     assert not output.requires_grad
-    assert deferred.late == []
+    assert deferred.products == []

@@ -23,8 +23,8 @@ def survey(output, *whole):
     return search([get_gradient_edge(output)], frozenset(map(id, whole)))
 
 
-def late(found):
-    return {id(parameter) for product in found.late for parameter in product.parameters}
+def deferred(found):
+    return {id(parameter) for product in found.deferred for parameter in product.parameters}
 
 
 def ids(tensors):
@@ -37,8 +37,8 @@ def test_matrices_wait_and_inputs_and_vectors_do_not():
     found = survey(layers(x))
 
     matrices = [parameter for parameter in layers.parameters() if parameter.dim() > 1]
-    assert late(found) == ids(matrices)
-    assert ids(found.early) == ids([x, *layers.parameters()]) - ids(matrices)
+    assert deferred(found) == ids(matrices)
+    assert ids(found.immediate) == ids([x, *layers.parameters()]) - ids(matrices)
     assert found.sizes == {id(matrices[0]): 3 * WIDTH * WIDTH, id(matrices[1]): 3 * WIDTH * 2}
 
 
@@ -57,8 +57,8 @@ def test_a_weight_that_something_else_leads_to_does_not_wait(use):
 
     found = survey(use(x, w))
 
-    assert found.late == []
-    assert ids(found.early) == ids([x, w])
+    assert found.deferred == []
+    assert ids(found.immediate) == ids([x, w])
 
 
 def test_nor_does_what_shares_a_product_with_it():
@@ -66,8 +66,8 @@ def test_nor_does_what_shares_a_product_with_it():
 
     found = survey(x @ (first + second) @ (second + third) @ weight() + third.sum())
 
-    assert len(found.late) == 1
-    assert ids(found.early) == ids([x, first, second, third])
+    assert len(found.deferred) == 1
+    assert ids(found.immediate) == ids([x, first, second, third])
 
 
 def test_a_product_of_what_another_one_makes_does_not_wait():
@@ -77,8 +77,8 @@ def test_a_product_of_what_another_one_makes_does_not_wait():
 
     found = survey(made @ made.t())
 
-    assert [product.end().node for product in found.late] == [made.grad_fn]
-    assert found.early == []
+    assert [product.end().node for product in found.deferred] == [made.grad_fn]
+    assert found.immediate == []
 
 
 @pytest.mark.parametrize("make", [torch.tanh, lambda w: w.bfloat16().float(), lambda w: w.t() + 1, lambda w: w @ w])
@@ -87,7 +87,7 @@ def test_weights_may_be_made_of_parameters(make):
 
     found = survey(x @ make(w))
 
-    assert late(found) == ids([w])
+    assert deferred(found) == ids([w])
     assert found.sizes == {id(w): float("inf")}
 
 
@@ -97,7 +97,7 @@ def test_in_a_few_steps():
     for _ in range(30):
         made = made + 1
 
-    assert survey(x @ made).late == []
+    assert survey(x @ made).deferred == []
 
 
 def test_what_is_to_stay_whole_does_not_wait_and_its_size_is_told():
@@ -105,8 +105,8 @@ def test_what_is_to_stay_whole_does_not_wait_and_its_size_is_told():
 
     found = survey(x @ first @ second, first)
 
-    assert late(found) == ids([second])
-    assert ids(found.early) == ids([x, first])
+    assert deferred(found) == ids([second])
+    assert ids(found.immediate) == ids([x, first])
     assert found.sizes.keys() == ids([first, second])
 
 
@@ -115,7 +115,7 @@ def test_a_weight_used_twice_has_both_sizes():
 
     found = survey(x @ w @ w)
 
-    assert len(found.late) == 2
+    assert len(found.deferred) == 2
     assert found.sizes == {id(w): 2 * 3 * WIDTH * WIDTH}
 
 
@@ -124,8 +124,8 @@ def test_nor_may_they_be_made_of_what_checkpointing_keeps():
 
     found = survey(x @ checkpoint(torch.tanh, w, use_reentrant=False))
 
-    assert found.late == []
-    assert ids(found.early) == ids([x, w])
+    assert found.deferred == []
+    assert ids(found.immediate) == ids([x, w])
 
 
 @pytest.mark.parametrize(("use_reentrant", "is_opaque"), [(False, False), (True, True)])
@@ -136,4 +136,4 @@ def test_checkpointing_is_told(use_reentrant, is_opaque):
 
     assert found.is_opaque == is_opaque
     assert found.hooked == (set() if use_reentrant else {id(w)})
-    assert found.late == []
+    assert found.deferred == []

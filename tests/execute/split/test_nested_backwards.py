@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock.execute.split.nested_backwards import NestedBackwards
+from penstock.execute.split.deferred_weights import NestedBackwards
 from tests.local_pipelines import WIDTH, values
 
 

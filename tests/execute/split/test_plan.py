@@ -7,8 +7,8 @@ from torch.overrides import has_torch_function
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from penstock.errors import PipelineError
-from penstock.execute.split.parted_products import StrangeActivations
 from penstock.execute.split.plan import SMALL, SplitPlan
+from penstock.execute.split.weight_grad_mode import RecomputeMismatch
 from penstock.models.emulated import EmulatedLayer
 from tests.local_pipelines import values
 
@@ -22,11 +22,11 @@ def late_weights(plan, module, num_rows=2, *, begins=True):
     module.zero_grad()
     hidden = values(1, num_rows, WIDTH).requires_grad_()
     deferred = plan.start(hidden.numel())
-    with deferred.forward():
+    with deferred.around_forward():
         output = module(hidden)
-    deferred.run_input_part([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
+    deferred.backward_input([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
     late = {name for name, each in module.named_parameters() if each.grad is None}
-    deferred.add_gradients()
+    deferred.backward_weight()
     assert all(each.grad is not None for each in module.parameters())
     return late
 
@@ -59,7 +59,7 @@ def test_a_small_weight_stays_whole_from_the_next_step_on():
     assert late_weights(plan, module, begins=False) == {"0.weight", "1.weight"}
     assert late_weights(plan, module) == {"1.weight"}
     assert late_weights(plan, module, begins=False) == {"1.weight"}
-    assert [plan.stays_whole(layer.weight) for layer in module] == [True, False]
+    assert [plan.is_small(layer.weight) for layer in module] == [True, False]
 
 
 def test_sizes_are_looked_at_again_when_the_batch_grows():
@@ -127,7 +127,7 @@ class Own(nn.Module):
         return torch.tanh(checkpoint(self.run, hidden, self.weight, use_reentrant=False))
 
 
-def test_matrices_of_the_users_own_layers_are_parted_by_watching_every_function():
+def test_matrices_of_the_users_own_layers_are_split_by_watching_every_function():
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Own())
     plan = SplitPlan([module], small=0)
 
@@ -150,7 +150,7 @@ def test_what_no_watching_parts_stays_whole_and_is_watched_no_more():
     assert plan.is_settled
 
 
-def test_reentrant_checkpointing_is_parted_in_its_own_backward():
+def test_reentrant_checkpointing_is_split_in_its_own_backward():
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Recomputed(nn.Linear(WIDTH, WIDTH)))
     module[1].use_reentrant = True
     plan = SplitPlan([module], small=0)
@@ -167,8 +167,8 @@ def test_small_weights_under_it_stay_whole():
     assert [late_weights(plan, module) for _ in range(3)] == [{"0.weight"}, set(), set()]
 
 
-@pytest.mark.parametrize(("num_rows", "cause"), [(2, CheckpointError), (WIDTH, StrangeActivations)])
-def test_after_a_recomputation_that_went_another_way_nothing_is_parted_in_the_forward(num_rows, cause):
+@pytest.mark.parametrize(("num_rows", "cause"), [(2, CheckpointError), (WIDTH, RecomputeMismatch)])
+def test_after_a_recomputation_that_went_another_way_nothing_is_split_in_the_forward(num_rows, cause):
     """With as many rows as columns the sizes of what was saved are alike."""
     again = []
     module = Own(lambda hidden, weight: (torch.tanh(hidden) if again else hidden) @ weight)
@@ -176,12 +176,12 @@ def test_after_a_recomputation_that_went_another_way_nothing_is_parted_in_the_fo
     late_weights(plan, module)
     plan.begin_step()
     deferred = plan.start(num_rows * WIDTH)
-    with deferred.forward():
+    with deferred.around_forward():
         output = module(values(1, num_rows, WIDTH).requires_grad_())
     again.append(True)
 
-    with pytest.raises(PipelineError, match=r"Own\.weight were run apart from their weights") as caught:
-        deferred.run_input_part([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
+    with pytest.raises(PipelineError, match=r"deferred weight gradients of Own\.weight") as caught:
+        deferred.backward_input([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
 
     assert isinstance(caught.value.__cause__, cause)
     assert late_weights(plan, module) == set()

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from penstock.execute.split.parted_products import Parting
 from penstock.execute.split.watched_layers import WatchedLayers, watching_all
+from penstock.execute.split.weight_grad_mode import WeightGradMode
 from tests.local_pipelines import WIDTH, values
 
 
@@ -33,26 +33,26 @@ def own_forward():
     return module
 
 
-def parted(watch, module, weights, *shape):
+def split(watch, module, weights, *shape):
     """Whether a module's output comes of a product run apart from its weights."""
-    parting = Parting(weights)
-    with watch(parting):
+    mode = WeightGradMode(weights)
+    with watch(mode):
         output = module(values(1, *shape or (2, WIDTH)).requires_grad_())
-    return output.grad_fn.name() == "PartedProductBackward"
+    return output.grad_fn.name() == "SplitProductBackward"
 
 
 @pytest.mark.parametrize(
     "make", [lambda: nn.Linear(WIDTH, WIDTH), lambda: Derived(WIDTH, WIDTH), lambda: nn.LazyLinear(WIDTH)]
 )
-def test_products_of_the_weights_in_question_are_parted(make):
+def test_products_of_the_weights_in_question_are_split(make):
     module = make()
     module(values(1, 2, WIDTH))
     weights = frozenset([id(module.weight)])
     watched = WatchedLayers([module], weights)
 
     assert watched.is_complete
-    assert parted(watched.watching, module, weights)
-    assert parted(watching_all, module, weights)
+    assert split(watched.watching, module, weights)
+    assert split(watching_all, module, weights)
 
 
 @pytest.mark.parametrize("make", [Matrix, own_forward])
@@ -62,29 +62,29 @@ def test_a_forward_of_the_users_is_not_watched_by_itself(make):
     watched = WatchedLayers([module], weights)
 
     assert not watched.is_complete
-    assert not parted(watched.watching, module, weights)
-    assert parted(watching_all, module, weights)
+    assert not split(watched.watching, module, weights)
+    assert split(watching_all, module, weights)
 
 
 def test_torchs_other_layers_are_watched_while_they_run():
     module = nn.Conv1d(2, 2, 1)
     weights = frozenset(map(id, module.parameters()))
 
-    assert parted(WatchedLayers([module], weights).watching, module, weights, 2, 2, WIDTH)
+    assert split(WatchedLayers([module], weights).watching, module, weights, 2, 2, WIDTH)
 
 
 def test_products_of_other_weights_are_not():
     module, other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     weights = frozenset([id(other.weight)])
 
-    assert not parted(WatchedLayers([module, other], weights).watching, module, weights)
-    assert not parted(watching_all, module, weights)
+    assert not split(WatchedLayers([module, other], weights).watching, module, weights)
+    assert not split(watching_all, module, weights)
 
 
 def test_a_mode_finds_what_holders_do_not_show():
     module = weight_norm(nn.Linear(WIDTH, WIDTH, bias=False))
 
-    assert parted(watching_all, module, frozenset(map(id, module.parameters())))
+    assert split(watching_all, module, frozenset(map(id, module.parameters())))
 
 
 @pytest.mark.parametrize("own", [None, lambda hidden: hidden])
@@ -94,7 +94,7 @@ def test_forwards_are_given_back_even_when_one_fails(own):
         module.forward = own
     watched = WatchedLayers([module], frozenset([id(module.weight)]))
 
-    with pytest.raises(ZeroDivisionError), watched.watching(Parting(frozenset())):
+    with pytest.raises(ZeroDivisionError), watched.watching(WeightGradMode(frozenset())):
         raise ZeroDivisionError
 
     assert module.__dict__.get("forward") is own
@@ -104,11 +104,11 @@ def test_forwards_are_given_back_even_when_one_fails(own):
 def test_a_forward_that_is_replaced_later_is_run_and_kept(is_watching):
     module = nn.Linear(WIDTH, WIDTH)
     watched = WatchedLayers([module], frozenset([id(module.weight)]))
-    with watched.watching(Parting(frozenset())) if is_watching else nullcontext():
+    with watched.watching(WeightGradMode(frozenset())) if is_watching else nullcontext():
         module.forward = own = lambda hidden: hidden * 2
     hidden = values(1, 2, WIDTH)
 
-    with watched.watching(Parting(frozenset())):
+    with watched.watching(WeightGradMode(frozenset())):
         assert torch.equal(module(hidden), hidden * 2)
 
     assert module.__dict__["forward"] is own

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.execute.dtensor import local_part
-from penstock.execute.observing.ledger import storages, tensors_behind
+from penstock.execute.observing.ledger import storages
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.stages.main_gradients import ATTRIBUTE
 from penstock.execute.stages.stage import Stage
@@ -80,9 +80,9 @@ class LayerSizes:
         """Measure what the first part of a backward has left for the gradients of weights."""
         held: dict[int, int] = {}
         seen = set(self._given)
-        for late in deferred.late:
-            layer = self._layer_of[id(late.parameters[0])]
-            new = {address: size for address, size in storages(tensors_behind(late)).items() if address not in seen}
+        for product in deferred.products:
+            layer = self._layer_of[id(product.parameters[0])]
+            new = {address: size for address, size in storages(product.kept).items() if address not in seen}
             seen.update(new)
             held[layer] = held.get(layer, 0) + sum(new.values())
         for layer, num_bytes in held.items():

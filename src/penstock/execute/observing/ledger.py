@@ -1,19 +1,14 @@
 """`Ledger`: what autograd keeps of the forwards of each stage, from when it saves a tensor until it lets go of it."""
 
-import gc
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.execute.dtensor import local_part
 from penstock.execute.tree import flatten
-
-_CONTAINERS = (list, tuple, dict, deque)
-_OURS = "penstock.execute."
 
 
 class Ledger:
@@ -80,22 +75,6 @@ def storages(tree: Any) -> dict[int, int]:
     """Return the bytes of each storage, by its address, that holds a tensor of a tree."""
     found = (local_part(leaf).untyped_storage() for leaf in flatten(tree)[0] if isinstance(leaf, Tensor))
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
-
-
-def tensors_behind(owner: object) -> list[Tensor]:
-    """Return the tensors, parameters apart, that an object of ours holds, whatever way it keeps them."""
-    found: list[Tensor] = []
-    waiting, seen = [owner], {id(owner)}
-    while waiting:
-        for each in gc.get_referents(waiting.pop()):
-            if id(each) in seen:
-                continue
-            seen.add(id(each))
-            if isinstance(each, Tensor):
-                found += [] if isinstance(each, nn.Parameter) else [each]
-            elif isinstance(each, _CONTAINERS) or type(each).__module__.startswith(_OURS):
-                waiting.append(each)
-    return found
 
 
 def _unwrapped(saved: Any) -> Tensor:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from penstock.execute.calls import Bound, Call, Change, around_each
 from penstock.execute.losses.results import StepResult
 from penstock.execute.observing.layer_sizes import LayerBytes, LayerSizes, gather_sizes, gradients_of
-from penstock.execute.observing.ledger import Ledger, storages, tensors_behind
+from penstock.execute.observing.ledger import Ledger, storages
 from penstock.execute.registers import Registers
 from penstock.execute.stages.recompute import Checkpoint
 from penstock.execute.stages.stage import Stage
@@ -243,7 +243,7 @@ class MemoryWatch:
             kept[stage] += counter.add(saved.inputs)
             is_context = not saved.edges  # the first part of its backward has run
             column = contexts if is_context else kept
-            column[stage] += counter.add(tensors_behind(saved.deferred))
+            column[stage] += counter.add(() if saved.deferred is None else saved.deferred.kept)
         received = counter.add(
             tensor for incoming in registers.received if incoming is not None for tensor in incoming.tensors
         )

@@ -1,1 +1,10 @@
-"""A backward in two parts: what waits for the second, and how it gets there."""
+"""Split backwards: which weight gradients wait for W, and what I keeps for them.
+
+formulas          the products of activations and weights, and the gradient of each side
+deferred_product  one product whose weight gradients wait, and how those of many are added up
+products          the table: where each product is found, in a graph or in a forward
+weight_grad_mode  a forward that splits its products, for layers that run again
+graph_search      which products of a graph can wait
+deferred_weights  what one forward leaves for I and W
+watched_layers, plan    what the next step's forwards do, from what earlier ones have shown
+"""

@@ -1,125 +1,164 @@
-"""`DeferredWeights`: what a forward whose backward runs in two parts leaves for each of them.
+"""`DeferredWeights`: what one forward leaves for the two parts of a split backward.
 
-    input part   a backward to all leaves but the weights of products; of these, activations and gradients are kept
-    weight part  the weights' gradients from what was kept
+    I   a backward to all leaves but the weights of products; of these, activations and gradients are kept
+    W   the weight gradients from what was kept
 
-The input part computes exactly what it is told to, by `inputs` of autograd's backward, so the forward is one like any
-other. It frees the graph as it goes, but for the few nodes that lead from products to weights.
+I computes exactly what it is told to, by `inputs` of autograd's backward, so the forward is one like any other. It
+frees the graph as it goes, but for the few nodes that lead from products to weights.
 """
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
 from penstock.errors import PipelineError
+from penstock.execute.split.deferred_product import DeferredProduct, add_weight_gradients
 from penstock.execute.split.graph_search import Survey
-from penstock.execute.split.late_gradients import LateGradient, add_gradients
-from penstock.execute.split.nested_backwards import NestedBackwards
-from penstock.execute.split.parted_products import Parting, StrangeActivations
+from penstock.execute.split.weight_grad_mode import RecomputeMismatch, WeightGradMode
 
-Watch = Callable[[Parting], AbstractContextManager[None]]
-"""Has products of some layers run through a `Parting`."""
+Watch = Callable[[WeightGradMode], AbstractContextManager[None]]
+"""Has products of some layers run through a mode."""
 Search = Callable[[Sequence[GradientEdge], Set[int]], Survey]
-"""From where a backward begins, and ids of weights that were parted in the forward."""
+"""From where a backward begins, and ids of weights whose products were split in the forward."""
 GiveUp = Callable[[frozenset[int]], str]
-"""Has no later step part in the forward, and names the weights whose ids it gets."""
+"""Has no later step split products in the forward, and names the weights whose ids it gets."""
 
 
 class DeferredWeights:
-    """The weight gradients of one forward that its input part leaves behind."""
+    """The weight gradients of one forward that are left to W."""
 
     def __init__(self, search: Search | None, weights: frozenset[int], watch: Watch, give_up: GiveUp) -> None:
-        """`search` finds what may wait, where anything may; products of `weights` are parted in the forward."""
-        self.late: list[LateGradient] = []
-        """In the order in which a whole backward would come to them; filled by the input part."""
+        """`search` finds what can be deferred, if anything; products of `weights` are split in the forward."""
+        self.products: list[DeferredProduct] = []
+        """In the order in which a whole backward would come to them; filled by I."""
         self._search = search
-        self._parting = Parting(weights)
+        self._mode = WeightGradMode(weights)
         self._watch = watch
         self._give_up = give_up
 
     @property
-    def is_parted(self) -> bool:
+    def has_split_products(self) -> bool:
         """Whether the forward was another than it would have been for a whole backward."""
-        return bool(self._parting.seen)
+        return bool(self._mode.seen)
 
     @property
-    def kept_gradients(self) -> list[Tensor]:
-        """What the input part has left for the weight part, and must not be changed before."""
-        return [each.gradient for each in self.late if each.gradient is not None]
+    def kept(self) -> list[Tensor]:
+        """What I has kept for W, parameters apart; it must not be changed before."""
+        return [tensor for product in self.products for tensor in product.kept]
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def around_forward(self) -> Iterator[None]:
         """Run the forward in here."""
-        with self._watch(self._parting):
+        with self._watch(self._mode):
             yield
 
-    def run_input_part(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-        """Run the backward but for what may wait; layers that run again in it take the same way as in the forward.
+    def backward_input(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+        """Run I; layers that run again in it split the products that the forward split.
 
         Raises:
-            PipelineError: layers that run again do not take the way of the forward, in which products were parted.
+            PipelineError: layers that run again do something else than in the forward, in which products were split.
         """
         try:
-            with self._running_backward():
+            with self._around_backward():
                 self._run_backward(edges, gradients)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            if self.is_parted:
-                self._blame_parting(error)
+            if self.has_split_products:
+                self._blame_split_products(error)
             raise
 
-    def add_gradients(self) -> None:
-        """Add the gradients of the weights, once; hooks see one gradient per weight, the sum over its uses."""
-        late = list(self.late)
-        self.late.clear()
-        with self._running_backward():  # what weights are made of may have to be computed again
-            add_gradients(late)
+    def backward_weight(self) -> None:
+        """Run W, once; hooks see one gradient per weight, the sum over its uses."""
+        products = list(self.products)
+        self.products.clear()
+        with self._around_backward():  # what weights are made of may have to be computed again
+            add_weight_gradients(products)
 
     def _run_backward(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-        survey = None if self._search is None else self._search(edges, self._parting.seen)
+        survey = None if self._search is None else self._search(edges, self._mode.seen)
         if survey is not None and survey.is_opaque:
             with NestedBackwards(self._run_backward):
                 torch.autograd.backward(edges, gradients)
-        elif survey is not None and survey.late:
+        elif survey is not None and survey.deferred:
             self._run_without(survey, edges, gradients)
         else:
             torch.autograd.backward(edges, gradients)
 
-    def _blame_parting(self, error: RuntimeError) -> None:
-        """From the next step on the forward is that of a whole backward, whether or not it was the parting."""
-        names = self._give_up(frozenset(self._parting.seen))
-        if isinstance(error, CheckpointError | StrangeActivations):
+    def _blame_split_products(self, error: RuntimeError) -> None:
+        """From the next step on the forward is that of a whole backward, whether or not the split products failed."""
+        names = self._give_up(frozenset(self._mode.seen))
+        if isinstance(error, CheckpointError | RecomputeMismatch):
             raise PipelineError(
-                f"layers that run again in the backward did not do what they did in the forward, in which the products "
-                f"of {names} were run apart from their weights: {error}. Their gradients are not used. From the next "
-                "step on these weights take their gradients in the input part of the backward: zero the gradients and "
-                "run the step again. If it fails again, the layers are not deterministic"
+                f"layers that run again in the backward did not do what they did in the forward, which was made for "
+                f"deferred weight gradients of {names}: {error}. Their gradients are not used. From the next step on "
+                "the gradients of these weights are computed in I: zero the gradients and run the step again. If it "
+                "fails again, the layers are not deterministic"
             ) from error
 
     def _run_without(self, survey: Survey, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
         # Edges, since a mode sees a call with tensors and is off until it returns: then it would miss what runs again.
-        inputs: list[Any] = [get_gradient_edge(leaf) for leaf in survey.early]
-        for product in survey.late:
-            product.watch(self.late)
-            if (end := product.end()) is not None:  # else no backward would come by
+        inputs: list[Any] = [get_gradient_edge(leaf) for leaf in survey.immediate]
+        for product in survey.deferred:
+            product.watch(self.products)
+            if (end := product.end()) is not None:  # otherwise no backward would come to the product
                 inputs.append(end)
         try:
             torch.autograd.backward(edges, gradients, inputs=inputs)
         finally:
-            for product in survey.late:
-                product.let_go()
+            for product in survey.deferred:
+                product.release()
 
     @contextmanager
-    def _running_backward(self) -> Iterator[None]:
-        self._parting.is_in_backward = True
+    def _around_backward(self) -> Iterator[None]:
+        self._mode.is_in_backward = True
         try:
-            with self._watch(self._parting):
+            with self._watch(self._mode):
                 yield
         finally:
-            self._parting.is_in_backward = False
+            self._mode.is_in_backward = False
+
+
+class NestedBackwards(TorchFunctionMode):
+    """Has the backwards to all leaves that run within a backward run by another function.
+
+    Reentrant checkpointing refuses a backward to chosen leaves, but only of the graph that it is a node of. In its own
+    backward it runs its layers again and then a backward through their new graph, and that one can be split.
+    """
+
+    def __init__(self, run: Callable[[Sequence[GradientEdge], Sequence[Tensor]], None]) -> None:
+        """`run` adds to the gradients of all leaves."""
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function; a backward in another way, if gradients are all that comes of it."""
+        kwargs = kwargs or {}
+        # A layer that is run again may take gradients, too, to use them at once: gradients are enabled there.
+        if func is torch.autograd.backward and not torch.is_grad_enabled() and not _asks_for_more(kwargs):
+            tensors, gradients = args[0], _listed(kwargs.get("grad_tensors"))
+            if _are_tensors(tensors) and _are_tensors(gradients) and len(tensors) == len(gradients):
+                self._run([get_gradient_edge(tensor) for tensor in tensors], gradients)
+                return None
+        return func(*args, **kwargs)
+
+
+def _asks_for_more(kwargs: Mapping[str, Any]) -> bool:
+    """Whether the graph is to be kept, or to grow, or only some leaves get their gradients."""
+    return bool(kwargs.get("retain_graph") or kwargs.get("create_graph")) or kwargs.get("inputs") is not None
+
+
+def _listed(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
+
+
+def _are_tensors(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, Tensor) for value in values)

@@ -1,38 +1,37 @@
-"""Searches the graph of a forward for products of activations and weights whose gradients may wait.
+"""Searches the graph of a forward for products of activations and weights whose gradients can be deferred.
 
-    loss <- Add <- Mm <- Gelu <- Addmm <- ... <- input          what the input part goes through
+    loss <- Add <- Mm <- Gelu <- Addmm <- ... <- input          what I goes through
                    |             |    |
                    T             T    bias                      W waits; vectors do not
                    |             |
                    W1            W2
 
-A weight may wait if everything that leads to it is the right side of a product: then one gradient comes of it, at one
-moment. It may be a parameter or made of parameters alone in a few steps, such as a cast or a transposition.
+A weight gradient can be deferred if everything that leads to the weight is the right side of a product: then one
+gradient comes of it, at one moment. The weight may be a parameter or made of parameters alone in a few steps, such as
+a cast or a transposition.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from penstock.execute.split.parted_products import PARTED, read_parted
-from penstock.execute.split.product_nodes import WaitingProduct, keeps_elsewhere, read_product
-
-_MAX_NODES = 16
-_LEAF = "AccumulateGrad"
-_PLAIN = (_LEAF, "TBackward0")
+from penstock.execute.split.deferred_product import DeferredProduct, find_parameters
+from penstock.execute.split.products import read_node
+from penstock.execute.split.weight_grad_mode import SPLIT_PRODUCT, read_split_product
+from penstock.execute.undocumented import LEAF, TRANSPOSITION, is_reentrant_checkpoint, kind_of, leaf_of
 
 
 @dataclass(slots=True, eq=False)
 class Survey:
     """What a graph consists of, as far as splitting its backward goes."""
 
-    late: list[WaitingProduct]
-    """The products whose weights wait."""
-    early: list[Tensor]
-    """The leaves whose gradients are computed at once, the stage's inputs among them."""
+    deferred: list[DeferredProduct]
+    """The products whose weight gradients are deferred."""
+    immediate: list[Tensor]
+    """The leaves whose gradients are computed in I, the stage's inputs among them."""
     sizes: dict[int, float]
     """Per id of a weight in a product, the multiplications of its gradient."""
     hooked: set[int]
@@ -41,25 +40,25 @@ class Survey:
     """Whether part of the graph must be run by a backward to all leaves, as reentrant checkpointing must."""
 
 
-def search(edges: Sequence[GradientEdge], whole: frozenset[int]) -> Survey:
-    """Walk a graph from the gradients of its outputs to all its leaves; `whole` are ids of weights that do not wait."""
-    found = _Search(whole)
+def search(edges: Sequence[GradientEdge], small: frozenset[int]) -> Survey:
+    """Walk a graph from the gradients of its outputs to all its leaves; `small` are ids of weights not to defer."""
+    found = _Search(small)
     found.walk([edge.node for edge in edges])
     found.settle()
-    found.survey.early = list({id(leaf): leaf for leaf in found.leaves.values()}.values())
+    found.survey.immediate = list({id(leaf): leaf for leaf in found.leaves.values()}.values())
     return found.survey
 
 
 class _Search:
-    """A walk through what the input part computes, which ends at the leaves and at weights that wait."""
+    """A walk through what I computes, which ends at the leaves and at weights whose gradients are deferred."""
 
-    def __init__(self, whole: frozenset[int]) -> None:
+    def __init__(self, small: frozenset[int]) -> None:
         self.survey = Survey([], [], {}, set(), False)
         self.leaves: dict[Node, Tensor] = {}
-        self._whole = whole
+        self._small = small
         self._seen: set[Node] = set()
-        self._leading_to: dict[WaitingProduct, list[Node]] = {}
-        """Per product that may wait, the nodes from its weights to their parameters, both included."""
+        self._leading_to: dict[DeferredProduct, list[Node]] = {}
+        """Per product that may be deferred, the nodes from its weights to their parameters, both included."""
 
     def walk(self, waiting: list[Node]) -> None:
         """Walk on from some nodes."""
@@ -68,64 +67,44 @@ class _Search:
             if node in self._seen:
                 continue
             self._seen.add(node)
-            kind = type(node).__name__
-            if kind == _LEAF:
-                self.leaves[node] = node.variable  # type: ignore[attr-defined]
+            kind = kind_of(node)
+            if kind == LEAF:
+                self.leaves[node] = leaf_of(node)
                 continue
-            self.survey.is_opaque |= "CheckpointFunction" in kind
+            self.survey.is_opaque |= is_reentrant_checkpoint(kind)
             followed = node.next_functions
-            product = read_parted(node) if kind == PARTED else read_product(node, kind)
-            if product is not None and self._may_wait(product):
-                self.survey.late.append(product)
+            product = read_split_product(node) if kind == SPLIT_PRODUCT else read_node(node, kind)
+            if product is not None and self._may_defer(product):
+                self.survey.deferred.append(product)
                 followed = tuple(each for place, each in enumerate(followed) if place not in product.places)
             waiting.extend([following for following, _ in followed if following is not None])
 
     def settle(self) -> None:
-        """Let no product wait whose weights something else leads to, or that shares a parameter with such a product.
+        """Defer no product whose weights something else leads to, or that shares a parameter with such a product.
 
-        A node between a weight and its parameters may be one that the input part runs, such as a product of another
-        weight and inputs without gradient: it runs only once.
+        A node between a weight and its parameters may be one that I runs, such as a product of another weight and
+        inputs without gradient: it runs only once.
         """
-        while early := [each for each in self.survey.late if not self._seen.isdisjoint(self._leading_to[each])]:
-            self.survey.late = [each for each in self.survey.late if each not in early]
-            for each in early:
+        while reached := [each for each in self.survey.deferred if not self._seen.isdisjoint(self._leading_to[each])]:
+            self.survey.deferred = [each for each in self.survey.deferred if each not in reached]
+            for each in reached:
                 self.walk([root.node for root in each.roots])
 
-    def _may_wait(self, product: WaitingProduct) -> bool:
-        nodes = _find_parameters(product)
-        if nodes is None:
+    def _may_defer(self, product: DeferredProduct) -> bool:
+        found = find_parameters([root.node for root in product.roots])
+        if found is None:
             return False
+        product.parameters, nodes = found
+        # What it takes to lead the gradient on through other nodes is not known.
+        is_plain = all(kind_of(node) in (LEAF, TRANSPOSITION) for node in nodes)
+        size = product.formula.num_multiplications if is_plain else math.inf
         ids = [id(parameter) for parameter in product.parameters]
         for key in ids:
-            self.survey.sizes[key] = self.survey.sizes.get(key, 0.0) + product.num_multiplications
-        if not self._whole.isdisjoint(ids):
+            self.survey.sizes[key] = self.survey.sizes.get(key, 0.0) + size
+        if not self._small.isdisjoint(ids):
             return False
         if product.is_hooked:
             self.survey.hooked.update(ids)
             return False
         self._leading_to[product] = nodes
         return True
-
-
-def _find_parameters(product: WaitingProduct) -> list[Node] | None:
-    """Find the parameters that a product's weights are made of, and return the nodes that lead to them.
-
-    None if the weights are not made of these alone, or not without what is kept elsewhere, such as under checkpointing:
-    the weight part would have it computed once more.
-    """
-    waiting, nodes = [edge.node for edge in product.roots], []
-    while waiting:
-        node = waiting.pop()
-        nodes.append(node)
-        kind = type(node).__name__
-        if kind not in _PLAIN:
-            product.num_multiplications = math.inf  # what it takes to lead the gradient on is not known
-        if kind == _LEAF:
-            variable = node.variable  # type: ignore[attr-defined]
-            if not isinstance(variable, nn.Parameter):
-                return None
-            product.parameters.append(variable)
-        elif len(nodes) > _MAX_NODES or keeps_elsewhere(node):
-            return None
-        waiting.extend([following for following, _ in node.next_functions if following is not None])
-    return nodes

@@ -104,7 +104,7 @@ class Stage:
             return run(inputs, keywords)
         tensors = [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
         self._deferred = self.split_plan.start(sum([tensor.numel() for tensor in tensors]))
-        with self._deferred.forward():
+        with self._deferred.around_forward():
             return run(inputs, keywords)
 
     def save(self, inputs: Any, outputs: Any) -> SavedForward:
@@ -138,7 +138,7 @@ class Stage:
 
         `gradients` holds one tensor per saved edge. An input that did not take part gets zeros.
         """
-        if saved.deferred is not None and not saved.deferred.is_parted:
+        if saved.deferred is not None and not saved.deferred.has_split_products:
             saved.deferred = None  # a schedule has whole backwards beside split ones, and they need no search
         results = self.backward_input(saved, gradients)
         self.backward_weight(saved)
@@ -150,7 +150,7 @@ class Stage:
         self._first_gradients.begin_backward()
         with skips:
             if saved.edges and saved.deferred is not None:
-                saved.deferred.run_input_part(saved.edges, gradients)
+                saved.deferred.backward_input(saved.edges, gradients)
             elif saved.edges:
                 torch.autograd.backward(saved.edges, gradients)
         saved.shelf = None
@@ -158,7 +158,7 @@ class Stage:
         for leaf in saved.inputs:
             results.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
             leaf.grad = None
-        kept = [] if saved.deferred is None else saved.deferred.kept_gradients
+        kept = [] if saved.deferred is None else saved.deferred.kept
         self._first_gradients.keep_apart([*gradients, *results, *kept])
         saved.inputs, saved.edges, saved.loss_gradients = [], [], []
         return results
@@ -166,7 +166,7 @@ class Stage:
     def backward_weight(self, saved: SavedForward) -> None:
         """Add what `backward_input` has left to the gradients of the weights."""
         if saved.deferred is not None:
-            saved.deferred.add_gradients()
+            saved.deferred.backward_weight()
             saved.deferred = None
 
     def _run(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:

@@ -7,8 +7,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PipelineError
-from penstock.execute.split.product_nodes import read_product
-from tests.execute.split.test_weight_products import CALLS
+from penstock.execute.split.products import read_call, read_node
+from tests.execute.split.test_formulas import CALLS, MATRIX, TOKENS, needing_gradients
 from tests.local_pipelines import values
 
 NODES = {
@@ -27,7 +27,7 @@ def product_in(output):
     waiting = [output.grad_fn]
     while waiting:
         node = waiting.pop()
-        if (product := read_product(node, type(node).__name__)) is not None:
+        if (product := read_node(node, type(node).__name__)) is not None:
             return node, product
         waiting += [following for following, _ in node.next_functions if following is not None]
     raise AssertionError("no product")
@@ -48,7 +48,7 @@ def test_the_gradients_of_a_product_are_those_of_autograd(name):
     product.watch(late)
     gradient = values(9, *output.shape).to(output.dtype)
     output.backward(gradient, inputs=[each for each in args if isinstance(each, torch.Tensor) and each.requires_grad])
-    product.let_go()
+    product.release()
 
     expected = torch.autograd.grad(function(*args, **kwargs), sides(name, args, kwargs), gradient)
     found = gradients_through(product, sides(name, args, kwargs))
@@ -84,7 +84,7 @@ def gradients_through(product, weights):
 def test_what_has_no_weights_or_no_known_formula_is_none(output):
     output = output()
 
-    assert output.grad_fn is None or read_product(output.grad_fn, type(output.grad_fn).__name__) is None
+    assert output.grad_fn is None or read_node(output.grad_fn, type(output.grad_fn).__name__) is None
 
 
 def test_activations_that_others_keep_are_told():
@@ -113,11 +113,36 @@ def test_activations_that_are_changed_in_place_before_the_weight_part_are_told(i
     _, product = product_in(output)
     product.watch([])
     output.backward(values(3, 3, 4), inputs=[product.end()])
-    product.let_go()
+    product.release()
     expected = activations.t() @ values(3, 3, 4)
     if is_changed:
         activations[0] = 0.0
-        with pytest.raises(PipelineError, match=r"of shape \(3, 5\), was changed in place .* at version 1, expected 0"):
+        with pytest.raises(PipelineError, match=r"\(3, 5\).* were changed in place .* at version 1, expected 0"):
             product.finish()
     else:
         assert torch.equal(product.finish()[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs"),
+    [
+        (F.linear, (values(1, 5), values(2, 4, 5)), {}),
+        (torch.matmul, (values(1, 5), MATRIX), {}),
+        (torch.matmul, (values(1, 2, 3, 5), values(2, 1, 5, 4)), {}),
+        (torch.mm, (values(1, 3, 5), MATRIX), {"out": torch.empty(3, 4)}),
+        (torch.bmm, (values(1, 2, 3, 5), values(2, 2, 5, 4)), {"out": torch.empty(2, 3, 4)}),
+        (torch.addmm, (values(3, 4), values(1, 3, 5), MATRIX), {"beta": 2}),
+        (F.conv2d, (values(1, 4, 7, 6), values(2, 6, 4, 3, 2)), {}),
+        (F.conv2d, (values(1, 2, 4, 7, 6), values(2, 6, 4, 3, 2)), {"padding": "same"}),
+        (F.embedding, (TOKENS, values(2, 6, 4)), {"max_norm": 1.0}),
+        (torch.add, (values(1, 5), values(2, 5)), {}),
+        (torch.matmul, (values(1, 3, 5).to_sparse(), MATRIX), {}),
+    ],
+)
+def test_what_has_no_known_formula_is_no_product(function, args, kwargs):
+    assert read_call(function, needing_gradients(args), kwargs) is None
+
+
+@pytest.mark.parametrize("function", [F.linear, torch.matmul])
+def test_a_frozen_weight_makes_no_product(function):
+    assert read_call(function, (values(1, 2, 3, 3), values(2, 3, 3)), {}) is None

@@ -1,17 +1,17 @@
-"""Has a forward run its products of activations and weights as nodes whose backward can leave the weights for later.
+"""Has a forward run its products as nodes whose backward can leave the weight gradients for later.
 
                  forward                              I                            W
     x, W -> x @ W ----> y                dy ----> dx                     dW = x.T @ dy -> W.grad
     x -> kept                            x, dy -> kept
 
-This is for what a search of the graph cannot part: activations that others keep, such as checkpointing, can be asked
-for only once, and autograd's own nodes tell them to nobody. The node of such a product does: it is a product that the
+This is for what a search of the graph cannot defer: activations that others keep, such as checkpointing, can be asked
+for only once, and autograd's own nodes show them to nobody. The node of a split product does: it is a product that the
 search finds like any other. Without a search it is one like any other, too: its backward computes all gradients, so
 whatever else runs a backward through it, such as a layer that takes a gradient within its forward, gets what is right.
 
 [1] Activations are kept through `save_for_backward`, as autograd itself would: activation checkpointing then keeps them
-    out of memory, and its one recomputation, in the input part, brings them back. Offloading works alike, and a change
-    in place is noticed.
+    out of memory, and its one recomputation, in I, brings them back. Offloading works alike, and a change in place is
+    noticed.
 [2] Checkpointing tells tensors by the order in which they are saved, and ends its recomputation at the last one. So in
     a recomputation the same tensors are saved at the same place, before the product runs, which leaves out the last
     product. What the product then saves itself is for other kinds of recomputation, which run a backward through it.
@@ -20,7 +20,6 @@ whatever else runs a backward through it, such as a layer that takes a gradient 
 [4] Whether the tensors that come back are those that were saved is seen by the parameters, which are among them.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -29,28 +28,28 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from penstock.execute.split.late_gradients import LateGradient
-from penstock.execute.split.product_nodes import WaitingProduct, keeps_elsewhere
-from penstock.execute.split.weight_products import Rule, WeightProduct, Weights, find_product, may_be_product
+from penstock.execute.split.deferred_product import DeferredProduct, find_parameters, weight_gradients
+from penstock.execute.split.formulas import Weights
+from penstock.execute.split.products import CalledProduct, may_be_product, read_call
+from penstock.execute.undocumented import arguments_of_backward, kind_of_function, version_of
 
-_MAX_NODES = 16
 _PLAIN = (Tensor, nn.Parameter)
 
 
-class StrangeActivations(RuntimeError):
-    """What a recomputation brought back is not what the forward had kept."""
+class RecomputeMismatch(RuntimeError):
+    """A recomputation brought back other activations than the forward had saved."""
 
 
-class Parting(TorchFunctionMode):
-    """Parts the products of one forward, those of given weights; as a mode, it finds them anywhere."""
+class WeightGradMode(TorchFunctionMode):
+    """Splits the products of one forward, those of given weights; as a mode, it finds them anywhere."""
 
     def __init__(self, weights: frozenset[int]) -> None:
         """`weights` are ids of parameters."""
         super().__init__()
         self.is_in_backward = False
-        """Whether the backward is running, so that what runs forward is a recomputation."""
+        """Whether the backward is running, so that a forward is a recomputation."""
         self.seen: set[int] = set()
-        """Ids of the weights of products that were parted."""
+        """Ids of the weights of products that were split."""
         self._weights = weights
         self._num_entered = 0
 
@@ -71,28 +70,28 @@ class Parting(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a function, parted if it is a product."""
+        """Run a function, split if it is a product."""
         kwargs = kwargs or {}
-        if may_be_product(func) and not torch.compiler.is_compiling():  # what is compiled stays whole
+        if may_be_product(func) and not torch.compiler.is_compiling():  # what is compiled is not split
             return self.run(func, *args, **kwargs)
         if func is Tensor.backward:
-            gradient, retains, creates = (kwargs[name] for name in ("gradient", "retain_graph", "create_graph"))
+            given = arguments_of_backward(kwargs)
             with self:
-                return torch.autograd.backward(args[0], gradient, retains, creates, None, kwargs["inputs"])
+                return torch.autograd.backward(
+                    args[0], given.gradient, given.retain_graph, given.create_graph, inputs=given.inputs
+                )
         if func is torch.autograd.grad or func is torch.autograd.backward:
             return self._run_backward(func, args, kwargs)
         return func(*args, **kwargs)
 
     def run(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a function that may be a product, parted if it is one."""
-        if not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        product = find_product(function, args, kwargs)
+        """Run a function that may be a product, split if it is one."""
+        product = read_call(function, args, kwargs) if torch.is_grad_enabled() else None
         call = None if product is None else self._call(product)
-        if product is None or call is None:
-            return function(*args, **kwargs)
-        output = call.recompute(product) if self.is_in_backward else call.run(product)
-        if output is None:
+        output = None
+        if product is not None and call is not None:
+            output = call.recompute(product) if self.is_in_backward else call.run(product)
+        if product is None or call is None or output is None:
             return function(*args, **kwargs)
         self.seen.update(map(id, call.parameters))
         return product.finish(output)
@@ -106,15 +105,14 @@ class Parting(TorchFunctionMode):
         with self:
             return function(*edges, **others)
 
-    def _call(self, product: WeightProduct) -> "_Call | None":
+    def _call(self, product: CalledProduct) -> "_Call | None":
         if type(product.activations) not in _PLAIN or product.activations.is_complex():
             return None
-        if not any(weight is not None and weight.requires_grad for weight in product.weights):
+        weights = [weight for weight in product.weights if weight is not None]
+        if not any(weight.requires_grad for weight in weights):
             return None
         parameters: dict[int, Tensor] = {}
-        for weight in product.weights:
-            if weight is None:
-                continue
+        for weight in weights:
             behind = _parameters_behind(weight)
             if behind is None:
                 return None
@@ -125,27 +123,26 @@ class Parting(TorchFunctionMode):
 
 
 class _Call:
-    """One product that is parted: what its backward needs to know of it, but for the tensors that are to be saved."""
+    """One product that is split: what its backward needs to know of it, but for the tensors that are to be saved."""
 
-    __slots__ = ("has_begun", "is_late", "num_multiplications", "opened", "parameters", "rule", "weights")
+    __slots__ = ("formula", "has_begun", "is_deferred", "opened", "parameters", "weights")
 
-    def __init__(self, product: WeightProduct, parameters: Sequence[Tensor]) -> None:
-        self.rule: Rule = product.rule
-        self.weights: Weights = product.weights
+    def __init__(self, product: CalledProduct, parameters: Sequence[Tensor]) -> None:
+        self.formula = product.formula
+        self.weights = product.weights
         self.parameters = parameters
-        self.num_multiplications = _num_multiplications(product)
         self.has_begun = False
-        self.is_late = False
-        """Whether the weights' gradients are left for later."""
+        self.is_deferred = False
+        """Whether the weight gradients are left for later."""
         self.opened: Tensor | None = None
         """The activations, where they have been asked for already."""
 
-    def run(self, product: WeightProduct) -> Tensor | None:
+    def run(self, product: CalledProduct) -> Tensor | None:
         """Run the product as a node of its own; None where functions of one's own are not allowed, as under vmap."""
-        return self._apply(PartedProduct, product.activations, product.bias, self, *product.weights)
+        return self._apply(SplitProduct, product.activations, product.bias, self, *product.weights)
 
-    def recompute(self, product: WeightProduct) -> Tensor | None:
-        """Save what `run` saves, then run the product beside those who watch what is saved [2]."""
+    def recompute(self, product: CalledProduct) -> Tensor | None:
+        """Save what `run` saves, then run the product hidden from those who watch what is saved [2]."""
         if self._apply(_Keep, self, product.activations.detach(), *self.parameters) is None:
             return None
         with saved_tensors_hooks(_with_version, _unchanged):
@@ -158,7 +155,7 @@ class _Call:
         activations: Tensor
         activations, *others = node.saved_tensors
         if not all(map(_is_same, others, self.parameters)):
-            raise StrangeActivations("a recomputation saved other tensors than the forward, or in another order")
+            raise RecomputeMismatch("a recomputation saved other tensors than the forward, or in another order")
         return activations
 
     def _apply(self, function: type[torch.autograd.Function], *args: Any) -> Tensor | None:
@@ -171,8 +168,8 @@ class _Call:
         return output
 
 
-class PartedProduct(torch.autograd.Function):
-    """A product whose backward leaves the gradients of the weights to a `PartedNode`, if one waits for them."""
+class SplitProduct(torch.autograd.Function):
+    """A product whose backward leaves the weight gradients to a `DeferredProduct`, if one waits for them."""
 
     @staticmethod
     def forward(ctx: Any, activations: Tensor, bias: Tensor | None, call: _Call, *weights: Tensor | None) -> Tensor:
@@ -180,22 +177,23 @@ class PartedProduct(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.save_for_backward(activations, *call.parameters)  # [1]
-        return call.rule.output(activations, weights, bias)
+        return call.formula.output(activations, weights, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         (gradient,), call = gradients, ctx.call
-        nothing = [None] * len(call.weights)
         if gradient is None:  # the output took no part
-            return None, None, None, *nothing
+            return None, None, None, *[None] * len(call.weights)
         activations, call.opened = call.activations(ctx), None
-        needs_activations, needs_bias, _, *needs = ctx.needs_input_grad
-        of_activations = call.rule.input_gradient(gradient, activations, call.weights) if needs_activations else None
-        of_weights = nothing if call.is_late else _weight_gradients(call, gradient, activations, needs)
+        needs_activations, needs_bias, *_ = ctx.needs_input_grad
+        of_activations = call.formula.input_gradient(gradient, activations, call.weights) if needs_activations else None
+        of_weights: Weights = [None] * len(call.weights)
+        if not call.is_deferred:
+            of_weights = weight_gradients(call.formula, gradient, activations, call.weights)
         return of_activations, gradient if needs_bias else None, None, *of_weights
 
 
-PARTED = f"{PartedProduct.__name__}Backward"
+SPLIT_PRODUCT = kind_of_function(SplitProduct)
 """How autograd names the nodes of that function."""
 
 
@@ -213,71 +211,31 @@ class _Keep(torch.autograd.Function):
         return None
 
 
-class PartedNode(WaitingProduct):
-    """The node of such a product in a graph, as a product whose weights may wait."""
+def read_split_product(node: Any) -> DeferredProduct | None:
+    """Return the node of a split product as a product, None for others.
 
-    __slots__ = ("_call", "_needs")
-
-    def __init__(self, node: Any) -> None:
-        places, self._needs = _places(node)
-        self._call: _Call | None = node.call
-        super().__init__(node, places, node.call.num_multiplications)
-
-    @property
-    def is_hooked(self) -> bool:
-        return False  # whoever keeps its activations: the node asks for them once, for itself and for the weights
-
-    def watch(self, late: list[LateGradient]) -> None:
-        self._node.call.is_late = True
-        super().watch(late)
-
-    def _saved_activations(self) -> Tensor:
-        call: _Call = self._node.call
-        call.opened = call.activations(self._node).detach()
-        return call.opened
-
-    def _weight_gradients(self, gradient: Tensor, activations: Tensor) -> Sequence[Tensor]:
-        call, self._call = self._call, None
-        assert call is not None
-        return [each for each in _weight_gradients(call, gradient, activations, self._needs) if each is not None]
+    Whoever keeps its activations: the node asks for them once, for itself and for the weights.
+    """
+    if not _is_split(node):
+        return None
+    call, following = node.call, node.next_functions
+    # Of its arguments only tensors have next functions; those of the weights are the last ones.
+    num_weights = sum([weight is not None for weight in call.weights])
+    places = range(len(following) - num_weights, len(following))
+    needed = [place for place in places if following[place][0] is not None]
+    return DeferredProduct(node, call.formula, call.weights, needed, _open)
 
 
-def read_parted(node: Any) -> PartedNode | None:
-    """Return the node of a parted product as a product, None for others."""
-    return PartedNode(node) if isinstance(getattr(node, "call", None), _Call) else None
+def _is_split(node: Any) -> bool:
+    return isinstance(getattr(node, "call", None), _Call)
 
 
-def _places(node: Any) -> tuple[list[int], list[bool]]:
-    """Which next functions of a node are those of weights, and which weights these are; only tensors have any."""
-    following = iter(list(enumerate(node.next_functions))[-sum([each is not None for each in node.call.weights]) :])
-    places, needs = [], []
-    for weight in node.call.weights:
-        place, (function, _) = (0, (None, 0)) if weight is None else next(following)
-        needs.append(function is not None)
-        if function is not None:
-            places.append(place)
-    return places, needs
-
-
-def _weight_gradients(call: _Call, gradient: Tensor, activations: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-    if not any(needs):
-        return [None] * len(needs)
-    found = iter(call.rule.weight_gradients(gradient, activations, call.weights, needs))
-    gradients: list[Tensor | None] = []
-    for weight, is_needed in zip(call.weights, needs, strict=True):
-        each = next(found) if is_needed else None
-        gradients.append(
-            each if each is None or weight is None or each.dtype == weight.dtype else each.to(weight.dtype)
-        )
-    return gradients
-
-
-def _num_multiplications(product: WeightProduct) -> float:
-    """How many the gradient of a matrix takes; infinite for everything else, whose time is not known."""
-    activations, weight = product.activations, product.weights[0]
-    if weight is None or weight.dim() != 2 or len(product.weights) > 1 or not activations.is_floating_point():
-        return math.inf
-    return activations.numel() // max(activations.shape[-1], 1) * weight.numel()
+def _open(node: Any) -> Tensor:
+    """The activations, for a product whose weight gradients are deferred; the node's own backward comes next."""
+    call: _Call = node.call
+    call.is_deferred = True
+    call.opened = call.activations(node).detach()
+    return call.opened
 
 
 def _is_same(found: Tensor, parameter: Tensor) -> bool:
@@ -297,33 +255,25 @@ def _edges(tensors: Tensor | Sequence[Tensor]) -> list[GradientEdge] | None:
 
 
 def _with_version(tensor: Tensor) -> tuple[Tensor, int]:
-    return tensor, tensor._version
+    return tensor, version_of(tensor)
 
 
 def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
-    """Tensors that pass through hooks are not looked at by autograd."""
+    """Autograd does not look at the versions of tensors that pass through hooks."""
     tensor, version = saved
-    if tensor._version != version:
+    if version_of(tensor) != version:
         raise RuntimeError("a tensor that a product keeps for its backward has been modified by an inplace operation")
     return tensor
 
 
 def _parameters_behind(tensor: Tensor) -> Sequence[Tensor] | None:
-    """The parameters that a tensor is made of in a few steps, such as a cast; None if it is not made of these alone."""
+    """The parameters that a weight is made of in a few steps, such as a cast; None if not of these alone."""
     if type(tensor) not in _PLAIN:
         return None
     if tensor.grad_fn is None:
         return (tensor,) if isinstance(tensor, nn.Parameter) or not tensor.requires_grad else None
-    found, num_nodes, waiting = [], 0, [tensor.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        num_nodes += 1
-        variable = getattr(node, "variable", None)
-        is_foreign = variable is not None and not isinstance(variable, nn.Parameter)
-        is_parted = isinstance(getattr(node, "call", None), _Call)
-        if is_foreign or num_nodes > _MAX_NODES or is_parted or keeps_elsewhere(node):
-            return None
-        if variable is not None:
-            found.append(variable)
-        waiting.extend(following for following, _ in node.next_functions if following is not None)
-    return found
+    found = find_parameters([tensor.grad_fn])
+    if found is None:
+        return None
+    parameters, nodes = found
+    return None if any(map(_is_split, nodes)) else parameters

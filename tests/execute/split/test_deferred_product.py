@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.execute.split.late_gradients import add_gradients
+from penstock.execute.split.deferred_product import add_weight_gradients
 
 
 class Late:
@@ -29,7 +29,7 @@ def test_the_hook_of_a_parameter_sees_one_sum(order):
     for parameter in both:
         parameter.register_hook(lambda gradient: seen.append(gradient.tolist()))
 
-    add_gradients([Late(both[index]) for index in order])
+    add_weight_gradients([Late(both[index]) for index in order])
 
     assert sorted(seen) == sorted([[float(order.count(index))] * len(both[index]) for index in (0, 1)])
 
@@ -40,7 +40,7 @@ def test_what_shares_a_parameter_with_two_others_joins_them():
     for parameter in (first, second):
         parameter.register_hook(lambda gradient: seen.append(gradient[0].item()))
 
-    add_gradients([Late(first), Late(second), Late(third), Late(first, second)])
+    add_weight_gradients([Late(first), Late(second), Late(third), Late(first, second)])
 
     assert seen == [2.0, 2.0]
 
@@ -54,10 +54,10 @@ def test_large_gradients_are_added_one_by_one_and_small_ones_together(size, expe
     for parameter in both:
         parameter.register_hook(lambda _: log.append("added"))
 
-    add_gradients([Late(parameter, log=log) for parameter in both])
+    add_weight_gradients([Late(parameter, log=log) for parameter in both])
 
     assert log == expected
 
 
 def test_nothing_is_nothing():
-    add_gradients([])
+    add_weight_gradients([])

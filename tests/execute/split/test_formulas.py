@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from penstock.execute.split.weight_products import find_product
+from penstock.execute.split.products import read_call
 from tests.local_pipelines import values
 
 TOKENS = torch.tensor([[1, 4, 0], [4, 4, 2]])
@@ -52,12 +52,12 @@ CALLS = {
 def test_the_gradients_of_a_product_are_those_of_autograd(name):
     function, args, kwargs = CALLS[name]
     args, kwargs = needing_gradients(args), dict(zip(kwargs, needing_gradients(kwargs.values()), strict=True))
-    product = find_product(function, args, kwargs)
-    needs = [weight is not None for weight in product.weights]
-    part = product.rule.output(product.activations, product.weights, product.bias)
+    product = read_call(function, args, kwargs)
+    part = product.formula.output(product.activations, product.weights, product.bias)
     gradient = values(9, *part.shape, dtype=part.dtype)
 
-    found = product.rule.weight_gradients(gradient, product.activations, product.weights, needs)
+    found = product.formula.weight_gradients(gradient, product.activations, product.weights)
+    found = [each for each in found if each is not None]
 
     expected, output = autograd_of(function, args, kwargs, product.weights, gradient)
     assert torch.equal(product.finish(part), output)
@@ -69,14 +69,14 @@ def test_the_gradients_of_a_product_are_those_of_autograd(name):
 def test_the_gradients_of_activations_are_those_of_autograd(name):
     function, args, kwargs = CALLS[name]
     args, kwargs = needing_gradients(args), dict(zip(kwargs, needing_gradients(kwargs.values()), strict=True))
-    product = find_product(function, args, kwargs)
+    product = read_call(function, args, kwargs)
     activations = product.activations.detach()
-    output = product.rule.output(activations, product.weights, product.bias)
+    output = product.formula.output(activations, product.weights, product.bias)
     gradient = values(9, *output.shape, dtype=output.dtype)
 
-    found = product.rule.input_gradient(gradient, activations, product.weights)
+    found = product.formula.input_gradient(gradient, activations, product.weights)
 
-    again = find_product(function, args, kwargs)
+    again = read_call(function, args, kwargs)
     (expected,) = torch.autograd.grad(
         function(*args, **kwargs), args[1 if name == "addmm" else 0], shaped(again, gradient)
     )
@@ -104,51 +104,23 @@ def autograd_of(function, args, kwargs, weights, gradient):
     return [leaf.grad for leaf in leaf_of.values()], output
 
 
-def test_only_the_gradients_asked_for_are_computed():
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+def test_only_the_gradients_that_are_needed_are_computed(needs):
     function, args, kwargs = CALLS["conv2d with a bias"]
-    product = find_product(function, args, kwargs)
+    operands = [each.detach().requires_grad_(is_needed) for each, is_needed in zip(args[1:], needs, strict=True)]
+    product = read_call(function, (args[0], *operands), kwargs)
     gradient = values(9, *function(*args, **kwargs).shape)
 
-    shapes = {
-        needs: [
-            each.shape for each in product.rule.weight_gradients(gradient, product.activations, product.weights, needs)
-        ]
-        for needs in [(True, True), (True, False), (False, True)]
-    }
+    found = product.formula.weight_gradients(gradient, product.activations, product.weights)
 
-    kernel, bias = args[1].shape, args[2].shape
-    assert shapes == {(True, True): [kernel, bias], (True, False): [kernel], (False, True): [bias]}
+    expected = [each.shape if is_needed else None for each, is_needed in zip(operands, needs, strict=True)]
+    assert [None if each is None else each.shape for each in found] == expected
 
 
 def test_gradients_of_a_sparse_table_are_sparse():
-    product = find_product(F.embedding, (TOKENS, values(2, 6, 4)), {"sparse": True})
+    product = read_call(F.embedding, (TOKENS, values(2, 6, 4)), {"sparse": True})
 
-    (found,) = product.rule.weight_gradients(values(9, 2, 3, 4), TOKENS, product.weights, [True])
+    (found,) = product.formula.weight_gradients(values(9, 2, 3, 4), TOKENS, product.weights)
 
     assert found.is_sparse
     assert torch.equal(found.to_dense()[3], torch.zeros(4))
-
-
-@pytest.mark.parametrize(
-    ("function", "args", "kwargs"),
-    [
-        (F.linear, (values(1, 5), values(2, 4, 5)), {}),
-        (torch.matmul, (values(1, 5), MATRIX), {}),
-        (torch.matmul, (values(1, 2, 3, 5), values(2, 1, 5, 4)), {}),
-        (torch.mm, (values(1, 3, 5), MATRIX), {"out": torch.empty(3, 4)}),
-        (torch.bmm, (values(1, 2, 3, 5), values(2, 2, 5, 4)), {"out": torch.empty(2, 3, 4)}),
-        (torch.addmm, (values(3, 4), values(1, 3, 5), MATRIX), {"beta": 2}),
-        (F.conv2d, (values(1, 4, 7, 6), values(2, 6, 4, 3, 2)), {}),
-        (F.conv2d, (values(1, 2, 4, 7, 6), values(2, 6, 4, 3, 2)), {"padding": "same"}),
-        (F.embedding, (TOKENS, values(2, 6, 4)), {"max_norm": 1.0}),
-        (torch.add, (values(1, 5), values(2, 5)), {}),
-        (torch.matmul, (values(1, 3, 5).to_sparse(), MATRIX), {}),
-    ],
-)
-def test_what_has_no_known_formula_is_no_product(function, args, kwargs):
-    assert find_product(function, needing_gradients(args), kwargs) is None
-
-
-@pytest.mark.parametrize("function", [F.linear, torch.matmul])
-def test_a_frozen_weight_makes_no_product(function):
-    assert find_product(function, (values(1, 2, 3, 3), values(2, 3, 3)), {}) is None

@@ -1,4 +1,4 @@
-"""A product that is parted in the forward leaves its weights where something waits for them, and is whole elsewhere."""
+"""A product that is split in the forward defers its weight gradients where a search finds it, and nowhere else."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from penstock.execute.split.graph_search import search
-from penstock.execute.split.parted_products import Parting, StrangeActivations
+from penstock.execute.split.weight_grad_mode import RecomputeMismatch, WeightGradMode
 from tests.local_pipelines import WIDTH, settle, values
 
 
@@ -20,12 +20,12 @@ def hidden():
     return values(1, 3, WIDTH).requires_grad_()
 
 
-def parting_of(module):
-    return Parting(frozenset(map(id, module.parameters())))
+def mode_of(module):
+    return WeightGradMode(frozenset(map(id, module.parameters())))
 
 
-def parted(module, inputs):
-    with parting_of(module):
+def split(module, inputs):
+    with mode_of(module):
         return module(inputs)
 
 
@@ -33,13 +33,13 @@ def left_by(output):
     """What a backward leaves that does without the gradients of the products that a search finds."""
     edges, late = [get_gradient_edge(output)], []
     survey = search(edges, frozenset())
-    for product in survey.late:
+    for product in survey.deferred:
         product.watch(late)
-    ends = [end for product in survey.late if (end := product.end()) is not None]
-    inputs = [get_gradient_edge(leaf) for leaf in survey.early] + ends
+    ends = [end for product in survey.deferred if (end := product.end()) is not None]
+    inputs = [get_gradient_edge(leaf) for leaf in survey.immediate] + ends
     torch.autograd.backward(edges, [torch.ones_like(output)], inputs=inputs)
-    for product in survey.late:
-        product.let_go()
+    for product in survey.deferred:
+        product.release()
     return late
 
 
@@ -55,7 +55,7 @@ def test_the_gradient_of_the_weight_waits_if_a_search_finds_the_product(needs_gr
     module, other = layer(), layer()
     inputs = hidden().detach().requires_grad_(needs_gradient)
 
-    (left,) = left_by(parted(module, inputs))
+    (left,) = left_by(split(module, inputs))
     other(inputs.detach()).sum().backward()
 
     assert module.weight.grad is None
@@ -75,7 +75,7 @@ def test_the_gradient_of_the_weight_waits_if_a_search_finds_the_product(needs_gr
 def test_any_other_backward_gets_all_gradients_bit_for_bit(make, inputs):
     module, other = settle(make(), 1), settle(make(), 1)
 
-    parted(module, inputs).sum().backward()
+    split(module, inputs).sum().backward()
     other(inputs).sum().backward()
 
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), other.parameters(), strict=True))
@@ -89,12 +89,12 @@ def test_gradients_of_gradients_are_right():
         (slope**2).sum().backward()
         return [leaf.grad, module.weight.grad]
 
-    for found, expected in zip(penalty(parted), penalty(lambda module, leaf: module(leaf)), strict=True):
+    for found, expected in zip(penalty(split), penalty(lambda module, leaf: module(leaf)), strict=True):
         assert torch.allclose(found, expected, rtol=1e-12)
 
 
 def test_products_of_other_weights_stay_as_they_are():
-    with Parting(frozenset()):
+    with WeightGradMode(frozenset()):
         output = layer()(hidden())
 
     assert output.grad_fn.name() == "AddmmBackward0"
@@ -102,7 +102,7 @@ def test_products_of_other_weights_stay_as_they_are():
 
 def test_a_product_whose_weight_is_made_of_what_others_keep_stays_as_it_is():
     module = weight_norm(layer())
-    with parting_of(module), save_on_cpu():
+    with mode_of(module), save_on_cpu():
         output = module(hidden())
 
     assert output.grad_fn.name() == "AddmmBackward0"
@@ -110,7 +110,7 @@ def test_a_product_whose_weight_is_made_of_what_others_keep_stays_as_it_is():
 
 def test_an_output_that_takes_no_part_leaves_nothing():
     module = nn.ModuleList([layer(), layer()])
-    with parting_of(module):
+    with mode_of(module):
         output = torch.stack([each(hidden()) for each in module])[0]
 
     assert [each.parameters for each in left_by(output)][-1:] == [[module[0].weight]]
@@ -118,7 +118,7 @@ def test_an_output_that_takes_no_part_leaves_nothing():
 
 def test_without_gradients_it_is_the_function_itself():
     with torch.no_grad():
-        output = parted(layer(), hidden())
+        output = split(layer(), hidden())
 
     assert output.grad_fn is None
 
@@ -126,7 +126,7 @@ def test_without_gradients_it_is_the_function_itself():
 def test_the_output_may_be_changed_in_place():
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(inplace=True))
 
-    (left,) = left_by(parted(module, values(1, 2, 3, WIDTH)))
+    (left,) = left_by(split(module, values(1, 2, 3, WIDTH)))
 
     assert left.parameters == [module[0].weight]
 
@@ -134,7 +134,7 @@ def test_the_output_may_be_changed_in_place():
 def test_where_functions_of_ones_own_are_not_allowed_the_product_is_a_plain_one():
     module, other = layer(), layer()
 
-    with parting_of(module):
+    with mode_of(module):
         found = gradients(module, values(1, 2, 3, WIDTH), lambda each, leaf: torch.vmap(each)(leaf))
     expected = gradients(other, values(1, 2, 3, WIDTH), lambda each, leaf: torch.vmap(each)(leaf))
 
@@ -144,10 +144,10 @@ def test_where_functions_of_ones_own_are_not_allowed_the_product_is_a_plain_one(
 def test_what_a_recomputation_runs_has_all_gradients_too():
     """As a function of the user's own needs it, that runs layers again and a backward through them."""
     module, other = layer(), layer()
-    parting = parting_of(module)
-    parting.is_in_backward = True
+    mode = mode_of(module)
+    mode.is_in_backward = True
 
-    with parting:
+    with mode:
         found = gradients(module, hidden(), lambda each, leaf: each(leaf))
     expected = gradients(other, hidden(), lambda each, leaf: each(leaf))
 
@@ -156,9 +156,9 @@ def test_what_a_recomputation_runs_has_all_gradients_too():
 
 def test_a_change_in_place_of_what_a_recomputation_keeps_is_noticed():
     module, inputs = layer(), hidden() * 1
-    parting = parting_of(module)
-    parting.is_in_backward = True
-    with parting:
+    mode = mode_of(module)
+    mode.is_in_backward = True
+    with mode:
         output = module(inputs)
 
     inputs.detach().add_(1)
@@ -168,13 +168,13 @@ def test_a_change_in_place_of_what_a_recomputation_keeps_is_noticed():
 
 
 def test_activations_that_are_not_what_was_kept_are_refused():
-    """With as many rows as columns, a recomputation that is not parted saves tensors of the same sizes."""
+    """With as many rows as columns, a recomputation that is not split saves tensors of the same sizes."""
     module = settle(nn.Linear(WIDTH, WIDTH, bias=False), 1)
     inputs = values(1, WIDTH, WIDTH).requires_grad_()
-    with parting_of(module):
+    with mode_of(module):
         output = torch.tanh(checkpoint(module, inputs, use_reentrant=False))
 
-    with pytest.raises(StrangeActivations, match="saved other tensors"):
+    with pytest.raises(RecomputeMismatch, match="saved other tensors"):
         output.sum().backward()
 
 
@@ -208,9 +208,9 @@ def take(energy, place):
         lambda energy, place: torch.autograd.backward([energy], [torch.ones(())], inputs=[place]),
     ],
 )
-def test_layers_that_run_again_for_a_backward_within_a_forward_are_parted_alike(how):
+def test_layers_that_run_again_for_a_backward_within_a_forward_are_split_alike(how):
     module, other = settle(Within(how), 1), settle(Within(how), 1)
 
-    found, expected = parted(module, values(1, WIDTH, WIDTH)), other(values(1, WIDTH, WIDTH))
+    found, expected = split(module, values(1, WIDTH, WIDTH)), other(values(1, WIDTH, WIDTH))
 
     assert torch.equal(found, expected)

@@ -1,0 +1,267 @@
+"""The table of products: where each is found, and by which formula its gradients are computed.
+
+A product is found in two places:
+    nodes       of autograd's graph, after a forward, which have saved the activations
+    functions   that layers call, during a forward that splits its products (weight_grad_mode.py)
+A product with no entry in either is run by autograd as ever, its weight gradients as part of I.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.nn import functional as F
+
+from penstock.execute.split.deferred_product import DeferredProduct
+from penstock.execute.split.formulas import (
+    BatchedProduct,
+    Convolution,
+    Formula,
+    MatrixProduct,
+    TableLookUp,
+    Weights,
+    has_columns_first,
+)
+from penstock.execute.undocumented import ADDMM, BMM, CONVOLUTION, EMBEDDING, MM, is_hooked, saved, saved_padding
+
+
+@dataclass(slots=True, eq=False)
+class CalledProduct:
+    """One call of a function, seen as a product of activations and weights."""
+
+    formula: Formula
+    activations: Tensor
+    weights: Sequence[Tensor | None]
+    bias: Tensor | None = None
+    """What is added, and stays in the graph: its gradient needs one pass over that of the output, best while at it."""
+    shape: tuple[int, ...] | None = None
+    """That of the function's output, where the formula's is another."""
+    late_bias: Tensor | None = None
+    """What is added to the output once it has its shape."""
+
+    def finish(self, output: Tensor) -> Tensor:
+        """Turn what the formula returns into what the function returns."""
+        if self.shape is not None:
+            output = output.view(self.shape)
+        return output if self.late_bias is None else output + self.late_bias
+
+
+class FromNode(NamedTuple):
+    """How a product is read from a node of autograd's."""
+
+    activations: str
+    """Under which name the node has saved them."""
+    places: Sequence[int]
+    """Which of its next functions are those of the weights."""
+    read: Callable[[Node, Sequence[int]], tuple[Formula, Weights] | None]
+    """Gets the places of those that need a gradient. Returns the formula and the weights that it needs; None if it is
+    no formula of these."""
+
+
+FromCall = Callable[..., CalledProduct | None]
+"""Gets the arguments of a function; None for arguments with which it is no product, or none of a known formula."""
+
+
+class Row(NamedTuple):
+    """One product; either way to find it may be missing."""
+
+    nodes: Mapping[str, FromNode]
+    functions: Mapping[Any, FromCall]
+
+
+def read_node(node: Node, kind: str) -> DeferredProduct | None:
+    """Return a node, of a kind of autograd's, as a product whose weights need gradients; None where it is none."""
+    row = _NODES.get(kind)
+    if row is None:
+        return None
+    following = node.next_functions
+    places = [place for place in row.places if following[place][0] is not None]
+    operands = row.read(node, places) if places else None
+    if operands is None:
+        return None
+    name = row.activations
+    return DeferredProduct(node, *operands, places, lambda node: saved(node, name), is_hooked(node, name))
+
+
+def read_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CalledProduct | None:
+    """Return the call as a product, or None where it is none or its formula is not known here."""
+    reader = _FUNCTIONS.get(function)
+    if reader is None or any(each.layout is not torch.strided for each in args if isinstance(each, Tensor)):
+        return None
+    return reader(*args, **kwargs)
+
+
+def may_be_product(function: Any) -> bool:
+    """Whether some calls of a function are products."""
+    return function in _FUNCTIONS
+
+
+# ---- matrix products
+
+
+def _read_mm(node: Node, places: Sequence[int]) -> tuple[Formula, Weights]:
+    return _read_matrices(node, saved(node, "self_sym_sizes")[0])
+
+
+def _read_addmm(node: Node, places: Sequence[int]) -> tuple[Formula, Weights] | None:
+    if not saved(node, "alpha") == saved(node, "beta") == 1:
+        return None
+    return _read_matrices(node, saved(node, "mat1_sym_sizes")[0])
+
+
+def _read_matrices(node: Node, num_rows: int) -> tuple[Formula, Weights]:
+    (num_inputs, num_outputs), strides = saved(node, "mat2_sym_sizes"), saved(node, "mat2_sym_strides")
+    is_column_major = strides[0] == 1 and strides[1] == num_inputs
+    return MatrixProduct(num_rows * num_inputs * num_outputs, is_column_major), (None,)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> CalledProduct | None:
+    if input.dim() < 2 or not weight.requires_grad:
+        return None
+    if input.dim() == 2:
+        return _matrix_product(input, weight.t(), weight, bias=bias)
+    if bias is not None and input.is_contiguous():
+        return _matrix_product(input, weight.t(), weight, bias=bias, shape=(*input.shape[:-1], weight.shape[0]))
+    # torch adds the bias within the product for the others only
+    leading, rows = _with_rows(input)
+    return _matrix_product(rows, weight.t(), weight, leading, late_bias=bias)
+
+
+def _matmul(input: Tensor, other: Tensor, **others: Any) -> CalledProduct | None:
+    if others or input.dim() < 2 or not other.requires_grad:
+        return None
+    if input.dim() == other.dim() == 3 and input.shape[0] == other.shape[0]:
+        return _bmm(input, other)
+    if other.dim() != 2:
+        return None
+    leading, rows = _with_rows(input)
+    return _matrix_product(rows, other, other, leading)
+
+
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **others: Any) -> CalledProduct | None:
+    return None if others else _matrix_product(mat1, mat2, mat2, bias=input)
+
+
+def _matrix_product(
+    activations: Tensor, right: Tensor, weight: Tensor, leading: tuple[int, ...] = (), **others: Any
+) -> CalledProduct:
+    num_multiplications = activations.numel() // max(activations.shape[-1], 1) * weight.numel()
+    formula = MatrixProduct(num_multiplications, has_columns_first(right), right is not weight, leading)
+    return CalledProduct(formula, activations, (weight,), **others)
+
+
+def _with_rows(input: Tensor) -> tuple[tuple[int, ...], Tensor]:
+    """Return the input of a layer; where rows have to be copied, its leading dimensions and the copy, to keep."""
+    if not input.is_contiguous():
+        dims = [each for each in zip(input.shape[:-1], input.stride()[:-1], strict=True) if each[0] != 1]
+        if any(outer[1] != inner[0] * inner[1] for outer, inner in pairwise(dims)):
+            return tuple(input.shape[:-1]), input.reshape(-1, input.shape[-1])
+    return (), input
+
+
+def _read_bmm(node: Node, places: Sequence[int]) -> tuple[Formula, Weights]:
+    return BatchedProduct(), (None,)
+
+
+def _bmm(input: Tensor, mat2: Tensor, **others: Any) -> CalledProduct | None:
+    return None if others else CalledProduct(BatchedProduct(), input, (mat2,))
+
+
+# ---- convolutions
+
+
+def _read_convolution(node: Node, places: Sequence[int]) -> tuple[Formula, Weights]:
+    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    stride, padding, dilation, is_transposed, output_padding, groups = [saved(node, name) for name in names]
+    geometry = stride, padding, dilation, is_transposed, output_padding, groups
+    kernel = None
+    if not is_hooked(node, "weight"):  # otherwise the activations are hooked, too, and the product is not deferred
+        kernel = saved(node, "weight")
+        kernel = kernel if isinstance(kernel, nn.Parameter) else kernel.detach()
+    formula = Convolution(geometry, saved(node, "bias_sym_sizes_opt"), (1 in places, 2 in places))
+    return formula, (kernel, None)
+
+
+def _convolution(num_dims: int) -> FromCall:
+    """Read calls of a convolution over so many dimensions of space."""
+
+    def read(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] | str = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+    ) -> CalledProduct | None:
+        if input.dim() != num_dims + 2 or isinstance(padding, str):
+            return None
+        sizes = [_spread(each, num_dims) for each in (stride, padding, dilation)]
+        geometry = sizes[0], sizes[1], sizes[2], False, [0] * num_dims, groups
+        bias_sizes = [0] if bias is None else bias.shape
+        needs = weight.requires_grad, bias is not None and bias.requires_grad
+        return CalledProduct(Convolution(geometry, bias_sizes, needs), input, (weight, bias))
+
+    return read
+
+
+def _spread(size: int | Sequence[int], num_dims: int) -> list[int]:
+    sizes = [size] if isinstance(size, int) else list(size)
+    return sizes * num_dims if len(sizes) == 1 else sizes
+
+
+# ---- tables
+
+
+def _read_embedding(node: Node, places: Sequence[int]) -> tuple[Formula, Weights]:
+    num_rows, padding = saved(node, "weight_sym_argsize_0"), saved_padding(node)
+    return TableLookUp(num_rows, padding, saved(node, "scale_grad_by_freq"), saved(node, "sparse")), (None,)
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> CalledProduct | None:
+    if max_norm is not None:  # changes the table in passing
+        return None
+    num_rows = weight.shape[0]
+    padding = -1 if padding_idx is None else padding_idx % num_rows
+    return CalledProduct(TableLookUp(num_rows, padding, scale_grad_by_freq, sparse), input, (weight,))
+
+
+TABLE = {
+    "matrix product": Row(
+        nodes={MM: FromNode("self", (1,), _read_mm), ADDMM: FromNode("mat1", (2,), _read_addmm)},
+        functions={
+            F.linear: _linear,
+            torch.matmul: _matmul,
+            Tensor.matmul: _matmul,
+            torch.mm: _matmul,
+            Tensor.mm: _matmul,
+            torch.addmm: _addmm,
+        },
+    ),
+    "batch of matrix products": Row(
+        nodes={BMM: FromNode("self", (1,), _read_bmm)},
+        functions={torch.bmm: _bmm, Tensor.bmm: _bmm},
+    ),
+    "convolution": Row(
+        nodes={CONVOLUTION: FromNode("input", (1, 2), _read_convolution)},
+        functions={F.conv1d: _convolution(1), F.conv2d: _convolution(2), F.conv3d: _convolution(3)},
+    ),
+    "table look-up": Row(
+        nodes={EMBEDDING: FromNode("indices", (0,), _read_embedding)},
+        functions={F.embedding: _embedding},
+    ),
+}
+_NODES = {kind: reader for row in TABLE.values() for kind, reader in row.nodes.items()}
+_FUNCTIONS = {function: reader for row in TABLE.values() for function, reader in row.functions.items()}
