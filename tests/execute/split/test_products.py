@@ -68,7 +68,9 @@ def sides(name, args, kwargs):
 def gradients_through(product, weights):
     for weight in weights:
         weight.grad = None
-    torch.autograd.backward(product.roots, product.finish())
+    gradients = product.finish()
+    assert len(gradients) == len(product.roots) == len(weights)
+    torch.autograd.backward(product.roots, gradients)
     return [weight.grad for weight in weights]
 
 
@@ -76,7 +78,7 @@ def gradients_through(product, weights):
     "output",
     [
         lambda: F.linear(values(1, 2, 5), values(2, 4, 5)),
-        lambda: torch.addmm(values(3, 4), values(1, 3, 5), values(2, 5, 4), beta=2),
+        lambda: torch.addmm(values(3, 4), values(1, 3, 5), leaf(values(2, 5, 4)), beta=2),
         lambda: values(1, 3, 5) + values(2, 3, 5),
         lambda: torch.bmm(leaf(values(1, 2, 3, 5)), values(2, 2, 5, 4)),
     ],
@@ -85,6 +87,25 @@ def test_what_has_no_weights_or_no_known_formula_is_none(output):
     output = output()
 
     assert output.grad_fn is None or read_node(output.grad_fn, type(output.grad_fn).__name__) is None
+
+
+@pytest.mark.parametrize("trained", [(True, False), (False, True)])
+def test_of_a_convolution_and_its_bias_only_the_trained_one_is_deferred(trained):
+    operands = [
+        each.requires_grad_(is_trained)
+        for each, is_trained in zip((values(2, 6, 4, 3), values(3, 6)), trained, strict=True)
+    ]
+    output = F.conv1d(values(1, 2, 4, 9), *operands)
+    _, product = product_in(output)
+    product.watch([])
+    gradient = values(9, *output.shape)
+    output.backward(gradient, inputs=[product.end()])
+    product.release()
+
+    weights = [each for each in operands if each.requires_grad]
+    expected = torch.autograd.grad(F.conv1d(values(1, 2, 4, 9), *operands), weights, gradient)
+
+    assert all(map(torch.equal, gradients_through(product, weights), expected))
 
 
 def test_activations_that_others_keep_are_told():
