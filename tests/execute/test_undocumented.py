@@ -243,8 +243,8 @@ def test_a_mode_gets_the_arguments_of_a_backward_by_keyword():
 
     (kwargs,) = [kwargs for func, kwargs in seen.calls if func is torch.Tensor.backward]
     found = undocumented.arguments_of_backward(kwargs)
-    assert found.gradient is given
-    assert found[1:] == (True, False, None)
+    assert found.pop("grad_tensors") is given
+    assert found == {"retain_graph": True, "create_graph": False, "inputs": None}
 
 
 def test_a_mode_gets_the_gradients_of_a_backward_by_keyword_and_the_tensors_by_place():

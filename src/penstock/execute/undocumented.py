@@ -7,7 +7,7 @@ tests/execute/test_undocumented.py, so that a new torch that changes one of them
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import cache
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -127,18 +127,16 @@ def embedding_backward(
 # ---- modes
 
 
-class BackwardArguments(NamedTuple):
-    """What a mode gets of a call of `Tensor.backward`."""
-
-    gradient: Tensor | None
-    retain_graph: bool | None
-    create_graph: bool
-    inputs: Any
+_BACKWARD = {"gradient": "grad_tensors"} | {name: name for name in ("retain_graph", "create_graph", "inputs")}
+"""By the names of `Tensor.backward`, those of `torch.autograd.backward`."""
 
 
-def arguments_of_backward(kwargs: Mapping[str, Any]) -> BackwardArguments:
-    """Return what `Tensor.backward` was called with; a mode gets all of it by keyword, whatever the caller wrote."""
-    return BackwardArguments(*(kwargs[name] for name in BackwardArguments._fields))
+def arguments_of_backward(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `torch.autograd.backward` for those with which a mode saw `Tensor.backward`.
+
+    A mode gets all of them by keyword, whatever the caller wrote.
+    """
+    return {other: kwargs[name] for name, other in _BACKWARD.items()}
 
 
 # ---- backends of torch.distributed

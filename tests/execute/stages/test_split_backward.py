@@ -1,4 +1,4 @@
-"""I and W of a stage's backward together are the whole; a warning names once what cannot be deferred."""
+"""The input part and the weight part of a stage's backward together are the whole; what cannot wait is said once."""
 
 import warnings
 
@@ -120,7 +120,7 @@ def test_weights_that_cannot_wait_have_their_gradients_and_are_named_once():
     stage = Stage(3, {"0": custom()})
     stage.is_split = True
 
-    with pytest.warns(PenstockWarning, match=r"stage 3: .* 50% of its weights .*: 0\.1\.weight") as told:
+    with pytest.warns(PenstockWarning, match=r"stage 3: 50% of its weights .*: 0\.1\.weight") as told:
         found = run_stage(stage, in_two_parts)
     assert all(map(torch.equal, found[1:], run(Stage.backward, custom(), is_split=False)[1:]))
     assert "0.0.weight" not in str(told[0].message)

@@ -75,11 +75,7 @@ class WeightGradMode(TorchFunctionMode):
         if may_be_product(func) and not torch.compiler.is_compiling():  # what is compiled is not split
             return self.run(func, *args, **kwargs)
         if func is Tensor.backward:
-            given = arguments_of_backward(kwargs)
-            with self:
-                return torch.autograd.backward(
-                    args[0], given.gradient, given.retain_graph, given.create_graph, inputs=given.inputs
-                )
+            func, kwargs = torch.autograd.backward, arguments_of_backward(kwargs)
         if func is torch.autograd.grad or func is torch.autograd.backward:
             return self._run_backward(func, args, kwargs)
         return func(*args, **kwargs)
