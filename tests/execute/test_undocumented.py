@@ -3,6 +3,7 @@
 A failure names what has changed. Mend `execute/undocumented.py`, or what relies on it (named in the docstring below).
 """
 
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from threading import Event
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, save_on_cpu, saved_tensors_hooks
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed._composable import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -221,7 +223,22 @@ def test_the_backward_of_a_table_takes_these_arguments(padding):
     assert torch.equal(found, *torch.autograd.grad(output, table, gradient))
 
 
-# ---- modes and hooks
+# ---- modules, modes and hooks
+
+
+class Renaming(nn.Module):
+    """Names its arguments in its own way."""
+
+    def forward(self, hidden, mask):
+        return hidden * mask
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_traced_forward_shows_its_arguments():
+    traced = torch.jit.trace(Renaming(), (torch.ones(3), torch.ones(3)))
+
+    assert undocumented.traced_arguments(traced.forward) == ["hidden", "mask"]
+    assert undocumented.traced_arguments(Renaming().forward) is None
 
 
 class Seen(TorchFunctionMode):
@@ -326,6 +343,18 @@ def test_a_backward_to_chosen_leaves_and_edges_leaves_out_the_others():
     assert first.grad is second.grad is None
 
 
+def test_what_hooks_get_of_an_output_that_its_own_node_saves_keeps_the_node_alive_and_a_detached_one_does_not():
+    """`observing/ledger.py` keeps detached ones."""
+    ends = []
+    for pack in (lambda tensor: tensor, torch.Tensor.detach):
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = leaf(3).exp()
+        ends.append(weakref.ref(output.untyped_storage()))
+        del output
+
+    assert [end() is None for end in ends] == [False, True]
+
+
 # ---- torch.distributed
 
 
@@ -344,6 +373,13 @@ def test_a_group_gives_its_store(world):
     undocumented.store_of(dist.group.WORLD).set("answer", "hello too")
 
     assert b"hello" in undocumented.store_of(dist.group.WORLD).get("answer")
+
+
+def test_what_a_collective_is_still_filling_can_be_waited_for(world):
+    """`local_part` of DTensors asks for it by that name."""
+    pending = functional_collectives.all_reduce(torch.ones(3), "sum", dist.group.WORLD)
+
+    assert pending.wait().tolist() == [1.0] * 3
 
 
 def with_two_backends(case):

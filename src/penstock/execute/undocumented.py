@@ -124,7 +124,13 @@ def embedding_backward(
     return found
 
 
-# ---- modes
+# ---- modules and modes
+
+
+def traced_arguments(forward: Any) -> list[str] | None:
+    """Name the arguments of a forward that torch.jit has traced or loaded; None for others."""
+    schema = getattr(forward, "schema", None)
+    return None if schema is None else [argument.name for argument in schema.arguments[1:]]
 
 
 _BACKWARD = {"gradient": "grad_tensors"} | {name: name for name in ("retain_graph", "create_graph", "inputs")}

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from penstock.execute.undocumented import traced_arguments
+
 EVERY = "**"
 """Stands among names for all names; no parameter is called so."""
 
@@ -72,11 +74,11 @@ def _parameters(forward: Callable[..., Any]) -> list[inspect.Parameter] | None:
     try:
         return list(inspect.signature(forward).parameters.values())
     except (TypeError, ValueError):
-        schema = getattr(forward, "schema", None)  # of a method that torch.jit has traced or loaded
-    if schema is None:
+        names = traced_arguments(forward)
+    if names is None:
         return None
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return [inspect.Parameter(argument.name, kind) for argument in schema.arguments[1:]]
+    return [inspect.Parameter(name, kind) for name in names]
 
 
 def _behind(module: nn.Module, own: Callable[..., Any]) -> list[TakenKeywords] | None:
