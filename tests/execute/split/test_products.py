@@ -7,11 +7,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PipelineError
-from penstock.execute.split.products import read_call, read_node
+from penstock.execute.split.products import NODES, read_call
 from tests.execute.split.test_formulas import CALLS, MATRIX, TOKENS, needing_gradients
 from tests.local_pipelines import values
 
-NODES = {
+CASES = {
     **CALLS,
     "transposed convolution": (
         F.conv_transpose2d,
@@ -23,11 +23,16 @@ NODES = {
 }
 
 
+def read_node(node):
+    reader = NODES.get(type(node).__name__)
+    return None if reader is None else reader(node)
+
+
 def product_in(output):
     waiting = [output.grad_fn]
     while waiting:
         node = waiting.pop()
-        if (product := read_node(node, type(node).__name__)) is not None:
+        if (product := read_node(node)) is not None:
             return node, product
         waiting += [following for following, _ in node.next_functions if following is not None]
     raise AssertionError("no product")
@@ -38,9 +43,9 @@ def leaf(value):
     return value.detach().requires_grad_() if is_tensor and (value.is_floating_point() or value.is_complex()) else value
 
 
-@pytest.mark.parametrize("name", NODES)
+@pytest.mark.parametrize("name", CASES)
 def test_the_gradients_of_a_product_are_those_of_autograd(name):
-    function, args, kwargs = NODES[name]
+    function, args, kwargs = CASES[name]
     args, kwargs = [leaf(value) for value in args], {key: leaf(value) for key, value in kwargs.items()}
     output = function(*args, **kwargs)
     _, product = product_in(output)
@@ -86,7 +91,7 @@ def gradients_through(product, weights):
 def test_what_has_no_weights_or_no_known_formula_is_none(output):
     output = output()
 
-    assert output.grad_fn is None or read_node(output.grad_fn, type(output.grad_fn).__name__) is None
+    assert output.grad_fn is None or read_node(output.grad_fn) is None
 
 
 @pytest.mark.parametrize("trained", [(True, False), (False, True)])

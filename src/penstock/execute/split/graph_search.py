@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from penstock.execute.split.deferred_product import DeferredProduct, find_parameters
-from penstock.execute.split.products import read_node
+from penstock.execute.split.products import NODES
 from penstock.execute.split.weight_grad_mode import SPLIT_PRODUCT, read_split_product
 from penstock.execute.undocumented import LEAF, TRANSPOSITION, is_reentrant_checkpoint, kind_of, leaf_of
+
+_READERS = NODES | {SPLIT_PRODUCT: read_split_product}
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +75,8 @@ class _Search:
                 continue
             self.survey.is_opaque |= is_reentrant_checkpoint(kind)
             followed = node.next_functions
-            product = read_split_product(node) if kind == SPLIT_PRODUCT else read_node(node, kind)
+            reader = _READERS.get(kind)
+            product = None if reader is None else reader(node)
             if product is not None and self._may_defer(product):
                 self.survey.deferred.append(product)
                 followed = tuple(each for place, each in enumerate(followed) if place not in product.places)

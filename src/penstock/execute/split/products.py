@@ -3,7 +3,8 @@
 A product is found in two places:
     nodes       of autograd's graph, after a forward, which have saved the activations
     functions   that layers call, during a forward that splits its products (weight_grad_mode.py)
-A product with no entry in either is run by autograd as ever, its weight gradients as part of I.
+A product that is found in neither is run by autograd as ever, its weight gradients as part of I. To add one: write its
+formula, a row with its readers, and a test of what these readers count on in tests/execute/test_undocumented.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,18 +51,8 @@ class CalledProduct:
         return output if self.late_bias is None else output + self.late_bias
 
 
-class FromNode(NamedTuple):
-    """How a product is read from a node of autograd's."""
-
-    activations: str
-    """Under which name the node has saved them."""
-    places: Sequence[int]
-    """Which of its next functions are those of the weights."""
-    read: Callable[[Node, Sequence[int]], tuple[Formula, Weights] | None]
-    """Gets the places of those that need a gradient. Returns the formula and the weights that it needs; None if it is
-    no formula of these."""
-
-
+FromNode = Callable[[Node], DeferredProduct | None]
+"""Reads a product whose weights need gradients from a node of its kind; None if it is none, or of no known formula."""
 FromCall = Callable[..., CalledProduct | None]
 """Gets the arguments of a function; None for arguments with which it is no product, or none of a known formula."""
 
@@ -73,31 +64,31 @@ class Row(NamedTuple):
     functions: Mapping[Any, FromCall]
 
 
-def read_node(node: Node, kind: str) -> DeferredProduct | None:
-    """Return a node, of a kind of autograd's, as a product whose weights need gradients; None where it is none."""
-    row = _NODES.get(kind)
-    if row is None:
-        return None
-    following = node.next_functions
-    places = [place for place in row.places if following[place][0] is not None]
-    operands = row.read(node, places) if places else None
-    if operands is None:
-        return None
-    name = row.activations
-    return DeferredProduct(node, *operands, places, lambda node: saved(node, name), is_hooked(node, name))
-
-
 def read_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CalledProduct | None:
     """Return the call as a product, or None where it is none or its formula is not known here."""
-    reader = _FUNCTIONS.get(function)
+    reader = FUNCTIONS.get(function)
     if reader is None or any(each.layout is not torch.strided for each in args if isinstance(each, Tensor)):
         return None
     return reader(*args, **kwargs)
 
 
-def may_be_product(function: Any) -> bool:
-    """Whether some calls of a function are products."""
-    return function in _FUNCTIONS
+def _node_reader(
+    name: str, places: Sequence[int], read: Callable[[Node, Sequence[int]], tuple[Formula, Weights] | None]
+) -> FromNode:
+    """Read nodes that have saved the activations under a name; `places` are the next functions of the weights.
+
+    `read` gets the places of the weights that need gradients, and returns the formula and the weights that it needs.
+    """
+
+    def read_node(node: Node) -> DeferredProduct | None:
+        following = node.next_functions
+        needed = [place for place in places if following[place][0] is not None]
+        operands = read(node, needed) if needed else None
+        if operands is None:
+            return None
+        return DeferredProduct(node, *operands, needed, lambda node: saved(node, name), is_hooked(node, name))
+
+    return read_node
 
 
 # ---- matrix products
@@ -240,7 +231,7 @@ def _embedding(
 
 TABLE = {
     "matrix product": Row(
-        nodes={MM: FromNode("self", (1,), _read_mm), ADDMM: FromNode("mat1", (2,), _read_addmm)},
+        nodes={MM: _node_reader("self", (1,), _read_mm), ADDMM: _node_reader("mat1", (2,), _read_addmm)},
         functions={
             F.linear: _linear,
             torch.matmul: _matmul,
@@ -251,17 +242,17 @@ TABLE = {
         },
     ),
     "batch of matrix products": Row(
-        nodes={BMM: FromNode("self", (1,), _read_bmm)},
+        nodes={BMM: _node_reader("self", (1,), _read_bmm)},
         functions={torch.bmm: _bmm, Tensor.bmm: _bmm},
     ),
     "convolution": Row(
-        nodes={CONVOLUTION: FromNode("input", (1, 2), _read_convolution)},
+        nodes={CONVOLUTION: _node_reader("input", (1, 2), _read_convolution)},
         functions={F.conv1d: _convolution(1), F.conv2d: _convolution(2), F.conv3d: _convolution(3)},
     ),
     "table look-up": Row(
-        nodes={EMBEDDING: FromNode("indices", (0,), _read_embedding)},
+        nodes={EMBEDDING: _node_reader("indices", (0,), _read_embedding)},
         functions={F.embedding: _embedding},
     ),
 }
-_NODES = {kind: reader for row in TABLE.values() for kind, reader in row.nodes.items()}
-_FUNCTIONS = {function: reader for row in TABLE.values() for function, reader in row.functions.items()}
+NODES = {kind: reader for row in TABLE.values() for kind, reader in row.nodes.items()}
+FUNCTIONS = {function: reader for row in TABLE.values() for function, reader in row.functions.items()}

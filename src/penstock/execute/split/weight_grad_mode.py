@@ -21,6 +21,7 @@ whatever else runs a backward through it, such as a layer that takes a gradient 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -29,8 +30,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.overrides import TorchFunctionMode
 
 from penstock.execute.split.deferred_product import DeferredProduct, find_parameters, weight_gradients
-from penstock.execute.split.formulas import Weights
-from penstock.execute.split.products import CalledProduct, may_be_product, read_call
+from penstock.execute.split.formulas import Formula, Weights
+from penstock.execute.split.products import FUNCTIONS, CalledProduct, read_call
 from penstock.execute.undocumented import arguments_of_backward, kind_of_function, version_of
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -72,7 +73,7 @@ class WeightGradMode(TorchFunctionMode):
     ) -> Any:
         """Run a function, split if it is a product."""
         kwargs = kwargs or {}
-        if may_be_product(func) and not torch.compiler.is_compiling():  # what is compiled is not split
+        if func in FUNCTIONS and not torch.compiler.is_compiling():  # what is compiled is not split
             return self.run(func, *args, **kwargs)
         if func is Tensor.backward:
             func, kwargs = torch.autograd.backward, arguments_of_backward(kwargs)
@@ -115,23 +116,21 @@ class WeightGradMode(TorchFunctionMode):
             parameters |= {id(parameter): parameter for parameter in behind}
         if not self._weights.issuperset(parameters):
             return None
-        return _Call(product, list(parameters.values()))
+        return _Call(product.formula, product.weights, list(parameters.values()))
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
     """One product that is split: what its backward needs to know of it, but for the tensors that are to be saved."""
 
-    __slots__ = ("formula", "has_begun", "is_deferred", "opened", "parameters", "weights")
-
-    def __init__(self, product: CalledProduct, parameters: Sequence[Tensor]) -> None:
-        self.formula = product.formula
-        self.weights = product.weights
-        self.parameters = parameters
-        self.has_begun = False
-        self.is_deferred = False
-        """Whether the weight gradients are left for later."""
-        self.opened: Tensor | None = None
-        """The activations, where they have been asked for already."""
+    formula: Formula
+    weights: Weights
+    parameters: Sequence[Tensor]
+    has_begun: bool = False
+    is_deferred: bool = False
+    """Whether the weight gradients are left for later."""
+    opened: Tensor | None = None
+    """The activations, where they have been asked for already."""
 
     def run(self, product: CalledProduct) -> Tensor | None:
         """Run the product as a node of its own; None where functions of one's own are not allowed, as under vmap."""

@@ -8,8 +8,9 @@ has accumulated once more, or a parameter that two stages of this rank share at 
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -79,27 +80,28 @@ class DdpReduction:
             return
         has_gradient = [getattr(parameter, self._attribute) is not None for parameter in parameters]
         uses = torch.tensor(has_gradient, dtype=torch.int32, device=parameters[0].device)
-        self._wait(stage, group, [(dist.all_reduce(uses, group=group, async_op=True), uses)])
+        self._run(stage, group, dist.all_reduce, [uses])
         used = [parameter for parameter, num_uses in zip(parameters, uses.tolist(), strict=True) if num_uses]
         averages = [dense_gradient(parameter, self._attribute).contiguous() for parameter in used]
         for average in averages:
             average /= group.size()  # before the sum, which may overflow in float16
-        works = [(dist.all_reduce(average, group=group, async_op=True), average) for average in averages]
-        self._wait(stage, group, works)
+        self._run(stage, group, dist.all_reduce, averages)
         for parameter, average in zip(used, averages, strict=True):
             setattr(parameter, self._attribute, average)
 
     def _take_from_first(self, stage: int, buffers: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         """Copy the first replica's buffers, as DDP does in the next forward."""
         values = [buffer.detach().contiguous() for buffer in buffers]
-        works = [(dist.broadcast(value, group=group, group_src=0, async_op=True), value) for value in values]
-        self._wait(stage, group, works)
+        self._run(stage, group, partial(dist.broadcast, group_src=0), values)
         for buffer, value in zip(buffers, values, strict=True):
             buffer.detach().copy_(value)
 
-    def _wait(self, stage: int, group: dist.ProcessGroup, works: Sequence[tuple[dist.Work, Tensor]]) -> None:
+    def _run(
+        self, stage: int, group: dist.ProcessGroup, collective: Callable[..., dist.Work], tensors: Sequence[Tensor]
+    ) -> None:
         end_s = time.monotonic() + self._deadline_s
-        for work, tensor in works:
+        works = [collective(tensor, group=group, async_op=True) for tensor in tensors]
+        for work, tensor in zip(works, tensors, strict=True):
             pending = (QueuedMessage if tensor.is_cuda else GlooMessage)(work, tensor)
             try:
                 pending.wait(end_s - time.monotonic())
