@@ -44,10 +44,10 @@ from penstock.execute.batch.step import Step
 from penstock.execute.failures.positions import PositionBoard
 from penstock.execute.interpreter import Hooks, Interpreter
 from penstock.execute.losses.loss import LossShares
-from penstock.execute.messages import Messenger
 from penstock.execute.stages.stage import SavedForward, Stage
 from penstock.execute.transport import Ticket, TorchTransport
-from penstock.execute.tree import encode_layout
+from penstock.execute.transport.messages import Messenger
+from penstock.execute.values.layouts import encode_layout
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build

@@ -21,7 +21,6 @@ from penstock.execute.batch.supply import rows_that_take_data
 from penstock.execute.calls import Bound, Call, Change, around_each, changed
 from penstock.execute.hooks import Hooks, call_of
 from penstock.execute.losses.delivery import deliver_loss
-from penstock.execute.messages import Incoming, Key, Messenger
 from penstock.execute.observing.record import Recorder
 from penstock.execute.registers import Registers
 from penstock.execute.stages.auxiliary import StageWithLosses, auxiliary_of
@@ -29,7 +28,8 @@ from penstock.execute.stages.carried import RunBackward, RunForward, Save, Stage
 from penstock.execute.stages.recompute import BufferCopier, checkpoint_of, keep_arguments, on_copied_buffers, unnoted
 from penstock.execute.stages.split_backward import backward_input, backward_weight
 from penstock.execute.stages.stage import SavedForward, Stage
-from penstock.execute.tree import map_leaves
+from penstock.execute.transport.messages import Incoming, Key, Messenger
+from penstock.execute.values.tree import detached
 from penstock.execute.values.version_guard import VersionGuard
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.operations import Op
@@ -256,7 +256,7 @@ class Interpreter:
         def deliver(outputs: Any) -> Any:
             step = self._running_step()
             if step.keeps_outputs:
-                step.outputs[place] = map_leaves(_without_gradient, outputs)
+                step.outputs[place] = detached(outputs)
             return deliver_loss(step, place, outputs, self._slice(place).target, is_training=self._is_training)
 
         return deliver
@@ -393,7 +393,3 @@ _COMPILE: dict[Op, Callable[[Interpreter, int], Iterator[Bound]]] = {
     Op.RECEIVE_FORWARD: Interpreter._compile_receive,
     Op.RECEIVE_BACKWARD: Interpreter._compile_receive,
 }
-
-
-def _without_gradient(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -25,7 +25,7 @@ from penstock.execute.stages.auxiliary import auxiliary_modules, take_all
 from penstock.execute.stages.signatures import taken_keywords
 from penstock.execute.stages.skips import Shelf, StageSkips, skip_names
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.tree import flatten, map_leaves
+from penstock.execute.values.tree import as_graph_leaves, flatten, map_leaves
 from penstock.execute.world import default_device, default_transport
 
 NUM_WARM_UP_ROUNDS = 1
@@ -203,7 +203,7 @@ class _LayerWork:
 
     def forward(self) -> list[Tensor]:
         """Run the layer on leaves of its own, as a stage does; return where its backward begins."""
-        args, skips = map_leaves(_leaf, self._inputs)
+        args, skips = as_graph_leaves(self._inputs)
         self._shelf = Shelf(skips, "")
         for module in self._auxiliary:
             module.begin()
@@ -213,7 +213,7 @@ class _LayerWork:
         put = self._shelf.take(self._own_skips)
         added = take_all(self._auxiliary).total
         self._shelf.close()
-        self.output, self.put = map_leaves(_leaf, (output, put))
+        self.output, self.put = as_graph_leaves((output, put))
         return [leaf for leaf in flatten((value, put, added))[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def backward(self, roots: Sequence[Tensor]) -> None:
@@ -252,7 +252,3 @@ def _borrowed(layer: Layer, name: str, device: torch.device) -> Iterator[nn.Modu
 
 def _to(device: torch.device, leaf: Any) -> Any:
     return leaf.to(device) if isinstance(leaf, Tensor) else leaf
-
-
-def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value

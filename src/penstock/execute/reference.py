@@ -17,7 +17,7 @@ from penstock.execute.stages.keywords import check_keywords, run_layers
 from penstock.execute.stages.randomness import LOSS, Randomness
 from penstock.execute.stages.skips import StageSkips
 from penstock.execute.stages.stage import BeforeLayer
-from penstock.execute.tree import map_leaves
+from penstock.execute.values.tree import detached
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class _Weighed:
         return ReferenceResult(
             loss,
             losses,
-            [map_leaves(_detached, each.output) for each in done],
+            [detached(each.output) for each in done],
             self._named(done),
             [] if all(value is None for value in reported) else reported,
             loss + _combined(totals, self.rows) if totals else loss,
@@ -186,7 +186,7 @@ def _without_graph(done: _Forward) -> _Forward:
     parts, added = done.parts, done.added
     total = None if added.total is None else added.total.detach()
     return _Forward(
-        map_leaves(_detached, done.output),
+        detached(done.output),
         LossParts(parts.loss.detach(), parts.named, parts.reported),
         AddedLosses(added.values, total),
     )
@@ -210,7 +210,3 @@ def _drawing(randomness: Randomness | None, microbatch: int, step_number: int) -
 def _device_of(modules: Sequence[nn.Module]) -> torch.device:
     parameters = (parameter for module in modules for parameter in module.parameters())
     return next((parameter.device for parameter in parameters), torch.device("cpu"))
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.execute.messages import Incoming
 from penstock.execute.stages.carried import Trails
 from penstock.execute.stages.stage import SavedForward
+from penstock.execute.transport.messages import Incoming
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 

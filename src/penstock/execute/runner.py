@@ -26,7 +26,6 @@ from penstock.execute.losses.results import (
     collector_of,
     merge_slices_and_microbatches,
 )
-from penstock.execute.messages import Messenger
 from penstock.execute.observing.clock import ClockComparison
 from penstock.execute.observing.device_recorder import recorder_for
 from penstock.execute.observing.inspection import Inspection
@@ -42,6 +41,7 @@ from penstock.execute.stages.own_parameters import OwnParameters
 from penstock.execute.stages.randomness import Randomness
 from penstock.execute.stages.recompute import unseeded_draws
 from penstock.execute.stages.tied import agree_on_copies
+from penstock.execute.transport.messages import Messenger
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program

@@ -19,7 +19,7 @@ from penstock.execute.batch.gate import Refusal
 from penstock.execute.batch.microbatch import PreSplit
 from penstock.execute.losses.results import StepResult
 from penstock.execute.stages.assemble import Layer
-from penstock.execute.tree import map_leaves
+from penstock.execute.values.tree import map_leaves
 from penstock.ir.schedule import Schedule
 from penstock.moving.deepspeed_module import LayerSpec, PipelineModule, TiedLayerSpec
 from penstock.moving.own_stages import OwnStage, Site, require_parts

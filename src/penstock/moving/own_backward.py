@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PipelineError
-from penstock.execute.tree import TreeSpec, flatten, map_leaves
+from penstock.execute.values.tree import TreeSpec, flatten, map_leaves
 
 
 def own_backward(module: nn.Module) -> nn.Module:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.execute.dtensor import local_part
 from penstock.execute.measure import LayerTimes
 from penstock.execute.observing.layer_sizes import CONTEXT, OPTIMIZER, gather_sizes
 from penstock.execute.observing.memory_report import MemoryReport, RankMemory
 from penstock.execute.observing.wires import WireSpeed, channels_of, measure_wires
 from penstock.execute.stages.stage import Stage
+from penstock.execute.values.tensors import local_part
 from penstock.execute.world import default_transport
 from penstock.ir.action import Kind
 from penstock.ir.program import Program

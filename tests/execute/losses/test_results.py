@@ -18,7 +18,7 @@ from penstock.execute.losses.results import (
     merge_slices_and_microbatches,
     reported_by_microbatch,
 )
-from penstock.execute.messages import Messenger
+from penstock.execute.transport.messages import Messenger
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement

@@ -29,7 +29,7 @@ from penstock.execute.batch.values import BatchValues
 from penstock.execute.stages.signatures import EVERY
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.tree import flatten
+from penstock.execute.values.tree import flatten
 from penstock.placement import Placement
 
 VALUES_EVERY = 100

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
-from penstock.execute.tree import TensorInfo, flatten
+from penstock.execute.values.layouts import TensorInfo
+from penstock.execute.values.tree import flatten
 
 MAX_SHOWN_DIVISORS = 10
 

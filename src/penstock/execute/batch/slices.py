@@ -25,7 +25,7 @@ from penstock.execute.methods import has_methods
 from penstock.execute.stages.carried import Carrying
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.tree import flatten
+from penstock.execute.values.tree import flatten
 
 Mark = Split | Replicate | None
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

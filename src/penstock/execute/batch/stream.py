@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.errors import ConfigError, EndOfData, PipelineError, described
-from penstock.execute.tree import TensorInfo, flatten
+from penstock.execute.values.layouts import TensorInfo
+from penstock.execute.values.tree import flatten
 
 Preprocess = Callable[[Any], Any]
 """Takes what the iterator gave, returns what the stream is to yield instead."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from penstock.errors import StepRefused
 from penstock.execute.batch.microbatch import PreSplit
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.tree import flatten
+from penstock.execute.values.tree import flatten
 
 NUM_PARTS = 3
 """Inputs, keyword arguments and target."""

@@ -9,7 +9,7 @@ from penstock.execute.batch.step import Place, Step
 from penstock.execute.failures.places import note_place, without_target
 from penstock.execute.losses.loss import Loss
 from penstock.execute.losses.output import LossName, LossParts, read_loss
-from penstock.execute.tree import flatten
+from penstock.execute.values.tree import flatten
 
 
 def deliver_loss(step: Step, place: Place, outputs: Any, target: Any, *, is_training: bool) -> Tensor | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PipelineError
-from penstock.execute.tree import map_leaves
+from penstock.execute.values.tree import detached
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +83,7 @@ def read_loss(value: object, microbatch: int, count: float | None = None) -> Los
         return LossParts(scalar_loss(value, microbatch))
     output: LossOutput = value if isinstance(value, LossOutput) else _as_output(value)
     divisor = None if output.weight is None else _checked_weight(output.weight, microbatch, count)
-    reported = map_leaves(_detached, output.reported)
+    reported = detached(output.reported)
     if not isinstance(output.loss, Mapping):
         return LossParts(_divided(scalar_loss(output.loss, microbatch), divisor), reported=reported)
     named = {name: _divided(scalar_loss(loss, microbatch, name), divisor) for name, loss in output.loss.items()}
@@ -151,7 +151,3 @@ def _divided(loss: Tensor, divisor: float | None) -> Tensor:
         return loss
     # 0 / 0 is not a number, and what nothing counts in adds nothing.
     return loss / divisor if divisor else torch.zeros_like(loss)
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

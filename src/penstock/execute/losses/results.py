@@ -12,7 +12,7 @@ from penstock.errors import PipelineError, nearest
 from penstock.execute.batch.microbatch import merge_outputs
 from penstock.execute.batch.step import Step
 from penstock.execute.batch.stream import DataTimes
-from penstock.execute.messages import Messenger
+from penstock.execute.transport.messages import Messenger
 from penstock.ir.program import Program
 from penstock.placement import Placement
 

@@ -20,7 +20,7 @@ from penstock.errors import PipelineError
 from penstock.execute.batch.step import Step
 from penstock.execute.calls import Bound, Call, Change, around_each
 from penstock.execute.stages.stage import Stage
-from penstock.execute.tree import flatten
+from penstock.execute.values.tree import flatten
 from penstock.ir.deps import NONE
 from penstock.ir.operations import RUNS_AUTOGRAD, RUNS_FORWARD, Op
 from penstock.ir.program import Program

@@ -8,13 +8,13 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.execute.dtensor import local_part
 from penstock.execute.observing.ledger import storages
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.stages.main_gradients import ATTRIBUTE
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.tree import flatten
+from penstock.execute.values.tensors import local_part
+from penstock.execute.values.tree import flatten
 
 ACTIVATION, CONTEXT, CHECKPOINT, MESSAGE = (
     "activation_bytes", "weight_context_bytes", "checkpoint_bytes", "message_bytes",

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.execute.dtensor import local_part
-from penstock.execute.tree import flatten
+from penstock.execute.values.tensors import local_part
+from penstock.execute.values.tree import flatten
 
 
 class Ledger:

@@ -15,12 +15,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError, PenstockError, nearest
-from penstock.execute.dtensor import is_dtensor
 from penstock.execute.stages.skips import StageSkips, open_at, skip_names
 from penstock.execute.stages.stage import Stage
 from penstock.execute.stages.tied import TiedCopy
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.undocumented import has_hooks, is_out_of_memory
+from penstock.execute.values.tensors import is_dtensor
 from penstock.placement import Placement
 
 Layer = nn.Module | Callable[[], nn.Module]

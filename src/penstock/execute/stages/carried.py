@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.execute.batch.step import Place
 from penstock.execute.methods import has_methods
 from penstock.execute.stages.stage import SavedForward, Stage
-from penstock.execute.tree import flatten, map_leaves
+from penstock.execute.values.tree import as_graph_leaves, needing_gradient
 
 RunForward = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 Save = Callable[[Any, Any], SavedForward]
@@ -51,7 +51,7 @@ class _Left:
 
     @classmethod
     def of(cls, value: Any) -> "_Left":
-        return cls(map_leaves(_detached, value), [get_gradient_edge(tensor) for tensor in _needing_gradient(value)])
+        return cls(as_graph_leaves(value), [get_gradient_edge(tensor) for tensor in needing_gradient(value)])
 
     def add_gradients(self, gradients: Sequence[Tensor]) -> None:
         if self.gradients:
@@ -70,7 +70,7 @@ class _Taken:
 
     @classmethod
     def of(cls, source: _Left) -> "_Taken":
-        return cls(source, source.value, _needing_gradient(source.value))
+        return cls(source, source.value, needing_gradient(source.value))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,12 +216,3 @@ def _hand_back(passed: _Passed, gradients: Sequence[Tensor]) -> None:
         if taken is not None:
             taken.source.add_gradients(gradients[first : first + len(taken.leaves)])
             first += len(taken.leaves)
-
-
-def _needing_gradient(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
-def _detached(leaf: Any) -> Any:
-    """The same values as a leaf of their own, asking for a gradient where the original has one."""
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

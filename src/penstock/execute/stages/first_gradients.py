@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.execute.dtensor import local_part
+from penstock.execute.values.tensors import local_part
 
 
 class FirstGradients:

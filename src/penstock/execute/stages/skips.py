@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.execute.methods import has_methods
-from penstock.execute.tree import flatten, map_leaves
+from penstock.execute.values.tree import flatten, map_leaves
 
 Forward = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 

@@ -21,7 +21,7 @@ from penstock.execute.stages.first_gradients import FirstGradients
 from penstock.execute.stages.keywords import run_layers
 from penstock.execute.stages.signatures import taken_keywords
 from penstock.execute.stages.skips import Shelf, StageSkips
-from penstock.execute.tree import flatten
+from penstock.execute.values.tree import flatten, needing_gradient
 
 BeforeLayer = Callable[[int], None]
 """Takes the place of a layer in the unsplit model."""
@@ -112,9 +112,9 @@ class Stage:
         deferred, self._deferred = self._deferred, None
         if self.skips is not None:
             inputs, outputs = self.skips.spared(inputs, outputs)
-        edges = [get_gradient_edge(tensor) for tensor in _needing_gradient(outputs)]
+        edges = [get_gradient_edge(tensor) for tensor in needing_gradient(outputs)]
         shelf = None if self.skips is None else self.skips.pop_shelf()
-        return SavedForward(_needing_gradient(inputs), edges, [], deferred, shelf)
+        return SavedForward(needing_gradient(inputs), edges, [], deferred, shelf)
 
     def save_loss(self, inputs: Any, loss: Tensor | None) -> SavedForward:
         """Keep what the backward needs that starts at the loss; without a loss it adds nothing.
@@ -130,7 +130,7 @@ class Stage:
                 "inputs or its parameters do; let the last layers run without detach(), item() or no_grad(), or "
                 "call evaluate"
             )
-        saved.loss_gradients = [torch.ones_like(root) for root in _needing_gradient(loss)]
+        saved.loss_gradients = [torch.ones_like(root) for root in needing_gradient(loss)]
         return saved
 
     def backward(self, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -190,7 +190,3 @@ class Stage:
         """Switch all layers between training and evaluation."""
         for module in self._modules:
             module.train(is_training)
-
-
-def _needing_gradient(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]

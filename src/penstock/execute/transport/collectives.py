@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
-from penstock.execute.memory_order import written_out
 from penstock.execute.transport.protocol import Ticket
+from penstock.execute.values.tensors import written_out
 
 
 @dataclass(frozen=True, slots=True)

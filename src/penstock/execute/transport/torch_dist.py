@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import PeerLost, PipelineError
-from penstock.execute.memory_order import written_out
 from penstock.execute.transport import collectives
 from penstock.execute.transport.direct import DirectSocket, MessageLate, SizesDiffer, SocketClosed
 from penstock.execute.transport.doors import NOT_DIRECT, connect_directly
@@ -32,6 +31,7 @@ from penstock.execute.transport.protocol import (
     require_contiguous,
 )
 from penstock.execute.undocumented import Backend, gloo, is_timeout, nccl, store_of
+from penstock.execute.values.tensors import written_out
 
 PIPELINE_TAG = 0
 COLLECTIVE_TAG = 1

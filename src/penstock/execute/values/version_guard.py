@@ -12,8 +12,8 @@ from typing import Any, Self
 from torch import Tensor
 
 from penstock.errors import PipelineError
-from penstock.execute.tree import flatten, map_leaves
 from penstock.execute.undocumented import version_of
+from penstock.execute.values.tree import as_graph_leaves, flatten
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class VersionGuard:
     @classmethod
     def detached(cls, value: Any) -> Self:
         """Guard the same values as new leaves, which need a gradient where the original needs one."""
-        return cls.of(map_leaves(_detached, value))
+        return cls.of(as_graph_leaves(value))
 
     @property
     def is_changed(self) -> bool:
@@ -46,10 +46,6 @@ class VersionGuard:
                 "buffer, or let them make a new tensor instead"
             )
         return self.value
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def _versions(value: Any) -> list[int]:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
-from penstock.execute.memory_order import empty_in_order, memory_order, stored
-from penstock.execute.plain_numbers import PlainNumbers, is_alike
 from penstock.execute.transport.protocol import Ticket, Transport
-from penstock.execute.tree import LEAF, Layout, TensorInfo, decode_layout, encode_layout, flatten
+from penstock.execute.values.layouts import Layout, PlainNumbers, TensorInfo, decode_layout, encode_layout, is_alike
+from penstock.execute.values.tensors import empty_in_order, memory_order, stored
+from penstock.execute.values.tree import LEAF, flatten
 from penstock.execute.values.version_guard import VersionGuard
 
 Key = tuple[int, int, int]

@@ -1,8 +1,13 @@
-"""In which order a tensor's dimensions lie in memory, so that what crosses between ranks keeps it: channels last, say.
+"""What a tensor's memory holds: in which order its dimensions lie, and which part of it if it is spread over ranks.
+
+What crosses between ranks keeps the order of its dimensions in memory: channels last, say.
 
 An order lists the dimensions from the outermost in memory to the innermost; the empty one is the order in which they
 are written. A tensor with gaps or repeated elements (a slice of a wider one, an expanded one) has none to keep: it
 arrives in the order in which its dimensions are written.
+
+DTensors are told by their methods: to import torch.distributed.tensor takes half a second, which a model without them
+need not pay.
 """
 
 from collections.abc import Sequence
@@ -11,7 +16,6 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
-from penstock.execute.dtensor import is_dtensor, local_part
 
 Order = tuple[int, ...]
 
@@ -60,3 +64,19 @@ def is_order(order: Sequence[object], num_dims: int) -> bool:
     """Whether this is an order of so many dimensions; the empty one is."""
     indices = sorted(dim for dim in order if type(dim) is int)
     return not order or (len(order) == num_dims and indices == list(range(num_dims)))
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether a tensor is a `torch.distributed.tensor.DTensor`."""
+    return type(tensor) is not Tensor and hasattr(tensor, "to_local")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, once it has arrived; any other tensor as it is."""
+    if type(tensor) is Tensor:  # every message asks, and to look for an attribute in vain takes its time
+        return tensor
+    if is_dtensor(tensor):
+        tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    wait = getattr(tensor, "wait", None)  # of what a collective is still filling
+    part: Tensor = tensor if wait is None else wait()
+    return part

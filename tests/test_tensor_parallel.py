@@ -1,17 +1,11 @@
 """Parameters may be DTensors: tensor-parallel layers get the gradients of one process under every schedule."""
 
 import pytest
-import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from penstock.errors import PipelineError
-from penstock.execute.dtensor import is_dtensor, local_part
-from penstock.execute.memory_order import written_out
 from tests.local_pipelines import error_of, settle
-from tests.ranks import RankPool, run_ranks
+from tests.ranks import RankPool
 from tests.replicas import (
     FLOAT,
     NUM_LAYERS,
@@ -29,30 +23,6 @@ from tests.replicas import (
 def four_ranks():
     with RankPool(4) as pool:
         yield pool
-
-
-def look_at_dtensor(rank):
-    mesh = init_device_mesh("cpu", (2,))
-    sharded = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).requires_grad_()
-    gathered = (sharded + 1).redistribute(placements=sharded.placements)
-    with pytest.raises(PipelineError, match="cannot travel between stages"):
-        written_out(sharded)
-    part = local_part(gathered)
-    return is_dtensor(sharded), type(part).__name__, part.tolist(), part.requires_grad
-
-
-def test_the_local_part_of_a_dtensor_is_a_plain_tensor_without_a_graph():
-    assert run_ranks(2, look_at_dtensor) == [(True, "Tensor", [1.0, 2.0], False), (True, "Tensor", [3.0, 4.0], False)]
-
-
-def test_a_plain_tensor_is_its_own_part():
-    tensor = torch.ones(2)
-
-    assert not is_dtensor(tensor)
-    assert local_part(tensor) is tensor
-
-
-# ---- tensor parallelism
 
 
 def tensor_model():

@@ -4,8 +4,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from penstock.execute.memory_order import empty_in_order, is_order, memory_order, stored, written_out
+from penstock.errors import PipelineError
+from penstock.execute.values.tensors import (
+    empty_in_order,
+    is_dtensor,
+    is_order,
+    local_part,
+    memory_order,
+    stored,
+    written_out,
+)
+from tests.ranks import run_ranks
 
 
 def made(shape, order):
@@ -66,3 +78,24 @@ def test_memory_holds_the_values_of_what_is_written_out():
     assert torch.equal(torch.view_as_real(written_out(values.conj())), torch.tensor([[1.0, -2.0], [3.0, 4.0]]))
     assert not written_out(values.conj().imag).is_neg()
     assert written_out(values) is values
+
+
+def look_at_dtensor(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).requires_grad_()
+    gathered = (sharded + 1).redistribute(placements=sharded.placements)
+    with pytest.raises(PipelineError, match="cannot travel between stages"):
+        written_out(sharded)
+    part = local_part(gathered)
+    return is_dtensor(sharded), type(part).__name__, part.tolist(), part.requires_grad
+
+
+def test_the_local_part_of_a_dtensor_is_a_plain_tensor_without_a_graph():
+    assert run_ranks(2, look_at_dtensor) == [(True, "Tensor", [1.0, 2.0], False), (True, "Tensor", [3.0, 4.0], False)]
+
+
+def test_a_plain_tensor_is_its_own_part():
+    tensor = torch.ones(2)
+
+    assert not is_dtensor(tensor)
+    assert local_part(tensor) is tensor

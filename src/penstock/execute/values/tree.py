@@ -1,29 +1,23 @@
 """Trees of values: what crosses a stage boundary or makes up a batch, taken apart into leaves and put together again.
 
 Tuples, lists, dicts (keys `str` or `int`, order kept), named tuples, dataclass instances and None are branches; every
-other object is a leaf. A `Layout` is a tree without its tensors' values; it travels between ranks as JSON, never as
-pickle, and names only classes that the receiving process has already imported.
+other object is a leaf.
 """
 
-import json
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from math import prod
 from types import NoneType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError, nearest
-from penstock.execute.memory_order import Order, is_order, memory_order
 
 Name = int | str
-Scalar = bool | int | float | str
 
-_PLAIN: dict[str, type] = {"tuple": tuple, "list": list, "dict": dict, "OrderedDict": OrderedDict}
+PLAIN: dict[str, type] = {"tuple": tuple, "list": list, "dict": dict, "OrderedDict": OrderedDict}
+"""Branches without fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +84,7 @@ class TreeSpec:
     @property
     def has_fields(self) -> bool:
         """Whether the children are fields of a class, not entries of a tuple, list or dict."""
-        return self.container not in _PLAIN.values()
+        return self.container not in PLAIN.values()
 
     def _steps(self, root: str) -> list[str]:
         return [f"{root}.{name}" if self.has_fields else f"{root}[{name!r}]" for name in self.names]
@@ -135,6 +129,23 @@ def map_leaves(fn: Callable[[Any], Any], value: Any) -> Any:
     return spec.unflatten([fn(leaf) for leaf in leaves])
 
 
+def detached(value: Any) -> Any:
+    """Return a tree of the same values without their graph."""
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+
+
+def as_graph_leaves(value: Any) -> Any:
+    """Return the same values as leaves of a graph of their own, asking for a gradient where the original has one."""
+    return map_leaves(
+        lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf, value
+    )
+
+
+def needing_gradient(value: Any) -> list[Tensor]:
+    """Return the tensors of a tree that need a gradient, in order."""
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
 def _collect(value: Any, leaves: list[Any]) -> TreeSpec:
     if value is None:
         return NONE
@@ -156,7 +167,7 @@ def _child_names(value: Any) -> tuple[Name, ...] | None:
         return tuple(range(len(value)))
     if container is dict or container is OrderedDict:
         return _dict_names(value)
-    return _field_names(container)
+    return field_names(container)
 
 
 def _child_values(value: Any, names: tuple[Name, ...]) -> Iterable[Any]:
@@ -178,7 +189,7 @@ def _dict_names(value: dict[Any, Any]) -> tuple[Name, ...]:
     return tuple(value)
 
 
-def _field_names(container: type) -> tuple[str, ...] | None:
+def field_names(container: type) -> tuple[str, ...] | None:
     """Return the field names of a named tuple's or dataclass's class, or None for any other class."""
     if is_dataclass(container):
         return tuple(item.name for item in fields(container))
@@ -209,181 +220,3 @@ def _build_dataclass(container: type, named: dict[str, Any]) -> Any:
     for name in late:
         object.__setattr__(instance, name, named[name])  # the dataclass may be frozen
     return instance
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """What two ranks must agree on about one tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    order: Order = field(default=(), compare=False)
-    """Of its dimensions in memory; empty where it is that of `shape`. A sender brings a tensor into the agreed one."""
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "TensorInfo":
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, memory_order(tensor))
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A tree in which each tensor is replaced by its `TensorInfo`; other leaves are plain values.
-
-    Python calls 1, 1.0 and True equal, so compare two layouts by what `encode_layout` returns.
-    """
-
-    spec: TreeSpec
-    leaves: tuple[TensorInfo | Scalar, ...]
-
-    @property
-    def tensors(self) -> tuple[TensorInfo, ...]:
-        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorInfo))
-
-    @property
-    def has_orders(self) -> bool:
-        """Whether a tensor lies in memory in an order other than that of its shape."""
-        return any(info.order for info in self.tensors)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(prod(info.shape) * info.dtype.itemsize for info in self.tensors)
-
-    def fill(self, tensors: Sequence[Tensor]) -> Any:
-        """Build the tree with these tensors, one for each `TensorInfo`, in order."""
-        if len(tensors) != len(self.tensors):
-            raise PipelineError(
-                f"layout {self.spec.to_text()}: got {len(tensors)} tensors, expected {len(self.tensors)}; "
-                "pass one tensor for each TensorInfo"
-            )
-        remaining = iter(tensors)
-        return self.spec.unflatten([next(remaining) if isinstance(leaf, TensorInfo) else leaf for leaf in self.leaves])
-
-
-def encode_layout(tree: Any) -> bytes:
-    """Write the layout of the tree as JSON, the same bytes for the same layout.
-
-    Raises:
-        PipelineError: a leaf, or the class of a branch, is nothing that another rank could rebuild.
-    """
-    leaves, spec = flatten(tree)
-    encoded = [_leaf_to_json(leaf, place) for leaf, place in zip(leaves, spec.places("value"), strict=True)]
-    return json.dumps({"tree": _spec_to_json(spec), "leaves": encoded}, separators=(",", ":")).encode()
-
-
-def decode_layout(data: bytes) -> Layout:
-    """Read what `encode_layout` wrote; no code is imported or run for it.
-
-    Raises:
-        PipelineError: the bytes are no layout, or name a class that this process has not imported.
-    """
-    try:
-        message = json.loads(data)
-        spec = _spec_from_json(message["tree"])
-        layout = Layout(spec, tuple(_leaf_from_json(leaf) for leaf in message["leaves"]))
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise PipelineError(f"a layout of {len(data)} bytes cannot be read ({error}); {_SAME_VERSION}") from error
-    if len(layout.leaves) != spec.num_leaves:
-        raise PipelineError(
-            f"a layout for {spec.to_text()} has {len(layout.leaves)} leaves, expected {spec.num_leaves}; "
-            f"{_SAME_VERSION}"
-        )
-    return layout
-
-
-_SAME_VERSION = "run the same version of Penstock and of the model on all ranks"
-
-
-def _leaf_to_json(leaf: Any, place: str) -> object:
-    if isinstance(leaf, Tensor):
-        if leaf.layout is not torch.strided:
-            raise PipelineError(f"{place} is a tensor of layout {leaf.layout}; expected a dense one: pass its parts")
-        info = TensorInfo.of(leaf)
-        return [info.shape, str(info.dtype).removeprefix("torch."), info.requires_grad, info.order]
-    if type(leaf) is float:
-        return {"float": leaf.hex()}  # exact, and JSON has no nan
-    if type(leaf) in (int, bool, str):
-        scalar: object = leaf
-        return scalar
-    raise PipelineError(
-        f"{place} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which cannot travel between ranks; expected "
-        "tensors, int, float, bool, str or None in tuples, lists, dicts, named tuples or dataclasses. "
-        "Take it apart into these, or build it inside the stage that needs it"
-    )
-
-
-def _leaf_from_json(encoded: Any) -> TensorInfo | Scalar:
-    match encoded:
-        case bool() | int() | str():
-            return encoded
-        case {"float": str(text)}:
-            return float.fromhex(text)
-        case [[*shape], str(name), bool(requires_grad), [*order]] if all(type(n) is int and n >= 0 for n in shape):
-            dtype = getattr(torch, name, None)
-            if isinstance(dtype, torch.dtype) and is_order(order, len(shape)):
-                return TensorInfo(tuple(shape), dtype, requires_grad, tuple(order))
-    raise ValueError(f"unknown leaf {encoded!r}")
-
-
-def _spec_to_json(spec: TreeSpec) -> object:
-    if spec.container is object:
-        return "*"
-    if spec.container is NoneType:
-        return None
-    children = [_spec_to_json(child) for child in spec.children]
-    kind = spec.container.__name__ if not spec.has_fields else _class_path(spec.container)
-    return [kind, spec.names, children]
-
-
-def _spec_from_json(encoded: Any) -> TreeSpec:
-    match encoded:
-        case None:
-            return NONE
-        case "*":
-            return LEAF
-        case [str(kind), [*names], [*encoded_children]] if len(names) == len(encoded_children):
-            container = _PLAIN[kind] if kind in _PLAIN else _imported_class(kind)
-            if not _may_have(container, tuple(names)):
-                raise ValueError(f"{kind} with the entries {names}")
-            children = tuple(map(_spec_from_json, encoded_children))
-            return TreeSpec(container, tuple(names), children, sum(child.num_leaves for child in children))
-    raise ValueError(f"unknown branch {encoded!r}")
-
-
-def _may_have(container: type, names: tuple[Name, ...]) -> bool:
-    if container is tuple or container is list:
-        return names == tuple(range(len(names)))
-    if container is dict or container is OrderedDict:
-        return all(type(name) in (str, int) for name in names) and len(set(names)) == len(names)
-    return names == _field_names(container)
-
-
-def _class_path(container: type) -> str:
-    path = f"{container.__module__}:{container.__qualname__}"
-    if _find_class(path) is not container:
-        raise PipelineError(
-            f"the class {path} cannot be found by its name, so no other rank could rebuild it; "
-            "define it at the top level of a module that every rank imports"
-        )
-    return path
-
-
-def _imported_class(path: str) -> type:
-    imported = _find_class(path)
-    if imported is None or _field_names(imported) is None:
-        raise PipelineError(
-            f"a peer sent a value of the class {path}, which is no dataclass or named tuple among the modules that "
-            "this rank has imported; import its module on every rank"
-        )
-    return imported
-
-
-def _find_class(path: str) -> type | None:
-    """Look a class up among the imported modules, through plain dictionaries only, so that no code can run."""
-    module, _, qualname = path.partition(":")
-    holder: Any = sys.modules.get(module)
-    for part in qualname.split("."):
-        if not isinstance(holder, type(sys)) and not isinstance(holder, type):
-            return None
-        holder = vars(holder).get(part)
-    return holder if isinstance(holder, type) else None

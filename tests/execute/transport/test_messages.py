@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from penstock.errors import PipelineError
-from penstock.execute.messages import MAX_LAYOUTS, Messenger
 from penstock.execute.transport import Ticket
+from penstock.execute.transport.messages import MAX_LAYOUTS, Messenger
 from tests.local_pipelines import error_of, on_ranks, values
 
 CPU = torch.device("cpu")

@@ -1,9 +1,10 @@
-"""Trees come apart and together again, and their layout travels without pickle."""
+"""Layouts travel without pickle and hold every message to them; plain numbers keep their bits and may change."""
 
 import json
+import math
 import sys
-from collections import OrderedDict, namedtuple
-from dataclasses import dataclass, field
+from collections import namedtuple
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -13,14 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PipelineError
-from penstock.execute.tree import (
-    LEAF,
-    TensorInfo,
-    decode_layout,
-    encode_layout,
-    flatten,
-    map_leaves,
-)
+from penstock.execute.values.layouts import Layout, PlainNumbers, TensorInfo, decode_layout, encode_layout, is_alike
+from penstock.execute.values.tree import flatten
+
+INFO = TensorInfo((2, 3), torch.float32, requires_grad=False)
 
 
 class Point(NamedTuple):
@@ -50,18 +47,6 @@ CONTAINERS = st.recursive(
 )
 
 
-@pytest.mark.slow
-@given(CONTAINERS)
-def test_unflatten_undoes_flatten(value):
-    leaves, spec = flatten(value)
-
-    rebuilt = spec.unflatten(leaves)
-
-    assert rebuilt == value
-    assert flatten(rebuilt)[1] == spec
-    assert len(leaves) == spec.num_leaves == len(spec.places("value"))
-
-
 @given(CONTAINERS)
 def test_a_layout_survives_the_journey(value):
     layout = decode_layout(encode_layout(value))
@@ -69,107 +54,6 @@ def test_a_layout_survives_the_journey(value):
     assert layout.spec == flatten(value)[1]
     assert repr(layout.fill([])) == repr(value)
     assert encode_layout(layout.fill([])) == encode_layout(value)
-
-
-def test_a_single_tensor_is_the_leaf_itself():
-    tensor = torch.ones(2)
-
-    leaves, spec = flatten(tensor)
-
-    assert leaves[0] is tensor
-    assert spec is LEAF
-    assert spec.unflatten(leaves) is tensor
-
-
-def test_specs_can_be_compared_and_hashed():
-    first, same, other = (flatten(value)[1] for value in ({"a": [1]}, {"a": [2]}, {"a": (1,)}))
-
-    assert first == same
-    assert {first: 1}[same] == 1
-    assert first != other
-
-
-def test_the_order_of_a_dict_is_part_of_its_shape():
-    backwards = {"b": 1, "a": 2}
-
-    assert flatten(backwards)[0] == [1, 2]
-    assert list(map_leaves(lambda leaf: leaf + 1, backwards).items()) == [("b", 2), ("a", 3)]
-    assert flatten(backwards)[1] != flatten({"a": 1, "b": 2})[1]
-
-
-def test_none_is_no_leaf():
-    assert flatten([None, 1])[0] == [1]
-    assert map_leaves(str, (None, 1)) == (None, "1")
-
-
-def test_other_objects_are_leaves():
-    size, values = torch.Size([2]), {1, 2}
-
-    assert flatten([size, values, Point])[0] == [size, values, Point]
-
-
-def test_fields_outside_the_constructor_are_kept():
-    state = State(1)
-    object.__setattr__(state, "late", 5)
-
-    assert map_leaves(lambda leaf: leaf * 2, state).late == 10
-
-
-def test_text_shows_the_form():
-    value = ((1,), [2, None], {"a": 3, 4: OrderedDict(b=5)}, Point(6), State(7))
-
-    text = flatten(value)[1].to_text()
-
-    assert text == (
-        "((*,), [*, None], {'a': *, 4: OrderedDict{'b': *}}, Point(x=*, y=None), State(hidden=*, extra=None, late=*))"
-    )
-
-
-def test_places_are_what_python_would_write():
-    spec = flatten({"mask": [1, 2], 3: Point(4, State(5))})[1]
-
-    assert spec.places("kwargs") == [
-        "kwargs['mask'][0]",
-        "kwargs['mask'][1]",
-        "kwargs[3].x",
-        "kwargs[3].y.hidden",
-        "kwargs[3].y.late",
-    ]
-
-
-def test_a_wrong_number_of_leaves_is_an_error():
-    with pytest.raises(PipelineError, match=r"\(\*, \*\): got 1 leaves, expected 2"):
-        flatten((1, 2))[1].unflatten([1])
-
-
-def test_a_key_that_cannot_travel_is_an_error():
-    with pytest.raises(PipelineError, match=r"key \(1, 2\) of type tuple"):
-        flatten({(1, 2): 3})
-    with pytest.raises(PipelineError, match="key True of type bool"):
-        flatten({True: 3})
-
-
-def test_marks_spread_to_the_leaves_below_them():
-    spec = flatten(({"a": 1, "b": (2, 3)}, 4, State(5, 6), None))[1]
-    marks = ({"b": "m"}, None, {"extra": "n"}, {"never": "looked at"})
-
-    assert spec.spread(marks, lambda mark: isinstance(mark, str), "args") == [None, "m", "m", None, None, "n", None]
-
-
-@pytest.mark.parametrize(
-    ("marks", "message"),
-    [
-        ({"maks": "m"}, r"value\[0\]: the spec names 'maks'.*Did you mean 'mask'\?"),
-        ({"mask": ("m", "m")}, r"value\[0\]\['mask'\]: the spec \('m', 'm'\) does not fit a value of the form \*"),
-        (("m",), r"value\[0\]: the spec \('m',\) does not fit"),
-        (5, r"value\[0\]: the spec 5 does not fit"),
-    ],
-)
-def test_marks_that_do_not_fit_are_an_error(marks, message):
-    spec = flatten(({"mask": 1},))[1]
-
-    with pytest.raises(PipelineError, match=message):
-        spec.spread((marks,), lambda mark: isinstance(mark, str), "value")
 
 
 def test_a_layout_holds_what_the_receiver_needs_to_rebuild_the_tree():
@@ -300,3 +184,70 @@ def test_damaged_layouts_are_one_kind_of_error(data):
 def test_filling_a_layout_takes_one_tensor_for_each_info():
     with pytest.raises(PipelineError, match="got 0 tensors, expected 1"):
         decode_layout(encode_layout(torch.ones(1))).fill([])
+
+
+# ---- plain numbers
+
+
+def layout_of(*leaves):
+    return Layout(flatten(tuple(range(len(leaves))))[1], tuple(leaves))
+
+
+def test_numbers_come_back_with_their_types_and_everything_else_as_agreed():
+    agreed = layout_of(True, INFO, 7, "text", 0.5, 2**63)
+    leaves = [False, torch.zeros(2, 3), -(2**63), "text", math.nan, 2**63]
+    numbers = PlainNumbers.of(agreed)
+
+    written = numbers.written(leaves)
+    found = numbers.read(agreed, written).leaves
+
+    assert written.numel() == numbers.num_bytes
+    assert found[:4] == (False, INFO, -(2**63), "text")
+    assert math.isnan(found[4])
+    assert found[5] == 2**63
+    assert [type(leaf) for leaf in found] == [bool, TensorInfo, int, str, float, int]
+
+
+@pytest.mark.parametrize("number", [0.1, -0.0, math.inf, 5e-324])
+def test_a_float_arrives_bit_for_bit(number):
+    agreed = layout_of(1.0)
+    numbers = PlainNumbers.of(agreed)
+
+    (found,) = numbers.read(agreed, numbers.written([number])).leaves
+
+    assert found.hex() == number.hex()
+
+
+def test_a_tree_without_numbers_has_none():
+    assert PlainNumbers.of(layout_of(INFO, "text", 2**64)) is None
+
+
+@pytest.mark.parametrize(
+    ("leaf", "agreed", "is_right"),
+    [
+        (2, 1, True),
+        (math.nan, 0.5, True),
+        (math.nan, math.nan, True),
+        (False, True, True),
+        (1, True, False),
+        (1.0, 1, False),
+        (2**63, 1, False),
+        (2**63, 2**63, True),
+        (2**63, 2**64, False),
+        ("a", "a", True),
+        ("b", "a", False),
+        (INFO, INFO, True),
+        (replace(INFO, requires_grad=True), INFO, False),
+        (1, INFO, False),
+        (INFO, 1, False),
+        (INFO, "a", False),
+        (object(), object(), True),
+        ([], object(), False),
+    ],
+)
+def test_numbers_may_change_and_keep_their_types_and_all_else_stays(leaf, agreed, is_right):
+    assert is_alike(layout_of(leaf), layout_of(agreed)) is is_right
+
+
+def test_trees_of_other_forms_are_not_alike():
+    assert not is_alike(layout_of(1, 2), layout_of(1))

@@ -1,0 +1,263 @@
+"""Layouts: a tree without its tensors' values, which two ranks agree on once and then hold every message to.
+
+A layout travels between ranks as JSON, never as pickle, and names only classes that the receiving process has already
+imported. Plain numbers among the leaves may change at any message: their places and types are agreed on as shapes are,
+and their values travel beside the tensors. Text, and an integer beyond 64 bits, is part of the agreement.
+"""
+
+import json
+import struct
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PipelineError
+from penstock.execute.values.tensors import Order, is_order, memory_order
+from penstock.execute.values.tree import LEAF, NONE, PLAIN, Name, TreeSpec, field_names, flatten
+
+Scalar = bool | int | float | str
+
+_CODES: dict[type, str] = {bool: "?", int: "q", float: "d"}
+_LIMIT = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What two ranks must agree on about one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    order: Order = field(default=(), compare=False)
+    """Of its dimensions in memory; empty where it is that of `shape`. A sender brings a tensor into the agreed one."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorInfo":
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, memory_order(tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A tree in which each tensor is replaced by its `TensorInfo`; other leaves are plain values.
+
+    Python calls 1, 1.0 and True equal, so compare two layouts by what `encode_layout` returns.
+    """
+
+    spec: TreeSpec
+    leaves: tuple[TensorInfo | Scalar, ...]
+
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorInfo))
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether a tensor lies in memory in an order other than that of its shape."""
+        return any(info.order for info in self.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(prod(info.shape) * info.dtype.itemsize for info in self.tensors)
+
+    def fill(self, tensors: Sequence[Tensor]) -> Any:
+        """Build the tree with these tensors, one for each `TensorInfo`, in order."""
+        if len(tensors) != len(self.tensors):
+            raise PipelineError(
+                f"layout {self.spec.to_text()}: got {len(tensors)} tensors, expected {len(self.tensors)}; "
+                "pass one tensor for each TensorInfo"
+            )
+        remaining = iter(tensors)
+        return self.spec.unflatten([next(remaining) if isinstance(leaf, TensorInfo) else leaf for leaf in self.leaves])
+
+
+def encode_layout(tree: Any) -> bytes:
+    """Write the layout of the tree as JSON, the same bytes for the same layout.
+
+    Raises:
+        PipelineError: a leaf, or the class of a branch, is nothing that another rank could rebuild.
+    """
+    leaves, spec = flatten(tree)
+    encoded = [_leaf_to_json(leaf, place) for leaf, place in zip(leaves, spec.places("value"), strict=True)]
+    return json.dumps({"tree": _spec_to_json(spec), "leaves": encoded}, separators=(",", ":")).encode()
+
+
+def decode_layout(data: bytes) -> Layout:
+    """Read what `encode_layout` wrote; no code is imported or run for it.
+
+    Raises:
+        PipelineError: the bytes are no layout, or name a class that this process has not imported.
+    """
+    try:
+        message = json.loads(data)
+        spec = _spec_from_json(message["tree"])
+        layout = Layout(spec, tuple(_leaf_from_json(leaf) for leaf in message["leaves"]))
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise PipelineError(f"a layout of {len(data)} bytes cannot be read ({error}); {_SAME_VERSION}") from error
+    if len(layout.leaves) != spec.num_leaves:
+        raise PipelineError(
+            f"a layout for {spec.to_text()} has {len(layout.leaves)} leaves, expected {spec.num_leaves}; "
+            f"{_SAME_VERSION}"
+        )
+    return layout
+
+
+_SAME_VERSION = "run the same version of Penstock and of the model on all ranks"
+
+
+def _leaf_to_json(leaf: Any, place: str) -> object:
+    if isinstance(leaf, Tensor):
+        if leaf.layout is not torch.strided:
+            raise PipelineError(f"{place} is a tensor of layout {leaf.layout}; expected a dense one: pass its parts")
+        info = TensorInfo.of(leaf)
+        return [info.shape, str(info.dtype).removeprefix("torch."), info.requires_grad, info.order]
+    if type(leaf) is float:
+        return {"float": leaf.hex()}  # exact, and JSON has no nan
+    if type(leaf) in (int, bool, str):
+        scalar: object = leaf
+        return scalar
+    raise PipelineError(
+        f"{place} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which cannot travel between ranks; expected "
+        "tensors, int, float, bool, str or None in tuples, lists, dicts, named tuples or dataclasses. "
+        "Take it apart into these, or build it inside the stage that needs it"
+    )
+
+
+def _leaf_from_json(encoded: Any) -> TensorInfo | Scalar:
+    match encoded:
+        case bool() | int() | str():
+            return encoded
+        case {"float": str(text)}:
+            return float.fromhex(text)
+        case [[*shape], str(name), bool(requires_grad), [*order]] if all(type(n) is int and n >= 0 for n in shape):
+            dtype = getattr(torch, name, None)
+            if isinstance(dtype, torch.dtype) and is_order(order, len(shape)):
+                return TensorInfo(tuple(shape), dtype, requires_grad, tuple(order))
+    raise ValueError(f"unknown leaf {encoded!r}")
+
+
+def _spec_to_json(spec: TreeSpec) -> object:
+    if spec.container is object:
+        return "*"
+    if spec.container is NoneType:
+        return None
+    children = [_spec_to_json(child) for child in spec.children]
+    kind = spec.container.__name__ if not spec.has_fields else _class_path(spec.container)
+    return [kind, spec.names, children]
+
+
+def _spec_from_json(encoded: Any) -> TreeSpec:
+    match encoded:
+        case None:
+            return NONE
+        case "*":
+            return LEAF
+        case [str(kind), [*names], [*encoded_children]] if len(names) == len(encoded_children):
+            container = PLAIN[kind] if kind in PLAIN else _imported_class(kind)
+            if not _may_have(container, tuple(names)):
+                raise ValueError(f"{kind} with the entries {names}")
+            children = tuple(map(_spec_from_json, encoded_children))
+            return TreeSpec(container, tuple(names), children, sum(child.num_leaves for child in children))
+    raise ValueError(f"unknown branch {encoded!r}")
+
+
+def _may_have(container: type, names: tuple[Name, ...]) -> bool:
+    if container is tuple or container is list:
+        return names == tuple(range(len(names)))
+    if container is dict or container is OrderedDict:
+        return all(type(name) in (str, int) for name in names) and len(set(names)) == len(names)
+    return names == field_names(container)
+
+
+def _class_path(container: type) -> str:
+    path = f"{container.__module__}:{container.__qualname__}"
+    if _find_class(path) is not container:
+        raise PipelineError(
+            f"the class {path} cannot be found by its name, so no other rank could rebuild it; "
+            "define it at the top level of a module that every rank imports"
+        )
+    return path
+
+
+def _imported_class(path: str) -> type:
+    imported = _find_class(path)
+    if imported is None or field_names(imported) is None:
+        raise PipelineError(
+            f"a peer sent a value of the class {path}, which is no dataclass or named tuple among the modules that "
+            "this rank has imported; import its module on every rank"
+        )
+    return imported
+
+
+def _find_class(path: str) -> type | None:
+    """Look a class up among the imported modules, through plain dictionaries only, so that no code can run."""
+    module, _, qualname = path.partition(":")
+    holder: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        if not isinstance(holder, type(sys)) and not isinstance(holder, type):
+            return None
+        holder = vars(holder).get(part)
+    return holder if isinstance(holder, type) else None
+
+
+@dataclass(frozen=True, slots=True)
+class PlainNumbers:
+    """Where a tree has numbers, and how they are written into the bytes of one tensor."""
+
+    places: tuple[int, ...]
+    """Indices of leaves."""
+    code: str
+    """Of `struct`."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> "PlainNumbers | None":
+        """Return those of a layout; None where it has none."""
+        places = tuple(index for index, leaf in enumerate(layout.leaves) if is_number(leaf))
+        return cls(places, "<" + "".join(_CODES[type(layout.leaves[place])] for place in places)) if places else None
+
+    @property
+    def num_bytes(self) -> int:
+        return struct.calcsize(self.code)
+
+    def written(self, leaves: Sequence[Any]) -> Tensor:
+        """Return the numbers among a tree's leaves as a tensor of bytes."""
+        text = bytearray(struct.pack(self.code, *(leaves[place] for place in self.places)))
+        return torch.frombuffer(text, dtype=torch.uint8)
+
+    def read(self, layout: Layout, written: Tensor) -> Layout:
+        """Return the layout with these numbers."""
+        leaves = list(layout.leaves)
+        for place, number in zip(self.places, struct.unpack(self.code, written.cpu().numpy().tobytes()), strict=True):
+            leaves[place] = number
+        return Layout(layout.spec, tuple(leaves))
+
+
+def is_number(leaf: object) -> bool:
+    """Whether a leaf is a plain number that may change at any message."""
+    return type(leaf) in (bool, float) or (type(leaf) is int and -_LIMIT <= leaf < _LIMIT)
+
+
+def is_alike(layout: Layout, agreed: Layout) -> bool:
+    """Whether a tree fits what was agreed on: all but the values of numbers, NaN among them, is equal.
+
+    Of what cannot travel, and so stays on its rank, only the class counts.
+    """
+    if layout.spec != agreed.spec:
+        return False
+    return all(_fits(*pair) for pair in zip(layout.leaves, agreed.leaves, strict=True))
+
+
+def _fits(leaf: object, agreed: object) -> bool:
+    if isinstance(agreed, TensorInfo):
+        return leaf == agreed
+    if type(leaf) is not type(agreed):
+        return False
+    if type(leaf) not in (int, str):
+        return True
+    return (is_number(leaf) and is_number(agreed)) or leaf == agreed
