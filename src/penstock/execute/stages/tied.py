@@ -11,16 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError
-from penstock.execute.stages.gradient_parts import (
-    added,
-    common_form,
-    dense,
-    parts_of,
-    room_for,
-    settled,
-    size_of,
-    total_of,
-)
+from penstock.execute.stages.gradient_sums import added, dense, sum_over
 from penstock.execute.stages.main_gradients import main_type
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.undocumented import has_hooks
@@ -72,7 +63,10 @@ class TiedCopy:
     def reduce(self, transport: Transport) -> None:
         """Sum this step's gradients over all holders; a frozen parameter has none, and one that nobody used neither."""
         if trained := self._trained():
-            self._reduce(transport, trained)
+            names, parameters = list(trained), list(trained.values())
+            gradients = [getattr(parameter, self.attribute) for parameter in parameters]
+            for index, total in sum_over(transport, self.ranks, gradients, list(map(self._like, parameters))):
+                setattr(parameters[index], self.attribute, added(self.before.pop(names[index], None), total))
         self._take_from_owner(transport, self._saved_buffers())
 
     def end_step(self) -> None:
@@ -86,40 +80,10 @@ class TiedCopy:
         named = [[name, _describe(parameter)] for name, parameter in self.parameters.items()]
         return named + [["a buffer", _describe(buffer)] for buffer in self._buffers()]
 
-    def _reduce(self, transport: Transport, trained: Mapping[str, nn.Parameter]) -> None:
-        own = [settled(getattr(parameter, self.attribute)) for parameter in trained.values()]
-        likes = [self._like(parameter) for parameter in trained.values()]
-        sizes = self._exchange_sizes(transport, own)
-        forms = [common_form(column) for column in zip(*sizes.values(), strict=True)]
-        mine = [parts_of(*each) for each in zip(own, likes, forms, strict=True)]
-        parts = {
-            rank: mine if rank == transport.rank else [room_for(*each) for each in zip(likes, forms, told, strict=True)]
-            for rank, told in sizes.items()
-        }
-        self._exchange(transport, {rank: [part for each in found for part in each] for rank, found in parts.items()})
-        for index, (name, parameter) in enumerate(trained.items()):
-            total = total_of([parts[rank][index] for rank in self.ranks], likes[index], forms[index])
-            setattr(parameter, self.attribute, added(self.before.pop(name, None), total))
-
     def _like(self, parameter: nn.Parameter) -> Tensor:
         """What has the shape and type of a dense gradient, and no memory."""
         dtype = parameter.dtype if self.attribute == "grad" else main_type(parameter)
         return torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
-
-    def _exchange_sizes(self, transport: Transport, own: Sequence[Tensor | None]) -> dict[int, list[int]]:
-        """What every holder tells of its gradients, in the order of `ranks`."""
-        device = next(iter(self.parameters.values())).device
-        told = {rank: torch.tensor([size_of(gradient) for gradient in own], device=device) for rank in self.ranks}
-        self._exchange(transport, {rank: [sizes] for rank, sizes in told.items()})
-        return {rank: sizes.tolist() for rank, sizes in told.items()}
-
-    def _exchange(self, transport: Transport, tensors: Mapping[int, Sequence[Tensor]]) -> None:
-        """Send this rank's tensors to all other holders, and fill theirs."""
-        peers = [rank for rank in self.ranks if rank != transport.rank]
-        sends = [transport.post_send(peer, tensor) for peer in peers for tensor in tensors[transport.rank]]
-        receives = [transport.post_receive(peer, tensor) for peer in peers for tensor in tensors[peer]]
-        for ticket in (*receives, *sends):
-            transport.wait(ticket)
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}

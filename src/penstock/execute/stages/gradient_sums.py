@@ -1,0 +1,189 @@
+"""Sums of one gradient over several ranks that hold copies of its parameter.
+
+Dense gradients are summed along the holders, one group of parameters after another. Each holder adds its own to what
+those before it have added up, and the last one sends the sum to all. So a rank needs room for one group beside its
+gradients, and every holder gets the same bits: the sum in the order of the holders.
+
+    holder 0 --own--> holder 1 --sum of two--> holder 2        then the sum of all: holder 2 --> holders 0 and 1
+
+A sparse gradient, as of `nn.Embedding(sparse=True)`, is small: all holders send each other the rows that it touches. A
+parameter that no holder has used gets no gradient, as in one process, where weight decay leaves it alone. One whose
+uses all give sparse gradients gets a sparse one, as `torch.optim.SparseAdam` wants it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from penstock.execute.transport.protocol import Ticket, Transport
+
+_ABSENT = -2
+_DENSE = -1
+
+
+class Form(Enum):
+    """How a gradient travels between its holders."""
+
+    NONE = "none"
+    DENSE = "dense"
+    SPARSE = "sparse"
+
+
+def sum_over(
+    transport: Transport, ranks: Sequence[int], gradients: list[Tensor | None], likes: Sequence[Tensor]
+) -> Iterator[tuple[int, Tensor | None]]:
+    """Yield the index and the sum of each gradient; a collective of `ranks`, which hold as many in the same order.
+
+    `likes` have the shape and type of dense gradients, and need no memory. Whoever takes a sum lets go of its gradient:
+    `gradients` is emptied on the way.
+    """
+    gradients[:] = [_settled(gradient) for gradient in gradients]
+    sizes = _exchange_sizes(transport, ranks, gradients, likes[0].device)
+    forms = [common_form(column) for column in zip(*sizes, strict=True)]
+    for index, form in enumerate(forms):
+        if form is Form.NONE:
+            yield index, None
+        if form is Form.SPARSE:
+            rows = [told[index] for told in sizes]
+            own, gradients[index] = gradients[index], None
+            yield index, _sum_of_sparse(transport, ranks, own, likes[index], rows)
+    dense = [index for index, form in enumerate(forms) if form is Form.DENSE]
+    yield from _sums_of_dense(transport, ranks, dense, gradients, likes)
+
+
+def added(before: Tensor | None, total: Tensor | None) -> Tensor | None:
+    """Return what was accumulated before with a sum on top of it, in the memory of the sum; sparse if both are."""
+    if before is None or total is None:
+        return total if before is None else before
+    if total.is_sparse:
+        return before + total
+    return torch.add(dense(before), total, out=total)
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """Return a gradient with all its values written out."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def common_form(sizes: Sequence[int]) -> Form:
+    """Return how a gradient travels, from what each holder has told of its own."""
+    if _DENSE in sizes:
+        return Form.DENSE
+    return Form.NONE if all(size == _ABSENT for size in sizes) else Form.SPARSE
+
+
+def _settled(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient with each row once, if it is sparse in rows; any other sparse one as a dense one."""
+    if gradient is None or not gradient.is_sparse:
+        return gradient
+    return gradient.coalesce() if gradient.sparse_dim() == 1 else gradient.to_dense()
+
+
+def _exchange_sizes(
+    transport: Transport, ranks: Sequence[int], gradients: Sequence[Tensor | None], device: torch.device
+) -> list[list[int]]:
+    """What each holder tells of its gradients: `_ABSENT`, `_DENSE`, or how many rows a sparse one has."""
+    own = torch.tensor([_size_of(gradient) for gradient in gradients], device=device)
+    rooms = [own if rank == transport.rank else torch.empty_like(own) for rank in ranks]
+    _exchange(transport, ranks, [[room] for room in rooms])
+    return [room.tolist() for room in rooms]
+
+
+def _size_of(gradient: Tensor | None) -> int:
+    if gradient is None:
+        return _ABSENT
+    return len(gradient.values()) if gradient.is_sparse else _DENSE
+
+
+def _exchange(transport: Transport, ranks: Sequence[int], parts: Sequence[Sequence[Tensor]]) -> None:
+    """Send this rank's parts to all other holders, and fill theirs."""
+    others = [(rank, theirs) for rank, theirs in zip(ranks, parts, strict=True) if rank != transport.rank]
+    own = parts[ranks.index(transport.rank)]
+    sends = [transport.post_send(peer, tensor) for peer, _ in others for tensor in own]
+    receives = [transport.post_receive(peer, tensor) for peer, theirs in others for tensor in theirs]
+    for ticket in (*receives, *sends):
+        transport.wait(ticket)
+
+
+def _sum_of_sparse(
+    transport: Transport, ranks: Sequence[int], own: Tensor | None, like: Tensor, sizes: Sequence[int]
+) -> Tensor:
+    parts = []
+    for rank, size in zip(ranks, sizes, strict=True):
+        if rank == transport.rank and own is not None:
+            parts.append([own.indices(), own.values()])
+        else:
+            rows = torch.empty((1, max(size, 0)), dtype=torch.int64, device=like.device)
+            parts.append([rows, like.new_empty((rows.shape[1], *like.shape[1:]))])
+    _exchange(transport, ranks, parts)
+    all_rows = torch.cat([rows for rows, _ in parts], dim=1)
+    all_values = torch.cat([values for _, values in parts])
+    return torch.sparse_coo_tensor(all_rows, all_values, like.shape, check_invariants=False).coalesce()
+
+
+def _sums_of_dense(
+    transport: Transport,
+    ranks: Sequence[int],
+    indices: Sequence[int],
+    gradients: list[Tensor | None],
+    likes: Sequence[Tensor],
+) -> Iterator[tuple[int, Tensor]]:
+    position, last = ranks.index(transport.rank), ranks[-1]
+    leaving: list[Ticket] = []
+    if position == 0:
+        # All at once, so that later holders add up one group while the sum of the one before is on its way back.
+        leaving = [transport.post_send(ranks[1], _or_zeros(gradients[index], likes[index])) for index in indices]
+    for group in _groups(indices, likes):
+        # New memory: that of a gradient may be another's too, as autograd hands on views of one tensor.
+        sums = [likes[index].new_empty(likes[index].shape) for index in group]
+        if position > 0:
+            _wait(transport, [transport.post_receive(ranks[position - 1], total) for total in sums])
+            for index, total in zip(group, sums, strict=True):
+                _add(total, gradients[index])
+        if transport.rank == last:
+            _wait(transport, [transport.post_send(peer, total) for peer in ranks[:-1] for total in sums])
+        else:
+            if position > 0:
+                _wait(transport, [transport.post_send(ranks[position + 1], total) for total in sums])
+            _wait(transport, [transport.post_receive(last, total) for total in sums])
+        # What left is let go of by the transport only when it was waited for.
+        _wait(transport, leaving[: len(group)])
+        del leaving[: len(group)]
+        for index, total in zip(group, sums, strict=True):
+            gradients[index] = None
+            yield index, total
+
+
+def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_zeros(like.shape) if gradient is None else dense(gradient)
+
+
+def _add(total: Tensor, own: Tensor | None) -> None:
+    torch.add(total, 0 if own is None else dense(own), out=total)  # -0.0 + 0 is 0, as with zeros
+
+
+def _groups(indices: Iterable[int], likes: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Put consecutive parameters together while they take no more memory than the largest one."""
+    largest = max(likes, key=_num_bytes)
+    group: list[int] = []
+    room = _num_bytes(largest)
+    for index in indices:
+        needed = _num_bytes(likes[index])
+        if group and needed > room:
+            yield group
+            group, room = [], _num_bytes(largest)
+        group.append(index)
+        room -= needed
+    if group:
+        yield group
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _wait(transport: Transport, tickets: Iterable[Ticket]) -> None:
+    for ticket in tickets:
+        transport.wait(ticket)
