@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import tracemalloc
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PipelineError, StepRefused
+from penstock.execute.transport import LocalTransport, messages
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import WIDTH, block, error_of, gradients_of, on_ranks, square_loss, values
 from tests.ranks import run_ranks
@@ -211,3 +213,108 @@ def test_a_rank_without_layers_that_take_keywords_needs_none():
     (inputs,), keywords, target = batch()
     expected = square_loss(Masked(1)(block(0, F64)(inputs), keywords["mask"]), target)
     torch.testing.assert_close([first, second], [expected.detach()] * 2, rtol=1e-12, atol=1e-12)
+
+
+# ---- plain numbers that change from step to step
+
+
+class Shifted(nn.Module):
+    """Hands the number on beside its output."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.block = block(seed, F64)
+
+    def forward(self, state, position=0, rate=1.0):
+        x = state[0] if isinstance(state, tuple) else state
+        return self.block(x) * rate + position, position
+
+
+class Last(Shifted):
+    def forward(self, state):
+        x, position = state
+        return self.block(x) + position
+
+
+def soak(wires, num_steps, numbers_of):
+    pipeline = Pipeline([Shifted(0), Shifted(1), Last(2)], "1f1b", NUM_MICROBATCHES, square_loss, transport=wires)
+    args, _, target = batch()
+    losses = [float(pipeline.step(*args, target=target, **numbers_of(index)).loss) for index in range(num_steps)]
+    pipeline.close()
+    return losses
+
+
+def counted_soak(monkeypatch, numbers_of, num_steps=100):
+    """The losses, how many headers and messages were sent, and the bytes that Python held more towards the end."""
+    headers, sends, held = [], [], []
+    encode, post_send = messages.encode_layout, LocalTransport.post_send
+
+    def count_headers(tree):
+        headers.append(tree)
+        return encode(tree)
+
+    def count_sends(transport, peer, tensor):
+        sends.append(transport.rank)
+        return post_send(transport, peer, tensor)
+
+    monkeypatch.setattr(messages, "encode_layout", count_headers)
+    monkeypatch.setattr(LocalTransport, "post_send", count_sends)
+
+    def numbers(index):
+        if index in (num_steps // 10, num_steps - 1):
+            held.append(tracemalloc.get_traced_memory()[0])
+        return numbers_of(index)
+
+    tracemalloc.start()
+    try:
+        losses, _ = on_ranks(2, lambda wires: soak(wires, num_steps, numbers))
+    finally:
+        tracemalloc.stop()
+    return losses, len(headers), len(sends), held[-1] - held[0]
+
+
+@pytest.mark.slow
+def test_numbers_that_change_at_every_step_cost_what_fixed_ones_do(monkeypatch):
+    fixed, num_headers, num_sends, usual = counted_soak(monkeypatch, lambda index: {"position": 2, "rate": 0.5})
+    losses, headers, sends, growth = counted_soak(
+        monkeypatch, lambda index: {"position": index, "rate": 1 / (1 + index)}
+    )
+
+    assert (headers, sends) == (num_headers, num_sends)
+    assert num_headers == NUM_MICROBATCHES  # those of the first step
+    assert growth < usual + 20_000
+    assert len(set(fixed)) == 1
+    assert len(set(losses)) == 100
+
+
+@pytest.mark.parametrize("check_batches", [True, False])
+def test_a_whole_number_that_differs_between_ranks_is_found_at_every_step_that_compares(check_batches):
+    def case(wires):
+        layers = [Shifted(0), Last(1)]
+        pipeline = Pipeline(layers, "1f1b", NUM_MICROBATCHES, square_loss, transport=wires, check_batches=check_batches)
+        args, _, target = batch()
+        for index in range(3):
+            pipeline.step(*args, target=target, position=index)
+        if not check_batches:
+            return str(pipeline.step(*args, target=target, position=wires.rank).loss)
+        return str(error_of(pipeline.step, *args, target=target, position=wires.rank))
+
+    for text in on_ranks(2, case):
+        assert ("rank 0 and rank 1 were given different values in kwargs['position'];" in text) is check_batches
+
+
+def test_a_number_that_decides_a_shape_is_named_with_the_way_out():
+    class Repeating(nn.Module):
+        def forward(self, x, times=1):
+            return x.repeat(1, times)
+
+    def case(wires, **options):
+        pipeline = Pipeline([Repeating(), nn.Identity()], "1f1b", 2, transport=wires, **options)
+        return [pipeline.evaluate(torch.ones(2, 3), times=times, return_outputs=True).outputs for times in (1, 2)]
+
+    assert [tuple(each.shape) for each in on_ranks(2, lambda wires: case(wires, variable_shapes=True))[1]] == [
+        (2, 3),
+        (2, 6),
+    ]
+    with pytest.raises(PipelineError, match=r"whatever the numbers in them.*variable_shapes=True"):
+        on_ranks(2, case)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from penstock.errors import EndOfData, PenstockWarning, PipelineError, StepRefused
-from penstock.execute.batch.microbatch import BatchSpec, PreSplit, Replicate, split_batch
+from penstock.execute.batch.cutting import BatchRule
+from penstock.execute.batch.microbatch import BatchSpec, PreSplit, Replicate
 from penstock.execute.batch.stream import DataTimes, Part, Stream
 from penstock.execute.observing.clock import Clock
 from penstock.execute.reference import reference_step
@@ -46,7 +47,7 @@ def deep_task(num_microbatches):
 
 def pieces(task, num_microbatches=M):
     """The microbatches of a task's batch, as an iterator gives them."""
-    parts = split_batch(task.inputs, {}, task.target, num_microbatches=num_microbatches)
+    parts = BatchRule(num_microbatches).microbatches(task.inputs, {}, task.target)
     return [(*part.args, part.target) for part in parts]
 
 
@@ -173,7 +174,7 @@ class Masked(nn.Module):
 def test_keywords_come_with_the_parts_of_a_stream():
     mask = values(5, 2 * M, 1)
     task = Task(lambda: [Masked(seed) for seed in range(3)], float_task(2 * M).inputs, float_task(2 * M).target)
-    parts = split_batch(task.inputs, {"mask": mask}, task.target, num_microbatches=M)
+    parts = BatchRule(M).microbatches(task.inputs, {"mask": mask}, task.target)
     items = [Part(*part.args, target=part.target, mask=part.kwargs["mask"]) for part in parts]
     layers = task.make_layers()
     reference_step(layers, task.inputs, {"mask": mask}, task.target, loss=square_loss, num_microbatches=M)

@@ -24,7 +24,6 @@ from penstock.execute.arguments import (
 )
 from penstock.execute.batch.agreement import Mode, agree_on_setup
 from penstock.execute.batch.gate import Call
-from penstock.execute.batch.slices import refuse_layers_that_look_back
 from penstock.execute.joining import Joined, join
 from penstock.execute.losses.grad_scaler import describe_scale, grad_scaler_of
 from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
@@ -42,6 +41,7 @@ from penstock.execute.stages.assemble import (
     layer_names,
     spec_attribute,
 )
+from penstock.execute.stages.carried import refuse_layers_that_look_back
 from penstock.execute.stages.main_gradients import require_shapes
 from penstock.execute.stages.shared_builders import BuiltLayers, build_own, gather_shared_names
 from penstock.execute.stages.stage import Stage

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.execute.batch.slices import BatchRule
+from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.losses.loss import LossWeights, combine_losses
 from penstock.execute.reference import reference_step
 from penstock.execute.stages.keywords import run_layers

@@ -3,9 +3,9 @@
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.microbatch import BatchSpec, Replicate, Split
-from penstock.execute.batch.slices import BatchRule
-from penstock.execute.batch.stream_reader import StreamRules
+from penstock.execute.batch.stream import StreamRules
 from penstock.execute.options import PipelineOptions, refuse_unknown, split_options
 from penstock.schedules import build
 

@@ -8,9 +8,9 @@ import torch
 
 from penstock.errors import ConfigError, nearest
 from penstock.execute.arguments import is_time, is_whole_number, require, require_device
+from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.microbatch import BatchSpec
-from penstock.execute.batch.slices import BatchRule
-from penstock.execute.batch.stream_reader import StreamRules
+from penstock.execute.batch.stream import StreamRules
 from penstock.execute.losses.loss import Count, Scale
 from penstock.execute.observing.clock import Clock
 from penstock.execute.overlap import Overlap

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.execute.batch.microbatch import BatchSpec, Microbatch, split_batch
+from penstock.execute.batch.cutting import BatchRule
+from penstock.execute.batch.microbatch import BatchSpec, Microbatch
 from penstock.execute.losses.loss import Count, Loss, LossShares, LossWeights, combine_losses
 from penstock.execute.losses.output import LossParts, read_loss, takes_weight
 from penstock.execute.stages.auxiliary import AddedLosses, Auxiliary, auxiliary_modules, take_all
@@ -106,9 +107,8 @@ def reference_step(
     A microbatch of weight 0 runs no backward unless layers add losses: it has nothing to add. With a `seed`, layers
     draw what they draw in the step of this number of a pipeline with this seed.
     """
-    microbatches = split_batch(
-        args, kwargs, target, num_microbatches=num_microbatches, specs=specs, allow_ragged=allow_ragged
-    )
+    rule = BatchRule(num_microbatches, specs=specs, allow_ragged=allow_ragged)
+    microbatches = rule.microbatches(args, kwargs, target)
     weighed = _Weighed(LossWeights(reduction, count), microbatches)
     check_keywords(modules, kwargs, len(args))
     model = _Model(modules, loss, weighed.shares)
@@ -141,9 +141,8 @@ def reference_evaluate(
     specs: BatchSpec | None = None,
 ) -> ReferenceResult:
     """Run forward and loss only; modules stay in the mode (train or eval) in which they are."""
-    microbatches = split_batch(
-        args, kwargs, target, num_microbatches=num_microbatches, specs=specs, allow_ragged=allow_ragged
-    )
+    rule = BatchRule(num_microbatches, specs=specs, allow_ragged=allow_ragged)
+    microbatches = rule.microbatches(args, kwargs, target)
     weighed = _Weighed(LossWeights(reduction, count), microbatches)
     check_keywords(modules, kwargs, len(args))
     model = _Model(modules, loss, weighed.shares)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from penstock.errors import FormatError, PenstockError
-from penstock.execute.batch.microbatch import split_batch
+from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.measure import LayerTimes, measure_layers
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.world import default_device
@@ -145,13 +145,8 @@ def _subject(config: RunConfig, dataset: TokenDataset) -> Subject:
 
 def _first_microbatch(config: RunConfig, dataset: TokenDataset) -> Batch:
     tokens, target = dataset.batch(0)
-    parts = split_batch(
-        (tokens,),
-        {},
-        target,
-        num_microbatches=config.pipeline.microbatches,
-        allow_ragged=config.batch.allow_ragged,
-    )
+    rule = BatchRule(config.pipeline.microbatches, allow_ragged=config.batch.allow_ragged)
+    parts = rule.microbatches((tokens,), {}, target)
     return parts[0].args[0], parts[0].target
 
 

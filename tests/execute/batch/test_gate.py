@@ -6,9 +6,9 @@ from torch import nn
 
 from penstock.errors import ConfigError, StepRefused
 from penstock.execute.batch.agreement import Mode
+from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.gate import Call, Gate, Refusal, Wants, wants_of
 from penstock.execute.batch.microbatch import BatchSpec, Split
-from penstock.execute.batch.slices import BatchRule
 from penstock.execute.batch.stream import Stream
 from penstock.execute.stages.stage import Stage
 from penstock.placement import Placement
@@ -158,7 +158,7 @@ def test_a_sequence_that_cannot_be_cut_is_refused_on_every_rank():
 
     for error in on_ranks(2, lambda wires: refuse(wires, calls, num_slices=4)):
         assert type(error) is StepRefused
-        assert "length 6, which 4 slices do not divide evenly" in str(error)
+        assert "6 positions, which 4 slices do not divide evenly" in str(error)
 
 
 def test_a_batch_without_any_sequence_is_refused_on_every_rank():

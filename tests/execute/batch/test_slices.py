@@ -2,14 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
 
-from penstock.errors import ConfigError, PipelineError
+from penstock.errors import PipelineError
+from penstock.execute.batch.cutting import BatchRule, with_sizes
 from penstock.execute.batch.microbatch import BatchSpec, PreSplit, Replicate, Split
-from penstock.execute.batch.slices import BatchRule, refuse_layers_that_look_back, with_sizes
-from penstock.execute.stages.stage import Stage
-from penstock.models import Carry
-from tests.local_pipelines import error_of, on_ranks
 
 
 def cut(args=(), kwargs=None, target=None, *, num_slices=2, num_microbatches=1, **rule):
@@ -119,11 +115,16 @@ def test_agreed_sizes_are_put_in():
 @pytest.mark.parametrize(
     ("args", "target", "rule", "text"),
     [
-        ((grid(2, 5),), None, {}, r"args\[0\] .*length 5, which 2 slices do not .*Pass 4 or 6 positions.*one of 1, 5"),
-        ((grid(2, 1),), None, {}, r"length 1 for 2 slices; .* use at most 1 slices"),
-        ((grid(2, 4), grid(2, 1)), None, {}, r"args\[0\] .*has length 4, but .*args\[1\] .*has length 1"),
+        (
+            (grid(2, 5),),
+            None,
+            {},
+            r"args\[0\] .*5 positions, which 2 slices do .*Pass 4 or 6 positions.*one of 1, 5",
+        ),
+        ((grid(2, 1),), None, {}, r"1 positions for 2 slices; .* use at most 1 slices"),
+        ((grid(2, 4), grid(2, 1)), None, {}, r"args\[0\] .*has 4 positions, but .*args\[1\] .*has 1 positions"),
         ((grid(2, 4),), torch.zeros(2), {}, r"target of shape \(2,\) has no dimension 1 .* would count all of it"),
-        ((grid(2, 4),), None, {"slice_specs": BatchSpec(args=Split(2))}, r"cannot be cut on dim 2"),
+        ((grid(2, 4),), None, {"slice_specs": BatchSpec(args=Split(2))}, r"cannot be split on dim 2"),
         ((grid(2, 4),), None, {"slice_specs": BatchSpec(args=[Split(), Split()])}, "does not fit"),
     ],
     ids=["uneven", "short", "disagreeing", "target without sequence", "no such dim", "bad spec"],
@@ -152,55 +153,3 @@ def test_another_way_to_cut_has_another_signature():
 
     assert len({rule.signature(args, {}, None) for rule in rules}) == len(rules)
     assert BatchRule(1, 2).signature(args, {}, None) == BatchRule(1, 2).signature((grid(2, 4) + 1,), {}, None)
-
-
-def test_layers_that_look_back_are_refused_on_every_rank():
-    def refuse(wires):
-        layers = [nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.GRU(2, 2))]
-        stage = Stage(wires.rank, {f"layer.{wires.rank}": layers[wires.rank]})
-        return error_of(refuse_layers_that_look_back, wires, [stage], (nn.RNNBase,))
-
-    for error in on_ranks(2, refuse):
-        assert isinstance(error, ConfigError)
-        assert "layer 'layer.1' (GRU) looks back" in str(error)
-        assert "in a penstock.models.Carry, or use a schedule with 1 slice" in str(error)
-
-
-class Holder(nn.Module):
-    """Carries for what it holds."""
-
-    def __init__(self, held):
-        super().__init__()
-        self.held, self.carry = held, Carry()
-
-
-class OwnGRU(nn.GRU):
-    """Carries for itself."""
-
-    def __init__(self):
-        super().__init__(2, 2)
-        self.carry = Carry()
-
-
-@pytest.mark.parametrize(
-    ("layer", "is_refused"),
-    [
-        (Holder(nn.GRU(2, 2)), False),
-        (Holder(nn.ModuleList([nn.ModuleDict({"a": nn.GRU(2, 2)})])), False),
-        (OwnGRU(), False),
-        (nn.Sequential(Holder(nn.Linear(2, 2)), nn.GRU(2, 2)), True),
-        (Holder(nn.TransformerEncoderLayer(2, 1)), True),  # its attention is called by a module that carries nothing
-    ],
-    ids=["held", "held in a list", "by itself", "beside", "further down"],
-)
-def test_who_calls_a_layer_that_looks_back_may_carry_for_it(layer, is_refused):
-    stage = Stage(0, {"0": layer})
-
-    def accept(wires):
-        return refuse_layers_that_look_back(wires, [stage], (nn.RNNBase, nn.MultiheadAttention))
-
-    if is_refused:
-        with pytest.raises(ConfigError, match="looks back"):
-            on_ranks(1, accept)
-    else:
-        on_ranks(1, accept)

@@ -4,14 +4,14 @@ import math
 
 import torch
 
-from penstock.execute.batch.microbatch import split_batch
+from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.step import Step
 from penstock.execute.losses.loss import LossShares
 from penstock.execute.losses.output import LossName
 
 
 def test_two_steps_collect_apart():
-    microbatches = split_batch((torch.arange(4),), {}, None, num_microbatches=2)
+    microbatches = BatchRule(2).microbatches((torch.arange(4),), {}, None)
     slices, shares = [[microbatch] for microbatch in microbatches], LossShares([0.5, 0.5], [[1.0], [1.0]])
     first, second = (Step(slices, shares, None, keeps_outputs=False) for _ in range(2))
 

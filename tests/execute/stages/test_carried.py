@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.execute.stages.carried import StageOnSlice, carrying_modules
+from penstock.errors import ConfigError
+from penstock.execute.stages.carried import StageOnSlice, carrying_modules, refuse_layers_that_look_back
 from penstock.execute.stages.stage import Stage
 from penstock.models import Carry
-from tests.local_pipelines import values
+from tests.local_pipelines import error_of, on_ranks, values
 
 WIDTH = 3
 NUM_SLICES = 3
@@ -203,3 +204,58 @@ def test_every_module_that_carries_is_found_once():
     found = carrying_modules(stage)
 
     assert found == [shared.carry, stage.layers["c"].carry]
+
+
+# ---- layers that look back
+
+
+def test_layers_that_look_back_are_refused_on_every_rank():
+    def refuse(wires):
+        layers = [nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.GRU(2, 2))]
+        stage = Stage(wires.rank, {f"layer.{wires.rank}": layers[wires.rank]})
+        return error_of(refuse_layers_that_look_back, wires, [stage], (nn.RNNBase,))
+
+    for error in on_ranks(2, refuse):
+        assert isinstance(error, ConfigError)
+        assert "layer 'layer.1' (GRU) looks back" in str(error)
+        assert "in a penstock.models.Carry, or use a schedule with 1 slice" in str(error)
+
+
+class Holder(nn.Module):
+    """Carries for what it holds."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.held, self.carry = held, Carry()
+
+
+class OwnGRU(nn.GRU):
+    """Carries for itself."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.carry = Carry()
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_refused"),
+    [
+        (Holder(nn.GRU(2, 2)), False),
+        (Holder(nn.ModuleList([nn.ModuleDict({"a": nn.GRU(2, 2)})])), False),
+        (OwnGRU(), False),
+        (nn.Sequential(Holder(nn.Linear(2, 2)), nn.GRU(2, 2)), True),
+        (Holder(nn.TransformerEncoderLayer(2, 1)), True),  # its attention is called by a module that carries nothing
+    ],
+    ids=["held", "held in a list", "by itself", "beside", "further down"],
+)
+def test_who_calls_a_layer_that_looks_back_may_carry_for_it(layer, is_refused):
+    stage = Stage(0, {"0": layer})
+
+    def accept(wires):
+        return refuse_layers_that_look_back(wires, [stage], (nn.RNNBase, nn.MultiheadAttention))
+
+    if is_refused:
+        with pytest.raises(ConfigError, match="looks back"):
+            on_ranks(1, accept)
+    else:
+        on_ranks(1, accept)

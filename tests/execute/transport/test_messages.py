@@ -274,7 +274,7 @@ def test_gradients_come_back_for_the_tensors_that_need_them(num_steps):
         (values(0, 2, 3, dtype=torch.float64), "float64[2, 3]"),
         ((values(0, 2, 3),), "(*,)"),
         (5, "with 5"),
-        (values(0, 2, 3).requires_grad_(), "without gradient"),
+        (values(0, 2, 3).requires_grad_(), "that needs a gradient"),
     ],
     ids=["shape", "type", "tree", "value", "gradient"],
 )

@@ -20,10 +20,9 @@ from penstock.execute.batch.agreement import (
     signature_of,
     trained_of,
 )
+from penstock.execute.batch.cutting import BatchRule, with_sizes
 from penstock.execute.batch.microbatch import Microbatch, PreSplit
-from penstock.execute.batch.slices import BatchRule, with_sizes
-from penstock.execute.batch.stream import Stream
-from penstock.execute.batch.stream_reader import Reader, StreamRules
+from penstock.execute.batch.stream import Reader, Stream, StreamRules
 from penstock.execute.batch.supply import Supply, without_data
 from penstock.execute.batch.values import BatchValues
 from penstock.execute.stages.signatures import EVERY
@@ -108,6 +107,8 @@ class _Given:
     target: int = 0
     position: int = 0
     reader: Reader | None = None
+    call: Call = Call()
+    """Of a stream, the first microbatch."""
     spent: list[PreSplit] = field(default_factory=list)
     """What lets go of its parts when they have been used."""
 
@@ -166,7 +167,7 @@ class Gate:
         try:
             offer = self._offer(mode, call, given, refusal)
             offer = replace(offer, step_number=step_number, trained=trained, extra=extra, scale=scale)
-            values = self._values(mode, call) if refusal is None and stream is None else None
+            values = self._values(mode, given) if refusal is None else None
             offers = agree_on_step(self._transport, offer, self._device, values)
             if any(offer.is_refused for offer in offers):
                 self._refuse_together(refusal)
@@ -182,10 +183,13 @@ class Gate:
         """Compare the values of the next batch, as after a failure, on all ranks alike."""
         self._num_admitted = {True: 0, False: 0}
 
-    def _values(self, mode: Mode, call: Call) -> BatchValues | None:
-        """What the ranks compare beside shapes: only now and then, so that it costs nothing to speak of."""
-        is_due = self._num_admitted[mode.is_training] % VALUES_EVERY == 0
-        return BatchValues(call.args, call.kwargs, call.target) if self._checks_values and is_due else None
+    def _values(self, mode: Mode, given: _Given) -> BatchValues | None:
+        """What the ranks compare beside shapes; tensors only now and then, so that it costs nothing to speak of."""
+        if not self._checks_values:
+            return None
+        is_due = self._num_admitted[mode.is_training] % VALUES_EVERY == 0 and given.reader is None
+        call = given.call
+        return BatchValues(call.args, call.kwargs, call.target, reads_all=is_due)
 
     def _whole(self, call: Call) -> _Given:
         if isinstance(call.target, Refusal):
@@ -198,6 +202,7 @@ class Gate:
             digest(self._rule.signature(call.args, {}, None)) if call.args else 0,
             digest(self._rule.signature((), call.kwargs, None)) if call.kwargs else 0,
             digest(self._rule.signature((), {}, call.target)) if call.target is not None else 0,
+            call=call,
             spent=[each for each in flatten((call.args, dict(call.kwargs), call.target))[0] if _is_spent(each)],
         )
 
@@ -208,7 +213,8 @@ class Gate:
             return self._whole(Call())
         reader = Reader(stream, self._transport.rank, self._rule, self._stream_rules, read=self._read)
         part, slices = reader.begin()
-        self._check(Call(part.args, part.kwargs, part.target))
+        first = Call(part.args, part.kwargs, part.target)
+        self._check(first)
         rule = replace(self._rule, num_microbatches=1)
         kind = f"{num_microbatches} off a stream"
         empty_slices = [without_data(one) for one in slices]
@@ -220,6 +226,7 @@ class Gate:
             digest(f"{kind} {rule.signature((), {}, part.target)}") if part.target is not None else 0,
             stream.position + 1,
             reader,
+            first,
         )
 
     def _offer(self, mode: Mode, call: Call, given: _Given, refusal: PenstockError | None) -> Offer:

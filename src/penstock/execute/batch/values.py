@@ -37,23 +37,46 @@ _WORDS = {1: torch.uint8, 2: torch.int16}
 
 
 class BatchValues:
-    """What one rank was given for a step; only for as long as the ranks compare it."""
+    """What one rank was given for a step; only for as long as the ranks compare it.
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> None:
+    Whole numbers are compared in every step, which costs next to nothing; with `reads_all`, tensors and floats too.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, *, reads_all: bool = True) -> None:
+        self._reads_all = reads_all
         self._parts = [list(_leaves("args", tuple(args))), list(_leaves("kwargs", dict(kwargs)))]
         self._parts.append(list(_leaves("target", target)))
 
     def digests(self, device: torch.device) -> Tensor:
-        """Return the digests of inputs, keyword arguments and target, on a device; the host waits for nothing.
+        """Return the digests of inputs, keyword arguments and target; where tensors are read, on a device.
 
-        A digest of 0 stands for nothing given.
+        The host waits for nothing. A digest of 0 stands for nothing given.
         """
-        return torch.stack([_of_all([leaf for _, leaf in part], device) for part in self._parts])
+        found = [self._digest([leaf for _, leaf in part], device) for part in self._parts]
+        if not any(isinstance(each, Tensor) for each in found):
+            return torch.tensor(found)
+        return torch.stack([torch.as_tensor(each, device=device) for each in found])
 
     def by_place(self) -> dict[str, int]:
         """Return the digest of each value under its place, such as `kwargs['mask']`."""
         cpu = torch.device("cpu")
-        return {place: int(_of_all([leaf], cpu)) for part in self._parts for place, leaf in part}
+        return {place: int(self._digest([leaf], cpu)) for part in self._parts for place, leaf in part}
+
+    def _digest(self, leaves: Sequence[Any], device: torch.device) -> Tensor | int:
+        """One number for all leaves, on the device only if a tensor is among those that are read."""
+        total: Tensor | int = 0
+        with torch.no_grad():
+            for leaf in leaves:
+                found: Tensor | int
+                if self._reads_all and _is_readable(leaf):
+                    # On the way to a CPU, a copy that nobody waits for may be read before it is there.
+                    found = tensor_digest(leaf).to(device, non_blocking=device.type != "cpu")
+                else:
+                    found = _of_plain(leaf, reads_floats=self._reads_all)
+                total = total * _ODD + found
+                if not isinstance(total, Tensor):
+                    total = _signed(total)
+        return total
 
 
 def refuse_other_values(transport: Transport, own: BatchValues | None, digests: Sequence[Sequence[int]]) -> None:
@@ -112,28 +135,25 @@ def _leaves(root: str, tree: Any) -> Iterator[tuple[str, Any]]:
             yield place, leaf
 
 
-def _of_all(leaves: Sequence[Any], device: torch.device) -> Tensor:
-    with torch.no_grad():
-        total = torch.zeros((), dtype=torch.int64, device=device)
-        for leaf in leaves:
-            found = tensor_digest(leaf) if _is_readable(leaf) else _of_plain(leaf)
-            if isinstance(found, Tensor):
-                # On the way to a CPU, a copy that nobody waits for may be read before it is there.
-                found = found.to(device, non_blocking=device.type != "cpu")
-            total = total * _ODD + found
-        return total
-
-
 def _is_readable(leaf: Any) -> bool:
     """Whether a value is a plain tensor with data; sparse, nested and quantized ones and subclasses are left out."""
     is_plain = type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided
     return is_plain and not (leaf.is_quantized or leaf.is_meta or leaf.is_nested)
 
 
-def _of_plain(leaf: Any) -> int:
-    """What stands for a float; values of other types are in the batch's signature, or nothing is known of them."""
-    text = leaf.hex() if type(leaf) is float else ""
+def _of_plain(leaf: Any, *, reads_floats: bool) -> int:
+    """What stands for a number; other plain values are in the batch's signature, or nothing is known of them."""
+    text = ""
+    if type(leaf) is int:
+        text = str(leaf)
+    elif type(leaf) is float and reads_floats:
+        text = leaf.hex()
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _signed(number: int) -> int:
+    """The same bits as a signed number of 64."""
+    return (number + 2**63 & _MASK) - 2**63
 
 
 def _words(tensor: Tensor) -> Tensor:

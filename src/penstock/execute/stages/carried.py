@@ -8,22 +8,25 @@ further outputs. A schedule runs the backward of a slice after those of all late
 there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penstock.errors import ConfigError
 from penstock.execute.batch.step import Place
 from penstock.execute.methods import has_methods
 from penstock.execute.stages.stage import SavedForward, Stage
+from penstock.execute.transport.protocol import Transport
 from penstock.execute.values.tree import as_graph_leaves, needing_gradient
 
 RunForward = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 Save = Callable[[Any, Any], SavedForward]
 RunBackward = Callable[[Stage, SavedForward, Sequence[Tensor]], list[Tensor]]
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class Carrying(Protocol):
@@ -216,3 +219,39 @@ def _hand_back(passed: _Passed, gradients: Sequence[Tensor]) -> None:
         if taken is not None:
             taken.source.add_gradients(gradients[first : first + len(taken.leaves)])
             first += len(taken.leaves)
+
+
+def refuse_layers_that_look_back(
+    transport: Transport, stages: Sequence[Stage], kinds: tuple[type[nn.Module], ...]
+) -> None:
+    """Refuse modules that need what earlier slices left behind and do not carry it; a collective.
+
+    Who calls such a module may carry for it: the module that holds both it and what carries.
+
+    Raises:
+        ConfigError: on every rank alike, naming a layer.
+    """
+    layers = [(name, layer) for stage in stages for name, layer in stage.layers.items()]
+    own = [f"{name!r} ({type(each).__name__})" for name, layer in layers for each in _looking_back(layer, kinds)]
+    everyone = transport.all_gather_object(own)
+    found = [text for theirs in everyone if isinstance(theirs, list) for text in theirs]
+    if found:
+        raise ConfigError(
+            f"the schedule cuts sequences into slices, but layer {found[0]} looks back over the sequence and carries "
+            "nothing from slice to slice, so its gradients would be wrong; hold it in a module that keeps its keys and "
+            "values, or its state, in a penstock.models.Carry, or use a schedule with 1 slice",
+            key="schedule",
+        )
+
+
+def _looking_back(
+    module: nn.Module, kinds: tuple[type[nn.Module], ...], *, is_carried: bool = False
+) -> Iterator[nn.Module]:
+    """The modules of these kinds for which neither they nor who calls them carry anything."""
+    is_carrying = any(has_methods(child, Carrying) for child in module.children())
+    if isinstance(module, kinds) and not (is_carrying or is_carried):
+        yield module
+    # a list does not call what it holds
+    reaches = is_carrying or (is_carried and isinstance(module, _LISTS))
+    for child in module.children():
+        yield from _looking_back(child, kinds, is_carried=reaches)

@@ -24,8 +24,8 @@ from penstock.execute.values.version_guard import VersionGuard
 Key = tuple[int, int, int]
 """Stage, microbatch, slice."""
 MAX_LAYOUTS = 256
-"""So many layouts of batches are remembered, those that ran last: a number that is passed by keyword and changes at
-every step makes each step's batch one of a new layout."""
+"""So many layouts of batches are remembered, those that ran last: of texts or shapes that change at every step, each
+makes a new one."""
 _NO_KEY = (0, 0, 0)
 """Of messages that no stage takes."""
 
@@ -208,9 +208,9 @@ class Messenger:
         expected = agreed.layout
         if not is_alike(layout, expected):
             raise PipelineError(
-                f"{action}: the output is {_text(layout)}, but the ranks agreed on {_text(expected)} for batches of "
-                "this layout. Return the same shapes, types and texts for equal batches, and let the same tensors need "
-                "a gradient; or create the pipeline with variable_shapes=True",
+                f"{action}: the output is {layout}, but the ranks agreed on {expected} for batches of "
+                "this layout. Return the same shapes, types and texts for equal batches, whatever the numbers in them, "
+                "and let the same tensors need a gradient; or create the pipeline with variable_shapes=True",
                 rank=self._transport.rank,
                 instruction=action,
             )
@@ -314,13 +314,3 @@ class Messenger:
 
 def _tensors_of(leaves: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _text(layout: Layout) -> str:
-    leaves = [
-        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}{'' if leaf.requires_grad else ' without gradient'}"
-        if isinstance(leaf, TensorInfo)
-        else repr(leaf)
-        for leaf in layout.leaves
-    ]
-    return f"{layout.spec.to_text()} with {', '.join(leaves)}"

@@ -26,6 +26,8 @@ Scalar = bool | int | float | str
 
 _CODES: dict[type, str] = {bool: "?", int: "q", float: "d"}
 _LIMIT = 2**63
+_DTYPES = {str(found).removeprefix("torch."): found for found in vars(torch).values() if isinstance(found, torch.dtype)}
+"""By the names under which they travel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,10 @@ class TensorInfo:
     def of(cls, tensor: Tensor) -> "TensorInfo":
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, memory_order(tensor))
 
+    def __str__(self) -> str:
+        need = " that needs a gradient" if self.requires_grad else ""
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{need}"
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -52,6 +58,10 @@ class Layout:
 
     spec: TreeSpec
     leaves: tuple[TensorInfo | Scalar, ...]
+
+    def __str__(self) -> str:
+        leaves = [str(leaf) if isinstance(leaf, TensorInfo) else repr(leaf) for leaf in self.leaves]
+        return f"{self.spec.to_text()} with {', '.join(leaves)}"
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
@@ -75,6 +85,19 @@ class Layout:
             )
         remaining = iter(tensors)
         return self.spec.unflatten([next(remaining) if isinstance(leaf, TensorInfo) else leaf for leaf in self.leaves])
+
+
+def leaf_text(leaf: Any, *, with_order: bool = False) -> str:
+    """Say what a leaf is; equal texts mean equal shapes on every stage, and `with_order` equal memory formats.
+
+    The values of numbers may change freely; those of booleans and texts often decide what a layer returns.
+    """
+    if isinstance(leaf, Tensor):
+        info = TensorInfo.of(leaf)
+        return f"{info} in the order {info.order}" if with_order and info.order else str(info)
+    if type(leaf) is bool or (type(leaf) in (int, str) and not is_number(leaf)):
+        return repr(leaf)
+    return f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
 
 
 def encode_layout(tree: Any) -> bytes:
@@ -136,9 +159,8 @@ def _leaf_from_json(encoded: Any) -> TensorInfo | Scalar:
         case {"float": str(text)}:
             return float.fromhex(text)
         case [[*shape], str(name), bool(requires_grad), [*order]] if all(type(n) is int and n >= 0 for n in shape):
-            dtype = getattr(torch, name, None)
-            if isinstance(dtype, torch.dtype) and is_order(order, len(shape)):
-                return TensorInfo(tuple(shape), dtype, requires_grad, tuple(order))
+            if name in _DTYPES and is_order(order, len(shape)):
+                return TensorInfo(tuple(shape), _DTYPES[name], requires_grad, tuple(order))
     raise ValueError(f"unknown leaf {encoded!r}")
 
 

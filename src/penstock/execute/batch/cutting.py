@@ -1,0 +1,282 @@
+"""Cut a batch into microbatches along the samples, and these into slices along the sequence; nothing is copied.
+
+All parts of a batch are cut alike. A layer sees one slice at a time: it treats positions alone, or it carries what
+later slices need of this one (`carried.py`). The losses of slices make up their microbatch's.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PipelineError
+from penstock.execute.batch.microbatch import BatchSpec, Microbatch, PreSplit, Replicate, Split
+from penstock.execute.values.layouts import leaf_text
+from penstock.execute.values.tree import flatten
+
+_MAX_SHOWN_DIVISORS = 10
+_Mark = Split | Replicate | None
+_Parts = tuple[tuple[Any, ...], dict[str, Any], Any]
+"""Arguments, keyword arguments and target."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Along what a batch is cut, in the words of messages."""
+
+    dimension: str
+    unit: str
+    parts: str
+    option: str
+    """Which one holds the markers."""
+
+
+_SAMPLES = _Axis("batch", "row", "microbatches", "specs")
+_SEQUENCE = _Axis("sequence", "position", "slices", "slice_specs")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRule:
+    """How a batch is cut; `specs` are for microbatches, `slice_specs` for slices, whose default dim is `slice_dim`."""
+
+    num_microbatches: int
+    num_slices: int = 1
+    allow_ragged: bool = False
+    specs: BatchSpec | None = None
+    slice_dim: int = 1
+    slice_specs: BatchSpec | None = None
+
+    def microbatches(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> list[Microbatch]:
+        """Split arguments, keyword arguments and target alike into microbatches.
+
+        All tensors that are split have the same number of rows. With `allow_ragged` the first (rows mod microbatches)
+        microbatches have one row more than the others; without, the rows must divide evenly. Where something is
+        `PreSplit`, its parts decide the sizes.
+
+        Raises:
+            PipelineError: rows disagree or do not divide; there are fewer than microbatches; a spec does not fit.
+        """
+        if self.num_microbatches < 1:
+            raise PipelineError(f"num_microbatches is {self.num_microbatches}; expected at least 1")
+        batch = (tuple(args), dict(kwargs), target)
+        leaves = [_of_samples(place, value, mark) for _, place, value, mark in _marked(batch, self.specs)]
+        sizes = self._sizes(leaves) or [0] * self.num_microbatches
+        parts = _cut(batch, leaves, sizes)
+        return [Microbatch(index, *part, size) for index, (part, size) in enumerate(zip(parts, sizes, strict=True))]
+
+    def slices(self, microbatch: Microbatch) -> list[Microbatch]:
+        """Cut a microbatch into consecutive slices.
+
+        With `allow_ragged` the first (length mod slices) slices are longer by one; without, the length must divide
+        evenly. What has no such dimension is passed whole to every slice, and so is what every microbatch gets whole.
+
+        Raises:
+            PipelineError: lengths disagree, do not divide or are too short; the target has no sequence; a spec does not
+                fit.
+        """
+        if self.num_slices == 1:
+            return [microbatch]
+        parts = (microbatch.args, microbatch.kwargs, microbatch.target)
+        outer = [mark for *_, mark in _marked(parts, self.specs)]
+        leaves = [
+            self._of_sequence(f"microbatch {microbatch.index}: {place}", value, mark, outer_mark, root)
+            for (root, place, value, mark), outer_mark in zip(_marked(parts, self.slice_specs), outer, strict=True)
+        ]
+        cut = [leaf for leaf in leaves if leaf.dim is not None]
+        lengths = _even_sizes(cut, self.num_slices, _SEQUENCE, self.allow_ragged) if cut else [0] * self.num_slices
+        return [
+            Microbatch(microbatch.index, *part, microbatch.size, index, lengths[index])
+            for index, part in enumerate(_cut(parts, leaves, lengths))
+        ]
+
+    def signature(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> str:
+        """Return a text that changes when a tensor's shape on any stage may change, the same in every process.
+
+        It covers the rule, the tree, shapes, dtypes, `requires_grad`, memory formats, and the values of bool and str
+        leaves. Numbers may change freely, as tensors may: what follows from them travels with the outputs.
+        """
+        leaves, tree = flatten((tuple(args), dict(kwargs), target))
+        return "\n".join([repr(self), tree.to_text(), *map(_described, leaves)])
+
+    def _sizes(self, leaves: Sequence["_Leaf"]) -> list[int]:
+        """The rows of each microbatch on which all leaves agree; empty where nothing is split."""
+        whole = [leaf for leaf in leaves if leaf.dim is not None and isinstance(leaf.value, Tensor)]
+        _require_one_length(whole, _SAMPLES)
+        given = [(leaf, sizes) for leaf in leaves if (sizes := _given_sizes(leaf, self.num_microbatches))]
+        for leaf, sizes in given:
+            if sizes != given[0][1]:
+                raise _disagreement(_SAMPLES, *given[0], leaf, sizes)
+        if not given:
+            return _even_sizes(whole, self.num_microbatches, _SAMPLES, self.allow_ragged) if whole else []
+        first, sizes = given[0]
+        if whole and whole[0].length != sum(sizes):
+            raise _disagreement(_SAMPLES, first, sizes, whole[0], whole[0].length)
+        return list(sizes)
+
+    def _of_sequence(self, place: str, value: Any, mark: _Mark, outer_mark: _Mark, root: str) -> "_Leaf":
+        is_whole = isinstance(mark, Replicate) or (mark is None and isinstance(outer_mark, Replicate))
+        if not isinstance(value, Tensor) or is_whole:
+            return _Leaf(place, value, None)
+        if isinstance(mark, Split):
+            return _Leaf(place, value, _checked_dim(place, value, mark.dim, _SEQUENCE))
+        if _has_dim(value, self.slice_dim):
+            return _Leaf(place, value, self.slice_dim)
+        if root == "target" and value.dim() > 0:
+            raise PipelineError(
+                f"{place} of shape {tuple(value.shape)} has no dimension {self.slice_dim} to cut into slices, so every "
+                "slice's loss would count all of it. Give slice_dim, or Split(dim) in slice_specs, the dimension of "
+                "the sequence; or mark it Replicate() if the loss of a slice needs the whole target"
+            )
+        return _Leaf(place, value, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """One value of a batch; `dim` is where it is cut, None where every part gets it whole."""
+
+    place: str
+    value: Any
+    dim: int | None
+
+    @property
+    def length(self) -> int:
+        return int(self.value.shape[self.dim])
+
+    def pieces(self, sizes: Sequence[int]) -> Sequence[Any]:
+        if isinstance(self.value, PreSplit):
+            return self.value.parts
+        if self.dim is None:
+            return [self.value] * len(sizes)
+        # Each piece has a version of its own: a layer may change one in place while another waits for its backward.
+        # Pieces of `Tensor.split` share one version, so that autograd would take the other for changed too.
+        return torch.unsafe_split_with_sizes(self.value, list(sizes), self.dim)
+
+    def __str__(self) -> str:
+        if isinstance(self.value, PreSplit):
+            return self.place
+        return f"{self.place} (shape {tuple(self.value.shape)}, split on dim {self.dim})"
+
+
+def with_sizes(slices: Sequence[Microbatch], size: int, lengths: Sequence[int]) -> list[Microbatch]:
+    """Return the slices of a microbatch with the sizes on which all ranks agreed."""
+    return [
+        each if (each.size, each.length) == (size, length) else replace(each, size=size, length=length)
+        for each, length in zip(slices, lengths, strict=True)
+    ]
+
+
+def _marked(parts: _Parts, specs: BatchSpec | None) -> Iterator[tuple[str, str, Any, _Mark]]:
+    """Each value of a batch with the name of its part, its place and its marker."""
+    for root, value in zip(("args", "kwargs", "target"), parts, strict=True):
+        leaves, tree = flatten(value)
+        # A rank that needs no inputs calls the step with none of them: specs for them are no mistake.
+        marks = tree.spread(getattr(specs, root, None) if leaves else None, _is_mark, root)
+        for place, leaf, mark in zip(tree.places(root), leaves, marks, strict=True):
+            yield root, place, leaf, mark
+
+
+def _of_samples(place: str, value: Any, mark: _Mark) -> _Leaf:
+    is_cut = isinstance(value, PreSplit) or (isinstance(value, Tensor) and (mark is not None or value.dim() > 0))
+    if not is_cut or isinstance(mark, Replicate):
+        return _Leaf(place, value, None)
+    dim = 0 if mark is None else mark.dim
+    return _Leaf(place, value, _checked_dim(place, value, dim, _SAMPLES) if isinstance(value, Tensor) else dim)
+
+
+def _given_sizes(leaf: _Leaf, num_microbatches: int) -> tuple[int, ...]:
+    """The rows of each part of a `PreSplit`; empty where it has no tensors to count, or is none."""
+    if not isinstance(leaf.value, PreSplit):
+        return ()
+    parts = leaf.value.parts
+    if len(parts) != num_microbatches:
+        raise PipelineError(
+            f"{leaf.place}: PreSplit holds {len(parts)} parts for {num_microbatches} microbatches; "
+            "expected exactly one part per microbatch"
+        )
+    if leaf.dim is None:
+        return ()
+    firsts = [next((x for x in flatten(part)[0] if isinstance(x, Tensor) and x.dim()), None) for part in parts]
+    rows = [
+        first.shape[_checked_dim(f"{leaf.place}.parts[{index}]", first, leaf.dim, _SAMPLES)]
+        for index, first in enumerate(firsts)
+        if first is not None
+    ]
+    return tuple(rows) if len(rows) == len(parts) else ()
+
+
+def _even_sizes(leaves: Sequence[_Leaf], num_parts: int, axis: _Axis, allow_ragged: bool) -> list[int]:
+    _require_one_length(leaves, axis)
+    leaf, length = leaves[0], leaves[0].length
+    size, num_larger = divmod(length, num_parts)
+    if size == 0:
+        raise PipelineError(
+            f"{leaf} has {length} {axis.unit}s for {num_parts} {axis.parts}; expected at least one {axis.unit} each. "
+            f"Pass more, use at most {length} {axis.parts}, or mark it Replicate() in {axis.option}"
+        )
+    if num_larger and not allow_ragged:
+        below, above = size * num_parts, (size + 1) * num_parts
+        raise PipelineError(
+            f"{leaf} has {length} {axis.unit}s, which {num_parts} {axis.parts} do not divide evenly. "
+            f"Pass {below} or {above} {axis.unit}s (a multiple of {num_parts}), use {_said_divisors(length)} "
+            f"{axis.parts}, pass allow_ragged=True, or mark it Replicate() in {axis.option} if it has no dimension of "
+            f"the {axis.dimension}"
+        )
+    return [size + (index < num_larger) for index in range(num_parts)]
+
+
+def _require_one_length(leaves: Sequence[_Leaf], axis: _Axis) -> None:
+    for leaf in leaves:
+        if leaf.length != leaves[0].length:
+            raise _disagreement(axis, leaves[0], leaves[0].length, leaf, leaf.length)
+
+
+def _disagreement(
+    axis: _Axis, first: _Leaf, size: int | tuple[int, ...], other: _Leaf, other_size: int | tuple[int, ...]
+) -> PipelineError:
+    one, two = (
+        f"parts of {each} {axis.unit}s" if isinstance(each, tuple) else f"{each} {axis.unit}s"
+        for each in (size, other_size)
+    )
+    return PipelineError(
+        f"{first} has {one}, but {other} has {two}; expected the same {axis.unit}s in everything that is split. Mark "
+        f"what has no dimension of the {axis.dimension} Replicate() in {axis.option}, or give Split(dim) that dimension"
+    )
+
+
+def _checked_dim(place: str, tensor: Tensor, dim: int, axis: _Axis) -> int:
+    if not _has_dim(tensor, dim):
+        raise PipelineError(
+            f"{place} of shape {tuple(tensor.shape)} cannot be split on dim {dim}; expected a dim below "
+            f"{tensor.dim()}. Give Split() in {axis.option} another dim, or mark it Replicate()"
+        )
+    return dim
+
+
+def _cut(batch: _Parts, leaves: Sequence[_Leaf], sizes: Sequence[int]) -> list[_Parts]:
+    tree = flatten(batch)[1]
+    columns = [leaf.pieces(sizes) for leaf in leaves]
+    return [tree.unflatten([column[index] for column in columns]) for index in range(len(sizes))]
+
+
+def _described(leaf: Any) -> str:
+    if not isinstance(leaf, PreSplit):
+        return leaf_text(leaf, with_order=True)
+    parts = [flatten(part) for part in leaf.parts]
+    return f"PreSplit {[(tree.to_text(), *map(_described, leaves)) for leaves, tree in parts]}"
+
+
+def _said_divisors(length: int) -> str:
+    """Into how many equal parts so much can be cut."""
+    divisors = [number for number in range(1, length + 1) if length % number == 0]
+    shown = ", ".join(map(str, divisors[:_MAX_SHOWN_DIVISORS]))
+    return f"one of {shown}{', ...' if len(divisors) > _MAX_SHOWN_DIVISORS else ''}"
+
+
+def _is_mark(mark: Any) -> bool:
+    return isinstance(mark, (Split, Replicate))
+
+
+def _has_dim(tensor: Tensor, dim: int) -> bool:
+    return -tensor.dim() <= dim < tensor.dim()

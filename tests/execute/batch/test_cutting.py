@@ -1,0 +1,274 @@
+"""Arguments, keywords and target are cut by one rule, along the samples and along the sequence."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import PipelineError
+from penstock.execute.batch.cutting import BatchRule
+from penstock.execute.batch.microbatch import BatchSpec, Concat, PreSplit, Replicate, Split, merge_outputs
+
+
+def split_batch(args, kwargs, target, *, num_microbatches, **rule):
+    return BatchRule(num_microbatches, **rule).microbatches(args, kwargs, target)
+
+
+@dataclass
+class Batch:
+    tokens: Any
+    scale: float = 1.0
+
+
+def rows(num_rows, *others):
+    return torch.arange(float(num_rows)).reshape(num_rows, *[1] * len(others)).expand(num_rows, *others).clone()
+
+
+def test_args_keywords_and_target_are_split_alike():
+    x, mask, target = rows(6, 2), rows(6), rows(6, 3)
+
+    parts = split_batch((x,), {"mask": mask}, target, num_microbatches=3)
+
+    assert [part.index for part in parts] == [0, 1, 2]
+    assert [part.size for part in parts] == [2, 2, 2]
+    for part, start in zip(parts, (0, 2, 4), strict=True):
+        assert torch.equal(part.args[0], x[start : start + 2])
+        assert torch.equal(part.kwargs["mask"], mask[start : start + 2])
+        assert torch.equal(part.target, target[start : start + 2])
+
+
+def test_pieces_are_views():
+    x = rows(4, 2)
+
+    parts = split_batch((x,), {}, None, num_microbatches=2)
+    x.add_(100)
+
+    assert parts[1].args[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert torch.equal(parts[1].args[0], x[2:])
+
+
+def test_a_piece_that_is_changed_in_place_leaves_the_others_as_they_were_to_autograd():
+    first, second = split_batch((rows(4, 2),), {}, None, num_microbatches=2)
+    weight = torch.ones(2, requires_grad=True)
+    product = (first.args[0] * weight).sum()
+
+    second.args[0].mul_(3.0)
+    product.backward()  # needs the first piece as it was
+
+    assert weight.grad.tolist() == [1.0, 1.0]
+
+
+def test_what_is_no_tensor_is_replicated():
+    marker = object()
+    batch = (rows(4), {"flag": True, "more": [marker, None, "text"], "scalar": torch.tensor(7.0)})
+
+    parts = split_batch(batch, {}, None, num_microbatches=2)
+
+    for part in parts:
+        assert part.args[1]["flag"] is True
+        assert part.args[1]["more"] == [marker, None, "text"]
+        assert part.args[1]["scalar"] == 7.0
+
+
+def test_nested_trees_keep_their_form():
+    parts = split_batch((Batch((rows(4), [rows(4, 2)]), 2.0),), {}, {"y": rows(4)}, num_microbatches=2)
+
+    assert isinstance(parts[0].args[0], Batch)
+    assert parts[1].args[0].scale == 2.0
+    assert parts[1].args[0].tokens[1][0].tolist() == [[2.0, 2.0], [3.0, 3.0]]
+    assert parts[1].target["y"].tolist() == [2.0, 3.0]
+
+
+def test_specs_choose_the_dimension_or_replicate():
+    x, table, mask, target = rows(8, 4).T, rows(16, 2), rows(3, 3), rows(8)
+    specs = BatchSpec(args=(Split(1), {"table": Replicate()}), kwargs={"mask": Replicate()}, target=Split())
+
+    parts = split_batch((x, {"table": table}), {"mask": mask, "w": rows(8)}, target, num_microbatches=4, specs=specs)
+
+    assert [tuple(part.args[0].shape) for part in parts] == [(4, 2)] * 4
+    assert torch.equal(torch.cat([part.args[0] for part in parts], dim=1), x)
+    assert all(part.args[1]["table"] is table and part.kwargs["mask"] is mask for part in parts)
+    assert parts[3].kwargs["w"].tolist() == [6.0, 7.0]
+
+
+def test_negative_dimensions_count_from_the_end():
+    parts = split_batch((rows(4, 3).T,), {}, None, num_microbatches=2, specs=BatchSpec(args=Split(-1)))
+
+    assert [tuple(part.args[0].shape) for part in parts] == [(3, 2), (3, 2)]
+
+
+def test_an_unbatched_mask_is_caught_and_not_cut():
+    with pytest.raises(PipelineError) as caught:
+        split_batch((rows(8, 16),), {"mask": [None, rows(16, 16)]}, None, num_microbatches=4)
+
+    message = str(caught.value)
+    assert "args[0] (shape (8, 16), split on dim 0) has 8 rows" in message
+    assert "kwargs['mask'][1] (shape (16, 16), split on dim 0) has 16 rows" in message
+    assert "Replicate()" in message
+
+
+def test_rows_that_do_not_divide_are_an_error_with_every_way_out():
+    with pytest.raises(PipelineError) as caught:
+        split_batch((), {"mask": [1, rows(10, 3)]}, None, num_microbatches=4)
+
+    message = str(caught.value)
+    assert "kwargs['mask'][1] (shape (10, 3), split on dim 0) has 10 rows, which 4 microbatches" in message
+    assert "8 or 12 rows" in message
+    assert "one of 1, 2, 5, 10 microbatches" in message
+    assert "allow_ragged=True" in message
+    assert "Replicate()" in message
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_ragged_microbatches_are_never_empty_and_differ_by_one_row(num_rows, num_microbatches):
+    x = rows(num_rows)
+    if num_rows < num_microbatches:
+        with pytest.raises(PipelineError, match=f"at most {num_rows} microbatches"):
+            split_batch((x,), {}, None, num_microbatches=num_microbatches, allow_ragged=True)
+        return
+
+    parts = split_batch((x,), {}, None, num_microbatches=num_microbatches, allow_ragged=True)
+
+    sizes = [part.size for part in parts]
+    assert sizes == [len(piece) for piece in x.tensor_split(num_microbatches)]
+    assert min(sizes) >= 1
+    assert torch.equal(merge_outputs([part.args[0] for part in parts]), x)
+
+
+def test_a_batch_without_tensors_has_microbatches_of_size_0():
+    parts = split_batch((), {}, None, num_microbatches=3, specs=BatchSpec(args=(Split(1),), kwargs={"a": Replicate()}))
+
+    assert [(part.args, part.kwargs, part.target, part.size) for part in parts] == [((), {}, None, 0)] * 3
+
+
+def test_presplit_parts_are_handed_out_as_they_are():
+    ones = [{"x": rows(3)}, {"x": rows(1)}]
+    targets = [rows(3), rows(1)]
+
+    parts = split_batch((PreSplit(ones),), {}, PreSplit(targets), num_microbatches=2)
+
+    assert [part.args[0] for part in parts] == ones
+    assert [part.target for part in parts] == targets
+    assert [part.size for part in parts] == [3, 1]
+
+
+def test_presplit_parts_decide_the_sizes_of_whole_tensors():
+    parts = split_batch((PreSplit([rows(3), rows(1)]),), {}, rows(4), num_microbatches=2)
+
+    assert [part.target.tolist() for part in parts] == [[0.0, 1.0, 2.0], [3.0]]
+
+
+def test_presplit_and_whole_batches_give_the_same_microbatches():
+    x, target = rows(6, 2), rows(6)
+
+    whole = split_batch((x,), {}, target, num_microbatches=3)
+    given_parts = split_batch((PreSplit(x.split(2)),), {}, PreSplit(target.split(2)), num_microbatches=3)
+
+    for one, other in zip(whole, given_parts, strict=True):
+        assert torch.equal(one.args[0], other.args[0])
+        assert torch.equal(one.target, other.target)
+        assert one.size == other.size
+
+
+def test_a_presplit_marked_replicate_counts_no_rows():
+    lengths = PreSplit([rows(5), rows(9)])
+
+    parts = split_batch((rows(4), lengths), {}, None, num_microbatches=2, specs=BatchSpec(args=(None, Replicate())))
+
+    assert [part.size for part in parts] == [2, 2]
+    assert [len(part.args[1]) for part in parts] == [5, 9]
+
+
+@pytest.mark.parametrize(
+    ("args", "specs", "message"),
+    [
+        ((PreSplit([1, 2, 3]),), None, r"args\[0\]: PreSplit holds 3 parts for 2 microbatches"),
+        ((PreSplit([rows(1), rows(2)]), PreSplit([rows(2), rows(1)])), None, r"parts of \(1, 2\).*parts of \(2, 1\)"),
+        ((PreSplit([rows(1), rows(2)]), rows(4)), None, r"parts of \(1, 2\) rows, but args\[1\].*4 rows"),
+        ((rows(4),), (Split(1),), r"args\[0\] of shape \(4,\) cannot be split on dim 1"),
+        ((rows(4),), (Split(-2),), r"cannot be split on dim -2"),
+        ((torch.tensor(1.0),), Split(), r"args\[0\] of shape \(\) cannot be split on dim 0"),
+        ((rows(4),), {1: Split()}, r"args: the spec names 1"),
+        ((rows(4),), Split, r"args: the spec <class .*Split'> does not fit"),
+    ],
+)
+def test_wrong_inputs_are_errors_that_name_the_place(args, specs, message):
+    with pytest.raises(PipelineError, match=message):
+        split_batch(args, {}, None, num_microbatches=2, specs=BatchSpec(args=specs))
+
+
+def test_there_is_at_least_one_microbatch():
+    with pytest.raises(PipelineError, match="num_microbatches is 0"):
+        split_batch((rows(4),), {}, None, num_microbatches=0)
+
+
+def test_merging_undoes_splitting_on_another_dimension():
+    x = rows(6, 2).T
+
+    parts = split_batch((x,), {}, None, num_microbatches=3, specs=BatchSpec(args=Split(1)))
+
+    assert torch.equal(merge_outputs([part.args[0] for part in parts], Concat(1)), x)
+
+
+# ---- signatures
+
+
+def signature(*args, target=None, num_microbatches=2, **options):
+    return BatchRule(num_microbatches, **options).signature(args, {"k": 1}, target)
+
+
+def test_a_signature_does_not_depend_on_the_values_of_tensors_and_numbers():
+    assert signature(torch.zeros(4), 1.0, 1) == signature(torch.ones(4), 2.0, -(2**63))
+    assert signature(PreSplit([1, 2])) == signature(PreSplit([3, 4]))
+    assert signature(PreSplit([rows(1), rows(2)])) == signature(PreSplit([rows(1) + 1, rows(2)]))
+
+
+def test_a_signature_changes_with_everything_that_may_change_a_shape():
+    x = torch.zeros(4, 4)
+    found = [
+        signature(x),
+        signature(x, num_microbatches=4),
+        signature(x, allow_ragged=True),
+        signature(x, specs=BatchSpec(args=Split(1))),
+        signature(x, specs=BatchSpec(args=Replicate())),
+        signature(x, target=x),
+        signature(x[:2]),
+        signature(x.double()),
+        signature(x.clone().requires_grad_()),
+        signature((x,)),
+        signature([x]),
+        signature({"x": x}),
+        signature(x, 1),
+        signature(x, 2**64),
+        signature(x, True),
+        signature(x, False),
+        signature(x, "1"),
+        signature(x, "2"),
+        signature(x, 1.0),
+        signature(x, None),
+        signature(PreSplit([x, x])),
+        signature(PreSplit([x, x[:1]])),
+    ]
+
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.slow
+def test_a_signature_is_the_same_in_every_process():
+    script = (
+        "import torch; from penstock.execute.batch.cutting import BatchRule, Split, BatchSpec;"
+        "rule = BatchRule(2, specs=BatchSpec(args=(Split(1), None)));"
+        "print(rule.signature((torch.ones(4, 2), {'a': 'text'}), {}, None))"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "77"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+
+    specs = BatchSpec(args=(Split(1), None))
+    here = BatchRule(2, specs=specs).signature((torch.ones(4, 2), {"a": "text"}), {}, None)
+    assert done.stdout.strip() == here, done.stderr
