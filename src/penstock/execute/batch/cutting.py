@@ -33,8 +33,8 @@ class _Axis:
     """Which one holds the markers."""
 
 
-_SAMPLES = _Axis("batch", "row", "microbatches", "specs")
-_SEQUENCE = _Axis("sequence", "position", "slices", "slice_specs")
+_SAMPLES = _Axis("batch dimension", "row", "microbatches", "specs")
+_SEQUENCE = _Axis("sequence dimension", "position", "slices", "slice_specs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +220,8 @@ def _even_sizes(leaves: Sequence[_Leaf], num_parts: int, axis: _Axis, allow_ragg
         raise PipelineError(
             f"{leaf} has {length} {axis.unit}s, which {num_parts} {axis.parts} do not divide evenly. "
             f"Pass {below} or {above} {axis.unit}s (a multiple of {num_parts}), use {_said_divisors(length)} "
-            f"{axis.parts}, pass allow_ragged=True, or mark it Replicate() in {axis.option} if it has no dimension of "
-            f"the {axis.dimension}"
+            f"{axis.parts}, pass allow_ragged=True, or mark it Replicate() in {axis.option} if it has no "
+            f"{axis.dimension}"
         )
     return [size + (index < num_larger) for index in range(num_parts)]
 
@@ -241,7 +241,7 @@ def _disagreement(
     )
     return PipelineError(
         f"{first} has {one}, but {other} has {two}; expected the same {axis.unit}s in everything that is split. Mark "
-        f"what has no dimension of the {axis.dimension} Replicate() in {axis.option}, or give Split(dim) that dimension"
+        f"what has no {axis.dimension} Replicate() in {axis.option}, or give Split(dim) the {axis.dimension}"
     )
 
 
