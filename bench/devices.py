@@ -2,7 +2,7 @@
 
     python bench/devices.py [--ranks 4,8] [--microbatches 8,16] [--families 1f1b,zbv] [--output FILE.json]
 
-Forward, input part and weight part of a backward take each rank 10 ms per microbatch, in which it sleeps: so there is
+F, and I and W of a split backward, take each rank 10 ms per microbatch, in which it sleeps: so there is
 room for every rank, whatever machine this is. Ranks are processes over gloo. A sleep overshoots, so a makespan is
 simulated with costs that are fitted to a few recorded steps of the same run; beside it stand the makespans of the
 computations alone, as long as they took and as they were planned. Penstock, recorded steps and torch take turns.
@@ -44,7 +44,7 @@ from penstock.simulation import Costs, simulate
 from penstock.simulation.costs.fit import costs_from_timelines
 
 PART_S = 0.010
-"""What a forward, an input part and a weight part take of a rank and microbatch; each of its stages takes its share."""
+"""What F, I and W each take of a rank and microbatch; each of its stages takes its share."""
 BUDGET = 1.03
 """Measured over simulated."""
 NOISE = 0.01

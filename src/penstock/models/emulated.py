@@ -11,8 +11,8 @@ from torch.nn import functional as F
 class EmulatedLayer(nn.Module):
     """Sleeps in forward and backward, and hands its input on; its one weight, a factor of 1, makes it trainable.
 
-    `weight_s` is how much of `backward_s` the gradient of the weight takes. Of a backward in two parts, the weight part
-    sleeps for it, and the input part for the rest, whether or not the input needs a gradient.
+    `weight_s` is how much of `backward_s` the gradient of the weight takes. In a split backward W sleeps for it, and I
+    for the rest, whether or not the input needs a gradient.
     """
 
     def __init__(self, forward_s: float, backward_s: float, *, weight_s: float = 0.0) -> None:

@@ -28,7 +28,7 @@ def own_backward(module: nn.Module) -> nn.Module:
     `module(*inputs)` returns `(output, context)`, without a graph. `module.backward(gradient, context)` returns the
     gradient of the input, in its form, or None where it has none; of several inputs, a tuple. `gradient` has the
     output's form, with zeros where nothing came back. The gradients of its own weights it adds to their `.grad`
-    (`add_gradient`), so a split schedule finds nothing to leave for later and runs all of it in the input part.
+    (`add_gradient`), so a split schedule finds nothing to defer and runs all of it in I.
     Parameters are named `module.` and their name.
 
     Raises:
