@@ -37,9 +37,9 @@ from penstock.execute.stages.assemble import (
     Layer,
     assemble,
     count_parameters,
-    lay_out_skips,
     layer_names,
     spec_attribute,
+    with_skips,
 )
 from penstock.execute.stages.carried import refuse_layers_that_look_back
 from penstock.execute.stages.main_gradients import require_shapes
@@ -337,7 +337,7 @@ class Pipeline(ModelPart):
         agree_on_copies(self._transport, self._assembly.tied_copies)
         for copy in self._assembly.tied_copies.values():
             copy.share_values(self._transport)
-        lay_out_skips(self._transport, self.stages, self._layers_of_stage)
+        self._assembly = with_skips(self._transport, self._assembly, self._layers_of_stage)
         if self.schedule.num_slices > 1:
             refuse_layers_that_look_back(self._transport, self.stages, _LOOKING_BACK)
         problem = unsplittable(self.stages, range(self.schedule.num_stages), "split_backwards=True")

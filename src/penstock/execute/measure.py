@@ -23,7 +23,7 @@ from penstock.execute.losses.output import takes_weight
 from penstock.execute.stages.assemble import Layer, layer_names
 from penstock.execute.stages.auxiliary import auxiliary_modules, take_all
 from penstock.execute.stages.signatures import taken_keywords
-from penstock.execute.stages.skips import Shelf, StageSkips, skip_names
+from penstock.execute.stages.skips import SkipBuffer, StageSkips, skip_names
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.values.tree import as_graph_leaves, flatten, map_leaves
 from penstock.execute.world import default_device, default_transport
@@ -195,7 +195,7 @@ class _LayerWork:
         self._own_skips = skip_names(module)
         self._skips = StageSkips([module])
         self._auxiliary = auxiliary_modules([module])
-        self._shelf = Shelf({}, "")
+        self._buffer = SkipBuffer({}, "")
         self.output: Any = None
         """Of the last forward, without its graph."""
         self.put: dict[str, Any] = {}
@@ -204,21 +204,21 @@ class _LayerWork:
     def forward(self) -> list[Tensor]:
         """Run the layer on leaves of its own, as a stage does; return where its backward begins."""
         args, skips = as_graph_leaves(self._inputs)
-        self._shelf = Shelf(skips, "")
+        self._buffer = SkipBuffer(skips, "")
         for module in self._auxiliary:
             module.begin()
-        with self._skips.on(self._shelf):
+        with self._skips.on(self._buffer):
             output = self._module(*args, **self._keywords)
         value = self._finish(output)
-        put = self._shelf.take(self._own_skips)
+        put = self._buffer.take(self._own_skips)
         added = take_all(self._auxiliary).total
-        self._shelf.close()
+        self._buffer.close()
         self.output, self.put = as_graph_leaves((output, put))
         return [leaf for leaf in flatten((value, put, added))[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def backward(self, roots: Sequence[Tensor]) -> None:
         """Run the whole backward; layers that run again find the skips that they got."""
-        with self._skips.on(self._shelf):
+        with self._skips.on(self._buffer):
             if roots:
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         for module in self._auxiliary:

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
 from penstock.execute.failures.failure import FailureDesk
-from penstock.execute.stages.stage import SavedForward
+from penstock.execute.stages.passes import SavedForward
 from penstock.execute.transport import LocalTransport
 from tests.faults import DEADLINE_S, NUM_RANKS, Fault, FaultyRank, FaultyThreads, PlantedError, batch, is_right
 

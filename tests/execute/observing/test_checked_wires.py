@@ -12,7 +12,7 @@ from penstock.execute.transport.protocol import Ticket
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
 from penstock.schedules import build
-from tests.execute.test_interpreter import drawn
+from tests.execute.test_run import drawn
 from tests.local_pipelines import (
     PATIENCE_S,
     Task,

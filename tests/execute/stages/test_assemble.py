@@ -8,12 +8,13 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from penstock.errors import PartitionError, StepRefused
-from penstock.execute.stages.assemble import assemble, count_parameters, lay_out_skips, layer_names
+from penstock.execute.stages.assemble import assemble, count_parameters, layer_names, with_skips
 from penstock.execute.stages.stage import Stage
 from penstock.models import Skip
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
 from tests.local_pipelines import WIDTH, Task, difference, error_of, on_ranks, settle, square_loss, step_task, values
+from tests.one_stage import OneStage
 
 CPU = torch.device("cpu")
 LINE = Placement.line(3)
@@ -460,12 +461,13 @@ def test_every_stage_is_told_of_the_skips_that_go_past_it_though_others_hold_the
     layers = [Holder("a"), nn.Tanh(), nn.Tanh(), Holder("a")]
 
     def case(wires):
-        [stage] = assemble(layers, LINE, SLICES, wires.rank, device=CPU).stages
-        lay_out_skips(wires, [stage], SLICES)
+        assembly = with_skips(wires, assemble(layers, LINE, SLICES, wires.rank, device=CPU), SLICES)
+        [stage] = assembly.stages
         if stage.index == 2:
-            return stage.skips
+            return assembly.skips[2]
         x = torch.ones(1)
-        return stage.forward((x,) if stage.index == 0 else ((x, {"a": x}),), {})
+        one = OneStage(stage, features=[assembly.skips[stage.index]])
+        return one.forward(x if stage.index == 0 else (x, {"a": x}))[0]
 
     first, middle, last = on_ranks(3, case)
 
@@ -476,11 +478,9 @@ def test_every_stage_is_told_of_the_skips_that_go_past_it_though_others_hold_the
 
 def test_a_stage_that_no_skip_concerns_is_told_of_none():
     def case(wires):
-        [stage] = assemble([nn.Tanh()] * 4, LINE, SLICES, wires.rank, device=CPU).stages
-        lay_out_skips(wires, [stage], SLICES)
-        return stage.skips
+        return with_skips(wires, assemble([nn.Tanh()] * 4, LINE, SLICES, wires.rank, device=CPU), SLICES).skips
 
-    assert on_ranks(3, case) == [None, None, None]
+    assert on_ranks(3, case) == [{}, {}, {}]
 
 
 def test_a_stage_knows_where_its_first_layer_stands_in_the_model():

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock.errors import PipelineError
 from penstock.execute.calls import Bound, Call, Change, around_each
+from penstock.execute.step import Step
 from penstock.execute.transport.protocol import Ticket, Transport, WaitObserver
 from penstock.ir.deps import predecessors
 from penstock.ir.instruction import Instruction, Op
@@ -190,9 +191,9 @@ class CheckedWires:
         return self._telling_reduction(messages.what(bound.row), bound.call) if op is Op.REDUCE_TIED else bound.call
 
     def _telling_send(self, peer: int, what: _What, call: Call) -> Call:
-        def send() -> None:
+        def send(step: Step) -> None:
             self._sending, self._part = what, 0
-            call()
+            call(step)
             if self._part == 0:  # [1]
                 self._leaving(peer, self._post_header(peer, _NOTHING))
             self._sending = _What()
@@ -200,18 +201,18 @@ class CheckedWires:
         return send
 
     def _telling_receive(self, peer: int, what: _What, call: Call) -> Call:
-        def receive() -> None:
+        def receive(step: Step) -> None:
             self._channels[peer].announced.append(what)
             self._receiving = None
-            call()
+            call(step)
             self._receiving = _What()
 
         return receive
 
     def _telling_arrival(self, peer: int, what: _What, call: Call) -> Call:
-        def arrive() -> None:
+        def arrive(step: Step) -> None:
             self._receiving = None
-            call()
+            call(step)
             self._receiving = _What()
             while what in self._channels[peer].announced:  # [1] nothing was taken of it
                 self._take_next(peer)
@@ -219,9 +220,9 @@ class CheckedWires:
         return arrive
 
     def _telling_reduction(self, what: _What, call: Call) -> Call:
-        def reduce() -> None:
+        def reduce(step: Step) -> None:
             self._sending = self._receiving = what
-            call()
+            call(step)
             self._sending = self._receiving = _What()
 
         return reduce

@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from penstock.execute.batch.step import Step
 from penstock.execute.calls import Change
 from penstock.execute.observing.checked_values import ValueChecks
 from penstock.execute.observing.checked_wires import CheckedWires
@@ -54,7 +53,6 @@ class Inspection:
         self._values = None
         if options.debug == "values":
             self._values = ValueChecks(transport.rank, assembly.stages, self._gradient_attribute)
-        self._step: Step | None = None
         self._number = -1
 
     @property
@@ -79,7 +77,7 @@ class Inspection:
         """Return what is changed in every step of a program."""
         found: list[Change] = []
         if self._values is not None:
-            found.append(self._values.change(program, self._current_step))
+            found.append(self._values.change(program))
         if self._checked is not None:
             found.append(self._checked.change(program))
         if self._options.ranges:
@@ -97,16 +95,12 @@ class Inspection:
         return message_log(program, self._number)
 
     @contextmanager
-    def watching(self, step: Step, *, is_training: bool) -> Iterator[None]:
+    def watching(self, *, is_training: bool) -> Iterator[None]:
         """Look at the values of a step while it runs, and at what it began and ended with."""
-        self._step = step
-        try:
-            self._look_before(is_training)
-            with nullcontext() if self._values is None else self._values.watching():
-                yield
-            self._look_after(is_training)
-        finally:
-            self._step = None
+        self._look_before(is_training)
+        with nullcontext() if self._values is None else self._values.watching():
+            yield
+        self._look_after(is_training)
 
     def _look_before(self, is_training: bool) -> None:
         if self._values is None:
@@ -131,7 +125,3 @@ class Inspection:
             copied=self._assembly.copied_names,
             gradient_attribute=self._gradient_attribute,
         )
-
-    def _current_step(self) -> Step:
-        assert self._step is not None
-        return self._step

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock.errors import count_of
 from penstock.execute.calls import Bound, Call, Change, around_each
+from penstock.execute.step import Step
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.action import Kind
 from penstock.ir.program import Program
@@ -80,8 +81,8 @@ def _logging(program: Program, bound: Bound, step: int) -> Call:
     ends = f"to rank {peer}" if op.is_send else f"from rank {peer}"
     what = f"{program.instruction(row)} {'arrived' if bound.receive_row is not None else 'posted'}, {ends}"
 
-    def logged() -> None:
-        call()
+    def logged(running: Step) -> None:
+        call(running)
         LOG.debug("rank %d, step %d: %s", rank, step, what)
 
     return logged

@@ -7,7 +7,7 @@ does, where two modules hold one and the same parameter, and where routes run co
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class Assembly:
     """Per index of a group that this rank belongs to, its copy."""
     copied_names: frozenset[str]
     """Names under which this rank holds parameters that belong to another name."""
+    skips: Mapping[int, StageSkips] = field(default_factory=dict)
+    """By index of a stage, the skips that its layers hold or that go past it, if any."""
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's parameters in the order of the unsplit model, each once and under its first name there."""
@@ -145,11 +147,11 @@ def count_parameters(transport: Transport, stages: Sequence[Stage], names: Seque
     return {name: everyone[name] for name in names}
 
 
-def lay_out_skips(transport: Transport, stages: Sequence[Stage], layers_of_stage: Sequence[range]) -> None:
-    """Tell each stage which skips its layers hold and which go past it; a collective, as layers are built apart."""
+def with_skips(transport: Transport, assembly: Assembly, layers_of_stage: Sequence[range]) -> Assembly:
+    """Find which skips the layers of each stage hold and which go past it; a collective, as layers are built apart."""
     own = {
         str(index): skip_names(layer)  # what is gathered has texts as keys
-        for stage in stages
+        for stage in assembly.stages
         for index, layer in zip(layers_of_stage[stage.index], stage.layers.values(), strict=True)
     }
     everyone: dict[str, list[str]] = {}
@@ -160,11 +162,12 @@ def lay_out_skips(transport: Transport, stages: Sequence[Stage], layers_of_stage
     for index in sorted(map(int, everyone)):
         for name in everyone[str(index)]:
             holders.setdefault(name, []).append(index)
-    for stage in stages:
+    skips = {}
+    for stage in assembly.stages:
         own_layers = layers_of_stage[stage.index]
         arriving, leaving = open_at(own_layers.start, holders), open_at(own_layers.stop, holders)
-        skips = StageSkips(list(stage.layers.values()), arriving, leaving, f"stage {stage.index}")
-        stage.skips = None if skips.is_empty else skips
+        skips[stage.index] = StageSkips(stage.modules, arriving, leaving, f"stage {stage.index}")
+    return replace(assembly, skips={index: found for index, found in skips.items() if not found.is_empty})
 
 
 def _num_parameters(layer: nn.Module) -> int:

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from penstock.execute.methods import has_methods
 from penstock.execute.stages.auxiliary import Auxiliary
 from penstock.execute.stages.carried import Carrying
+from penstock.execute.stages.feature import has_methods
 from penstock.execute.stages.skips import Skipping
 from penstock.models import AuxiliaryLoss, Carry, Skip
 from penstock.pipeline import Pipeline

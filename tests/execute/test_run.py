@@ -1,8 +1,8 @@
-"""The interpreter runs any feasible order with the gradients of one process, and keeps alive what the check counts."""
+"""The loop runs any feasible order with the gradients of one process, and keeps alive what the check counts."""
 
 import gc
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch import nn
 from penstock.errors import PipelineError
 from penstock.execute.batch.agreement import Mode
 from penstock.execute.reference import reference_step
-from penstock.execute.stages.stage import SavedForward
+from penstock.execute.stages.passes import SavedForward
 from penstock.ir.action import Action, Kind, OverlappedPair
 from penstock.ir.live import peak_activations
 from penstock.ir.schedule import Schedule
@@ -164,14 +164,15 @@ def num_saved():
 class Weighing(nn.Module):
     """Notes how many forwards of its rank wait for their backward, itself included, whenever it runs."""
 
-    def __init__(self, inner, registers, seen):
+    def __init__(self, inner, step, seen):
         super().__init__()
         self.inner = inner
-        self.registers = registers
+        self.step = step
         self.seen = seen
 
     def forward(self, x):
-        self.seen.append(1 + sum(saved is not None for saved in self.registers()))
+        saved = self.step().saved
+        self.seen.append((1 + sum(each is not None for each in saved), len(saved)))
         return self.inner(x)
 
 
@@ -184,8 +185,8 @@ def test_a_rank_keeps_as_many_activations_alive_as_the_check_counts(schedule):
     task = float_task(2 * schedule.num_microbatches)
 
     def case(wires):
-        seen, saved = [], []
-        layers = [Weighing(layer, lambda: saved[0], seen) for layer in task.make_layers()]
+        seen, steps = [], []
+        layers = [Weighing(layer, lambda: steps[0], seen) for layer in task.make_layers()]
         pipeline = Pipeline(
             layers,
             schedule,
@@ -193,9 +194,10 @@ def test_a_rank_keeps_as_many_activations_alive_as_the_check_counts(schedule):
             transport=wires,
             split=[*[1] * (schedule.num_stages - 1), 6 - schedule.num_stages],
         )
-        saved.append(pipeline._runner._interpreter(Mode.TRAIN)._registers.saved)
+        make_step = pipeline._runner._make_step
+        pipeline._runner._make_step = lambda *args: steps.append(make_step(*args)) or steps[-1]
         step_task(pipeline, task)
-        return max(seen), len(saved[0])
+        return max(seen)
 
     peaks = on_ranks(schedule.num_ranks, case)
 
@@ -203,21 +205,18 @@ def test_a_rank_keeps_as_many_activations_alive_as_the_check_counts(schedule):
     assert [slots for _, slots in peaks] == peak_activations(schedule)
 
 
-def test_a_step_and_a_failed_step_leave_the_registers_empty():
+def test_a_failed_step_keeps_nothing_alive_though_its_error_is_kept():
     task = float_task(8)
     calls = []
 
     def loss(output, target):
         calls.append(1)
-        return task.loss(output, target) if len(calls) != 7 else None
+        return task.loss(output, target) if len(calls) != 3 else None
 
     pipeline = Pipeline(task.make_layers(), "gpipe", 4, loss)
-    step_task(pipeline, task)
-    leftovers = [interpreter._registers.leftovers() for interpreter in pipeline._runner._interpreters.values()]
-    error_of(step_task, pipeline, task)
+    error = error_of(step_task, pipeline, task)
 
-    assert leftovers == [0]
-    assert [interpreter._registers.leftovers() for interpreter in pipeline._runner._interpreters.values()] == [0]
+    assert error.__traceback__ is not None
     gc.collect()
     assert num_saved() == 0
 
@@ -225,10 +224,10 @@ def test_a_step_and_a_failed_step_leave_the_registers_empty():
 def test_what_a_program_does_not_free_is_an_error():
     task = float_task(4)
     pipeline = Pipeline(task.make_layers(), "gpipe", 2, task.loss)
-    interpreter = pipeline._runner._interpreter(Mode.TRAIN)
-    interpreter._bound = [
-        bound for bound in interpreter._bound if "0B1" not in str(pipeline.program.instruction(bound.row))
-    ]
+    runner, program = pipeline._runner, pipeline.program
+    compiled = runner._compiled_for(Mode.TRAIN)
+    bounds = [bound for bound in compiled.bounds if "0B1" not in str(program.instruction(bound.row))]
+    runner._compiled[Mode.TRAIN] = replace(compiled, bounds=bounds)
 
     error = error_of(step_task, pipeline, task)
 
