@@ -8,9 +8,7 @@ asked per call and what is off costs nothing.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.execute.step import Step
-
-Call = Callable[[Step], None]
+Call = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)

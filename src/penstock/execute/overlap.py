@@ -17,7 +17,6 @@ import torch
 
 from penstock.errors import PipelineError
 from penstock.execute.calls import Bound, Call, Change
-from penstock.execute.step import Step
 from penstock.ir.instruction import Instruction, Op
 from penstock.ir.program import Program
 
@@ -28,7 +27,7 @@ class Computation:
 
     instruction: Instruction
     """Which one it is."""
-    run: Callable[[], None]
+    run: Call
 
     def __call__(self) -> None:
         self.run()
@@ -74,14 +73,14 @@ class _Pairing:
     def pair(self, program: Program, first: Bound, second: Bound) -> Call:
         instructions = [program.instruction(bound.row) for bound in (first, second)]
 
-        def run_both(step: Step) -> None:
+        def run_both() -> None:
             state = _ThreadState(self._device)
             num_runs = [0, 0]
 
             def once(index: int, bound: Bound) -> None:
                 num_runs[index] += 1
                 with state.restored():
-                    self._run(bound, step)
+                    self._run(bound)
 
             self._overlap(
                 Computation(instructions[0], lambda: once(0, first)),
@@ -96,9 +95,9 @@ class _Pairing:
 
         return run_both
 
-    def _run(self, bound: Bound, step: Step) -> None:
+    def _run(self, bound: Bound) -> None:
         try:
-            bound.call(step)
+            bound.call()
         except Exception:
             self._note(bound.row)  # the error is this computation's, not that of the pair's first
             raise

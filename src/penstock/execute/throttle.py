@@ -15,7 +15,6 @@ import torch
 
 from penstock.execute.calls import Bound, Call, Change, around_each
 from penstock.execute.markers import Marker, await_marker
-from penstock.execute.step import Step
 from penstock.ir.program import Program
 
 
@@ -51,7 +50,7 @@ class Throttle:
         self._pending.clear()
 
     def _held_back(self, call: Call) -> Call:
-        def throttled(step: Step) -> None:
+        def throttled() -> None:
             while len(self._pending) >= self._limit:
                 await_marker(
                     self._pending.popleft(),
@@ -60,7 +59,7 @@ class Throttle:
                     read_clock=self._read_clock,
                     pause=self._pause,
                 )
-            call(step)
+            call()
             marker = self._make_marker()
             marker.record()
             self._pending.append(marker)

@@ -6,11 +6,9 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.execute.calls import Call
 from penstock.execute.markers import Marker, await_marker
 from penstock.execute.observing.clock import Clock
-from penstock.execute.observing.record import Recorder
-from penstock.execute.step import Step
+from penstock.execute.observing.record import Call, Recorder
 
 MILLISECONDS = 1e-3
 
@@ -43,10 +41,10 @@ class DeviceRecorder(Recorder):
         self._origin_s = clock.read()
 
     def timed(self, row: int, call: Call) -> Call:
-        def timed_call(step: Step) -> None:
+        def timed_call() -> None:
             start, end = self._make_event(), self._make_event()
             start.record()
-            call(step)
+            call()
             end.record()
             self._events[row] = start, end
 

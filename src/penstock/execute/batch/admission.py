@@ -1,0 +1,284 @@
+"""The admission of a batch: it is cut, and runs only if all ranks run the same step on the same batch."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from penstock.errors import PenstockError, PipelineError, StepRefused, nearest
+from penstock.execute.batch.cutting import BatchRule, with_sizes
+from penstock.execute.batch.microbatch import Microbatch, PreSplit
+from penstock.execute.batch.stream import Reader, Stream, StreamRules
+from penstock.execute.batch.supply import Supply, without_data
+from penstock.execute.batch.values import NUM_PARTS, BatchValues, refuse_other_values
+from penstock.execute.control.agreement import (
+    AgreedStep,
+    Mode,
+    StepProposal,
+    agree_on_step,
+    digest,
+    refusing,
+)
+from penstock.execute.control.collectives import Control
+from penstock.execute.stages.signatures import EVERY
+from penstock.execute.stages.stage import Stage
+from penstock.execute.values.tree import flatten
+from penstock.placement import Placement
+
+VALUES_EVERY = 100
+"""The values of the first batch, and of each so many after it, are compared between the ranks; those of training
+steps and of evaluations apart."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """A batch that all ranks agreed on."""
+
+    microbatches: list[Microbatch]
+    """With the parts of the batch that this rank was given, and the sizes that hold for all."""
+    slices: list[list[Microbatch]]
+    """Per microbatch its slices; the microbatch itself where it is not cut."""
+    agreed: AgreedStep
+    has_target: bool = False
+    """Whether this rank was given a target."""
+    supply: Supply | None = None
+    """Of data that are pulled when needed, or let go after their use: it fills and empties `slices`."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputNeeds:
+    """What a rank's stages take of a batch."""
+
+    inputs: bool
+    target: bool
+    keywords: frozenset[str] = frozenset()
+    keywords_of_all: frozenset[str] | None = None
+    """What the layers of any rank take, `EVERY` among them if one may take any; None: not known."""
+
+    @classmethod
+    def of(
+        cls, stages: Sequence[Stage], placement: Placement, keywords_of_all: frozenset[str], *, has_loss: bool
+    ) -> "InputNeeds":
+        """Look at the stages of a rank; those of last stages take the target if there is a loss."""
+        return cls(
+            inputs=any(placement.previous_stage[stage.index] < 0 for stage in stages),
+            target=has_loss and any(placement.next_stage[stage.index] < 0 for stage in stages),
+            keywords=frozenset(name for stage in stages for name in stage.keyword_names()),
+            keywords_of_all=keywords_of_all,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """What `step` or `evaluate` was called with on this rank."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    target: Any = None
+    return_outputs: bool = False
+    record: bool = False
+    refusal: PenstockError | None = None
+    """Why this rank cannot run the step; then all ranks refuse it and are told."""
+
+
+@dataclass(slots=True, eq=False)
+class _LocalBatch:
+    """What a rank was given, before the ranks have agreed on it; digests are 0 for nothing."""
+
+    microbatches: list[Microbatch] = field(default_factory=list)
+    slices: list[list[Microbatch]] = field(default_factory=list)
+    inputs: int = 0
+    keywords: int = 0
+    target: int = 0
+    position: int = 0
+    reader: Reader | None = None
+    call: Call = Call()
+    """Of a stream, the first microbatch."""
+    spent: list[PreSplit] = field(default_factory=list)
+    """What lets go of its parts when they have been used."""
+
+
+class Admission:
+    """Admits the batches of one rank of a pipeline; times are read off `read`."""
+
+    def __init__(
+        self,
+        control: Control,
+        device: torch.device,
+        rule: BatchRule,
+        needs: InputNeeds,
+        *,
+        stream_rules: StreamRules = StreamRules(),  # noqa: B008 (it cannot change)
+        checks_values: bool = True,
+        read: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._control = control
+        self._device = device
+        self._rule = rule
+        self._needs = needs
+        self._stream_rules = stream_rules
+        self._checks_values = checks_values and control.num_ranks > 1
+        self._num_admitted = {True: 0, False: 0}
+        self._read = read
+
+    def admit(self, mode: Mode, call: Call, problem: PenstockError | None = None, **proposed: Any) -> Batch:
+        """Cut the batch and compare it with what the other ranks were given; one small gather.
+
+        A `problem` of this rank refuses the step. `proposed` are further fields of a `StepProposal`.
+
+        Raises:
+            StepRefused: on every rank alike, if a batch cannot be cut, a rank has a problem, or the ranks differ.
+        """
+        refusal = problem or call.refusal
+        given = _LocalBatch()
+        stream: Stream | None = None
+        try:
+            stream = _stream_of(call)
+            if call.refusal is None:
+                given = self._whole(call) if stream is None else self._streamed(stream)
+        except PenstockError as error:
+            refusal = refusal or error
+        values = self._values(mode, given) if refusal is None else None
+        own = self._proposal(mode, call, given, values, refusal, proposed)
+        try:
+            proposals = agree_on_step(self._control, own)
+            refuse_other_values(self._control, values, [each.values or (0,) * NUM_PARTS for each in proposals])
+            batch = self._agreed(given, AgreedStep(proposals))
+        except StepRefused as refused:
+            if stream is not None:
+                stream.undo_begin()
+            if refusal is not None:
+                raise refused from refusal
+            raise
+        self._num_admitted[mode.is_training] += 1
+        return batch
+
+    def check_values_again(self) -> None:
+        """Compare the values of the next batch, as after a failure, on all ranks alike."""
+        self._num_admitted = {True: 0, False: 0}
+
+    def _values(self, mode: Mode, given: _LocalBatch) -> BatchValues | None:
+        """What the ranks compare beside shapes; tensors only now and then, so that it costs nothing to speak of."""
+        if not self._checks_values:
+            return None
+        is_due = self._num_admitted[mode.is_training] % VALUES_EVERY == 0 and given.reader is None
+        call = given.call
+        return BatchValues(call.args, call.kwargs, call.target, reads_all=is_due)
+
+    def _whole(self, call: Call) -> _LocalBatch:
+        self._check(call)
+        microbatches = self._rule.microbatches(call.args, call.kwargs, call.target)
+        return _LocalBatch(
+            microbatches,
+            [self._rule.slices(microbatch) for microbatch in microbatches],
+            digest(self._rule.signature(call.args, {}, None)) if call.args else 0,
+            digest(self._rule.signature((), call.kwargs, None)) if call.kwargs else 0,
+            digest(self._rule.signature((), {}, call.target)) if call.target is not None else 0,
+            call=call,
+            spent=[each for each in flatten((call.args, dict(call.kwargs), call.target))[0] if _is_spent(each)],
+        )
+
+    def _streamed(self, stream: Stream) -> _LocalBatch:
+        """Look at the first microbatch only: the others are to be like it."""
+        num_microbatches = self._rule.num_microbatches
+        if not (self._needs.inputs or self._needs.target or self._needs.keywords):
+            return self._whole(Call())
+        reader = Reader(stream, self._control.rank, self._rule, self._stream_rules, read=self._read)
+        part, slices = reader.begin()
+        first = Call(part.args, part.kwargs, part.target)
+        self._check(first)
+        rule = replace(self._rule, num_microbatches=1)
+        kind = f"{num_microbatches} off a stream"
+        empty_slices = [without_data(one) for one in slices]
+        return _LocalBatch(
+            [replace(empty_slices[0], index=index, length=0) for index in range(num_microbatches)],
+            [[replace(one, index=index) for one in empty_slices] for index in range(num_microbatches)],
+            digest(f"{kind} {rule.signature(part.args, {}, None)}") if part.args else 0,
+            digest(f"{kind} {rule.signature((), part.kwargs, None)}") if part.kwargs else 0,
+            digest(f"{kind} {rule.signature((), {}, part.target)}") if part.target is not None else 0,
+            stream.position + 1,
+            reader,
+            first,
+        )
+
+    def _proposal(
+        self,
+        mode: Mode,
+        call: Call,
+        given: _LocalBatch,
+        values: BatchValues | None,
+        refusal: PenstockError | None,
+        proposed: Mapping[str, Any],
+    ) -> StepProposal:
+        return StepProposal(
+            mode=mode,
+            inputs=given.inputs,
+            keywords=given.keywords,
+            target=given.target,
+            sizes=_unless_zero([microbatch.size for microbatch in given.microbatches]),
+            lengths=_unless_zero([each.length for row in given.slices for each in row]),
+            takes_keywords=bool(self._needs.keywords),
+            takes_target=self._needs.target,
+            wants_outputs=call.return_outputs,
+            position=given.position,
+            values=() if values is None else values.digests(self._device).tolist(),
+            **({} if refusal is None else refusing(refusal)),
+            **proposed,
+        )
+
+    def _agreed(self, given: _LocalBatch, agreed: AgreedStep) -> Batch:
+        num_microbatches, width = self._rule.num_microbatches, self._rule.num_slices
+        rows = agreed.sizes or (0,) * num_microbatches
+        lengths = agreed.lengths or (0,) * (num_microbatches * width)
+        if width > 1 and not any(lengths):
+            raise StepRefused(
+                f"nothing in the batch has a dimension {self._rule.slice_dim} to cut into {width} slices; give "
+                "slice_dim the dimension of the sequence, or use a schedule with 1 slice"
+            )
+        sized = [
+            part if part.size == rows[part.index] else replace(part, size=rows[part.index])
+            for part in given.microbatches
+        ]
+        parts = [
+            with_sizes(slices, rows[index], lengths[index * width : (index + 1) * width])
+            for index, slices in enumerate(given.slices)
+        ]
+        for presplit in given.spent:
+            presplit.parts.clear()
+        supply = Supply(parts, given.reader) if given.reader is not None or given.spent else None
+        return Batch(sized, parts, agreed, bool(given.target), supply)
+
+    def _check(self, call: Call) -> None:
+        if self._needs.inputs and not (call.args or call.kwargs):
+            raise PipelineError(
+                f"rank {self._control.rank} holds the first stage and was given no inputs; pass it the batch"
+            )
+        known = self._needs.keywords_of_all
+        for name in call.kwargs:
+            if known is not None and name not in known and EVERY not in known:
+                raise PipelineError(
+                    f"no layer's forward names {name!r}.{nearest(name, known)} The layers take the "
+                    f"keywords {sorted(known)}; rename or drop it"
+                )
+
+
+def _stream_of(call: Call) -> Stream | None:
+    """The stream that brings the whole batch, if one does."""
+    if not any(isinstance(each, Stream) for each in (*call.args, *call.kwargs.values(), call.target)):
+        return None
+    stream = call.args[0] if call.args else None
+    if isinstance(stream, Stream) and len(call.args) == 1 and not call.kwargs and call.target is None:
+        return stream
+    raise PipelineError(
+        "a Stream brings inputs, keywords and target of each microbatch itself; pass it alone, as in step(stream)"
+    )
+
+
+def _is_spent(value: object) -> bool:
+    return isinstance(value, PreSplit) and value.is_spent
+
+
+def _unless_zero(numbers: list[int]) -> list[int]:
+    return numbers if any(numbers) else []

@@ -1,1 +1,0 @@
-"""From the rows of one rank to bound calls, once per program; one small file per role."""

@@ -1,0 +1,288 @@
+"""Where every rank is right now, in a small region of memory that all ranks of a host can read.
+
+Each rank writes only its own slot, without locks; readers may see a slot in the middle of a change, which does no harm
+to a rank that stands still. The memory is anonymous (`memfd_create` of Linux): no disk stalls a rank that writes, and
+nothing stays behind, however a rank ends. What a rank wrote stays readable after its death.
+
+    slot of one rank:  pid epoch step | state row peer since | moment of the verdict | failure | stack | verdict
+"""
+
+import mmap
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from struct import Struct
+from typing import NamedTuple
+
+PAGE_BYTES = 4096
+IDENTITY = Struct("<qqq")
+POSITION = Struct("<qqqd")
+ROW = Struct("<q")
+LENGTH = Struct("<q")
+MOMENT = Struct("<d")
+TEXT_BYTES = 8000
+VERDICT_BYTES = 24000
+POSITION_AT = IDENTITY.size
+ROW_AT = POSITION_AT + ROW.size
+"""Behind the state."""
+VERDICT_TIME_AT = POSITION_AT + POSITION.size
+FAILURE_AT = VERDICT_TIME_AT + MOMENT.size
+STACK_AT = FAILURE_AT + LENGTH.size + TEXT_BYTES
+VERDICT_AT = STACK_AT + LENGTH.size + TEXT_BYTES
+SLOT_BYTES = -(-(VERDICT_AT + LENGTH.size + VERDICT_BYTES) // PAGE_BYTES) * PAGE_BYTES
+NO_PEER = -1
+SEPARATOR = "\x1f"
+"""Between the fields of a text, ASCII's sign for it; a text that is too long loses its end."""
+
+
+class State(IntEnum):
+    """What a rank does."""
+
+    UNKNOWN = 0
+    """Nothing can be seen, because the rank is on another host."""
+    IDLE = 1
+    """It is between steps."""
+    RUNNING = 2
+    WAITING = 3
+    """It waits for a peer."""
+    FAILED = 4
+    """Its own work raised an error."""
+    DONE = 5
+    """It has closed its pipeline."""
+
+
+IDLE = int(State.IDLE)
+RUNNING = int(State.RUNNING)
+WAITING = int(State.WAITING)
+
+
+class Failure(NamedTuple):
+    """What a rank's own work raised."""
+
+    summary: str
+    """One line."""
+    place: str
+    """In what of the user's code, or nothing."""
+    calls: str
+    """The end of the traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPosition:
+    """One rank's slot at one moment."""
+
+    rank: int
+    pid: int
+    epoch: int
+    """How often the rank has recovered; texts of an earlier epoch are gone."""
+    step: int
+    state: State
+    row: int
+    """Index of its current instruction; -1 before the first one."""
+    peer: int | None
+    """The rank that it waits for."""
+    since_s: float
+    """`time.monotonic()` at which the state began."""
+    failure: Failure | None
+    stack: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedVerdict:
+    """The finding that some rank has written down."""
+
+    text: str
+    recorded_s: float
+    rank: int
+
+
+class PositionMemory:
+    """The memory of one host's ranks, until all of them have mapped it; every rank makes one, the first one's counts.
+
+    Its path leads through the files of the process that made it, so it is open to processes of the same user only.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.path = ""
+        """Empty where there is no such memory."""
+        self._num_ranks = num_ranks
+        try:
+            self._file = os.memfd_create("penstock-positions")
+        except (AttributeError, OSError):  # no Linux, or no file left: a run does not end for its diagnosis
+            return
+        os.ftruncate(self._file, num_ranks * SLOT_BYTES)
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def __enter__(self) -> "PositionMemory":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Free the memory here; it lives on in those that have mapped it."""
+        if self.path:
+            os.close(self._file)
+            self.path = ""
+
+    def board(self, rank: int, hosts: Sequence[str], paths: Sequence[str]) -> "PositionBoard":
+        """Return this rank's board in the memory of the first rank of its host; all ranks' hosts and paths are given.
+
+        Ranks of other hosts, and all other ranks where the memory cannot be opened, are unknown on this board.
+        """
+        path = paths[hosts.index(hosts[rank])]
+        return PositionBoard(_map(path, self._num_ranks * SLOT_BYTES), rank, self._num_ranks)
+
+
+class PositionBoard:
+    """The slots of all ranks, seen from one of them."""
+
+    def __init__(self, memory: mmap.mmap, rank: int, num_ranks: int) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.epoch = 0
+        self._memory = memory
+        self._slot = rank * SLOT_BYTES
+        self._position_at = self._slot + POSITION_AT
+        self._row = -1
+        self._step = -1
+        self._base = IDLE
+        self._identify()
+        self.note_idle()
+
+    @classmethod
+    def in_process(cls, num_ranks: int) -> "list[PositionBoard]":
+        """Make the boards of ranks that are threads of this process."""
+        memory = mmap.mmap(-1, num_ranks * SLOT_BYTES)
+        return [cls(memory, rank, num_ranks) for rank in range(num_ranks)]
+
+    # The next four run once per instruction or more often.
+
+    def row_of(self, rank: int) -> int:
+        """Tell which row a rank is at: -1 before the first one, 0 at most where it cannot be seen."""
+        row: int = ROW.unpack_from(self._memory, rank * SLOT_BYTES + ROW_AT)[0]
+        return row
+
+    def note(self, row: int) -> None:
+        """Say that the instruction of this row begins."""
+        self._row = row
+        self._base = RUNNING
+        POSITION.pack_into(self._memory, self._position_at, RUNNING, row, NO_PEER, time.monotonic())
+
+    def note_wait(self, peer: int) -> None:
+        """Say that this rank waits for a peer, in its current instruction or outside of steps."""
+        POSITION.pack_into(self._memory, self._position_at, WAITING, self._row, peer, time.monotonic())
+
+    def note_run(self) -> None:
+        """Say that this rank goes on after a wait."""
+        POSITION.pack_into(self._memory, self._position_at, self._base, self._row, NO_PEER, time.monotonic())
+
+    def note_step(self, step: int) -> None:
+        """Say that a step begins."""
+        self._step = step
+        self._row = -1
+        self._base = RUNNING
+        self._identify()
+        self._set(State.RUNNING)
+
+    def note_idle(self) -> None:
+        """Say that a step is over."""
+        self._row = -1
+        self._base = IDLE
+        self._set(State.IDLE)
+
+    def note_done(self) -> None:
+        """Say that this rank has left the pipeline for good."""
+        self._set(State.DONE)
+
+    def note_failure(self, failure: Failure) -> None:
+        """Say what this rank's own work raised; not for errors that only report what a peer did."""
+        self._write(FAILURE_AT, TEXT_BYTES, SEPARATOR.join(failure))
+        self._set(State.FAILED)
+
+    def note_stack(self, text: str) -> None:
+        """Show the peers what this rank's thread is doing; an empty text takes it back."""
+        self._write(STACK_AT, TEXT_BYTES, text)
+
+    def note_verdict(self, text: str) -> None:
+        """Write down a finding for the other ranks to adopt."""
+        MOMENT.pack_into(self._memory, self._slot + VERDICT_TIME_AT, time.monotonic())
+        self._write(VERDICT_AT, VERDICT_BYTES, text)
+
+    def begin_epoch(self) -> None:
+        """Take back all texts of this rank, after a recovery of all ranks; those of ranks that lag no longer count."""
+        for place in (FAILURE_AT, STACK_AT, VERDICT_AT):
+            LENGTH.pack_into(self._memory, self._slot + place, 0)
+        self.epoch += 1
+        self._identify()
+        self.note_idle()
+
+    def read(self, rank: int) -> RankPosition:
+        """Tell where a rank is."""
+        slot = rank * SLOT_BYTES
+        pid, epoch, step = IDENTITY.unpack_from(self._memory, slot)
+        state, row, peer, since_s = POSITION.unpack_from(self._memory, slot + POSITION_AT)
+        is_current = epoch == self.epoch
+        failure = self._read(rank, FAILURE_AT) if is_current else ""
+        return RankPosition(
+            rank=rank,
+            pid=pid,
+            epoch=epoch,
+            step=step,
+            state=State(state),
+            row=row,
+            peer=peer if state == State.WAITING else None,
+            since_s=since_s,
+            failure=Failure(*[*failure.split(SEPARATOR), "", ""][:3]) if failure else None,
+            stack=self._read(rank, STACK_AT) if is_current else "",
+        )
+
+    def read_all(self) -> list[RankPosition]:
+        """Tell where every rank is."""
+        return [self.read(rank) for rank in range(self.num_ranks)]
+
+    def first_verdict(self) -> RecordedVerdict | None:
+        """Return the earliest finding of this epoch, of whichever rank."""
+        found = []
+        for rank in range(self.num_ranks):
+            slot = rank * SLOT_BYTES
+            text = self._read(rank, VERDICT_AT)
+            if text and IDENTITY.unpack_from(self._memory, slot)[1] == self.epoch:
+                found.append(RecordedVerdict(text, MOMENT.unpack_from(self._memory, slot + VERDICT_TIME_AT)[0], rank))
+        return min(found, key=lambda verdict: (verdict.recorded_s, verdict.rank), default=None)
+
+    def _identify(self) -> None:
+        IDENTITY.pack_into(self._memory, self._slot, os.getpid(), self.epoch, self._step)
+
+    def _set(self, state: State) -> None:
+        POSITION.pack_into(self._memory, self._position_at, state, self._row, NO_PEER, time.monotonic())
+
+    def _write(self, place: int, limit_bytes: int, text: str) -> None:
+        start = self._slot + place
+        encoded = text.encode(errors="replace")[:limit_bytes]
+        LENGTH.pack_into(self._memory, start, 0)  # readers see no text rather than half of one
+        self._memory[start + LENGTH.size : start + LENGTH.size + len(encoded)] = encoded
+        LENGTH.pack_into(self._memory, start, len(encoded))
+
+    def _read(self, rank: int, place: int) -> str:
+        start = rank * SLOT_BYTES + place
+        (size_bytes,) = LENGTH.unpack_from(self._memory, start)
+        return self._memory[start + LENGTH.size : start + LENGTH.size + size_bytes].decode(errors="ignore")
+
+
+def host_of_processes() -> str:
+    """Name what ranks must share to understand each other's process ids and clock."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _map(path: str, size_bytes: int) -> mmap.mmap:
+    try:
+        with open(path, "r+b") as file:
+            return mmap.mmap(file.fileno(), size_bytes)
+    except OSError:  # none, or another user's: this rank sees only itself, but it can run
+        return mmap.mmap(-1, size_bytes)

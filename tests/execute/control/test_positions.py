@@ -1,0 +1,178 @@
+"""Positions: what one rank writes is what the others read, and nothing stays behind."""
+
+import os
+import tempfile
+import time
+import timeit
+
+import pytest
+
+from penstock.execute.control.collectives import Control
+from penstock.execute.control.positions import (
+    TEXT_BYTES,
+    Failure,
+    PositionBoard,
+    PositionMemory,
+    State,
+    host_of_processes,
+)
+from penstock.execute.transport import TorchTransport
+from tests.ranks import run_ranks
+
+
+def test_a_peer_reads_state_row_step_and_whom_a_rank_waits_for():
+    writer, reader = PositionBoard.in_process(2)
+    writer.note_step(7)
+    writer.note(3)
+    running = reader.read(0)
+    writer.note_wait(1)
+    waiting = reader.read(0)
+    writer.note_run()
+    again = reader.read(0)
+
+    assert (running.state, running.row, running.peer, running.step) == (State.RUNNING, 3, None, 7)
+    assert (waiting.state, waiting.row, waiting.peer) == (State.WAITING, 3, 1)
+    assert (again.state, again.row, again.peer) == (State.RUNNING, 3, None)
+    assert waiting.pid == os.getpid()
+
+
+def test_the_row_alone_is_read_before_a_step_in_it_in_a_wait_and_after_it():
+    writer, reader = PositionBoard.in_process(2)
+    rows = [reader.row_of(0)]
+    writer.note_step(7)
+    rows.append(reader.row_of(0))
+    writer.note(300)
+    writer.note_wait(1)
+    rows.append(reader.row_of(0))
+    writer.note_idle()
+    rows.append(reader.row_of(0))
+
+    assert rows == [-1, -1, 300, -1]
+
+
+def test_since_is_the_moment_at_which_the_state_began():
+    (board,) = PositionBoard.in_process(1)
+    before_s = time.monotonic()
+    board.note(0)
+    after_s = time.monotonic()
+
+    assert before_s <= board.read(0).since_s <= after_s
+
+
+def test_a_fresh_or_finished_rank_is_idle_and_a_closed_one_done():
+    (board,) = PositionBoard.in_process(1)
+    fresh = board.read(0)
+    board.note_step(0)
+    board.note(5)
+    board.note_idle()
+    finished = board.read(0)
+    board.note_done()
+
+    assert [fresh.state, finished.state, board.read(0).state] == [State.IDLE, State.IDLE, State.DONE]
+    assert (fresh.row, finished.row) == (-1, -1)
+
+
+def test_long_texts_are_cut_and_the_next_slot_stays_whole():
+    first, second = PositionBoard.in_process(2)
+    second.note(4)
+    first.note_failure(Failure("ä" * TEXT_BYTES, "layer 3", "calls"))
+    first.note_stack("s" * TEXT_BYTES * 2)
+    first.note_verdict("v" * 100_000)
+
+    position = second.read(0)
+    assert position.failure == Failure("ä" * (TEXT_BYTES // 2), "", "")
+    assert position.stack == "s" * TEXT_BYTES
+    assert position.state is State.FAILED
+    assert second.read(1).row == 4
+    assert second.first_verdict().text.strip("v") == ""
+
+
+def test_a_failure_is_read_field_by_field_whatever_lines_it_has():
+    writer, reader = PositionBoard.in_process(2)
+    failure = Failure("ValueError: planted", "", "  File a.py\n\n    raise")
+    writer.note_failure(failure)
+
+    assert reader.read(0).failure == failure
+
+
+def test_the_earliest_verdict_is_the_one_for_all():
+    boards = PositionBoard.in_process(3)
+    boards[2].note_verdict("first")
+    boards[0].note_verdict("second")
+
+    assert [board.first_verdict().text for board in boards] == ["first"] * 3
+
+
+def test_texts_of_an_earlier_epoch_no_longer_count():
+    early, late = PositionBoard.in_process(2)
+    early.note_failure(Failure("old failure", "", ""))
+    late.note_failure(Failure("old failure", "", ""))
+    late.note_verdict("old verdict")
+    early.begin_epoch()
+
+    assert early.first_verdict() is None
+    assert [early.read(rank).failure for rank in range(2)] == [None, None]
+    assert early.read(0).state is State.IDLE
+
+
+@pytest.mark.slow
+def test_noting_an_instruction_takes_about_a_microsecond():
+    (board,) = PositionBoard.in_process(1)
+
+    best_s = min(timeit.repeat(lambda: board.note(3), number=20_000, repeat=7)) / 20_000
+
+    assert best_s < 5e-6  # measured 0.15 microseconds on an idle machine
+
+
+def share_a_board(rank):
+    transport = TorchTransport(deadline_s=20)
+    control = Control(transport)
+    with PositionMemory(3) as memory:
+        told = control.all_gather_object([host_of_processes(), memory.path])
+        board = memory.board(rank, *zip(*told, strict=True))
+        control.all_gather_object("mapped")
+    board.note(10 + rank)
+    control.all_gather_object("noted")
+    rows = [position.row for position in board.read_all()]
+    pids = [position.pid for position in board.read_all()]
+    transport.close()
+    return rows, pids, os.path.exists(told[0][1])
+
+
+@pytest.mark.slow
+def test_processes_see_each_other_after_the_memory_has_no_file_any_more():
+    answers = run_ranks(3, share_a_board)
+
+    assert [rows for rows, _, _ in answers] == [[10, 11, 12]] * 3
+    assert len(set(answers[0][1])) == 3
+    assert [is_left for _, _, is_left in answers] == [False] * 3
+
+
+def test_a_rank_of_another_host_is_unknown():
+    with PositionMemory(2) as memory:
+        board = memory.board(0, ["here", "elsewhere"], [memory.path, "/proc/1/fd/3"])
+
+    assert [position.state for position in board.read_all()] == [State.IDLE, State.UNKNOWN]
+
+
+def no_memory(name):
+    raise OSError
+
+
+@pytest.mark.parametrize("is_made", [False, True], ids=["not made", "not opened"])
+def test_where_there_is_no_memory_a_rank_sees_only_itself(monkeypatch, is_made):
+    if not is_made:
+        monkeypatch.setattr(os, "memfd_create", no_memory)
+    with PositionMemory(2) as memory:
+        board = memory.board(1, ["here", "here"], ["/proc/0/fd/3" if is_made else memory.path] * 2)
+    board.note(2)
+
+    assert [position.state for position in board.read_all()] == [State.UNKNOWN, State.RUNNING]
+    assert board.read(1).row == 2
+
+
+def test_no_file_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with PositionMemory(2) as memory:
+        memory.board(0, ["here"] * 2, [memory.path] * 2).note(3)
+        assert os.listdir(tmp_path) == []
