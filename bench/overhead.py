@@ -6,7 +6,7 @@ Two ranks with one thread each train stages of Linear(64, 64), which take next t
 and torch run the same order in turn, so that a busy moment meets both, and every step starts at one time on both ranks.
 torch's messages go over gloo; Penstock's, being small and within one host, over sockets of its own. The second table
 runs one rank of the same programs alone, whose messages are there at once and whose stages compute nothing, so that
-what remains is the time of the interpreter.
+what remains is the time of the calls.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +40,17 @@ from torch.nn.functional import mse_loss
 
 from penstock.cli.launch import join_ranks, launch_ranks
 from penstock.execute.batch.microbatch import Microbatch
-from penstock.execute.batch.step import Step
-from penstock.execute.control.positions import PositionBoard
-from penstock.execute.interpreter import Hooks, Interpreter
+from penstock.execute.compile.context import CompileContext, Hooks
+from penstock.execute.compile.program import compile_program
+from penstock.execute.compile.rows import RankRows
+from penstock.execute.failures.positions import PositionBoard
+from penstock.execute.losses.delivery import deliver_loss
 from penstock.execute.losses.loss import LossShares
-from penstock.execute.stages.stage import SavedForward, Stage
+from penstock.execute.losses.step_losses import StepLosses
+from penstock.execute.run import run_step
+from penstock.execute.stages.passes import PassOptions, SavedForward, StagePasses
+from penstock.execute.stages.stage import Stage
+from penstock.execute.step import Step
 from penstock.execute.transport import Ticket, TorchTransport
 from penstock.execute.transport.messages import Messenger
 from penstock.execute.values.layouts import encode_layout
@@ -201,28 +207,24 @@ class InstantTransport:
         """There is nothing to wait for."""
 
 
-class IdleStage(Stage):
+class IdlePasses(StagePasses):
     """A stage that computes nothing: its output and the gradient of its input are there already."""
 
-    def __init__(self, index: int) -> None:
-        super().__init__(index, {})
+    def __init__(self, index: int, *, is_last: bool) -> None:
+        super().__init__(Stage(index, {}), PassOptions(is_last=is_last))
         self._output = torch.zeros(ROWS, WIDTH, requires_grad=True)
         self._saved = SavedForward([], [], [])
         self._gradients = [torch.zeros(ROWS, WIDTH)]
 
-    def forward(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        return self._output
+    def forward(self, step: Step, place: Any, inputs: Any, keywords: Any) -> tuple[Any, SavedForward]:
+        if self.options.is_last:
+            deliver_loss(step.losses, place, self._output, None, is_training=True)
+        return self._output, self._saved
 
-    def save(self, inputs: Any, outputs: Any) -> SavedForward:
-        return self._saved
-
-    def save_loss(self, inputs: Any, loss: Tensor | None) -> SavedForward:
-        return self._saved
-
-    def backward(self, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def backward(self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
         return self._gradients
 
-    def backward_input(self, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def backward_input(self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
         return self._gradients
 
     def backward_weight(self, saved: SavedForward) -> None:
@@ -237,20 +239,24 @@ def instruction_times_s(name: str) -> list[float]:
     transport: Any = InstantTransport(rank, NUM_RANKS, encode_layout(tensor))
     board = PositionBoard.in_process(NUM_RANKS)[rank]
     messenger = Messenger(transport, torch.device("cpu"))
-    stages = [IdleStage(stage) for stage in schedule.placement.stages_of_rank[rank]]
-    hooks = Hooks(lambda stage: None, lambda group: None, lambda: None)
-    interpreter = Interpreter(lower(schedule), rank, stages, messenger, hooks)
-    parts = [[Microbatch(index, (tensor,), {}, tensor, ROWS)] for index in range(NUM_MICROBATCHES)]
+    placement = schedule.placement
+    passes = {
+        stage: IdlePasses(stage, is_last=placement.next_stage[stage] < 0) for stage in placement.stages_of_rank[rank]
+    }
     loss = torch.zeros((), requires_grad=True)
+    hooks, program = Hooks(lambda stage: None, lambda group: None, lambda: None), lower(schedule)
+    rows = RankRows.of(program, rank)
+    compiled = compile_program(CompileContext(program, rank, rows, passes, {}, messenger, hooks))
+    parts = [[Microbatch(index, (tensor,), {}, tensor, ROWS)] for index in range(NUM_MICROBATCHES)]
     found = []
     for _ in range(NUM_REPETITIONS):
         shares = LossShares([1.0] * NUM_MICROBATCHES, [[1.0]] * NUM_MICROBATCHES)
-        step = Step(parts, shares, lambda output, target: loss, keeps_outputs=False)
+        step = Step(parts, StepLosses(NUM_MICROBATCHES, 1, lambda output, target: loss, shares))
         start = time.perf_counter()
         messenger.begin("batch")
-        interpreter.run(step, board.note)
+        run_step(compiled, step, board.note)
         messenger.finish()
-        found.append((time.perf_counter() - start) / interpreter.num_rows)
+        found.append((time.perf_counter() - start) / len(rows.rows))
     return found[1:]
 
 

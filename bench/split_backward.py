@@ -30,9 +30,11 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from penstock.execute.losses.step_losses import StepLosses
 from penstock.execute.split.plan import SplitPlan
-from penstock.execute.stages.split_backward import backward_input, backward_weight
+from penstock.execute.stages.passes import PassOptions, SavedForward, StagePasses
 from penstock.execute.stages.stage import Stage
+from penstock.execute.step import Step
 from penstock.models.decoder import DecoderConfig, decoder_layers
 
 NUM_WARM_UP_ROUNDS = 3
@@ -165,40 +167,54 @@ class Case:
     inputs: Tensor
     gradient: Tensor
 
+    def begin(self, *, is_split: bool) -> tuple[StagePasses, Step]:
+        """Begin a step."""
+        passes = StagePasses(self.stage, PassOptions(is_split=is_split))
+        step = Step([], StepLosses(1, 1))
+        passes.begin(step)
+        return passes, step
+
     def whole(self) -> Iterator[None]:
         """A forward and its whole backward."""
-        self.stage.is_split = False
+        passes, step = self.begin(is_split=False)
         leaf = self.inputs.clone().requires_grad_()
         yield
-        saved = self.stage.save((leaf,), self.stage.forward((leaf,), {}))
+        saved = saved_by(passes, step, leaf)
         yield
-        self.stage.backward(saved, [self.gradient])
+        passes.backward(step, saved, [self.gradient])
         yield
 
     def parts(self) -> Iterator[None]:
         """A forward and Penstock's two parts of its backward."""
-        self.stage.is_split = True
+        passes, step = self.begin(is_split=True)
         leaf = self.inputs.clone().requires_grad_()
         yield
-        saved = self.stage.save((leaf,), self.stage.forward((leaf,), {}))
+        saved = saved_by(passes, step, leaf)
         yield
-        backward_input(self.stage, saved, [self.gradient])
+        passes.backward_input(step, saved, [self.gradient])
         yield
-        backward_weight(self.stage, saved)
+        passes.backward_weight(saved)
         yield
 
     def parts_in_torch(self) -> Iterator[None]:
         """A forward and torch's two parts of its backward."""
-        self.stage.is_split = False
+        passes, step = self.begin(is_split=False)
         leaf = self.inputs.clone().requires_grad_()
         weights = [parameter for _, parameter in self.stage.named_parameters()]
         yield
-        output = self.stage.forward((leaf,), {})
+        output, _ = passes.forward(step, (0, 0), (leaf,), {})
         yield
         _, groups = stage_backward_input([output], [self.gradient], [leaf], iter(weights))
         yield
         stage_backward_weight(iter(weights), groups)
         yield
+
+
+def saved_by(passes: StagePasses, step: Step, leaf: Tensor) -> SavedForward:
+    """Run a forward, and return what it saved."""
+    _, saved = passes.forward(step, (0, 0), (leaf,), {})
+    assert saved is not None
+    return saved
 
 
 def times_s(steps: Iterator[None], device: torch.device) -> list[float]:
@@ -286,8 +302,8 @@ def show_border(device: torch.device) -> None:
     """Print what it costs to defer weights over sizes of weights."""
     print(f"{'multiplications':<24}{'all':>8}")
     for num_rows, width in itertools.product((64, 256), (32, 64, 96, 128, 192, 256)):
-        stage = Stage(0, {"0": nn.Sequential(*(nn.Linear(width, width) for _ in range(NUM_CHAINED))).to(device)})
-        stage.split_plan = SplitPlan(list(stage.layers.values()), small=0)
+        layer = nn.Sequential(*(nn.Linear(width, width) for _ in range(NUM_CHAINED))).to(device)
+        stage = Stage(0, {"0": layer}, split_plan=SplitPlan([layer], small=0))
         inputs = torch.randn(num_rows, width, device=device)
         case, row = Case(stage, inputs, torch.randn_like(inputs)), Row("")
         for number in range(-NUM_WARM_UP_ROUNDS, 3 * NUM_ROUNDS):

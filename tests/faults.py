@@ -18,7 +18,6 @@ from penstock import Pipeline
 from penstock.errors import PipelineError
 from penstock.execute.reference import reference_step
 from penstock.execute.transport import LocalTransport, Ticket
-from penstock.execute.transport.protocol import Tag
 
 NUM_RANKS = 4
 NUM_MICROBATCHES = 4
@@ -121,9 +120,7 @@ class FaultyTransport:
     def __getattr__(self, name):
         return getattr(self._wires, name)
 
-    def post_send(self, peer, tensor, tag=Tag.DATA):
-        if tag is not Tag.DATA:
-            return self._wires.post_send(peer, tensor, tag)
+    def post_send(self, peer, tensor):
         self._switch.reach("send")
         if peer == self.loses or (self.swaps and peer > self.rank):
             self._held += [(peer, tensor)] if self.swaps else []
@@ -135,14 +132,13 @@ class FaultyTransport:
             self.swaps = False
         return ticket
 
-    def post_receive(self, peer, tensor, tag=Tag.DATA):
-        if tag is Tag.DATA:
-            self._switch.reach("receive")
-        return self._wires.post_receive(peer, tensor, tag)
+    def post_receive(self, peer, tensor):
+        self._switch.reach("receive")
+        return self._wires.post_receive(peer, tensor)
 
-    def wait(self, ticket, limit_s=None):
+    def wait(self, ticket):
         if ticket.serial != NEVER_SENT:
-            self._wires.wait(ticket, limit_s)
+            self._wires.wait(ticket)
 
 
 @dataclass(frozen=True)

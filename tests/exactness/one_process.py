@@ -9,7 +9,7 @@ from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.losses.loss import LossWeights, combine_losses
 from penstock.execute.reference import reference_step
 from penstock.execute.stages.keywords import run_layers
-from penstock.execute.stages.randomness import Randomness
+from penstock.execute.stages.randomness import SeededRandomness
 
 
 @dataclass
@@ -44,13 +44,12 @@ def _sliced(layers, batch, loss, *, rule, step_number, options):
     slices = [rule.slices(microbatch) for microbatch in microbatches]
     weights = LossWeights(options.get("reduction", "mean"), options.get("count"))
     shares = weights.shares(microbatches, slices)
-    randomness = Randomness(options["seed"], torch.device("cpu"))
-    randomness.step = step_number
+    randomness = SeededRandomness(options["seed"], torch.device("cpu"))
     losses = []
     for microbatch, parts in enumerate(slices):
         found = []
         for index, part in enumerate(parts):
-            with randomness.forward((microbatch, index)) as before_layer:
+            with randomness.drawing(step_number, (microbatch, index)) as before_layer:
                 found.append(loss(run_layers(layers, part.args, {}, before_layer), part.target))
             if shares.factor(microbatch, index):
                 (found[-1] * shares.factor(microbatch, index)).backward()

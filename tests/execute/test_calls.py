@@ -5,9 +5,9 @@ from penstock.execute.calls import Bound, around_each, changed
 
 def saying(word, said):
     def wrap(bound):
-        def call():
+        def call(step):
             said.append(word)
-            bound.call()
+            bound.call(step)
 
         return call
 
@@ -16,11 +16,11 @@ def saying(word, said):
 
 def test_the_first_change_is_the_innermost_and_rows_stay():
     said = []
-    bounds = [Bound(3, lambda: said.append("three")), Bound(4, lambda: said.append("four"), 2)]
+    bounds = [Bound(3, lambda step: said.append("three")), Bound(4, lambda step: said.append("four"), 2)]
 
     found = changed(bounds, [saying("inner", said), saying("outer", said)])
     for bound in found:
-        bound.call()
+        bound.call(None)
 
     assert [(bound.row, bound.receive_row) for bound in found] == [(3, None), (4, 2)]
     assert said == ["outer", "inner", "three", "outer", "inner", "four"]

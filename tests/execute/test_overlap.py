@@ -10,7 +10,7 @@ import torch
 from penstock.errors import PipelineError
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
-from tests.execute.test_interpreter import PAIRS
+from tests.execute.test_run import PAIRS
 from tests.house.source import ROOT
 from tests.local_pipelines import Task, difference, error_of, float_layers, float_task, on_ranks, step_task
 

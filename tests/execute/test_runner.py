@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from penstock.errors import PeerLost
-from penstock.execute.batch.admission import Call
-from penstock.execute.control.agreement import Mode
-from penstock.execute.control.handshake import Agreed, Found
-from penstock.execute.control.positions import PositionBoard
+from penstock.execute.batch.agreement import Mode
+from penstock.execute.batch.gate import Call
 from penstock.execute.losses.loss import LossWeights
 from penstock.execute.options import PipelineOptions
 from penstock.execute.runner import Runner
@@ -36,16 +34,7 @@ def runner_of(task, planned, loss=square_loss):
 
     options = PipelineOptions()
     return Runner(
-        transport,
-        CPU,
-        schedule,
-        assembly,
-        options,
-        Agreed([Found()]),
-        PositionBoard.in_process(1)[0],
-        loss=loss,
-        loss_weights=LossWeights(),
-        program_of=program_of,
+        transport, CPU, schedule, assembly, options, loss=loss, loss_weights=LossWeights(), program_of=program_of
     )
 
 

@@ -23,7 +23,7 @@ class Device:
         self.most_pending = 0
         self.now_s = 0.0
 
-    def compute(self):
+    def compute(self, step=None):
         self.num_queued += 1
         self.most_pending = max(self.most_pending, self.num_queued - self.num_done)
 
@@ -63,7 +63,7 @@ def test_at_most_so_many_computations_are_pending(limit):
 
     _, bounds = throttled(device, limit, program)
     for row in range(12):
-        bounds[row].call()
+        bounds[row].call(None)
 
     assert device.most_pending == limit
 
@@ -73,7 +73,7 @@ def test_a_limit_that_is_never_reached_waits_for_nothing():
 
     _, bounds = throttled(device, 12, program)
     for row in range(12):
-        bounds[row].call()
+        bounds[row].call(None)
 
     assert device.now_s == 0.0
 
@@ -90,10 +90,10 @@ def test_only_computations_are_held_back():
 def test_what_a_failed_step_left_pending_is_forgotten():
     device, program = Device(moves=False), program_of()
     throttle, bounds = throttled(device, 1, program)
-    bounds[0].call()
+    bounds[0].call(None)
 
     throttle.clear()
-    bounds[1].call()
+    bounds[1].call(None)
 
     assert device.now_s == 0.0
 
@@ -101,9 +101,9 @@ def test_what_a_failed_step_left_pending_is_forgotten():
 def test_a_device_that_stands_still_is_an_error_in_time():
     device, program = Device(moves=False), program_of()
     _, bounds = throttled(device, 1, program, rank=3, deadline_s=2.0)
-    bounds[0].call()
+    bounds[0].call(None)
 
-    error = error_of(bounds[1].call)
+    error = error_of(bounds[1].call, None)
 
     assert isinstance(error, DeadlineExceeded)
     assert (error.rank, device.num_queued) == (3, 1)

@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from penstock.execute.stages.split_backward import backward_input, backward_weight
 from penstock.execute.stages.stage import Stage
 from penstock.models.emulated import EmulatedLayer
+from tests.one_stage import OneStage
 
 
 def seconds_of(call):
@@ -18,11 +18,10 @@ def seconds_of(call):
 
 def seconds_of_parts(layer, features):
     """How long each part of a backward in two parts takes."""
-    stage = Stage(0, {"0": layer})
-    stage.is_split = True
-    saved = stage.save((features,), stage.forward((features,), {}))
-    input_s = seconds_of(lambda: backward_input(stage, saved, [torch.ones_like(features)]))
-    return input_s, seconds_of(lambda: backward_weight(stage, saved))
+    stage = OneStage(Stage(0, {"0": layer}), is_split=True)
+    saved = stage.saved(features)
+    input_s = seconds_of(lambda: stage.backward_input(saved, torch.ones_like(features)))
+    return input_s, seconds_of(lambda: stage.backward_weight(saved))
 
 
 @pytest.fixture

@@ -8,7 +8,9 @@ asked per call and what is off costs nothing.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-Call = Callable[[], None]
+from penstock.execute.step import Step
+
+Call = Callable[[Step], None]
 
 
 @dataclass(frozen=True, slots=True)

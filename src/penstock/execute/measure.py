@@ -18,16 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PartitionError, PipelineError
-from penstock.execute.control.collectives import Control
 from penstock.execute.losses.loss import Loss
 from penstock.execute.losses.output import takes_weight
 from penstock.execute.stages.assemble import Layer, layer_names
 from penstock.execute.stages.auxiliary import auxiliary_modules, take_all
 from penstock.execute.stages.signatures import taken_keywords
-from penstock.execute.stages.skips import Shelf, StageSkips, skip_names
+from penstock.execute.stages.skips import SkipBuffer, StageSkips, skip_names
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.transport.world import default_device, default_transport
 from penstock.execute.values.tree import as_graph_leaves, flatten, map_leaves
+from penstock.execute.world import default_device, default_transport
 
 NUM_WARM_UP_ROUNDS = 1
 PATIENCE_S = 3600.0
@@ -101,9 +100,9 @@ def _told_by_first(wires: Transport, measure: Callable[[], LayerTimes]) -> Layer
         try:
             said = asdict(measure())
         except Exception as error:
-            Control(wires).all_gather_object({"failure": f"{type(error).__name__}: {error}"})
+            wires.all_gather_object({"failure": f"{type(error).__name__}: {error}"})
             raise
-    heard = Control(wires).all_gather_object(said)[0]
+    heard = wires.all_gather_object(said)[0]
     assert isinstance(heard, dict)
     if "failure" in heard:
         raise PipelineError(
@@ -196,7 +195,7 @@ class _LayerWork:
         self._own_skips = skip_names(module)
         self._skips = StageSkips([module])
         self._auxiliary = auxiliary_modules([module])
-        self._shelf = Shelf({}, "")
+        self._buffer = SkipBuffer({}, "")
         self.output: Any = None
         """Of the last forward, without its graph."""
         self.put: dict[str, Any] = {}
@@ -205,21 +204,21 @@ class _LayerWork:
     def forward(self) -> list[Tensor]:
         """Run the layer on leaves of its own, as a stage does; return where its backward begins."""
         args, skips = as_graph_leaves(self._inputs)
-        self._shelf = Shelf(skips, "")
+        self._buffer = SkipBuffer(skips, "")
         for module in self._auxiliary:
             module.begin()
-        with self._skips.on(self._shelf):
+        with self._skips.on(self._buffer):
             output = self._module(*args, **self._keywords)
         value = self._finish(output)
-        put = self._shelf.take(self._own_skips)
+        put = self._buffer.take(self._own_skips)
         added = take_all(self._auxiliary).total
-        self._shelf.close()
+        self._buffer.close()
         self.output, self.put = as_graph_leaves((output, put))
         return [leaf for leaf in flatten((value, put, added))[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def backward(self, roots: Sequence[Tensor]) -> None:
         """Run the whole backward; layers that run again find the skips that they got."""
-        with self._skips.on(self._shelf):
+        with self._skips.on(self._buffer):
             if roots:
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         for module in self._auxiliary:

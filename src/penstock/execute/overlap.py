@@ -17,6 +17,7 @@ import torch
 
 from penstock.errors import PipelineError
 from penstock.execute.calls import Bound, Call, Change
+from penstock.execute.step import Step
 from penstock.ir.instruction import Instruction, Op
 from penstock.ir.program import Program
 
@@ -27,7 +28,7 @@ class Computation:
 
     instruction: Instruction
     """Which one it is."""
-    run: Call
+    run: Callable[[], None]
 
     def __call__(self) -> None:
         self.run()
@@ -73,14 +74,14 @@ class _Pairing:
     def pair(self, program: Program, first: Bound, second: Bound) -> Call:
         instructions = [program.instruction(bound.row) for bound in (first, second)]
 
-        def run_both() -> None:
+        def run_both(step: Step) -> None:
             state = _ThreadState(self._device)
             num_runs = [0, 0]
 
             def once(index: int, bound: Bound) -> None:
                 num_runs[index] += 1
                 with state.restored():
-                    self._run(bound)
+                    self._run(bound, step)
 
             self._overlap(
                 Computation(instructions[0], lambda: once(0, first)),
@@ -95,9 +96,9 @@ class _Pairing:
 
         return run_both
 
-    def _run(self, bound: Bound) -> None:
+    def _run(self, bound: Bound, step: Step) -> None:
         try:
-            bound.call()
+            bound.call(step)
         except Exception:
             self._note(bound.row)  # the error is this computation's, not that of the pair's first
             raise

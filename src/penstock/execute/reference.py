@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +13,10 @@ from penstock.execute.batch.microbatch import BatchSpec, Microbatch
 from penstock.execute.losses.loss import Count, Loss, LossShares, LossWeights, combine_losses
 from penstock.execute.losses.output import LossParts, read_loss, takes_weight
 from penstock.execute.stages.auxiliary import AddedLosses, Auxiliary, auxiliary_modules, take_all
+from penstock.execute.stages.feature import BeforeLayer
 from penstock.execute.stages.keywords import check_keywords, run_layers
-from penstock.execute.stages.randomness import LOSS, Randomness
-from penstock.execute.stages.skips import StageSkips
-from penstock.execute.stages.stage import BeforeLayer
+from penstock.execute.stages.randomness import LOSS, SeededRandomness
+from penstock.execute.stages.skips import SkipPart, StageSkips
 from penstock.execute.values.tree import detached
 
 
@@ -112,14 +111,14 @@ def reference_step(
     weighed = _Weighed(LossWeights(reduction, count), microbatches)
     check_keywords(modules, kwargs, len(args))
     model = _Model(modules, loss, weighed.shares)
-    randomness = None if seed is None else Randomness(seed, _device_of(modules))
+    randomness = None if seed is None else SeededRandomness(seed, _device_of(modules))
     done = []
     for microbatch in microbatches:
         with _drawing(randomness, microbatch.index, step_number) as before_layer:
-            forward = model.forward(microbatch, before_layer)
+            forward, skips = model.forward(microbatch, before_layer)
         root = weighed.root(forward, microbatch.index)
         if root is not None:
-            with model.skips.on(model.skips.pop_shelf()):  # layers may compute their forward again
+            with skips.around_backward():  # layers may compute their forward again
                 torch.autograd.backward(root)
         done.append(_without_graph(forward))
     model.end()
@@ -146,7 +145,7 @@ def reference_evaluate(
     weighed = _Weighed(LossWeights(reduction, count), microbatches)
     check_keywords(modules, kwargs, len(args))
     model = _Model(modules, loss, weighed.shares)
-    done = [model.forward(microbatch) for microbatch in microbatches]
+    done = [model.forward(microbatch)[0] for microbatch in microbatches]
     model.end()
     return weighed.result(done)
 
@@ -155,25 +154,28 @@ class _Model:
     """The layers of a whole model with their loss, run one microbatch after another."""
 
     def __init__(self, modules: Sequence[nn.Module], loss: Loss, shares: LossShares) -> None:
-        self.skips = StageSkips(modules)
+        self._skips = StageSkips(modules)
         self._modules = modules
         self._auxiliary: Sequence[Auxiliary] = auxiliary_modules(modules)
         self._loss = loss
         self._shares = shares
         self._tells_weight = takes_weight(loss)
 
-    def forward(self, microbatch: Microbatch, before_layer: BeforeLayer | None = None) -> _Forward:
-        """Run the layers and the loss."""
+    def forward(self, microbatch: Microbatch, before_layer: BeforeLayer | None = None) -> tuple[_Forward, SkipPart]:
+        """Run the layers and the loss; return also the skips, for the backward."""
         for module in self._auxiliary:
             module.begin()
-        run = partial(run_layers, self._modules, before_layer=before_layer)
-        output = self.skips.forward(run, microbatch.args, microbatch.kwargs)
+        skips = SkipPart(self._skips)
+        with skips.around_forward():
+            output = run_layers(self._modules, microbatch.args, microbatch.kwargs, before_layer)
+        skips.buffer.close()
         added = take_all(self._auxiliary)
         if before_layer is not None:
             before_layer(LOSS)
         known = {"weight": self._shares.factor(microbatch.index, 0)} if self._tells_weight else {}
         value = self._loss(output, microbatch.target, **known)
-        return _Forward(output, read_loss(value, microbatch.index, self._shares.count(microbatch.index, 0)), added)
+        parts = read_loss(value, microbatch.index, self._shares.count(microbatch.index, 0))
+        return _Forward(output, parts, added), skips
 
     def end(self) -> None:
         """Leave the layers as they were."""
@@ -197,12 +199,11 @@ def _combined(losses: Mapping[int, Tensor], shares: LossShares) -> Tensor:
 
 
 @contextmanager
-def _drawing(randomness: Randomness | None, microbatch: int, step_number: int) -> Iterator[BeforeLayer | None]:
+def _drawing(randomness: SeededRandomness | None, microbatch: int, step_number: int) -> Iterator[BeforeLayer | None]:
     if randomness is None:
         yield None
         return
-    randomness.step = step_number
-    with randomness.forward((microbatch, 0)) as before_layer:
+    with randomness.drawing(step_number, (microbatch, 0)) as before_layer:
         yield before_layer
 
 

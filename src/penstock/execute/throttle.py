@@ -15,6 +15,7 @@ import torch
 
 from penstock.execute.calls import Bound, Call, Change, around_each
 from penstock.execute.markers import Marker, await_marker
+from penstock.execute.step import Step
 from penstock.ir.program import Program
 
 
@@ -50,7 +51,7 @@ class Throttle:
         self._pending.clear()
 
     def _held_back(self, call: Call) -> Call:
-        def throttled() -> None:
+        def throttled(step: Step) -> None:
             while len(self._pending) >= self._limit:
                 await_marker(
                     self._pending.popleft(),
@@ -59,7 +60,7 @@ class Throttle:
                     read_clock=self._read_clock,
                     pause=self._pause,
                 )
-            call()
+            call(step)
             marker = self._make_marker()
             marker.record()
             self._pending.append(marker)

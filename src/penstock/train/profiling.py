@@ -13,8 +13,8 @@ from penstock.execute.observing.layer_sizes import CONTEXT, OPTIMIZER, gather_si
 from penstock.execute.observing.memory_report import MemoryReport, RankMemory
 from penstock.execute.observing.wires import WireSpeed, channels_of, measure_wires
 from penstock.execute.stages.stage import Stage
-from penstock.execute.transport.world import default_transport
 from penstock.execute.values.tensors import local_part
+from penstock.execute.world import default_transport
 from penstock.ir.action import Kind
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline

@@ -4,28 +4,25 @@ import pytest
 import torch
 
 from penstock.errors import PipelineError
-from penstock.execute.batch.microbatch import Microbatch
-from penstock.execute.batch.step import Step
-from penstock.execute.control.collectives import Control
 from penstock.execute.losses.exchange import LossExchange
 from penstock.execute.losses.loss import LossShares
 from penstock.execute.losses.output import ALL_TOGETHER, LossName
+from penstock.execute.losses.step_losses import StepLosses
 from tests.local_pipelines import error_of, on_ranks
 
 CPU = torch.device("cpu")
 
 
 def share(wires, losses, weights, holders=(-1,)):
-    step = step_of(len(losses), weights)
+    own = losses_of(len(losses), weights)
     for microbatch, loss in enumerate(losses):
         if holders[microbatch % len(holders)] % wires.num_ranks == wires.rank:
-            step.losses[microbatch, 0] = loss
-    return LossExchange(Control(wires), CPU).share(step)
+            own.computed[microbatch, 0] = loss
+    return LossExchange(wires, CPU).share(own)
 
 
-def step_of(num_microbatches, weights, fractions=(1.0,)):
-    slices = [[Microbatch(index, (), {}, None, 1) for _ in fractions] for index in range(num_microbatches)]
-    return Step(slices, LossShares(weights, [fractions] * num_microbatches), None, keeps_outputs=False)
+def losses_of(num_microbatches, weights, fractions=(1.0,)):
+    return StepLosses(num_microbatches, len(fractions), shares=LossShares(weights, [fractions] * num_microbatches))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -58,18 +55,18 @@ def test_a_loss_that_is_not_finite_stays_so_unless_it_weighs_nothing():
 
 
 def test_without_losses_there_is_no_loss():
-    results = on_ranks(2, lambda wires: LossExchange(Control(wires), CPU).share(step_of(2, [0.5, 0.5])))
+    results = on_ranks(2, lambda wires: LossExchange(wires, CPU).share(losses_of(2, [0.5, 0.5])))
 
     assert [(result.loss, result.losses, result.outputs) for result in results] == [(None, [], None)] * 2
 
 
 def test_the_loss_of_a_microbatch_is_made_of_those_of_its_slices():
     def case(wires):
-        step = step_of(2, [0.25, 0.75], [0.5, 0.5, 0.0])
+        own = losses_of(2, [0.25, 0.75], [0.5, 0.5, 0.0])
         if wires.rank == 1:
             found = [[1.0, 3.0, float("nan")], [2.0, 6.0, 9.0]]
-            step.losses.update({(b, q): torch.tensor(found[b][q]) for b in range(2) for q in range(3)})
-        return LossExchange(Control(wires), CPU).share(step)
+            own.computed.update({(b, q): torch.tensor(found[b][q]) for b in range(2) for q in range(3)})
+        return LossExchange(wires, CPU).share(own)
 
     for result in on_ranks(2, case):
         assert [float(loss) for loss in result.losses] == [2.0, 4.0]
@@ -79,32 +76,29 @@ def test_the_loss_of_a_microbatch_is_made_of_those_of_its_slices():
 # ---- names
 
 
-class Counted(Control):
-    """Counts its collectives."""
+class Counted:
+    """A transport that counts its collectives."""
 
     def __init__(self, wires):
-        super().__init__(wires)
+        self._wires = wires
         self.names = []
 
-    def all_reduce(self, tensor):
-        self.names.append("all_reduce")
-        super().all_reduce(tensor)
-
-    def all_gather_object(self, value):
-        self.names.append("all_gather_object")
-        return super().all_gather_object(value)
+    def __getattr__(self, name):
+        if name in ("all_reduce", "all_gather_object", "broadcast"):
+            self.names.append(name)
+        return getattr(self._wires, name)
 
 
-def named_step(losses=(), weights=(0.25, 0.75), rows=(0.5, 0.5)):
+def named_losses_of(losses=(), weights=(0.25, 0.75), rows=(0.5, 0.5)):
     """A step with these losses: (name, is auxiliary, microbatch, value)."""
-    step = step_of(2, list(weights))
-    step.auxiliary_shares = LossShares(list(rows), [[1.0], [1.0]])
+    own = losses_of(2, list(weights))
+    own.auxiliary_shares = LossShares(list(rows), [[1.0], [1.0]])
     for name, is_auxiliary, microbatch, value in losses:
         value = torch.as_tensor(value)
-        step.note(LossName(name, is_auxiliary, value.dtype), (microbatch, 0), value)
+        own.note(LossName(name, is_auxiliary, value.dtype), (microbatch, 0), value)
         if not is_auxiliary:
-            step.losses[microbatch, 0] = value
-    return step
+            own.computed[microbatch, 0] = value
+    return own
 
 
 def numbers(losses):
@@ -114,7 +108,7 @@ def numbers(losses):
 def test_named_losses_are_weighted_as_the_loss_is_and_those_of_layers_by_rows():
     def case(wires):
         own = [("a", False, 0, 4.0), ("a", False, 1, 8.0)] if wires.rank else [("z", True, 0, 1.0), ("z", True, 1, 3.0)]
-        return LossExchange(Control(wires), CPU).share(named_step(own))
+        return LossExchange(wires, CPU).share(named_losses_of(own))
 
     for result in on_ranks(2, case):
         assert numbers(result.named_losses) == {"a": 7.0, "z": 2.0}
@@ -128,7 +122,7 @@ def test_named_losses_are_weighted_as_the_loss_is_and_those_of_layers_by_rows():
 def test_losses_of_one_name_are_added_up_over_stages_and_ranks_in_the_wider_type():
     def case(wires):
         value = torch.tensor(1.5, dtype=[torch.bfloat16, torch.float32, torch.float32][wires.rank])
-        return LossExchange(Control(wires), CPU).share(named_step([("z", True, b, value) for b in (0, 0, 1)]))
+        return LossExchange(wires, CPU).share(named_losses_of([("z", True, b, value) for b in (0, 0, 1)]))
 
     for result in on_ranks(3, case):
         assert [float(loss) for loss in result.named_microbatch_losses["z"]] == [9.0, 4.5]
@@ -136,7 +130,7 @@ def test_losses_of_one_name_are_added_up_over_stages_and_ranks_in_the_wider_type
 
 
 def test_a_microbatch_without_a_loss_of_that_name_counts_as_0():
-    result = on_ranks(1, lambda wires: LossExchange(Control(wires), CPU).share(named_step([("z", True, 1, 3.0)])))[0]
+    result = on_ranks(1, lambda wires: LossExchange(wires, CPU).share(named_losses_of([("z", True, 1, 3.0)])))[0]
 
     assert [float(loss) for loss in result.named_microbatch_losses["z"]] == [0.0, 3.0]
     assert numbers(result.named_losses) == {"z": 1.5}
@@ -146,7 +140,7 @@ def test_the_total_has_what_layers_add_and_no_loss_by_that_name_is_reported():
     def case(wires):
         own = [(ALL_TOGETHER, True, b, 0.5) for b in range(2)]
         own += [("a", False, b, 4.0) for b in range(2)] if wires.rank else []
-        return LossExchange(Control(wires), CPU).share(named_step(own))
+        return LossExchange(wires, CPU).share(named_losses_of(own))
 
     for result in on_ranks(2, case):
         assert (float(result.loss), float(result.total)) == (4.0, 5.0)
@@ -155,7 +149,7 @@ def test_the_total_has_what_layers_add_and_no_loss_by_that_name_is_reported():
 
 def test_without_losses_of_layers_the_total_is_the_loss():
     result = on_ranks(
-        1, lambda wires: LossExchange(Control(wires), CPU).share(named_step([("a", False, b, 4.0) for b in (0, 1)]))
+        1, lambda wires: LossExchange(wires, CPU).share(named_losses_of([("a", False, b, 4.0) for b in (0, 1)]))
     )[0]
 
     assert result.total is result.loss
@@ -169,7 +163,7 @@ def test_names_are_exchanged_once_for_each_set():
         for names in steps:
             counted.names = []
             own = [(name, True, 0, 1.0) for name in names] if wires.rank else []
-            found.append((sorted(exchange.share(named_step(own)).named_losses), counted.names))
+            found.append((sorted(exchange.share(named_losses_of(own)).named_losses), counted.names))
         return found
 
     once, more = ["all_reduce"], ["all_reduce", "all_gather_object", "all_reduce"]
@@ -179,17 +173,19 @@ def test_names_are_exchanged_once_for_each_set():
 
 
 def test_a_batch_in_which_nothing_counts_has_losses_of_0():
-    step = named_step([("a", False, b, 0.0) for b in (0, 1)], weights=(0.0, 0.0))
+    own = named_losses_of([("a", False, b, 0.0) for b in (0, 1)], weights=(0.0, 0.0))
 
-    result = on_ranks(1, lambda wires: LossExchange(Control(wires), CPU).share(step))[0]
+    result = on_ranks(1, lambda wires: LossExchange(wires, CPU).share(own))[0]
 
     assert (float(result.loss), numbers(result.named_losses)) == (0.0, {"a": 0.0})
 
 
 def test_one_name_for_two_losses_is_refused_on_every_rank_every_time():
     def case(wires):
-        exchange = LossExchange(Control(wires), CPU)
-        return [error_of(exchange.share, named_step([("a", bool(wires.rank), b, 1.0) for b in (0, 1)])) for _ in (0, 1)]
+        exchange = LossExchange(wires, CPU)
+        return [
+            error_of(exchange.share, named_losses_of([("a", bool(wires.rank), b, 1.0) for b in (0, 1)])) for _ in (0, 1)
+        ]
 
     for errors in on_ranks(2, case):
         assert all(isinstance(error, PipelineError) for error in errors)

@@ -8,11 +8,11 @@ from torch import nn
 
 from penstock.errors import PipelineError
 from penstock.execute.observing.checked_wires import CheckedWires
-from penstock.execute.transport.protocol import Tag, Ticket
+from penstock.execute.transport.protocol import Ticket
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
 from penstock.schedules import build
-from tests.execute.test_interpreter import drawn
+from tests.execute.test_run import drawn
 from tests.local_pipelines import (
     PATIENCE_S,
     Task,
@@ -112,9 +112,7 @@ class Swapping:
     def __getattr__(self, name):
         return getattr(self._wires, name)
 
-    def post_send(self, peer, tensor, tag=Tag.DATA):
-        if tag is not Tag.DATA:
-            return self._wires.post_send(peer, tensor, tag)
+    def post_send(self, peer, tensor):
         self.num_sent += 1
         if self.num_sent in (self._place, self._place + 1):  # a header and its values
             self._kept.append((peer, tensor))
@@ -202,7 +200,7 @@ def test_the_ranks_agree_on_the_debug_level():
 
     error = error_of(on_ranks, 2, case)
 
-    assert "the ranks disagree on debug: rank 0 has off, rank 1 has messages" in str(error)
+    assert "the ranks disagree on the debug level: rank 0 has off, rank 1 has messages" in str(error)
 
 
 class FailsOnce(nn.Module):

@@ -54,7 +54,7 @@ def test_work_is_measured_when_the_device_does_it_and_not_when_the_host_queues_i
     recorder = recorder_of(device, 2)
 
     for row in range(2):
-        recorder.timed(row, lambda: device.queue(2.0))()
+        recorder.timed(row, lambda step: device.queue(2.0))(None)
     recorder.finish()
 
     assert recorder.start_s.tolist() == pytest.approx([10.0, 12.0])
@@ -65,11 +65,11 @@ def test_a_message_arrives_when_the_host_has_seen_it():
     device = DeviceStandIn()
     recorder = recorder_of(device, 3)
 
-    recorder.timed(0, lambda: device.queue(2.0))()
-    recorder.timed(1, lambda: None)()  # a receive, posted behind it
+    recorder.timed(0, lambda step: device.queue(2.0))(None)
+    recorder.timed(1, lambda step: None)(None)  # a receive, posted behind it
     device.host_s = 11.0
-    recorder.timed_arrival(1, lambda: None)()
-    recorder.timed(2, lambda: device.queue(1.0))()
+    recorder.timed_arrival(1, lambda step: None)(None)
+    recorder.timed(2, lambda step: device.queue(1.0))(None)
     recorder.finish()
 
     assert (recorder.start_s[1], recorder.end_s[1]) == (11.0, 11.0)  # not before it arrived
@@ -88,13 +88,13 @@ def test_products_on_a_gpu_take_their_time():
     matrix @ matrix
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-    def multiply():
+    def multiply(step):
         begin.record()
         for _ in range(10):
             matrix @ matrix
         end.record()
 
-    recorder.timed(0, multiply)()
+    recorder.timed(0, multiply)(None)
     recorder.finish()
 
     assert recorder.end_s[0] - recorder.start_s[0] == pytest.approx(begin.elapsed_time(end) / 1000, rel=0.1)

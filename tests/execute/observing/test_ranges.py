@@ -52,10 +52,14 @@ def test_a_traced_step_names_its_instructions_in_order():
 def test_a_wait_is_told_from_posting_its_receive():
     program = lower(build("gpipe", ranks=2, microbatches=1))
     first = int(program.offsets[1])
-    bounds = [Bound(first, lambda: None), Bound(first + 1, lambda: None, first), Bound(first + 1, lambda: None)]
+    bounds = [
+        Bound(first, lambda step: None),
+        Bound(first + 1, lambda step: None, first),
+        Bound(first + 1, lambda step: None),
+    ]
 
     named = ranges(program, torch.device("cpu"))(bounds)
-    found = names_in_trace(lambda: [bound.call() for bound in named])
+    found = names_in_trace(lambda: [bound.call(None) for bound in named])
 
     assert found == [
         "Receive forward stage 1 microbatch 0",

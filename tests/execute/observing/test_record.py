@@ -21,7 +21,7 @@ def test_a_call_is_measured_from_its_start_to_its_end():
     recorder = Recorder(2, Clock(lambda: next(times)))
     during = []
 
-    recorder.timed(1, lambda: during.append(next(times)))()
+    recorder.timed(1, lambda step: during.append(next(times)))(None)
 
     assert (recorder.start_s.tolist(), during, recorder.end_s.tolist()) == ([0.0, 1.0], [2.0], [0.0, 4.0])
 
@@ -29,9 +29,9 @@ def test_a_call_is_measured_from_its_start_to_its_end():
 def test_an_arrival_moves_the_end_of_its_receive_only():
     times = iter([1.0, 2.0, 5.0])
     recorder = Recorder(1, Clock(lambda: next(times)))
-    recorder.timed(0, lambda: None)()
+    recorder.timed(0, lambda step: None)(None)
 
-    recorder.timed_arrival(0, lambda: None)()
+    recorder.timed_arrival(0, lambda step: None)(None)
 
     assert (recorder.start_s[0], recorder.end_s[0]) == (1.0, 5.0)
 

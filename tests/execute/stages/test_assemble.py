@@ -8,11 +8,13 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from penstock.errors import PartitionError, StepRefused
-from penstock.execute.stages.assemble import assemble, lay_out_skips, layer_names, num_parameters
+from penstock.execute.stages.assemble import assemble, count_parameters, layer_names, with_skips
+from penstock.execute.stages.stage import Stage
 from penstock.models import Skip
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
 from tests.local_pipelines import WIDTH, Task, difference, error_of, on_ranks, settle, square_loss, step_task, values
+from tests.one_stage import OneStage
 
 CPU = torch.device("cpu")
 LINE = Placement.line(3)
@@ -430,10 +432,17 @@ def test_a_hook_that_would_see_a_part_of_a_gradient_is_refused_on_every_rank(hoo
 # ---- sizes
 
 
-def test_a_layer_that_waits_for_its_first_input_has_no_parameters_to_count_yet():
-    layers = [nn.Linear(2, 3), nn.LazyLinear(3), nn.Linear(3, 1, bias=False)]
+def test_all_ranks_know_the_sizes_of_all_layers():
+    names = ["first", "lazy", "last"]
+    layers = {"first": nn.Linear(2, 3), "lazy": nn.LazyLinear(3), "last": nn.Linear(3, 1, bias=False)}
 
-    assert [num_parameters(layer) for layer in layers] == [9, 0, 3]
+    def count(wires):
+        own = names[:2] if wires.rank else names[1:]
+        return count_parameters(wires, [Stage(0, {name: layers[name] for name in own})], names)
+
+    for counts in on_ranks(2, count):
+        assert counts == {"first": 9, "lazy": 0, "last": 3}
+        assert list(counts) == names
 
 
 class Holder(nn.Module):
@@ -452,12 +461,13 @@ def test_every_stage_is_told_of_the_skips_that_go_past_it_though_others_hold_the
     layers = [Holder("a"), nn.Tanh(), nn.Tanh(), Holder("a")]
 
     def case(wires):
-        [stage] = assemble(layers, LINE, SLICES, wires.rank, device=CPU).stages
-        lay_out_skips([stage], SLICES, {0: ["a"], 1: [], 2: [], 3: ["a"]})
+        assembly = with_skips(wires, assemble(layers, LINE, SLICES, wires.rank, device=CPU), SLICES)
+        [stage] = assembly.stages
         if stage.index == 2:
-            return stage.skips
+            return assembly.skips[2]
         x = torch.ones(1)
-        return stage.forward((x,) if stage.index == 0 else ((x, {"a": x}),), {})
+        one = OneStage(stage, features=[assembly.skips[stage.index]])
+        return one.forward(x if stage.index == 0 else (x, {"a": x}))[0]
 
     first, middle, last = on_ranks(3, case)
 
@@ -468,11 +478,9 @@ def test_every_stage_is_told_of_the_skips_that_go_past_it_though_others_hold_the
 
 def test_a_stage_that_no_skip_concerns_is_told_of_none():
     def case(wires):
-        [stage] = assemble([nn.Tanh()] * 4, LINE, SLICES, wires.rank, device=CPU).stages
-        lay_out_skips([stage], SLICES, {})
-        return stage.skips
+        return with_skips(wires, assemble([nn.Tanh()] * 4, LINE, SLICES, wires.rank, device=CPU), SLICES).skips
 
-    assert on_ranks(3, case) == [None, None, None]
+    assert on_ranks(3, case) == [{}, {}, {}]
 
 
 def test_a_stage_knows_where_its_first_layer_stands_in_the_model():

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.execute.stages.carried import StageOnSlice, carrying_modules, refuse_layers_that_look_back
+from penstock.execute.stages.carried import CarryFeature, carrying_modules, refuse_layers_that_look_back
 from penstock.execute.stages.stage import Stage
 from penstock.models import Carry
-from tests.local_pipelines import error_of, values
+from tests.local_pipelines import error_of, on_ranks, values
+from tests.one_stage import OneStage, step_of
 
 WIDTH = 3
 NUM_SLICES = 3
@@ -37,28 +38,26 @@ class Mixing(nn.Module):
 class Slices:
     """A stage, and the slices of two microbatches on it."""
 
-    def __init__(self, layer):
-        self.stage = Stage(4, {"0": layer})
-        self.trails = {}
+    def __init__(self, layer, **options):
+        stage = Stage(4, {"0": layer})
+        self.modules = carrying_modules(stage)
+        feature = CarryFeature(4, self.modules, NUM_SLICES)
+        self.one = OneStage(stage, features=[feature], step=step_of(num_slices=NUM_SLICES), **options)
+        self.carried = self.one.step.carried
         self.saved = {}
-        self.modules = carrying_modules(self.stage)
-        self.run = Stage.backward
-
-    def at(self, microbatch, part):
-        place = (microbatch, part)
-        return StageOnSlice(self.stage, self.modules, self.trails, place, part == NUM_SLICES - 1)
 
     def forward(self, microbatch, part, inputs):
-        inputs = inputs.detach().requires_grad_()
-        on_slice = self.at(microbatch, part)
-        outputs = on_slice.forward((inputs,), {})
-        if torch.is_grad_enabled():
-            self.saved[microbatch, part] = on_slice.saving(self.stage.save)(inputs, outputs)
+        outputs, self.saved[microbatch, part] = self.one.forward(
+            inputs.detach().requires_grad_(), place=(microbatch, part)
+        )
         return outputs.detach()
 
     def backward(self, microbatch, part, gradient):
-        run = self.at(microbatch, part).backing(self.run)
-        return run(self.stage, self.saved.pop((microbatch, part)), [gradient])
+        return self.one.backward(self.saved.pop((microbatch, part)), gradient)
+
+    def left(self, part):
+        """What a slice of microbatch 0 left."""
+        return self.saved[0, part].parts[0].left[0]
 
 
 def whole(inputs, gradient):
@@ -77,7 +76,7 @@ def test_two_microbatches_under_way_at_once_get_the_gradients_of_whole_sequences
     for part in range(NUM_SLICES):
         for m in (0, 1):
             slices.forward(m, part, inputs[m].chunk(NUM_SLICES, 1)[part])
-    assert slices.trails.keys() == {(4, 0), (4, 1)}
+    assert slices.carried.keys() == set()  # the last slices have taken what was carried
     for part in reversed(range(NUM_SLICES)):
         for m in (1, 0):
             (found[m, part],) = slices.backward(m, part, gradients[m].chunk(NUM_SLICES, 1)[part])
@@ -86,7 +85,7 @@ def test_two_microbatches_under_way_at_once_get_the_gradients_of_whole_sequences
     for m, (expected_input, _) in enumerate(expected):
         torch.testing.assert_close(torch.cat([found[m, part] for part in range(NUM_SLICES)], 1), expected_input)
     torch.testing.assert_close(layer.weight.grad, expected[0][1] + expected[1][1])
-    assert slices.trails == {}
+    assert slices.carried == {}
 
 
 def test_without_gradients_nothing_is_kept_beyond_the_last_slice():
@@ -97,12 +96,12 @@ def test_without_gradients_nothing_is_kept_beyond_the_last_slice():
         expected = Mixing()(inputs)
 
     torch.testing.assert_close(torch.cat(outputs, 1), expected)
-    assert slices.trails == {}
+    assert slices.carried == {}
 
 
 def test_without_gradients_what_a_slice_left_is_freed_when_the_next_has_run():
     layer = Mixing()
-    slices = Slices(layer)
+    slices = Slices(layer, is_training=False)
 
     with torch.no_grad():
         for part in range(2):
@@ -111,21 +110,18 @@ def test_without_gradients_what_a_slice_left_is_freed_when_the_next_has_run():
     gc.collect()
 
     assert taken() is None
-    assert slices.trails[4, 0].latest[0].value is not None
+    assert slices.carried[4, 0][0].value is not None
 
 
 def test_the_value_goes_when_a_newer_one_is_left_and_the_gradients_when_they_are_used():
     slices = Slices(Mixing())
     for part in range(NUM_SLICES):
         slices.forward(0, part, values(part, 2, 2, WIDTH))
-    trail = slices.trails[4, 0]
-    left = [trail.passed[part].left[0] for part in range(NUM_SLICES - 1)]
+    left = [slices.left(part) for part in range(NUM_SLICES - 1)]
 
     assert [each.value for each in left] == [None, None]
-    assert trail.latest == [None]
     slices.backward(0, 2, values(5, 2, 2, WIDTH))
     assert [len(each.gradients) for each in left] == [0, 1]
-    assert trail.passed.keys() == {0, 1}
 
 
 def test_the_last_slice_leaves_nothing():
@@ -133,18 +129,19 @@ def test_the_last_slice_leaves_nothing():
     for part in range(NUM_SLICES):
         slices.forward(0, part, values(part, 2, 2, WIDTH))
 
-    assert slices.trails[4, 0].passed[NUM_SLICES - 1].left == [None]
+    assert slices.left(NUM_SLICES - 1) is None
 
 
 def test_what_a_slice_took_goes_through_the_backward_as_further_inputs_and_outputs():
     """So whoever runs a backward, whole or split, need not know that anything is carried."""
     slices, calls = Slices(Mixing()), []
+    run_backward = slices.one.passes._run_backward
 
-    def run(stage, saved, gradients):
+    def run(step, saved, gradients, *, is_whole):
         calls.append((len(saved.inputs), len(saved.edges), len(gradients)))
-        return stage.backward(saved, gradients)
+        return run_backward(step, saved, gradients, is_whole=is_whole)
 
-    slices.run = run
+    slices.one.passes._run_backward = run
     for part in range(NUM_SLICES):
         slices.forward(0, part, values(part, 2, 2, WIDTH))
     results = [slices.backward(0, part, values(5, 2, 2, WIDTH)) for part in reversed(range(NUM_SLICES))]
@@ -187,11 +184,10 @@ def test_a_layer_that_runs_again_in_its_backward_takes_what_it_took():
     for part in range(2):
         slices.forward(0, part, values(part, 2, 2, WIDTH))
 
-    def run(stage, saved, gradients):
+    def run_again(gradients):
         layer(values(1, 2, 2, WIDTH))
-        return stage.backward(saved, gradients)
 
-    slices.run = run
+    slices.saved[0, 1].edges[0].node.register_prehook(run_again)
     slices.backward(0, 1, values(5, 2, 2, WIDTH))
 
     assert layer.seen[2] is layer.seen[1] is not None
@@ -206,17 +202,16 @@ def test_every_module_that_carries_is_found_once():
     assert found == [shared.carry, stage.layers["c"].carry]
 
 
-# ---- layers that look back
+def test_layers_that_look_back_are_refused_on_every_rank():
+    def refuse(wires):
+        layers = [nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.GRU(2, 2))]
+        stage = Stage(wires.rank, {f"layer.{wires.rank}": layers[wires.rank]})
+        return error_of(refuse_layers_that_look_back, wires, [stage], (nn.RNNBase,))
 
-
-def test_layers_that_look_back_are_refused():
-    layers = {"layer.0": nn.Sequential(nn.Linear(2, 2)), "layer.1": nn.Sequential(nn.GRU(2, 2))}
-
-    error = error_of(refuse_layers_that_look_back, [Stage(0, layers)], (nn.RNNBase,))
-
-    assert isinstance(error, ConfigError)
-    assert "layer 'layer.1' (GRU) looks back" in str(error)
-    assert "in a penstock.models.Carry, or use a schedule with 1 slice" in str(error)
+    for error in on_ranks(2, refuse):
+        assert isinstance(error, ConfigError)
+        assert "layer 'layer.1' (GRU) looks back" in str(error)
+        assert "in a penstock.models.Carry, or use a schedule with 1 slice" in str(error)
 
 
 class Holder(nn.Module):
@@ -249,11 +244,11 @@ class OwnGRU(nn.GRU):
 def test_who_calls_a_layer_that_looks_back_may_carry_for_it(layer, is_refused):
     stage = Stage(0, {"0": layer})
 
-    def accept():
-        refuse_layers_that_look_back([stage], (nn.RNNBase, nn.MultiheadAttention))
+    def accept(wires):
+        return refuse_layers_that_look_back(wires, [stage], (nn.RNNBase, nn.MultiheadAttention))
 
     if is_refused:
         with pytest.raises(ConfigError, match="looks back"):
-            accept()
+            on_ranks(1, accept)
     else:
-        accept()
+        on_ranks(1, accept)

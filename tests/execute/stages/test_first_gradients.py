@@ -7,9 +7,9 @@ from torch import nn
 from penstock.execute.split.plan import SplitPlan
 from penstock.execute.stages.first_gradients import FirstGradients
 from penstock.execute.stages.main_gradients import MainGradients
-from penstock.execute.stages.split_backward import backward_input, backward_weight
 from penstock.execute.stages.stage import Stage
 from tests.local_pipelines import WIDTH, settle, values
+from tests.one_stage import OneStage
 
 LENGTH = 3
 
@@ -26,19 +26,16 @@ class Positions(nn.Module):
 
 
 def stage_of(*layers, is_split):
-    stage = Stage(0, {"0": settle(nn.Sequential(*layers), 0)})
-    stage.split_plan = SplitPlan([stage.layers["0"]], small=0)
-    stage.is_split = is_split
-    return stage
+    layer = settle(nn.Sequential(*layers), 0)
+    return OneStage(Stage(0, {"0": layer}, split_plan=SplitPlan([layer], small=0)), is_split=is_split)
 
 
 def forward(stage, seed):
-    hidden = values(seed, 1, LENGTH, WIDTH).requires_grad_()
-    return stage.save((hidden,), stage.forward((hidden,), {}))
+    return stage.saved(values(seed, 1, LENGTH, WIDTH).requires_grad_())
 
 
 def gradients_of(stage):
-    return [parameter.grad for _, parameter in stage.named_parameters()]
+    return [parameter.grad for _, parameter in stage.stage.named_parameters()]
 
 
 def test_weight_parts_that_wait_get_the_gradients_of_their_own_microbatch():
@@ -46,11 +43,11 @@ def test_weight_parts_that_wait_get_the_gradients_of_their_own_microbatch():
 
     waiting = [forward(stage, seed) for seed in range(3)]
     for saved in waiting:
-        backward_input(stage, saved, [values(9, 1, LENGTH, WIDTH)])
+        stage.backward_input(saved, values(9, 1, LENGTH, WIDTH))
     for saved in waiting:
-        backward_weight(stage, saved)
+        stage.backward_weight(saved)
     for seed in range(3):
-        plain.backward(forward(plain, seed), [values(9, 1, LENGTH, WIDTH)])
+        plain.backward(forward(plain, seed), values(9, 1, LENGTH, WIDTH))
 
     assert all(map(torch.equal, gradients_of(stage), gradients_of(plain)))
 
@@ -60,8 +57,8 @@ def test_what_was_returned_and_what_came_in_stay_as_they_were(is_split):
     """The stage begins with the table, so all three are the same values."""
     stage, incoming = stage_of(Positions(), is_split=is_split), values(9, 1, LENGTH, WIDTH)
 
-    (returned,) = stage.backward_input(forward(stage, 0), [incoming])
-    stage.backward_input(forward(stage, 1), [values(8, 1, LENGTH, WIDTH)])
+    (returned,) = stage.backward_input(forward(stage, 0), incoming)
+    stage.backward_input(forward(stage, 1), values(8, 1, LENGTH, WIDTH))
 
     assert torch.equal(incoming, values(9, 1, LENGTH, WIDTH))
     assert torch.equal(returned, values(9, 1, LENGTH, WIDTH))
@@ -69,12 +66,12 @@ def test_what_was_returned_and_what_came_in_stay_as_they_were(is_split):
 
 def test_main_gradients_have_memory_of_their_own():
     stage, incoming = stage_of(Positions(), is_split=False), values(9, 1, LENGTH, WIDTH, dtype=torch.float32)
-    stage.layers["0"].float()
+    stage.stage.layers["0"].float()
     hidden = values(0, 1, LENGTH, WIDTH, dtype=torch.float32).requires_grad_()
 
-    with MainGradients(stage.named_parameters()).accumulating():
+    with MainGradients(stage.stage.named_parameters()).accumulating():
         for _ in range(2):
-            stage.backward_input(stage.save((hidden,), stage.forward((hidden,), {})), [incoming])
+            stage.backward_input(stage.saved(hidden), incoming)
 
     assert torch.equal(incoming, values(9, 1, LENGTH, WIDTH, dtype=torch.float32))
 
@@ -82,8 +79,7 @@ def test_main_gradients_have_memory_of_their_own():
 def test_only_what_is_new_and_shared_is_copied():
     first, second, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
     needed, third.grad = torch.ones(4), torch.ones(2)
-    gradients = FirstGradients()
-    gradients.begin_step([first, second, third])
+    gradients = FirstGradients([first, second, third])
     gradients.begin_backward()
 
     first.grad, second.grad = needed[:2], torch.ones(2)
@@ -98,8 +94,7 @@ def test_only_what_is_new_and_shared_is_copied():
 
 def test_sparse_gradients_are_left_alone():
     table = nn.Embedding(4, 2, sparse=True)
-    gradients = FirstGradients()
-    gradients.begin_step(table.parameters())
+    gradients = FirstGradients(table.parameters())
     gradients.begin_backward()
 
     table(torch.tensor([1, 2])).sum().backward()

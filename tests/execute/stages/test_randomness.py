@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from penstock.errors import DeadlineExceeded
-from penstock.execute.stages.randomness import LOSS, Randomness, generator_seed
+from penstock.execute.stages.randomness import LOSS, ReplayedRandomness, SeededRandomness, generator_seed
+from tests.one_stage import step_of
 
 CPU = torch.device("cpu")
 
 
-def draw(randomness, place, layer, size=4):
-    with randomness.forward(place) as before_layer:
+def draw(randomness, place, layer, size=4, *, step=0):
+    with randomness.drawing(step, place) as before_layer:
         before_layer(layer)
         return torch.rand(size)
 
@@ -32,26 +33,24 @@ def test_where_a_layer_begins_is_the_same_in_every_process_and_version():
 
 
 def test_a_layer_draws_the_same_whatever_was_drawn_before():
-    randomness = Randomness(7, CPU)
+    randomness = SeededRandomness(7, CPU)
     expected = draw(randomness, (2, 0), 5)
 
-    with randomness.forward((2, 0)) as before_layer:
+    with randomness.drawing(0, (2, 0)) as before_layer:
         before_layer(4)
         torch.rand(100)
         before_layer(5)
         found = torch.rand(4)
 
     assert torch.equal(found, expected)
-    assert not torch.equal(draw(Randomness(8, CPU), (2, 0), 5), expected)
+    assert not torch.equal(draw(SeededRandomness(8, CPU), (2, 0), 5), expected)
 
 
 def test_another_step_draws_something_else():
-    randomness = Randomness(7, CPU)
+    randomness = SeededRandomness(7, CPU)
     first = draw(randomness, (0, 0), 0)
 
-    randomness.step = 1
-
-    assert not torch.equal(draw(randomness, (0, 0), 0), first)
+    assert not torch.equal(draw(randomness, (0, 0), 0, step=1), first)
 
 
 def test_the_callers_generator_stands_afterwards_where_it_stood():
@@ -59,33 +58,48 @@ def test_the_callers_generator_stands_afterwards_where_it_stood():
     expected = torch.rand(4)
     torch.manual_seed(3)
 
-    draw(Randomness(7, CPU), (0, 0), 0)
+    draw(SeededRandomness(7, CPU), (0, 0), 0)
     with pytest.raises(TypeError):
-        draw(Randomness(7, CPU), (0, 0), 0, size="wrong")
+        draw(SeededRandomness(7, CPU), (0, 0), 0, size="wrong")
 
     assert torch.equal(torch.rand(4), expected)
 
 
 def test_a_loss_draws_by_the_same_rule():
-    randomness = Randomness(7, CPU)
+    randomness = SeededRandomness(7, CPU)
 
-    def loss(output, *, more):
-        """Draw."""
-        return output + more + torch.rand(())
+    with randomness.begin(step_of(), (0, 0)).around_loss():
+        found = torch.rand(1)
 
-    found = randomness.around_loss(loss)
+    assert torch.equal(found, draw(randomness, (0, 0), LOSS, 1))
 
-    assert found(torch.zeros(()), more=1) == 1 + draw(randomness, (0, 0), LOSS, 1)
-    assert found.__wrapped__ is loss
-    assert found.__doc__ == "Draw."
+
+def test_without_a_seed_a_forward_that_runs_again_and_its_loss_draw_what_they_drew():
+    torch.manual_seed(3)
+    part = ReplayedRandomness(CPU).begin(step_of(), (0, 0))
+    contexts = (part.around_forward, part.around_loss)
+    first = []
+    for context in contexts:
+        with context():
+            first.append(torch.rand(4))
+        torch.rand(7)  # somebody else
+    before = torch.get_rng_state()
+
+    again, second = part.again(), []
+    for context in (again.around_loss, again.around_forward):
+        with context():
+            second.insert(0, torch.rand(4))
+
+    assert all(map(torch.equal, first, second))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_threads_take_turns_at_the_one_generator():
-    expected = [draw(Randomness(7, CPU), (microbatch, 0), 0) for microbatch in range(2)]
+    expected = [draw(SeededRandomness(7, CPU), (microbatch, 0), 0) for microbatch in range(2)]
     found = {}
-    other = threading.Thread(target=lambda: found.update(other=draw(Randomness(7, CPU), (1, 0), 0)))
+    other = threading.Thread(target=lambda: found.update(other=draw(SeededRandomness(7, CPU), (1, 0), 0)))
 
-    with Randomness(7, CPU).forward((0, 0)) as before_layer:
+    with SeededRandomness(7, CPU).drawing(0, (0, 0)) as before_layer:
         before_layer(0)
         other.start()
         other.join(0.05)  # it cannot end before its turn, however long it is waited for
@@ -103,11 +117,11 @@ def test_nobody_waits_for_a_turn_longer_than_the_deadline():
 
     def wait():
         try:
-            draw(Randomness(7, CPU, patience_s=0.01), (0, 0), 0)
+            draw(SeededRandomness(7, CPU, patience_s=0.01), (0, 0), 0)
         except DeadlineExceeded as error:
             found.append(error)
 
-    with Randomness(7, CPU).forward((0, 0)):
+    with SeededRandomness(7, CPU).drawing(0, (0, 0)):
         other = threading.Thread(target=wait)
         other.start()
         other.join()
@@ -119,14 +133,14 @@ def test_nobody_waits_for_a_turn_longer_than_the_deadline():
 @pytest.mark.gpu
 def test_on_a_gpu_its_generator_stands_by_the_same_rule():
     device = torch.device("cuda")
-    randomness = Randomness(7, device)
+    randomness = SeededRandomness(7, device)
     torch.cuda.manual_seed(3)
     expected = torch.rand(4, device=device)
     torch.cuda.manual_seed(3)
 
     found = []
     for _ in range(2):
-        with randomness.forward((0, 0)) as before_layer:
+        with randomness.drawing(0, (0, 0)) as before_layer:
             before_layer(0)
             found.append((torch.rand(4), torch.rand(4, device=device)))
 

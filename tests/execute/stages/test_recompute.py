@@ -5,22 +5,28 @@ import torch
 from torch import nn
 
 from penstock.errors import PipelineError
-from penstock.execute.stages.recompute import BufferCopier, Checkpoint, checkpoint_of, keep_arguments, on_copied_buffers
-from penstock.execute.stages.stage import SavedForward, Stage
+from penstock.execute.stages.passes import SavedForward, StagePasses
+from penstock.execute.stages.recompute import (
+    BufferCopier,
+    Checkpoint,
+    RecomputedPasses,
+    checkpoint_of,
+    on_copied_buffers,
+)
+from penstock.execute.stages.stage import Stage
 from tests.local_pipelines import WIDTH, block, values
+from tests.one_stage import PLACE, OneStage
 
 
 def test_nothing_but_the_arguments_is_kept():
-    stage = Stage(0, {"0": block(0)})
-    run, save = keep_arguments(BufferCopier(stage), stage.forward, stage.save)
-    inputs = (values(1, 4, WIDTH).requires_grad_(),)
+    stage = OneStage(Stage(0, {"0": block(0)}), kind=RecomputedPasses)
+    inputs = values(1, 4, WIDTH).requires_grad_()
 
-    outputs = run(inputs, {})
-    saved = save(inputs, outputs)
+    outputs, saved = stage.forward(inputs)
 
     assert outputs.requires_grad
     assert isinstance(saved, Checkpoint)
-    assert saved.arguments is inputs
+    assert saved.arguments[0] is inputs
     assert (saved.inputs, saved.edges, saved.deferred) == ([], [], None)
 
 
@@ -30,11 +36,36 @@ def test_a_backward_within_the_first_forward_is_refused():
             (x**2).sum().backward()
             return x
 
-    stage = Stage(0, {"0": Greedy()})
-    run, _ = keep_arguments(BufferCopier(stage), stage.forward, stage.save)
+    stage = OneStage(Stage(0, {"0": Greedy()}), kind=RecomputedPasses)
 
     with pytest.raises(PipelineError, match="take its stage out of the recomputation"):
-        run((torch.ones(2, requires_grad=True),), {})
+        stage.forward(torch.ones(2, requires_grad=True))
+
+
+def test_a_loss_may_run_a_backward_through_itself():
+    def loss(output):
+        scale = torch.ones((), requires_grad=True)
+        return output.sum() + torch.autograd.grad((scale**2 * 3).sum(), scale)[0]
+
+    stage = OneStage(Stage(0, {"0": block(0)}), kind=RecomputedPasses, loss=loss)
+
+    assert isinstance(stage.saved(values(1, 4, WIDTH)), Checkpoint)
+
+
+def test_the_second_forward_saves_what_the_first_one_would_have_and_notes_nothing():
+    kinds = StagePasses, RecomputedPasses
+    plain, stage = (OneStage(Stage(0, {"0": block(0)}), kind=kind, loss=torch.sum) for kind in kinds)
+    inputs = [values(1, 4, WIDTH).requires_grad_() for _ in range(2)]
+    expected = plain.backward(plain.saved(inputs[0]))
+    checkpoint = stage.saved(inputs[1])
+    stage.step.losses.computed.clear()
+
+    found = stage.backward(stage.passes.recompute(stage.step, PLACE, checkpoint))
+
+    assert torch.equal(found[0], expected[0])
+    assert stage.step.losses.computed == {}
+    pairs = zip(stage.stage.named_parameters(), plain.stage.named_parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for (_, one), (_, other) in pairs)
 
 
 def test_layers_change_copies_of_their_buffers():
@@ -43,7 +74,7 @@ def test_layers_change_copies_of_their_buffers():
     checkpoint = Checkpoint([], [], [], buffers=BufferCopier(stage).copies())
 
     with on_copied_buffers(stage, checkpoint):
-        stage.forward((values(1, 4, WIDTH),), {})
+        norm(values(1, 4, WIDTH))
         assert norm.running_mean.any()
 
     assert norm.running_mean is mean
@@ -72,10 +103,9 @@ def test_copies_have_the_values_that_the_forward_began_with_and_are_shared_until
 
 
 def test_arguments_that_are_changed_before_the_forward_runs_again_are_refused():
-    stage = Stage(0, {"0": block(0)})
-    run, save = keep_arguments(BufferCopier(stage), stage.forward, stage.save)
+    stage = OneStage(Stage(0, {"0": block(0)}), kind=RecomputedPasses)
     batch = values(1, 4, WIDTH)
-    saved = save((), run((batch,), {}))
+    saved = stage.saved(batch)
     assert checkpoint_of(saved, "0F0") is saved
 
     batch.mul_(2)

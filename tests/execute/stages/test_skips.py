@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from penstock.errors import PenstockError
-from penstock.execute.stages.skips import Shelf, StageSkips, open_at, skip_names
+from penstock.execute.stages.skips import SkipBuffer, SkipPart, StageSkips, open_at, skip_names
 from penstock.execute.stages.stage import Stage
 from penstock.models import Skip
+from tests.one_stage import OneStage
 
 
 class Puts(nn.Module):
@@ -37,8 +38,12 @@ class Gets(nn.Module):
         return x + sum(skip.get() for skip in self.skips)
 
 
-def run(skips, layers, inputs):
-    return skips.forward(lambda args, keywords: nn.Sequential(*layers)(*args), inputs, {})
+def run(skips, layers, inputs, part=None):
+    part = part or SkipPart(skips)
+    inputs = part.arrive(inputs)
+    with part.around_forward():
+        output = nn.Sequential(*layers)(*inputs)
+    return part.leave(output)
 
 
 # ---- which skips are open where
@@ -95,14 +100,11 @@ def test_a_stage_hands_on_what_goes_past_it():
 def test_a_stage_may_get_and_hand_on_the_same_value():
     layers = [Gets("a")]
     a = torch.ones(1, requires_grad=True)
-    stage = Stage(1, {"0": layers[0]})
-    stage.skips = StageSkips(layers, ["a"], ["a"])
+    stage = OneStage(Stage(1, {"0": layers[0]}), features=[StageSkips(layers, ["a"], ["a"])])
 
-    inputs = (torch.ones(1, requires_grad=True), {"a": a})
-    outputs = stage.forward((inputs,), {})
-    saved = stage.save((inputs,), outputs)
+    saved = stage.saved((torch.ones(1, requires_grad=True), {"a": a}))
 
-    gradients = stage.backward(saved, [torch.full((1,), 10.0), torch.full((1,), 100.0)])
+    gradients = stage.backward(saved, torch.full((1,), 10.0), torch.full((1,), 100.0))
     assert [gradient.item() for gradient in gradients] == [10, 110]
 
 
@@ -119,50 +121,46 @@ def test_a_value_that_is_not_got_on_its_stage_is_free_as_soon_as_it_is_handed_on
     layers = [Puts("a"), nn.Tanh()]
     skips = StageSkips(layers, leaving=["a"])
 
-    found = weakref.ref(run(skips, layers, (torch.ones(2),))[1]["a"])
-    shelf = skips.pop_shelf()
+    part = SkipPart(skips)
+    found = weakref.ref(run(skips, layers, (torch.ones(2),), part)[1]["a"])
 
     gc.collect()
     assert found() is None
-    assert shelf is not None
 
 
 def test_of_a_value_that_only_goes_past_a_stage_nothing_is_kept_but_the_way_of_its_gradient():
-    stage = Stage(1, {"0": nn.Tanh()})
-    stage.skips = StageSkips([nn.Tanh()], ["a"], ["a"])
+    stage = OneStage(Stage(1, {"0": nn.Tanh()}), features=[StageSkips([nn.Tanh()], ["a"], ["a"])])
     inputs = (torch.zeros(2, requires_grad=True), {"a": (torch.ones(2, requires_grad=True), torch.ones(2), "b")})
 
-    outputs = stage.forward((inputs,), {})
-    saved = stage.save((inputs,), outputs)
+    outputs, saved = stage.forward(inputs)
     found = weakref.ref(inputs[1]["a"][0])
     del inputs, outputs
 
     gc.collect()
     assert found() is None
-    gradients = stage.backward(saved, [torch.full((2,), 3.0), torch.tensor([5.0, 7.0])])
+    gradients = stage.backward(saved, torch.full((2,), 3.0), torch.tensor([5.0, 7.0]))
     assert [gradient.tolist() for gradient in gradients] == [[3, 3], [5, 7]]
 
 
 def test_a_value_that_is_got_stays_for_a_recomputation_which_puts_nothing_new():
     layers = [Puts("a"), Gets("a")]
     skips = StageSkips(layers)
-    run(skips, layers, (torch.ones(2),))
+    part = SkipPart(skips)
+    run(skips, layers, (torch.ones(2),), part)
 
-    with skips.on(skips.pop_shelf()):
+    with part.around_backward():
         again = nn.Sequential(*layers)(torch.zeros(2))
 
     assert torch.equal(again, torch.full((2,), 2.0))
-    assert skips.pop_shelf() is None
 
 
-def test_evaluation_keeps_nothing():
+def test_a_forward_that_runs_again_puts_anew():
     layers = [Puts("a"), Gets("a")]
     skips = StageSkips(layers)
+    part = SkipPart(skips)
+    run(skips, layers, (torch.ones(2),), part)
 
-    with torch.no_grad():
-        run(skips, layers, (torch.ones(2),))
-
-    assert skips.pop_shelf() is None
+    assert torch.equal(run(skips, layers, (torch.zeros(2),), part.again()), torch.zeros(2))
 
 
 def test_layers_are_left_alone_after_a_forward_that_failed():
@@ -178,21 +176,21 @@ def test_layers_are_left_alone_after_a_forward_that_failed():
 # ---- mistakes
 
 
-def shelf(**arrived):
-    return Shelf(arrived, "stage 3")
+def buffer_of(**arrived):
+    return SkipBuffer(arrived, "stage 3")
 
 
 def test_a_second_value_of_one_name_is_refused():
-    for own in (shelf(a=1), shelf()):
+    for own in (buffer_of(a=1), buffer_of()):
         with pytest.raises(PenstockError, match="stage 3: the skip 'a' is put twice for one microbatch; put once"):
             [own.put("a", 2) for _ in range(2)]
 
 
 def test_a_skip_that_is_got_before_it_is_put_is_refused_with_those_that_are_there():
     with pytest.raises(PenstockError, match=r"stage 3: the skip 'a' is got before it is put \(there are: 'b'\)"):
-        shelf(b=1).get("a")
+        buffer_of(b=1).get("a")
     with pytest.raises(PenstockError, match="there are: none"):
-        shelf().get("a")
+        buffer_of().get("a")
 
 
 def test_a_skip_that_was_not_put_is_missed_where_it_should_leave():
@@ -203,7 +201,7 @@ def test_a_skip_that_was_not_put_is_missed_where_it_should_leave():
 
 
 def test_a_none_may_be_handed_on():
-    own = shelf()
+    own = buffer_of()
     own.put("a", None)
 
     assert own.get("a") is None
@@ -211,7 +209,7 @@ def test_a_none_may_be_handed_on():
 
 
 def test_what_would_lose_its_gradient_is_refused():
-    own = shelf(needing=torch.ones(1, requires_grad=True), number=torch.ones(1))
+    own = buffer_of(needing=torch.ones(1, requires_grad=True), number=torch.ones(1))
 
     with torch.no_grad():
         with pytest.raises(PenstockError, match="the skip 'new' is put where gradients are off"):
@@ -223,7 +221,7 @@ def test_what_would_lose_its_gradient_is_refused():
 
 def test_without_gradients_anything_goes():
     with torch.no_grad():
-        own = shelf()
+        own = buffer_of()
         own.put("a", torch.ones(1))
 
         assert own.get("a") == 1

@@ -8,28 +8,24 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PenstockWarning
-from penstock.execute.stages.split_backward import backward_input, backward_weight
 from penstock.execute.stages.stage import Stage
-from penstock.pipeline import Pipeline
-from tests.local_pipelines import WIDTH, block, on_ranks, settle, square_loss, values
+from tests.local_pipelines import WIDTH, block, settle, values
+from tests.one_stage import OneStage
 
 
 def run(parts, layer=None, *, is_split=True):
-    stage = Stage(0, {"0": block(0) if layer is None else layer})
-    stage.is_split = is_split
-    return run_stage(stage, parts)
+    return run_stage(OneStage(Stage(0, {"0": block(0) if layer is None else layer}), is_split=is_split), parts)
 
 
 def run_stage(stage, parts):
-    hidden = values(1, 2, 3, WIDTH).requires_grad_()
-    saved = stage.save((hidden,), stage.forward((hidden,), {}))
-    gradients = parts(stage, saved, [values(2, 2, 3, WIDTH)])
-    return [*gradients, *(parameter.grad for _, parameter in stage.named_parameters())]
+    saved = stage.saved(values(1, 2, 3, WIDTH).requires_grad_())
+    gradients = parts(stage, saved, values(2, 2, 3, WIDTH))
+    return [*gradients, *(parameter.grad for _, parameter in stage.stage.named_parameters())]
 
 
-def in_two_parts(stage, saved, gradients):
-    found = backward_input(stage, saved, gradients)
-    backward_weight(stage, saved)
+def in_two_parts(stage, saved, gradient):
+    found = stage.backward_input(saved, gradient)
+    stage.backward_weight(saved)
     return found
 
 
@@ -64,29 +60,28 @@ def custom():
 
 @pytest.mark.parametrize("is_split", [True, False])
 def test_input_part_and_weight_part_together_are_the_whole_backward(is_split):
-    assert all(map(torch.equal, run(in_two_parts, is_split=is_split), run(Stage.backward, is_split=False)))
+    assert all(map(torch.equal, run(in_two_parts, is_split=is_split), run(OneStage.backward, is_split=False)))
 
 
 def test_a_whole_backward_after_a_forward_made_for_two_parts_is_whole():
-    assert all(map(torch.equal, run(Stage.backward), run(Stage.backward, is_split=False)))
+    assert all(map(torch.equal, run(OneStage.backward), run(OneStage.backward, is_split=False)))
 
 
 def test_the_input_gradient_is_there_after_the_input_part():
-    assert torch.equal(run(backward_input)[0], run(Stage.backward)[0])
+    assert torch.equal(run(OneStage.backward_input)[0], run(OneStage.backward)[0])
 
 
 def test_the_gradients_of_matrices_come_with_the_weight_part():
-    *_, weight, bias = run(backward_input)
+    *_, weight, bias = run(OneStage.backward_input)
 
     assert weight is None
     assert bias is not None
 
 
 def test_layers_that_run_again_within_the_backward_leave_their_weights_for_later():
-    stage = Stage(0, {"0": Again(nn.Linear(WIDTH, WIDTH))})
-    stage.is_split = True
+    stage = OneStage(Stage(0, {"0": Again(nn.Linear(WIDTH, WIDTH))}), is_split=True)
 
-    *_, weight, bias = run_stage(stage, backward_input)
+    *_, weight, bias = run_stage(stage, OneStage.backward_input)
 
     assert weight is None
     assert bias is not None
@@ -104,25 +99,22 @@ class Again(nn.Module):
 
 
 def test_what_is_no_longer_needed_is_let_go_after_each_part():
-    stage = Stage(0, {"0": block(0)})
-    stage.is_split = True
-    hidden = values(1, 3, WIDTH).requires_grad_()
-    saved = stage.save((hidden,), stage.forward((hidden,), {}))
+    stage = OneStage(Stage(0, {"0": block(0)}), is_split=True)
+    saved = stage.saved(values(1, 3, WIDTH).requires_grad_())
 
-    backward_input(stage, saved, [values(2, 3, WIDTH)])
+    stage.backward_input(saved, values(2, 3, WIDTH))
     assert (saved.inputs, saved.edges, saved.loss_gradients) == ([], [], [])
 
-    backward_weight(stage, saved)
+    stage.backward_weight(saved)
     assert saved.deferred is None
 
 
 def test_weights_that_cannot_wait_have_their_gradients_and_are_named_once():
-    stage = Stage(3, {"0": custom()})
-    stage.is_split = True
+    stage = OneStage(Stage(3, {"0": custom()}), is_split=True)
 
     with pytest.warns(PenstockWarning, match=r"stage 3: 50% of its weights .*: 0\.1\.weight") as told:
         found = run_stage(stage, in_two_parts)
-    assert all(map(torch.equal, found[1:], run(Stage.backward, custom(), is_split=False)[1:]))
+    assert all(map(torch.equal, found[1:], run(OneStage.backward, custom(), is_split=False)[1:]))
     assert "0.0.weight" not in str(told[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -145,38 +137,22 @@ def test_weights_that_cannot_wait_have_their_gradients_and_are_named_once():
     ],
 )
 def test_nothing_is_said_of(make):
-    stage = Stage(0, {"0": make()})
+    stage = OneStage(Stage(0, {"0": make()}), is_split=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
-            stage.is_split = True
+            stage.begin()
             run_stage(stage, in_two_parts)
 
 
 def test_small_weights_stay_whole_once_their_sizes_are_known_and_nothing_is_said_of_them():
-    stage, early = Stage(0, {"0": nn.Linear(WIDTH, WIDTH)}), []
+    stage, early = OneStage(Stage(0, {"0": nn.Linear(WIDTH, WIDTH)}), is_split=True), []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
-            stage.is_split = True
-            *_, weight, _ = run_stage(stage, backward_input)
+            stage.begin()
+            *_, weight, _ = run_stage(stage, OneStage.backward_input)
             early.append(weight is not None)
-            stage.layers["0"].zero_grad()
+            stage.stage.layers["0"].zero_grad()
 
     assert early == [False, True]
-
-
-def split_while_training(transport, schedule):
-    pipeline = Pipeline(
-        [block(seed) for seed in range(2)], schedule, loss=square_loss, microbatches=2, transport=transport
-    )
-    for _ in range(2):
-        pipeline.step(values(1, 4, WIDTH), target=values(2, 4, WIDTH))
-        pipeline.evaluate(values(1, 4, WIDTH), target=values(2, 4, WIDTH))
-    pipeline.close()
-    return [stage.is_split for stage in pipeline.stages]
-
-
-@pytest.mark.parametrize(("schedule", "is_split"), [("zb-h1", True), ("1f1b", False)])
-def test_only_schedules_with_split_backwards_make_forwards_for_them(schedule, is_split):
-    assert on_ranks(2, split_while_training, schedule) == [[is_split], [is_split]]

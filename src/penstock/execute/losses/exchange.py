@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
-from penstock.execute.batch.step import Step
-from penstock.execute.control.collectives import Control
 from penstock.execute.losses.loss import LossShares, combine_losses
 from penstock.execute.losses.output import ALL_TOGETHER, LossName
 from penstock.execute.losses.results import MicrobatchLosses, NamedLosses, StepResult, reported_by_microbatch
+from penstock.execute.losses.step_losses import StepLosses
+from penstock.execute.transport.protocol import Transport
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -25,23 +25,23 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class LossExchange:
     """Shares the losses of one rank's steps with the other ranks; every rank has one and calls it alike."""
 
-    def __init__(self, control: Control, device: torch.device) -> None:
-        self._control = control
+    def __init__(self, transport: Transport, device: torch.device) -> None:
+        self._transport = transport
         self._device = device
         self._names: list[LossName] = []
         """What all ranks know, in the same order: those of the loss function, then those of layers."""
 
-    def share(self, step: Step) -> StepResult:
+    def share(self, own: StepLosses) -> StepResult:
         """Give every rank every loss of the step.
 
         Raises:
             PipelineError: on every rank, if a layer and the loss function use one name for two losses.
         """
-        table = self._summed(step)
+        table = self._summed(own)
         if table.has_new_names:
-            self._learn_names(step)
-            table = self._summed(step)
-        main, named = table.main(), dict(table.named(step.auxiliary_shares))
+            self._learn_names(own)
+            table = self._summed(own)
+        main, named = table.main(), dict(table.named(own.auxiliary_shares))
         added = named.pop(ALL_TOGETHER, None)
         return StepResult(
             loss=None if main is None else main.of_batch,
@@ -49,20 +49,19 @@ class LossExchange:
             named_losses=NamedLosses({name: losses.of_batch for name, losses in named.items()}),
             named_microbatch_losses=NamedLosses({name: losses.of_microbatches for name, losses in named.items()}),
             total=None if main is None else main.of_batch if added is None else main.of_batch + added.of_batch,
-            reported=reported_by_microbatch(step),
+            reported=reported_by_microbatch(own),
         )
 
-    def _summed(self, step: Step) -> "_Table":
-        table = _Table(step, self._names, self._device)
-        cells = table.cells.to("cpu")  # the only time in a step that the host waits for the device
-        self._control.all_reduce(cells)
-        table.numbers, table.cells = cells.tolist(), cells.to(self._device)
+    def _summed(self, own: StepLosses) -> "_Table":
+        table = _Table(own, self._names, self._device)
+        self._transport.all_reduce(table.cells)
+        table.numbers = table.cells.tolist()
         return table
 
-    def _learn_names(self, step: Step) -> None:
-        own = [[name.name, name.is_auxiliary, _DTYPES.index(name.dtype)] for name in step.named]
+    def _learn_names(self, own: StepLosses) -> None:
+        described = [[name.name, name.is_auxiliary, _DTYPES.index(name.dtype)] for name in own.named]
         names = list(self._names)
-        for theirs in self._control.all_gather_object(own):
+        for theirs in self._transport.all_gather_object(described):
             assert isinstance(theirs, list)
             names += [LossName(name, is_auxiliary, _DTYPES[dtype]) for name, is_auxiliary, dtype in theirs]
         _require_one_meaning(names)
@@ -94,23 +93,23 @@ class _Table:
     All but the first and the numbers of ranks have a cell per microbatch and slice.
     """
 
-    def __init__(self, step: Step, names: Sequence[LossName], device: torch.device) -> None:
+    def __init__(self, own: StepLosses, names: Sequence[LossName], device: torch.device) -> None:
         self._names = names
-        self._num_slices = step.num_slices
-        places = list(product(range(len(step.slices)), range(step.num_slices)))
+        self._num_slices = own.num_slices
+        places = list(product(range(own.num_microbatches), range(own.num_slices)))
         self._num_places = len(places)
-        types = [1.0 + _DTYPES.index(step.losses[place].dtype) if place in step.losses else 0.0 for place in places]
-        fractions = [step.shares.fractions[place[0]][place[1]] if place in step.losses else 0.0 for place in places]
-        weights = [step.shares.weights[place[0]] if place in step.losses else 0.0 for place in places]
+        types = [1.0 + _DTYPES.index(own.computed[place].dtype) if place in own.computed else 0.0 for place in places]
+        fractions = [own.shares.fractions[place[0]][place[1]] if place in own.computed else 0.0 for place in places]
+        weights = [own.shares.weights[place[0]] if place in own.computed else 0.0 for place in places]
         none = [0.0] * len(places)
-        plain = [float(not step.named.keys() <= set(names)), *types, *fractions, *weights, *none]
+        plain = [float(not own.named.keys() <= set(names)), *types, *fractions, *weights, *none]
         for name in names:
-            plain += [float(name in step.named), *none]
+            plain += [float(name in own.named), *none]
         self.cells = torch.tensor(plain, dtype=torch.float64, device=device)
         """The table itself."""
-        self._put(step.losses, places, self._start(3))
+        self._put(own.computed, places, self._start(3))
         for index, name in enumerate(names):
-            self._put(step.named.get(name, {}), places, self._start_of_name(index) + 1)
+            self._put(own.named.get(name, {}), places, self._start_of_name(index) + 1)
         self.numbers: list[float] = []
         """The cells of all ranks together."""
 

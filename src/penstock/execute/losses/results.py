@@ -1,20 +1,13 @@
-"""What a step gives back; and brings the outputs of a step to one rank."""
+"""What a step gives back."""
 
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import product
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError, nearest
-from penstock.execute.batch.microbatch import merge_outputs
-from penstock.execute.batch.step import Step
 from penstock.execute.batch.stream import DataTimes
-from penstock.execute.transport.messages import Messenger
-from penstock.ir.program import Program
-from penstock.placement import Placement
+from penstock.execute.losses.step_losses import StepLosses
 
 _Loss = TypeVar("_Loss")
 
@@ -68,45 +61,10 @@ class StepResult:
     """What the data of a `Stream` cost this rank in this step; None for a batch that was there as a whole."""
 
 
-def reported_by_microbatch(step: Step) -> list[Any]:
+def reported_by_microbatch(losses: StepLosses) -> list[Any]:
     """Return what the loss function reported of the microbatches whose losses this rank computed."""
-    if not step.reported:
+    if not losses.reported:
         return []
-    own = sorted({microbatch for microbatch, _ in step.losses})
-    rows = [[step.reported.get((microbatch, index)) for index in range(step.num_slices)] for microbatch in own]
-    return [row[0] if step.num_slices == 1 else row for row in rows]
-
-
-def collector_of(placement: Placement) -> int:
-    """Return the rank that gets the outputs: that of the last stage of the first route."""
-    return placement.rank_of_stage[placement.routes[0][-1]]
-
-
-def collect_outputs(messenger: Messenger, step: Step, program: Program, rank: int) -> None:
-    """Move the outputs of all routes to the collector, one microbatch after another."""
-    holder_of_route = [program.placement.rank_of_stage[route[-1]] for route in program.placement.routes]
-    collector = holder_of_route[0]
-    for place in product(range(len(step.slices)), range(step.num_slices)):
-        holder = holder_of_route[program.route_of_microbatch[place[0]]]
-        if rank == holder != collector:
-            messenger.send_described(collector, step.outputs.pop(place))
-        elif rank == collector != holder:
-            step.outputs[place] = messenger.receive_described(holder)
-
-
-def merge_slices_and_microbatches(step: Step, merge: Any, merge_slices: Any, slice_dim: int) -> Any:
-    """Put the outputs of a step together: first those of the slices of a microbatch, then those of the microbatches."""
-    wholes = []
-    for microbatch in range(len(step.slices)):
-        parts = [step.outputs[microbatch, index] for index in range(step.num_slices)]
-        spec = merge_slices or partial(_join_slices, dim=slice_dim)
-        wholes.append(parts[0] if len(parts) == 1 else merge_outputs(parts, spec, part="slice"))
-    return merge_outputs(wholes, merge)
-
-
-def _join_slices(values: list[Any], *, dim: int) -> Any:
-    """One tensor along the sequence where it has one, else along a new last dimension; what is no tensor, as a list."""
-    if not all(isinstance(value, Tensor) for value in values):
-        return values
-    has_sequence = -values[0].dim() <= dim < values[0].dim()
-    return torch.cat(values, dim=dim) if has_sequence else torch.stack(values, dim=-1)
+    own = sorted({microbatch for microbatch, _ in losses.computed})
+    rows = [[losses.reported.get((microbatch, index)) for index in range(losses.num_slices)] for microbatch in own]
+    return [row[0] if losses.num_slices == 1 else row for row in rows]

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
-from penstock.execute.batch.step import Step
 from penstock.execute.calls import Bound, Call, Change, around_each
 from penstock.execute.stages.stage import Stage
+from penstock.execute.step import Step
 from penstock.execute.values.tree import flatten
 from penstock.ir.deps import NONE
 from penstock.ir.operations import RUNS_AUTOGRAD, RUNS_FORWARD, Op
@@ -40,14 +40,12 @@ class ValueChecks:
         self._here = threading.local()
         """`action`: what runs in this thread, and `backward`: what will run backward through it."""
 
-    def change(self, program: Program, step: Callable[[], Step]) -> Change:
-        """Return the change that looks at what each computation made; `step` gives the one under way."""
+    def change(self, program: Program) -> Change:
+        """Return the change that looks at what each computation made."""
         first, end = (int(offset) for offset in program.offsets[self._rank : self._rank + 2])
         rows = [row for row in range(first, end) if RUNS_AUTOGRAD[program.op[row]]]
         backwards = {_place(program, row): str(program.instruction(row)) for row in rows}
-        return around_each(
-            lambda bound: self._checking(program, bound, backwards.get(_place(program, bound.row), ""), step)
-        )
+        return around_each(lambda bound: self._checking(program, bound, backwards.get(_place(program, bound.row), "")))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -64,7 +62,7 @@ class ValueChecks:
 
     # ---- computations
 
-    def _checking(self, program: Program, bound: Bound, backward: str, step: Callable[[], Step]) -> Call:
+    def _checking(self, program: Program, bound: Bound, backward: str) -> Call:
         if bound.receive_row is not None or not program.is_compute[bound.row]:
             return bound.call
         instruction = program.instruction(bound.row)
@@ -73,22 +71,22 @@ class ValueChecks:
         is_forward = bool(RUNS_FORWARD[instruction.op])
         has_loss = instruction.op is Op.FORWARD and program.placement.next_stage[stage.index] == NONE
 
-        def checked() -> None:
+        def checked(step: Step) -> None:
             self._here.action, self._here.backward = action, backward if is_forward else None
             try:
-                bound.call()
+                bound.call(step)
             finally:
                 self._here.action = self._here.backward = None
             if has_loss:
-                self._check_loss(step(), place, action)
+                self._check_loss(step, place, action)
             if not is_forward:
                 self._check_parameters(stage, action)
 
         return checked
 
     def _check_loss(self, step: Step, place: tuple[int, int], action: str) -> None:
-        loss = step.losses.get(place)
-        if loss is not None and step.shares.factor(*place):  # without weight it trains nothing, and may be anything
+        loss = step.losses.computed.get(place)
+        if loss is not None and step.losses.shares.factor(*place):  # else it may be anything
             self._check(loss, action, "the loss")
 
     def _check_parameters(self, stage: Stage, action: str) -> None:

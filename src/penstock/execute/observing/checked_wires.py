@@ -19,7 +19,8 @@ from torch import Tensor
 
 from penstock.errors import PipelineError
 from penstock.execute.calls import Bound, Call, Change, around_each
-from penstock.execute.transport.protocol import Tag, Ticket, Transport, WaitObserver
+from penstock.execute.step import Step
+from penstock.execute.transport.protocol import Ticket, Transport, WaitObserver
 from penstock.ir.deps import predecessors
 from penstock.ir.instruction import Instruction, Op
 from penstock.ir.program import Program
@@ -136,20 +137,18 @@ class CheckedWires:
 
     # ---- the messages of a step
 
-    def post_send(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
-        assert tag is Tag.DATA  # collectives go over the transport itself
+    def post_send(self, peer: int, tensor: Tensor) -> Ticket:
         return self._leaving(peer, self._post_header(peer, tensor.numel()), self._wires.post_send(peer, tensor))
 
-    def post_receive(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
-        assert tag is Tag.DATA
+    def post_receive(self, peer: int, tensor: Tensor) -> Ticket:
         ticket = self._ticket(peer, is_send=False)
         self._channels[peer].awaited.append(_Awaited(ticket.serial, tensor, self._receiving))
         return ticket
 
-    def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
+    def wait(self, ticket: Ticket) -> None:
         if ticket.is_send:
             for each in self._sends.pop(ticket.serial, ()):
-                self._wires.wait(each, limit_s)
+                self._wires.wait(each)
             return
         awaited = self._channels[ticket.peer].awaited
         while awaited and awaited[0].serial <= ticket.serial:  # a channel delivers in order
@@ -159,6 +158,15 @@ class CheckedWires:
 
     def watch(self, observer: WaitObserver) -> None:
         self._wires.watch(observer)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._wires.all_reduce(tensor)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        self._wires.broadcast(tensor, root)
+
+    def all_gather_object(self, value: object) -> list[object]:
+        return self._wires.all_gather_object(value)
 
     def abort(self) -> None:
         self._wires.abort()
@@ -183,9 +191,9 @@ class CheckedWires:
         return self._telling_reduction(messages.what(bound.row), bound.call) if op is Op.REDUCE_TIED else bound.call
 
     def _telling_send(self, peer: int, what: _What, call: Call) -> Call:
-        def send() -> None:
+        def send(step: Step) -> None:
             self._sending, self._part = what, 0
-            call()
+            call(step)
             if self._part == 0:  # [1]
                 self._leaving(peer, self._post_header(peer, _NOTHING))
             self._sending = _What()
@@ -193,18 +201,18 @@ class CheckedWires:
         return send
 
     def _telling_receive(self, peer: int, what: _What, call: Call) -> Call:
-        def receive() -> None:
+        def receive(step: Step) -> None:
             self._channels[peer].announced.append(what)
             self._receiving = None
-            call()
+            call(step)
             self._receiving = _What()
 
         return receive
 
     def _telling_arrival(self, peer: int, what: _What, call: Call) -> Call:
-        def arrive() -> None:
+        def arrive(step: Step) -> None:
             self._receiving = None
-            call()
+            call(step)
             self._receiving = _What()
             while what in self._channels[peer].announced:  # [1] nothing was taken of it
                 self._take_next(peer)
@@ -212,9 +220,9 @@ class CheckedWires:
         return arrive
 
     def _telling_reduction(self, what: _What, call: Call) -> Call:
-        def reduce() -> None:
+        def reduce(step: Step) -> None:
             self._sending = self._receiving = what
-            call()
+            call(step)
             self._sending = self._receiving = _What()
 
         return reduce

@@ -6,9 +6,11 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock.execute.calls import Call
 from penstock.execute.markers import Marker, await_marker
 from penstock.execute.observing.clock import Clock
-from penstock.execute.observing.record import Call, Recorder
+from penstock.execute.observing.record import Recorder
+from penstock.execute.step import Step
 
 MILLISECONDS = 1e-3
 
@@ -41,10 +43,10 @@ class DeviceRecorder(Recorder):
         self._origin_s = clock.read()
 
     def timed(self, row: int, call: Call) -> Call:
-        def timed_call() -> None:
+        def timed_call(step: Step) -> None:
             start, end = self._make_event(), self._make_event()
             start.record()
-            call()
+            call(step)
             end.record()
             self._events[row] = start, end
 

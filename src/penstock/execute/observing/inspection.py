@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from penstock.execute.batch.step import Step
 from penstock.execute.calls import Change
 from penstock.execute.observing.checked_values import ValueChecks
 from penstock.execute.observing.checked_wires import CheckedWires
@@ -54,27 +53,31 @@ class Inspection:
         self._values = None
         if options.debug == "values":
             self._values = ValueChecks(transport.rank, assembly.stages, self._gradient_attribute)
-        self._step: Step | None = None
-        self._number = 0
+        self._number = -1
 
     @property
     def wires(self) -> Transport:
         """What the messages of a step go over."""
         return self._transport if self._checked is None else self._checked
 
-    def begin(self, number: int) -> None:
-        """Begin a step, before any message of it; all ranks give it the same number, which no step had before."""
-        self._number = number
+    def begin(self) -> None:
+        """Count a step, before any message of it."""
+        self._number += 1
         if self._checked is not None:
             self._checked.begin(self._number)
         if self._throttle is not None:
             self._throttle.clear()  # of an earlier step that failed
 
+    def recover(self) -> None:
+        """After a failure, let all ranks number their steps alike again, whatever one has tried alone; a collective."""
+        numbers = self._transport.all_gather_object(self._number)
+        self._number = max([number for number in numbers if isinstance(number, int)])
+
     def changes(self, program: Program) -> list[Change]:
         """Return what is changed in every step of a program."""
         found: list[Change] = []
         if self._values is not None:
-            found.append(self._values.change(program, self._current_step))
+            found.append(self._values.change(program))
         if self._checked is not None:
             found.append(self._checked.change(program))
         if self._options.ranges:
@@ -92,16 +95,12 @@ class Inspection:
         return message_log(program, self._number)
 
     @contextmanager
-    def watching(self, step: Step, *, is_training: bool) -> Iterator[None]:
+    def watching(self, *, is_training: bool) -> Iterator[None]:
         """Look at the values of a step while it runs, and at what it began and ended with."""
-        self._step = step
-        try:
-            self._look_before(is_training)
-            with nullcontext() if self._values is None else self._values.watching():
-                yield
-            self._look_after(is_training)
-        finally:
-            self._step = None
+        self._look_before(is_training)
+        with nullcontext() if self._values is None else self._values.watching():
+            yield
+        self._look_after(is_training)
 
     def _look_before(self, is_training: bool) -> None:
         if self._values is None:
@@ -126,7 +125,3 @@ class Inspection:
             copied=self._assembly.copied_names,
             gradient_attribute=self._gradient_attribute,
         )
-
-    def _current_step(self) -> Step:
-        assert self._step is not None
-        return self._step

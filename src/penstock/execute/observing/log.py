@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.errors import count_of
 from penstock.execute.calls import Bound, Call, Change, around_each
-from penstock.execute.control.collectives import Control
+from penstock.execute.step import Step
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.action import Kind
 from penstock.ir.program import Program
@@ -58,7 +58,7 @@ def log_norms(
     for name, (value, gradient) in own.items():
         norms = (value**0.5, gradient**0.5)
         LOG.debug("rank %d, step %d: %s: parameter norm %.6g, gradient norm %.6g", transport.rank, step, name, *norms)
-    everyone = Control(transport).all_gather_object({name: found for name, found in own.items() if name not in copied})
+    everyone = transport.all_gather_object({name: found for name, found in own.items() if name not in copied})
     whole: dict[str, list[float]] = {}  # a copy on another rank has the same name, and counts once
     for theirs in everyone:
         assert isinstance(theirs, dict)
@@ -81,8 +81,8 @@ def _logging(program: Program, bound: Bound, step: int) -> Call:
     ends = f"to rank {peer}" if op.is_send else f"from rank {peer}"
     what = f"{program.instruction(row)} {'arrived' if bound.receive_row is not None else 'posted'}, {ends}"
 
-    def logged() -> None:
-        call()
+    def logged(running: Step) -> None:
+        call(running)
         LOG.debug("rank %d, step %d: %s", rank, step, what)
 
     return logged

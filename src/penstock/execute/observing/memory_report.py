@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock.execute.calls import Bound, Call, Change, around_each
-from penstock.execute.control.collectives import Control
 from penstock.execute.losses.results import StepResult
 from penstock.execute.observing.layer_sizes import LayerBytes, LayerSizes, gather_sizes, gradients_of
 from penstock.execute.observing.ledger import Ledger, storages
-from penstock.execute.registers import Registers
 from penstock.execute.stages.recompute import Checkpoint
 from penstock.execute.stages.stage import Stage
+from penstock.execute.step import Step
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.operations import RUNS_AUTOGRAD, RUNS_FORWARD
 from penstock.ir.program import Program
@@ -155,7 +154,7 @@ class MemoryWatch:
         parameters = (parameter for stage in self.stages for _, parameter in stage.named_parameters())
         self._ledger = Ledger(parameters, self.sizes.note_saved)
 
-    def change(self, program: Program, registers: Registers) -> Change:
+    def change(self, program: Program) -> Change:
         """Return the change that looks at the memory before the first call and after each."""
 
         def watched(bounds: Sequence[Bound]) -> list[Bound]:
@@ -168,7 +167,7 @@ class MemoryWatch:
 
             def wrap(bound: Bound) -> Call:
                 before, after = moments.pop(bound.row, None), Moment.END if bound is last else None
-                return self._watched(program, bound, registers, before=before, after=after)
+                return self._watched(program, bound, before=before, after=after)
 
             return around_each(wrap)(bounds)
 
@@ -189,32 +188,30 @@ class MemoryWatch:
             tuple(points[moment] for moment in Moment if moment in points),
         )
 
-    def _watched(
-        self, program: Program, bound: Bound, registers: Registers, *, before: Moment | None, after: Moment | None
-    ) -> Call:
+    def _watched(self, program: Program, bound: Bound, *, before: Moment | None, after: Moment | None) -> Call:
         stage, slot, call = int(program.stage[bound.row]), int(program.slot[bound.row]), bound.call
         op, is_wait = program.op[bound.row], bound.receive_row is not None
         is_forward, runs_backward = not is_wait and bool(RUNS_FORWARD[op]), not is_wait and bool(RUNS_AUTOGRAD[op])
 
-        def watched() -> None:
+        def watched(step: Step) -> None:
             if before is not None:
-                self._look(registers, before)
+                self._look(step, before)
             if is_forward:
                 self._stage_of_slot[slot] = stage
                 self.sizes.begin_forward()
                 with self._ledger.of_stage(stage), self.sizes.watching():
-                    call()
+                    call(step)
             else:
-                call()
-            saved = registers.saved[slot] if runs_backward else None
+                call(step)
+            saved = step.saved[slot] if runs_backward else None
             if saved is not None and saved.deferred is not None:
                 self.sizes.note_contexts(saved.deferred)
-            self._look(registers, after)
+            self._look(step, after)
 
         return watched
 
-    def _look(self, registers: Registers, moment: Moment | None) -> None:
-        sample = self._sample(registers)
+    def _look(self, step: Step, moment: Moment | None) -> None:
+        sample = self._sample(step)
         self.peak_activations = max(self.peak_activations, sum(sample.num_activations.values()))
         if sample.counted_bytes > self._peak.counted_bytes:
             self._peak = sample
@@ -223,7 +220,7 @@ class MemoryWatch:
         if moment is not None:
             self.points[moment] = MemoryPoint(moment, sample.counted_bytes, *_on_device(self.device))
 
-    def _sample(self, registers: Registers) -> _Sample:
+    def _sample(self, step: Step) -> _Sample:
         counter = _Counter()
         parameters = {stage.index: counter.add(p for _, p in stage.named_parameters()) for stage in self.stages}
         gradients = {
@@ -233,7 +230,7 @@ class MemoryWatch:
         kept = {stage.index: counter.add_storages(self._ledger.held(stage.index)) for stage in self.stages}
         num_activations = dict.fromkeys(kept, 0)
         contexts = dict.fromkeys(kept, 0)
-        for slot, saved in enumerate(registers.saved):
+        for slot, saved in enumerate(step.saved):
             if saved is None:
                 continue
             stage = self._stage_of_slot[slot]
@@ -246,10 +243,10 @@ class MemoryWatch:
             column = contexts if is_context else kept
             column[stage] += counter.add(() if saved.deferred is None else saved.deferred.kept)
         received = counter.add(
-            tensor for incoming in registers.received if incoming is not None for tensor in incoming.tensors
+            tensor for incoming in step.received if incoming is not None for tensor in incoming.tensors
         )
-        received += counter.add_storages(storages(registers.inputs))
-        unsent = counter.add_storages(storages([registers.outgoing, list(registers.handed_on.values())]))
+        received += counter.add_storages(storages(step.inputs))
+        unsent = counter.add_storages(storages([step.outgoing, list(step.local.values())]))
         return _Sample(num_activations, parameters, gradients, kept, contexts, received, unsent)
 
 
@@ -274,7 +271,7 @@ def gather_memory(
 ) -> MemoryReport:
     """Give every rank what all ranks saw, and what is predicted of it; a collective."""
     own = watch.memory(transport.rank)
-    everyone = cast(list[dict[str, Any]], Control(transport).all_gather_object(asdict(own)))
+    everyone = cast(list[dict[str, Any]], transport.all_gather_object(asdict(own)))
     ranks = tuple(
         RankMemory(
             **{

@@ -8,6 +8,7 @@ from torch.cuda import nvtx
 from torch.profiler import record_function
 
 from penstock.execute.calls import Bound, Call, Change, around_each
+from penstock.execute.step import Step
 from penstock.ir.instruction import Instruction
 from penstock.ir.operations import OPERATIONS
 from penstock.ir.program import Program
@@ -39,10 +40,10 @@ def _name(program: Program, bound: Bound) -> str:
 
 
 def _in_ranges(name: str, call: Call, opens: list[Open]) -> Call:
-    def call_in_ranges() -> None:
+    def call_in_ranges(step: Step) -> None:
         with ExitStack() as stack:
             for open_range in opens:
                 stack.enter_context(open_range(name))
-            call()
+            call(step)
 
     return call_in_ranges

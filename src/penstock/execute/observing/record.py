@@ -1,19 +1,18 @@
 """Measures when each instruction of a rank starts and ends, and lays the ranks' measurements together."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.execute.control.collectives import Control
+from penstock.execute.calls import Bound, Call, Change, around_each
 from penstock.execute.observing.clock import Alignment, Clock, ClockComparison
+from penstock.execute.step import Step
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
-
-Call = Callable[[], None]
 
 
 class Recorder:
@@ -28,9 +27,9 @@ class Recorder:
         """Return a call that notes when it starts and ends."""
         start_s, end_s, read = self.start_s, self.end_s, self._read
 
-        def timed_call() -> None:
+        def timed_call(step: Step) -> None:
             start_s[row] = read()
-            call()
+            call(step)
             end_s[row] = read()
 
         return timed_call
@@ -39,11 +38,21 @@ class Recorder:
         """Return a wait that notes its end as the arrival of the message whose receive was posted earlier."""
         end_s, read = self.end_s, self._read
 
-        def timed_wait() -> None:
-            call()
+        def timed_wait(step: Step) -> None:
+            call(step)
             end_s[receive_row] = read()
 
         return timed_wait
+
+    def change(self, first_row: int) -> Change:
+        """Return the change that measures every call of a rank whose rows begin with this one."""
+
+        def wrap(bound: Bound) -> Call:
+            if bound.receive_row is not None:
+                return self.timed_arrival(bound.receive_row - first_row, bound.call)
+            return self.timed(bound.row - first_row, bound.call)
+
+        return around_each(wrap)
 
     def finish(self) -> None:
         """Make sure that all times are there."""
@@ -87,7 +96,7 @@ def gather_recording(
         "output_bytes": sizes,
         "data_waits": [[wait.microbatch, wait.begin_s, wait.end_s] for wait in data_waits],
     }
-    everyone = cast(list[dict[str, Any]], Control(transport).all_gather_object(own))
+    everyone = cast(list[dict[str, Any]], transport.all_gather_object(own))
     start_s, end_s = (
         np.concatenate([alignment.to_common(rank, np.array(row[name])) for rank, row in enumerate(everyone)])
         for name in ("start_s", "end_s")

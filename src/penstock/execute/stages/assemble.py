@@ -7,7 +7,7 @@ does, where two modules hold one and the same parameter, and where routes run co
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError, PenstockError, nearest
-from penstock.execute.stages.skips import StageSkips, open_at
+from penstock.execute.stages.skips import StageSkips, open_at, skip_names
 from penstock.execute.stages.stage import Stage
 from penstock.execute.stages.tied import TiedCopy
+from penstock.execute.transport.protocol import Transport
 from penstock.execute.undocumented import has_hooks, is_out_of_memory
 from penstock.execute.values.tensors import is_dtensor
 from penstock.placement import Placement
@@ -36,6 +37,8 @@ class Assembly:
     """Per index of a group that this rank belongs to, its copy."""
     copied_names: frozenset[str]
     """Names under which this rank holds parameters that belong to another name."""
+    skips: Mapping[int, StageSkips] = field(default_factory=dict)
+    """By index of a stage, the skips that its layers hold or that go past it, if any."""
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's parameters in the order of the unsplit model, each once and under its first name there."""
@@ -134,22 +137,40 @@ class _Copying:
         return self._copied if is_other else None
 
 
-def lay_out_skips(
-    stages: Sequence[Stage], layers_of_stage: Sequence[range], skips_of_layer: Mapping[int, Sequence[str]]
-) -> None:
-    """Tell each stage which skips its layers hold and which go past it; given the names of every layer's, by index."""
+def count_parameters(transport: Transport, stages: Sequence[Stage], names: Sequence[str]) -> dict[str, int]:
+    """Per layer of the whole model, in order, its number of parameters; a layer is only built on its own ranks."""
+    own = {name: _num_parameters(layer) for stage in stages for name, layer in stage.layers.items()}
+    everyone: dict[str, int] = {}
+    for theirs in transport.all_gather_object(own):
+        assert isinstance(theirs, dict)
+        everyone |= theirs
+    return {name: everyone[name] for name in names}
+
+
+def with_skips(transport: Transport, assembly: Assembly, layers_of_stage: Sequence[range]) -> Assembly:
+    """Find which skips the layers of each stage hold and which go past it; a collective, as layers are built apart."""
+    own = {
+        str(index): skip_names(layer)  # what is gathered has texts as keys
+        for stage in assembly.stages
+        for index, layer in zip(layers_of_stage[stage.index], stage.layers.values(), strict=True)
+    }
+    everyone: dict[str, list[str]] = {}
+    for theirs in transport.all_gather_object(own):
+        assert isinstance(theirs, dict)
+        everyone |= theirs
     holders: dict[str, list[int]] = {}
-    for index in sorted(skips_of_layer):
-        for name in skips_of_layer[index]:
+    for index in sorted(map(int, everyone)):
+        for name in everyone[str(index)]:
             holders.setdefault(name, []).append(index)
-    for stage in stages:
+    skips = {}
+    for stage in assembly.stages:
         own_layers = layers_of_stage[stage.index]
         arriving, leaving = open_at(own_layers.start, holders), open_at(own_layers.stop, holders)
-        skips = StageSkips(list(stage.layers.values()), arriving, leaving, f"stage {stage.index}")
-        stage.skips = None if skips.is_empty else skips
+        skips[stage.index] = StageSkips(stage.modules, arriving, leaving, f"stage {stage.index}")
+    return replace(assembly, skips={index: found for index, found in skips.items() if not found.is_empty})
 
 
-def num_parameters(layer: nn.Module) -> int:
+def _num_parameters(layer: nn.Module) -> int:
     """Count the parameters of a layer; those that wait for a first input to have a shape count nothing."""
     return sum(parameter.numel() for parameter in layer.parameters() if not is_lazy(parameter))
 

@@ -4,19 +4,20 @@ A stage's auxiliary losses are one more output of its graph, beside those that t
 gradient, it is there from the start. So every schedule and both ways of running a backward treat them rightly.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.execute.batch.step import Place, Step
+from penstock.execute.batch.microbatch import Place
 from penstock.execute.losses.output import ALL_TOGETHER, LossName
-from penstock.execute.methods import has_methods
-from penstock.execute.stages.carried import RunForward, Save
-from penstock.execute.stages.stage import SavedForward, Stage
+from penstock.execute.losses.step_losses import StepLosses
+from penstock.execute.stages.feature import ForwardPart, has_methods
+from penstock.execute.step import Step
 
 
 class Auxiliary(Protocol):
@@ -54,14 +55,6 @@ def auxiliary_modules(layers: Sequence[nn.Module]) -> list[Auxiliary]:
     return [cast(Auxiliary, module) for module in modules if has_methods(module, Auxiliary)]
 
 
-def auxiliary_of(stages: Sequence[Stage]) -> dict[int, list[Auxiliary]]:
-    """Return, per stage index, the modules that its layers add losses to, and let the stages know."""
-    found = {stage.index: auxiliary_modules([*stage.layers.values()]) for stage in stages}
-    for stage in stages:
-        stage.adds_losses = bool(found[stage.index])
-    return found
-
-
 def take_all(modules: Sequence[Auxiliary]) -> AddedLosses:
     """Take what was added since the modules' `begin`."""
     values: dict[LossName, Tensor] = {}
@@ -76,56 +69,53 @@ def take_all(modules: Sequence[Auxiliary]) -> AddedLosses:
     return AddedLosses(values, total)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StageWithLosses:
-    """A stage at work on one microbatch (or slice) whose layers add losses."""
+class AddedLossFeature:
+    """Losses that the layers of one stage add."""
 
-    stage: Stage
-    modules: Sequence[Auxiliary]
-    place: Place
-    step: Callable[[], Step]
-    """The step that runs."""
+    begins_backwards = True
 
-    def running(self, run: RunForward) -> RunForward:
-        """Return a forward that also notes what was added, and where its backward is to begin."""
+    def __init__(self, modules: Sequence[Auxiliary]) -> None:
+        self.modules = modules
 
-        def run_all(inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-            for module in self.modules:
-                module.begin()
-            try:
-                outputs = run(inputs, keywords)
-            finally:
-                added = take_all(self.modules)
-            self._note(added)
-            return outputs
+    def begin(self, step: Step, place: Place) -> "AddedLossPart":
+        """Return what to do in a forward."""
+        return AddedLossPart(self.modules, step.losses, place)
 
-        return run_all
 
-    def saving(self, save: Save) -> Save:
-        """Return a `save` that keeps the beginning of that backward; it is called after the forward."""
+class AddedLossPart(ForwardPart):
+    """Notes what the layers add in one forward, and where its backward begins."""
 
-        def save_all(inputs: Any, outputs: Any) -> SavedForward:
-            saved = save(inputs, outputs)
-            root = self.step().roots.pop(self._key, None)
-            if root is not None:
-                saved.edges.append(get_gradient_edge(root))
-                saved.loss_gradients.append(torch.ones_like(root))
-            return saved
+    def __init__(self, modules: Sequence[Auxiliary], losses: StepLosses, place: Place) -> None:
+        self._modules = modules
+        self._losses = losses
+        self._place = place
+        self._added = AddedLosses({}, None)
+        self._roots: tuple[list[GradientEdge], list[Tensor]] = ([], [])
 
-        return save_all
+    @contextmanager
+    def around_forward(self) -> Iterator[None]:
+        for module in self._modules:
+            module.begin()
+        try:
+            yield
+        finally:
+            self._added = take_all(self._modules)
 
-    @property
-    def _key(self) -> tuple[int, Place]:
-        return self.stage.index, self.place
-
-    def _note(self, added: AddedLosses) -> None:
-        step = self.step()
+    def leave(self, outputs: Any) -> Any:
+        added, losses, self._added = self._added, self._losses, AddedLosses({}, None)
         if added.total is None:
-            return
+            return outputs
         for name, value in added.values.items():
-            step.note(name, self.place, value)
-        step.note(LossName(ALL_TOGETHER, True, added.total.dtype), self.place, added.total.detach())
+            losses.note(name, self._place, value)
+        losses.note(LossName(ALL_TOGETHER, True, added.total.dtype), self._place, added.total.detach())
         if added.total.requires_grad:
-            root = step.root_of(added.total, step.auxiliary_shares.factor(*self.place))
+            root = losses.root_of(added.total, losses.auxiliary_shares.factor(*self._place))
             if root is not None:
-                step.roots[self._key] = root
+                self._roots = [get_gradient_edge(root)], [torch.ones_like(root)]
+        return outputs
+
+    def roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
+        return self._roots
+
+    def again(self) -> ForwardPart:
+        return AddedLossPart(self._modules, self._losses.forgetting(), self._place)

@@ -8,24 +8,21 @@ further outputs. A schedule runs the backward of a slice after those of all late
 there.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import ConfigError
-from penstock.execute.batch.step import Place
-from penstock.execute.methods import has_methods
-from penstock.execute.stages.stage import SavedForward, Stage
+from penstock.execute.batch.microbatch import Place
+from penstock.execute.stages.feature import ForwardPart, has_methods
+from penstock.execute.stages.stage import Stage
+from penstock.execute.step import Step
+from penstock.execute.transport.protocol import Transport
 from penstock.execute.values.tree import as_graph_leaves, needing_gradient
-
-RunForward = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
-Save = Callable[[Any, Any], SavedForward]
-RunBackward = Callable[[Stage, SavedForward, Sequence[Tensor]], list[Tensor]]
-_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class Carrying(Protocol):
@@ -41,7 +38,7 @@ class Carrying(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Left:
+class CarriedOut:
     """What a slice left in one module."""
 
     value: Any
@@ -52,67 +49,34 @@ class _Left:
     """One per edge: the sum over the later slices whose backward has run; empty before the first."""
 
     @classmethod
-    def of(cls, value: Any) -> "_Left":
-        return cls(as_graph_leaves(value), [get_gradient_edge(tensor) for tensor in needing_gradient(value)])
+    def of(cls, value: Any) -> "CarriedOut":
+        """Detach what was left."""
+        return cls(as_graph_leaves(value), _edges_of(value))
 
     def add_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Add the gradients from one later slice."""
         if self.gradients:
             gradients = [total + gradient for total, gradient in zip(self.gradients, gradients, strict=True)]
         self.gradients = list(gradients)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Taken:
+class CarriedIn:
     """What a slice took of what earlier ones had left in one module."""
 
-    source: _Left
+    source: CarriedOut
     value: Any
     leaves: list[Tensor]
     """Of the value, the tensors that need a gradient."""
 
     @classmethod
-    def of(cls, source: _Left) -> "_Taken":
+    def of(cls, source: CarriedOut) -> "CarriedIn":
+        """Take what is there."""
         return cls(source, source.value, needing_gradient(source.value))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Passed:
-    """What one slice took and left, per module; kept for its backward."""
-
-    taken: Sequence[_Taken | None]
-    left: Sequence[_Left | None]
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        return [leaf for taken in self.taken if taken is not None for leaf in taken.leaves]
-
-
-@dataclass(slots=True, eq=False)
-class Trail:
-    """What the slices of one microbatch have left on one stage so far."""
-
-    latest: list[_Left | None]
-    """Per module."""
-    passed: dict[int, _Passed] = field(default_factory=dict)
-    """Per slice whose backward is still to come."""
-    has_ended: bool = False
-    """Whether the last slice has been forward."""
-
-    @property
-    def is_done(self) -> bool:
-        return self.has_ended and not self.passed
-
-    def replace(self, left: Sequence[_Left | None], *, is_last: bool) -> None:
-        """Put what a slice has left in the place of what was there, of which only the gradients are still needed."""
-        for index, (new, old) in enumerate(zip(left, self.latest, strict=True)):
-            if old is not None and (is_last or new is not None):
-                old.value = None
-            self.latest[index] = None if is_last else new or old
-        self.has_ended = is_last
-
-
-Trails = dict[tuple[int, int], Trail]
-"""Per stage and microbatch; each from the forward of its first slice to the last use of what was left."""
+Latest = list[CarriedOut | None]
+"""Per module, what the slices of one microbatch have left last; `Step.carried` has it until the last slice has run."""
 
 
 def carrying_modules(stage: Stage) -> list[Carrying]:
@@ -121,115 +85,122 @@ def carrying_modules(stage: Stage) -> list[Carrying]:
     return [cast(Carrying, module) for module in dict.fromkeys(modules) if has_methods(module, Carrying)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StageOnSlice:
-    """A stage at work on one slice: its layers find what earlier slices left, and gradients for that go back."""
+class CarryFeature:
+    """What the layers of one stage carry from slice to slice."""
 
-    stage: Stage
-    modules: Sequence[Carrying]
-    trails: Trails
-    place: Place
-    is_last: bool
-    """Whether no slice comes after this one."""
+    begins_backwards = False
 
-    def forward(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        """Run the stage's forward."""
-        trail = self.trails.setdefault(self._key, Trail([None] * len(self.modules)))
-        taken = [None if left is None else _Taken.of(left) for left in trail.latest]
-        self._begin(taken, keeps=not self.is_last)
+    def __init__(self, stage: int, modules: Sequence[Carrying], num_slices: int) -> None:
+        self.stage = stage
+        self.modules = modules
+        self._num_slices = num_slices
+
+    def begin(self, step: Step, place: Place) -> "CarryPart":
+        """Return what to do in the forward of one slice."""
+        key = self.stage, place[0]
+        latest: Latest = step.carried.setdefault(key, [None] * len(self.modules))
+        is_last = place[1] == self._num_slices - 1
+        if is_last:
+            del step.carried[key]
+        taken = [None if left is None else CarriedIn.of(left) for left in latest]
+        return CarryPart(self.modules, taken, latest, is_last=is_last)
+
+
+class CarryPart(ForwardPart):
+    """One slice at work: its layers find what earlier slices left, and gradients for that go back."""
+
+    def __init__(
+        self, modules: Sequence[Carrying], taken: Sequence[CarriedIn | None], latest: Latest, *, is_last: bool
+    ) -> None:
+        self._modules = modules
+        self._taken = taken
+        self._latest = latest
+        self._is_last = is_last
+        self._found: list[Any] = []
+        self.left: list[CarriedOut | None] = []
+        """Per module, what this slice left."""
+
+    @contextmanager
+    def around_forward(self) -> Iterator[None]:
+        self._begin(keeps=not self._is_last)
         try:
-            outputs = self.stage.forward(inputs, keywords)
+            yield
         finally:
-            found = self._end()
-        left = [None if value is None else _Left.of(value) for value in found]
-        if torch.is_grad_enabled():
-            trail.passed[self.place[1]] = _Passed(taken, left)
-        trail.replace(left, is_last=self.is_last)
-        self._drop_if_done()
+            self._found = self._end()
+
+    def leave(self, outputs: Any) -> Any:
+        """Put what this slice left in the place of what was there, of which only the gradients are still needed."""
+        found, self._found = self._found, []
+        self.left = [None if value is None else CarriedOut.of(value) for value in found]
+        for index, (new, old) in enumerate(zip(self.left, self._latest, strict=True)):
+            if old is not None and (self._is_last or new is not None):
+                old.value = None
+            self._latest[index] = None if self._is_last else new or old
         return outputs
 
-    def again(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        """Run the forward of a slice once more, on what it took at first; gradients enter the new graph."""
-        passed = self._trail.passed[self.place[1]]
-        self._begin(passed.taken, keeps=not self.is_last)
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [leaf for taken in self._taken if taken is not None for leaf in taken.leaves]
+
+    def roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
+        left = [each for each in self.left if each is not None and each.gradients]
+        return [edge for each in left for edge in each.edges], [g for each in left for g in each.gradients]
+
+    @contextmanager
+    def around_backward(self) -> Iterator[None]:
+        self._begin(keeps=False)
         try:
-            outputs = self.stage.forward(inputs, keywords)
+            yield
         finally:
-            found = self._end()
-        for left, value in zip(passed.left, found, strict=True):
-            if left is not None:
-                left.edges = _Left.of(value).edges
-        return outputs
+            self._end()
 
-    def saving(self, save: Save) -> Save:
-        """Return a `save` that also keeps as inputs what this slice took; it is called after `forward`."""
+    def take_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Give the gradients of what this slice took to those that left it."""
+        first = 0
+        for taken in self._taken:
+            if taken is not None:
+                taken.source.add_gradients(gradients[first : first + len(taken.leaves)])
+                first += len(taken.leaves)
 
-        def save_all(inputs: Any, outputs: Any) -> SavedForward:
-            saved = save(inputs, outputs)
-            saved.inputs.extend(self._trail.passed[self.place[1]].leaves)
-            return saved
+    def again(self) -> ForwardPart:
+        return _CarryAgain(self._modules, self._taken, self.left, is_last=self._is_last)
 
-        return save_all
-
-    def backing(self, run: RunBackward) -> RunBackward:
-        """Return a backward that also starts at what this slice left, and hands back gradients of what it took."""
-
-        def run_all(stage: Stage, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
-            passed = self._trail.passed.pop(self.place[1])
-            extra = [left for left in passed.left if left is not None and left.gradients]
-            saved.edges.extend(edge for left in extra for edge in left.edges)
-            gradients = [*gradients, *(gradient for left in extra for gradient in left.gradients)]
-            self._begin(passed.taken, keeps=False)  # layers may compute their forward again
-            try:
-                results = run(stage, saved, gradients)
-            finally:
-                self._end()
-            num_own = len(results) - len(passed.leaves)
-            _hand_back(passed, results[num_own:])
-            self._drop_if_done()
-            return results[:num_own]
-
-        return run_all
-
-    @property
-    def _key(self) -> tuple[int, int]:
-        return self.stage.index, self.place[0]
-
-    @property
-    def _trail(self) -> Trail:
-        return self.trails[self._key]
-
-    def _begin(self, taken: Sequence[_Taken | None], *, keeps: bool) -> None:
-        for module, each in zip(self.modules, taken, strict=True):
-            module.begin_slice(None if each is None else each.value, keeps=keeps)
+    def _begin(self, *, keeps: bool) -> None:
+        for module, taken in zip(self._modules, self._taken, strict=True):
+            module.begin_slice(None if taken is None else taken.value, keeps=keeps)
 
     def _end(self) -> list[Any]:
-        return [module.end_slice() for module in self.modules]
-
-    def _drop_if_done(self) -> None:
-        if self._trail.is_done:
-            del self.trails[self._key]
+        return [module.end_slice() for module in self._modules]
 
 
-def _hand_back(passed: _Passed, gradients: Sequence[Tensor]) -> None:
-    """Give the gradients of what a slice took to those that left it."""
-    first = 0
-    for taken in passed.taken:
-        if taken is not None:
-            taken.source.add_gradients(gradients[first : first + len(taken.leaves)])
-            first += len(taken.leaves)
+class _CarryAgain(CarryPart):
+    """The same slice when its forward runs again: it takes what it took, and gradients enter the new graph."""
+
+    def leave(self, outputs: Any) -> Any:
+        found, self._found, self.left = self._found, [], self._latest
+        for left, value in zip(self.left, found, strict=True):
+            if left is not None:
+                left.edges = _edges_of(value)
+        return outputs
 
 
-def refuse_layers_that_look_back(stages: Sequence[Stage], kinds: tuple[type[nn.Module], ...]) -> None:
-    """Refuse modules that need what earlier slices left behind and do not carry it.
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def refuse_layers_that_look_back(
+    transport: Transport, stages: Sequence[Stage], kinds: tuple[type[nn.Module], ...]
+) -> None:
+    """Refuse modules that need what earlier slices left behind and do not carry it; a collective.
 
     Who calls such a module may carry for it: the module that holds both it and what carries.
 
     Raises:
-        ConfigError: naming a layer.
+        ConfigError: on every rank alike, naming a layer.
     """
     layers = [(name, layer) for stage in stages for name, layer in stage.layers.items()]
-    found = [f"{name!r} ({type(each).__name__})" for name, layer in layers for each in _looking_back(layer, kinds)]
+    own = [f"{name!r} ({type(each).__name__})" for name, layer in layers for each in _looking_back(layer, kinds)]
+    everyone = transport.all_gather_object(own)
+    found = [text for theirs in everyone if isinstance(theirs, list) for text in theirs]
     if found:
         raise ConfigError(
             f"the schedule cuts sequences into slices, but layer {found[0]} looks back over the sequence and carries "
@@ -242,7 +213,7 @@ def refuse_layers_that_look_back(stages: Sequence[Stage], kinds: tuple[type[nn.M
 def _looking_back(
     module: nn.Module, kinds: tuple[type[nn.Module], ...], *, is_carried: bool = False
 ) -> Iterator[nn.Module]:
-    """The modules of these kinds for which neither they nor who calls them carry anything."""
+    """Yield the modules of these kinds for which neither they nor who calls them carry anything."""
     is_carrying = any(has_methods(child, Carrying) for child in module.children())
     if isinstance(module, kinds) and not (is_carrying or is_carried):
         yield module
@@ -250,3 +221,7 @@ def _looking_back(
     reaches = is_carrying or (is_carried and isinstance(module, _LISTS))
     for child in module.children():
         yield from _looking_back(child, kinds, is_carried=reaches)
+
+
+def _edges_of(tree: Any) -> list[GradientEdge]:
+    return [get_gradient_edge(tensor) for tensor in needing_gradient(tree)]

@@ -18,11 +18,7 @@ from penstock.execute.values.tensors import local_part
 class FirstGradients:
     """The parameters of a stage to which no gradient has come yet in a step."""
 
-    def __init__(self) -> None:
-        self._waiting: list[nn.Parameter] = []
-
-    def begin_step(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Look at these in the backwards that follow."""
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._waiting = [parameter for parameter in parameters if parameter.requires_grad]
 
     def begin_backward(self) -> None:

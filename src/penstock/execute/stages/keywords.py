@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import PipelineError, nearest
-from penstock.execute.control.error_notes import note_place
+from penstock.execute.failures.places import note_place
 from penstock.execute.stages.signatures import EVERY, TakenKeywords, taken_keywords
 from penstock.execute.undocumented import is_leaf_changed_in_place
 
@@ -46,11 +46,12 @@ def run_layers(
     *,
     names: Sequence[str] = (),
     taken: Sequence[TakenKeywords] = (),
+    first_layer: int = 0,
 ) -> Any:
     """Call the layers in order; what one returns is the single positional argument of the next.
 
-    `before_layer` is called before each one with its number, from 0. With `names`, an error that a layer raises notes
-    which layer it was. `taken` says what each layer takes, for callers that run the same layers many times.
+    `before_layer` is called before each one with its number, from `first_layer`. With `names`, an error that a layer
+    raises notes which layer it was. `taken` says what each layer takes.
 
     Raises:
         PipelineError: a layer changes an input in place whose gradient another stage waits for, or it passes on a
@@ -60,7 +61,7 @@ def run_layers(
         taken = list(map(taken_keywords, layers))
     for index, layer in enumerate(layers):
         if before_layer is not None:
-            before_layer(index)
+            before_layer(first_layer + index)
         try:
             args = (layer(*args, **(taken[index].select(kwargs, len(args)) if kwargs else {})),)
         except Exception as error:

@@ -11,24 +11,22 @@ CPU uses 32 bits of a seed, so that two layers of a long training may draw alike
 
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial, wraps
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from hashlib import blake2b
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.errors import DeadlineExceeded
-from penstock.execute.batch.step import Place
-from penstock.execute.calls import Bound, Call, Change, around_each
-from penstock.execute.stages.stage import BeforeLayer, Stage
-from penstock.ir.operations import RUNS_AUTOGRAD, RUNS_FORWARD
-from penstock.ir.program import Program
+from penstock.execute.batch.microbatch import Place
+from penstock.execute.stages.feature import BeforeLayer, ForwardPart
+from penstock.execute.step import Step
 
 # Ranks that are threads share torch's one generator per process and device, so they take turns at it. A backward does,
 # too, because a recomputation in it draws. Re-entrant, because a layer may run a pipeline of its own.
-_GENERATOR_TURN = threading.RLock()
+_GENERATORS = threading.RLock()
 
 LOSS = -1
 """The place of the loss among the layers."""
@@ -40,68 +38,134 @@ def generator_seed(seed: int, step: int, layer: int, place: Place) -> int:
     return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
-class Randomness:
-    """What the layers of one rank draw while they run forward in training; `patience_s` is for its turns."""
+class SeededRandomness:
+    """What the layers of a rank draw while they run forward in training; `patience_s` is for the generator lock."""
+
+    begins_backwards = False
 
     def __init__(self, seed: int, device: torch.device, patience_s: float = 60.0) -> None:
-        self._patience_s = patience_s
-        self.step = 0
-        """The number of the training step at hand."""
         self._seed = seed
-        self._place: Place = (0, 0)
+        self._patience_s = patience_s
         self._generators = default_generators(device)
 
+    def begin(self, step: Step, place: Place) -> "SeededPart":
+        """Return what to do in a forward."""
+        return SeededPart(self, step.number, place)
+
     @contextmanager
-    def forward(self, place: Place) -> Iterator[BeforeLayer]:
+    def drawing(self, step: int, place: Place) -> Iterator[BeforeLayer]:
         """Yield what to call before each layer with its place in the unsplit model; then set back the generators.
 
         Raises:
             DeadlineExceeded: another thread has kept the generators for too long.
         """
-        with turn(self._patience_s), set_back(self._generators):
-            yield partial(self._begin_layer, place)
+        with generator_lock(self._patience_s), set_back(self._generators):
+            yield partial(self.begin_layer, step, place)
 
-    def around_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the loss function as one that draws by this rule, for the forward at hand."""
-
-        @wraps(loss)
-        def drawing(*args: Any, **kwargs: Any) -> Any:
-            with self.forward(self._place) as before_layer:
-                before_layer(LOSS)
-                return loss(*args, **kwargs)
-
-        return drawing
-
-    def change(self, program: Program, stages: Sequence[Stage]) -> Change:
-        """Return what makes the calls of a training program draw by this rule."""
-        of_index = {stage.index: stage for stage in stages}
-
-        def wrap(bound: Bound) -> Call:
-            op = program.op[bound.row]
-            if bound.receive_row is not None or not (RUNS_FORWARD[op] or RUNS_AUTOGRAD[op]):
-                return bound.call
-            if RUNS_AUTOGRAD[op]:
-                return in_turn(bound.call, self._patience_s)
-            place = int(program.microbatch[bound.row]), int(program.slice[bound.row])
-            return self._drawing(of_index[int(program.stage[bound.row])], place, bound.call)
-
-        return around_each(wrap)
-
-    def _begin_layer(self, place: Place, layer: int) -> None:
-        start = generator_seed(self._seed, self.step, layer, place)
+    def begin_layer(self, step: int, place: Place, layer: int) -> None:
+        """Put the generators where a layer begins."""
+        start = generator_seed(self._seed, step, layer, place)
         for generator in self._generators:
             generator.manual_seed(start)
 
-    def _drawing(self, stage: Stage, place: Place, call: Call) -> Call:
-        def forward() -> None:
-            self._place = place
-            stage.drawing = partial(self.forward, place)
-            try:
-                call()
-            finally:
-                stage.drawing = None
+    def lock(self) -> AbstractContextManager[None]:
+        """Keep others from the generators."""
+        return generator_lock(self._patience_s)
 
-        return forward
+
+class SeededPart(ForwardPart):
+    """The random numbers of one forward."""
+
+    def __init__(self, randomness: SeededRandomness, step: int, place: Place) -> None:
+        self._randomness = randomness
+        self._step = step
+        self._place = place
+
+    @property
+    def before_layer(self) -> BeforeLayer:
+        return partial(self._randomness.begin_layer, self._step, self._place)
+
+    def around_forward(self) -> AbstractContextManager[object]:
+        return self._randomness.drawing(self._step, self._place)
+
+    @contextmanager
+    def around_loss(self) -> Iterator[None]:
+        with self._randomness.drawing(self._step, self._place) as before_layer:
+            before_layer(LOSS)
+            yield
+
+    def around_backward(self) -> AbstractContextManager[None]:
+        return self._randomness.lock()
+
+
+class ReplayedRandomness:
+    """Without a seed, has a forward that runs again draw what it drew at first.
+
+    The ranks of a process take turns at its generators, so that nobody draws within another's forward.
+    """
+
+    begins_backwards = False
+
+    def __init__(self, device: torch.device, patience_s: float = 60.0) -> None:
+        self.generators = default_generators(device)
+        self.patience_s = patience_s
+
+    def begin(self, step: Step, place: Place) -> "ReplayedPart":
+        """Return what to do in a forward."""
+        return ReplayedPart(self)
+
+
+class ReplayedPart(ForwardPart):
+    """Where the generators stood when the layers, and the loss function, of one forward began."""
+
+    def __init__(self, randomness: ReplayedRandomness) -> None:
+        self._randomness = randomness
+        self._layers: list[Tensor] = []
+        self._loss: list[Tensor] = []
+
+    @contextmanager
+    def around_forward(self) -> Iterator[None]:
+        with generator_lock(self._randomness.patience_s):
+            self._layers = [generator.get_state() for generator in self._randomness.generators]
+            yield
+
+    @contextmanager
+    def around_loss(self) -> Iterator[None]:
+        with generator_lock(self._randomness.patience_s):
+            self._loss = [generator.get_state() for generator in self._randomness.generators]
+            yield
+
+    def around_backward(self) -> AbstractContextManager[None]:
+        return generator_lock(self._randomness.patience_s)
+
+    def again(self) -> ForwardPart:
+        return _ReplayedAgain(self._randomness, self._layers, self._loss)
+
+
+class _ReplayedAgain(ForwardPart):
+    """The same forward when it runs again; afterwards the generators stand where they stood."""
+
+    def __init__(self, randomness: ReplayedRandomness, layers: Sequence[Tensor], loss: Sequence[Tensor]) -> None:
+        self._randomness = randomness
+        self._layers = layers
+        self._loss = loss
+
+    def around_forward(self) -> AbstractContextManager[None]:
+        return self._replaying(self._layers)
+
+    def around_loss(self) -> AbstractContextManager[None]:
+        return self._replaying(self._loss)
+
+    def around_backward(self) -> AbstractContextManager[None]:
+        return generator_lock(self._randomness.patience_s)
+
+    @contextmanager
+    def _replaying(self, states: Sequence[Tensor]) -> Iterator[None]:
+        generators = self._randomness.generators
+        with generator_lock(self._randomness.patience_s), set_back(generators):
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+            yield
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:
@@ -125,20 +189,10 @@ def set_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
             generator.set_state(state)
 
 
-def in_turn(call: Call, patience_s: float) -> Call:
-    """Return the call as one that has the generators to itself."""
-
-    def run() -> None:
-        with turn(patience_s):
-            call()
-
-    return run
-
-
 @contextmanager
-def turn(patience_s: float) -> Iterator[None]:
+def generator_lock(patience_s: float) -> Iterator[None]:
     """Keep other ranks of this process from the generators. Raises: DeadlineExceeded, if one of them keeps them."""
-    if not _GENERATOR_TURN.acquire(timeout=patience_s):
+    if not _GENERATORS.acquire(timeout=patience_s):
         raise DeadlineExceeded(
             f"another rank of this process has drawn random numbers for {patience_s:g} s; look at what its "
             "layers do, or raise deadline_s",
@@ -147,4 +201,4 @@ def turn(patience_s: float) -> Iterator[None]:
     try:
         yield
     finally:
-        _GENERATOR_TURN.release()
+        _GENERATORS.release()

@@ -10,26 +10,23 @@ change once, since R runs on copies, which have the values that F began with. In
 refused. Without a seed for the step (`randomness`), R sets the generators back to where F began.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import PipelineError
-from penstock.execute.batch.step import Step
-from penstock.execute.calls import Bound, Call, Change, around_each
-from penstock.execute.stages.carried import RunForward, Save
-from penstock.execute.stages.randomness import default_generators, in_turn, set_back, turn
-from penstock.execute.stages.stage import SavedForward, Stage
+from penstock.execute.batch.microbatch import Place
+from penstock.execute.stages.feature import StageFeature
+from penstock.execute.stages.passes import Inputs, Keywords, PassOptions, SavedForward, StagePasses
+from penstock.execute.stages.stage import Stage
+from penstock.execute.step import Step
 from penstock.execute.undocumented import version_of
 from penstock.execute.values.version_guard import VersionGuard
-from penstock.ir.operations import RUNS_AUTOGRAD, RUNS_FORWARD, Op
-from penstock.ir.program import Program
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -73,27 +70,32 @@ class BufferCopier:
         return latest
 
 
-def keep_arguments(copier: BufferCopier, run: RunForward, save: Save) -> tuple[RunForward, Save]:
-    """Return a forward whose activations are dropped, and what keeps its arguments in their place."""
-    called: list[Checkpoint] = []
+class RecomputedPasses(StagePasses):
+    """Runs a stage whose forwards keep their inputs only, and run again before their backward."""
 
-    def run_and_drop(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        buffers, before = copier.copies(), VersionGuard.of((arguments, keywords))
+    def __init__(self, stage: Stage, options: PassOptions, features: Sequence[StageFeature] = ()) -> None:
+        super().__init__(stage, options, features)
+        self._copier = BufferCopier(stage)
+
+    def forward(self, step: Step, place: Place, inputs: Inputs, keywords: Keywords) -> tuple[Any, SavedForward | None]:
+        buffers, before = self._copier.copies(), VersionGuard.of((inputs, keywords))
+        parts = self.begin_parts(step, place)
         with saved_tensors_hooks(_drop, _refuse):
-            outputs = run(arguments, keywords)
+            outputs, deferred = self.run_layers(parts, inputs, keywords)
         _refuse_changed(before)
-        if copier.stage.skips is not None:
-            arguments, _ = copier.stage.skips.spared(arguments, outputs)
-        kept = Checkpoint([], [], [], arguments=arguments, keywords=keywords, buffers=buffers)
-        kept.called_with = VersionGuard.of((arguments, keywords))
-        called.append(kept)
-        return outputs
+        self.finish(step, place, parts, inputs, outputs, deferred)  # refuses what cannot be trained now, not in R
+        for part in parts:
+            inputs, _ = part.without_passing(inputs, outputs)
+        guard = VersionGuard.of((inputs, keywords))
+        again = [part.again() for part in parts]
+        return outputs, Checkpoint([], [], [], None, again, inputs, keywords, buffers, guard)
 
-    def keep(inputs: Any, outputs: Any) -> SavedForward:
-        save(inputs, outputs)  # refuses what cannot be trained now, not when it runs again
-        return called.pop()
-
-    return run_and_drop, keep
+    def recompute(self, step: Step, place: Place, checkpoint: Checkpoint) -> SavedForward | None:
+        """Run a forward again, on what it began with; return what its backward needs."""
+        inputs, parts = checkpoint.arguments, checkpoint.parts
+        with on_copied_buffers(self.stage, checkpoint):
+            outputs, deferred = self.run_layers(parts, inputs, checkpoint.keywords)
+            return self.finish(step.again(), place, parts, inputs, outputs, deferred)
 
 
 @contextmanager
@@ -115,42 +117,6 @@ def on_copied_buffers(stage: Stage, checkpoint: Checkpoint) -> Iterator[None]:
     finally:
         for where, buffer in found.items():
             setattr(*where, buffer)
-
-
-def unseeded_draws(program: Program, device: torch.device, patience_s: float) -> list[Change]:
-    """Return what lets a forward that runs again draw what it drew at first, where no seed says what to draw.
-
-    The ranks of a process take turns at its generators, so that nobody draws within another's forward.
-    """
-    if Op.RECOMPUTE not in program.ops:
-        return []
-    generators, states = default_generators(device), dict[tuple[int, ...], list[Tensor]]()
-
-    def wrap(bound: Bound) -> Call:
-        op = program.op[bound.row]
-        if bound.receive_row is not None or not (RUNS_FORWARD[op] or RUNS_AUTOGRAD[op]):
-            return bound.call
-        where = tuple(int(column[bound.row]) for column in (program.stage, program.microbatch, program.slice))
-
-        def note() -> None:
-            with turn(patience_s):
-                states[where] = [generator.get_state() for generator in generators]
-                bound.call()
-
-        def draw_again() -> None:
-            with turn(patience_s), set_back(generators):
-                for generator, state in zip(generators, states.pop(where), strict=True):
-                    generator.set_state(state)
-                bound.call()
-
-        return draw_again if op == Op.RECOMPUTE else note if op == Op.FORWARD else in_turn(bound.call, patience_s)
-
-    return [around_each(wrap)]
-
-
-def unnoted(step: Step) -> Step:
-    """Return a step in which nothing is noted that the step at hand has noted already."""
-    return replace(step, losses={}, outputs={}, named={}, reported={}, keeps_outputs=False)
 
 
 def checkpoint_of(saved: SavedForward | None, action: str) -> Checkpoint:

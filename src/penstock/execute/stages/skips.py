@@ -9,18 +9,18 @@ outputs and more inputs, which schedules, programs and proofs need not know. Whi
 the first step: of the layers that hold a name, the first puts and the others get.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
-from penstock.execute.methods import has_methods
+from penstock.execute.batch.microbatch import Place
+from penstock.execute.stages.feature import ForwardPart, has_methods
+from penstock.execute.step import Step
 from penstock.execute.values.tree import flatten, map_leaves
-
-Forward = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 class Skipping(Protocol):
@@ -28,8 +28,8 @@ class Skipping(Protocol):
 
     name: str
 
-    def begin_skips(self, shelf: "Shelf") -> None:
-        """Begin a forward or a backward of the layer; what it puts and gets lies on this shelf."""
+    def begin_skips(self, buffer: "SkipBuffer") -> None:
+        """Begin a forward or a backward of the layer; what it puts and gets is in this buffer."""
         ...
 
     def end_skips(self) -> None:
@@ -37,8 +37,8 @@ class Skipping(Protocol):
         ...
 
 
-class Shelf:
-    """What lies between the layers that put and those that get, for one microbatch (or slice) on one stage."""
+class SkipBuffer:
+    """The values between the layers that put and those that get, of one microbatch (or slice) on one stage."""
 
     def __init__(self, arrived: Mapping[str, Any], place: str) -> None:
         """Begin with what has arrived from earlier stages; `place` is for messages."""
@@ -112,6 +112,8 @@ class Shelf:
 class StageSkips:
     """The skips of one stage: those that its layers hold, and those that go past it."""
 
+    begins_backwards = False
+
     def __init__(
         self,
         layers: Sequence[nn.Module],
@@ -120,63 +122,70 @@ class StageSkips:
         place: str = "the model",
     ) -> None:
         """`arriving` and `leaving` are the names that are open before and behind the stage, in order."""
+        self.arriving = arriving
+        self.leaving = leaving
+        self.place = place
         self._modules = list(dict.fromkeys(module for layer in layers for module in _skipping(layer)))
-        self._arriving = arriving
-        self._leaving = leaving
-        self._place = place
-        self._last: Shelf | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether the stage has nothing to do with skips."""
-        return not (self._modules or self._arriving or self._leaving)
+        return not (self._modules or self.arriving or self.leaving)
 
-    def forward(self, run: Forward, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        """Run the layers on what came from the stage before; return what goes to the next one.
+    def begin(self, step: Step, place: Place) -> "SkipPart":
+        """Return what to do in a forward."""
+        return SkipPart(self)
 
-        Raises:
-            PenstockError: a skip that a later stage needs was not put.
-        """
-        arrived: Mapping[str, Any] = {}
-        if self._arriving:
-            output, arrived = inputs[0]
-            inputs = (output,)
-        shelf = Shelf(arrived, self._place)
-        with self.on(shelf):
-            output = run(inputs, keywords)
-        if self._leaving:
-            output = (output, shelf.take(self._leaving))
-        shelf.close()
-        self._last = shelf if torch.is_grad_enabled() else None
-        return output
+    @contextmanager
+    def on(self, buffer: SkipBuffer) -> Iterator[None]:
+        """Let the layers put into this buffer and get from it, in a forward or in its backward."""
+        for module in self._modules:
+            module.begin_skips(buffer)
+        try:
+            yield
+        finally:
+            for module in self._modules:
+                module.end_skips()
 
-    def spared(self, inputs: Any, outputs: Any) -> tuple[Any, Any]:
-        """Return what came and what goes, for the backward: what only goes past, without its values."""
-        got = self._last.got if self._last is not None else ()
-        names = [name for name in self._arriving if name in self._leaving and name not in got]
+
+class SkipPart(ForwardPart):
+    """The skips of one forward: what came with its inputs, and what its layers put and get."""
+
+    def __init__(self, skips: StageSkips) -> None:
+        self._skips = skips
+        self.buffer = SkipBuffer({}, skips.place)
+
+    def arrive(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not self._skips.arriving:
+            return inputs
+        output, arrived = inputs[0]
+        self.buffer = SkipBuffer(arrived, self._skips.place)
+        return (output,)
+
+    def around_forward(self) -> AbstractContextManager[None]:
+        return self._skips.on(self.buffer)
+
+    def leave(self, outputs: Any) -> Any:
+        """Return the output and all skips that are still open. Raises: PenstockError, if one was not put."""
+        leaving = self._skips.leaving
+        left = (outputs, self.buffer.take(leaving)) if leaving else outputs
+        self.buffer.close()
+        return left
+
+    def without_passing(self, inputs: Any, outputs: Any) -> tuple[Any, Any]:
+        skips = self._skips
+        names = [name for name in skips.arriving if name in skips.leaving and name not in self.buffer.got]
         if not (names and inputs):
             return inputs, outputs
         (main_input, arrived), (main_output, leaving) = inputs[0], outputs
         empty = {name: map_leaves(_without_values, arrived[name]) for name in names}
         return ((main_input, arrived | empty),), (main_output, leaving | empty)
 
-    def pop_shelf(self) -> Shelf | None:
-        """Return the shelf of the forward just run, for its backward."""
-        shelf, self._last = self._last, None
-        return shelf
+    def around_backward(self) -> AbstractContextManager[None]:
+        return self._skips.on(self.buffer)
 
-    @contextmanager
-    def on(self, shelf: Shelf | None) -> Iterator[None]:
-        """Let the layers put on this shelf, if there is one, and get from it, in a forward or in its backward."""
-        modules = [] if shelf is None else self._modules
-        for module in modules:
-            assert shelf is not None
-            module.begin_skips(shelf)
-        try:
-            yield
-        finally:
-            for module in modules:
-                module.end_skips()
+    def again(self) -> ForwardPart:
+        return SkipPart(self._skips)
 
 
 def skip_names(layer: nn.Module) -> list[str]:

@@ -1,0 +1,78 @@
+"""`CompileContext`: what the compile functions look at, and what they return."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.execute.batch.microbatch import Place
+from penstock.execute.calls import Bound
+from penstock.execute.compile.rows import RankRows
+from penstock.execute.stages.passes import StagePasses
+from penstock.execute.stages.recompute import RecomputedPasses
+from penstock.execute.step import Step
+from penstock.execute.transport.messages import Key, Messenger
+from penstock.ir.program import Program
+
+RowOf = Callable[[int], int]
+"""How far another rank is in a step: the row that it is at, from 0."""
+Take = Callable[[Step], Any]
+"""Gets what a row works on."""
+Put = Callable[[Step, Any], None]
+"""Leaves what a row has made where its user finds it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hooks:
+    """What the reductions and optimizer steps of one rank call."""
+
+    reduce_stage: Callable[[int], None]
+    """Stage index; its gradients are whole."""
+    reduce_tied: Callable[[int], None]
+    """Index of the tied group."""
+    optimizer_step: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompileContext:
+    """One rank's part of a program, and what its calls use."""
+
+    program: Program
+    rank: int
+    rows: RankRows
+    passes: Mapping[int, StagePasses]
+    """By index, the stages of this rank."""
+    recomputed: Mapping[int, RecomputedPasses]
+    """The same for forwards that run again."""
+    messenger: Messenger
+    hooks: Hooks
+    row_of: RowOf | None = None
+    """None where nobody notes how far the ranks are."""
+
+    def passes_of(self, row: int) -> StagePasses:
+        """Return how the stage of a row runs."""
+        stage = int(self.program.stage[row])
+        return self.recomputed[stage] if row in self.rows.again else self.passes[stage]
+
+    def slot(self, row: int) -> int:
+        """Return the number of the register that a row uses."""
+        return int(self.program.slot[row])
+
+    def place(self, row: int) -> Place:
+        """Return a row's microbatch and slice."""
+        return int(self.program.microbatch[row]), int(self.program.slice[row])
+
+    def key(self, row: int) -> Key:
+        """Name a row's messages: stage, microbatch, slice."""
+        return int(self.program.stage[row]), *self.place(row)
+
+    def peer(self, row: int) -> int:
+        """Return the rank at the other end of a send or receive."""
+        return self.program.placement.rank_of_stage[int(self.program.peer[row])]
+
+    def text(self, row: int) -> str:
+        """Return a row's text, for messages."""
+        return str(self.program.instruction(row))
+
+
+CompileRow = Callable[[CompileContext, int], Iterator[Bound]]
+"""Makes the bound calls of one row."""

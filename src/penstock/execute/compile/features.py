@@ -1,0 +1,74 @@
+"""Which features the stages of a program have, and so how they run."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.execute.stages.auxiliary import AddedLossFeature, auxiliary_modules
+from penstock.execute.stages.carried import CarryFeature, carrying_modules
+from penstock.execute.stages.feature import StageFeature
+from penstock.execute.stages.passes import PassOptions, StagePasses
+from penstock.execute.stages.randomness import ReplayedRandomness, SeededRandomness
+from penstock.execute.stages.recompute import RecomputedPasses
+from penstock.execute.stages.skips import StageSkips
+from penstock.execute.stages.stage import Stage
+from penstock.ir.deps import NONE
+from penstock.ir.operations import Op
+from penstock.ir.program import Program
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageSettings:
+    """What decides, beside the program, how the stages of a rank run."""
+
+    skips: Mapping[int, StageSkips]
+    """By stage, where skips concern it."""
+    device: torch.device
+    seed: int | None = None
+    patience_s: float = 60.0
+    """How long a rank may wait for other ranks of its process that draw random numbers."""
+
+
+def compose_stages(
+    program: Program, rank: int, stages: Sequence[Stage], settings: StageSettings
+) -> tuple[dict[int, StagePasses], dict[int, RecomputedPasses]]:
+    """Return how the stages of a rank run in a program, and how their forwards do that run again."""
+    randomness = _randomness(program, settings)
+    rows = slice(*program.offsets[rank : rank + 2])
+    split = frozenset(program.stage[rows][program.op[rows] == Op.BACKWARD_INPUT].tolist())
+    again = frozenset(program.stage[rows][program.op[rows] == Op.RECOMPUTE].tolist())
+    placement = program.placement
+    passes, recomputed = {}, {}
+    for stage in stages:
+        index = stage.index
+        options = PassOptions(
+            is_first=placement.previous_stage[index] == NONE,
+            is_last=placement.next_stage[index] == NONE,
+            is_training=not program.is_forward_only,
+            is_split=index in split,
+        )
+        features = [*_features(program, stage, settings), *randomness]
+        passes[index] = StagePasses(stage, options, features)
+        if index in again:
+            recomputed[index] = RecomputedPasses(stage, options, features)
+    return passes, recomputed
+
+
+def _features(program: Program, stage: Stage, settings: StageSettings) -> Iterator[StageFeature]:
+    """The features of a stage, outermost first: their order is that of autograd's roots."""
+    if added := auxiliary_modules(stage.modules):
+        yield AddedLossFeature(added)
+    carrying = carrying_modules(stage) if program.num_slices > 1 else []
+    if carrying:
+        yield CarryFeature(stage.index, carrying, program.num_slices)
+    if stage.index in settings.skips:
+        yield settings.skips[stage.index]
+
+
+def _randomness(program: Program, settings: StageSettings) -> list[StageFeature]:
+    if program.is_forward_only:
+        return []
+    if settings.seed is not None:
+        return [SeededRandomness(settings.seed, settings.device, settings.patience_s)]
+    return [ReplayedRandomness(settings.device, settings.patience_s)] if Op.RECOMPUTE in program.ops else []

@@ -1,0 +1,57 @@
+"""Rows that send and receive. A receive is posted here; the computation that needs the message waits for it."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+
+from penstock.execute.calls import Bound
+from penstock.execute.compile.context import CompileContext
+from penstock.execute.step import Step
+from penstock.ir.operations import Op
+
+
+def compile_send_forward(context: CompileContext, row: int) -> Iterator[Bound]:
+    """Send a stage's outputs, unless they were changed in place since."""
+    peer, key, slot = context.peer(row), context.key(row), context.slot(row)
+    action, send = context.text(context.rows.source(row)), context.messenger.send_forward
+    release_arrived = _release_arrived(context, peer)
+
+    def send_forward(step: Step) -> None:
+        outputs, step.outgoing[slot] = step.outgoing[slot], None
+        send(peer, key, outputs.checked(action))
+        release_arrived()
+
+    yield Bound(row, send_forward)
+
+
+def compile_send_backward(context: CompileContext, row: int) -> Iterator[Bound]:
+    """Send the gradients of a stage's inputs."""
+    peer, key, slot = context.peer(row), context.key(row), context.slot(row)
+    send, release_arrived = context.messenger.send_backward, _release_arrived(context, peer)
+
+    def send_backward(step: Step) -> None:
+        gradients, step.outgoing[slot] = step.outgoing[slot], None
+        send(peer, gradients, key)
+        release_arrived()
+
+    yield Bound(row, send_backward)
+
+
+def compile_receive(context: CompileContext, row: int) -> Iterator[Bound]:
+    """Post a receive."""
+    is_forward = context.program.op[row] == Op.RECEIVE_FORWARD
+    post = context.messenger.post_forward if is_forward else context.messenger.post_backward
+    # A gradient belongs to the outputs of this stage, an input to this stage: the key is this stage's both times.
+    peer, key, slot = context.peer(row), context.key(row), context.slot(row)
+
+    def post_receive(step: Step) -> None:
+        step.received[slot] = post(peer, key)
+
+    yield Bound(row, post_receive)
+
+
+def _release_arrived(context: CompileContext, peer: int) -> Callable[[], None]:
+    """Return a call that releases what was sent to a peer and is seen to have been used there."""
+    row_of, used, release = context.row_of, context.rows.used[peer], context.messenger.release
+    if row_of is None:
+        return lambda: None
+    return lambda: release(peer, bisect_left(used, row_of(peer)))

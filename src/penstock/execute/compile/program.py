@@ -1,0 +1,78 @@
+"""Compiles the rows of one rank to bound calls, once per program. What an operation does is one entry of `_COMPILE`.
+
+It does not know which schedule it compiles.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.execute.calls import Bound, Change, changed
+from penstock.execute.compile.collectives import compile_collective
+from penstock.execute.compile.compute import (
+    compile_backward,
+    compile_backward_input,
+    compile_backward_weight,
+    compile_forward,
+    compile_recompute,
+)
+from penstock.execute.compile.context import CompileContext, CompileRow
+from penstock.execute.compile.data import rows_that_take_data
+from penstock.execute.compile.messages import compile_receive, compile_send_backward, compile_send_forward
+from penstock.execute.stages.passes import StagePasses
+from penstock.execute.step import RegisterCounts
+from penstock.ir.operations import Op
+from penstock.ir.program import Program
+
+_COMPILE: dict[Op, CompileRow] = {
+    Op.FORWARD: compile_forward,
+    Op.BACKWARD: compile_backward,
+    Op.BACKWARD_INPUT: compile_backward_input,
+    Op.BACKWARD_WEIGHT: compile_backward_weight,
+    Op.RECOMPUTE: compile_recompute,
+    Op.SEND_FORWARD: compile_send_forward,
+    Op.SEND_BACKWARD: compile_send_backward,
+    Op.RECEIVE_FORWARD: compile_receive,
+    Op.RECEIVE_BACKWARD: compile_receive,
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledProgram:
+    """One rank's part of a program, ready to run."""
+
+    program: Program
+    rank: int
+    rows: range
+    passes: Sequence[StagePasses]
+    plain: Sequence[Bound]
+    """The calls, one or two per row, in order."""
+    changes: Sequence[Change]
+    bounds: Sequence[Bound]
+    """The calls with the changes, as they run in every step."""
+    counts: RegisterCounts
+    data_rows: Mapping[int, int]
+    """Per row that takes something of the batch, its microbatch."""
+
+    def bounds_with(self, changes: Sequence[Change]) -> Sequence[Bound]:
+        """Return the calls for one step, with further changes inside of those of every step."""
+        return changed(self.plain, (*changes, *self.changes)) if changes else self.bounds
+
+
+def compile_program(context: CompileContext, changes: Sequence[Change] = ()) -> CompiledProgram:
+    """Return the calls of one rank, in the order of its rows."""
+    program, rows = context.program, context.rows.rows
+    bounds = [
+        bound for row in rows for bound in _COMPILE.get(Op(int(program.op[row])), compile_collective)(context, row)
+    ]
+    stages = {index: passes.stage for index, passes in context.passes.items()}
+    return CompiledProgram(
+        program,
+        context.rank,
+        rows,
+        list(context.passes.values()),
+        bounds,
+        changes,
+        changed(bounds, changes),
+        context.rows.counts,
+        rows_that_take_data(program, rows, stages),
+    )

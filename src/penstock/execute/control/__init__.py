@@ -1,1 +1,0 @@
-"""What ranks do together beside their messages: they agree, share results, and find out why a step stands still."""

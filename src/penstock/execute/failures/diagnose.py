@@ -1,0 +1,209 @@
+"""Who is to blame when a step stands still: one verdict, the same on every rank.
+
+In this order: a verdict that another rank has written down; the rank whose own work raised first; a rank whose process
+is gone; one whose process is stopped; else whoever the chain of waits leads to, or the cycle that it closes.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.execute.failures.positions import PositionBoard, RankPosition, State
+
+SETTLE_S = 0.1
+"""So long may ranks that fail at the same time take to write down their findings."""
+LOOKS_FOR_DEATH = 10
+"""A killed process closes its connections a moment before it counts as gone."""
+STACK_LINES = 20
+GONE = "is gone"
+LEGEND = (
+    "(an instruction is named stage, kind, microbatch: 2F1 is the forward of stage 2 on microbatch 1, B its backward)"
+)
+_PROCESS = "its process"
+_RAISED = "it raised"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a step stands still."""
+
+    culprit: int | None
+    """The rank to blame; None where several block each other or nothing can be seen."""
+    reason: str
+    """One line about the culprit."""
+    text: str
+    """The whole message: a line about the culprit, every rank's position, the culprit's stack."""
+
+    @property
+    def is_death(self) -> bool:
+        """Whether the culprit's process is gone."""
+        return self.reason.startswith(_PROCESS) and GONE in self.reason
+
+    @property
+    def positions(self) -> str:
+        """Where all ranks were, with the legend."""
+        return self.text.partition("\n\n")[2].partition("\n\n")[0]
+
+    @property
+    def is_told_by_culprit(self) -> bool:
+        """Whether the culprit raised an error of its own, which says more than anybody else can."""
+        return self.culprit is not None and f" {_RAISED} " in self.reason
+
+
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    culprit: int | None
+    reason: str
+    is_certain: bool
+    """Nothing that a second look may show can be a better explanation."""
+
+
+def diagnose(board: PositionBoard, describe: Callable[[int, int], str], *, peer: int | None = None) -> Verdict:
+    """Find the culprit, write the verdict down and return it, or adopt the one that another rank found first.
+
+    `describe(rank, row)` gives an instruction's text, empty after the last one. `peer` is the rank that this rank's
+    error named, if it did.
+    """
+    recorded = board.first_verdict()
+    if recorded is None:
+        finding = _look(board, describe, peer)
+        message = _message(board.read_all(), finding, describe)
+        board.note_verdict(f"{'' if finding.culprit is None else finding.culprit}\n{finding.reason}\n{message}")
+        time.sleep(SETTLE_S)
+        recorded = board.first_verdict()
+        assert recorded is not None  # this rank has just written one
+    culprit, reason, text = recorded.text.split("\n", 2)
+    return Verdict(int(culprit) if culprit else None, reason, text)
+
+
+def process_trouble(pid: int) -> str:
+    """Say what is wrong with a process of this host: `gone`, `stopped` or nothing."""
+    try:
+        os.kill(pid, 0)
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except ProcessLookupError:
+        return "gone"
+    except PermissionError:
+        return ""
+    except OSError:  # no /proc here, or the process ended in between; the next look will tell
+        return ""
+    letter = status.rpartition(")")[2].split()[0]  # the name before it may hold anything
+    return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "")
+
+
+def _look(board: PositionBoard, describe: Callable[[int, int], str], peer: int | None) -> _Finding:
+    for _ in range(LOOKS_FOR_DEATH):
+        positions = board.read_all()
+        finding = (
+            _failed(positions, describe)
+            or _broken(positions, describe)
+            or _end_of_waits(positions, board.rank, describe, peer)
+        )
+        if finding.is_certain:
+            break
+        time.sleep(SETTLE_S / LOOKS_FOR_DEATH)
+    return finding
+
+
+def _failed(positions: list[RankPosition], describe: Callable[[int, int], str]) -> _Finding | None:
+    failed = [position for position in positions if position.state is State.FAILED and position.failure]
+    if not failed:
+        return None
+    first = min(failed, key=lambda position: (position.since_s, position.rank))
+    summary, place, *_ = [*first.failure.split("\n", 2), ""]
+    within = f", in {place}," if place else ""
+    return _Finding(first.rank, f"{place_of(first, describe)}{within} {_RAISED} {summary}", True)
+
+
+def _broken(positions: list[RankPosition], describe: Callable[[int, int], str]) -> _Finding | None:
+    seen = [position for position in positions if position.state not in (State.UNKNOWN, State.DONE)]
+    troubles = {position.rank: process_trouble(position.pid) for position in seen}
+    for kind in ("gone", "stopped"):
+        ranks = [rank for rank, trouble in troubles.items() if trouble == kind]
+        if ranks:
+            first = positions[ranks[0]]
+            return _Finding(first.rank, f"{_PROCESS} {first.pid} is {kind}, {place_of(first, describe)}", True)
+    return None
+
+
+def _end_of_waits(
+    positions: list[RankPosition], rank: int, describe: Callable[[int, int], str], peer: int | None
+) -> _Finding:
+    """Follow who waits for whom from this rank to one that does not wait, or around a cycle."""
+    path = [rank]
+    following = peer if peer is not None else positions[rank].peer
+    while following is not None and following not in path:
+        path.append(following)
+        following = positions[following].peer
+    if following is not None:
+        return _cycle(positions, path[path.index(following) :], describe)
+    return _Finding(path[-1], _why(positions[path[-1]], describe), False)
+
+
+def _cycle(positions: list[RankPosition], ranks: list[int], describe: Callable[[int, int], str]) -> _Finding:
+    waits = [f"rank {rank} {place_of(positions[rank], describe)} waits for rank" for rank in ranks]
+    chain = ", ".join(f"{wait} {rank}" for wait, rank in zip(waits, [*ranks[1:], ranks[0]], strict=True))
+    return _Finding(None, f"a message was lost or the orders do not match: {chain}", False)
+
+
+def _why(position: RankPosition, describe: Callable[[int, int], str]) -> str:
+    age = f"{time.monotonic() - position.since_s:.1f} s"
+    match position.state:
+        case State.UNKNOWN:
+            return "it is on another host, where its position cannot be seen; look at the output of that host"
+        case State.IDLE:
+            return f"it has not been in a step for {age}"
+        case State.DONE:
+            return f"it left the pipeline {age} ago"
+        case _:
+            return f"it has been {place_of(position, describe)} for {age}"
+
+
+def place_of(position: RankPosition, describe: Callable[[int, int], str]) -> str:
+    """Say where in a step a rank is, with the preposition: `in 2F1`."""
+    if position.row >= 0:
+        instruction = describe(position.rank, position.row)
+        return f"in {instruction}" if instruction else "at the end of its step"
+    return "between two steps" if position.state is State.IDLE else "at the start of its step"
+
+
+def _message(positions: list[RankPosition], finding: _Finding, describe: Callable[[int, int], str]) -> str:
+    if finding.culprit is None:
+        lines = [f"no rank goes on: {finding.reason}", ""]
+        stack: list[str] = []
+    else:
+        lines = [f"rank {finding.culprit} is the culprit: {finding.reason}", ""]
+        stack = _stack(positions[finding.culprit])
+    lines += [*position_table(positions, describe), LEGEND]
+    if stack:
+        lines += ["", f"rank {finding.culprit} was here:", *stack]
+    return "\n".join(lines)
+
+
+def _stack(position: RankPosition) -> list[str]:
+    """The inner end of where a rank was: the end of a traceback, or the beginning of a watchdog's view."""
+    raised_in, stands_in = position.failure.splitlines()[2:], position.stack.splitlines()
+    return raised_in[-STACK_LINES:] if position.failure else stands_in[:STACK_LINES]
+
+
+def position_table(positions: list[RankPosition], describe: Callable[[int, int], str]) -> list[str]:
+    """Draw where every rank is, one line each under a line of headings."""
+    rows: list[tuple[str, ...]] = [("rank", "step", "state", "for", "waits for", "instruction")]
+    rows += [_row(position, describe) for position in positions]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _row(position: RankPosition, describe: Callable[[int, int], str]) -> tuple[str, ...]:
+    if position.state is State.UNKNOWN:
+        return (str(position.rank), "", "unknown (other host)", "", "", "")
+    return (
+        str(position.rank),
+        str(position.step) if position.step >= 0 else "",
+        process_trouble(position.pid) or position.state.name.lower(),
+        f"{time.monotonic() - position.since_s:.1f} s",
+        "" if position.peer is None else f"rank {position.peer}",
+        (describe(position.rank, position.row) or "end of the step") if position.row >= 0 else "",
+    )

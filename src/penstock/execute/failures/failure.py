@@ -1,0 +1,128 @@
+"""What a rank does when a step fails: finds out why, tells the others, and makes a fresh start possible."""
+
+import tempfile
+import traceback
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.utils.checkpoint import CheckpointError
+
+from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
+from penstock.execute.failures.diagnose import Verdict, diagnose, place_of, position_table
+from penstock.execute.failures.places import noted_place
+from penstock.execute.failures.positions import PositionBoard, RankPosition
+from penstock.execute.failures.watchdog import Watchdog
+from penstock.execute.transport.protocol import Transport
+
+NUM_CALLS = 6
+"""Of a traceback, the innermost calls that the other ranks are shown."""
+_OTHER_RECOMPUTE = (
+    "A checkpointed layer did something else when it ran again for its backward. Let it depend on its inputs and "
+    "weights alone; what draws at random must draw the same again, so let it draw from torch's default generators, "
+    "which checkpointing puts back (preserve_rng_state=True), and not from Python's or numpy's"
+)
+Describe = Callable[[int, int], str]
+"""(rank, row) -> the text of an instruction; empty for a row after the last."""
+
+
+class FailureDesk:
+    """The position board and the watchdog of one rank, and the errors made from them."""
+
+    def __init__(self, transport: Transport, describe: Describe) -> None:
+        self._transport = transport
+        self._describe = describe
+        self.board = PositionBoard.shared(transport, Path(tempfile.gettempdir()))
+        transport.watch(self.board)
+        self._watchdog = Watchdog(self.board, transport.deadline_s)
+        # A pipeline that is dropped without close() takes its thread along.
+        weakref.finalize(self, self._watchdog.stop)
+        self._num_steps = 0
+        self.has_failed = False
+        """Whether the ranks must recover before the next step."""
+
+    def begin(self) -> None:
+        """Note that a step begins on the calling thread."""
+        self.board.note_step(self._num_steps)
+        self._num_steps += 1
+        self._watchdog.start()
+
+    def end(self) -> None:
+        """Note that a step is over."""
+        self.board.note_idle()
+
+    def recover(self) -> None:
+        """Meet all ranks again after a failure; every rank calls this.
+
+        Raises:
+            DeadlineExceeded, PeerLost: if a rank does not come.
+        """
+        self._transport.recover()
+        self.board.begin_epoch()
+        self.has_failed = False
+
+    def report(self, error: BaseException) -> PipelineError:
+        """Return the error to raise: which rank is to blame, and where every rank was."""
+        if self.has_failed and isinstance(error, (PeerLost, DeadlineExceeded)):
+            return self._not_recovered(error)
+        self.has_failed = True
+        position = self.board.read(self.board.rank)
+        if not isinstance(error, (PeerLost, DeadlineExceeded)):
+            calls = "".join(traceback.format_exception(error, limit=-NUM_CALLS))
+            self.board.note_failure(f"{_summary(error)}\n{noted_place(error)}\n{calls}")
+        peer = error.peer if isinstance(error, PipelineError) else None
+        verdict = diagnose(self.board, self._describe, peer=peer)
+        self._transport.abort()
+        return self._error(error, position, verdict)
+
+    def close(self) -> None:
+        """Leave the pipeline."""
+        self._watchdog.stop()
+        self.board.note_done()
+
+    def _error(self, error: BaseException, position: RankPosition, verdict: Verdict) -> PipelineError:
+        rank = self.board.rank
+        instruction = self._describe(rank, position.row) if position.row >= 0 else ""
+        if not isinstance(error, (PeerLost, DeadlineExceeded)):
+            words = self._own_words(error, instruction, verdict)
+            return PipelineError(words, rank=verdict.culprit, instruction=instruction)
+        noticed = "went on when the others had given up"
+        if verdict.culprit != rank:
+            noticed = f"waited {error.waited_s or 0.0:.2f} s for rank {error.peer}"
+        found, _, positions = verdict.text.partition("\n")
+        kind = PeerLost if verdict.is_death else type(error)
+        # The rank that raised says the rest itself.
+        rest = "" if verdict.is_told_by_culprit else f"\n{positions}"
+        return kind(
+            f"{found}\nrank {rank}, {place_of(position, self._describe)}: {noticed}{rest}",
+            rank=verdict.culprit,
+            instruction=instruction,
+            peer=error.peer,
+            waited_s=error.waited_s,
+        )
+
+    def _own_words(self, error: BaseException, instruction: str, verdict: Verdict) -> str:
+        """What this rank's own work raised; the rank to blame also says where all ranks were."""
+        rank, place = self.board.rank, noted_place(error)
+        where = [f"rank {rank}", *([instruction] if instruction else []), *([f"in {place}"] if place else [])]
+        lines = [f"{', '.join(where)}: {type(error).__name__}: {error}"]
+        if isinstance(error, CheckpointError):
+            lines.append(_OTHER_RECOMPUTE)
+        if self.board.num_ranks > 1 and verdict.culprit == rank:
+            lines += ["", verdict.positions]
+        return "\n".join(lines)
+
+    def _not_recovered(self, error: PeerLost | DeadlineExceeded) -> PipelineError:
+        """What the ranks found at the failure before is no explanation now: say who is missing, and where all are."""
+        table = position_table(self.board.read_all(), self._describe)
+        return type(error)(
+            "\n".join(["after a failed step the ranks could not start afresh", str(error), "", *table]),
+            rank=error.rank,
+            peer=error.peer,
+            waited_s=error.waited_s,
+        )
+
+
+def _summary(error: BaseException) -> str:
+    """The type and the first line of the message, whatever else the error says."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -1,0 +1,82 @@
+"""A thread that shows a slow rank's Python stack to the other ranks.
+
+A rank that hangs cannot say where. Its watchdog can: once an instruction has lasted a quarter of the deadline, the
+stack of the rank's thread goes to the position board, in time for the peers, whose own waits end at the deadline.
+"""
+
+import faulthandler
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from penstock.execute.failures.positions import PositionBoard, State
+
+SLOW_PART = 0.25
+LOOKS_PER_DEADLINE = 16
+LONGEST_STOP_S = 0.5
+
+
+class Watchdog:
+    """Watches the rank on whose thread `start` was called."""
+
+    def __init__(self, board: PositionBoard, deadline_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._board = board
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._watched = 0
+
+    def start(self) -> None:
+        """Watch the calling thread from now on, instead of the one before it."""
+        self._watched = threading.get_ident()
+        if self._thread is not None:
+            return
+        self._is_over.clear()
+        self._thread = threading.Thread(target=self._watch, name=f"watchdog of rank {self._board.rank}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the watch; does nothing if there is none."""
+        if self._thread is None:
+            return
+        self._is_over.set()
+        self._thread.join(LONGEST_STOP_S)
+        self._thread = None
+
+    def __enter__(self) -> "Watchdog":
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def look(self) -> None:
+        """Write the watched thread's stack onto the board if its instruction is slow."""
+        position = self._board.read(self._board.rank)
+        is_busy = position.state in (State.RUNNING, State.WAITING)
+        if is_busy and self._clock() - position.since_s > SLOW_PART * self._deadline_s:
+            self._board.note_stack(stack_of(self._watched))
+        elif position.stack:
+            self._board.note_stack("")
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(self._deadline_s / LOOKS_PER_DEADLINE):
+            # A diagnosis must not break the run: no file handle left or a full disk only costs the stack.
+            with suppress(OSError, ValueError):
+                self.look()
+
+
+def stack_of(thread: int) -> str:
+    """Return the Python stack of a thread (its `threading.get_ident()`), innermost call first; empty if it is over."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    for section in text.split("\n\n"):
+        heading, _, calls = section.partition("\n")
+        if f"0x{thread:016x}" in heading:
+            return calls.rstrip()
+    return ""

@@ -1,0 +1,126 @@
+"""`Gradients`: where the gradients of one rank's parameters add up in a step, and how they are reduced over ranks."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from penstock.errors import PenstockError
+from penstock.execute.batch.agreement import digest
+from penstock.execute.compile.context import Hooks
+from penstock.execute.losses.grad_scaler import SharedScaler, grad_scaler_of
+from penstock.execute.options import PipelineOptions
+from penstock.execute.stages.assemble import Assembly
+from penstock.execute.stages.data_parallel import DdpReduction
+from penstock.execute.stages.main_gradients import ATTRIBUTE, MainGradients
+from penstock.execute.stages.own_parameters import OwnParameters
+from penstock.execute.stages.tied import agree_on_copies
+from penstock.execute.transport.messages import Messenger
+from penstock.execute.transport.protocol import Transport
+from penstock.ir.operations import Op
+from penstock.ir.program import Program
+
+
+class Gradients:
+    """The parameters that one rank trains."""
+
+    def __init__(
+        self, transport: Transport, device: torch.device, assembly: Assembly, options: PipelineOptions
+    ) -> None:
+        self._transport = transport
+        self._assembly = assembly
+        self._options = options
+        self._copies = assembly.tied_copies
+        attribute = ATTRIBUTE if options.main_gradients else "grad"
+        self._own = OwnParameters(assembly)
+        self._trained = 0
+        self._main_gradients = self._accumulate_beside() if options.main_gradients else None
+        scaler = grad_scaler_of(options.scale_loss)
+        self._scaler = None if scaler is None else SharedScaler(scaler, transport, device, attribute)
+        copies = assembly.tied_copies.values()
+        self._ddp = DdpReduction(assembly.stages, copies, attribute=attribute, deadline_s=options.deadline_s)
+
+    @property
+    def scale(self) -> float:
+        """That of the rank's GradScaler, 0 where it has none."""
+        return 0.0 if self._scaler is None else self._scaler.scale
+
+    def refresh(self) -> PenstockError | None:
+        """Take in parameters that were replaced; return why they cannot be trained, if they cannot."""
+        try:
+            if self._own.refresh() and self._main_gradients is not None:
+                self._main_gradients = self._accumulate_beside()
+            for copy in self._copies.values():
+                copy.refuse_hooks()
+        except PenstockError as error:
+            return error
+        return None
+
+    def trained(self) -> int:
+        """Return a digest of which parameters need gradients, which callers may change between steps."""
+        return digest("".join(["01"[parameter.requires_grad] for _, parameter in self._own.named]))
+
+    def agree_on_tied(self, trained: int) -> None:
+        """Compare the copies of tied parameters once more if any rank trains others than in the step before."""
+        if trained != self._trained:
+            agree_on_copies(self._transport, self._copies)
+            self._trained = trained
+
+    @contextmanager
+    def accumulating(self, *, is_training: bool) -> Iterator[None]:
+        """Run a step in here."""
+        beside = self._main_gradients if is_training else None
+        with self._ddp.step(), nullcontext() if beside is None else beside.accumulating():
+            for copy in self._copies.values() if is_training else ():
+                copy.begin_step()
+            yield
+
+    def end_failed_step(self) -> None:
+        """Leave nothing of a step behind."""
+        for copy in self._copies.values():
+            copy.end_step()
+
+    def hooks(self, program: Program, messenger: Messenger, wires: Transport) -> Hooks:
+        """Return what the collectives of a program call; `wires` carry the exchanges of tied parameters."""
+
+        def reduce_tied(group: int) -> None:
+            copy = self._copies[group]
+            for peer in copy.ranks:
+                messenger.post_waiting(peer)  # the exchange goes behind them, on the same channels
+            copy.reduce(wires)
+
+        return Hooks(self._reduce_stage(program), reduce_tied, self._optimizer_step)
+
+    def _reduce_stage(self, program: Program) -> Callable[[int], None]:
+        """DDP's average, then the caller's hook; for copies of a stage on this rank, one module, after the last."""
+        hook = self._options.reduce_stage or _do_nothing_with
+        rank = self._transport.rank
+        rows = slice(*program.offsets[rank : rank + 2])
+        stages = program.stage[rows][program.op[rows] == Op.REDUCE_GRADIENT].tolist()
+        layers = {stage.index: tuple(map(id, stage.layers.values())) for stage in self._assembly.stages}
+        last_of_copies = {layers[stage]: stage for stage in stages}.values()
+
+        def reduce(stage: int) -> None:
+            if stage in last_of_copies:
+                self._ddp.reduce(stage)
+                hook(stage)
+
+        return reduce
+
+    def _optimizer_step(self) -> None:
+        """The end of a training step's program: the scalers of all ranks agree before any optimizer is stepped."""
+        if self._scaler is not None:
+            self._scaler.share(
+                parameter for stage in self._assembly.stages for _, parameter in stage.named_parameters()
+            )
+        if self._options.optimizer_step is not None:
+            self._options.optimizer_step()
+
+    def _accumulate_beside(self) -> MainGradients:
+        for copy in self._copies.values():
+            copy.attribute = ATTRIBUTE
+        return MainGradients(self._own.named)
+
+
+def _do_nothing_with(stage: int) -> None:
+    """No reduction was asked for."""

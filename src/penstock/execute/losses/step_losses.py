@@ -1,0 +1,57 @@
+"""`StepLosses`: how the losses of one step are weighed, and those that this rank has computed so far."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.execute.batch.microbatch import Place
+from penstock.execute.losses.loss import Loss, LossShares, Scale, apply_scale
+from penstock.execute.losses.output import LossName
+
+NO_SHARES = LossShares([], [])
+
+
+@dataclass(slots=True, eq=False)
+class StepLosses:
+    """The losses of one step; what was computed is detached."""
+
+    num_microbatches: int
+    num_slices: int
+    """Per microbatch."""
+    loss: Loss | None = None
+    """The loss function; None where no loss is computed."""
+    shares: LossShares = NO_SHARES
+    """On the ranks of last stages; empty elsewhere."""
+    auxiliary_shares: LossShares = NO_SHARES
+    """On every rank, those of losses that layers add."""
+    takes_weight: bool = False
+    """Whether the loss function is called with the factor of its loss."""
+    scale: Scale | None = None
+    """Applied where backwards begin."""
+    computed: dict[Place, Tensor] = field(default_factory=dict)
+    """What the loss function returned; filled on the ranks of last stages."""
+    named: dict[LossName, dict[Place, Tensor]] = field(default_factory=dict)
+    """0-dim, in float64: the losses that have a name, of the layers and losses of this rank."""
+    reported: dict[Place, Any] = field(default_factory=dict)
+    """What the loss function had to say besides; filled on the ranks of last stages."""
+
+    def note(self, name: LossName, place: Place, loss: Tensor) -> None:
+        """Remember a loss by its name; of several stages of this rank, the sum."""
+        noted, exact = self.named.setdefault(name, {}), loss.detach().to(torch.float64)
+        noted[place] = noted[place] + exact if place in noted else exact
+
+    def root_of(self, loss: Tensor, factor: float) -> Tensor | None:
+        """Return where the backward of a loss begins: weighted and scaled; None where it weighs nothing.
+
+        A weight of 0 means no tokens: such a loss may be NaN, and 0 x NaN would reach every weight.
+        """
+        if not factor:
+            return None
+        weighted = loss * factor
+        return weighted if self.scale is None else apply_scale(self.scale, weighted)
+
+    def forgetting(self) -> "StepLosses":
+        """Return the same rules with nothing noted: for forwards that run again."""
+        return replace(self, computed={}, named={}, reported={})

@@ -1,0 +1,49 @@
+"""Brings the outputs of a step to one rank, and puts them together."""
+
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.execute.batch.microbatch import merge_outputs
+from penstock.execute.step import Step
+from penstock.execute.transport.messages import Messenger
+from penstock.ir.program import Program
+from penstock.placement import Placement
+
+
+def output_rank(placement: Placement) -> int:
+    """Return the rank that gets the outputs: that of the last stage of the first route."""
+    return placement.rank_of_stage[placement.routes[0][-1]]
+
+
+def collect_outputs(messenger: Messenger, step: Step, program: Program, rank: int) -> None:
+    """Move the outputs of all routes to the output rank, one microbatch after another."""
+    holder_of_route = [program.placement.rank_of_stage[route[-1]] for route in program.placement.routes]
+    receiver = holder_of_route[0]
+    for place in product(range(step.losses.num_microbatches), range(step.losses.num_slices)):
+        holder = holder_of_route[program.route_of_microbatch[place[0]]]
+        if rank == holder != receiver:
+            messenger.send_described(receiver, step.outputs.pop(place))
+        elif rank == receiver != holder:
+            step.outputs[place] = messenger.receive_described(holder)
+
+
+def merge_slices_and_microbatches(step: Step, merge: Any, merge_slices: Any, slice_dim: int) -> Any:
+    """Put the outputs of a step together: first those of the slices of a microbatch, then those of the microbatches."""
+    wholes = []
+    for microbatch in range(step.losses.num_microbatches):
+        parts = [step.outputs[microbatch, index] for index in range(step.losses.num_slices)]
+        spec = merge_slices or partial(_join_slices, dim=slice_dim)
+        wholes.append(parts[0] if len(parts) == 1 else merge_outputs(parts, spec, part="slice"))
+    return merge_outputs(wholes, merge)
+
+
+def _join_slices(values: list[Any], *, dim: int) -> Any:
+    """One tensor along the sequence where it has one, else along a new last dimension; what is no tensor, as a list."""
+    if not all(isinstance(value, Tensor) for value in values):
+        return values
+    has_sequence = -values[0].dim() <= dim < values[0].dim()
+    return torch.cat(values, dim=dim) if has_sequence else torch.stack(values, dim=-1)

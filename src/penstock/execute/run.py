@@ -1,0 +1,76 @@
+"""The loop: runs the bound calls of one rank on one step."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+
+from penstock.errors import MAX_SHOWN, PipelineError
+from penstock.execute.calls import Bound
+from penstock.execute.compile.data import with_data_calls
+from penstock.execute.compile.program import CompiledProgram
+from penstock.execute.step import Step
+from penstock.ir.operations import BEGINS_KEEPING, IS_RECEIVE, IS_SEND, Flags
+
+Note = Callable[[int], None]
+"""Called with the number of each row, from 0, before it runs."""
+
+
+def run_step(compiled: CompiledProgram, step: Step, note: Note, bounds: Sequence[Bound] | None = None) -> None:
+    """Run all rows on a step; `bounds` are the calls, if they are others in this step than the program's own.
+
+    Raises:
+        PipelineError: if anything stays alive behind the step.
+    """
+    bounds = compiled.bounds if bounds is None else bounds
+    if step.supply is not None:
+        bounds = with_data_calls(bounds, compiled.data_rows)
+    is_training, first = not compiled.program.is_forward_only, compiled.rows.start
+    step.make_registers(compiled.counts)
+    if is_training:
+        for passes in compiled.passes:
+            passes.begin(step)
+    calls = [(bound.row - first, bound.call) for bound in bounds]
+    with torch.set_grad_enabled(is_training):
+        for row, call in calls:
+            note(row)
+            call(step)
+    _require_empty(compiled, step)
+
+
+def _require_empty(compiled: CompiledProgram, step: Step) -> None:
+    """Refuse values that nobody has used."""
+    left = list(_leftovers(compiled, step))
+    if left:
+        raise PipelineError(
+            f"rank {compiled.rank}: {len(left)} values stay alive behind the step: "
+            f"{', '.join(islice(left, MAX_SHOWN))}; the program does not free what it makes. Check it with "
+            "penstock.check",
+            rank=compiled.rank,
+        )
+
+
+def _leftovers(compiled: CompiledProgram, step: Step) -> Iterator[str]:
+    """Name what is held after all rows have run, each by the instruction that left it there."""
+    columns: tuple[tuple[str, Flags, Sequence[Any]], ...] = (
+        ("saved activation", BEGINS_KEEPING, step.saved),
+        ("received message", IS_RECEIVE, step.received),
+        ("received message", IS_RECEIVE, step.inputs),
+        ("unsent message", IS_SEND, step.outgoing),
+    )
+    for what, flags, column in columns:
+        for slot, value in enumerate(column):
+            if value is not None:
+                yield f"{what} of {_last_user(compiled, flags, slot)}"
+    for row in step.local:
+        yield f"local output of {compiled.program.instruction(row)}"
+    for stage, microbatch in step.carried:
+        yield f"what slices of microbatch {microbatch} carried on stage {stage}"
+
+
+def _last_user(compiled: CompiledProgram, flags: Flags, slot: int) -> str:
+    """The last row that uses a slot."""
+    program = compiled.program
+    rows = (row for row in reversed(compiled.rows) if flags[program.op[row]] and program.slot[row] == slot)
+    return str(program.instruction(next(rows)))

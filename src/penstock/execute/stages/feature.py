@@ -1,0 +1,92 @@
+"""What a stage may do beside running its layers: the protocol of skips, carried state, added losses, random numbers.
+
+    forward    begin -> arrive -> around_forward(layers) -> leave -> around_loss(loss function)
+    backward   roots -> around_backward(autograd) -> take_gradients
+
+In autograd's terms, a feature may add leaves and roots to the graph of a forward, see what arrives and leaves, and run
+something around it. A stage has its features in one order, which is that of autograd's roots, hence of bits; the first
+one is outermost. A stage without features does none of this.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from penstock.execute.batch.microbatch import Place
+from penstock.execute.step import Step
+
+BeforeLayer = Callable[[int], None]
+"""Takes the place of a layer in the unsplit model."""
+
+
+class ForwardPart:
+    """What a feature does in one forward, kept until its backward has run. Every default does nothing."""
+
+    @property
+    def before_layer(self) -> BeforeLayer | None:
+        """What to call before each layer, if anything; at most one feature of a stage has it."""
+        return None
+
+    def arrive(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what the layers get, from what came to the stage."""
+        return inputs
+
+    def around_forward(self) -> AbstractContextManager[object]:
+        """Return a context for the layers."""
+        return nullcontext()
+
+    def leave(self, outputs: Any) -> Any:
+        """Return what leaves the stage, from what the layers returned."""
+        return outputs
+
+    def around_loss(self) -> AbstractContextManager[object]:
+        """Return a context for the loss function, on a last stage."""
+        return nullcontext()
+
+    def without_passing(self, inputs: Any, outputs: Any) -> tuple[Any, Any]:
+        """Return what came and what left, for the backward: what the stage only passes on, without its values."""
+        return inputs, outputs
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """Further inputs that need a gradient."""
+        return []
+
+    def roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Return further outputs with their gradients; called right before the backward."""
+        return [], []
+
+    def around_backward(self) -> AbstractContextManager[object]:
+        """Return a context for the backward, in which layers may run again."""
+        return nullcontext()
+
+    def take_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Get the gradients of `leaves`."""
+
+    def again(self) -> "ForwardPart":
+        """Return the part for the same forward when it runs again (`recompute`); called when it has run."""
+        return self
+
+
+class StageFeature(Protocol):
+    """A feature of one stage."""
+
+    begins_backwards: bool
+    """Whether a backward may begin here, whatever becomes of the stage's outputs."""
+
+    def begin(self, step: Step, place: Place) -> ForwardPart:
+        """Return what to do in the forward of a microbatch (or slice)."""
+        ...
+
+
+def has_methods(module: nn.Module, protocol: type) -> bool:
+    """Return whether a module's class has all public methods of a protocol.
+
+    `isinstance` with a protocol would read the module's attributes, and to read the `weight` of a parametrized layer
+    computes it, which changes the state of `spectral_norm`.
+    """
+    names = [name for name, value in vars(protocol).items() if callable(value) and not name.startswith("_")]
+    return all(callable(getattr(type(module), name, None)) for name in names)

@@ -1,0 +1,243 @@
+"""`StagePasses`: forward and backward of one stage, as one program runs them.
+
+    forward    inputs -> layers -> outputs, SavedForward
+    backward   SavedForward, gradients of the outputs -> gradients of the inputs
+
+Inputs are detached leaves, so a backward ends at the stage's border. Of the outputs only the `GradientEdge`s are kept:
+the tensors themselves are free as soon as they are sent. On a last stage the forward includes the loss, where the
+backward begins.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from penstock.errors import PipelineError
+from penstock.execute.batch.microbatch import Place
+from penstock.execute.losses.delivery import deliver_loss
+from penstock.execute.split.deferred_weights import DeferredWeights
+from penstock.execute.stages.feature import ForwardPart, StageFeature
+from penstock.execute.stages.first_gradients import FirstGradients
+from penstock.execute.stages.keywords import run_layers
+from penstock.execute.stages.stage import Stage
+from penstock.execute.step import Step
+from penstock.execute.values.tree import detached, flatten, needing_gradient
+
+Inputs = tuple[Any, ...]
+Keywords = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class SavedForward:
+    """What a forward leaves behind for its backward."""
+
+    inputs: list[Tensor]
+    """The input leaves that need a gradient."""
+    edges: list[GradientEdge]
+    """Where the gradients of the outputs that need one enter the graph; empty once the input gradients are computed."""
+    loss_gradients: list[Tensor]
+    """On a last stage, the gradient of the loss."""
+    deferred: DeferredWeights | None = None
+    """Of a forward whose backward is to run in two parts, what the first leaves for the second."""
+    parts: Sequence[ForwardPart] = ()
+    """What the stage's features keep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassOptions:
+    """What a program makes of a stage."""
+
+    is_first: bool = False
+    """Whether its inputs are the batch, which belongs to the caller: its gradients, if any, are the caller's too."""
+    is_last: bool = False
+    """Whether its outputs go to the loss function."""
+    is_training: bool = True
+    is_split: bool = False
+    """Whether forwards leave gradients of weights for later, so that backwards may run in two parts."""
+
+
+class StagePasses:
+    """Runs one stage; it holds nothing of any step."""
+
+    def __init__(self, stage: Stage, options: PassOptions, features: Sequence[StageFeature] = ()) -> None:
+        self.stage = stage
+        self.options = options
+        self._features = features
+        self._begins_backwards = any(feature.begins_backwards for feature in features)
+
+    def begin(self, step: Step) -> None:
+        """Begin a training step: how backwards are split is decided anew, and stays for all of the step."""
+        self.stage.split_plan.begin_step()
+        parameters = (parameter for module in self.stage.modules for parameter in module.parameters())
+        step.first_gradients[self.stage.index] = FirstGradients(parameters)
+
+    def forward(self, step: Step, place: Place, inputs: Inputs, keywords: Keywords) -> tuple[Any, SavedForward | None]:
+        """Run the layers one after another; the first gets all inputs, the others the result before them.
+
+        Without training, nothing is saved.
+
+        Raises:
+            PipelineError: no gradient leads from the loss to what this stage could train.
+        """
+        parts = self.begin_parts(step, place)
+        outputs, deferred = self.run_layers(parts, inputs, keywords)
+        return outputs, self.finish(step, place, parts, inputs, outputs, deferred)
+
+    def backward(self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Add to the gradients of the weights and return those of the inputs, one for each saved input.
+
+        `gradients` holds one tensor per output that needs one; on a last stage it is empty, the backward begins at the
+        loss. An input that did not take part gets zeros.
+        """
+        if saved.deferred is not None and not saved.deferred.has_split_products:
+            saved.deferred = None  # a schedule has whole backwards beside split ones, and they need no search
+        return self._backward(step, saved, gradients, is_whole=True)
+
+    def backward_input(self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of the inputs, and keep of the forward only what `backward_weight` needs."""
+        stage = self.stage
+        if stage.early_weights.is_examined:
+            return self._backward(step, saved, gradients, is_whole=False)
+        with stage.early_weights.watching(stage.index, stage.named_parameters(), stage.split_plan):
+            return self._backward(step, saved, gradients, is_whole=False)
+
+    def backward_weight(self, saved: SavedForward) -> None:
+        """Add what `backward_input` has left to the gradients of the weights."""
+        if saved.deferred is not None:
+            saved.deferred.backward_weight()
+            saved.deferred = None
+
+    # ---- forward
+
+    def begin_parts(self, step: Step, place: Place) -> list[ForwardPart]:
+        """Return the parts of one forward, one per feature."""
+        return [feature.begin(step, place) for feature in self._features]
+
+    def run_layers(
+        self, parts: Sequence[ForwardPart], inputs: Inputs, keywords: Keywords
+    ) -> tuple[Any, DeferredWeights | None]:
+        """Return what leaves the stage, and what the backward will leave for later."""
+        stage, deferred, before_layer = self.stage, None, None
+        if self.options.is_split:
+            tensors = [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
+            deferred = stage.split_plan.start(sum([tensor.numel() for tensor in tensors]))
+        if deferred is None and not parts:
+            return run_layers(stage.modules, inputs, keywords, names=stage.names, taken=stage.taken_keywords), None
+        for part in parts:
+            inputs = part.arrive(inputs)
+            before_layer = part.before_layer or before_layer
+        with ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(part.around_forward())
+            if deferred is not None:
+                stack.enter_context(deferred.around_forward())
+            outputs = run_layers(
+                stage.modules,
+                inputs,
+                keywords,
+                before_layer,
+                names=stage.names,
+                taken=stage.taken_keywords,
+                first_layer=stage.first_layer,
+            )
+        for part in reversed(parts):
+            outputs = part.leave(outputs)
+        return outputs, deferred
+
+    def finish(
+        self,
+        step: Step,
+        place: Place,
+        parts: Sequence[ForwardPart],
+        inputs: Inputs,
+        outputs: Any,
+        deferred: DeferredWeights | None,
+    ) -> SavedForward | None:
+        """Compute the loss on a last stage, and keep what the backward needs, and nothing else."""
+        if self.options.is_last:
+            loss = self._loss(step, place, parts, outputs)
+            if not self.options.is_training:
+                return None
+            saved = self._saved(parts, inputs, loss, deferred)
+            self._require_training(saved, loss)
+            saved.loss_gradients = [torch.ones_like(root) for root in needing_gradient(loss)]
+            return saved
+        return self._saved(parts, inputs, outputs, deferred) if self.options.is_training else None
+
+    def _saved(
+        self, parts: Sequence[ForwardPart], inputs: Any, outputs: Any, deferred: DeferredWeights | None
+    ) -> SavedForward:
+        if self.options.is_first:
+            inputs = ()
+        for part in parts:
+            inputs, outputs = part.without_passing(inputs, outputs)
+        edges = [get_gradient_edge(tensor) for tensor in needing_gradient(outputs)]
+        leaves = [leaf for part in parts for leaf in part.leaves]
+        return SavedForward([*needing_gradient(inputs), *leaves], edges, [], deferred, parts)
+
+    def _loss(self, step: Step, place: Place, parts: Sequence[ForwardPart], outputs: Any) -> Tensor | None:
+        if step.keeps_outputs:
+            step.outputs[place] = detached(outputs)
+        target = step.slices[place[0]][place[1]].target
+        with ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(part.around_loss())
+            return deliver_loss(step.losses, place, outputs, target, is_training=self.options.is_training)
+
+    def _require_training(self, saved: SavedForward, loss: Tensor | None) -> None:
+        is_idle = loss is not None and not loss.requires_grad and not self._begins_backwards
+        if is_idle and (saved.inputs or self.stage.is_trainable):
+            raise PipelineError(
+                f"stage {self.stage.index}: its outputs need no gradient, so that nothing would be trained, though its "
+                "inputs or its parameters do; let the last layers run without detach(), item() or no_grad(), or "
+                "call evaluate"
+            )
+
+    # ---- backward
+
+    def _backward(
+        self, step: Step, saved: SavedForward, gradients: Sequence[Tensor], *, is_whole: bool
+    ) -> list[Tensor]:
+        gradients = [*gradients, *saved.loss_gradients]
+        if not saved.parts:
+            return self._run_backward(step, saved, gradients, is_whole=is_whole)
+        parts, saved.parts = saved.parts, ()
+        leaves = [part.leaves for part in parts]
+        with ExitStack() as stack:
+            for part in parts:
+                edges, further = part.roots()
+                saved.edges += edges
+                gradients += further
+            for part in parts:
+                stack.enter_context(part.around_backward())
+            results = self._run_backward(step, saved, gradients, is_whole=is_whole)
+        first = num_own = len(results) - sum(map(len, leaves))
+        for part, own in zip(parts, leaves, strict=True):
+            part.take_gradients(results[first : first + len(own)])
+            first += len(own)
+        return results[:num_own]
+
+    def _run_backward(
+        self, step: Step, saved: SavedForward, gradients: Sequence[Tensor], *, is_whole: bool
+    ) -> list[Tensor]:
+        first_gradients = step.first_gradients[self.stage.index]
+        first_gradients.begin_backward()
+        if saved.edges and saved.deferred is not None:
+            saved.deferred.backward_input(saved.edges, gradients)
+        elif saved.edges:
+            torch.autograd.backward(saved.edges, gradients)
+        results = []
+        for leaf in saved.inputs:
+            results.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+            leaf.grad = None
+        kept = [] if saved.deferred is None else saved.deferred.kept
+        first_gradients.keep_apart([*gradients, *results, *kept])
+        saved.inputs, saved.edges, saved.loss_gradients = [], [], []
+        if is_whole:
+            self.backward_weight(saved)
+        return results

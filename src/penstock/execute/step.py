@@ -1,0 +1,78 @@
+"""`Step`: all that one step of one rank works on. Every call of the step gets it, and nothing of it lives elsewhere."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Self
+
+from penstock.execute.batch.microbatch import Microbatch, Place
+from penstock.execute.batch.supply import Supply
+from penstock.execute.losses.step_losses import StepLosses
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterCounts:
+    """How many places the slots of one rank's program need."""
+
+    saved: int = 0
+    received: int = 0
+    outgoing: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One batch on its way through the stages of one rank.
+
+    Its registers hold what one instruction leaves for another: lists by slot of the program, dicts by what they say. A
+    program that frees what it makes leaves them empty. As a context, a step drops all that it holds if it fails, so
+    that whoever keeps the error does not keep activations alive.
+    """
+
+    slices: Sequence[Sequence[Microbatch]]
+    """Per microbatch its slices; one, the microbatch itself, where it is not cut. Without data where a supply has not
+    pulled them yet, or has dropped them."""
+    losses: StepLosses
+    keeps_outputs: bool = False
+    """Whether the outputs of last stages were asked for."""
+    outputs: dict[Place, Any] = field(default_factory=dict)
+    """The detached outputs, if asked for; filled on the ranks of last stages."""
+    supply: Supply | None = None
+    """Pulls data before their use and drops them after it; None where a batch is there as a whole."""
+    number: int = 0
+    """Training steps that came before: what layers draw at random depends on it."""
+
+    saved: list[Any] = field(default_factory=list)
+    """Per slot, the `SavedForward` that waits for its backward."""
+    received: list[Any] = field(default_factory=list)
+    """Per slot, the posted receive of a message."""
+    inputs: list[Any] = field(default_factory=list)
+    """Per slot of a receive, what has arrived."""
+    outgoing: list[Any] = field(default_factory=list)
+    """Per slot, what waits for its send."""
+    local: dict[int, Any] = field(default_factory=dict)
+    """Per row, what it made for another stage of this rank."""
+    carried: dict[tuple[int, int], Any] = field(default_factory=dict)
+    """Per stage and microbatch, what slices carry to later slices."""
+    first_gradients: dict[int, Any] = field(default_factory=dict)
+    """Per stage, its parameters to which no gradient has come yet."""
+
+    def make_registers(self, counts: RegisterCounts) -> None:
+        """Have empty places for all slots."""
+        self.saved = [None] * counts.saved
+        self.received, self.inputs = [None] * counts.received, [None] * counts.received
+        self.outgoing = [None] * counts.outgoing
+
+    def again(self) -> "Step":
+        """Return this step for a forward that runs again: it has the same registers, but what it notes is dropped."""
+        return replace(self, losses=self.losses.forgetting(), outputs={}, keeps_outputs=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        if kind is not None:
+            self.slices, self.supply = (), None
+            for column in (self.saved, self.received, self.inputs, self.outgoing):
+                column.clear()
+            for values in (self.outputs, self.local, self.carried, self.first_gradients):
+                values.clear()

@@ -1,0 +1,206 @@
+"""Sockets straight between ranks of one host, which carry messages without gloo.
+
+For every message gloo writes three times and wakes a thread of its own on both ends, which for a small message costs
+ten times what the kernel takes to hand it over. Here the sender writes once and the receiver reads once: small messages
+as packets of the socket, larger ones through memory that both ends see (`shared_memory.py`). Which of the two, or gloo,
+a message takes is decided by its size alone, which both ends know, so both look for it in the same place; each way
+keeps its own order. How ranks find each other stands in `doors.py`.
+"""
+
+import ctypes
+import select
+import socket
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Condition, Thread
+from typing import Protocol
+
+from torch import Tensor
+
+SEND_FLAGS = int(socket.MSG_DONTWAIT)
+RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_TRUNC)
+"""The length of a message that is too long is told, too."""
+
+
+class SocketClosed(Exception):
+    """The peer is gone."""
+
+
+class MessageLate(Exception):
+    """Nothing came, or could leave, in time."""
+
+
+class SizesDiffer(Exception):
+    """The peer sent a message of another size than this rank expects."""
+
+
+@dataclass(slots=True, eq=False)
+class Arriving:
+    """A message to be read; those of one socket come in the order of posting."""
+
+    tensor: Tensor
+    is_done: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Leaving:
+    """A message for which there was no room yet."""
+
+    tensor: Tensor
+    is_done: bool = False
+
+
+class Carrier(Protocol):
+    """How messages get over a socket; all its methods raise OSError where the peer is gone."""
+
+    def write(self, tensor: Tensor) -> None:
+        """Hand a message over without blocking. Raises: BlockingIOError if there is no room."""
+        ...
+
+    def write_when_there_is_room(self, tensor: Tensor) -> None:
+        """Block until a message is handed over."""
+        ...
+
+    def read(self, tensor: Tensor) -> int:
+        """Fill a tensor with the next message and return the message's bytes, 0 where the peer has closed its socket.
+
+        Without blocking; where the bytes are not the tensor's, its values are of no use. Raises: BlockingIOError if
+        there is no message yet.
+        """
+        ...
+
+
+class Packets:
+    """One packet of the socket for each message."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def write(self, tensor: Tensor) -> None:
+        self._connection.send(_memory_of(tensor), SEND_FLAGS)
+
+    def write_when_there_is_room(self, tensor: Tensor) -> None:
+        self._connection.send(_memory_of(tensor))
+
+    def read(self, tensor: Tensor) -> int:
+        return self._connection.recv_into(_memory_of(tensor), 0, RECEIVE_FLAGS)
+
+
+class DirectSocket:
+    """The messages of one size class to and from one peer, for one purpose."""
+
+    def __init__(self, connection: socket.socket, carrier: Carrier | None = None) -> None:
+        """Use packets unless there is another carrier."""
+        self._connection = connection
+        self._carrier = carrier or Packets(connection)
+        self._arriving: deque[Arriving] = deque()
+        self._overflow = _Overflow(self._carrier)
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+
+    def send(self, tensor: Tensor) -> Leaving | None:
+        """Send a contiguous tensor without blocking; what is returned, if anything, must be waited for.
+
+        Raises: SocketClosed.
+        """
+        if not self._overflow.is_empty:
+            return self._overflow.add(tensor)
+        try:
+            self._carrier.write(tensor)
+        except BlockingIOError:
+            return self._overflow.add(tensor)
+        except OSError as error:
+            raise SocketClosed(str(error)) from error
+        return None
+
+    def wait_sent(self, leaving: Leaving, deadline_s: float) -> None:
+        """Block until a message has left. Raises: SocketClosed, MessageLate."""
+        self._overflow.wait(leaving, deadline_s)
+
+    def post(self, tensor: Tensor) -> Arriving:
+        """Let the next message fill this tensor."""
+        arriving = Arriving(tensor)
+        self._arriving.append(arriving)
+        return arriving
+
+    def has_arrived(self, arriving: Arriving) -> bool:
+        """Read what is there, up to this message; tell whether it was there. Raises: SocketClosed, SizesDiffer."""
+        waiting = self._arriving
+        while not arriving.is_done:
+            first = waiting[0].tensor
+            try:
+                num_bytes = self._carrier.read(first)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                raise SocketClosed(str(error)) from error
+            if num_bytes == 0:
+                raise SocketClosed("it has closed its socket")
+            if num_bytes != first.nbytes:
+                raise SizesDiffer(f"it sent {num_bytes} bytes, expected {first.nbytes}")
+            waiting.popleft().is_done = True
+        return True
+
+    def wait_readable(self, deadline_s: float) -> None:
+        """Block until something can be read. Raises: MessageLate."""
+        if not self._poll.poll(deadline_s * 1000):
+            raise MessageLate
+
+    def close(self) -> None:
+        """Close the socket, which wakes whoever waits at either end."""
+        with suppress(OSError):  # the peer may have closed it before
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def __del__(self) -> None:
+        self._connection.close()  # of a transport that was dropped without closing it
+
+
+class _Overflow:
+    """Sends in order what there was no room for, from a thread of its own, so that computation never waits."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+        self._queue: deque[Leaving] = deque()
+        self._changed = Condition()
+        self._problem = ""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._queue
+
+    def add(self, tensor: Tensor) -> Leaving:
+        leaving = Leaving(tensor)
+        with self._changed:
+            self._queue.append(leaving)
+            if len(self._queue) == 1:
+                Thread(target=self._drain, name="penstock: messages that wait for room", daemon=True).start()
+        return leaving
+
+    def wait(self, leaving: Leaving, deadline_s: float) -> None:
+        with self._changed:
+            is_over = self._changed.wait_for(lambda: leaving.is_done or bool(self._problem), deadline_s)
+            if leaving.is_done:
+                return
+            raise SocketClosed(self._problem) if is_over else MessageLate
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                self._carrier.write_when_there_is_room(self._queue[0].tensor)
+            except OSError as error:  # the queue stays, so that everything behind this message fails too
+                with self._changed:
+                    self._problem = str(error)
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._queue.popleft().is_done = True
+                self._changed.notify_all()
+                if not self._queue:
+                    return
+
+
+def _memory_of(tensor: Tensor) -> "ctypes.Array[ctypes.c_char]":
+    """The bytes of a contiguous tensor on the CPU, of whichever type; valid as long as the tensor."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

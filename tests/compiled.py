@@ -1,0 +1,75 @@
+"""Compile one row of a program with parts that say what they were asked to do."""
+
+from penstock.execute.batch.microbatch import Microbatch
+from penstock.execute.compile.context import CompileContext, Hooks
+from penstock.execute.compile.rows import RankRows
+from penstock.execute.losses.step_losses import StepLosses
+from penstock.execute.step import Step
+
+
+def row_of(program, text, rank=0):
+    """Return the row of a rank with this text."""
+    rows = range(*program.offsets[rank : rank + 2])
+    return next(row for row in rows if str(program.instruction(row)) == text)
+
+
+class SayingMessenger:
+    """Notes what it is asked to do."""
+
+    def __init__(self, said):
+        self._said = said
+
+    def __getattr__(self, name):
+        def call(*args):
+            self._said.append((name, *args))
+            return name
+
+        return call
+
+
+class SayingPasses:
+    """A stage that notes what it is asked to run, and returns the names of what it would return."""
+
+    def __init__(self, said):
+        self._said = said
+
+    def forward(self, step, place, inputs, keywords):
+        self._said.append(("forward", place, inputs, dict(keywords)))
+        return "outputs", "saved"
+
+    def backward(self, step, saved, gradients):
+        self._said.append(("backward", saved, gradients))
+        return "gradients"
+
+    def backward_input(self, step, saved, gradients):
+        self._said.append(("backward input", saved, gradients))
+        return "gradients"
+
+    def backward_weight(self, saved):
+        self._said.append(("backward weight", saved))
+
+
+def context_of(program, rank=0, said=None, *, passes=None, recomputed=None, row_of=None):
+    """Return what the compile functions look at; calls are noted in `said`."""
+    said = [] if said is None else said
+    stages = program.placement.stages_of_rank[rank]
+    hooks = Hooks(
+        lambda stage: said.append(("reduce stage", stage)),
+        lambda group: said.append(("reduce tied", group)),
+        lambda: said.append(("optimizer step",)),
+    )
+    passes = passes or {stage: SayingPasses(said) for stage in stages}
+    rows = RankRows.of(program, rank)
+    return CompileContext(program, rank, rows, passes, recomputed or {}, SayingMessenger(said), hooks, row_of)
+
+
+def step_for(context):
+    """Return a step with the data `data M` for microbatch M, and empty registers for the rows of a context."""
+    program = context.program
+    slices = [
+        [Microbatch(index, (f"data {index}.{part}",), {"mask": index}, None, 1) for part in range(program.num_slices)]
+        for index in range(program.num_microbatches)
+    ]
+    step = Step(slices, StepLosses(program.num_microbatches, program.num_slices))
+    step.make_registers(context.rows.counts)
+    return step

@@ -1,0 +1,237 @@
+"""A batch comes in on all ranks or on none."""
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError, StepRefused
+from penstock.execute.batch.agreement import Mode
+from penstock.execute.batch.cutting import BatchRule
+from penstock.execute.batch.gate import Call, Gate, Refusal, Wants, wants_of
+from penstock.execute.batch.microbatch import BatchSpec, Split
+from penstock.execute.batch.stream import Stream
+from penstock.execute.stages.stage import Stage
+from penstock.placement import Placement
+from tests.local_pipelines import error_of, on_ranks
+
+CPU = torch.device("cpu")
+
+
+def admit(wires, calls, *, keywords=frozenset(), keywords_of_all=None, last_ranks=(), **rule):
+    wants = Wants(wires.rank == 0, wires.rank in last_ranks, keywords, keywords_of_all)
+    gate = Gate(wires, CPU, BatchRule(**{"num_microbatches": 2} | rule), wants)
+    return gate.admit(Mode.TRAIN, Call(*calls[wires.rank]))
+
+
+def refuse(wires, calls, **options):
+    return error_of(admit, wires, calls, **options)
+
+
+ROWS = torch.arange(6.0)
+INPUTS_ONLY = (ROWS,), {}, None
+TARGET_ONLY = (), {}, ROWS
+NOTHING = (), {}, None
+
+
+def test_what_a_caller_found_wrong_refuses_the_step_on_all_ranks_whatever_the_others_give():
+    calls = [((ROWS,), {"scale": ROWS}, None), ((), {}, Refusal(ConfigError("is a list", key="data")))]
+
+    first, second = on_ranks(2, lambda wires: refuse(wires, calls, keywords=frozenset({"scale"})))
+
+    assert type(first) is type(second) is StepRefused
+    assert str(first) == "rank 1 refuses the step: data: is a list"
+    assert str(second) == "data: is a list"
+
+
+def test_every_rank_knows_the_sizes_and_has_the_parts_that_it_was_given():
+    first, middle, last = on_ranks(3, admit, [INPUTS_ONLY, NOTHING, TARGET_ONLY])
+
+    assert [m.size for batch in (first, middle, last) for m in batch.microbatches] == [3] * 6
+    assert [m.args[0].tolist() for m in first.microbatches] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert [m.args for m in middle.microbatches] == [(), ()]
+    assert [m.target.tolist() for m in last.microbatches] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert first.signature == middle.signature == last.signature
+
+
+def test_ragged_sizes_reach_ranks_that_were_given_nothing():
+    calls = [((torch.arange(5),), {}, None), NOTHING]
+
+    _, second = on_ranks(2, lambda wires: admit(wires, calls, allow_ragged=True))
+
+    assert [m.size for m in second.microbatches] == [3, 2]
+
+
+def test_all_ranks_know_by_the_batch_whether_one_of_them_trains_other_parameters():
+    def case(wires):
+        gate = Gate(wires, CPU, BatchRule(2), Wants(inputs=True, target=False))
+        steps = [(7, 8), (7, 8), (7, 9)]
+        return [gate.admit(Mode.TRAIN, Call((ROWS,)), trained=pair[wires.rank]) for pair in steps]
+
+    first, second = on_ranks(2, case)
+
+    for batches in ([batch.signature for batch in first], [batch.trained for batch in first]):
+        assert batches[0] == batches[1] != batches[2]
+    assert [batch.signature for batch in first] == [batch.signature for batch in second]
+    assert [batch.trained for batch in first] == [batch.trained for batch in second]
+
+
+def test_a_batch_of_another_shape_has_another_signature():
+    (small, _), (large, _) = (on_ranks(2, admit, [((torch.zeros(rows),), {}, None), NOTHING]) for rows in (2, 4))
+
+    assert small.signature != large.signature
+
+
+def test_the_first_stage_may_be_fed_by_keywords_alone():
+    batches = on_ranks(2, admit, [((), {"tokens": ROWS}, None), NOTHING])
+
+    assert [m.kwargs["tokens"].tolist() for m in batches[0].microbatches] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
+@pytest.mark.parametrize(
+    ("calls", "text"),
+    [
+        ([((torch.arange(5),), {}, None), TARGET_ONLY], "do not divide evenly"),
+        ([INPUTS_ONLY, ((), {}, torch.arange(5))], "do not divide evenly"),
+        ([NOTHING, TARGET_ONLY], "was given no inputs"),
+        ([INPUTS_ONLY, ((), {}, torch.arange(8))], "microbatches of different shape"),
+        ([INPUTS_ONLY, ((ROWS.double(),), {}, None)], "inputs of different shape or type"),
+        ([(({(1, 2): ROWS},), {}, None), TARGET_ONLY], "expected str or int keys"),
+    ],
+    ids=["uneven inputs", "uneven target", "no inputs", "other rows", "other type", "bad key"],
+)
+def test_a_batch_that_does_not_fit_is_refused_on_every_rank(calls, text):
+    for error in on_ranks(2, refuse, calls):
+        assert type(error) is StepRefused
+        assert text in str(error)
+
+
+def test_a_spec_that_does_not_fit_is_refused_on_every_rank():
+    specs = BatchSpec(args=({"mask": Split()},))
+
+    for error in on_ranks(2, lambda wires: refuse(wires, [INPUTS_ONLY, TARGET_ONLY], specs=specs)):
+        assert type(error) is StepRefused
+        assert "does not fit" in str(error)
+
+
+def test_a_rank_that_refuses_says_why_and_the_others_whose_batch_it_was():
+    first, second = on_ranks(2, refuse, [((torch.arange(5),), {}, None), TARGET_ONLY])
+
+    assert str(first).startswith("args[0]")
+    assert str(second).startswith("rank 0 refuses the step: args[0]")
+    assert (first.rank, second.rank) == (0, 0)
+
+
+def test_a_keyword_that_no_layer_names_is_refused_with_the_nearest_one():
+    calls = [((torch.ones(4, 2),), {"maks": torch.ones(4)}, None)] * 2
+
+    for error in on_ranks(2, lambda wires: refuse(wires, calls, keywords_of_all=frozenset({"mask", "scale"}))):
+        assert "no layer's forward names 'maks'. Did you mean 'mask'?" in str(error)
+
+
+def test_a_rank_whose_layers_take_keywords_must_get_them_where_another_does():
+    batch, mask = (torch.ones(4, 2),), {"mask": torch.ones(4)}
+    names = frozenset({"mask"})
+
+    calls = [(batch, mask, None), (batch, {}, None)]
+    for error in on_ranks(2, lambda wires: refuse(wires, calls, keywords=names)):
+        assert "rank 0 was given keyword arguments, rank 1 was not" in str(error)
+
+
+WIDE = torch.arange(12.0).reshape(2, 6)
+
+
+def test_slices_and_their_lengths_reach_every_rank():
+    calls = [((WIDE,), {}, None), ((), {}, WIDE), NOTHING]
+
+    first, middle, last = on_ranks(3, lambda wires: admit(wires, calls, num_slices=4, allow_ragged=True))
+
+    sizes = [(1, 2), (1, 2), (1, 1), (1, 1)]
+    for batch in (first, middle, last):
+        assert [[(m.size, m.length) for m in slices] for slices in batch.slices] == [sizes] * 2
+    assert [m.args[0].tolist() for m in first.slices[1]] == [[[6.0, 7.0]], [[8.0, 9.0]], [[10.0]], [[11.0]]]
+    assert [m.target.tolist() for m in middle.slices[0]] == [[[0.0, 1.0]], [[2.0, 3.0]], [[4.0]], [[5.0]]]
+    assert first.signature == middle.signature == last.signature
+
+
+def test_a_sequence_that_cannot_be_cut_is_refused_on_every_rank():
+    calls = [((WIDE,), {}, None), NOTHING]
+
+    for error in on_ranks(2, lambda wires: refuse(wires, calls, num_slices=4)):
+        assert type(error) is StepRefused
+        assert "6 positions, which 4 slices do not divide evenly" in str(error)
+
+
+def test_a_batch_without_any_sequence_is_refused_on_every_rank():
+    calls = [INPUTS_ONLY, NOTHING]
+
+    for error in on_ranks(2, lambda wires: refuse(wires, calls, num_slices=2)):
+        assert type(error) is StepRefused
+        assert "nothing in the batch has a dimension 1 to cut into 2 slices" in str(error)
+
+
+def test_every_rank_with_a_last_stage_needs_the_target_where_another_has_it():
+    calls = [INPUTS_ONLY, TARGET_ONLY]
+
+    for error in on_ranks(2, lambda wires: refuse(wires, calls, last_ranks=(0, 1))):
+        assert "rank 1 was given a target, rank 0 was not, but holds a last stage" in str(error)
+
+
+def test_all_ranks_know_who_wants_outputs():
+    def ask(wires):
+        gate = Gate(wires, CPU, BatchRule(2), Wants(inputs=False, target=False))
+        return gate.admit(Mode.EVALUATE, Call((ROWS,), return_outputs=wires.rank == 1)).wanting_outputs
+
+    assert on_ranks(3, ask) == [frozenset({1})] * 3
+
+
+class Masked(nn.Module):
+    def forward(self, x, *, mask=None):
+        return x
+
+
+def test_a_rank_wants_what_its_stages_take():
+    placement = Placement.bidirectional(2)
+
+    def find(wires):
+        layer = Masked() if wires.rank else nn.Tanh()
+        stages = [Stage(stage, {"0": layer}) for stage in placement.stages_of_rank[wires.rank]]
+        return wants_of(stages, placement, wires, has_loss=wires.rank == 0)
+
+    mask = frozenset({"mask"})
+    assert on_ranks(2, find) == [
+        Wants(inputs=True, target=True, keywords=frozenset(), keywords_of_all=mask),
+        Wants(inputs=True, target=False, keywords=mask, keywords_of_all=mask),
+    ]
+
+
+def streamed(wires, streams):
+    """Two steps of one gate; return what was admitted, after what the calls of a step would do."""
+    wants = Wants(wires.rank == 0, wires.rank == 2)
+    gate = Gate(wires, CPU, BatchRule(2), wants)
+    batches = []
+    for _ in range(2):
+        batch = gate.admit(Mode.TRAIN, Call((streams[wires.rank],)))
+        if batch.supply is not None:
+            batch.supply.pull(1)
+        batches.append(batch)
+    return batches
+
+
+def test_a_stream_is_agreed_by_its_first_microbatch_and_later_steps_have_its_signature():
+    rows = [(torch.full((3,), float(index)), torch.zeros(3)) for index in range(4)]
+
+    first, middle, last = on_ranks(3, streamed, [Stream(rows) for _ in range(3)])
+
+    signatures = {batch.signature for batches in (first, middle, last) for batch in batches}
+    assert len(signatures) == 1
+    assert [m.size for batch in middle for m in batch.microbatches] == [3] * 4
+    assert [float(part.args[0][0]) for batch in first for (part,) in batch.slices] == [0.0, 1.0, 2.0, 3.0]
+    assert [(batch.supply, batch.has_target) for batch in middle] == [(None, False)] * 2
+    assert all(batch.has_target for batch in last)
+
+
+def test_a_stream_and_a_whole_batch_of_the_same_rows_are_not_taken_for_each_other():
+    calls = [((Stream([(ROWS, ROWS)] * 2),), {}, None), ((ROWS,), {}, ROWS)]
+
+    for error in on_ranks(2, lambda wires: refuse(wires, calls, last_ranks=[1])):
+        assert "different shape" in str(error)

@@ -1,0 +1,68 @@
+"""Data are pulled before the first call that needs them, as soon as the rank would wait, and dropped after the last."""
+
+import pytest
+
+from penstock.execute.batch.supply import Supply
+from penstock.execute.calls import Bound
+from penstock.execute.compile.data import rows_that_take_data, with_data_calls
+from penstock.execute.losses.step_losses import StepLosses
+from penstock.execute.stages.stage import Stage
+from penstock.execute.step import Step
+from penstock.ir.instruction import Op
+from penstock.lowering import lower
+from penstock.schedules import build
+from tests.test_streamed_steps import Masked
+
+
+def woven(calls, needs):
+    """Run calls, `0w` a wait of row 0 and `0` its computation, and tell what ran and what was pulled and let go."""
+    log = []
+
+    class Noting(Supply):
+        def pull(self, microbatch):
+            log.append(f"pull {microbatch}")
+
+        def let_go(self, microbatch):
+            log.append(f"drop {microbatch}")
+
+    def bound(text):
+        row = int(text.rstrip("w"))
+        return Bound(row, lambda step: log.append(text), 99 if text.endswith("w") else None)
+
+    step = Step([], StepLosses(0, 1), supply=Noting([]))
+    for each in with_data_calls([bound(text) for text in calls.split()], needs):
+        each.call(step)
+    return ", ".join(log)
+
+
+@pytest.mark.parametrize(
+    ("calls", "needs", "wanted"),
+    [
+        ("0 1 2", {0: 0, 2: 1}, "pull 0, 0, drop 0, 1, pull 1, 2, drop 1"),
+        ("0 1 2w 2 3w 3 4", {0: 0, 4: 1}, "pull 0, 0, drop 0, 1, pull 1, 2w, 2, 3w, 3, 4, drop 1"),
+        ("0w 0 1w 1", {0: 0, 1: 1}, "pull 0, 0w, 0, drop 0, pull 1, 1w, 1, drop 1"),
+        ("0 1w 1 2", {0: 1, 2: 0}, "pull 1, 0, drop 1, pull 0, 1w, 1, 2, drop 0"),
+        ("0 1 2", {0: 0, 1: 0, 2: 0}, "pull 0, 0, 1, 2, drop 0"),
+        ("0 1", {}, "0, 1"),
+    ],
+    ids=["no wait", "a wait between", "its own wait", "out of order", "three slices", "nothing"],
+)
+def test_a_pull_comes_at_the_next_wait_and_at_the_latest_before_its_use(calls, needs, wanted):
+    assert woven(calls, needs) == wanted
+
+
+@pytest.mark.parametrize(("rank", "takes"), [(0, {"0F0": 0, "0F1": 1}), (1, {}), (2, {"2F0": 0, "2F1": 1})])
+def test_forwards_of_end_stages_take_data(rank, takes):
+    assert data_rows_of(rank, Stage(rank, {})) == takes
+
+
+def test_forwards_of_layers_that_take_keywords_take_data():
+    assert data_rows_of(1, Stage(1, {"masked": Masked(0)})) == {"1F0": 0, "1F1": 1}
+
+
+def data_rows_of(rank, stage):
+    program = lower(build("1f1b", ranks=3, microbatches=2))
+    rows = range(int(program.offsets[rank]), int(program.offsets[rank + 1]))
+    found = rows_that_take_data(program, rows, {rank: stage})
+    assert all(program.op[row] == Op.FORWARD for row in found)
+    return {str(program.instruction(row)): microbatch for row, microbatch in found.items()}

@@ -1,0 +1,72 @@
+"""A stage has the features that its layers and the program ask for, in the order of autograd's roots."""
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.execute.compile.features import StageSettings, compose_stages
+from penstock.execute.stages.auxiliary import AddedLossFeature
+from penstock.execute.stages.carried import CarryFeature
+from penstock.execute.stages.randomness import ReplayedRandomness, SeededRandomness
+from penstock.execute.stages.skips import StageSkips
+from penstock.execute.stages.stage import Stage
+from penstock.lowering import lower
+from penstock.models import AuxiliaryLoss, Carry
+from penstock.schedules import build
+
+SETTINGS = StageSettings({}, torch.device("cpu"))
+
+
+class Everything(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.carry, self.loss = Carry(), AuxiliaryLoss("a")
+
+
+def composed(schedule, settings=SETTINGS, layer=None):
+    return compose_stages(lower(schedule), 1, [Stage(1, {"0": layer or nn.Linear(2, 2)})], settings)
+
+
+def kinds(passes):
+    return [type(feature) for feature in passes[1]._features]
+
+
+def test_a_plain_stage_has_no_features():
+    passes, recomputed = composed(build("1f1b", ranks=2, microbatches=2))
+
+    assert kinds(passes) == []
+    assert recomputed == {}
+
+
+def test_features_come_in_the_order_of_autograds_roots():
+    layer = Everything()
+    settings = StageSettings({1: StageSkips([layer], ["x"], ["x"])}, torch.device("cpu"), seed=3)
+
+    passes, _ = composed(build("seq1f1b", ranks=2, microbatches=2, slices=2), settings, layer)
+
+    assert kinds(passes) == [AddedLossFeature, CarryFeature, StageSkips, SeededRandomness]
+
+
+def test_nothing_is_carried_where_sequences_are_whole():
+    assert kinds(composed(build("1f1b", ranks=2, microbatches=2), layer=Everything())[0]) == [AddedLossFeature]
+
+
+@pytest.mark.parametrize(("seed", "expected"), [(None, ReplayedRandomness), (3, SeededRandomness)])
+def test_forwards_that_run_again_draw_again(seed, expected):
+    schedule = ps.with_recompute(build("1f1b", ranks=2, microbatches=2), stages=[1])
+
+    passes, recomputed = composed(schedule, StageSettings({}, torch.device("cpu"), seed))
+
+    assert kinds(passes) == kinds(recomputed) == [expected]
+
+
+@pytest.mark.parametrize(("name", "is_split"), [("zb-h1", True), ("1f1b", False)])
+def test_only_schedules_with_split_backwards_make_forwards_for_them(name, is_split):
+    schedule = build(name, ranks=2, microbatches=2)
+
+    options = [composed(each)[0][1].options for each in (schedule, schedule.forward_only())]
+
+    assert [each.is_split for each in options] == [is_split, False]
+    assert [each.is_training for each in options] == [True, False]
+    assert [(each.is_first, each.is_last) for each in options] == [(False, True)] * 2

@@ -1,0 +1,55 @@
+"""All rows of a rank become calls in their order; changes are made once, those of a step inside of them."""
+
+from penstock.execute.calls import around_each
+from penstock.execute.compile.program import compile_program
+from penstock.execute.stages.passes import PassOptions, StagePasses
+from penstock.execute.stages.stage import Stage
+from penstock.lowering import lower
+from penstock.schedules import build
+from tests.compiled import context_of, step_for
+
+PROGRAM = lower(build("1f1b", ranks=2, microbatches=2))
+
+
+def compiled(changes=()):
+    passes = {1: StagePasses(Stage(1, {}), PassOptions())}
+    return compile_program(context_of(PROGRAM, 1, passes=passes), changes)
+
+
+def saying(word, said):
+    def wrap(bound):
+        def call(step):
+            said.append(word)
+            bound.call(step)
+
+        return call
+
+    return around_each(wrap)
+
+
+def test_each_row_becomes_one_call_or_two_with_the_wait():
+    found = compiled()
+
+    texts = [(str(PROGRAM.instruction(bound.row)), bound.receive_row is not None) for bound in found.bounds]
+    assert [text for text, is_wait in texts if not is_wait] == list(map(str, PROGRAM[1]))
+    assert [text for text, is_wait in texts if is_wait] == ["1F0", "1F1"]
+    assert found.rows == range(*PROGRAM.offsets[1:3])
+    assert set(found.data_rows.values()) == {0, 1}
+
+
+def test_without_changes_the_calls_are_the_plain_ones():
+    found = compiled()
+
+    assert all(bound is plain for bound, plain in zip(found.bounds, found.plain, strict=True))
+    assert found.bounds_with([]) is found.bounds
+
+
+def test_changes_of_a_step_are_inside_of_those_of_every_step():
+    said = []
+    found = compiled([saying("every step", said)])
+
+    step = step_for(context_of(PROGRAM, 1))
+    found.bounds[0].call(step)
+    found.bounds_with([saying("this step", said)])[0].call(step)
+
+    assert said == ["every step", "every step", "this step"]

@@ -1,0 +1,87 @@
+"""A rank knows where the data of its rows come from and go to, from its own rows and those of its peers."""
+
+import pytest
+
+import penstock as ps
+from penstock.execute.compile.arrivals import arrived_before, used_after
+from penstock.execute.compile.rows import RankRows
+from penstock.ir.deps import NONE, predecessors
+from penstock.ir.operations import Op
+from penstock.lowering import lower
+from penstock.schedules import build
+
+PROGRAM = lower(build("1f1b", ranks=3, microbatches=4))
+
+
+def texts(program, rows):
+    return [str(program.instruction(row)) if row != NONE else "" for row in rows]
+
+
+def test_there_are_as_many_registers_as_slots():
+    counts = RankRows.of(PROGRAM, 1).counts
+
+    assert counts.saved == 2  # the middle rank of 3 keeps two activations
+    for number, ops in [
+        (counts.received, (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD)),
+        (counts.outgoing, (Op.SEND_FORWARD, Op.SEND_BACKWARD)),
+    ]:
+        slots = {row.slot for row in PROGRAM[1] if row.op in ops}
+        assert slots == set(range(number))
+
+
+def test_each_row_has_the_row_of_this_rank_that_its_data_come_from():
+    program = lower(build("1f1b", ranks=2, microbatches=1))
+    rows = RankRows.of(program, 1)
+
+    found = dict(zip(texts(program, rows.rows), texts(program, map(rows.source, rows.rows)), strict=True))
+
+    assert found == {"1RECV_F0": "", "1F0": "1RECV_F0", "1B0": "", "1SEND_B0": "1B0", "1REDUCE_GRAD": ""}
+
+
+def test_a_computation_whose_result_stays_has_no_send():
+    program = lower(build("1f1b", ranks=2, microbatches=2))
+
+    first, last = (RankRows.of(program, rank).sends for rank in range(2))
+
+    assert dict(zip(texts(program, first), texts(program, first.values()), strict=True)) == {
+        "0F0": "0SEND_F0",
+        "0F1": "0SEND_F1",
+    }
+    assert texts(program, last) == ["1B0", "1B1"]
+
+
+def test_forwards_that_run_again_and_the_rows_that_do_so_are_known():
+    program = lower(ps.with_recompute(build("1f1b", ranks=2, microbatches=2), stages=[1]))
+
+    again = [sorted(texts(program, RankRows.of(program, rank).again)) for rank in range(2)]
+
+    assert again == [[], ["1F0", "1F1", "1R0", "1R1"]]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe", "gpipe", "chimera"])
+def test_the_rows_of_a_rank_and_its_peers_show_what_those_of_all_ranks_do(name):
+    program = lower(build(name, ranks=4, microbatches=8))
+    before = predecessors(program)[:, 0]
+
+    for rank in range(4):
+        rows, own = RankRows.of(program, rank), slice(*program.offsets[rank : rank + 2])
+        sources = [row if own.start <= row < own.stop else NONE for row in before[own]]
+        assert rows.sources == sources
+        arrived, used = arrived_before(program, before, rank), used_after(program, before, rank)
+        assert rows.arrived == arrived
+        assert rows.used == used
+
+
+def test_the_columns_of_ranks_without_messages_are_not_looked_at(monkeypatch):
+    program, seen = lower(build("1f1b", ranks=6, microbatches=4)), []
+    select = type(program).select
+
+    def looking(self, rows, **options):
+        seen.append(sorted(set(program.rank_of_row[rows].tolist())))
+        return select(self, rows, **options)
+
+    monkeypatch.setattr(type(program), "select", looking)
+    for rank in range(6):
+        RankRows.of(program, rank)
+
+    assert seen == [[0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5]]

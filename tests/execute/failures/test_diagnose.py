@@ -1,0 +1,249 @@
+"""Diagnosis: the right culprit, the same one on every rank."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from struct import pack_into
+
+import pytest
+import torch
+
+from penstock.errors import PipelineError
+from penstock.execute.failures.diagnose import LEGEND, diagnose, process_trouble
+from penstock.execute.failures.positions import SLOT_BYTES, PositionBoard
+from penstock.execute.failures.watchdog import Watchdog
+from penstock.execute.transport import TorchTransport
+from tests.ranks import run_ranks_with_deaths
+
+pytestmark = pytest.mark.alone
+
+DEADLINE_S = 0.6
+
+
+def describe(rank, row):
+    return f"instruction {row} of rank {rank}"
+
+
+def test_the_chain_of_waits_leads_to_the_rank_that_does_not_wait():
+    boards = PositionBoard.in_process(4)
+    for rank, peer in ((0, 1), (1, 2), (3, 2)):
+        boards[rank].note(10 + rank)
+        boards[rank].note_wait(peer)
+    boards[2].note(5)
+    boards[2].note_stack("  File model.py, line 3 in spin")
+
+    verdict = diagnose(boards[0], describe)
+
+    assert verdict.culprit == 2
+    assert verdict.reason.startswith("it has been in instruction 5 of rank 2 for ")
+    assert verdict.text.startswith("rank 2 is the culprit: it has been in instruction 5 of rank 2 for ")
+    assert "line 3 in spin" in verdict.text
+
+
+def test_the_message_shows_every_rank_with_whom_it_waits_for_and_how_long():
+    boards = PositionBoard.in_process(3)
+    boards[0].note_step(4)
+    boards[0].note(1)
+    boards[0].note_wait(1)
+    boards[1].note(2)
+
+    lines = diagnose(boards[0], describe).text.splitlines()
+
+    table = [re.sub(r"\d\.\d s", "? s", " ".join(line.split())) for line in lines[2:-1]]
+    assert table == [
+        "rank step state for waits for instruction",
+        "0 4 waiting ? s rank 1 instruction 1 of rank 0",
+        "1 running ? s instruction 2 of rank 1",
+        "2 idle ? s",
+    ]
+
+
+def test_a_cycle_of_waits_has_no_culprit_and_is_printed():
+    boards = PositionBoard.in_process(3)
+    for rank, peer in ((0, 1), (1, 2), (2, 1)):
+        boards[rank].note(rank)
+        boards[rank].note_wait(peer)
+
+    verdict = diagnose(boards[0], describe)
+
+    assert verdict.culprit is None
+    assert not verdict.is_told_by_culprit
+    assert "a message was lost or the orders do not match" in verdict.reason
+    assert "rank 1 in instruction 1 of rank 1 waits for rank 2, rank 2 in instruction 2" in verdict.reason
+    assert "rank 0 in" not in verdict.reason
+
+
+def test_the_first_failure_is_blamed_with_its_traceback():
+    boards = PositionBoard.in_process(3)
+    boards[0].note(0)
+    boards[0].note_wait(1)
+    boards[2].note(6)
+    boards[2].note_failure("ValueError: planted\nlayer 3 (Linear)\n  File model.py\n    raise ValueError")
+    boards[1].note_failure("KeyError: 'later'\n\n  File other.py")
+
+    verdict = diagnose(boards[0], describe)
+
+    assert verdict.culprit == 2
+    assert verdict.reason == "in instruction 6 of rank 2, in layer 3 (Linear), it raised ValueError: planted"
+    assert "rank 2 was here:\n  File model.py" in verdict.text
+    table = verdict.positions.splitlines()
+    assert [line.split()[0] for line in table[:-1]] == ["rank", "0", "1", "2"]
+    assert table[-1] == LEGEND
+    assert verdict.is_told_by_culprit
+
+
+def test_a_verdict_of_another_rank_is_adopted_word_for_word():
+    boards = PositionBoard.in_process(3)
+    boards[0].note_wait(1)
+    boards[2].note_wait(0)
+    first = diagnose(boards[0], describe)
+    boards[1].note_failure("too late to matter")
+
+    assert diagnose(boards[2], describe) == first
+
+
+def test_of_ranks_that_diagnose_at_the_same_time_all_take_the_earliest_verdict():
+    boards = PositionBoard.in_process(2)
+    boards[0].note(0)
+
+    def describe_while_another_finishes(rank, row):
+        if boards[1].first_verdict() is None:
+            boards[1].note_verdict("1\nreason of rank 1\ntext of rank 1")
+        return ""
+
+    verdict = diagnose(boards[0], describe_while_another_finishes)
+
+    assert (verdict.culprit, verdict.reason, verdict.text) == (1, "reason of rank 1", "text of rank 1")
+
+
+def test_after_an_error_at_posting_the_chain_begins_at_the_peer_that_the_error_named():
+    boards = PositionBoard.in_process(3)
+    boards[0].note(0)
+    boards[1].note_wait(2)
+    boards[2].note(8)
+
+    assert diagnose(boards[0], describe, peer=1).culprit == 2
+
+
+def test_a_peer_that_left_or_has_not_begun_is_named_as_such():
+    boards = PositionBoard.in_process(3)
+    boards[0].note_wait(1)
+    boards[1].note_done()
+    left = diagnose(boards[0], describe)
+    boards[0].begin_epoch()
+    boards[0].note_wait(2)
+    absent = diagnose(boards[0], describe)
+
+    assert (left.culprit, absent.culprit) == (1, 2)
+    assert left.reason.startswith("it left the pipeline ")
+    assert absent.reason.startswith("it has not been in a step for ")
+
+
+def test_a_rank_of_another_host_ends_the_chain():
+    board = PositionBoard(PositionBoard.in_process(2)[0]._memory, 0, 2)
+    board._memory[SLOT_BYTES:] = bytes(SLOT_BYTES)
+    board.note_wait(1)
+
+    verdict = diagnose(board, describe)
+
+    assert verdict.culprit == 1
+    assert "another host" in verdict.reason
+    assert "unknown (other host)" in verdict.text
+
+
+@pytest.fixture
+def sleeper():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_process_is_seen_running_stopped_dead_and_reaped(sleeper):
+    seen = [process_trouble(sleeper.pid)]
+    for sign in (signal.SIGSTOP, signal.SIGKILL):
+        sleeper.send_signal(sign)
+        os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        seen.append(process_trouble(sleeper.pid))
+    sleeper.wait()
+    seen.append(process_trouble(sleeper.pid))
+
+    assert seen == ["", "stopped", "gone", "gone"]
+
+
+def test_a_failure_is_blamed_before_the_end_of_the_process_that_followed_it(sleeper):
+    boards = PositionBoard.in_process(2)
+    boards[1].note_failure("MemoryError: planted")
+    sleeper.kill()
+    sleeper.wait()
+    pack_into("<q", boards[1]._memory, SLOT_BYTES, sleeper.pid)
+    boards[0].note_wait(1)
+
+    assert diagnose(boards[0], describe).reason == "at the start of its step it raised MemoryError: planted"
+
+
+# --- planted faults on a line of four processes: rank r waits for rank r + 1, and rank 2 does not answer
+
+
+def linger_in_layer():
+    time.sleep(60)
+
+
+def misbehave(fault, board):
+    if fault == "raise":
+        board.note_failure("ZeroDivisionError: planted\n\n  File model.py")
+        return
+    if fault in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+    linger_in_layer()
+
+
+def line_with_fault(rank, fault, folder):
+    transport = TorchTransport(deadline_s=20)
+    board = PositionBoard.shared(transport, Path(folder))
+    transport.deadline_s = DEADLINE_S
+    begin_s = time.monotonic()
+    with Watchdog(board, DEADLINE_S):
+        board.note(20 + rank)
+        if rank == 2:
+            misbehave(fault, board)
+            transport.abort()
+            return None
+        peer = rank + 1 if rank < 2 else 2
+        board.note_wait(peer)
+        try:
+            transport.wait(transport.post_receive(peer, torch.zeros(1)))
+        except PipelineError as error:
+            verdict = diagnose(board, describe, peer=error.peer)
+            transport.abort()
+            took_s = time.monotonic() - begin_s
+            if rank == 0 and fault in ("stop", "hang"):
+                os.kill(board.read(2).pid, signal.SIGKILL)
+            return verdict, took_s
+
+
+FAULTS = {
+    "kill": "is gone",
+    "stop": "is stopped",
+    "hang": "it has been in instruction 22 of rank 2 for",
+    "raise": "it raised ZeroDivisionError: planted",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_all_survivors_of_a_planted_fault_agree_on_the_culprit_in_time(fault, tmp_path):
+    outcome = run_ranks_with_deaths(4, line_with_fault, fault, str(tmp_path), timeout_s=20)
+
+    survivors = {rank: answer for rank, answer in outcome.results.items() if rank != 2}
+    verdicts = [verdict for verdict, _ in survivors.values()]
+    assert sorted(survivors) == [0, 1, 3]
+    assert [verdict.culprit for verdict in verdicts] == [2, 2, 2]
+    assert FAULTS[fault] in verdicts[0].reason
+    assert len({verdict.text for verdict in verdicts}) == 1
+    assert all(took_s < DEADLINE_S + 2 for _, took_s in survivors.values())
+    assert ("linger_in_layer" in verdicts[0].text) == (fault == "hang")

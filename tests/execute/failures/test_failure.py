@@ -1,0 +1,167 @@
+"""Failures in a pipeline whose ranks are threads: the message, the original error, and the step after it."""
+
+import gc
+import threading
+
+import pytest
+
+from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
+from penstock.execute.failures.failure import FailureDesk
+from penstock.execute.stages.passes import SavedForward
+from penstock.execute.transport import LocalTransport
+from tests.faults import DEADLINE_S, NUM_RANKS, Fault, FaultyRank, FaultyThreads, PlantedError, batch, is_right
+
+pytestmark = pytest.mark.alone
+
+ALLOWED_S = DEADLINE_S + 2
+RAISES = [
+    Fault("raise", rank, place, 0 if place == "optimizer" else 1)
+    for place in ("forward", "backward", "send", "receive", "optimizer")
+    for rank in range(NUM_RANKS)
+] + [Fault("raise", NUM_RANKS - 1, "loss", 2)]
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    with FaultyThreads() as ranks:
+        yield ranks
+
+
+@pytest.mark.slow
+def test_after_a_rank_raised_anywhere_the_next_step_of_all_ranks_is_right(pipeline):
+    for fault in RAISES:
+        with_fault = pipeline.step(fault)
+        clean = pipeline.step()
+
+        assert all(ending.error is not None for ending in with_fault), fault
+        assert is_right(clean), fault
+
+
+def test_a_failed_step_keeps_no_activation_alive(pipeline):
+    pipeline.step(Fault("raise", 2, "backward", 1))
+    gc.collect()
+
+    assert not [value for value in gc.get_objects() if type(value) is SavedForward]
+
+
+def test_the_rank_that_raised_keeps_its_original_error_as_the_cause(pipeline):
+    inputs, target = batch()
+    fault = Fault("raise", 1, "backward", 2, error=MemoryError)
+
+    def step(rank):
+        rank.switch.arm(fault)
+        return rank.pipeline.step(inputs, target=target)
+
+    errors = pipeline.each(step)
+
+    assert type(errors[1]) is PipelineError
+    assert type(errors[1].__cause__) is MemoryError
+    assert (errors[1].rank, errors[1].instruction) == (1, "1B2")
+    assert str(errors[1]).splitlines()[0] == "rank 1, 1B2: MemoryError: planted"
+    assert [type(error) for error in errors if error is not errors[1]] == [PeerLost] * 3
+
+
+def test_the_rank_that_raised_says_in_which_layer_and_where_all_ranks_were(pipeline):
+    ending = pipeline.step(Fault("raise", 2, "forward", 1))[2]
+
+    heading, empty, *table, legend = ending.text.splitlines()
+    assert heading == "rank 2, 2F1, in layer 2 (Layer): PlantedError: planted"
+    assert empty == ""
+    assert table[0].split() == ["rank", "step", "state", "for", "waits", "for", "instruction"]
+    assert [row.split()[0] for row in table[1:]] == ["0", "1", "2", "3"]
+    assert table[3].split()[2:] == ["failed", "0.0", "s", "2F1"]
+    assert "the forward of stage 2 on microbatch 1" in legend
+
+
+def test_the_other_ranks_are_told_who_raised_what_and_no_more(pipeline):
+    ending = pipeline.step(Fault("raise", 2, "forward", 1))[3]
+
+    heading, own = ending.text.splitlines()
+    assert heading == "rank 2 is the culprit: in 2F1, in layer 2 (Layer), it raised PlantedError: planted"
+    assert own == f"rank 3, in {ending.error.instruction}: waited {ending.error.waited_s:.2f} s for rank 2"
+
+
+class WordyError(Exception):
+    def __init__(self, text):
+        super().__init__(f"{text}\n  with a second line\n")
+
+
+def test_of_an_error_with_many_lines_the_first_is_the_reason(pipeline):
+    ending = pipeline.step(Fault("raise", 2, "forward", error=WordyError))[0]
+
+    heading = ending.text.splitlines()[0]
+    assert heading == "rank 2 is the culprit: in 2F0, in layer 2 (Layer), it raised WordyError: planted"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault", [Fault("hang", 1, "forward", 2), Fault("hang", 1, "optimizer")], ids=lambda f: f.place
+)
+def test_a_rank_that_hangs_is_shown_with_its_stack_and_the_step_after_it_woke_is_right(pipeline, fault):
+    endings = pipeline.step(fault, wake_after_s=DEADLINE_S + 0.6)
+    clean = pipeline.step()
+
+    for rank in (0, 2, 3):
+        assert endings[rank].took_s < ALLOWED_S
+        assert isinstance(endings[rank].error, DeadlineExceeded | PeerLost)
+        assert endings[rank].text.startswith(f"rank 1 is the culprit: it has been in {fault.instruction} for 2.")
+        assert "in hang_here" in endings[rank].text.partition("rank 1 was here:")[2]
+    assert endings[1].text.splitlines()[1].endswith("went on when the others had given up")
+    assert is_right(clean)
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_call_step_is_blamed_by_all_others(pipeline):
+    endings = pipeline.each(lambda rank: None if rank.switch.rank == 3 else rank.step())
+    assert isinstance(pipeline.ranks[3].step().error, PeerLost)
+    clean = pipeline.step()
+
+    for ending in endings[:3]:
+        assert ending.took_s < ALLOWED_S
+        assert ending.text.startswith("rank 3 is the culprit: it has not been in a step for ")
+    assert is_right(clean)
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_back_after_a_failure_is_named_instead_of_the_old_culprit(pipeline):
+    pipeline.step(Fault("raise", 1, "forward"))
+    alone = pipeline.each(lambda rank: None if rank.switch.rank == 3 else rank.step())
+    clean = pipeline.step()
+
+    for rank, ending in enumerate(alone[:3]):
+        first, second, empty, *table = ending.text.splitlines()
+        assert ending.took_s < ALLOWED_S
+        assert first == "after a failed step the ranks could not start afresh"
+        assert second.startswith(f"rank {rank}: waited 2.0")
+        assert "ranks [3] did not come" in second
+        assert (empty, len(table), ending.error.peer) == ("", NUM_RANKS + 1, 3)
+    assert is_right(clean)
+
+
+def test_a_closed_desk_leaves_no_thread():
+    before = threading.active_count()
+    desk = FailureDesk(LocalTransport.create(1, DEADLINE_S)[0], lambda rank, row: f"row {row}")
+    desk.begin()
+    during = threading.active_count()
+    desk.report(ValueError("planted"))
+    desk.close()
+
+    assert (during, threading.active_count()) == (before + 1, before)
+
+
+def test_an_error_between_instructions_names_the_rank_alone():
+    desk = FailureDesk(LocalTransport.create(1, DEADLINE_S)[0], lambda rank, row: f"row {row}")
+
+    error = desk.report(PlantedError("planted"))
+
+    assert (str(error), error.instruction, desk.has_failed) == ("rank 0: PlantedError: planted", "", True)
+
+
+def test_one_rank_alone_fails_and_goes_on():
+    rank = FaultyRank.start(LocalTransport.create(1, DEADLINE_S)[0])
+
+    failed, clean = rank.step(Fault("raise", 0, "forward", 5)), rank.step()
+    rank.pipeline.close()
+
+    assert failed.text == "rank 0, 0F1, in layer 1 (Layer): PlantedError: planted"
+    assert clean.error is None

@@ -1,0 +1,125 @@
+"""The watchdog: a slow rank's stack is on the board, a quick one's is not."""
+
+import threading
+import time
+
+from penstock.execute.failures.positions import PositionBoard
+from penstock.execute.failures.watchdog import Watchdog, stack_of
+
+
+class Clock:
+    """Time that a test sets, on top of the real one."""
+
+    def __init__(self):
+        self.ahead_s = 0.0
+
+    def __call__(self):
+        return time.monotonic() + self.ahead_s
+
+
+def linger_here(is_over):
+    is_over.wait(10)
+
+
+def poll(condition, limit_s=5.0):
+    end_s = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < end_s:
+        time.sleep(0.005)
+    return condition()
+
+
+def test_a_stack_is_shown_after_a_quarter_of_the_deadline_and_not_before():
+    (board,) = PositionBoard.in_process(1)
+    clock = Clock()
+    with Watchdog(board, 1000.0, clock=clock) as watchdog:
+        board.note(0)
+        clock.ahead_s = 240.0
+        watchdog.look()
+        early = board.read(0).stack
+        clock.ahead_s = 260.0
+        watchdog.look()
+
+    assert early == ""
+    assert "test_a_stack_is_shown_after_a_quarter_of_the_deadline" in board.read(0).stack
+
+
+def test_the_stack_is_taken_back_once_the_rank_goes_on():
+    (board,) = PositionBoard.in_process(1)
+    clock = Clock()
+    with Watchdog(board, 1000.0, clock=clock) as watchdog:
+        board.note(0)
+        clock.ahead_s = 300.0
+        watchdog.look()
+        clock.ahead_s = 0.0
+        watchdog.look()
+
+    assert board.read(0).stack == ""
+
+
+def test_an_idle_rank_is_not_slow():
+    (board,) = PositionBoard.in_process(1)
+    clock = Clock()
+    with Watchdog(board, 1000.0, clock=clock) as watchdog:
+        clock.ahead_s = 5000.0
+        watchdog.look()
+
+    assert board.read(0).stack == ""
+
+
+def hang_as_rank(board, is_over):
+    with Watchdog(board, 0.2):
+        board.note(0)
+        linger_here(is_over)
+
+
+def test_of_ranks_that_are_threads_each_shows_its_own_stack():
+    slow, quick = PositionBoard.in_process(2)
+    is_over = threading.Event()
+    rank = threading.Thread(target=hang_as_rank, args=(slow, is_over))
+    rank.start()
+
+    is_shown = poll(lambda: "linger_here" in quick.read(0).stack)
+    is_over.set()
+    rank.join()
+
+    assert is_shown
+    assert "poll" not in quick.read(0).stack
+    assert quick.read(1).stack == ""
+
+
+def test_stop_ends_the_thread_at_once_and_may_be_called_twice():
+    (board,) = PositionBoard.in_process(1)
+    watchdog = Watchdog(board, 1000.0)
+    before = threading.active_count()
+    watchdog.start()
+    watchdog.start()
+    during = threading.active_count()
+    begin_s = time.monotonic()
+    watchdog.stop()
+    watchdog.stop()
+
+    assert during == before + 1
+    assert threading.active_count() == before
+    assert time.monotonic() - begin_s < 0.5
+
+
+def test_a_watchdog_can_be_started_again():
+    (board,) = PositionBoard.in_process(1)
+    watchdog = Watchdog(board, 0.1)
+    watchdog.start()
+    watchdog.stop()
+    board.note(0)
+    watchdog.start()
+
+    is_shown = poll(lambda: board.read(0).stack)
+    watchdog.stop()
+
+    assert is_shown
+
+
+def test_a_thread_that_has_ended_has_no_stack():
+    thread = threading.Thread(target=int)
+    thread.start()
+    thread.join()
+
+    assert stack_of(thread.ident) == ""

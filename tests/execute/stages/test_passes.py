@@ -1,0 +1,240 @@
+"""A stage runs forward and backward apart from its neighbours, and keeps only what its backward needs."""
+
+import sys
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.errors import PipelineError
+from penstock.execute.stages.stage import Stage
+from penstock.pipeline import Pipeline
+from tests.local_pipelines import WIDTH, block, float_layers, float_task, on_ranks, step_task, values
+from tests.one_stage import OneStage
+
+
+def leaf(seed=1, rows=3):
+    return values(seed, rows, WIDTH).requires_grad_()
+
+
+def test_a_stage_runs_its_layers_one_after_another():
+    layers = float_layers(num_layers=3)
+    stage = OneStage(Stage(0, dict(zip("abc", layers, strict=True))))
+
+    output, _ = stage.forward(values(1, 3, WIDTH))
+
+    assert torch.equal(output, nn.Sequential(*layers)(values(1, 3, WIDTH)))
+
+
+def test_a_backward_through_two_stages_is_the_backward_through_both():
+    layers = float_layers(num_layers=2)
+    first = OneStage(Stage(0, {"0": layers[0]}))
+    second = OneStage(Stage(1, {"1": layers[1]}), loss=lambda output: output.square().mean())
+    outputs, saved = first.forward(leaf())
+    inner = outputs.detach().requires_grad_()
+    saved_loss = second.saved(inner)
+
+    gradients = second.backward(saved_loss)
+    (found,) = first.backward(saved, *gradients)
+
+    gradients_found = [p.grad.clone() for layer in layers for p in layer.parameters()]
+    for layer in layers:
+        layer.zero_grad()
+    alone = leaf()
+    nn.Sequential(*layers)(alone).square().mean().backward()
+    assert torch.equal(found, alone.grad)
+    assert all(map(torch.equal, gradients_found, [p.grad for layer in layers for p in layer.parameters()]))
+    assert inner.grad is None
+
+
+def test_gradients_of_weights_add_up_over_backwards():
+    stage = OneStage(Stage(0, {"0": block(0)}), loss=torch.sum)
+
+    for _ in range(2):
+        stage.backward(stage.saved(values(1, 3, WIDTH)))
+
+    twice = {name: parameter.grad for name, parameter in stage.stage.named_parameters()}
+    alone = block(0)
+    (2 * alone(values(1, 3, WIDTH)).sum()).backward()
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(twice[f"0.{name}"], parameter.grad)
+
+
+class First(nn.Module):
+    """Returns the first of a pair."""
+
+    def forward(self, pair):
+        return pair[0] * 1.0
+
+
+def test_an_input_that_took_no_part_gets_zeros():
+    stage = OneStage(Stage(0, {"0": First()}), loss=torch.sum)
+    used, unused = leaf(1), leaf(2)
+
+    gradients = stage.backward(stage.saved((used, unused)))
+
+    assert [float(gradient.sum()) for gradient in gradients] == [used.numel(), 0.0]
+    assert gradients[1].shape == unused.shape
+
+
+class Opening(nn.Module):
+    """Returns a tree of values, some of which need a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = block(0)
+
+    def forward(self, state):
+        output = self.inner(state["hidden"])
+        return output, output > 0, 3
+
+
+def test_only_inputs_and_outputs_that_need_a_gradient_are_kept():
+    hidden = leaf()
+
+    saved = OneStage(Stage(0, {"0": Opening()})).saved({"hidden": hidden, "tokens": torch.arange(3), "text": "x"})
+
+    assert len(saved.inputs) == 1
+    assert saved.inputs[0] is hidden
+    assert len(saved.edges) == 1
+    assert saved.loss_gradients == []
+
+
+def test_the_gradients_of_a_batch_are_its_callers():
+    batch = leaf()
+    stage = OneStage(Stage(0, {"0": nn.Identity()}), is_first=True)
+
+    saved = stage.saved(batch)
+
+    assert saved.inputs == []
+    assert stage.backward(saved, torch.ones(3, WIDTH)) == []
+    assert torch.equal(batch.grad, torch.ones(3, WIDTH))
+
+
+def test_without_a_loss_the_backward_gives_zeros_and_changes_no_weight():
+    stage = OneStage(Stage(0, {"0": block(0)}), loss=torch.sum)
+    stage.step.losses.loss = None
+    hidden = leaf()
+
+    (gradient,) = stage.backward(stage.saved(hidden))
+
+    assert torch.equal(gradient, torch.zeros_like(hidden))
+    assert all(parameter.grad is None for _, parameter in stage.stage.named_parameters())
+
+
+def test_an_output_that_is_the_input_hands_its_gradient_through():
+    stage = OneStage(Stage(0, {"0": nn.Identity()}))
+
+    (gradient,) = stage.backward(stage.saved(leaf()), values(5, 3, WIDTH))
+
+    assert torch.equal(gradient, values(5, 3, WIDTH))
+
+
+def test_the_output_itself_is_free_as_soon_as_its_holder_drops_it():
+    # A linear layer's backward needs its input only.
+    output, saved = OneStage(Stage(0, {"0": nn.Linear(WIDTH, WIDTH)})).forward(leaf())
+    watched = weakref.ref(output)
+
+    del output
+
+    assert watched() is None
+    assert saved.edges
+
+
+def test_without_training_nothing_is_saved_and_the_loss_is_noted():
+    stage = OneStage(Stage(0, {"0": nn.Identity()}), loss=torch.sum, is_training=False)
+
+    with torch.no_grad():
+        outputs, saved = stage.forward(torch.ones(3))
+
+    assert saved is None
+    assert torch.equal(outputs, torch.ones(3))
+    assert float(stage.step.losses.computed[0, 0]) == 3.0
+
+
+class Cutting(nn.Module):
+    """Its outputs need no gradient, whatever its inputs do."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x).detach()
+
+
+@pytest.mark.parametrize(
+    ("inner", "inputs"),
+    [(nn.Linear(2, 2), torch.ones(2)), (nn.Identity(), torch.ones(2, requires_grad=True))],
+    ids=["parameters", "inputs"],
+)
+def test_outputs_that_need_no_gradient_are_an_error_where_there_is_something_to_train(inner, inputs):
+    stage = OneStage(Stage(3, {"last": Cutting(inner)}), loss=torch.sum)
+
+    with pytest.raises(PipelineError, match="stage 3: its outputs need no gradient"):
+        stage.forward(inputs)
+
+
+def test_a_loss_that_needs_no_gradient_is_fine_where_there_is_nothing_to_train():
+    stage = OneStage(Stage(3, {"last": nn.Linear(2, 2).requires_grad_(False)}), loss=torch.sum)
+
+    assert stage.saved(torch.ones(2)).edges == []
+
+
+def test_a_whole_backward_beside_split_ones_is_searched_for_nothing():
+    alone = block(0)
+    stage = OneStage(Stage(0, {"0": block(0)}), loss=torch.sum, is_split=True)
+    matrix = stage.stage.layers["0"][1].weight
+    known = []
+
+    for is_whole in (True, False):
+        saved = stage.saved(values(1, 3, WIDTH))
+        if is_whole:
+            stage.backward(saved)
+        else:
+            stage.backward_input(saved)
+            stage.backward_weight(saved)
+        known.append(stage.stage.split_plan.is_small(matrix))
+        alone(values(1, 3, WIDTH)).sum().backward()
+
+    assert known == [False, True]
+    for name, parameter in alone.named_parameters():
+        assert torch.equal(dict(stage.stage.named_parameters())[f"0.{name}"].grad, parameter.grad)
+
+
+# ---- how far it is from the loop to torch
+
+MAX_FRAMES = 7
+OWN_FILES = penstock.__path__[0]
+
+
+class Looking(nn.Module):
+    """Notes how many frames of ours lie between the loop and the first one of torch."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.seen = seen
+
+    def forward(self, x):
+        frame, own = sys._getframe(), 0
+        while frame.f_code.co_name != "run_step":
+            own += frame.f_code.co_filename.startswith(OWN_FILES)
+            frame = frame.f_back
+        self.seen.append(own + 1)
+        return self.linear(x)
+
+
+def test_a_stage_without_features_is_a_few_frames_from_the_loop():
+    def case(wires):
+        seen = []
+        layers = [Looking(seen), Looking(seen)]
+        task = float_task(4)
+        step_task(Pipeline(layers, "1f1b", 2, task.loss, transport=wires), task)
+        return seen
+
+    for seen in on_ranks(2, case):
+        assert len(seen) == 2
+        assert max(seen) <= MAX_FRAMES

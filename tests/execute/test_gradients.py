@@ -1,0 +1,88 @@
+"""What one rank does with the gradients of its parameters, around and within a step."""
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError
+from penstock.execute.gradients import Gradients
+from penstock.execute.options import PipelineOptions
+from penstock.execute.stages.assemble import assemble
+from penstock.execute.transport import LocalTransport
+from penstock.lowering import lower
+from penstock.placement import Placement
+from penstock.schedules import build
+
+CPU = torch.device("cpu")
+
+
+def gradients_of(layers, placement=None, **options):
+    placement = placement or Placement.line(1)
+    [transport] = LocalTransport.create(1, 20.0)
+    num_stages = len(placement.routes[0])
+    split = [range(stage, stage + 1) for stage in range(num_stages)] * len(placement.routes)
+    assembly = assemble(layers, placement, split, 0, device=CPU)
+    return Gradients(transport, CPU, assembly, PipelineOptions(**options))
+
+
+def test_what_needs_a_gradient_shows_in_the_digest():
+    layer = nn.Linear(2, 2)
+    gradients = gradients_of([layer])
+    before = gradients.trained()
+
+    layer.bias.requires_grad_(False)
+
+    assert gradients.trained() != before
+
+
+def test_with_main_gradients_a_step_adds_up_beside():
+    layer = nn.Linear(2, 2)
+    gradients = gradients_of([layer], main_gradients=True)
+
+    with gradients.accumulating(is_training=True):
+        layer(torch.ones(2)).sum().backward()
+
+    assert layer.weight.grad is None
+    assert torch.equal(layer.bias.main_grad, torch.ones(2))
+
+
+def test_parameters_that_were_replaced_are_taken_in():
+    layer = nn.Linear(2, 2)
+    gradients = gradients_of([layer], main_gradients=True)
+    layer.bias = nn.Parameter(torch.zeros(2))
+
+    problem = gradients.refresh()
+    with gradients.accumulating(is_training=True):
+        layer(torch.ones(2)).sum().backward()
+
+    assert problem is None
+    assert torch.equal(layer.bias.main_grad, torch.ones(2))
+
+
+def test_a_tied_parameter_that_was_replaced_is_a_problem_not_an_error():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    gradients = gradients_of([first, second], Placement.explicit([0, 0]))
+    second.weight = nn.Parameter(torch.zeros(2, 2))
+
+    assert isinstance(gradients.refresh(), ConfigError)
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_the_hooks_of_a_program_are_the_callers(is_given):
+    called = []
+    options = {}
+    if is_given:
+        options = {"reduce_stage": called.append, "optimizer_step": lambda: called.append("step")}
+    gradients = gradients_of([nn.Linear(2, 2)], **options)
+    hooks = gradients.hooks(lower(build("gpipe", ranks=1, microbatches=1)), None, None)
+
+    hooks.reduce_stage(0)
+    hooks.optimizer_step()
+
+    assert called == ([0, "step"] if is_given else [])
+
+
+def test_without_a_scaler_there_is_no_scale():
+    assert gradients_of([nn.Linear(2, 2)]).scale == 0.0
+    assert gradients_of([nn.Linear(2, 2)], scale_loss=torch.amp.GradScaler("cpu", init_scale=8.0).scale).scale == 8.0

@@ -1,0 +1,90 @@
+"""The outputs of a step meet on one rank, and are put together there."""
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.errors import PipelineError
+from penstock.execute.batch.microbatch import Stack, Sum
+from penstock.execute.losses.step_losses import StepLosses
+from penstock.execute.outputs import collect_outputs, merge_slices_and_microbatches, output_rank
+from penstock.execute.step import Step
+from penstock.execute.transport.messages import Messenger
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.placement import Placement
+from tests.local_pipelines import on_ranks
+
+CPU = torch.device("cpu")
+
+
+def step_of(num_microbatches, num_slices):
+    return Step([], StepLosses(num_microbatches, num_slices))
+
+
+TWO_WAYS = Schedule.from_actions(
+    "two ways",
+    Placement.bidirectional(3),
+    [[]] * 3,
+    num_microbatches=4,
+    num_slices=2,
+    route_of_microbatch=np.array([0, 1, 1, 0]),
+)
+
+
+def test_outputs_of_both_routes_meet_on_the_rank_of_the_first_routes_last_stage():
+    def case(wires):
+        messenger = Messenger(wires, CPU)
+        messenger.begin("batch")
+        step = step_of(4, 2)
+        mine = {0: (1, 2), 1: (), 2: (0, 3)}[wires.rank]
+        step.outputs.update({(b, q): {"y": torch.tensor([[b, q]]), "rank": wires.rank} for b in mine for q in range(2)})
+        collect_outputs(messenger, step, Program.from_schedule(TWO_WAYS), wires.rank)
+        messenger.finish()
+        return step.outputs
+
+    first, middle, last = on_ranks(3, case)
+
+    assert output_rank(TWO_WAYS.placement) == 2
+    assert first == middle == {}
+    assert {place: output["y"].tolist() for place, output in last.items()} == {
+        (b, q): [[b, q]] for b in range(4) for q in range(2)
+    }
+    assert [last[b, 0]["rank"] for b in range(4)] == [2, 0, 0, 2]
+
+
+def outputs_of(*slices):
+    step = step_of(2, len(slices))
+    step.outputs.update({(b, q): output for b in range(2) for q, output in enumerate(slices)})
+    return step
+
+
+def test_outputs_are_joined_along_the_sequence_and_then_along_the_samples():
+    merged = merge_slices_and_microbatches(outputs_of(torch.zeros(3, 2, 5), torch.ones(3, 1, 5)), None, None, 1)
+
+    assert merged.shape == (6, 3, 5)
+    assert merged[:, :, 0].tolist() == [[0.0, 0.0, 1.0]] * 6
+
+
+def test_outputs_without_a_sequence_get_a_dimension_of_slices():
+    step = outputs_of(
+        {"rows": torch.zeros(3), "n": 1, "one": torch.tensor(0.0)},
+        {"rows": torch.ones(3), "n": 2, "one": torch.tensor(1.0)},
+    )
+
+    merged = merge_slices_and_microbatches(step, None, None, 1)
+
+    assert merged["rows"].tolist() == [[0.0, 1.0]] * 6
+    assert merged["one"].tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert merged["n"] == [[1, 1], [2, 2]]  # a list over slices of lists over microbatches
+
+
+def test_outputs_are_joined_by_the_rules_of_the_caller():
+    step = outputs_of(torch.tensor([1.0]), torch.tensor([2.0]))
+
+    assert merge_slices_and_microbatches(step, Stack(), Sum(), 1).tolist() == [[3.0], [3.0]]
+
+
+def test_outputs_of_slices_that_differ_in_form_are_an_error():
+    with pytest.raises(PipelineError, match="the output of slice 1 has the form"):
+        merge_slices_and_microbatches(outputs_of(torch.zeros(1, 1), (torch.zeros(1, 1),)), None, None, 1)

@@ -1,0 +1,136 @@
+"""Sockets between ranks of one host, with either way of carrying messages: order, room, ends and sizes."""
+
+import os
+import socket
+
+import pytest
+import torch
+
+from penstock.execute.transport import shared_memory
+from penstock.execute.transport.direct import DirectSocket, MessageLate, SizesDiffer, SocketClosed
+from penstock.execute.transport.shared_memory import SharedMemory
+
+PATIENCE_S = 20.0
+SIZES = {"packets": 2**14, "shared memory": 2**20}
+"""Of a message of which only some have room at once, in float32 elements."""
+
+
+@pytest.fixture(params=SIZES)
+def way(request):
+    return request.param
+
+
+@pytest.fixture
+def size(way):
+    return SIZES[way]
+
+
+@pytest.fixture
+def pair(way):
+    """Both ends of one connection."""
+    connections = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ends = [DirectSocket(end) for end in connections] if way == "packets" else through_memory(*connections)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def through_memory(*connections):
+    file = shared_memory.make_memory()
+    ends = [
+        DirectSocket(connection, SharedMemory(connection, file, is_maker=is_maker))
+        for connection, is_maker in zip(connections, (True, False), strict=True)
+    ]
+    os.close(file)
+    return ends
+
+
+def read(end, like):
+    arriving = end.post(torch.empty_like(like))
+    while not end.has_arrived(arriving):
+        end.wait_readable(PATIENCE_S)
+    return arriving.tensor
+
+
+def test_what_there_is_no_room_for_leaves_later_in_order_and_nobody_waits(pair, size):
+    sender, receiver = pair
+    values = [torch.full((size,), float(number)) for number in range(40)]
+
+    leaving = [sender.send(value) for value in values]  # nobody reads yet
+    received = [read(receiver, value)[-1].item() for value in values]
+
+    assert leaving[0] is None
+    assert leaving[-1] is not None
+    sender.wait_sent(leaving[-1], PATIENCE_S)
+    assert received == [value[0].item() for value in values]
+    assert sender.send(values[0]) is None  # straight on again, behind all others
+    assert torch.equal(read(receiver, values[0]), values[0])
+
+
+def fill(sender, size):
+    """Send until there is no room; return how many messages have left, and the one that has to wait."""
+    value, num_left = torch.zeros(size), 0
+    while (leaving := sender.send(value)) is None:
+        num_left += 1
+    return num_left, leaving
+
+
+def test_nothing_overtakes_what_waits_for_room(pair, size):
+    sender, receiver = pair
+    num_left, _ = fill(sender, size)
+    read(receiver, torch.zeros(size))  # a little room; the system wakes who waits for it when there is more
+
+    sender.send(torch.tensor([5.0]))
+
+    for _ in range(num_left):
+        read(receiver, torch.zeros(size))
+    assert read(receiver, torch.zeros(1)).item() == 5.0
+
+
+def test_waiting_for_room_has_a_deadline(pair, size):
+    _, leaving = fill(pair[0], size)
+
+    with pytest.raises(MessageLate):
+        pair[0].wait_sent(leaving, 0.01)
+
+
+def test_waiting_for_room_ends_when_the_peer_is_gone(pair, size):
+    _, leaving = fill(pair[0], size)
+
+    pair[1].close()
+
+    with pytest.raises(SocketClosed):
+        pair[0].wait_sent(leaving, PATIENCE_S)
+    with pytest.raises(SocketClosed):
+        pair[0].wait_sent(pair[0].send(torch.zeros(1)), PATIENCE_S)
+
+
+def test_messages_may_be_asked_for_in_another_order_than_they_come(pair):
+    sender, receiver = pair
+    first, second = receiver.post(torch.zeros(1)), receiver.post(torch.zeros(2))
+    sender.send(torch.tensor([1.0]))
+
+    assert not receiver.has_arrived(second)
+    assert first.is_done
+    sender.send(torch.tensor([2.0, 3.0]))
+    assert receiver.has_arrived(second)
+    assert (first.tensor.tolist(), second.tensor.tolist()) == ([1.0], [2.0, 3.0])
+
+
+@pytest.mark.parametrize("expected", [1, 3])
+def test_a_message_of_another_size_is_an_error_with_both_sizes(pair, expected):
+    pair[0].send(torch.zeros(2))
+
+    with pytest.raises(SizesDiffer, match=f"it sent 8 bytes, expected {4 * expected}"):
+        pair[1].has_arrived(pair[1].post(torch.zeros(expected)))
+
+
+def test_what_was_sent_before_the_end_still_arrives(pair):
+    pair[0].send(torch.tensor([7.0]))
+    pair[0].close()
+
+    assert read(pair[1], torch.zeros(1)).item() == 7.0
+    with pytest.raises(SocketClosed):
+        pair[1].has_arrived(pair[1].post(torch.zeros(1)))
+    with pytest.raises(SocketClosed):
+        pair[1].send(torch.zeros(1))

@@ -1,0 +1,238 @@
+"""How ranks of one host connect, which way messages of each size take then, and when there is none."""
+
+import gc
+import os
+import socket
+import tempfile
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from penstock.errors import PipelineError
+from penstock.execute.transport import TorchTransport, doors, shared_memory
+from penstock.execute.transport.doors import MOST_PACKET_BYTES, Way, connect_directly
+from tests.ranks import RankPool
+
+PATIENCE_S = 20.0
+TAGS = (0, 1)
+SIZES = (1, MOST_PACKET_BYTES // 4 + 1, MOST_PACKET_BYTES // 4, shared_memory.MOST_BYTES // 4 + 1, 2)
+"""Of messages in float32 elements: packets, one through memory, and one by gloo."""
+
+
+class Gathering:
+    """`all_gather` for ranks that are threads."""
+
+    def __init__(self, num_ranks):
+        self._values = [None] * num_ranks
+        self._barrier = threading.Barrier(num_ranks, timeout=PATIENCE_S)
+
+    def of(self, rank):
+        def all_gather(value):
+            self._values[rank] = value
+            self._barrier.wait()
+            found = list(self._values)
+            self._barrier.wait()
+            return found
+
+        return all_gather
+
+
+def connected(num_ranks):
+    gathering = Gathering(num_ranks)
+    with ThreadPoolExecutor(num_ranks) as threads:
+        futures = [
+            threads.submit(connect_directly, rank, TAGS, gathering.of(rank), PATIENCE_S) for rank in range(num_ranks)
+        ]
+    return [future.result() for future in futures]
+
+
+def read(end, like):
+    arriving = end.post(torch.empty_like(like))
+    while not end.has_arrived(arriving):
+        end.wait_readable(PATIENCE_S)
+    return arriving.tensor
+
+
+def close_all(ranks):
+    for sockets in ranks:
+        sockets.close()
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["packets", "shared memory"])
+def test_every_pair_of_ranks_gets_a_socket_for_every_purpose(is_shared):
+    ranks = connected(3)
+
+    for rank, sockets in enumerate(ranks):
+        others = [peer for peer in range(3) if peer != rank]
+        assert set(sockets.by_way) == {Way(peer, tag, way) for peer in others for tag in TAGS for way in (False, True)}
+    for way in (way for way in ranks[0].by_way if way.is_shared is is_shared):
+        value = torch.tensor([float(10 * way.peer + way.tag)])
+        ranks[0].by_way[way].send(value)
+        assert torch.equal(read(ranks[way.peer].by_way[way._replace(peer=0)], value), value)
+        ranks[way.peer].by_way[way._replace(peer=0)].send(-value)
+        assert torch.equal(read(ranks[0].by_way[way], value), -value)
+    close_all(ranks)
+
+
+def test_size_decides_which_way_a_message_takes():
+    left, right = connected(2)
+
+    assert left.most_packet_bytes == right.most_packet_bytes == MOST_PACKET_BYTES
+    assert left.of(1, 0, MOST_PACKET_BYTES) is left.by_way[1, 0, False]
+    assert left.of(1, 0, MOST_PACKET_BYTES + 1) is left.by_way[1, 0, True]
+    assert left.of(1, 0, shared_memory.MOST_BYTES) is left.by_way[1, 0, True]
+    assert left.of(1, 0, shared_memory.MOST_BYTES + 1) is None
+    assert left.of(1, 0, 0) is None  # nothing to read would look like the end
+    close_all([left, right])
+
+
+def no_memory(*_):
+    raise AttributeError("memfd_create")
+
+
+def test_a_system_without_such_memory_has_packets_only(monkeypatch):
+    monkeypatch.setattr(shared_memory, "make_memory", no_memory)
+
+    left, right = connected(2)
+
+    assert set(left.by_way) == {Way(1, tag, False) for tag in TAGS}
+    assert set(right.by_way) == {Way(0, tag, False) for tag in TAGS}
+    close_all([left, right])
+
+
+def test_a_stranger_at_the_door_is_sent_away(monkeypatch):
+    """Somebody else stands in line in front of the peer: with another secret, and with a greeting cut short."""
+    listen = doors._Door.open
+
+    def crowded(stack):
+        door = listen(stack)
+        for greeting in (doors.HELLO.pack(0, 0, False, b"wrong"), b"?"):
+            stranger = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            stranger.connect(door.path)
+            stranger.send(greeting)
+        return door
+
+    monkeypatch.setattr(doors._Door, "open", crowded)
+
+    ranks = connected(2)
+
+    value = torch.tensor([3.0])
+    ranks[0].by_way[1, 0, False].send(value)
+    assert torch.equal(read(ranks[1].by_way[0, 0, False], value), value)
+    close_all(ranks)
+
+
+def num_open_files():
+    gc.collect()  # of what other tests have left, too
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_connections_and_memory_are_gone_once_closed():
+    before, num_ends = num_open_files(), 3 * 2 * len(TAGS)
+    ranks = connected(3)
+    assert num_open_files() == before + num_ends + 2 * num_ends  # packets; and memory with a socket beside it
+
+    close_all(ranks)
+    del ranks
+
+    assert num_open_files() == before
+
+
+@pytest.mark.filterwarnings("error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning")
+def test_connections_that_are_dropped_close():
+    before = num_open_files()
+    ranks = connected(2)
+
+    del ranks
+
+    assert num_open_files() == before
+
+
+# ---- in a transport
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as started:
+        yield started
+
+
+def exchange(transport, *tensors):
+    """Send tensors to each other; return what came, and how many messages gloo had to carry."""
+    peer = 1 - transport.rank
+    room = [torch.empty_like(tensor) for tensor in tensors]
+    receives = [transport.post_receive(peer, each) for each in room]
+    sends = [transport.post_send(peer, tensor + transport.rank) for tensor in tensors]
+    by_gloo = sum(hasattr(pending, "work") for pending in transport._open.values())
+    for ticket in (*receives, *sends):
+        transport.wait(ticket)
+    return [each[0].item() for each in room], by_gloo
+
+
+def all_sizes(rank, has_door=True, is_direct=True):
+    before = tempfile.tempdir
+    tempfile.tempdir = before if has_door or rank == 0 else "/nowhere"
+    try:
+        transport = TorchTransport(deadline_s=PATIENCE_S, is_direct=is_direct)
+    finally:
+        tempfile.tempdir = before
+    tensors = [torch.full((size,), 10.0 * number) for number, size in enumerate(SIZES)]
+    found = exchange(transport, *tensors)
+    transport.close()
+    return found
+
+
+def test_messages_go_past_gloo_up_to_a_size(pool):
+    assert pool.run(all_sizes) == [([1.0, 11.0, 21.0, 31.0, 41.0], 2), ([0.0, 10.0, 20.0, 30.0, 40.0], 2)]
+
+
+@pytest.mark.parametrize("how", [(False, True), (True, False)], ids=["no socket file", "not wanted"])
+def test_a_rank_without_direct_sockets_stays_with_gloo(pool, how):
+    assert [by_gloo for _, by_gloo in pool.run(all_sizes, *how)] == [10, 10]
+
+
+def send_and_look(rank, size):
+    transport = TorchTransport(deadline_s=PATIENCE_S)
+    found = None
+    if rank == 0:
+        tensor = torch.ones(size)
+        alive = weakref.ref(tensor)
+        ticket = transport.post_send(1, tensor)
+        del tensor
+        gc.collect()
+        found = ticket.is_over, alive() is not None
+        transport.wait(ticket)
+    transport.all_gather_object("looked")
+    if rank == 1:
+        transport.wait(transport.post_receive(0, torch.zeros(size)))
+    transport.all_gather_object("received")
+    transport.close()
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES[:2])
+def test_a_tensor_has_left_and_is_let_go_of_before_the_peer_takes_it(pool, size):
+    assert pool.run(send_and_look, size)[0] == (True, False)
+
+
+def other_size(rank):
+    transport = TorchTransport(deadline_s=PATIENCE_S)
+    message = ""
+    if rank == 0:
+        transport.wait(transport.post_send(1, torch.zeros(2)))
+    else:
+        ticket = transport.post_receive(0, torch.zeros(3))
+        try:
+            transport.wait(ticket)
+        except PipelineError as error:
+            message = str(error)
+    transport.all_gather_object("over")
+    transport.close()
+    return message
+
+
+def test_ends_that_disagree_on_a_size_say_so(pool):
+    assert pool.run(other_size)[1] == "rank 1: message of rank 0: it sent 8 bytes, expected 12"

@@ -1,0 +1,53 @@
+"""One stage by itself, on a step of one microbatch."""
+
+from penstock.execute.batch.microbatch import Microbatch
+from penstock.execute.losses.loss import LossShares
+from penstock.execute.losses.step_losses import StepLosses
+from penstock.execute.stages.passes import PassOptions, StagePasses
+from penstock.execute.step import RegisterCounts, Step
+
+PLACE = (0, 0)
+
+
+def step_of(loss=None, *, num_slices=1, auxiliary=1.0, **options):
+    """Make a step of one microbatch whose registers have two places of each kind."""
+    fractions = [[1 / num_slices] * num_slices]
+    shares, auxiliary_shares = LossShares([1.0], fractions), LossShares([auxiliary], fractions)
+    losses = StepLosses(1, num_slices, loss, shares, auxiliary_shares, **options)
+    step = Step([[Microbatch(0, (), {}, None, 1) for _ in range(num_slices)]], losses)
+    step.make_registers(RegisterCounts(2, 2, 2))
+    return step
+
+
+class OneStage:
+    """A stage with its passes and a step; with a `loss`, a function of the output, it is a last stage."""
+
+    def __init__(self, stage, *, loss=None, features=(), kind=StagePasses, step=None, **options):
+        self.stage = stage
+        self.passes = kind(stage, PassOptions(is_last=loss is not None, **options), features)
+        self.step = step or step_of(loss and (lambda output, target: loss(output)))
+        self.begin()
+
+    def begin(self):
+        """Begin another step on the same stage."""
+        self.passes.begin(self.step)
+
+    def forward(self, *inputs, place=PLACE, **keywords):
+        """Return the outputs and what was saved."""
+        return self.passes.forward(self.step, place, inputs, keywords)
+
+    def saved(self, *inputs, place=PLACE):
+        """Run the forward, and return what was saved."""
+        return self.forward(*inputs, place=place)[1]
+
+    def backward(self, saved, *gradients):
+        """Run a whole backward."""
+        return self.passes.backward(self.step, saved, gradients)
+
+    def backward_input(self, saved, *gradients):
+        """Run the part for the gradients of inputs."""
+        return self.passes.backward_input(self.step, saved, gradients)
+
+    def backward_weight(self, saved):
+        """Run the part for the gradients of weights."""
+        self.passes.backward_weight(saved)
