@@ -35,10 +35,10 @@ from on_ranks import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.execute.measure import measure_layers
 from penstock.models import DecoderConfig, cross_entropy_loss, decoder_layers
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
+from penstock.train.measure import measure_layers
 
 NUM_RANKS = 2
 MICROBATCHES = 8

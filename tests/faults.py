@@ -16,8 +16,8 @@ from torch import nn
 
 from penstock import Pipeline
 from penstock.errors import PipelineError
-from penstock.execute.reference import reference_step
 from penstock.execute.transport import LocalTransport, Ticket
+from tests.reference import reference_step
 
 NUM_RANKS = 4
 NUM_MICROBATCHES = 4

@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.errors import DeadlineExceeded, PeerLost
-from penstock.execute.reference import reference_step
 from penstock.execute.transport import LocalTransport
 from penstock.ir.action import Action, Kind
 from penstock.ir.schedule import Schedule
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
+from tests.reference import reference_step
 
 PATIENCE_S = 20.0
 WIDTH = 6

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PipelineError, StepRefused
 from penstock.execute.batch.microbatch import BatchSpec, Replicate
-from penstock.execute.reference import reference_step
 from penstock.execute.split.plan import SplitPlan
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import (
@@ -33,6 +32,7 @@ from tests.local_pipelines import (
     step_task,
     values,
 )
+from tests.reference import reference_step
 
 M = 4
 FLOAT64 = torch.float64

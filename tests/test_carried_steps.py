@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PenstockError, PipelineError
 from penstock.execute.batch.microbatch import BatchSpec, Concat, Split
-from penstock.execute.reference import reference_evaluate
 from penstock.ir.schedule import Schedule
 from penstock.models import Carry, DecoderConfig, count_target_tokens, cross_entropy_loss, decoder_layers
 from penstock.pipeline import Pipeline
@@ -37,6 +36,7 @@ from tests.local_pipelines import (
     values,
 )
 from tests.ranks import RankPool
+from tests.reference import reference_evaluate
 from tests.strategies import feasible_schedules
 
 FLOAT64 = torch.float64

@@ -8,7 +8,6 @@ from torch import nn
 
 from penstock.errors import ConfigError, PipelineError, StepRefused
 from penstock.execute.batch.microbatch import BatchSpec, PreSplit, Replicate, Stack, Sum
-from penstock.execute.reference import reference_evaluate, reference_step
 from penstock.ir.instruction import Op
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
@@ -39,6 +38,7 @@ from tests.local_pipelines import (
     values,
 )
 from tests.ranks import run_ranks
+from tests.reference import reference_evaluate, reference_step
 
 
 def drawn(placement, *orders, num_microbatches):

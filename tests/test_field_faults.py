@@ -12,7 +12,6 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import FormatError, PipelineError, ScheduleError, StepRefused
-from penstock.execute.reference import reference_evaluate, reference_step
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.pipeline import Pipeline
@@ -37,6 +36,7 @@ from tests.local_pipelines import (
     values,
 )
 from tests.ranks import RankPool
+from tests.reference import reference_evaluate, reference_step
 
 M = 4
 FLOAT64 = torch.float64

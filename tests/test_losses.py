@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import LossOutput, Stream
 from penstock.errors import ConfigError, PipelineError
-from penstock.execute.reference import reference_evaluate, reference_step
 from penstock.models import AuxiliaryLoss, Carry, Skip
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
@@ -34,6 +33,7 @@ from tests.local_pipelines import (
     values,
 )
 from tests.ranks import RankPool
+from tests.reference import reference_evaluate, reference_step
 
 FLOAT64 = torch.float64
 NUM_LAYERS = 8

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import ConfigError, PartitionError, PenstockWarning, PipelineError, StepRefused
-from penstock.execute.reference import reference_evaluate, reference_step
 from penstock.ir.timeline import Timeline
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
@@ -33,6 +32,7 @@ from tests.local_pipelines import (
     values,
 )
 from tests.ranks import RankPool
+from tests.reference import reference_evaluate, reference_step
 
 IN_ORDER = [("sequential", {}), ("gpipe", {}), ("1f1b", {}), ("1f1b", {"warmup": "eager"})]
 NAMES = ["sequential", "gpipe", "1f1b", "1f1b-eager"]

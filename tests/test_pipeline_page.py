@@ -12,10 +12,10 @@ from torch import nn
 
 from penstock.execute.losses.results import StepResult
 from penstock.execute.options import PipelineOptions
-from penstock.execute.reference import reference_step
 from penstock.pipeline import Pipeline
 from tests.house.source import ROOT
 from tests.ranks import RankPool
+from tests.reference import reference_step
 
 PAGE = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ConfigError, PipelineError
-from penstock.execute.reference import reference_step
 from penstock.models import Skip
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
@@ -29,6 +28,7 @@ from tests.local_pipelines import (
     visits_in_order,
 )
 from tests.ranks import RankPool
+from tests.reference import reference_step
 
 FLOAT64 = torch.float64
 SEED = 5

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PipelineError
-from penstock.execute.reference import reference_evaluate
 from penstock.models import Carry, LayerSpec, Skip
 from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES, build
@@ -30,6 +29,7 @@ from tests.local_pipelines import (
     visits_in_order,
 )
 from tests.ranks import RankPool
+from tests.reference import reference_evaluate
 from tests.strategies import feasible_schedules
 
 FLOAT64 = torch.float64

@@ -6,7 +6,6 @@ from torch import nn
 
 from penstock.errors import ConfigError, StepRefused
 from penstock.execute.batch.microbatch import BatchSpec, Concat, Replicate, Split
-from penstock.execute.reference import reference_step
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.local_pipelines import (
@@ -28,6 +27,7 @@ from tests.local_pipelines import (
     token_loss,
     values,
 )
+from tests.reference import reference_step
 
 FLOAT64 = torch.float64
 NEARLY = {"tolerance": 1e-12, "loss_tolerance": 1e-12}

@@ -14,7 +14,6 @@ from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.microbatch import BatchSpec, PreSplit, Replicate
 from penstock.execute.batch.stream import DataTimes, Part, Stream
 from penstock.execute.observing.clock import Clock
-from penstock.execute.reference import reference_step
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import (
     WIDTH,
@@ -33,6 +32,7 @@ from tests.local_pipelines import (
     values,
 )
 from tests.ranks import RankPool
+from tests.reference import reference_step
 
 M = 4
 FLOAT64 = torch.float64

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.execute.reference import reference_step
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import float_layers, named, on_ranks, token_layers, token_loss, token_task
+from tests.reference import reference_step
 
 FLOAT64 = torch.float64
 NUM_BLOCKS = 6

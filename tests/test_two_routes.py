@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from penstock.errors import PipelineError, StepRefused
-from penstock.execute.reference import reference_step
 from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.ir.schedule import Schedule
 from penstock.pipeline import Pipeline
@@ -33,6 +32,7 @@ from tests.local_pipelines import (
     two_routes,
     values,
 )
+from tests.reference import reference_step
 
 FLOAT64 = torch.float64
 NEARLY = {"rtol": 1e-12, "atol": 1e-12}

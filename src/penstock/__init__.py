@@ -52,7 +52,7 @@ _ON_FIRST_USE = {
     "Skip": "penstock.models",
     "Split": "penstock.execute.batch.microbatch",
     "Stream": "penstock.execute.batch.stream",
-    "measure_layers": "penstock.execute.measure",
+    "measure_layers": "penstock.train.measure",
 }
 
 

@@ -6,12 +6,12 @@ import pytest
 
 from penstock.cli.profile_text import bottleneck, profile_text
 from penstock.execute.observing.memory_report import MemoryPoint, RankMemory, StageMemory
-from penstock.execute.observing.wires import WireSpeed
 from penstock.ir.action import Kind
 from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.costs import Channel, Spread
+from penstock.train.channels import ChannelSpeed
 from penstock.train.profiling import Profile
 
 COSTS = Costs(
@@ -22,7 +22,7 @@ COSTS = Costs(
     launch_s=5e-5,
     spreads=(Spread(Kind.FORWARD, 0, 0.0098, 0.0005),),
 )
-WIRES = (WireSpeed(0, 1, 3e-5, 2.0 * 2**30), WireSpeed(1, 0, 4e-5, float("inf")))
+WIRES = (ChannelSpeed(0, 1, 3e-5, 2.0 * 2**30), ChannelSpeed(1, 0, 4e-5, float("inf")))
 
 
 def profile_of(costs=COSTS, wires=WIRES, name="1f1b", **shape):

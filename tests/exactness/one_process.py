@@ -7,9 +7,9 @@ from torch import Tensor
 
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.losses.loss import LossWeights, combine_losses
-from penstock.execute.reference import reference_step
 from penstock.execute.stages.keywords import run_layers
 from penstock.execute.stages.randomness import SeededRandomness
+from tests.reference import reference_step
 
 
 @dataclass

@@ -13,7 +13,6 @@ from torch import nn
 
 from penstock.errors import PipelineError
 from penstock.execute.batch.agreement import Mode
-from penstock.execute.reference import reference_step
 from penstock.execute.stages.passes import SavedForward
 from penstock.ir.action import Action, Kind, OverlappedPair
 from penstock.ir.live import peak_activations
@@ -38,6 +37,7 @@ from tests.local_pipelines import (
     step_task,
     values,
 )
+from tests.reference import reference_step
 
 
 def drawn(placement, *orders):

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.execute.measure import measure_layers
 from penstock.moving.deepspeed_module import LayerSpec, PipelineModule, RunBy, TiedLayerSpec
+from penstock.train.measure import measure_layers
 from tests.local_pipelines import error_of
 
 LAYERS = [

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from penstock.errors import PipelineError
-from penstock.execute.reference import reference_step
 from penstock.moving.own_backward import add_gradient, own_backward
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import (
@@ -21,6 +20,7 @@ from tests.local_pipelines import (
     square_loss,
     values,
 )
+from tests.reference import reference_step
 
 WIDTH = 6
 

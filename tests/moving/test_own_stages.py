@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, PartitionError, PipelineError
-from penstock.execute.reference import reference_step
 from penstock.moving.own_stages import ForeignStage, OwnStage, Site, require_parts
 from penstock.schedules import build
 from tests.local_pipelines import error_of, on_ranks, square_loss
 from tests.moving.own_layers import assert_gradients, batch, gradients, own_stage, reference, whole_model
 from tests.ranks import RankPool
+from tests.reference import reference_step
 from tests.test_two_routes import two_routes
 
 

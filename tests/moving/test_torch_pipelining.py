@@ -8,12 +8,12 @@ from torch.distributed.pipelining import microbatch as torch_microbatch
 
 from penstock.errors import ConfigError, PartitionError, StepRefused
 from penstock.execute.batch.microbatch import Replicate
-from penstock.execute.reference import reference_step
 from penstock.moving import torch_pipelining as moved
 from penstock.schedules import build
 from tests.local_pipelines import error_of, on_ranks, settle, square_loss, values
 from tests.moving.own_layers import assert_gradients, batch, gradients, own_stage, reference
 from tests.ranks import RankPool
+from tests.reference import reference_step
 
 IN_ORDER = {"1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"}
 

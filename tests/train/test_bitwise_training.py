@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from penstock.execute.reference import reference_step
 from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.models import count_target_tokens, cross_entropy_loss
 from penstock.train.optim import OptimizerOptions, build_optimizer, learning_rate_at
 from penstock.train.step import Trainer
+from tests.reference import reference_step
 from tests.train.local_ranks import on_ranks, random_batch, small_layers, small_pipeline
 
 NUM_STEPS = 20

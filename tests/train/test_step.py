@@ -9,12 +9,12 @@ from torch import nn
 from penstock.errors import PenstockError
 from penstock.execute.batch.stream import Stream
 from penstock.execute.observing.clock import Clock
-from penstock.execute.reference import reference_step
 from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.models import AuxiliaryLoss, LayerSpec, cross_entropy_loss
 from penstock.simulation.prologue import with_first_waits
 from penstock.train.optim import OptimizerOptions, build_optimizer, learning_rate_at
 from penstock.train.step import Trainer, scale_over
+from tests.reference import reference_step
 from tests.train.local_ranks import error_of, on_ranks, random_batch, small_layers, small_pipeline
 
 OPTIONS = OptimizerOptions(learning_rate=1e-2, total_steps=10, warmup_steps=4, clip_norm=0.5)

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.execute.measure import LayerTimes
 from penstock.execute.observing.layer_sizes import CONTEXT, OPTIMIZER, gather_sizes
 from penstock.execute.observing.memory_report import MemoryReport, RankMemory
-from penstock.execute.observing.wires import WireSpeed, channels_of, measure_wires
 from penstock.execute.stages.stage import Stage
 from penstock.execute.values.tensors import local_part
 from penstock.execute.world import default_transport
@@ -22,9 +20,11 @@ from penstock.pipeline import Pipeline
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.costs import VALUE_BYTES
 from penstock.simulation.costs.fit import costs_from_timelines
+from penstock.train.channels import ChannelSpeed, channels_of, measure_channels
 from penstock.train.config import RunConfig
 from penstock.train.data import Batch, TokenDataset
 from penstock.train.loop import PREPARING_DEADLINE_S
+from penstock.train.measure import LayerTimes
 from penstock.train.optim import OptimizerOptions, build_optimizer
 from penstock.train.run_folder import RunFolder, run_path
 from penstock.train.setup import build_layers, build_pipeline, check_together, prepare_together
@@ -50,7 +50,7 @@ class Profile:
     """Of any split: what stages took is shared by what their layers take by themselves."""
     program: Program
     num_steps: int
-    wires: tuple[WireSpeed, ...]
+    wires: tuple[ChannelSpeed, ...]
     """Channels by themselves, while nothing else ran."""
     memory: tuple[RankMemory, ...] = ()
     """What each rank held during a step, without an optimizer."""
@@ -90,7 +90,7 @@ def profile_pipeline(
     assert pipeline.recording is not None
     message_bytes = pipeline.recording.message_bytes
     report = _measure_memory(pipeline, dataset.batch(0))
-    wires = _measure_wires(pipeline, message_bytes)
+    wires = _measure_channels(pipeline, message_bytes)
     costs = costs_from_timelines(
         timelines,
         message_bytes=message_bytes,
@@ -180,7 +180,7 @@ def with_parts(costs: Costs, parts: Costs) -> Costs:
     )
 
 
-def _measure_wires(pipeline: Pipeline, message_bytes: Sequence[int]) -> list[WireSpeed]:
+def _measure_channels(pipeline: Pipeline, message_bytes: Sequence[int]) -> list[ChannelSpeed]:
     channels = channels_of(pipeline.schedule.placement)
     num_bytes = max(SMALLEST_LARGE_BYTES, *message_bytes)
-    return measure_wires(pipeline.transport, channels, num_bytes, pipeline.device)
+    return measure_channels(pipeline.transport, channels, num_bytes, pipeline.device)

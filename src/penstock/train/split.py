@@ -13,13 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from penstock.errors import FormatError, PenstockError
 from penstock.execute.batch.cutting import BatchRule
-from penstock.execute.measure import LayerTimes, measure_layers
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.world import default_device
 from penstock.models import LayerSpec, cross_entropy_loss
 from penstock.show.text import format_seconds
 from penstock.train.config import RunConfig
 from penstock.train.data import Batch, TokenDataset
+from penstock.train.measure import LayerTimes, measure_layers
 from penstock.train.run_folder import LAYER_TIMES, RunFolder
 from penstock.train.together import failing_together
 

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.errors import PartitionError
-from penstock.execute.reference import reference_step
 from penstock.execute.stages.shared_builders import build_own
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
@@ -25,6 +24,7 @@ from tests.local_pipelines import (
     token_task,
 )
 from tests.ranks import run_ranks
+from tests.reference import reference_step
 
 FLOAT64 = torch.float64
 TASK = token_task(8, FLOAT64)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from penstock.errors import PipelineError
-from penstock.execute.reference import reference_step
 from penstock.execute.stages.tied import TiedCopy, agree_on_copies
 from penstock.ir.schedule import Schedule
 from penstock.models import LayerSpec
@@ -30,6 +29,7 @@ from tests.local_pipelines import (
     token_task,
     values,
 )
+from tests.reference import reference_step
 
 FLOAT64 = torch.float64
 

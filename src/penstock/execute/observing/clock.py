@@ -111,7 +111,14 @@ class ClockComparison:
         transport, hosts = self._transport, self._hosts
         others = [hosts.index(host) for host in dict.fromkeys(hosts) if host != hosts[0]]
         if transport.rank in others:
-            _answer(transport, self.clock.read, self._device)
+            question, read = torch.zeros(1, dtype=torch.float64, device=self._device), self.clock.read
+            reply(
+                transport,
+                0,
+                question,
+                lambda: torch.tensor([read(), read()], dtype=torch.float64).to(self._device),  # came, and is answered
+                NUM_PINGS,
+            )
         if transport.rank != 0:
             return {}
         found = {hosts[0]: Offset(self.clock.read(), 0.0, 0.0)}
@@ -121,31 +128,34 @@ class ClockComparison:
         return found
 
 
-def _ping(transport: Transport, rank: int, read: Callable[[], float], device: torch.device) -> Offset:
-    answer = torch.zeros(2, dtype=torch.float64, device=device)
-    receipt = transport.post_receive(rank, answer)
-    question = torch.zeros(1, dtype=torch.float64, device=device)
+def ask(
+    transport: Transport, peer: int, question: torch.Tensor, answer: torch.Tensor, read: Callable[[], float]
+) -> tuple[float, float]:
+    """Send a question to a peer that calls `reply`; return when it left, and when `answer` had been filled."""
+    receipt = transport.post_receive(peer, answer)
     sent_s = read()
-    sending = transport.post_send(rank, question)
+    sending = transport.post_send(peer, question)
     transport.wait(receipt)
-    received_there_s, sent_there_s = answer.tolist()
+    answer.tolist()  # on a GPU the wait only orders the stream
     received_s = read()
     transport.wait(sending)
+    return sent_s, received_s
+
+
+def reply(
+    transport: Transport, peer: int, question: torch.Tensor, make_answer: Callable[[], torch.Tensor], num_trips: int
+) -> None:
+    """Answer so many questions of a peer; `question` receives them, one after another."""
+    for _ in range(num_trips):
+        transport.wait(transport.post_receive(peer, question))
+        question[-1].item()  # on a GPU the wait only orders the stream
+        transport.wait(transport.post_send(peer, make_answer()))
+
+
+def _ping(transport: Transport, rank: int, read: Callable[[], float], device: torch.device) -> Offset:
+    question, answer = (torch.zeros(size, dtype=torch.float64, device=device) for size in (1, 2))
+    sent_s, received_s = ask(transport, rank, question, answer, read)
+    received_there_s, sent_there_s = answer.tolist()
     on_the_way_s = (received_s - sent_s) - (sent_there_s - received_there_s)
     ahead_s = ((received_there_s - sent_s) + (sent_there_s - received_s)) / 2
     return Offset(received_there_s, ahead_s, max(on_the_way_s, 0.0) / 2)
-
-
-def _answer(transport: Transport, read: Callable[[], float], device: torch.device) -> None:
-    """Answer the pings of rank 0 with the times at which they came and were answered."""
-    questions = [torch.zeros(1, dtype=torch.float64, device=device) for _ in range(NUM_PINGS)]
-    receipts = [transport.post_receive(0, question) for question in questions]
-    answers = []
-    for receipt, question in zip(receipts, questions, strict=True):
-        transport.wait(receipt)
-        question.tolist()  # on a GPU the wait only orders the stream
-        received_s = read()
-        times = torch.tensor([received_s, read()], dtype=torch.float64).to(device)
-        answers.append(transport.post_send(0, times))
-    for answer in answers:
-        transport.wait(answer)

@@ -1,4 +1,4 @@
-"""How fast the wires between ranks are: round trips of a small and of a large message.
+"""How fast the channels between ranks are: round trips of a small and of a large message.
 
 sender     post small ─► ... ◄─ answer     the shortest of several round trips, half of it is the latency
 sender     post large ─► ... ◄─ answer     what it takes longer, the additional bytes take on the wire
@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from penstock.execute.observing.clock import ask, reply
 from penstock.execute.transport.protocol import Transport
 from penstock.placement import Placement
 
@@ -20,7 +21,7 @@ SMALL_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class WireSpeed:
+class ChannelSpeed:
     """What was measured of one channel while nothing else ran."""
 
     sender: int
@@ -42,9 +43,9 @@ def channels_of(placement: Placement) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
-def measure_wires(
+def measure_channels(
     transport: Transport, channels: Sequence[tuple[int, int]], num_bytes: int, device: torch.device
-) -> list[WireSpeed]:
+) -> list[ChannelSpeed]:
     """Measure one channel after the other with messages of up to so many bytes; a collective, equal on all ranks."""
     found = []
     for sender, receiver in channels:
@@ -54,37 +55,24 @@ def measure_wires(
         elif transport.rank == receiver:
             _answer(transport, sender, num_bytes, device)
     everyone = cast(list[list[dict[str, Any]]], transport.all_gather_object(found))
-    by_channel = {(row["sender"], row["receiver"]): WireSpeed(**row) for rows in everyone for row in rows}
+    by_channel = {(row["sender"], row["receiver"]): ChannelSpeed(**row) for rows in everyone for row in rows}
     return [by_channel[channel] for channel in channels]
 
 
-def _measure(transport: Transport, receiver: int, num_bytes: int, device: torch.device) -> WireSpeed:
+def _measure(transport: Transport, receiver: int, num_bytes: int, device: torch.device) -> ChannelSpeed:
+    answer = torch.zeros(SMALL_BYTES, dtype=torch.uint8, device=device)
     shortest_s = []
     for size in (SMALL_BYTES, num_bytes):
         payload = torch.zeros(size, dtype=torch.uint8, device=device)
-        shortest_s.append(min(_round_trip_s(transport, receiver, payload) for _ in range(NUM_TRIPS)))
+        trips = [ask(transport, receiver, payload, answer, time.perf_counter) for _ in range(NUM_TRIPS)]
+        shortest_s.append(min(end_s - begin_s for begin_s, end_s in trips))
     small_s, large_s = shortest_s
     longer_s = large_s - small_s
     bandwidth = (num_bytes - SMALL_BYTES) / longer_s if longer_s > 0 else inf
-    return WireSpeed(transport.rank, receiver, small_s / 2, bandwidth)
-
-
-def _round_trip_s(transport: Transport, receiver: int, payload: torch.Tensor) -> float:
-    answer = torch.zeros(SMALL_BYTES, dtype=torch.uint8, device=payload.device)
-    receipt = transport.post_receive(receiver, answer)
-    begin_s = time.perf_counter()
-    sending = transport.post_send(receiver, payload)
-    transport.wait(receipt)
-    answer.tolist()  # on a GPU the wait only orders the stream
-    duration_s = time.perf_counter() - begin_s
-    transport.wait(sending)
-    return duration_s
+    return ChannelSpeed(transport.rank, receiver, small_s / 2, bandwidth)
 
 
 def _answer(transport: Transport, sender: int, num_bytes: int, device: torch.device) -> None:
+    answer = torch.zeros(SMALL_BYTES, dtype=torch.uint8, device=device)
     for size in (SMALL_BYTES, num_bytes):
-        payload = torch.zeros(size, dtype=torch.uint8, device=device)
-        for _ in range(NUM_TRIPS):
-            transport.wait(transport.post_receive(sender, payload))
-            payload[-1].item()
-            transport.wait(transport.post_send(sender, torch.zeros(SMALL_BYTES, dtype=torch.uint8, device=device)))
+        reply(transport, sender, torch.zeros(size, dtype=torch.uint8, device=device), lambda: answer, NUM_TRIPS)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from penstock.execute.observing.wires import NUM_TRIPS, SMALL_BYTES, channels_of, measure_wires
 from penstock.execute.transport import LocalTransport, TorchTransport
 from penstock.placement import Placement
+from penstock.train.channels import NUM_TRIPS, SMALL_BYTES, channels_of, measure_channels
 from tests.local_pipelines import on_ranks
 from tests.ranks import run_ranks
 
@@ -35,7 +35,7 @@ class SlowForLarge(LocalTransport):
 def test_bandwidth_is_what_a_large_message_takes_longer_than_a_small_one():
     def case(wires):
         wires.__class__ = SlowForLarge
-        return measure_wires(wires, [(0, 1)], LARGE_BYTES, CPU)
+        return measure_channels(wires, [(0, 1)], LARGE_BYTES, CPU)
 
     [speed], [same] = on_ranks(2, case)
 
@@ -52,7 +52,7 @@ def test_every_channel_is_measured_once_and_known_to_all_ranks():
     def case(wires):
         post_send = wires.post_send
         wires.post_send = lambda peer, tensor: (num_sent.append((wires.rank, peer)), post_send(peer, tensor))[1]
-        return measure_wires(wires, channels, LARGE_BYTES, CPU)
+        return measure_channels(wires, channels, LARGE_BYTES, CPU)
 
     found = on_ranks(3, case)
 
@@ -65,7 +65,7 @@ def test_every_channel_is_measured_once_and_known_to_all_ranks():
 def measure_over_gloo(rank):
     wires = TorchTransport(deadline_s=20.0)
     try:
-        return measure_wires(wires, [(0, 1), (1, 0)], LARGE_BYTES, CPU)
+        return measure_channels(wires, [(0, 1), (1, 0)], LARGE_BYTES, CPU)
     finally:
         wires.close()
 

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from penstock import LossOutput
 from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import BatchSpec, Replicate
-from penstock.execute.reference import reference_evaluate, reference_step
 from penstock.execute.stages.randomness import LOSS, generator_seed
 from penstock.models import AuxiliaryLoss, Skip, connect_skips
+from tests.reference import reference_evaluate, reference_step
 
 NUM_CLASSES = 5
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ConfigError, PartitionError, PipelineError
-from penstock.execute.measure import LayerTimes, measure_layers
 from penstock.models import LayerSpec, Skip
 from penstock.models.auxiliary import AuxiliaryLoss
 from penstock.partition.split import split_layers
 from penstock.pipeline import Pipeline
+from penstock.train.measure import LayerTimes, measure_layers
 from tests.local_pipelines import error_of, on_ranks, square_loss, token_layers, token_loss
 
 WIDTH = 3
