@@ -30,7 +30,7 @@ from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
 from penstock.execute.losses.results import StepResult
 from penstock.execute.model_part import ModelPart
 from penstock.execute.observing.memory_report import MemoryReport, MemoryWatch, gather_memory
-from penstock.execute.observing.record import Recording
+from penstock.execute.observing.recorder import Recording
 from penstock.execute.options import refuse_unknown
 from penstock.execute.runner import Runner
 from penstock.execute.stages.assemble import (
@@ -163,7 +163,9 @@ class Pipeline(ModelPart):
         """
         mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN
         self._train(mode, Call(args, kwargs, target, record=True))
-        assert self.timeline is not None
+        if self.timeline is None:
+            text = "the step ran, but was not recorded: the log (logger penstock) of a rank says why"
+            raise PipelineError(f"rank {self.rank}: {text}", rank=self.rank)
         return self.timeline
 
     def memory_report(

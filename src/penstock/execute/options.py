@@ -13,6 +13,7 @@ from penstock.execute.batch.microbatch import BatchSpec
 from penstock.execute.batch.stream import StreamRules
 from penstock.execute.losses.loss import Count, Scale
 from penstock.execute.observing.clock import Clock
+from penstock.execute.observing.observer import Observer
 from penstock.execute.overlap import Overlap
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.schedule import Schedule
@@ -95,6 +96,8 @@ class PipelineOptions:
     """Whether every instruction is a named range for torch.profiler, and for NVTX on CUDA."""
     run_ahead: int | None = None
     """On CUDA, how many computations the host may have queued that have not ended; None: any number."""
+    observers: Sequence[Observer] = ()
+    """What else looks at every step: subclasses of `penstock.Observer`."""
     overlap: Overlap | None = None
     """overlap(first, second): runs the two computations of an overlapped pair, each once; default: one by one."""
 
@@ -117,6 +120,8 @@ class PipelineOptions:
         is_patience = self.data_warn_s is None or is_time(self.data_warn_s)
         require("data_warn_s", self.data_warn_s, is_patience, "a number of seconds larger than 0, or None")
         require("clock", self.clock, isinstance(self.clock, Clock), "a penstock Clock")
+        is_list = isinstance(self.observers, Sequence) and all(isinstance(each, Observer) for each in self.observers)
+        require("observers", self.observers, is_list, "a list of penstock Observers")
         if self.debug not in DEBUG_LEVELS:
             hint = nearest(str(self.debug), DEBUG_LEVELS)
             require("debug", self.debug, False, f"one of {', '.join(DEBUG_LEVELS)}.{hint}")

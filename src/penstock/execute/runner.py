@@ -6,13 +6,14 @@ Whatever goes wrong on the way ends the step on all ranks, as one error, and lea
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import cast
 
 import torch
 
 from penstock.errors import StepRefused
 from penstock.execute.batch.agreement import Extra, Mode
 from penstock.execute.batch.gate import Batch, Call, Gate, wants_of
-from penstock.execute.calls import Bound
+from penstock.execute.calls import Change
 from penstock.execute.compile.context import CompileContext
 from penstock.execute.compile.features import StageSettings, compose_stages
 from penstock.execute.compile.program import CompiledProgram, compile_program
@@ -25,16 +26,18 @@ from penstock.execute.losses.output import takes_weight
 from penstock.execute.losses.results import StepResult
 from penstock.execute.losses.step_losses import NO_SHARES, StepLosses
 from penstock.execute.observing.clock import ClockComparison
-from penstock.execute.observing.device_recorder import recorder_for
-from penstock.execute.observing.inspection import Inspection
-from penstock.execute.observing.log import log_plan
+from penstock.execute.observing.log import log_plan, message_log
 from penstock.execute.observing.memory_report import MemoryWatch
-from penstock.execute.observing.record import Recorder, Recording, gather_recording
+from penstock.execute.observing.observer import Observer, observing
+from penstock.execute.observing.recorder import Recorder, Recording, StepRecording, recorder_for
+from penstock.execute.observing.selection import observers_for, transport_of_messages
 from penstock.execute.options import PipelineOptions
 from penstock.execute.outputs import collect_outputs, merge_slices_and_microbatches, output_rank
+from penstock.execute.overlap import overlapping
 from penstock.execute.run import run_step
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.auxiliary import auxiliary_modules
+from penstock.execute.stages.main_gradients import ATTRIBUTE
 from penstock.execute.step import Step
 from penstock.execute.transport.messages import Messenger
 from penstock.execute.transport.protocol import Transport
@@ -76,8 +79,19 @@ class Runner:
         self._compiled: dict[Mode, CompiledProgram] = {}
         self._active: Program | None = None
         self._desk = FailureDesk(transport, self._describe)
-        self._inspection = Inspection(transport, device, assembly, options, self._desk.board.note)
-        self._messenger = Messenger(self._inspection.wires, device, has_variable_shapes=options.variable_shapes)
+        self._observers = observers_for(
+            transport,
+            device,
+            assembly,
+            debug=options.debug,
+            ranges=options.ranges,
+            run_ahead=options.run_ahead,
+            own=options.observers,
+            gradient_attribute=ATTRIBUTE if options.main_gradients else "grad",
+        )
+        self._wires = transport_of_messages(self._observers, transport)
+        self._messenger = Messenger(self._wires, device, has_variable_shapes=options.variable_shapes)
+        self._num_steps = 0
         self._clocks = ClockComparison(transport, device, options.clock)
         has_loss = self._holds_last_stage and loss is not None
         wants = wants_of(assembly.stages, schedule.placement, transport, has_loss=has_loss)
@@ -110,10 +124,10 @@ class Runner:
             batch = self._admit(mode, call, memory)  # 2 split the batch; one exchange, in which all ranks agree
             step = self._make_step(mode, batch)
             del batch  # 3 from here on the step alone holds the data, and all that is made of them
+            of_step = self._observers_of_step(compiled, call, memory)  # 4 what looks at this step alone
             with step:
-                with self._observed(mode, compiled, call, memory) as (bounds, recorder):  # 4 what looks at the step
-                    run_step(compiled, step, self._desk.board.note, bounds)  # 5 the loop
-                result = self._share(compiled, step, recorder)  # 6 every rank gets the losses
+                self._run(compiled, step, of_step)  # 5 the loop
+                result = self._share(step, of_step)  # 6 every rank gets the losses
             self._desk.end()
         self.step_number += mode.is_training
         return self._with_outputs(result, step)
@@ -133,7 +147,7 @@ class Runner:
         if mode not in self._compiled:
             program, rank, options = self._program_of(mode), self._transport.rank, self._options
             settings = StageSettings(self._assembly.skips, self._device, options.seed, options.deadline_s)
-            hooks = self._gradients.hooks(program, self._messenger, self._inspection.wires)
+            hooks = self._gradients.hooks(program, self._messenger, self._wires)
             context = CompileContext(
                 program,
                 rank,
@@ -143,7 +157,11 @@ class Runner:
                 hooks,
                 self._desk.board.row_of,
             )
-            self._compiled[mode] = compile_program(context, self._inspection.changes(program))
+            changes: list[Change] = []
+            if options.overlap is not None:
+                note, first = self._desk.board.note, int(program.offsets[rank])
+                changes.append(overlapping(program, options.overlap, self._device, lambda row: note(row - first)))
+            self._compiled[mode] = compile_program(context, self._observers, changes)
         return self._compiled[mode]
 
     # ---- the parts of a step, in order
@@ -151,7 +169,7 @@ class Runner:
     def _begin(self) -> None:
         if self._desk.has_failed:
             self._recover()
-        self._inspection.begin()
+        self._num_steps += 1
         self._desk.begin()
 
     def _admit(self, mode: Mode, call: Call, memory: MemoryWatch | None) -> Batch:
@@ -186,35 +204,40 @@ class Runner:
             scale=self._scale,
         )
         keeps_outputs = output_rank(self._placement) in batch.wanting_outputs
-        return Step(slices, losses, keeps_outputs, supply=batch.supply, number=self.step_number)
+        return Step(
+            slices,
+            losses,
+            keeps_outputs,
+            supply=batch.supply,
+            number=self.step_number,
+            serial=self._num_steps - 1,
+            is_training=mode.is_training,
+        )
 
-    @contextmanager
-    def _observed(
-        self, mode: Mode, compiled: CompiledProgram, call: Call, memory: MemoryWatch | None
-    ) -> Iterator[tuple[Sequence[Bound], Recorder | None]]:
-        """Give the calls of a step with what is to look at it, and what measures it, if anything does."""
-        program = compiled.program
-        changes = self._inspection.changes_of_step(program)
-        if memory is not None:
-            changes.append(memory.change(program))
-        is_training = mode.is_training
-        with self._inspection.watching(is_training=is_training), self._gradients.accumulating(is_training=is_training):
-            recorder = self._begin_recording(len(compiled.rows)) if call.record else None
-            if recorder is not None:
-                changes.insert(0, recorder.change(compiled.rows.start))
-            yield compiled.bounds_with(changes), recorder
+    def _observers_of_step(self, compiled: CompiledProgram, call: Call, memory: MemoryWatch | None) -> list[Observer]:
+        recording = self._recording(compiled) if call.record else ()
+        return [*recording, *message_log(), *([] if memory is None else [memory])]
 
-    def _share(self, compiled: CompiledProgram, step: Step, recorder: Recorder | None) -> StepResult:
-        if step.keeps_outputs:
-            collect_outputs(self._messenger, step, compiled.program, self._transport.rank)
-        self._desk.board.note(len(compiled.rows))
-        self._messenger.finish()
+    def _recording(self, compiled: CompiledProgram) -> tuple[StepRecording, Recorder]:
+        clock, rank, deadline_s = self._options.clock, self._transport.rank, self._options.deadline_s
+        recorder = recorder_for(self._device, compiled.rows, clock, rank=rank, deadline_s=deadline_s)
+        clocks, output_bytes = self._clocks, self._messenger.output_bytes
+        return StepRecording(self._transport, compiled.program, recorder, clocks, output_bytes), recorder
+
+    def _run(self, compiled: CompiledProgram, step: Step, of_step: Sequence[Observer]) -> None:
+        with observing([*of_step, *self._observers], step):
+            with self._gradients.accumulating(is_training=step.is_training):
+                run_step(compiled, step, self._desk.board.note, compiled.bounds_with(of_step))
+            if step.keeps_outputs:
+                collect_outputs(self._messenger, step, compiled.program, self._transport.rank)
+            self._desk.board.note(len(compiled.rows))
+            self._messenger.finish()
+
+    def _share(self, step: Step, of_step: Sequence[Observer]) -> StepResult:
         result = self._exchange.share(step.losses)
-        if step.supply is not None:
-            result = replace(result, data_times=step.supply.times)
-        if recorder is not None:
-            self.recording = self._gather_recording(compiled.program, recorder, step)
-        return result
+        for recording in (each for each in of_step if isinstance(each, StepRecording)):
+            self.recording = recording.recording
+        return result if step.supply is None else replace(result, data_times=step.supply.times)
 
     def _with_outputs(self, result: StepResult, step: Step) -> StepResult:
         if not step.outputs:
@@ -246,7 +269,8 @@ class Runner:
 
     def _recover(self) -> None:
         self._desk.recover()
-        self._inspection.recover()
+        # Whatever one rank has tried alone: checked messages carry the serial of their step.
+        self._num_steps = max(cast(list[int], self._transport.all_gather_object(self._num_steps)))
         self._messenger.reset()
         self._gate.check_values_again()
 
@@ -255,22 +279,3 @@ class Runner:
             return ""
         first, end = self._active.offsets[rank : rank + 2]
         return str(self._active.instruction(int(first) + row)) if row < end - first else ""
-
-    # ---- measuring
-
-    def _begin_recording(self, num_rows: int) -> Recorder:
-        self._clocks.begin()
-        options = self._options
-        rank, deadline_s = self._transport.rank, options.deadline_s
-        return recorder_for(self._device, num_rows, options.clock, rank=rank, deadline_s=deadline_s)
-
-    def _gather_recording(self, program: Program, recorder: Recorder, step: Step) -> Recording:
-        recorder.finish()
-        return gather_recording(
-            self._transport,
-            program,
-            recorder,
-            self._clocks,
-            output_bytes=self._messenger.output_bytes(),
-            data_waits=() if step.supply is None else step.supply.waits,
-        )

@@ -40,6 +40,9 @@ class Step:
     """Pulls data before their use and drops them after it; None where a batch is there as a whole."""
     number: int = 0
     """Training steps that came before: what layers draw at random depends on it."""
+    serial: int = 0
+    """Counts the steps that were tried, of all modes, from 0; the same on every rank."""
+    is_training: bool = False
 
     saved: list[Any] = field(default_factory=list)
     """Per slot, the `SavedForward` that waits for its backward."""

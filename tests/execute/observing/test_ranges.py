@@ -5,7 +5,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from penstock.execute.calls import Bound
-from penstock.execute.observing.ranges import range_name, ranges
+from penstock.execute.observing.observer import observed
+from penstock.execute.observing.ranges import Ranges, range_name
 from penstock.ir.instruction import Instruction, Op
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
@@ -58,7 +59,7 @@ def test_a_wait_is_told_from_posting_its_receive():
         Bound(first + 1, lambda step: None),
     ]
 
-    named = ranges(program, torch.device("cpu"))(bounds)
+    named = observed([Ranges(torch.device("cpu"))], program, bounds)
     found = names_in_trace(lambda: [bound.call(None) for bound in named])
 
     assert found == [

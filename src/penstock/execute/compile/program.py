@@ -18,6 +18,7 @@ from penstock.execute.compile.compute import (
 from penstock.execute.compile.context import CompileContext, CompileRow
 from penstock.execute.compile.data import rows_that_take_data
 from penstock.execute.compile.messages import compile_receive, compile_send_backward, compile_send_forward
+from penstock.execute.observing.observer import Observer, observed
 from penstock.execute.stages.passes import StagePasses
 from penstock.execute.step import RegisterCounts
 from penstock.ir.operations import Op
@@ -46,20 +47,23 @@ class CompiledProgram:
     passes: Sequence[StagePasses]
     plain: Sequence[Bound]
     """The calls, one or two per row, in order."""
+    observers: Sequence[Observer]
     changes: Sequence[Change]
     bounds: Sequence[Bound]
-    """The calls with the changes, as they run in every step."""
+    """The calls with observers and changes, as they run in every step."""
     counts: RegisterCounts
     data_rows: Mapping[int, int]
     """Per row that takes something of the batch, its microbatch."""
 
-    def bounds_with(self, changes: Sequence[Change]) -> Sequence[Bound]:
-        """Return the calls for one step, with further changes inside of those of every step."""
-        return changed(self.plain, (*changes, *self.changes)) if changes else self.bounds
+    def bounds_with(self, of_step: Sequence[Observer]) -> Sequence[Bound]:
+        """Return the calls for one step, with further observers inside of those of every step."""
+        return _around(self.program, self.plain, [*of_step, *self.observers], self.changes) if of_step else self.bounds
 
 
-def compile_program(context: CompileContext, changes: Sequence[Change] = ()) -> CompiledProgram:
-    """Return the calls of one rank, in the order of its rows."""
+def compile_program(
+    context: CompileContext, observers: Sequence[Observer] = (), changes: Sequence[Change] = ()
+) -> CompiledProgram:
+    """Return the calls of one rank, in the order of its rows; `changes` are made around the observers."""
     program, rows = context.program, context.rows.rows
     bounds = [
         bound for row in rows for bound in _COMPILE.get(Op(int(program.op[row])), compile_collective)(context, row)
@@ -71,8 +75,15 @@ def compile_program(context: CompileContext, changes: Sequence[Change] = ()) -> 
         rows,
         list(context.passes.values()),
         bounds,
+        observers,
         changes,
-        changed(bounds, changes),
+        _around(program, bounds, observers, changes),
         context.rows.counts,
         rows_that_take_data(program, rows, stages),
     )
+
+
+def _around(
+    program: Program, bounds: Sequence[Bound], observers: Sequence[Observer], changes: Sequence[Change]
+) -> list[Bound]:
+    return changed(observed(observers, program, bounds), changes)

@@ -8,21 +8,23 @@ waits for the device; this is for finding out, not for training.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import PipelineError
-from penstock.execute.calls import Bound, Call, Change, around_each
+from penstock.execute.calls import Bound
+from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Step
 from penstock.execute.values.tree import flatten
 from penstock.ir.deps import NONE
-from penstock.ir.operations import RUNS_AUTOGRAD, RUNS_FORWARD, Op
+from penstock.ir.instruction import Instruction
+from penstock.ir.operations import IS_COMPUTE, RUNS_AUTOGRAD, RUNS_FORWARD, Op
 from penstock.ir.program import Program
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -30,59 +32,69 @@ _Place = tuple[int, int, int]
 """Stage, microbatch, slice."""
 
 
-class ValueChecks:
-    """Looks at the values of one rank's stages while `watching`."""
+class ValueChecks(Observer):
+    """Looks at the values of one rank's stages."""
 
     def __init__(self, rank: int, stages: Sequence[Stage], gradient_attribute: str = "grad") -> None:
         self._rank = rank
         self._stages = {stage.index: stage for stage in stages}
         self._gradient_attribute = gradient_attribute
+        self._hooks = ExitStack()
+        self._program: Program | None = None
+        self._backwards: dict[_Place, str] = {}
+        """Of the program that was compiled last."""
         self._here = threading.local()
         """`action`: what runs in this thread, and `backward`: what will run backward through it."""
 
-    def change(self, program: Program) -> Change:
-        """Return the change that looks at what each computation made."""
-        first, end = (int(offset) for offset in program.offsets[self._rank : self._rank + 2])
-        rows = [row for row in range(first, end) if RUNS_AUTOGRAD[program.op[row]]]
-        backwards = {_place(program, row): str(program.instruction(row)) for row in rows}
-        return around_each(lambda bound: self._checking(program, bound, backwards.get(_place(program, bound.row), "")))
+    def begin(self, step: Step) -> None:
+        for handle in (handle for stage in self._stages.values() for handle in self._hooked(stage)):
+            self._hooks.callback(handle.remove)
+        if step.is_training:
+            self._require_finite_gradients("before the step")
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Look at what the layers take and make, meanwhile."""
-        with ExitStack() as stack:
-            for handle in (handle for stage in self._stages.values() for handle in self._hooked(stage)):
-                stack.callback(handle.remove)
-            yield
+    def around(self, program: Program, bound: Bound) -> Around | None:
+        instruction = program.instruction(bound.row)
+        if bound.receive_row is not None or not IS_COMPUTE[instruction.op]:
+            return None
+        place = (instruction.stage, instruction.microbatch, instruction.slice)
+        backward = self._backwards_of(program).get(place, "") if RUNS_FORWARD[instruction.op] else None
+        has_loss = instruction.op is Op.FORWARD and program.placement.next_stage[instruction.stage] == NONE
+        return lambda step: self._checking(step, instruction, backward, has_loss=has_loss)
 
-    def require_finite_gradients(self, when: str) -> None:
-        """Refuse gradients of parameters that are not finite. Raises: PipelineError."""
-        for stage in self._stages.values():
-            self._check_parameters(stage, when)
+    def end(self, step: Step, failed: bool) -> None:
+        self._hooks.close()
+        if step.is_training and not failed:
+            self._require_finite_gradients("after the step")
 
     # ---- computations
 
-    def _checking(self, program: Program, bound: Bound, backward: str) -> Call:
-        if bound.receive_row is not None or not program.is_compute[bound.row]:
-            return bound.call
-        instruction = program.instruction(bound.row)
-        stage, action = self._stages[instruction.stage], str(instruction)
-        place = (instruction.microbatch, instruction.slice)
-        is_forward = bool(RUNS_FORWARD[instruction.op])
-        has_loss = instruction.op is Op.FORWARD and program.placement.next_stage[stage.index] == NONE
+    @contextmanager
+    def _checking(
+        self, step: Step, instruction: Instruction, backward: str | None, *, has_loss: bool
+    ) -> Iterator[None]:
+        action = str(instruction)
+        self._here.action, self._here.backward = action, backward
+        try:
+            yield
+        finally:
+            self._here.action = self._here.backward = None
+        if has_loss:
+            self._check_loss(step, (instruction.microbatch, instruction.slice), action)
+        if not RUNS_FORWARD[instruction.op]:
+            self._check_parameters(self._stages[instruction.stage], action)
 
-        def checked(step: Step) -> None:
-            self._here.action, self._here.backward = action, backward if is_forward else None
-            try:
-                bound.call(step)
-            finally:
-                self._here.action = self._here.backward = None
-            if has_loss:
-                self._check_loss(step, place, action)
-            if not is_forward:
-                self._check_parameters(stage, action)
+    def _backwards_of(self, program: Program) -> dict[_Place, str]:
+        """Name, per place, what runs autograd's backward through the graph of a forward there."""
+        if program is not self._program:
+            first, end = (int(offset) for offset in program.offsets[self._rank : self._rank + 2])
+            found = (program.instruction(row) for row in range(first, end) if RUNS_AUTOGRAD[program.op[row]])
+            self._program = program
+            self._backwards = {(each.stage, each.microbatch, each.slice): str(each) for each in found}
+        return self._backwards
 
-        return checked
+    def _require_finite_gradients(self, when: str) -> None:
+        for stage in self._stages.values():
+            self._check_parameters(stage, when)
 
     def _check_loss(self, step: Step, place: tuple[int, int], action: str) -> None:
         loss = step.losses.computed.get(place)
@@ -100,35 +112,33 @@ class ValueChecks:
     def _hooked(self, stage: Stage) -> Iterator[Any]:
         first = next(iter(stage.layers))
         for name, layer in stage.layers.items():
-            look = partial(self._look_at_inputs, name, is_first=name == first)
-            yield layer.register_forward_pre_hook(lambda _, args, look=look: look(args))
+            yield layer.register_forward_pre_hook(partial(self.attempt, self._look_at_inputs, name, name == first))
             for own, module in layer.named_modules():
                 full = f"{name}.{own}" if own else name
-                yield module.register_forward_hook(
-                    lambda _, args, output, full=full: self._look_at_output(full, output)
-                )
+                yield module.register_forward_hook(partial(self.attempt, self._look_at_output, full))
 
-    def _look_at_inputs(self, name: str, args: Any, *, is_first: bool) -> None:
+    def _look_at_inputs(self, name: str, is_first: bool, module: nn.Module, inputs: Any) -> None:
         action = self._action()
         if action is None:
             return
         backward = self._here.backward
-        for tensor in _tensors(args):
+        for tensor in _tensors(inputs):
             if is_first:
                 self._check(tensor, action, f"an input of layer {name!r}, the stage's first,")
             if backward and tensor.requires_grad and torch.is_grad_enabled():
                 # A view of what was changed in place since has an outdated graph until its `grad_fn` is read;
                 # register_hook of torch 2.13 does not read it, and ends the process.
                 _ = tensor.grad_fn
-                tensor.register_hook(self._gradient_hook(backward, name))  # type: ignore[no-untyped-call]
+                look = partial(self.attempt, self._look_at_gradient, backward, name)
+                tensor.register_hook(look)  # type: ignore[no-untyped-call]
 
-    def _gradient_hook(self, backward: str, name: str) -> Callable[[Tensor], None]:
-        return lambda gradient: self._check(gradient, backward, f"the gradient that layer {name!r} gives its input")
+    def _look_at_gradient(self, action: str, name: str, gradient: Tensor) -> None:
+        self._check(gradient, action, f"the gradient that layer {name!r} gives its input")
 
-    def _look_at_output(self, name: str, output: Any) -> None:
+    def _look_at_output(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
         action = self._action()
         if action is not None:
-            for tensor in _tensors(output):
+            for tensor in _tensors(outputs):
                 self._check(tensor, action, f"the output of layer {name!r}")
 
     def _action(self) -> str | None:
@@ -176,10 +186,6 @@ def _stored_values(tensor: Tensor) -> Tensor:
     if tensor.layout in _COMPRESSED:
         return tensor.values()
     return tensor.float() if tensor.element_size() == 1 else tensor
-
-
-def _place(program: Program, row: int) -> _Place:
-    return int(program.stage[row]), int(program.microbatch[row]), int(program.slice[row])
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PipelineError
+from penstock.execute.observing.log import log_norms
+from penstock.execute.observing.observer import Observer
+from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.tied import TiedCopy, dense_gradient
+from penstock.execute.step import Step
 from penstock.execute.transport.protocol import Transport
 
 Read = Callable[[nn.Parameter], Tensor]
@@ -24,6 +28,33 @@ def value_of(parameter: nn.Parameter) -> Tensor:
 def gradient_of(attribute: str) -> Read:
     """Return what reads the gradient that has been accumulated in an attribute of a parameter; zeros where none has."""
     return lambda parameter: dense_gradient(parameter, attribute).detach()
+
+
+class CopyChecks(Observer):
+    """Compares the copies of parameters before each step and of gradients after it, whose norms it logs."""
+
+    needs_all_ranks = True
+
+    def __init__(self, transport: Transport, assembly: Assembly, gradient_attribute: str) -> None:
+        self._transport = transport
+        self._assembly = assembly
+        self._gradient_attribute = gradient_attribute
+
+    def begin(self, step: Step) -> None:
+        require_equal_copies(self._transport, self._assembly.tied_copies, "parameter", value_of)
+
+    def end(self, step: Step, failed: bool) -> None:
+        if failed or not step.is_training:
+            return
+        gradient = gradient_of(self._gradient_attribute)
+        require_equal_copies(self._transport, self._assembly.tied_copies, "the gradient of", gradient)
+        log_norms(
+            self._transport,
+            step.serial,
+            self._assembly.named_parameters(),
+            copied=self._assembly.copied_names,
+            gradient_attribute=self._gradient_attribute,
+        )
 
 
 def require_equal_copies(transport: Transport, copies: Mapping[int, TiedCopy], what: str, read: Read) -> None:

@@ -1,6 +1,6 @@
 """`LayerSizes`: the bytes that each layer of a rank makes and keeps of one microbatch, measured as a step runs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.execute.observing.ledger import storages
+from penstock.execute.observing.saved_tensors import StorageCounter, storages
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.stages.main_gradients import ATTRIBUTE
 from penstock.execute.stages.stage import Stage
@@ -49,13 +49,13 @@ class LayerSizes:
         """By layer, the bytes that the forward now running has saved."""
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Note which layer runs, and the sizes of its inputs and outputs."""
+    def watching(self, attempt: Callable[..., object]) -> Iterator[None]:
+        """Note which layer runs, and the sizes of its inputs and outputs; `attempt` keeps errors from the layers."""
         with ExitStack() as stack:
             for layer, module in self._layers.items():
                 for handle in (
-                    module.register_forward_pre_hook(partial(self._begin, layer)),
-                    module.register_forward_hook(partial(self._end, layer)),
+                    module.register_forward_pre_hook(partial(attempt, self._begin, layer)),
+                    module.register_forward_hook(partial(attempt, self._end, layer)),
                 ):
                     stack.callback(handle.remove)
             yield
@@ -79,12 +79,10 @@ class LayerSizes:
     def note_contexts(self, deferred: DeferredWeights) -> None:
         """Measure what the first part of a backward has left for the gradients of weights."""
         held: dict[int, int] = {}
-        seen = set(self._given)
+        counter = StorageCounter(self._given)
         for product in deferred.products:
             layer = self._layer_of[id(product.parameters[0])]
-            new = {address: size for address, size in storages(product.kept).items() if address not in seen}
-            seen.update(new)
-            held[layer] = held.get(layer, 0) + sum(new.values())
+            held[layer] = held.get(layer, 0) + counter.add(product.kept)
         for layer, num_bytes in held.items():
             self._grow(layer, CONTEXT, num_bytes)
 
@@ -95,8 +93,8 @@ class LayerSizes:
             state = [] if optimizer is None else [optimizer.state.get(parameter, {}) for parameter in parameters]
             self._found[layer] |= {
                 PARAMETER: sum(local_part(parameter).nbytes for parameter in parameters),
-                GRADIENT: sum(storages([gradients_of(parameter) for parameter in parameters]).values()),
-                OPTIMIZER: sum(storages(state).values()),
+                GRADIENT: StorageCounter().add([gradients_of(parameter) for parameter in parameters]),
+                OPTIMIZER: StorageCounter().add(state),
             }
         return {str(layer): found for layer, found in self._found.items()}
 

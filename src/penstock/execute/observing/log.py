@@ -5,13 +5,16 @@ are wanted; if not, nothing is asked for any of them.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 from torch import Tensor, nn
 
 from penstock.errors import count_of
-from penstock.execute.calls import Bound, Call, Change, around_each
+from penstock.execute.calls import Bound
+from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.step import Step
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.action import Kind
@@ -35,11 +38,28 @@ def log_plan(schedule: Schedule, rank: int) -> None:
         LOG.debug("rank %d: %d actions in warm-up, %d steady, %d in cool-down", rank, warm_up, steady, cool_down)
 
 
-def message_log(program: Program, step: int) -> list[Change]:
-    """Return the changes that log every message of a step; none where nobody listens."""
-    if not LOG.isEnabledFor(logging.DEBUG):
-        return []
-    return [around_each(lambda bound: _logging(program, bound, step))]
+class MessageLog(Observer):
+    """Logs every message of a step at DEBUG."""
+
+    def around(self, program: Program, bound: Bound) -> Around | None:
+        row = bound.row if bound.receive_row is None else bound.receive_row
+        instruction = program.instruction(row)
+        if not (instruction.op.is_send or instruction.op.is_receive):
+            return None
+        rank, peer = int(program.rank_of_row[row]), program.placement.rank_of_stage[instruction.peer]
+        ends = f"to rank {peer}" if instruction.op.is_send else f"from rank {peer}"
+        what = f"{instruction} {'arrived' if bound.receive_row is not None else 'posted'}, {ends}"
+        return partial(self._logging, rank, what)
+
+    @contextmanager
+    def _logging(self, rank: int, what: str, step: Step) -> Iterator[None]:
+        yield
+        LOG.debug("rank %d, step %d: %s", rank, step.serial, what)
+
+
+def message_log() -> list[Observer]:
+    """Return what logs the messages of a step; nothing where nobody listens."""
+    return [MessageLog()] if LOG.isEnabledFor(logging.DEBUG) else []
 
 
 def log_norms(
@@ -70,19 +90,3 @@ def log_norms(
 
 def _square(tensor: Tensor | None) -> float:
     return 0.0 if tensor is None else float(tensor.double().square().sum())
-
-
-def _logging(program: Program, bound: Bound, step: int) -> Call:
-    row = bound.row if bound.receive_row is None else bound.receive_row
-    op, call = program.instruction(row).op, bound.call
-    if not (op.is_send or op.is_receive):
-        return call
-    rank, peer = int(program.rank_of_row[row]), program.placement.rank_of_stage[int(program.peer[row])]
-    ends = f"to rank {peer}" if op.is_send else f"from rank {peer}"
-    what = f"{program.instruction(row)} {'arrived' if bound.receive_row is not None else 'posted'}, {ends}"
-
-    def logged(running: Step) -> None:
-        call(running)
-        LOG.debug("rank %d, step %d: %s", rank, step, what)
-
-    return logged

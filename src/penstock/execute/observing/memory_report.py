@@ -5,24 +5,27 @@ messages, unsent messages. It is looked at between instructions. What an instruc
 not seen here; on a CUDA device, torch's own counters beside these figures have it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-from penstock.execute.calls import Bound, Call, Change, around_each
+from penstock.errors import PipelineError
+from penstock.execute.calls import Bound
 from penstock.execute.losses.results import StepResult
 from penstock.execute.observing.layer_sizes import LayerBytes, LayerSizes, gather_sizes, gradients_of
-from penstock.execute.observing.ledger import Ledger, storages
+from penstock.execute.observing.observer import Around, Observer
+from penstock.execute.observing.saved_tensors import SavedTensorTracker, StorageCounter
 from penstock.execute.stages.recompute import Checkpoint
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Step
 from penstock.execute.transport.protocol import Transport
-from penstock.ir.operations import RUNS_AUTOGRAD, RUNS_FORWARD
+from penstock.ir.operations import IS_BACKWARD, RUNS_AUTOGRAD, RUNS_FORWARD
 from penstock.ir.program import Program
 
 
@@ -135,43 +138,36 @@ def _stage_memory(stage: int, sample: _Sample) -> StageMemory:
     )
 
 
-@dataclass(slots=True, eq=False)
-class MemoryWatch:
-    """Looks at one rank's memory during one step."""
+class MemoryWatch(Observer):
+    """Looks at one rank's memory during one step, between its calls."""
 
-    stages: Sequence[Stage]
-    device: torch.device
-    optimizer: Optimizer | None = None
-    peak_activations: int = 0
-    points: dict[Moment, MemoryPoint] = field(default_factory=dict)
-    _peak: _Sample = _NO_SAMPLE
-    sizes: LayerSizes = field(init=False)
-    _ledger: Ledger = field(init=False)
-    _stage_of_slot: dict[int, int] = field(default_factory=dict)
+    def __init__(self, stages: Sequence[Stage], device: torch.device, optimizer: Optimizer | None = None) -> None:
+        self.stages = stages
+        self.device = device
+        self.optimizer = optimizer
+        self.peak_activations = 0
+        self.points: dict[Moment, MemoryPoint] = {}
+        self.sizes = LayerSizes(stages)
+        parameters = (parameter for stage in stages for _, parameter in stage.named_parameters())
+        self._tracker = SavedTensorTracker(parameters, self.sizes.note_saved)
+        self._peak = _NO_SAMPLE
+        self._stage_of_slot: dict[int, int] = {}
 
-    def __post_init__(self) -> None:
-        self.sizes = LayerSizes(self.stages)
-        parameters = (parameter for stage in self.stages for _, parameter in stage.named_parameters())
-        self._ledger = Ledger(parameters, self.sizes.note_saved)
+    def begin(self, step: Step) -> None:
+        self._look(step, Moment.BEGIN)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
 
-    def change(self, program: Program) -> Change:
-        """Return the change that looks at the memory before the first call and after each."""
+    def around(self, program: Program, bound: Bound) -> Around:
+        instruction, is_wait = program.instruction(bound.row), bound.receive_row is not None
+        if RUNS_FORWARD[instruction.op] and not is_wait:
+            return partial(self._watching_forward, instruction.stage, instruction.slot)
+        slot = instruction.slot if RUNS_AUTOGRAD[instruction.op] and not is_wait else None
+        return partial(self._watching_call, slot, bool(IS_BACKWARD[instruction.op]))
 
-        def watched(bounds: Sequence[Bound]) -> list[Bound]:
-            first = bounds[0].row if bounds else 0
-            first_backward = next((bound.row for bound in bounds if program.is_backward[bound.row]), None)
-            last = bounds[-1] if bounds else None
-            moments = {first: Moment.BEGIN}
-            if first_backward is not None:
-                moments[first_backward] = Moment.AFTER_WARM_UP
-
-            def wrap(bound: Bound) -> Call:
-                before, after = moments.pop(bound.row, None), Moment.END if bound is last else None
-                return self._watched(program, bound, before=before, after=after)
-
-            return around_each(wrap)(bounds)
-
-        return watched
+    def end(self, step: Step, failed: bool) -> None:
+        if not failed:
+            self._look(step, Moment.END)
 
     def memory(self, rank: int) -> RankMemory:
         """Return what was seen in a step that is over."""
@@ -188,46 +184,41 @@ class MemoryWatch:
             tuple(points[moment] for moment in Moment if moment in points),
         )
 
-    def _watched(self, program: Program, bound: Bound, *, before: Moment | None, after: Moment | None) -> Call:
-        stage, slot, call = int(program.stage[bound.row]), int(program.slot[bound.row]), bound.call
-        op, is_wait = program.op[bound.row], bound.receive_row is not None
-        is_forward, runs_backward = not is_wait and bool(RUNS_FORWARD[op]), not is_wait and bool(RUNS_AUTOGRAD[op])
+    @contextmanager
+    def _watching_forward(self, stage: int, slot: int, step: Step) -> Iterator[None]:
+        self._stage_of_slot[slot] = stage
+        self.sizes.begin_forward()
+        with self._tracker.of_stage(stage, self.attempt), self.sizes.watching(self.attempt):
+            yield
+        self._look(step)
 
-        def watched(step: Step) -> None:
-            if before is not None:
-                self._look(step, before)
-            if is_forward:
-                self._stage_of_slot[slot] = stage
-                self.sizes.begin_forward()
-                with self._ledger.of_stage(stage), self.sizes.watching():
-                    call(step)
-            else:
-                call(step)
-            saved = step.saved[slot] if runs_backward else None
-            if saved is not None and saved.deferred is not None:
-                self.sizes.note_contexts(saved.deferred)
-            self._look(step, after)
+    @contextmanager
+    def _watching_call(self, slot: int | None, is_backward: bool, step: Step) -> Iterator[None]:
+        """Of what runs autograd, `slot` is where the forward's activations are."""
+        if is_backward and Moment.AFTER_WARM_UP not in self.points:
+            self._look(step, Moment.AFTER_WARM_UP)
+        yield
+        saved = None if slot is None else step.saved[slot]
+        if saved is not None and saved.deferred is not None:
+            self.sizes.note_contexts(saved.deferred)
+        self._look(step)
 
-        return watched
-
-    def _look(self, step: Step, moment: Moment | None) -> None:
+    def _look(self, step: Step, moment: Moment | None = None) -> None:
         sample = self._sample(step)
         self.peak_activations = max(self.peak_activations, sum(sample.num_activations.values()))
         if sample.counted_bytes > self._peak.counted_bytes:
             self._peak = sample
-        if moment is Moment.BEGIN and self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
         if moment is not None:
             self.points[moment] = MemoryPoint(moment, sample.counted_bytes, *_on_device(self.device))
 
     def _sample(self, step: Step) -> _Sample:
-        counter = _Counter()
-        parameters = {stage.index: counter.add(p for _, p in stage.named_parameters()) for stage in self.stages}
+        counter = StorageCounter()
+        parameters = {stage.index: counter.add([p for _, p in stage.named_parameters()]) for stage in self.stages}
         gradients = {
-            stage.index: counter.add(gradient for _, p in stage.named_parameters() for gradient in gradients_of(p))
+            stage.index: counter.add([gradients_of(parameter) for _, parameter in stage.named_parameters()])
             for stage in self.stages
         }
-        kept = {stage.index: counter.add_storages(self._ledger.held(stage.index)) for stage in self.stages}
+        kept = {stage.index: counter.add_storages(self._tracker.held(stage.index)) for stage in self.stages}
         num_activations = dict.fromkeys(kept, 0)
         contexts = dict.fromkeys(kept, 0)
         for slot, saved in enumerate(step.saved):
@@ -235,43 +226,33 @@ class MemoryWatch:
                 continue
             stage = self._stage_of_slot[slot]
             if isinstance(saved, Checkpoint):
-                kept[stage] += counter.add_storages(storages([saved.arguments, saved.keywords]))
+                kept[stage] += counter.add([saved.arguments, saved.keywords])
                 continue
             num_activations[stage] += 1
             kept[stage] += counter.add(saved.inputs)
             is_context = not saved.edges  # the first part of its backward has run
             column = contexts if is_context else kept
             column[stage] += counter.add(() if saved.deferred is None else saved.deferred.kept)
-        received = counter.add(
-            tensor for incoming in step.received if incoming is not None for tensor in incoming.tensors
-        )
-        received += counter.add_storages(storages(step.inputs))
-        unsent = counter.add_storages(storages([step.outgoing, list(step.local.values())]))
+        received = counter.add([incoming.tensors for incoming in step.received if incoming is not None])
+        received += counter.add(step.inputs)
+        unsent = counter.add([step.outgoing, list(step.local.values())])
         return _Sample(num_activations, parameters, gradients, kept, contexts, received, unsent)
-
-
-class _Counter:
-    """Adds up storages, each once."""
-
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
-
-    def add(self, tensors: Iterable[Tensor]) -> int:
-        return self.add_storages(storages(list(tensors)))
-
-    def add_storages(self, bytes_at: Mapping[int, int]) -> int:
-        """Return the bytes of storages, by address, that had not been seen."""
-        new = {address: num_bytes for address, num_bytes in bytes_at.items() if address not in self._seen}
-        self._seen.update(new)
-        return sum(new.values())
 
 
 def gather_memory(
     transport: Transport, watch: MemoryWatch, result: StepResult, predict: Callable[[LayerBytes], tuple[int, ...]]
 ) -> MemoryReport:
-    """Give every rank what all ranks saw, and what is predicted of it; a collective."""
-    own = watch.memory(transport.rank)
-    everyone = cast(list[dict[str, Any]], transport.all_gather_object(asdict(own)))
+    """Give every rank what all ranks saw, and what is predicted of it; a collective.
+
+    Raises:
+        PipelineError: on every rank, if the memory of any could not be measured.
+    """
+    own = asdict(watch.memory(transport.rank)) if watch.failure is None else {}
+    everyone = cast(list[dict[str, Any]], transport.all_gather_object(own))
+    for rank, row in enumerate(everyone):
+        if not row:
+            text = "the step ran, but its memory was not measured on this rank; its log (logger penstock) says why"
+            raise PipelineError(f"rank {rank}: {text}", rank=rank)
     ranks = tuple(
         RankMemory(
             **{
@@ -287,7 +268,7 @@ def gather_memory(
 
 
 def _optimizer_bytes(optimizer: Optimizer) -> int:
-    return _Counter().add_storages(storages(list(optimizer.state.values())))
+    return StorageCounter().add(list(optimizer.state.values()))
 
 
 def _on_device(device: torch.device) -> tuple[int | None, int | None]:

@@ -1,13 +1,15 @@
 """Names every instruction in a profiler's trace: a range of torch.profiler, and of NVTX on a CUDA device."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch.cuda import nvtx
 from torch.profiler import record_function
 
-from penstock.execute.calls import Bound, Call, Change, around_each
+from penstock.execute.calls import Bound
+from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.step import Step
 from penstock.ir.instruction import Instruction
 from penstock.ir.operations import OPERATIONS
@@ -25,25 +27,22 @@ def range_name(instruction: Instruction) -> str:
     return f"{name} slice {instruction.slice}" if instruction.slice else name
 
 
-def ranges(program: Program, device: torch.device) -> Change:
-    """Return the change that runs every call in a range; a wait for a message is told from posting its receive."""
-    opens: list[Open] = [record_function]
-    if device.type == "cuda":
-        opens.append(nvtx.range)
-    return around_each(lambda bound: _in_ranges(_name(program, bound), bound.call, opens))
+class Ranges(Observer):
+    """Runs every call in a range; a wait for a message is told from posting its receive."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._opens: list[Open] = [record_function]
+        if device.type == "cuda":
+            self._opens.append(nvtx.range)
 
-def _name(program: Program, bound: Bound) -> str:
-    if bound.receive_row is None:
-        return range_name(program.instruction(bound.row))
-    return f"Wait: {range_name(program.instruction(bound.receive_row))}"
+    def around(self, program: Program, bound: Bound) -> Around:
+        if bound.receive_row is None:
+            return partial(self._in_ranges, range_name(program.instruction(bound.row)))
+        return partial(self._in_ranges, f"Wait: {range_name(program.instruction(bound.receive_row))}")
 
-
-def _in_ranges(name: str, call: Call, opens: list[Open]) -> Call:
-    def call_in_ranges(step: Step) -> None:
+    @contextmanager
+    def _in_ranges(self, name: str, step: Step) -> Iterator[None]:
         with ExitStack() as stack:
-            for open_range in opens:
+            for open_range in self._opens:
                 stack.enter_context(open_range(name))
-            call(step)
-
-    return call_in_ranges
+            yield

@@ -5,7 +5,8 @@ import torch
 
 from penstock.errors import ConfigError, DeadlineExceeded
 from penstock.execute.calls import Bound
-from penstock.execute.throttle import Throttle, throttle_for
+from penstock.execute.observing.observer import observed
+from penstock.execute.observing.run_ahead import Throttle, throttle_for
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
@@ -50,7 +51,7 @@ class Place:
 def throttled(device, limit, program, **options):
     throttle = Throttle(limit, device.marker, read_clock=lambda: device.now_s, pause=device.pause, **options)
     bounds = [Bound(row, device.compute) for row in range(int(program.offsets[1]))]
-    return throttle, throttle.change(program)(bounds)
+    return throttle, observed([throttle], program, bounds)
 
 
 def program_of(microbatches=6):
@@ -92,7 +93,7 @@ def test_what_a_failed_step_left_pending_is_forgotten():
     throttle, bounds = throttled(device, 1, program)
     bounds[0].call(None)
 
-    throttle.clear()
+    throttle.begin(None)
     bounds[1].call(None)
 
     assert device.now_s == 0.0

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import DeadlineExceeded
-from penstock.execute.markers import await_marker
+from penstock.execute.observing.device_events import await_marker
 
 
 class MarkerStandIn:

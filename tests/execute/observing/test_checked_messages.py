@@ -1,13 +1,14 @@
 """Every message says what it is, and one that is not what its receiver expects is refused with both descriptions."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from penstock.errors import PipelineError
-from penstock.execute.observing.checked_wires import CheckedWires
+from penstock.execute.observing.checked_messages import CheckedMessages
 from penstock.execute.transport.protocol import Ticket
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
@@ -131,8 +132,8 @@ def test_a_swapped_order_is_told_with_both_actions_and_their_indices():
         pipeline = Pipeline(task.make_layers(), "gpipe", 4, task.loss, transport=wires, debug="messages")
         step_task(pipeline, task)
         if wires.rank == 0:
-            checked = pipeline._runner._inspection.wires
-            checked._wires = Swapping(checked._wires, 3)
+            checked = pipeline._runner._wires
+            checked._transport = Swapping(checked._transport, 3)
         step_task(pipeline, task)
 
     error = error_of(on_ranks, 2, case)
@@ -149,7 +150,7 @@ def between(first, second):
     """Return what happens on two ranks whose wires are checked."""
 
     def case(wires):
-        return (first, second)[wires.rank](CheckedWires(wires, CPU))
+        return (first, second)[wires.rank](CheckedMessages(wires, CPU))
 
     return on_ranks(2, case)
 
@@ -182,7 +183,7 @@ def test_a_message_of_another_size_is_refused_before_it_is_taken():
 
 def test_a_message_of_another_step_is_refused():
     def second(wires):
-        wires.begin(1)
+        wires.begin(SimpleNamespace(serial=1))
         receive(wires, torch.zeros(3))
 
     error = error_of(between, lambda wires: send(wires, values(0, 3)), second)

@@ -9,17 +9,21 @@ there is nothing to bound.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 
-from penstock.execute.calls import Bound, Call, Change, around_each
-from penstock.execute.markers import Marker, await_marker
+from penstock.execute.calls import Bound
+from penstock.execute.observing.device_events import Marker, await_marker
+from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.step import Step
+from penstock.ir.operations import IS_COMPUTE
 from penstock.ir.program import Program
 
 
-class Throttle:
+class Throttle(Observer):
     """Lets at most `limit` computations of one rank be queued and not ended."""
 
     def __init__(
@@ -34,38 +38,24 @@ class Throttle:
     ) -> None:
         self._limit = limit
         self._make_marker = make_marker
-        self._rank = rank
-        self._deadline_s = deadline_s
-        self._read_clock = read_clock
-        self._pause = pause
+        self._await = partial(await_marker, rank=rank, deadline_s=deadline_s, read_clock=read_clock, pause=pause)
         self._pending: deque[Marker] = deque()
 
-    def change(self, program: Program) -> Change:
-        """Return the change that holds back the computations of a program, and lets everything else pass."""
-        return around_each(
-            lambda bound: self._held_back(bound.call) if _computes(program, bound) else bound.call,
-        )
+    def begin(self, step: Step) -> None:
+        self._pending.clear()  # of an earlier step that failed
 
-    def clear(self) -> None:
-        """Forget what is pending, as after a failure."""
-        self._pending.clear()
+    def around(self, program: Program, bound: Bound) -> Around | None:
+        computes = bound.receive_row is None and IS_COMPUTE[program.op[bound.row]]
+        return self._holding_back if computes else None
 
-    def _held_back(self, call: Call) -> Call:
-        def throttled(step: Step) -> None:
-            while len(self._pending) >= self._limit:
-                await_marker(
-                    self._pending.popleft(),
-                    rank=self._rank,
-                    deadline_s=self._deadline_s,
-                    read_clock=self._read_clock,
-                    pause=self._pause,
-                )
-            call(step)
-            marker = self._make_marker()
-            marker.record()
-            self._pending.append(marker)
-
-        return throttled
+    @contextmanager
+    def _holding_back(self, step: Step) -> Iterator[None]:
+        while len(self._pending) >= self._limit:
+            self._await(self._pending.popleft())
+        yield
+        marker = self._make_marker()
+        marker.record()
+        self._pending.append(marker)
 
 
 def throttle_for(device: torch.device, limit: int | None, *, rank: int, deadline_s: float) -> Throttle | None:
@@ -73,7 +63,3 @@ def throttle_for(device: torch.device, limit: int | None, *, rank: int, deadline
     if limit is None or device.type != "cuda":
         return None
     return Throttle(limit, torch.cuda.Event, rank=rank, deadline_s=deadline_s)
-
-
-def _computes(program: Program, bound: Bound) -> bool:
-    return bound.receive_row is None and bool(program.is_compute[bound.row])

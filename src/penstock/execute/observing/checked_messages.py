@@ -1,28 +1,34 @@
-"""`CheckedWires`: a transport that says with every message what it is, and refuses one that is not what is expected.
+"""`CheckedMessages`: a transport that says with every message what it is, and refuses one that is not what is expected.
 
     sender    [step, instruction, what, numel]  values        what: the operation with its stage, microbatch and slice
     receiver  compares with what its own program takes next, and only then takes the values
 
-That sends and receives match in order is proved before a step; this is for finding out whether wires, or a program that
-was changed by hand, keep to it. A receive is posted once its header has come, so that a message of another size can do
-no harm; that costs the time which receives posted ahead would save.
+That sends and receives match in order is proved before a step. This is for finding out whether a transport, or a
+program that was changed by hand, keeps to it. A receive is posted once its header has come, so that a message of
+another size can do no harm; that costs the time which receives posted ahead would save.
 
 [1] An instruction may send several tensors, or none. They are its parts, counted from 0; for none, a header goes alone.
 [2] A receive is announced by its instruction, and taken when its values are needed, which may be in another order.
 """
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
-from penstock.execute.calls import Bound, Call, Change, around_each
+from penstock.execute.calls import Bound
+from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.step import Step
 from penstock.execute.transport.protocol import Ticket, Transport, WaitObserver
 from penstock.ir.deps import predecessors
 from penstock.ir.instruction import Instruction, Op
+from penstock.ir.operations import IS_RECEIVE
 from penstock.ir.program import Program
 
 _NO_OP = -1
@@ -107,14 +113,16 @@ class _Channel:
         return self.current
 
 
-class CheckedWires:
-    """A transport around another one, for the messages of a step; both ends use it, or neither."""
+class CheckedMessages(Observer):
+    """A transport around another one, for the messages of a step, which observes what instruction each belongs to."""
 
-    def __init__(self, wires: Transport, device: torch.device) -> None:
-        self.rank = wires.rank
-        self.num_ranks = wires.num_ranks
-        self.deadline_s = wires.deadline_s
-        self._wires = wires
+    needs_all_ranks = True  # both ends send and expect headers, or neither
+
+    def __init__(self, transport: Transport, device: torch.device) -> None:
+        self.rank = transport.rank
+        self.num_ranks = transport.num_ranks
+        self.deadline_s = transport.deadline_s
+        self._transport = transport
         self._device = device
         self._step = 0
         self._sending = _What()
@@ -123,22 +131,32 @@ class CheckedWires:
         self._num_posted = 0
         self._sends: dict[int, list[Ticket]] = {}
         self._channels: dict[int, _Channel] = {}
+        self._program: Program | None = None
+        self._senders: dict[int, int] = {}
+        """Of the program that was compiled last."""
         self._forget()
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: Step) -> None:
         """Begin a step, with nothing under way from before."""
-        self._step = step
+        self._step = step.serial
         self._forget()
 
-    def change(self, program: Program) -> Change:
-        """Return the change that says with the messages of each instruction which one they belong to."""
-        messages = _Messages.of(program)
-        return around_each(lambda bound: self._telling(messages, bound))
+    def around(self, program: Program, bound: Bound) -> Around | None:
+        op = Op(int(program.op[bound.row]))
+        receive = bound.row if op.is_receive else bound.receive_row
+        if receive is not None:
+            send = self._senders_of(program)[receive]
+            context = self._arriving if bound.receive_row is not None else self._announcing
+            return partial(context, int(program.rank_of_row[send]), _what(program, send))
+        if op.is_send:
+            receiver = program.placement.rank_of_stage[int(program.peer[bound.row])]
+            return partial(self._sending_to, receiver, _what(program, bound.row))
+        return partial(self._reducing, _what(program, bound.row)) if op is Op.REDUCE_TIED else None
 
     # ---- the messages of a step
 
     def post_send(self, peer: int, tensor: Tensor) -> Ticket:
-        return self._leaving(peer, self._post_header(peer, tensor.numel()), self._wires.post_send(peer, tensor))
+        return self._leaving(peer, self._post_header(peer, tensor.numel()), self._transport.post_send(peer, tensor))
 
     def post_receive(self, peer: int, tensor: Tensor) -> Ticket:
         ticket = self._ticket(peer, is_send=False)
@@ -148,7 +166,7 @@ class CheckedWires:
     def wait(self, ticket: Ticket) -> None:
         if ticket.is_send:
             for each in self._sends.pop(ticket.serial, ()):
-                self._wires.wait(each)
+                self._transport.wait(each)
             return
         awaited = self._channels[ticket.peer].awaited
         while awaited and awaited[0].serial <= ticket.serial:  # a channel delivers in order
@@ -157,75 +175,66 @@ class CheckedWires:
     # ---- what passes through
 
     def watch(self, observer: WaitObserver) -> None:
-        self._wires.watch(observer)
+        self._transport.watch(observer)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        self._wires.all_reduce(tensor)
+        self._transport.all_reduce(tensor)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        self._wires.broadcast(tensor, root)
+        self._transport.broadcast(tensor, root)
 
     def all_gather_object(self, value: object) -> list[object]:
-        return self._wires.all_gather_object(value)
+        return self._transport.all_gather_object(value)
 
     def abort(self) -> None:
-        self._wires.abort()
+        self._transport.abort()
 
     def recover(self) -> None:
         self._forget()
-        self._wires.recover()
+        self._transport.recover()
 
     def close(self) -> None:
-        self._wires.close()
+        self._transport.close()
 
     # ---- which instruction a message belongs to
 
-    def _telling(self, messages: "_Messages", bound: Bound) -> Call:
-        op = Op(int(messages.program.op[bound.row]))
-        if bound.receive_row is not None:
-            return self._telling_arrival(*messages.sender(bound.receive_row), bound.call)
-        if op.is_receive:
-            return self._telling_receive(*messages.sender(bound.row), bound.call)
-        if op.is_send:
-            return self._telling_send(messages.receiver(bound.row), messages.what(bound.row), bound.call)
-        return self._telling_reduction(messages.what(bound.row), bound.call) if op is Op.REDUCE_TIED else bound.call
+    @contextmanager
+    def _sending_to(self, peer: int, what: _What, step: Step) -> Iterator[None]:
+        self._sending, self._part = what, 0
+        yield
+        if self._part == 0:  # [1]
+            self._leaving(peer, self._post_header(peer, _NOTHING))
+        self._sending = _What()
 
-    def _telling_send(self, peer: int, what: _What, call: Call) -> Call:
-        def send(step: Step) -> None:
-            self._sending, self._part = what, 0
-            call(step)
-            if self._part == 0:  # [1]
-                self._leaving(peer, self._post_header(peer, _NOTHING))
-            self._sending = _What()
+    @contextmanager
+    def _announcing(self, peer: int, what: _What, step: Step) -> Iterator[None]:
+        self._channels[peer].announced.append(what)
+        self._receiving = None
+        yield
+        self._receiving = _What()
 
-        return send
+    @contextmanager
+    def _arriving(self, peer: int, what: _What, step: Step) -> Iterator[None]:
+        self._receiving = None
+        yield
+        self._receiving = _What()
+        while what in self._channels[peer].announced:  # [1] nothing was taken of it
+            self._take_next(peer)
 
-    def _telling_receive(self, peer: int, what: _What, call: Call) -> Call:
-        def receive(step: Step) -> None:
-            self._channels[peer].announced.append(what)
-            self._receiving = None
-            call(step)
-            self._receiving = _What()
+    @contextmanager
+    def _reducing(self, what: _What, step: Step) -> Iterator[None]:
+        self._sending = self._receiving = what
+        yield
+        self._sending = self._receiving = _What()
 
-        return receive
-
-    def _telling_arrival(self, peer: int, what: _What, call: Call) -> Call:
-        def arrive(step: Step) -> None:
-            self._receiving = None
-            call(step)
-            self._receiving = _What()
-            while what in self._channels[peer].announced:  # [1] nothing was taken of it
-                self._take_next(peer)
-
-        return arrive
-
-    def _telling_reduction(self, what: _What, call: Call) -> Call:
-        def reduce(step: Step) -> None:
-            self._sending = self._receiving = what
-            call(step)
-            self._sending = self._receiving = _What()
-
-        return reduce
+    def _senders_of(self, program: Program) -> dict[int, int]:
+        """Return, per receive of this rank, the row that sends what it takes."""
+        if program is not self._program:
+            own = slice(*program.offsets[self.rank : self.rank + 2])
+            receives = own.start + np.flatnonzero(IS_RECEIVE[program.op[own]])
+            sends = predecessors(program)[receives, 0]
+            self._program, self._senders = program, dict(zip(receives.tolist(), sends.tolist(), strict=True))
+        return self._senders
 
     # ---- the headers
 
@@ -244,7 +253,7 @@ class CheckedWires:
     def _post_header(self, peer: int, numel: int) -> Ticket:
         header = _Header(self._step, self._sending, self._part, numel)
         self._part += 1
-        return self._wires.post_send(peer, header.to_tensor(self._device))
+        return self._transport.post_send(peer, header.to_tensor(self._device))
 
     def _take_next(self, peer: int) -> None:
         """Take the next message of a channel: the values that are awaited first, or a header alone.
@@ -252,7 +261,7 @@ class CheckedWires:
         Its values are taken here even if it is another message that is needed: they arrive before that one [2].
         """
         fields = torch.zeros(_NUM_FIELDS, dtype=torch.int64, device=self._device)
-        self._wires.wait(self._wires.post_receive(peer, fields))
+        self._transport.wait(self._transport.post_receive(peer, fields))
         found = _Header.from_tensor(fields)
         channel = self._channels[peer]
         awaited = None if found.numel == _NOTHING or not channel.awaited else channel.awaited.popleft()
@@ -262,14 +271,14 @@ class CheckedWires:
         if found != expected:
             raise PipelineError(
                 f"rank {self.rank}: expected {expected} next from rank {peer}, but {found} came. The two ranks do not "
-                "send and take their messages in one order: run the same program on both, or look for wires that "
-                "change it",
+                "send and take their messages in one order: run the same program on both, or look for a transport that "
+                "changes it",
                 rank=self.rank,
                 instruction=str(expected.what),
                 peer=peer,
             )
         if awaited is not None:
-            self._wires.wait(self._wires.post_receive(peer, awaited.tensor))
+            self._transport.wait(self._transport.post_receive(peer, awaited.tensor))
 
     def _forget(self) -> None:
         self._sends.clear()
@@ -277,29 +286,10 @@ class CheckedWires:
         self._sending = self._receiving = _What()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Messages:
-    """What the messages of a program are, and between whom they go."""
-
-    program: Program
-    senders: list[int]
-    """Per receive, the row that it takes its message from."""
-
-    @classmethod
-    def of(cls, program: Program) -> "_Messages":
-        return cls(program, predecessors(program)[:, 0].tolist())
-
-    def what(self, row: int) -> _What:
-        instruction = self.program.instruction(row)
-        if instruction.op is Op.REDUCE_TIED:
-            return _What(Op.REDUCE_TIED, instruction.peer)
-        position = row - int(self.program.offsets[self.program.rank_of_row[row]])
-        return _What(instruction.op, instruction.stage, instruction.microbatch, instruction.slice, position)
-
-    def receiver(self, send: int) -> int:
-        return self.program.placement.rank_of_stage[int(self.program.peer[send])]
-
-    def sender(self, receive: int) -> tuple[int, _What]:
-        """The rank that a receive takes its message from, and what that is."""
-        row = self.senders[receive]
-        return int(self.program.rank_of_row[row]), self.what(row)
+def _what(program: Program, row: int) -> _What:
+    """Return what the messages of a row are."""
+    instruction = program.instruction(row)
+    if instruction.op is Op.REDUCE_TIED:
+        return _What(Op.REDUCE_TIED, instruction.peer)
+    position = row - int(program.offsets[program.rank_of_row[row]])
+    return _What(instruction.op, instruction.stage, instruction.microbatch, instruction.slice, position)

@@ -1,0 +1,155 @@
+"""`Observer`: the one protocol of all that looks at a step; and how observers get around the calls of a step.
+
+    around(program, bound)  once per call of a program, when it is compiled: the context in which the call is to run
+    begin(step)             before the first call of a step
+    end(step, failed)       behind the last call, or behind the failure
+
+Guarantees: without observers the calls of a step are those that were compiled. Each call runs once, whatever an
+observer does around it. An observer that raises is removed and reported once, and the step goes on. Each `begin` has
+its `end`, and each context that was entered is left, in the thread that entered it.
+Relies on: overlapped computations may run in two threads at once, so what an observer keeps between entering and
+leaving belongs to the call (or the thread), not to the observer.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, ClassVar, TypeVar
+
+from penstock.errors import PipelineError
+from penstock.execute.calls import Bound
+from penstock.execute.step import Step
+from penstock.ir.program import Program
+
+Around = Callable[[Step], AbstractContextManager[object]]
+"""Makes the context for one run of a call."""
+
+_LOG = logging.getLogger("penstock")
+T = TypeVar("T")
+
+
+class Observer:
+    """Looks at the steps of one rank; a subclass defines what it needs of the three methods.
+
+    An error in them is the observer's own: it is logged with its traceback, the observer is not asked again, and the
+    step goes on. Two kinds of errors do end the step: a PipelineError, by which an observer says that it found
+    something wrong, and any error of an observer that `needs_all_ranks`.
+    """
+
+    needs_all_ranks: ClassVar[bool] = False
+    """Whether it exchanges messages, so that the other ranks would wait for one that is removed."""
+    failure: Exception | None = None
+    """What it was removed for."""
+
+    def begin(self, step: Step) -> None:
+        """Prepare for a step."""
+
+    def around(self, program: Program, bound: Bound) -> Around | None:
+        """Return what makes the context in which a call runs; None to leave the call alone."""
+        return None
+
+    def end(self, step: Step, failed: bool) -> None:
+        """Clean up behind a step, and look back at it unless it `failed`, or this observer did.
+
+        Behind a failed step no messages can be exchanged, and what this method raises is dropped.
+        """
+
+    def attempt(self, act: Callable[..., T], *args: Any) -> T | None:
+        """Do something of this observer's within a call, such as in a hook; None if it fails or has failed before."""
+        return None if self.failure is not None else self._guarded(act, *args)
+
+    def _guarded(self, act: Callable[..., T], *args: Any) -> T | None:
+        try:
+            return act(*args)
+        except PipelineError:
+            raise
+        except Exception as error:
+            if self.needs_all_ranks:
+                raise
+            self._remove(error)
+            return None
+
+    def _remove(self, error: Exception) -> None:
+        if self.failure is None:
+            self.failure = error
+            text = "%s raised %s: %s. It does not look at steps any more, which go on without it"
+            _LOG.warning(text, type(self).__name__, type(error).__name__, error, exc_info=error)
+
+
+@contextmanager
+def observing(observers: Sequence[Observer], step: Step) -> Iterator[None]:
+    """Begin a step with all observers, in order, and end it in reverse order."""
+    with ExitStack() as stack:
+        for observer in observers:
+            if observer.failure is None:
+                stack.push(_ending(observer, step))  # first: what `begin` does before it raises is undone too
+                observer.attempt(observer.begin, step)
+        yield
+
+
+def observed(observers: Sequence[Observer], program: Program, bounds: Sequence[Bound]) -> list[Bound]:
+    """Return the calls with what the observers put around them; the first observer is the innermost."""
+    for observer in observers:
+        bounds = [_observed(observer, program, bound) for bound in bounds]
+    return list(bounds)
+
+
+def _ending(observer: Observer, step: Step) -> Callable[..., None]:
+    def end(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            observer._guarded(observer.end, step, kind is not None or observer.failure is not None)
+        except Exception:
+            if kind is None:
+                raise
+
+    return end
+
+
+def _observed(observer: Observer, program: Program, bound: Bound) -> Bound:
+    around = observer.attempt(observer.around, program, bound)
+    if around is None:
+        return bound
+    call = bound.call
+
+    def observed_call(step: Step) -> None:
+        context = observer.attempt(_entered, around, step)
+        if context is None:
+            return call(step)
+        try:
+            call(step)
+        except BaseException:
+            # The call's error, not the one that leaving raises, ends the step.
+            _leave(observer, context, *sys.exc_info())
+            raise
+        found = _leave(observer, context, None, None, None)
+        if found is not None:
+            raise found
+
+    return replace(bound, call=observed_call)
+
+
+def _entered(around: Around, step: Step) -> AbstractContextManager[object]:
+    context = around(step)
+    context.__enter__()
+    return context
+
+
+def _leave(
+    observer: Observer,
+    context: AbstractContextManager[object],
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+) -> Exception | None:
+    """Leave a context, also of an observer that was removed meanwhile; return an error that ends the step."""
+    try:
+        context.__exit__(kind, error, trace)
+    except Exception as found:
+        if isinstance(found, PipelineError) or observer.needs_all_ranks:
+            return found
+        if found is not error:
+            observer._remove(found)
+    return None

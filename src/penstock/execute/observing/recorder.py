@@ -1,0 +1,197 @@
+"""Measures when each instruction of a rank starts and ends, and lays the ranks' measurements together."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.execute.calls import Bound
+from penstock.execute.observing.clock import Alignment, Clock, ClockComparison
+from penstock.execute.observing.device_events import Marker, await_marker
+from penstock.execute.observing.observer import Around, Observer
+from penstock.execute.step import Step
+from penstock.execute.transport.protocol import Transport
+from penstock.ir.program import Program
+from penstock.ir.timeline import DataWait, Timeline
+
+MILLISECONDS = 1e-3
+
+
+class Recorder(Observer):
+    """Start and end of each row of a rank in one step, in seconds of its clock."""
+
+    def __init__(self, rows: range, clock: Clock) -> None:
+        self.start_s: NDArray[np.float64] = np.zeros(len(rows))
+        self.end_s: NDArray[np.float64] = np.zeros(len(rows))
+        self._first = rows.start
+        self._read = clock.read
+
+    def around(self, program: Program, bound: Bound) -> Around:
+        if bound.receive_row is None:
+            return partial(self._timing, bound.row - self._first)
+        return partial(self._noting_arrival, bound.receive_row - self._first)
+
+    @contextmanager
+    def _timing(self, row: int, step: Step) -> Iterator[None]:
+        self.start_s[row] = self._read()
+        yield
+        self.end_s[row] = self._read()
+
+    @contextmanager
+    def _noting_arrival(self, row: int, step: Step) -> Iterator[None]:
+        """The end of a wait is the arrival of the message whose receive was posted earlier."""
+        yield
+        self.end_s[row] = self._read()
+
+
+class TimedEvent(Marker, Protocol):
+    """A place in a device's queue that knows when the device came to it."""
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Milliseconds from this event to a later one."""
+        ...
+
+
+class DeviceRecorder(Recorder):
+    """The same of a GPU, where the host only queues what is to run: by events in the device's queue.
+
+    What the host waits for is the host's time. Made while the device has nothing to do, or is soon to have done it.
+    """
+
+    def __init__(
+        self, rows: range, clock: Clock, make_event: Callable[[], TimedEvent], *, rank: int, deadline_s: float
+    ) -> None:
+        super().__init__(rows, clock)
+        self._make_event = make_event
+        self._await = partial(await_marker, rank=rank, deadline_s=deadline_s)
+        self._events: dict[int, tuple[TimedEvent, TimedEvent]] = {}
+        self._origin = make_event()
+        self._origin.record()
+        self._await(self._origin)
+        self._origin_s = clock.read()
+
+    @contextmanager
+    def _timing(self, row: int, step: Step) -> Iterator[None]:
+        start, end = self._make_event(), self._make_event()
+        start.record()
+        yield
+        end.record()
+        self._events[row] = start, end
+
+    def end(self, step: Step, failed: bool) -> None:
+        for row, (start, end) in () if failed else self._events.items():
+            self._await(end)
+            start_s, arrival_s = self._time_s(start), float(self.end_s[row])
+            # The end of a receive is its arrival, which the host saw, maybe before the device came to its posting.
+            self.start_s[row] = min(start_s, arrival_s) if arrival_s else start_s
+            self.end_s[row] = arrival_s or self._time_s(end)
+        self._events.clear()
+
+    def _time_s(self, event: TimedEvent) -> float:
+        return self._origin_s + self._origin.elapsed_time(event) * MILLISECONDS
+
+
+def recorder_for(device: torch.device, rows: range, clock: Clock, *, rank: int, deadline_s: float) -> Recorder:
+    """Return what measures a step on this device."""
+    if device.type != "cuda":
+        return Recorder(rows, clock)
+    return DeviceRecorder(rows, clock, partial(torch.cuda.Event, enable_timing=True), rank=rank, deadline_s=deadline_s)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recording:
+    """A measured step, on every rank alike but for `rank`."""
+
+    timeline: Timeline
+    message_bytes: tuple[int, ...]
+    """[num_stages] bytes of each stage's output; 0 for a last stage."""
+    rank: int
+    alignment: Alignment
+    origin_s: float
+    """The timeline's 0, on rank 0's clock."""
+
+    def from_own_clock(self, time_s: float) -> float:
+        """Return the timeline's time at a moment that this rank read off its clock."""
+        return float(self.alignment.to_common(self.rank, np.array([time_s]))[0]) - self.origin_s
+
+
+class StepRecording(Observer):
+    """Lays what the recorders of all ranks have measured together, on one clock."""
+
+    needs_all_ranks = True
+
+    def __init__(
+        self,
+        transport: Transport,
+        program: Program,
+        recorder: Recorder,
+        clocks: ClockComparison,
+        output_bytes: Callable[[], Mapping[int, int]],
+    ) -> None:
+        """`output_bytes` gives those of this rank's stages, behind a step."""
+        self.recording: Recording | None = None
+        """What was measured; None if the recorder of any rank has failed."""
+        self._transport = transport
+        self._program = program
+        self._recorder = recorder
+        self._clocks = clocks
+        self._output_bytes = output_bytes
+
+    def begin(self, step: Step) -> None:
+        self._clocks.begin()
+
+    def end(self, step: Step, failed: bool) -> None:
+        if failed:
+            return
+        alignment, recorder = self._clocks.end(), self._recorder
+        own = {
+            "is_complete": recorder.failure is None,
+            "start_s": recorder.start_s.tolist(),
+            "end_s": recorder.end_s.tolist(),
+            "output_bytes": {str(stage): num_bytes for stage, num_bytes in self._output_bytes().items()},
+            "data_waits": [
+                [wait.microbatch, wait.begin_s, wait.end_s]
+                for wait in (() if step.supply is None else step.supply.waits)
+            ],
+        }
+        everyone = cast(list[dict[str, Any]], self._transport.all_gather_object(own))
+        if all(row["is_complete"] for row in everyone):
+            self.recording = self._laid_together(everyone, alignment)
+
+    def _laid_together(self, everyone: Sequence[dict[str, Any]], alignment: Alignment) -> Recording:
+        """From the first start on."""
+        program = self._program
+        start_s, end_s = (
+            np.concatenate([alignment.to_common(rank, np.array(row[name])) for rank, row in enumerate(everyone)])
+            for name in ("start_s", "end_s")
+        )
+        origin_s = float(start_s.min()) if len(start_s) else 0.0
+        timeline = Timeline(
+            program,
+            "measured",
+            start_s - origin_s,
+            end_s - origin_s,
+            clock_uncertainty_s=alignment.uncertainty_s,
+            data_waits=tuple(
+                wait
+                for rank, row in enumerate(everyone)
+                for wait in _on_timeline(row["data_waits"], rank, alignment, origin_s)
+            ),
+        )
+        bytes_of_stage = {stage: num_bytes for row in everyone for stage, num_bytes in row["output_bytes"].items()}
+        message_bytes = tuple(bytes_of_stage.get(str(stage), 0) for stage in range(program.num_stages))
+        return Recording(timeline, message_bytes, self._transport.rank, alignment, origin_s)
+
+
+def _on_timeline(
+    rows: Sequence[tuple[int, float, float]], rank: int, alignment: Alignment, origin_s: float
+) -> Iterator[DataWait]:
+    """A rank's waits for data, as microbatch, begin and end on its clock, at the timeline's times."""
+    for microbatch, *times_s in rows:
+        begin_s, end_s = (alignment.to_common(rank, np.array(times_s)) - origin_s).tolist()
+        yield DataWait(rank, microbatch, begin_s, end_s)

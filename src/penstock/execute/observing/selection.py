@@ -1,0 +1,57 @@
+"""Which observers look at every step of a pipeline, as its options ask for; see `Observer` for what they do.
+
+    innermost   what tests add
+    values      debug="values": are all values finite, and all copies equal
+    messages    debug="messages" or "values": does each message say what is expected
+    ranges      ranges=True: names for profilers
+    own         observers=[...]
+    outermost   run_ahead=N: how far the host may be ahead of its device
+
+Those of one step (a recording, the memory report, the log of messages) come before all of these.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from penstock.execute.observing.checked_messages import CheckedMessages
+from penstock.execute.observing.checked_values import ValueChecks
+from penstock.execute.observing.copies import CopyChecks
+from penstock.execute.observing.observer import Observer
+from penstock.execute.observing.ranges import Ranges
+from penstock.execute.observing.run_ahead import throttle_for
+from penstock.execute.stages.assemble import Assembly
+from penstock.execute.transport.protocol import Transport
+
+OF_TESTS: list[Callable[[], Observer]] = []
+"""Makes what looks at the steps of every pipeline; only tests add to it."""
+
+
+def observers_for(
+    transport: Transport,
+    device: torch.device,
+    assembly: Assembly,
+    *,
+    debug: str,
+    ranges: bool,
+    run_ahead: int | None,
+    own: Sequence[Observer],
+    gradient_attribute: str,
+) -> list[Observer]:
+    """Return the observers of one rank, the innermost first; the keywords are those of `Pipeline`."""
+    found = [make() for make in OF_TESTS]
+    if debug == "values":
+        found.append(CopyChecks(transport, assembly, gradient_attribute))
+        found.append(ValueChecks(transport.rank, assembly.stages, gradient_attribute))
+    if debug != "off":
+        found.append(CheckedMessages(transport, device))
+    if ranges:
+        found.append(Ranges(device))
+    found += own
+    throttle = throttle_for(device, run_ahead, rank=transport.rank, deadline_s=transport.deadline_s)
+    return found if throttle is None else [*found, throttle]
+
+
+def transport_of_messages(observers: Sequence[Observer], transport: Transport) -> Transport:
+    """Return what the messages of a step go over: the one that checks them, if any does."""
+    return next((each for each in observers if isinstance(each, CheckedMessages)), transport)

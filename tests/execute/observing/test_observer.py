@@ -1,0 +1,295 @@
+"""Observers see every call once; one that raises is removed and reported, and the step goes on."""
+
+import logging
+import re
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+
+from penstock import Observer
+from penstock.errors import ConfigError, PipelineError
+from penstock.execute.calls import Bound
+from penstock.execute.observing.checked_values import ValueChecks
+from penstock.execute.observing.layer_sizes import LayerSizes
+from penstock.execute.observing.log import MessageLog
+from penstock.execute.observing.memory_report import MemoryWatch
+from penstock.execute.observing.observer import observed, observing
+from penstock.execute.observing.ranges import Ranges
+from penstock.execute.observing.recorder import Recorder
+from penstock.execute.observing.saved_tensors import SavedTensorTracker
+from penstock.pipeline import Pipeline
+from tests.house.source import ROOT
+from tests.local_pipelines import difference, error_of, float_task, gradients_of, on_ranks, step_task
+
+
+class Noting(Observer):
+    """Notes what it is asked for; raises an error of a type in one place."""
+
+    def __init__(self, noted, name="", fails_in=None, error=ValueError):
+        self.noted = noted
+        self.name = name
+        self.fails_in = fails_in
+        self.error = error
+
+    def note(self, what):
+        self.noted.append(f"{self.name}{what}")
+        if what == self.fails_in:
+            raise self.error("of the observer")
+
+    def begin(self, step):
+        self.note("begin")
+
+    def around(self, program, bound):
+        self.note("around")
+        return self.context
+
+    @contextmanager
+    def context(self, step):
+        self.note("enter")
+        try:
+            yield
+        finally:
+            self.note("leave")
+
+    def end(self, step, failed):
+        self.note(f"end {failed}" if failed else "end")
+
+
+PLACES = ["begin", "around", "enter", "leave", "end"]
+
+
+def run(observers, *calls):
+    bounds = observed(observers, None, [Bound(row, call) for row, call in enumerate(calls)])
+    with observing(observers, None):
+        for bound in bounds:
+            bound.call(None)
+
+
+def reports(caplog):
+    return [record for record in caplog.records if record.name == "penstock" and record.levelno == logging.WARNING]
+
+
+def test_the_first_observer_is_the_innermost_and_ends_last():
+    noted = []
+
+    run([Noting(noted, "1 "), Noting(noted, "2 ")], lambda step: noted.append("call"))
+
+    assert noted == [
+        *("1 around", "2 around", "1 begin", "2 begin"),
+        *("2 enter", "1 enter", "call", "1 leave", "2 leave"),
+        *("2 end", "1 end"),
+    ]
+
+
+def test_calls_that_no_observer_is_around_are_the_same():
+    bound = Bound(3, print, 2)
+
+    assert observed([Observer()], None, [bound])[0] is bound
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_observer_that_raises_is_reported_once_and_every_call_runs_once(caplog, place):
+    noted = []
+    failing, other = Noting([], fails_in=place), Noting([])
+
+    for _ in range(2):
+        run([failing, other], *[lambda step, row=row: noted.append(row) for row in range(3)])
+
+    assert noted == [0, 1, 2, 0, 1, 2]
+    assert isinstance(failing.failure, ValueError)
+    assert other.noted == 2 * ["around", "around", "around", "begin", *(3 * ["enter", "leave"]), "end"]
+    [report] = reports(caplog)
+    assert "Noting raised ValueError: of the observer." in report.getMessage()
+    assert report.exc_info[1] is failing.failure
+    assert failing.noted.count("begin") == failing.noted.count("end") + failing.noted.count("end True")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_an_observer_finds_ends_the_step(caplog, place):
+    observer = Noting([], fails_in=place, error=PipelineError)
+
+    assert isinstance(error_of(run, [observer], lambda step: None), PipelineError)
+    assert reports(caplog) == []
+    assert observer.failure is None
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_of_one_that_needs_all_ranks_ends_the_step(place):
+    observer = Noting([], fails_in=place)
+    observer.needs_all_ranks = True
+
+    assert isinstance(error_of(run, [observer], lambda step: None), ValueError)
+
+
+@pytest.mark.parametrize("fails_in", [None, "leave", "end True"])
+@pytest.mark.parametrize("error", [ValueError, PipelineError])
+def test_the_error_of_a_call_is_the_one_that_is_raised_and_every_context_is_left(fails_in, error):
+    noted = []
+
+    found = error_of(run, [Noting([], fails_in=fails_in, error=error), Noting(noted)], lambda step: 1 / 0)
+
+    assert isinstance(found, ZeroDivisionError)
+    assert noted == ["around", "begin", "enter", "leave", "end True"]
+
+
+def test_a_context_is_left_of_an_observer_that_is_removed_within_it():
+    observer = Noting([])
+
+    run([observer], lambda step: observer.attempt(int, "nothing"))
+
+    assert isinstance(observer.failure, ValueError)
+    assert observer.noted == ["around", "begin", "enter", "leave", "end True"]
+
+
+# ---- in a pipeline
+
+
+def test_observers_of_the_caller_see_every_instruction_of_every_step():
+    class Names(Observer):
+        def __init__(self):
+            self.names = []
+
+        def around(self, program, bound):
+            return partial(self.naming, program.instruction(bound.row))
+
+        @contextmanager
+        def naming(self, instruction, step):
+            yield
+            self.names.append((step.number, step.is_training, str(instruction)))
+
+    task, observer = float_task(4), Names()
+    pipeline = Pipeline(task.make_layers(), "gpipe", 2, task.loss, observers=[observer])
+
+    outcome = step_task(pipeline, task)
+    pipeline.evaluate(*task.inputs, target=task.target)
+
+    training = ["0F0", "0F1", "0B0", "0B1", "0REDUCE_GRAD"]
+    assert observer.names == [*((0, True, name) for name in training), *((1, False, name) for name in training[:2])]
+    assert difference([outcome], task.reference(2)) == []
+
+
+def test_other_things_than_observers_are_refused():
+    task = float_task(4)
+
+    for observers in ("none", [print], Observer()):
+        error = error_of(Pipeline, task.make_layers(), "gpipe", 2, task.loss, observers=observers)
+
+        assert isinstance(error, ConfigError)
+        assert "expected a list of penstock Observers" in str(error)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_failing_observer_of_one_rank_changes_no_bit_on_any(caplog, place):
+    task = float_task(8)
+
+    def case(wires):
+        observers = [Noting([], fails_in=place)] if wires.rank else []
+        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, observers=observers)
+        outcome = step_task(pipeline, task)
+        pipeline.step(*task.inputs, target=task.target)
+        return outcome
+
+    assert difference(on_ranks(2, case), task.reference(4)) == []
+    assert len(reports(caplog)) == 1
+
+
+def broken(*_, **__):
+    raise RuntimeError("out of order")
+
+
+INTERNAL = [
+    (ValueChecks, "_look_at_output", {"debug": "values"}),
+    (ValueChecks, "_checking", {"debug": "values"}),
+    (Ranges, "_in_ranges", {"ranges": True}),
+    (MessageLog, "_logging", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "options"), INTERNAL, ids=[f"{row[0].__name__}.{row[1]}" for row in INTERNAL]
+)
+def test_an_internal_error_of_an_observer_of_our_own_does_not_fail_the_step(caplog, monkeypatch, kind, method, options):
+    task = float_task(8)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, **options)
+        return step_task(pipeline, task)
+
+    with caplog.at_level(logging.DEBUG, "penstock"):
+        monkeypatch.setattr(kind, method, broken)
+        outcomes = on_ranks(2, case)
+
+    assert difference(outcomes, task.reference(4)) == []
+    assert [kind.__name__ in record.getMessage() for record in reports(caplog)] == [True, True]  # one per rank
+
+
+def test_a_value_that_cannot_be_looked_at_is_no_error_of_the_layer(caplog, monkeypatch):
+    monkeypatch.setattr("penstock.execute.observing.checked_values.not_finite", broken)
+    task = float_task(8)
+    pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, debug="values")
+
+    outcome = step_task(pipeline, task)
+
+    assert difference([outcome], task.reference(4)) == []
+    assert len(reports(caplog)) == 1
+    assert not any(module._forward_hooks for layer in pipeline.stages[0].layers.values() for module in layer.modules())
+
+
+def on_first_rank(act):
+    """Return the method of a recorder, failing on rank 0 alone."""
+    return lambda self, *args: broken() if self._first == 0 else act(self, *args)
+
+
+@pytest.mark.parametrize("method", ["_timing", "around"])
+def test_a_step_whose_recorder_fails_on_one_rank_runs_and_is_not_recorded_on_any(caplog, monkeypatch, method):
+    task = float_task(8)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires)
+        outcome = step_task(pipeline, task, record=True)
+        return outcome, pipeline.recording, error_of(pipeline.profile, *task.inputs, target=task.target)
+
+    monkeypatch.setattr(Recorder, method, on_first_rank(getattr(Recorder, method)))
+    found = on_ranks(2, case)
+
+    assert difference([outcome for outcome, _, _ in found], task.reference(4)) == []
+    assert [recording for _, recording, _ in found] == [None, None]
+    assert all("the step ran, but was not recorded" in str(error) for _, _, error in found)
+    assert len(reports(caplog)) == 2  # of two steps, each with a recorder
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(MemoryWatch, "_look"), (SavedTensorTracker, "_save"), (LayerSizes, "_begin"), (LayerSizes, "note_saved")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_step_whose_memory_cannot_be_measured_runs_and_says_so(caplog, monkeypatch, owner, method):
+    task = float_task(8)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires)
+        error = error_of(pipeline.memory_report, *task.inputs, target=task.target)
+        return error, gradients_of(pipeline.named_parameters())
+
+    monkeypatch.setattr(owner, method, broken)
+    found = on_ranks(2, case)
+
+    expected = task.reference(4)[1]
+    assert all("its memory was not measured" in str(error) for error, _ in found)
+    assert all(torch.equal(gradient, expected[name]) for _, own in found for name, gradient in own.items())
+    assert len(reports(caplog)) == 2
+
+
+# ---- the page, and the tests themselves
+
+
+def test_the_observer_of_the_design_page_works_as_it_stands(caplog):
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    [example] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "ps.Observer" in block]
+
+    exec(compile(example, "docs/design.md", "exec"), {})
+
+    told = [record.getMessage() for record in caplog.records if record.name == "root"]
+    assert told == [f"step 0: {instruction} took long" for instruction in ("0F0", "0F1", "0B0", "0B1", "0REDUCE_GRAD")]
