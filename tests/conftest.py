@@ -33,6 +33,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(autouse=True)
+def invariants(request, monkeypatch):
+    """Have every step of ranks that are threads checked after every call, but for tests that claim what off costs."""
+    selection = sys.modules.get("penstock.execute.observing.selection")
+    if selection is not None and not any(map(request.node.get_closest_marker, ("alone", "as_users_run_it"))):
+        from tests.invariants import Invariants  # only here: it needs torch
+
+        monkeypatch.setattr(selection, "OF_TESTS", [Invariants])
+
+
 @pytest.fixture
 def is_full():
     """Whether all of a test is to run, as in `make test-full`, and not a sample of it."""

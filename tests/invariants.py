@@ -1,0 +1,178 @@
+"""What must hold of a rank's registers after every call of a step: they hold what the program says, and nothing else.
+
+    saved      from the forward of a place to its whole backward, or its weight gradient
+    received   from posting a receive to its wait
+    inputs     from that wait to the computation on it
+    outgoing   from the computation that makes a message to its send
+    handed_on  from a computation to the one on another stage of this rank that uses what it made
+    trails     of a stage and microbatch, from its first slice's forward to that slice's backward (or the last forward)
+
+The model here follows the rows of the program and knows nothing of how calls move values. `tests/conftest.py` has it
+look at every step of ranks that are threads; elsewhere nothing of it is there.
+"""
+
+import threading
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+
+from penstock.execute.observing.observer import Observer
+from penstock.execute.stages.recompute import Checkpoint
+from penstock.ir.deps import NONE, predecessors
+from penstock.ir.instruction import Op
+
+COLUMNS = ("saved", "received", "inputs", "outgoing", "handed_on", "trails")
+MAY_BE_EMPTY = ("inputs", "trails")
+"""A stage may give nothing but None to the next one, and its layers may carry nothing."""
+
+
+class Wrong(AssertionError):
+    """The registers are not as the program says."""
+
+
+class Invariants(Observer):
+    """Compares the registers with the program after every call."""
+
+    needs_all_ranks = True  # what it finds fails the step, and so does a mistake of its own
+
+    def __init__(self):
+        self.held = {}
+        """By column, the slots (or rows) that hold a value, and for `saved` what kind of value."""
+        self.num_checks = 0
+        self._lock = threading.Lock()
+        self._num_running = 0
+        self._rules = None
+
+    def begin(self, step):
+        self.held = {column: {} for column in COLUMNS}
+        self._num_running = 0
+        self._check(step, "before the step")
+
+    def around(self, program, bound):
+        if self._rules is None or self._rules.program is not program:
+            self._rules = Rules(program, int(program.rank_of_row[bound.row]))
+        return partial(self._following, str(program.instruction(bound.row)), list(self._rules.effects(bound)))
+
+    @contextmanager
+    def _following(self, name, effects, step):
+        with self._lock:
+            self._num_running += 1
+        yield
+        with self._lock:
+            self._num_running -= 1
+            for column, key, value in effects:
+                self._apply(name, column, key, value)
+            if not self._num_running:  # else the other computation of a pair has done a part of its work
+                self._check(step, f"after {name}")
+
+    def end(self, step, failed):
+        if not failed and any(self.held.values()):
+            raise Wrong(f"after the step the program still holds {self.held}")
+
+    def _apply(self, name, column, key, value):
+        held = self.held[column]
+        if value is None:
+            if key not in held:
+                raise Wrong(f"{name} frees {column}[{key}], which is empty")
+            del held[key]
+        else:
+            if key in held and (held[key], value) not in CHANGES:
+                raise Wrong(f"{name} fills {column}[{key}], which holds {held[key]} already")
+            held[key] = value
+
+    def _check(self, step, when):
+        self.num_checks += 1
+        registers = step.registers
+        for column in COLUMNS:
+            found = filled(getattr(registers, column))
+            expected = self.held[column].keys()
+            if found - expected or (column not in MAY_BE_EMPTY and expected - found):
+                raise Wrong(f"{when} {column} holds {sorted(found)}, the program says {sorted(expected)}")
+        for slot, kind in self.held["saved"].items():
+            saved = registers.saved[slot]
+            if isinstance(saved, Checkpoint) != (kind == "checkpoint"):
+                raise Wrong(f"{when} saved[{slot}] is a {type(saved).__name__}, the program says {kind}")
+            if kind == "weight gradient inputs" and saved.edges:
+                raise Wrong(f"{when} saved[{slot}] still holds the graph of its forward")
+
+
+CHANGES = {("checkpoint", "activation"), ("activation", "weight gradient inputs")}
+"""What a slot of `saved` may hold after what, while it is filled."""
+
+
+def filled(column):
+    """Return where a column of registers holds something."""
+    items = column.items() if isinstance(column, dict) else enumerate(column)
+    return {key for key, value in items if value is not None}
+
+
+class Rules:
+    """What each call of one rank fills and frees, from the program alone."""
+
+    def __init__(self, program, rank):
+        self.program = program
+        self.rows = range(*map(int, program.offsets[rank : rank + 2]))
+        self.sources = predecessors(program)[:, 0]
+        self.is_training = not program.is_forward_only
+        self.checkpointed = set(self.sources[program.op == Op.RECOMPUTE].tolist())
+        own = np.arange(self.rows.start, self.rows.stop)
+        sends = own[np.isin(program.op[own], (Op.SEND_FORWARD, Op.SEND_BACKWARD))]
+        self.send_of = dict(zip(self.sources[sends].tolist(), sends.tolist(), strict=True))
+
+    def effects(self, bound):
+        """List what a call does: (column, key, what it then holds or None)."""
+        row = bound.row
+        instruction = self.program.instruction(row)
+        if bound.receive_row is not None:
+            slot = int(self.program.slot[bound.receive_row])
+            yield "received", slot, None
+            yield "inputs", slot, "message"
+            return
+        op, slot = instruction.op, instruction.slot
+        if op.is_send:
+            yield "outgoing", slot, None
+        elif op.is_receive:
+            yield "received", slot, "message"
+        elif op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
+            yield from self._takes(row)
+            yield from self._makes(row, instruction)
+            yield from self._carries(instruction)
+        if op is Op.FORWARD and self.is_training:
+            yield "saved", slot, "checkpoint" if row in self.checkpointed else "activation"
+        elif op is Op.RECOMPUTE:
+            yield "saved", slot, "activation"
+        elif op is Op.BACKWARD_INPUT:
+            yield "saved", slot, "weight gradient inputs"
+        elif op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+            yield "saved", slot, None
+
+    def _carries(self, instruction):
+        place, slice_index = (instruction.stage, instruction.microbatch), instruction.slice
+        is_forward, last = instruction.op is Op.FORWARD, self.program.num_slices - 1
+        if last == 0 or instruction.op is Op.RECOMPUTE:
+            return
+        if is_forward and slice_index == 0:
+            yield "trails", place, "carried values"
+        if (slice_index == 0 and not is_forward) if self.is_training else slice_index == last:
+            yield "trails", place, None
+
+    def _takes(self, row):
+        source = int(self.sources[row])
+        if source == NONE:
+            return
+        if Op(int(self.program.op[source])).is_receive:
+            yield "inputs", int(self.program.slot[source]), None
+        else:
+            yield "handed_on", source, None
+
+    def _makes(self, row, instruction):
+        placement = self.program.placement
+        neighbours = placement.next_stage if instruction.op is Op.FORWARD else placement.previous_stage
+        if neighbours[instruction.stage] == NONE:
+            return
+        send = self.send_of.get(row)
+        if send is None:
+            yield "handed_on", row, "value"
+        else:
+            yield "outgoing", int(self.program.slot[send]), "message"

@@ -1,0 +1,90 @@
+"""The checks of tests/invariants.py run after every call, and find what does not follow the program."""
+
+import pytest
+
+from penstock import Observer
+from penstock.pipeline import Pipeline
+from penstock.schedules import build
+from tests.execute.test_interpreter import LOOP, MIXED, PAIRS
+from tests.invariants import Invariants
+from tests.local_pipelines import error_of, float_task, on_ranks, step_task
+
+
+def invariants_of(pipeline):
+    [found] = [each for each in pipeline._runner._observers if isinstance(each, Invariants)]
+    return found
+
+
+@pytest.mark.parametrize("schedule", [LOOP, MIXED, PAIRS, build("zb-h1", ranks=2, microbatches=4, recompute=True)])
+def test_every_call_of_every_step_is_checked(schedule):
+    task = float_task(4 * schedule.num_microbatches)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), schedule, loss=task.loss, transport=wires)
+        step_task(pipeline, task)
+        pipeline.evaluate(*task.inputs, target=task.target)
+        runner = pipeline._runner
+        calls = sum(len(interpreter._compiled) for interpreter in runner._interpreters.values())
+        return invariants_of(pipeline).num_checks, calls + len(runner._interpreters)
+
+    for num_checks, num_calls in on_ranks(schedule.num_ranks, case):
+        assert num_checks == num_calls
+
+
+class Spoiling(Observer):
+    """Changes the registers in the first call that it can change them in."""
+
+    def __init__(self, spoil):
+        self.spoil = spoil
+
+    def around(self, program, bound):
+        return self.spoiling
+
+    def spoiling(self, step):
+        return _Entering(lambda: self.spoil(step.registers))
+
+
+class _Entering:
+    def __init__(self, act):
+        self.act = act
+
+    def __enter__(self):
+        self.act()
+
+    def __exit__(self, *_):
+        pass
+
+
+def drop_saved(registers):
+    if registers.saved[0] is not None and registers.saved[1] is not None:
+        registers.saved[0] = None
+
+
+def plant_output(registers):
+    registers.handed_on[99] = "what nobody made"
+
+
+def plant_message(registers):
+    registers.outgoing.append("what nobody sends")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (drop_saved, "saved holds"),
+        (plant_output, "handed_on holds [99], the program says []"),
+        (plant_message, "outgoing holds"),
+    ],
+)
+def test_registers_that_do_not_follow_the_program_fail_the_step(spoil, text):
+    task = float_task(8)
+
+    def case(wires):
+        observers = [Spoiling(spoil)] if wires.rank == 0 else []
+        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, observers=observers)
+        step_task(pipeline, task)
+
+    error = error_of(on_ranks, 2, case)
+
+    assert "Wrong: after 0" in str(error)
+    assert text in str(error)
