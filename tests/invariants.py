@@ -4,8 +4,8 @@
     received   from posting a receive to its wait
     inputs     from that wait to the computation on it
     outgoing   from the computation that makes a message to its send
-    handed_on  from a computation to the one on another stage of this rank that uses what it made
-    trails     of a stage and microbatch, from its first slice's forward to that slice's backward (or the last forward)
+    local      from a computation to the one on another stage of this rank that uses what it made
+    carried    of a stage and microbatch, from its first slice's forward to that slice's backward (or the last forward)
 
 The model here follows the rows of the program and knows nothing of how calls move values. `tests/conftest.py` has it
 look at every step of ranks that are threads; elsewhere nothing of it is there.
@@ -22,8 +22,8 @@ from penstock.execute.stages.recompute import Checkpoint
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
 
-COLUMNS = ("saved", "received", "inputs", "outgoing", "handed_on", "trails")
-MAY_BE_EMPTY = ("inputs", "trails")
+COLUMNS = ("saved", "received", "inputs", "outgoing", "local", "carried")
+MAY_BE_EMPTY = ("inputs", "carried")
 """A stage may give nothing but None to the next one, and its layers may carry nothing."""
 
 
@@ -83,14 +83,13 @@ class Invariants(Observer):
 
     def _check(self, step, when):
         self.num_checks += 1
-        registers = step.registers
         for column in COLUMNS:
-            found = filled(getattr(registers, column))
+            found = filled(getattr(step, column))
             expected = self.held[column].keys()
             if found - expected or (column not in MAY_BE_EMPTY and expected - found):
                 raise Wrong(f"{when} {column} holds {sorted(found)}, the program says {sorted(expected)}")
         for slot, kind in self.held["saved"].items():
-            saved = registers.saved[slot]
+            saved = step.saved[slot]
             if isinstance(saved, Checkpoint) != (kind == "checkpoint"):
                 raise Wrong(f"{when} saved[{slot}] is a {type(saved).__name__}, the program says {kind}")
             if kind == "weight gradient inputs" and saved.edges:
@@ -153,9 +152,9 @@ class Rules:
         if last == 0 or instruction.op is Op.RECOMPUTE:
             return
         if is_forward and slice_index == 0:
-            yield "trails", place, "carried values"
+            yield "carried", place, "carried values"
         if (slice_index == 0 and not is_forward) if self.is_training else slice_index == last:
-            yield "trails", place, None
+            yield "carried", place, None
 
     def _takes(self, row):
         source = int(self.sources[row])
@@ -164,7 +163,7 @@ class Rules:
         if Op(int(self.program.op[source])).is_receive:
             yield "inputs", int(self.program.slot[source]), None
         else:
-            yield "handed_on", source, None
+            yield "local", source, None
 
     def _makes(self, row, instruction):
         placement = self.program.placement
@@ -173,6 +172,6 @@ class Rules:
             return
         send = self.send_of.get(row)
         if send is None:
-            yield "handed_on", row, "value"
+            yield "local", row, "value"
         else:
             yield "outgoing", int(self.program.slot[send]), "message"

@@ -5,7 +5,7 @@ import pytest
 from penstock import Observer
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
-from tests.execute.test_interpreter import LOOP, MIXED, PAIRS
+from tests.execute.test_run import LOOP, MIXED, PAIRS
 from tests.invariants import Invariants
 from tests.local_pipelines import error_of, float_task, on_ranks, step_task
 
@@ -24,8 +24,8 @@ def test_every_call_of_every_step_is_checked(schedule):
         step_task(pipeline, task)
         pipeline.evaluate(*task.inputs, target=task.target)
         runner = pipeline._runner
-        calls = sum(len(interpreter._compiled) for interpreter in runner._interpreters.values())
-        return invariants_of(pipeline).num_checks, calls + len(runner._interpreters)
+        calls = sum(len(compiled.plain) for compiled in runner._compiled.values())
+        return invariants_of(pipeline).num_checks, calls + len(runner._compiled)
 
     for num_checks, num_calls in on_ranks(schedule.num_ranks, case):
         assert num_checks == num_calls
@@ -41,7 +41,7 @@ class Spoiling(Observer):
         return self.spoiling
 
     def spoiling(self, step):
-        return _Entering(lambda: self.spoil(step.registers))
+        return _Entering(lambda: self.spoil(step))
 
 
 class _Entering:
@@ -55,24 +55,24 @@ class _Entering:
         pass
 
 
-def drop_saved(registers):
-    if registers.saved[0] is not None and registers.saved[1] is not None:
-        registers.saved[0] = None
+def drop_saved(step):
+    if step.saved[0] is not None and step.saved[1] is not None:
+        step.saved[0] = None
 
 
-def plant_output(registers):
-    registers.handed_on[99] = "what nobody made"
+def plant_output(step):
+    step.local[99] = "what nobody made"
 
 
-def plant_message(registers):
-    registers.outgoing.append("what nobody sends")
+def plant_message(step):
+    step.outgoing.append("what nobody sends")
 
 
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
         (drop_saved, "saved holds"),
-        (plant_output, "handed_on holds [99], the program says []"),
+        (plant_output, "local holds [99], the program says []"),
         (plant_message, "outgoing holds"),
     ],
 )

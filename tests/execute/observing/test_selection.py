@@ -15,6 +15,7 @@ from tests.ranks import RankPool
 CPU = torch.device("cpu")
 
 
+@pytest.mark.as_users_run_it
 def test_what_is_off_costs_nothing():
     task = float_task(4)
     pipeline = Pipeline(task.make_layers(), "gpipe", 2, task.loss, run_ahead=3)

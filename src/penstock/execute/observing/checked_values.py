@@ -5,6 +5,10 @@
 
 What comes from another rank was looked at there, so that the rank which made it is the one that is named. Each look
 waits for the device; this is for finding out, not for training.
+
+Guarantees: a value is reported with the action whose thread made it, also where two computations overlap.
+Relies on: each computation runs in one thread, whose action is noted there; torch may run a backward in threads of its
+own, and layers that run again in them are not looked at.
 """
 
 import threading

@@ -5,7 +5,7 @@ messages, unsent messages. It is looked at between instructions. What an instruc
 not seen here; on a CUDA device, torch's own counters beside these figures have it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -56,6 +56,11 @@ class StageMemory:
     context_bytes: int
     """Of those whose backward has run its first part, what the weight gradients wait for."""
 
+    @property
+    def counted_bytes(self) -> int:
+        """All of these bytes."""
+        return self.parameter_bytes + self.gradient_bytes + self.activation_bytes + self.context_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
@@ -87,9 +92,7 @@ class RankMemory:
     @property
     def counted_bytes(self) -> int:
         """What was counted at the peak, the optimizer's state apart."""
-        held = ("parameter_bytes", "gradient_bytes", "activation_bytes", "context_bytes")
-        own = sum(int(getattr(stage, name)) for stage in self.stages for name in held)
-        return own + self.received_bytes + self.unsent_bytes
+        return sum(stage.counted_bytes for stage in self.stages) + self.received_bytes + self.unsent_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,34 +111,15 @@ class MemoryReport:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """What a rank holds between two instructions."""
+    """What a rank holds between two calls."""
 
-    num_activations: Mapping[int, int]
-    parameters: Mapping[int, int]
-    gradients: Mapping[int, int]
-    kept: Mapping[int, int]
-    contexts: Mapping[int, int]
-    received_bytes: int
-    unsent_bytes: int
+    stages: tuple[StageMemory, ...] = ()
+    received_bytes: int = 0
+    unsent_bytes: int = 0
 
     @property
     def counted_bytes(self) -> int:
-        columns = (self.parameters, self.gradients, self.kept, self.contexts)
-        return sum(sum(column.values()) for column in columns) + self.received_bytes + self.unsent_bytes
-
-
-_NO_SAMPLE = _Sample({}, {}, {}, {}, {}, 0, 0)
-
-
-def _stage_memory(stage: int, sample: _Sample) -> StageMemory:
-    return StageMemory(
-        stage,
-        parameter_bytes=sample.parameters.get(stage, 0),
-        gradient_bytes=sample.gradients.get(stage, 0),
-        num_activations=sample.num_activations.get(stage, 0),
-        activation_bytes=sample.kept.get(stage, 0),
-        context_bytes=sample.contexts.get(stage, 0),
-    )
+        return sum(stage.counted_bytes for stage in self.stages) + self.received_bytes + self.unsent_bytes
 
 
 class MemoryWatch(Observer):
@@ -150,7 +134,7 @@ class MemoryWatch(Observer):
         self.sizes = LayerSizes(stages)
         parameters = (parameter for stage in stages for _, parameter in stage.named_parameters())
         self._tracker = SavedTensorTracker(parameters, self.sizes.note_saved)
-        self._peak = _NO_SAMPLE
+        self._peak = _Sample()
         self._stage_of_slot: dict[int, int] = {}
 
     def begin(self, step: Step) -> None:
@@ -172,14 +156,13 @@ class MemoryWatch(Observer):
     def memory(self, rank: int) -> RankMemory:
         """Return what was seen in a step that is over."""
         peak = self._peak
-        allocated, reserved = _most_on_device(self.device)
-        points = {**self.points, Moment.PEAK: MemoryPoint(Moment.PEAK, peak.counted_bytes, allocated, reserved)}
+        points = {**self.points, Moment.PEAK: self._point(Moment.PEAK, peak)}
         return RankMemory(
             rank,
-            tuple(_stage_memory(stage.index, peak) for stage in self.stages),
+            peak.stages,
             peak.received_bytes,
             peak.unsent_bytes,
-            None if self.optimizer is None else _optimizer_bytes(self.optimizer),
+            None if self.optimizer is None else StorageCounter().add(list(self.optimizer.state.values())),
             self.peak_activations,
             tuple(points[moment] for moment in Moment if moment in points),
         )
@@ -205,38 +188,47 @@ class MemoryWatch(Observer):
 
     def _look(self, step: Step, moment: Moment | None = None) -> None:
         sample = self._sample(step)
-        self.peak_activations = max(self.peak_activations, sum(sample.num_activations.values()))
-        if sample.counted_bytes > self._peak.counted_bytes:
+        self.peak_activations = max(self.peak_activations, sum(stage.num_activations for stage in sample.stages))
+        if not self._peak.stages or sample.counted_bytes > self._peak.counted_bytes:
             self._peak = sample
         if moment is not None:
-            self.points[moment] = MemoryPoint(moment, sample.counted_bytes, *_on_device(self.device))
+            self.points[moment] = self._point(moment, sample)
+
+    def _point(self, moment: Moment, sample: _Sample) -> MemoryPoint:
+        if self.device.type != "cuda":
+            return MemoryPoint(moment, sample.counted_bytes, None, None)
+        now = (torch.cuda.memory_allocated, torch.cuda.memory_reserved)
+        most = (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
+        allocated, reserved = most if moment is Moment.PEAK else now
+        return MemoryPoint(moment, sample.counted_bytes, allocated(self.device), reserved(self.device))
 
     def _sample(self, step: Step) -> _Sample:
+        """Count every storage once, under the first of the columns that holds it."""
         counter = StorageCounter()
-        parameters = {stage.index: counter.add([p for _, p in stage.named_parameters()]) for stage in self.stages}
-        gradients = {
-            stage.index: counter.add([gradients_of(parameter) for _, parameter in stage.named_parameters()])
-            for stage in self.stages
-        }
-        kept = {stage.index: counter.add_storages(self._tracker.held(stage.index)) for stage in self.stages}
-        num_activations = dict.fromkeys(kept, 0)
-        contexts = dict.fromkeys(kept, 0)
+        parameters = {stage.index: [each for _, each in stage.named_parameters()] for stage in self.stages}
+        parameter_bytes = {stage: counter.add(own) for stage, own in parameters.items()}
+        gradient_bytes = {stage: counter.add([*map(gradients_of, own)]) for stage, own in parameters.items()}
+        activation_bytes = {stage: counter.add_storages(self._tracker.held(stage)) for stage in parameters}
+        num_activations, context_bytes = dict.fromkeys(parameters, 0), dict.fromkeys(parameters, 0)
         for slot, saved in enumerate(step.saved):
             if saved is None:
                 continue
             stage = self._stage_of_slot[slot]
             if isinstance(saved, Checkpoint):
-                kept[stage] += counter.add([saved.arguments, saved.keywords])
+                activation_bytes[stage] += counter.add([saved.arguments, saved.keywords])
                 continue
             num_activations[stage] += 1
-            kept[stage] += counter.add(saved.inputs)
+            activation_bytes[stage] += counter.add(saved.inputs)
             is_context = not saved.edges  # the first part of its backward has run
-            column = contexts if is_context else kept
+            column = context_bytes if is_context else activation_bytes
             column[stage] += counter.add(() if saved.deferred is None else saved.deferred.kept)
-        received = counter.add([incoming.tensors for incoming in step.received if incoming is not None])
-        received += counter.add(step.inputs)
-        unsent = counter.add([step.outgoing, list(step.local.values())])
-        return _Sample(num_activations, parameters, gradients, kept, contexts, received, unsent)
+        columns = (parameter_bytes, gradient_bytes, num_activations, activation_bytes, context_bytes)
+        received = [incoming.tensors for incoming in step.received if incoming is not None]
+        return _Sample(
+            tuple(StageMemory(stage, *(column[stage] for column in columns)) for stage in parameters),
+            received_bytes=counter.add([received, step.inputs]),
+            unsent_bytes=counter.add([step.outgoing, list(step.local.values())]),
+        )
 
 
 def gather_memory(
@@ -265,19 +257,3 @@ def gather_memory(
     )
     layer_bytes = gather_sizes(transport, watch.sizes.own(watch.optimizer))
     return MemoryReport(ranks, result, layer_bytes, predict(layer_bytes))
-
-
-def _optimizer_bytes(optimizer: Optimizer) -> int:
-    return StorageCounter().add(list(optimizer.state.values()))
-
-
-def _on_device(device: torch.device) -> tuple[int | None, int | None]:
-    if device.type != "cuda":
-        return None, None
-    return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-
-
-def _most_on_device(device: torch.device) -> tuple[int | None, int | None]:
-    if device.type != "cuda":
-        return None, None
-    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
