@@ -143,7 +143,10 @@ class Pipeline(ModelPart):
     def evaluate(
         self, *args: Any, target: Any = None, return_outputs: bool = False, record: bool = False, **kwargs: Any
     ) -> StepResult:
-        """Run the forwards of one batch without gradients, layers in evaluation mode; it changes nothing."""
+        """Run the forwards of one batch without gradients, layers in evaluation mode; it changes nothing.
+
+        A batch may have any number of rows: fewer than microbatches make a microbatch each.
+        """
         # Per submodule: a user may keep some of them, such as a frozen BatchNorm, in evaluation mode while training.
         layers = [layer for stage in self.stages for layer in stage.layers.values()]
         modes = [(module, module.training) for layer in layers for module in layer.modules()]
@@ -183,7 +186,7 @@ class Pipeline(ModelPart):
         memory = MemoryWatch(self.stages, self.device, optimizer)
         mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN
         result = self._train(mode, Call(args, kwargs, target), memory)
-        program, layers = self._program_of(mode), self._layers_of_stage
+        program, layers = self._program_of(mode, self.schedule.num_microbatches), self._layers_of_stage
         return gather_memory(self._transport, memory, result, lambda sizes: predict_peaks(program, layers, sizes))
 
     @property
@@ -358,10 +361,12 @@ class Pipeline(ModelPart):
             program_of=self._program_of,
         )
 
-    def _program_of(self, mode: Mode) -> Program:
+    def _program_of(self, mode: Mode, num_microbatches: int) -> Program:
         match mode:
             case Mode.TRAIN:
                 return self.program
+            case Mode.EVALUATE if num_microbatches < self.schedule.num_microbatches:
+                return self._lowered(self.schedule.forward_only().first_microbatches(num_microbatches))
             case Mode.EVALUATE:
                 return self.program if self.program.is_forward_only else self._lowered(self.schedule.forward_only())
             case Mode.TRAIN_SPLIT:

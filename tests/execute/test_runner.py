@@ -28,7 +28,7 @@ def runner_of(task, planned, loss=square_loss):
     layers = task.make_layers()
     assembly = assemble(layers, schedule.placement, split_over(schedule.placement, len(layers)), 0, device=CPU)
 
-    def program_of(mode):
+    def program_of(mode, num_microbatches):
         planned.append(mode)
         return prove_and_lower(schedule if mode.is_training else schedule.forward_only())
 

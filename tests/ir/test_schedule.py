@@ -199,6 +199,18 @@ def test_forward_only_takes_pairs_apart():
     assert list(map(str, schedule.forward_only()[0])) == ["0F0", "0F1"]
 
 
+@pytest.mark.parametrize("family", ["1f1b", "chimera", "interleaved-1f1b"])
+def test_the_first_microbatches_keep_their_order_and_route(family):
+    forwards = build(family, ranks=2, microbatches=4).forward_only()
+
+    for number in (1, 2, 3, 4):
+        first = forwards.first_microbatches(number)
+        assert first.num_microbatches == len(first.route_of_microbatch) == number
+        assert first.route_of_microbatch.tolist() == forwards.route_of_microbatch[:number].tolist()
+        assert list(first) == [[each for each in order if each.microbatch < number] for order in forwards]
+        lower(first)
+
+
 @pytest.mark.parametrize(
     "order",
     [np.array([0, 0, 0]), np.array([[0, 0]]), np.zeros((1, 5), int), np.zeros((1, 1, 3), int), [[0, 0, 0]], None],

@@ -46,7 +46,8 @@ from penstock.ir.schedule import Schedule
 
 
 class Runner:
-    """Runs the steps of one rank. `program_of` plans what a mode runs; it is asked once for each.
+    """Runs the steps of one rank. `program_of` plans what a mode runs on so many microbatches; it is
+    asked once for each.
 
     Made on all ranks together.
     """
@@ -61,7 +62,7 @@ class Runner:
         *,
         loss: Loss | None,
         loss_weights: LossWeights,
-        program_of: Callable[[Mode], Program],
+        program_of: Callable[[Mode, int], Program],
     ) -> None:
         self._transport = transport
         self._device = device
@@ -76,7 +77,8 @@ class Runner:
         self._exchange = LossExchange(transport, device)
         self._auxiliary = auxiliary_modules([layer for stage in assembly.stages for layer in stage.modules])
         self._program_of = program_of
-        self._compiled: dict[Mode, CompiledProgram] = {}
+        self._num_microbatches = schedule.num_microbatches
+        self._compiled: dict[tuple[Mode, int], CompiledProgram] = {}
         self._active: Program | None = None
         self._desk = FailureDesk(transport, self._describe)
         self._observers = observers_for(
@@ -117,11 +119,11 @@ class Runner:
             StepRefused: on every rank, before anything ran.
             PipelineError: on every rank, if the step fails on any; the next one starts afresh.
         """
-        compiled = self._compiled_for(mode)
-        self._active = compiled.program
+        compiled = self._compiled_for(mode, self._num_microbatches)
         with self._failing_together():
             self._begin()  # 1 after a failed step, all ranks start afresh
             batch = self._admit(mode, call, memory)  # 2 split the batch; one exchange, in which all ranks agree
+            compiled = self._compiled_for(mode, len(batch.microbatches))  # an evaluation of few rows has fewer
             step = self._make_step(mode, batch)
             del batch  # 3 from here on the step alone holds the data, and all that is made of them
             of_step = self._observers_of_step(compiled, call, memory)  # 4 what looks at this step alone
@@ -143,9 +145,11 @@ class Runner:
 
     # ---- what runs
 
-    def _compiled_for(self, mode: Mode) -> CompiledProgram:
-        if mode not in self._compiled:
-            program, rank, options = self._program_of(mode), self._transport.rank, self._options
+    def _compiled_for(self, mode: Mode, num_microbatches: int) -> CompiledProgram:
+        """Return what a mode runs, from now on the program that errors speak of."""
+        key = mode, num_microbatches
+        if key not in self._compiled:
+            program, rank, options = self._program_of(*key), self._transport.rank, self._options
             settings = StageSettings(self._assembly.skips, self._device, options.seed, options.deadline_s)
             hooks = self._gradients.hooks(program, self._messenger, self._wires)
             context = CompileContext(
@@ -161,8 +165,9 @@ class Runner:
             if options.overlap is not None:
                 note, first = self._desk.board.note, int(program.offsets[rank])
                 changes.append(overlapping(program, options.overlap, self._device, lambda row: note(row - first)))
-            self._compiled[mode] = compile_program(context, self._observers, changes)
-        return self._compiled[mode]
+            self._compiled[key] = compile_program(context, self._observers, changes)
+        self._active = self._compiled[key].program
+        return self._compiled[key]
 
     # ---- the parts of a step, in order
 

@@ -272,3 +272,20 @@ def test_a_signature_is_the_same_in_every_process():
     specs = BatchSpec(args=(Split(1), None))
     here = BatchRule(2, specs=specs).signature((torch.ones(4, 2), {"a": "text"}), {}, None)
     assert done.stdout.strip() == here, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "sizes"), [(8, [2, 2, 2, 2]), (7, [2, 2, 2, 1]), (4, [1] * 4), (3, [1] * 3), (1, [1])]
+)
+def test_a_rule_that_takes_any_size_makes_fewer_microbatches_of_few_rows(num_rows, sizes):
+    parts = BatchRule(4, takes_any_size=True).microbatches((rows(num_rows),), {"scale": 2}, None)
+
+    assert [part.size for part in parts] == sizes
+    assert [part.index for part in parts] == list(range(len(sizes)))
+    assert torch.equal(torch.cat([part.args[0] for part in parts]), rows(num_rows))
+    assert all(part.kwargs == {"scale": 2} for part in parts)
+
+
+def test_no_rows_at_all_are_refused_whatever_the_rule():
+    with pytest.raises(PipelineError, match="has 0 rows"):
+        BatchRule(4, takes_any_size=True).microbatches((rows(0),), {}, None)

@@ -47,6 +47,8 @@ class BatchRule:
     specs: BatchSpec | None = None
     slice_dim: int = 1
     slice_specs: BatchSpec | None = None
+    takes_any_size: bool = False
+    """Whether rows need not divide evenly, and make fewer microbatches where they are fewer: for evaluations."""
 
     def microbatches(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> list[Microbatch]:
         """Split arguments, keyword arguments and target alike into microbatches.
@@ -56,7 +58,8 @@ class BatchRule:
         `PreSplit`, its parts decide the sizes.
 
         Raises:
-            PipelineError: rows disagree or do not divide; there are fewer than microbatches; a spec does not fit.
+            PipelineError: rows disagree or do not divide; there are none, or fewer than microbatches; a spec does not
+                fit.
         """
         if self.num_microbatches < 1:
             raise PipelineError(f"num_microbatches is {self.num_microbatches}; expected at least 1")
@@ -109,11 +112,17 @@ class BatchRule:
             if sizes != given[0][1]:
                 raise _disagreement(_SAMPLES, *given[0], leaf, sizes)
         if not given:
-            return _even_sizes(whole, self.num_microbatches, _SAMPLES, self.allow_ragged) if whole else []
+            return self._even_rows(whole) if whole else []
         first, sizes = given[0]
         if whole and whole[0].length != sum(sizes):
             raise _disagreement(_SAMPLES, first, sizes, whole[0], whole[0].length)
         return list(sizes)
+
+    def _even_rows(self, whole: Sequence["_Leaf"]) -> list[int]:
+        num_parts = self.num_microbatches
+        if self.takes_any_size:
+            num_parts = max(1, min(num_parts, whole[0].length))
+        return _even_sizes(whole, num_parts, _SAMPLES, self.allow_ragged or self.takes_any_size)
 
     def _of_sequence(self, place: str, value: Any, mark: _Mark, outer_mark: _Mark, root: str) -> "_Leaf":
         is_whole = isinstance(mark, Replicate) or (mark is None and isinstance(outer_mark, Replicate))

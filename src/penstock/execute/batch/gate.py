@@ -34,6 +34,8 @@ from penstock.placement import Placement
 VALUES_EVERY = 100
 """The values of the first batch, and of each so many after it, are compared between the ranks; those of training
 steps and of evaluations apart."""
+NO_MICROBATCH = -1
+"""In the place of the rows of a microbatch that an evaluation of few rows does not have."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,7 +163,7 @@ class Gate:
         stream: Stream | None = None
         try:
             stream = _stream_of(call)
-            given = self._whole(call) if stream is None else self._streamed(stream)
+            given = self._whole(call, mode) if stream is None else self._streamed(stream)
         except PenstockError as error:
             refusal = refusal or error
         try:
@@ -191,11 +193,12 @@ class Gate:
         call = given.call
         return BatchValues(call.args, call.kwargs, call.target, reads_all=is_due)
 
-    def _whole(self, call: Call) -> _Given:
+    def _whole(self, call: Call, mode: Mode) -> _Given:
         if isinstance(call.target, Refusal):
             raise call.target.error
         self._check(call)
-        microbatches = self._rule.microbatches(call.args, call.kwargs, call.target)
+        rule = replace(self._rule, takes_any_size=not mode.is_training)
+        microbatches = rule.microbatches(call.args, call.kwargs, call.target)
         return _Given(
             microbatches,
             [self._rule.slices(microbatch) for microbatch in microbatches],
@@ -210,7 +213,7 @@ class Gate:
         """Look at the first microbatch only: the others are to be like it."""
         num_microbatches = self._rule.num_microbatches
         if not (self._wants.inputs or self._wants.target or self._wants.keywords):
-            return self._whole(Call())
+            return self._whole(Call(), Mode.TRAIN)
         reader = Reader(stream, self._transport.rank, self._rule, self._stream_rules, read=self._read)
         part, slices = reader.begin()
         first = Call(part.args, part.kwargs, part.target)
@@ -236,17 +239,18 @@ class Gate:
             given.inputs,
             given.target,
             refusal is not None,
-            tuple(microbatch.size for microbatch in given.microbatches) or (0,) * num_microbatches,
+            _filled([microbatch.size for microbatch in given.microbatches], num_microbatches, NO_MICROBATCH),
             given.keywords,
             bool(self._wants.keywords),
             self._wants.target,
             call.return_outputs,
-            tuple(each.length for row in given.slices for each in row) or (0,) * (num_microbatches * num_slices),
+            _filled([each.length for row in given.slices for each in row], num_microbatches * num_slices, 0),
             given.position,
         )
 
     def _agreed(self, given: _Given, offers: Sequence[Offer]) -> Batch:
         rows, lengths, width = agreed_sizes(offers), agreed_lengths(offers), self._rule.num_slices
+        num_microbatches = sum(size != NO_MICROBATCH for size in rows)
         if width > 1 and not any(lengths):
             raise StepRefused(
                 f"nothing in the batch has a dimension {self._rule.slice_dim} to cut into {width} slices; give "
@@ -254,11 +258,11 @@ class Gate:
             )
         sized = [
             part if part.size == rows[part.index] else replace(part, size=rows[part.index])
-            for part in given.microbatches
+            for part in given.microbatches[:num_microbatches]
         ]
         parts = [
             with_sizes(slices, rows[index], lengths[index * width : (index + 1) * width])
-            for index, slices in enumerate(given.slices)
+            for index, slices in enumerate(given.slices[:num_microbatches])
         ]
         for presplit in given.spent:
             presplit.parts.clear()
@@ -292,6 +296,11 @@ class Gate:
         if refusal is not None:
             raise StepRefused(own, rank=rank) from refusal
         raise StepRefused(f"rank {rank} refuses the step: {text}", rank=rank)
+
+
+def _filled(sizes: Sequence[int], number: int, absent: int) -> tuple[int, ...]:
+    """As many sizes as a row of the agreement has; all are 0 where a rank was refused its batch."""
+    return (*sizes, *[absent if sizes else 0] * (number - len(sizes)))
 
 
 def _stream_of(call: Call) -> Stream | None:
