@@ -1,6 +1,8 @@
 """Changes to bound calls wrap each call, the first change innermost."""
 
-from penstock.execute.calls import Bound, around_each, changed
+from dataclasses import replace
+
+from penstock.execute.calls import Bound, changed
 
 
 def saying(word, said):
@@ -11,7 +13,7 @@ def saying(word, said):
 
         return call
 
-    return around_each(wrap)
+    return lambda bounds: [replace(bound, call=wrap(bound)) for bound in bounds]
 
 
 def test_the_first_change_is_the_innermost_and_rows_stay():

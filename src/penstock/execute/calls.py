@@ -1,12 +1,12 @@
 """Bound calls: what a row of a program has become on its rank, ready to be called, and ways to change a list of them.
 
-A row that computes on a received message is two calls, the wait and the computation. Whatever looks into a step (a
-recorder, ranges for profilers, checks of values) changes the list of calls before the step runs, so that nothing is
-asked per call and what is off costs nothing.
+A row that computes on a received message is two calls, the wait and the computation. What takes part in a step, such
+as the hook for overlapped pairs, changes the list of calls when the program is compiled, and observers put a context
+around each (`observing.observer`): so nothing is asked per call, and what is off costs nothing.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from penstock.execute.step import Step
 
@@ -24,11 +24,6 @@ class Bound:
 
 Change = Callable[[Sequence[Bound]], list[Bound]]
 """From the calls of a rank, in order, those that run in their place."""
-
-
-def around_each(wrap: Callable[[Bound], Call]) -> Change:
-    """Return the change that puts around each call what `wrap` returns for it."""
-    return lambda bounds: [replace(bound, call=wrap(bound)) for bound in bounds]
 
 
 def changed(bounds: Sequence[Bound], changes: Sequence[Change]) -> list[Bound]:

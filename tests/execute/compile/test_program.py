@@ -1,7 +1,10 @@
-"""All rows of a rank become calls in their order; changes are made once, those of a step inside of them."""
+"""All rows of a rank become calls in their order, with observers around them and changes around these."""
 
-from penstock.execute.calls import around_each
+from contextlib import contextmanager
+from dataclasses import replace
+
 from penstock.execute.compile.program import compile_program
+from penstock.execute.observing.observer import Observer
 from penstock.execute.stages.passes import PassOptions, StagePasses
 from penstock.execute.stages.stage import Stage
 from penstock.lowering import lower
@@ -11,20 +14,38 @@ from tests.compiled import context_of, step_for
 PROGRAM = lower(build("1f1b", ranks=2, microbatches=2))
 
 
-def compiled(changes=()):
+def compiled(observers=(), changes=()):
     passes = {1: StagePasses(Stage(1, {}), PassOptions())}
-    return compile_program(context_of(PROGRAM, 1, passes=passes), changes)
+    return compile_program(context_of(PROGRAM, 1, passes=passes), observers, changes)
+
+
+class Saying(Observer):
+    """Says a word at the beginning of each call."""
+
+    def __init__(self, word, said):
+        self.word = word
+        self.said = said
+
+    def around(self, program, bound):
+        return self.saying
+
+    @contextmanager
+    def saying(self, step):
+        self.said.append(self.word)
+        yield
 
 
 def saying(word, said):
+    """Return a change that does the same."""
+
     def wrap(bound):
         def call(step):
             said.append(word)
             bound.call(step)
 
-        return call
+        return replace(bound, call=call)
 
-    return around_each(wrap)
+    return lambda bounds: [wrap(bound) for bound in bounds]
 
 
 def test_each_row_becomes_one_call_or_two_with_the_wait():
@@ -44,12 +65,12 @@ def test_without_changes_the_calls_are_the_plain_ones():
     assert found.bounds_with([]) is found.bounds
 
 
-def test_changes_of_a_step_are_inside_of_those_of_every_step():
+def test_observers_of_a_step_are_inside_of_those_of_every_step_and_changes_outside():
     said = []
-    found = compiled([saying("every step", said)])
+    found = compiled([Saying("every step", said)], [saying("change", said)])
 
     step = step_for(context_of(PROGRAM, 1))
     found.bounds[0].call(step)
-    found.bounds_with([saying("this step", said)])[0].call(step)
+    found.bounds_with([Saying("this step", said)])[0].call(step)
 
-    assert said == ["every step", "every step", "this step"]
+    assert said == ["change", "every step", "change", "every step", "this step"]
