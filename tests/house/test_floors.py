@@ -56,6 +56,11 @@ OF_TORCH = {
     *("summon_full_params", "set_requires_gradient_sync"),
 }
 SAVED_BY_NODES = ("_saved_", "_raw_saved_")
+# Between folders and files of execute/: the imports (from, to) against the order that its map gives, and why.
+UPWARD = {
+    ("batch", "stages"),  # admission asks the stages which keywords their layers take
+    ("options", "observing"),  # the clock is an option
+}
 NAMES = {module.name for module in modules()}
 
 
@@ -183,6 +188,38 @@ def test_imports_have_no_cycle():
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def parts_of_execute():
+    """Return, per folder or file directly in execute/, those that it imports, but for the known exceptions."""
+    graph = {}
+    for module in modules():
+        part = part_of_execute(module.name)
+        if part is not None:
+            targets = {part_of_execute(own_target(item.target)) for item in imports(module)} - {None, part}
+            graph.setdefault(part, set()).update(target for target in targets if (part, target) not in UPWARD)
+    return graph
+
+
+def part_of_execute(name):
+    prefix = "penstock.execute."
+    return name.removeprefix(prefix).split(".")[0] if name and name.startswith(prefix) else None
+
+
+def test_the_folders_of_execute_stand_one_on_the_other():
+    try:
+        TopologicalSorter(parts_of_execute()).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_every_import_upward_in_execute_is_still_there():
+    found = {
+        (part_of_execute(module.name), part_of_execute(own_target(item.target)))
+        for module in modules()
+        for item in imports(module)
+    }
+    assert UPWARD - found == set()
 
 
 def test_planning_floors_do_without_torch_and_other_heavy_packages():

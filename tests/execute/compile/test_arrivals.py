@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from penstock.execute.compile.arrivals import arrived_before, used_after
+from penstock.execute.compile.rows import arrived_before, used_after
 from penstock.ir.deps import predecessors
 from penstock.ir.live import peak_activations
 from penstock.lowering import lower

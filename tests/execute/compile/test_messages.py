@@ -1,14 +1,19 @@
 """A send takes what was left for it, and releases those before it that were used; a receive is only posted."""
 
+import sys
+
 import pytest
 import torch
 
+import penstock
 from penstock.errors import PipelineError
 from penstock.execute.compile.messages import compile_receive, compile_send_backward, compile_send_forward
 from penstock.execute.values.version_guard import VersionGuard
 from penstock.lowering import lower
+from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.compiled import context_of, row_of, step_for
+from tests.local_pipelines import float_task, on_ranks, step_task
 
 PROGRAM = lower(build("gpipe", ranks=2, microbatches=3))
 
@@ -65,3 +70,44 @@ def test_a_receive_is_posted_under_the_key_of_its_own_stage(text, rank, posted):
 
     assert said == [posted]
     assert step.received[PROGRAM.slot[row]] == posted[0]
+
+
+# ---- how far it is from the loop to the transport
+
+MAX_FRAMES = 6
+OWN_FILES = penstock.__path__[0]
+
+
+class Looking:
+    """Passes everything on to a transport, and notes how many frames of ours end in each send of a step."""
+
+    def __init__(self, transport):
+        self._transport = transport
+        self.seen = []
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def post_send(self, peer, tensor):
+        names, frame = [], sys._getframe(1)
+        while frame is not None and frame.f_code.co_name != "run_step":
+            names.append(frame.f_code.co_filename)
+            frame = frame.f_back
+        if frame is not None:
+            self.seen.append(2 + sum(name.startswith(OWN_FILES) for name in names))  # both ends count
+        return self._transport.post_send(peer, tensor)
+
+
+@pytest.mark.as_users_run_it
+def test_a_send_is_a_few_frames_from_the_loop():
+    def case(wires):
+        transport, task = Looking(wires), float_task(4)
+        pipeline = Pipeline(task.make_layers(), "1f1b", 2, task.loss, transport=transport)
+        step_task(pipeline, task)
+        transport.seen.clear()
+        step_task(pipeline, task)  # from now on without headers
+        return transport.seen
+
+    for seen in on_ranks(2, case):
+        assert len(seen) == 2
+        assert max(seen) <= MAX_FRAMES

@@ -3,8 +3,7 @@
 import pytest
 
 import penstock as ps
-from penstock.execute.compile.arrivals import arrived_before, used_after
-from penstock.execute.compile.rows import RankRows
+from penstock.execute.compile.rows import RankRows, arrived_before, used_after
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.operations import Op
 from penstock.lowering import lower

@@ -3,11 +3,10 @@
 It does not know which schedule it compiles.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.execute.calls import Bound, Change, changed
-from penstock.execute.compile.collectives import compile_collective
+from penstock.execute.calls import Bound, Call, Change, changed
 from penstock.execute.compile.compute import (
     compile_backward,
     compile_backward_input,
@@ -66,7 +65,7 @@ def compile_program(
     """Return the calls of one rank, in the order of its rows; `changes` are made around the observers."""
     program, rows = context.program, context.rows.rows
     bounds = [
-        bound for row in rows for bound in _COMPILE.get(Op(int(program.op[row])), compile_collective)(context, row)
+        bound for row in rows for bound in _COMPILE.get(Op(int(program.op[row])), _compile_collective)(context, row)
     ]
     stages = {index: passes.stage for index, passes in context.passes.items()}
     return CompiledProgram(
@@ -87,3 +86,16 @@ def _around(
     program: Program, bounds: Sequence[Bound], observers: Sequence[Observer], changes: Sequence[Change]
 ) -> list[Bound]:
     return changed(observed(observers, program, bounds), changes)
+
+
+def _compile_collective(context: CompileContext, row: int) -> Iterator[Bound]:
+    """Call a hook. Parameters are not sharded, so gathering and dropping them is nothing."""
+    hooks, stage, group = context.hooks, int(context.program.stage[row]), int(context.program.peer[row])
+    calls: dict[Op, Call] = {
+        Op.UNSHARD: lambda step: None,
+        Op.RESHARD: lambda step: None,
+        Op.REDUCE_GRADIENT: lambda step: hooks.reduce_stage(stage),
+        Op.REDUCE_TIED: lambda step: hooks.reduce_tied(group),
+        Op.OPTIMIZER_STEP: lambda step: hooks.optimizer_step(),
+    }
+    yield Bound(row, calls[Op(int(context.program.op[row]))])

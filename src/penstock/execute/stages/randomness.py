@@ -116,56 +116,38 @@ class ReplayedRandomness:
 
 
 class ReplayedPart(ForwardPart):
-    """Where the generators stood when the layers, and the loss function, of one forward began."""
+    """Where the generators stand when the layers, and the loss function, of one forward begin."""
 
-    def __init__(self, randomness: ReplayedRandomness) -> None:
+    def __init__(self, randomness: ReplayedRandomness, first: "ReplayedPart | None" = None) -> None:
+        """`first` has the states to begin with, and then to set back, if the forward runs again."""
         self._randomness = randomness
-        self._layers: list[Tensor] = []
-        self._loss: list[Tensor] = []
+        self._first = first
+        self._states: dict[str, list[Tensor]] = {}
 
-    @contextmanager
-    def around_forward(self) -> Iterator[None]:
-        with generator_lock(self._randomness.patience_s):
-            self._layers = [generator.get_state() for generator in self._randomness.generators]
-            yield
+    def around_forward(self) -> AbstractContextManager[None]:
+        return self._drawing("layers")
 
-    @contextmanager
-    def around_loss(self) -> Iterator[None]:
-        with generator_lock(self._randomness.patience_s):
-            self._loss = [generator.get_state() for generator in self._randomness.generators]
-            yield
+    def around_loss(self) -> AbstractContextManager[None]:
+        return self._drawing("loss")
 
     def around_backward(self) -> AbstractContextManager[None]:
         return generator_lock(self._randomness.patience_s)
 
     def again(self) -> ForwardPart:
-        return _ReplayedAgain(self._randomness, self._layers, self._loss)
-
-
-class _ReplayedAgain(ForwardPart):
-    """The same forward when it runs again; afterwards the generators stand where they stood."""
-
-    def __init__(self, randomness: ReplayedRandomness, layers: Sequence[Tensor], loss: Sequence[Tensor]) -> None:
-        self._randomness = randomness
-        self._layers = layers
-        self._loss = loss
-
-    def around_forward(self) -> AbstractContextManager[None]:
-        return self._replaying(self._layers)
-
-    def around_loss(self) -> AbstractContextManager[None]:
-        return self._replaying(self._loss)
-
-    def around_backward(self) -> AbstractContextManager[None]:
-        return generator_lock(self._randomness.patience_s)
+        return ReplayedPart(self._randomness, self)
 
     @contextmanager
-    def _replaying(self, states: Sequence[Tensor]) -> Iterator[None]:
+    def _drawing(self, what: str) -> Iterator[None]:
         generators = self._randomness.generators
-        with generator_lock(self._randomness.patience_s), set_back(generators):
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
-            yield
+        with generator_lock(self._randomness.patience_s):
+            if self._first is None:
+                self._states[what] = [generator.get_state() for generator in generators]
+                yield
+                return
+            with set_back(generators):
+                for generator, state in zip(generators, self._first._states[what], strict=True):
+                    generator.set_state(state)
+                yield
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:

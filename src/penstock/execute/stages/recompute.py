@@ -49,7 +49,7 @@ class Checkpoint(SavedForward):
     arguments: tuple[Any, ...] = ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
     buffers: Copies = field(default_factory=dict)
-    called_with: VersionGuard | None = None
+    called_with: VersionGuard = field(default_factory=lambda: VersionGuard.of(()))
 
 
 class BufferCopier:
@@ -91,7 +91,12 @@ class RecomputedPasses(StagePasses):
         return outputs, Checkpoint([], [], [], None, again, inputs, keywords, buffers, guard)
 
     def recompute(self, step: Step, place: Place, checkpoint: Checkpoint) -> SavedForward | None:
-        """Run a forward again, on what it began with; return what its backward needs."""
+        """Run a forward again, on what it began with; return what its backward needs.
+
+        Raises:
+            PipelineError: its arguments were changed since.
+        """
+        _refuse_changed(checkpoint.called_with)
         inputs, parts = checkpoint.arguments, checkpoint.parts
         with on_copied_buffers(self.stage, checkpoint):
             outputs, deferred = self.run_layers(parts, inputs, checkpoint.keywords)
@@ -117,19 +122,6 @@ def on_copied_buffers(stage: Stage, checkpoint: Checkpoint) -> Iterator[None]:
     finally:
         for where, buffer in found.items():
             setattr(*where, buffer)
-
-
-def checkpoint_of(saved: SavedForward | None, action: str) -> Checkpoint:
-    """Return what the forward of an action has kept.
-
-    Raises:
-        PipelineError: it ran without keeping its arguments, or they were changed since.
-    """
-    if not isinstance(saved, Checkpoint):
-        raise PipelineError(f"{action}: its forward has kept no inputs; run the program that was checked")
-    if saved.called_with is not None:
-        _refuse_changed(saved.called_with)
-    return saved
 
 
 def _buffers(stage: Stage) -> dict[Where, Tensor]:
