@@ -43,7 +43,7 @@ from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.compile.context import CompileContext, Hooks
 from penstock.execute.compile.program import compile_program
 from penstock.execute.compile.rows import RankRows
-from penstock.execute.failures.positions import PositionBoard
+from penstock.execute.control.positions import PositionBoard
 from penstock.execute.losses.delivery import deliver_loss
 from penstock.execute.losses.loss import LossShares
 from penstock.execute.losses.step_losses import StepLosses

@@ -17,6 +17,7 @@ from torch import nn
 from penstock import Pipeline
 from penstock.errors import PipelineError
 from penstock.execute.transport import LocalTransport, Ticket
+from penstock.execute.transport.protocol import Tag
 from tests.reference import reference_step
 
 NUM_RANKS = 4
@@ -120,7 +121,9 @@ class FaultyTransport:
     def __getattr__(self, name):
         return getattr(self._wires, name)
 
-    def post_send(self, peer, tensor):
+    def post_send(self, peer, tensor, tag=Tag.DATA):
+        if tag is not Tag.DATA:
+            return self._wires.post_send(peer, tensor, tag)
         self._switch.reach("send")
         if peer == self.loses or (self.swaps and peer > self.rank):
             self._held += [(peer, tensor)] if self.swaps else []
@@ -132,13 +135,14 @@ class FaultyTransport:
             self.swaps = False
         return ticket
 
-    def post_receive(self, peer, tensor):
-        self._switch.reach("receive")
-        return self._wires.post_receive(peer, tensor)
+    def post_receive(self, peer, tensor, tag=Tag.DATA):
+        if tag is Tag.DATA:
+            self._switch.reach("receive")
+        return self._wires.post_receive(peer, tensor, tag)
 
-    def wait(self, ticket):
+    def wait(self, ticket, limit_s=None):
         if ticket.serial != NEVER_SENT:
-            self._wires.wait(ticket)
+            self._wires.wait(ticket, limit_s)
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ LENGTH = 3
 IGNORED = -100
 
 
-def on_ranks(num_ranks, case, *args, deadline_s=PATIENCE_S):
+def on_ranks(num_ranks, case, *args, deadline_s=PATIENCE_S, order_seed=None):
     """Return what `case(transport, *args)` returned on every rank; raise the error of the rank that is to blame."""
-    transports = LocalTransport.create(num_ranks, deadline_s)
+    transports = LocalTransport.create(num_ranks, deadline_s, order_seed=order_seed)
     with ThreadPoolExecutor(num_ranks) as threads:
         futures = [threads.submit(_run, case, transport, args) for transport in transports]
     errors = [error for future in futures if (error := future.exception())]

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from penstock.errors import PipelineError, StepRefused
-from penstock.execute.batch.gate import VALUES_EVERY
+from penstock.execute.batch.admission import VALUES_EVERY
 from penstock.execute.batch.stream import Stream
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import WIDTH, error_of, float_layers, float_task, on_ranks, square_loss, values

@@ -106,7 +106,7 @@ def suffer(rank, faults, deadline_s):
     warm.step()  # torch imports what its first backward needs, which may take longer than the deadline
     warm.pipeline.close()
     me = FaultyRank.start(TorchTransport(deadline_s=deadline_s))
-    pids = me.pipeline.transport.all_gather_object(os.getpid())
+    pids = me.pipeline.control.all_gather_object(os.getpid())
     store = dist.group.WORLD.get_group_store()
     blamed = []
     for fault in faults:

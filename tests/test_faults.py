@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import DeadlineExceeded, PeerLost
+from penstock.execute.control.collectives import Control
 from penstock.execute.transport import TorchTransport
 from tests.faults import DEADLINE_S, NUM_MICROBATCHES, NUM_RANKS, Fault, FaultyRank, is_right
 from tests.ranks import RankPool, run_ranks
@@ -49,7 +50,7 @@ class Peers:
 
     def __init__(self, transport):
         self._rank = transport.rank
-        self._pids = transport.all_gather_object(os.getpid())
+        self._pids = Control(transport).all_gather_object(os.getpid())
         self._store = dist.group.WORLD.get_group_store()
         self._num_endings = 0
 
@@ -256,7 +257,7 @@ def post_until_refused(transport, peer):
 def hold_an_error(rank):
     """Rank 1 leaves; rank 0 learns it when it posts and keeps the error; rank 2 waits for rank 0."""
     transport = TorchTransport(deadline_s=20)
-    transport.all_gather_object("ready")
+    Control(transport).all_gather_object("ready")
     begin_s = time.monotonic()
     held = None
     if rank == 0:

@@ -8,6 +8,7 @@ from torch import nn
 
 from penstock.errors import ConfigError, PipelineError, StepRefused
 from penstock.execute.batch.microbatch import BatchSpec, PreSplit, Replicate, Stack, Sum
+from penstock.execute.transport.protocol import Tag
 from penstock.ir.instruction import Op
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
@@ -196,9 +197,9 @@ class Counting:
     def __getattr__(self, name):
         return getattr(self.wires, name)
 
-    def post_send(self, peer, tensor):
-        self.num_sent[peer] = self.num_sent.get(peer, 0) + 1
-        return self.wires.post_send(peer, tensor)
+    def post_send(self, peer, tensor, tag=Tag.DATA):
+        self.num_sent[peer] = self.num_sent.get(peer, 0) + (tag is Tag.DATA)
+        return self.wires.post_send(peer, tensor, tag)
 
 
 @pytest.mark.parametrize("num_frozen", [0, 1, 2, 3])

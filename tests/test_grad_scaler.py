@@ -148,7 +148,7 @@ def on_a_rank(wires, schedule, case):
         for inputs, target in case.batches(step, overflow):
             with case.casting():
                 pipeline.step(inputs, target=target)
-        gather, skip = pipeline.transport.all_gather_object, pipeline.copied_names
+        gather, skip = pipeline.control.all_gather_object, pipeline.copied_names
         training.update(case.clip(training.parameters, gather, skip))
     pipeline.close()
     return training.outcome()

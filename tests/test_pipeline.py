@@ -554,11 +554,11 @@ def test_a_first_stage_without_inputs_is_refused_everywhere():
 @pytest.mark.parametrize(
     ("field", "options"),
     [
-        ("the schedule", ({}, {"warmup": "eager"})),
-        ("the split", ({}, {"split": [1, 4]})),
-        ("the loss reduction", ({}, {"reduction": "sum"})),
+        ("schedule", ({}, {"warmup": "eager"})),
+        ("split", ({}, {"split": [1, 4]})),
+        ("reduction", ({}, {"reduction": "sum"})),
         ("variable_shapes", ({}, {"variable_shapes": True})),
-        ("the tied parameters", ({}, {"tied": [("0.1.bias", "4.1.bias")]})),
+        ("tied", ({}, {"tied": [("0.1.bias", "4.1.bias")]})),
     ],
 )
 def test_ranks_that_were_set_up_differently_say_so_everywhere(field, options):
@@ -576,7 +576,7 @@ def test_ranks_with_different_layers_say_so_everywhere():
 
     for error in on_ranks(2, case):
         assert type(error) is PipelineError
-        assert "disagree on the layers: rank 0 has 0, 1, 2, 3, rank 1 has 0, 1, 2, 3, 4" in str(error)
+        assert "disagree on layers: rank 0 has 0, 1, 2, 3, rank 1 has 0, 1, 2, 3, 4" in str(error)
 
 
 @pytest.mark.parametrize("loss", [lambda output, target: (output - target) ** 2, lambda output, target: 1.0])

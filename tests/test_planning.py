@@ -17,6 +17,7 @@ from penstock.planning import (
     options_of_family,
     plan,
     prove_and_lower,
+    prove_and_lower_once,
     resolve_schedule,
 )
 from penstock.proofs import Demand, check
@@ -99,6 +100,27 @@ def test_a_lowering_that_goes_wrong_is_refused(monkeypatch):
 
     with pytest.raises(ScheduleError, match="1RECV_F0 has no send"):
         prove_and_lower(build("gpipe", ranks=2, microbatches=2))
+
+
+def test_an_equal_plan_is_proved_once_and_any_other_one_anew():
+    one, equal = (build("1f1b", ranks=3, microbatches=5) for _ in range(2))
+    first = prove_and_lower_once(one)
+
+    assert prove_and_lower_once(equal) is first
+    assert first == prove_and_lower(one)
+    others = [
+        prove_and_lower_once(build("1f1b", ranks=3, microbatches=6)),
+        prove_and_lower_once(one.forward_only()),
+        prove_and_lower_once(one, tied_groups=[(0, 2)]),
+        prove_and_lower_once(one, optimizer_step=True),
+        prove_and_lower_once(first),
+    ]
+    assert [other == first for other in others] == [False] * 4 + [True]
+    for num_microbatches in range(1, 20):
+        prove_and_lower_once(build("gpipe", ranks=2, microbatches=num_microbatches))
+    assert prove_and_lower_once(equal) is not first  # only the last ones are kept
+    with pytest.raises(ScheduleError):
+        prove_and_lower_once(one, Demand.of("1 activations", COSTS))
 
 
 def test_a_name_is_built_for_the_ranks_that_run():

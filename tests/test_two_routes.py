@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from penstock.errors import PipelineError, StepRefused
+from penstock.execute.control.collectives import Control
 from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.ir.schedule import Schedule
 from penstock.pipeline import Pipeline
@@ -193,7 +194,7 @@ def test_training_with_clipping_and_a_tied_head_is_that_of_one_process(num_ranks
         pipeline = Pipeline(tied_layers(), two_routes(num_ranks, 4), loss=task.loss, transport=wires, **task.options)
         parameters = list(pipeline.named_parameters())
         step = partial(pipeline.step, *task.inputs, target=task.target)
-        norms = learn(parameters, step, wires.all_gather_object, pipeline.copied_names)
+        norms = learn(parameters, step, Control(wires).all_gather_object, pipeline.copied_names)
         save_weights(tmp_path / "weights", pipeline)
         return norms, dict(parameters)
 

@@ -6,65 +6,37 @@ step is then one agreement between the ranks, one run of this rank's instruction
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.errors import ConfigError, PenstockWarning, PipelineError
-from penstock.execute.arguments import (
-    layer_list,
-    names_of_children,
-    require_loss,
-    require_schedule,
-    require_slices,
-    require_split,
-)
-from penstock.execute.batch.agreement import Mode, agree_on_setup
-from penstock.execute.batch.gate import Call
-from penstock.execute.joining import Joined, join
-from penstock.execute.losses.grad_scaler import describe_scale, grad_scaler_of
-from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
+from penstock.construction import Request, construct
+from penstock.errors import ConfigError, PenstockError, PenstockWarning, PipelineError
+from penstock.execute.batch.admission import Call
+from penstock.execute.control.agreement import Mode
+from penstock.execute.control.collectives import Control
+from penstock.execute.joining import join
+from penstock.execute.losses.loss import Loss
 from penstock.execute.losses.results import StepResult
 from penstock.execute.model_part import ModelPart
 from penstock.execute.observing.memory_report import MemoryReport, MemoryWatch, gather_memory
 from penstock.execute.observing.recorder import Recording
-from penstock.execute.options import refuse_unknown
-from penstock.execute.runner import Runner
 from penstock.execute.stages.assemble import (
     Layer,
-    assemble,
-    count_parameters,
-    layer_names,
-    spec_attribute,
-    with_skips,
 )
-from penstock.execute.stages.carried import refuse_layers_that_look_back
-from penstock.execute.stages.main_gradients import require_shapes
-from penstock.execute.stages.shared_builders import BuiltLayers, build_own, gather_shared_names
 from penstock.execute.stages.stage import Stage
-from penstock.execute.stages.tied import agree_on_copies
-from penstock.execute.stages.wrappers import refuse_wrappers, reshard, unsplittable
+from penstock.execute.stages.wrappers import reshard
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.world import default_device, shares_process
-from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
-from penstock.ir.split_backwards import with_split_backwards
 from penstock.ir.timeline import Timeline
-from penstock.partition.split import describe_split, split_over
+from penstock.partition.split import describe_split
 from penstock.planning import (
     ScheduleLike,
     few_microbatches,
-    memory_demand,
     options_of_family,
     predict_peaks,
-    prove_and_lower,
-    resolve_plan,
 )
-from penstock.schedules import find_family, is_family_name
-from penstock.version import VERSION
 
 _LOOKING_BACK = (nn.MultiheadAttention, nn.RNNBase)
 """What is known to need more of the sequence than the slice at hand, and cannot carry it by itself."""
@@ -105,19 +77,25 @@ class Pipeline(ModelPart):
         **options: Any,
     ) -> None:
         joined = join(process_group, group, options, options_of_family(schedule))
-        self.options, self._family_options = joined.options, joined.family_options
+        request = Request(
+            layers=layers,
+            schedule=schedule,
+            microbatches=microbatches,
+            stages_per_rank=stages_per_rank,
+            split=split,
+            loss=loss,
+        )
+        with joined.leaving_on_failure():
+            self._made = construct(joined, request)
+        plan, self._runner, self._assembly = self._made.plan, self._made.runner, self._made.assembly
+        self.options, self.device, self.schedule = plan.options, plan.device, plan.schedule
+        self.program = self._made.programs.training
+        self.stages: list[Stage] = self._assembly.stages
         self._transport = joined.transport
+        self._control = joined.control
         self.rank = self._transport.rank
         self._has_main_gradients = self.options.main_gradients
-        self._loss = loss
         self._is_closed = False
-        with joined.leaving_on_failure():
-            # What is wrong on one rank only, such as a layer that cannot be built there, must not let the others wait.
-            built = joined.together(lambda: self._plan(joined, layers, schedule, microbatches, stages_per_rank, split))
-            shared = gather_shared_names(self._transport, built)
-            joined.together(lambda: self._assemble(joined, built, shared))
-            self._set_up_together()
-            self._runner = self._make_runner()
         advice = few_microbatches(self.program)
         if advice is not None and self.rank == 0:
             warnings.warn(advice, PenstockWarning, stacklevel=2)
@@ -159,6 +137,15 @@ class Pipeline(ModelPart):
                 module.training = mode
             reshard(self.stages)
 
+    def refuse(self, error: PenstockError, mode: Mode = Mode.TRAIN) -> NoReturn:
+        """Refuse the step that the other ranks begin now, because this rank cannot run it; they are told why.
+
+        Raises:
+            StepRefused: on every rank; the next step may be run.
+        """
+        self._run(mode, Call(refusal=error))
+        raise AssertionError("a refused step does not run")
+
     def profile(self, *args: Any, target: Any = None, split_backwards: bool = False, **kwargs: Any) -> Timeline:
         """Run one training step and return its measured timeline, the same on every rank.
 
@@ -186,7 +173,7 @@ class Pipeline(ModelPart):
         memory = MemoryWatch(self.stages, self.device, optimizer)
         mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN
         result = self._train(mode, Call(args, kwargs, target), memory)
-        program, layers = self._program_of(mode, self.schedule.num_microbatches), self._layers_of_stage
+        program, layers = self._made.programs.of(mode, self.schedule.num_microbatches), self.layers_of_stage
         return gather_memory(self._transport, memory, result, lambda sizes: predict_peaks(program, layers, sizes))
 
     @property
@@ -214,173 +201,42 @@ class Pipeline(ModelPart):
     @property
     def layers_of_stage(self) -> Sequence[range]:
         """Per stage, its layers; with two routes, those of both copies."""
-        return self._layers_of_stage
+        return self._made.plan.layers_of_stage
 
     @property
     def layer_weights(self) -> Sequence[float]:
         """The relative cost per layer that the split went by."""
-        return self._weights
+        return self._made.plan.layer_weights
 
     @property
     def transport(self) -> Transport:
-        """The wires to the other ranks."""
+        """The messages to and from the other ranks."""
         return self._transport
+
+    @property
+    def control(self) -> Control:
+        """The collectives of all ranks, which go over their hosts."""
+        return self._control
 
     def describe_split(self) -> str:
         """Draw which stage has which layers, its share of the weight, and its parameters, copies of tied ones too."""
-        names, counts = list(self._num_parameters), list(self._num_parameters.values())
-        return describe_split(self._layers_of_stage, names, self._weights, counts)
+        counts = self._made.num_parameters
+        return describe_split(self.layers_of_stage, list(counts), self.layer_weights, list(counts.values()))
 
     def close(self) -> None:
         """End the watchdog and release the wires; the modules stay as they are, but no step can be run any more."""
         self._is_closed = True
         self._runner.close()
 
-    # ---- planning
-
-    def _plan(
-        self,
-        joined: Joined,
-        layers: Sequence[Layer],
-        schedule: ScheduleLike,
-        microbatches: int | None,
-        stages_per_rank: int | None,
-        split: Sequence[int] | None,
-    ) -> BuiltLayers:
-        """Decide what runs and build this rank's layers; no message to another rank."""
-        device = self.options.device
-        self.device = default_device(joined.process_group) if device is None else torch.device(device)
-        require_loss(self._loss)
-        self._loss_weights = LossWeights(self.options.reduction, self.options.count)
-        loss_scale(self.options.scale_loss)  # refuses what scales nothing
-        self._given = self._resolve(schedule, microbatches, stages_per_rank)
-        self.schedule = self._given.actions()
-        require_split(split)
-        listed = layer_list(layers)
-        self._layer_names = layer_names(listed, names_of_children(layers))
-        self._split(listed, split)
-        own_stages = self.schedule.placement.stages_of_rank[self.rank]
-        own = dict.fromkeys(index for stage in own_stages for index in self._layers_of_stage[stage])
-        return build_own(listed, self._layer_names, list(own))
-
-    def _resolve(
-        self, schedule: ScheduleLike, microbatches: int | None, stages_per_rank: int | None
-    ) -> Schedule | Program:
-        require_schedule(schedule)
-        family_options = self._family_options
-        if is_family_name(schedule):
-            refuse_unknown(family_options, schedule, find_family(schedule).all_options)
-            if self.options.slices is not None:
-                family_options["slices"] = self.options.slices
-        resolved = resolve_plan(
-            schedule,
-            ranks=self._transport.num_ranks,
-            microbatches=microbatches,
-            stages_per_rank=stages_per_rank,
-            options=family_options,
-        )
-        require_slices(resolved, self.options.slices)
-        return resolved
-
-    def _split(self, layers: Sequence[Layer], split: Sequence[int] | None) -> None:
-        weights = self.options.weights
-        if split is not None and weights is not None:
-            raise ConfigError("split says already which stage gets how many layers; pass one of the two", key="weights")
-        if weights is None:
-            weights = [float(spec_attribute(layer, "weight", 1.0)) for layer in layers]
-        self._weights = weights
-        self._layers_of_stage = split_over(self.schedule.placement, len(layers), weights=weights, split=split)
-
-    def _assemble(self, joined: Joined, built: BuiltLayers, shared: Sequence[tuple[str, str]]) -> None:
-        """Make this rank's stages and the program; no message to another rank."""
-        self._assembly = assemble(
-            built.layers,
-            self.schedule.placement,
-            self._layers_of_stage,
-            self.rank,
-            device=self.device,
-            names=self._layer_names,
-            tied=[*self.options.tied, *shared],
-            shares_modules=shares_process(self._transport),
-        )
-        self.stages: list[Stage] = self._assembly.stages
-        refuse_wrappers(self.stages, self.schedule, joined.ranks_of_group())
-        if self.options.main_gradients:
-            require_shapes(self._assembly.named_parameters())
-        self.program = self._lowered(self._given)
-
-    def _lowered(self, schedule: Schedule | Program) -> Program:
-        has_scaler = grad_scaler_of(self.options.scale_loss) is not None  # its ranks agree where optimizers step
-        return prove_and_lower(
-            schedule,
-            memory_demand(self.options.memory_limit, self.options.costs, schedule, self._layers_of_stage),
-            tied_groups=self._assembly.tied_groups,
-            optimizer_step=has_scaler or self.options.optimizer_step is not None,
-        )
-
-    def _set_up_together(self) -> None:
-        agree_on_setup(
-            self._transport,
-            {
-                "the version of Penstock": VERSION,
-                "the schedule": f"{self._given!r} #{self._given.digest()[:12]}",
-                "the layers": ", ".join(self._layer_names),
-                "the split": ", ".join(str(len(layers)) for layers in self._layers_of_stage),
-                "the tied parameters": f"stages {self._assembly.tied_groups}",
-                "the loss": "none" if self._loss is None else "a function",
-                "the loss reduction": self.options.reduction,
-                "scale_loss": describe_scale(self.options.scale_loss),
-                "slice_dim": str(self.options.slice_dim),
-                "the seed": str(self.options.seed),
-                "check_batches": str(self.options.check_batches),
-                "variable_shapes": str(self.options.variable_shapes),
-                "main_gradients": str(self.options.main_gradients),
-                "the debug level": self.options.debug,
-                "the deadline": f"{self._transport.deadline_s:g} s",
-            },
-        )
-        agree_on_copies(self._transport, self._assembly.tied_copies)
-        for copy in self._assembly.tied_copies.values():
-            copy.share_values(self._transport)
-        self._assembly = with_skips(self._transport, self._assembly, self._layers_of_stage)
-        if self.schedule.num_slices > 1:
-            refuse_layers_that_look_back(self._transport, self.stages, _LOOKING_BACK)
-        problem = unsplittable(self.stages, range(self.schedule.num_stages), "split_backwards=True")
-        self._unsplittable = next((str(text) for text in self._transport.all_gather_object(problem) if text), "")
-        self._num_parameters = count_parameters(self._transport, self.stages, self._layer_names)
-
-    def _make_runner(self) -> Runner:
-        return Runner(
-            self._transport,
-            self.device,
-            self.schedule,
-            self._assembly,
-            self.options,
-            loss=self._loss,
-            loss_weights=self._loss_weights,
-            program_of=self._program_of,
-        )
-
-    def _program_of(self, mode: Mode, num_microbatches: int) -> Program:
-        match mode:
-            case Mode.TRAIN:
-                return self.program
-            case Mode.EVALUATE if num_microbatches < self.schedule.num_microbatches:
-                return self._lowered(self.schedule.forward_only().first_microbatches(num_microbatches))
-            case Mode.EVALUATE:
-                return self.program if self.program.is_forward_only else self._lowered(self.schedule.forward_only())
-            case Mode.TRAIN_SPLIT:
-                return self._lowered(with_split_backwards(self.schedule))
-
     # ---- one step
 
     def _train(self, mode: Mode, call: Call, memory: MemoryWatch | None = None) -> StepResult:
-        if self._loss is None:
+        if self._made.plan.loss is None:
             raise ConfigError("a training step needs a loss; pass loss=... to Pipeline, or call evaluate", key="loss")
         if self.schedule.is_forward_only:
             raise ConfigError(f"{self.schedule.name} has no backwards to train with; call evaluate", key="schedule")
-        if mode is Mode.TRAIN_SPLIT and self._unsplittable:
-            raise ConfigError(self._unsplittable)
+        if mode is Mode.TRAIN_SPLIT and self._made.unsplittable:
+            raise ConfigError(self._made.unsplittable)
         return self._run(mode, call, memory)
 
     def _run(self, mode: Mode, call: Call, memory: MemoryWatch | None = None) -> StepResult:

@@ -31,6 +31,10 @@ class Plan:
     timeline: Timeline
 
 
+_MAX_KEPT, _MAX_KEPT_ROWS = 8, 100_000
+_kept: dict[tuple[Any, ...], Program] = {}
+
+
 def plan(
     schedule: Schedule,
     costs: Costs,
@@ -74,6 +78,29 @@ def prove_and_lower(
     known = prove(plan, demand)
     program = lower(plan, tied_groups=tied_groups, optimizer_step=optimizer_step, start=known.start)
     prove(program, demand, known=known)
+    return program
+
+
+def prove_and_lower_once(
+    plan: Schedule | Program,
+    demand: Demand = NO_DEMAND,
+    *,
+    tied_groups: Sequence[Sequence[int]] = (),
+    optimizer_step: bool = False,
+) -> Program:
+    """Do what `prove_and_lower` does, or return what it returned of an equal plan in this process.
+
+    Pipelines are made again for other data or numbers of microbatches, and ranks that are threads plan alike. Only the
+    last few small programs are kept, and none with a limit of memory.
+    """
+    options: dict[str, Any] = {"tied_groups": tied_groups, "optimizer_step": optimizer_step}
+    if demand != NO_DEMAND or plan.num_rows > _MAX_KEPT_ROWS:
+        return prove_and_lower(plan, demand, **options)
+    key = (type(plan), plan.name, plan.digest(), repr(options))
+    program = _kept.pop(key, None) or prove_and_lower(plan, demand, **options)
+    _kept[key] = program  # the last one used comes last
+    for oldest in list(_kept)[:-_MAX_KEPT]:
+        _kept.pop(oldest, None)
     return program
 
 

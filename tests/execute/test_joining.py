@@ -9,6 +9,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import ConfigError, DeadlineExceeded, PenstockError, PipelineError
+from penstock.execute.control.collectives import Control
 from penstock.execute.joining import join
 from penstock.execute.transport import LocalTransport
 from tests.local_pipelines import error_of, float_task, on_ranks, step_task
@@ -130,7 +131,7 @@ def test_an_error_of_one_rank_alone_ends_the_waits_of_the_others():
         with joined.leaving_on_failure():
             if wires.rank:
                 raise ZeroDivisionError
-            wires.all_gather_object("here")
+            Control(wires).all_gather_object("here")
 
     first, second = on_ranks(2, lambda wires: error_of(case, wires), deadline_s=DEADLINE_S)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.errors import PipelineError
-from penstock.execute.batch.agreement import Mode
+from penstock.execute.control.agreement import Mode
 from penstock.execute.stages.passes import SavedForward
 from penstock.ir.action import Action, Kind, OverlappedPair
 from penstock.ir.live import peak_activations

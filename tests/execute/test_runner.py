@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from penstock.errors import PeerLost
-from penstock.execute.batch.agreement import Mode
-from penstock.execute.batch.gate import Call
+from penstock.execute.batch.admission import Call
+from penstock.execute.control.agreement import Mode
+from penstock.execute.control.handshake import Agreed, Found
+from penstock.execute.control.positions import PositionBoard
 from penstock.execute.losses.loss import LossWeights
 from penstock.execute.options import PipelineOptions
 from penstock.execute.runner import Runner
@@ -34,7 +36,16 @@ def runner_of(task, planned, loss=square_loss):
 
     options = PipelineOptions()
     return Runner(
-        transport, CPU, schedule, assembly, options, loss=loss, loss_weights=LossWeights(), program_of=program_of
+        transport,
+        CPU,
+        schedule,
+        assembly,
+        options,
+        Agreed([Found()]),
+        PositionBoard.in_process(1)[0],
+        loss=loss,
+        loss_weights=LossWeights(),
+        program_of=program_of,
     )
 
 

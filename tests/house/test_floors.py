@@ -25,6 +25,7 @@ ROOMS = {
     "show": (5, {0, 1, 3}),
     "models": (6, {0}),
     "execute": (6, {0, 1}),
+    "construction": (7, {0, 1, 2, 3, 4, 5, 6}),
     "pipeline": (7, {0, 1, 2, 3, 4, 5, 6}),
     "train": (7, {0, 1, 2, 3, 4, 5, 6}),
     "moving": (7, {0, 1, 2, 3, 4, 5, 6}),
@@ -34,6 +35,7 @@ ROOMS = {
 }
 # The few pairs (from, to) that a floor number does not describe, and why.
 DOORS = {
+    ("pipeline", "construction"),  # it is made there
     ("train", "pipeline"),  # the training loop holds a Pipeline
     ("moving", "pipeline"),  # so do the adapters
     ("moving", "train"),  # gradients are clipped by their norm over all ranks in one place

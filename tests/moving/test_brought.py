@@ -141,4 +141,4 @@ def test_other_schedules_are_told_before_anything_else():
     errors = on_ranks(2, lambda wires: error_of(agree_on_brought, wires, {}, schedules[wires.rank]))
 
     assert [type(error) for error in errors] == [PipelineError] * 2
-    assert "the ranks disagree on the schedule" in str(errors[0])
+    assert "the ranks disagree on schedule" in str(errors[0])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from penstock.execute.transport import LocalTransport, TorchTransport
+from penstock.execute.transport.protocol import Tag
 from penstock.placement import Placement
 from penstock.train.channels import NUM_TRIPS, SMALL_BYTES, channels_of, measure_channels
 from tests.local_pipelines import on_ranks
@@ -24,10 +25,10 @@ def test_channels_are_the_ways_of_outputs_and_gradients_between_ranks():
 class SlowForLarge(LocalTransport):
     """Wires on which a large message takes a while, and a small one none."""
 
-    def post_send(self, peer, tensor):
+    def post_send(self, peer, tensor, tag=Tag.DATA):
         delay_s = WIRE_S if tensor.nbytes > SMALL_BYTES else 0.0
         self._hub.delay_s = lambda source, destination: delay_s
-        return super().post_send(peer, tensor)
+        return super().post_send(peer, tensor, tag)
 
 
 @pytest.mark.slow
@@ -51,7 +52,12 @@ def test_every_channel_is_measured_once_and_known_to_all_ranks():
 
     def case(wires):
         post_send = wires.post_send
-        wires.post_send = lambda peer, tensor: (num_sent.append((wires.rank, peer)), post_send(peer, tensor))[1]
+
+        def counted(peer, tensor, tag=Tag.DATA):
+            num_sent.extend([(wires.rank, peer)] if tag is Tag.DATA else [])
+            return post_send(peer, tensor, tag)
+
+        wires.post_send = counted
         return measure_channels(wires, channels, LARGE_BYTES, CPU)
 
     found = on_ranks(3, case)

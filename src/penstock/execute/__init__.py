@@ -1,7 +1,7 @@
 """Executes a program on one rank. `runner.py` is the way of a step, in these numbered lines:
 
-    1  begin        failures/   after a failed step, all ranks start afresh; watchdog, positions, errors
-    2  admit        batch/      what the caller passes, cut into microbatches and slices; all ranks agree on the step
+    1  begin        control/    after a failed step, all ranks start afresh; watchdog, positions, errors
+    2  admit        batch/      what the caller passes, cut into microbatches and slices; control/ agrees on the step
     3  make a step  step.py     the data, the losses, the registers: all that the step works on, and nothing beside it
     4  observe      observing/  what looks at the calls of this step: recorder, ranges, checks, memory
     5  run          run.py      the loop over bound calls
@@ -16,7 +16,7 @@ messages, collectives), and calls stages/ and transport/.
 From below to above; a part imports those before it:
 
     undocumented.py  what torch does not promise        values/     trees of tensors, layouts, version guard
-    transport/       messages and collectives           failures/   what stops a step, on all ranks
+    transport/       messages                           control/    collectives, agreement, what stops a step
     batch/           microbatches, slices, streams      losses/     loss functions, weights, results
     step.py          `Step`                             calls.py    `Bound`, `Call`, `Change`
     split/           which weight gradients wait        stages/     layers, their passes, their features

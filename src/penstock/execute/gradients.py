@@ -6,8 +6,9 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from penstock.errors import PenstockError
-from penstock.execute.batch.agreement import digest
 from penstock.execute.compile.context import Hooks
+from penstock.execute.control.agreement import digest
+from penstock.execute.control.collectives import Control
 from penstock.execute.losses.grad_scaler import SharedScaler, grad_scaler_of
 from penstock.execute.options import PipelineOptions
 from penstock.execute.stages.assemble import Assembly
@@ -24,10 +25,8 @@ from penstock.ir.program import Program
 class Gradients:
     """The parameters that one rank trains."""
 
-    def __init__(
-        self, transport: Transport, device: torch.device, assembly: Assembly, options: PipelineOptions
-    ) -> None:
-        self._transport = transport
+    def __init__(self, control: Control, device: torch.device, assembly: Assembly, options: PipelineOptions) -> None:
+        self._control = control
         self._assembly = assembly
         self._options = options
         self._copies = assembly.tied_copies
@@ -36,7 +35,7 @@ class Gradients:
         self._trained = 0
         self._main_gradients = self._accumulate_beside() if options.main_gradients else None
         scaler = grad_scaler_of(options.scale_loss)
-        self._scaler = None if scaler is None else SharedScaler(scaler, transport, device, attribute)
+        self._scaler = None if scaler is None else SharedScaler(scaler, control, device, attribute)
         copies = assembly.tied_copies.values()
         self._ddp = DdpReduction(assembly.stages, copies, attribute=attribute, deadline_s=options.deadline_s)
 
@@ -63,7 +62,7 @@ class Gradients:
     def agree_on_tied(self, trained: int) -> None:
         """Compare the copies of tied parameters once more if any rank trains others than in the step before."""
         if trained != self._trained:
-            agree_on_copies(self._transport, self._copies)
+            agree_on_copies(self._control, self._copies)
             self._trained = trained
 
     @contextmanager
@@ -94,7 +93,7 @@ class Gradients:
     def _reduce_stage(self, program: Program) -> Callable[[int], None]:
         """DDP's average, then the caller's hook; for copies of a stage on this rank, one module, after the last."""
         hook = self._options.reduce_stage or _do_nothing_with
-        rank = self._transport.rank
+        rank = self._control.rank
         rows = slice(*program.offsets[rank : rank + 2])
         stages = program.stage[rows][program.op[rows] == Op.REDUCE_GRADIENT].tolist()
         layers = {stage.index: tuple(map(id, stage.layers.values())) for stage in self._assembly.stages}

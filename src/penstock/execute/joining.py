@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from penstock.errors import DeadlineExceeded, PeerLost, PenstockError
 from penstock.execute.arguments import is_time, take_process_group
+from penstock.execute.control.collectives import Control
+from penstock.execute.control.handshake import Told, exchange, together
 from penstock.execute.options import DEFAULT_DEADLINE_S, PipelineOptions, split_options
-from penstock.execute.together import together
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.torch_dist import TorchTransport
-from penstock.execute.world import default_transport, ranks_of
+from penstock.execute.transport.world import default_transport, ranks_of
 
 T = TypeVar("T")
 
@@ -33,13 +34,22 @@ class Joined:
     refusal: PenstockError | None
     """What is wrong with this rank's options."""
 
+    @property
+    def control(self) -> Control:
+        """The collectives of all ranks."""
+        return Control(self.transport)
+
     def together(self, make: Callable[[], T]) -> T:
         """Return what `make` returns; if it fails on any rank, or any rank's options are wrong, it fails on all.
 
         Raises:
             Exception: the rank's own, else a ConfigError with the words of the first rank that has one.
         """
-        return together(self.transport, lambda: self._made(make))
+        return together(self.control, lambda: self._made(make))
+
+    def exchange(self, make: Callable[[], T], tell: Callable[[T], Told]) -> tuple[T, list[Told]]:
+        """Do the same, and gather what `tell` says of it on every rank."""
+        return exchange(self.control, lambda: self._made(make), tell)
 
     @contextmanager
     def leaving_on_failure(self) -> Iterator[None]:

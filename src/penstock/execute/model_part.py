@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, PipelineError
+from penstock.execute.control.collectives import Control
+from penstock.execute.control.handshake import together
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.execute.stages.main_gradients import ATTRIBUTE
@@ -23,7 +25,6 @@ from penstock.execute.stages.model_state import (
     scatter_state,
 )
 from penstock.execute.stages.stage import Stage
-from penstock.execute.together import together
 from penstock.execute.transport.protocol import Transport
 
 
@@ -106,11 +107,11 @@ class ModelPart:
                 wanted = known if rank == from_rank else everyone[rank]
                 require_fitting(state_dict, wanted, known, is_strict=strict)
 
-        together(wires, check)
+        together(Control(wires), check)
         part = state_dict or {}
         if from_rank is not None:
             part = scatter_state(wires, part, everyone, from_rank, self.device)
-        together(wires, lambda: load_own(self.stages, part))
+        together(Control(wires), lambda: load_own(self.stages, part))
         for copy in self._assembly.tied_copies.values():
             copy.share_values(wires)
 
@@ -133,7 +134,7 @@ class ModelPart:
         attribute = ATTRIBUTE if self._has_main_gradients else "grad"
         named = [(name, getattr(parameter, attribute, None)) for name, parameter in self.named_parameters()]
         norm = clip_gradients(
-            named, self._transport.all_gather_object, max_norm, norm_type=norm_type, skip=self.copied_names
+            named, Control(self._transport).all_gather_object, max_norm, norm_type=norm_type, skip=self.copied_names
         )
         if error_if_nonfinite and not math.isfinite(norm):
             raise PipelineError(

@@ -6,19 +6,21 @@ Whatever goes wrong on the way ends the step on all ranks, as one error, and lea
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import cast
 
 import torch
 
 from penstock.errors import StepRefused
-from penstock.execute.batch.agreement import Extra, Mode
-from penstock.execute.batch.gate import Batch, Call, Gate, wants_of
+from penstock.execute.batch.admission import Admission, Batch, Call, InputNeeds
 from penstock.execute.calls import Change
 from penstock.execute.compile.context import CompileContext
 from penstock.execute.compile.features import StageSettings, compose_stages
 from penstock.execute.compile.program import CompiledProgram, compile_program
 from penstock.execute.compile.rows import RankRows
-from penstock.execute.failures.failure import FailureDesk
+from penstock.execute.control.agreement import Extra, Mode
+from penstock.execute.control.collectives import Control
+from penstock.execute.control.failures import FailureReporter
+from penstock.execute.control.handshake import Agreed
+from penstock.execute.control.positions import PositionBoard
 from penstock.execute.gradients import Gradients
 from penstock.execute.losses.exchange import LossExchange
 from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
@@ -48,8 +50,6 @@ from penstock.ir.schedule import Schedule
 class Runner:
     """Runs the steps of one rank. `program_of` plans what a mode runs on so many microbatches; it is
     asked once for each.
-
-    Made on all ranks together.
     """
 
     def __init__(
@@ -59,6 +59,8 @@ class Runner:
         schedule: Schedule,
         assembly: Assembly,
         options: PipelineOptions,
+        agreed: Agreed,
+        board: PositionBoard,
         *,
         loss: Loss | None,
         loss_weights: LossWeights,
@@ -73,14 +75,15 @@ class Runner:
         self._loss_weights = loss_weights
         self._takes_weight = loss is not None and takes_weight(loss)
         self._scale = loss_scale(options.scale_loss)
-        self._gradients = Gradients(transport, device, assembly, options)
-        self._exchange = LossExchange(transport, device)
+        control = Control(transport)
+        self._gradients = Gradients(control, device, assembly, options)
+        self._exchange = LossExchange(control, device)
         self._auxiliary = auxiliary_modules([layer for stage in assembly.stages for layer in stage.modules])
         self._program_of = program_of
         self._num_microbatches = schedule.num_microbatches
         self._compiled: dict[tuple[Mode, int], CompiledProgram] = {}
         self._active: Program | None = None
-        self._desk = FailureDesk(transport, self._describe)
+        self._failures = FailureReporter(transport, board, self._describe)
         self._observers = observers_for(
             transport,
             device,
@@ -93,15 +96,13 @@ class Runner:
         )
         self._wires = transport_of_messages(self._observers, transport)
         self._messenger = Messenger(self._wires, device, has_variable_shapes=options.variable_shapes)
-        self._num_steps = 0
-        self._clocks = ClockComparison(transport, device, options.clock)
-        has_loss = self._holds_last_stage and loss is not None
-        wants = wants_of(assembly.stages, schedule.placement, transport, has_loss=has_loss)
-        self._gate = Gate(
-            transport,
+        self._num_attempts = 0  # steps that have begun, also those that failed; the ranks agree on it with each
+        self._clocks = ClockComparison(transport, device, options.clock, agreed.each("clock_host"))
+        self._admission = Admission(
+            control,
             device,
             options.batch_rule(schedule),
-            wants,
+            InputNeeds.of(assembly.stages, schedule.placement, agreed.keywords, has_loss=loss is not None),
             stream_rules=options.stream_rules(),
             checks_values=options.check_batches,
             read=options.clock.read,
@@ -130,13 +131,13 @@ class Runner:
             with step:
                 self._run(compiled, step, of_step)  # 5 the loop
                 result = self._share(step, of_step)  # 6 every rank gets the losses
-            self._desk.end()
+            self._failures.end()
         self.step_number += mode.is_training
         return self._with_outputs(result, step)
 
     def close(self) -> None:
         """Leave the others; no step can be run any more."""
-        self._desk.close()
+        self._failures.close()
         self._transport.close()
 
     @property
@@ -159,11 +160,11 @@ class Runner:
                 *compose_stages(program, rank, self._assembly.stages, settings),
                 self._messenger,
                 hooks,
-                self._desk.board.row_of,
+                self._failures.board.row_of,
             )
             changes: list[Change] = []
             if options.overlap is not None:
-                note, first = self._desk.board.note, int(program.offsets[rank])
+                note, first = self._failures.board.note, int(program.offsets[rank])
                 changes.append(overlapping(program, options.overlap, self._device, lambda row: note(row - first)))
             self._compiled[key] = compile_program(context, self._observers, changes)
         self._active = self._compiled[key].program
@@ -172,26 +173,27 @@ class Runner:
     # ---- the parts of a step, in order
 
     def _begin(self) -> None:
-        if self._desk.has_failed:
+        if self._failures.has_failed:
             self._recover()
-        self._num_steps += 1
-        self._desk.begin()
+        self._failures.begin(self._num_attempts)
 
     def _admit(self, mode: Mode, call: Call, memory: MemoryWatch | None) -> Batch:
         gradients, is_training = self._gradients, mode.is_training
         problem = gradients.refresh() if is_training else None
-        batch = self._gate.admit(
+        batch = self._admission.admit(
             mode,
             call,
+            problem,
+            attempt=self._num_attempts,
             step_number=self.step_number if self._options.seed is not None and is_training else 0,
             trained=gradients.trained() if is_training else 0,
             scale=gradients.scale if is_training else 0.0,
             extra=Extra.MEMORY if memory is not None else Extra.RECORDING if call.record else Extra.NOTHING,
-            problem=problem,
         )
+        self._num_attempts = batch.agreed.attempt + 1
         if is_training:
-            gradients.agree_on_tied(batch.trained)
-        self._messenger.begin(batch.signature)
+            gradients.agree_on_tied(batch.agreed.trained)
+        self._messenger.begin(batch.agreed.signature)
         return batch
 
     def _make_step(self, mode: Mode, batch: Batch) -> Step:
@@ -208,14 +210,14 @@ class Runner:
             takes_weight=self._takes_weight,
             scale=self._scale,
         )
-        keeps_outputs = output_rank(self._placement) in batch.wanting_outputs
+        keeps_outputs = output_rank(self._placement) in batch.agreed.wanting_outputs
         return Step(
             slices,
             losses,
             keeps_outputs,
             supply=batch.supply,
             number=self.step_number,
-            serial=self._num_steps - 1,
+            serial=batch.agreed.attempt,
             is_training=mode.is_training,
         )
 
@@ -232,10 +234,10 @@ class Runner:
     def _run(self, compiled: CompiledProgram, step: Step, of_step: Sequence[Observer]) -> None:
         with observing([*of_step, *self._observers], step):
             with self._gradients.accumulating(is_training=step.is_training):
-                run_step(compiled, step, self._desk.board.note, compiled.bounds_with(of_step))
+                run_step(compiled, step, self._failures.board.note, compiled.bounds_with(of_step))
             if step.keeps_outputs:
                 collect_outputs(self._messenger, step, compiled.program, self._transport.rank)
-            self._desk.board.note(len(compiled.rows))
+            self._failures.board.note(len(compiled.rows))
             self._messenger.finish()
 
     def _share(self, step: Step, of_step: Sequence[Observer]) -> StepResult:
@@ -259,10 +261,10 @@ class Runner:
         try:
             yield
         except StepRefused:
-            self._desk.end()
+            self._failures.end()
             raise
         except BaseException as error:
-            report = self._desk.report(error)
+            report = self._failures.report(error)
             self._messenger.reset()
             self._gradients.end_failed_step()
             if not isinstance(error, Exception):
@@ -273,11 +275,9 @@ class Runner:
                 module.end()
 
     def _recover(self) -> None:
-        self._desk.recover()
-        # Whatever one rank has tried alone: checked messages carry the serial of their step.
-        self._num_steps = max(cast(list[int], self._transport.all_gather_object(self._num_steps)))
+        self._failures.recover()
         self._messenger.reset()
-        self._gate.check_values_again()
+        self._admission.check_values_again()
 
     def _describe(self, rank: int, row: int) -> str:
         if self._active is None:

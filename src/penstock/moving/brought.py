@@ -10,10 +10,12 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.execute.batch.agreement import agree_on_setup, digest
+from penstock.execute.control.agreement import digest
+from penstock.execute.control.collectives import Control
+from penstock.execute.control.handshake import exchange, require_equal
 from penstock.execute.stages.tied import TiedCopy
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.world import shares_process
+from penstock.execute.transport.world import shares_process
 from penstock.ir.schedule import Schedule
 from penstock.partition.split import split_over
 from penstock.placement import Placement
@@ -31,21 +33,29 @@ def agree_on_brought(transport: Transport, own: Mapping[int, nn.Module], schedul
         PipelineError: the ranks have different schedules.
         PartitionError: on every rank alike, naming the rank, its stage and the first difference.
     """
-    agree_on_setup(transport, {"the schedule": f"{schedule!r} #{digest(schedule.to_csv()):x}"})
-    everyone = transport.all_gather_object({str(stage): _described(module) for stage, module in sorted(own.items())})
+    has_copies = len(schedule.placement.routes) > 1
+    parts = parts_of_stages(schedule.placement) if has_copies else []
+    _, everyone = exchange(
+        Control(transport),
+        lambda: None,
+        lambda _: {
+            "setup": {"schedule": f"{schedule!r} #{digest(schedule.to_csv()):x}"},
+            "stages": {str(stage): _described(module) for stage, module in sorted(own.items())},
+            "shared": _shared({stage: own[stage] for stage in own if stage < len(parts)}, parts),
+        },
+    )
+    require_equal([theirs["setup"] for theirs in everyone])
     brought: dict[int, Any] = {}
     for rank, theirs in enumerate(everyone):
-        assert isinstance(theirs, dict)
-        _require_stages(rank, sorted(map(int, theirs)), schedule)
-        brought |= {int(stage): described for stage, described in theirs.items()}
-    if len(schedule.placement.routes) == 1:
+        _require_stages(rank, sorted(map(int, theirs["stages"])), schedule)
+        brought |= {int(stage): described for stage, described in theirs["stages"].items()}
+    if not has_copies:
         return []
-    parts = parts_of_stages(schedule.placement)
     for first, other in _copies(parts):
         _require_copies(brought[first], brought[other], first, other, schedule.placement)
         if shares_process(transport):
             _require_two_modules(brought[first], brought[other], first, other, schedule.placement)
-    return _agree_on_shared(transport, _shared(own, parts), schedule.placement, parts)
+    return _agreed_pairs([theirs["shared"] for theirs in everyone], schedule.placement, parts)
 
 
 def parts_of_stages(placement: Placement) -> list[int]:
@@ -121,9 +131,9 @@ def _shared(own: Mapping[int, nn.Module], parts: Sequence[int]) -> list[Pair]:
     return [pair for same in names.values() for pair in combinations(same, 2)]
 
 
-def _agree_on_shared(transport: Transport, own: list[Pair], placement: Placement, parts: Sequence[int]) -> list[Pair]:
+def _agreed_pairs(told: Sequence[list[Any]], placement: Placement, parts: Sequence[int]) -> list[Pair]:
     """All ranks' pairs; a rank that holds both parts of a pair must hold one object, too."""
-    everyone = [{(str(a), str(b)) for a, b in _pairs(theirs)} for theirs in transport.all_gather_object(own)]
+    everyone = [{(str(one), str(other)) for one, other in theirs} for theirs in told]
     for rank, pair in ((rank, pair) for rank, pairs in enumerate(everyone) for pair in sorted(pairs)):
         needed = {int(name.partition(".")[0]) for name in pair}
         for other, stages in enumerate(placement.stages_of_rank):
@@ -133,8 +143,3 @@ def _agree_on_shared(transport: Transport, own: list[Pair], placement: Placement
                     "holds the other copies of both; share them on both ranks, or on neither and name them in tied"
                 )
     return sorted(set().union(*everyone))
-
-
-def _pairs(theirs: object) -> list[Any]:
-    assert isinstance(theirs, list)
-    return theirs

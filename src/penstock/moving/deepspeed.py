@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.errors import ConfigError, EndOfData, PipelineError
-from penstock.execute.batch.gate import Refusal
 from penstock.execute.batch.microbatch import PreSplit
+from penstock.execute.control.agreement import Mode
 from penstock.execute.losses.results import StepResult
 from penstock.execute.stages.assemble import Layer
 from penstock.execute.values.tree import map_leaves
@@ -130,7 +130,7 @@ class Engine:
             PipelineError: on every rank, if the step fails on any.
         """
         self._require_loss()
-        inputs, labels = self._pull(self.pipeline, data_iter)
+        inputs, labels = self._pull(self.pipeline, data_iter, Mode.TRAIN)
         self.result = self.pipeline.step(*inputs, target=labels)
         if self._clip_norm:
             self.grad_norm = self.pipeline.clip_grad_norm_(self._clip_norm).item()
@@ -156,7 +156,7 @@ class Engine:
         if compute_loss:
             self._require_loss()
         pipeline = self._pipeline(num_micro_batches or self.num_microbatches)
-        inputs, labels = self._pull(pipeline, data_iter, needs_labels=compute_loss)
+        inputs, labels = self._pull(pipeline, data_iter, Mode.EVALUATE, needs_labels=compute_loss)
         wants_outputs = self.is_last_stage() and (return_logits or not compute_loss)
         self.result = pipeline.evaluate(*inputs, target=labels, return_outputs=wants_outputs)
         if not compute_loss:
@@ -226,7 +226,7 @@ class Engine:
             raise ConfigError("is missing, so there is no loss to compute; give it to PipelineModule", key="loss_fn")
 
     def _pull(
-        self, pipeline: Pipeline, data_iter: Iterator[Any] | None, *, needs_labels: bool = True
+        self, pipeline: Pipeline, data_iter: Iterator[Any] | None, mode: Mode, *, needs_labels: bool = True
     ) -> tuple[tuple[Any, ...], Any]:
         """Take a batch's items, inputs and labels; what is wrong with them refuses the step on all ranks."""
         is_first, is_last = self.is_first_stage(), self.is_last_stage()
@@ -235,7 +235,7 @@ class Engine:
         try:
             items = _items(data_iter, pipeline)
         except PipelineError as error:
-            return (), Refusal(error)
+            pipeline.refuse(error, mode)
         inputs, labels = zip(*items, strict=True)
         first = (PreSplit(_on(self.pipeline.device, inputs)),) if is_first else ()
         return first, PreSplit(_on(self.pipeline.device, labels)) if is_last and needs_labels else None

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import ConfigError, nearest
-from penstock.execute.batch.gate import Refusal
 from penstock.execute.batch.microbatch import PreSplit
+from penstock.execute.control.agreement import Mode
 from penstock.execute.losses.results import MicrobatchLosses, StepResult
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
@@ -179,8 +179,10 @@ class ForwardBackward:
         return schedule
 
     def _run(self, prepared: _Prepared, call: StepCall, problem: ConfigError | None) -> list[Any]:
-        target: Refusal | PreSplit | None = None if problem is None else Refusal(problem)
-        for stage in prepared.stages if problem is None else ():
+        if problem is not None:
+            prepared.pipeline.refuse(problem, Mode.EVALUATE if call.is_forward_only else Mode.TRAIN)
+        target: PreSplit | None = None
+        for stage in prepared.stages:
             stage.begin(call)
             if stage.place.is_last:
                 target = PreSplit(stage.loss_targets())

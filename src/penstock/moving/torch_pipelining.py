@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PipelineError, nearest
-from penstock.execute.batch.gate import Refusal
 from penstock.execute.batch.microbatch import BatchSpec, Concat, Split
+from penstock.execute.control.agreement import Mode
 from penstock.execute.losses.results import StepResult
 from penstock.ir.schedule import Schedule as Order
 from penstock.moving.own_stages import Site
@@ -153,9 +153,8 @@ class Schedule:
             return self.eval(*args, target=target, losses=losses, **kwargs)
         self._loss_keywords = loss_kwargs or {}
         if target is None and self._computes_losses:
-            target = Refusal(
-                PipelineError(f"rank {self.pipeline.rank} computes the losses and was given no target; pass target=...")
-            )
+            text = f"rank {self.pipeline.rank} computes the losses and was given no target; pass target=..."
+            self.pipeline.refuse(PipelineError(text), Mode.TRAIN)
         result = self.pipeline.step(*args, target=target, return_outputs=return_outputs, **kwargs)
         return self._given(result, losses)
 
@@ -163,9 +162,8 @@ class Schedule:
         """Run the forwards of one batch without gradients, modules in evaluation mode; returns as `step` does."""
         if self._loss_fn is None and not (target is None and losses is None):
             given = "losses" if target is None else "target"
-            target = Refusal(
-                ConfigError("is given, but the schedule was made without a loss_fn; give it one", key=given)
-            )
+            problem = ConfigError("is given, but the schedule was made without a loss_fn; give it one", key=given)
+            self.pipeline.refuse(problem, Mode.EVALUATE)
         result = self.pipeline.evaluate(*args, target=target, return_outputs=True, **kwargs)
         return self._given(result, losses)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.execute.batch.agreement import agree_on_setup
+from penstock.execute.control.handshake import require_equal
 from penstock.ir.schedule import Schedule as Order
 from penstock.moving.brought import parts_of_stages
 from penstock.moving.model_parts import ModelParts
@@ -60,8 +60,11 @@ def pipeline_llm(
     """
     parts = ModelParts(model, module_fqns_per_model_part)
     site = Site.of(group, translate_options(options))
-    order = site.together(lambda: _order(site, schedule, n_microbatches, parts.num_stages))
-    agree_on_setup(site.transport, {"module_fqns_per_model_part": str(list(map(list, module_fqns_per_model_part)))})
+    order, everyone = site.joined.exchange(
+        lambda: _order(site, schedule, n_microbatches, parts.num_stages),
+        lambda _: {"module_fqns_per_model_part": str(list(map(list, module_fqns_per_model_part)))},
+    )
+    require_equal(everyone)
     part_of_stage = parts_of_stages(order.placement)
     own = {stage: parts.make(part_of_stage[stage]) for stage in order.placement.stages_of_rank[site.transport.rank]}
     if prepare is not None:

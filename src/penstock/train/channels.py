@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from penstock.execute.control.collectives import Control
 from penstock.execute.observing.clock import ask, reply
 from penstock.execute.transport.protocol import Transport
 from penstock.placement import Placement
@@ -49,12 +50,12 @@ def measure_channels(
     """Measure one channel after the other with messages of up to so many bytes; a collective, equal on all ranks."""
     found = []
     for sender, receiver in channels:
-        transport.all_gather_object(None)  # nobody else talks meanwhile
+        Control(transport).all_gather_object(None)  # nobody else talks meanwhile
         if transport.rank == sender:
             found.append(asdict(_measure(transport, receiver, num_bytes, device)))
         elif transport.rank == receiver:
             _answer(transport, sender, num_bytes, device)
-    everyone = cast(list[list[dict[str, Any]]], transport.all_gather_object(found))
+    everyone = cast(list[list[dict[str, Any]]], Control(transport).all_gather_object(found))
     by_channel = {(row["sender"], row["receiver"]): ChannelSpeed(**row) for rows in everyone for row in rows}
     return [by_channel[channel] for channel in channels]
 

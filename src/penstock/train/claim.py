@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from penstock.errors import ConfigError, PenstockError
+from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 from penstock.train.config import RunConfig, load_config
 from penstock.train.files import naming_storage
@@ -102,7 +103,7 @@ def claimed_together(config: RunConfig, wires: Transport, start: Start, output: 
                 claim = stack.enter_context(claimed(config, start))
                 config = claim.config
                 output.write(f"{claim.note}\n" if claim.note else "")
-        yield in_folder(config, Path(str(wires.all_gather_object(config.run.folder)[0])))
+        yield in_folder(config, Path(str(Control(wires).all_gather_object(config.run.folder)[0])))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from penstock.errors import ConfigError, PenstockWarning
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.world import default_transport
+from penstock.execute.transport.world import default_transport
 from penstock.ir.timeline import Timeline
 from penstock.models import LayerSpec, count_parameters
 from penstock.pipeline import Pipeline

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PartitionError, PipelineError
+from penstock.execute.control.collectives import Control
 from penstock.execute.losses.loss import Loss
 from penstock.execute.losses.output import takes_weight
 from penstock.execute.stages.assemble import Layer, layer_names
@@ -25,8 +26,8 @@ from penstock.execute.stages.auxiliary import auxiliary_modules, take_all
 from penstock.execute.stages.signatures import taken_keywords
 from penstock.execute.stages.skips import SkipBuffer, StageSkips, skip_names
 from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.world import default_device, default_transport
 from penstock.execute.values.tree import as_graph_leaves, flatten, map_leaves
-from penstock.execute.world import default_device, default_transport
 
 NUM_WARM_UP_ROUNDS = 1
 PATIENCE_S = 3600.0
@@ -100,9 +101,9 @@ def _told_by_first(wires: Transport, measure: Callable[[], LayerTimes]) -> Layer
         try:
             said = asdict(measure())
         except Exception as error:
-            wires.all_gather_object({"failure": f"{type(error).__name__}: {error}"})
+            Control(wires).all_gather_object({"failure": f"{type(error).__name__}: {error}"})
             raise
-    heard = wires.all_gather_object(said)[0]
+    heard = Control(wires).all_gather_object(said)[0]
     assert isinstance(heard, dict)
     if "failure" in heard:
         raise PipelineError(

@@ -11,8 +11,8 @@ from torch import nn
 from penstock.execute.observing.layer_sizes import CONTEXT, OPTIMIZER, gather_sizes
 from penstock.execute.observing.memory_report import MemoryReport, RankMemory
 from penstock.execute.stages.stage import Stage
+from penstock.execute.transport.world import default_transport
 from penstock.execute.values.tensors import local_part
-from penstock.execute.world import default_transport
 from penstock.ir.action import Kind
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline

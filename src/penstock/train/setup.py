@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from penstock.errors import ConfigError, count_of
+from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.schedule import Schedule
 from penstock.models import DecoderConfig, LayerSpec, cross_entropy_loss, decoder_layers
@@ -49,7 +50,7 @@ def prepare_together(config: RunConfig, folder: RunFolder, wires: Transport) -> 
             if turn:
                 dataset = _open_dataset(config, folder)
     assert dataset is not None
-    digests = wires.all_gather_object(dataset.digest)
+    digests = Control(wires).all_gather_object(dataset.digest)
     if len(set(map(str, digests))) > 1:
         raise ConfigError(f"the ranks see different text: {digests}; give all of them the same files", key="data.files")
     return dataset

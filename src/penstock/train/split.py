@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from penstock.errors import FormatError, PenstockError
 from penstock.execute.batch.cutting import BatchRule
+from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.world import default_device
+from penstock.execute.transport.world import default_device
 from penstock.models import LayerSpec, cross_entropy_loss
 from penstock.show.text import format_seconds
 from penstock.train.config import RunConfig
@@ -157,7 +158,7 @@ def _kept_times(path: Path, subject: Subject, wires: Transport) -> LayerTimes | 
         if wires.rank == 0:
             found = _read(path)
     own = found.model_dump_json() if found is not None and found.of == subject else ""
-    text = str(wires.all_gather_object(own)[0])
+    text = str(Control(wires).all_gather_object(own)[0])
     return StoredTimes.model_validate_json(text).times if text else None
 
 

@@ -107,7 +107,7 @@ class Trainer:
         recording = self.pipeline.recording
         assert recording is not None, "the last pipeline step was recorded"
         own = [recording.from_own_clock(moment_s) for moment_s in moments_s]
-        everyone = cast(list[list[float]], self.pipeline.transport.all_gather_object(own))
+        everyone = cast(list[list[float]], self.pipeline.control.all_gather_object(own))
         return RecordedStep(
             number,
             recording.timeline,

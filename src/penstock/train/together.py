@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from penstock.errors import PenstockError
+from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 
 
@@ -19,7 +20,7 @@ def failing_together(wires: Transport) -> Iterator[None]:
         yield
     except PenstockError as error:
         problem = error
-    texts = [str(text) for text in wires.all_gather_object("" if problem is None else str(problem))]
+    texts = [str(text) for text in Control(wires).all_gather_object("" if problem is None else str(problem))]
     if problem is not None:
         raise problem
     if any(texts):

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError, PenstockError, PipelineError
+from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 from penstock.pipeline import Pipeline
 from penstock.train.files import atomic_file
@@ -98,7 +99,7 @@ def save_weights(path: Path, pipeline: Pipeline) -> None:
         _send_on_request(
             transport, pipeline.device, [own[each.name] for each in entries if each.rank == transport.rank]
         )
-    told = transport.all_gather_object(problem)[0]
+    told = Control(transport).all_gather_object(problem)[0]
     if told:
         raise CheckpointError(f"the weights are not saved: {told}")
 
@@ -113,7 +114,7 @@ def _own_tensors(pipeline: Pipeline) -> dict[str, Tensor]:
 def _list_entries(transport: Transport, own: dict[str, Tensor]) -> list[_Entry]:
     """Return the tensors of all ranks in the order of the file, the same on every rank."""
     described = [[name, FORMAT_NAMES.get(t.dtype, str(t.dtype)), list(t.shape)] for name, t in own.items()]
-    gathered = cast("list[list[tuple[str, str, list[int]]]]", transport.all_gather_object(described))
+    gathered = cast("list[list[tuple[str, str, list[int]]]]", Control(transport).all_gather_object(described))
     entries: dict[str, _Entry] = {}
     for rank, listed in enumerate(gathered):
         for name, dtype, shape in listed:

@@ -9,6 +9,7 @@ from torch import nn
 from penstock.errors import StepRefused
 from penstock.execute.batch.microbatch import PreSplit
 from penstock.execute.batch.values import BatchValues, refuse_other_values, tensor_digest
+from penstock.execute.control.collectives import Control
 from tests.local_pipelines import error_of, on_ranks
 
 CPU = torch.device("cpu")
@@ -154,7 +155,7 @@ def refusals(*batches):
     def case(wires):
         values = BatchValues(*batches[wires.rank])
         everyone = [BatchValues(*each).digests(CPU).tolist() for each in batches]
-        return error_of(refuse_other_values, wires, values, everyone)
+        return error_of(refuse_other_values, Control(wires), values, everyone)
 
     return on_ranks(len(batches), case)
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from penstock.execute.compile.rows import arrived_before, used_after
+from penstock.execute.control.collectives import Control
+from penstock.execute.transport.protocol import Tag
 from penstock.ir.deps import predecessors
 from penstock.ir.live import peak_activations
 from penstock.lowering import lower
@@ -72,20 +74,23 @@ class MostOpen:
     def __getattr__(self, name):
         return getattr(self._transport, name)
 
-    def post_send(self, peer, tensor):
-        ticket = self._transport.post_send(peer, tensor)
+    def post_send(self, peer, tensor, tag=Tag.DATA):
+        ticket = self._transport.post_send(peer, tensor, tag)
+        if tag is not Tag.DATA:
+            return ticket
         self.open.add(ticket)
         self.most = max(self.most, len(self.open))
         return ticket
 
-    def post_receive(self, peer, tensor):
-        ticket = self._transport.post_receive(peer, tensor)
-        self.open_receives.add(ticket)
+    def post_receive(self, peer, tensor, tag=Tag.DATA):
+        ticket = self._transport.post_receive(peer, tensor, tag)
+        if tag is Tag.DATA:
+            self.open_receives.add(ticket)
         return ticket
 
-    def wait(self, ticket):
-        self._transport.wait(ticket)
-        self.num_waits += 1
+    def wait(self, ticket, limit_s=None):
+        self._transport.wait(ticket, limit_s)
+        self.num_waits += ticket in self.open or ticket in self.open_receives
         self.open.discard(ticket)
         self.open_receives.discard(ticket)
 
@@ -210,10 +215,11 @@ class PostedReceives:
     def __getattr__(self, name):
         return getattr(self._transport, name)
 
-    def post_receive(self, peer, tensor):
-        self.alive.add(tensor)
-        self.most = max(self.most, len(self.alive))
-        return self._transport.post_receive(peer, tensor)
+    def post_receive(self, peer, tensor, tag=Tag.DATA):
+        if tag is Tag.DATA:
+            self.alive.add(tensor)
+            self.most = max(self.most, len(self.alive))
+        return self._transport.post_receive(peer, tensor, tag)
 
 
 def second_step(transport, schedule, layers, **options):
@@ -239,11 +245,11 @@ def test_an_output_is_let_go_of_once_the_peer_has_used_it(name, limit):
             layers = [torch.nn.Sequential(Waiting(pacing), layers[0]), torch.nn.Sequential(pacing, layers[1])]
         steps = second_step(transport, schedule, layers)
         next(steps)
-        transport.all_gather_object("first step")
+        Control(transport).all_gather_object("first step")
         pacing.reset()
         for each in doubling:
             each.most = 0
-        transport.all_gather_object("reset")
+        Control(transport).all_gather_object("reset")
         next(steps, None)
         return [doubling[stage].most for stage, rank in enumerate(ranks[:-1]) if rank != ranks[stage + 1]]
 

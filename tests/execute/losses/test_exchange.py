@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from penstock.errors import PipelineError
+from penstock.execute.control.collectives import Control
 from penstock.execute.losses.exchange import LossExchange
 from penstock.execute.losses.loss import LossShares
 from penstock.execute.losses.output import ALL_TOGETHER, LossName
@@ -18,7 +19,7 @@ def share(wires, losses, weights, holders=(-1,)):
     for microbatch, loss in enumerate(losses):
         if holders[microbatch % len(holders)] % wires.num_ranks == wires.rank:
             own.computed[microbatch, 0] = loss
-    return LossExchange(wires, CPU).share(own)
+    return LossExchange(Control(wires), CPU).share(own)
 
 
 def losses_of(num_microbatches, weights, fractions=(1.0,)):
@@ -55,7 +56,7 @@ def test_a_loss_that_is_not_finite_stays_so_unless_it_weighs_nothing():
 
 
 def test_without_losses_there_is_no_loss():
-    results = on_ranks(2, lambda wires: LossExchange(wires, CPU).share(losses_of(2, [0.5, 0.5])))
+    results = on_ranks(2, lambda wires: LossExchange(Control(wires), CPU).share(losses_of(2, [0.5, 0.5])))
 
     assert [(result.loss, result.losses, result.outputs) for result in results] == [(None, [], None)] * 2
 
@@ -66,7 +67,7 @@ def test_the_loss_of_a_microbatch_is_made_of_those_of_its_slices():
         if wires.rank == 1:
             found = [[1.0, 3.0, float("nan")], [2.0, 6.0, 9.0]]
             own.computed.update({(b, q): torch.tensor(found[b][q]) for b in range(2) for q in range(3)})
-        return LossExchange(wires, CPU).share(own)
+        return LossExchange(Control(wires), CPU).share(own)
 
     for result in on_ranks(2, case):
         assert [float(loss) for loss in result.losses] == [2.0, 4.0]
@@ -76,17 +77,20 @@ def test_the_loss_of_a_microbatch_is_made_of_those_of_its_slices():
 # ---- names
 
 
-class Counted:
-    """A transport that counts its collectives."""
+class Counted(Control):
+    """Counts its collectives."""
 
     def __init__(self, wires):
-        self._wires = wires
+        super().__init__(wires)
         self.names = []
 
-    def __getattr__(self, name):
-        if name in ("all_reduce", "all_gather_object", "broadcast"):
-            self.names.append(name)
-        return getattr(self._wires, name)
+    def all_reduce(self, tensor):
+        self.names.append("all_reduce")
+        super().all_reduce(tensor)
+
+    def all_gather_object(self, value):
+        self.names.append("all_gather_object")
+        return super().all_gather_object(value)
 
 
 def named_losses_of(losses=(), weights=(0.25, 0.75), rows=(0.5, 0.5)):
@@ -108,7 +112,7 @@ def numbers(losses):
 def test_named_losses_are_weighted_as_the_loss_is_and_those_of_layers_by_rows():
     def case(wires):
         own = [("a", False, 0, 4.0), ("a", False, 1, 8.0)] if wires.rank else [("z", True, 0, 1.0), ("z", True, 1, 3.0)]
-        return LossExchange(wires, CPU).share(named_losses_of(own))
+        return LossExchange(Control(wires), CPU).share(named_losses_of(own))
 
     for result in on_ranks(2, case):
         assert numbers(result.named_losses) == {"a": 7.0, "z": 2.0}
@@ -122,7 +126,7 @@ def test_named_losses_are_weighted_as_the_loss_is_and_those_of_layers_by_rows():
 def test_losses_of_one_name_are_added_up_over_stages_and_ranks_in_the_wider_type():
     def case(wires):
         value = torch.tensor(1.5, dtype=[torch.bfloat16, torch.float32, torch.float32][wires.rank])
-        return LossExchange(wires, CPU).share(named_losses_of([("z", True, b, value) for b in (0, 0, 1)]))
+        return LossExchange(Control(wires), CPU).share(named_losses_of([("z", True, b, value) for b in (0, 0, 1)]))
 
     for result in on_ranks(3, case):
         assert [float(loss) for loss in result.named_microbatch_losses["z"]] == [9.0, 4.5]
@@ -130,7 +134,9 @@ def test_losses_of_one_name_are_added_up_over_stages_and_ranks_in_the_wider_type
 
 
 def test_a_microbatch_without_a_loss_of_that_name_counts_as_0():
-    result = on_ranks(1, lambda wires: LossExchange(wires, CPU).share(named_losses_of([("z", True, 1, 3.0)])))[0]
+    result = on_ranks(1, lambda wires: LossExchange(Control(wires), CPU).share(named_losses_of([("z", True, 1, 3.0)])))[
+        0
+    ]
 
     assert [float(loss) for loss in result.named_microbatch_losses["z"]] == [0.0, 3.0]
     assert numbers(result.named_losses) == {"z": 1.5}
@@ -140,7 +146,7 @@ def test_the_total_has_what_layers_add_and_no_loss_by_that_name_is_reported():
     def case(wires):
         own = [(ALL_TOGETHER, True, b, 0.5) for b in range(2)]
         own += [("a", False, b, 4.0) for b in range(2)] if wires.rank else []
-        return LossExchange(wires, CPU).share(named_losses_of(own))
+        return LossExchange(Control(wires), CPU).share(named_losses_of(own))
 
     for result in on_ranks(2, case):
         assert (float(result.loss), float(result.total)) == (4.0, 5.0)
@@ -149,7 +155,8 @@ def test_the_total_has_what_layers_add_and_no_loss_by_that_name_is_reported():
 
 def test_without_losses_of_layers_the_total_is_the_loss():
     result = on_ranks(
-        1, lambda wires: LossExchange(wires, CPU).share(named_losses_of([("a", False, b, 4.0) for b in (0, 1)]))
+        1,
+        lambda wires: LossExchange(Control(wires), CPU).share(named_losses_of([("a", False, b, 4.0) for b in (0, 1)])),
     )[0]
 
     assert result.total is result.loss
@@ -175,14 +182,14 @@ def test_names_are_exchanged_once_for_each_set():
 def test_a_batch_in_which_nothing_counts_has_losses_of_0():
     own = named_losses_of([("a", False, b, 0.0) for b in (0, 1)], weights=(0.0, 0.0))
 
-    result = on_ranks(1, lambda wires: LossExchange(wires, CPU).share(own))[0]
+    result = on_ranks(1, lambda wires: LossExchange(Control(wires), CPU).share(own))[0]
 
     assert (float(result.loss), numbers(result.named_losses)) == (0.0, {"a": 0.0})
 
 
 def test_one_name_for_two_losses_is_refused_on_every_rank_every_time():
     def case(wires):
-        exchange = LossExchange(wires, CPU)
+        exchange = LossExchange(Control(wires), CPU)
         return [
             error_of(exchange.share, named_losses_of([("a", bool(wires.rank), b, 1.0) for b in (0, 1)])) for _ in (0, 1)
         ]

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
+from penstock.execute.control.collectives import Control
 from penstock.execute.losses.grad_scaler import SharedScaler, describe_scale, grad_scaler_of
 from tests.local_pipelines import on_ranks
 
@@ -25,7 +26,7 @@ def with_gradient(gradient, shape=(2,)):
 def decide(wires, gradients, *, steps=1):
     """Share this rank's gradients and update; return what the optimizers and the scaler did."""
     scaler = make_scaler()
-    shared = SharedScaler(scaler, wires, CPU, "grad")
+    shared = SharedScaler(scaler, Control(wires), CPU, "grad")
     parameters = [with_gradient(gradient) for gradient in gradients[wires.rank]]
     optimizers = [torch.optim.SGD([parameter], lr=1.0) for parameter in parameters]
     for _ in range(steps):
@@ -76,7 +77,7 @@ def test_entries_of_a_sparse_gradient_that_are_finite_once_unscaled_are_no_overf
 def test_all_scales_grow_in_the_same_step_also_where_a_rank_has_gradients_now_and_then():
     def run(wires):
         scaler = make_scaler()
-        shared = SharedScaler(scaler, wires, CPU, "grad")
+        shared = SharedScaler(scaler, Control(wires), CPU, "grad")
         parameter = nn.Parameter(torch.ones(2))
         optimizer = torch.optim.SGD([parameter], lr=0.0)
         scales = []

@@ -35,7 +35,7 @@ def true_s(rank, shown_s, begin_s):
 def compare(wires, hosts, begin_s):
     """Return the alignment, and moments between its two ends on the own clock."""
     clock = false_clock(wires.rank, hosts[wires.rank], begin_s=begin_s)
-    comparison = ClockComparison(wires, CPU, clock)
+    comparison = ClockComparison(wires, CPU, clock, hosts)
     comparison.begin()
     moments = [clock.read()]
     while moments[-1] < moments[0] + SHORT_S:
@@ -73,9 +73,9 @@ def test_ranks_of_one_host_share_an_offset_and_only_one_of_them_is_pinged():
     def case(wires):
         sent = []
         post_send = wires.post_send
-        wires.post_send = lambda peer, tensor: (sent.append(peer), post_send(peer, tensor))[1]
+        wires.post_send = lambda peer, tensor, *tag: (tag or sent.append(peer), post_send(peer, tensor, *tag))[1]
         clock = Clock(time.monotonic, "b" if wires.rank else "a")
-        comparison = ClockComparison(wires, CPU, clock)
+        comparison = ClockComparison(wires, CPU, clock, "abb")
         comparison.begin()
         return comparison.end(), sent
 
@@ -89,8 +89,9 @@ def test_ranks_of_one_host_share_an_offset_and_only_one_of_them_is_pinged():
 
 def test_on_one_host_nothing_is_sent_and_nothing_is_uncertain():
     def case(wires):
-        wires.post_send = None  # calling it would fail
-        comparison = ClockComparison(wires, CPU, Clock())
+        post_send = wires.post_send
+        wires.post_send = lambda peer, tensor, tag: post_send(peer, tensor, tag)  # collectives alone
+        comparison = ClockComparison(wires, CPU, Clock(), "aa")
         comparison.begin()
         return comparison.end()
 
@@ -110,11 +111,11 @@ def test_of_several_pings_the_shortest_counts():
             post_send, wait = wires.post_send, threading.Event().wait
             turn.count = 0
 
-            def sometimes_late(peer, tensor):
+            def sometimes_late(peer, tensor, *tag):
                 turn.count += 1
                 if turn.count % 4:
                     wait(0.005)
-                return post_send(peer, tensor)
+                return post_send(peer, tensor, *tag)
 
             wires.post_send = sometimes_late
         return compare(wires, ("a", "b"), begin_s)

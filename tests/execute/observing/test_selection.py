@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, PipelineError
-from penstock.execute.batch.agreement import Mode
+from penstock.execute.control.agreement import Mode
 from penstock.ir.live import peak_activations
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
@@ -90,7 +90,7 @@ def test_steps_are_counted_through_failures():
         pipeline = Pipeline(task.make_layers(), schedule, loss=loss, transport=wires, debug="messages")
         error_of(step_task, pipeline, task)
         step_task(pipeline, task)
-        return pipeline._runner._num_steps
+        return pipeline._runner._num_attempts
 
     assert on_ranks(2, case) == [2, 2]
 

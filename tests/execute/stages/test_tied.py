@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PipelineError
+from penstock.execute.control.collectives import Control
 from penstock.execute.stages.tied import TiedCopy, agree_on_copies
 from penstock.ir.schedule import Schedule
 from penstock.models import LayerSpec
@@ -378,7 +379,7 @@ def test_copies_that_differ_in_kind_are_refused_on_every_rank(second, text):
 
     def agree(wires):
         copy = copy_of((first, second)[wires.rank], [0, 1])
-        return str(error_of(agree_on_copies, wires, {0: copy}))
+        return str(error_of(agree_on_copies, Control(wires), {0: copy}))
 
     for message in on_ranks(2, agree):
         assert re.search(text, message)
@@ -397,7 +398,7 @@ def test_a_frozen_copy_gets_no_gradient():
 def test_a_parameter_without_a_shape_cannot_have_copies():
     def agree(wires):
         layer = nn.LazyLinear(3)
-        return str(error_of(agree_on_copies, wires, {0: TiedCopy(dict(layer.named_parameters()), [0, 1])}))
+        return str(error_of(agree_on_copies, Control(wires), {0: TiedCopy(dict(layer.named_parameters()), [0, 1])}))
 
     for message in on_ranks(2, agree):
         assert "'weight' is without a shape before its first input on rank 0" in message
@@ -406,7 +407,7 @@ def test_a_parameter_without_a_shape_cannot_have_copies():
 def test_copies_of_different_layers_are_refused_on_every_rank():
     def agree(wires):
         layer = nn.Linear(2, 2, bias=wires.rank == 0)
-        return str(error_of(agree_on_copies, wires, {0: TiedCopy(dict(layer.named_parameters()), [0, 1])}))
+        return str(error_of(agree_on_copies, Control(wires), {0: TiedCopy(dict(layer.named_parameters()), [0, 1])}))
 
     for message in on_ranks(2, agree):
         assert "rank 0 holds 2 parameters and buffers of a stage, but rank 1 holds 1 of its copy" in message

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
+from penstock.execute.control.collectives import Control
 from penstock.execute.transport import LocalTransport, TorchTransport
 from tests.ranks import RankPool, run_ranks, run_ranks_with_deaths
 
@@ -258,13 +259,13 @@ def test_a_tensor_with_a_graph_is_sent_by_value(on_ranks):
 
 def reduce_and_broadcast(transport):
     total = torch.tensor([1.0, 10.0]) * (transport.rank + 1)
-    transport.all_reduce(total)
+    Control(transport).all_reduce(total)
     strided = torch.full((2, 2), float(transport.rank)).t()
-    transport.all_reduce(strided)
+    Control(transport).all_reduce(strided)
     from_two = torch.tensor([transport.rank])
-    transport.broadcast(from_two, 2)
+    Control(transport).broadcast(from_two, 2)
     count = torch.tensor(transport.rank, dtype=torch.int64)
-    transport.all_reduce(count)
+    Control(transport).all_reduce(count)
     return [total.tolist(), strided.tolist(), from_two.item(), count.item()]
 
 
@@ -276,9 +277,9 @@ def test_all_reduce_sums_and_broadcast_copies_in_place(on_ranks):
 
 def reduce_and_broadcast_lazy_values(transport):
     total = torch.tensor([1 + 2j]).conj()
-    transport.all_reduce(total)
+    Control(transport).all_reduce(total)
     from_one = torch.tensor([complex(transport.rank, transport.rank)]).conj()
-    transport.broadcast(from_one, 1)
+    Control(transport).broadcast(from_one, 1)
     return total.item(), from_one.item()
 
 
@@ -288,7 +289,7 @@ def test_collectives_of_what_is_conjugated_when_it_is_read_are_right(on_ranks):
 
 def reduce_in_rank_order(transport):
     values = torch.tensor([[1e8], [1.0], [-1e8]][transport.rank], dtype=torch.float32)
-    transport.all_reduce(values)
+    Control(transport).all_reduce(values)
     return values.item()
 
 
@@ -299,7 +300,7 @@ def test_all_reduce_adds_in_rank_order_so_that_all_ranks_get_the_same_bits(on_ra
 
 
 def gather_values(transport):
-    return transport.all_gather_object(
+    return Control(transport).all_gather_object(
         {"rank": transport.rank, "loss": math.inf, "name": "ä" * transport.rank, "no": None}
     )
 
@@ -311,7 +312,7 @@ def test_all_gather_object_gives_every_rank_the_values_in_rank_order(on_ranks):
 
 
 def gather_function(transport):
-    return failure_of(transport.all_gather_object, print)
+    return failure_of(Control(transport).all_gather_object, print)
 
 
 def test_all_gather_object_refuses_what_is_not_plain(on_ranks):
@@ -324,7 +325,7 @@ def collective_between_posted_messages(transport):
     peer = 1 - transport.rank
     early = torch.zeros(1)
     ticket = transport.post_receive(peer, early)
-    gathered = transport.all_gather_object(transport.rank)
+    gathered = Control(transport).all_gather_object(transport.rank)
     send(transport, peer, torch.tensor([7.0]))
     transport.wait(ticket)
     return [gathered, early.item()]
@@ -336,9 +337,9 @@ def test_collectives_do_not_take_the_messages_of_receives_posted_ahead(on_ranks)
 
 def lonely_collectives(transport):
     total = torch.tensor([4.0])
-    transport.all_reduce(total)
-    transport.broadcast(total, 0)
-    return [total.item(), transport.all_gather_object("me")]
+    Control(transport).all_reduce(total)
+    Control(transport).broadcast(total, 0)
+    return [total.item(), Control(transport).all_gather_object("me")]
 
 
 def test_a_single_rank_is_a_group_too(on_ranks):
@@ -384,7 +385,7 @@ def collective_beyond_deadline(transport, gate):
         transport.recover()
         return None
     transport.deadline_s = 0.3
-    failure = failure_of(transport.all_gather_object, 1)
+    failure = failure_of(Control(transport).all_gather_object, 1)
     transport.deadline_s = PATIENCE_S
     Path(gate).touch()
     transport.recover()
@@ -449,10 +450,10 @@ def test_abort_wakes_the_others_while_the_error_is_still_handled(on_ranks, tmp_p
 def use_after_abort(transport):
     peer = 1 - transport.rank
     early = transport.post_receive(peer, torch.zeros(1))
-    transport.all_gather_object("posted")
+    Control(transport).all_gather_object("posted")
     transport.abort()
     answers = [failure_of(transport.wait, early), failure_of(receive, transport, peer, torch.zeros(1))]
-    answers.append(failure_of(transport.all_gather_object, 1))
+    answers.append(failure_of(Control(transport).all_gather_object, 1))
     transport.recover()
     return answers
 
@@ -469,7 +470,7 @@ def recover_again_and_again(transport):
     for attempt in range(3):
         stale = transport.post_send(peer, torch.tensor([-1.0]))
         transport.post_send(peer, torch.tensor([-2.0]))
-        transport.all_gather_object("posted")
+        Control(transport).all_gather_object("posted")
         transport.abort()
         transport.recover()
         answers.append(failure_of(transport.wait, stale)["kind"])
@@ -553,11 +554,58 @@ def test_a_killed_process_is_a_lost_peer_at_once_and_recover_does_not_hang():
     assert recovery["took_s"] < SOON_S
 
 
+def be_interrupted(rank, is_direct):
+    """Ctrl-C comes to rank 0 while it waits for rank 1, which waits for rank 0."""
+    transport = TorchTransport(deadline_s=PATIENCE_S, is_direct=is_direct)
+    ticket = transport.post_receive(1 - rank, torch.zeros(1))
+    if rank == 0:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begin_s = time.monotonic()
+    try:
+        if rank == 0 or is_direct:
+            transport.wait(ticket)
+        time.sleep(SOON_S)  # over gloo, rank 1 neither sends nor ends
+    except BaseException as error:
+        transport.abort()
+        return type(error), time.monotonic() - begin_s
+    return None, 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("is_direct", "of_peer"), [(False, None), (True, PeerLost)], ids=["gloo", "direct"])
+def test_ctrl_c_ends_a_wait_at_once(is_direct, of_peer):
+    (kind, took_s), (other, other_s) = run_ranks(2, be_interrupted, is_direct, timeout_s=2 * PATIENCE_S)
+
+    assert (kind, other) == (KeyboardInterrupt, of_peer)
+    assert max(took_s, other_s) < 0.8 * SOON_S
+
+
+def be_killed_with_a_child(rank):
+    """Rank 1 has forked a process, as a loader of data does, which outlives it."""
+    transport = TorchTransport(deadline_s=PATIENCE_S)
+    if rank == 1:
+        receive(transport, 0, torch.zeros(1))
+        if os.fork() == 0:
+            time.sleep(4.0)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    send(transport, 1, torch.ones(1))
+    return failure_of(receive, transport, 1, torch.zeros(1))
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_lost_at_once_though_a_process_that_it_forked_lives_on():
+    outcome = run_ranks_with_deaths(2, be_killed_with_a_child, timeout_s=2 * PATIENCE_S)
+
+    assert outcome.results[0]["kind"] is PeerLost
+    assert outcome.results[0]["took_s"] < 2.0
+
+
 def two_pipelines(rank):
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     transport = TorchTransport(groups[rank % 2], deadline_s=PATIENCE_S)
     again = TorchTransport(groups[rank % 2], deadline_s=PATIENCE_S)
-    answers = [transport.rank, transport.all_gather_object(rank)]
+    answers = [transport.rank, Control(transport).all_gather_object(rank)]
     for wires in (transport, again):
         if wires.rank == 0:
             send(wires, 1, torch.tensor([float(rank)]))
@@ -577,6 +625,49 @@ def test_peers_are_counted_within_the_group_so_two_pipelines_do_not_meet():
 def test_without_a_process_group_the_error_says_what_to_call():
     with pytest.raises(PipelineError, match="init_process_group"):
         TorchTransport()
+
+
+def exchange_in_any_order(transport, log):
+    """Everybody sends to everybody, and notes what it had when each of its waits ended."""
+    others = [peer for peer in range(transport.num_ranks) if peer != transport.rank]
+    for number in range(4):
+        rooms = {peer: torch.full((1,), -1.0) for peer in others}
+        receives = [transport.post_receive(peer, rooms[peer]) for peer in others]
+        sends = [transport.post_send(peer, torch.tensor([10.0 * transport.rank + number])) for peer in others]
+        for ticket in (*receives, *sends):
+            transport.wait(ticket)
+            log.append((transport.rank, number, [room.item() for room in rooms.values()]))
+    transport.close()
+
+
+def log_of(order_seed):
+    transports = LocalTransport.create(3, PATIENCE_S, order_seed=order_seed)
+    logs = [[] for _ in transports]
+    with ThreadPoolExecutor(3) as threads:
+        for future in [threads.submit(exchange_in_any_order, *each) for each in zip(transports, logs, strict=True)]:
+            future.result()
+    return logs
+
+
+def test_an_order_seed_alone_decides_in_which_order_local_messages_arrive():
+    by_seed = [log_of(seed) for seed in range(6)]
+
+    assert len({str(logs) for logs in by_seed}) > 3
+    assert [log_of(seed) for seed in range(6)] == by_seed
+    for logs in by_seed:
+        assert [entry for rank, log in enumerate(logs) for entry in log if entry[1] == 3][-1][2] == [3.0, 13.0]
+
+
+def test_a_failure_names_the_order_seed_and_a_rank_that_is_gone_holds_nobody_up():
+    left, right = LocalTransport.create(2, 0.3, order_seed=17)
+    sent, received = left.post_send(1, torch.ones(1)), torch.zeros(1)
+    right.wait(right.post_receive(0, received))  # rank 0 does not wait
+    left.wait(sent)
+    with pytest.raises(DeadlineExceeded) as caught:
+        right.wait(right.post_receive(0, received))
+
+    assert received.item() == 1.0
+    assert caught.value.__notes__ == ["messages moved in the order of order_seed=17"]
 
 
 def test_local_ends_that_disagree_on_shape_fail_on_both_sides():

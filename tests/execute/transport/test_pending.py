@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from penstock.execute.transport.direct import MessageLate
 from penstock.execute.transport.pending import QueuedMessage
+from penstock.execute.transport.sockets import MessageLate
 
 
 class QueueStandIn:

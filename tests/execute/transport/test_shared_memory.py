@@ -48,7 +48,7 @@ def test_any_type_of_number_gets_over(pair, type_):
 
 
 def test_a_message_as_large_as_can_be_has_room(pair):
-    value = torch.ones(shared_memory.MOST_BYTES, dtype=torch.uint8)
+    value = torch.ones(shared_memory.MAX_MESSAGE_BYTES, dtype=torch.uint8)
 
     for _ in range(3):
         pair[0].write(value)
@@ -95,8 +95,8 @@ def test_messages_that_wait_end_with_the_peer():
     file = shared_memory.make_memory()
     sender = SharedMemory(connections[0], file, is_maker=True)
     os.close(file)
-    value = torch.ones(shared_memory.MOST_BYTES, dtype=torch.uint8)
-    for _ in range(shared_memory.ROOM_BYTES // shared_memory.MOST_BYTES):
+    value = torch.ones(shared_memory.MAX_MESSAGE_BYTES, dtype=torch.uint8)
+    for _ in range(shared_memory.ROOM_BYTES // shared_memory.MAX_MESSAGE_BYTES):
         sender.write(value)
     connections[1].close()
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.errors import StepRefused
 from penstock.execute.batch.microbatch import PreSplit
-from penstock.execute.transport.protocol import Transport
+from penstock.execute.control.collectives import Control
 from penstock.execute.values.tree import flatten
 
 NUM_PARTS = 3
@@ -79,7 +79,7 @@ class BatchValues:
         return total
 
 
-def refuse_other_values(transport: Transport, own: BatchValues | None, digests: Sequence[Sequence[int]]) -> None:
+def refuse_other_values(control: Control, own: BatchValues | None, digests: Sequence[Sequence[int]]) -> None:
     """Compare the digests of all ranks, part by part; 0 stands for nothing given. A collective where they differ.
 
     Raises:
@@ -87,7 +87,7 @@ def refuse_other_values(transport: Transport, own: BatchValues | None, digests: 
     """
     if all(len(set(part) - {0}) < 2 for part in zip(*digests, strict=True)):
         return
-    everyone = transport.all_gather_object({} if own is None else own.by_place())
+    everyone = control.all_gather_object({} if own is None else own.by_place())
     one, other, places = _difference([theirs if isinstance(theirs, dict) else {} for theirs in everyone])
     shown = ", ".join(places[:_MAX_SHOWN]) + f" and {len(places) - _MAX_SHOWN} more" * (len(places) > _MAX_SHOWN)
     raise StepRefused(

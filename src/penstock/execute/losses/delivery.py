@@ -6,7 +6,7 @@ from torch import Tensor
 
 from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import Place
-from penstock.execute.failures.places import note_place, without_target
+from penstock.execute.control.error_notes import note_place, without_target
 from penstock.execute.losses.loss import Loss
 from penstock.execute.losses.output import LossName, LossParts, read_loss
 from penstock.execute.losses.step_losses import StepLosses

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
+from penstock.execute.control.collectives import Control
 from penstock.execute.losses.loss import LossShares, combine_losses
 from penstock.execute.losses.output import ALL_TOGETHER, LossName
 from penstock.execute.losses.results import MicrobatchLosses, NamedLosses, StepResult, reported_by_microbatch
 from penstock.execute.losses.step_losses import StepLosses
-from penstock.execute.transport.protocol import Transport
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -25,8 +25,8 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class LossExchange:
     """Shares the losses of one rank's steps with the other ranks; every rank has one and calls it alike."""
 
-    def __init__(self, transport: Transport, device: torch.device) -> None:
-        self._transport = transport
+    def __init__(self, control: Control, device: torch.device) -> None:
+        self._control = control
         self._device = device
         self._names: list[LossName] = []
         """What all ranks know, in the same order: those of the loss function, then those of layers."""
@@ -54,14 +54,15 @@ class LossExchange:
 
     def _summed(self, own: StepLosses) -> "_Table":
         table = _Table(own, self._names, self._device)
-        self._transport.all_reduce(table.cells)
-        table.numbers = table.cells.tolist()
+        cells = table.cells.to("cpu")  # the only time in a step that the host waits for the device
+        self._control.all_reduce(cells)
+        table.numbers, table.cells = cells.tolist(), cells.to(self._device)
         return table
 
     def _learn_names(self, own: StepLosses) -> None:
         described = [[name.name, name.is_auxiliary, _DTYPES.index(name.dtype)] for name in own.named]
         names = list(self._names)
-        for theirs in self._transport.all_gather_object(described):
+        for theirs in self._control.all_gather_object(described):
             assert isinstance(theirs, list)
             names += [LossName(name, is_auxiliary, _DTYPES[dtype]) for name, is_auxiliary, dtype in theirs]
         _require_one_meaning(names)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
+from penstock.execute.control.collectives import Control
 from penstock.execute.losses.loss import Scale
-from penstock.execute.transport.protocol import Transport
 
 
 def grad_scaler_of(scale: float | Scale | None) -> GradScaler | None:
@@ -35,9 +35,9 @@ def describe_scale(scale: float | Scale | None) -> str:
 class SharedScaler:
     """One rank's scaler, which takes the decisions of all ranks; every rank has one and calls it alike."""
 
-    def __init__(self, scaler: GradScaler, transport: Transport, device: torch.device, gradient_attribute: str) -> None:
+    def __init__(self, scaler: GradScaler, control: Control, device: torch.device, gradient_attribute: str) -> None:
         self._scaler = scaler
-        self._transport = transport
+        self._control = control
         self._device = device
         self._attribute = gradient_attribute
         # torch creates the scale in the first scale(), which only ranks that compute losses call.
@@ -56,8 +56,8 @@ class SharedScaler:
         """
         found = [getattr(parameter, self._attribute, None) for parameter in parameters]
         gradients = [gradient for gradient in found if gradient is not None]
-        num_overflows = torch.tensor([0 if _are_finite(gradients) else 1], device=self._device)
-        self._transport.all_reduce(num_overflows)
+        num_overflows = torch.tensor([0 if _are_finite(gradients) else 1])
+        self._control.all_reduce(num_overflows)
         overflows = bool(num_overflows)
         if not gradients:
             self._check_stand_in(overflows)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.errors import ConfigError, PipelineError, nearest
 from penstock.execute.batch.microbatch import Microbatch
-from penstock.execute.failures.places import note_place, without_target
+from penstock.execute.control.error_notes import note_place, without_target
 from penstock.execute.losses.output import LossValue
 
 Loss = Callable[..., LossValue]

@@ -25,7 +25,7 @@ from penstock.errors import PipelineError
 from penstock.execute.calls import Bound
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.step import Step
-from penstock.execute.transport.protocol import Ticket, Transport, WaitObserver
+from penstock.execute.transport.protocol import Tag, Ticket, Transport, WaitObserver
 from penstock.ir.deps import predecessors
 from penstock.ir.instruction import Instruction, Op
 from penstock.ir.operations import IS_RECEIVE
@@ -155,18 +155,20 @@ class CheckedMessages(Observer):
 
     # ---- the messages of a step
 
-    def post_send(self, peer: int, tensor: Tensor) -> Ticket:
+    def post_send(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
+        assert tag is Tag.DATA  # collectives go over the transport itself
         return self._leaving(peer, self._post_header(peer, tensor.numel()), self._transport.post_send(peer, tensor))
 
-    def post_receive(self, peer: int, tensor: Tensor) -> Ticket:
+    def post_receive(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
+        assert tag is Tag.DATA
         ticket = self._ticket(peer, is_send=False)
         self._channels[peer].awaited.append(_Awaited(ticket.serial, tensor, self._receiving))
         return ticket
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
         if ticket.is_send:
             for each in self._sends.pop(ticket.serial, ()):
-                self._transport.wait(each)
+                self._transport.wait(each, limit_s)
             return
         awaited = self._channels[ticket.peer].awaited
         while awaited and awaited[0].serial <= ticket.serial:  # a channel delivers in order
@@ -176,15 +178,6 @@ class CheckedMessages(Observer):
 
     def watch(self, observer: WaitObserver) -> None:
         self._transport.watch(observer)
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        self._transport.all_reduce(tensor)
-
-    def broadcast(self, tensor: Tensor, root: int) -> None:
-        self._transport.broadcast(tensor, root)
-
-    def all_gather_object(self, value: object) -> list[object]:
-        return self._transport.all_gather_object(value)
 
     def abort(self) -> None:
         self._transport.abort()

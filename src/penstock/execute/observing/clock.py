@@ -10,7 +10,7 @@ also drift apart, so the offset is taken twice and interpolated for the time bet
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 
 NUM_PINGS = 16
@@ -82,25 +83,26 @@ class Alignment:
 class ClockComparison:
     """Compares the clocks of all ranks, which make it, and call `begin` and `end`, together, no message under way."""
 
-    def __init__(self, transport: Transport, device: torch.device, clock: Clock) -> None:
-        """Find out who shares a clock; a collective."""
+    def __init__(self, transport: Transport, device: torch.device, clock: Clock, hosts: Sequence[str]) -> None:
+        """`hosts` are those of all ranks' clocks: who has an equal one shares a clock."""
         self.clock = clock
         self._transport = transport
         self._device = device
-        self._hosts = [str(host) for host in transport.all_gather_object(clock.host)]
+        self._hosts = list(hosts)
         self._first: dict[str, Offset] = {}
 
     def begin(self) -> None:
         """Compare once; a collective, after which all ranks go on at nearly the same time."""
         self._first = self._compare()
         if len(set(self._hosts)) > 1:
-            self._transport.all_gather_object(None)  # rank 0 pings one host after the other: let none run ahead
+            # Rank 0 pings one host after the other: let none run ahead.
+            Control(self._transport).all_gather_object(None)
 
     def end(self) -> Alignment:
         """Compare again, and tell all ranks; a collective."""
         last = self._compare()
         both = [[[o.at_s, o.ahead_s, o.uncertainty_s] for o in found.values()] for found in (self._first, last)]
-        told = self._transport.all_gather_object(both)[0]
+        told = Control(self._transport).all_gather_object(both)[0]
         assert isinstance(told, list)
         hosts = list(dict.fromkeys(self._hosts))
         first, last = ({host: Offset(*row) for host, row in zip(hosts, rows, strict=True)} for rows in told)

@@ -8,6 +8,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock.execute.control.collectives import Control
 from penstock.execute.observing.saved_tensors import StorageCounter, storages
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.stages.main_gradients import ATTRIBUTE
@@ -114,7 +115,7 @@ class LayerSizes:
 
 def gather_sizes(transport: Transport, own: Mapping[str, Mapping[str, int]]) -> LayerBytes:
     """Give every rank the sizes of all layers; of a layer's two copies, the larger ones. A collective."""
-    everyone = cast(list[dict[str, dict[str, int]]], transport.all_gather_object(own))
+    everyone = cast(list[dict[str, dict[str, int]]], Control(transport).all_gather_object(own))
     num_layers = 1 + max(int(layer) for row in everyone for layer in row)
     return {
         field: tuple(max(row.get(str(layer), {}).get(field, 0) for row in everyone) for layer in range(num_layers))

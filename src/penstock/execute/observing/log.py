@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from penstock.errors import count_of
 from penstock.execute.calls import Bound
+from penstock.execute.control.collectives import Control
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.step import Step
 from penstock.execute.transport.protocol import Transport
@@ -78,7 +79,7 @@ def log_norms(
     for name, (value, gradient) in own.items():
         norms = (value**0.5, gradient**0.5)
         LOG.debug("rank %d, step %d: %s: parameter norm %.6g, gradient norm %.6g", transport.rank, step, name, *norms)
-    everyone = transport.all_gather_object({name: found for name, found in own.items() if name not in copied})
+    everyone = Control(transport).all_gather_object({name: found for name, found in own.items() if name not in copied})
     whole: dict[str, list[float]] = {}  # a copy on another rank has the same name, and counts once
     for theirs in everyone:
         assert isinstance(theirs, dict)

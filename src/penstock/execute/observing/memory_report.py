@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from penstock.errors import PipelineError
 from penstock.execute.calls import Bound
+from penstock.execute.control.collectives import Control
 from penstock.execute.losses.results import StepResult
 from penstock.execute.observing.layer_sizes import LayerBytes, LayerSizes, gather_sizes, gradients_of
 from penstock.execute.observing.observer import Around, Observer
@@ -240,7 +241,7 @@ def gather_memory(
         PipelineError: on every rank, if the memory of any could not be measured.
     """
     own = asdict(watch.memory(transport.rank)) if watch.failure is None else {}
-    everyone = cast(list[dict[str, Any]], transport.all_gather_object(own))
+    everyone = cast(list[dict[str, Any]], Control(transport).all_gather_object(own))
     for rank, row in enumerate(everyone):
         if not row:
             text = "the step ran, but its memory was not measured on this rank; its log (logger penstock) says why"

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.execute.calls import Bound
+from penstock.execute.control.collectives import Control
 from penstock.execute.observing.clock import Alignment, Clock, ClockComparison
 from penstock.execute.observing.device_events import Marker, await_marker
 from penstock.execute.observing.observer import Around, Observer
@@ -159,7 +160,7 @@ class StepRecording(Observer):
                 for wait in (() if step.supply is None else step.supply.waits)
             ],
         }
-        everyone = cast(list[dict[str, Any]], self._transport.all_gather_object(own))
+        everyone = cast(list[dict[str, Any]], Control(self._transport).all_gather_object(own))
         if all(row["is_complete"] for row in everyone):
             self.recording = self._laid_together(everyone, alignment)
 

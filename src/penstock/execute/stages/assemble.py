@@ -15,10 +15,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError, PenstockError, nearest
-from penstock.execute.stages.skips import StageSkips, open_at, skip_names
+from penstock.execute.stages.skips import StageSkips, open_at
 from penstock.execute.stages.stage import Stage
 from penstock.execute.stages.tied import TiedCopy
-from penstock.execute.transport.protocol import Transport
 from penstock.execute.undocumented import has_hooks, is_out_of_memory
 from penstock.execute.values.tensors import is_dtensor
 from penstock.placement import Placement
@@ -137,30 +136,13 @@ class _Copying:
         return self._copied if is_other else None
 
 
-def count_parameters(transport: Transport, stages: Sequence[Stage], names: Sequence[str]) -> dict[str, int]:
-    """Per layer of the whole model, in order, its number of parameters; a layer is only built on its own ranks."""
-    own = {name: _num_parameters(layer) for stage in stages for name, layer in stage.layers.items()}
-    everyone: dict[str, int] = {}
-    for theirs in transport.all_gather_object(own):
-        assert isinstance(theirs, dict)
-        everyone |= theirs
-    return {name: everyone[name] for name in names}
-
-
-def with_skips(transport: Transport, assembly: Assembly, layers_of_stage: Sequence[range]) -> Assembly:
-    """Find which skips the layers of each stage hold and which go past it; a collective, as layers are built apart."""
-    own = {
-        str(index): skip_names(layer)  # what is gathered has texts as keys
-        for stage in assembly.stages
-        for index, layer in zip(layers_of_stage[stage.index], stage.layers.values(), strict=True)
-    }
-    everyone: dict[str, list[str]] = {}
-    for theirs in transport.all_gather_object(own):
-        assert isinstance(theirs, dict)
-        everyone |= theirs
+def with_skips(
+    assembly: Assembly, layers_of_stage: Sequence[range], skips_of_layer: Mapping[int, Sequence[str]]
+) -> Assembly:
+    """Find which skips the layers of each stage hold and which go past it, by the names of each layer's."""
     holders: dict[str, list[int]] = {}
-    for index in sorted(map(int, everyone)):
-        for name in everyone[str(index)]:
+    for index in sorted(skips_of_layer):
+        for name in skips_of_layer[index]:
             holders.setdefault(name, []).append(index)
     skips = {}
     for stage in assembly.stages:
@@ -170,7 +152,7 @@ def with_skips(transport: Transport, assembly: Assembly, layers_of_stage: Sequen
     return replace(assembly, skips={index: found for index, found in skips.items() if not found.is_empty})
 
 
-def _num_parameters(layer: nn.Module) -> int:
+def num_parameters(layer: nn.Module) -> int:
     """Count the parameters of a layer; those that wait for a first input to have a shape count nothing."""
     return sum(parameter.numel() for parameter in layer.parameters() if not is_lazy(parameter))
 

@@ -21,7 +21,6 @@ from penstock.execute.batch.microbatch import Place
 from penstock.execute.stages.feature import ForwardPart, has_methods
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Step
-from penstock.execute.transport.protocol import Transport
 from penstock.execute.values.tree import as_graph_leaves, needing_gradient
 
 
@@ -187,20 +186,16 @@ class _CarryAgain(CarryPart):
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def refuse_layers_that_look_back(
-    transport: Transport, stages: Sequence[Stage], kinds: tuple[type[nn.Module], ...]
-) -> None:
-    """Refuse modules that need what earlier slices left behind and do not carry it; a collective.
+def refuse_layers_that_look_back(stages: Sequence[Stage], kinds: tuple[type[nn.Module], ...]) -> None:
+    """Refuse modules that need what earlier slices left behind and do not carry it.
 
     Who calls such a module may carry for it: the module that holds both it and what carries.
 
     Raises:
-        ConfigError: on every rank alike, naming a layer.
+        ConfigError: naming a layer.
     """
     layers = [(name, layer) for stage in stages for name, layer in stage.layers.items()]
-    own = [f"{name!r} ({type(each).__name__})" for name, layer in layers for each in _looking_back(layer, kinds)]
-    everyone = transport.all_gather_object(own)
-    found = [text for theirs in everyone if isinstance(theirs, list) for text in theirs]
+    found = [f"{name!r} ({type(each).__name__})" for name, layer in layers for each in _looking_back(layer, kinds)]
     if found:
         raise ConfigError(
             f"the schedule cuts sequences into slices, but layer {found[0]} looks back over the sequence and carries "

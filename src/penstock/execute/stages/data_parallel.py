@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.errors import PipelineError
 from penstock.execute.stages.stage import Stage
 from penstock.execute.stages.tied import TiedCopy, dense_gradient
-from penstock.execute.transport.direct import MessageLate
 from penstock.execute.transport.pending import GlooMessage, QueuedMessage
+from penstock.execute.transport.sockets import MessageLate
 from penstock.execute.undocumented import averaged_parameters, averages, broadcast_buffers
 
 

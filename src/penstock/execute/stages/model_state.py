@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MAX_SHOWN, ConfigError, nearest
+from penstock.execute.control.collectives import Control
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
 
@@ -44,7 +45,7 @@ def entries_of_ranks(transport: Transport, own: Mapping[str, Any]) -> list[list[
     """Return, per rank, the tensors of its state; every rank calls it."""
     tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
     mine = [[name, str(value.dtype), [*value.shape]] for name, value in tensors.items()]
-    everyone: list[Any] = transport.all_gather_object(mine)
+    everyone: list[Any] = Control(transport).all_gather_object(mine)
     return [[Entry(name, _DTYPES[dtype], tuple(shape)) for name, dtype, shape in theirs] for theirs in everyone]
 
 
@@ -72,7 +73,7 @@ def scatter_state(
     device: torch.device,
 ) -> dict[str, Tensor]:
     """Return what `full` on rank `root` has for this rank, in this rank's types; every rank calls it."""
-    given = set(map(str, _texts(transport.all_gather_object(sorted(full))[root])))
+    given = set(map(str, _texts(Control(transport).all_gather_object(sorted(full))[root])))
     found: dict[str, Tensor] = {}
     for rank, entry in _in_turns([[entry for entry in theirs if entry.name in given] for theirs in everyone]):
         if transport.rank == root != rank:

@@ -8,7 +8,7 @@ A builder that refers to no tensor, module or cache shares nothing. Where one of
 other ranks' layers that do too are asked, on the meta device, which parameters they would give.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from inspect import getattr_static
@@ -22,7 +22,7 @@ from torch import nn
 from penstock.errors import PartitionError
 from penstock.execute.stages.assemble import Layer, build_layer
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.world import shares_process
+from penstock.execute.transport.world import shares_process
 
 Pair = tuple[str, str]
 _SHAREABLE = (torch.Tensor, nn.Module, type(lru_cache(lambda: None)))
@@ -51,6 +51,8 @@ class BuiltLayers:
     """A model's layers, of which those of one rank are built."""
 
     layers: Sequence[Layer]
+    own: Mapping[int, nn.Module]
+    """Those of the rank, by index."""
     shared: Sequence[Pair]
     """Names of one parameter: that of a layer of this rank, and that of another rank's."""
 
@@ -62,14 +64,12 @@ def build_own(layers: Sequence[Layer], names: Sequence[str], own: Collection[int
         PartitionError: a layer cannot be built.
     """
     lazy = [index for index in own if not isinstance(layers[index], nn.Module)]
-    if len(own) == len(layers) or not lazy:
-        return BuiltLayers(layers, ())
     layers = [_BuiltOnce(layer) if index in lazy else layer for index, layer in enumerate(layers)]
+    built = {index: build_layer(layers[index], names[index]) for index in own}
     kept: dict[int, str] = {}
-    for index in lazy:
-        module = build_layer(layers[index], names[index])
+    for index in lazy if len(own) < len(layers) else ():
         if _may_share(layers[index]):
-            kept |= {id(parameter): name for name, parameter in _named_parameters(module, names[index])}
+            kept |= {id(parameter): name for name, parameter in _named_parameters(built[index], names[index])}
     others = [index for index, layer in enumerate(layers) if kept and index not in own and _may_share(layer)]
     shared = [
         (kept[id(parameter)], name)
@@ -77,24 +77,21 @@ def build_own(layers: Sequence[Layer], names: Sequence[str], own: Collection[int
         for name, parameter in _named_parameters(_glance(layers[index]), names[index])
         if id(parameter) in kept
     ]
-    return BuiltLayers(layers, shared)
+    return BuiltLayers(layers, built, shared)
 
 
-def gather_shared_names(transport: Transport, built: BuiltLayers) -> list[Pair]:
-    """Return the names of one parameter that any rank has found; a collective.
+def refuse_shared_objects(shared: Sequence[Pair], transport: Transport) -> None:
+    """Refuse what builders share where the ranks are threads of one process, and so hold the very same object.
 
     Raises:
-        PartitionError: on every rank alike, if the ranks are threads of one process, and so hold the very same object.
+        PartitionError: naming the first pair that any rank has found.
     """
-    everyone = transport.all_gather_object(list(built.shared))
-    shared = [(str(one), str(other)) for pairs in everyone if isinstance(pairs, list) for one, other in pairs]
     if shared and shares_process(transport):
         raise PartitionError(
             f"{shared[0][0]!r} and {shared[0][1]!r} are one parameter, which the builders of two layers share, but "
             "ranks that are threads of one process would both add to its gradient; let each builder make a parameter "
             "of its own, and tie the two by name, as in tied=[('0.weight', '5.weight')]"
         )
-    return shared
 
 
 def _named_parameters(module: Any, layer: str) -> Iterator[tuple[str, nn.Parameter]]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError
+from penstock.execute.control.collectives import Control
 from penstock.execute.stages.gradient_sums import added, dense, sum_over
 from penstock.execute.stages.main_gradients import main_type
 from penstock.execute.transport.protocol import Transport
@@ -107,13 +108,26 @@ class TiedCopy:
             value.copy_(received)
 
 
-def agree_on_copies(transport: Transport, copies: Mapping[int, TiedCopy]) -> None:
+def agree_on_copies(control: Control, copies: Mapping[int, TiedCopy]) -> None:
     """Make sure that all holders of a tied parameter hold the same kind of tensor; a collective over all ranks.
 
     Raises:
         PartitionError: on every rank alike, naming the ranks and what differs.
     """
-    everyone = transport.all_gather_object({str(group): copy.describe() for group, copy in copies.items()})
+    require_equal_kinds(control.all_gather_object(described_copies(copies)))
+
+
+def described_copies(copies: Mapping[int, TiedCopy]) -> dict[str, list[list[str]]]:
+    """Return what all holders must have alike, by the number of a group."""
+    return {str(group): copy.describe() for group, copy in copies.items()}
+
+
+def require_equal_kinds(everyone: Sequence[object]) -> None:
+    """Compare what all ranks have described.
+
+    Raises:
+        PartitionError: on every rank alike, naming the ranks and what differs.
+    """
     first: dict[str, tuple[int, list[list[str]]]] = {}
     for rank, described in enumerate(everyone):
         for group, tensors in described.items() if isinstance(described, dict) else ():

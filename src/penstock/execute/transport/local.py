@@ -2,21 +2,24 @@
 
 As on a socket, a message moves when both ends are posted, whoever came last moves it, and a send is over once its
 receive has been filled. So a program that runs here does not rely on buffering that another transport lacks.
+
+With an `order_seed` messages move in an order drawn from it, any that keeps each channel's: a message moves only when
+every rank waits, has closed its transport or recovers, and then the next channel is drawn. As each rank does the same
+between two waits, the order depends on the seed alone, and not on the system's scheduling of threads.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from random import Random
 from threading import Condition
 
-import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
-from penstock.execute.transport import collectives
 from penstock.execute.transport.protocol import (
+    Tag,
     Ticket,
     WaitObserver,
     deadline_exceeded,
@@ -26,7 +29,8 @@ from penstock.execute.transport.protocol import (
 )
 
 Delay = Callable[[int, int], float]
-PIPELINE_LANE, COLLECTIVE_LANE = range(2)
+PATIENCE_S = 0.05
+"""With an order seed, messages move on after so long although a rank neither waits nor ends: it may be gone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,11 +51,19 @@ class _Channel:
     sends: deque[_Message] = field(default_factory=deque)
     receives: deque[_Message] = field(default_factory=deque)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a message can move now."""
+        return bool(self.sends and self.receives) and self.sends[0].ready_s <= time.monotonic()
+
+    def deliver_one(self) -> None:
+        _move(self.sends.popleft(), self.receives.popleft())
+
     def deliver(self) -> bool:
         """Move what can move now, in order; tell whether anything did."""
         has_moved = False
-        while self.sends and self.receives and self.sends[0].ready_s <= time.monotonic():
-            _move(self.sends.popleft(), self.receives.popleft())
+        while self.is_ready:
+            self.deliver_one()
             has_moved = True
         return has_moved
 
@@ -76,11 +88,15 @@ def _move(sent: _Message, received: _Message) -> None:
 class _Hub:
     """What the ranks of one process share; everything in it is guarded by `changed`."""
 
-    def __init__(self, num_ranks: int, delay_s: Delay) -> None:
+    def __init__(self, num_ranks: int, delay_s: Delay, order_seed: int | None) -> None:
         self.num_ranks = num_ranks
         self.delay_s = delay_s
+        self.order_seed = order_seed
+        self._random = Random(order_seed)
+        self.waiting: dict[int, _Message] = {}
+        """By rank, what it waits for."""
         self.changed = Condition()
-        self.channels: dict[tuple[int, int, int], _Channel] = {}
+        self.channels: dict[tuple[int, int, Tag], _Channel] = {}
         self.aborted_by: int | None = None
         self.closed: set[int] = set()
         self.recovering: set[int] = set()
@@ -88,14 +104,39 @@ class _Hub:
         """Per rank, `time.monotonic()` at which it last gave up to wait for a fresh start."""
         self.generation = 0
 
-    def channel(self, source: int, destination: int, lane: int) -> _Channel:
-        return self.channels.setdefault((source, destination, lane), _Channel())
+    def channel(self, source: int, destination: int, tag: Tag) -> _Channel:
+        return self.channels.setdefault((source, destination, tag), _Channel())
+
+    def deliver(self, channel: _Channel) -> None:
+        """Move what can move now: of this channel or, where the order is drawn, of any, once all ranks wait."""
+        has_moved = channel.deliver() if self.order_seed is None else self._deliver_drawn()
+        if has_moved:
+            self.changed.notify_all()
+
+    def _deliver_drawn(self) -> bool:
+        has_moved = False
+        while len({*self.waiting, *self.closed, *self.recovering}) == self.num_ranks and self.deliver_one():
+            has_moved = True
+        return has_moved
+
+    def deliver_one(self) -> bool:
+        """Move the first message of a channel that is drawn; tell whether there was one."""
+        ready = [key for key in sorted(self.channels) if self.channels[key].is_ready]
+        if not ready:
+            return False
+        self.channels[self._random.choice(ready)].deliver_one()
+        self.waiting = {rank: message for rank, message in self.waiting.items() if not message.is_done}
+        return True
 
     def trouble(self, peer: int) -> str:
         """Say why nothing can come from this peer any more, if so."""
         if self.aborted_by is not None:
             return f"rank {self.aborted_by} aborted"
         return f"rank {peer} has closed its transport" if peer in self.closed else ""
+
+    def comes_later(self, channel: _Channel) -> bool:
+        """Whether a message of a rank that has closed is still to be drawn."""
+        return self.order_seed is not None and self.aborted_by is None and channel.is_ready
 
     def missing_since(self, begin_s: float) -> list[int]:
         """Ranks that do not wait for a fresh start; not those whose wait ended just before, if there are others."""
@@ -105,6 +146,7 @@ class _Hub:
 
     def start_afresh(self) -> None:
         self.channels.clear()
+        self.waiting.clear()
         self.aborted_by = None
         self.recovering.clear()
         self.generation += 1
@@ -126,36 +168,55 @@ class LocalTransport:
 
     @classmethod
     def create(
-        cls, num_ranks: int, deadline_s: float = 60.0, *, delay_s: Delay | None = None
+        cls,
+        num_ranks: int,
+        deadline_s: float = 60.0,
+        *,
+        delay_s: Delay | None = None,
+        order_seed: int | None = None,
     ) -> "list[LocalTransport]":
         """Connect `num_ranks` ranks; use each from one thread of its own.
 
-        `delay_s(source, destination)` gives the seconds that a message needs on that channel, to play a slow wire;
-        collectives have wires of their own.
+        `delay_s(source, destination)` gives the seconds that a data message needs on that channel, to play a slow wire.
+        With an `order_seed` messages of different channels arrive in an order drawn from it, which errors name.
         """
-        hub = _Hub(num_ranks, delay_s or (lambda source, destination: 0.0))
+        hub = _Hub(num_ranks, delay_s or (lambda source, destination: 0.0), order_seed)
         return [cls(hub, rank, deadline_s) for rank in range(num_ranks)]
 
-    def post_send(self, peer: int, tensor: Tensor) -> Ticket:
-        return self._post(PIPELINE_LANE, peer, tensor, is_send=True)
+    def post_send(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
+        return self._post(tag, Ticket(peer, True, self._next_serial), tensor)
 
-    def post_receive(self, peer: int, tensor: Tensor) -> Ticket:
-        return self._post(PIPELINE_LANE, peer, tensor, is_send=False)
+    def post_receive(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
+        ticket = Ticket(peer, False, self._next_serial)
+        require_contiguous(self.rank, ticket, tensor)
+        return self._post(tag, ticket, tensor)
 
-    def wait(self, ticket: Ticket) -> None:
-        self._wait(ticket, self.deadline_s)
+    def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
+        begin_s = time.monotonic()
+        if ticket.serial < self._first_serial:
+            raise peer_lost(self.rank, ticket, 0.0, "recover() forgot this message")
+        if ticket.serial not in self._open:
+            return
+        channel, message = self._open[ticket.serial]
+        if self._observer is not None:
+            self._observer.note_wait(ticket.peer)
+        with self._hub.changed:
+            try:
+                self._wait_moved(ticket, channel, message, begin_s, self.deadline_s if limit_s is None else limit_s)
+            except PipelineError as error:
+                if self._hub.order_seed is not None:
+                    error.add_note(f"messages moved in the order of order_seed={self._hub.order_seed}")
+                raise
+            finally:
+                self._hub.waiting.pop(self.rank, None)
+        del self._open[ticket.serial]
+        if self._observer is not None:
+            self._observer.note_run()
+        if message.problem:
+            raise PipelineError(f"rank {self.rank}: message of rank {ticket.peer}: {message.problem}", rank=self.rank)
 
     def watch(self, observer: WaitObserver) -> None:
         self._observer = observer
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        collectives.all_reduce(self._lane(tensor.device), tensor)
-
-    def broadcast(self, tensor: Tensor, root: int) -> None:
-        collectives.broadcast(self._lane(tensor.device), tensor, root)
-
-    def all_gather_object(self, value: object) -> list[object]:
-        return collectives.all_gather_object(self._lane(torch.device("cpu")), value)
 
     def abort(self) -> None:
         with self._hub.changed:
@@ -185,61 +246,36 @@ class LocalTransport:
             self._open.clear()
             self._hub.changed.notify_all()
 
-    def _post(self, lane: int, peer: int, tensor: Tensor, *, is_send: bool) -> Ticket:
-        ticket = Ticket(peer, is_send, self._next_serial)
-        if not is_send:
-            require_contiguous(self.rank, ticket, tensor)
+    def _post(self, tag: Tag, ticket: Ticket, tensor: Tensor) -> Ticket:
         hub = self._hub
         with hub.changed:
-            if trouble := hub.trouble(peer):
+            if trouble := hub.trouble(ticket.peer):
                 raise peer_lost(self.rank, ticket, 0.0, trouble)
-            source, destination = (self.rank, peer) if is_send else (peer, self.rank)
-            delay_s = hub.delay_s(source, destination) if is_send and lane == PIPELINE_LANE else 0.0
-            channel = hub.channel(source, destination, lane)
+            source, destination = (self.rank, ticket.peer) if ticket.is_send else (ticket.peer, self.rank)
+            delay_s = hub.delay_s(source, destination) if ticket.is_send and tag is Tag.DATA else 0.0
+            channel = hub.channel(source, destination, tag)
             message = _Message(tensor.detach(), time.monotonic() + delay_s)
-            (channel.sends if is_send else channel.receives).append(message)
+            (channel.sends if ticket.is_send else channel.receives).append(message)
             self._open[ticket.serial] = (channel, message)
             self._next_serial += 1
-            if channel.deliver() or delay_s > 0:  # who waits for a slow message must learn when it comes
+            hub.deliver(channel)
+            if delay_s > 0:  # a rank that waits for a slow message must learn when it comes
                 hub.changed.notify_all()
         return ticket
 
-    def _wait(self, ticket: Ticket, deadline_s: float) -> None:
-        begin_s = time.monotonic()
-        if ticket.serial < self._first_serial:
-            raise peer_lost(self.rank, ticket, 0.0, "recover() forgot this message")
-        if ticket.serial not in self._open:
-            return
-        channel, message = self._open[ticket.serial]
-        hub = self._hub
-        if self._observer is not None:
-            self._observer.note_wait(ticket.peer)
-        with hub.changed:
-            while not self._is_moved(channel, message):
-                now_s = time.monotonic()
-                if trouble := hub.trouble(ticket.peer):
-                    raise peer_lost(self.rank, ticket, now_s - begin_s, trouble)
-                if now_s >= begin_s + deadline_s:
-                    raise deadline_exceeded(self.rank, ticket, now_s - begin_s, self.deadline_s)
-                hub.changed.wait(min(begin_s + deadline_s, channel.next_ready_s()) - now_s)
-        del self._open[ticket.serial]
-        if self._observer is not None:
-            self._observer.note_run()
-        if message.problem:
-            raise PipelineError(f"rank {self.rank}: message of rank {ticket.peer}: {message.problem}", rank=self.rank)
-
-    def _is_moved(self, channel: _Channel, message: _Message) -> bool:
-        if channel.deliver():
-            self._hub.changed.notify_all()
-        return message.is_done
-
-    def _lane(self, device: torch.device) -> collectives.Lane:
-        return collectives.Lane(
-            self.rank,
-            self.num_ranks,
-            time.monotonic() + self.deadline_s,
-            device,
-            partial(self._post, COLLECTIVE_LANE, is_send=True),
-            partial(self._post, COLLECTIVE_LANE, is_send=False),
-            self._wait,
-        )
+    def _wait_moved(self, ticket: Ticket, channel: _Channel, message: _Message, begin_s: float, limit_s: float) -> None:
+        hub, end_s = self._hub, begin_s + limit_s
+        while not message.is_done:
+            hub.waiting[self.rank] = message
+            hub.deliver(channel)
+            now_s = time.monotonic()
+            if message.is_done:
+                return
+            if (trouble := hub.trouble(ticket.peer)) and not hub.comes_later(channel):
+                raise peer_lost(self.rank, ticket, now_s - begin_s, trouble)
+            if now_s >= end_s:
+                raise deadline_exceeded(self.rank, ticket, now_s - begin_s, self.deadline_s)
+            next_s = min(end_s, channel.next_ready_s() if hub.order_seed is None else now_s + PATIENCE_S)
+            was_told = hub.changed.wait(next_s - now_s)
+            if not was_told and hub.order_seed is not None and hub.deliver_one():
+                hub.changed.notify_all()

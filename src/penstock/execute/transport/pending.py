@@ -1,14 +1,16 @@
 """Posted messages, each kind with its own way to wait."""
 
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.execute.transport.direct import Arriving, DirectSocket, Leaving, MessageLate
+from penstock.execute.transport.sockets import Arriving, DirectSocket, Leaving, MessageLate
 
 SHORTEST_WAIT_S = 0.001
 """Torch counts milliseconds and takes 0 for `without limit`."""
@@ -39,7 +41,7 @@ class GlooMessage:
         return False  # gloo's works know only once they have been waited for
 
     def wait(self, deadline_s: float) -> None:
-        self.work.wait(timedelta(seconds=max(deadline_s, SHORTEST_WAIT_S)))
+        _wait_interruptibly(self, timedelta(seconds=max(deadline_s, SHORTEST_WAIT_S)))
 
 
 @dataclass(slots=True, eq=False)
@@ -95,3 +97,66 @@ class DirectReceive:
         end_s = time.monotonic() + deadline_s
         while not self.socket.has_arrived(self.arriving):
             self.socket.wait_readable(max(end_s - time.monotonic(), 0.0))
+
+
+@dataclass(slots=True, eq=False)
+class _Wait:
+    """One wait for a message of gloo, which a helper thread does for the main thread."""
+
+    message: GlooMessage | None
+    """With its tensor, into which gloo may write as long as the wait goes on."""
+    limit: timedelta
+    is_over: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+
+class _Waiter:
+    """A thread that waits for messages of gloo.
+
+    Gloo's wait stays in C++ until its deadline, and Python handles Ctrl-C in the main thread alone, between two of its
+    own instructions. So the main thread waits for an event, which Ctrl-C interrupts, and this thread for gloo. A wait
+    in slices would be simpler, but one that runs out of time makes gloo's connection unusable.
+    """
+
+    def __init__(self) -> None:
+        self._waits: SimpleQueue[_Wait | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="penstock: waits for gloo", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()  # not in a forked process
+
+    def wait(self, message: GlooMessage, limit: timedelta) -> None:
+        wait = _Wait(message, limit)
+        self._waits.put(wait)
+        try:
+            wait.is_over.wait()
+        except BaseException:
+            self._waits.put(None)  # the thread ends when its wait does
+            raise
+        if wait.error is not None:
+            raise wait.error
+
+    def _serve(self) -> None:
+        while (wait := self._waits.get()) is not None:
+            assert wait.message is not None
+            try:
+                wait.message.work.wait(wait.limit)
+            except BaseException as error:
+                wait.error = error.with_traceback(None)  # a work kept alive would keep gloo's sockets open
+            wait.message = None
+            wait.is_over.set()
+            del wait
+
+
+_idle: list[_Waiter] = []
+
+
+def _wait_interruptibly(message: GlooMessage, limit: timedelta) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        message.work.wait(limit)
+        return
+    waiter = _idle.pop() if _idle and _idle[-1].is_alive else _Waiter()
+    waiter.wait(message, limit)
+    _idle[:] = [waiter]  # one whose wait was interrupted is not used again

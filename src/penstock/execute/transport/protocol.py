@@ -1,17 +1,28 @@
-"""What a pipeline asks of the wires between its ranks.
+"""What a pipeline asks of a transport: messages between its ranks, and nothing else.
 
-Messages travel on channels: one in-order channel per ordered pair of ranks. Only shapes and types that both ends agreed
-on before travel here; a transport does not describe what it carries.
+Messages travel on channels: one in-order channel per ordered pair of ranks and tag. Only shapes and types that both
+ends agreed on before travel here; a transport does not describe what it carries. What ranks exchange beside the data of
+a step (`control.collectives`) has a tag of its own, so that receives posted ahead for the pipeline never catch it.
 
 After an error (`PeerLost`, `DeadlineExceeded`) only `abort`, `recover` and `close` have a defined outcome. A rank that
 gets one calls `abort`, so that the ranks that wait for it fail too, then theirs, until no rank waits any more.
 """
 
+from enum import IntEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
+
+
+class Tag(IntEnum):
+    """What a message is for."""
+
+    DATA = 0
+    """Of a step, on the pipeline's device."""
+    CONTROL = 1
+    """Of the host: always in the memory of the CPU."""
 
 
 class Ticket(NamedTuple):
@@ -39,52 +50,38 @@ class WaitObserver(Protocol):
 
 @runtime_checkable
 class Transport(Protocol):
-    """The wires of one rank; used from that rank's own thread only."""
+    """The messages of one rank; used from that rank's own thread only."""
 
     rank: int
     """Index in the pipeline group."""
     num_ranks: int
     deadline_s: float
-    """Limit of every single wait, collective and recovery, in seconds."""
+    """Limit of every single wait and recovery, in seconds."""
 
-    def post_send(self, peer: int, tensor: Tensor) -> Ticket:
+    def post_send(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
         """Send a tensor without blocking; do not change it before its ticket has been waited for.
 
         The transport keeps the tensor alive until then. Raises: PeerLost.
         """
         ...
 
-    def post_receive(self, peer: int, tensor: Tensor) -> Ticket:
+    def post_receive(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
         """Let the next message of the channel from `peer` fill this contiguous tensor, without blocking.
 
         The values are there once the ticket has been waited for. Raises: PeerLost.
         """
         ...
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
         """Block until the message has been sent or received; a second wait for the same ticket returns at once.
 
+        For at most `limit_s` where less than the deadline is left, as to the later messages of a collective.
         Raises: PeerLost, DeadlineExceeded (both with rank, peer and waited_s).
         """
         ...
 
     def watch(self, observer: WaitObserver) -> None:
-        """Tell the observer of every wait from now on, those within collectives included."""
-        ...
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Replace the tensor by the sum over all ranks, added in rank order, so that all ranks get the same bits."""
-        ...
-
-    def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Replace the tensor on every rank by the one of `root`."""
-        ...
-
-    def all_gather_object(self, value: object) -> list[object]:
-        """Give every rank the plain values of all ranks, in rank order.
-
-        Plain: what JSON holds (str, int, float, bool, None, lists, dicts with str keys). A tuple arrives as a list.
-        """
+        """Tell the observer of every wait from now on."""
         ...
 
     def abort(self) -> None:

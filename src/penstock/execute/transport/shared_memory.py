@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.execute.transport.direct import SEND_FLAGS
+from penstock.execute.transport.sockets import SEND_FLAGS
 
 ROOM_BYTES = 2**25
 """For messages under way in one direction; memory is taken only for as much of it as was ever used at once."""
-MOST_BYTES = ROOM_BYTES // 4
+MAX_MESSAGE_BYTES = ROOM_BYTES // 4
 """Of a message that goes this way."""
 ALIGNMENT = 64
 HEAD_BYTES = ALIGNMENT

@@ -1,4 +1,4 @@
-"""A transport over torch.distributed: gloo between processors, NCCL between GPUs.
+"""A transport over torch.distributed: gloo between CPUs, NCCL between GPUs; control messages always between CPUs.
 
 The transport makes its own connections in the store of the given group and never uses the group itself, so that it
 can drop and remake them after a failure. What gloo needs (torch 2.13): a `Work` that is dropped may lose its message; a
@@ -7,9 +7,9 @@ backend and every `Work` of it are gone. Hence tickets hold no `Work`, and error
 """
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from itertools import permutations
 
 import torch
@@ -18,53 +18,53 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import PeerLost, PipelineError
-from penstock.execute.transport import collectives
-from penstock.execute.transport.direct import DirectSocket, MessageLate, SizesDiffer, SocketClosed
-from penstock.execute.transport.doors import NOT_DIRECT, connect_directly
-from penstock.execute.transport.meeting import Meeting
 from penstock.execute.transport.pending import DirectReceive, DirectSend, GlooMessage, Pending, QueuedMessage
 from penstock.execute.transport.protocol import (
+    Tag,
     Ticket,
     WaitObserver,
     deadline_exceeded,
     peer_lost,
     require_contiguous,
 )
+from penstock.execute.transport.rendezvous import NO_SOCKETS, Listener, Rendezvous, connect_all
+from penstock.execute.transport.sockets import DirectSocket, MessageLate, SizesDiffer, SocketClosed
 from penstock.execute.undocumented import Backend, gloo, is_timeout, nccl, store_of
 from penstock.execute.values.tensors import written_out
 
-PIPELINE_TAG = 0
-COLLECTIVE_TAG = 1
+ADDRESSES, CONNECTED = "addresses", "connected"
+"""What the ranks exchange in a round of their rendezvous."""
 WATCHDOG = timedelta(days=1)
 """NCCL's own limit of a message, counted from its posting; what exceeds it ends the process, not the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """The backends that carry messages: to a higher rank, to a lower rank, and collectives.
+    """The backends that carry messages: data to a higher rank, data to a lower rank, and control.
 
     Gloo matches messages in order per direction and tag, so one backend is all three. An NCCL communicator is one queue
-    for both directions and knows no tags: a receive posted ahead would block the sends behind it. There it takes three.
+    for both directions and knows no tags: a receive posted ahead would block the sends behind it. There it takes two
+    for data, and control goes over gloo.
     """
 
     upward: Backend
     downward: Backend
-    collective: Backend
+    control: Backend
 
-    def between(self, source: int, destination: int, tag: int) -> Backend:
-        if tag == COLLECTIVE_TAG:
-            return self.collective
+    def between(self, source: int, destination: int, tag: Tag) -> Backend:
+        if tag is Tag.CONTROL:
+            return self.control
         return self.upward if source < destination else self.downward
 
     def distinct(self) -> list[Backend]:
-        return list({id(link): link for link in (self.upward, self.downward, self.collective)}.values())
+        return list({id(link): link for link in (self.upward, self.downward, self.control)}.values())
 
 
 class TorchTransport:
     """The rank of a process in a group of torch.distributed; peers are counted within that group.
 
     All ranks of the group make their transports in the same order. A CPU device means gloo, a CUDA device NCCL. Between
-    CPUs of one host messages go past gloo (`direct.py`) unless `is_direct` is False.
+    CPUs of one host messages go past gloo (`sockets.py`) unless `is_direct` is False.
     Raises: DeadlineExceeded if a rank of the group does not come, PipelineError if there is no group.
     """
 
@@ -85,41 +85,55 @@ class TorchTransport:
         self.num_ranks = dist.get_world_size(own)
         self.deadline_s = deadline_s
         self._device = torch.device(device)
-        self._is_direct = is_direct and self._device.type == "cpu"
+        self._direct_tags = [tag for tag in Tag if is_direct and not self._is_queued(tag)]
         self._links: _Links | None = None
-        self._direct = NOT_DIRECT
+        self._sockets = NO_SOCKETS
         self._observer: WaitObserver | None = None
         self._open: dict[int, Pending] = {}
         self._next_serial = 0
         self._first_serial = 0
-        group_store = PrefixStore("penstock", store_of(own))
-        store = self._connect(Meeting(group_store, self.rank, self.num_ranks))
-        self._recoveries = Meeting(PrefixStore("recoveries", store), self.rank, self.num_ranks)
-        self._next_serial = 0  # connecting sent messages of its own, which nobody should have to count
+        store = self._connect(Rendezvous(PrefixStore("penstock", store_of(own)), self.rank, self.num_ranks))
+        self._recoveries = Rendezvous(PrefixStore("recoveries", store), self.rank, self.num_ranks)
 
-    def post_send(self, peer: int, tensor: Tensor) -> Ticket:
-        return self._post_send(PIPELINE_TAG, peer, tensor)
+    def post_send(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
+        sent = written_out(tensor)
+        if not sent.is_contiguous():
+            sent = sent.detach().contiguous()
+        direct = self._sockets.of(peer, tag, sent.nbytes)
+        if direct is not None:
+            return self._send_directly(direct, peer, sent)
+        ticket, sent = Ticket(peer, True, self._next_serial), sent.detach()
+        link = self._link(ticket, self.rank, peer, tag)
+        try:
+            work = link.send([sent], peer, tag)
+        except RuntimeError as error:
+            del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
+            raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
+        return self._opened(ticket, self._message(work, sent, tag))
 
-    def post_receive(self, peer: int, tensor: Tensor) -> Ticket:
-        return self._post_receive(PIPELINE_TAG, peer, tensor)
+    def post_receive(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
+        ticket = Ticket(peer, False, self._next_serial)
+        require_contiguous(self.rank, ticket, tensor)
+        direct = self._sockets.of(peer, tag, tensor.nbytes)
+        if direct is not None:
+            return self._opened(ticket, DirectReceive(direct, direct.post(tensor)))
+        received = tensor.detach()
+        link = self._link(ticket, peer, self.rank, tag)
+        try:
+            work = link.recv([received], peer, tag)
+        except RuntimeError as error:
+            del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
+            raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
+        return self._opened(ticket, self._message(work, received, tag))
 
-    def wait(self, ticket: Ticket) -> None:
-        self._wait(ticket, self.deadline_s)
+    def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
+        self._wait(ticket, self.deadline_s if limit_s is None else limit_s)
 
     def watch(self, observer: WaitObserver) -> None:
         self._observer = observer
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        collectives.all_reduce(self._lane(), tensor)
-
-    def broadcast(self, tensor: Tensor, root: int) -> None:
-        collectives.broadcast(self._lane(), tensor, root)
-
-    def all_gather_object(self, value: object) -> list[object]:
-        return collectives.all_gather_object(self._lane(), value)
-
     def abort(self) -> None:
-        self._direct.close()
+        self._sockets.close()
         for link in self._forget():
             link.abort()
 
@@ -128,47 +142,61 @@ class TorchTransport:
         self._connect(self._recoveries)
 
     def close(self) -> None:
-        self._direct.close()
+        self._sockets.close()
         for link in self._forget():
             link.shutdown()
+
+    def _is_queued(self, tag: Tag) -> bool:
+        """Whether messages of this tag are in a queue of a GPU."""
+        return self._device.type == "cuda" and tag is Tag.DATA
 
     def _forget(self) -> list[Backend]:
         """Drop all messages and connections; once the result is dropped too, the sockets close."""
         links = self._links.distinct() if self._links else []
         self._links = None
-        self._direct = NOT_DIRECT
+        self._sockets = NO_SOCKETS
         self._open.clear()
         self._first_serial = self._next_serial
         return links
 
-    def _connect(self, meeting: Meeting) -> Store:
-        store = meeting.fresh_store(self.deadline_s)
-        begin_s = time.monotonic()
+    def _connect(self, rendezvous: Rendezvous) -> Store:
+        begin_s, store = time.monotonic(), rendezvous.enter()
+
+        def exchange(name: str, own: str) -> list[str]:
+            return rendezvous.exchange(name, own, self.deadline_s)
+
         try:
-            self._links = self._make_links(store)
-            # Gloo has one end of a pair ready before the other: a rank that closed at once would break its peer's.
-            self.all_gather_object("connected")
-            if self._is_direct:
-                tags = (PIPELINE_TAG, COLLECTIVE_TAG)
-                self._direct = connect_directly(self.rank, tags, self.all_gather_object, self.deadline_s)
-        except (RuntimeError, OSError, MessageLate) as error:
-            meeting.give_up()
+            with ExitStack() as stack:
+                listener = Listener(stack, is_wanted=bool(self._direct_tags))
+                addresses = exchange(ADDRESSES, listener.address_text())
+                self._links = self._make_links(store)
+                # Gloo has one end of a pair ready before the other: a rank that closed at once would break its peer's.
+                # So this ends with an exchange, whether there are sockets or not.
+                self._sockets = connect_all(
+                    self.rank, self._direct_tags, listener, addresses, exchange, self.deadline_s
+                )
+        except (RuntimeError, OSError) as error:
+            self.abort()
+            rendezvous.give_up(CONNECTED)
             raise PeerLost(
                 f"rank {self.rank}: could not connect to the other ranks of the group: {error or 'no answer in time'}. "
                 "See whether all of them still run; if they do not, start all ranks again",
                 waited_s=time.monotonic() - begin_s,
             ) from error.with_traceback(None)  # its frames hold links
         except PipelineError:
-            meeting.give_up()
+            rendezvous.give_up(CONNECTED)
             self.abort()
             raise
         return store
 
     def _make_links(self, store: Store) -> _Links:
-        if self._device.type != "cuda":
-            return _Links(*[gloo(store, self.rank, self.num_ranks, self.deadline_s)] * 3)
-        stores = [PrefixStore(name, store) for name in ("upward", "downward", "collective")]
-        links = _Links(*[nccl(each, self.rank, self.num_ranks, WATCHDOG) for each in stores])
+        control = gloo(store, self.rank, self.num_ranks, self.deadline_s)
+        if not self._is_queued(Tag.DATA):
+            return _Links(control, control, control)
+        upward, downward = [
+            nccl(PrefixStore(name, store), self.rank, self.num_ranks, WATCHDOG) for name in ("upward", "downward")
+        ]
+        links = _Links(upward, downward, control)
         self._meet_pairs(links)
         return links
 
@@ -179,27 +207,11 @@ class TorchTransport:
         """
         number = torch.zeros(1, device=self._device)
         for source, destination in permutations(range(self.num_ranks), 2):
-            link = links.between(source, destination, PIPELINE_TAG)
+            link = links.between(source, destination, Tag.DATA)
             if self.rank == source:
-                QueuedMessage(link.send([number], destination, PIPELINE_TAG), number).wait(self.deadline_s)
+                QueuedMessage(link.send([number], destination, Tag.DATA), number).wait(self.deadline_s)
             elif self.rank == destination:
-                QueuedMessage(link.recv([number], source, PIPELINE_TAG), number).wait(self.deadline_s)
-
-    def _post_send(self, tag: int, peer: int, tensor: Tensor) -> Ticket:
-        sent = written_out(tensor)
-        if not sent.is_contiguous():
-            sent = sent.detach().contiguous()
-        direct = self._direct.of(peer, tag, sent.nbytes)
-        if direct is not None:
-            return self._send_directly(direct, peer, sent)
-        ticket, sent = Ticket(peer, True, self._next_serial), sent.detach()
-        link = self._link(ticket, self.rank, peer, tag)
-        try:
-            work = link.send([sent], peer, tag)
-        except RuntimeError as error:
-            del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
-            raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
-        return self._opened(ticket, self._message(work, sent))
+                QueuedMessage(link.recv([number], source, Tag.DATA), number).wait(self.deadline_s)
 
     def _send_directly(self, direct: DirectSocket, peer: int, sent: Tensor) -> Ticket:
         ticket = Ticket(peer, True, self._next_serial, is_over=True)
@@ -212,30 +224,15 @@ class TorchTransport:
         self._next_serial += 1
         return ticket
 
-    def _post_receive(self, tag: int, peer: int, tensor: Tensor) -> Ticket:
-        ticket = Ticket(peer, False, self._next_serial)
-        require_contiguous(self.rank, ticket, tensor)
-        direct = self._direct.of(peer, tag, tensor.nbytes)
-        if direct is not None:
-            return self._opened(ticket, DirectReceive(direct, direct.post(tensor)))
-        received = tensor.detach()
-        link = self._link(ticket, peer, self.rank, tag)
-        try:
-            work = link.recv([received], peer, tag)
-        except RuntimeError as error:
-            del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
-            raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
-        return self._opened(ticket, self._message(work, received))
-
-    def _message(self, work: dist.Work, tensor: Tensor) -> Pending:
-        return QueuedMessage(work, tensor) if self._device.type == "cuda" else GlooMessage(work, tensor)
+    def _message(self, work: dist.Work, tensor: Tensor, tag: Tag) -> Pending:
+        return QueuedMessage(work, tensor) if self._is_queued(tag) else GlooMessage(work, tensor)
 
     def _opened(self, ticket: Ticket, pending: Pending) -> Ticket:
         self._open[ticket.serial] = pending
         self._next_serial += 1
         return ticket
 
-    def _link(self, ticket: Ticket, source: int, destination: int, tag: int) -> Backend:
+    def _link(self, ticket: Ticket, source: int, destination: int, tag: Tag) -> Backend:
         if self._links is None:
             raise peer_lost(self.rank, ticket, 0.0, "this rank has aborted or closed its connections")
         return self._links.between(source, destination, tag)
@@ -264,14 +261,3 @@ class TorchTransport:
             raise peer_lost(self.rank, ticket, waited_s, str(error)) from error
         if self._observer is not None:
             self._observer.note_run()
-
-    def _lane(self) -> collectives.Lane:
-        return collectives.Lane(
-            self.rank,
-            self.num_ranks,
-            time.monotonic() + self.deadline_s,
-            self._device,
-            partial(self._post_send, COLLECTIVE_TAG),
-            partial(self._post_receive, COLLECTIVE_TAG),
-            self._wait,
-        )

@@ -8,21 +8,33 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
-from penstock.execute.failures.positions import PositionBoard, RankPosition, State
+from penstock.execute.control.positions import SEPARATOR, PositionBoard, RankPosition, State
 
 SETTLE_S = 0.1
 """So long may ranks that fail at the same time take to write down their findings."""
 LOOKS_FOR_DEATH = 10
 """A killed process closes its connections a moment before it counts as gone."""
 STACK_LINES = 20
-GONE = "is gone"
 LEGEND = (
     "(an instruction is named stage, kind, microbatch: 2F1 is the forward of stage 2 on microbatch 1, B its backward)"
 )
-_PROCESS = "its process"
-_RAISED = "it raised"
+
+
+class Cause(Enum):
+    """What kind of reason a verdict gives."""
+
+    RAISED = "raised"
+    """The culprit's own work raised an error, which says more than anybody else can."""
+    GONE = "gone"
+    """The culprit's process is gone."""
+    STOPPED = "stopped"
+    STILL = "still"
+    """The culprit does not go on."""
+    CYCLE = "cycle"
+    """Several ranks block each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,33 +43,53 @@ class Verdict:
 
     culprit: int | None
     """The rank to blame; None where several block each other or nothing can be seen."""
+    cause: Cause
     reason: str
     """One line about the culprit."""
-    text: str
-    """The whole message: a line about the culprit, every rank's position, the culprit's stack."""
+    positions: str
+    """Where all ranks were, with the legend."""
+    stack: str
+    """The inner end of where the culprit was; empty where that is not known."""
 
     @property
-    def is_death(self) -> bool:
-        """Whether the culprit's process is gone."""
-        return self.reason.startswith(_PROCESS) and GONE in self.reason
+    def heading(self) -> str:
+        """One line: who is to blame, and why."""
+        if self.culprit is None:
+            return f"no rank goes on: {self.reason}"
+        return f"rank {self.culprit} is the culprit: {self.reason}"
 
     @property
-    def positions(self) -> str:
-        """Where all ranks were, with the legend."""
-        return self.text.partition("\n\n")[2].partition("\n\n")[0]
+    def details(self) -> str:
+        """Every rank's position and the culprit's stack."""
+        return f"{self.positions}\n\nrank {self.culprit} was here:\n{self.stack}" if self.stack else self.positions
 
     @property
-    def is_told_by_culprit(self) -> bool:
-        """Whether the culprit raised an error of its own, which says more than anybody else can."""
-        return self.culprit is not None and f" {_RAISED} " in self.reason
+    def text(self) -> str:
+        """The whole message."""
+        return f"{self.heading}\n\n{self.details}"
+
+    def packed(self) -> str:
+        """Return all fields as one text; if its end is lost, so is the end of the stack."""
+        culprit = "" if self.culprit is None else str(self.culprit)
+        return SEPARATOR.join((culprit, self.cause.value, self.reason, self.positions, self.stack))
+
+    @classmethod
+    def unpacked(cls, text: str) -> "Verdict":
+        """Return what was packed."""
+        culprit, cause, reason, positions, stack = [*text.split(SEPARATOR), "", ""][:5]
+        return cls(int(culprit) if culprit else None, Cause(cause), reason, positions, stack)
 
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
     culprit: int | None
+    cause: Cause
     reason: str
-    is_certain: bool
-    """Nothing that a second look may show can be a better explanation."""
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether nothing that a second look may show can be a better explanation."""
+        return self.cause not in (Cause.STILL, Cause.CYCLE)
 
 
 def diagnose(board: PositionBoard, describe: Callable[[int, int], str], *, peer: int | None = None) -> Verdict:
@@ -69,13 +101,11 @@ def diagnose(board: PositionBoard, describe: Callable[[int, int], str], *, peer:
     recorded = board.first_verdict()
     if recorded is None:
         finding = _look(board, describe, peer)
-        message = _message(board.read_all(), finding, describe)
-        board.note_verdict(f"{'' if finding.culprit is None else finding.culprit}\n{finding.reason}\n{message}")
+        board.note_verdict(_verdict(board.read_all(), finding, describe).packed())
         time.sleep(SETTLE_S)
         recorded = board.first_verdict()
         assert recorded is not None  # this rank has just written one
-    culprit, reason, text = recorded.text.split("\n", 2)
-    return Verdict(int(culprit) if culprit else None, reason, text)
+    return Verdict.unpacked(recorded.text)
 
 
 def process_trouble(pid: int) -> str:
@@ -112,19 +142,21 @@ def _failed(positions: list[RankPosition], describe: Callable[[int, int], str]) 
     if not failed:
         return None
     first = min(failed, key=lambda position: (position.since_s, position.rank))
-    summary, place, *_ = [*first.failure.split("\n", 2), ""]
-    within = f", in {place}," if place else ""
-    return _Finding(first.rank, f"{place_of(first, describe)}{within} {_RAISED} {summary}", True)
+    assert first.failure is not None
+    within = f", in {first.failure.place}," if first.failure.place else ""
+    reason = f"{place_of(first, describe)}{within} it raised {first.failure.summary}"
+    return _Finding(first.rank, Cause.RAISED, reason)
 
 
 def _broken(positions: list[RankPosition], describe: Callable[[int, int], str]) -> _Finding | None:
     seen = [position for position in positions if position.state not in (State.UNKNOWN, State.DONE)]
     troubles = {position.rank: process_trouble(position.pid) for position in seen}
-    for kind in ("gone", "stopped"):
-        ranks = [rank for rank, trouble in troubles.items() if trouble == kind]
+    for cause in (Cause.GONE, Cause.STOPPED):
+        ranks = [rank for rank, trouble in troubles.items() if trouble == cause.value]
         if ranks:
             first = positions[ranks[0]]
-            return _Finding(first.rank, f"{_PROCESS} {first.pid} is {kind}, {place_of(first, describe)}", True)
+            reason = f"its process {first.pid} is {cause.value}, {place_of(first, describe)}"
+            return _Finding(first.rank, cause, reason)
     return None
 
 
@@ -139,13 +171,13 @@ def _end_of_waits(
         following = positions[following].peer
     if following is not None:
         return _cycle(positions, path[path.index(following) :], describe)
-    return _Finding(path[-1], _why(positions[path[-1]], describe), False)
+    return _Finding(path[-1], Cause.STILL, _why(positions[path[-1]], describe))
 
 
 def _cycle(positions: list[RankPosition], ranks: list[int], describe: Callable[[int, int], str]) -> _Finding:
     waits = [f"rank {rank} {place_of(positions[rank], describe)} waits for rank" for rank in ranks]
     chain = ", ".join(f"{wait} {rank}" for wait, rank in zip(waits, [*ranks[1:], ranks[0]], strict=True))
-    return _Finding(None, f"a message was lost or the orders do not match: {chain}", False)
+    return _Finding(None, Cause.CYCLE, f"a message was lost or the orders do not match: {chain}")
 
 
 def _why(position: RankPosition, describe: Callable[[int, int], str]) -> str:
@@ -169,23 +201,17 @@ def place_of(position: RankPosition, describe: Callable[[int, int], str]) -> str
     return "between two steps" if position.state is State.IDLE else "at the start of its step"
 
 
-def _message(positions: list[RankPosition], finding: _Finding, describe: Callable[[int, int], str]) -> str:
-    if finding.culprit is None:
-        lines = [f"no rank goes on: {finding.reason}", ""]
-        stack: list[str] = []
-    else:
-        lines = [f"rank {finding.culprit} is the culprit: {finding.reason}", ""]
-        stack = _stack(positions[finding.culprit])
-    lines += [*position_table(positions, describe), LEGEND]
-    if stack:
-        lines += ["", f"rank {finding.culprit} was here:", *stack]
-    return "\n".join(lines)
+def _verdict(positions: list[RankPosition], finding: _Finding, describe: Callable[[int, int], str]) -> Verdict:
+    stack = [] if finding.culprit is None else _stack(positions[finding.culprit])
+    table = "\n".join([*position_table(positions, describe), LEGEND])
+    return Verdict(finding.culprit, finding.cause, finding.reason, table, "\n".join(stack))
 
 
 def _stack(position: RankPosition) -> list[str]:
     """The inner end of where a rank was: the end of a traceback, or the beginning of a watchdog's view."""
-    raised_in, stands_in = position.failure.splitlines()[2:], position.stack.splitlines()
-    return raised_in[-STACK_LINES:] if position.failure else stands_in[:STACK_LINES]
+    if position.failure is not None:
+        return position.failure.calls.splitlines()[-STACK_LINES:]
+    return position.stack.splitlines()[:STACK_LINES]
 
 
 def position_table(positions: list[RankPosition], describe: Callable[[int, int], str]) -> list[str]:

@@ -7,46 +7,53 @@ import tempfile
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import torch
 
 from penstock.errors import PipelineError
-from penstock.execute.transport import TorchTransport, doors, shared_memory
-from penstock.execute.transport.doors import MOST_PACKET_BYTES, Way, connect_directly
+from penstock.execute.control.collectives import Control
+from penstock.execute.transport import TorchTransport, rendezvous, shared_memory
+from penstock.execute.transport.rendezvous import MAX_PACKET_BYTES, Listener, SocketKey, connect_all
 from tests.ranks import RankPool
 
 PATIENCE_S = 20.0
 TAGS = (0, 1)
-SIZES = (1, MOST_PACKET_BYTES // 4 + 1, MOST_PACKET_BYTES // 4, shared_memory.MOST_BYTES // 4 + 1, 2)
+SIZES = (1, MAX_PACKET_BYTES // 4 + 1, MAX_PACKET_BYTES // 4, shared_memory.MAX_MESSAGE_BYTES // 4 + 1, 2)
 """Of messages in float32 elements: packets, one through memory, and one by gloo."""
 
 
 class Gathering:
-    """`all_gather` for ranks that are threads."""
+    """`exchange` for ranks that are threads."""
 
     def __init__(self, num_ranks):
         self._values = [None] * num_ranks
         self._barrier = threading.Barrier(num_ranks, timeout=PATIENCE_S)
 
     def of(self, rank):
-        def all_gather(value):
+        def exchange(name, value):
             self._values[rank] = value
             self._barrier.wait()
             found = list(self._values)
             self._barrier.wait()
             return found
 
-        return all_gather
+        return exchange
 
 
 def connected(num_ranks):
     gathering = Gathering(num_ranks)
     with ThreadPoolExecutor(num_ranks) as threads:
-        futures = [
-            threads.submit(connect_directly, rank, TAGS, gathering.of(rank), PATIENCE_S) for rank in range(num_ranks)
-        ]
+        futures = [threads.submit(connect, rank, gathering.of(rank)) for rank in range(num_ranks)]
     return [future.result() for future in futures]
+
+
+def connect(rank, exchange):
+    with ExitStack() as stack:
+        listener = Listener(stack)
+        addresses = exchange("addresses", listener.address_text())
+        return connect_all(rank, TAGS, listener, addresses, exchange, PATIENCE_S)
 
 
 def read(end, like):
@@ -67,24 +74,26 @@ def test_every_pair_of_ranks_gets_a_socket_for_every_purpose(is_shared):
 
     for rank, sockets in enumerate(ranks):
         others = [peer for peer in range(3) if peer != rank]
-        assert set(sockets.by_way) == {Way(peer, tag, way) for peer in others for tag in TAGS for way in (False, True)}
-    for way in (way for way in ranks[0].by_way if way.is_shared is is_shared):
+        assert set(sockets.by_key) == {
+            SocketKey(peer, tag, way) for peer in others for tag in TAGS for way in (False, True)
+        }
+    for way in (way for way in ranks[0].by_key if way.is_shared is is_shared):
         value = torch.tensor([float(10 * way.peer + way.tag)])
-        ranks[0].by_way[way].send(value)
-        assert torch.equal(read(ranks[way.peer].by_way[way._replace(peer=0)], value), value)
-        ranks[way.peer].by_way[way._replace(peer=0)].send(-value)
-        assert torch.equal(read(ranks[0].by_way[way], value), -value)
+        ranks[0].by_key[way].send(value)
+        assert torch.equal(read(ranks[way.peer].by_key[way._replace(peer=0)], value), value)
+        ranks[way.peer].by_key[way._replace(peer=0)].send(-value)
+        assert torch.equal(read(ranks[0].by_key[way], value), -value)
     close_all(ranks)
 
 
 def test_size_decides_which_way_a_message_takes():
     left, right = connected(2)
 
-    assert left.most_packet_bytes == right.most_packet_bytes == MOST_PACKET_BYTES
-    assert left.of(1, 0, MOST_PACKET_BYTES) is left.by_way[1, 0, False]
-    assert left.of(1, 0, MOST_PACKET_BYTES + 1) is left.by_way[1, 0, True]
-    assert left.of(1, 0, shared_memory.MOST_BYTES) is left.by_way[1, 0, True]
-    assert left.of(1, 0, shared_memory.MOST_BYTES + 1) is None
+    assert left.max_packet_bytes == right.max_packet_bytes == MAX_PACKET_BYTES
+    assert left.of(1, 0, MAX_PACKET_BYTES) is left.by_key[1, 0, False]
+    assert left.of(1, 0, MAX_PACKET_BYTES + 1) is left.by_key[1, 0, True]
+    assert left.of(1, 0, shared_memory.MAX_MESSAGE_BYTES) is left.by_key[1, 0, True]
+    assert left.of(1, 0, shared_memory.MAX_MESSAGE_BYTES + 1) is None
     assert left.of(1, 0, 0) is None  # nothing to read would look like the end
     close_all([left, right])
 
@@ -98,30 +107,29 @@ def test_a_system_without_such_memory_has_packets_only(monkeypatch):
 
     left, right = connected(2)
 
-    assert set(left.by_way) == {Way(1, tag, False) for tag in TAGS}
-    assert set(right.by_way) == {Way(0, tag, False) for tag in TAGS}
+    assert set(left.by_key) == {SocketKey(1, tag, False) for tag in TAGS}
+    assert set(right.by_key) == {SocketKey(0, tag, False) for tag in TAGS}
     close_all([left, right])
 
 
 def test_a_stranger_at_the_door_is_sent_away(monkeypatch):
     """Somebody else stands in line in front of the peer: with another secret, and with a greeting cut short."""
-    listen = doors._Door.open
+    listen = Listener.__init__
 
-    def crowded(stack):
-        door = listen(stack)
-        for greeting in (doors.HELLO.pack(0, 0, False, b"wrong"), b"?"):
+    def crowded(listener, stack):
+        listen(listener, stack)
+        for greeting in (rendezvous.HELLO.pack(0, 0, False, b"wrong"), b"?"):
             stranger = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            stranger.connect(door.path)
+            stranger.connect(listener.address.path)
             stranger.send(greeting)
-        return door
 
-    monkeypatch.setattr(doors._Door, "open", crowded)
+    monkeypatch.setattr(Listener, "__init__", crowded)
 
     ranks = connected(2)
 
     value = torch.tensor([3.0])
-    ranks[0].by_way[1, 0, False].send(value)
-    assert torch.equal(read(ranks[1].by_way[0, 0, False], value), value)
+    ranks[0].by_key[1, 0, False].send(value)
+    assert torch.equal(read(ranks[1].by_key[0, 0, False], value), value)
     close_all(ranks)
 
 
@@ -205,10 +213,10 @@ def send_and_look(rank, size):
         gc.collect()
         found = ticket.is_over, alive() is not None
         transport.wait(ticket)
-    transport.all_gather_object("looked")
+    Control(transport).all_gather_object("looked")
     if rank == 1:
         transport.wait(transport.post_receive(0, torch.zeros(size)))
-    transport.all_gather_object("received")
+    Control(transport).all_gather_object("received")
     transport.close()
     return found
 
@@ -229,7 +237,7 @@ def other_size(rank):
             transport.wait(ticket)
         except PipelineError as error:
             message = str(error)
-    transport.all_gather_object("over")
+    Control(transport).all_gather_object("over")
     transport.close()
     return message
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from penstock.errors import PenstockWarning
 from penstock.execute.transport import LocalTransport, TorchTransport
-from penstock.execute.world import carries_cuda, default_device, default_transport, shares_process
+from penstock.execute.transport.world import carries_cuda, default_device, default_transport, shares_process
 from tests.ranks import run_ranks
 
 

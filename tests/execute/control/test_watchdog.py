@@ -3,8 +3,8 @@
 import threading
 import time
 
-from penstock.execute.failures.positions import PositionBoard
-from penstock.execute.failures.watchdog import Watchdog, stack_of
+from penstock.execute.control.positions import PositionBoard
+from penstock.execute.control.watchdog import Watchdog, stack_of
 
 
 class Clock:
@@ -123,3 +123,37 @@ def test_a_thread_that_has_ended_has_no_stack():
     thread.join()
 
     assert stack_of(thread.ident) == ""
+
+
+def test_a_watchdog_that_collects_the_garbage_of_its_own_pipeline_ends():
+    """A finalizer may run on any thread, also on the watchdog's own, which cannot wait for itself."""
+    (board,) = PositionBoard.in_process(1)
+    watchdog = Watchdog(board, 0.02)
+    problems = []
+    is_over = threading.Event()
+
+    def stop_from_within():
+        try:
+            watchdog.stop()
+        except RuntimeError as error:
+            problems.append(error)
+        is_over.set()
+
+    watchdog.look = stop_from_within
+    watchdog.start()
+
+    assert is_over.wait(5)
+    assert problems == []
+
+
+def test_a_watchdog_whose_thread_died_watches_again_in_the_next_step():
+    (board,) = PositionBoard.in_process(1)
+    watchdog = Watchdog(board, 0.02)
+    looks = []
+
+    watchdog._thread = threading.Thread()  # not running, as after a fork
+    watchdog.look = lambda: looks.append(None)
+    watchdog.start()
+
+    assert poll(lambda: bool(looks))
+    watchdog.stop()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from penstock.execute.transport import shared_memory
-from penstock.execute.transport.direct import DirectSocket, MessageLate, SizesDiffer, SocketClosed
 from penstock.execute.transport.shared_memory import SharedMemory
+from penstock.execute.transport.sockets import DirectSocket, MessageLate, SizesDiffer, SocketClosed
 
 PATIENCE_S = 20.0
 SIZES = {"packets": 2**14, "shared memory": 2**20}

@@ -1,14 +1,22 @@
 """Positions: what one rank writes is what the others read, and nothing stays behind."""
 
 import os
+import tempfile
 import time
 import timeit
-from pathlib import Path
 
 import pytest
 
-from penstock.execute.failures.positions import TEXT_BYTES, PositionBoard, State
-from penstock.execute.transport import LocalTransport, TorchTransport
+from penstock.execute.control.collectives import Control
+from penstock.execute.control.positions import (
+    TEXT_BYTES,
+    Failure,
+    PositionBoard,
+    PositionMemory,
+    State,
+    host_of_processes,
+)
+from penstock.execute.transport import TorchTransport
 from tests.ranks import run_ranks
 
 
@@ -67,16 +75,24 @@ def test_a_fresh_or_finished_rank_is_idle_and_a_closed_one_done():
 def test_long_texts_are_cut_and_the_next_slot_stays_whole():
     first, second = PositionBoard.in_process(2)
     second.note(4)
-    first.note_failure("ä" * TEXT_BYTES)
+    first.note_failure(Failure("ä" * TEXT_BYTES, "layer 3", "calls"))
     first.note_stack("s" * TEXT_BYTES * 2)
     first.note_verdict("v" * 100_000)
 
     position = second.read(0)
-    assert position.failure == "ä" * (TEXT_BYTES // 2)
+    assert position.failure == Failure("ä" * (TEXT_BYTES // 2), "", "")
     assert position.stack == "s" * TEXT_BYTES
     assert position.state is State.FAILED
     assert second.read(1).row == 4
     assert second.first_verdict().text.strip("v") == ""
+
+
+def test_a_failure_is_read_field_by_field_whatever_lines_it_has():
+    writer, reader = PositionBoard.in_process(2)
+    failure = Failure("ValueError: planted", "", "  File a.py\n\n    raise")
+    writer.note_failure(failure)
+
+    assert reader.read(0).failure == failure
 
 
 def test_the_earliest_verdict_is_the_one_for_all():
@@ -89,13 +105,13 @@ def test_the_earliest_verdict_is_the_one_for_all():
 
 def test_texts_of_an_earlier_epoch_no_longer_count():
     early, late = PositionBoard.in_process(2)
-    early.note_failure("old failure")
-    late.note_failure("old failure")
+    early.note_failure(Failure("old failure", "", ""))
+    late.note_failure(Failure("old failure", "", ""))
     late.note_verdict("old verdict")
     early.begin_epoch()
 
     assert early.first_verdict() is None
-    assert [early.read(rank).failure for rank in range(2)] == ["", ""]
+    assert [early.read(rank).failure for rank in range(2)] == [None, None]
     assert early.read(0).state is State.IDLE
 
 
@@ -108,45 +124,55 @@ def test_noting_an_instruction_takes_about_a_microsecond():
     assert best_s < 5e-6  # measured 0.15 microseconds on an idle machine
 
 
-def share_a_board(rank, folder):
+def share_a_board(rank):
     transport = TorchTransport(deadline_s=20)
-    board = PositionBoard.shared(transport, Path(folder))
+    control = Control(transport)
+    with PositionMemory(3) as memory:
+        told = control.all_gather_object([host_of_processes(), memory.path])
+        board = memory.board(rank, *zip(*told, strict=True))
+        control.all_gather_object("mapped")
     board.note(10 + rank)
-    transport.all_gather_object("noted")
+    control.all_gather_object("noted")
     rows = [position.row for position in board.read_all()]
     pids = [position.pid for position in board.read_all()]
     transport.close()
-    return rows, pids, os.listdir(folder)
+    return rows, pids, os.path.exists(told[0][1])
 
 
 @pytest.mark.slow
-def test_processes_see_each_other_and_the_file_is_gone_before_the_board_is_returned(tmp_path):
-    answers = run_ranks(3, share_a_board, str(tmp_path))
+def test_processes_see_each_other_after_the_memory_has_no_file_any_more():
+    answers = run_ranks(3, share_a_board)
 
     assert [rows for rows, _, _ in answers] == [[10, 11, 12]] * 3
     assert len(set(answers[0][1])) == 3
-    assert [files for _, _, files in answers] == [[]] * 3
+    assert [is_left for _, _, is_left in answers] == [False] * 3
 
 
-class TwoHosts:
-    """Gathers as the first of two ranks whose second one runs on another host."""
-
-    rank = 0
-    num_ranks = 2
-
-    def all_gather_object(self, value):
-        return [value, "elsewhere"]
-
-
-def test_a_rank_of_another_host_is_unknown(tmp_path):
-    board = PositionBoard.shared(TwoHosts(), tmp_path)
+def test_a_rank_of_another_host_is_unknown():
+    with PositionMemory(2) as memory:
+        board = memory.board(0, ["here", "elsewhere"], [memory.path, "/proc/1/fd/3"])
 
     assert [position.state for position in board.read_all()] == [State.IDLE, State.UNKNOWN]
 
 
-def test_where_no_file_can_be_made_a_rank_sees_only_itself(tmp_path):
-    (transport,) = LocalTransport.create(1)
-    board = PositionBoard.shared(transport, tmp_path / "missing")
+def no_memory(name):
+    raise OSError
+
+
+@pytest.mark.parametrize("is_made", [False, True], ids=["not made", "not opened"])
+def test_where_there_is_no_memory_a_rank_sees_only_itself(monkeypatch, is_made):
+    if not is_made:
+        monkeypatch.setattr(os, "memfd_create", no_memory)
+    with PositionMemory(2) as memory:
+        board = memory.board(1, ["here", "here"], ["/proc/0/fd/3" if is_made else memory.path] * 2)
     board.note(2)
 
-    assert board.read(0).row == 2
+    assert [position.state for position in board.read_all()] == [State.UNKNOWN, State.RUNNING]
+    assert board.read(1).row == 2
+
+
+def test_no_file_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with PositionMemory(2) as memory:
+        memory.board(0, ["here"] * 2, [memory.path] * 2).note(3)
+        assert os.listdir(tmp_path) == []

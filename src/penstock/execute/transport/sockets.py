@@ -4,10 +4,11 @@ For every message gloo writes three times and wakes a thread of its own on both 
 ten times what the kernel takes to hand it over. Here the sender writes once and the receiver reads once: small messages
 as packets of the socket, larger ones through memory that both ends see (`shared_memory.py`). Which of the two, or gloo,
 a message takes is decided by its size alone, which both ends know, so both look for it in the same place; each way
-keeps its own order. How ranks find each other stands in `doors.py`.
+keeps its own order. How ranks find each other stands in `rendezvous.py`.
 """
 
 import ctypes
+import os
 import select
 import socket
 from collections import deque
@@ -15,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from threading import Condition, Thread
 from typing import Protocol
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -98,6 +100,7 @@ class DirectSocket:
         self._overflow = _Overflow(self._carrier)
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
+        _OPEN.add(self)
 
     def send(self, tensor: Tensor) -> Leaving | None:
         """Send a contiguous tensor without blocking; what is returned, if anything, must be waited for.
@@ -153,6 +156,10 @@ class DirectSocket:
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
+    def close_copy(self) -> None:
+        """Close this process's end of a socket that another process goes on using."""
+        self._connection.close()
+
     def __del__(self) -> None:
         self._connection.close()  # of a transport that was dropped without closing it
 
@@ -204,3 +211,17 @@ class _Overflow:
 def _memory_of(tensor: Tensor) -> "ctypes.Array[ctypes.c_char]":
     """The bytes of a contiguous tensor on the CPU, of whichever type; valid as long as the tensor."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+
+
+_OPEN: WeakSet[DirectSocket] = WeakSet()
+
+
+def _close_in_forked_child() -> None:
+    """A forked process, such as a loader of data, must not keep sockets open: the peers of a killed rank would see no
+    end of file until it has ended too."""
+    for each in list(_OPEN):
+        each.close_copy()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_forked_child)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from penstock.execute.failures.positions import PositionBoard, State
+from penstock.execute.control.positions import PositionBoard, State
 
 SLOW_PART = 0.25
 LOOKS_PER_DEADLINE = 16
@@ -32,7 +32,7 @@ class Watchdog:
     def start(self) -> None:
         """Watch the calling thread from now on, instead of the one before it."""
         self._watched = threading.get_ident()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():  # not after a fork, or an error in it
             return
         self._is_over.clear()
         self._thread = threading.Thread(target=self._watch, name=f"watchdog of rank {self._board.rank}", daemon=True)
@@ -43,7 +43,8 @@ class Watchdog:
         if self._thread is None:
             return
         self._is_over.set()
-        self._thread.join(LONGEST_STOP_S)
+        if self._thread is not threading.current_thread():  # which collects the garbage of a dropped pipeline, too
+            self._thread.join(LONGEST_STOP_S)
         self._thread = None
 
     def __enter__(self) -> "Watchdog":

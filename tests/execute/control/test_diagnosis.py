@@ -6,16 +6,16 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from struct import pack_into
 
 import pytest
 import torch
 
 from penstock.errors import PipelineError
-from penstock.execute.failures.diagnose import LEGEND, diagnose, process_trouble
-from penstock.execute.failures.positions import SLOT_BYTES, PositionBoard
-from penstock.execute.failures.watchdog import Watchdog
+from penstock.execute.control.collectives import Control
+from penstock.execute.control.diagnosis import LEGEND, Cause, Verdict, diagnose, process_trouble
+from penstock.execute.control.positions import SLOT_BYTES, VERDICT_BYTES, Failure, PositionBoard, PositionMemory
+from penstock.execute.control.watchdog import Watchdog
 from penstock.execute.transport import TorchTransport
 from tests.ranks import run_ranks_with_deaths
 
@@ -71,7 +71,7 @@ def test_a_cycle_of_waits_has_no_culprit_and_is_printed():
     verdict = diagnose(boards[0], describe)
 
     assert verdict.culprit is None
-    assert not verdict.is_told_by_culprit
+    assert verdict.cause is Cause.CYCLE
     assert "a message was lost or the orders do not match" in verdict.reason
     assert "rank 1 in instruction 1 of rank 1 waits for rank 2, rank 2 in instruction 2" in verdict.reason
     assert "rank 0 in" not in verdict.reason
@@ -82,8 +82,8 @@ def test_the_first_failure_is_blamed_with_its_traceback():
     boards[0].note(0)
     boards[0].note_wait(1)
     boards[2].note(6)
-    boards[2].note_failure("ValueError: planted\nlayer 3 (Linear)\n  File model.py\n    raise ValueError")
-    boards[1].note_failure("KeyError: 'later'\n\n  File other.py")
+    boards[2].note_failure(Failure("ValueError: planted", "layer 3 (Linear)", "  File model.py\n    raise ValueError"))
+    boards[1].note_failure(Failure("KeyError: 'later'", "", "  File other.py"))
 
     verdict = diagnose(boards[0], describe)
 
@@ -93,7 +93,7 @@ def test_the_first_failure_is_blamed_with_its_traceback():
     table = verdict.positions.splitlines()
     assert [line.split()[0] for line in table[:-1]] == ["rank", "0", "1", "2"]
     assert table[-1] == LEGEND
-    assert verdict.is_told_by_culprit
+    assert verdict.cause is Cause.RAISED
 
 
 def test_a_verdict_of_another_rank_is_adopted_word_for_word():
@@ -101,23 +101,39 @@ def test_a_verdict_of_another_rank_is_adopted_word_for_word():
     boards[0].note_wait(1)
     boards[2].note_wait(0)
     first = diagnose(boards[0], describe)
-    boards[1].note_failure("too late to matter")
+    boards[1].note_failure(Failure("too late to matter", "", ""))
 
     assert diagnose(boards[2], describe) == first
+
+
+def test_a_verdict_survives_the_board_field_by_field_and_of_too_long_a_one_the_end_is_lost():
+    first, second = PositionBoard.in_process(2)
+    verdict = Verdict(1, Cause.GONE, "reason\nof two lines", "table", "stack\n\n1 2")
+    long = Verdict(None, Cause.CYCLE, "reason", "table " * VERDICT_BYTES, "stack")
+
+    first.note_verdict(verdict.packed())
+    read = Verdict.unpacked(second.first_verdict().text)
+    first.note_verdict(long.packed())
+    cut = Verdict.unpacked(second.first_verdict().text)
+
+    assert read == verdict
+    assert (cut.culprit, cut.cause, cut.reason, cut.stack) == (None, Cause.CYCLE, "reason", "")
+    assert long.positions.startswith(cut.positions)
 
 
 def test_of_ranks_that_diagnose_at_the_same_time_all_take_the_earliest_verdict():
     boards = PositionBoard.in_process(2)
     boards[0].note(0)
+    verdict_of_rank_1 = Verdict(1, Cause.STILL, "reason of rank 1", "positions", "")
 
     def describe_while_another_finishes(rank, row):
         if boards[1].first_verdict() is None:
-            boards[1].note_verdict("1\nreason of rank 1\ntext of rank 1")
+            boards[1].note_verdict(verdict_of_rank_1.packed())
         return ""
 
     verdict = diagnose(boards[0], describe_while_another_finishes)
 
-    assert (verdict.culprit, verdict.reason, verdict.text) == (1, "reason of rank 1", "text of rank 1")
+    assert verdict == verdict_of_rank_1
 
 
 def test_after_an_error_at_posting_the_chain_begins_at_the_peer_that_the_error_named():
@@ -177,7 +193,7 @@ def test_a_process_is_seen_running_stopped_dead_and_reaped(sleeper):
 
 def test_a_failure_is_blamed_before_the_end_of_the_process_that_followed_it(sleeper):
     boards = PositionBoard.in_process(2)
-    boards[1].note_failure("MemoryError: planted")
+    boards[1].note_failure(Failure("MemoryError: planted", "", ""))
     sleeper.kill()
     sleeper.wait()
     pack_into("<q", boards[1]._memory, SLOT_BYTES, sleeper.pid)
@@ -195,16 +211,19 @@ def linger_in_layer():
 
 def misbehave(fault, board):
     if fault == "raise":
-        board.note_failure("ZeroDivisionError: planted\n\n  File model.py")
+        board.note_failure(Failure("ZeroDivisionError: planted", "", "  File model.py"))
         return
     if fault in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
     linger_in_layer()
 
 
-def line_with_fault(rank, fault, folder):
+def line_with_fault(rank, fault):
     transport = TorchTransport(deadline_s=20)
-    board = PositionBoard.shared(transport, Path(folder))
+    with PositionMemory(4) as memory:
+        paths = Control(transport).all_gather_object(memory.path)
+        board = memory.board(rank, ["here"] * 4, paths)
+        Control(transport).all_gather_object("mapped")
     transport.deadline_s = DEADLINE_S
     begin_s = time.monotonic()
     with Watchdog(board, DEADLINE_S):
@@ -236,8 +255,8 @@ FAULTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_all_survivors_of_a_planted_fault_agree_on_the_culprit_in_time(fault, tmp_path):
-    outcome = run_ranks_with_deaths(4, line_with_fault, fault, str(tmp_path), timeout_s=20)
+def test_all_survivors_of_a_planted_fault_agree_on_the_culprit_in_time(fault):
+    outcome = run_ranks_with_deaths(4, line_with_fault, fault, timeout_s=20)
 
     survivors = {rank: answer for rank, answer in outcome.results.items() if rank != 2}
     verdicts = [verdict for verdict, _ in survivors.values()]

@@ -1,8 +1,8 @@
 """Where every rank is right now, in a small region of memory that all ranks of a host can read.
 
 Each rank writes only its own slot, without locks; readers may see a slot in the middle of a change, which does no harm
-to a rank that stands still. The region has no name in the file system once every rank has mapped it, so nothing stays
-behind, however a rank ends. What a rank wrote stays readable after its death.
+to a rank that stands still. The memory is anonymous (`memfd_create` of Linux): no disk stalls a rank that writes, and
+nothing stays behind, however a rank ends. What a rank wrote stays readable after its death.
 
     slot of one rank:  pid epoch step | state row peer since | moment of the verdict | failure | stack | verdict
 """
@@ -10,13 +10,13 @@ behind, however a rank ends. What a rank wrote stays readable after its death.
 import mmap
 import os
 import socket
-import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from struct import Struct
-from typing import Protocol
+from typing import NamedTuple
 
 PAGE_BYTES = 4096
 IDENTITY = Struct("<qqq")
@@ -35,6 +35,8 @@ STACK_AT = FAILURE_AT + LENGTH.size + TEXT_BYTES
 VERDICT_AT = STACK_AT + LENGTH.size + TEXT_BYTES
 SLOT_BYTES = -(-(VERDICT_AT + LENGTH.size + VERDICT_BYTES) // PAGE_BYTES) * PAGE_BYTES
 NO_PEER = -1
+SEPARATOR = "\x1f"
+"""Between the fields of a text, ASCII's sign for it; a text that is too long loses its end."""
 
 
 class State(IntEnum):
@@ -58,6 +60,17 @@ RUNNING = int(State.RUNNING)
 WAITING = int(State.WAITING)
 
 
+class Failure(NamedTuple):
+    """What a rank's own work raised."""
+
+    summary: str
+    """One line."""
+    place: str
+    """In what of the user's code, or nothing."""
+    calls: str
+    """The end of the traceback."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankPosition:
     """One rank's slot at one moment."""
@@ -74,7 +87,7 @@ class RankPosition:
     """The rank that it waits for."""
     since_s: float
     """`time.monotonic()` at which the state began."""
-    failure: str
+    failure: Failure | None
     stack: str
 
 
@@ -87,13 +100,39 @@ class RecordedVerdict:
     rank: int
 
 
-class Gathers(Protocol):
-    """What is needed of a transport to share a board."""
+class PositionMemory:
+    """The memory of one host's ranks, until all of them have mapped it; every rank makes one, the first one's counts.
 
-    rank: int
-    num_ranks: int
+    Its path leads through the files of the process that made it, so it is open to processes of the same user only.
+    """
 
-    def all_gather_object(self, value: object) -> list[object]: ...
+    def __init__(self, num_ranks: int) -> None:
+        self.path = ""
+        """Empty where there is no such memory."""
+        self._num_ranks = num_ranks
+        try:
+            self._file = os.memfd_create("penstock-positions")
+        except (AttributeError, OSError):  # no Linux, or no file left: a run does not end for its diagnosis
+            return
+        os.ftruncate(self._file, num_ranks * SLOT_BYTES)
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def __enter__(self) -> "PositionMemory":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Free the memory here; it lives on in those that have mapped it."""
+        if self.path:
+            os.close(self._file)
+            self.path = ""
+
+    def board(self, rank: int, hosts: Sequence[str], paths: Sequence[str]) -> "PositionBoard":
+        """Return this rank's board in the memory of the first rank of its host; all ranks' hosts and paths are given.
+
+        Ranks of other hosts, and all other ranks where the memory cannot be opened, are unknown on this board.
+        """
+        path = paths[hosts.index(hosts[rank])]
+        return PositionBoard(_map(path, self._num_ranks * SLOT_BYTES), rank, self._num_ranks)
 
 
 class PositionBoard:
@@ -117,27 +156,6 @@ class PositionBoard:
         """Make the boards of ranks that are threads of this process."""
         memory = mmap.mmap(-1, num_ranks * SLOT_BYTES)
         return [cls(memory, rank, num_ranks) for rank in range(num_ranks)]
-
-    @classmethod
-    def shared(cls, transport: Gathers, folder: Path) -> "PositionBoard":
-        """Make one board per host together with all ranks; every rank calls this.
-
-        The first rank of each host puts a file into `folder` and removes it before this returns. Ranks of other hosts,
-        and all other ranks where the file cannot be made or opened, are unknown on this board.
-        """
-        hosts = transport.all_gather_object(_host())
-        leader = hosts.index(hosts[transport.rank])
-        size_bytes = transport.num_ranks * SLOT_BYTES
-        own_path = _new_file(folder, size_bytes) if leader == transport.rank else ""
-        try:
-            path = str(transport.all_gather_object(own_path)[leader])
-            memory = _map(path, size_bytes)
-            board = cls(memory, transport.rank, transport.num_ranks)
-            transport.all_gather_object("mapped")
-        finally:
-            if own_path:
-                os.unlink(own_path)
-        return board
 
     # The next four run once per instruction or more often.
 
@@ -178,13 +196,9 @@ class PositionBoard:
         """Say that this rank has left the pipeline for good."""
         self._set(State.DONE)
 
-    def note_failure(self, text: str) -> None:
-        """Say what this rank's own work raised, in one line; in the next, in what of the user's code (or nothing); and
-        its traceback in the lines after these.
-
-        Not for errors that only report what a peer did.
-        """
-        self._write(FAILURE_AT, TEXT_BYTES, text)
+    def note_failure(self, failure: Failure) -> None:
+        """Say what this rank's own work raised; not for errors that only report what a peer did."""
+        self._write(FAILURE_AT, TEXT_BYTES, SEPARATOR.join(failure))
         self._set(State.FAILED)
 
     def note_stack(self, text: str) -> None:
@@ -210,6 +224,7 @@ class PositionBoard:
         pid, epoch, step = IDENTITY.unpack_from(self._memory, slot)
         state, row, peer, since_s = POSITION.unpack_from(self._memory, slot + POSITION_AT)
         is_current = epoch == self.epoch
+        failure = self._read(rank, FAILURE_AT) if is_current else ""
         return RankPosition(
             rank=rank,
             pid=pid,
@@ -219,7 +234,7 @@ class PositionBoard:
             row=row,
             peer=peer if state == State.WAITING else None,
             since_s=since_s,
-            failure=self._read(rank, FAILURE_AT) if is_current else "",
+            failure=Failure(*[*failure.split(SEPARATOR), "", ""][:3]) if failure else None,
             stack=self._read(rank, STACK_AT) if is_current else "",
         )
 
@@ -256,7 +271,7 @@ class PositionBoard:
         return self._memory[start + LENGTH.size : start + LENGTH.size + size_bytes].decode(errors="ignore")
 
 
-def _host() -> str:
+def host_of_processes() -> str:
     """Name what ranks must share to understand each other's process ids and clock."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -265,25 +280,9 @@ def _host() -> str:
         return socket.gethostname()
 
 
-def _new_file(folder: Path, size_bytes: int) -> str:
-    """Return the path of a new file, or an empty text where it cannot be made: a run does not end for its diagnosis."""
-    try:
-        handle, path = tempfile.mkstemp(prefix="penstock-positions-", dir=folder)
-    except OSError:
-        return ""
-    try:
-        os.posix_fallocate(handle, 0, size_bytes)  # on a full disk an error now, not a crash at the first write
-    except OSError:
-        os.unlink(path)
-        return ""
-    finally:
-        os.close(handle)
-    return path
-
-
 def _map(path: str, size_bytes: int) -> mmap.mmap:
     try:
         with open(path, "r+b") as file:
             return mmap.mmap(file.fileno(), size_bytes)
-    except OSError:  # no file, or a container with files of its own: this rank sees only itself, but it can run
+    except OSError:  # none, or another user's: this rank sees only itself, but it can run
         return mmap.mmap(-1, size_bytes)

@@ -1,4 +1,4 @@
-"""The gate of a step: splits the batch and lets it in only if all ranks run the same step on the same batch."""
+"""The admission of a batch: it is cut, and runs only if all ranks run the same step on the same batch."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -7,35 +7,29 @@ from typing import Any
 
 import torch
 
-from penstock.errors import EndOfData, PenstockError, PipelineError, StepRefused, nearest
-from penstock.execute.batch.agreement import (
-    Extra,
-    Mode,
-    Offer,
-    agree_on_step,
-    agreed_lengths,
-    agreed_sizes,
-    digest,
-    known_to_any,
-    signature_of,
-    trained_of,
-)
+from penstock.errors import PenstockError, PipelineError, StepRefused, nearest
 from penstock.execute.batch.cutting import BatchRule, with_sizes
 from penstock.execute.batch.microbatch import Microbatch, PreSplit
 from penstock.execute.batch.stream import Reader, Stream, StreamRules
 from penstock.execute.batch.supply import Supply, without_data
-from penstock.execute.batch.values import BatchValues
+from penstock.execute.batch.values import NUM_PARTS, BatchValues, refuse_other_values
+from penstock.execute.control.agreement import (
+    AgreedStep,
+    Mode,
+    StepProposal,
+    agree_on_step,
+    digest,
+    refusing,
+)
+from penstock.execute.control.collectives import Control
 from penstock.execute.stages.signatures import EVERY
 from penstock.execute.stages.stage import Stage
-from penstock.execute.transport.protocol import Transport
 from penstock.execute.values.tree import flatten
 from penstock.placement import Placement
 
 VALUES_EVERY = 100
 """The values of the first batch, and of each so many after it, are compared between the ranks; those of training
 steps and of evaluations apart."""
-NO_MICROBATCH = -1
-"""In the place of the rows of a microbatch that an evaluation of few rows does not have."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,20 +40,15 @@ class Batch:
     """With the parts of the batch that this rank was given, and the sizes that hold for all."""
     slices: list[list[Microbatch]]
     """Per microbatch its slices; the microbatch itself where it is not cut."""
-    signature: str
-    """Equal signatures mean equal shapes on every stage, and gradients for the same tensors."""
-    wanting_outputs: frozenset[int]
-    """The ranks that asked for outputs."""
+    agreed: AgreedStep
     has_target: bool = False
     """Whether this rank was given a target."""
     supply: Supply | None = None
     """Of data that are pulled when needed, or let go after their use: it fills and empties `slices`."""
-    trained: int = 0
-    """Stands for which parameters of all ranks need gradients."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class InputNeeds:
     """What a rank's stages take of a batch."""
 
     inputs: bool
@@ -68,16 +57,17 @@ class Wants:
     keywords_of_all: frozenset[str] | None = None
     """What the layers of any rank take, `EVERY` among them if one may take any; None: not known."""
 
-
-def wants_of(stages: Sequence[Stage], placement: Placement, transport: Transport, *, has_loss: bool) -> Wants:
-    """Find out what the stages of this rank take, and which keywords those of all ranks do; a collective."""
-    keywords = frozenset(name for stage in stages for name in stage.keyword_names())
-    return Wants(
-        inputs=any(placement.previous_stage[stage.index] < 0 for stage in stages),
-        target=has_loss,
-        keywords=keywords,
-        keywords_of_all=known_to_any(transport, keywords),
-    )
+    @classmethod
+    def of(
+        cls, stages: Sequence[Stage], placement: Placement, keywords_of_all: frozenset[str], *, has_loss: bool
+    ) -> "InputNeeds":
+        """Look at the stages of a rank; those of last stages take the target if there is a loss."""
+        return cls(
+            inputs=any(placement.previous_stage[stage.index] < 0 for stage in stages),
+            target=has_loss and any(placement.next_stage[stage.index] < 0 for stage in stages),
+            keywords=frozenset(name for stage in stages for name in stage.keyword_names()),
+            keywords_of_all=keywords_of_all,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,17 +79,12 @@ class Call:
     target: Any = None
     return_outputs: bool = False
     record: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Refusal:
-    """Passed as the target: this rank cannot run the step, so all ranks refuse it and are told why."""
-
-    error: PenstockError
+    refusal: PenstockError | None = None
+    """Why this rank cannot run the step; then all ranks refuse it and are told."""
 
 
 @dataclass(slots=True, eq=False)
-class _Given:
+class _LocalBatch:
     """What a rank was given, before the ranks have agreed on it; digests are 0 for nothing."""
 
     microbatches: list[Microbatch] = field(default_factory=list)
@@ -115,77 +100,66 @@ class _Given:
     """What lets go of its parts when they have been used."""
 
 
-class Gate:
+class Admission:
     """Admits the batches of one rank of a pipeline; times are read off `read`."""
 
     def __init__(
         self,
-        transport: Transport,
+        control: Control,
         device: torch.device,
         rule: BatchRule,
-        wants: Wants,
+        needs: InputNeeds,
         *,
         stream_rules: StreamRules = StreamRules(),  # noqa: B008 (it cannot change)
         checks_values: bool = True,
         read: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._transport = transport
+        self._control = control
         self._device = device
         self._rule = rule
-        self._wants = wants
+        self._needs = needs
         self._stream_rules = stream_rules
-        self._checks_values = checks_values and transport.num_ranks > 1
+        self._checks_values = checks_values and control.num_ranks > 1
         self._num_admitted = {True: 0, False: 0}
         self._read = read
 
-    def admit(
-        self,
-        mode: Mode,
-        call: Call,
-        *,
-        step_number: int = 0,
-        trained: int = 0,
-        extra: Extra = Extra.NOTHING,
-        scale: float = 0.0,
-        problem: PenstockError | None = None,
-    ) -> Batch:
-        """Split the batch and compare it with what the other ranks were given; one small collective.
+    def admit(self, mode: Mode, call: Call, problem: PenstockError | None = None, **proposed: Any) -> Batch:
+        """Cut the batch and compare it with what the other ranks were given; one small gather.
 
-        `step_number` is what the step draws its random numbers by, 0 where it draws none; `trained` stands for which of
-        this rank's parameters need gradients, 0 where none is to get one. `extra` is what else it was asked for.
-        `scale` is that of the rank's GradScaler, 0 where it has none. A `problem` of this rank refuses the step too.
+        A `problem` of this rank refuses the step. `proposed` are further fields of a `StepProposal`.
 
         Raises:
-            StepRefused: on every rank alike, if a batch cannot be split, a rank has a problem, or the ranks differ.
+            StepRefused: on every rank alike, if a batch cannot be cut, a rank has a problem, or the ranks differ.
         """
-        refusal = problem
-        given = _Given()
+        refusal = problem or call.refusal
+        given = _LocalBatch()
         stream: Stream | None = None
         try:
             stream = _stream_of(call)
-            given = self._whole(call, mode) if stream is None else self._streamed(stream)
+            if call.refusal is None:
+                given = self._whole(call, mode) if stream is None else self._streamed(stream)
         except PenstockError as error:
             refusal = refusal or error
+        values = self._values(mode, given) if refusal is None else None
+        own = self._proposal(mode, call, given, values, refusal, proposed)
         try:
-            offer = self._offer(mode, call, given, refusal)
-            offer = replace(offer, step_number=step_number, trained=trained, extra=extra, scale=scale)
-            values = self._values(mode, given) if refusal is None else None
-            offers = agree_on_step(self._transport, offer, self._device, values)
-            if any(offer.is_refused for offer in offers):
-                self._refuse_together(refusal)
-            batch = self._agreed(given, offers)
-            self._num_admitted[mode.is_training] += 1
-            return batch
-        except StepRefused:
+            proposals = agree_on_step(self._control, own)
+            refuse_other_values(self._control, values, [each.values or (0,) * NUM_PARTS for each in proposals])
+            batch = self._agreed(given, AgreedStep(proposals))
+        except StepRefused as refused:
             if stream is not None:
                 stream.undo_begin()
+            if refusal is not None:
+                raise refused from refusal
             raise
+        self._num_admitted[mode.is_training] += 1
+        return batch
 
     def check_values_again(self) -> None:
         """Compare the values of the next batch, as after a failure, on all ranks alike."""
         self._num_admitted = {True: 0, False: 0}
 
-    def _values(self, mode: Mode, given: _Given) -> BatchValues | None:
+    def _values(self, mode: Mode, given: _LocalBatch) -> BatchValues | None:
         """What the ranks compare beside shapes; tensors only now and then, so that it costs nothing to speak of."""
         if not self._checks_values:
             return None
@@ -193,13 +167,11 @@ class Gate:
         call = given.call
         return BatchValues(call.args, call.kwargs, call.target, reads_all=is_due)
 
-    def _whole(self, call: Call, mode: Mode) -> _Given:
-        if isinstance(call.target, Refusal):
-            raise call.target.error
+    def _whole(self, call: Call, mode: Mode) -> _LocalBatch:
         self._check(call)
         rule = replace(self._rule, takes_any_size=not mode.is_training)
         microbatches = rule.microbatches(call.args, call.kwargs, call.target)
-        return _Given(
+        return _LocalBatch(
             microbatches,
             [self._rule.slices(microbatch) for microbatch in microbatches],
             digest(self._rule.signature(call.args, {}, None)) if call.args else 0,
@@ -209,19 +181,19 @@ class Gate:
             spent=[each for each in flatten((call.args, dict(call.kwargs), call.target))[0] if _is_spent(each)],
         )
 
-    def _streamed(self, stream: Stream) -> _Given:
+    def _streamed(self, stream: Stream) -> _LocalBatch:
         """Look at the first microbatch only: the others are to be like it."""
         num_microbatches = self._rule.num_microbatches
-        if not (self._wants.inputs or self._wants.target or self._wants.keywords):
+        if not (self._needs.inputs or self._needs.target or self._needs.keywords):
             return self._whole(Call(), Mode.TRAIN)
-        reader = Reader(stream, self._transport.rank, self._rule, self._stream_rules, read=self._read)
+        reader = Reader(stream, self._control.rank, self._rule, self._stream_rules, read=self._read)
         part, slices = reader.begin()
         first = Call(part.args, part.kwargs, part.target)
         self._check(first)
         rule = replace(self._rule, num_microbatches=1)
         kind = f"{num_microbatches} off a stream"
         empty_slices = [without_data(one) for one in slices]
-        return _Given(
+        return _LocalBatch(
             [replace(empty_slices[0], index=index, length=0) for index in range(num_microbatches)],
             [[replace(one, index=index) for one in empty_slices] for index in range(num_microbatches)],
             digest(f"{kind} {rule.signature(part.args, {}, None)}") if part.args else 0,
@@ -232,25 +204,36 @@ class Gate:
             first,
         )
 
-    def _offer(self, mode: Mode, call: Call, given: _Given, refusal: PenstockError | None) -> Offer:
-        num_microbatches, num_slices = self._rule.num_microbatches, self._rule.num_slices
-        return Offer(
-            mode,
-            given.inputs,
-            given.target,
-            refusal is not None,
-            _filled([microbatch.size for microbatch in given.microbatches], num_microbatches, NO_MICROBATCH),
-            given.keywords,
-            bool(self._wants.keywords),
-            self._wants.target,
-            call.return_outputs,
-            _filled([each.length for row in given.slices for each in row], num_microbatches * num_slices, 0),
-            given.position,
+    def _proposal(
+        self,
+        mode: Mode,
+        call: Call,
+        given: _LocalBatch,
+        values: BatchValues | None,
+        refusal: PenstockError | None,
+        proposed: Mapping[str, Any],
+    ) -> StepProposal:
+        return StepProposal(
+            mode=mode,
+            inputs=given.inputs,
+            keywords=given.keywords,
+            target=given.target,
+            sizes=_unless_zero([microbatch.size for microbatch in given.microbatches]),
+            lengths=_unless_zero([each.length for row in given.slices for each in row]),
+            takes_keywords=bool(self._needs.keywords),
+            takes_target=self._needs.target,
+            wants_outputs=call.return_outputs,
+            position=given.position,
+            values=() if values is None else values.digests(self._device).tolist(),
+            **({} if refusal is None else refusing(refusal)),
+            **proposed,
         )
 
-    def _agreed(self, given: _Given, offers: Sequence[Offer]) -> Batch:
-        rows, lengths, width = agreed_sizes(offers), agreed_lengths(offers), self._rule.num_slices
-        num_microbatches = sum(size != NO_MICROBATCH for size in rows)
+    def _agreed(self, given: _LocalBatch, agreed: AgreedStep) -> Batch:
+        width = self._rule.num_slices
+        rows = agreed.sizes or (0,) * self._rule.num_microbatches
+        num_microbatches = len(rows)  # an evaluation of few rows has fewer
+        lengths = agreed.lengths or (0,) * (num_microbatches * width)
         if width > 1 and not any(lengths):
             raise StepRefused(
                 f"nothing in the batch has a dimension {self._rule.slice_dim} to cut into {width} slices; give "
@@ -266,41 +249,21 @@ class Gate:
         ]
         for presplit in given.spent:
             presplit.parts.clear()
-        wanting = frozenset(rank for rank, offer in enumerate(offers) if offer.wants_outputs)
         supply = Supply(parts, given.reader) if given.reader is not None or given.spent else None
-        return Batch(
-            sized, parts, signature_of(offers), wanting, bool(given.target), supply, trained=trained_of(offers)
-        )
+        return Batch(sized, parts, agreed, bool(given.target), supply)
 
     def _check(self, call: Call) -> None:
-        if self._wants.inputs and not (call.args or call.kwargs):
+        if self._needs.inputs and not (call.args or call.kwargs):
             raise PipelineError(
-                f"rank {self._transport.rank} holds the first stage and was given no inputs; pass it the batch"
+                f"rank {self._control.rank} holds the first stage and was given no inputs; pass it the batch"
             )
-        known = self._wants.keywords_of_all
+        known = self._needs.keywords_of_all
         for name in call.kwargs:
             if known is not None and name not in known and EVERY not in known:
                 raise PipelineError(
                     f"no layer's forward names {name!r}.{nearest(name, known)} The layers take the "
                     f"keywords {sorted(known)}; rename or drop it"
                 )
-
-    def _refuse_together(self, refusal: PenstockError | None) -> None:
-        own = "" if refusal is None else str(refusal)
-        ends = self._transport.all_gather_object(own if isinstance(refusal, EndOfData) else "")
-        texts = self._transport.all_gather_object(own)
-        for rank, text in enumerate(ends):
-            if text:
-                raise EndOfData(str(text), rank=rank) from refusal
-        rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
-        if refusal is not None:
-            raise StepRefused(own, rank=rank) from refusal
-        raise StepRefused(f"rank {rank} refuses the step: {text}", rank=rank)
-
-
-def _filled(sizes: Sequence[int], number: int, absent: int) -> tuple[int, ...]:
-    """As many sizes as a row of the agreement has; all are 0 where a rank was refused its batch."""
-    return (*sizes, *[absent if sizes else 0] * (number - len(sizes)))
 
 
 def _stream_of(call: Call) -> Stream | None:
@@ -317,3 +280,7 @@ def _stream_of(call: Call) -> Stream | None:
 
 def _is_spent(value: object) -> bool:
     return isinstance(value, PreSplit) and value.is_spent
+
+
+def _unless_zero(numbers: list[int]) -> list[int]:
+    return numbers if any(numbers) else []

@@ -1,18 +1,16 @@
 """What a rank does when a step fails: finds out why, tells the others, and makes a fresh start possible."""
 
-import tempfile
 import traceback
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 from torch.utils.checkpoint import CheckpointError
 
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
-from penstock.execute.failures.diagnose import Verdict, diagnose, place_of, position_table
-from penstock.execute.failures.places import noted_place
-from penstock.execute.failures.positions import PositionBoard, RankPosition
-from penstock.execute.failures.watchdog import Watchdog
+from penstock.execute.control.diagnosis import Cause, Verdict, diagnose, place_of, position_table
+from penstock.execute.control.error_notes import noted_place
+from penstock.execute.control.positions import Failure, PositionBoard, RankPosition
+from penstock.execute.control.watchdog import Watchdog
 from penstock.execute.transport.protocol import Transport
 
 NUM_CALLS = 6
@@ -26,25 +24,23 @@ Describe = Callable[[int, int], str]
 """(rank, row) -> the text of an instruction; empty for a row after the last."""
 
 
-class FailureDesk:
+class FailureReporter:
     """The position board and the watchdog of one rank, and the errors made from them."""
 
-    def __init__(self, transport: Transport, describe: Describe) -> None:
+    def __init__(self, transport: Transport, board: PositionBoard, describe: Describe) -> None:
         self._transport = transport
         self._describe = describe
-        self.board = PositionBoard.shared(transport, Path(tempfile.gettempdir()))
-        transport.watch(self.board)
-        self._watchdog = Watchdog(self.board, transport.deadline_s)
+        self.board = board
+        transport.watch(board)
+        self._watchdog = Watchdog(board, transport.deadline_s)
         # A pipeline that is dropped without close() takes its thread along.
         weakref.finalize(self, self._watchdog.stop)
-        self._num_steps = 0
         self.has_failed = False
         """Whether the ranks must recover before the next step."""
 
-    def begin(self) -> None:
+    def begin(self, step: int) -> None:
         """Note that a step begins on the calling thread."""
-        self.board.note_step(self._num_steps)
-        self._num_steps += 1
+        self.board.note_step(step)
         self._watchdog.start()
 
     def end(self) -> None:
@@ -69,7 +65,7 @@ class FailureDesk:
         position = self.board.read(self.board.rank)
         if not isinstance(error, (PeerLost, DeadlineExceeded)):
             calls = "".join(traceback.format_exception(error, limit=-NUM_CALLS))
-            self.board.note_failure(f"{_summary(error)}\n{noted_place(error)}\n{calls}")
+            self.board.note_failure(Failure(_summary(error), noted_place(error), calls))
         peer = error.peer if isinstance(error, PipelineError) else None
         verdict = diagnose(self.board, self._describe, peer=peer)
         self._transport.abort()
@@ -89,12 +85,11 @@ class FailureDesk:
         noticed = "went on when the others had given up"
         if verdict.culprit != rank:
             noticed = f"waited {error.waited_s or 0.0:.2f} s for rank {error.peer}"
-        found, _, positions = verdict.text.partition("\n")
-        kind = PeerLost if verdict.is_death else type(error)
+        kind = PeerLost if verdict.cause is Cause.GONE else type(error)
         # The rank that raised says the rest itself.
-        rest = "" if verdict.is_told_by_culprit else f"\n{positions}"
+        rest = "" if verdict.cause is Cause.RAISED else f"\n\n{verdict.details}"
         return kind(
-            f"{found}\nrank {rank}, {place_of(position, self._describe)}: {noticed}{rest}",
+            f"{verdict.heading}\nrank {rank}, {place_of(position, self._describe)}: {noticed}{rest}",
             rank=verdict.culprit,
             instruction=instruction,
             peer=error.peer,

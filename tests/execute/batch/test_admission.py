@@ -5,11 +5,12 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, StepRefused
-from penstock.execute.batch.agreement import Mode
+from penstock.execute.batch.admission import Admission, Call, InputNeeds
 from penstock.execute.batch.cutting import BatchRule
-from penstock.execute.batch.gate import Call, Gate, Refusal, Wants, wants_of
 from penstock.execute.batch.microbatch import BatchSpec, Split
 from penstock.execute.batch.stream import Stream
+from penstock.execute.control.agreement import Mode
+from penstock.execute.control.collectives import Control
 from penstock.execute.stages.stage import Stage
 from penstock.placement import Placement
 from tests.local_pipelines import error_of, on_ranks
@@ -18,9 +19,10 @@ CPU = torch.device("cpu")
 
 
 def admit(wires, calls, *, keywords=frozenset(), keywords_of_all=None, last_ranks=(), **rule):
-    wants = Wants(wires.rank == 0, wires.rank in last_ranks, keywords, keywords_of_all)
-    gate = Gate(wires, CPU, BatchRule(**{"num_microbatches": 2} | rule), wants)
-    return gate.admit(Mode.TRAIN, Call(*calls[wires.rank]))
+    needs = InputNeeds(wires.rank == 0, wires.rank in last_ranks, keywords, keywords_of_all)
+    admission = Admission(Control(wires), CPU, BatchRule(**{"num_microbatches": 2} | rule), needs)
+    call = calls[wires.rank]
+    return admission.admit(Mode.TRAIN, call if isinstance(call, Call) else Call(*call))
 
 
 def refuse(wires, calls, **options):
@@ -34,7 +36,7 @@ NOTHING = (), {}, None
 
 
 def test_what_a_caller_found_wrong_refuses_the_step_on_all_ranks_whatever_the_others_give():
-    calls = [((ROWS,), {"scale": ROWS}, None), ((), {}, Refusal(ConfigError("is a list", key="data")))]
+    calls = [((ROWS,), {"scale": ROWS}, None), Call(refusal=ConfigError("is a list", key="data"))]
 
     first, second = on_ranks(2, lambda wires: refuse(wires, calls, keywords=frozenset({"scale"})))
 
@@ -50,7 +52,7 @@ def test_every_rank_knows_the_sizes_and_has_the_parts_that_it_was_given():
     assert [m.args[0].tolist() for m in first.microbatches] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     assert [m.args for m in middle.microbatches] == [(), ()]
     assert [m.target.tolist() for m in last.microbatches] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    assert first.signature == middle.signature == last.signature
+    assert first.agreed.signature == middle.agreed.signature == last.agreed.signature
 
 
 def test_ragged_sizes_reach_ranks_that_were_given_nothing():
@@ -63,22 +65,22 @@ def test_ragged_sizes_reach_ranks_that_were_given_nothing():
 
 def test_all_ranks_know_by_the_batch_whether_one_of_them_trains_other_parameters():
     def case(wires):
-        gate = Gate(wires, CPU, BatchRule(2), Wants(inputs=True, target=False))
+        admission = Admission(Control(wires), CPU, BatchRule(2), InputNeeds(inputs=True, target=False))
         steps = [(7, 8), (7, 8), (7, 9)]
-        return [gate.admit(Mode.TRAIN, Call((ROWS,)), trained=pair[wires.rank]) for pair in steps]
+        return [admission.admit(Mode.TRAIN, Call((ROWS,)), trained=pair[wires.rank]) for pair in steps]
 
     first, second = on_ranks(2, case)
 
-    for batches in ([batch.signature for batch in first], [batch.trained for batch in first]):
+    for batches in ([batch.agreed.signature for batch in first], [batch.agreed.trained for batch in first]):
         assert batches[0] == batches[1] != batches[2]
-    assert [batch.signature for batch in first] == [batch.signature for batch in second]
-    assert [batch.trained for batch in first] == [batch.trained for batch in second]
+    assert [batch.agreed.signature for batch in first] == [batch.agreed.signature for batch in second]
+    assert [batch.agreed.trained for batch in first] == [batch.agreed.trained for batch in second]
 
 
 def test_a_batch_of_another_shape_has_another_signature():
     (small, _), (large, _) = (on_ranks(2, admit, [((torch.zeros(rows),), {}, None), NOTHING]) for rows in (2, 4))
 
-    assert small.signature != large.signature
+    assert small.agreed.signature != large.agreed.signature
 
 
 def test_the_first_stage_may_be_fed_by_keywords_alone():
@@ -150,7 +152,7 @@ def test_slices_and_their_lengths_reach_every_rank():
         assert [[(m.size, m.length) for m in slices] for slices in batch.slices] == [sizes] * 2
     assert [m.args[0].tolist() for m in first.slices[1]] == [[[6.0, 7.0]], [[8.0, 9.0]], [[10.0]], [[11.0]]]
     assert [m.target.tolist() for m in middle.slices[0]] == [[[0.0, 1.0]], [[2.0, 3.0]], [[4.0]], [[5.0]]]
-    assert first.signature == middle.signature == last.signature
+    assert first.agreed.signature == middle.agreed.signature == last.agreed.signature
 
 
 def test_a_sequence_that_cannot_be_cut_is_refused_on_every_rank():
@@ -178,8 +180,8 @@ def test_every_rank_with_a_last_stage_needs_the_target_where_another_has_it():
 
 def test_all_ranks_know_who_wants_outputs():
     def ask(wires):
-        gate = Gate(wires, CPU, BatchRule(2), Wants(inputs=False, target=False))
-        return gate.admit(Mode.EVALUATE, Call((ROWS,), return_outputs=wires.rank == 1)).wanting_outputs
+        admission = Admission(Control(wires), CPU, BatchRule(2), InputNeeds(inputs=False, target=False))
+        return admission.admit(Mode.EVALUATE, Call((ROWS,), return_outputs=wires.rank == 1)).agreed.wanting_outputs
 
     assert on_ranks(3, ask) == [frozenset({1})] * 3
 
@@ -192,25 +194,25 @@ class Masked(nn.Module):
 def test_a_rank_wants_what_its_stages_take():
     placement = Placement.bidirectional(2)
 
-    def find(wires):
-        layer = Masked() if wires.rank else nn.Tanh()
-        stages = [Stage(stage, {"0": layer}) for stage in placement.stages_of_rank[wires.rank]]
-        return wants_of(stages, placement, wires, has_loss=wires.rank == 0)
-
     mask = frozenset({"mask"})
-    assert on_ranks(2, find) == [
-        Wants(inputs=True, target=True, keywords=frozenset(), keywords_of_all=mask),
-        Wants(inputs=True, target=False, keywords=mask, keywords_of_all=mask),
-    ]
+
+    def find(rank, placement, *, has_loss):
+        layer = Masked() if rank else nn.Tanh()
+        stages = [Stage(stage, {"0": layer}) for stage in placement.stages_of_rank[rank]]
+        return InputNeeds.of(stages, placement, mask, has_loss=has_loss)
+
+    assert find(0, placement, has_loss=True) == InputNeeds(True, True, frozenset(), mask)
+    assert find(1, placement, has_loss=False) == InputNeeds(True, False, mask, mask)
+    assert find(0, Placement.line(2), has_loss=True) == InputNeeds(True, False, frozenset(), mask)
 
 
 def streamed(wires, streams):
-    """Two steps of one gate; return what was admitted, after what the calls of a step would do."""
-    wants = Wants(wires.rank == 0, wires.rank == 2)
-    gate = Gate(wires, CPU, BatchRule(2), wants)
+    """Two steps; return what was admitted, after what the calls of a step would do."""
+    needs = InputNeeds(wires.rank == 0, wires.rank == 2)
+    admission = Admission(Control(wires), CPU, BatchRule(2), needs)
     batches = []
     for _ in range(2):
-        batch = gate.admit(Mode.TRAIN, Call((streams[wires.rank],)))
+        batch = admission.admit(Mode.TRAIN, Call((streams[wires.rank],)))
         if batch.supply is not None:
             batch.supply.pull(1)
         batches.append(batch)
@@ -222,7 +224,7 @@ def test_a_stream_is_agreed_by_its_first_microbatch_and_later_steps_have_its_sig
 
     first, middle, last = on_ranks(3, streamed, [Stream(rows) for _ in range(3)])
 
-    signatures = {batch.signature for batches in (first, middle, last) for batch in batches}
+    signatures = {batch.agreed.signature for batches in (first, middle, last) for batch in batches}
     assert len(signatures) == 1
     assert [m.size for batch in middle for m in batch.microbatches] == [3] * 4
     assert [float(part.args[0][0]) for batch in first for (part,) in batch.slices] == [0.0, 1.0, 2.0, 3.0]

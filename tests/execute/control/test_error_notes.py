@@ -2,7 +2,7 @@
 
 import traceback
 
-from penstock.execute.failures.places import note_place, noted_place, without_target
+from penstock.execute.control.error_notes import note_place, noted_place, without_target
 
 
 def test_a_noted_place_is_read_back_and_shown_by_tracebacks():

@@ -6,7 +6,8 @@ import threading
 import pytest
 
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
-from penstock.execute.failures.failure import FailureDesk
+from penstock.execute.control.failures import FailureReporter
+from penstock.execute.control.positions import PositionBoard
 from penstock.execute.stages.passes import SavedForward
 from penstock.execute.transport import LocalTransport
 from tests.faults import DEADLINE_S, NUM_RANKS, Fault, FaultyRank, FaultyThreads, PlantedError, batch, is_right
@@ -138,23 +139,28 @@ def test_a_rank_that_does_not_come_back_after_a_failure_is_named_instead_of_the_
     assert is_right(clean)
 
 
-def test_a_closed_desk_leaves_no_thread():
+def reporter():
+    (transport,), (board,) = LocalTransport.create(1, DEADLINE_S), PositionBoard.in_process(1)
+    return FailureReporter(transport, board, lambda rank, row: f"row {row}")
+
+
+def test_a_closed_reporter_leaves_no_thread():
     before = threading.active_count()
-    desk = FailureDesk(LocalTransport.create(1, DEADLINE_S)[0], lambda rank, row: f"row {row}")
-    desk.begin()
+    reported = reporter()
+    reported.begin(0)
     during = threading.active_count()
-    desk.report(ValueError("planted"))
-    desk.close()
+    reported.report(ValueError("planted"))
+    reported.close()
 
     assert (during, threading.active_count()) == (before + 1, before)
 
 
 def test_an_error_between_instructions_names_the_rank_alone():
-    desk = FailureDesk(LocalTransport.create(1, DEADLINE_S)[0], lambda rank, row: f"row {row}")
+    reported = reporter()
 
-    error = desk.report(PlantedError("planted"))
+    error = reported.report(PlantedError("planted"))
 
-    assert (str(error), error.instruction, desk.has_failed) == ("rank 0: PlantedError: planted", "", True)
+    assert (str(error), error.instruction, reported.has_failed) == ("rank 0: PlantedError: planted", "", True)
 
 
 def test_one_rank_alone_fails_and_goes_on():

@@ -1,0 +1,274 @@
+"""How a pipeline comes to be: what runs, proved, and what this rank runs of it, built; agreed with the other ranks.
+
+    plan         schedule, split, layers of this rank; no message
+    exchange 1   how the rank was set up, which must be equal on all, and what it found in its layers
+    assemble     stages, program, runner; no message
+    exchange 2   which parameters are tied, and what their copies are like
+    values       of tied copies, from their owners
+
+What is wrong on one rank only, such as a layer that cannot be built there, must not let the others wait: all that can
+fail runs within the two exchanges, by which it fails on all ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError
+from penstock.execute.arguments import (
+    layer_list,
+    names_of_children,
+    require_loss,
+    require_schedule,
+    require_slices,
+    require_split,
+)
+from penstock.execute.control.agreement import Mode
+from penstock.execute.control.handshake import Agreed, Found, Setup, Told, require_equal, told_of
+from penstock.execute.control.positions import PositionMemory, host_of_processes
+from penstock.execute.joining import Joined
+from penstock.execute.losses.grad_scaler import describe_scale, grad_scaler_of
+from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
+from penstock.execute.options import PipelineOptions, refuse_unknown
+from penstock.execute.runner import Runner
+from penstock.execute.stages.assemble import (
+    Assembly,
+    Layer,
+    assemble,
+    layer_names,
+    num_parameters,
+    spec_attribute,
+    with_skips,
+)
+from penstock.execute.stages.carried import refuse_layers_that_look_back
+from penstock.execute.stages.main_gradients import require_shapes
+from penstock.execute.stages.shared_builders import BuiltLayers, build_own, refuse_shared_objects
+from penstock.execute.stages.signatures import taken_keywords
+from penstock.execute.stages.skips import skip_names
+from penstock.execute.stages.tied import described_copies, require_equal_kinds
+from penstock.execute.stages.wrappers import refuse_wrappers, unsplittable
+from penstock.execute.transport.world import default_device, shares_process
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.ir.split_backwards import with_split_backwards
+from penstock.partition.split import split_over
+from penstock.planning import ScheduleLike, memory_demand, prove_and_lower_once, resolve_plan
+from penstock.schedules import find_family, is_family_name
+from penstock.version import VERSION
+
+_LOOKING_BACK = (nn.MultiheadAttention, nn.RNNBase)
+"""What is known to need more of the sequence than the slice at hand, and cannot carry it by itself."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Request:
+    """What `Pipeline` was called with, beside its options."""
+
+    layers: Sequence[Layer]
+    schedule: ScheduleLike
+    microbatches: int | None
+    stages_per_rank: int | None
+    split: Sequence[int] | None
+    loss: Loss | None
+
+
+class Plan:
+    """What one rank decides by itself before it hears of the others: what runs, and with which of its layers."""
+
+    def __init__(self, joined: Joined, request: Request) -> None:
+        """Look at all that was given, and build this rank's layers; no message to another rank."""
+        self.options = options = joined.options
+        self.deadline_s = joined.transport.deadline_s
+        self.device = default_device(joined.process_group) if options.device is None else torch.device(options.device)
+        self.loss = request.loss
+        require_loss(self.loss)
+        self.loss_weights = LossWeights(options.reduction, options.count)
+        loss_scale(options.scale_loss)  # refuses what scales nothing
+        self.given = _resolve(joined, request)
+        self.schedule: Schedule = self.given.actions()
+        require_split(request.split)
+        layers = layer_list(request.layers)
+        self.layer_names = layer_names(layers, names_of_children(request.layers))
+        self.layer_weights = _weights(layers, request.split, options)
+        placement = self.schedule.placement
+        self.layers_of_stage = split_over(placement, len(layers), weights=self.layer_weights, split=request.split)
+        own_stages = placement.stages_of_rank[joined.transport.rank]
+        own = dict.fromkeys(index for stage in own_stages for index in self.layers_of_stage[stage])
+        self.built: BuiltLayers = build_own(layers, self.layer_names, list(own))
+
+    def setup(self) -> Setup:
+        """Return what must be equal on all ranks."""
+        options = self.options
+        return Setup(
+            version=VERSION,
+            schedule=f"{self.given!r} #{self.given.digest()[:12]}",
+            layers=", ".join(self.layer_names),
+            split=", ".join(str(len(layers)) for layers in self.layers_of_stage),
+            loss="none" if self.loss is None else "a function",
+            reduction=options.reduction,
+            scale_loss=describe_scale(options.scale_loss),
+            slice_dim=str(options.slice_dim),
+            seed=str(options.seed),
+            check_batches=str(options.check_batches),
+            variable_shapes=str(options.variable_shapes),
+            main_gradients=str(options.main_gradients),
+            debug=options.debug,
+            deadline_s=f"{self.deadline_s:g}",
+        )
+
+    def found(self, memory: PositionMemory) -> Found:
+        """Return what this rank contributes to what all know."""
+        own = self.built.own
+        return Found(
+            keywords=sorted({name for layer in own.values() for name in taken_keywords(layer).names()}),
+            skips={str(index): skip_names(layer) for index, layer in own.items()},  # JSON has texts as keys
+            num_parameters={self.layer_names[index]: num_parameters(layer) for index, layer in own.items()},
+            shared=self.built.shared,
+            host=host_of_processes(),
+            clock_host=self.options.clock.host,
+            positions=memory.path,
+        )
+
+
+class Programs:
+    """What each mode of a pipeline runs; lowered and proved when it is asked for."""
+
+    def __init__(self, plan: Plan, tied_groups: Sequence[Sequence[int]]) -> None:
+        """Lower what training runs."""
+        self._plan = plan
+        self._tied_groups = tied_groups
+        self.training = self._lowered(plan.given)
+
+    def of(self, mode: Mode, num_microbatches: int) -> Program:
+        """Return what a mode runs on so many microbatches; only an evaluation may have fewer than the schedule."""
+        schedule = self._plan.schedule
+        match mode:
+            case Mode.TRAIN:
+                return self.training
+            case Mode.EVALUATE if num_microbatches < schedule.num_microbatches:
+                return self._lowered(schedule.forward_only().first_microbatches(num_microbatches))
+            case Mode.EVALUATE:
+                return self.training if self.training.is_forward_only else self._lowered(schedule.forward_only())
+            case Mode.TRAIN_SPLIT:
+                return self._lowered(with_split_backwards(schedule))
+
+    def _lowered(self, schedule: Schedule | Program) -> Program:
+        options = self._plan.options
+        has_scaler = grad_scaler_of(options.scale_loss) is not None  # its ranks agree where optimizers step
+        return prove_and_lower_once(
+            schedule,
+            memory_demand(options.memory_limit, options.costs, schedule, self._plan.layers_of_stage),
+            tied_groups=self._tied_groups,
+            optimizer_step=has_scaler or options.optimizer_step is not None,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Construction:
+    """A pipeline, as one rank has built it."""
+
+    plan: Plan
+    assembly: Assembly
+    programs: Programs
+    runner: Runner
+    num_parameters: dict[str, int]
+    """Per layer of the whole model, in order."""
+    unsplittable: str = ""
+    """Why backwards may not be split on some rank; empty where they may be on all."""
+
+    def told(self) -> Told:
+        """Return what the other ranks must hear of it."""
+        stages = range(self.plan.schedule.num_stages)
+        return {
+            "setup": {"tied": f"stages {self.assembly.tied_groups}"},
+            "copies": described_copies(self.assembly.tied_copies),
+            "unsplittable": unsplittable(self.assembly.stages, stages, "split_backwards=True"),
+        }
+
+
+def construct(joined: Joined, request: Request) -> Construction:
+    """Make a pipeline together with all ranks, which call this alike.
+
+    Raises:
+        ScheduleError, PartitionError, ConfigError: if the schedule, the split or a setting is wrong.
+        PipelineError: if the ranks were not set up alike.
+    """
+    with PositionMemory(joined.transport.num_ranks) as memory:
+        plan, everyone = joined.exchange(
+            lambda: Plan(joined, request), lambda plan: told_of(plan.setup(), plan.found(memory))
+        )
+        agreed = Agreed.of(everyone)
+        made, everyone = joined.exchange(lambda: _assembled(joined, plan, agreed, memory), Construction.told)
+    require_equal([theirs["setup"] for theirs in everyone])
+    require_equal_kinds([theirs["copies"] for theirs in everyone])
+    made.unsplittable = next((str(theirs["unsplittable"]) for theirs in everyone if theirs["unsplittable"]), "")
+    for copy in made.assembly.tied_copies.values():
+        copy.share_values(joined.transport)
+    return made
+
+
+def _assembled(joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemory) -> Construction:
+    """Make all that this rank runs; no message to another rank."""
+    transport, options, schedule = joined.transport, plan.options, plan.schedule
+    refuse_shared_objects(agreed.shared, transport)
+    assembly = assemble(
+        plan.built.layers,
+        schedule.placement,
+        plan.layers_of_stage,
+        transport.rank,
+        device=plan.device,
+        names=plan.layer_names,
+        tied=[*options.tied, *agreed.shared],
+        shares_modules=shares_process(transport),
+    )
+    assembly = with_skips(assembly, plan.layers_of_stage, agreed.skips)
+    refuse_wrappers(assembly.stages, schedule, joined.ranks_of_group())
+    if schedule.num_slices > 1:
+        refuse_layers_that_look_back(assembly.stages, _LOOKING_BACK)
+    if options.main_gradients:
+        require_shapes(assembly.named_parameters())
+    programs = Programs(plan, assembly.tied_groups)
+    runner = Runner(
+        transport,
+        plan.device,
+        schedule,
+        assembly,
+        options,
+        agreed,
+        memory.board(transport.rank, agreed.each("host"), agreed.each("positions")),
+        loss=plan.loss,
+        loss_weights=plan.loss_weights,
+        program_of=programs.of,
+    )
+    counts = {name: agreed.num_parameters[name] for name in plan.layer_names}
+    return Construction(plan, assembly, programs, runner, counts)
+
+
+def _resolve(joined: Joined, request: Request) -> Schedule | Program:
+    schedule, options = request.schedule, joined.options
+    require_schedule(schedule)
+    family_options: dict[str, Any] = joined.family_options
+    if is_family_name(schedule):
+        refuse_unknown(family_options, schedule, find_family(schedule).all_options)
+        if options.slices is not None:
+            family_options["slices"] = options.slices
+    resolved = resolve_plan(
+        schedule,
+        ranks=joined.transport.num_ranks,
+        microbatches=request.microbatches,
+        stages_per_rank=request.stages_per_rank,
+        options=family_options,
+    )
+    require_slices(resolved, options.slices)
+    return resolved
+
+
+def _weights(layers: Sequence[Layer], split: Sequence[int] | None, options: PipelineOptions) -> Sequence[float]:
+    if options.weights is None:
+        return [float(spec_attribute(layer, "weight", 1.0)) for layer in layers]
+    if split is not None:
+        raise ConfigError("split says already which stage gets how many layers; pass one of the two", key="weights")
+    return options.weights

@@ -1,0 +1,242 @@
+"""The agreement on a step: every rank proposes what it is about to run, and all of them run it or refuse it alike."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import Any, cast
+
+from penstock.errors import EndOfData, PenstockError, StepRefused
+from penstock.execute.control.collectives import Control
+
+_DIGEST_BYTES = 7
+"""Leaves 0 for "nothing given"."""
+
+
+class Mode(IntEnum):
+    """What a rank was asked to run."""
+
+    TRAIN = 1
+    EVALUATE = 2
+    TRAIN_SPLIT = 3
+    """Train with every backward in two parts, to measure them."""
+
+    @property
+    def is_training(self) -> bool:
+        return self is not Mode.EVALUATE
+
+    @property
+    def call(self) -> str:
+        """What asks for it."""
+        return ("step", "evaluate", "a step with split backwards")[self - 1]
+
+
+class Extra(IntEnum):
+    """What a rank was asked to find out about a step; all ranks gather it together when the step is over."""
+
+    NOTHING = 0
+    RECORDING = 1
+    MEMORY = 2
+
+    @property
+    def call(self) -> str:
+        """What asks for it."""
+        return ("nothing besides", "a recording (record=True, profile)", "a memory report (memory_report)")[self]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProposal:
+    """One rank's view of the step that begins; a digest of 0 means that the rank was given nothing."""
+
+    mode: Mode
+    inputs: int = 0
+    keywords: int = 0
+    target: int = 0
+    sizes: Sequence[int] = ()
+    """Rows of each microbatch; empty where the rank was given nothing to split."""
+    lengths: Sequence[int] = ()
+    """Per slice of each microbatch, its length; empty where the rank was given nothing to cut."""
+    takes_keywords: bool = False
+    """Whether the rank has layers that a keyword argument can reach."""
+    takes_target: bool = False
+    """Whether the rank computes losses."""
+    wants_outputs: bool = False
+    position: int = 0
+    """Where a rank's stream stands, counted from 1; 0 where it has none."""
+    values: Sequence[int] = ()
+    """Digests of the values of inputs, keyword arguments and target; empty where they are not compared."""
+    attempt: int = 0
+    """How many steps the rank had begun before, those that failed or were refused included."""
+    step_number: int = 0
+    """What the step draws its random numbers by; 0 where it draws none."""
+    trained: int = 0
+    """Stands for which of the rank's parameters need gradients; 0 where none is to get one."""
+    extra: Extra = Extra.NOTHING
+    scale: float = 0.0
+    """The scale of the rank's GradScaler; 0 where it has none."""
+    refusal: str = ""
+    """Why the rank cannot run the step."""
+    is_end_of_data: bool = False
+    """Whether it refuses the step because its stream is over."""
+
+
+class AgreedStep:
+    """What all ranks know of a step that they run."""
+
+    def __init__(self, proposals: Sequence[StepProposal]) -> None:
+        self.sizes = _first_given([each.sizes for each in proposals])
+        """Rows of each microbatch, from whichever rank knows them; empty if none does."""
+        self.lengths = _first_given([each.lengths for each in proposals])
+        """Lengths of the slices, likewise."""
+        self.wanting_outputs = frozenset(rank for rank, each in enumerate(proposals) if each.wants_outputs)
+        self.attempt = max(each.attempt for each in proposals)
+        """A number that no step of these ranks has had before."""
+        self.trained = digest(str([each.trained for each in proposals])) if any(e.trained for e in proposals) else 0
+        """Stands for all parameters of all ranks that need gradients; 0 where none is to get one."""
+        given = [max(getattr(each, name) for each in proposals) for name in ("inputs", "keywords", "target")]
+        self.signature = " ".join(map(str, (proposals[0].mode.name, *given, self.trained)))
+        """What all ranks know of the batch: equal signatures mean equal shapes on every stage."""
+
+
+def digest(text: str) -> int:
+    """Return a positive number that stands for the text on all ranks."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES], "big") | 1
+
+
+def refusing(error: PenstockError) -> dict[str, Any]:
+    """Return the fields of a proposal that refuses the step with an error."""
+    return {"refusal": str(error) or type(error).__name__, "is_end_of_data": isinstance(error, EndOfData)}
+
+
+def agree_on_step(control: Control, own: StepProposal) -> list[StepProposal]:
+    """Exchange what every rank is about to run; one small gather.
+
+    Raises:
+        StepRefused: if the ranks run different things, or one refuses; the same on every rank, and no data has been
+            sent yet.
+    """
+    everyone = [_proposal(cast(dict[str, Any], theirs)) for theirs in control.all_gather_object(asdict(own))]
+    _require_same("mode", everyone, _on_modes)
+    _require_same("extra", everyone, _on_extras)
+    _require_same("step_number", everyone, _on_draws)
+    _require_same("scale", everyone, _on_scales)
+    _require_given("inputs", everyone, "inputs")
+    _require_given("keywords", everyone, "keyword arguments")
+    is_refused = any(each.refusal for each in everyone)
+    if not is_refused:
+        _require_keywords(everyone)
+    _require_streams_in_step(everyone)
+    _require_given("target", everyone, "a target")
+    if not is_refused:
+        _require_target(everyone)
+    _require_given("sizes", everyone, "microbatches")
+    _require_given("lengths", everyone, "slices")
+    _refuse_together(everyone, control.rank)
+    return everyone
+
+
+def _proposal(told: Mapping[str, Any]) -> StepProposal:
+    fields: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in told.items()}
+    return StepProposal(**fields | {"mode": Mode(told["mode"]), "extra": Extra(told["extra"])})
+
+
+def _first_given(views: Sequence[Sequence[int]]) -> Sequence[int]:
+    return next((view for view in views if any(view)), ())
+
+
+def _require_same(
+    name: str, proposals: Sequence[StepProposal], told: Callable[[StepProposal, int, StepProposal], str]
+) -> None:
+    first = proposals[0]
+    for rank, other in enumerate(proposals):
+        if getattr(other, name) != getattr(first, name):
+            raise StepRefused(told(first, rank, other), rank=rank)
+
+
+def _on_modes(first: StepProposal, rank: int, other: StepProposal) -> str:
+    return f"rank 0 runs {first.mode.call}, rank {rank} runs {other.mode.call}; call the same on every rank"
+
+
+def _on_extras(first: StepProposal, rank: int, other: StepProposal) -> str:
+    """After it only some ranks would wait for what the others have to give."""
+    return (
+        f"rank 0 was asked for {first.extra.call} in this step, rank {rank} for {other.extra.call}; "
+        "ask for the same on every rank"
+    )
+
+
+def _on_draws(first: StepProposal, rank: int, other: StepProposal) -> str:
+    """They would draw different random numbers."""
+    return (
+        f"rank 0 is at step_number {first.step_number}, rank {rank} at {other.step_number}, but with a seed random "
+        "numbers go by it; set pipeline.step_number alike on all ranks, to the training steps that the run has had"
+    )
+
+
+def _on_scales(first: StepProposal, rank: int, other: StepProposal) -> str:
+    """Some would unscale gradients by another number than the losses are scaled by."""
+    return (
+        f"the GradScaler of rank 0 has the scale {first.scale:g}, that of rank {rank} has {other.scale:g}; call its "
+        "update() on every rank after each optimizer step, and change or load its state on all ranks alike"
+    )
+
+
+def _require_given(name: str, proposals: Sequence[StepProposal], what: str) -> None:
+    """Refuse what differs between ranks that were given it."""
+    given = [(rank, value) for rank, each in enumerate(proposals) if (value := getattr(each, name))]
+    for rank, value in given:
+        if value != given[0][1]:
+            raise StepRefused(
+                f"rank {given[0][0]} and rank {rank} were given {what} of different shape or type; "
+                "pass the same batch on every rank, or nothing where a rank needs none",
+                rank=rank,
+            )
+
+
+def _require_target(proposals: Sequence[StepProposal]) -> None:
+    """Refuse a target that only some of the ranks got that compute losses: the others' would differ in kind."""
+    given = [rank for rank, each in enumerate(proposals) if each.target]
+    lacking = [rank for rank, each in enumerate(proposals) if each.takes_target and not each.target]
+    if given and lacking:
+        raise StepRefused(
+            f"rank {given[0]} was given a target, rank {lacking[0]} was not, but holds a last stage and so computes "
+            "losses; pass the target to every rank that holds the last stage of a route",
+            rank=lacking[0],
+        )
+
+
+def _require_keywords(proposals: Sequence[StepProposal]) -> None:
+    """Refuse keyword arguments that only some of the ranks got whose layers may name them: the others would run on
+    their layers' defaults."""
+    given = [rank for rank, each in enumerate(proposals) if each.keywords]
+    lacking = [rank for rank, each in enumerate(proposals) if each.takes_keywords and not each.keywords]
+    if given and lacking:
+        raise StepRefused(
+            f"rank {given[0]} was given keyword arguments, rank {lacking[0]} was not, but its layers may take them; "
+            "pass them on every rank",
+            rank=lacking[0],
+        )
+
+
+def _require_streams_in_step(proposals: Sequence[StepProposal]) -> None:
+    """Refuse streams of which one is ahead: their ranks would put inputs and targets of different samples together."""
+    given = [(rank, each.position) for rank, each in enumerate(proposals) if each.position]
+    for rank, position in given:
+        if position != given[0][1]:
+            raise StepRefused(
+                f"the stream of rank {given[0][0]} is at microbatch {given[0][1] - 1}, that of rank {rank} at "
+                f"{position - 1}; pass new streams over the same data on all ranks",
+                rank=rank,
+            )
+
+
+def _refuse_together(proposals: Sequence[StepProposal], rank: int) -> None:
+    """Refuse the step where a rank does; the end of the data counts before other reasons."""
+    refusing_ranks = [(each, other) for other, each in enumerate(proposals) if each.refusal]
+    for each, other in refusing_ranks:
+        if each.is_end_of_data:
+            raise EndOfData(each.refusal, rank=other)
+    if refusing_ranks:
+        each, other = refusing_ranks[0]
+        own = proposals[rank].refusal
+        raise StepRefused(own or f"rank {other} refuses the step: {each.refusal}", rank=other)

@@ -1,0 +1,136 @@
+"""`Control`: the collectives of a pipeline's ranks, made of messages between their hosts.
+
+Why not the backend's own: their deadline is fixed when a group is created, a stuck one blocks the group's end, and the
+order of additions depends on the backend. Here every wait has the deadline of the moment, and sums are in rank order.
+
+Every collective is one all-gather: each rank sends its part to every other one and receives theirs, all at once. A star
+through one rank has fewer messages, but that rank handles just as many, one peer after another, and twice the way.
+"""
+
+import json
+import time
+from struct import Struct
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PipelineError
+from penstock.execute.transport.protocol import Tag, Ticket, Transport
+from penstock.execute.values.tensors import written_out
+
+HEAD_BYTES = 1024
+"""The first message of an object: its length, and as much of it as has room. Most objects need no second one."""
+LENGTH = Struct("<q")
+
+
+class Control:
+    """The collectives of one rank; it keeps nothing, so several may be made of one transport.
+
+    All ranks call them in the same order. Tensors of any device travel through the memory of the CPU. Each is limited
+    by the deadline of the transport as a whole, and raises its PeerLost and DeadlineExceeded.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.rank = transport.rank
+        self.num_ranks = transport.num_ranks
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace the tensor by the sum over all ranks, added in rank order, so that all ranks get the same bits."""
+        first, *others = self._gather(_on_host(tensor))
+        total = first.clone()
+        for part in others:
+            total += part
+        tensor.detach().copy_(total)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Replace the tensor on every rank by the one of `root`."""
+        if not 0 <= root < self.num_ranks:
+            raise PipelineError(
+                f"rank {self.rank}: broadcast from rank {root}, but there are ranks 0..{self.num_ranks - 1}"
+            )
+        end_s, values = self._end_s(), _on_host(tensor)
+        if self.rank == root:
+            tickets = [self._send(peer, values) for peer in self._others]
+        else:
+            values = torch.empty_like(values)
+            tickets = [self.transport.post_receive(root, values, Tag.CONTROL)]
+        for ticket in tickets:
+            self._wait(ticket, end_s)
+        tensor.detach().copy_(values)
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """Give every rank the plain values of all ranks, in rank order.
+
+        Plain: what JSON holds (str, int, float, bool, None, lists, dicts with str keys); nothing of a peer is ever
+        executed. A tuple arrives as a list.
+        """
+        return [json.loads(text) for text in self._gather_texts(self._encoded(value))]
+
+    def _gather_texts(self, own: bytes) -> list[bytes]:
+        end_s, room = self._end_s(), HEAD_BYTES - LENGTH.size
+        parts = [LENGTH.pack(len(own)) + own[:room].ljust(room), *([own[room:]] if len(own) > room else [])]
+        sends = [self._send(peer, _tensor_of(part)) for peer in self._others for part in parts]
+        heads = {peer: self._receive(peer, HEAD_BYTES) for peer in self._others}
+        texts, rests = [own] * self.num_ranks, {}
+        for peer, (ticket, head) in heads.items():
+            self._wait(ticket, end_s)
+            text = head.numpy().tobytes()
+            (num_bytes,) = LENGTH.unpack_from(text)
+            texts[peer] = text[LENGTH.size : LENGTH.size + num_bytes]
+            if num_bytes > room:
+                rests[peer] = self._receive(peer, num_bytes - room)
+        for peer, (ticket, rest) in rests.items():
+            self._wait(ticket, end_s)
+            texts[peer] += rest.numpy().tobytes()
+        for ticket in sends:
+            self._wait(ticket, end_s)
+        return texts
+
+    def _gather(self, own: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, which have one shape and type."""
+        end_s = self._end_s()
+        parts = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.num_ranks)]
+        sends = [self._send(peer, own) for peer in self._others]
+        receives = [self.transport.post_receive(peer, parts[peer], Tag.CONTROL) for peer in self._others]
+        for ticket in (*receives, *sends):
+            self._wait(ticket, end_s)
+        return parts
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.num_ranks) if rank != self.rank]
+
+    def _send(self, peer: int, tensor: Tensor) -> Ticket:
+        return self.transport.post_send(peer, tensor, Tag.CONTROL)
+
+    def _receive(self, peer: int, num_bytes: int) -> tuple[Ticket, Tensor]:
+        values = torch.empty(num_bytes, dtype=torch.uint8)
+        return self.transport.post_receive(peer, values, Tag.CONTROL), values
+
+    def _end_s(self) -> float:
+        """`time.monotonic()` at which a collective that begins now must be over."""
+        return time.monotonic() + self.transport.deadline_s
+
+    def _wait(self, ticket: Ticket, end_s: float) -> None:
+        self.transport.wait(ticket, max(end_s - time.monotonic(), 0.0))
+
+    def _encoded(self, value: object) -> bytes:
+        # The standard library's JSON keeps NaN and infinities, which a loss may well be; orjson turns them into null.
+        try:
+            return json.dumps(value).encode()
+        except (TypeError, ValueError) as error:
+            raise PipelineError(
+                f"rank {self.rank}: cannot send {value!r:.200} to the other ranks: {error}. Send numbers, text, lists "
+                "or dicts",
+                rank=self.rank,
+            ) from error
+
+
+def _tensor_of(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """The values in the memory of the CPU, without gaps; the tensor itself where it is so."""
+    return written_out(tensor.detach()).to("cpu").contiguous()

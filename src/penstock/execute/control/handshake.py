@@ -1,0 +1,156 @@
+"""The handshake of ranks that make a pipeline: what must be equal on all of them, and what each one contributes.
+
+    together      do something that may fail on one rank, and fail on all of them if it does
+    exchange      the same, and gather what each rank has to say of its result
+    Setup, Found  what a rank says, once its layers are built
+
+A rank that fails sends its error in the place of what it has to say. So no mistake of one rank costs the others a
+deadline, and whatever can fail on one rank alone belongs into such a block.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar, cast
+
+from penstock.errors import ConfigError, PenstockError, PipelineError
+from penstock.execute.control.collectives import Control
+
+T = TypeVar("T")
+Told = Mapping[str, Any]
+"""What a rank says of itself, by name; plain values."""
+_FAILURE = "failure"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How a rank was set up; each field must be equal on all ranks, and its name is what a mismatch is named by."""
+
+    version: str
+    schedule: str
+    layers: str
+    split: str
+    loss: str
+    reduction: str
+    scale_loss: str
+    slice_dim: str
+    seed: str
+    check_batches: str
+    variable_shapes: str
+    main_gradients: str
+    debug: str
+    deadline_s: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one rank contributes to what all ranks know."""
+
+    keywords: Sequence[str] = ()
+    """That its layers take."""
+    skips: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Per index of a layer, the names of the skips that it sends or takes."""
+    num_parameters: Mapping[str, int] = field(default_factory=dict)
+    """Per name of a layer."""
+    shared: Sequence[Sequence[str]] = ()
+    """Pairs of names of one parameter, of a layer of this rank and one of another's."""
+    host: str = ""
+    """Ranks of one host understand each other's process ids."""
+    clock_host: str = ""
+    """Ranks with one clock read the same time."""
+    positions: str = ""
+    """The path of the memory that it offers for the positions of its host's ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks know, once they have found their setups equal; fields are those of `Found`."""
+
+    of_rank: Sequence[Found]
+
+    @classmethod
+    def of(cls, everyone: Sequence[Told]) -> "Agreed":
+        """Compare the setups of all ranks and return what they found.
+
+        Raises:
+            PipelineError: naming the field and the ranks that differ; the same on every rank.
+        """
+        require_equal([theirs["setup"] for theirs in everyone])
+        return cls([Found(**theirs["found"]) for theirs in everyone])
+
+    @property
+    def keywords(self) -> frozenset[str]:
+        return frozenset(name for found in self.of_rank for name in found.keywords)
+
+    @property
+    def skips(self) -> dict[int, Sequence[str]]:
+        return {int(index): names for found in self.of_rank for index, names in found.skips.items()}
+
+    @property
+    def num_parameters(self) -> dict[str, int]:
+        return {name: number for found in self.of_rank for name, number in found.num_parameters.items()}
+
+    @property
+    def shared(self) -> list[tuple[str, str]]:
+        return [(one, other) for found in self.of_rank for one, other in found.shared]
+
+    def each(self, name: str) -> list[Any]:
+        """Return one field of every rank, in rank order."""
+        return [getattr(found, name) for found in self.of_rank]
+
+
+def told_of(setup: Setup, found: Found) -> Told:
+    """Return what a rank says of itself, as plain values."""
+    return {"setup": asdict(setup), "found": asdict(found)}
+
+
+def exchange(control: Control, make: Callable[[], T], tell: Callable[[T], Told]) -> tuple[T, list[Told]]:
+    """Return what `make` returns, and what `tell` says of it on every rank; one gather.
+
+    Raises:
+        Exception: on every rank if `make` or `tell` fails on any: the rank's own, else a ConfigError with the words of
+            the first rank that has one.
+    """
+    failure: Exception | None = None
+    told: Told = {}
+    try:
+        made = make()
+        told = tell(made)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        failure, told = error, {_FAILURE: _words(error)}
+        if isinstance(error, PipelineError) and error.rank is None:
+            error.rank = control.rank
+    everyone = cast(list[Told], control.all_gather_object(told))
+    if failure is not None:
+        raise failure
+    for rank, theirs in enumerate(everyone):
+        if _FAILURE in theirs:
+            raise ConfigError(f"rank {rank}: {theirs[_FAILURE]}")
+    return made, everyone
+
+
+def together(control: Control, make: Callable[[], T]) -> T:
+    """Return what `make` returns; every rank calls it, and if it fails on any, it fails on all, as in `exchange`."""
+    made, _ = exchange(control, make, lambda _: {})
+    return made
+
+
+def require_equal(everyone: Sequence[Told]) -> None:
+    """Compare what the ranks say, name by name.
+
+    Raises:
+        PipelineError: naming what differs and the ranks; the same on every rank.
+    """
+    for name in everyone[0]:
+        values = [theirs.get(name, "nothing") for theirs in everyone]
+        odd = [rank for rank, value in enumerate(values) if value != values[0]]
+        if odd:
+            others = f" (and so do ranks {', '.join(map(str, odd[1:]))})" if len(odd) > 1 else ""
+            raise PipelineError(
+                f"the ranks disagree on {name}: rank 0 has {values[0]}, rank {odd[0]} has {values[odd[0]]}{others}. "
+                "Start every rank with the same arguments and the same version",
+                rank=odd[0],
+            )
+
+
+def _words(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, PenstockError) else f"{type(failure).__name__}: {failure}"

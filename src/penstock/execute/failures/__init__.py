@@ -1,1 +1,0 @@
-"""What happens when a step fails or hangs."""

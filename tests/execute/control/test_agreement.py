@@ -1,0 +1,168 @@
+"""Ranks find out together that they were set up differently, or that they run different things."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.errors import EndOfData, StepRefused
+from penstock.execute.control.agreement import AgreedStep, Extra, Mode, StepProposal, agree_on_step, digest, refusing
+from penstock.execute.control.collectives import Control
+from tests.local_pipelines import error_of, on_ranks
+
+GIVEN = StepProposal(mode=Mode.TRAIN, inputs=11, target=22, sizes=(2, 2), lengths=(3, 2))
+NOTHING = StepProposal(mode=Mode.TRAIN)
+
+
+def refusals(*proposals):
+    return on_ranks(len(proposals), lambda wires: error_of(agree_on_step, Control(wires), proposals[wires.rank]))
+
+
+def agreements(*proposals):
+    return on_ranks(len(proposals), lambda wires: agree_on_step(Control(wires), proposals[wires.rank]))
+
+
+def test_a_digest_is_the_same_in_every_process_and_never_means_nothing():
+    assert digest("schedule") == 26865468698641645
+    assert digest("a") != digest("b")
+    assert all(0 < digest(str(number)) < 2**56 for number in range(100))
+
+
+def test_ranks_that_need_nothing_may_propose_nothing():
+    first = StepProposal(mode=Mode.TRAIN, inputs=11, sizes=(2, 2))
+    last = StepProposal(mode=Mode.TRAIN, target=22, sizes=(2, 2), lengths=(3, 2), takes_target=True)
+
+    for proposals in agreements(first, NOTHING, last):
+        agreed = AgreedStep(proposals)
+        assert [each.inputs for each in proposals] == [11, 0, 0]
+        assert (agreed.sizes, agreed.lengths) == ((2, 2), (3, 2))
+        assert agreed.signature == "TRAIN 11 0 22 0"
+
+
+def test_equal_batches_have_one_signature_whoever_was_given_them():
+    (whole, *_), (parts, *_) = agreements(GIVEN, GIVEN), agreements(GIVEN, NOTHING)
+
+    assert AgreedStep(whole).signature == AgreedStep(parts).signature
+
+
+def test_everything_that_is_proposed_survives_the_exchange():
+    large = 2**56 - 1
+    full = StepProposal(
+        mode=Mode.EVALUATE,
+        inputs=large,
+        keywords=7,
+        target=large,
+        sizes=(3, 3),
+        lengths=(2, 1, 2, 1),
+        takes_keywords=True,
+        takes_target=True,
+        wants_outputs=True,
+        position=9,
+        values=(-(2**63), 0, 2**63 - 1),
+        attempt=12,
+        step_number=2**40,
+        trained=large,
+        extra=Extra.MEMORY,
+        scale=1 / 3,
+    )
+
+    assert agreements(full, full)[0] == [full, full]
+    assert type(agreements(full, full)[0][1].mode) is Mode
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        ({"mode": Mode.EVALUATE}, "rank 0 runs step, rank 1 runs evaluate"),
+        ({"mode": Mode.TRAIN_SPLIT}, "rank 1 runs a step with split backwards"),
+        ({"inputs": 12}, "inputs of different shape"),
+        ({"target": 23}, "a target of different shape"),
+        ({"inputs": 0, "sizes": (3, 1)}, "microbatches of different shape"),
+        ({"lengths": (2, 1)}, "slices of different shape"),
+        ({"target": 0, "lengths": (), "takes_target": True}, "a target, rank 1 was not, but holds"),
+    ],
+    ids=["mode", "parts", "inputs", "target", "microbatches", "slices", "no target"],
+)
+def test_ranks_that_run_different_things_all_refuse(second, text):
+    for error in refusals(GIVEN, replace(GIVEN, **second)):
+        assert type(error) is StepRefused
+        assert error.rank == 1
+        assert text in str(error)
+
+
+@pytest.mark.parametrize(("places", "is_refused"), [((9, 9), False), ((9, 0), False), ((9, 5), True)])
+def test_streams_that_are_not_at_one_place_are_refused(places, is_refused):
+    proposals = [replace(GIVEN, position=place) for place in places]
+
+    if is_refused:
+        for error in refusals(*proposals):
+            assert "the stream of rank 0 is at microbatch 8, that of rank 1 at 4" in str(error)
+    else:
+        assert agreements(*proposals) == [proposals, proposals]
+
+
+def test_ranks_that_would_draw_different_random_numbers_all_refuse_with_both_numbers():
+    for error in refusals(*(replace(GIVEN, step_number=number) for number in (5, 5, 3))):
+        assert type(error) is StepRefused
+        assert error.rank == 2
+        assert "rank 0 is at step_number 5, rank 2 at 3" in str(error)
+        assert "set pipeline.step_number alike on all ranks" in str(error)
+
+
+def test_ranks_whose_losses_and_gradients_would_be_scaled_differently_all_refuse_with_both_scales():
+    for error in refusals(*(replace(GIVEN, scale=scale) for scale in (65536.0, 65536.0, 2.0**-3))):
+        assert type(error) is StepRefused
+        assert error.rank == 2
+        assert "rank 0 has the scale 65536, that of rank 2 has 0.125" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("extras", "text"),
+    [
+        ((Extra.NOTHING, Extra.NOTHING, Extra.RECORDING), "nothing besides in this step, rank 2 for a recording (rec"),
+        ((Extra.RECORDING, Extra.RECORDING, Extra.MEMORY), "(record=True, profile) in this step, rank 2 for a memory"),
+        ((Extra.MEMORY, Extra.MEMORY, Extra.NOTHING), "a memory report (memory_report) in this step, rank 2 for noth"),
+    ],
+)
+def test_ranks_that_would_gather_different_things_after_the_step_all_refuse(extras, text):
+    for error in refusals(*(replace(GIVEN, extra=extra) for extra in extras)):
+        assert type(error) is StepRefused
+        assert error.rank == 2
+        assert text in str(error)
+
+
+def test_what_any_rank_trains_is_part_of_the_signature_and_the_same_for_all():
+    trained = [(5, 2**56 - 1), (5, 6), (6, 5), (0, 0)]
+    found = [agreements(*(replace(GIVEN, trained=each) for each in pair)) for pair in trained]
+    agreed = [[AgreedStep(proposals) for proposals in ranks] for ranks in found]
+
+    assert all(first.signature == second.signature for first, second in agreed)
+    assert len({first.signature for first, _ in agreed}) == len(trained)
+    assert [first.trained == 0 for first, _ in agreed] == [False, False, False, True]
+
+
+def test_no_rank_needs_a_target_where_none_was_given():
+    without = StepProposal(mode=Mode.EVALUATE, inputs=11, sizes=(2, 2), takes_target=True)
+
+    assert agreements(without, without)[0] == [without, without]
+
+
+def test_ranks_that_have_tried_different_numbers_of_steps_go_on_at_the_larger_one():
+    for proposals in agreements(replace(GIVEN, attempt=3), replace(GIVEN, attempt=5)):
+        assert AgreedStep(proposals).attempt == 5
+
+
+def test_one_rank_that_refuses_is_enough_whatever_it_was_given():
+    refused = replace(GIVEN, inputs=0, target=0, takes_target=True, **refusing(StepRefused("cannot be split")))
+
+    first, second, third = refusals(GIVEN, refused, GIVEN)
+
+    assert str(second) == "cannot be split"
+    assert str(first) == str(third) == "rank 1 refuses the step: cannot be split"
+    assert {(type(error), error.rank) for error in (first, second, third)} == {(StepRefused, 1)}
+
+
+def test_the_end_of_the_data_counts_before_other_reasons():
+    refused = [replace(GIVEN, **refusing(kind("of rank"))) for kind in (StepRefused, EndOfData)]
+
+    for error in refusals(*refused):
+        assert (type(error), str(error), error.rank) == (EndOfData, "of rank", 1)

@@ -1,0 +1,107 @@
+"""A pipeline is made by two exchanges, whatever it has; what is wrong on one rank is told on all by one of them."""
+
+import time
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError, PartitionError, PipelineError
+from penstock.execute.control.collectives import Control
+from penstock.pipeline import Pipeline
+from tests.local_pipelines import error_of, float_layers, float_task, on_ranks, square_loss, step_task, token_task
+
+CASES = {
+    "a line": ("1f1b", {}),
+    "tied": ("1f1b", {"tied": [("0.1.weight", "4.1.weight")]}),
+    "two routes": ("dualpipe", {}),
+    "everything": ("1f1b", {"seed": 3, "debug": "values", "main_gradients": True, "clock": None}),
+}
+
+
+@pytest.fixture
+def gathers(monkeypatch):
+    """The collectives of each rank, counted."""
+    found = Counter()
+    gather = Control.all_gather_object
+
+    def counted(control, value):
+        found[control.rank] += 1
+        return gather(control, value)
+
+    monkeypatch.setattr(Control, "all_gather_object", counted)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_that_ranks_must_agree_on_takes_two_gathers(gathers, name):
+    schedule, options = CASES[name]
+    options = {option: value for option, value in options.items() if value is not None}
+    on_ranks(2, lambda wires: Pipeline(float_layers(), schedule, 4, square_loss, transport=wires, **options).close())
+
+    assert gathers == {0: 2, 1: 2}
+
+
+def wrong_at_planning(rank):
+    return {"layers": [lambda: 1 / 0] * 4} if rank else {}
+
+
+def wrong_at_assembly(rank):
+    return {"layers": [nn.Tanh(), nn.Tanh(), nn.Tanh(), nn.LazyLinear(6)]} if rank else {}
+
+
+MISTAKES = {"planning": (wrong_at_planning, PartitionError), "assembly": (wrong_at_assembly, ConfigError)}
+
+
+@pytest.mark.parametrize("stage", MISTAKES)
+def test_what_one_rank_cannot_do_is_told_on_all_at_once_and_the_transports_are_usable_afterwards(stage):
+    mistake, kind = MISTAKES[stage]
+    task = float_task(8)
+
+    def case(wires):
+        options = {"layers": [nn.Tanh()] * 4, "main_gradients": True} | mistake(wires.rank)
+        error = error_of(Pipeline, options.pop("layers"), "1f1b", 4, square_loss, transport=wires, **options)
+        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires)
+        return error, step_task(pipeline, task).result.loss
+
+    begin_s = time.monotonic()
+    (told, loss), (own, _) = on_ranks(2, case, deadline_s=40.0)
+
+    assert type(told) is ConfigError
+    assert isinstance(own, kind)
+    assert str(told) == f"rank 1: {own}"
+    assert torch.equal(loss, task.reference(4)[0].loss)
+    assert time.monotonic() - begin_s < 20.0
+
+
+def test_a_setup_that_differs_is_found_before_anything_is_assembled():
+    """Else the rank with the other schedule would complain of what follows from it."""
+
+    def case(wires):
+        layers = [nn.Tanh(), nn.Tanh(), nn.Tanh(), nn.LazyLinear(6)]
+        options = {"split": [1, 3]} if wires.rank else {"split": [2, 2]}
+        return error_of(Pipeline, layers, "1f1b", 4, square_loss, transport=wires, main_gradients=True, **options)
+
+    for error in on_ranks(2, case):
+        assert type(error) is PipelineError
+        assert "the ranks disagree on split: rank 0 has 2, 2, rank 1 has 1, 3" in str(error)
+
+
+def test_a_pipeline_is_equal_to_one_process_in_whichever_order_messages_arrive():
+    task = token_task(7)
+    expected, gradients = task.reference(4)
+
+    for seed in range(8):
+
+        def case(wires):
+            pipeline = Pipeline(task.make_layers(), "zb-h1", 4, task.loss, transport=wires, **task.options)
+            outcomes = [step_task(pipeline, task) for _ in range(2)]
+            pipeline.close()
+            return outcomes[0]
+
+        found = on_ranks(3, case, order_seed=seed)
+        assert all(torch.equal(outcome.result.loss, expected.loss) for outcome in found), f"order_seed={seed}"
+        for outcome in found:
+            for name in outcome.gradients:
+                assert torch.equal(outcome.gradients[name], gradients[name]), f"order_seed={seed}: {name}"
