@@ -35,7 +35,7 @@ class Up(nn.Module):
 
 
 class Record:
-    """A shelf that notes what is asked of it."""
+    """A buffer that notes what is asked of it."""
 
     def __init__(self, value=None):
         self.asked = []
@@ -116,15 +116,15 @@ def test_a_skip_has_a_name():
 
 
 def test_whoever_runs_the_layers_gives_the_shelf():
-    skip, shelf = Skip("features"), Record("value")
+    skip, buffer = Skip("features"), Record("value")
 
-    skip.begin_skips(shelf)
+    skip.begin_skips(buffer)
     skip.put(3)
     found = skip.get()
     skip.end_skips()
 
     assert found == "value"
-    assert shelf.asked == [("put", "features", 3), ("get", "features")]
+    assert buffer.asked == [("put", "features", 3), ("get", "features")]
     with pytest.raises(PenstockError):
         skip.get()
 

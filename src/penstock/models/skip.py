@@ -9,8 +9,8 @@ from torch import nn
 from penstock.errors import ConfigError, PenstockError
 
 
-class Shelf(Protocol):
-    """Where values lie between the layer that puts them and those that get them."""
+class SkipBuffer(Protocol):
+    """Holds values between the layer that puts them and those that get them."""
 
     def put(self, name: str, value: Any) -> None:
         """Keep a value under a name."""
@@ -46,7 +46,7 @@ class Skip(nn.Module):
 
     Whoever runs a model in parts brings the value past all parts between, whose messages grow by its bytes each, and
     calls `begin_skips` and `end_skips` around each forward. On a single device the model runs as it is if its layers
-    hold one and the same object, or once `connect_skips` was called; a value then lies there until the next is put. A
+    hold one and the same object, or once `connect_skips` was called; a value then stays until the next is put. A
     layer that is checkpointed gets it again in the backward, so run that before the next forward.
 
     Raises:
@@ -58,9 +58,9 @@ class Skip(nn.Module):
         if not name:
             raise ConfigError("a Skip has no name; give the one by which the layers that get find it", key="name")
         self.name = name
-        self._own: Shelf = _OwnShelf()
+        self._own: SkipBuffer = _OwnBuffer()
         # By thread: layers that threads run side by side, each as one rank, may hold one and the same Skip.
-        self._shelves: dict[int, Shelf] = {}
+        self._of_threads: dict[int, SkipBuffer] = {}
 
     def put(self, value: Any) -> None:
         """Hand a value on to the layers that get it.
@@ -68,7 +68,7 @@ class Skip(nn.Module):
         Raises:
             PenstockError: a second value, or one whose gradient could not come back.
         """
-        self._shelf().put(self.name, value)
+        self._current().put(self.name, value)
 
     def get(self) -> Any:
         """Return the value that was put.
@@ -76,39 +76,39 @@ class Skip(nn.Module):
         Raises:
             PenstockError: no layer before this one has put any, or its gradient could not go back.
         """
-        return self._shelf().get(self.name)
+        return self._current().get(self.name)
 
-    def begin_skips(self, shelf: Shelf) -> None:
-        """Begin a forward or a backward of layers for which values lie on this shelf."""
-        self._shelves[threading.get_ident()] = shelf
+    def begin_skips(self, buffer: SkipBuffer) -> None:
+        """Begin a forward or a backward of layers whose values are in this buffer."""
+        self._of_threads[threading.get_ident()] = buffer
 
     def end_skips(self) -> None:
         """End what this thread began."""
-        del self._shelves[threading.get_ident()]
+        del self._of_threads[threading.get_ident()]
 
     def extra_repr(self) -> str:
         """Return the name, for the text of the module."""
         return repr(self.name)
 
-    def _shelf(self) -> Shelf:
-        found = self._shelves.get(threading.get_ident())
+    def _current(self) -> SkipBuffer:
+        found = self._of_threads.get(threading.get_ident())
         if found is not None:
             return found
         # Autograd computes a checkpointed forward again in a thread of its own where the device is no CPU.
-        others = list(self._shelves.values())
+        others = list(self._of_threads.values())
         return others[0] if len(others) == 1 else self._own
 
 
 def connect_skips(modules: Iterable[nn.Module]) -> None:
     """Let the `Skip`s of one name among these layers find each other where the model runs whole, on a single device."""
-    shelf = _OwnShelf()
+    buffer = _OwnBuffer()
     skips = (inner for module in modules for inner in module.modules() if isinstance(inner, Skip))
     for skip in skips:
-        skip._own = shelf
+        skip._own = buffer
 
 
-class _OwnShelf:
-    """The shelf of a model that runs whole; a value lies there until the next one of its name."""
+class _OwnBuffer:
+    """The buffer of a model that runs whole; a value stays in it until the next one of its name."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
