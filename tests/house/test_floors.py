@@ -60,7 +60,6 @@ OF_TORCH = {
 SAVED_BY_NODES = ("_saved_", "_raw_saved_")
 # Between folders and files of execute/: the imports (from, to) against the order that its map gives, and why.
 UPWARD = {
-    ("batch", "stages"),  # admission asks the stages which keywords their layers take
     ("options", "observing"),  # the clock is an option
 }
 NAMES = {module.name for module in modules()}

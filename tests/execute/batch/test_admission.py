@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from penstock.errors import ConfigError, StepRefused
 from penstock.execute.batch.admission import Admission, Call, InputNeeds
@@ -11,7 +10,6 @@ from penstock.execute.batch.microbatch import BatchSpec, Split
 from penstock.execute.batch.stream import Stream
 from penstock.execute.control.agreement import Mode
 from penstock.execute.control.collectives import Control
-from penstock.execute.stages.stage import Stage
 from penstock.placement import Placement
 from tests.local_pipelines import error_of, on_ranks
 
@@ -186,20 +184,14 @@ def test_all_ranks_know_who_wants_outputs():
     assert on_ranks(3, ask) == [frozenset({1})] * 3
 
 
-class Masked(nn.Module):
-    def forward(self, x, *, mask=None):
-        return x
-
-
 def test_a_rank_wants_what_its_stages_take():
     placement = Placement.bidirectional(2)
 
     mask = frozenset({"mask"})
 
     def find(rank, placement, *, has_loss):
-        layer = Masked() if rank else nn.Tanh()
-        stages = [Stage(stage, {"0": layer}) for stage in placement.stages_of_rank[rank]]
-        return InputNeeds.of(stages, placement, mask, has_loss=has_loss)
+        keywords = dict.fromkeys(placement.stages_of_rank[rank], mask if rank else frozenset())
+        return InputNeeds.of(keywords, placement, mask, has_loss=has_loss)
 
     assert find(0, placement, has_loss=True) == InputNeeds(True, True, frozenset(), mask)
     assert find(1, placement, has_loss=False) == InputNeeds(True, False, mask, mask)

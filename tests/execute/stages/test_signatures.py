@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
-from penstock.execute.stages.signatures import EVERY, TakenKeywords, taken_keywords
+from penstock.execute.batch.microbatch import EVERY
+from penstock.execute.stages.signatures import TakenKeywords, taken_keywords
 from tests.ranks import run_ranks
 
 

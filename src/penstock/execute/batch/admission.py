@@ -1,7 +1,7 @@
 """The admission of a batch: it is cut, and runs only if all ranks run the same step on the same batch."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 
 from penstock.errors import PenstockError, PipelineError, StepRefused, nearest
 from penstock.execute.batch.cutting import BatchRule, with_sizes
-from penstock.execute.batch.microbatch import Microbatch, PreSplit
+from penstock.execute.batch.microbatch import EVERY, Microbatch, PreSplit
 from penstock.execute.batch.stream import Reader, Stream, StreamRules
 from penstock.execute.batch.supply import Supply, without_data
 from penstock.execute.batch.values import NUM_PARTS, BatchValues, refuse_other_values
@@ -22,8 +22,6 @@ from penstock.execute.control.agreement import (
     refusing,
 )
 from penstock.execute.control.collectives import Control
-from penstock.execute.stages.signatures import EVERY
-from penstock.execute.stages.stage import Stage
 from penstock.execute.values.tree import flatten
 from penstock.placement import Placement
 
@@ -59,13 +57,18 @@ class InputNeeds:
 
     @classmethod
     def of(
-        cls, stages: Sequence[Stage], placement: Placement, keywords_of_all: frozenset[str], *, has_loss: bool
+        cls,
+        keywords_of_stage: Mapping[int, Collection[str]],
+        placement: Placement,
+        keywords_of_all: frozenset[str],
+        *,
+        has_loss: bool,
     ) -> "InputNeeds":
-        """Look at the stages of a rank; those of last stages take the target if there is a loss."""
+        """Look at the keywords that each stage of a rank takes; last stages take the target if there is a loss."""
         return cls(
-            inputs=any(placement.previous_stage[stage.index] < 0 for stage in stages),
-            target=has_loss and any(placement.next_stage[stage.index] < 0 for stage in stages),
-            keywords=frozenset(name for stage in stages for name in stage.keyword_names()),
+            inputs=any(placement.previous_stage[stage] < 0 for stage in keywords_of_stage),
+            target=has_loss and any(placement.next_stage[stage] < 0 for stage in keywords_of_stage),
+            keywords=frozenset(name for keywords in keywords_of_stage.values() for name in keywords),
             keywords_of_all=keywords_of_all,
         )
 

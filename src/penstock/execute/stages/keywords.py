@@ -6,8 +6,9 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import PipelineError, nearest
+from penstock.execute.batch.microbatch import EVERY
 from penstock.execute.control.error_notes import note_place
-from penstock.execute.stages.signatures import EVERY, TakenKeywords, taken_keywords
+from penstock.execute.stages.signatures import TakenKeywords, taken_keywords
 from penstock.execute.undocumented import is_leaf_changed_in_place
 
 _IN_PLACE = (

@@ -16,10 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from penstock.execute.batch.microbatch import EVERY
 from penstock.execute.undocumented import traced_arguments
-
-EVERY = "**"
-"""Stands among names for all names; no parameter is called so."""
 
 
 @dataclass(frozen=True, slots=True)
