@@ -98,12 +98,11 @@ class Runner:
         self._messenger = Messenger(self._wires, device, has_variable_shapes=options.variable_shapes)
         self._num_attempts = 0  # steps that have begun, also those that failed; the ranks agree on it with each
         self._clocks = ClockComparison(transport, device, options.clock, agreed.each("clock_host"))
-        own_keywords = {stage.index: stage.keyword_names() for stage in assembly.stages}
         self._admission = Admission(
             control,
             device,
             options.batch_rule(schedule),
-            InputNeeds.of(own_keywords, schedule.placement, agreed.keywords, has_loss=loss is not None),
+            InputNeeds.of(assembly.keyword_names(), schedule.placement, agreed.keywords, has_loss=loss is not None),
             stream_rules=options.stream_rules(),
             checks_values=options.check_batches,
             read=options.clock.read,

@@ -39,6 +39,10 @@ class Assembly:
     skips: Mapping[int, StageSkips] = field(default_factory=dict)
     """By index of a stage, the skips that its layers hold or that go past it, if any."""
 
+    def keyword_names(self) -> dict[int, set[str]]:
+        """Return, per stage of this rank, the keyword arguments that its layers can take."""
+        return {stage.index: stage.keyword_names() for stage in self.stages}
+
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's parameters in the order of the unsplit model, each once and under its first name there."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
