@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any, cast
 
@@ -80,6 +80,9 @@ class StepProposal:
     """Whether it refuses the step because its stream is over."""
 
 
+_FIELDS = tuple(field.name for field in fields(StepProposal))
+
+
 class AgreedStep:
     """What all ranks know of a step that they run."""
 
@@ -115,7 +118,7 @@ def agree_on_step(control: Control, own: StepProposal) -> list[StepProposal]:
         StepRefused: if the ranks run different things, or one refuses; the same on every rank, and no data has been
             sent yet.
     """
-    everyone = [_proposal(cast(dict[str, Any], theirs)) for theirs in control.all_gather_object(asdict(own))]
+    everyone = [_proposal(cast(dict[str, Any], theirs)) for theirs in control.all_gather_object(_told(own))]
     _require_same("mode", everyone, _on_modes)
     _require_same("extra", everyone, _on_extras)
     _require_same("step_number", everyone, _on_draws)
@@ -133,6 +136,10 @@ def agree_on_step(control: Control, own: StepProposal) -> list[StepProposal]:
     _require_given("lengths", everyone, "slices")
     _refuse_together(everyone, control.rank)
     return everyone
+
+
+def _told(own: StepProposal) -> dict[str, object]:
+    return {name: getattr(own, name) for name in _FIELDS}  # asdict would copy every value, deeply
 
 
 def _proposal(told: Mapping[str, Any]) -> StepProposal:
