@@ -253,9 +253,9 @@ def counted_soak(monkeypatch, numbers_of, num_steps=100):
         headers.append(tree)
         return encode(tree)
 
-    def count_sends(transport, peer, tensor):
+    def count_sends(transport, peer, tensor, *tag):
         sends.append(transport.rank)
-        return post_send(transport, peer, tensor)
+        return post_send(transport, peer, tensor, *tag)
 
     monkeypatch.setattr(messages, "encode_layout", count_headers)
     monkeypatch.setattr(LocalTransport, "post_send", count_sends)

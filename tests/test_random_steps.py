@@ -269,7 +269,7 @@ def test_ranks_with_different_seeds_are_told_so():
     error = error_of(on_ranks, 2, case)
 
     assert isinstance(error, PipelineError)
-    assert "the seed" in str(error)
+    assert "disagree on seed" in str(error)
 
 
 def test_what_is_no_seed_is_refused_at_once():
