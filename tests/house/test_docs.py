@@ -1,5 +1,6 @@
 """The documents say what is so: parity lists every feature once, and the README's Python and file tree are real."""
 
+import ast
 import re
 import tomllib
 
@@ -134,3 +135,38 @@ def test_links_between_documents_lead_somewhere(name):
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / name).read_text(encoding="utf-8"))
 
     assert [link for link in links if not (folder / link).exists()] == []
+
+
+def missing_places(text):
+    """What is named behind a file of execute/ and is not in it."""
+    section = text.partition("### Where things happen\n")[2].partition("\n### ")[0]
+    places = re.findall(r"`([\w/]+\.py)`(?: `([\w.]+)`)?", section)
+    return [f"{file}: {name or 'no such file'}" for file, name in places if not _holds(file, name)]
+
+
+def _holds(file, name):
+    path = ROOT / file if file.startswith("tests/") else SOURCE / "execute" / file
+    if not path.is_file():
+        return False
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    for part in name.split(".") if name else ():
+        found = [node for node in body if getattr(node, "name", None) == part]
+        if not found:
+            return False
+        body = getattr(found[0], "body", [])
+    return True
+
+
+def test_where_things_happen_is_so():
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    section = text.partition("### Where things happen\n")[2].partition("\n### ")[0]
+
+    assert missing_places(text) == []
+    for asked in ("a send is posted", "a gradient is accumulated", "an observer, such as one for debugging"):
+        row = next(line for line in section.splitlines() if line.startswith(f"| {asked}"))
+        assert re.search(r"`[\w/]+\.py` `[\w.]+`", row), row
+
+
+@pytest.mark.parametrize("place", ["`run.py` `run_stop`", "`runs.py`", "`stages/tied.py` `TiedCopy.reduces`"])
+def test_a_place_that_is_not_there_is_found(place):
+    assert len(missing_places(f"### Where things happen\n\n| x | {place} |\n\n### More\n`gone.py`")) == 1
