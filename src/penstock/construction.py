@@ -34,16 +34,9 @@ from penstock.execute.losses.grad_scaler import describe_scale, grad_scaler_of
 from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
 from penstock.execute.options import PipelineOptions, refuse_unknown
 from penstock.execute.runner import Runner
-from penstock.execute.stages.assemble import (
-    Assembly,
-    Layer,
-    assemble,
-    layer_names,
-    num_parameters,
-    spec_attribute,
-    with_skips,
-)
+from penstock.execute.stages.assemble import Assembly, assemble, num_parameters, with_skips
 from penstock.execute.stages.carried import refuse_layers_that_look_back
+from penstock.execute.stages.layers import Layer, layer_names, spec_attribute
 from penstock.execute.stages.main_gradients import require_shapes
 from penstock.execute.stages.shared_builders import BuiltLayers, build_own, refuse_shared_objects
 from penstock.execute.stages.signatures import taken_keywords

@@ -23,9 +23,7 @@ from penstock.execute.losses.results import StepResult
 from penstock.execute.model_part import ModelPart
 from penstock.execute.observing.memory_report import MemoryReport, MemoryWatch, gather_memory
 from penstock.execute.observing.recorder import Recording
-from penstock.execute.stages.assemble import (
-    Layer,
-)
+from penstock.execute.stages.layers import Layer
 from penstock.execute.stages.stage import Stage
 from penstock.execute.stages.wrappers import reshard
 from penstock.execute.transport.protocol import Transport

@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, EndOfData, PipelineError
 from penstock.execute.batch.microbatch import PreSplit
 from penstock.execute.control.agreement import Mode
 from penstock.execute.losses.results import StepResult
-from penstock.execute.stages.assemble import Layer
+from penstock.execute.stages.layers import Layer
 from penstock.execute.values.tree import map_leaves
 from penstock.ir.schedule import Schedule
 from penstock.moving.deepspeed_module import LayerSpec, PipelineModule, TiedLayerSpec

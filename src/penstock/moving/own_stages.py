@@ -18,7 +18,7 @@ from penstock.execute.arguments import GROUP
 from penstock.execute.joining import Joined, join
 from penstock.execute.losses.loss import Loss
 from penstock.execute.options import refuse_unknown
-from penstock.execute.stages.assemble import Layer
+from penstock.execute.stages.layers import Layer
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.schedule import Schedule
 from penstock.moving.brought import agree_on_brought, parts_of_stages

@@ -21,8 +21,8 @@ from penstock.errors import ConfigError, PartitionError, PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.losses.loss import Loss
 from penstock.execute.losses.output import takes_weight
-from penstock.execute.stages.assemble import Layer, layer_names
 from penstock.execute.stages.auxiliary import auxiliary_modules, take_all
+from penstock.execute.stages.layers import Layer, layer_names
 from penstock.execute.stages.signatures import taken_keywords
 from penstock.execute.stages.skips import SkipBuffer, StageSkips, skip_names
 from penstock.execute.transport.protocol import Transport

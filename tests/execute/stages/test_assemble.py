@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from penstock.errors import PartitionError, StepRefused
-from penstock.execute.stages.assemble import assemble, layer_names, num_parameters, with_skips
+from penstock.execute.stages.assemble import assemble, num_parameters, with_skips
 from penstock.models import Skip
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
@@ -75,27 +75,6 @@ def test_modules_are_used_in_place():
     assembly = put_together(layers, 2)
 
     assert assembly.stages[0].layers["3"] is layers[3]
-
-
-def test_a_layer_is_named_by_its_spec_or_else_by_its_place():
-    named_module = nn.Linear(WIDTH, WIDTH)
-    named_module.name = "of the module itself"
-
-    assert layer_names([*specs()[:2], named_module, lambda: nn.ReLU()]) == ["in", "mid.0", "2", "3"]
-
-
-def test_two_layers_of_one_name_are_refused():
-    error = error_of(layer_names, [*specs(), specs()[0]])
-
-    assert isinstance(error, PartitionError)
-    assert "2 layers are named 'in'" in str(error)
-
-
-def test_what_builds_no_module_is_refused():
-    error = error_of(put_together, [*specs()[:3], lambda: "a text"], 2)
-
-    assert isinstance(error, PartitionError)
-    assert "layer '3' builds a str" in str(error)
 
 
 # ---- ties
@@ -184,14 +163,6 @@ def test_parameters_of_different_shape_cannot_be_one():
 
     assert isinstance(error, PartitionError)
     assert "'mid.0.weight' (6, 6) and 'mid.1.weight' (3, 3)" in str(error)
-
-
-def test_a_layer_that_does_not_fit_in_memory_is_named():
-    def huge():
-        return nn.Linear(2**40, 2**20)
-
-    with pytest.raises(PartitionError, match="layer '0' does not fit in this rank's memory"):
-        assemble([huge], Placement.line(1), [range(1)], 0, device=torch.device("cpu"))
 
 
 # ---- copies of the model
@@ -481,12 +452,3 @@ def test_a_stage_knows_where_its_first_layer_stands_in_the_model():
     found = [assemble(specs(), LINE, SLICES, rank, device=CPU).stages[0].first_layer for rank in range(3)]
 
     assert found == [0, 1, 3]
-
-
-@pytest.mark.parametrize("make", [lambda layer: layer, lambda layer: lambda: layer], ids=["module", "builder"])
-def test_a_layer_without_values_is_refused_with_what_to_do(make):
-    with torch.device("meta"):
-        empty = nn.Linear(WIDTH, WIDTH)
-
-    with pytest.raises(PartitionError, match=r"layer '1' is on the meta device, .* a LayerSpec, or call its to_empty"):
-        put_together([nn.Identity(), make(empty), nn.Identity(), nn.Identity()], 1)

@@ -1,12 +1,10 @@
 """From a list of layers to the stages of one rank: builds only what the rank holds, and finds tied parameters.
 
-A layer is a module, used in place, or a callable that builds one, such as a `LayerSpec`, whose `name` becomes the
-prefix of its parameters; else its index does. Parameters are tied where a layer's `tied` says so, where the caller
-does, where two modules hold one and the same parameter, and where routes run copies of one stage on different ranks.
+Parameters are tied where a layer's `tied` says so, where the caller does, where two modules hold one and the same
+parameter, and where routes run copies of one stage on different ranks.
 """
 
-import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,15 +12,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from penstock.errors import PartitionError, PenstockError, nearest
+from penstock.errors import PartitionError, nearest
+from penstock.execute.stages.layers import Layer, build_layer, layer_names, spec_attribute
 from penstock.execute.stages.skips import StageSkips, open_at
 from penstock.execute.stages.stage import Stage
 from penstock.execute.stages.tied import TiedCopy
-from penstock.execute.undocumented import has_hooks, is_out_of_memory
+from penstock.execute.undocumented import has_hooks
 from penstock.execute.values.tensors import is_dtensor
 from penstock.placement import Placement
-
-Layer = nn.Module | Callable[[], nn.Module]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,25 +47,6 @@ class Assembly:
             for name, parameter in stage.named_parameters():
                 found.setdefault(id(parameter), (name, parameter))
         return list(found.values())
-
-
-def spec_attribute(layer: Layer, name: str, default: Any) -> Any:
-    """Return what a layer's spec says of itself; a module says nothing, its attributes mean something else."""
-    return default if isinstance(layer, nn.Module) else getattr(layer, name, default)
-
-
-def layer_names(layers: Sequence[Layer], given: Sequence[str] = ()) -> list[str]:
-    """Return the prefix of each layer's parameters: what its spec says, else the given name, else its index.
-
-    Raises:
-        PartitionError: if two layers have the same name.
-    """
-    defaults = given or range(len(layers))
-    names = [str(spec_attribute(layer, "name", name)) for name, layer in zip(defaults, layers, strict=True)]
-    for name in names:
-        if names.count(name) > 1:
-            raise PartitionError(f"{names.count(name)} layers are named {name!r}; give each layer a name of its own")
-    return names
 
 
 def assemble(
@@ -165,53 +143,6 @@ def _copies(placement: Placement, stage: int) -> list[int]:
     """The stages that hold the same layers, one per route."""
     place = placement.routes[placement.route_of_stage[stage]].index(stage)
     return [route[place] for route in placement.routes]
-
-
-def build_layer(layer: Layer, name: str, memory: dict[int, Any] | None = None) -> nn.Module:
-    """Build a layer; a module is used in place, or copied where there is a memory of copies.
-
-    Raises:
-        PartitionError: it cannot be built, or is no module then.
-    """
-    try:
-        if isinstance(layer, nn.Module):
-            return _with_values(layer, name) if memory is None else _copy(layer, name, memory)
-        module = layer()
-    except PenstockError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise PartitionError(
-                f"layer {name!r} does not fit in this rank's memory ({error}); make it smaller, or use more ranks"
-            ) from error
-        raise PartitionError(f"layer {name!r} cannot be built: {type(error).__name__}: {error}") from error
-    if not isinstance(module, nn.Module):
-        raise PartitionError(f"layer {name!r} builds a {type(module).__name__}; expected an nn.Module")
-    return _with_values(module, name)
-
-
-def _with_values(module: nn.Module, name: str) -> nn.Module:
-    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        raise PartitionError(
-            f"layer {name!r} is on the meta device, where tensors have no values; give a callable that builds it "
-            "elsewhere, such as a LayerSpec, or call its to_empty(device=...) and initialize it first"
-        )
-    return module
-
-
-def _copy(layer: nn.Module, name: str, memory: dict[int, Any]) -> nn.Module:
-    if any(has_hooks(parameter) for parameter in layer.parameters()):
-        raise PartitionError(
-            f"layer {name!r} has parameters with hooks, which a copy would lose, but another rank of this process uses "
-            "it, or what it shares with others; give a callable that builds the layer and registers the hooks"
-        )
-    try:
-        return copy.deepcopy(layer, memory)
-    except (RuntimeError, TypeError) as error:
-        raise PartitionError(
-            f"layer {name!r} cannot be copied ({error}), but another rank of this process uses it, or what it shares "
-            "with others; give a callable that builds the layer"
-        ) from error
 
 
 def _tied_names(layers: Sequence[Layer], names: Sequence[str], tied: Iterable[tuple[str, str]]) -> list[list[str]]:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.execute.stages.assemble import Layer, build_layer
+from penstock.execute.stages.layers import Layer, build_layer
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import shares_process
 
