@@ -1,4 +1,4 @@
-"""`StepLosses`: how the losses of one step are weighed, and those that this rank has computed so far."""
+"""`StepLosses`: computes the losses of one step, notes them, and makes them the beginnings of backwards."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -6,9 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import Place
+from penstock.execute.control.error_notes import note_place, without_target
 from penstock.execute.losses.loss import Loss, LossShares, Scale, apply_scale
-from penstock.execute.losses.output import LossName
+from penstock.execute.losses.output import LossName, LossParts, read_loss
+from penstock.execute.values.tree import needing_gradient
 
 NO_SHARES = LossShares([], [])
 
@@ -37,6 +40,30 @@ class StepLosses:
     reported: dict[Place, Any] = field(default_factory=dict)
     """What the loss function had to say besides; filled on the ranks of last stages."""
 
+    def compute(self, place: Place, outputs: Any, target: Any, *, is_training: bool) -> Tensor | None:
+        """Compute and note the loss of a microbatch or slice; return where its backward begins, None without one.
+
+        Raises:
+            PipelineError: what the loss function returned is no loss, or does not depend on the outputs.
+        """
+        if self.loss is None:
+            return None
+        factor = self.shares.factor(*place)
+        parts = self._parts(self.loss, place, outputs, target, factor)
+        self.computed[place] = parts.loss.detach()
+        for name, loss in parts.named.items():
+            self.note(LossName(name, False, loss.dtype), place, loss)
+        if parts.reported is not None:
+            self.reported[place] = parts.reported
+        if not is_training:
+            return None
+        if factor and not parts.loss.requires_grad and needing_gradient(outputs):
+            raise PipelineError(
+                f"microbatch {place[0]}: the loss does not depend on the output any more, so nothing would be "
+                "trained; compute it from the output without detach(), item() or no_grad()"
+            )
+        return self.root_of(parts.loss, factor)
+
     def note(self, name: LossName, place: Place, loss: Tensor) -> None:
         """Remember a loss by its name; of several stages of this rank, the sum."""
         noted, exact = self.named.setdefault(name, {}), loss.detach().to(torch.float64)
@@ -55,3 +82,11 @@ class StepLosses:
     def forgetting(self) -> "StepLosses":
         """Return the same rules with nothing noted: for forwards that run again."""
         return replace(self, computed={}, named={}, reported={})
+
+    def _parts(self, loss: Loss, place: Place, outputs: Any, target: Any, factor: float) -> LossParts:
+        try:
+            value = loss(outputs, target, weight=factor) if self.takes_weight else loss(outputs, target)
+        except Exception as error:
+            note_place(error, without_target("the loss function", target))
+            raise
+        return read_loss(value, place[0], self.shares.count(*place))

@@ -19,7 +19,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import Place
-from penstock.execute.losses.delivery import deliver_loss
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.stages.feature import ForwardPart, StageFeature
 from penstock.execute.stages.first_gradients import FirstGradients
@@ -187,7 +186,7 @@ class StagePasses:
         with ExitStack() as stack:
             for part in parts:
                 stack.enter_context(part.around_loss())
-            return deliver_loss(step.losses, place, outputs, target, is_training=self.options.is_training)
+            return step.losses.compute(place, outputs, target, is_training=self.options.is_training)
 
     def _require_training(self, saved: SavedForward, loss: Tensor | None) -> None:
         is_idle = loss is not None and not loss.requires_grad and not self._begins_backwards
