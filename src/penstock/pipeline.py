@@ -222,7 +222,7 @@ class Pipeline(ModelPart):
         return describe_split(self.layers_of_stage, list(counts), self.layer_weights, list(counts.values()))
 
     def close(self) -> None:
-        """End the watchdog and release the wires; the modules stay as they are, but no step can be run any more."""
+        """End the watchdog and close the connections; the modules stay as they are, but no step can be run any more."""
         self._is_closed = True
         self._runner.close()
 

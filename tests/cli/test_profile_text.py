@@ -22,12 +22,12 @@ COSTS = Costs(
     launch_s=5e-5,
     spreads=(Spread(Kind.FORWARD, 0, 0.0098, 0.0005),),
 )
-WIRES = (ChannelSpeed(0, 1, 3e-5, 2.0 * 2**30), ChannelSpeed(1, 0, 4e-5, float("inf")))
+CHANNELS = (ChannelSpeed(0, 1, 3e-5, 2.0 * 2**30), ChannelSpeed(1, 0, 4e-5, float("inf")))
 
 
-def profile_of(costs=COSTS, wires=WIRES, name="1f1b", **shape):
+def profile_of(costs=COSTS, channels=CHANNELS, name="1f1b", **shape):
     program = lower(build(name, **({"ranks": 2, "microbatches": 4} | shape)))
-    return Profile(rank=0, costs=costs, layer_costs=LayerCosts(), program=program, num_steps=5, wires=wires)
+    return Profile(rank=0, costs=costs, layer_costs=LayerCosts(), program=program, num_steps=5, channels=channels)
 
 
 def test_everything_that_was_measured_is_told_with_its_unit():
@@ -106,7 +106,7 @@ def test_what_was_measured_with_split_backwards_is_told_apart():
 
 
 def test_a_single_rank_has_no_channels():
-    text = profile_text(profile_of(Costs(forward_s=(1.0,), backward_s=(2.0,)), wires=(), ranks=1))
+    text = profile_text(profile_of(Costs(forward_s=(1.0,), backward_s=(2.0,)), channels=(), ranks=1))
 
     assert "channel" not in text
     assert "launch" in text

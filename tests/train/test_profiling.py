@@ -114,10 +114,10 @@ def test_the_file_of_a_profile_serves_other_ranks_and_stages(profiled):
         assert simulate(lower(schedule), costs).makespan_s > 0
 
 
-def test_wires_are_measured_both_ways(profiled):
+def test_channels_are_measured_both_ways(profiled):
     found = profiled[0][0]
 
-    assert [(wire.sender, wire.receiver) for wire in found.wires] == [(0, 1), (1, 0)]
+    assert [(wire.sender, wire.receiver) for wire in found.channels] == [(0, 1), (1, 0)]
     assert found.costs.is_exclusive
     assert found.costs.bandwidth_bytes_per_s > 1e6
 
@@ -180,6 +180,6 @@ def test_a_run_is_profiled_without_touching_what_its_folder_holds(tmp_path):
 
     found = profile_run(config, num_steps=1)
 
-    assert found.wires == ()
+    assert found.channels == ()
     assert found.costs.forward_s[0] > 0
     assert sorted(path.name for path in folder.iterdir()) == ["summary.json", "tokens"]

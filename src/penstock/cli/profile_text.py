@@ -64,15 +64,15 @@ def _stages(profile: Profile) -> str:
 
 
 def _channels(profile: Profile) -> Iterator[str]:
-    if not profile.wires:
+    if not profile.channels:
         return
     rows = []
     latencies = _latencies_s(profile)
-    for wire in profile.wires:
-        ends = (wire.sender, wire.receiver)
-        bandwidth = wire.bandwidth_bytes_per_s
+    for channel in profile.channels:
+        ends = (channel.sender, channel.receiver)
+        bandwidth = channel.bandwidth_bytes_per_s
         speed = "-" if math.isinf(bandwidth) else f"{format_bytes(round(bandwidth))}/s"
-        rows.append([f"{ends[0]} to {ends[1]}", *_side_by_side((latencies[ends], wire.latency_s)), speed])
+        rows.append([f"{ends[0]} to {ends[1]}", *_side_by_side((latencies[ends], channel.latency_s)), speed])
     yield format_table(["channel", "latency", "latency of a ping", "bandwidth"], rows)
 
 

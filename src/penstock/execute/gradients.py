@@ -79,14 +79,14 @@ class Gradients:
         for copy in self._copies.values():
             copy.end_step()
 
-    def hooks(self, program: Program, messenger: Messenger, wires: Transport) -> Hooks:
-        """Return what the collectives of a program call; `wires` carry the exchanges of tied parameters."""
+    def hooks(self, program: Program, messenger: Messenger, transport: Transport) -> Hooks:
+        """Return what the collectives of a program call; `transport` carries the exchanges of tied parameters."""
 
         def reduce_tied(group: int) -> None:
             copy = self._copies[group]
             for peer in copy.ranks:
                 messenger.post_waiting(peer)  # the exchange goes behind them, on the same channels
-            copy.reduce(wires)
+            copy.reduce(transport)
 
         return Hooks(self._reduce_stage(program), reduce_tied, self._optimizer_step)
 

@@ -95,11 +95,11 @@ class ModelPart:
             ConfigError: on every rank, and nothing is changed: the state does not fit on one of them.
             PeerLost, DeadlineExceeded: a rank does not come.
         """
-        wires, rank = self._transport, self._transport.rank
+        transport, rank = self._transport, self._transport.rank
         if from_rank is not None:
             self._require_rank("from_rank", from_rank)
         own = own_state(self.stages)
-        everyone = entries_of_ranks(wires, own)
+        everyone = entries_of_ranks(transport, own)
         known = [entry for theirs in everyone for entry in theirs]
 
         def check() -> None:
@@ -107,13 +107,13 @@ class ModelPart:
                 wanted = known if rank == from_rank else everyone[rank]
                 require_fitting(state_dict, wanted, known, is_strict=strict)
 
-        together(Control(wires), check)
+        together(Control(transport), check)
         part = state_dict or {}
         if from_rank is not None:
-            part = scatter_state(wires, part, everyone, from_rank, self.device)
-        together(Control(wires), lambda: load_own(self.stages, part))
+            part = scatter_state(transport, part, everyone, from_rank, self.device)
+        together(Control(transport), lambda: load_own(self.stages, part))
         for copy in self._assembly.tied_copies.values():
-            copy.share_values(wires)
+            copy.share_values(transport)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

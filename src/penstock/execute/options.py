@@ -74,7 +74,7 @@ class PipelineOptions:
     device: torch.device | str | None = None
     """Where this rank's stages live; default: the CPU, or the current CUDA device under NCCL."""
     transport: Transport | None = None
-    """The wires; default: torch.distributed where it is initialised, else this process alone."""
+    """What carries messages; default: torch.distributed where it is initialised, else this process alone."""
     data_warn_s: float | None = 1.0
     """A microbatch of a `Stream` that takes longer than this to pull is warned of, at most once a step; None: never."""
     clock: Clock = field(default_factory=Clock)

@@ -24,7 +24,7 @@ def run_step(compiled: CompiledProgram, step: Step, note: Note, bounds: Sequence
         PipelineError: if anything stays alive behind the step.
     """
     bounds = compiled.bounds if bounds is None else bounds
-    if step.supply is not None:
+    if step.prefetcher is not None:
         bounds = with_data_calls(bounds, compiled.data_rows)
     is_training, first = not compiled.program.is_forward_only, compiled.rows.start
     step.make_registers(compiled.counts)

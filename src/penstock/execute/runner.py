@@ -94,8 +94,8 @@ class Runner:
             own=options.observers,
             gradient_attribute=ATTRIBUTE if options.main_gradients else "grad",
         )
-        self._wires = transport_of_messages(self._observers, transport)
-        self._messenger = Messenger(self._wires, device, has_variable_shapes=options.variable_shapes)
+        self._message_transport = transport_of_messages(self._observers, transport)
+        self._messenger = Messenger(self._message_transport, device, has_variable_shapes=options.variable_shapes)
         self._num_attempts = 0  # steps that have begun, also those that failed; the ranks agree on it with each
         self._clocks = ClockComparison(transport, device, options.clock, agreed.each("clock_host"))
         self._admission = Admission(
@@ -152,7 +152,7 @@ class Runner:
         if key not in self._compiled:
             program, rank, options = self._program_of(*key), self._transport.rank, self._options
             settings = StageSettings(self._assembly.skips, self._device, options.seed, options.deadline_s)
-            hooks = self._gradients.hooks(program, self._messenger, self._wires)
+            hooks = self._gradients.hooks(program, self._messenger, self._message_transport)
             context = CompileContext(
                 program,
                 rank,
@@ -215,7 +215,7 @@ class Runner:
             slices,
             losses,
             keeps_outputs,
-            supply=batch.supply,
+            prefetcher=batch.prefetcher,
             number=self.step_number,
             serial=batch.agreed.attempt,
             is_training=mode.is_training,
@@ -244,7 +244,7 @@ class Runner:
         result = self._exchange.share(step.losses)
         for recording in (each for each in of_step if isinstance(each, StepRecording)):
             self.recording = recording.recording
-        return result if step.supply is None else replace(result, data_times=step.supply.times)
+        return result if step.prefetcher is None else replace(result, data_times=step.prefetcher.times)
 
     def _with_outputs(self, result: StepResult, step: Step) -> StepResult:
         if not step.outputs:

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from penstock.execute.batch.microbatch import Microbatch, Place
-from penstock.execute.batch.supply import Supply
+from penstock.execute.batch.prefetch import Prefetcher
 from penstock.execute.losses.step_losses import StepLosses
 
 
@@ -29,14 +29,14 @@ class Step:
     """
 
     slices: Sequence[Sequence[Microbatch]]
-    """Per microbatch its slices; one, the microbatch itself, where it is not cut. Without data where a supply has not
-    pulled them yet, or has dropped them."""
+    """Per microbatch its slices; one, the microbatch itself, where it is not cut. Without data where a prefetcher
+    has not pulled them yet, or has dropped them."""
     losses: StepLosses
     keeps_outputs: bool = False
     """Whether the outputs of last stages were asked for."""
     outputs: dict[Place, Any] = field(default_factory=dict)
     """The detached outputs, if asked for; filled on the ranks of last stages."""
-    supply: Supply | None = None
+    prefetcher: Prefetcher | None = None
     """Pulls data before their use and drops them after it; None where a batch is there as a whole."""
     number: int = 0
     """Training steps that came before: what layers draw at random depends on it."""
@@ -74,7 +74,7 @@ class Step:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
         if kind is not None:
-            self.slices, self.supply = (), None
+            self.slices, self.prefetcher = (), None
             for column in (self.saved, self.received, self.inputs, self.outgoing):
                 column.clear()
             for values in (self.outputs, self.local, self.carried, self.first_gradients):

@@ -175,7 +175,7 @@ class Engine:
         return any(following[stage.index] < 0 for stage in self.pipeline.stages)
 
     def close(self) -> None:
-        """Release the wires."""
+        """Release the transport."""
         for pipeline in self._pipelines.values():
             pipeline.close()
 

@@ -128,7 +128,7 @@ class ForwardBackward:
         return next((prepared.pipeline for prepared in reversed(self._prepared.values())), None)
 
     def close(self) -> None:
-        """Release the wires of all pipelines made so far."""
+        """Close the connections of all pipelines made so far."""
         for prepared in self._prepared.values():
             prepared.pipeline.close()
         self._prepared.clear()

@@ -62,7 +62,7 @@ class Site:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | int | None, options: Mapping[str, Any]) -> "Site":
-        """Take the wires that `options` name, or new ones; every rank of the group calls it.
+        """Take the transport that `options` name, or a new one; every rank of the group calls it.
 
         As for `Pipeline`, a whole number as `group` is an option of the schedule's family.
         """
@@ -72,7 +72,7 @@ class Site:
 
     @property
     def transport(self) -> Transport:
-        """The wires to the other ranks."""
+        """The messages to and from the other ranks."""
         return self.joined.transport
 
     def together(self, make: Callable[[], T]) -> T:

@@ -168,7 +168,7 @@ class Schedule:
         return self._given(result, losses)
 
     def close(self) -> None:
-        """Release the wires, and leave the modules as they were brought."""
+        """Release the transport, and leave the modules as they were brought."""
         for hook in self._hooks:
             hook.remove()
         self.pipeline.close()

@@ -91,19 +91,19 @@ def claimed(config: RunConfig, start: Start = Start.BY_RULE) -> Iterator[Claim]:
 
 
 @contextmanager
-def claimed_together(config: RunConfig, wires: Transport, start: Start, output: TextIO) -> Iterator[RunConfig]:
+def claimed_together(config: RunConfig, transport: Transport, start: Start, output: TextIO) -> Iterator[RunConfig]:
     """Hold a folder that rank 0 chooses, for all ranks alike; every rank calls it.
 
     Raises:
         PenstockError: on every rank, as `claimed` does on rank 0.
     """
     with ExitStack() as stack:
-        with failing_together(wires):
-            if wires.rank == 0:
+        with failing_together(transport):
+            if transport.rank == 0:
                 claim = stack.enter_context(claimed(config, start))
                 config = claim.config
                 output.write(f"{claim.note}\n" if claim.note else "")
-        yield in_folder(config, Path(str(Control(wires).all_gather_object(config.run.folder)[0])))
+        yield in_folder(config, Path(str(Control(transport).all_gather_object(config.run.folder)[0])))
 
 
 @contextmanager

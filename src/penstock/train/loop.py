@@ -67,18 +67,18 @@ def train(
     """
     begin_s = time.monotonic()
     with ExitStack() as stack:
-        with closing(default_transport(None, PREPARING_DEADLINE_S)) as wires:
-            check_together(config, wires)
+        with closing(default_transport(None, PREPARING_DEADLINE_S)) as transport:
+            check_together(config, transport)
             if not is_claimed:
-                config = stack.enter_context(claimed_together(config, wires, start, output))
+                config = stack.enter_context(claimed_together(config, transport, start, output))
             folder = RunFolder(Path(config.run.folder))
             stack.enter_context(joined(folder.path))
             # The tokens and the folder are there, for all ranks, or all of them end here.
-            dataset = prepare_together(config, folder, wires)
-            _begin_together(config, folder, wires, output, is_forced=start is Start.FORCE)
-            stack.enter_context(run_log(folder.path, wires.rank, config.debug.log))
+            dataset = prepare_together(config, folder, transport)
+            _begin_together(config, folder, transport, output, is_forced=start is Start.FORCE)
+            stack.enter_context(run_log(folder.path, transport.rank, config.debug.log))
             layers = build_layers(config, dataset.vocabulary)
-            rule = choose_split(config, layers, dataset, folder, wires)
+            rule = choose_split(config, layers, dataset, folder, transport)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", PenstockWarning)  # told below, in this program's own words
                 pipeline = stack.enter_context(closing(build_pipeline(config, layers, rule)))
@@ -95,9 +95,11 @@ def train(
         return result
 
 
-def _begin_together(config: RunConfig, folder: RunFolder, wires: Transport, output: TextIO, *, is_forced: bool) -> None:
-    with failing_together(wires):
-        if wires.rank == 0:
+def _begin_together(
+    config: RunConfig, folder: RunFolder, transport: Transport, output: TextIO, *, is_forced: bool
+) -> None:
+    with failing_together(transport):
+        if transport.rank == 0:
             note = folder.begin(config, is_forced=is_forced)
             output.write(f"{note}\n" if note else "")
 

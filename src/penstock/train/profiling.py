@@ -1,4 +1,4 @@
-"""Profiling a run: a few of its steps are recorded, its wires and layers measured, and what they cost written down."""
+"""Profiling a run: a few of its steps are recorded, its channels and layers measured, and what they cost is written."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -33,7 +33,7 @@ from penstock.train.split import choose_split, times_of_layers
 NUM_WARM_UP_STEPS = 2
 """The first step agrees on shapes, and the second is the first to post receives ahead."""
 SMALLEST_LARGE_BYTES = 1 << 20
-"""The wires are measured with messages of this size, or the run's own if they are larger."""
+"""Channels are measured with messages of this size, or the run's own if they are larger."""
 SPLIT_KINDS = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 ANY_RATE = OptimizerOptions(learning_rate=1.0, total_steps=1)
 """What AdamW keeps does not depend on its rates."""
@@ -50,7 +50,7 @@ class Profile:
     """Of any split: what stages took is shared by what their layers take by themselves."""
     program: Program
     num_steps: int
-    wires: tuple[ChannelSpeed, ...]
+    channels: tuple[ChannelSpeed, ...]
     """Channels by themselves, while nothing else ran."""
     memory: tuple[RankMemory, ...] = ()
     """What each rank held during a step, without an optimizer."""
@@ -67,12 +67,12 @@ def profile_run(config: RunConfig, *, num_steps: int) -> Profile:
         ConfigError, FormatError, ScheduleError, PartitionError, PipelineError: as when it is trained.
     """
     folder = RunFolder(run_path(config.run.folder))
-    with closing(default_transport(None, PREPARING_DEADLINE_S)) as wires:
-        check_together(config, wires)
-        dataset = prepare_together(config, folder, wires)
+    with closing(default_transport(None, PREPARING_DEADLINE_S)) as transport:
+        check_together(config, transport)
+        dataset = prepare_together(config, folder, transport)
         layers = build_layers(config, dataset.vocabulary)
-        split = choose_split(config, layers, dataset, folder, wires)
-        times = times_of_layers(config, layers, dataset, folder, wires)
+        split = choose_split(config, layers, dataset, folder, transport)
+        times = times_of_layers(config, layers, dataset, folder, transport)
         pipeline = build_pipeline(config, layers, split)
     with closing(pipeline):
         return profile_pipeline(pipeline, dataset, num_steps, times)
@@ -90,11 +90,11 @@ def profile_pipeline(
     assert pipeline.recording is not None
     message_bytes = pipeline.recording.message_bytes
     report = _measure_memory(pipeline, dataset.batch(0))
-    wires = _measure_channels(pipeline, message_bytes)
+    channels = _measure_channels(pipeline, message_bytes)
     costs = costs_from_timelines(
         timelines,
         message_bytes=message_bytes,
-        bandwidths={(wire.sender, wire.receiver): wire.bandwidth_bytes_per_s for wire in wires},
+        bandwidths={(channel.sender, channel.receiver): channel.bandwidth_bytes_per_s for channel in channels},
     )
     if parts:
         costs = with_parts(costs, costs_from_timelines(parts))
@@ -110,7 +110,14 @@ def profile_pipeline(
     of_stages = {each.name: getattr(held, each.name) for each in fields(Costs) if each.name in report.layer_bytes}
     costs = replace(costs, source=source, **of_stages | {"message_bytes": message_bytes})
     return Profile(
-        pipeline.rank, costs, per_layer, pipeline.program, num_steps, tuple(wires), report.ranks, report.predicted_bytes
+        pipeline.rank,
+        costs,
+        per_layer,
+        pipeline.program,
+        num_steps,
+        tuple(channels),
+        report.ranks,
+        report.predicted_bytes,
     )
 
 

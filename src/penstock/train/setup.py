@@ -26,31 +26,31 @@ from penstock.train.together import failing_together
 SET_ELSEWHERE = ("ranks", "microbatches", "slices", "stages_per_rank")
 
 
-def check_together(config: RunConfig, wires: Transport) -> None:
+def check_together(config: RunConfig, transport: Transport) -> None:
     """Check the plan before anything is read or written; every rank calls it.
 
     Raises:
         PenstockError: on every rank; see `check_ranks` and `check_plan`.
     """
-    check_ranks(config, wires.num_ranks)
-    with failing_together(wires):
-        if wires.rank == 0:
+    check_ranks(config, transport.num_ranks)
+    with failing_together(transport):
+        if transport.rank == 0:
             check_plan(config)
 
 
-def prepare_together(config: RunConfig, folder: RunFolder, wires: Transport) -> TokenDataset:
+def prepare_together(config: RunConfig, folder: RunFolder, transport: Transport) -> TokenDataset:
     """Open the data on every rank: rank 0 first, the others then find the tokens made.
 
     Raises:
         ConfigError, PenstockError: on every rank, if any rank cannot; or if the ranks do not see the same text.
     """
     dataset: TokenDataset | None = None
-    for turn in (wires.rank == 0, wires.rank != 0):
-        with failing_together(wires):
+    for turn in (transport.rank == 0, transport.rank != 0):
+        with failing_together(transport):
             if turn:
                 dataset = _open_dataset(config, folder)
     assert dataset is not None
-    digests = Control(wires).all_gather_object(dataset.digest)
+    digests = Control(transport).all_gather_object(dataset.digest)
     if len(set(map(str, digests))) > 1:
         raise ConfigError(f"the ranks see different text: {digests}; give all of them the same files", key="data.files")
     return dataset

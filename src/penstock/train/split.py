@@ -78,7 +78,7 @@ class StoredTimes(_Document):
 
 
 def choose_split(
-    config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset, folder: RunFolder, wires: Transport
+    config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset, folder: RunFolder, transport: Transport
 ) -> SplitRule:
     """Return what `pipeline.split` asks for; every rank calls it, and all go by what rank 0 keeps or measures.
 
@@ -92,30 +92,30 @@ def choose_split(
         case "even":
             return SplitRule(weights=(1.0,) * len(layers))
         case "measured":
-            return _measured_split(config, layers, dataset, folder, wires)
+            return _measured_split(config, layers, dataset, folder, transport)
         case sizes:
             return SplitRule(split=sizes)
 
 
 def _measured_split(
-    config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset, folder: RunFolder, wires: Transport
+    config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset, folder: RunFolder, transport: Transport
 ) -> SplitRule:
     subject = _subject(config, dataset)
     path = folder.path / LAYER_TIMES
-    times = _kept_times(path, subject, wires)
+    times = _kept_times(path, subject, transport)
     if times is not None:
         return SplitRule(
             weights=times.weights, note=f"{_told(times)} when they were measured: {path}; delete it to measure anew"
         )
-    times = _measured_times(config, layers, dataset, wires)
-    with failing_together(wires):
-        if wires.rank == 0:
+    times = _measured_times(config, layers, dataset, transport)
+    with failing_together(transport):
+        if transport.rank == 0:
             folder.write(LAYER_TIMES, _stored(subject, times).model_dump_json(indent=2).encode())
     return SplitRule(weights=times.weights, note=f"{_told(times)}, measured now: {path}")
 
 
 def times_of_layers(
-    config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset, folder: RunFolder, wires: Transport
+    config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset, folder: RunFolder, transport: Transport
 ) -> LayerTimes:
     """Return what each layer takes of a microbatch: as it was kept for the split, or measured now. A collective.
 
@@ -123,15 +123,15 @@ def times_of_layers(
         FormatError, PenstockError: on every rank, if kept times cannot be read.
         PipelineError: on the other ranks, if rank 0 could not measure.
     """
-    kept = _kept_times(folder.path / LAYER_TIMES, _subject(config, dataset), wires)
-    return _measured_times(config, layers, dataset, wires) if kept is None else kept
+    kept = _kept_times(folder.path / LAYER_TIMES, _subject(config, dataset), transport)
+    return _measured_times(config, layers, dataset, transport) if kept is None else kept
 
 
 def _measured_times(
-    config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset, wires: Transport
+    config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset, transport: Transport
 ) -> LayerTimes:
     tokens, target = _first_microbatch(config, dataset)
-    return measure_layers(layers, (tokens,), target=target, loss=cross_entropy_loss, transport=wires)
+    return measure_layers(layers, (tokens,), target=target, loss=cross_entropy_loss, transport=transport)
 
 
 def _subject(config: RunConfig, dataset: TokenDataset) -> Subject:
@@ -151,14 +151,14 @@ def _first_microbatch(config: RunConfig, dataset: TokenDataset) -> Batch:
     return parts[0].args[0], parts[0].target
 
 
-def _kept_times(path: Path, subject: Subject, wires: Transport) -> LayerTimes | None:
+def _kept_times(path: Path, subject: Subject, transport: Transport) -> LayerTimes | None:
     """Return what rank 0 finds in the folder, where it was measured of the same; a collective."""
     found: StoredTimes | None = None
-    with failing_together(wires):
-        if wires.rank == 0:
+    with failing_together(transport):
+        if transport.rank == 0:
             found = _read(path)
     own = found.model_dump_json() if found is not None and found.of == subject else ""
-    text = str(Control(wires).all_gather_object(own)[0])
+    text = str(Control(transport).all_gather_object(own)[0])
     return StoredTimes.model_validate_json(text).times if text else None
 
 

@@ -9,7 +9,7 @@ from penstock.execute.transport.protocol import Transport
 
 
 @contextmanager
-def failing_together(wires: Transport) -> Iterator[None]:
+def failing_together(transport: Transport) -> Iterator[None]:
     """Run the block on every rank; where it fails on any, fail on all. A collective at the block's end.
 
     Raises:
@@ -20,7 +20,7 @@ def failing_together(wires: Transport) -> Iterator[None]:
         yield
     except PenstockError as error:
         problem = error
-    texts = [str(text) for text in Control(wires).all_gather_object("" if problem is None else str(problem))]
+    texts = [str(text) for text in Control(transport).all_gather_object("" if problem is None else str(problem))]
     if problem is not None:
         raise problem
     if any(texts):

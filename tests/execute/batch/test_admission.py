@@ -205,8 +205,8 @@ def streamed(wires, streams):
     batches = []
     for _ in range(2):
         batch = admission.admit(Mode.TRAIN, Call((streams[wires.rank],)))
-        if batch.supply is not None:
-            batch.supply.pull(1)
+        if batch.prefetcher is not None:
+            batch.prefetcher.pull(1)
         batches.append(batch)
     return batches
 
@@ -220,7 +220,7 @@ def test_a_stream_is_agreed_by_its_first_microbatch_and_later_steps_have_its_sig
     assert len(signatures) == 1
     assert [m.size for batch in middle for m in batch.microbatches] == [3] * 4
     assert [float(part.args[0][0]) for batch in first for (part,) in batch.slices] == [0.0, 1.0, 2.0, 3.0]
-    assert [(batch.supply, batch.has_target) for batch in middle] == [(None, False)] * 2
+    assert [(batch.prefetcher, batch.has_target) for batch in middle] == [(None, False)] * 2
     assert all(batch.has_target for batch in last)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.execute.batch.supply import Supply
+from penstock.execute.batch.prefetch import Prefetcher
 from penstock.execute.calls import Bound
 from penstock.execute.compile.data import rows_that_take_data, with_data_calls
 from penstock.execute.losses.step_losses import StepLosses
@@ -18,18 +18,18 @@ def woven(calls, needs):
     """Run calls, `0w` a wait of row 0 and `0` its computation, and tell what ran and what was pulled and let go."""
     log = []
 
-    class Noting(Supply):
+    class Noting(Prefetcher):
         def pull(self, microbatch):
             log.append(f"pull {microbatch}")
 
-        def let_go(self, microbatch):
+        def release(self, microbatch):
             log.append(f"drop {microbatch}")
 
     def bound(text):
         row = int(text.rstrip("w"))
         return Bound(row, lambda step: log.append(text), 99 if text.endswith("w") else None)
 
-    step = Step([], StepLosses(0, 1), supply=Noting([]))
+    step = Step([], StepLosses(0, 1), prefetcher=Noting([]))
     for each in with_data_calls([bound(text) for text in calls.split()], needs):
         each.call(step)
     return ", ".join(log)

@@ -10,8 +10,8 @@ import torch
 from penstock.errors import PenstockError, PipelineError, StepRefused, nearest
 from penstock.execute.batch.cutting import BatchRule, with_sizes
 from penstock.execute.batch.microbatch import EVERY, Microbatch, PreSplit
+from penstock.execute.batch.prefetch import Prefetcher, without_data
 from penstock.execute.batch.stream import Reader, Stream, StreamRules
-from penstock.execute.batch.supply import Supply, without_data
 from penstock.execute.batch.values import NUM_PARTS, BatchValues, refuse_other_values
 from penstock.execute.control.agreement import (
     AgreedStep,
@@ -41,7 +41,7 @@ class Batch:
     agreed: AgreedStep
     has_target: bool = False
     """Whether this rank was given a target."""
-    supply: Supply | None = None
+    prefetcher: Prefetcher | None = None
     """Of data that are pulled when needed, or let go after their use: it fills and empties `slices`."""
 
 
@@ -252,8 +252,8 @@ class Admission:
         ]
         for presplit in given.spent:
             presplit.parts.clear()
-        supply = Supply(parts, given.reader) if given.reader is not None or given.spent else None
-        return Batch(sized, parts, agreed, bool(given.target), supply)
+        prefetcher = Prefetcher(parts, given.reader) if given.reader is not None or given.spent else None
+        return Batch(sized, parts, agreed, bool(given.target), prefetcher)
 
     def _check(self, call: Call) -> None:
         if self._needs.inputs and not (call.args or call.kwargs):

@@ -37,16 +37,16 @@ def with_data_calls(bounds: Sequence[Bound], needs: Mapping[int, int]) -> list[B
 
 def _pull(microbatch: int) -> Call:
     def pull(step: Step) -> None:
-        assert step.supply is not None
-        step.supply.pull(microbatch)
+        assert step.prefetcher is not None
+        step.prefetcher.pull(microbatch)
 
     return pull
 
 
 def _release(microbatch: int) -> Call:
     def release(step: Step) -> None:
-        assert step.supply is not None
-        step.supply.let_go(microbatch)
+        assert step.prefetcher is not None
+        step.prefetcher.release(microbatch)
 
     return release
 

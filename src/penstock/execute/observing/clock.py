@@ -1,4 +1,4 @@
-"""Brings the clocks of ranks on different hosts to one scale, by pings over the wires before and after a recorded step.
+"""Brings the clocks of ranks on different hosts to one scale, by pings before and after a recorded step.
 
     rank 0   t0 ───────┐              ┌──► t3      the other clock is ahead by ((t1 - t0) + (t2 - t3)) / 2,
     rank r             └──► t1 ... t2 ┘            give or take half the time on the way, (t3 - t0) - (t2 - t1)

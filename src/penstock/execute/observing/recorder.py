@@ -157,7 +157,7 @@ class StepRecording(Observer):
             "output_bytes": {str(stage): num_bytes for stage, num_bytes in self._output_bytes().items()},
             "data_waits": [
                 [wait.microbatch, wait.begin_s, wait.end_s]
-                for wait in (() if step.supply is None else step.supply.waits)
+                for wait in (() if step.prefetcher is None else step.prefetcher.waits)
             ],
         }
         everyone = cast(list[dict[str, Any]], Control(self._transport).all_gather_object(own))

@@ -12,7 +12,7 @@ from penstock.execute.transport.torch_dist import TorchTransport
 
 
 def default_transport(group: dist.ProcessGroup | None, deadline_s: float) -> Transport:
-    """Return wires within the group, or in the default group if there is one, else for one rank.
+    """Return a transport within the group, or in the default group if there is one, else for one rank.
 
     A process that torchrun has started and that has no group is warned: every one of them would train by itself.
     """

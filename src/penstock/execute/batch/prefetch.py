@@ -20,7 +20,7 @@ class Source(Protocol):
         ...
 
 
-class Supply:
+class Prefetcher:
     """The slices of each microbatch of a step, as far as they are there; `slices` is filled and emptied in place."""
 
     def __init__(self, slices: list[list[Microbatch]], source: Source | None = None) -> None:
@@ -46,7 +46,7 @@ class Supply:
             self._slices[index] = self._source.next(index)
             self._num_pulled += 1
 
-    def let_go(self, microbatch: int) -> None:
+    def release(self, microbatch: int) -> None:
         """Drop the data of a microbatch; its sizes stay."""
         self._slices[microbatch] = [without_data(each) for each in self._slices[microbatch]]
 

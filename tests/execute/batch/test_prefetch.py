@@ -1,8 +1,8 @@
 """The data of a step are pulled in order, and dropped but for their sizes."""
 
 from penstock.execute.batch.microbatch import Microbatch
+from penstock.execute.batch.prefetch import Prefetcher, without_data
 from penstock.execute.batch.stream import DataTimes
-from penstock.execute.batch.supply import Supply, without_data
 from penstock.ir.timeline import DataWait
 
 EMPTY = Microbatch(0, (), {}, None, 2)
@@ -18,10 +18,10 @@ class Endless:
 
 def test_a_later_microbatch_brings_those_before_it():
     slices = [[EMPTY] for _ in range(4)]
-    supply = Supply(slices, Endless())
+    prefetcher = Prefetcher(slices, Endless())
 
-    supply.pull(2)
-    supply.pull(1)
+    prefetcher.pull(2)
+    prefetcher.pull(1)
 
     assert [row[0].args for row in slices] == [("data 0",), ("data 1",), ("data 2",), ()]
 
@@ -29,20 +29,20 @@ def test_a_later_microbatch_brings_those_before_it():
 def test_what_is_let_go_keeps_its_number_and_its_size():
     slices = [[Microbatch(0, ("x",), {"mask": 1}, "y", 2, 0, 5), Microbatch(0, ("x",), {}, "y", 2, 1, 4)]]
 
-    Supply(slices).let_go(0)
+    Prefetcher(slices).release(0)
 
     assert slices == [[Microbatch(0, (), {}, None, 2, 0, 5), Microbatch(0, (), {}, None, 2, 1, 4)]]
     assert without_data(slices[0][0]) == slices[0][0]
 
 
 def test_a_batch_that_is_there_needs_no_pull_and_costs_no_time():
-    supply = Supply([[EMPTY], [EMPTY]])
+    prefetcher = Prefetcher([[EMPTY], [EMPTY]])
 
-    supply.pull(1)
+    prefetcher.pull(1)
 
-    assert supply.times == DataTimes()
-    assert supply.waits == ()
+    assert prefetcher.times == DataTimes()
+    assert prefetcher.waits == ()
 
 
 def test_the_waits_for_data_are_those_of_their_source():
-    assert Supply([[EMPTY]], Endless()).waits == Endless.waits
+    assert Prefetcher([[EMPTY]], Endless()).waits == Endless.waits
