@@ -49,7 +49,7 @@ class SayingPasses:
         self._said.append(("backward weight", saved))
 
 
-def context_of(program, rank=0, said=None, *, passes=None, recomputed=None, row_of=None):
+def context_of(program, rank=0, said=None, *, passes=None, row_of=None):
     """Return what the compile functions look at; calls are noted in `said`."""
     said = [] if said is None else said
     stages = program.placement.stages_of_rank[rank]
@@ -60,7 +60,7 @@ def context_of(program, rank=0, said=None, *, passes=None, recomputed=None, row_
     )
     passes = passes or {stage: SayingPasses(said) for stage in stages}
     rows = RankRows.of(program, rank)
-    return CompileContext(program, rank, rows, passes, recomputed or {}, SayingMessenger(said), hooks, row_of)
+    return CompileContext(program, rank, rows, passes, SayingMessenger(said), hooks, row_of)
 
 
 def step_for(context):

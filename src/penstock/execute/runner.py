@@ -157,7 +157,7 @@ class Runner:
                 program,
                 rank,
                 RankRows.of(program, rank),
-                *compose_stages(program, rank, self._assembly.stages, settings),
+                compose_stages(program, rank, self._assembly.stages, settings),
                 self._messenger,
                 hooks,
                 self._failures.board.row_of,

@@ -93,7 +93,7 @@ class Again(RecomputedPasses):
 
 def test_a_recomputation_puts_the_activation_in_the_place_of_the_checkpoint():
     program = lower(ps.with_recompute(build("1f1b", ranks=1, microbatches=2)))
-    context = context_of(program, recomputed={0: Again()})
+    context = context_of(program, passes={0: Again()})
     step, row = step_for(context), row_of(program, "0R1")
     checkpoint = step.saved[program.slot[row]] = Checkpoint([], [], [])
 
@@ -105,7 +105,6 @@ def test_a_recomputation_puts_the_activation_in_the_place_of_the_checkpoint():
 def test_a_recomputation_of_a_stage_that_keeps_no_inputs_is_refused():
     program = lower(ps.with_recompute(build("1f1b", ranks=1, microbatches=1)))
     context = context_of(program)
-    context = context_of(program, recomputed=context.passes)
 
     with pytest.raises(PipelineError, match="0F0: its forward keeps no inputs"):
         list(compile_recompute(context, row_of(program, "0R0")))

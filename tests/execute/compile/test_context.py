@@ -1,6 +1,5 @@
 """A context reads the columns of a row."""
 
-import penstock as ps
 from penstock.lowering import lower
 from penstock.schedules import build
 from tests.compiled import context_of, row_of
@@ -15,12 +14,3 @@ def test_a_row_is_read_as_numbers_and_as_text():
     assert context.peer(row) == 1
     assert context.text(row) == "0SEND_F1.1"
     assert context.slot(row) == program.slot[row]
-
-
-def test_only_rows_that_run_again_have_other_passes():
-    program = lower(ps.with_recompute(build("1f1b", ranks=1, microbatches=1)))
-    context = context_of(program, passes={0: "plain"}, recomputed={0: "recomputed"})
-
-    found = [context.passes_of(row_of(program, text)) for text in ("0F0", "0R0", "0B0")]
-
-    assert found == ["recomputed", "recomputed", "plain"]

@@ -8,6 +8,7 @@ import penstock as ps
 from penstock.execute.compile.features import StageSettings, compose_stages
 from penstock.execute.stages.auxiliary import AddedLossFeature
 from penstock.execute.stages.carried import CarryFeature
+from penstock.execute.stages.passes import StagePasses
 from penstock.execute.stages.randomness import ReplayedRandomness, SeededRandomness
 from penstock.execute.stages.skips import StageSkips
 from penstock.execute.stages.stage import Stage
@@ -33,39 +34,48 @@ def kinds(passes):
 
 
 def test_a_plain_stage_has_no_features():
-    passes, recomputed = composed(build("1f1b", ranks=2, microbatches=2))
+    passes = composed(build("1f1b", ranks=2, microbatches=2))
 
     assert kinds(passes) == []
-    assert recomputed == {}
+    assert type(passes[1]) is StagePasses
 
 
 def test_features_come_in_the_order_of_autograds_roots():
     layer = Everything()
     settings = StageSettings({1: StageSkips([layer], ["x"], ["x"])}, torch.device("cpu"), seed=3)
 
-    passes, _ = composed(build("seq1f1b", ranks=2, microbatches=2, slices=2), settings, layer)
+    passes = composed(build("seq1f1b", ranks=2, microbatches=2, slices=2), settings, layer)
 
     assert kinds(passes) == [AddedLossFeature, CarryFeature, StageSkips, SeededRandomness]
 
 
 def test_nothing_is_carried_where_sequences_are_whole():
-    assert kinds(composed(build("1f1b", ranks=2, microbatches=2), layer=Everything())[0]) == [AddedLossFeature]
+    assert kinds(composed(build("1f1b", ranks=2, microbatches=2), layer=Everything())) == [AddedLossFeature]
 
 
 @pytest.mark.parametrize(("seed", "expected"), [(None, ReplayedRandomness), (3, SeededRandomness)])
 def test_forwards_that_run_again_draw_again(seed, expected):
     schedule = ps.with_recompute(build("1f1b", ranks=2, microbatches=2), stages=[1])
 
-    passes, recomputed = composed(schedule, StageSettings({}, torch.device("cpu"), seed))
+    passes = composed(schedule, StageSettings({}, torch.device("cpu"), seed))
 
-    assert kinds(passes) == kinds(recomputed) == [expected]
+    assert kinds(passes) == [expected]
+
+
+def test_only_the_forwards_that_have_a_recomputation_run_again():
+    schedule = ps.with_recompute(build("gpipe", ranks=2, microbatches=3))
+    rows = [row for row, action in enumerate([*schedule[0], *schedule[1]]) if str(action) != "1R1"]
+
+    passes = composed(schedule.select(rows))
+
+    assert passes[1]._again == {(0, 0), (2, 0)}
 
 
 @pytest.mark.parametrize(("name", "is_split"), [("zb-h1", True), ("1f1b", False)])
 def test_only_schedules_with_split_backwards_make_forwards_for_them(name, is_split):
     schedule = build(name, ranks=2, microbatches=2)
 
-    options = [composed(each)[0][1].options for each in (schedule, schedule.forward_only())]
+    options = [composed(each)[1].options for each in (schedule, schedule.forward_only())]
 
     assert [each.is_split for each in options] == [is_split, False]
     assert [each.is_training for each in options] == [True, False]

@@ -2,7 +2,6 @@
 
 import pytest
 
-import penstock as ps
 from penstock.execute.compile.rows import RankRows, arrived_before, used_after
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.operations import Op
@@ -47,14 +46,6 @@ def test_a_computation_whose_result_stays_has_no_send():
         "0F1": "0SEND_F1",
     }
     assert texts(program, last) == ["1B0", "1B1"]
-
-
-def test_forwards_that_run_again_and_the_rows_that_do_so_are_known():
-    program = lower(ps.with_recompute(build("1f1b", ranks=2, microbatches=2), stages=[1]))
-
-    again = [sorted(texts(program, RankRows.of(program, rank).again)) for rank in range(2)]
-
-    assert again == [[], ["1F0", "1F1", "1R0", "1R1"]]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe", "gpipe", "chimera"])

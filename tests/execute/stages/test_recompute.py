@@ -1,5 +1,7 @@
 """What a forward that runs again keeps, and what it may not do."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -16,9 +18,11 @@ from penstock.execute.stages.stage import Stage
 from tests.local_pipelines import WIDTH, block, values
 from tests.one_stage import PLACE, OneStage
 
+AGAIN = partial(RecomputedPasses, again={PLACE})
+
 
 def test_nothing_but_the_arguments_is_kept():
-    stage = OneStage(Stage(0, {"0": block(0)}), kind=RecomputedPasses)
+    stage = OneStage(Stage(0, {"0": block(0)}), kind=AGAIN)
     inputs = values(1, 4, WIDTH).requires_grad_()
 
     outputs, saved = stage.forward(inputs)
@@ -35,7 +39,7 @@ def test_a_backward_within_the_first_forward_is_refused():
             (x**2).sum().backward()
             return x
 
-    stage = OneStage(Stage(0, {"0": Greedy()}), kind=RecomputedPasses)
+    stage = OneStage(Stage(0, {"0": Greedy()}), kind=AGAIN)
 
     with pytest.raises(PipelineError, match="take its stage out of the recomputation"):
         stage.forward(torch.ones(2, requires_grad=True))
@@ -46,13 +50,13 @@ def test_a_loss_may_run_a_backward_through_itself():
         scale = torch.ones((), requires_grad=True)
         return output.sum() + torch.autograd.grad((scale**2 * 3).sum(), scale)[0]
 
-    stage = OneStage(Stage(0, {"0": block(0)}), kind=RecomputedPasses, loss=loss)
+    stage = OneStage(Stage(0, {"0": block(0)}), kind=AGAIN, loss=loss)
 
     assert isinstance(stage.saved(values(1, 4, WIDTH)), Checkpoint)
 
 
 def test_the_second_forward_saves_what_the_first_one_would_have_and_notes_nothing():
-    kinds = StagePasses, RecomputedPasses
+    kinds = StagePasses, AGAIN
     plain, stage = (OneStage(Stage(0, {"0": block(0)}), kind=kind, loss=torch.sum) for kind in kinds)
     inputs = [values(1, 4, WIDTH).requires_grad_() for _ in range(2)]
     expected = plain.backward(plain.saved(inputs[0]))
@@ -102,7 +106,7 @@ def test_copies_have_the_values_that_the_forward_began_with_and_are_shared_until
 
 
 def test_arguments_that_are_changed_before_the_forward_runs_again_are_refused():
-    stage = OneStage(Stage(0, {"0": block(0)}), kind=RecomputedPasses)
+    stage = OneStage(Stage(0, {"0": block(0)}), kind=AGAIN)
     batch = values(1, 4, WIDTH)
     saved = stage.saved(batch)
 
@@ -110,3 +114,12 @@ def test_arguments_that_are_changed_before_the_forward_runs_again_are_refused():
 
     with pytest.raises(PipelineError, match="was changed in place, so that its recomputation"):
         stage.passes.recompute(stage.step, PLACE, saved)
+
+
+def test_a_forward_of_the_stage_that_does_not_run_again_keeps_its_activation():
+    stage = OneStage(Stage(0, {"0": block(0)}), kind=AGAIN)
+
+    saved = stage.saved(values(1, 4, WIDTH), place=(0, 1))
+
+    assert not isinstance(saved, Checkpoint)
+    assert len(saved.edges) == 1

@@ -8,7 +8,6 @@ from penstock.execute.batch.microbatch import Place
 from penstock.execute.calls import Bound
 from penstock.execute.compile.rows import RankRows
 from penstock.execute.stages.passes import StagePasses
-from penstock.execute.stages.recompute import RecomputedPasses
 from penstock.execute.step import Step
 from penstock.execute.transport.messages import Key, Messenger
 from penstock.ir.program import Program
@@ -41,8 +40,6 @@ class CompileContext:
     rows: RankRows
     passes: Mapping[int, StagePasses]
     """By index, the stages of this rank."""
-    recomputed: Mapping[int, RecomputedPasses]
-    """The same for forwards that run again."""
     messenger: Messenger
     hooks: Hooks
     row_of: RowOf | None = None
@@ -50,8 +47,7 @@ class CompileContext:
 
     def passes_of(self, row: int) -> StagePasses:
         """Return how the stage of a row runs."""
-        stage = int(self.program.stage[row])
-        return self.recomputed[stage] if row in self.rows.again else self.passes[stage]
+        return self.passes[int(self.program.stage[row])]
 
     def slot(self, row: int) -> int:
         """Return the number of the register that a row uses."""

@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from penstock.execute.batch.microbatch import Place
 from penstock.execute.stages.auxiliary import AddedLossFeature, auxiliary_modules
 from penstock.execute.stages.carried import CarryFeature, carrying_modules
 from penstock.execute.stages.feature import StageFeature
@@ -32,14 +34,14 @@ class StageSettings:
 
 def compose_stages(
     program: Program, rank: int, stages: Sequence[Stage], settings: StageSettings
-) -> tuple[dict[int, StagePasses], dict[int, RecomputedPasses]]:
-    """Return how the stages of a rank run in a program, and how their forwards do that run again."""
+) -> dict[int, StagePasses]:
+    """Return how the stages of a rank run in a program."""
     randomness = _randomness(program, settings)
     rows = slice(*program.offsets[rank : rank + 2])
     split = frozenset(program.stage[rows][program.op[rows] == Op.BACKWARD_INPUT].tolist())
-    again = frozenset(program.stage[rows][program.op[rows] == Op.RECOMPUTE].tolist())
+    again = _recomputed_places(program, rows)
     placement = program.placement
-    passes, recomputed = {}, {}
+    passes: dict[int, StagePasses] = {}
     for stage in stages:
         index = stage.index
         options = PassOptions(
@@ -49,10 +51,20 @@ def compose_stages(
             is_split=index in split,
         )
         features = [*_features(program, stage, settings), *randomness]
-        passes[index] = StagePasses(stage, options, features)
         if index in again:
-            recomputed[index] = RecomputedPasses(stage, options, features)
-    return passes, recomputed
+            passes[index] = RecomputedPasses(stage, options, features, again[index])
+        else:
+            passes[index] = StagePasses(stage, options, features)
+    return passes
+
+
+def _recomputed_places(program: Program, rows: slice) -> dict[int, set[Place]]:
+    """Per stage, the forwards that run again."""
+    found: dict[int, set[Place]] = {}
+    for row in rows.start + np.flatnonzero(program.op[rows] == Op.RECOMPUTE):
+        place = int(program.microbatch[row]), int(program.slice[row])
+        found.setdefault(int(program.stage[row]), set()).add(place)
+    return found
 
 
 def _features(program: Program, stage: Stage, settings: StageSettings) -> Iterator[StageFeature]:

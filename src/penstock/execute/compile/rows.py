@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from penstock.execute.step import RegisterCounts
 from penstock.ir.deps import NONE, predecessors
-from penstock.ir.operations import BEGINS_KEEPING, IS_MESSAGE, IS_RECEIVE, IS_SEND, Op
+from penstock.ir.operations import BEGINS_KEEPING, IS_MESSAGE, IS_RECEIVE, IS_SEND
 from penstock.ir.program import Program
 
 Before = NDArray[np.int32]
@@ -36,8 +36,6 @@ class RankRows:
     """Per row, from 0, the row of this rank that it gets its data from, else NONE."""
     sends: Mapping[int, int]
     """Per row whose result is sent, the send."""
-    again: frozenset[int]
-    """The forwards that run again, and the rows that do so."""
     arrived: Mapping[int, tuple[int, int]]
     """Per receive: its peer, and how many messages to that peer have arrived for certain once this one is here."""
     used: Mapping[int, list[int]]
@@ -54,13 +52,12 @@ class RankRows:
         own, shift = before[own_first:own_end], first - own_first
         is_local = (own >= own_first) & (own < own_end)
         sources = np.where(is_local, own + shift, NONE)
-        sends, again = np.flatnonzero(IS_SEND[program.op[first:end]]), program.op[first:end] == Op.RECOMPUTE
+        sends = np.flatnonzero(IS_SEND[program.op[first:end]])
         return cls(
             range(first, end),
             _register_counts(program, slice(first, end)),
             sources.tolist(),
             dict(zip(sources[sends].tolist(), (sends + first).tolist(), strict=True)),
-            frozenset([*sources[again].tolist(), *(first + np.flatnonzero(again)).tolist()]),
             {row + shift: found for row, found in arrived_before(part, before, rank).items()},
             used_after(part, before, rank),
         )

@@ -10,7 +10,7 @@ change once, since R runs on copies, which have the values that F began with. In
 refused. Without a seed for the step (`randomness`), R sets the generators back to where F began.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,13 +71,19 @@ class BufferCopier:
 
 
 class RecomputedPasses(StagePasses):
-    """Runs a stage whose forwards keep their inputs only, and run again before their backward."""
+    """Runs a stage of which some forwards keep their inputs only, and run again before their backward."""
 
-    def __init__(self, stage: Stage, options: PassOptions, features: Sequence[StageFeature] = ()) -> None:
+    def __init__(
+        self, stage: Stage, options: PassOptions, features: Sequence[StageFeature], again: Collection[Place]
+    ) -> None:
         super().__init__(stage, options, features)
+        self._again = again
+        """The forwards that run again."""
         self._copier = BufferCopier(stage)
 
     def forward(self, step: Step, place: Place, inputs: Inputs, keywords: Keywords) -> tuple[Any, SavedForward | None]:
+        if place not in self._again:
+            return super().forward(step, place, inputs, keywords)
         buffers, before = self._copier.copies(), VersionGuard.of((inputs, keywords))
         parts = self.begin_parts(step, place)
         with saved_tensors_hooks(_drop, _refuse):
