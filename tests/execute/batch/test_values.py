@@ -135,6 +135,17 @@ def test_values_are_named_by_the_places_of_a_call():
     assert BatchValues((), {}, None).digests(CPU).tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("index", range(20))
+def test_numbers_and_tensors_may_stand_in_any_order(index):
+    numbers, tensors = [index, index + 0.5, 7], [drawn(2), drawn(3)]
+    orders = [[*numbers, *tensors], [*tensors, *numbers], [numbers[0], tensors[0], *numbers[1:], tensors[1]]]
+
+    found = [BatchValues(tuple(order), {}, None).digests(CPU).tolist() for order in orders]
+
+    assert len({each[0] for each in found}) == 3
+    assert all(each[1:] == [0, 0] for each in found)
+
+
 def test_floats_count_and_what_cannot_be_read_is_left_out():
     def number(*args):
         return int(BatchValues(args, {}, None).digests(CPU)[0])

@@ -73,7 +73,9 @@ class BatchValues:
                     found = tensor_digest(leaf).to(device, non_blocking=device.type != "cpu")
                 else:
                     found = _of_plain(leaf, reads_floats=self._reads_all)
-                total = total * _ODD + found
+                # Tensors wrap at 64 bits by themselves, but take no larger number than that.
+                scaled = total * _ODD if isinstance(total, Tensor) else _signed(total * _ODD)
+                total = scaled + found
                 if not isinstance(total, Tensor):
                     total = _signed(total)
         return total
