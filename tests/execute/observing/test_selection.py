@@ -22,7 +22,7 @@ def test_what_is_off_costs_nothing():
     compiled = pipeline._runner._compiled_for(Mode.TRAIN, 2)
 
     assert pipeline._runner._observers == []
-    assert pipeline._runner._wires is pipeline.transport
+    assert pipeline._runner._message_transport is pipeline.transport
     assert all(bound is own for bound, own in zip(compiled.bounds, compiled.plain, strict=True))
 
 
