@@ -113,3 +113,20 @@ def test_limits_and_norms_that_are_no_numbers_are_refused(limit, norm_type):
 
     assert isinstance(error, ConfigError)
     assert "expected a number larger than 0, or infinity" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (lambda pipeline, rank: pipeline.clip_grad_norm_(1.0 + rank), "disagree on max_norm"),
+        (lambda pipeline, rank: pipeline.clip_grad_norm_(1.0 - rank), "expected a number larger than 0"),
+        (lambda pipeline, rank: pipeline.state_dict(on_rank=rank), "disagree on on_rank"),
+        (lambda pipeline, rank: pipeline.load_state_dict({}, from_rank=2 * rank), "expected a rank from 0 to 1"),
+    ],
+)
+def test_an_argument_that_is_wrong_or_another_on_one_rank_is_refused_on_all(act, told):
+    def case(wires):
+        return error_of(act, pipeline_of(wires, float_layers()), wires.rank)
+
+    for error in on_ranks(2, case):
+        assert told in str(error)

@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.errors import ConfigError, PipelineError
 from penstock.execute.control.collectives import Control
-from penstock.execute.control.handshake import together
+from penstock.execute.control.handshake import exchange, require_equal, together
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.execute.stages.main_gradients import ATTRIBUTE
@@ -78,7 +78,7 @@ class ModelPart:
         own = own_state(self.stages)
         if on_rank is None:
             return own
-        self._require_rank("on_rank", on_rank)
+        self._agree(on_rank=on_rank)
         everyone = entries_of_ranks(self._transport, own)
         return gather_state(self._transport, own, everyone, on_rank, self.device)
 
@@ -96,8 +96,7 @@ class ModelPart:
             PeerLost, DeadlineExceeded: a rank does not come.
         """
         transport, rank = self._transport, self._transport.rank
-        if from_rank is not None:
-            self._require_rank("from_rank", from_rank)
+        self._agree(from_rank=from_rank, strict=strict)
         own = own_state(self.stages)
         everyone = entries_of_ranks(transport, own)
         known = [entry for theirs in everyone for entry in theirs]
@@ -128,9 +127,7 @@ class ModelPart:
             ConfigError: `max_norm` or `norm_type` is no number larger than 0. `math.inf` as the limit measures only.
             PipelineError: the norm is not finite and `error_if_nonfinite`; nothing is scaled then.
         """
-        for key, value in (("max_norm", max_norm), ("norm_type", norm_type)):
-            if not (isinstance(value, int | float) and value > 0):
-                raise ConfigError(f"{value!r}; expected a number larger than 0, or infinity", key=key)
+        self._agree(max_norm=max_norm, norm_type=norm_type)
         attribute = ATTRIBUTE if self._has_main_gradients else "grad"
         named = [(name, getattr(parameter, attribute, None)) for name, parameter in self.named_parameters()]
         norm = clip_gradients(
@@ -142,6 +139,20 @@ class ModelPart:
                 "error_if_nonfinite=False to leave them as they are"
             )
         return torch.tensor(norm, dtype=torch.float64)
+
+    def _agree(self, **given: Any) -> None:
+        """Refuse arguments that are wrong, or not the same, on any rank, on all of them at once."""
+
+        def check() -> None:
+            for key, value in given.items():
+                if key in ("on_rank", "from_rank") and value is not None:
+                    self._require_rank(key, value)
+                if key in ("max_norm", "norm_type") and not (isinstance(value, int | float) and value > 0):
+                    raise ConfigError(f"{value!r}; expected a number larger than 0, or infinity", key=key)
+
+        told = {key: str(value) for key, value in given.items()}
+        _, everyone = exchange(Control(self._transport), check, lambda _: told)
+        require_equal(everyone)
 
     def _require_rank(self, key: str, rank: int) -> None:
         if not (isinstance(rank, int) and 0 <= rank < self._transport.num_ranks):
