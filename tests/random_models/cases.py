@@ -253,7 +253,8 @@ class _Draw:
         frozen = "all" if is_frozen else draw.choice(["all", "part"]) if self.chance(0.12) else ""
         wrappers = []
         if self.chance(0.3) and not kind.is_end:
-            names = [*(() if kind.has_state else RECOMPUTING), "forwards", "forwards"]
+            recomputing = [name for name in RECOMPUTING if name != "selective" or not kind.changes_product]
+            names = [*(() if kind.has_state else recomputing), "forwards", "forwards"]
             wrappers.append(draw.choice(names))
         if self.chance(0.1):
             wrappers.append("forwards" if kind.takes else "sequential")

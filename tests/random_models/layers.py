@@ -29,6 +29,8 @@ class Kind:
     """Its forward changes buffers, so the same layer cannot be used twice, nor recomputed."""
     is_strided: bool = False
     """What it returns, or its gradient, lies in another order in memory or with gaps: sums round differently."""
+    changes_product: bool = False
+    """It changes the result of a product in place, and torch's selective checkpoint may keep no result that changes."""
     is_end: bool = False
     """It begins or ends a model of words, and stands nowhere else."""
 
@@ -318,12 +320,12 @@ class ScoresOfWeights(nn.Module):
 # ---- changes in place
 
 
-@kind()
+@kind(changes_product=True)
 def relu_in_place(draw, width, dtype):
     return nn.Sequential(nn.Linear(width, width, bias=draw.random() < 0.5, dtype=dtype), nn.ReLU(inplace=True))
 
 
-@kind()
+@kind(changes_product=True)
 class SlicesInPlace(nn.Module):
     """Changes parts of its own output through views."""
 
@@ -354,7 +356,7 @@ class FillsInPlace(nn.Module):
         return output
 
 
-@kind()
+@kind(changes_product=True)
 class ChangesViewOfOutput(nn.Module):
     """Returns a view, the base of which it has changed in place."""
 

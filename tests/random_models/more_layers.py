@@ -98,7 +98,7 @@ class BatchNorm(nn.Module):
         return self.norm(hidden.transpose(1, 2)).transpose(1, 2)
 
 
-@kind(looks_around=True, is_strided=True)
+@kind(looks_around=True, is_strided=True, changes_product=True)
 def recurrent(draw, width, dtype):
     make = draw.choice([nn.GRU, nn.LSTM, nn.RNN])
     return _Recurrent(make(width, width, batch_first=True, num_layers=draw.choice([1, 1, 2]), dtype=dtype))
