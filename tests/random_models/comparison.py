@@ -11,6 +11,8 @@ AFTER_UPDATES = 1e-7
 """Where gradients differ by rounding, an optimizer that divides by their size makes more of it."""
 OF_OUTPUTS = 1e-5
 """And a norm by small running variances makes more of that."""
+DIVERGED = 1e6
+"""Gradients that grew by this factor: from there on, a difference by rounding may have grown to any size."""
 
 
 @dataclass
@@ -56,6 +58,13 @@ class Expected:
         """Names that may differ by rounding once there were updates."""
         return set() if self.case.is_bitwise and not self.tied else self.everything
 
+    @property
+    def num_steps(self):
+        """How many steps can be compared: all that are bitwise, else those before the training diverged."""
+        sizes = [_largest(gradients) for gradients in self.trace.gradients]
+        diverged = [step for step, size in enumerate(sizes) if not size <= DIVERGED * max(sizes[0], 1e-3)]
+        return diverged[0] if diverged and self.loose_later else len(sizes)
+
 
 def differences(case, ranks, plain):
     """List what is not as one process computed it; `ranks` and `plain` are traces."""
@@ -73,15 +82,17 @@ def differences(case, ranks, plain):
 
 def of_rank(own, expected):
     """List what is wrong on one rank."""
-    plain, wrong = expected.trace, []
-    for step, (found, wanted) in enumerate(zip(own.gradients, plain.gradients, strict=True)):
+    plain, wrong, num_steps = expected.trace, [], expected.num_steps
+    for step, (found, wanted) in list(enumerate(zip(own.gradients, plain.gradients, strict=True)))[:num_steps]:
         is_early = step <= ACCUMULATED  # the first update comes at the end of the next step
         loose = expected.loose if is_early else expected.loose_later
         wrong += compare(found, wanted, loose, TOLERANCE if is_early else AFTER_UPDATES, f"step {step}, gradient of")
-    for step, (found, wanted) in enumerate(zip(own.losses, plain.losses, strict=True)):
+    for step, (found, wanted) in list(enumerate(zip(own.losses, plain.losses, strict=True)))[:num_steps]:
         is_early = step <= ACCUMULATED
         loose = expected.loose - expected.tied if is_early else expected.loose_later
         wrong += of_losses(found, wanted, loose, TOLERANCE if is_early else AFTER_UPDATES, f"step {step}")
+    if num_steps < len(plain.losses):
+        return wrong
     later = expected.loose_later
     wrong += compare(own.parameters, plain.parameters, later, AFTER_UPDATES, "trained")
     wrong += compare(own.buffers, plain.buffers, later, AFTER_UPDATES, "buffer")
@@ -118,8 +129,7 @@ def summed_in_another_order(case, plain, stages):
 
 def compare(found, wanted, loose, tolerance, what):
     """List the names whose tensors are not equal: bit for bit, or for loose ones nearly."""
-    sizes = [float(tensor.abs().max()) for tensor in wanted.values() if tensor is not None and tensor.numel()]
-    scale = max([1e-3, *(size for size in sizes if size == size)])
+    scale = max(1e-3, _largest(wanted))
     return [
         f"{what} {name}: {problem}"
         for name in found.keys() & wanted.keys()
@@ -138,6 +148,12 @@ def difference(found, wanted, tolerance):
     distance, size = float((found - wanted).abs().max()), float(wanted.abs().max())
     kind = "not equal bit for bit" if distance <= 1e-5 * size else "different"
     return f"{kind}, by {distance:.2g} of {size:.2g}"
+
+
+def _largest(tensors):
+    """The largest size of a number, other than NaN, in tensors by name."""
+    sizes = [float(tensor.abs().max()) for tensor in tensors.values() if tensor is not None and tensor.numel()]
+    return max((size for size in sizes if size == size), default=0.0)
 
 
 def _said(tensor):
