@@ -6,7 +6,7 @@ PYTEST_ARGS ?=
 
 BIN := .venv/bin
 
-.PHONY: demo test test-full check bench clean
+.PHONY: demo test test-full check docs bench clean
 
 demo: .venv/.stamp
 	$(BIN)/penstock train examples/demo.toml
@@ -21,6 +21,10 @@ test-full: .venv/.stamp
 
 check: .venv/.stamp
 	scripts/check
+
+# Ends with a link to the first page.
+docs: .venv/.stamp
+	scripts/docs
 
 bench: .venv/.stamp
 	$(BIN)/python bench/startup.py

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from penstock.execute.losses.delivery import deliver_loss
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -44,7 +45,6 @@ from penstock.execute.compile.context import CompileContext, Hooks
 from penstock.execute.compile.program import compile_program
 from penstock.execute.compile.rows import RankRows
 from penstock.execute.control.positions import PositionBoard
-from penstock.execute.losses.delivery import deliver_loss
 from penstock.execute.losses.loss import LossShares
 from penstock.execute.losses.step_losses import StepLosses
 from penstock.execute.run import run_step

@@ -1,0 +1,71 @@
+"""Sphinx builds the site from the Markdown of this folder: `make docs` writes build/docs/index.html."""
+
+import re
+from functools import partial
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+from penstock.version import VERSION
+
+project = "Penstock"
+author = "the authors of Penstock"
+version = release = VERSION
+extensions = ["myst_parser"]
+exclude_patterns = ["_static"]
+nitpicky = True
+
+myst_heading_anchors = 4  # the anchors that GitHub makes of headings: page.md#a-heading
+highlight_language = "text"
+
+html_theme = "furo"
+html_title = f"Penstock {VERSION}"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
+html_copy_source = False
+html_show_sphinx = False
+
+# The sections of the site, in their order, and the pages of each. A page that is in none of them fails the build.
+SECTIONS = {
+    "Start": ["start"],
+    "All of Penstock": ["all", "pipeline", "training", "observing", "pictures"],
+    "Tutorials": ["tutorials/*"],
+    "Cookbook": ["cookbook", "tasks"],
+    "Schedules": ["schedules", "schedules/*"],
+    "Explanations": ["design", "simulator", "explanations/*", "words"],
+    "Reference": ["reference/*"],
+    "Measured": ["performance", "parity"],
+    "Moving from": ["moving/README", "moving/*"],
+    "Recipes": ["recipes/*"],
+}
+
+
+def link_other_files(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Make links to Markdown outside this folder, such as ../README.md, links to the files themselves."""
+    source[0] = re.sub(r"\]\(((?:\.\./)+[^)#]*\.md)", partial(_as_file, app, docname), source[0])
+
+
+def _as_file(app: Sphinx, docname: str, link: re.Match[str]) -> str:
+    target = (Path(app.srcdir) / docname).parent.joinpath(link[1]).resolve()
+    return link[0] if target.is_relative_to(Path(app.srcdir)) else f"](path:{link[1]}"
+
+
+def add_contents(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Append the tables of contents to the first page, whose Markdown stays plain; a pattern may match no page yet."""
+    if docname != "index":
+        return
+    for section, patterns in SECTIONS.items():
+        pages = [page for pattern in patterns for page in matching(Path(app.srcdir), pattern)]
+        entries = "\n".join(dict.fromkeys(pages))
+        if entries:
+            source[0] += f"\n\n```{{toctree}}\n:hidden:\n:caption: {section}\n\n{entries}\n```\n"
+
+
+def matching(folder: Path, pattern: str) -> list[str]:
+    """Return the names of the pages that match a pattern, in alphabetical order."""
+    return sorted(re.sub(r"\.md$", "", str(path.relative_to(folder))) for path in folder.glob(f"{pattern}.md"))
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", link_other_files)
+    app.connect("source-read", add_contents)
