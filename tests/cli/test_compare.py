@@ -22,7 +22,7 @@ def objects_by(capsys, *arguments, status=0):
 def test_schedules_stand_side_by_side_in_the_order_of_their_names(capsys):
     lines = printed_by(capsys, "zb-h1", "1f1b", "gpipe", *SIZE).splitlines()
 
-    assert [line.split() for line in lines[2:]] == [
+    assert [line.split() for line in lines[2:5]] == [
         ["zb-h1", "27", "27", "0.1111", "0.1111", "4", "4", "48", "*"],
         ["1f1b", "33", "33", "0.2727", "0.2727", "4", "4", "48"],
         ["gpipe", "33", "33", "0.2727", "0.2727", "8", "8", "48"],
@@ -54,11 +54,14 @@ def test_costs_without_the_parts_of_a_backward_refuse_those_that_split_it(capsys
     assert "(I= and W= where costs are a text)" in split["error"]
 
 
-def test_costs_per_rank_make_work_equal(capsys):
-    one, two = objects_by(capsys, "1f1b", "zbv", *SIZE, "--per-rank")
+def test_work_is_equal_unless_costs_are_per_action(capsys):
+    one, two = objects_by(capsys, "1f1b", "zbv", *SIZE)
+    _, unequal = objects_by(capsys, "1f1b", "zbv", *SIZE, "--per-action")
 
     for found in (one, two):
         assert found["makespan_s"] * (1 - found["bubble_fraction"]) == pytest.approx(24)
+    assert unequal["makespan_s"] == 2 * two["makespan_s"]
+    assert "Equal work: F=1,I=1,W=1 is all that a rank does" in printed_by(capsys, "1f1b", *SIZE)
 
 
 def test_a_family_that_refuses_the_shape_is_a_row_that_says_why(capsys):
@@ -69,15 +72,16 @@ def test_a_family_that_refuses_the_shape_is_a_row_that_says_why(capsys):
     error = refused["error"]
     assert refused == nothing | {"error": error}
     assert error.startswith("stages_per_rank: 1f1b takes 1 stage per rank, got 2; ")
-    assert f"\n1f1b              refused: {error}\n" in text
+    assert f"\nnot compared:\n  1f1b: {error}\n" in text
 
 
 def test_if_all_refuse_the_status_is_1(capsys):
     assert objects_by(capsys, "1f1b", *SIZE, "--stages-per-rank", "2", status=1)[0]["error"]
     assert main(["compare", "1f1b", *SIZE, "--slices", "2"]) == 1
-    assert capsys.readouterr().err == (
+    assert capsys.readouterr() == (
+        "",
         "penstock: none of these schedules can be compared\n"
-        "  1f1b: slices: 1f1b does not cut microbatches, got 2; use 1 slice or a family that does\n"
+        "  1f1b: slices: 1f1b does not cut microbatches, got 2; use 1 slice or a family that does\n",
     )
 
 

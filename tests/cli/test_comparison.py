@@ -8,12 +8,11 @@ import pytest
 from penstock.cli.comparison import (
     Comparison,
     Refusal,
+    basis_of,
     compare,
     equal_work_s,
     names_on_front,
     notes,
-    parts_per_rank,
-    scale_durations,
     to_json,
     to_table,
 )
@@ -22,7 +21,8 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.ir.schedule import Schedule
 from penstock.proofs import Limit
 from penstock.schedules import build
-from penstock.simulation import Costs
+from penstock.simulation import Costs, LayerCosts
+from penstock.tables import Screen
 
 UNIT = Costs.uniform()
 
@@ -56,16 +56,16 @@ def test_the_figures_of_1f1b_are_those_by_hand():
     assert (found.num_parts, found.num_microbatches) == (1, 8)
 
 
-def test_costs_are_per_action_unless_they_are_those_of_a_rank():
+def test_costs_are_those_of_a_rank_unless_they_are_per_action():
     shape = {"ranks": 4, "microbatches": 8, "stages_per_rank": 2}
     costs = Costs.uniform(forward=2, transfer=0.25)
     half = Costs.uniform(forward=1, backward_input=0.5, backward_weight=0.5, transfer=0.25)
 
-    per_action = compare(wanted("interleaved-1f1b", **shape), costs)
-    per_rank = compare(wanted("interleaved-1f1b", **shape), costs, per_rank=True)
+    of_rank = compare(wanted("interleaved-1f1b", **shape), costs)
+    of_action = compare(wanted("interleaved-1f1b", **shape), costs, per_action=True)
 
-    assert per_action.makespan_s > 1.8 * per_rank.makespan_s
-    assert per_rank == compare(wanted("interleaved-1f1b", **shape), half)
+    assert of_action.makespan_s > 1.8 * of_rank.makespan_s
+    assert of_rank == compare(wanted("interleaved-1f1b", **shape), half, per_action=True)
 
 
 @pytest.mark.parametrize(
@@ -79,26 +79,37 @@ def test_costs_are_per_action_unless_they_are_those_of_a_rank():
         ("chimera", {"microbatches": 4}, 1),
     ],
 )
-def test_work_of_a_microbatch_on_a_rank_is_shared_by_its_stages_and_slices(name, shape, num_parts):
-    assert parts_per_rank(build(name, **{"ranks": 2, "microbatches": 3, **shape})) == num_parts
+def test_a_rank_runs_each_microbatch_once_per_stage_and_slice(name, shape, num_parts):
+    assert compare(wanted(name, **shape), UNIT).num_parts == num_parts
 
 
 @pytest.mark.parametrize("name", ["gpipe", "interleaved-1f1b", "zbv", "chimera", "seq1f1b"])
-def test_work_per_rank_is_the_same_for_all_with_costs_per_rank(name):
+def test_every_schedule_does_equal_work_by_default(name):
     slices = {"slices": 2} if name == "seq1f1b" else {}
 
-    found = compare(wanted(name, ranks=2, microbatches=4, **slices), UNIT, per_rank=True)
+    found = compare(wanted(name, ranks=2, microbatches=4, **slices), UNIT)
 
     assert found.makespan_s * (1 - found.bubble_fraction) == pytest.approx(4 * 3)
 
 
-def test_only_the_times_of_actions_are_scaled():
-    costs = Costs.uniform(forward=1, backward_input=2, backward_weight=3, backward=4, transfer=5, launch_s=6)
+@pytest.mark.parametrize("stages_per_rank", [2, 4])
+def test_the_bubble_of_interleaved_1f1b_is_the_published_share_of_that_of_1f1b(stages_per_rank):
+    """Megatron-LM (arXiv 2104.04473, section 2.2): v stages per rank leave a v-th of the idle time, (p-1)(F+B)."""
+    plain = compare(wanted("1f1b", ranks=4, microbatches=8), UNIT)
+    loop = compare(wanted("interleaved-1f1b", ranks=4, microbatches=8, stages_per_rank=stages_per_rank), UNIT)
 
-    assert scale_durations(costs, 0.5) == Costs.uniform(
-        forward=0.5, backward_input=1, backward_weight=1.5, backward=2, transfer=5, launch_s=6
-    )
-    assert scale_durations(Costs(forward_s=(1, 2)), 0.5) == Costs(forward_s=(0.5, 1))
+    assert plain.makespan_s - 24 == 3 * 3
+    assert loop.makespan_s - 24 == pytest.approx(3 * 3 / stages_per_rank)
+
+
+def test_zbv_has_no_bubble_beside_1f1b_and_as_much_memory_as_published():
+    """Zero bubble (arXiv 2401.10241, section 6): ZB-V has no bubble where F = I = W, in the memory of 1F1B."""
+    plain = compare(wanted("1f1b", ranks=4, microbatches=8), UNIT)
+    v = compare(wanted("zbv", ranks=4, microbatches=8), UNIT)
+
+    assert (plain.bubble_rate, v.bubble_rate) == (pytest.approx(9 / 33), pytest.approx(0))
+    assert v.span_s / plain.span_s == pytest.approx(24 / 33)
+    assert v.peak_microbatches == plain.peak_microbatches
 
 
 @pytest.mark.parametrize("error", [ConfigError("takes 1 stage"), ScheduleError("mine: breaks 2 rules")])
@@ -142,20 +153,31 @@ def test_json_has_these_keys_in_the_order_of_the_names():
     assert [row["fits"] for row in json.loads(to_json(rows, activations(2)))] == [False, None, True]
 
 
-def test_the_table_aligns_figures_and_says_why_a_row_has_none():
+def test_the_table_aligns_figures_and_lists_what_is_refused_below_it():
     rows = [
         comparison("longer", num_parts=2),
         Refusal("b", "broken:\n  first\n  second"),
         comparison("c", 2, peak=2),
     ]
 
-    assert to_table(rows, None).splitlines() == [
-        "name    makespan s  span s  bubble fraction  bubble rate  peak activations  in microbatches  messages  front",
-        "------  ----------  ------  ---------------  -----------  ----------------  ---------------  --------  -----",
-        "longer          10       9           0.2500       0.2000                 4                2         6",
-        "b       refused: broken: first",
-        "c               10       9           0.2500       0.2000                 2                1         6      *",
+    lines = to_table(rows, None, basis="Equal work.").splitlines()
+
+    assert [line.split() for line in (lines[0], *lines[2:4])] == [
+        [
+            *("name", "makespan", "s", "span", "s", "bubble", "fraction", "bubble", "rate", "peak", "activations"),
+            *("peak", "microbatches", "messages", "front"),
+        ],
+        ["longer", "10", "9", "0.2500", "0.2000", "4", "2", "6"],
+        ["c", "10", "9", "0.2500", "0.2000", "2", "1", "6", "*"],
     ]
+    assert lines[4:] == ["", "not compared:", "  b: broken: first", "", "Equal work."]
+
+
+def test_a_narrow_screen_keeps_makespan_and_memory():
+    found = to_table([comparison("interleaved-1f1b"), comparison("c")], None, screen=Screen(40)).splitlines()
+
+    assert [line.split() for line in found[:2]] == [["makespan", "peak"], ["name", "s", "microbatches"]]
+    assert max(map(len, found)) <= 40
 
 
 def test_the_front_is_what_no_other_beats_in_step_time_and_memory():
@@ -184,7 +206,11 @@ def test_within_each_of_several_limits_the_fastest_is_told():
     table = to_table(rows, None, swept_limits=[activations(most) for most in (2, 4, 8)])
     objects = json.loads(to_json(rows, None, swept_limits=[activations(most) for most in (4, 8)]))
 
-    assert table.splitlines()[6:] == [
+    assert table.splitlines()[4:] == [
+        "",
+        "not compared:",
+        "  r: no",
+        "",
         "fastest within 2 activations: none fits",
         "fastest within 4 activations: slow",
         "fastest within 8 activations: fast",
@@ -200,7 +226,7 @@ def test_a_limit_adds_whether_each_fits():
     lines = to_table([comparison("a"), comparison("b", peak=2)], activations(2)).splitlines()
 
     assert [line.split()[-4:-1] for line in lines[:1]] == [["fits", "2", "activations"]]
-    assert [line.split()[8:] for line in lines[2:]] == [["no"], ["yes", "*"]]
+    assert [line.split()[8:] for line in lines[2:4]] == [["no"], ["yes", "*"]]
 
 
 def test_rounding_shows_no_negative_bubble():
@@ -209,27 +235,33 @@ def test_rounding_shows_no_negative_bubble():
     assert "-0.0000" not in to_table([row], None)
 
 
-@pytest.mark.parametrize("per_rank", [False, True])
-def test_a_note_tells_that_actions_are_not_of_equal_size(per_rank):
+def test_unequal_work_is_told_where_costs_are_per_action():
     rows = [comparison("a"), comparison("b", 2), Refusal("r", "no"), comparison("c"), comparison("d", Fraction(3, 2))]
 
-    told = "\n".join(notes(rows, per_rank=per_rank))
+    ((heading, *lines),) = notes(rows, per_action=True)
 
-    assert "1 in a, c\n  3/2 in d\n  2 in b\n" in told
-    assert ("--per-rank divides the costs" in told) is not per_rank
+    assert "unequal work" in heading
+    assert lines == ["  1 in a, c", "  3/2 in d", "  2 in b"]
+    assert notes(rows, per_action=False) == []
 
 
 def test_a_note_tells_of_different_numbers_of_microbatches():
-    told = notes([comparison("a"), comparison("b", num_microbatches=4)], per_rank=False)
+    (told,) = notes([comparison("a"), comparison("b", num_microbatches=4)], per_action=False)
 
-    assert told[1:] == ["note: the rows run different numbers of microbatches:", "  3 in a", "  4 in b"]
+    assert told == ["note: the rows run different numbers of microbatches:", "  3 in a", "  4 in b"]
 
 
 def test_names_that_tell_their_numbers_need_no_note():
     rows = [comparison("a, 3 microbatches"), comparison("a, 4 microbatches", num_microbatches=4)]
 
-    assert notes(rows, per_rank=False) == []
+    assert notes(rows, per_action=False) == []
 
 
 def test_equal_rows_need_no_note():
-    assert notes([comparison("a", 2), comparison("b", 2), Refusal("r", "no")], per_rank=False) == []
+    assert notes([comparison("a", 2), comparison("b", 2), Refusal("r", "no")], per_action=True) == []
+
+
+def test_a_line_says_what_is_equal():
+    assert basis_of(UNIT, "F=1", per_action=False).startswith("Equal work: F=1 is all that a rank does")
+    assert basis_of(UNIT, "F=1", per_action=True).startswith("Costs per action: F=1")
+    assert basis_of(LayerCosts(forward=1.0), "f.toml", per_action=False).startswith("Equal work: f.toml is per layer")

@@ -20,7 +20,7 @@ def row(name, makespan_s, peak, num_microbatches=8, num_parts=1):
 def asked(**changes):
     usual = {
         "memory_limit": None,
-        "per_rank": False,
+        "per_action": False,
         "ranks": 4,
         "microbatches": 8,
         "costs": "F=1,I=1,W=1",
@@ -74,13 +74,13 @@ def test_names_of_a_sweep_say_their_sizes_themselves_and_times_are_for_equal_wor
     assert b"times are for 16 microbatches" in page
 
 
-def test_unequal_work_is_told_unless_costs_are_per_rank():
+def test_unequal_work_is_told_where_costs_are_per_action():
     rows = [row("a", 1.0, 2), row("b", 2.0, 1, num_parts=2)]
 
-    assert b"ranks do unequal work" in result_of(rows, "html", asked())
-    fair = result_of(rows, "html", asked(per_rank=True))
-    assert b"ranks do unequal work" not in fair
-    assert b"F=1,I=1,W=1 per rank" in fair
+    assert b"ranks do unequal work" not in result_of(rows, "html", asked())
+    unequal = result_of(rows, "html", asked(per_action=True))
+    assert b"ranks do unequal work" in unequal
+    assert b"F=1,I=1,W=1 per action" in unequal
 
 
 def test_what_is_over_the_limit_says_so():

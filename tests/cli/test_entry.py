@@ -41,7 +41,7 @@ FLAGS = {
         "--microbatches",
         "--option",
         "--output",
-        "--per-rank",
+        "--per-action",
         "--ranks",
         "--slices",
         "--stages",

@@ -1,9 +1,18 @@
 """What commands print, and where."""
 
+import io
 import os
 import sys
 
-from penstock.cli.output import complain, forget_stdout, say
+import pytest
+
+from penstock.cli.output import complain, forget_stdout, replace_unknown_characters, say, screen_of
+from penstock.tables import Screen
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
 
 def test_results_and_complaints_go_to_their_own_streams(capsys):
@@ -21,3 +30,30 @@ def test_forgotten_output_goes_nowhere(tmp_path, monkeypatch):
         os.write(file.fileno(), b"lost")
 
     assert (tmp_path / "out").read_text() == ""
+
+
+def test_a_pipe_has_no_width_and_no_color(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+
+    assert screen_of(io.StringIO(), {"FORCE_COLOR": "1"}) == Screen()
+
+
+@pytest.mark.parametrize(
+    ("environment", "has_color"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],
+)
+def test_a_terminal_has_its_width_and_color_unless_it_is_not_wanted(monkeypatch, environment, has_color):
+    monkeypatch.setenv("COLUMNS", "40")
+
+    assert screen_of(Terminal(), environment) == Screen(40, has_color)
+
+
+def test_characters_that_an_encoding_lacks_are_spelled(monkeypatch):
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", file)
+
+    replace_unknown_characters()
+    say("── 3 µs 语")
+
+    file.flush()
+    assert file.buffer.getvalue() == b"-- 3 us ?\n"

@@ -13,6 +13,7 @@ from tests.house.source import SOURCE, imports, modules, parse
 ROOMS = {
     "errors": (0, {0}),
     "placement": (0, {0}),
+    "tables": (0, {0}),
     "version": (0, {0}),
     "ir": (1, {0}),
     "schedules": (2, {0, 1}),
@@ -47,6 +48,7 @@ OPTIONAL = {"matplotlib", "tensorboard", "tokenizers", "ortools"}
 # The few late imports of packages that are always there: (file, package), and why.
 LATE = {
     ("penstock.ir.hot", "numba"),  # the compiler takes longer to load than a small plan takes to make
+    ("penstock.tables", "rich"),  # planning starts without it, and most of it prints no table
     ("penstock.schedules.registry", "importlib"),  # its metadata takes as long to load as a tenth of all else
 }
 # The one file that may use what torch's documentation does not promise, and names of such things.
@@ -91,7 +93,7 @@ def wrong_floors(module):
 def wrong_packages(module):
     if ROOMS[module.room][0] > LAST_PLANNING_FLOOR:
         return []
-    allowed_late = {"matplotlib"} if module.room == "show" else set()
+    allowed_late = {"show": {"matplotlib"}, "tables": {"rich"}}.get(module.room, set())
     return [
         f"{module.at(item.node)}: floors 0-{LAST_PLANNING_FLOOR} do without {item.target}"
         for item in imports(module)

@@ -18,14 +18,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--costs",
         default="F=1,I=1,W=1",
         metavar="COSTS",
-        help="seconds per action of one stage (and slice): F=1,I=1,W=1 (the default), B=2 if that is not I + W, "
-        "transfer=0.1 between ranks, overlap=0.8 times the sum for two actions that overlap; or a TOML or JSON file, "
-        "per stage or, as `penstock profile` writes it, per layer",
+        help="seconds of all that a rank does for one microbatch, so that every schedule does equal work: F=1,I=1,W=1 "
+        "(the default), B=2 if that is not I + W, transfer=0.1 between ranks, overlap=0.8 times the sum for two actions "
+        "that overlap; or a TOML or JSON file: the same, per stage, or per layer (`penstock profile`)",
     )
     parser.add_argument(
-        "--per-rank",
+        "--per-action",
         action="store_true",
-        help="COSTS are those of all that a rank does for one microbatch; a stage or slice takes its share of them",
+        help="COSTS are those of one action of one stage and slice, so a schedule with more stages does more work",
     )
     parser.add_argument(
         "--sweep",
@@ -45,33 +45,32 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    from penstock.cli.comparison import Comparison, compare
+    from penstock.cli.comparison import Comparison, basis_of, compare
     from penstock.cli.comparison_result import result_of
-    from penstock.cli.output import complain
+    from penstock.cli.output import complain, stdout_screen
     from penstock.cli.sweep import LIMITS, read_sweep, swept_schedules
     from penstock.proofs import Limit
     from penstock.simulation import LayerCosts
     from penstock.simulation.costs.file import load_costs
+    from penstock.tables import NO_SCREEN
 
     format = wanted_format(arguments, FORMAT_OF_SUFFIX, "table")
     refuse_useless(arguments, "theme", format, CHARTS)
     costs = load_costs(arguments.costs)
-    is_per_layer = isinstance(costs, LayerCosts)
-    if arguments.per_rank and is_per_layer:
-        raise ConfigError(
-            f"{arguments.costs} has costs per layer, of which stages and slices take their share anyway; leave it out",
-            key="--per-rank",
-        )
+    if arguments.per_action and isinstance(costs, LayerCosts):
+        raise ConfigError(f"{arguments.costs} has costs per layer, not per action; leave it out", key="--per-action")
     sweep = read_sweep(arguments.sweep)
     if arguments.memory_limit is not None:
         arguments.memory_limit = Limit.read(arguments.memory_limit, "--memory-limit")
     limits: list[Limit] = [*sweep.get(LIMITS, ()), *filter(None, [arguments.memory_limit])]
     for limit in limits:
         limit.require_sizes(costs.activation_bytes, "--memory-limit")
-    found = [compare(wanted, costs, per_rank=arguments.per_rank) for wanted in swept_schedules(arguments, sweep)]
+    found = [compare(wanted, costs, per_action=arguments.per_action) for wanted in swept_schedules(arguments, sweep)]
     is_useless = not any(isinstance(row, Comparison) for row in found)
-    if format not in CHARTS or not is_useless:
-        result = result_of(found, format, arguments, swept_limits=sweep.get(LIMITS, ()), is_per_layer=is_per_layer)
+    if format == "json" or not is_useless:
+        basis = basis_of(costs, arguments.costs, per_action=arguments.per_action)
+        screen = NO_SCREEN if arguments.output else stdout_screen()
+        result = result_of(found, format, arguments, swept_limits=sweep.get(LIMITS, ()), basis=basis, screen=screen)
         write_result(result, format, arguments.output)
     refused = [row for row in found if not isinstance(row, Comparison)]
     if is_useless:

@@ -2,26 +2,25 @@
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
 import numpy as np
 
-from penstock.cli.stage_costs import stage_costs
+from penstock.cli.stage_costs import share_of_rank, stage_costs, stages_per_rank
 from penstock.cli.wanted import Wanted
 from penstock.errors import PenstockError
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.planning import plan
 from penstock.proofs import Limit
 from penstock.searching.front import pareto_front
 from penstock.show.pareto import Candidate
-from penstock.show.text import align, format_bytes
+from penstock.show.text import format_bytes
 from penstock.simulation import Costs, LayerCosts
-from penstock.simulation.costs.costs import COMPUTE_FIELDS
+from penstock.tables import NO_SCREEN, Column, Screen, table_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +66,18 @@ FIGURES = (
 """The members of a comparison in JSON, next to its messages."""
 
 
-def compare(wanted: Wanted, costs: Costs | LayerCosts, *, per_rank: bool = False) -> Row:
-    """Make a schedule, prove it and simulate it; `per_rank` costs are divided over a rank's stages and slices."""
+def compare(wanted: Wanted, costs: Costs | LayerCosts, *, per_action: bool = False) -> Row:
+    """Make a schedule, prove it and simulate it.
+
+    `costs` that are not per layer are those of all that a rank does for one microbatch, which its stages and slices
+    share: so every schedule does equal work. With `per_action` they are those of each stage and slice as they are.
+    """
     try:
         schedule = wanted.make()
-        num_parts = parts_per_rank(schedule)
         own_costs = stage_costs(costs, schedule)
-        planned = plan(schedule, scale_durations(own_costs, float(1 / num_parts)) if per_rank else own_costs)
+        if isinstance(costs, Costs) and not per_action:
+            own_costs = share_of_rank(costs, schedule)
+        planned = plan(schedule, own_costs)
     except PenstockError as error:
         return Refusal(wanted.text, str(error))
     timeline = planned.timeline
@@ -86,26 +90,13 @@ def compare(wanted: Wanted, costs: Costs | LayerCosts, *, per_rank: bool = False
         peak_activations=timeline.peak_activations,
         num_messages=count_messages(planned.program),
         num_microbatches=schedule.num_microbatches,
-        num_parts=num_parts,
+        num_parts=stages_per_rank(schedule) * schedule.num_slices,
         peak_bytes=_total_bytes(timeline) if any(own_costs.activation_bytes) else None,
     )
 
 
 def _total_bytes(timeline: Timeline) -> list[int]:
     return [sum(parts) for parts in zip(timeline.peak_bytes, timeline.static_bytes, strict=True)]
-
-
-def parts_per_rank(schedule: Schedule) -> Fraction:
-    """Return how many stages and slices a rank runs for one microbatch: 1 where each rank has one stage."""
-    stages_on_route = max(len(route) for route in schedule.placement.routes)
-    return Fraction(stages_on_route * schedule.num_slices, schedule.num_ranks)
-
-
-def scale_durations(costs: Costs, factor: float) -> Costs:
-    """Return costs whose actions take `factor` times as long; transfers keep theirs."""
-
-    seconds = {name: tuple(factor * each for each in getattr(costs, name)) for name in COMPUTE_FIELDS}
-    return replace(costs, **seconds)  # type: ignore[arg-type]
 
 
 def count_messages(program: Program) -> int:
@@ -169,40 +160,61 @@ def _as_object(row: Row, limit: Limit | None, front: set[str], swept_limits: Seq
 
 
 def to_table(
-    rows: Sequence[Row], limit: Limit | None, *, per_rank: bool = False, swept_limits: Sequence[Limit] = ()
+    rows: Sequence[Row],
+    limit: Limit | None,
+    *,
+    basis: str = "",
+    per_action: bool = False,
+    swept_limits: Sequence[Limit] = (),
+    screen: Screen = NO_SCREEN,
 ) -> str:
-    """Align the figures under their headings; notes below them say what they do not have in common.
+    """Return the figures in a table; below it the refused schedules, and a line that says what is compared: `basis`.
 
     A star marks the front: no other row is better in both step time and memory.
     """
-    front, seconds = names_on_front(rows, limit), equal_work_s(rows)
+    compared = [row for row in rows if isinstance(row, Comparison)]
+    front = names_on_front(rows, limit)
+    writers = _writers(rows, front, swept_limits if limit is None else (limit,))
+    cells = [[write(row) for write in writers.values()] for row in compared]
+    styles = ["green" if row.name in front else "" for row in compared]
+    refused = [f"  {row.name}: {_shortly(row.reason)}" for row in rows if isinstance(row, Refusal)]
+    within = [fastest_within(rows, swept) for swept in swept_limits]
+    parts = [
+        ["not compared:", *refused] if refused else [],
+        within,
+        [basis] if basis else [],
+        *notes(rows, per_action=per_action),
+    ]
+    below = "".join("\n\n" + screen.wrapped("\n".join(lines)) for lines in parts if lines)
+    return table_text(list(writers), cells, screen, row_styles=styles) + below
+
+
+def _writers(
+    rows: Sequence[Row], front: set[str], limits: Sequence[Limit]
+) -> dict[Column, Callable[[Comparison], str]]:
+    """The columns of the table, and what each shows of a row."""
+    seconds = equal_work_s(rows)
     counts = {row.num_microbatches for row in rows if isinstance(row, Comparison)}
-    columns: dict[str, Callable[[Comparison], str]] = {
-        "makespan s": lambda row: f"{row.makespan_s:.6g}",
-        "span s": lambda row: f"{row.span_s:.6g}",
-        "bubble fraction": lambda row: f"{max(row.bubble_fraction, 0.0):.4f}",  # rounding may leave -1e-16
-        "bubble rate": lambda row: f"{max(row.bubble_rate, 0.0):.4f}",
-        "peak activations": lambda row: str(max(row.peak_activations)),
-        "in microbatches": lambda row: f"{float(row.peak_microbatches):.4g}",
-        "messages": lambda row: str(row.num_messages),
+    writers: dict[Column, Callable[[Comparison], str]] = {
+        Column("name", is_text=True): lambda row: row.name,
+        Column("makespan s"): lambda row: f"{row.makespan_s:.6g}",
+        Column("span s", drop_order=8): lambda row: f"{row.span_s:.6g}",
+        # rounding may leave -1e-16
+        Column("bubble fraction", drop_order=2): lambda row: f"{max(row.bubble_fraction, 0.0):.4f}",
+        Column("bubble rate", drop_order=7): lambda row: f"{max(row.bubble_rate, 0.0):.4f}",
+        Column("peak activations", drop_order=6): lambda row: str(max(row.peak_activations)),
+        Column("peak microbatches", drop_order=1): lambda row: f"{float(row.peak_microbatches):.4g}",
+        Column("messages", drop_order=5): lambda row: str(row.num_messages),
     }
     if any(isinstance(row, Comparison) and row.peak_bytes for row in rows):
-        columns["peak bytes"] = lambda row: format_bytes(max(row.peak_bytes)) if row.peak_bytes else ""
+        writers[Column("peak bytes", drop_order=1)] = lambda row: format_bytes(max(row.peak_bytes or [0]))
     if len(counts) > 1:
-        columns[f"s for {max(counts)}"] = lambda row: f"{seconds[row.name]:.6g}"
-    for shown_limit in swept_limits if limit is None else (limit,):
-        columns[f"fits {shown_limit}"] = partial(_fits, limit=shown_limit)
-    columns["front"] = lambda row: "*" if row.name in front else ""
-    cells = [
-        [row.name, *("" if isinstance(row, Refusal) else write(row) for write in columns.values())] for row in rows
-    ]
-    lines = align([["name", *columns], *cells], lambda column, _: not column, is_ruled=True)
-    margin = len(lines[1].partition(" ")[0])
-    for place, row in enumerate(rows, start=2):
-        if isinstance(row, Refusal):
-            lines[place] = f"{row.name.ljust(margin)}  refused: {_shortly(row.reason)}"
-    within = [fastest_within(rows, swept) for swept in swept_limits]
-    return "\n".join(lines + ([""] if within else []) + within + notes(rows, per_rank=per_rank))
+        writers[Column(f"s for {max(counts)}", drop_order=1)] = lambda row: f"{seconds[row.name]:.6g}"
+    for shown_limit in limits:
+        if shown_limit is not None:
+            writers[Column(f"fits {shown_limit}", drop_order=4)] = partial(_fits, limit=shown_limit)
+    writers[Column("front", drop_order=3)] = lambda row: "*" if row.name in front else ""
+    return writers
 
 
 def _fits(row: Comparison, *, limit: Limit) -> str:
@@ -214,26 +226,31 @@ def _shortly(reason: str) -> str:
     return " ".join(line.strip() for line in reason.splitlines()[:2])
 
 
-def notes(rows: Sequence[Row], *, per_rank: bool) -> list[str]:
+def basis_of(costs: Costs | LayerCosts, name: str, *, per_action: bool) -> str:
+    """Say in a line what the rows have in common: equal work, unless costs are per action."""
+    if isinstance(costs, LayerCosts):
+        return f"Equal work: {name} is per layer, and a stage has the costs of its layers."
+    if per_action:
+        return f"Costs per action: {name} for each stage and slice, however many a rank has."
+    return (
+        f"Equal work: {name} is all that a rank does for a microbatch; its stages and slices share it (--per-action)."
+    )
+
+
+def notes(rows: Sequence[Row], *, per_action: bool) -> list[list[str]]:
     """Say in what the rows differ that should be equal: the work of an action, and the number of microbatches."""
     compared = [row for row in rows if isinstance(row, Comparison)]
     parts = _by_number((row.num_parts, row.name) for row in compared)
     counts = _by_number((Fraction(row.num_microbatches), row.name) for row in compared)
-    lines = []
-    if len(parts) > 1:
-        fix = (
-            "Each takes its share of the costs."
-            if per_rank
-            else "Costs are per action, so the rows do unequal work; --per-rank divides the costs by these numbers."
-        )
-        lines += ["", "note: actions of each kind that a rank runs for one microbatch:"]
-        lines += [f"  {number} in {names}" for number, names in parts.items()]
-        lines.append(f"  {fix}")
+    found = []
+    if per_action and len(parts) > 1:
+        heading = "note: the rows do unequal work; actions of each kind that a rank runs for one microbatch:"
+        found.append([heading, *(f"  {number} in {names}" for number, names in parts.items())])
     is_named = all(f"{row.num_microbatches} microbatch" in row.name for row in compared)
     if len(counts) > 1 and not is_named:
-        lines += ["", "note: the rows run different numbers of microbatches:"]
-        lines += [f"  {number} in {names}" for number, names in counts.items()]
-    return lines
+        heading = "note: the rows run different numbers of microbatches:"
+        found.append([heading, *(f"  {number} in {names}" for number, names in counts.items())])
+    return found
 
 
 def _by_number(pairs: Iterable[tuple[Fraction, str]]) -> dict[Fraction, str]:

@@ -9,6 +9,7 @@ from penstock.cli.pictures import CHARTS
 from penstock.proofs import Limit
 from penstock.show.pareto import Caption, pareto_picture
 from penstock.show.text import count_of
+from penstock.tables import NO_SCREEN, Screen
 
 MEMORY_NAME = "peak activations of a rank, in those of one microbatch"
 
@@ -19,11 +20,10 @@ def result_of(
     arguments: Namespace,
     *,
     swept_limits: Sequence[Limit] = (),
-    is_per_layer: bool = False,
+    basis: str = "",
+    screen: Screen = NO_SCREEN,
 ) -> bytes:
-    """Return the comparison in a format; names of a sweep say their sizes themselves.
-
-    Costs `is_per_layer` are shared by what a rank runs, as costs per rank are.
+    """Return the comparison in a format; names of a sweep say their sizes themselves, and `basis` what is equal.
 
     Raises:
         ConfigError: for a picture of nothing, and one that needs matplotlib where that is not installed.
@@ -31,23 +31,24 @@ def result_of(
     limit = arguments.memory_limit
     if format in CHARTS:
         compared = [row for row in rows if isinstance(row, Comparison)]
-        return _picture(compared, format, arguments, is_shared=arguments.per_rank or is_per_layer)
+        return _picture(compared, format, arguments)
     if format == "json":
         text = to_json(rows, limit, swept_limits=swept_limits)
     else:
-        text = to_table(rows, limit, per_rank=arguments.per_rank or is_per_layer, swept_limits=swept_limits)
+        per_action = arguments.per_action
+        text = to_table(rows, limit, basis=basis, per_action=per_action, swept_limits=swept_limits, screen=screen)
     return f"{text}\n".encode()
 
 
-def _picture(rows: Sequence[Comparison], format: str, arguments: Namespace, *, is_shared: bool) -> bytes:
+def _picture(rows: Sequence[Comparison], format: str, arguments: Namespace) -> bytes:
     """One point per schedule; what does not fit into the limit is beaten by anything that does."""
     counts = {row.num_microbatches for row in rows}
     candidates = candidates_of(rows, arguments.memory_limit)
     if len(counts) > 1 and not arguments.sweep:
         sizes = [f", {row.num_microbatches} microbatches" for row in rows]
         candidates = [replace(one, label=one.label + size) for one, size in zip(candidates, sizes, strict=True)]
-    is_unfair = not is_shared and len({row.num_parts for row in rows}) > 1
-    warnings = ["ranks do unequal work, see --per-rank"] if is_unfair else []
+    is_unfair = arguments.per_action and len({row.num_parts for row in rows}) > 1
+    warnings = ["ranks do unequal work: costs are per action"] if is_unfair else []
     warnings += [f"times are for {max(counts)} microbatches"] if len(counts) > 1 else []
     caption = Caption(_title(arguments), MEMORY_NAME, warning="; ".join(warnings))
     return pareto_picture(candidates, caption, format=format, theme=arguments.theme)
@@ -56,5 +57,5 @@ def _picture(rows: Sequence[Comparison], format: str, arguments: Namespace, *, i
 def _title(arguments: Namespace) -> str:
     sizes = {"rank": arguments.ranks, "microbatch": arguments.microbatches}
     parts = [count_of(number, noun) for noun, number in sizes.items() if number is not None]
-    costs = f"{arguments.costs} per rank" if arguments.per_rank else arguments.costs
+    costs = f"{arguments.costs} per action" if arguments.per_action else arguments.costs
     return ", ".join(["Step time and memory", *parts, f"with {costs}"])

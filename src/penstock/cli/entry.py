@@ -8,7 +8,7 @@ from typing import Protocol
 
 from penstock.cli import check, compare, convert, doctor, profile, schedules, show, train
 from penstock.cli.compiling import compiling_reported
-from penstock.cli.output import complain, forget_stdout
+from penstock.cli.output import complain, forget_stdout, replace_unknown_characters
 from penstock.cli.status import ExitStatus, status_of
 from penstock.errors import PenstockError
 from penstock.version import VERSION
@@ -52,6 +52,7 @@ def build_parser() -> ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; `argv` is what follows the program's name."""
+    replace_unknown_characters()
     try:
         arguments = build_parser().parse_args(argv)
         with compiling_reported():

@@ -76,7 +76,7 @@ def side_by_side(families: Sequence[Family]) -> str:
 
 
 def _row(wanted: Wanted) -> str:
-    row = compare(wanted, Costs.uniform(), per_rank=True)
+    row = compare(wanted, Costs.uniform())
     if isinstance(row, Refusal):
         return f"| `{row.name}` | {row.reason} | | | | |"
     cells = [

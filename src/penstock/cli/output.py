@@ -1,7 +1,17 @@
-"""Where commands print: results to standard output, complaints to standard error."""
+"""Where commands print: results to standard output, complaints to standard error; and what the terminal there can."""
 
+import codecs
 import os
+import shutil
 import sys
+from collections.abc import Mapping
+from typing import TextIO
+
+from penstock.tables import Screen
+
+SPELLED = {"─": "-", "µ": "u"}
+"""How our own characters are written where the encoding of the output lacks them; others become a question mark."""
+MIN_WIDTH = 20
 
 
 def say(text: str) -> None:
@@ -12,6 +22,33 @@ def say(text: str) -> None:
 def complain(text: str) -> None:
     """Print what went wrong."""
     sys.stderr.write(f"penstock: {text}\n")
+
+
+def screen_of(stream: TextIO, environment: Mapping[str, str]) -> Screen:
+    """Return the size of the terminal that a stream writes to, and whether it takes color (NO_COLOR, TERM=dumb)."""
+    if not stream.isatty():
+        return Screen()
+    has_color = not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+    return Screen(max(shutil.get_terminal_size().columns, MIN_WIDTH), has_color)
+
+
+def stdout_screen() -> Screen:
+    """Return the screen that results are printed on."""
+    return screen_of(sys.stdout, os.environ)
+
+
+def replace_unknown_characters() -> None:
+    """Let standard streams write text that their encoding cannot hold, instead of failing."""
+    codecs.register_error("spelled", _spelled)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="spelled")
+
+
+def _spelled(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(SPELLED.get(each, "?") for each in error.object[error.start : error.end]), error.end
 
 
 def forget_stdout() -> None:

@@ -1,9 +1,20 @@
-"""Costs of a schedule's stages: costs per stage as they are, costs per layer summed over the layers of each stage."""
+"""Costs of a schedule's stages: from costs per stage, from those of all that a rank does, or from costs per layer."""
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
 
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.partition.split import split_over
 from penstock.simulation import Costs, LayerCosts
+from penstock.simulation.costs.costs import COMPUTE_FIELDS, STATIC_BYTES, VALUE_BYTES
+
+SHARED_BY_STAGES = (
+    *COMPUTE_FIELDS, *STATIC_BYTES, "optimizer_s", "unshard_s", "reduce_s", "activation_bytes", "weight_context_bytes",
+)  # fmt: skip
+"""What belongs to the layers of a stage: half as many layers have half of it, but messages keep their size."""
+SHARED_BY_SLICES = (*COMPUTE_FIELDS, *VALUE_BYTES)
 
 
 def stage_costs(costs: Costs | LayerCosts, table: Schedule | Program) -> Costs:
@@ -18,3 +29,25 @@ def stage_costs(costs: Costs | LayerCosts, table: Schedule | Program) -> Costs:
     if isinstance(costs, Costs):
         return costs
     return costs.of_table(table, split_over(table.placement, costs.num_layers))
+
+
+def share_of_rank(costs: Costs, schedule: Schedule) -> Costs:
+    """Return the costs of one stage and slice, where `costs` are those of all that a rank has of the model.
+
+    The stages that a microbatch visits on a rank share a cost that is the same for all stages; entries per stage are
+    those of the stages already. Slices share both.
+    """
+    of_stage, of_slice = 1 / stages_per_rank(schedule), Fraction(1, schedule.num_slices)
+    changed: dict[str, Any] = {}
+    for name in dict.fromkeys((*SHARED_BY_STAGES, *SHARED_BY_SLICES)):
+        entries = getattr(costs, name)
+        share = of_stage if name in SHARED_BY_STAGES and len(entries) == 1 else Fraction(1)
+        share *= of_slice if name in SHARED_BY_SLICES else 1
+        is_size = name.endswith("_bytes")
+        changed[name] = tuple(round(share * each) if is_size else float(share) * each for each in entries)
+    return replace(costs, **changed)
+
+
+def stages_per_rank(schedule: Schedule) -> Fraction:
+    """Return how many stages of a rank a microbatch visits, in the mean: one where each rank has one stage."""
+    return Fraction(max(len(route) for route in schedule.placement.routes), schedule.num_ranks)

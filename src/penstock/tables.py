@@ -1,0 +1,151 @@
+"""Tables as text, laid out by rich: whole for a pipe or a file, and for a terminal in its width and in color."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from textwrap import fill
+
+GAP = 2
+"""Spaces between two columns."""
+MIN_TEXT_WIDTH = 12
+"""A column of text is folded to no less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """Where a table is shown."""
+
+    width: int | None = None
+    """Columns of a terminal; None for a pipe or a file, where nothing is folded or left out."""
+    has_color: bool = False
+
+    def wrapped(self, text: str) -> str:
+        """Return lines of prose, folded where they are wider than the screen."""
+        if self.width is None:
+            return text
+        return "\n".join(fill(line, self.width, subsequent_indent=_indent_of(line)) for line in text.split("\n"))
+
+
+NO_SCREEN = Screen()
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """What all cells of a column have in common."""
+
+    heading: str
+    is_text: bool = False
+    """Flush left, and folded where the screen is narrow; numbers are flush right and never folded."""
+    drop_order: int = 0
+    """On a narrow screen, columns with the largest number are left out first; those with 0 always stay."""
+    style: str = ""
+
+
+def table_text(
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[str]],
+    screen: Screen = NO_SCREEN,
+    *,
+    row_styles: Sequence[str] = (),
+) -> str:
+    """Return headings, a rule and the rows, without a final newline.
+
+    To fit the screen, headings are broken at spaces, then columns of text are folded, and columns are left out, which a
+    last line names.
+    """
+    sized = [_Sized(column, max((len(row[index]) for row in rows), default=0)) for index, column in enumerate(columns)]
+    shown, is_broken = _that_fit(sized, screen)
+    is_shown = [any(one is each for each in shown) for one in sized]
+    cells = [[cell for cell, stays in zip(row, is_shown, strict=True) if stays] for row in rows]
+    lines = _rendered(shown, cells, screen, row_styles, is_broken=is_broken)
+    missing = [column.heading for column, stays in zip(columns, is_shown, strict=True) if not stays]
+    if missing:
+        lines.append(screen.wrapped(f"left out at {screen.width} columns: {', '.join(missing)}"))
+    return "\n".join(lines)
+
+
+def fields_text(fields: Sequence[tuple[str, str]], screen: Screen = NO_SCREEN) -> str:
+    """Return pairs of a name and its text, the texts aligned and folded within the screen."""
+    margin = max(len(name) for name, _ in fields) + GAP
+    width = screen.width or 10**9
+    return "\n".join(
+        fill(
+            text, max(width, margin + MIN_TEXT_WIDTH), initial_indent=name.ljust(margin), subsequent_indent=" " * margin
+        )
+        for name, text in fields
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    column: Column
+    cell_width: int
+    """Of the widest cell below the heading."""
+
+    def width(self, *, is_broken: bool, is_folded: bool = False) -> int:
+        is_text = self.column.is_text
+        cells = min(self.cell_width, MIN_TEXT_WIDTH) if is_folded and is_text else self.cell_width
+        return max(cells, *map(len, self.heading(is_broken=is_broken).split("\n")))
+
+    def heading(self, *, is_broken: bool) -> str:
+        return self.column.heading.replace(" ", "\n") if is_broken else self.column.heading
+
+
+def _that_fit(columns: list[_Sized], screen: Screen) -> tuple[list[_Sized], bool]:
+    """Return the columns to show, and whether their headings are broken at spaces."""
+    if screen.width is None or _total(columns, is_broken=False) <= screen.width:
+        return columns, False
+    droppable = sorted((each for each in columns if each.column.drop_order), key=lambda each: each.column.drop_order)
+    while droppable and _total(columns, is_broken=True, is_folded=True) > screen.width:
+        dropped = droppable.pop()
+        columns = [each for each in columns if each is not dropped]
+    return columns, True
+
+
+def _total(columns: Sequence[_Sized], *, is_broken: bool, is_folded: bool = False) -> int:
+    widths = [each.width(is_broken=is_broken, is_folded=is_folded) for each in columns]
+    return sum(widths) + GAP * (len(widths) - 1)
+
+
+def _indent_of(line: str) -> str:
+    return " " * (len(line) - len(line.lstrip()))
+
+
+def _rendered(
+    columns: Sequence[_Sized],
+    rows: Sequence[Sequence[str]],
+    screen: Screen,
+    row_styles: Sequence[str],
+    *,
+    is_broken: bool,
+) -> list[str]:
+    from rich.box import Box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # rich describes a box by eight lines of four characters; only the rule below the headings is drawn.
+    ruled = Box("\n".join(["    ", "    ", " ── ", *["    "] * 5]) + "\n")
+    table = Table(box=ruled, show_edge=False, pad_edge=False, padding=(0, 0, 0, GAP - 1), border_style="dim")
+    for each in columns:
+        table.add_column(
+            Text(each.heading(is_broken=is_broken)),
+            justify="left" if each.column.is_text else "right",
+            style=each.column.style,
+            overflow="fold",
+            no_wrap=not each.column.is_text,
+            min_width=each.width(is_broken=is_broken, is_folded=True),
+        )
+    for index, row in enumerate(rows):
+        table.add_row(*map(Text, row), style=row_styles[index] if row_styles else None)
+    file = io.StringIO()
+    console = Console(
+        file=file,
+        width=screen.width or _total(columns, is_broken=False),
+        force_terminal=screen.has_color,
+        color_system="standard" if screen.has_color else None,
+        no_color=False,
+        legacy_windows=False,
+    )
+    console.print(table)
+    return [line.rstrip() for line in file.getvalue().rstrip("\n").split("\n")]
