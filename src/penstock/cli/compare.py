@@ -19,7 +19,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default="F=1,I=1,W=1",
         metavar="COSTS",
         help="seconds of all that a rank does for one microbatch, so that every schedule does equal work: F=1,I=1,W=1 "
-        "(the default), B=2 if that is not I + W, transfer=0.1 between ranks, overlap=0.8 times the sum for two actions "
+        "(the default), B=2 if that is not I + W, transfer=0.1 between ranks, overlap=0.8 times the sum for actions "
         "that overlap; or a TOML or JSON file: the same, per stage, or per layer (`penstock profile`)",
     )
     parser.add_argument(
