@@ -23,9 +23,9 @@ WRONG_PLANS = {
     "no ranks": (["show", "gpipe", "--ranks", "0", "--microbatches", "4"], "ranks: 0 is below 1; give"),
     "no microbatches": (["show", "gpipe", "--ranks", "2", "--microbatches", "-1"], "microbatches: -1 is below 1; give"),
     "no stages": ([*SHOW, "--stages-per-rank", "0"], "stages_per_rank: "),
-    "an unknown option": ([*SHOW, "--option", "warmu=eager"], r"no option 'warmu'; its options: .*'warmup'\?"),
-    "an option's wrong value": ([*SHOW, "--option", "warmup=x"], "warmup: 'x' is not .*choose standard or eager"),
-    "an option without a value": ([*SHOW, "--option", "warmup"], "such as --option warmup=eager"),
+    "an unknown option": ([*SHOW, "--set", "warmu=eager"], r"no option 'warmu'; its options: .*'warmup'\?"),
+    "an option's wrong value": ([*SHOW, "--set", "warmup=x"], "warmup: 'x' is not .*choose standard or eager"),
+    "an option without a value": ([*SHOW, "--set", "warmup"], "such as --set warmup=eager"),
 }
 
 SCHEDULES = {

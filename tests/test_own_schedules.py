@@ -57,7 +57,7 @@ def test_a_pipeline_refuses_options_that_such_a_family_does_not_have():
 
 @pytest.mark.usefixtures("in_groups")
 def test_such_a_family_is_shown_and_compared(capsys):
-    assert main(["show", "in-groups:size=1", "--ranks", "2", "--microbatches", "2", "--format", "csv"]) == 0
+    assert main(["show", "in-groups:size=1", "--ranks", "2", "--microbatches", "2", "--to", "csv"]) == 0
     assert capsys.readouterr().out == "0F0,0B0,0F1,0B1\r\n1F0,1B0,1F1,1B1\r\n"
     assert main(["compare", "in-groups", "--ranks", "2", "--microbatches", "2"]) == 0
 

@@ -33,7 +33,7 @@ length = 16
 warmup_steps = 1
 """
 TEXT = "the quick brown fox jumps over the lazy dog. " * 300
-PENSTOCK = ("-m", "penstock.cli")
+PENSTOCK = ("-m", "penstock")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 TORCH_CACHE = "torchinductor_"
 """Torch makes this empty folder in the temporary folder, whatever is trained."""

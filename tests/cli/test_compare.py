@@ -16,7 +16,7 @@ def printed_by(capsys, *arguments, status=0):
 
 
 def objects_by(capsys, *arguments, status=0):
-    return json.loads(printed_by(capsys, *arguments, "--format", "json", status=status))
+    return json.loads(printed_by(capsys, *arguments, "--to", "json", status=status))
 
 
 def test_schedules_stand_side_by_side_in_the_order_of_their_names(capsys):
@@ -90,7 +90,7 @@ def test_files_and_functions_are_compared_with_families(capsys, tmp_path):
     file.write_text(build("1f1b", ranks=4, microbatches=8).to_json())
     script.write_text("def one(ranks, microbatches, depth=1):\n    1 // depth\n    yield '0F0 0B0'\n")
 
-    found = objects_by(capsys, "1f1b", str(file), *SIZE, "--from", f"{script}:one:depth=0")
+    found = objects_by(capsys, "1f1b", str(file), *SIZE, "--function", f"{script}:one:depth=0")
 
     assert [row["name"] for row in found] == ["1f1b", str(file), f"{script}:one:depth=0"]
     assert {**found[0], "name": ""} == {**found[1], "name": ""}
@@ -176,7 +176,7 @@ def test_a_picture_goes_where_it_is_wanted(capsys, tmp_path):
 
 
 def test_what_is_not_in_the_picture_is_told(capsys, tmp_path):
-    shape = ["--ranks", "4", "--microbatches", "3", "--format", "html"]
+    shape = ["--ranks", "4", "--microbatches", "3", "--to", "html"]
 
     assert main(["compare", "1f1b", "dualpipe", *shape]) == 0
     printed = capsys.readouterr()

@@ -88,7 +88,7 @@ def test_a_file_that_is_there_is_replaced_on_request_only(folder, capsys):
     (folder / "out.json").write_text("precious")
 
     assert main(["convert", "in.csv", "out.json"]) == 1
-    assert "out.json is there already; give another name, or --force to replace it" in capsys.readouterr().err
+    assert "OUT: out.json exists; give another name, or --force to replace it" in capsys.readouterr().err
     assert (folder / "out.json").read_text() == "precious"
 
     assert main(["convert", "in.csv", "out.json", "--force"]) == 0
@@ -133,7 +133,7 @@ def test_only_a_file_can_be_replaced(folder, capsys, name):
     (folder / "folder.csv").mkdir()
 
     assert main(["convert", "in.csv", name, "--to", "csv", "--force"]) == 1
-    assert f"OUT: {name} is no ordinary file" in capsys.readouterr().err
+    assert f"OUT: {name} is not a regular file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

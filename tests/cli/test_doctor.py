@@ -39,7 +39,7 @@ def test_a_run_folder_is_told_in_tables(folder, capsys):
 
 
 def test_a_run_folder_is_told_as_json(folder, capsys):
-    assert main(["doctor", str(folder), "--format", "json"]) == 0
+    assert main(["doctor", str(folder), "--to", "json"]) == 0
 
     assert json.loads(capsys.readouterr().out)["schedule"] == "1f1b"
 
@@ -61,9 +61,9 @@ def test_costs_of_a_profile_in_the_folder_tell_how_backwards_split(folder, capsy
 
 def test_with_a_limit_of_memory_what_waits_for_it_is_told(folder, capsys):
     """Rank 0 of 1F1B holds 4 activations and waits with the fifth forward for a backward to free one."""
-    main(["doctor", str(folder), "--format", "json", "--memory-limit", "4"])
+    main(["doctor", str(folder), "--to", "json", "--memory-limit", "4"])
     limited = json.loads(capsys.readouterr().out)["idle_s"][0]
-    main(["doctor", str(folder), "--format", "json"])
+    main(["doctor", str(folder), "--to", "json"])
     free = json.loads(capsys.readouterr().out)["idle_s"][0]
 
     assert limited["memory limit"] > 0 == free["memory limit"]

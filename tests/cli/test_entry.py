@@ -1,6 +1,7 @@
 """`main`: the frozen flags, fast help, and the exit status of every way to end."""
 
 import io
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,16 +14,17 @@ from penstock.version import VERSION
 
 FLAGS = {
     "train": ["--force", "--fresh", "RUN.toml", "--port", "--set"],
-    "schedules": ["NAME", "--format"],
+    "schedules": ["NAME", "--to"],
     "show": [
         "NAME",
         "--costs",
-        "--format",
+        "--to",
         "--forward-only",
-        "--from",
+        "--function",
         "--lowered",
         "--microbatches",
-        "--option",
+        "--set",
+        "--force",
         "--output",
         "--ranks",
         "--slices",
@@ -34,12 +36,13 @@ FLAGS = {
     "compare": [
         "NAME",
         "--costs",
-        "--format",
+        "--to",
         "--forward-only",
-        "--from",
+        "--function",
         "--memory-limit",
         "--microbatches",
-        "--option",
+        "--set",
+        "--force",
         "--output",
         "--per-action",
         "--ranks",
@@ -50,8 +53,8 @@ FLAGS = {
         "--theme",
     ],
     "convert": ["--compute-only", "--force", "--from", "--lowered", "--to"],
-    "profile": ["RUN.toml", "--output", "--port", "--set", "--steps"],
-    "doctor": ["RUN_DIR", "--format", "--memory-limit", "--system"],
+    "profile": ["RUN.toml", "--force", "--output", "--port", "--set", "--steps"],
+    "doctor": ["RUN_DIR", "--memory-limit", "--system", "--to"],
 }
 
 
@@ -62,6 +65,7 @@ def usage_words(name):
         patch.setattr(sys, "stdout", printed := io.StringIO())
         entry.main([name, "--help"])
     words = [word.strip("[]") for word in printed.getvalue().splitlines()[0].split()[3:]]
+    words = ["--output" if word == "-o" else word for word in words]
     return [word for word in words if word.startswith("--") or word in ("RUN.toml", "RUN_DIR", "NAME", "FILE")]
 
 
@@ -130,10 +134,53 @@ def test_an_unexpected_error_keeps_its_traceback(run_command):
         run_command(lambda: 1 // 0)
 
 
-@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["show"], ["show", "1f1b", "--rank", "4"], ["doctor"]])
-def test_wrong_usage_is_status_2(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["shw"], "penstock: unknown command 'shw'; known: train, schedules, .*Did you mean 'show'"),
+        (["--verson"], "penstock: unknown option --verson. Did you mean '--version'"),
+        (["show"], "penstock show: give either NAME or --function FILE:NAME"),
+        (["show", "1f1b", "--rank", "4"], "penstock show: unknown option --rank. Did you mean '--ranks'"),
+        (["show", "1f1b", "--ranks", "4", "--ranks", "2"], "penstock show: --ranks is given twice; keep one"),
+        (["show", "1f1b", "gpipe"], "penstock show: unexpected argument 'gpipe'"),
+        (["show", "1f1b", "--ranks"], "penstock show: argument --ranks: expected one argument"),
+        (["check"], "penstock check: the following arguments are required: FILE"),
+        (["doctor"], "penstock doctor: give either RUN_DIR or --system"),
+    ],
+)
+def test_wrong_usage_is_two_lines_and_status_2(arguments, told, capsys):
     assert entry.main(arguments) == 2
-    assert "usage: penstock" in capsys.readouterr().err
+
+    complaint, hint = capsys.readouterr().err.splitlines()
+    assert re.match(told, complaint)
+    assert hint == f"Try `{complaint.partition(':')[0]} --help`."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "old", "new"),
+    [
+        (["show", "1f1b", "--option", "warmup=eager"], "--option", "--set"),
+        (["compare", "1f1b", "--option=warmup=eager", "--ranks", "2"], "--option", "--set"),
+        (["show", "--from", "mine.py:f"], "--from", "--function"),
+        (["compare", "--from", "mine.py:f"], "--from", "--function"),
+        (["doctor", "run", "--format", "json"], "--format", "--to"),
+        (["schedules", "--format", "markdown"], "--format", "--to"),
+        (["convert", "a", "b", "--format", "csv"], "--format", "--to"),
+    ],
+)
+def test_an_old_spelling_names_the_new_one(arguments, old, new, capsys):
+    assert entry.main(arguments) == 2
+    assert capsys.readouterr().err == f"penstock {arguments[0]}: {old} is called {new} now\n"
+
+
+def test_no_command_prints_three_to_try(capsys):
+    assert entry.main([]) == 2
+
+    printed = capsys.readouterr().err
+    commands = re.findall("^  penstock (.*?)(?:   .*)?$", printed, re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        entry.build_parser().parse_args(command.split())
 
 
 def test_help_is_status_0(capsys):

@@ -24,7 +24,7 @@ COMMANDS = re.findall(r"^penstock (?:show|compare) .*", TEXT, re.MULTILINE)
 def test_the_page_in_docs_is_what_is_generated_now():
     page = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
 
-    assert page == handbook(ALL), "run: penstock schedules --format markdown > docs/schedules.md"
+    assert page == handbook(ALL), "run: penstock schedules --to markdown > docs/schedules.md"
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from penstock.cli.output import complain, forget_stdout, replace_unknown_characters, say, screen_of
+from penstock.cli.output import complain, forget_stdout, path_to_write, replace_unknown_characters, say, screen_of
+from penstock.errors import ConfigError
 from penstock.tables import Screen
 
 
@@ -57,3 +58,15 @@ def test_characters_that_an_encoding_lacks_are_spelled(monkeypatch):
 
     file.flush()
     assert file.buffer.getvalue() == b"-- 3 us ?\n"
+
+
+def test_a_path_to_write_is_free_or_forced_and_never_a_folder(tmp_path):
+    (tmp_path / "there").touch()
+
+    assert path_to_write(str(tmp_path / "new"), is_forced=False, key="OUT") == tmp_path / "new"
+    assert path_to_write(str(tmp_path / "there"), is_forced=True, key="OUT") == tmp_path / "there"
+    with pytest.raises(ConfigError, match=r"OUT: .*there exists; give another name, or --force"):
+        path_to_write(str(tmp_path / "there"), is_forced=False, key="OUT")
+    for name in (tmp_path, os.devnull):
+        with pytest.raises(ConfigError, match="is not a regular file"):
+            path_to_write(str(name), is_forced=True, key="OUT")

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from penstock.cli.pictures import CHARTS, SUFFIXES, refuse_useless, wanted_format, write_result
+from penstock.cli.pictures import CHARTS, SUFFIXES, refuse_useless, result_path, wanted_format, write_result
 from penstock.errors import ConfigError, PenstockError
 
 
@@ -33,9 +33,9 @@ def test_the_format_is_the_one_that_is_given_or_that_of_the_suffix(arguments, ex
     ("arguments", "told"),
     [
         (asked(None, "a.jpg"), r"--output: a\.jpg has none of the suffixes \.svg, \.png"),
-        (asked(None, "a"), "give --format"),
-        (asked("png", "a.svg"), r"the suffix of a\.svg means svg, but --format is png"),
-        (asked("csv", "a.png"), r"the suffix of a\.png means png, but --format is csv"),
+        (asked(None, "a"), "give --to"),
+        (asked("png", "a.svg"), r"the suffix of a\.svg means svg, but --to is png"),
+        (asked("csv", "a.png"), r"the suffix of a\.png means png, but --to is csv"),
     ],
 )
 def test_names_that_tell_no_format_or_another_one_are_refused(arguments, told):
@@ -50,19 +50,22 @@ def test_arguments_that_would_change_nothing_are_refused():
         refuse_useless(asked(theme="dark"), "theme", "trace", CHARTS)
 
 
-def test_a_file_is_written_and_replaced(tmp_path):
-    for data in (b"first", b"second"):
-        write_result(data, "png", str(tmp_path / "a.png"))
+def test_a_file_is_written_and_replaced_on_request_only(tmp_path):
+    asked_for = asked(output=str(tmp_path / "a.png"), force=False)
+    write_result(b"first", "png", result_path(asked_for))
 
+    with pytest.raises(ConfigError, match=r"--output: .*a\.png exists; give another name, or --force to replace it"):
+        result_path(asked_for)
+
+    asked_for.force = True
+    write_result(b"second", "png", result_path(asked_for))
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
     assert (tmp_path / "a.png").read_bytes() == b"second"
 
 
-def test_a_folder_is_not_replaced_and_a_missing_one_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="is not a regular file"):
-        write_result(b"", "svg", str(tmp_path))
+def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(PenstockError, match=r"missing/a\.svg: cannot be written: No such file"):
-        write_result(b"", "svg", str(tmp_path / "missing" / "a.svg"))
+        write_result(b"", "svg", tmp_path / "missing" / "a.svg")
 
 
 def test_standard_output_gets_the_bytes(capsysbinary):

@@ -10,7 +10,7 @@ from penstock.cli.entry import main
 from penstock.simulation.costs.file import read_costs
 from tests.tiny_run import files_below, settings, start, write_tiny_run
 
-PENSTOCK = ("-m", "penstock.cli")
+PENSTOCK = ("-m", "penstock")
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_ranks_are_told_the_same_command(run_file, monkeypatch):
     [(command, rest)] = launches
     assert command[0] == sys.executable
     settings = ["--set=pipeline.ranks=2", '--set=run.folder="run"']
-    assert command[-8:] == ["penstock.cli", "profile", "--steps=3", "--output=mine.toml", *settings, "--", run_file]
+    assert command[-8:] == ["penstock", "profile", "--steps=3", "--output=mine.toml", *settings, "--", run_file]
     assert rest == {"num_ranks": 2, "port": 0}
 
 

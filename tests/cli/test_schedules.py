@@ -41,8 +41,8 @@ def test_a_name_tells_all_about_a_family(capsys):
 
 @pytest.mark.slow
 def test_the_handbook_is_all_in_markdown(capsys):
-    assert printed_by(capsys, "--format", "markdown") == handbook(ALL)
-    assert printed_by(capsys, "1f1b", "--format", "markdown").startswith("### 1f1b\n")
+    assert printed_by(capsys, "--to", "markdown") == handbook(ALL)
+    assert printed_by(capsys, "1f1b", "--to", "markdown").startswith("### 1f1b\n")
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(capsys):
@@ -56,7 +56,7 @@ def test_families_of_other_distributions_stand_there_too(capsys, install):
 
     assert "\nzigzag " in printed_by(capsys)
     assert printed_by(capsys, "zigzag").startswith("zigzag: forward, backward, in turn\n")
-    assert "### zigzag\n" in printed_by(capsys, "--format", "markdown")
+    assert "### zigzag\n" in printed_by(capsys, "--to", "markdown")
 
 
 def test_a_broken_plug_in_is_told_in_one_line_beside_the_table(capsys, install, monkeypatch):

@@ -31,7 +31,7 @@ def test_the_default_is_the_grid(capsys):
 
 
 def test_csv_reads_back_as_the_same_schedule(capsys):
-    text = printed_by(capsys, "gpipe", *SHAPE, "--format", "csv")
+    text = printed_by(capsys, "gpipe", *SHAPE, "--to", "csv")
 
     assert [[str(action) for action in rank] for rank in Schedule.from_csv(text)] == [
         [str(action) for action in rank] for rank in build("gpipe", ranks=2, microbatches=3)
@@ -39,7 +39,7 @@ def test_csv_reads_back_as_the_same_schedule(capsys):
 
 
 def test_json_reads_back_as_the_same_schedule(capsys):
-    text = printed_by(capsys, "gpipe", *SHAPE, "--format", "json")
+    text = printed_by(capsys, "gpipe", *SHAPE, "--to", "json")
 
     assert json.loads(text)
     assert Schedule.from_json(text) == build("gpipe", ranks=2, microbatches=3)
@@ -47,8 +47,8 @@ def test_json_reads_back_as_the_same_schedule(capsys):
 
 @pytest.mark.parametrize("form", ["grid", "csv", "json"])
 def test_the_lowered_program_sends(capsys, form):
-    assert "SEND_F" in printed_by(capsys, "1f1b", *SHAPE, "--lowered", "--format", form)
-    assert "SEND_F" not in printed_by(capsys, "1f1b", *SHAPE, "--format", form)
+    assert "SEND_F" in printed_by(capsys, "1f1b", *SHAPE, "--lowered", "--to", form)
+    assert "SEND_F" not in printed_by(capsys, "1f1b", *SHAPE, "--to", form)
 
 
 @pytest.mark.parametrize("lowered", [[], ["--lowered"]])
@@ -56,20 +56,20 @@ def test_the_lowered_program_sends(capsys, form):
 def test_deepspeeds_streams_always_have_communication(capsys, shape, lowered):
     schedule = build(shape[0], ranks=2, microbatches=3, forward_only=len(shape) > 1)
 
-    arguments = [*shape, *SHAPE, *lowered, "--format"]
+    arguments = [*shape, *SHAPE, *lowered, "--to"]
 
     assert printed_by(capsys, *arguments, "deepspeed") == to_deepspeed(schedule)
     assert printed_by(capsys, *arguments, "deepspeed-old") == to_deepspeed(schedule, old=True)
 
 
 def test_sequential_on_one_rank_is_deepspeeds_data_parallel_schedule(capsys):
-    text = printed_by(capsys, "sequential", "--ranks", "1", "--microbatches", "2", "--lowered", "--format", "deepspeed")
+    text = printed_by(capsys, "sequential", "--ranks", "1", "--microbatches", "2", "--lowered", "--to", "deepspeed")
 
     assert text == "DeepSpeed DataParallelSchedule\nrank 0, 1 buffer: L0 F0 B0|L0 F0 B0 RDG OPT\n"
 
 
 def test_a_table_of_megatron_has_no_communication(capsys):
-    shape = ["interleaved-1f1b", "--ranks", "2", "--microbatches", "4", "--format", "megatron"]
+    shape = ["interleaved-1f1b", "--ranks", "2", "--microbatches", "4", "--to", "megatron"]
 
     assert printed_by(capsys, *shape) == to_megatron(build("interleaved-1f1b", ranks=2, microbatches=4))
     assert main(["show", *shape, "--lowered"]) == 1
@@ -78,7 +78,7 @@ def test_a_table_of_megatron_has_no_communication(capsys):
 
 @pytest.mark.parametrize("name", WRITABLE)
 def test_every_format_may_be_asked_for_and_a_schedule_that_it_cannot_express_is_refused(capsys, name):
-    arguments = ["interleaved-zb", "--ranks", "2", "--microbatches", "4", "--stages-per-rank", "2", "--format", name]
+    arguments = ["interleaved-zb", "--ranks", "2", "--microbatches", "4", "--stages-per-rank", "2", "--to", name]
 
     status = main(["show", *arguments])
 
@@ -87,9 +87,9 @@ def test_every_format_may_be_asked_for_and_a_schedule_that_it_cannot_express_is_
 
 
 def test_options_reach_the_family(capsys):
-    shape = ["--ranks", "4", "--microbatches", "6", "--format", "csv"]
+    shape = ["--ranks", "4", "--microbatches", "6", "--to", "csv"]
 
-    eager = printed_by(capsys, "1f1b", *shape, "--option", "warmup=eager")
+    eager = printed_by(capsys, "1f1b", *shape, "--set", "warmup=eager")
 
     assert eager == build("1f1b", ranks=4, microbatches=6, warmup="eager").to_csv()
     assert eager != printed_by(capsys, "1f1b", *shape)
@@ -99,7 +99,7 @@ def test_a_file_needs_no_shape_and_can_be_lowered(capsys, tmp_path):
     schedule = build("1f1b", ranks=2, microbatches=3)
     (tmp_path / "mine.json").write_text(schedule.to_json())
 
-    assert printed_by(capsys, str(tmp_path / "mine.json"), "--format", "csv") == schedule.to_csv()
+    assert printed_by(capsys, str(tmp_path / "mine.json"), "--to", "csv") == schedule.to_csv()
     assert "SEND_F" in printed_by(capsys, str(tmp_path / "mine.json"), "--lowered")
 
 
@@ -113,17 +113,17 @@ def test_a_drawing_can_be_piped_in(capsys, monkeypatch):
 def test_a_function_of_ones_own_is_shown(capsys, tmp_path):
     (tmp_path / "mine.py").write_text("def mine(ranks, microbatches):\n    return '0F0 0B0'\n")
 
-    text = printed_by(capsys, "--from", f"{tmp_path}/mine.py:mine", "--ranks", "1", "--microbatches", "1")
+    text = printed_by(capsys, "--function", f"{tmp_path}/mine.py:mine", "--ranks", "1", "--microbatches", "1")
 
     assert text == "rank 0: 0F0 0B0 =\n"
 
 
 def test_forward_only_shows_no_backward(capsys):
-    assert "B" not in printed_by(capsys, "1f1b", *SHAPE, "--forward-only", "--format", "csv")
+    assert "B" not in printed_by(capsys, "1f1b", *SHAPE, "--forward-only", "--to", "csv")
 
 
 def test_the_number_of_stages_is_passed_on(capsys):
-    text = printed_by(capsys, "forward-only", *SHAPE, "--stages-per-rank", "2", "--format", "csv")
+    text = printed_by(capsys, "forward-only", *SHAPE, "--stages-per-rank", "2", "--to", "csv")
 
     assert "3F0" in text
 
@@ -133,15 +133,15 @@ def test_the_number_of_stages_is_passed_on(capsys):
     [
         (["1f2b", *SHAPE], "1f1b"),
         (["1f1b", "--ranks", "0", "--microbatches", "3"], "ranks: 0"),
-        (["1f1b", *SHAPE, "--option", "warmup"], "--option 'warmup' is not of the form key=value"),
-        (["1f1b", *SHAPE, "--option", "warmpu=eager"], "Did you mean 'warmup'"),
+        (["1f1b", *SHAPE, "--set", "warmup"], "--set 'warmup' is not of the form key=value"),
+        (["1f1b", *SHAPE, "--set", "warmpu=eager"], "Did you mean 'warmup'"),
         (["none.csv"], "none.csv: cannot be read (No such file or directory)"),
         (
             ["mine.py:mine", *SHAPE],
-            "mine.py:mine is Python, which only --from runs: write --from mine.py:mine",
+            "mine.py:mine is Python, which only --function runs: write --function mine.py:mine",
         ),
-        (["mine.py", *SHAPE], "write --from mine.py:FUNCTION in its place"),
-        (["--from", "none.py:mine", *SHAPE], "none.py: cannot be read (No such file or directory)"),
+        (["mine.py", *SHAPE], "write --function mine.py:NAME instead"),
+        (["--function", "none.py:mine", *SHAPE], "none.py: cannot be read (No such file or directory)"),
     ],
 )
 def test_wrong_input_is_one_message_and_status_1(capsys, arguments, told):
@@ -169,18 +169,18 @@ def test_a_schedule_is_shown_in_half_a_second_without_torch():
 )
 def test_pictures_go_to_a_file_or_to_standard_output(tmp_path, capsysbinary, form, begins):
     file = tmp_path / "picture.json" if form == "trace" else tmp_path / f"picture.{form}"
-    chosen = ["--format", form] if form == "trace" else []
+    chosen = ["--to", form] if form == "trace" else []
 
     assert main(["show", "zbv", *SHAPE, "--output", str(file), *chosen]) == 0
     assert capsysbinary.readouterr().out == b""
-    assert main(["show", "zbv", *SHAPE, "--format", form]) == 0
+    assert main(["show", "zbv", *SHAPE, "--to", form]) == 0
 
     assert file.read_bytes().startswith(begins)
     assert capsysbinary.readouterr().out == file.read_bytes()
 
 
 def test_a_picture_says_what_it_was_predicted_with(capsys):
-    page = printed_by(capsys, "1f1b", *SHAPE, "--format", "html", "--costs", "F=1,B=3", "--theme", "dark")
+    page = printed_by(capsys, "1f1b", *SHAPE, "--to", "html", "--costs", "F=1,B=3", "--theme", "dark")
 
     assert "<h1>1f1b, 2 ranks, 3 microbatches, predicted with F=1,B=3</h1>" in page
     assert "<dt>makespan</dt><dd>16.0 s</dd>" in page
@@ -198,11 +198,11 @@ def test_text_goes_to_a_file_too(tmp_path, capsys):
     ("arguments", "told"),
     [
         (["--output", "a.jpeg"], "--output: a.jpeg has none of the suffixes"),
-        (["--output", "a.svg", "--format", "png"], "the suffix of a.svg means svg, but --format is png"),
+        (["--output", "a.svg", "--to", "png"], "the suffix of a.svg means svg, but --to is png"),
         (["--costs", "F=1,B=2"], "--costs: only for svg, png, html, trace; leave it out for grid"),
-        (["--theme", "dark", "--format", "trace"], "--theme: only for svg, png, html; leave it out for trace"),
-        (["--format", "html", "--costs", "F=fast"], "costs: F is 'fast'"),
-        (["--format", "svg", "--output", "no/such/folder/a.svg"], "a.svg: cannot be written: No such file"),
+        (["--theme", "dark", "--to", "trace"], "--theme: only for svg, png, html; leave it out for trace"),
+        (["--to", "html", "--costs", "F=fast"], "costs: F is 'fast'"),
+        (["--to", "svg", "--output", "no/such/folder/a.svg"], "a.svg: cannot be written: No such file"),
     ],
 )
 def test_wrong_wishes_for_pictures_are_one_message(capsys, arguments, told):
@@ -215,5 +215,5 @@ def test_wrong_wishes_for_pictures_are_one_message(capsys, arguments, told):
 
 @pytest.mark.slow
 def test_costs_that_lack_what_the_schedule_uses_are_one_message(capsys):
-    assert main(["show", "zb-h1", *SHAPE, "--format", "svg", "--costs", "F=1,B=2"]) == 1
+    assert main(["show", "zb-h1", *SHAPE, "--to", "svg", "--costs", "F=1,B=2"]) == 1
     assert "backward_input_s" in capsys.readouterr().err

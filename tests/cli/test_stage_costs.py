@@ -68,7 +68,7 @@ def test_compare_uses_one_file_at_any_size(size, tmp_path, capsys):
     path.write_text(FILE)
     ranks, microbatches = size
     names = ["1f1b", "interleaved-1f1b:stages_per_rank=2", "chimera", "zbv", "seq1f1b:slices=2"]
-    arguments = ["--ranks", str(ranks), "--microbatches", str(microbatches), "--costs", str(path), "--format", "json"]
+    arguments = ["--ranks", str(ranks), "--microbatches", str(microbatches), "--costs", str(path), "--to", "json"]
 
     main(["compare", *names, *arguments])
 
@@ -92,7 +92,7 @@ def test_rows_of_costs_per_layer_do_equal_work(tmp_path, capsys):
 def test_show_draws_with_a_file_per_layer(tmp_path, capsysbinary):
     path = tmp_path / "layers.toml"
     path.write_text(FILE)
-    command = ["show", "zbv", "--ranks", "3", "--microbatches", "2", "--format", "trace", "--costs", str(path)]
+    command = ["show", "zbv", "--ranks", "3", "--microbatches", "2", "--to", "trace", "--costs", str(path)]
 
     assert main(command) == 0
     assert b"traceEvents" in capsysbinary.readouterr().out

@@ -11,7 +11,7 @@ from penstock.proofs import Limit
 
 def arguments(*names, **given):
     nothing = dict.fromkeys(("ranks", "microbatches", "stages_per_rank", "stages", "slices", "memory_limit"))
-    return Namespace(names=list(names), own=[], option=[], forward_only=False, **nothing | given)
+    return Namespace(names=list(names), functions=[], options=[], forward_only=False, **nothing | given)
 
 
 @pytest.mark.parametrize(

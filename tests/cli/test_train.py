@@ -55,7 +55,7 @@ def test_two_ranks_are_launched_with_the_same_command(run_file, launches):
     [(command, num_ranks, port)] = launches
     assert command[0] == sys.executable
     folder = f'--set=run.folder="{Path(run_file).parent / "run"}"'
-    told = ["penstock.cli", "train", "--set=batch.size=4", "--set=run.steps=99", folder, "--", run_file]
+    told = ["penstock", "train", "--set=batch.size=4", "--set=run.steps=99", folder, "--", run_file]
     assert command[-7:] == told
     assert (num_ranks, port) == (2, 7)
 
@@ -68,7 +68,7 @@ def test_ranks_get_the_folder_that_was_chosen_and_the_flags(run_file, launches):
     assert main(["train", run_file]) == main(["train", run_file, "--fresh"]) == 0
     assert main(["train", run_file, "--force", "--set", f"run.folder={folder}-9"]) == 0
 
-    commands = [command[command.index("penstock.cli") + 1 : -2] for command, _, _ in launches]
+    commands = [command[command.index("penstock") + 1 : -2] for command, _, _ in launches]
     assert commands == [
         ["train", f'--set=run.folder="{folder}-2"'],
         ["train", "--fresh", f'--set=run.folder="{folder}-2"'],

@@ -2,11 +2,10 @@
 
 import io
 import sys
-from argparse import ArgumentParser
 
 import pytest
 
-from penstock.cli.shape import add_one_schedule, add_schedules
+from penstock.cli.arguments import Parser, add_one_schedule, add_schedules
 from penstock.cli.wanted import parse_options, wanted_schedule, wanted_schedules
 from penstock.errors import ConfigError, FormatError, ScheduleError
 from penstock.lowering import lower
@@ -22,7 +21,7 @@ def mine(ranks, microbatches, order="FB"):
 
 
 def parsed(add, arguments):
-    parser = ArgumentParser()
+    parser = Parser()
     add(parser)
     return parser.parse_args(arguments)
 
@@ -63,7 +62,7 @@ def test_malformed_options_are_refused(texts):
 
 def test_a_family_gets_its_shape_and_options():
     assert wanted("1f1b", *SIZE) == FILE
-    assert wanted("1f1b", *SIZE, "--option", "warmup=eager") == build("1f1b", ranks=2, microbatches=3, warmup="eager")
+    assert wanted("1f1b", *SIZE, "--set", "warmup=eager") == build("1f1b", ranks=2, microbatches=3, warmup="eager")
     assert wanted("forward-only", *SIZE, "--stages", "5") == build("forward-only", ranks=2, microbatches=3, stages=5)
     assert wanted("1f1b", *SIZE, "--forward-only").is_forward_only
 
@@ -77,8 +76,8 @@ def test_a_name_may_hold_options_of_its_own_and_its_shape_goes_first():
 
 
 def test_an_option_of_a_name_that_is_given_apart_as_well_is_given_twice():
-    with pytest.raises(ConfigError, match="1f1b:warmup is given twice, also as --option warmup; keep one"):
-        wanted("1f1b:warmup=eager", *SIZE, "--option", "warmup=eager")
+    with pytest.raises(ConfigError, match="1f1b:warmup is given twice, also as --set warmup; keep one"):
+        wanted("1f1b:warmup=eager", *SIZE, "--set", "warmup=eager")
 
 
 @pytest.mark.parametrize("name", ["1f1b:warmup", "1f1b:"])
@@ -108,15 +107,15 @@ def test_the_forwards_of_a_file_can_be_taken_alone():
 
 
 def test_a_function_is_called_with_its_options():
-    assert wanted("--from", "mine.py:mine", *SIZE).num_actions == 12
-    assert wanted("--from", "mine.py:mine", *SIZE, "--option", "order=F").is_forward_only
-    assert wanted("--from", "mine.py:mine:order=F", *SIZE).is_forward_only
+    assert wanted("--function", "mine.py:mine", *SIZE).num_actions == 12
+    assert wanted("--function", "mine.py:mine", *SIZE, "--set", "order=F").is_forward_only
+    assert wanted("--function", "mine.py:mine:order=F", *SIZE).is_forward_only
 
 
 def test_what_a_file_and_its_function_print_goes_to_standard_error(here, capsys):
     (here / "loud.py").write_text(f"print('loading')\n{MINE}    print('making')\n")
 
-    assert wanted("--from", "loud.py:mine", *SIZE).num_actions == 12
+    assert wanted("--function", "loud.py:mine", *SIZE).num_actions == 12
     assert capsys.readouterr() == ("", "loading\nmaking\n")
 
 
@@ -128,7 +127,7 @@ def test_a_wrong_file_is_named_as_it_was_given(here):
         wanted("sub/wrong.csv")
 
 
-@pytest.mark.parametrize("arguments", [["wrong.csv"], ["--from", "mine.py:mine:order=BF", *SIZE]])
+@pytest.mark.parametrize("arguments", [["wrong.csv"], ["--function", "mine.py:mine:order=BF", *SIZE]])
 def test_what_does_not_come_with_penstock_is_proved(arguments):
     with pytest.raises(ScheduleError, match="runs before its forward"):
         wanted(*arguments)
@@ -143,7 +142,7 @@ def test_what_does_not_come_with_penstock_is_proved(arguments):
         (["1f1b:warmpu=eager", *SIZE], "Did you mean 'warmup'"),
         (["1f1b:slices=two", *SIZE], "slices: 'two' is not a number"),
         (["1f1b:ranks=3", *SIZE], "ranks: not an option of a schedule; use the argument of the command"),
-        (["1f1b", *SIZE, "--option", "name=x"], "name: not an option of a schedule"),
+        (["1f1b", *SIZE, "--set", "name=x"], "name: not an option of a schedule"),
         (["none.csv"], r"none\.csv: cannot be read"),
         (["mine.csv", "--ranks", "3"], r"ranks: 3 asked for, but mine\.csv has 2; a file keeps its own shape"),
         (["mine.csv", "--microbatches", "4"], "microbatches: 4 asked for, but"),
@@ -152,8 +151,8 @@ def test_what_does_not_come_with_penstock_is_proved(arguments):
         (["mine.csv", "--slices", "2"], "slices: 2 asked for, but"),
         (["mine.csv:warmup=eager"], "warmup: mine.csv is a file, which takes no options; leave out warmup=eager"),
         (["bytes.csv"], "byte 0 is not UTF-8"),
-        (["--from", "mine.py:mien", *SIZE], "no function 'mien'"),
-        (["--from", "mine.py:mine:odrer=F", *SIZE], "Did you mean 'order'"),
+        (["--function", "mine.py:mien", *SIZE], "no function 'mien'"),
+        (["--function", "mine.py:mine:odrer=F", *SIZE], "Did you mean 'order'"),
     ],
 )
 def test_what_does_not_exist_or_fit_is_refused(arguments, told):
@@ -171,11 +170,11 @@ def test_a_text_that_is_no_schedule_is_refused_with_its_place(here):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "give either NAME or --from"),
-        (["1f1b", "--from", "mine.py:mine", *SIZE], "give either NAME or --from"),
+        ([], "give either NAME or --function"),
+        (["1f1b", "--function", "mine.py:mine", *SIZE], "give either NAME or --function"),
         (["1f1b"], "1f1b needs --ranks P and --microbatches M"),
         (["1f1b", "--ranks", "2"], "1f1b needs --ranks P and --microbatches M"),
-        (["--from", "mine.py:mine", "--microbatches", "2"], "mine needs --ranks P and --microbatches M"),
+        (["--function", "mine.py:mine", "--microbatches", "2"], "mine needs --ranks P and --microbatches M"),
     ],
 )
 def test_what_is_left_out_is_wrong_usage(arguments, told, capsys):
@@ -185,7 +184,7 @@ def test_what_is_left_out_is_wrong_usage(arguments, told, capsys):
 
 
 def test_several_are_found_before_any_is_made():
-    found = all_wanted("gpipe:x=1", "mine.csv", *SIZE, "--from", "mine.py:mine")
+    found = all_wanted("gpipe:x=1", "mine.csv", *SIZE, "--function", "mine.py:mine")
 
     assert [each.text for each in found] == ["gpipe:x=1", "mine.csv", "mine.py:mine"]
     assert [each.is_built_in for each in found] == [True, False, False]

@@ -85,8 +85,8 @@ def test_stages_can_be_given_in_total_or_per_rank():
 @pytest.mark.parametrize(
     ("name", "given_", "told"),
     [
-        ("deepspeed-train", {}, r"no schedule 'deepspeed-train': .*`penstock show 1f1b --lowered --format deepspeed`"),
-        ("deepspeed-inference", {}, r"`penstock show 1f1b --forward-only --lowered --format deepspeed`"),
+        ("deepspeed-train", {}, r"no schedule 'deepspeed-train': .*`penstock show 1f1b --lowered --to deepspeed`"),
+        ("deepspeed-inference", {}, r"`penstock show 1f1b --forward-only --lowered --to deepspeed`"),
         ("1f2b", {}, r"there is no schedule '1f2b'.*Did you mean '1f1b'"),
         ("gpipe", {"ranks": 0}, "ranks: 0 is below 1"),
         ("gpipe", {"microbatches": -1}, "microbatches: -1 is below 1"),

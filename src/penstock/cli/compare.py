@@ -2,9 +2,16 @@
 
 from argparse import ArgumentParser, Namespace
 
+from penstock.cli.arguments import add_format, add_schedules
 from penstock.cli.check import LIMIT_HELP
-from penstock.cli.pictures import CHARTS, add_picture_arguments, refuse_useless, wanted_format, write_result
-from penstock.cli.shape import add_schedules
+from penstock.cli.pictures import (
+    CHARTS,
+    add_picture_arguments,
+    refuse_useless,
+    result_path,
+    wanted_format,
+    write_result,
+)
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError
 
@@ -36,10 +43,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         "ranks, stages_per_rank, slices and memory_limit; may be repeated",
     )
     parser.add_argument("--memory-limit", metavar="LIMIT", help=LIMIT_HELP)
-    parser.add_argument(
-        "--format",
-        choices=("table", "json", *CHARTS),
-        help="default: table, or by the suffix of PATH; svg, png, html: step time against memory as a picture",
+    add_format(
+        parser,
+        ("table", "json", *CHARTS),
+        "default: table, or by the suffix of PATH. svg, png, html: step time against memory as a picture",
     )
     add_picture_arguments(parser)
 
@@ -56,6 +63,7 @@ def run(arguments: Namespace) -> int:
 
     format = wanted_format(arguments, FORMAT_OF_SUFFIX, "table")
     refuse_useless(arguments, "theme", format, CHARTS)
+    path = result_path(arguments)
     costs = load_costs(arguments.costs)
     if arguments.per_action and isinstance(costs, LayerCosts):
         raise ConfigError(f"{arguments.costs} has costs per layer, not per action; leave it out", key="--per-action")
@@ -69,9 +77,9 @@ def run(arguments: Namespace) -> int:
     is_useless = not any(isinstance(row, Comparison) for row in found)
     if format == "json" or not is_useless:
         basis = basis_of(costs, arguments.costs, per_action=arguments.per_action)
-        screen = NO_SCREEN if arguments.output else stdout_screen()
+        screen = NO_SCREEN if path else stdout_screen()
         result = result_of(found, format, arguments, swept_limits=sweep.get(LIMITS, ()), basis=basis, screen=screen)
-        write_result(result, format, arguments.output)
+        write_result(result, format, path)
     refused = [row for row in found if not isinstance(row, Comparison)]
     if is_useless:
         reasons = [f"\n  {row.name}: {row.reason}" for row in refused]

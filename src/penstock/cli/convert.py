@@ -4,12 +4,14 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from penstock.cli.check import read_text
-from penstock.cli.output import say
+from penstock.cli.output import path_to_write, say
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError
 from penstock.ir.formats import FORMAT_OF_SUFFIX, READABLE, WITH_COMMUNICATION, WRITABLE
 
 SUMMARY = "Convert a schedule file to another format, proved on the way."
+FROM_HELP = f"format of IN: {', '.join(READABLE)} (default: by its content)"
+TO_HELP = f"format of OUT: {', '.join(WRITABLE)} (default: by its suffix)"
 STREAM = "-"
 """Stands for standard input or output."""
 
@@ -17,12 +19,12 @@ STREAM = "-"
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("source", metavar="IN", help="a schedule or program in any format; - is stdin")
     parser.add_argument("target", metavar="OUT", help="the file to write, whole or not at all; - is stdout")
-    parser.add_argument("--from", dest="source_format", choices=READABLE, help="format of IN (default: by its content)")
-    parser.add_argument("--to", dest="target_format", choices=WRITABLE, help="format of OUT (default: by its suffix)")
+    parser.add_argument("--from", dest="source_format", metavar="FORMAT", choices=READABLE, help=FROM_HELP)
+    parser.add_argument("--to", dest="target_format", metavar="FORMAT", choices=WRITABLE, help=TO_HELP)
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--lowered", action="store_true", help="add communication if IN has none; CSV and JSON hold it")
     kind.add_argument("--compute-only", action="store_true", help="drop communication; other formats do anyway")
-    parser.add_argument("--force", action="store_true", help="replace OUT if it is there already")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
 
 
 def run(arguments: Namespace) -> int:
@@ -33,17 +35,17 @@ def run(arguments: Namespace) -> int:
     if arguments.lowered and target_format in ("grid", "megatron"):
         formats = " or ".join(WITH_COMMUNICATION)
         raise ConfigError(f"{target_format} holds actions alone; write {formats} to add communication", key="--lowered")
-    if arguments.target != STREAM:
-        _refuse_to_replace(Path(arguments.target), arguments.force)
+    is_stdout = arguments.target == STREAM
+    path = None if is_stdout else path_to_write(arguments.target, is_forced=arguments.force, key="OUT")
     is_stdin = arguments.source == STREAM
     file, name = ("<stdin>", None) if is_stdin else (arguments.source, Path(arguments.source).stem)
     plan = read_plan(read_text(arguments.source), file=file, name=name, format=arguments.source_format)
     plan = plan.actions() if arguments.compute_only else plan
     text, summary = convert(plan, target_format, file=file, is_lowered=arguments.lowered)
-    if arguments.target == STREAM:
+    if path is None:
         say(text)
         return ExitStatus.FINE
-    with atomic_file(Path(arguments.target).resolve()) as output:
+    with atomic_file(path.resolve()) as output:
         output.write(text.encode())
     say(f"{arguments.target}: {summary}")
     return ExitStatus.FINE
@@ -56,13 +58,3 @@ def _format_of_name(name: str) -> str:
     known = ", ".join(FORMAT_OF_SUFFIX)
     what = "standard output has no name" if name == STREAM else f"{name} does not end in any of {known}"
     raise ConfigError(f"{what}, which would tell its format; give one of {', '.join(WRITABLE)}", key="--to")
-
-
-def _refuse_to_replace(path: Path, is_forced: bool) -> None:
-    """A file is replaced on request only, and nothing else ever: a folder, say, or a device."""
-    if not path.exists():
-        return
-    if not path.is_file():
-        raise ConfigError(f"{path} is no ordinary file; give another name, or - for standard output", key="OUT")
-    if not is_forced:
-        raise ConfigError(f"{path} is there already; give another name, or --force to replace it", key="OUT")

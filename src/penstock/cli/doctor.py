@@ -3,6 +3,7 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from penstock.cli.arguments import add_format
 from penstock.cli.output import say
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError
@@ -17,7 +18,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--memory-limit", type=int, metavar="N", help="most activations that a rank may hold: report what waits for it"
     )
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
+    add_format(parser, ("text", "json"), "default: text", default="text")
 
 
 def run(arguments: Namespace) -> int:

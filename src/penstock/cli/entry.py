@@ -7,12 +7,21 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from penstock.cli import check, compare, convert, doctor, profile, schedules, show, train
+from penstock.cli.arguments import Parser
 from penstock.cli.compiling import compiling_reported
 from penstock.cli.output import complain, forget_stdout, replace_unknown_characters
 from penstock.cli.status import ExitStatus, status_of
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, nearest
 from penstock.version import VERSION
 
+FIRST_COMMANDS = """\
+Pipeline-parallel training in which the schedule is data. Try:
+  penstock show 1f1b --ranks 4 --microbatches 8              draw a schedule
+  penstock compare 1f1b zb-h1 --ranks 4 --microbatches 8     predict time, idle time and memory
+  penstock train examples/demo.toml                          train a small model on two processes
+All commands: penstock --help
+"""
+"""What is printed without a command."""
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -31,30 +40,44 @@ class Command(Protocol):
 COMMANDS: tuple[Command, ...] = (train, schedules, show, check, compare, convert, profile, doctor)
 
 
-def build_parser() -> ArgumentParser:
+def _name_of(command: Command) -> str:
+    return command.__name__.rpartition(".")[2]
+
+
+def build_parser() -> Parser:
     """Return the parser of all commands; nothing heavy is imported for it."""
-    parser = ArgumentParser(
+    parser = Parser(
         prog="penstock",
         description="Pipeline-parallel training in which the schedule is data.",
         epilog="Exit status: 0 fine, 1 the input is wrong, 2 usage, 4 a rank failed, 5 a hang was ended, "
         "130 interrupted.",
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"penstock {VERSION}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in COMMANDS:
-        name, summary = command.__name__.rpartition(".")[2], command.SUMMARY
-        child = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        summary = command.SUMMARY
+        child = commands.add_parser(_name_of(command), help=summary, description=summary)
         command.add_arguments(child)
         child.set_defaults(run=command.run)
     return parser
+
+
+def _parse(argv: Sequence[str]) -> Namespace:
+    parser = build_parser()
+    names = [_name_of(command) for command in COMMANDS]
+    if argv and not argv[0].startswith("-") and argv[0] not in names:
+        parser.error(f"unknown command {argv[0]!r}; known: {', '.join(names)}.{nearest(argv[0], names)}")
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.exit(ExitStatus.USAGE, FIRST_COMMANDS)
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; `argv` is what follows the program's name."""
     replace_unknown_characters()
     try:
-        arguments = build_parser().parse_args(argv)
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
         with compiling_reported():
             status = int(arguments.run(arguments))
         sys.stdout.flush()

@@ -1,6 +1,6 @@
 """The handbook of schedules: a written text, `handbook.md`, with parts that are made from the families.
 
-penstock schedules --format markdown > docs/schedules.md
+penstock schedules --to markdown > docs/schedules.md
 """
 
 import re

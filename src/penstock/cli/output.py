@@ -1,12 +1,14 @@
-"""Where commands print: results to standard output, complaints to standard error; and what the terminal there can."""
+"""Where commands print and write: results to standard output or a file, complaints to standard error."""
 
 import codecs
 import os
 import shutil
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TextIO
 
+from penstock.errors import ConfigError
 from penstock.tables import Screen
 
 SPELLED = {"─": "-", "µ": "u"}
@@ -49,6 +51,20 @@ def _spelled(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return "".join(SPELLED.get(each, "?") for each in error.object[error.start : error.end]), error.end
+
+
+def path_to_write(name: str, *, is_forced: bool, key: str) -> Path:
+    """Return the path of a file to write; `key` is the argument that names it.
+
+    Raises:
+        ConfigError: a file exists there and `is_forced` is false, or something that is no file, such as a folder.
+    """
+    path = Path(name)
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is not a regular file; give another name", key=key)
+    if path.exists() and not is_forced:
+        raise ConfigError(f"{path} exists; give another name, or --force to replace it", key=key)
+    return path
 
 
 def forget_stdout() -> None:

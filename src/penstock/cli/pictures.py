@@ -5,6 +5,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.cli.arguments import add_output
+from penstock.cli.output import path_to_write
 from penstock.errors import ConfigError
 
 PICTURES = ("svg", "png", "html", "trace")
@@ -20,16 +22,14 @@ SUFFIXES = {".svg": "svg", ".png": "png", ".html": "html", ".htm": "html", ".tra
 def add_picture_arguments(parser: ArgumentParser) -> None:
     """Add what only pictures take, and where a result goes."""
     parser.add_argument("--theme", choices=THEMES, help="of a picture (default: light; HTML follows the browser)")
-    parser.add_argument(
-        "--output", metavar="PATH", help="write there, replacing what is there, instead of to standard output"
-    )
+    add_output(parser, "write there instead of to standard output")
 
 
 def wanted_format(arguments: Namespace, suffixes: dict[str, str], default: str) -> str:
-    """Return the format that is asked for: by --format, else by the suffix of --output, else the default.
+    """Return the format that is asked for: by --to, else by the suffix of --output, else the default.
 
     Raises:
-        ConfigError: for an unknown suffix without --format, and for a suffix of another format.
+        ConfigError: for an unknown suffix without --to, and for a suffix of another format.
     """
     if arguments.output is None:
         return str(arguments.format or default)
@@ -37,12 +37,12 @@ def wanted_format(arguments: Namespace, suffixes: dict[str, str], default: str) 
     if arguments.format is None and by_suffix is None:
         known = ", ".join(suffixes)
         raise ConfigError(
-            f"{arguments.output} has none of the suffixes {known}; end it in one of them, or give --format",
+            f"{arguments.output} has none of the suffixes {known}; end it in one of them, or give --to",
             key="--output",
         )
     if by_suffix in PICTURES and arguments.format not in (None, by_suffix):
         raise ConfigError(
-            f"the suffix of {arguments.output} means {by_suffix}, but --format is {arguments.format}; make them agree",
+            f"the suffix of {arguments.output} means {by_suffix}, but --to is {arguments.format}; make them agree",
             key="--output",
         )
     return str(arguments.format or by_suffix)
@@ -54,23 +54,27 @@ def refuse_useless(arguments: Namespace, name: str, format: str, formats: Sequen
         raise ConfigError(f"only for {', '.join(formats)}; leave it out for {format}", key=f"--{name}")
 
 
-def write_result(data: bytes, format: str, output: str | None) -> None:
+def result_path(arguments: Namespace) -> Path | None:
+    """Return where --output says that a result goes; None for standard output. Raises: ConfigError."""
+    if arguments.output is None:
+        return None
+    return path_to_write(arguments.output, is_forced=arguments.force, key="--output")
+
+
+def write_result(data: bytes, format: str, path: Path | None) -> None:
     """Write a result to a file, whole or not at all, or to standard output.
 
     Raises:
-        ConfigError: for a binary format on a terminal, and for a path that is not a regular file.
+        ConfigError: for a binary format on a terminal.
         PenstockError: if the file cannot be written.
     """
     from penstock.train.files import atomic_file
 
-    if output is None:
+    if path is None:
         if format in BINARY and sys.stdout.isatty():
             raise ConfigError(f"a terminal cannot show {format}; give --output NAME.{format}", key="--output")
         sys.stdout.flush()
         sys.stdout.buffer.write(data)
         return
-    path = Path(output)
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is not a regular file; give another name", key="--output")
     with atomic_file(path.resolve()) as file:
         file.write(data)

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from penstock.cli.arguments import add_output
+from penstock.cli.output import path_to_write
 from penstock.cli.run_file import add_run_arguments, run_on_ranks
 from penstock.errors import ConfigError
 
@@ -23,10 +25,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         help=f"recorded steps, after two others (default {NUM_STEPS})",
     )
-    parser.add_argument(
-        "--output",
+    add_output(
+        parser,
+        "where the costs of each layer go, for --costs of other commands (default: costs.toml in the run folder)",
         metavar="FILE.toml",
-        help="where the costs of each layer go, for --costs of other commands (default: costs.toml in the run folder)",
     )
 
 
@@ -36,21 +38,30 @@ def run(arguments: Namespace) -> int:
     command = ["profile", f"--steps={arguments.steps}"]
     if arguments.output is not None:
         command.append(f"--output={arguments.output}")
-    return run_on_ranks(arguments, command, partial(_profile, arguments), _tidy_folder)
+    command += ["--force"] * arguments.force
+    return run_on_ranks(arguments, command, partial(_profile, arguments), partial(_hold_folder, arguments))
 
 
 @contextmanager
-def _tidy_folder(config: Any) -> Iterator[Any]:
-    """Remove what killed ranks left half-written, unless a training in the same folder goes on."""
+def _hold_folder(arguments: Namespace, config: Any) -> Iterator[Any]:
+    """Refuse to replace costs; remove what killed ranks left half-written, unless a training in the folder goes on."""
     from penstock.train.run_folder import RunFolder, run_path
     from penstock.train.run_lock import holder_of
 
     path = run_path(config.run.folder)
+    _path_of_costs(arguments, config)
     try:
         yield config
     finally:
         if not holder_of(path):
             RunFolder(path).sweep()
+
+
+def _path_of_costs(arguments: Namespace, config: Any) -> Path:
+    from penstock.train.run_folder import COSTS
+
+    path = arguments.output or str(Path(config.run.folder) / COSTS)
+    return path_to_write(path, is_forced=arguments.force, key="--output")
 
 
 def _profile(arguments: Namespace, config: Any) -> None:
@@ -59,12 +70,11 @@ def _profile(arguments: Namespace, config: Any) -> None:
     from penstock.simulation.costs.writing import costs_to_toml
     from penstock.train.files import atomic_file
     from penstock.train.profiling import profile_run
-    from penstock.train.run_folder import COSTS
 
+    path = _path_of_costs(arguments, config)
     profile = profile_run(config, num_steps=arguments.steps)
     if profile.rank != 0:
         return
-    path = Path(arguments.output or Path(config.run.folder) / COSTS)
     with atomic_file(path.absolute()) as file:
         file.write(costs_to_toml(profile.layer_costs).encode())
     say(f"{profile_text(profile)}\n\ncosts written to {path}: penstock compare NAME ... --costs {path}")

@@ -79,7 +79,7 @@ def _launch(arguments: Namespace, command: Sequence[str], config: Any, hold: Hol
     with interrupts_handled_by(raise_interrupt), hold(config) as held:
         folder = json.dumps(held.run.folder, ensure_ascii=False).replace("\x7f", "\\u007f")  # as TOML wants it
         overrides = [f"--set={override}" for override in (*arguments.set, f"run.folder={folder}")]
-        words = ["-m", "penstock.cli", *command, *overrides, "--", arguments.run_file]
+        words = ["-m", "penstock", *command, *overrides, "--", arguments.run_file]
         num_ranks = config.pipeline.ranks
         failure = launch_ranks([sys.executable, *_path_flags(), *words], num_ranks=num_ranks, port=arguments.port)
     if failure is None:

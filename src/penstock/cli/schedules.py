@@ -3,6 +3,7 @@
 import shutil
 from argparse import ArgumentParser, Namespace
 
+from penstock.cli.arguments import add_format
 from penstock.cli.output import complain, say
 from penstock.cli.status import ExitStatus
 
@@ -15,11 +16,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "name", metavar="NAME", nargs="?", help="a family, to read all about it (default: all, in a table)"
     )
-    parser.add_argument(
-        "--format",
-        choices=("text", "markdown"),
+    add_format(
+        parser,
+        ("text", "markdown"),
+        "default: text. markdown: how to choose, all about every family, and how to write your own",
         default="text",
-        help="markdown: how to choose, all about every family, and how to write your own (default: text)",
     )
 
 

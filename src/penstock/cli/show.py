@@ -2,16 +2,17 @@
 
 from argparse import ArgumentParser, Namespace
 
+from penstock.cli.arguments import add_format, add_one_schedule
 from penstock.cli.pictures import (
     CHARTS,
     PICTURES,
     SUFFIXES,
     add_picture_arguments,
     refuse_useless,
+    result_path,
     wanted_format,
     write_result,
 )
-from penstock.cli.shape import add_one_schedule
 from penstock.cli.status import ExitStatus
 from penstock.ir.formats import FORMAT_OF_SUFFIX, WRITABLE
 from penstock.ir.schedule import Schedule
@@ -28,7 +29,7 @@ FORMAT_HELP = (
 def add_arguments(parser: ArgumentParser) -> None:
     add_one_schedule(parser)
     parser.add_argument("--lowered", action="store_true", help="the program: with sends, receives and reductions")
-    parser.add_argument("--format", choices=(*WRITABLE, *PICTURES), help=FORMAT_HELP)
+    add_format(parser, (*WRITABLE, *PICTURES), FORMAT_HELP)
     parser.add_argument(
         "--costs",
         metavar="COSTS",
@@ -46,12 +47,13 @@ def run(arguments: Namespace) -> int:
     format = wanted_format(arguments, FORMAT_OF_SUFFIX | SUFFIXES, "grid")
     refuse_useless(arguments, "costs", format, PICTURES)
     refuse_useless(arguments, "theme", format, CHARTS)
+    path = result_path(arguments)
     schedule = wanted_schedule(arguments)
     if format in PICTURES:
         data = _picture(schedule, format, arguments)
     else:
         data = write_table(lower(schedule) if arguments.lowered else schedule, format).encode()
-    write_result(data, format, arguments.output)
+    write_result(data, format, path)
     return ExitStatus.FINE
 
 

@@ -10,6 +10,7 @@ class ExitStatus(IntEnum):
 
     FINE = 0
     WRONG_INPUT = 1
+    USAGE = 2
     RANK_FAILED = 4
     HANG_ENDED = 5
     INTERRUPTED = 130

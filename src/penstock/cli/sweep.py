@@ -69,7 +69,7 @@ def swept_schedules(arguments: Namespace, sweep: Sweep) -> list[Wanted]:
         if getattr(arguments, key) is not None:
             option = f"--{key.replace('_', '-')}"
             raise ConfigError(f"{key} is swept and given as {option} too; leave one out", key="--sweep")
-    num_names = len(arguments.names) + len(arguments.own)
+    num_names = len(arguments.names) + len(arguments.functions)
     count = num_names
     for values in sizes.values():
         count *= len(values)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.check import read_text
-from penstock.cli.own_file import load_function
+from penstock.cli.user_function import load_function
 from penstock.errors import ConfigError
 from penstock.ir.reading import read_table
 from penstock.ir.schedule import Schedule
@@ -40,10 +40,11 @@ class Wanted:
 
 
 def wanted_schedule(arguments: Namespace) -> Schedule:
-    """Make the one schedule that NAME or --from names; what does not come with Penstock is proved."""
-    if (arguments.name is None) == (arguments.own is None):
-        arguments.wrong_usage("give either NAME or --from PATH.py:FUNCTION")
-    wanted = find_own(arguments.own, arguments) if arguments.name is None else find_wanted(arguments.name, arguments)
+    """Make the one schedule that NAME or --function names; what does not come with Penstock is proved."""
+    if (arguments.name is None) == (arguments.function is None):
+        arguments.wrong_usage("give either NAME or --function FILE:NAME")
+    is_function = arguments.name is None
+    wanted = find_function(arguments.function, arguments) if is_function else find_wanted(arguments.name, arguments)
     schedule = wanted.make()
     if not wanted.is_built_in:
         check(replace(schedule, name=wanted.text))
@@ -51,23 +52,23 @@ def wanted_schedule(arguments: Namespace) -> Schedule:
 
 
 def wanted_schedules(arguments: Namespace) -> list[Wanted]:
-    """Find all schedules that NAMEs and --from name, in this order.
+    """Find all schedules that NAMEs and --function name, in this order.
 
     Raises:
         ConfigError, FormatError: if there is no such family, file or function.
     """
-    if not arguments.names and not arguments.own:
-        arguments.wrong_usage("give at least one NAME or --from PATH.py:FUNCTION")
+    if not arguments.names and not arguments.functions:
+        arguments.wrong_usage("give at least one NAME or --function FILE:NAME")
     found = [find_wanted(text, arguments) for text in arguments.names]
-    return found + [find_own(text, arguments) for text in arguments.own]
+    return found + [find_function(text, arguments) for text in arguments.functions]
 
 
 def find_wanted(text: str, arguments: Namespace) -> Wanted:
     """Find what a NAME stands for: a family, or a file that is there under this name."""
     name, options = _split(text, arguments)
     if python := _PYTHON.fullmatch(name):
-        place = python[0] if python[1] else f"{name}:FUNCTION"
-        raise ConfigError(f"{name} is Python, which only --from runs: write --from {place} in its place")
+        place = python[0] if python[1] else f"{name}:NAME"
+        raise ConfigError(f"{name} is Python, which only --function runs: write --function {place} instead")
     if name not in FAMILIES and (name == STDIN or not is_family_name(name) or Path(name).is_file()):
         return Wanted(text, False, partial(_as_asked, _read(name), name, arguments, options))
     family, colon, _ = name.partition(":")
@@ -77,8 +78,8 @@ def find_wanted(text: str, arguments: Namespace) -> Wanted:
     return Wanted(text, name in FAMILIES, _builder(name, arguments, options))
 
 
-def find_own(text: str, arguments: Namespace) -> Wanted:
-    """Find the function that --from names."""
+def find_function(text: str, arguments: Namespace) -> Wanted:
+    """Find the function that --function names."""
     place, options = _split(text, arguments)
     with redirect_stdout(sys.stderr):
         function = load_function(place)
@@ -127,12 +128,12 @@ def _as_asked(table: Schedule, name: str, arguments: Namespace, options: Options
 
 
 def _split(text: str, arguments: Namespace) -> tuple[str, dict[str, str]]:
-    """The name without its options, and all options that it gets: its own and those of --option."""
+    """The name without its options, and all options that it gets: its own and those of --set."""
     found = _WITH_OPTIONS.fullmatch(text)
     name, own = (found[1], found[2].split(",")) if found else (text, [])
-    common, mine = parse_options(arguments.option), parse_options(own, before=f"{name}:")
+    common, mine = parse_options(arguments.options), parse_options(own, before=f"{name}:")
     for key in common.keys() & mine.keys():
-        raise ConfigError(f"{name}:{key} is given twice, also as --option {key}; keep one")
+        raise ConfigError(f"{name}:{key} is given twice, also as --set {key}; keep one")
     options = common | mine
     for key in options:
         if key in RESERVED:
@@ -140,7 +141,7 @@ def _split(text: str, arguments: Namespace) -> tuple[str, dict[str, str]]:
     return name, options
 
 
-def parse_options(texts: list[str], *, before: str = "--option ") -> dict[str, str]:
+def parse_options(texts: list[str], *, before: str = "--set ") -> dict[str, str]:
     """Read `key=value` texts; `before` is the text before each.
 
     Raises:

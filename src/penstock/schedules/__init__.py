@@ -89,7 +89,7 @@ def find_family(name: str) -> Family:
     if name in STREAMS:
         flags = "--lowered" if name == STREAMS[0] else "--forward-only --lowered"
         raise ConfigError(
-            f"there is no schedule {name!r}: it is how DeepSpeed runs 1f1b, which `penstock show 1f1b {flags} --format "
+            f"there is no schedule {name!r}: it is how DeepSpeed runs 1f1b, which `penstock show 1f1b {flags} --to "
             "deepspeed` writes"
         )
     known = [*FAMILIES, *sorted({plug_in.name for plug_in in plug_ins()} - set(FAMILIES))]

@@ -1,4 +1,4 @@
-"""`python -m penstock.cli`, the way in which ranks start."""
+"""`python -m penstock`, the way in which ranks start."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.mark.slow
 def test_the_module_runs_the_command_line_and_ends_with_its_status():
-    done = subprocess.run([sys.executable, "-m", "penstock.cli", "no-such"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "penstock", "no-such"], capture_output=True, text=True)
 
     assert done.returncode == 2
     assert "no-such" in done.stderr

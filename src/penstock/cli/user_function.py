@@ -1,4 +1,4 @@
-"""Finds the function that `--from PATH.py:FUNCTION` names; the file is run for it, like any script."""
+"""Finds the function that `--function FILE:NAME` names; the file is run for it, like any script."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from penstock.schedules.third_party import run_third_party
 
 
 def load_function(place: str) -> Callable[..., Any]:
-    """Return the function at `PATH.py:FUNCTION`.
+    """Return the function at `FILE:NAME`.
 
     Raises:
         ConfigError: if there is no such file or function, or the file fails when it runs.
@@ -21,7 +21,7 @@ def load_function(place: str) -> Callable[..., Any]:
     """
     file, colon, name = place.rpartition(":")
     if not colon or not file or not name.isidentifier():
-        raise ConfigError(f"{place!r} is not of the form PATH.py:FUNCTION, such as mine.py:zigzag", key="--from")
+        raise ConfigError(f"{place!r} is not of the form FILE:NAME, such as mine.py:zigzag", key="--function")
     path = Path(file)
     module = _run(path, _compiled(path))
     function = getattr(module, name, None)
@@ -33,7 +33,7 @@ def load_function(place: str) -> Callable[..., Any]:
         ]
         listed = ", ".join(functions) or "none"
         raise ConfigError(
-            f"{file} has no function {name!r}; its functions: {listed}.{nearest(name, functions)}", key="--from"
+            f"{file} has no function {name!r}; its functions: {listed}.{nearest(name, functions)}", key="--function"
         )
     return function  # type: ignore[no-any-return]
 
@@ -51,7 +51,7 @@ def _compiled(path: Path) -> CodeType:
 
 
 def _run(path: Path, code: CodeType) -> ModuleType:
-    module = ModuleType(f"penstock_own_{path.stem}")  # no name of another module, whatever the file is called
+    module = ModuleType(f"penstock_user_{path.stem}")  # no name of another module, whatever the file is called
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # where dataclasses look for the module that they are in
     with _imports_from(path.parent):

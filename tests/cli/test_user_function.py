@@ -1,11 +1,11 @@
-"""`--from PATH.py:FUNCTION`: the function is found, and what is wrong with the file is one message."""
+"""`--function FILE:NAME`: the function is found, and what is wrong with the file is one message."""
 
 import sys
 from textwrap import dedent
 
 import pytest
 
-from penstock.cli.own_file import load_function
+from penstock.cli.user_function import load_function
 from penstock.errors import ConfigError, FormatError
 from penstock.schedules import build
 
@@ -77,7 +77,7 @@ def test_an_error_in_the_function_is_told_with_its_line(file):
     [
         (MINE, "mine.py:mien", r"mine\.py has no function 'mien'; its functions: mine, divide\. Did you mean 'mine'"),
         (MINE, "mine.py:ten", r"mine\.py has no function 'ten'"),
-        (MINE, "mine.py", r"'mine\.py' is not of the form PATH\.py:FUNCTION"),
+        (MINE, "mine.py", r"'mine\.py' is not of the form FILE:NAME"),
         (MINE, "mine.py:a b", "is not of the form"),
         (MINE, ":mine", "is not of the form"),
         (MINE, "none.py:mine", r"none\.py: cannot be read \(No such file or directory\)\. Give the path of a Python"),

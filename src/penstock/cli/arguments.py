@@ -1,0 +1,118 @@
+"""The arguments that several commands share, under the same names everywhere; nothing heavy is imported."""
+
+from argparse import Action, ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from penstock.cli.status import ExitStatus
+from penstock.errors import nearest
+
+NAME = (
+    "a family (`penstock schedules` lists them), with its own options as NAME:key=value,key=value; or a schedule "
+    "file, a drawn grid included, whose own communication is left out; - is stdin"
+)
+FUNCTION = "a schedule of your own: the function NAME in the Python file FILE makes it"
+RENAMED = {"--option": "--set", "--format": "--to", "--from": "--function"}
+"""Old spellings, in the commands that have the new one."""
+
+
+class Once(Action):
+    """Store the value of an option, and refuse the option a second time."""
+
+    def __call__(
+        self, parser: ArgumentParser, namespace: Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        given = vars(namespace).setdefault("given", set())
+        if option_string is not None and self.dest in given:
+            parser.error(f"{option_string} is given twice; keep one")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
+class Parser(ArgumentParser):
+    """A parser whose errors are one line and a hint, and name the option that was meant."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+        self.register("action", None, Once)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Namespace | None = None
+    ) -> tuple[Namespace, list[str]]:
+        """Refuse unknown arguments here, where the command that does not know them is known."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(unknown)
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(ExitStatus.USAGE, f"{self.prog}: {message}\nTry `{self.prog} --help`.\n")
+
+    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
+        known = [option for action in self._actions for option in action.option_strings]
+        words = [text.partition("=")[0] for text in unknown]
+        for word in words:
+            if RENAMED.get(word) in known:
+                self.exit(ExitStatus.USAGE, f"{self.prog}: {word} is called {RENAMED[word]} now\n")
+        options = [word for word in words if word.startswith("-")]
+        if options:
+            self.error(f"unknown option {options[0]}.{nearest(options[0], known)}")
+        self.error(f"unexpected argument {unknown[0]!r}")
+
+
+def add_one_schedule(parser: ArgumentParser) -> None:
+    """Add the name of one schedule, and its shape."""
+    parser.add_argument("name", metavar="NAME", nargs="?", help=NAME)
+    parser.add_argument("--function", metavar="FILE:NAME", help=f"instead of NAME, {FUNCTION}")
+    add_shape_arguments(parser)
+
+
+def add_schedules(parser: ArgumentParser) -> None:
+    """Add the names of several schedules, and the shape that all of them get."""
+    parser.add_argument("names", metavar="NAME", nargs="*", help=NAME)
+    parser.add_argument(
+        "--function",
+        dest="functions",
+        action="append",
+        default=[],
+        metavar="FILE:NAME",
+        help=f"besides the NAMEs, {FUNCTION}; may be repeated",
+    )
+    add_shape_arguments(parser)
+
+
+def add_shape_arguments(parser: ArgumentParser) -> None:
+    """Add what every command takes that builds schedules by name; whether a number is needed depends on the name."""
+    parser.set_defaults(wrong_usage=parser.error)
+    parser.add_argument("--ranks", type=int, metavar="P", help="number of ranks; a file has its own")
+    parser.add_argument("--microbatches", type=int, metavar="M", help="number of microbatches; a file has its own")
+    parser.add_argument("--stages-per-rank", type=int, metavar="V", help="stages on each rank (default: the family's)")
+    parser.add_argument("--stages", type=int, metavar="S", help="all stages, where it is no multiple of the ranks")
+    parser.add_argument("--slices", type=int, metavar="K", help="slices of each sequence (default 1)")
+    parser.add_argument(
+        "--set",
+        dest="options",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the family (`penstock schedules NAME` lists them); may be repeated",
+    )
+    parser.add_argument("--forward-only", action="store_true", help="the forwards alone, as in evaluation")
+
+
+def add_format(parser: ArgumentParser, formats: Sequence[str], text: str, *, default: str | None = None) -> None:
+    """Add the format in which a result is written; `text` ends the help."""
+    parser.add_argument(
+        "--to",
+        dest="format",
+        metavar="FORMAT",
+        choices=formats,
+        default=default,
+        help=f"format of the result: {', '.join(formats)}; {text}",
+    )
+
+
+def add_output(parser: ArgumentParser, what: str, *, metavar: str = "PATH") -> None:
+    """Add the file that a command writes, and whether it may replace one; `what` completes the help."""
+    parser.add_argument("-o", "--output", metavar=metavar, help=what)
+    parser.add_argument("--force", action="store_true", help=f"replace {metavar} if it exists")
