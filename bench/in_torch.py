@@ -49,10 +49,12 @@ def torch_step(
     layers: Sequence[nn.Module],
     layers_of_stage: Sequence[range],
     loss: Callable[[Tensor, Tensor], Tensor],
+    **options: Any,
 ) -> Callable[[Tensor, Tensor], None]:
     """Return one step of torch's schedule on this rank, of a batch and its target.
 
     `layers` holds those of this rank's stages at least, which are used in place. torch must order as `schedule` does.
+    `options` are those of torch's `step`.
     """
     rank, num_stages = dist.get_rank(), schedule.num_stages
     own = schedule.placement.stages_of_rank[rank]
@@ -66,7 +68,7 @@ def torch_step(
     def step(batch: Tensor, target: Tensor) -> None:
         inputs = [batch] if 0 in own else []
         wanted = {"target": target} if num_stages - 1 in own else {}
-        runtime.step(*inputs, **wanted)
+        runtime.step(*inputs, **wanted, **options)
 
     return step
 
