@@ -39,7 +39,7 @@ from typing import Any
 from memory import QUIET
 from on_ranks import REST_S, SEED, Table, comma_separated, paired_ratio, spread_of, with_spread, write_rows
 from peer_cases import CASES, Case
-from peer_rank import StepTime, RankSpec, run_rank
+from peer_rank import RankSpec, StepTime, run_rank
 
 NUM_WARM_UP_ROUNDS = 2
 TOLERANCE = 1e-5
