@@ -6,9 +6,9 @@ PYTEST_ARGS ?=
 
 BIN := .venv/bin
 
-.PHONY: demo test test-full check docs bench clean
+.PHONY: demo test test-full check docs bench changelog clean
 
-demo: .venv/.stamp
+demo: .venv/.demo
 	$(BIN)/penstock train examples/demo.toml
 
 test: .venv/.stamp
@@ -31,14 +31,26 @@ bench: .venv/.stamp
 	$(BIN)/python bench/planning.py
 	$(BIN)/python bench/simulate.py
 
-# A .venv that is already there is kept and completed, unless its interpreter no longer runs. The distribution was called
-# penstock once: left in place, it would own the command of the same name too.
-.venv/.stamp: pyproject.toml constraints.txt
+# Writes the fragments of changelog.d into CHANGELOG.md as the section of this version, and deletes them.
+changelog: .venv/.stamp
+	$(BIN)/towncrier build --yes --version "$$($(BIN)/python -c 'from penstock.version import VERSION; print(VERSION)')"
+
+# `install EXTRA`. A .venv that is already there is kept and completed, unless its interpreter no longer runs. The
+# distribution was called penstock once: left in place, it would own the command of the same name too.
+define install
 	$(BIN)/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip uninstall -qq --yes penstock
 	rm -rf src/penstock.egg-info
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	touch $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(1)]"
+	touch $(2)
+endef
+
+# What the tests need has all that the demo needs.
+.venv/.stamp: pyproject.toml constraints.txt
+	$(call install,dev,.venv/.demo $@)
+
+.venv/.demo: pyproject.toml constraints.txt
+	$(call install,demo,$@)
 
 # Removes what tools left behind; keeps .venv (slow to build) and runs (somebody's results).
 clean:
