@@ -22,7 +22,12 @@ def pytest_configure(config):
         os.environ["PYTHONPATH"] = os.pathsep.join([_SOURCE, *filter(None, known)])
 
 
+LONGEST = ("tests/exactness/", "tests/test_gradients.py", "tests/random_models/")
+"""Files that a worker runs whole and that take longest: they begin first, so that the other worker does not wait."""
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))  # stable: all others stay in their order
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
