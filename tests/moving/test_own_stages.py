@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, PartitionError, PipelineError
-from penstock.moving.own_stages import ForeignStage, OwnStage, Site, require_parts
+from penstock.moving.own_stages import LocalStages, OwnStage, RemoteStage, require_parts
 from penstock.schedules import build
 from tests.local_pipelines import error_of, on_ranks, square_loss
 from tests.moving.own_layers import assert_gradients, batch, gradients, own_stage, reference, whole_model
@@ -15,9 +15,9 @@ from tests.test_two_routes import two_routes
 
 
 def pipeline_of(transport, schedule, stages, *, num_microbatches=4, **options):
-    site = Site.of(None, {"transport": transport, **options})
-    order = site.schedule(schedule, num_microbatches, len(stages))
-    return site.pipeline({stage: own_stage(stage) for stage in stages}, order, square_loss)
+    local = LocalStages.of(None, {"transport": transport, **options})
+    order = local.schedule(schedule, num_microbatches, len(stages))
+    return local.pipeline({stage: own_stage(stage) for stage in stages}, order, square_loss)
 
 
 def stepped(transport, schedule, stages, **options):
@@ -62,7 +62,7 @@ def test_a_pair_of_tied_names_reaches_over_ranks():
 
 
 def test_a_foreign_stage_cannot_be_built():
-    assert "stage 3 is another rank's" in str(error_of(ForeignStage(3)))
+    assert "stage 3 is another rank's" in str(error_of(RemoteStage(3)))
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,13 @@ def pool():
 
 def two_copies(rank, num_ranks, schedule, num_microbatches, *, change=None, steps=1, **options):
     """Train on the modules that a rank brings, one for each direction; the second copies start with other values."""
-    site = Site.of(None, options)
-    order = site.schedule(schedule, num_microbatches, 2)
+    local = LocalStages.of(None, options)
+    order = local.schedule(schedule, num_microbatches, 2)
     own = {rank: own_stage(rank)}
     own[2 * num_ranks - 1 - rank] = own[rank] if 2 * rank + 1 == num_ranks else own_stage(50 + rank)
     if change is not None:
         change(own)
-    pipeline = site.pipeline(own, order, square_loss)
+    pipeline = local.pipeline(own, order, square_loss)
     inputs, target = batch(2 * num_microbatches)
     for _ in range(steps):
         result = pipeline.step(inputs, target=target)
@@ -206,11 +206,11 @@ def test_what_a_rank_brought_is_built_as_it_is():
 
 
 def test_stages_per_rank_follow_from_the_parts_unless_a_family_leaves_no_choice():
-    site = Site.of(None, {})
+    local = LocalStages.of(None, {})
 
-    assert [site.stages_per_rank("1f1b", 1), site.stages_per_rank("interleaved-1f1b", 3)] == [1, 3]
-    assert site.stages_per_rank("dualpipe", 1) is None
-    assert site.stages_per_rank(build("dualpipe", ranks=2, microbatches=4), 2) == 2
+    assert [local.stages_per_rank("1f1b", 1), local.stages_per_rank("interleaved-1f1b", 3)] == [1, 3]
+    assert local.stages_per_rank("dualpipe", 1) is None
+    assert local.stages_per_rank(build("dualpipe", ranks=2, microbatches=4), 2) == 2
 
 
 def test_a_model_of_another_number_of_parts_is_refused():
@@ -223,13 +223,13 @@ def test_a_model_of_another_number_of_parts_is_refused():
 
 
 def test_slices_are_an_option_of_the_schedule():
-    assert Site.of(None, {"slices": 2}).schedule("seq1f1b", 4, 1).num_slices == 2
+    assert LocalStages.of(None, {"slices": 2}).schedule("seq1f1b", 4, 1).num_slices == 2
 
 
 def test_unknown_options_are_refused_and_those_of_the_family_taken():
     def case(transport):
-        error = error_of(Site.of(None, {"transport": transport, "warmpu": "eager"}).schedule, "1f1b", 4, 1)
-        eager = Site.of(None, {"transport": transport, "warmup": "eager"}).schedule("1f1b", 4, 1)
+        error = error_of(LocalStages.of(None, {"transport": transport, "warmpu": "eager"}).schedule, "1f1b", 4, 1)
+        eager = LocalStages.of(None, {"transport": transport, "warmup": "eager"}).schedule("1f1b", 4, 1)
         return error, eager
 
     error, eager = on_ranks(2, case)[0]
@@ -240,8 +240,12 @@ def test_unknown_options_are_refused_and_those_of_the_family_taken():
 
 def test_a_number_as_group_is_an_option_of_the_family():
     def order(transport):
-        site = Site.of(4, {"transport": transport})
-        return site.joined.process_group, site.schedule("interleaved-1f1b", 8, 2), error_of(site.schedule, "1f1b", 8, 1)
+        local = LocalStages.of(4, {"transport": transport})
+        return (
+            local.joined.process_group,
+            local.schedule("interleaved-1f1b", 8, 2),
+            error_of(local.schedule, "1f1b", 8, 1),
+        )
 
     group, schedule, error = on_ranks(2, order)[0]
 
@@ -252,7 +256,9 @@ def test_a_number_as_group_is_an_option_of_the_family():
 
 def test_a_failure_of_one_rank_is_every_ranks_at_once():
     def fail(transport):
-        return error_of(Site.of(None, {"transport": transport}).together, ForeignStage(1) if transport.rank else int)
+        return error_of(
+            LocalStages.of(None, {"transport": transport}).together, RemoteStage(1) if transport.rank else int
+        )
 
     first, second = on_ranks(2, fail)
 
@@ -262,8 +268,8 @@ def test_a_failure_of_one_rank_is_every_ranks_at_once():
 
 
 def test_without_wires_one_process_is_alone():
-    site = Site.of(None, {})
-    pipeline = site.pipeline({0: nn.Linear(2, 2)}, site.schedule("1f1b", 2, 1), square_loss)
+    local = LocalStages.of(None, {})
+    pipeline = local.pipeline({0: nn.Linear(2, 2)}, local.schedule("1f1b", 2, 1), square_loss)
 
     assert pipeline.transport.num_ranks == 1
     pipeline.close()

@@ -52,10 +52,10 @@ def test_the_gaps_of_a_rank_add_up_to_what_the_doctor_tells(name, source):
 
 def noticed_late(timeline):
     """A host that needs a tenth of each computation before it, and looks for messages after that."""
-    trips, rows = Transfers.of(timeline.program), timeline.program.is_compute
+    transfers, rows = Transfers.of(timeline.program), timeline.program.is_compute
     start_s, end_s = timeline.start_s.copy(), timeline.end_s.copy()
     start_s[rows] += 0.1 * (end_s - start_s)[rows]
-    end_s[trips.receives] = start_s[trips.consumers]
+    end_s[transfers.receives] = start_s[transfers.consumers]
     return replace(timeline, source="measured", start_s=start_s, end_s=end_s)
 
 

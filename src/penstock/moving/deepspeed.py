@@ -1,6 +1,6 @@
 """For users of DeepSpeed's pipelines: `PipelineModule`, and an engine with `train_batch` and `eval_batch`.
 
-What differs, and what can be deleted, is told in docs/moving/deepspeed.md.
+What differs, and what can be deleted, is described in docs/moving/deepspeed.md.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from penstock.execute.stages.layers import Layer
 from penstock.execute.values.tree import map_leaves
 from penstock.ir.schedule import Schedule
 from penstock.moving.deepspeed_module import LayerSpec, PipelineModule, TiedLayerSpec
-from penstock.moving.own_stages import OwnStage, Site, require_parts
+from penstock.moving.own_stages import LocalStages, OwnStage, require_parts
 from penstock.pipeline import Pipeline
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -188,17 +188,17 @@ class Engine:
     def _make(self, num_microbatches: int) -> Pipeline:
         given = dict(self._options)
         split = given.pop("split", None)
-        site = Site.of(self._group, given if split is not None else {"weights": self.model.weights, **given})
-        num_ranks = site.transport.num_ranks
+        local = LocalStages.of(self._group, given if split is not None else {"weights": self.model.weights, **given})
+        num_ranks = local.transport.num_ranks
         num_stages = self.model.num_stages
         if num_stages is not None and num_stages % num_ranks:
             raise ConfigError(f"{num_stages} on {num_ranks} ranks; give a multiple", key="num_stages")
-        per_rank = site.stages_per_rank(self._schedule, num_stages or num_ranks)
-        schedule = site.schedule(self._schedule, num_microbatches, per_rank)
+        per_rank = local.stages_per_rank(self._schedule, num_stages or num_ranks)
+        schedule = local.schedule(self._schedule, num_microbatches, per_rank)
         if num_stages is not None:
             require_parts(schedule, num_stages, "num_stages")
         layers: list[Layer] = list(self._layers)
-        options = dict(site.options)
+        options = dict(local.options)
         if self._pipelines:
             modules = dict(pair for stage in self.pipeline.stages for pair in stage.layers.items())
             # Where ranks are threads, a second route would run a deep copy of a bare module.
@@ -212,7 +212,7 @@ class Engine:
             loss=self.model.loss_fn,
             split=split,
             group=self._group,
-            transport=site.transport,
+            transport=local.transport,
             **options,
         )
 

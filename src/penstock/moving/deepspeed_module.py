@@ -93,7 +93,7 @@ class PipelineModule:
     base_seed: int = DEFAULT_SEED
     """First values of a layer depend on this and its place, not on the division."""
     weights: list[float] = field(init=False)
-    """Per layer, what the division goes by."""
+    """Per layer, the weight that the division balances."""
 
     def __post_init__(self) -> None:
         self.layers = list(self.layers)

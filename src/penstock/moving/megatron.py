@@ -1,7 +1,7 @@
 """For users of Megatron-LM: a `forward_step_func`, run by any schedule of Penstock.
 
 A call of the `ForwardBackward` that `get_forward_backward_func` returns takes what Megatron's functions take, and
-returns what they return. What differs, and what can be deleted, is told in docs/moving/megatron.md.
+returns what they return. What differs, and what can be deleted, is described in docs/moving/megatron.md.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,8 +19,8 @@ from penstock.execute.control.agreement import Mode
 from penstock.execute.losses.results import MicrobatchLosses, StepResult
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
-from penstock.moving.brought import parts_of_stages
-from penstock.moving.own_stages import Site
+from penstock.moving.own_stages import LocalStages
+from penstock.moving.stage_agreement import parts_of_stages
 from penstock.moving.step_stage import CountTokens, ForwardStep, Place, StepCall, StepLoss, StepStage
 from penstock.pipeline import Pipeline
 
@@ -144,24 +144,24 @@ class ForwardBackward:
 
     def _make(self, models: Sequence[nn.Module], num_microbatches: int, problem: ConfigError | None) -> _Prepared:
         count = None if self._count_tokens is None else float
-        site = Site.of(self._group, {"count": count, **self._options})
-        schedule = site.together(lambda: self._order(site, models, num_microbatches, problem))
-        indices = schedule.placement.stages_of_rank[site.transport.rank]
+        local = LocalStages.of(self._group, {"count": count, **self._options})
+        schedule = local.together(lambda: self._order(local, models, num_microbatches, problem))
+        indices = schedule.placement.stages_of_rank[local.transport.rank]
         position, length = parts_of_stages(schedule.placement), len(schedule.placement.routes[0])
         places = [Place(position[stage], length, part) for part, stage in enumerate(indices)]
         loss = StepLoss()
-        stages = site.together(
+        stages = local.together(
             lambda: [StepStage(*pair, self._count_tokens, step_loss=loss) for pair in zip(models, places, strict=True)]
         )
-        return _Prepared(site.pipeline(dict(zip(indices, stages, strict=True)), schedule, loss), stages)
+        return _Prepared(local.pipeline(dict(zip(indices, stages, strict=True)), schedule, loss), stages)
 
     def _order(
-        self, site: Site, models: Sequence[nn.Module], num_microbatches: int, problem: ConfigError | None
+        self, local: LocalStages, models: Sequence[nn.Module], num_microbatches: int, problem: ConfigError | None
     ) -> Schedule:
         if problem is not None:
             raise problem
         default = "1f1b" if len(models) == 1 else "interleaved-1f1b"
-        schedule = site.schedule(self._schedule or default, num_microbatches, len(models))
+        schedule = local.schedule(self._schedule or default, num_microbatches, len(models))
         _require_order(schedule)
         if len(schedule.placement.routes) > 1 and self._count_tokens is not None:
             raise ConfigError(
@@ -169,11 +169,11 @@ class ForwardBackward:
                 "tokens of all microbatches; drop it, or use a schedule with one route",
                 key="count_tokens",
             )
-        indices = schedule.placement.stages_of_rank[site.transport.rank]
+        indices = schedule.placement.stages_of_rank[local.transport.rank]
         if len(indices) != len(models):
             raise ConfigError(
                 f"{len(models)} parts, but {schedule.name} places the stages {list(indices)} on rank "
-                f"{site.transport.rank}; bring one part for each",
+                f"{local.transport.rank}; bring one part for each",
                 key="model",
             )
         return schedule

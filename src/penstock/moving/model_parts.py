@@ -7,7 +7,7 @@ What a part lacks is None, as torchtitan's models expect of themselves:
         hidden = layer(hidden)
 
 Lists and dicts of modules stay, also where a part has nothing of them: an entry of an `nn.ModuleDict` is dropped, one
-of an `nn.ModuleList` or of a divided `nn.Sequential` becomes an `Absent`, which hands on its first argument, so that
+of an `nn.ModuleList` or of a divided `nn.Sequential` becomes an `Absent`, which returns its first argument, so that
 the entries left keep their numbers.
 """
 

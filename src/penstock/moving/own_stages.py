@@ -1,6 +1,6 @@
 """Pipelines of ranks that bring their own stages only: none has, or could build, the whole list of layers.
 
-A stage of another rank is a `ForeignStage`, a layer that is never built here. So stages are named by their index on
+A stage of another rank is a `RemoteStage`, a layer that is never built here. So stages are named by their index on
 every rank: parameter `weight` of stage 2 is `2.weight`, also in `tied`. With two routes, each rank brings a module for
 every one of its stages, and both copies of part k of the model have the names of stage k.
 """
@@ -21,7 +21,7 @@ from penstock.execute.options import refuse_unknown
 from penstock.execute.stages.layers import Layer
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.schedule import Schedule
-from penstock.moving.brought import agree_on_brought, parts_of_stages
+from penstock.moving.stage_agreement import agree_on_stages, parts_of_stages
 from penstock.pipeline import Pipeline
 from penstock.planning import resolve_schedule
 from penstock.schedules import find_family, is_family_name
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ForeignStage:
+class RemoteStage:
     """Stands for a stage that another rank brings."""
 
     stage: int
@@ -53,7 +53,7 @@ class OwnStage:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Site:
+class LocalStages:
     """Where a pipeline is to run, and what it was asked for beside its schedule."""
 
     joined: Joined
@@ -61,7 +61,7 @@ class Site:
     """Those of `PipelineOptions`, as they were given."""
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | int | None, options: Mapping[str, Any]) -> "Site":
+    def of(cls, group: dist.ProcessGroup | int | None, options: Mapping[str, Any]) -> "LocalStages":
         """Take the transport that `options` name, or a new one; every rank of the group calls it.
 
         As for `Pipeline`, a whole number as `group` is an option of the schedule's family.
@@ -123,10 +123,10 @@ class Site:
             PartitionError: on every rank alike, if a rank brings other stages than the schedule places there, or if two
                 copies of a part differ.
         """
-        shared = agree_on_brought(self.transport, own, schedule)
+        shared = agree_on_stages(self.transport, own, schedule)
         routes = schedule.placement.routes
         parts = parts_of_stages(schedule.placement)
-        layers: list[Layer] = [ForeignStage(part) for part in range(len(routes[0]))]
+        layers: list[Layer] = [RemoteStage(part) for part in range(len(routes[0]))]
         for stage, module in own.items():
             layers[parts[stage]] = module if len(routes) == 1 else OwnStage(module)
         options = dict(self.options)

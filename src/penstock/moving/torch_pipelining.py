@@ -1,6 +1,6 @@
 """For users of `torch.distributed.pipelining`: its stages, its schedule classes and its `step`, run by Penstock.
 
-Change the import and keep the rest. What differs, and what can be deleted, is told in docs/moving/torch-pipelining.md.
+Change the import and keep the rest. docs/moving/torch-pipelining.md says what differs and what can be deleted.
 """
 
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
@@ -16,7 +16,7 @@ from penstock.execute.batch.microbatch import BatchSpec, Concat, Split
 from penstock.execute.control.agreement import Mode
 from penstock.execute.losses.results import StepResult
 from penstock.ir.schedule import Schedule as Order
-from penstock.moving.own_stages import Site
+from penstock.moving.own_stages import LocalStages
 from penstock.placement import Placement
 from penstock.schedules import FAMILIES, is_family_name
 
@@ -104,15 +104,15 @@ class Schedule:
         first = next((each for each in stages if isinstance(each, PipelineStage)), None)
         if first is not None and first.device is not None:
             options.setdefault("device", first.device)
-        site = Site.of(None if first is None else first.group, translate_options(options))
-        order = site.together(lambda: self._order(site, schedule, stages, n_microbatches))
+        local = LocalStages.of(None if first is None else first.group, translate_options(options))
+        order = local.together(lambda: self._order(local, schedule, stages, n_microbatches))
         self._loss_fn = loss_fn
         self._loss_keywords: Mapping[str, Any] = {}
         for each in stages:
             each.take_place(order.placement)
         self._computes_losses = any(each.is_last for each in stages)
         own = {each.stage_index: each.submod for each in stages}
-        self.pipeline = site.pipeline(own, order, None if loss_fn is None else self._loss)
+        self.pipeline = local.pipeline(own, order, None if loss_fn is None else self._loss)
         inner = {id(each.submod): each.submod for each in stages if not each.is_first}
         self._hooks = [module.register_forward_pre_hook(_unpack, with_kwargs=True) for module in inner.values()]
         self.result: StepResult | None = None
@@ -120,10 +120,10 @@ class Schedule:
 
     @staticmethod
     def _order(
-        site: Site, schedule: str | Path | Order, stages: Sequence[PipelineStage], num_microbatches: int | None
+        local: LocalStages, schedule: str | Path | Order, stages: Sequence[PipelineStage], num_microbatches: int | None
     ) -> Order:
         _require_stages(stages)
-        order = site.schedule(family_of(schedule), num_microbatches, len(stages))
+        order = local.schedule(family_of(schedule), num_microbatches, len(stages))
         if order.num_stages != stages[0].num_stages:
             raise ConfigError(
                 f"{stages[0].num_stages} stages are given, but {order.name} on {order.num_ranks} ranks with "
@@ -168,7 +168,7 @@ class Schedule:
         return self._given(result, losses)
 
     def close(self) -> None:
-        """Release the transport, and leave the modules as they were brought."""
+        """Release the transport, and leave the modules as they were given."""
         for hook in self._hooks:
             hook.remove()
         self.pipeline.close()

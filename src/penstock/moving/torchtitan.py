@@ -1,6 +1,6 @@
 """For users of torchtitan: a whole model and lists of module names per stage become the stages of each rank.
 
-What differs, and what can be deleted, is told in docs/moving/torchtitan.md.
+What differs, and what can be deleted, is described in docs/moving/torchtitan.md.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from penstock.execute.control.handshake import require_equal
 from penstock.ir.schedule import Schedule as Order
-from penstock.moving.brought import parts_of_stages
 from penstock.moving.model_parts import ModelParts
-from penstock.moving.own_stages import Site, require_parts
+from penstock.moving.own_stages import LocalStages, require_parts
+from penstock.moving.stage_agreement import parts_of_stages
 from penstock.moving.torch_pipelining import PipelineStage, Schedule, family_of, translate_options
 from penstock.partition.split import split_layers
 
@@ -59,27 +59,27 @@ def pipeline_llm(
         ConfigError, PartitionError: the names do not fit the model or the schedule; on every rank alike.
     """
     parts = ModelParts(model, module_fqns_per_model_part)
-    site = Site.of(group, translate_options(options))
-    order, everyone = site.joined.exchange(
-        lambda: _order(site, schedule, n_microbatches, parts.num_stages),
+    local = LocalStages.of(group, translate_options(options))
+    order, everyone = local.joined.exchange(
+        lambda: _order(local, schedule, n_microbatches, parts.num_stages),
         lambda _: {"module_fqns_per_model_part": str(list(map(list, module_fqns_per_model_part)))},
     )
     require_equal(everyone)
     part_of_stage = parts_of_stages(order.placement)
-    own = {stage: parts.make(part_of_stage[stage]) for stage in order.placement.stages_of_rank[site.transport.rank]}
+    own = {stage: parts.make(part_of_stage[stage]) for stage in order.placement.stages_of_rank[local.transport.rank]}
     if prepare is not None:
         own = {stage: prepare(part) or part for stage, part in own.items()}
     stages = [PipelineStage(part, stage, order.num_stages, device, group=group) for stage, part in own.items()]
-    rest = dict(site.options) | {"tied": [*site.options.get("tied", ()), *parts.tied()], "transport": site.transport}
+    rest = dict(local.options) | {"tied": [*local.options.get("tied", ()), *parts.tied()], "transport": local.transport}
     pp_schedule = Schedule(order, stages, loss_fn=loss_fn, **rest)
     return Pipelined(
         pp_schedule, list(own.values()), any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
     )
 
 
-def _order(site: Site, schedule: str | Path | Order, num_microbatches: int | None, num_parts: int) -> Order:
+def _order(local: LocalStages, schedule: str | Path | Order, num_microbatches: int | None, num_parts: int) -> Order:
     given = family_of(schedule)
-    order = site.schedule(given, num_microbatches, site.stages_per_rank(given, num_parts))
+    order = local.schedule(given, num_microbatches, local.stages_per_rank(given, num_parts))
     require_parts(order, num_parts, "module_fqns_per_model_part")
     return order
 

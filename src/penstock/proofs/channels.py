@@ -17,7 +17,7 @@ from penstock.ir.hot import blocks
 from penstock.ir.instruction import Instruction
 from penstock.ir.operations import IS_MESSAGE, MESSAGES, OPERATIONS, Op
 from penstock.ir.program import Program
-from penstock.proofs.collectives import Join
+from penstock.proofs.collectives import Barrier
 from penstock.proofs.order import Actions, bounds_of_stage
 from penstock.proofs.report import Findings, Subject, first_of_each
 
@@ -215,9 +215,11 @@ def _other_end(subject: Subject, row: int) -> tuple[str, int]:
     return str(other), int(subject.rank_of_stage[mine.peer])
 
 
-def find_exchanges(joins: Sequence[Join]) -> Messages:
+def find_exchanges(barriers: Sequence[Barrier]) -> Messages:
     """Return what the members of tied groups send to each other: each reduction makes, moves and consumes it."""
-    pairs = [pair for join in joins if join.is_exchange for pair in permutations(map(min, join.rows.values()), 2)]
+    pairs = [
+        pair for barrier in barriers if barrier.is_exchange for pair in permutations(map(min, barrier.rows.values()), 2)
+    ]
     sender, receiver = np.array(pairs, np.int32).reshape(-1, 2).T
     return Messages(sender, sender, receiver, receiver)
 

@@ -4,8 +4,9 @@ A training program reduces the gradient of each stage that has a backward and of
 takes the optimizer step on all ranks or on none, as `lower` makes it. Two kinds of programs have none of these: those
 that say so (`omits_reductions`), and those that only run forwards.
 
-Tied reductions (members: the ranks of the tied stages) and the optimizer step (members: all ranks) join ranks of the
-pipeline. Gradient reductions join replicas of one stage, which run the same program, so only their own place counts.
+Tied reductions (members: the ranks of the tied stages) and the optimizer step (members: all ranks) are barriers: they
+join ranks of the pipeline. Gradient reductions join replicas of one stage, which run the same program, so only their
+own place counts.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from penstock.proofs.report import Findings, Subject
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class Barrier:
     """One collective that joins ranks: per member rank the rows that take part, in order."""
 
     name: str
@@ -30,26 +31,26 @@ class Join:
     """Whether its members send their gradients to each other on the channels of the pipeline, as tied stages do."""
 
 
-def check_collectives(subject: Subject, findings: Findings) -> list[Join] | None:
+def check_collectives(subject: Subject, findings: Findings) -> list[Barrier] | None:
     """Prove the collectives of a program; return those that join ranks, or None if something is wrong."""
     program = subject.table
     assert isinstance(program, Program)
     num_found = len(findings.violations)
     last = program.last_backwards()
     _check_reductions(program, last, findings)
-    joins = _find_joins(subject, findings)
+    barriers = _find_barriers(subject, findings)
     is_complete = not program.is_forward_only and not leaves_reductions_out(program)
     if is_complete:
         _check_all_reduced(program, last, findings)
     for index, group in enumerate(program.tied_groups):
-        if is_complete or index in joins:
-            _check_tied_members(subject, joins.get(index) or Join(_tied_name(index), {}, True), group, findings)
-    step = joins.get(len(program.tied_groups))
+        if is_complete or index in barriers:
+            _check_tied_members(subject, barriers.get(index) or Barrier(_tied_name(index), {}, True), group, findings)
+    step = barriers.get(len(program.tied_groups))
     if step is not None:
         _check_step(subject, step, findings)
     if len(findings.violations) == num_found:
-        _check_total_order(subject, list(joins.values()), findings)
-    return list(joins.values()) if len(findings.violations) == num_found else None
+        _check_total_order(subject, list(barriers.values()), findings)
+    return list(barriers.values()) if len(findings.violations) == num_found else None
 
 
 def leaves_reductions_out(program: Program) -> bool:
@@ -99,36 +100,36 @@ def _tied_name(index: int) -> str:
     return f"the reduction of tied group {index}"
 
 
-def _find_joins(subject: Subject, findings: Findings) -> dict[int, Join]:
+def _find_barriers(subject: Subject, findings: Findings) -> dict[int, Barrier]:
     """Collectives by number: tied groups by their index, the optimizer step after them."""
     program = subject.table
     assert isinstance(program, Program)
-    joins: dict[int, Join] = {}
+    barriers: dict[int, Barrier] = {}
     num_groups = len(program.tied_groups)
     for row in program.rows_of(JOINS_RANKS).tolist():
         is_tied = bool(program.op[row] == Op.REDUCE_TIED)
         number = int(program.peer[row]) if is_tied else num_groups
         name = _tied_name(number) if is_tied else "the optimizer step"
-        joins.setdefault(number, Join(name, {}, is_tied)).rows.setdefault(int(subject.rank[row]), []).append(row)
-    return joins
+        barriers.setdefault(number, Barrier(name, {}, is_tied)).rows.setdefault(int(subject.rank[row]), []).append(row)
+    return barriers
 
 
-def _check_tied_members(subject: Subject, join: Join, group: tuple[int, ...], findings: Findings) -> None:
-    stage_of = {int(subject.table.stage[row]): row for rows in join.rows.values() for row in rows}
+def _check_tied_members(subject: Subject, barrier: Barrier, group: tuple[int, ...], findings: Findings) -> None:
+    stage_of = {int(subject.table.stage[row]): row for rows in barrier.rows.values() for row in rows}
     for stage in sorted(set(group) - set(stage_of)):
         if stage_of:
             why = f"while {subject.place(min(stage_of.values()))} takes part and would wait for it"
         else:
             why = f"so the copies of its parameter on stages {group} would not stay equal"
         rank = int(subject.rank_of_stage[stage])
-        problem = f"{join.name} is missing for stage {stage}, {why}"
+        problem = f"{barrier.name} is missing for stage {stage}, {why}"
         findings.add_missing(rank, problem, f"Add it on rank {rank} after the last backward of stage {stage}")
     for stage in set(stage_of) - set(group):
-        problem = f"is no member of {join.name}, whose stages are {group}"
+        problem = f"is no member of {barrier.name}, whose stages are {group}"
         findings.add(stage_of[stage], problem, "Drop it, or add the stage to the group")
 
 
-def _check_step(subject: Subject, step: Join, findings: Findings) -> None:
+def _check_step(subject: Subject, step: Barrier, findings: Findings) -> None:
     offsets = subject.table.offsets
     first = min(row for rows in step.rows.values() for row in rows)
     for rank in range(subject.table.num_ranks):
@@ -144,12 +145,12 @@ def _check_step(subject: Subject, step: Join, findings: Findings) -> None:
             findings.add(rows[-1], f"runs before {after}; expected as the last instruction", "Move it to the end")
 
 
-def _check_total_order(subject: Subject, joins: list[Join], findings: Findings) -> None:
+def _check_total_order(subject: Subject, barriers: list[Barrier], findings: Findings) -> None:
     """The union of all ranks' orders has no cycle."""
     edges: dict[tuple[int, int], tuple[int, int]] = {}
     by_rank: dict[int, list[tuple[int, int]]] = {}
-    for number, join in enumerate(joins):
-        for rank, rows in join.rows.items():
+    for number, barrier in enumerate(barriers):
+        for rank, rows in barrier.rows.items():
             by_rank.setdefault(rank, []).extend((row, number) for row in rows)
     for places in by_rank.values():
         places.sort()

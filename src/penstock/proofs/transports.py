@@ -20,7 +20,7 @@ from penstock.ir.program import Program
 from penstock.ir.transports import COALESCED, PAIR_FIFO, TransportModel
 from penstock.ir.walk import Walk, walk
 from penstock.proofs.channels import Messages, find_exchanges
-from penstock.proofs.collectives import Join
+from penstock.proofs.collectives import Barrier
 from penstock.proofs.report import Subject
 
 Places = NDArray[np.int64]
@@ -31,7 +31,7 @@ class Traffic:
     """All that goes between ranks: messages channel after channel in the order of their sends, and collectives."""
 
     messages: Messages
-    joins: Sequence[Join]
+    barriers: Sequence[Barrier]
 
 
 class Machine:
@@ -42,9 +42,9 @@ class Machine:
         assert isinstance(program, Program)
         self.subject = subject
         self.messages = traffic.messages
-        self.exchanges = find_exchanges(traffic.joins)
+        self.exchanges = find_exchanges(traffic.barriers)
         is_queued = model in (PAIR_FIFO, COALESCED)
-        self._keep(program, traffic.joins, sends_block=not is_queued)
+        self._keep(program, traffic.barriers, sends_block=not is_queued)
         if not is_queued:
             self._add_channels(model.capacity)
             ends = np.empty((0, 2), np.int64)
@@ -52,19 +52,19 @@ class Machine:
             ends = self._add_pair_queues()
         else:
             ends = self._add_groups()
-        for join in traffic.joins:
-            self._add_join(join, ends)
+        for barrier in traffic.barriers:
+            self._add_barrier(barrier, ends)
 
     def run(self) -> Walk:
         return walk(self.offsets, self.waits, self.joined, np.zeros(len(self.waits)))
 
-    def _keep(self, program: Program, joins: Sequence[Join], *, sends_block: bool) -> None:
+    def _keep(self, program: Program, barriers: Sequence[Barrier], *, sends_block: bool) -> None:
         """Start with the rows that can block: computations, collectives that join ranks, and sends if they block."""
         kept = program.is_compute.copy()
         if sends_block:
             kept |= IS_SEND[program.op]
-        for join in joins:
-            for rows in join.rows.values():
+        for barrier in barriers:
+            for rows in barrier.rows.values():
                 kept[rows] = True
         self.kept_rows = np.flatnonzero(kept)
         kept_before = np.concatenate([[0], np.cumsum(kept)])
@@ -183,16 +183,16 @@ class Machine:
         self._wait(messages.consumer, end[group_of[numbers[1]]])
         return np.column_stack([exchanges.send, end[group_of[numbers[2]]]])
 
-    def _add_join(self, join: Join, ends: Places) -> None:
+    def _add_barrier(self, barrier: Barrier, ends: Places) -> None:
         """Add a lane with one row per member, and one per end of its exchanges; the collective ends with the last."""
-        members = np.array([rows[0] for rows in join.rows.values()])
+        members = np.array([rows[0] for rows in barrier.rows.values()])
         # First the members, all of which must be reached; then the exchanges among them, which must have ended.
-        exchanged = ends[np.isin(ends[:, 0], members), 1] if join.is_exchange else np.empty(0, np.int64)
+        exchanged = ends[np.isin(ends[:, 0], members), 1] if barrier.is_exchange else np.empty(0, np.int64)
         size = len(members) + len(exchanged)
         reached = np.full((size, 2), NONE, np.int64)
         reached[: len(members), 0] = members
         ended = np.full(size, NONE, np.int64)
         ended[len(members) :] = exchanged
         self._add_lanes(np.array([size]), reached, reached, ended)
-        rows = np.concatenate(list(join.rows.values()))
+        rows = np.concatenate(list(barrier.rows.values()))
         self._wait(rows, np.full(len(rows), len(self.waits) - 1))

@@ -157,7 +157,7 @@ def _family_schedule(name: str, asked: Asked, options: Mapping[str, object]) -> 
 
 
 def _count(key: str, given: object) -> int:
-    """A count as a plain number, also where it was one of numpy's."""
+    """A count as an int, also where it was one of numpy's."""
     try:
         count = index(given)  # type: ignore[arg-type]
     except TypeError:

@@ -65,8 +65,8 @@ def _measure(transport: Transport, receiver: int, num_bytes: int, device: torch.
     shortest_s = []
     for size in (SMALL_BYTES, num_bytes):
         payload = torch.zeros(size, dtype=torch.uint8, device=device)
-        trips = [ask(transport, receiver, payload, answer, time.perf_counter) for _ in range(NUM_TRIPS)]
-        shortest_s.append(min(end_s - begin_s for begin_s, end_s in trips))
+        round_trips = [ask(transport, receiver, payload, answer, time.perf_counter) for _ in range(NUM_TRIPS)]
+        shortest_s.append(min(end_s - begin_s for begin_s, end_s in round_trips))
     small_s, large_s = shortest_s
     longer_s = large_s - small_s
     bandwidth = (num_bytes - SMALL_BYTES) / longer_s if longer_s > 0 else inf

@@ -1,4 +1,4 @@
-"""What each layer of a model takes, measured on a microbatch, so that the split into stages can go by it.
+"""What each layer of a model takes, measured on a microbatch, so that the split into stages can use it.
 
 Layers run one after another on one device, each by itself: one that is built lazily is there only while it is measured,
 and of the others' activations nothing is kept but what the next layer gets. So a model that no device can hold as a
@@ -44,7 +44,7 @@ class LayerTimes:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Seconds of both, which is what a split that keeps all ranks equally busy goes by."""
+        """Seconds of both, which is what a split that keeps all ranks equally busy uses."""
         return tuple(map(sum, zip(self.forward_s, self.backward_s, strict=True)))
 
 
@@ -88,30 +88,30 @@ def measure_layers(
 
     wires = transport or default_transport(group, PATIENCE_S)
     try:
-        return _told_by_first(wires, measure)
+        return _broadcast_from_rank0(wires, measure)
     finally:
         if transport is None:
             wires.close()
 
 
-def _told_by_first(wires: Transport, measure: Callable[[], LayerTimes]) -> LayerTimes:
+def _broadcast_from_rank0(wires: Transport, measure: Callable[[], LayerTimes]) -> LayerTimes:
     """Let rank 0 measure and tell the others, also if it fails: they wait for it."""
-    said: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     if wires.rank == 0:
         try:
-            said = asdict(measure())
+            measured = asdict(measure())
         except Exception as error:
             Control(wires).all_gather_object({"failure": f"{type(error).__name__}: {error}"})
             raise
-    heard = Control(wires).all_gather_object(said)[0]
-    assert isinstance(heard, dict)
-    if "failure" in heard:
+    received = Control(wires).all_gather_object(measured)[0]
+    assert isinstance(received, dict)
+    if "failure" in received:
         raise PipelineError(
             f"rank {wires.rank}: rank 0 could not measure the layers, which all ranks are split by: "
-            f"{heard['failure']}. See its output; or give weights or a split without measuring",
+            f"{received['failure']}. See its output; or give weights or a split without measuring",
             rank=0,
         )
-    return LayerTimes(**{name: tuple(values) for name, values in heard.items()})
+    return LayerTimes(**{name: tuple(values) for name, values in received.items()})
 
 
 def _last_call(loss: Loss | None, target: Any, device: torch.device) -> Callable[[Any], Any]:

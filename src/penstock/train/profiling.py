@@ -61,7 +61,7 @@ class Profile:
 def profile_run(config: RunConfig, *, num_steps: int) -> Profile:
     """Measure a run as one of its ranks; torch.distributed is initialized where there are several.
 
-    No weights change, and nothing is written but the tokens of the text, and what layers take if the split goes by it.
+    No weights change, and nothing is written but the tokens of the text, and what layers take if the split needs it.
 
     Raises:
         ConfigError, FormatError, ScheduleError, PartitionError, PipelineError: as when it is trained.

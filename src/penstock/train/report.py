@@ -36,7 +36,7 @@ MEANING = {
     CONFIG: "every setting of the run, with its meaning",
     WEIGHTS: "the trained weights, with the names of the unsplit model",
     SCHEDULE: "the schedule that ran, one row per rank",
-    LAYER_TIMES: "what each layer took when it was measured: the split goes by it",
+    LAYER_TIMES: "what each layer took when it was measured: the split uses it",
     SUMMARY: "the last losses, and the timelines in figures",
     METRICS: "one line of numbers per step",
     TIMELINE: "the recorded step as it was measured: penstock doctor says where its time went",

@@ -28,7 +28,7 @@ LOG = "rank0.log"
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 LAYER_TIMES = "layer_times.json"
-"""What a split by measured seconds goes by; runs in the folder share it."""
+"""What a split by measured seconds uses; runs in the folder share it."""
 COSTS = "costs.toml"
 """Of `penstock profile`, which a run leaves alone."""
 LOCK = ".lock"
@@ -164,9 +164,9 @@ class RunFolder:
     def require_own_files(self) -> None:
         """Refuse a folder with files that no run wrote. Raises: ConfigError."""
         with naming_storage(self.path):
-            foreign = list(islice(_foreign_entries(self.path, (*RESULTS, *SHARED)), MOST_NAMED))
-        if foreign:
-            names = ", ".join(str(path.relative_to(self.path)) for path in foreign)
+            unknown = list(islice(_unknown_entries(self.path, (*RESULTS, *SHARED)), MOST_NAMED))
+        if unknown:
+            names = ", ".join(str(path.relative_to(self.path)) for path in unknown)
             raise ConfigError(f"--force: {self.path} holds what no run wrote ({names}). {_MOVE_AWAY}", key="run.folder")
         config = self.path / CONFIG
         try:
@@ -198,7 +198,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _foreign_entries(folder: Path, known: Sequence[str]) -> Iterator[Path]:
+def _unknown_entries(folder: Path, known: Sequence[str]) -> Iterator[Path]:
     """Yield what no run writes, here and in the folders that runs make; links are not followed."""
     if not os.path.isdir(folder):
         return
@@ -209,7 +209,7 @@ def _foreign_entries(folder: Path, known: Sequence[str]) -> Iterator[Path]:
         if not _matches(name, known) or (is_folder and not inner):
             yield path
         elif is_folder:
-            yield from _foreign_entries(path, inner[0])
+            yield from _unknown_entries(path, inner[0])
 
 
 def _remove(path: Path) -> None:

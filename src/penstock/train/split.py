@@ -1,4 +1,4 @@
-"""What the split of a run's model goes by; where that is measured seconds, they stay in the run folder.
+"""What decides the split of a run's model; where that is measured seconds, they stay in the run folder.
 
 They are measured once for a model, a microbatch and a kind of device. So a run that goes on, a profile of it and the
 next run in the folder are split alike, although no two measurements are equal.
@@ -80,7 +80,7 @@ class StoredTimes(_Document):
 def choose_split(
     config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset, folder: RunFolder, transport: Transport
 ) -> SplitRule:
-    """Return what `pipeline.split` asks for; every rank calls it, and all go by what rank 0 keeps or measures.
+    """Return what `pipeline.split` asks for; every rank calls it, and all use what rank 0 keeps or measures.
 
     Raises:
         FormatError, PenstockError: on every rank, if kept times cannot be read, or new ones not be written.

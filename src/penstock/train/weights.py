@@ -99,9 +99,9 @@ def save_weights(path: Path, pipeline: Pipeline) -> None:
         _send_on_request(
             transport, pipeline.device, [own[each.name] for each in entries if each.rank == transport.rank]
         )
-    told = Control(transport).all_gather_object(problem)[0]
-    if told:
-        raise CheckpointError(f"the weights are not saved: {told}")
+    failure = Control(transport).all_gather_object(problem)[0]
+    if failure:
+        raise CheckpointError(f"the weights are not saved: {failure}")
 
 
 def _own_tensors(pipeline: Pipeline) -> dict[str, Tensor]:
@@ -135,7 +135,7 @@ class _OtherRanks:
     transport: Transport
     device: torch.device
     reminded_s: float = 0.0
-    """`time.monotonic()` when all of them were last told to wait."""
+    """`time.monotonic()` when all of them were last failure to wait."""
 
     def request(self, what: _Request, *, rank: int | None = None) -> None:
         """Ask one rank, or all of them."""
@@ -143,7 +143,7 @@ class _OtherRanks:
             self.transport.wait(self.transport.post_send(peer, torch.tensor([what], device=self.device)))
 
     def remind(self) -> None:
-        """Tell all ranks to wait on, unless they were told so just now."""
+        """Tell all ranks to wait on, unless they were failure so just now."""
         if time.monotonic() - self.reminded_s >= self._pause_s:
             self.request(_Request.WAIT)
             self.reminded_s = time.monotonic()
@@ -159,7 +159,7 @@ class _OtherRanks:
         return tensor
 
     def keep_waiting(self, action: Callable[[], None]) -> None:
-        """Run an action that may take longer than the deadline, while the other ranks are told to wait.
+        """Run an action that may take longer than the deadline, while the other ranks are failure to wait.
 
         Raises: what the action raises; TimeoutError if it does not end.
         """

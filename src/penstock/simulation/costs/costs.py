@@ -67,7 +67,7 @@ class Spread:
 class SharedCosts:
     """The costs that are given alike per stage and per layer.
 
-    A transfer takes `latency_s` plus `message_bytes` / `bandwidth_bytes_per_s`. On an exclusive channel messages follow
+    A transfer takes `latency_s` plus `message_bytes` / `bandwidth_bytes_per_s`. On an serialized link messages follow
     one another; otherwise the channel is infinitely wide and a transfer is pure delay.
     """
 

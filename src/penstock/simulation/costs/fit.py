@@ -67,9 +67,9 @@ def costs_from_timelines(
     bandwidths: Mapping[Ends, float] = NOTHING_MEASURED,
     shares: SplitShares = HALVES,
 ) -> Costs:
-    """Estimate costs from timelines of one program, by what is usual, so that a single slow instruction counts nothing.
+    """Estimate costs from timelines of one program, by robust means, so that a single slow instruction counts nothing.
 
-    A computation takes what is usual over the microbatches of its stage. A launch is the usual gap between computations
+    A computation takes its mean over the microbatches of its stage. A launch is the mean gap between computations
     for each instruction in it, where no message was late and no reduction was between them. Latencies come from the
     messages that were waited for, since only they show it, less what `message_bytes` per stage take at `bandwidths`, in
     bytes per second, of channels that were measured by themselves. What did not run, whole backwards or their parts,
@@ -86,13 +86,13 @@ def costs_from_timelines(
     whole = np.where(np.isnan(whole), (inputs + weights) / (shares.input + shares.weight), whole)
     inputs = np.where(np.isnan(inputs), whole * shares.input, inputs)
     weights = np.where(np.isnan(weights), whole * shares.weight, weights)
-    trips, sizes = Transfers.of(program), tuple(message_bytes) or (0,)
-    trip_s = message_latency_s(timelines, trips)
-    launch_s = _launch_s(timelines, trips, trip_s)
-    speeds = np.array([bandwidths.get(ends, inf) for ends in trips.ends])
-    on_wire_s = trips.num_bytes(program, sizes) / speeds
-    latencies_s = np.maximum(trip_s - on_wire_s - launch_s, 0.0)
-    usual = Channel(0, 0, _median(latencies_s), float(np.median(speeds)) if len(speeds) else inf, bool(bandwidths))
+    transfers, sizes = Transfers.of(program), tuple(message_bytes) or (0,)
+    latency_s = message_latency_s(timelines, transfers)
+    launch_s = _launch_s(timelines, transfers, latency_s)
+    speeds = np.array([bandwidths.get(ends, inf) for ends in transfers.ends])
+    on_wire_s = transfers.num_bytes(program, sizes) / speeds
+    latencies_s = np.maximum(latency_s - on_wire_s - launch_s, 0.0)
+    default = Channel(0, 0, _median(latencies_s), float(np.median(speeds)) if len(speeds) else inf, bool(bandwidths))
     return Costs(
         forward_s=_per_stage(forward),
         split_forward_s=_per_stage(prepared) if shares.forward != 1 else (),
@@ -103,10 +103,10 @@ def costs_from_timelines(
         if Op.RECOMPUTE in program.ops
         else (),
         optimizer_s=_optimizer_s(timelines),
-        latency_s=usual.latency_s,
-        bandwidth_bytes_per_s=usual.bandwidth_bytes_per_s,
-        is_exclusive=usual.is_exclusive,
-        channels=tuple(_special_channels(trips, latencies_s, speeds, usual)),
+        latency_s=default.latency_s,
+        bandwidth_bytes_per_s=default.bandwidth_bytes_per_s,
+        is_exclusive=default.is_exclusive,
+        channels=tuple(_special_channels(transfers, latencies_s, speeds, default)),
         message_bytes=sizes,
         launch_s=launch_s,
         **_sizes(timelines[0]),
@@ -146,7 +146,7 @@ def _per_stage(durations_s: Floats) -> PerStage:
     return tuple(np.maximum(np.nan_to_num(durations_s), 0.0).tolist())
 
 
-def _launch_s(timelines: Sequence[Timeline], trips: Transfers, trip_s: Floats) -> float:
+def _launch_s(timelines: Sequence[Timeline], transfers: Transfers, latency_s: Floats) -> float:
     """Host seconds per instruction, over all gaps between computations in which the host was not held up.
 
     To launch a computation takes less than to post a message, so each sort of gap is looked at by itself.
@@ -155,14 +155,14 @@ def _launch_s(timelines: Sequence[Timeline], trips: Transfers, trip_s: Floats) -
     num_busy = np.cumsum(IS_BUSY[program.op])
     gaps_s: dict[tuple[int, bool], list[float]] = {}
     for timeline in timelines:
-        late = trips.idle_from_s(timeline) < timeline.end_s[trips.sends] + trip_s
+        late = transfers.idle_from_s(timeline) < timeline.end_s[transfers.sends] + latency_s
         for rows in (timeline.compute_rows(rank) for rank in range(timeline.num_ranks)):
             earlier, later = rows[:-1], rows[1:]
             has_waited = data_ready_s(timeline, later) > timeline.end_s[earlier]
             is_free = num_busy[later] == num_busy[earlier] + 1  # no reduction or optimizer step between them
-            counts = is_free & ~np.isin(later, trips.consumers[late]) & ~program.joined[earlier] & ~has_waited
+            counts = is_free & ~np.isin(later, transfers.consumers[late]) & ~program.joined[earlier] & ~has_waited
             gap_s, lengths = timeline.start_s[later] - timeline.end_s[earlier], later - earlier
-            takes = np.isin(later, trips.consumers)
+            takes = np.isin(later, transfers.consumers)
             for sort in zip(lengths[counts].tolist(), takes[counts].tolist(), gap_s[counts].tolist(), strict=True):
                 gaps_s.setdefault(sort[:2], []).append(sort[2])
     num_launches = sum(length * len(gaps) for (length, _), gaps in gaps_s.items())
@@ -170,15 +170,15 @@ def _launch_s(timelines: Sequence[Timeline], trips: Transfers, trip_s: Floats) -
     return max(total_s / num_launches, 0.0) if num_launches else 0.0
 
 
-def _special_channels(trips: Transfers, latencies_s: Floats, speeds: Floats, usual: Channel) -> Iterator[Channel]:
+def _special_channels(transfers: Transfers, latencies_s: Floats, speeds: Floats, default: Channel) -> Iterator[Channel]:
     """The channels whose messages take another time than the usual one."""
-    ends = np.array(trips.ends).reshape(-1, 2)
+    ends = np.array(transfers.ends).reshape(-1, 2)
     for sender, receiver in np.unique(ends, axis=0).tolist():
         own = (ends == (sender, receiver)).all(axis=1)
         latency_s, speed = _median(latencies_s[own]), float(speeds[own][0])
-        is_usual = isclose(latency_s, usual.latency_s, rel_tol=1e-9, abs_tol=1e-12)
-        if not is_usual or speed != usual.bandwidth_bytes_per_s:
-            yield Channel(sender, receiver, latency_s, speed, usual.is_exclusive)
+        is_usual = isclose(latency_s, default.latency_s, rel_tol=1e-9, abs_tol=1e-12)
+        if not is_usual or speed != default.bandwidth_bytes_per_s:
+            yield Channel(sender, receiver, latency_s, speed, default.is_exclusive)
 
 
 def _optimizer_s(timelines: Sequence[Timeline]) -> PerStage:

@@ -1,4 +1,4 @@
-"""What ranks bring to a pipeline of own stages, compared before it is made: every stage once, and copies alike.
+"""Compare the stages that the ranks bring before a pipeline is made of them: every stage once, and copies alike.
 
 With two routes, part k of the model is stage k of the first route and stage k of the second one, a copy of it.
 """
@@ -23,7 +23,7 @@ from penstock.placement import Placement
 Pair = tuple[str, str]
 
 
-def agree_on_brought(transport: Transport, own: Mapping[int, nn.Module], schedule: Schedule) -> list[Pair]:
+def agree_on_stages(transport: Transport, own: Mapping[int, nn.Module], schedule: Schedule) -> list[Pair]:
     """Make sure that every rank brings the stages that the schedule places there; a collective.
 
     Returns, with two routes, the names of parameters that a rank holds as one object in two parts of the model: what
@@ -45,16 +45,16 @@ def agree_on_brought(transport: Transport, own: Mapping[int, nn.Module], schedul
         },
     )
     require_equal([theirs["setup"] for theirs in everyone])
-    brought: dict[int, Any] = {}
+    described: dict[int, Any] = {}
     for rank, theirs in enumerate(everyone):
         _require_stages(rank, sorted(map(int, theirs["stages"])), schedule)
-        brought |= {int(stage): described for stage, described in theirs["stages"].items()}
+        described |= {int(stage): module for stage, module in theirs["stages"].items()}
     if not has_copies:
         return []
     for first, other in _copies(parts):
-        _require_copies(brought[first], brought[other], first, other, schedule.placement)
+        _require_copies(described[first], described[other], first, other, schedule.placement)
         if shares_process(transport):
-            _require_two_modules(brought[first], brought[other], first, other, schedule.placement)
+            _require_two_modules(described[first], described[other], first, other, schedule.placement)
     return _agreed_pairs([theirs["shared"] for theirs in everyone], schedule.placement, parts)
 
 
@@ -94,7 +94,7 @@ def _require_copies(expected: Any, found: Any, first: int, other: int, placement
         if expected[0] != found[0]:
             raise PartitionError(
                 f"rank {rank}: the stages {first} and {other} are two copies of one part of the model, and both here, "
-                "but two modules are brought; bring one and the same for both"
+                "but two modules are given; give the same module for both"
             )
         return
     for (name, text), (other_name, other_text) in zip_longest(expected[1], found[1], fillvalue=("nothing more", "")):
@@ -131,9 +131,9 @@ def _shared(own: Mapping[int, nn.Module], parts: Sequence[int]) -> list[Pair]:
     return [pair for same in names.values() for pair in combinations(same, 2)]
 
 
-def _agreed_pairs(told: Sequence[list[Any]], placement: Placement, parts: Sequence[int]) -> list[Pair]:
+def _agreed_pairs(shared: Sequence[list[Any]], placement: Placement, parts: Sequence[int]) -> list[Pair]:
     """All ranks' pairs; a rank that holds both parts of a pair must hold one object, too."""
-    everyone = [{(str(one), str(other)) for one, other in theirs} for theirs in told]
+    everyone = [{(str(one), str(other)) for one, other in theirs} for theirs in shared]
     for rank, pair in ((rank, pair) for rank, pairs in enumerate(everyone) for pair in sorted(pairs)):
         needed = {int(name.partition(".")[0]) for name in pair}
         for other, stages in enumerate(placement.stages_of_rank):
