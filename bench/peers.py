@@ -263,6 +263,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10, help="steps of each (default: 10)")
     parser.add_argument("--output", help="a JSON file for the rows")
     arguments = parser.parse_args()
+    if unknown := [name for name in arguments.cases if name not in CASES]:
+        parser.error(f"unknown case {unknown[0]!r}; expected some of {', '.join(CASES)}")
+    if unknown := [name for name in arguments.only or [] if name not in dict(ENTRIES)]:
+        parser.error(f"unknown system {unknown[0]!r}; expected some of {', '.join(dict(ENTRIES))}")
+    if arguments.rounds < 2:
+        parser.error(f"--rounds: expected at least 2, got {arguments.rounds}")
     os.environ["KINETO_LOG_LEVEL"] = QUIET
     entries = [entry for entry in ENTRIES if not arguments.only or entry[0] in arguments.only or entry == REFERENCE]
     load = os.getloadavg()[0]
