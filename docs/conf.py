@@ -33,7 +33,7 @@ SECTIONS = {
     "Cookbook": ["cookbook", "tasks"],
     "Schedules": ["schedules", "schedules/*"],
     "Explanations": ["design", "simulator", "explanations/*", "words"],
-    "Reference": ["reference/*"],
+    "Reference": ["reference/api/README", "reference/api/*", "reference/*"],
     "Measured": ["performance", "parity"],
     "Moving from": ["moving/README", "moving/*"],
     "Recipes": ["recipes/*"],
@@ -54,6 +54,7 @@ def add_contents(app: Sphinx, docname: str, source: list[str]) -> None:
     """Append the tables of contents to the first page, whose Markdown stays plain; a pattern may match no page yet."""
     if docname != "index":
         return
+    app.env.note_reread()  # a new page changes the contents, and not the first page's file
     for section, patterns in SECTIONS.items():
         pages = [page for pattern in patterns for page in matching(Path(app.srcdir), pattern)]
         entries = "\n".join(dict.fromkeys(pages))
