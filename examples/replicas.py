@@ -1,0 +1,38 @@
+"""Two pipelines of two ranks, each with half of the batch; `reduce_stage` averages the gradients of the replicas.
+
+torchrun --standalone --nproc-per-node 4 examples/replicas.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import penstock as ps
+
+if not dist.is_initialized():
+    dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pipeline"))
+replica, replicas = mesh.get_local_rank("replica"), mesh.get_group("replica")
+
+
+def reduce_stage(stage):
+    for _, parameter in stages[stage].named_parameters():
+        dist.all_reduce(parameter.grad, group=replicas)
+        parameter.grad /= 2  # the mean over two replicas
+
+
+torch.manual_seed(0)
+layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]
+own = {"process_group": mesh.get_group("pipeline"), "reduce_stage": reduce_stage}
+pipeline = ps.Pipeline(layers, "1f1b", 4, nn.functional.mse_loss, **own)
+stages = {stage.index: stage for stage in pipeline.stages}
+
+inputs, target = torch.randn(32, 16), torch.rand(32, 16)
+rows = slice(16 * replica, 16 * (replica + 1))
+result = pipeline.step(inputs[rows], target=target[rows])
+
+if dist.get_rank() == 0:
+    print(f"loss {result.loss:.4f}")
+pipeline.close()
+dist.destroy_process_group()
