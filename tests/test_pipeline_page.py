@@ -43,7 +43,9 @@ def gradients_of_replica(rank, code):
 
 @pytest.mark.slow
 def test_the_python_of_the_page_runs_in_one_process():
-    done = subprocess.run([sys.executable, "-c", "\n".join(BLOCKS)], capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(BLOCKS)], capture_output=True, text=True, timeout=180, check=False
+    )
 
     assert done.returncode == 0, done.stderr
     assert "7 rows, which 4 microbatches do not divide evenly" in done.stdout
