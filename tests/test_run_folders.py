@@ -95,7 +95,7 @@ def test_all_ranks_of_torchrun_use_the_folder_that_rank_0_chose(here):
     status, said, _ = finish(start_torchrun(here, "debug.log=info"))
 
     assert status == 0
-    assert said.count("run holds a finished run; this run goes to run-2\n") == 1
+    assert said.count("run folder: run-2 (run holds a finished run)\n") == 1
     assert {"rank0.log", "rank1.log", "weights.safetensors", "summary.json"} < files_below(here / "run-2")
     assert {name: (here / "run" / name).read_bytes() for name in before} == before
     assert not (here / "run-2" / "tokens").exists(), "those of the first run are used"

@@ -10,6 +10,7 @@
     │   │   └── EndOfData      a stream has nothing for it
     │   ├── PeerLost           a peer's process or connection is gone
     │   └── DeadlineExceeded   a wait outlived its deadline
+    ├── NotFinite              a loss or gradient norm of a run is infinite or not a number
     └── CheckpointError        saved weights cannot be written or read
 
 A message says where, what, what was expected, and the fix.
@@ -88,6 +89,10 @@ class ConfigError(PenstockError):
 
 class PartitionError(PenstockError):
     """A model cannot be split into the stages that the schedule needs."""
+
+
+class NotFinite(PenstockError):
+    """A loss or a gradient norm is infinite or not a number, so a run ends before its weights change."""
 
 
 class CheckpointError(PenstockError):

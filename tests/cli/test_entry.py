@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.cli import entry
-from penstock.errors import ConfigError, DeadlineExceeded, PipelineError
+from penstock.errors import ConfigError, DeadlineExceeded, NotFinite, PipelineError
 from penstock.version import VERSION
 
 FLAGS = {
@@ -55,6 +55,7 @@ FLAGS = {
     "convert": ["--compute-only", "--force", "--from", "--lowered", "--to"],
     "profile": ["RUN.toml", "--force", "--output", "--port", "--set", "--steps"],
     "doctor": ["RUN_DIR", "--memory-limit", "--system", "--to"],
+    "completion": [],
 }
 
 
@@ -121,6 +122,8 @@ def test_the_status_of_a_command_is_passed_on(run_command):
         (ConfigError("is wrong", key="a.b"), 1, "penstock: a.b: is wrong\n"),
         (PipelineError("rank 1 failed"), 4, "penstock: rank 1 failed\n"),
         (DeadlineExceeded("waited 2 s"), 5, "penstock: waited 2 s\n"),
+        (NotFinite("step 3: the loss is nan"), 7, "penstock: step 3: the loss is nan\n"),
+        (PermissionError(13, "Permission denied", "runs/a"), 1, "penstock: runs/a: Permission denied\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
@@ -129,9 +132,13 @@ def test_an_error_of_ours_is_one_message_and_a_status(run_command, capsys, error
     assert capsys.readouterr().err == printed
 
 
-def test_an_unexpected_error_keeps_its_traceback(run_command):
-    with pytest.raises(ZeroDivisionError):
-        run_command(lambda: 1 // 0)
+def test_a_bug_shows_its_traceback_and_how_to_report_it(run_command, capsys):
+    assert run_command(lambda: 1 // 0) == 70
+
+    printed = capsys.readouterr().err
+    assert printed.startswith("penstock: Traceback (most recent call last):\n")
+    assert "ZeroDivisionError: integer division or modulo by zero\n\nThis is a bug in Penstock" in printed
+    assert printed.endswith("and the output of `penstock doctor --system`.\n")
 
 
 @pytest.mark.parametrize(
@@ -185,7 +192,9 @@ def test_no_command_prints_three_to_try(capsys):
 
 def test_help_is_status_0(capsys):
     assert entry.main(["--help"]) == 0
-    assert "Exit status: 0 fine" in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Exit status: 0 fine, 1 wrong input, 2 wrong usage, 4 a rank failed, 5 a hang was ended, 7 " in printed
+    assert printed.endswith("70 a bug in Penstock, 130 interrupted.")
 
 
 def test_the_version_is_told(capsys):

@@ -8,7 +8,7 @@ import pytest
 from penstock.cli.failure import read_failures
 from penstock.cli.launch import LoopbackRendezvous
 from penstock.cli.rank import run_rank
-from penstock.errors import ConfigError, DeadlineExceeded, PeerLost, PipelineError
+from penstock.errors import ConfigError, DeadlineExceeded, NotFinite, PeerLost, PipelineError
 from tests.cli.test_launch import launch_stub
 
 
@@ -44,6 +44,7 @@ def launched(rendezvous, rank):
         (ConfigError("no such file", key="data.files"), 1, "data.files: no such file"),
         (PipelineError("F2 broke"), 4, "rank 1 failed: F2 broke"),
         (PipelineError("the ranks disagree", rank=3), 4, "rank 3 failed: the ranks disagree"),
+        (NotFinite("step 3: the loss is nan"), 7, "step 3: the loss is nan"),
         (DeadlineExceeded("no rank goes on: a message was lost"), 5, "no rank goes on: a message was lost"),
         (DeadlineExceeded("rank 1 waited 2 s"), 5, "rank 1 waited 2 s"),
     ],
@@ -63,10 +64,11 @@ def test_an_unexpected_error_is_told_with_its_traceback(tmp_path):
 
     status, printed = run_in_fork(ZeroDivisionError("by nothing"), launched(rendezvous, 0), tmp_path)
 
-    assert (status, printed) == (4, "")
+    assert (status, printed) == (70, "")
     [failure] = read_failures(rendezvous.store, 1)
-    assert failure.message.startswith("Traceback")
-    assert failure.message.endswith("ZeroDivisionError: by nothing")
+    assert failure.status == 70
+    assert failure.shown.startswith("rank 0 failed: Traceback")
+    assert "ZeroDivisionError: by nothing\n\nThis is a bug in Penstock" in failure.message
 
 
 def test_a_reader_that_left_is_no_failure(tmp_path):
@@ -105,5 +107,5 @@ def test_what_two_ranks_of_torchrun_have_to_say_is_printed_once(tmp_path):
 def test_of_two_failed_ranks_the_launch_ends_with_the_cause(tmp_path):
     failure = launch_stub("lost", tmp_path)
 
-    assert (failure.rank, failure.status) == (1, 4)
-    assert failure.message.endswith("RuntimeError: the cause")
+    assert (failure.rank, failure.status) == (1, 70)
+    assert "RuntimeError: the cause\n" in failure.message

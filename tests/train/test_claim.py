@@ -63,7 +63,7 @@ def entries(folder):
 
 
 def test_a_run_begins_where_nothing_is(base):
-    assert run_in(base / "deep") == ("deep", "")
+    assert run_in(base / "deep") == ("deep", f"run folder: {base}/deep (new)")
 
 
 def test_a_run_begins_where_only_a_profile_was(base):
@@ -71,14 +71,14 @@ def test_a_run_begins_where_only_a_profile_was(base):
     (base / "costs.toml").touch()
     (base / "layer_times.json").touch()
 
-    assert run_in(base) == ("run", "")
+    assert run_in(base) == ("run", f"run folder: {base} (holds no run yet)")
 
 
 def test_a_finished_run_is_left_alone_and_the_next_number_is_named(base):
     run_in(base)
     before = {name: (base / name).read_bytes() for name in entries(base)}
 
-    assert run_in(base) == ("run-2", f"{base} holds a finished run; this run goes to {base}-2")
+    assert run_in(base) == ("run-2", f"run folder: {base}-2 ({base} holds a finished run)")
     assert run_in(base)[0] == "run-3"
     assert {name: (base / name).read_bytes() for name in entries(base)} == before
 
@@ -87,7 +87,7 @@ def test_the_highest_number_decides(base):
     run_in(base)
     base.with_name("run-10").mkdir()
 
-    assert run_in(base) == ("run-10", "")
+    assert run_in(base)[0] == "run-10"
     assert run_in(base)[0] == "run-11"
 
 
@@ -101,7 +101,8 @@ def test_a_higher_number_decides_where_the_folder_itself_is_missing(base):
 def test_an_unfinished_run_is_begun_anew_in_place(base):
     run_in(base, is_finished=False)
 
-    assert run_in(base, is_finished=False, run={"steps": 90})[0] == "run"
+    anew = f"run folder: {base} (its unfinished run has the same settings and begins anew)"
+    assert run_in(base, is_finished=False, run={"steps": 90}) == ("run", anew)
     assert run_in(base)[0] == "run"
     assert entries(base)[:7] == [
         ".lock",
@@ -130,14 +131,14 @@ def test_an_unfinished_run_with_other_settings_is_left_alone(base, section, chan
     name, note = run_in(base, **{section: change})
 
     assert name == "run-2"
-    assert note == f"{base} holds an unfinished run with another {named}; this run goes to {base}-2"
+    assert note == f"run folder: {base}-2 ({base} holds an unfinished run with another {named})"
 
 
 def test_a_folder_of_other_files_is_left_alone(base):
     base.mkdir()
     (base / "thesis.tex").touch()
 
-    assert run_in(base) == ("run-2", f"{base} holds files but no run; this run goes to {base}-2")
+    assert run_in(base) == ("run-2", f"run folder: {base}-2 ({base} holds files but no run)")
     assert os.listdir(base) == ["thesis.tex"]
 
 
@@ -145,7 +146,7 @@ def test_a_configuration_that_cannot_be_read_is_left_alone(base):
     base.mkdir()
     (base / "config.toml").write_text("[theirs]\n")
 
-    assert run_in(base)[1].startswith(f"{base} holds a config.toml that cannot be read; ")
+    assert run_in(base)[1] == f"run folder: {base}-2 ({base} holds a config.toml that cannot be read)"
 
 
 @pytest.mark.parametrize("start", [Start.BY_RULE, Start.FORCE])
@@ -160,13 +161,13 @@ def test_a_killed_process_holds_no_folder(base, holder):
     holder.kill()
     holder.wait()
 
-    assert run_in(base) == ("run", "")
+    assert run_in(base)[0] == "run"
 
 
 def test_fresh_takes_the_next_number_always(base, holder):
-    assert run_in(base, start=Start.FRESH) == ("run-2", f"{base} exists; this run goes to {base}-2")
+    assert run_in(base, start=Start.FRESH) == ("run-2", f"run folder: {base}-2 (--fresh: {base} exists)")
     assert run_in(base, start=Start.FRESH, is_finished=False)[0] == "run-3"
-    assert run_in(base.with_name("none"), start=Start.FRESH) == ("none", "")
+    assert run_in(base.with_name("none"), start=Start.FRESH)[0] == "none"
 
 
 def test_force_begins_in_the_folder_itself_and_leaves_the_others(base):
@@ -175,7 +176,7 @@ def test_force_begins_in_the_folder_itself_and_leaves_the_others(base):
     (base / "tokens").mkdir()
     (base / "tokens" / "old.tokens").touch()
 
-    assert run_in(base, start=Start.FORCE, is_finished=False) == ("run", "")
+    assert run_in(base, start=Start.FORCE, is_finished=False) == ("run", f"run folder: {base} (--force)")
     assert entries(base) == [".lock", "config.toml", "weights.safetensors"]
     assert (base.with_name("run-2") / "weights.safetensors").read_bytes() == b"run-2"
 
@@ -204,7 +205,7 @@ def test_a_folder_is_held_as_long_as_the_run_lasts(base):
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
             run_in(base)
         assert RunLock.take(base) is None
-    assert run_in(base) == ("run", "")
+    assert run_in(base)[0] == "run"
 
 
 def test_a_run_that_did_not_begin_leaves_no_trace(base):
@@ -245,7 +246,7 @@ def test_rank_0_decides_for_all_ranks(base, tmp_path):
 
     told = on_ranks(2, claim_and_tell, configs, Start.BY_RULE)
 
-    assert told == [(f"{base}-2", f"{base} holds a finished run; this run goes to {base}-2\n"), (f"{base}-2", "")]
+    assert told == [(f"{base}-2", f"run folder: {base}-2 ({base} holds a finished run)\n"), (f"{base}-2", "")]
 
 
 def test_what_stops_rank_0_stops_every_rank(base, holder):

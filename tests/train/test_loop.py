@@ -95,8 +95,9 @@ def test_the_folder_holds_all_that_is_promised(finished):
 def test_the_lines_tell_what_is_trained_how_it_went_and_where_to_look(finished):
     folder, result, printed = finished
 
-    assert printed.splitlines()[0].endswith("1f1b on 1 rank, 2 microbatches, 6 steps")
-    assert [line.split()[:4] for line in printed.splitlines()[1:3]] == [
+    assert printed.splitlines()[0] == f"run folder: {folder} (holds no run yet)"
+    assert printed.splitlines()[1].endswith("1f1b on 1 rank, 2 microbatches, 6 steps")
+    assert [line.split()[:4] for line in printed.splitlines()[2:4]] == [
         ["stage", "layers", "weight", "parameters"],
         ["0", "5", "100.0%", "31,904"],
     ]
@@ -178,8 +179,8 @@ def test_nothing_of_an_earlier_run_is_overwritten(tmp_path, text):
     _, other = run(folder, text, run={"steps": 2}, debug={"log": "info"})
     _, finished = run(tmp_path / "run", text, run={"steps": 2})
 
-    assert other.startswith(f"{folder} holds an unfinished run with another [optimizer]; this run goes to {folder}-2\n")
-    assert finished.startswith(f"{folder}-2 holds a finished run; this run goes to {folder}-3\n")
+    assert other.startswith(f"run folder: {folder}-2 ({folder} holds an unfinished run with another [optimizer])\n")
+    assert finished.startswith(f"run folder: {folder}-3 ({folder}-2 holds a finished run)\n")
     assert (folder / "metrics.jsonl").read_bytes() == rows
     assert len(rows_of(tmp_path / "run-2")) == 2
     assert not (tmp_path / "run-3" / "tokens").exists()
@@ -203,7 +204,7 @@ def test_processes_train_the_same_weights_bit_for_bit_and_only_rank_0_speaks(fin
         results = pool.run(train_as_rank, table_of(tmp_path, text, pipeline={"ranks": 2}))
 
     assert [result[:2] for result in results] == [(alone.loss, alone.held_out_loss)] * 2
-    assert results[0][2].startswith("31,904 parameters, ")
+    assert results[0][2].splitlines()[1].startswith("31,904 parameters, ")
     assert results[1][2] == ""
     assert (tmp_path / "weights.safetensors").read_bytes() == (folder / "weights.safetensors").read_bytes()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import PenstockError
+from penstock.errors import NotFinite
 from penstock.execute.batch.stream import Stream
 from penstock.execute.observing.clock import Clock
 from penstock.execute.stages.gradient_norm import clip_gradients
@@ -265,7 +265,7 @@ def train_astray(transport, value, where):
 def test_numbers_that_are_not_finite_stop_every_rank_and_change_no_weight(value, where, what):
     errors = on_ranks(2, train_astray, value, where)
 
-    assert all(type(error) is PenstockError for error in errors)
+    assert all(type(error) is NotFinite for error in errors)
     assert len({str(error) for error in errors}) == 1
     assert str(errors[0]).startswith(f"step 3: {what} is ")
     assert "lower optimizer.learning_rate" in str(errors[0])

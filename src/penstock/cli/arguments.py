@@ -1,9 +1,11 @@
 """The arguments that several commands share, under the same names everywhere; nothing heavy is imported."""
 
+import sys
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from penstock.cli.completion import names_and_files
 from penstock.cli.status import ExitStatus
 from penstock.errors import nearest
 
@@ -17,11 +19,13 @@ RENAMED = {"--option": "--set", "--format": "--to", "--from": "--function"}
 
 
 class Once(Action):
-    """Store the value of an option, and refuse the option a second time."""
+    """Store a value; refuse an empty one, and an option that is given a second time."""
 
     def __call__(
         self, parser: ArgumentParser, namespace: Namespace, values: Any, option_string: str | None = None
     ) -> None:
+        if values == "" or (isinstance(values, list) and "" in values):
+            parser.error(f"{option_string or self.metavar} is empty")
         given = vars(namespace).setdefault("given", set())
         if option_string is not None and self.dest in given:
             parser.error(f"{option_string} is given twice; keep one")
@@ -41,9 +45,16 @@ class Parser(ArgumentParser):
     ) -> tuple[Namespace, list[str]]:
         """Refuse unknown arguments here, where the command that does not know them is known."""
         found, unknown = super().parse_known_args(args, namespace)
-        if unknown:
+        if hasattr(found, "names") and not any(word.startswith("-") for word in unknown):
+            found.names += unknown  # argparse takes only NAMEs that stand together
+        elif unknown:
             self._refuse(unknown)
-        return found, unknown
+        return found, []
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Write all of a help text first, so that a full disk or a closed pipe is met where it is handled."""
+        sys.stdout.flush()
+        super().exit(status, message)
 
     def error(self, message: str) -> NoReturn:
         self.exit(ExitStatus.USAGE, f"{self.prog}: {message}\nTry `{self.prog} --help`.\n")
@@ -62,14 +73,14 @@ class Parser(ArgumentParser):
 
 def add_one_schedule(parser: ArgumentParser) -> None:
     """Add the name of one schedule, and its shape."""
-    parser.add_argument("name", metavar="NAME", nargs="?", help=NAME)
+    _add_name(parser, "name", nargs="?")
     parser.add_argument("--function", metavar="FILE:NAME", help=f"instead of NAME, {FUNCTION}")
     add_shape_arguments(parser)
 
 
 def add_schedules(parser: ArgumentParser) -> None:
     """Add the names of several schedules, and the shape that all of them get."""
-    parser.add_argument("names", metavar="NAME", nargs="*", help=NAME)
+    _add_name(parser, "names", nargs="*")
     parser.add_argument(
         "--function",
         dest="functions",
@@ -79,6 +90,11 @@ def add_schedules(parser: ArgumentParser) -> None:
         help=f"besides the NAMEs, {FUNCTION}; may be repeated",
     )
     add_shape_arguments(parser)
+
+
+def _add_name(parser: ArgumentParser, dest: str, *, nargs: str) -> None:
+    name = parser.add_argument(dest, metavar="NAME", nargs=nargs, help=NAME)
+    setattr(name, "completer", names_and_files)  # noqa: B010  # where argcomplete looks
 
 
 def add_shape_arguments(parser: ArgumentParser) -> None:

@@ -18,12 +18,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--memory-limit", type=int, metavar="N", help="most activations that a rank may hold: report what waits for it"
     )
-    add_format(parser, ("text", "json"), "default: text", default="text")
+    add_format(parser, ("text", "json"), "default: text")
 
 
 def run(arguments: Namespace) -> int:
     if arguments.system == (arguments.folder is not None):
         arguments.wrong_usage("give either RUN_DIR or --system")
+    if arguments.system and (arguments.format is not None or arguments.memory_limit is not None):
+        arguments.wrong_usage("--to and --memory-limit are for a RUN_DIR, not for --system")
     if arguments.system:
         return _examine_system()
     if arguments.memory_limit is not None and arguments.memory_limit < 1:

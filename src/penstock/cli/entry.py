@@ -1,17 +1,18 @@
 """`main`: parse the arguments, run one command, turn errors into a message and an exit status."""
 
 import errno
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Protocol
 
-from penstock.cli import check, compare, convert, doctor, profile, schedules, show, train
+from penstock.cli import check, compare, completion, convert, doctor, profile, schedules, show, train
 from penstock.cli.arguments import Parser
 from penstock.cli.compiling import compiling_reported
 from penstock.cli.output import complain, forget_stdout, replace_unknown_characters
-from penstock.cli.status import ExitStatus, status_of
-from penstock.errors import PenstockError, nearest
+from penstock.cli.status import MEANINGS, ExitStatus, message_of, status_of
+from penstock.errors import nearest
 from penstock.version import VERSION
 
 FIRST_COMMANDS = """\
@@ -37,7 +38,7 @@ class Command(Protocol):
         """Return the exit status."""
 
 
-COMMANDS: tuple[Command, ...] = (train, schedules, show, check, compare, convert, profile, doctor)
+COMMANDS: tuple[Command, ...] = (train, schedules, show, check, compare, convert, profile, doctor, completion)
 
 
 def _name_of(command: Command) -> str:
@@ -49,8 +50,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="penstock",
         description="Pipeline-parallel training in which the schedule is data.",
-        epilog="Exit status: 0 fine, 1 the input is wrong, 2 usage, 4 a rank failed, 5 a hang was ended, "
-        "130 interrupted.",
+        epilog=f"Exit status: {', '.join(f'{status} {meaning}' for status, meaning in MEANINGS.items())}.",
     )
     parser.add_argument("--version", action="version", version=f"penstock {VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -64,6 +64,8 @@ def build_parser() -> Parser:
 
 def _parse(argv: Sequence[str]) -> Namespace:
     parser = build_parser()
+    if completion.REQUEST in os.environ:
+        completion.complete(parser)
     names = [_name_of(command) for command in COMMANDS]
     if argv and not argv[0].startswith("-") and argv[0] not in names:
         parser.error(f"unknown command {argv[0]!r}; known: {', '.join(names)}.{nearest(argv[0], names)}")
@@ -88,14 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         forget_stdout()
         return ExitStatus.FINE
-    except OSError as error:
+    except Exception as error:
         # Files of ours fail with their names; what fails without one is standard output.
-        if error.filename is not None or error.errno not in FULL_DISK:
-            raise
-        forget_stdout()
-        complain(f"standard output cannot be written: {error.strerror}. Free some space where it goes")
-        return ExitStatus.WRONG_INPUT
-    except PenstockError as error:
-        complain(str(error))
+        if isinstance(error, OSError) and error.filename is None and error.errno in FULL_DISK:
+            forget_stdout()
+            complain(f"standard output cannot be written: {error.strerror}. Free some space where it goes")
+            return ExitStatus.WRONG_INPUT
+        complain(message_of(error))
         return status_of(error)
     return status

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from penstock.cli.status import ExitStatus, status_of
 from penstock.errors import PeerLost, PipelineError
 
+NO_RANK_AT_FAULT = (ExitStatus.WRONG_INPUT, ExitStatus.NOT_FINITE)
+
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
@@ -28,8 +30,8 @@ class RankFailure:
 
     @property
     def shown(self) -> str:
-        """The message as it is printed; wrong input is no rank's fault, so it goes without one."""
-        if self.status == ExitStatus.WRONG_INPUT or self.message.startswith(("rank ", "no rank ")):
+        """The message as it is printed; wrong input and a loss that diverges are no rank's fault."""
+        if self.status in NO_RANK_AT_FAULT or self.message.startswith(("rank ", "no rank ")):
             return self.message
         return f"rank {self.rank if self.culprit is None else self.culprit} failed: {self.message}"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.cli.arguments import add_output
-from penstock.cli.output import path_to_write
+from penstock.cli.output import path_to_write, say
 from penstock.errors import ConfigError
 
 PICTURES = ("svg", "png", "html", "trace")
@@ -15,6 +15,8 @@ CHARTS = ("svg", "png", "html")
 """What has colours, and so a theme."""
 THEMES = ("light", "dark")
 BINARY = ("png",)
+TABLE = "table"
+"""What people read; every other format has its own encoding."""
 SUFFIXES = {".svg": "svg", ".png": "png", ".html": "html", ".htm": "html", ".trace": "trace"}
 """In which format a picture is drawn whose name ends so."""
 
@@ -70,6 +72,9 @@ def write_result(data: bytes, format: str, path: Path | None) -> None:
     """
     from penstock.train.files import atomic_file
 
+    if path is None and format == TABLE:
+        say(data.decode())  # in characters that the terminal has
+        return
     if path is None:
         if format in BINARY and sys.stdout.isatty():
             raise ConfigError(f"a terminal cannot show {format}; give --output NAME.{format}", key="--output")

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -15,7 +14,7 @@ from penstock.cli.failure import RankFailure, write_failure
 from penstock.cli.launch import attempt_prefix, connect_store
 from penstock.cli.lifetime import launcher_of
 from penstock.cli.output import complain
-from penstock.cli.status import ExitStatus
+from penstock.cli.status import ExitStatus, message_of
 from penstock.errors import PenstockError
 
 TELL_TIMEOUT = timedelta(seconds=2)
@@ -35,9 +34,7 @@ def run_rank(body: Callable[[], None], *, environment: Mapping[str, str]) -> Exi
 
 def _fail(error: BaseException, environment: Mapping[str, str]) -> NoReturn:
     """Tell the failure and leave at once: threads of a broken process group could hold up an orderly exit."""
-    is_known = isinstance(error, PenstockError)
-    message = str(error) if is_known else "".join(traceback.format_exception(error)).rstrip()
-    failure = RankFailure.of(error, int(environment.get("RANK", "0")), message)
+    failure = RankFailure.of(error, int(environment.get("RANK", "0")), message_of(error))
     if failure.status != ExitStatus.INTERRUPTED:
         _tell(failure, environment)
     for stream in (sys.stdout, sys.stderr):

@@ -20,6 +20,8 @@ from penstock.cli.output import complain, forget_stdout
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError
 
+MAX_PORT = 65535
+
 Body = Callable[[Any], None]
 """What every rank does with the `RunConfig`; torch.distributed is initialized where there are several."""
 Hold = Callable[[Any], AbstractContextManager[Any]]
@@ -30,7 +32,11 @@ def add_run_arguments(parser: ArgumentParser) -> None:
     """Add the run file, and what changes it or how its ranks are started."""
     parser.add_argument("run_file", metavar="RUN.toml", help="the configuration of the run")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, such as batch.size=32; repeat"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="set a key, such as batch.size=32; may be repeated",
     )
     parser.add_argument(
         "--port", type=int, default=0, help="port on 127.0.0.1 where the ranks meet (default: a free one)"
@@ -39,6 +45,8 @@ def add_run_arguments(parser: ArgumentParser) -> None:
 
 def run_on_ranks(arguments: Namespace, command: Sequence[str], body: Body, hold: Hold) -> int:
     """Run `body` on every rank and return the exit status; a rank that is started here gets `command`."""
+    if not 0 <= arguments.port <= MAX_PORT:
+        raise ConfigError(f"{arguments.port} is no port; give a number from 1 to {MAX_PORT}", key="--port")
     if is_rank(os.environ):
         return _run_as_rank(arguments, body, os.environ)
     with interrupts_handled_by(leave_at_once):

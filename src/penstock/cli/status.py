@@ -1,19 +1,38 @@
-"""The exit statuses that scripts may rely on, and which error ends with which."""
+"""The exit statuses that scripts may rely on, which error ends with which, and what is printed about it."""
 
+import traceback
 from enum import IntEnum
 
-from penstock.errors import DeadlineExceeded, PenstockError, PipelineError
+from penstock.errors import DeadlineExceeded, NotFinite, PenstockError, PipelineError
 
 
 class ExitStatus(IntEnum):
-    """What a command ends with."""
+    """What a command ends with; 6 is kept for runs that find no valid checkpoint."""
 
     FINE = 0
     WRONG_INPUT = 1
     USAGE = 2
     RANK_FAILED = 4
     HANG_ENDED = 5
+    NOT_FINITE = 7
+    BUG = 70
     INTERRUPTED = 130
+
+
+MEANINGS = {
+    ExitStatus.FINE: "fine",
+    ExitStatus.WRONG_INPUT: "wrong input",
+    ExitStatus.USAGE: "wrong usage",
+    ExitStatus.RANK_FAILED: "a rank failed",
+    ExitStatus.HANG_ENDED: "a hang was ended",
+    ExitStatus.NOT_FINITE: "a loss or gradient norm is not finite",
+    ExitStatus.BUG: "a bug in Penstock",
+    ExitStatus.INTERRUPTED: "interrupted",
+}
+REPORT = (
+    "This is a bug in Penstock, not a mistake of yours. Please report it with the text above, the command and its "
+    "files, and the output of `penstock doctor --system`."
+)
 
 
 def status_of(error: BaseException) -> ExitStatus:
@@ -25,7 +44,27 @@ def status_of(error: BaseException) -> ExitStatus:
             return ExitStatus.HANG_ENDED
         case PipelineError():
             return ExitStatus.RANK_FAILED
+        case NotFinite():
+            return ExitStatus.NOT_FINITE
         case PenstockError():
             return ExitStatus.WRONG_INPUT
+        case OSError() if error.filename is not None:
+            return ExitStatus.WRONG_INPUT
         case _:
-            return ExitStatus.RANK_FAILED
+            return ExitStatus.RANK_FAILED if _is_of_the_machine(error) else ExitStatus.BUG
+
+
+def message_of(error: BaseException) -> str:
+    """Return what is printed about an error: one message, and for a bug its traceback and how to report it."""
+    if isinstance(error, PenstockError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return f"{trace}\n\n{REPORT}" if status_of(error) is ExitStatus.BUG else trace
+
+
+def _is_of_the_machine(error: BaseException) -> bool:
+    """Whether memory or torch's network failed; torch is not imported for that."""
+    is_torch = type(error).__module__.partition(".")[0] == "torch"
+    return is_torch or isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)

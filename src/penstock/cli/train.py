@@ -44,9 +44,8 @@ def _hold_folder(arguments: Namespace, config: Any) -> Iterator[Any]:
 
     with claimed(config, _start_of(arguments)) as claim:
         folder = RunFolder(run_path(claim.config.run.folder))
-        if claim.note:
-            say(claim.note)
-            sys.stdout.flush()
+        say(claim.note)
+        sys.stdout.flush()
         try:
             yield claim.config
         except KeyboardInterrupt:

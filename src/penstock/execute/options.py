@@ -158,13 +158,17 @@ def _is_transport(value: object) -> bool:
     return value is None or isinstance(value, Transport)
 
 
+ARGUMENTS = ("schedule", "microbatches", "loss", "stages_per_rank", "split", "process_group", "group")
+"""What `Pipeline` takes beside its options; a misspelt one arrives here as an unknown option."""
+
+
 def refuse_unknown(given: Mapping[str, Any], family: str, family_options: Collection[str]) -> None:
     """Refuse what is neither an option of a pipeline nor of the schedule's family.
 
     Raises:
         ConfigError: naming the nearest that exists.
     """
-    known = [option.name for option in fields(PipelineOptions)]
+    known = [*ARGUMENTS, *(option.name for option in fields(PipelineOptions))]
     for name in given:
         if name not in family_options:
             raise ConfigError(

@@ -47,11 +47,16 @@ COMMON = {
 """The options of every family and function."""
 
 
+SIZES = ("ranks", "microbatches", "stages_per_rank", "stages", "slices", "forward_only")
+"""What every schedule takes beside its options; a misspelt one arrives here as an unknown option."""
+
+
 def require_known(name: str, key: str, known: Collection[str]) -> None:
     """Refuse an option that a family or function does not have. Raises: ConfigError."""
     if key not in known:
         raise ConfigError(
-            f"{name} has no option {key!r}; its options: {', '.join(known) or 'none'}.{nearest(key, known)}", key=key
+            f"{name} has no option {key!r}; its options: {', '.join(known) or 'none'}.{nearest(key, [*known, *SIZES])}",
+            key=key,
         )
 
 

@@ -49,15 +49,19 @@ class Claim:
     config: RunConfig
     """With that folder."""
     note: str
-    """A line on why it is another folder than the one that was asked for, or empty."""
+    """The first line of the run: its folder, and why it is this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
     path: Path
+    reason: str
     is_new: bool = False
     """Whether this process must make the folder itself, so that no other one has it."""
-    note: str = ""
+
+    @property
+    def note(self) -> str:
+        return f"run folder: {self.path} ({self.reason})"
 
 
 @contextmanager
@@ -102,7 +106,7 @@ def claimed_together(config: RunConfig, transport: Transport, start: Start, outp
             if transport.rank == 0:
                 claim = stack.enter_context(claimed(config, start))
                 config = claim.config
-                output.write(f"{claim.note}\n" if claim.note else "")
+                output.write(f"{claim.note}\n")
         yield in_folder(config, Path(str(Control(transport).all_gather_object(config.run.folder)[0])))
 
 
@@ -131,20 +135,21 @@ def in_folder(config: RunConfig, path: Path) -> RunConfig:
 def _choose(base: Path, config: RunConfig, start: Start) -> _Choice:
     if start is Start.FORCE:
         RunFolder(base).require_own_files()
-        return _Choice(base)
+        return _Choice(base, "--force")
     found = numbered_folders(base)
     if not found:
-        return _Choice(base, is_new=True)
+        return _Choice(base, "new", is_new=True)
     number = max(found)
     path, following = found[number], base.with_name(f"{base.name}-{number + 1}")
     if start is Start.FRESH:
-        return _Choice(following, is_new=True, note=f"{path} exists; this run goes to {following}")
+        return _Choice(following, f"--fresh: {path} exists", is_new=True)
     if holder_of(path):
         raise _in_use(path)
     obstacle = _obstacle(path, config)
     if obstacle and path.is_dir():
-        return _Choice(following, is_new=True, note=f"{path} {obstacle}; this run goes to {following}")
-    return _Choice(path)
+        return _Choice(following, f"{path} {obstacle}", is_new=True)
+    has_run = (path / CONFIG).exists()
+    return _Choice(path, "its unfinished run has the same settings and begins anew" if has_run else "holds no run yet")
 
 
 def _obstacle(path: Path, config: RunConfig) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from penstock.errors import PenstockError
+from penstock.errors import NotFinite
 from penstock.execute.batch.stream import Stream
 from penstock.execute.losses.results import StepResult
 from penstock.pipeline import Pipeline
@@ -67,7 +67,7 @@ class Trainer:
         `record` measures the pipeline step of the last batch.
 
         Raises:
-            PenstockError: on every rank, if the loss or the gradient norm is not finite; the weights stay as they were.
+            NotFinite: on every rank, if the loss or the gradient norm is not finite; the weights stay as they were.
         """
         rate = learning_rate_at(number, self._options)
         losses, moments_s = self._accumulate(batches, record)
@@ -143,9 +143,9 @@ class _Losses:
 
 
 def require_finite(what: str, value: float, step: int, learning_rate: float) -> None:
-    """Stop a run that has gone astray. Raises: PenstockError."""
+    """Stop a run that has gone astray. Raises: NotFinite."""
     if not math.isfinite(value):
-        raise PenstockError(
+        raise NotFinite(
             f"step {step}: {what} is {value}; expected a finite number. The learning rate was {learning_rate:g}: lower "
             "optimizer.learning_rate, raise optimizer.warmup_steps, or lower optimizer.clip_norm (0 means no clipping)"
         )

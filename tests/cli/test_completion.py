@@ -1,0 +1,57 @@
+"""`penstock completion`, and what a shell gets that asks for completions."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from penstock.cli.entry import main
+
+
+@pytest.fixture
+def argcomplete():
+    return pytest.importorskip("argcomplete")
+
+
+def completions_of(line):
+    """Return what is offered at the end of a line, by asking as a shell does."""
+    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    asked["_ARGCOMPLETE_COMP_WORDBREAKS"] = " "
+    reading, writing = os.pipe()
+    command = f"exec 8>&{writing}; exec {sys.executable} -m penstock"
+    subprocess.run(["bash", "-c", command], env={**os.environ, **asked}, pass_fds=[writing], check=True, timeout=60)
+    os.close(writing)
+    with open(reading) as offered:
+        return offered.read().split()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_lines_of_a_shell_name_the_command(argcomplete, capsys, shell):
+    assert main(["completion", shell]) == 0
+    assert "penstock" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("penstock sh", {"show"}),
+        ("penstock show --th", {"--theme"}),
+        ("penstock show --theme da", {"dark"}),
+        ("penstock compare 1f", {"1f1b", "1f1b-v"}),
+    ],
+)
+def test_a_shell_is_offered_commands_options_values_and_families(argcomplete, line, offered):
+    assert set(completions_of(line)) == offered
+
+
+def test_without_argcomplete_the_message_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "argcomplete", None)
+
+    assert main(["completion", "bash"]) == 1
+    assert capsys.readouterr().err == "penstock: completion needs argcomplete. Install it: pip install argcomplete\n"
+
+
+def test_an_unknown_shell_is_wrong_usage(capsys):
+    assert main(["completion", "tcsh"]) == 2

@@ -1,0 +1,245 @@
+"""Every command with wrong, doubled and contradictory arguments, files in the way, and outputs that cannot take all."""
+
+import io
+import os
+import re
+import sys
+
+import pytest
+
+from penstock.cli import main
+from penstock.cli.entry import COMMANDS
+from penstock.schedules import build
+from tests.tiny_run import write_tiny_run
+
+SIZE = ["--ranks", "2", "--microbatches", "4"]
+SCHEDULE = build("1f1b", ranks=2, microbatches=4)
+NAMES = [command.__name__.rpartition(".")[2] for command in COMMANDS]
+
+NEEDS_MORE = [name for name in NAMES if name != "schedules"]
+CONTRADICTIONS = {
+    "two schedules": (["show", "1f1b", "--function", "mine.py:f", *SIZE], "give either NAME or --function"),
+    "a folder and the machine": (["doctor", "run", "--system"], "give either RUN_DIR or --system"),
+    "a format of the machine": (["doctor", "--system", "--to", "json"], "--to and --memory-limit are for a RUN_DIR"),
+    "two folders": (["train", "run.toml", "--fresh", "--force"], "--force: not allowed with argument --fresh"),
+    "lowered and not": (["convert", "a", "b", "--lowered", "--compute-only"], "--compute-only: not allowed with"),
+    "a number twice": (["compare", "1f1b", *SIZE, "--ranks", "4"], "--ranks is given twice; keep one"),
+    "a format twice": (["schedules", "--to", "text", "--to", "markdown"], "--to is given twice; keep one"),
+    "a file twice": (["show", "1f1b", *SIZE, "-o", "a.svg", "--output", "b.svg"], "--output is given twice"),
+    "an unknown format": (["show", "1f1b", *SIZE, "--to", "yaml"], "--to: invalid choice: 'yaml'"),
+    "a word as number": (["check", "a.csv", "--ranks", "two"], "--ranks: invalid int value: 'two'"),
+    "an empty name": (["show", "", *SIZE], "NAME is empty"),
+    "an empty file": (["check", ""], "FILE is empty"),
+    "an empty output": (["compare", "1f1b", *SIZE, "-o", ""], "-o is empty"),
+    "one argument too many": (["train", "run.toml", "other.toml"], "unexpected argument 'other.toml'"),
+}
+REFUSED = {
+    "an option twice": (
+        ["show", "1f1b", *SIZE, "--set", "warmup=eager", "--set", "warmup=eager"],
+        "--set warmup is given",
+    ),
+    "a size as option": (["show", "1f1b", *SIZE, "--set", "ranks=4"], "ranks: not an option of a schedule"),
+    "a misspelt size": (["show", "1f1b", *SIZE, "--set", "microbatch=3"], "Did you mean 'microbatches'"),
+    "a misspelt key": (["train", "run.toml", "--set", "pipeline.microbatch=3"], "Did you mean 'pipeline.microbatches'"),
+    "a port beyond all": (["train", "run.toml", "--port", "65536"], "--port: 65536 is no port"),
+    "a picture's argument": (["show", "1f1b", *SIZE, "--theme", "dark"], "--theme: only for svg, png, html"),
+    "a size and its sweep": (["compare", "1f1b", *SIZE, "--sweep", "ranks=2,4"], "ranks is swept and given as --ranks"),
+}
+IN_THE_WAY = {
+    "show": ["show", "1f1b", *SIZE, "-o", "there.svg"],
+    "compare": ["compare", "1f1b", *SIZE, "-o", "there.json"],
+    "convert": ["convert", "in.csv", "there.json"],
+    "profile": ["profile", "run.toml", "-o", "there.json"],
+    "profile in the run folder": ["profile", "run.toml"],
+}
+NOWHERE = {
+    "show": ["show", "1f1b", *SIZE, "-o", "/proc/a.svg"],
+    "compare": ["compare", "1f1b", *SIZE, "-o", "/proc/a.json"],
+    "convert": ["convert", "in.csv", "/proc/a.json"],
+    "profile": ["profile", "run.toml", "-o", "/no/such/folder/costs.toml"],
+}
+PRINTING = {
+    "help": ["--help"],
+    "help of a command": ["compare", "--help"],
+    "schedules": ["schedules"],
+    "a family": ["schedules", "zbv"],
+    "markdown": ["schedules", "dualpipe", "--to", "markdown"],
+    "a grid": ["show", "1f1b", *SIZE],
+    "a program": ["show", "zbv", *SIZE, "--lowered"],
+    "a picture": ["show", "1f1b", *SIZE, "--to", "html"],
+    "a comparison": ["compare", "1f1b", "zbv", *SIZE],
+    "JSON": ["compare", "1f1b", "zbv", *SIZE, "--to", "json"],
+    "a check": ["check", "in.csv"],
+    "a conversion": ["convert", "in.csv", "-", "--to", "json"],
+}
+
+
+def table(cases):
+    return pytest.mark.parametrize(("arguments", "told"), cases.values(), ids=cases.keys())
+
+
+def lines(cases):
+    return pytest.mark.parametrize("arguments", cases.values(), ids=cases.keys())
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A folder with a run file, a schedule, and files that are in the way of results."""
+    write_tiny_run(tmp_path)
+    (tmp_path / "in.csv").write_text(SCHEDULE.to_csv())
+    (tmp_path / "run").mkdir()
+    for name in ("there.svg", "there.json", "run/costs.toml"):
+        (tmp_path / name).write_text("precious")
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+class Terminal(io.TextIOWrapper):
+    """A terminal that keeps what it shows."""
+
+    def isatty(self):
+        return True
+
+    @property
+    def shown(self):
+        self.flush()
+        return self.buffer.getvalue().decode(self.encoding)
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Replace standard output by a terminal of some encoding."""
+
+    def replace(encoding="utf-8"):
+        shown = Terminal(io.BytesIO(), encoding=encoding)
+        monkeypatch.setattr(sys, "stdout", shown)
+        return shown
+
+    return replace
+
+
+def refusal(capsys, arguments):
+    """Run a command that must be refused with status 1 and one message, and return the message."""
+    assert main(arguments) == 1
+    said, complained = capsys.readouterr()
+    assert said == ""
+    assert re.findall("^penstock: ", complained, flags=re.MULTILINE) == ["penstock: "]
+    assert "Traceback" not in complained
+    return complained
+
+
+@pytest.mark.parametrize("name", NEEDS_MORE)
+def test_a_command_without_arguments_says_what_it_needs(name, capsys):
+    assert main([name]) == 2
+    complaint, hint = capsys.readouterr().err.splitlines()
+    assert re.match(rf"penstock {name}: (give |the following arguments are required: )", complaint)
+    assert hint == f"Try `penstock {name} --help`."
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_unknown_option_is_wrong_usage_of_its_command(name, capsys):
+    assert main([name, "--ouptut", "a"]) == 2
+    assert capsys.readouterr().err.startswith(f"penstock {name}: ")
+
+
+@table(CONTRADICTIONS)
+def test_contradictory_arguments_are_two_lines_of_wrong_usage(capsys, arguments, told):
+    assert main(arguments) == 2
+    said, complained = capsys.readouterr()
+    assert said == ""
+    assert told in complained
+    assert len(complained.splitlines()) == 2
+
+
+@table(REFUSED)
+def test_arguments_of_no_use_are_refused(capsys, arguments, told):
+    assert told in refusal(capsys, arguments)
+
+
+@lines(IN_THE_WAY)
+def test_a_file_that_exists_is_kept(here, capsys, arguments):
+    before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
+
+    assert re.search(r"exists; give another name, or --force to replace it", refusal(capsys, arguments))
+    assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
+
+
+@lines({name: IN_THE_WAY[name] for name in ("show", "compare", "convert")})
+def test_a_file_that_exists_is_replaced_on_request(here, arguments):
+    assert main([*arguments, "--force"]) == 0
+    assert "precious" not in (here / arguments[-1]).read_text()
+
+
+@lines(NOWHERE)
+def test_a_folder_that_cannot_be_written_is_named(capsys, arguments):
+    message = refusal(capsys, arguments)
+
+    assert arguments[-1].rpartition("/")[0] in message
+    assert "cannot be written" in message or "is not a folder" in message
+
+
+@lines(PRINTING)
+def test_a_full_disk_is_one_message(capsys, monkeypatch, arguments):
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        status = main(arguments)
+
+    assert capsys.readouterr().err.startswith("penstock: standard output cannot be written: No space left on device")
+    assert status == 1
+
+
+@lines(PRINTING)
+def test_a_pipe_that_closes_is_no_error(capsys, monkeypatch, arguments):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w", encoding="utf-8") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        status = main(arguments)
+
+    assert (status, capsys.readouterr().err) == (0, "")
+
+
+@lines({name: arguments for name, arguments in PRINTING.items() if name != "a picture"})
+def test_an_ascii_terminal_gets_what_it_can_show(capsys, terminal, arguments):
+    shown = terminal("ascii")
+
+    assert main(arguments) == 0
+    assert shown.shown
+    assert capsys.readouterr().err == ""
+
+
+@lines(PRINTING)
+def test_no_color_is_shown_where_none_is_wanted(monkeypatch, terminal, arguments):
+    monkeypatch.setenv("NO_COLOR", "1")
+    shown = terminal()
+
+    assert main(arguments) == 0
+    assert "\x1b" not in shown.shown
+
+
+@pytest.mark.parametrize("width", [40, 250])
+@lines({name: PRINTING[name] for name in ("help", "schedules", "a family", "a grid", "a comparison")})
+def test_a_narrow_or_wide_terminal_is_served(monkeypatch, terminal, width, arguments):
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = terminal()
+
+    assert main(arguments) == 0
+    assert shown.shown.strip()
+
+
+def test_names_need_not_stand_together(capsys):
+    assert main(["compare", "1f1b", "--ranks", "2", "zbv", "--microbatches", "4"]) == 0
+    assert "zbv" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_whose_numbers_overflow_ends_with_7_on_any_number_of_ranks(capfd, ranks):
+    # An epsilon that float32 lacks: AdamW divides zero by zero for embeddings that the batch does not use.
+    settings = ["--set", f"pipeline.ranks={ranks}", "--set", "optimizer.epsilon=1e-300", "--set", "run.folder=other"]
+
+    assert main(["train", "run.toml", *settings]) == 7
+    complained = capfd.readouterr().err
+    assert re.fullmatch(r"penstock: step 2: the loss is nan; expected a finite number\..*\n", complained)
