@@ -44,7 +44,7 @@ from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.compile.context import CompileContext, Hooks
 from penstock.execute.compile.program import compile_program
 from penstock.execute.compile.rows import RankRows
-from penstock.execute.control.positions import PositionBoard
+from penstock.execute.control.positions import boards_of_threads
 from penstock.execute.losses.loss import LossShares
 from penstock.execute.losses.step_losses import StepLosses
 from penstock.execute.run import run_step
@@ -237,7 +237,7 @@ def instruction_times_s(name: str) -> list[float]:
     schedule = build(name, ranks=NUM_RANKS, microbatches=NUM_MICROBATCHES, stages_per_rank=family.stages_per_rank)
     tensor = torch.zeros(ROWS, WIDTH, requires_grad=True)
     transport: Any = InstantTransport(rank, NUM_RANKS, encode_layout(tensor))
-    board = PositionBoard.in_process(NUM_RANKS)[rank]
+    board = boards_of_threads(NUM_RANKS)[rank]
     messenger = Messenger(transport, torch.device("cpu"))
     placement = schedule.placement
     passes = {

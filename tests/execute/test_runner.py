@@ -9,7 +9,7 @@ from penstock.errors import PeerLost
 from penstock.execute.batch.admission import Call
 from penstock.execute.control.agreement import Mode
 from penstock.execute.control.handshake import Agreed, Found
-from penstock.execute.control.positions import PositionBoard
+from penstock.execute.control.positions import boards_of_threads
 from penstock.execute.losses.loss import LossWeights
 from penstock.execute.options import PipelineOptions
 from penstock.execute.runner import Runner
@@ -42,7 +42,7 @@ def runner_of(task, planned, loss=square_loss):
         assembly,
         options,
         Agreed([Found()]),
-        PositionBoard.in_process(1)[0],
+        boards_of_threads(1)[0],
         loss=loss,
         loss_weights=LossWeights(),
         program_of=program_of,

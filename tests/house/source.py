@@ -62,6 +62,10 @@ def functions(module):
     return [node for node in ast.walk(module.tree) if isinstance(node, FUNCTIONS)]
 
 
+def classes(module):
+    return [node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+
+
 def imports(module):
     """List every import; `from a import b` counts as a.b."""
     inside = {id(node) for function in functions(module) for node in ast.walk(function)}
@@ -90,6 +94,11 @@ def num_lines(function):
         return total
     docstring = function.body[0]
     return total - (docstring.end_lineno - docstring.lineno + 1)
+
+
+def num_methods(of_class):
+    """Count methods, properties and special methods."""
+    return sum(isinstance(node, FUNCTIONS) for node in of_class.body)
 
 
 def nesting(function):

@@ -4,11 +4,14 @@ import ast
 
 import pytest
 
-from tests.house.source import functions, modules, nesting, num_lines, parse
+from tests.house.source import classes, functions, modules, nesting, num_lines, num_methods, parse
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_NESTING = 3
+MAX_METHODS = 14
+LARGE = {"Table", "Schedule", "Program", "Timeline", "Pipeline"}
+"""What users hold: their many properties and methods each say one thing of a table, or of a pipeline."""
 
 
 def first_function(text):
@@ -28,6 +31,23 @@ def test_functions_have_at_most_60_lines_without_their_docstring():
 def test_blocks_nest_at_most_3_deep():
     depths = {f"{m.at(node)} {node.name}": nesting(node) for m in modules() for node in functions(m)}
     assert {place: depth for place, depth in depths.items() if depth > MAX_NESTING} == {}
+
+
+def test_classes_have_at_most_14_methods():
+    """Properties and special methods count. A class with more does two things."""
+    sizes = {f"{m.at(node)} {node.name}": num_methods(node) for m in modules() for node in classes(m)}
+    too_large = {place: size for place, size in sizes.items() if size > MAX_METHODS}
+
+    assert {place: size for place, size in too_large.items() if place.split()[-1] not in LARGE} == {}
+    assert not any("penstock/execute" in place for place in too_large)
+
+
+def test_methods_are_counted_with_properties_and_without_nested_classes():
+    text = (
+        "class A:\n    @property\n    def b(self): 0\n    def __len__(self): 0\n    class C:\n        def d(self): 0\n"
+    )
+
+    assert [(node.name, num_methods(node)) for node in classes(parse(text, "penstock.example"))] == [("A", 2), ("C", 1)]
 
 
 def test_every_file_opens_with_a_sentence():

@@ -11,7 +11,7 @@ A bound call of 5 is a row of the program, compiled once: compile/ has one small
 messages, collectives), and calls stages/ and transport/.
 
     runner -> run_step -> forward -> StagePasses.forward -> run_layers -> the layer           a forward
-    runner -> run_step -> send_forward -> Messenger.send_forward -> Transport.post_send       a send
+    runner -> run_step -> send_forward -> Sender.send_forward -> Transport.post_send          a send
 
 From below to above; a part imports those before it:
 

@@ -17,7 +17,7 @@ from penstock.execute.stages.main_gradients import ATTRIBUTE, MainGradients
 from penstock.execute.stages.own_parameters import OwnParameters
 from penstock.execute.stages.tied import agree_on_copies
 from penstock.execute.transport.messages import Messenger
-from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.protocol import Messages
 from penstock.ir.operations import Op
 from penstock.ir.program import Program
 
@@ -79,13 +79,13 @@ class Gradients:
         for copy in self._copies.values():
             copy.end_step()
 
-    def hooks(self, program: Program, messenger: Messenger, transport: Transport) -> Hooks:
+    def hooks(self, program: Program, messenger: Messenger, transport: Messages) -> Hooks:
         """Return what the collectives of a program call; `transport` carries the exchanges of tied parameters."""
 
         def reduce_tied(group: int) -> None:
             copy = self._copies[group]
             for peer in copy.ranks:
-                messenger.post_waiting(peer)  # the exchange goes behind them, on the same channels
+                messenger.receiver.post_waiting(peer)  # the exchange goes behind them, on the same channels
             copy.reduce(transport)
 
         return Hooks(self._reduce_stage(program), reduce_tied, self._optimizer_step)

@@ -26,9 +26,9 @@ def collect_outputs(messenger: Messenger, step: Step, program: Program, rank: in
     for place in product(range(step.losses.num_microbatches), range(step.losses.num_slices)):
         holder = holder_of_route[program.route_of_microbatch[place[0]]]
         if rank == holder != receiver:
-            messenger.send_described(receiver, step.outputs.pop(place))
+            messenger.sender.send_described(receiver, step.outputs.pop(place))
         elif rank == receiver != holder:
-            step.outputs[place] = messenger.receive_described(holder)
+            step.outputs[place] = messenger.receiver.receive_described(holder)
 
 
 def merge_slices_and_microbatches(step: Step, merge: Any, merge_slices: Any, slice_dim: int) -> Any:

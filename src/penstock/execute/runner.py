@@ -31,7 +31,7 @@ from penstock.execute.observing.clock import ClockComparison
 from penstock.execute.observing.log import log_plan, message_log
 from penstock.execute.observing.memory_report import MemoryWatch
 from penstock.execute.observing.observer import Observer, observing
-from penstock.execute.observing.recorder import Recorder, Recording, StepRecording, recorder_for
+from penstock.execute.observing.recorder import Recording, StepRecording, recorder_for
 from penstock.execute.observing.selection import observers_for, transport_of_messages
 from penstock.execute.options import PipelineOptions
 from penstock.execute.outputs import collect_outputs, merge_slices_and_microbatches, output_rank
@@ -140,10 +140,6 @@ class Runner:
         self._failures.close()
         self._transport.close()
 
-    @property
-    def _holds_last_stage(self) -> bool:
-        return any(self._placement.next_stage[stage.index] < 0 for stage in self._assembly.stages)
-
     # ---- what runs
 
     def _compiled_for(self, mode: Mode, num_microbatches: int) -> CompiledProgram:
@@ -174,7 +170,10 @@ class Runner:
 
     def _begin(self) -> None:
         if self._failures.has_failed:
-            self._recover()
+            self._failures.recover()
+            # A rank that tried a step by itself meanwhile has noted layouts that the others never saw.
+            self._messenger.reset()
+            self._admission.check_values_again()
         self._failures.begin(self._num_attempts)
 
     def _admit(self, mode: Mode, call: Call, memory: MemoryWatch | None) -> Batch:
@@ -200,12 +199,12 @@ class Runner:
         loss = self._loss if mode.is_training or batch.has_target else None
         weights, microbatches, slices = self._loss_weights, batch.microbatches, batch.slices
         # Only the ranks of last stages weigh losses; the others may have no target to count.
-        is_weighing = loss is not None and self._holds_last_stage
+        is_last = any(self._placement.next_stage[stage.index] < 0 for stage in self._assembly.stages)
         losses = StepLosses(
             len(slices),
             len(slices[0]),
             loss,
-            weights.shares(microbatches, slices) if is_weighing else NO_SHARES,
+            weights.shares(microbatches, slices) if is_last and loss is not None else NO_SHARES,
             weights.shares_of_rows(microbatches, slices),
             takes_weight=self._takes_weight,
             scale=self._scale,
@@ -222,14 +221,13 @@ class Runner:
         )
 
     def _observers_of_step(self, compiled: CompiledProgram, call: Call, memory: MemoryWatch | None) -> list[Observer]:
-        recording = self._recording(compiled) if call.record else ()
-        return [*recording, *message_log(), *([] if memory is None else [memory])]
-
-    def _recording(self, compiled: CompiledProgram) -> tuple[StepRecording, Recorder]:
+        found: list[Observer] = [*message_log(), *([] if memory is None else [memory])]
+        if not call.record:
+            return found
         clock, rank, deadline_s = self._options.clock, self._transport.rank, self._options.deadline_s
         recorder = recorder_for(self._device, compiled.rows, clock, rank=rank, deadline_s=deadline_s)
-        clocks, output_bytes = self._clocks, self._messenger.output_bytes
-        return StepRecording(self._transport, compiled.program, recorder, clocks, output_bytes), recorder
+        clocks, output_bytes = self._clocks, self._messenger.layouts.output_bytes
+        return [StepRecording(self._transport, compiled.program, recorder, clocks, output_bytes), recorder, *found]
 
     def _run(self, compiled: CompiledProgram, step: Step, of_step: Sequence[Observer]) -> None:
         with observing([*of_step, *self._observers], step):
@@ -273,11 +271,6 @@ class Runner:
         finally:
             for module in self._auxiliary:
                 module.end()
-
-    def _recover(self) -> None:
-        self._failures.recover()
-        self._messenger.reset()
-        self._admission.check_values_again()
 
     def _describe(self, rank: int, row: int) -> str:
         if self._active is None:

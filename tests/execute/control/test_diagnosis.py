@@ -14,7 +14,16 @@ import torch
 from penstock.errors import PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.diagnosis import LEGEND, Cause, Verdict, diagnose, process_trouble
-from penstock.execute.control.positions import SLOT_BYTES, VERDICT_BYTES, Failure, PositionBoard, PositionMemory
+from penstock.execute.control.positions import (
+    SLOT_BYTES,
+    VERDICT_BYTES,
+    Failure,
+    PositionBoard,
+    PositionMemory,
+    boards_of_threads,
+    first_verdict,
+    read_all,
+)
 from penstock.execute.control.watchdog import Watchdog
 from penstock.execute.transport import TorchTransport
 from tests.ranks import run_ranks_with_deaths
@@ -29,7 +38,7 @@ def describe(rank, row):
 
 
 def test_the_chain_of_waits_leads_to_the_rank_that_does_not_wait():
-    boards = PositionBoard.in_process(4)
+    boards = boards_of_threads(4)
     for rank, peer in ((0, 1), (1, 2), (3, 2)):
         boards[rank].note(10 + rank)
         boards[rank].note_wait(peer)
@@ -45,7 +54,7 @@ def test_the_chain_of_waits_leads_to_the_rank_that_does_not_wait():
 
 
 def test_the_message_shows_every_rank_with_whom_it_waits_for_and_how_long():
-    boards = PositionBoard.in_process(3)
+    boards = boards_of_threads(3)
     boards[0].note_step(4)
     boards[0].note(1)
     boards[0].note_wait(1)
@@ -63,7 +72,7 @@ def test_the_message_shows_every_rank_with_whom_it_waits_for_and_how_long():
 
 
 def test_a_cycle_of_waits_has_no_culprit_and_is_printed():
-    boards = PositionBoard.in_process(3)
+    boards = boards_of_threads(3)
     for rank, peer in ((0, 1), (1, 2), (2, 1)):
         boards[rank].note(rank)
         boards[rank].note_wait(peer)
@@ -78,7 +87,7 @@ def test_a_cycle_of_waits_has_no_culprit_and_is_printed():
 
 
 def test_the_first_failure_is_blamed_with_its_traceback():
-    boards = PositionBoard.in_process(3)
+    boards = boards_of_threads(3)
     boards[0].note(0)
     boards[0].note_wait(1)
     boards[2].note(6)
@@ -97,7 +106,7 @@ def test_the_first_failure_is_blamed_with_its_traceback():
 
 
 def test_a_verdict_of_another_rank_is_adopted_word_for_word():
-    boards = PositionBoard.in_process(3)
+    boards = boards_of_threads(3)
     boards[0].note_wait(1)
     boards[2].note_wait(0)
     first = diagnose(boards[0], describe)
@@ -107,14 +116,14 @@ def test_a_verdict_of_another_rank_is_adopted_word_for_word():
 
 
 def test_a_verdict_survives_the_board_field_by_field_and_of_too_long_a_one_the_end_is_lost():
-    first, second = PositionBoard.in_process(2)
+    first, second = boards_of_threads(2)
     verdict = Verdict(1, Cause.GONE, "reason\nof two lines", "table", "stack\n\n1 2")
     long = Verdict(None, Cause.CYCLE, "reason", "table " * VERDICT_BYTES, "stack")
 
     first.note_verdict(verdict.packed())
-    read = Verdict.unpacked(second.first_verdict().text)
+    read = Verdict.unpacked(first_verdict(read_all(second)))
     first.note_verdict(long.packed())
-    cut = Verdict.unpacked(second.first_verdict().text)
+    cut = Verdict.unpacked(first_verdict(read_all(second)))
 
     assert read == verdict
     assert (cut.culprit, cut.cause, cut.reason, cut.stack) == (None, Cause.CYCLE, "reason", "")
@@ -122,12 +131,12 @@ def test_a_verdict_survives_the_board_field_by_field_and_of_too_long_a_one_the_e
 
 
 def test_of_ranks_that_diagnose_at_the_same_time_all_take_the_earliest_verdict():
-    boards = PositionBoard.in_process(2)
+    boards = boards_of_threads(2)
     boards[0].note(0)
     verdict_of_rank_1 = Verdict(1, Cause.STILL, "reason of rank 1", "positions", "")
 
     def describe_while_another_finishes(rank, row):
-        if boards[1].first_verdict() is None:
+        if not first_verdict(read_all(boards[1])):
             boards[1].note_verdict(verdict_of_rank_1.packed())
         return ""
 
@@ -137,7 +146,7 @@ def test_of_ranks_that_diagnose_at_the_same_time_all_take_the_earliest_verdict()
 
 
 def test_after_an_error_at_posting_the_chain_begins_at_the_peer_that_the_error_named():
-    boards = PositionBoard.in_process(3)
+    boards = boards_of_threads(3)
     boards[0].note(0)
     boards[1].note_wait(2)
     boards[2].note(8)
@@ -146,7 +155,7 @@ def test_after_an_error_at_posting_the_chain_begins_at_the_peer_that_the_error_n
 
 
 def test_a_peer_that_left_or_has_not_begun_is_named_as_such():
-    boards = PositionBoard.in_process(3)
+    boards = boards_of_threads(3)
     boards[0].note_wait(1)
     boards[1].note_done()
     left = diagnose(boards[0], describe)
@@ -160,7 +169,7 @@ def test_a_peer_that_left_or_has_not_begun_is_named_as_such():
 
 
 def test_a_rank_of_another_host_ends_the_chain():
-    board = PositionBoard(PositionBoard.in_process(2)[0]._memory, 0, 2)
+    board = PositionBoard(boards_of_threads(2)[0]._memory, 0, 2)
     board._memory[SLOT_BYTES:] = bytes(SLOT_BYTES)
     board.note_wait(1)
 
@@ -192,7 +201,7 @@ def test_a_process_is_seen_running_stopped_dead_and_reaped(sleeper):
 
 
 def test_a_failure_is_blamed_before_the_end_of_the_process_that_followed_it(sleeper):
-    boards = PositionBoard.in_process(2)
+    boards = boards_of_threads(2)
     boards[1].note_failure(Failure("MemoryError: planted", "", ""))
     sleeper.kill()
     sleeper.wait()

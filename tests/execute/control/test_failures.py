@@ -7,7 +7,7 @@ import pytest
 
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
 from penstock.execute.control.failures import FailureReporter
-from penstock.execute.control.positions import PositionBoard
+from penstock.execute.control.positions import boards_of_threads
 from penstock.execute.stages.passes import SavedForward
 from penstock.execute.transport import LocalTransport
 from tests.faults import DEADLINE_S, NUM_RANKS, Fault, FaultyRank, FaultyThreads, PlantedError, batch, is_right
@@ -140,7 +140,7 @@ def test_a_rank_that_does_not_come_back_after_a_failure_is_named_instead_of_the_
 
 
 def reporter():
-    (transport,), (board,) = LocalTransport.create(1, DEADLINE_S), PositionBoard.in_process(1)
+    (transport,), (board,) = LocalTransport.create(1, DEADLINE_S), boards_of_threads(1)
     return FailureReporter(transport, board, lambda rank, row: f"row {row}")
 
 

@@ -11,17 +11,19 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.control.positions import (
     TEXT_BYTES,
     Failure,
-    PositionBoard,
     PositionMemory,
     State,
+    boards_of_threads,
+    first_verdict,
     host_of_processes,
+    read_all,
 )
 from penstock.execute.transport import TorchTransport
 from tests.ranks import run_ranks
 
 
 def test_a_peer_reads_state_row_step_and_whom_a_rank_waits_for():
-    writer, reader = PositionBoard.in_process(2)
+    writer, reader = boards_of_threads(2)
     writer.note_step(7)
     writer.note(3)
     running = reader.read(0)
@@ -37,7 +39,7 @@ def test_a_peer_reads_state_row_step_and_whom_a_rank_waits_for():
 
 
 def test_the_row_alone_is_read_before_a_step_in_it_in_a_wait_and_after_it():
-    writer, reader = PositionBoard.in_process(2)
+    writer, reader = boards_of_threads(2)
     rows = [reader.row_of(0)]
     writer.note_step(7)
     rows.append(reader.row_of(0))
@@ -51,7 +53,7 @@ def test_the_row_alone_is_read_before_a_step_in_it_in_a_wait_and_after_it():
 
 
 def test_since_is_the_moment_at_which_the_state_began():
-    (board,) = PositionBoard.in_process(1)
+    (board,) = boards_of_threads(1)
     before_s = time.monotonic()
     board.note(0)
     after_s = time.monotonic()
@@ -60,7 +62,7 @@ def test_since_is_the_moment_at_which_the_state_began():
 
 
 def test_a_fresh_or_finished_rank_is_idle_and_a_closed_one_done():
-    (board,) = PositionBoard.in_process(1)
+    (board,) = boards_of_threads(1)
     fresh = board.read(0)
     board.note_step(0)
     board.note(5)
@@ -73,7 +75,7 @@ def test_a_fresh_or_finished_rank_is_idle_and_a_closed_one_done():
 
 
 def test_long_texts_are_cut_and_the_next_slot_stays_whole():
-    first, second = PositionBoard.in_process(2)
+    first, second = boards_of_threads(2)
     second.note(4)
     first.note_failure(Failure("ä" * TEXT_BYTES, "layer 3", "calls"))
     first.note_stack("s" * TEXT_BYTES * 2)
@@ -84,11 +86,11 @@ def test_long_texts_are_cut_and_the_next_slot_stays_whole():
     assert position.stack == "s" * TEXT_BYTES
     assert position.state is State.FAILED
     assert second.read(1).row == 4
-    assert second.first_verdict().text.strip("v") == ""
+    assert first_verdict(read_all(second)).strip("v") == ""
 
 
 def test_a_failure_is_read_field_by_field_whatever_lines_it_has():
-    writer, reader = PositionBoard.in_process(2)
+    writer, reader = boards_of_threads(2)
     failure = Failure("ValueError: planted", "", "  File a.py\n\n    raise")
     writer.note_failure(failure)
 
@@ -96,28 +98,28 @@ def test_a_failure_is_read_field_by_field_whatever_lines_it_has():
 
 
 def test_the_earliest_verdict_is_the_one_for_all():
-    boards = PositionBoard.in_process(3)
+    boards = boards_of_threads(3)
     boards[2].note_verdict("first")
     boards[0].note_verdict("second")
 
-    assert [board.first_verdict().text for board in boards] == ["first"] * 3
+    assert [first_verdict(read_all(board)) for board in boards] == ["first"] * 3
 
 
 def test_texts_of_an_earlier_epoch_no_longer_count():
-    early, late = PositionBoard.in_process(2)
+    early, late = boards_of_threads(2)
     early.note_failure(Failure("old failure", "", ""))
     late.note_failure(Failure("old failure", "", ""))
     late.note_verdict("old verdict")
     early.begin_epoch()
 
-    assert early.first_verdict() is None
+    assert not first_verdict(read_all(early))
     assert [early.read(rank).failure for rank in range(2)] == [None, None]
     assert early.read(0).state is State.IDLE
 
 
 @pytest.mark.slow
 def test_noting_an_instruction_takes_about_a_microsecond():
-    (board,) = PositionBoard.in_process(1)
+    (board,) = boards_of_threads(1)
 
     best_s = min(timeit.repeat(lambda: board.note(3), number=20_000, repeat=7)) / 20_000
 
@@ -133,8 +135,8 @@ def share_a_board(rank):
         control.all_gather_object("mapped")
     board.note(10 + rank)
     control.all_gather_object("noted")
-    rows = [position.row for position in board.read_all()]
-    pids = [position.pid for position in board.read_all()]
+    rows = [position.row for position in read_all(board)]
+    pids = [position.pid for position in read_all(board)]
     transport.close()
     return rows, pids, os.path.exists(told[0][1])
 
@@ -152,7 +154,7 @@ def test_a_rank_of_another_host_is_unknown():
     with PositionMemory(2) as memory:
         board = memory.board(0, ["here", "elsewhere"], [memory.path, "/proc/1/fd/3"])
 
-    assert [position.state for position in board.read_all()] == [State.IDLE, State.UNKNOWN]
+    assert [position.state for position in read_all(board)] == [State.IDLE, State.UNKNOWN]
 
 
 def no_memory(name):
@@ -167,7 +169,7 @@ def test_where_there_is_no_memory_a_rank_sees_only_itself(monkeypatch, is_made):
         board = memory.board(1, ["here", "here"], ["/proc/0/fd/3" if is_made else memory.path] * 2)
     board.note(2)
 
-    assert [position.state for position in board.read_all()] == [State.UNKNOWN, State.RUNNING]
+    assert [position.state for position in read_all(board)] == [State.UNKNOWN, State.RUNNING]
     assert board.read(1).row == 2
 
 

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from penstock.execute.control.positions import PositionBoard
+from penstock.execute.control.positions import boards_of_threads
 from penstock.execute.control.watchdog import Watchdog, stack_of
 
 
@@ -29,7 +29,7 @@ def poll(condition, limit_s=5.0):
 
 
 def test_a_stack_is_shown_after_a_quarter_of_the_deadline_and_not_before():
-    (board,) = PositionBoard.in_process(1)
+    (board,) = boards_of_threads(1)
     clock = Clock()
     with Watchdog(board, 1000.0, clock=clock) as watchdog:
         board.note(0)
@@ -44,7 +44,7 @@ def test_a_stack_is_shown_after_a_quarter_of_the_deadline_and_not_before():
 
 
 def test_the_stack_is_taken_back_once_the_rank_goes_on():
-    (board,) = PositionBoard.in_process(1)
+    (board,) = boards_of_threads(1)
     clock = Clock()
     with Watchdog(board, 1000.0, clock=clock) as watchdog:
         board.note(0)
@@ -57,7 +57,7 @@ def test_the_stack_is_taken_back_once_the_rank_goes_on():
 
 
 def test_an_idle_rank_is_not_slow():
-    (board,) = PositionBoard.in_process(1)
+    (board,) = boards_of_threads(1)
     clock = Clock()
     with Watchdog(board, 1000.0, clock=clock) as watchdog:
         clock.ahead_s = 5000.0
@@ -73,7 +73,7 @@ def hang_as_rank(board, is_over):
 
 
 def test_of_ranks_that_are_threads_each_shows_its_own_stack():
-    slow, quick = PositionBoard.in_process(2)
+    slow, quick = boards_of_threads(2)
     is_over = threading.Event()
     rank = threading.Thread(target=hang_as_rank, args=(slow, is_over))
     rank.start()
@@ -88,7 +88,7 @@ def test_of_ranks_that_are_threads_each_shows_its_own_stack():
 
 
 def test_stop_ends_the_thread_at_once_and_may_be_called_twice():
-    (board,) = PositionBoard.in_process(1)
+    (board,) = boards_of_threads(1)
     watchdog = Watchdog(board, 1000.0)
     before = threading.active_count()
     watchdog.start()
@@ -104,7 +104,7 @@ def test_stop_ends_the_thread_at_once_and_may_be_called_twice():
 
 
 def test_a_watchdog_can_be_started_again():
-    (board,) = PositionBoard.in_process(1)
+    (board,) = boards_of_threads(1)
     watchdog = Watchdog(board, 0.1)
     watchdog.start()
     watchdog.stop()
@@ -127,7 +127,7 @@ def test_a_thread_that_has_ended_has_no_stack():
 
 def test_a_watchdog_that_collects_the_garbage_of_its_own_pipeline_ends():
     """A finalizer may run on any thread, also on the watchdog's own, which cannot wait for itself."""
-    (board,) = PositionBoard.in_process(1)
+    (board,) = boards_of_threads(1)
     watchdog = Watchdog(board, 0.02)
     problems = []
     is_over = threading.Event()
@@ -147,7 +147,7 @@ def test_a_watchdog_that_collects_the_garbage_of_its_own_pipeline_ends():
 
 
 def test_a_watchdog_whose_thread_died_watches_again_in_the_next_step():
-    (board,) = PositionBoard.in_process(1)
+    (board,) = boards_of_threads(1)
     watchdog = Watchdog(board, 0.02)
     looks = []
 

@@ -7,7 +7,8 @@ import torch
 
 from penstock.errors import PipelineError
 from penstock.execute.transport import Ticket
-from penstock.execute.transport.messages import MAX_LAYOUTS, Messenger
+from penstock.execute.transport.agreed_layouts import MAX_LAYOUTS
+from penstock.execute.transport.messages import Messenger
 from tests.local_pipelines import error_of, on_ranks, values
 
 CPU = torch.device("cpu")
@@ -56,15 +57,15 @@ def messenger_on(wires, **options):
 def send_all(messenger, trees, signature="batch"):
     messenger.begin(signature)
     for key, tree in trees.items():
-        messenger.note_outputs(key, tree, f"{key[0] - 1}F{key[1]}")
-        messenger.send_forward(1, key, tree)
+        messenger.layouts.note_outputs(key, tree, f"{key[0] - 1}F{key[1]}")
+        messenger.sender.send_forward(1, key, tree)
     messenger.finish()
 
 
 def receive_all(messenger, keys, signature="batch"):
     messenger.begin(signature)
-    posted = [messenger.post_forward(0, key) for key in keys]
-    found = [messenger.take_tree(incoming) for incoming in posted]
+    posted = [messenger.receiver.post_forward(0, key) for key in keys]
+    found = [messenger.receiver.take_tree(incoming) for incoming in posted]
     messenger.finish()
     return found
 
@@ -213,12 +214,12 @@ def test_dimensions_lie_in_memory_at_both_ends_as_they_did_first(num_steps):
 def exchange_pictures(messenger, rank, sent, gradient):
     """Rank 0 sends pictures and gets their gradient, rank 1 the other way round; return what came."""
     if rank == 0:
-        messenger.note_outputs(FIRST, sent, "0F0")
-        messenger.send_forward(1, FIRST, sent)
-        (received,) = messenger.take_gradients(messenger.post_backward(1, FIRST))
+        messenger.layouts.note_outputs(FIRST, sent, "0F0")
+        messenger.sender.send_forward(1, FIRST, sent)
+        (received,) = messenger.receiver.take_gradients(messenger.receiver.post_backward(1, FIRST))
         return received
-    received = messenger.take_tree(messenger.post_forward(0, FIRST))
-    messenger.send_backward(0, [gradient], FIRST)
+    received = messenger.receiver.take_tree(messenger.receiver.post_forward(0, FIRST))
+    messenger.sender.send_backward(0, [gradient], FIRST)
     return received.detach()
 
 
@@ -231,8 +232,8 @@ def test_messages_may_be_taken_in_another_order_than_they_arrive(num_steps):
                 send_all(messenger, {FIRST: values(0, 2), SECOND: values(1, 3)})
                 continue
             messenger.begin("batch")
-            first, second = messenger.post_forward(0, FIRST), messenger.post_forward(0, SECOND)
-            found = messenger.take_tree(second), messenger.take_tree(first)
+            first, second = messenger.receiver.post_forward(0, FIRST), messenger.receiver.post_forward(0, SECOND)
+            found = messenger.receiver.take_tree(second), messenger.receiver.take_tree(first)
             messenger.finish()
         return None if wires.rank == 0 else found
 
@@ -251,12 +252,12 @@ def test_gradients_come_back_for_the_tensors_that_need_them(num_steps):
         for _ in range(num_steps):
             messenger.begin("batch")
             if wires.rank == 0:
-                messenger.note_outputs(FIRST, outputs, "0F0")
-                messenger.send_forward(1, FIRST, outputs)
-                found = messenger.take_gradients(messenger.post_backward(1, FIRST))
+                messenger.layouts.note_outputs(FIRST, outputs, "0F0")
+                messenger.sender.send_forward(1, FIRST, outputs)
+                found = messenger.receiver.take_gradients(messenger.receiver.post_backward(1, FIRST))
             else:
-                messenger.take_tree(messenger.post_forward(0, FIRST))
-                messenger.send_backward(0, [values(7, 2, 3), values(8, 5)])
+                messenger.receiver.take_tree(messenger.receiver.post_forward(0, FIRST))
+                messenger.sender.send_backward(0, [values(7, 2, 3), values(8, 5)])
                 found = None
             messenger.finish()
         return found
@@ -352,8 +353,8 @@ def test_an_output_that_is_changed_while_it_is_on_its_way_is_told_with_its_stage
             return receive_all(Messenger(wires, CPU), [(3, 2, 0)])
         messenger = Messenger(LeavingAtOnce(wires) if has_left else wires, CPU)
         messenger.begin("batch")
-        messenger.note_outputs((2, 2, 0), output, "2F2")
-        messenger.send_forward(1, (2, 2, 0), output)
+        messenger.layouts.note_outputs((2, 2, 0), output, "2F2")
+        messenger.sender.send_forward(1, (2, 2, 0), output)
         with torch.no_grad():
             output.add_(1)
         try:
@@ -377,9 +378,9 @@ def test_a_described_message_needs_no_agreement_and_leaves_none_behind():
         found = exchange_static(messenger, wires.rank)
         for tree in trees:
             if wires.rank == 0:
-                messenger.send_described(1, tree)
+                messenger.sender.send_described(1, tree)
             else:
-                found.append(messenger.receive_described(0))
+                found.append(messenger.receiver.receive_described(0))
         messenger.finish()
         return found
 

@@ -96,7 +96,7 @@ def _take_inputs(context: CompileContext, row: int) -> tuple[Take, Sequence[Boun
         microbatch, index = context.place(row)
         return lambda step: step.slices[microbatch][index].args, ()
     if IS_RECEIVE[context.program.op[source]]:
-        take, wait = _take_received(context, row, context.messenger.take_tree)
+        take, wait = _take_received(context, row, context.messenger.receiver.take_tree)
         return lambda step: (take(step),), (wait,)
     action = context.text(source)
     return lambda step: (step.local.pop(source).checked(action),), ()
@@ -108,7 +108,7 @@ def _take_gradients(context: CompileContext, row: int) -> tuple[Take, Sequence[B
     if source == NONE:
         return lambda step: (), ()  # a last stage begins at its loss
     if IS_RECEIVE[context.program.op[source]]:
-        take, wait = _take_received(context, row, context.messenger.take_gradients)
+        take, wait = _take_received(context, row, context.messenger.receiver.take_gradients)
         return take, (wait,)
     return lambda step: step.local.pop(source), ()
 
@@ -117,7 +117,7 @@ def _put_outputs(context: CompileContext, row: int) -> Put:
     """Return what puts a forward's outputs where the next stage, or its message, gets them."""
     if context.program.placement.next_stage[context.program.stage[row]] == NONE:
         return _drop
-    key, action, note_outputs = context.key(row), context.text(row), context.messenger.note_outputs
+    key, action, note_outputs = context.key(row), context.text(row), context.messenger.layouts.note_outputs
     put = _put(context, row)
 
     def put_detached(step: Step, outputs: Any) -> None:
@@ -157,7 +157,8 @@ def _drop(step: Step, value: Any) -> None:
 def _take_received(context: CompileContext, row: int, take: Callable[[Incoming], Any]) -> tuple[Take, Bound]:
     """Return what gets a received value, and the wait, which releases those sent ones that have arrived by then."""
     source = context.rows.source(row)
-    slot, release, (peer, num_arrived) = context.slot(source), context.messenger.release, context.rows.arrived[source]
+    slot, release = context.slot(source), context.messenger.sender.release
+    peer, num_arrived = context.rows.arrived[source]
 
     def wait(step: Step) -> None:
         step.inputs[slot] = take(step.received[slot])

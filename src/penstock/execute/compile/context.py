@@ -9,7 +9,8 @@ from penstock.execute.calls import Bound
 from penstock.execute.compile.rows import RankRows
 from penstock.execute.stages.passes import StagePasses
 from penstock.execute.step import Step
-from penstock.execute.transport.messages import Key, Messenger
+from penstock.execute.transport.agreed_layouts import Key
+from penstock.execute.transport.messages import Messenger
 from penstock.ir.program import Program
 
 RowOf = Callable[[int], int]

@@ -12,7 +12,7 @@ from penstock.ir.operations import Op
 def compile_send_forward(context: CompileContext, row: int) -> Iterator[Bound]:
     """Send a stage's outputs, unless they were changed in place since."""
     peer, key, slot = context.peer(row), context.key(row), context.slot(row)
-    action, send = context.text(context.rows.source(row)), context.messenger.send_forward
+    action, send = context.text(context.rows.source(row)), context.messenger.sender.send_forward
     release_arrived = _release_arrived(context, peer)
 
     def send_forward(step: Step) -> None:
@@ -26,7 +26,7 @@ def compile_send_forward(context: CompileContext, row: int) -> Iterator[Bound]:
 def compile_send_backward(context: CompileContext, row: int) -> Iterator[Bound]:
     """Send the gradients of a stage's inputs."""
     peer, key, slot = context.peer(row), context.key(row), context.slot(row)
-    send, release_arrived = context.messenger.send_backward, _release_arrived(context, peer)
+    send, release_arrived = context.messenger.sender.send_backward, _release_arrived(context, peer)
 
     def send_backward(step: Step) -> None:
         gradients, step.outgoing[slot] = step.outgoing[slot], None
@@ -39,7 +39,7 @@ def compile_send_backward(context: CompileContext, row: int) -> Iterator[Bound]:
 def compile_receive(context: CompileContext, row: int) -> Iterator[Bound]:
     """Post a receive."""
     is_forward = context.program.op[row] == Op.RECEIVE_FORWARD
-    post = context.messenger.post_forward if is_forward else context.messenger.post_backward
+    post = context.messenger.receiver.post_forward if is_forward else context.messenger.receiver.post_backward
     # A gradient belongs to the outputs of this stage, an input to this stage: the key is this stage's both times.
     peer, key, slot = context.peer(row), context.key(row), context.slot(row)
 
@@ -51,7 +51,7 @@ def compile_receive(context: CompileContext, row: int) -> Iterator[Bound]:
 
 def _release_arrived(context: CompileContext, peer: int) -> Callable[[], None]:
     """Return a call that releases what was sent to a peer and is seen to have been used there."""
-    row_of, used, release = context.row_of, context.rows.used[peer], context.messenger.release
+    row_of, used, release = context.row_of, context.rows.used[peer], context.messenger.sender.release
     if row_of is None:
         return lambda: None
     return lambda: release(peer, bisect_left(used, row_of(peer)))

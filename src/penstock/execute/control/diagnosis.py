@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from penstock.execute.control.positions import SEPARATOR, PositionBoard, RankPosition, State
+from penstock.execute.control.positions import SEPARATOR, PositionBoard, RankPosition, State, first_verdict, read_all
 
 SETTLE_S = 0.1
 """So long may ranks that fail at the same time take to write down their findings."""
@@ -98,14 +98,14 @@ def diagnose(board: PositionBoard, describe: Callable[[int, int], str], *, peer:
     `describe(rank, row)` gives an instruction's text, empty after the last one. `peer` is the rank that this rank's
     error named, if it did.
     """
-    recorded = board.first_verdict()
-    if recorded is None:
+    recorded = first_verdict(read_all(board))
+    if not recorded:
         finding = _look(board, describe, peer)
-        board.note_verdict(_verdict(board.read_all(), finding, describe).packed())
+        board.note_verdict(_verdict(read_all(board), finding, describe).packed())
+        # Ranks that looked at the same moment have written one each: all of them adopt the first.
         time.sleep(SETTLE_S)
-        recorded = board.first_verdict()
-        assert recorded is not None  # this rank has just written one
-    return Verdict.unpacked(recorded.text)
+        recorded = first_verdict(read_all(board))
+    return Verdict.unpacked(recorded)
 
 
 def process_trouble(pid: int) -> str:
@@ -125,7 +125,7 @@ def process_trouble(pid: int) -> str:
 
 def _look(board: PositionBoard, describe: Callable[[int, int], str], peer: int | None) -> _Finding:
     for _ in range(LOOKS_FOR_DEATH):
-        positions = board.read_all()
+        positions = read_all(board)
         finding = (
             _failed(positions, describe)
             or _broken(positions, describe)

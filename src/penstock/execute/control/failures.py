@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointError
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
 from penstock.execute.control.diagnosis import Cause, Verdict, diagnose, place_of, position_table
 from penstock.execute.control.error_notes import noted_place
-from penstock.execute.control.positions import Failure, PositionBoard, RankPosition
+from penstock.execute.control.positions import Failure, PositionBoard, RankPosition, read_all
 from penstock.execute.control.watchdog import Watchdog
 from penstock.execute.transport.protocol import Transport
 
@@ -109,7 +109,7 @@ class FailureReporter:
 
     def _not_recovered(self, error: PeerLost | DeadlineExceeded) -> PipelineError:
         """What the ranks found at the failure before is no explanation now: say who is missing, and where all are."""
-        table = position_table(self.board.read_all(), self._describe)
+        table = position_table(read_all(self.board), self._describe)
         return type(error)(
             "\n".join(["after a failed step the ranks could not start afresh", str(error), "", *table]),
             rank=error.rank,

@@ -89,15 +89,10 @@ class RankPosition:
     """`time.monotonic()` at which the state began."""
     failure: Failure | None
     stack: str
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedVerdict:
-    """The finding that some rank has written down."""
-
-    text: str
-    recorded_s: float
-    rank: int
+    verdict: str
+    """The finding that the rank has written down; empty where it has not."""
+    verdict_s: float
+    """`time.monotonic()` at which it did."""
 
 
 class PositionMemory:
@@ -148,14 +143,7 @@ class PositionBoard:
         self._row = -1
         self._step = -1
         self._base = IDLE
-        self._identify()
         self.note_idle()
-
-    @classmethod
-    def in_process(cls, num_ranks: int) -> "list[PositionBoard]":
-        """Make the boards of ranks that are threads of this process."""
-        memory = mmap.mmap(-1, num_ranks * SLOT_BYTES)
-        return [cls(memory, rank, num_ranks) for rank in range(num_ranks)]
 
     # The next four run once per instruction or more often.
 
@@ -183,7 +171,6 @@ class PositionBoard:
         self._step = step
         self._row = -1
         self._base = RUNNING
-        self._identify()
         self._set(State.RUNNING)
 
     def note_idle(self) -> None:
@@ -198,33 +185,36 @@ class PositionBoard:
 
     def note_failure(self, failure: Failure) -> None:
         """Say what this rank's own work raised; not for errors that only report what a peer did."""
-        self._write(FAILURE_AT, TEXT_BYTES, SEPARATOR.join(failure))
+        _write_text(self._memory, self._slot + FAILURE_AT, TEXT_BYTES, SEPARATOR.join(failure))
         self._set(State.FAILED)
 
     def note_stack(self, text: str) -> None:
         """Show the peers what this rank's thread is doing; an empty text takes it back."""
-        self._write(STACK_AT, TEXT_BYTES, text)
+        _write_text(self._memory, self._slot + STACK_AT, TEXT_BYTES, text)
 
     def note_verdict(self, text: str) -> None:
         """Write down a finding for the other ranks to adopt."""
         MOMENT.pack_into(self._memory, self._slot + VERDICT_TIME_AT, time.monotonic())
-        self._write(VERDICT_AT, VERDICT_BYTES, text)
+        _write_text(self._memory, self._slot + VERDICT_AT, VERDICT_BYTES, text)
 
     def begin_epoch(self) -> None:
         """Take back all texts of this rank, after a recovery of all ranks; those of ranks that lag no longer count."""
         for place in (FAILURE_AT, STACK_AT, VERDICT_AT):
             LENGTH.pack_into(self._memory, self._slot + place, 0)
         self.epoch += 1
-        self._identify()
         self.note_idle()
 
     def read(self, rank: int) -> RankPosition:
         """Tell where a rank is."""
-        slot = rank * SLOT_BYTES
-        pid, epoch, step = IDENTITY.unpack_from(self._memory, slot)
-        state, row, peer, since_s = POSITION.unpack_from(self._memory, slot + POSITION_AT)
-        is_current = epoch == self.epoch
-        failure = self._read(rank, FAILURE_AT) if is_current else ""
+        memory, slot = self._memory, rank * SLOT_BYTES
+        pid, epoch, step = IDENTITY.unpack_from(memory, slot)
+        state, row, peer, since_s = POSITION.unpack_from(memory, slot + POSITION_AT)
+        (verdict_s,) = MOMENT.unpack_from(memory, slot + VERDICT_TIME_AT)
+        # A rank that lags behind a recovery of all ranks still shows what it wrote about the failure before it.
+        failure, stack, verdict = (
+            _read_text(memory, slot + place) if epoch == self.epoch else ""
+            for place in (FAILURE_AT, STACK_AT, VERDICT_AT)
+        )
         return RankPosition(
             rank=rank,
             pid=pid,
@@ -235,40 +225,43 @@ class PositionBoard:
             peer=peer if state == State.WAITING else None,
             since_s=since_s,
             failure=Failure(*[*failure.split(SEPARATOR), "", ""][:3]) if failure else None,
-            stack=self._read(rank, STACK_AT) if is_current else "",
+            stack=stack,
+            verdict=verdict,
+            verdict_s=verdict_s,
         )
 
-    def read_all(self) -> list[RankPosition]:
-        """Tell where every rank is."""
-        return [self.read(rank) for rank in range(self.num_ranks)]
-
-    def first_verdict(self) -> RecordedVerdict | None:
-        """Return the earliest finding of this epoch, of whichever rank."""
-        found = []
-        for rank in range(self.num_ranks):
-            slot = rank * SLOT_BYTES
-            text = self._read(rank, VERDICT_AT)
-            if text and IDENTITY.unpack_from(self._memory, slot)[1] == self.epoch:
-                found.append(RecordedVerdict(text, MOMENT.unpack_from(self._memory, slot + VERDICT_TIME_AT)[0], rank))
-        return min(found, key=lambda verdict: (verdict.recorded_s, verdict.rank), default=None)
-
-    def _identify(self) -> None:
-        IDENTITY.pack_into(self._memory, self._slot, os.getpid(), self.epoch, self._step)
-
     def _set(self, state: State) -> None:
+        IDENTITY.pack_into(self._memory, self._slot, os.getpid(), self.epoch, self._step)
         POSITION.pack_into(self._memory, self._position_at, state, self._row, NO_PEER, time.monotonic())
 
-    def _write(self, place: int, limit_bytes: int, text: str) -> None:
-        start = self._slot + place
-        encoded = text.encode(errors="replace")[:limit_bytes]
-        LENGTH.pack_into(self._memory, start, 0)  # readers see no text rather than half of one
-        self._memory[start + LENGTH.size : start + LENGTH.size + len(encoded)] = encoded
-        LENGTH.pack_into(self._memory, start, len(encoded))
 
-    def _read(self, rank: int, place: int) -> str:
-        start = rank * SLOT_BYTES + place
-        (size_bytes,) = LENGTH.unpack_from(self._memory, start)
-        return self._memory[start + LENGTH.size : start + LENGTH.size + size_bytes].decode(errors="ignore")
+def boards_of_threads(num_ranks: int) -> list[PositionBoard]:
+    """Make the boards of ranks that are threads of this process."""
+    memory = mmap.mmap(-1, num_ranks * SLOT_BYTES)
+    return [PositionBoard(memory, rank, num_ranks) for rank in range(num_ranks)]
+
+
+def read_all(board: PositionBoard) -> list[RankPosition]:
+    """Tell where every rank is."""
+    return [board.read(rank) for rank in range(board.num_ranks)]
+
+
+def first_verdict(positions: Sequence[RankPosition]) -> str:
+    """Return the finding that was written down first, by whichever rank; empty where there is none."""
+    found = [position for position in positions if position.verdict]
+    return min(found, key=lambda position: (position.verdict_s, position.rank)).verdict if found else ""
+
+
+def _write_text(memory: mmap.mmap, start: int, limit_bytes: int, text: str) -> None:
+    encoded = text.encode(errors="replace")[:limit_bytes]
+    LENGTH.pack_into(memory, start, 0)  # readers see no text rather than half of one
+    memory[start + LENGTH.size : start + LENGTH.size + len(encoded)] = encoded
+    LENGTH.pack_into(memory, start, len(encoded))
+
+
+def _read_text(memory: mmap.mmap, start: int) -> str:
+    (size_bytes,) = LENGTH.unpack_from(memory, start)
+    return memory[start + LENGTH.size : start + LENGTH.size + size_bytes].decode(errors="ignore")
 
 
 def host_of_processes() -> str:

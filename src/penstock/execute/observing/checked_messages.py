@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from penstock.errors import PipelineError
 from penstock.execute.calls import Bound
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.step import Step
-from penstock.execute.transport.protocol import Tag, Ticket, Transport, WaitObserver
+from penstock.execute.transport.protocol import Messages, Tag, Ticket
 from penstock.ir.deps import predecessors
 from penstock.ir.instruction import Instruction, Op
 from penstock.ir.operations import IS_RECEIVE
@@ -118,17 +119,16 @@ class CheckedMessages(Observer):
 
     needs_all_ranks = True  # both ends send and expect headers, or neither
 
-    def __init__(self, transport: Transport, device: torch.device) -> None:
+    def __init__(self, transport: Messages, device: torch.device) -> None:
         self.rank = transport.rank
         self.num_ranks = transport.num_ranks
-        self.deadline_s = transport.deadline_s
         self._transport = transport
         self._device = device
         self._step = 0
         self._sending = _What()
         self._receiving: _What | None = _What()
         self._part = 0
-        self._num_posted = 0
+        self._serials = count()
         self._sends: dict[int, list[Ticket]] = {}
         self._channels: dict[int, _Channel] = {}
         self._program: Program | None = None
@@ -146,8 +146,8 @@ class CheckedMessages(Observer):
         receive = bound.row if op.is_receive else bound.receive_row
         if receive is not None:
             send = self._senders_of(program)[receive]
-            context = self._arriving if bound.receive_row is not None else self._announcing
-            return partial(context, int(program.rank_of_row[send]), _what(program, send))
+            peer, is_wait = int(program.rank_of_row[send]), bound.receive_row is not None
+            return partial(self._receiving_from, peer, _what(program, send), is_wait)
         if op.is_send:
             receiver = program.placement.rank_of_stage[int(program.peer[bound.row])]
             return partial(self._sending_to, receiver, _what(program, bound.row))
@@ -161,7 +161,7 @@ class CheckedMessages(Observer):
 
     def post_receive(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
         assert tag is Tag.DATA
-        ticket = self._ticket(peer, is_send=False)
+        ticket = Ticket(peer, False, next(self._serials))
         self._channels[peer].awaited.append(_Awaited(ticket.serial, tensor, self._receiving))
         return ticket
 
@@ -174,21 +174,6 @@ class CheckedMessages(Observer):
         while awaited and awaited[0].serial <= ticket.serial:  # a channel delivers in order
             self._take_next(ticket.peer)
 
-    # ---- what passes through
-
-    def watch(self, observer: WaitObserver) -> None:
-        self._transport.watch(observer)
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    def recover(self) -> None:
-        self._forget()
-        self._transport.recover()
-
-    def close(self) -> None:
-        self._transport.close()
-
     # ---- which instruction a message belongs to
 
     @contextmanager
@@ -200,18 +185,14 @@ class CheckedMessages(Observer):
         self._sending = _What()
 
     @contextmanager
-    def _announcing(self, peer: int, what: _What, step: Step) -> Iterator[None]:
-        self._channels[peer].announced.append(what)
+    def _receiving_from(self, peer: int, what: _What, is_wait: bool, step: Step) -> Iterator[None]:
+        announced = self._channels[peer].announced
+        if not is_wait:
+            announced.append(what)
         self._receiving = None
         yield
         self._receiving = _What()
-
-    @contextmanager
-    def _arriving(self, peer: int, what: _What, step: Step) -> Iterator[None]:
-        self._receiving = None
-        yield
-        self._receiving = _What()
-        while what in self._channels[peer].announced:  # [1] nothing was taken of it
+        while is_wait and what in announced:  # [1] nothing was taken of it
             self._take_next(peer)
 
     @contextmanager
@@ -231,14 +212,10 @@ class CheckedMessages(Observer):
 
     # ---- the headers
 
-    def _ticket(self, peer: int, *, is_send: bool, is_over: bool = False) -> Ticket:
-        self._num_posted += 1
-        return Ticket(peer, is_send, self._num_posted - 1, is_over)
-
     def _leaving(self, peer: int, *tickets: Ticket) -> Ticket:
         """Return one ticket for a header and what follows it."""
         open_ones = [ticket for ticket in tickets if not ticket.is_over]
-        ticket = self._ticket(peer, is_send=True, is_over=not open_ones)
+        ticket = Ticket(peer, True, next(self._serials), is_over=not open_ones)
         if open_ones:
             self._sends[ticket.serial] = open_ones
         return ticket

@@ -12,7 +12,7 @@ own, and layers that run again in them are not looked at.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -54,7 +54,7 @@ class ValueChecks(Observer):
         for handle in (handle for stage in self._stages.values() for handle in self._hooked(stage)):
             self._hooks.callback(handle.remove)
         if step.is_training:
-            self._require_finite_gradients("before the step")
+            self._check_parameters(self._stages.values(), "before the step")
 
     def around(self, program: Program, bound: Bound) -> Around | None:
         instruction = program.instruction(bound.row)
@@ -68,7 +68,7 @@ class ValueChecks(Observer):
     def end(self, step: Step, failed: bool) -> None:
         self._hooks.close()
         if step.is_training and not failed:
-            self._require_finite_gradients("after the step")
+            self._check_parameters(self._stages.values(), "after the step")
 
     # ---- computations
 
@@ -85,7 +85,7 @@ class ValueChecks(Observer):
         if has_loss:
             self._check_loss(step, (instruction.microbatch, instruction.slice), action)
         if not RUNS_FORWARD[instruction.op]:
-            self._check_parameters(self._stages[instruction.stage], action)
+            self._check_parameters([self._stages[instruction.stage]], action)
 
     def _backwards_of(self, program: Program) -> dict[_Place, str]:
         """Name, per place, what runs autograd's backward through the graph of a forward there."""
@@ -96,17 +96,13 @@ class ValueChecks(Observer):
             self._backwards = {(each.stage, each.microbatch, each.slice): str(each) for each in found}
         return self._backwards
 
-    def _require_finite_gradients(self, when: str) -> None:
-        for stage in self._stages.values():
-            self._check_parameters(stage, when)
-
     def _check_loss(self, step: Step, place: tuple[int, int], action: str) -> None:
         loss = step.losses.computed.get(place)
         if loss is not None and step.losses.shares.factor(*place):  # else it may be anything
             self._check(loss, action, "the loss")
 
-    def _check_parameters(self, stage: Stage, action: str) -> None:
-        for name, parameter in stage.named_parameters():
+    def _check_parameters(self, stages: Iterable[Stage], action: str) -> None:
+        for name, parameter in (named for stage in stages for named in stage.named_parameters()):
             gradient = getattr(parameter, self._gradient_attribute, None)
             if gradient is not None:
                 self._check(gradient, action, f"the gradient of {name!r}")

@@ -21,7 +21,7 @@ from penstock.execute.observing.observer import Observer
 from penstock.execute.observing.ranges import Ranges
 from penstock.execute.observing.run_ahead import throttle_for
 from penstock.execute.stages.assemble import Assembly
-from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.protocol import Messages, Transport
 
 OF_TESTS: list[Callable[[], Observer]] = []
 """Makes what looks at the steps of every pipeline; only tests add to it."""
@@ -52,6 +52,6 @@ def observers_for(
     return found if throttle is None else [*found, throttle]
 
 
-def transport_of_messages(observers: Sequence[Observer], transport: Transport) -> Transport:
+def transport_of_messages(observers: Sequence[Observer], transport: Transport) -> Messages:
     """Return what the messages of a step go over: the one that checks them, if any does."""
     return next((each for each in observers if isinstance(each, CheckedMessages)), transport)

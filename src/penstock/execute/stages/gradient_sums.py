@@ -17,7 +17,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from penstock.execute.transport.protocol import Ticket, Transport
+from penstock.execute.transport.protocol import Messages, Ticket
 
 _ABSENT = -2
 _DENSE = -1
@@ -32,7 +32,7 @@ class Form(Enum):
 
 
 def sum_over(
-    transport: Transport, ranks: Sequence[int], gradients: list[Tensor | None], likes: Sequence[Tensor]
+    transport: Messages, ranks: Sequence[int], gradients: list[Tensor | None], likes: Sequence[Tensor]
 ) -> Iterator[tuple[int, Tensor | None]]:
     """Yield the index and the sum of each gradient; a collective of `ranks`, which hold as many in the same order.
 
@@ -82,7 +82,7 @@ def _settled(gradient: Tensor | None) -> Tensor | None:
 
 
 def _exchange_sizes(
-    transport: Transport, ranks: Sequence[int], gradients: Sequence[Tensor | None], device: torch.device
+    transport: Messages, ranks: Sequence[int], gradients: Sequence[Tensor | None], device: torch.device
 ) -> list[list[int]]:
     """What each holder tells of its gradients: `_ABSENT`, `_DENSE`, or how many rows a sparse one has."""
     own = torch.tensor([_size_of(gradient) for gradient in gradients], device=device)
@@ -97,7 +97,7 @@ def _size_of(gradient: Tensor | None) -> int:
     return len(gradient.values()) if gradient.is_sparse else _DENSE
 
 
-def _exchange(transport: Transport, ranks: Sequence[int], parts: Sequence[Sequence[Tensor]]) -> None:
+def _exchange(transport: Messages, ranks: Sequence[int], parts: Sequence[Sequence[Tensor]]) -> None:
     """Send this rank's parts to all other holders, and fill theirs."""
     others = [(rank, theirs) for rank, theirs in zip(ranks, parts, strict=True) if rank != transport.rank]
     own = parts[ranks.index(transport.rank)]
@@ -108,7 +108,7 @@ def _exchange(transport: Transport, ranks: Sequence[int], parts: Sequence[Sequen
 
 
 def _sum_of_sparse(
-    transport: Transport, ranks: Sequence[int], own: Tensor | None, like: Tensor, sizes: Sequence[int]
+    transport: Messages, ranks: Sequence[int], own: Tensor | None, like: Tensor, sizes: Sequence[int]
 ) -> Tensor:
     parts = []
     for rank, size in zip(ranks, sizes, strict=True):
@@ -124,7 +124,7 @@ def _sum_of_sparse(
 
 
 def _sums_of_dense(
-    transport: Transport,
+    transport: Messages,
     ranks: Sequence[int],
     indices: Sequence[int],
     gradients: list[Tensor | None],
@@ -184,6 +184,6 @@ def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _wait(transport: Transport, tickets: Iterable[Ticket]) -> None:
+def _wait(transport: Messages, tickets: Iterable[Ticket]) -> None:
     for ticket in tickets:
         transport.wait(ticket)

@@ -14,7 +14,7 @@ from penstock.errors import PartitionError
 from penstock.execute.control.collectives import Control
 from penstock.execute.stages.gradient_sums import added, dense, sum_over
 from penstock.execute.stages.main_gradients import main_type
-from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.protocol import Messages
 from penstock.execute.undocumented import has_hooks
 
 _LAZY = "without a shape before its first input"
@@ -38,7 +38,7 @@ class TiedCopy:
     attribute: str = "grad"
     """Where a parameter has its gradient."""
 
-    def share_values(self, transport: Transport) -> None:
+    def share_values(self, transport: Messages) -> None:
         """Copy the owner's values and buffers to all other holders."""
         self._take_from_owner(transport, [*self.parameters.values(), *self._buffers()])
 
@@ -61,7 +61,7 @@ class TiedCopy:
             self.before[name] = getattr(parameter, self.attribute)
             setattr(parameter, self.attribute, None)
 
-    def reduce(self, transport: Transport) -> None:
+    def reduce(self, transport: Messages) -> None:
         """Sum this step's gradients over all holders; a frozen parameter has none, and one that nobody used neither."""
         if trained := self._trained():
             names, parameters = list(trained), list(trained.values())
@@ -95,7 +95,7 @@ class TiedCopy:
     def _saved_buffers(self) -> list[Tensor]:
         return [buffer for layer in self.layers for buffer in _saved_buffers(layer)]
 
-    def _take_from_owner(self, transport: Transport, tensors: Iterable[Tensor]) -> None:
+    def _take_from_owner(self, transport: Messages, tensors: Iterable[Tensor]) -> None:
         owner = self.ranks[0]
         values = [tensor.detach() for tensor in tensors]
         if transport.rank == owner:

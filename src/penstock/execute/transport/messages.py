@@ -14,53 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import PipelineError
-from penstock.execute.transport.protocol import Ticket, Transport
-from penstock.execute.values.layouts import Layout, PlainNumbers, TensorInfo, decode_layout, encode_layout, is_alike
+from penstock.execute.transport.agreed_layouts import AgreedLayout, AgreedLayouts, Key
+from penstock.execute.transport.protocol import Messages, Ticket
+from penstock.execute.values.layouts import decode_layout, encode_layout
 from penstock.execute.values.tensors import empty_in_order, memory_order, stored
-from penstock.execute.values.tree import LEAF, flatten
+from penstock.execute.values.tree import flatten
 from penstock.execute.values.version_guard import VersionGuard
 
-Key = tuple[int, int, int]
-"""Stage, microbatch, slice."""
-MAX_LAYOUTS = 256
-"""So many layouts of batches are remembered, those that ran last: of texts or shapes that change at every step, each
-makes a new one."""
 _NO_KEY = (0, 0, 0)
 """Of messages that no stage takes."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _AgreedLayout:
-    """A layout, and what is asked of it for every message, so that it is worked out once."""
-
-    layout: Layout
-    tensors: tuple[TensorInfo, ...]
-    needing_gradient: tuple[TensorInfo, ...]
-    only_tensor: TensorInfo | None
-    """Of a tree that is one tensor."""
-    has_orders: bool
-    """Whether a tensor lies in memory in an order of its own."""
-    numbers: PlainNumbers | None
-    """What may have other values in each message."""
-
-    @classmethod
-    def of(cls, layout: Layout) -> "_AgreedLayout":
-        tensors = layout.tensors
-        only_tensor = tensors[0] if layout.spec == LEAF and tensors else None
-        needing_gradient = tuple(info for info in tensors if info.requires_grad)
-        return cls(layout, tensors, needing_gradient, only_tensor, layout.has_orders, PlainNumbers.of(layout))
-
-    def fits_tensor(self, value: Any) -> bool:
-        """Whether a value is the one tensor that was agreed on; False says nothing of other trees."""
-        expected = self.only_tensor
-        return (
-            expected is not None
-            and isinstance(value, Tensor)
-            and value.shape == expected.shape
-            and value.dtype is expected.dtype
-            and value.requires_grad is expected.requires_grad
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +44,7 @@ class Incoming:
     peer: int
     key: Key
     is_forward: bool
-    agreed: _AgreedLayout | None = None
+    agreed: AgreedLayout | None = None
     is_posted: bool = False
     tensors: list[Tensor] = field(default_factory=list)
     tickets: list[Ticket] = field(default_factory=list)
@@ -90,56 +52,53 @@ class Incoming:
     """Where they are not in a header, the plain numbers of the tree."""
 
 
-_Layouts = dict[Key, _AgreedLayout]
-
-
 class Messenger:
-    """Sends and receives the trees of one rank; `begin` before a step, `finish` after it."""
+    """The trees that one rank sends and receives; `begin` before a step, `finish` after it."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        device: torch.device,
-        *,
-        has_variable_shapes: bool = False,
-    ) -> None:
-        self._transport = transport
-        self._device = device
-        self._has_variable_shapes = has_variable_shapes
-        self._agreed_before: dict[str, tuple[_Layouts, _Layouts]] = {}
-        self._num_sent: dict[int, int] = {}
-        self._leaving: dict[int, deque[_Leaving]] = {}
-        self._not_posted: dict[int, deque[Incoming]] = {}
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all messages and agreements, as after a failure."""
-        self._agreed_before.clear()
-        peers = range(self._transport.num_ranks)
-        self._num_sent = dict.fromkeys(peers, 0)
-        self._leaving = {peer: deque() for peer in peers}
-        self._not_posted = {peer: deque() for peer in peers}
-        self._signature = ""
-        self._is_static = False
-        self._received: _Layouts = {}
-        self._produced: _Layouts = {}
+    def __init__(self, transport: Messages, device: torch.device, *, has_variable_shapes: bool = False) -> None:
+        self.layouts = AgreedLayouts(transport.rank, has_variable_shapes=has_variable_shapes)
+        self.sender = Sender(transport, device, self.layouts)
+        self.receiver = Receiver(transport, device, self.layouts)
 
     def begin(self, signature: str) -> None:
         """Start a step with a batch of this layout; every rank passes the same signature."""
-        self._signature = signature
-        layouts = self._agreed_before.get(signature)
-        self._is_static = layouts is not None and not self._has_variable_shapes
-        self._received, self._produced = layouts if self._is_static and layouts else ({}, {})
+        self.layouts.begin(signature)
 
     def finish(self) -> None:
         """Wait until everything is sent; from now on this batch layout is known."""
+        self.sender.finish()
+        self.layouts.finish()
+
+    def reset(self) -> None:
+        """Forget all messages and agreements, as after a failure."""
+        for part in (self.layouts, self.sender, self.receiver):
+            part.forget()
+
+
+class Sender:
+    """Sends the trees of one rank."""
+
+    def __init__(self, transport: Messages, device: torch.device, layouts: AgreedLayouts) -> None:
+        self._transport = transport
+        self._device = device
+        self._layouts = layouts
+        self._num_sent: dict[int, int] = {}
+        """Per peer, messages of this step."""
+        self._leaving: dict[int, deque[_Leaving]] = {}
+        """Per peer, what may not have arrived yet."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all messages."""
+        peers = range(self._transport.num_ranks)
+        self._num_sent = dict.fromkeys(peers, 0)
+        self._leaving = {peer: deque() for peer in peers}
+
+    def finish(self) -> None:
+        """Wait until everything is sent."""
         for peer, num_sent in self._num_sent.items():
             self.release(peer, num_sent)
             self._num_sent[peer] = 0
-        self._agreed_before.pop(self._signature, None)  # the newest comes last
-        self._agreed_before[self._signature] = (self._received, self._produced)
-        if len(self._agreed_before) > MAX_LAYOUTS:
-            del self._agreed_before[next(iter(self._agreed_before))]  # on all ranks alike, which run the same steps
 
     def send_forward(self, peer: int, key: Key, outputs: Any) -> None:
         """Send a stage's outputs.
@@ -147,10 +106,10 @@ class Messenger:
         Raises:
             PipelineError: if they differ from what the ranks agreed on; nothing is sent then.
         """
-        if not self._is_static:
+        if not self._layouts.is_static:
             self.send_described(peer, outputs, key)
             return
-        agreed, leaves = self._produced[key], flatten(outputs)[0]
+        agreed, leaves = self._layouts.produced[key], flatten(outputs)[0]
         described = zip(_tensors_of(leaves), agreed.tensors, strict=True)
         parts = [stored(tensor, info.order) for tensor, info in described]
         if agreed.numbers is not None:
@@ -164,19 +123,12 @@ class Messenger:
         tensors = [stored(tensor, memory_order(tensor)) for tensor in _tensors_of(flatten(tree)[0])]
         self._send(peer, [*(part.to(self._device) for part in opening), *tensors], key)
 
-    def receive_described(self, peer: int) -> Any:
-        """Wait for what `send_described` sends; no other message of the peer may be under way."""
-        agreed = self._receive_header(peer)
-        incoming = Incoming(peer, _NO_KEY, True, agreed)
-        self._post_tensors(incoming, agreed)
-        return self.take_tree(incoming)
-
     def send_backward(self, peer: int, gradients: Sequence[Tensor], key: Key = _NO_KEY) -> None:
         """Send the gradients of a stage's inputs; the other end knows their shapes from its outputs.
 
         Where the inputs of `key` lie in memory in an order of their own, so do these on the other end.
         """
-        agreed = self._received.get(key)
+        agreed = self._layouts.received.get(key)
         if agreed is not None and agreed.has_orders:
             described = zip(gradients, agreed.needing_gradient, strict=True)
             gradients = [stored(gradient, info.order) for gradient, info in described]
@@ -196,39 +148,41 @@ class Messenger:
             stage, microbatch, _ = message.key
             message.outputs.checked(f"stage {stage}, microbatch {microbatch}")
 
-    def note_outputs(self, key: Key, outputs: Any, action: str) -> None:
-        """Remember, or check, what a stage produced."""
-        agreed = self._produced.get(key)
-        if agreed is not None and agreed.fits_tensor(outputs):
-            return
-        leaves, spec = flatten(outputs)
-        layout = Layout(spec, tuple(TensorInfo.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
-        if agreed is None:
-            agreed = self._produced[key] = _AgreedLayout.of(layout)
-        expected = agreed.layout
-        if not is_alike(layout, expected):
-            raise PipelineError(
-                f"{action}: the output is {layout}, but the ranks agreed on {expected} for batches of "
-                "this layout. Return the same shapes, types and texts for equal batches, whatever the numbers in them, "
-                "and let the same tensors need a gradient; or create the pipeline with variable_shapes=True",
-                rank=self._transport.rank,
-                instruction=action,
-            )
+    def _send(self, peer: int, tensors: Sequence[Tensor], key: Key) -> None:
+        # The transport keeps the tensors until their tickets have been waited for.
+        tickets = [self._transport.post_send(peer, tensor) for tensor in tensors]
+        number = self._num_sent[peer]
+        self._num_sent[peer] = number + 1
+        leaving = [ticket for ticket in tickets if not ticket.is_over]
+        if leaving:
+            # Not what needs a gradient: a parameter may be an output, which the optimizer changes once it has arrived.
+            both = zip(tickets, tensors, strict=True)
+            on_its_way = [tensor for ticket, tensor in both if not (ticket.is_over or tensor.requires_grad)]
+            self._leaving[peer].append(_Leaving(number, leaving, VersionGuard.of(on_its_way), key))
 
-    def output_bytes(self) -> dict[int, int]:
-        """Return, per stage of this rank but a last one, the bytes of its largest output in this step."""
-        largest: dict[int, int] = {}
-        for (stage, _, _), agreed in self._produced.items():
-            largest[stage] = max(largest.get(stage, 0), agreed.layout.num_bytes)
-        return largest
+
+class Receiver:
+    """Receives the trees of one rank."""
+
+    def __init__(self, transport: Messages, device: torch.device, layouts: AgreedLayouts) -> None:
+        self._transport = transport
+        self._device = device
+        self._layouts = layouts
+        self._not_posted: dict[int, deque[Incoming]] = {}
+        """Per peer, the receives that are due but of a shape that is not known yet, in the order of the channel."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all messages."""
+        self._not_posted = {peer: deque() for peer in range(self._transport.num_ranks)}
 
     def post_forward(self, peer: int, key: Key) -> Incoming:
         """Post the receive of a stage's inputs."""
-        return self._post(Incoming(peer, key, True, self._received.get(key)))
+        return self._post(Incoming(peer, key, True, self._layouts.received.get(key)))
 
     def post_backward(self, peer: int, key: Key) -> Incoming:
         """Post the receive of the gradients of a stage's outputs."""
-        return self._post(Incoming(peer, key, False, self._produced.get(key)))
+        return self._post(Incoming(peer, key, False, self._layouts.produced.get(key)))
 
     def post_waiting(self, peer: int) -> None:
         """Take all messages whose receives are due from their channel: what follows is for somebody else."""
@@ -256,6 +210,13 @@ class Messenger:
         self._arrive(incoming)
         return incoming.tensors
 
+    def receive_described(self, peer: int) -> Any:
+        """Wait for what `send_described` sends; no other message of the peer may be under way."""
+        agreed = self._receive_header(peer)
+        incoming = Incoming(peer, _NO_KEY, True, agreed)
+        self._post_tensors(incoming, agreed)
+        return self.take_tree(incoming)
+
     def _arrive(self, incoming: Incoming) -> None:
         waiting = self._not_posted[incoming.peer]
         while not incoming.is_posted:
@@ -266,50 +227,36 @@ class Messenger:
     def _post(self, incoming: Incoming) -> Incoming:
         waiting = self._not_posted[incoming.peer]
         # Behind a message of unknown shape nothing can be posted: a channel delivers in order.
-        if waiting or not self._is_static or incoming.agreed is None:
+        if waiting or not self._layouts.is_static or incoming.agreed is None:
             waiting.append(incoming)
         else:
             if incoming.is_forward and incoming.agreed.numbers is not None:
-                self._post_numbers(incoming, incoming.agreed.numbers.num_bytes)
+                num_bytes = incoming.agreed.numbers.num_bytes
+                incoming.numbers = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+                incoming.tickets.append(self._transport.post_receive(incoming.peer, incoming.numbers))
             self._post_tensors(incoming, incoming.agreed)
         return incoming
 
     def _resolve(self, incoming: Incoming) -> None:
         if incoming.is_forward:
-            incoming.agreed = self._received[incoming.key] = self._receive_header(incoming.peer)
+            incoming.agreed = self._layouts.received[incoming.key] = self._receive_header(incoming.peer)
         elif incoming.agreed is None:
-            incoming.agreed = self._produced[incoming.key]
+            incoming.agreed = self._layouts.produced[incoming.key]
         self._post_tensors(incoming, incoming.agreed)
 
-    def _receive_header(self, peer: int) -> _AgreedLayout:
+    def _receive_header(self, peer: int) -> AgreedLayout:
         length = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._transport.wait(self._transport.post_receive(peer, length))
         header = torch.empty(int(length), dtype=torch.uint8, device=self._device)
         self._transport.wait(self._transport.post_receive(peer, header))
-        return _AgreedLayout.of(decode_layout(header.cpu().numpy().tobytes()))
+        return AgreedLayout.of(decode_layout(header.cpu().numpy().tobytes()))
 
-    def _post_numbers(self, incoming: Incoming, num_bytes: int) -> None:
-        incoming.numbers = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        incoming.tickets.append(self._transport.post_receive(incoming.peer, incoming.numbers))
-
-    def _post_tensors(self, incoming: Incoming, agreed: _AgreedLayout) -> None:
+    def _post_tensors(self, incoming: Incoming, agreed: AgreedLayout) -> None:
         for info in agreed.tensors if incoming.is_forward else agreed.needing_gradient:
             tensor = empty_in_order(info.shape, info.order, dtype=info.dtype, device=self._device)
             incoming.tensors.append(tensor)
             incoming.tickets.append(self._transport.post_receive(incoming.peer, stored(tensor, info.order)))
         incoming.is_posted = True
-
-    def _send(self, peer: int, tensors: Sequence[Tensor], key: Key) -> None:
-        # The transport keeps the tensors until their tickets have been waited for.
-        tickets = [self._transport.post_send(peer, tensor) for tensor in tensors]
-        number = self._num_sent[peer]
-        self._num_sent[peer] = number + 1
-        leaving = [ticket for ticket in tickets if not ticket.is_over]
-        if leaving:
-            # Not what needs a gradient: a parameter may be an output, which the optimizer changes once it has arrived.
-            both = zip(tickets, tensors, strict=True)
-            on_its_way = [tensor for ticket, tensor in both if not (ticket.is_over or tensor.requires_grad)]
-            self._leaving[peer].append(_Leaving(number, leaving, VersionGuard.of(on_its_way), key))
 
 
 def _tensors_of(leaves: Sequence[Any]) -> list[Tensor]:

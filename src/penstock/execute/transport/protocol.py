@@ -48,15 +48,12 @@ class WaitObserver(Protocol):
         ...
 
 
-@runtime_checkable
-class Transport(Protocol):
+class Messages(Protocol):
     """The messages of one rank; used from that rank's own thread only."""
 
     rank: int
     """Index in the pipeline group."""
     num_ranks: int
-    deadline_s: float
-    """Limit of every single wait and recovery, in seconds."""
 
     def post_send(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
         """Send a tensor without blocking; do not change it before its ticket has been waited for.
@@ -79,6 +76,14 @@ class Transport(Protocol):
         Raises: PeerLost, DeadlineExceeded (both with rank, peer and waited_s).
         """
         ...
+
+
+@runtime_checkable
+class Transport(Messages, Protocol):
+    """What carries the messages of one rank, and can give them up and start afresh."""
+
+    deadline_s: float
+    """Limit of every single wait and recovery, in seconds."""
 
     def watch(self, observer: WaitObserver) -> None:
         """Tell the observer of every wait from now on."""

@@ -102,14 +102,7 @@ class TorchTransport:
         direct = self._sockets.of(peer, tag, sent.nbytes)
         if direct is not None:
             return self._send_directly(direct, peer, sent)
-        ticket, sent = Ticket(peer, True, self._next_serial), sent.detach()
-        link = self._link(ticket, self.rank, peer, tag)
-        try:
-            work = link.send([sent], peer, tag)
-        except RuntimeError as error:
-            del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
-            raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
-        return self._opened(ticket, self._message(work, sent, tag))
+        return self._queued(Ticket(peer, True, self._next_serial), sent.detach(), tag)
 
     def post_receive(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
         ticket = Ticket(peer, False, self._next_serial)
@@ -117,17 +110,33 @@ class TorchTransport:
         direct = self._sockets.of(peer, tag, tensor.nbytes)
         if direct is not None:
             return self._opened(ticket, DirectReceive(direct, direct.post(tensor)))
-        received = tensor.detach()
-        link = self._link(ticket, peer, self.rank, tag)
-        try:
-            work = link.recv([received], peer, tag)
-        except RuntimeError as error:
-            del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
-            raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
-        return self._opened(ticket, self._message(work, received, tag))
+        return self._queued(ticket, tensor.detach(), tag)
 
     def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
-        self._wait(ticket, self.deadline_s if limit_s is None else limit_s)
+        deadline_s = self.deadline_s if limit_s is None else limit_s
+        if ticket.serial < self._first_serial:
+            raise peer_lost(self.rank, ticket, 0.0, "abort(), recover() or close() forgot this message")
+        pending = self._open.pop(ticket.serial, None)
+        if pending is None:
+            return
+        begin_s = time.monotonic()
+        try:
+            if pending.is_over():
+                return
+            if self._observer is not None:
+                self._observer.note_wait(ticket.peer)
+            pending.wait(deadline_s)
+        except SizesDiffer as error:
+            raise PipelineError(f"rank {self.rank}: message of rank {ticket.peer}: {error}", rank=self.rank) from error
+        except (RuntimeError, SocketClosed, MessageLate) as error:
+            del pending  # frames live as long as the error, and a work kept alive would keep the sockets open
+            error.with_traceback(None)
+            waited_s = time.monotonic() - begin_s
+            if isinstance(error, MessageLate) or waited_s >= deadline_s or is_timeout(error):
+                raise deadline_exceeded(self.rank, ticket, waited_s, self.deadline_s) from error
+            raise peer_lost(self.rank, ticket, waited_s, str(error)) from error
+        if self._observer is not None:
+            self._observer.note_run()
 
     def watch(self, observer: WaitObserver) -> None:
         self._observer = observer
@@ -169,7 +178,7 @@ class TorchTransport:
             with ExitStack() as stack:
                 listener = Listener(stack, is_wanted=bool(self._direct_tags))
                 addresses = exchange(ADDRESSES, listener.address_text())
-                self._links = self._make_links(store)
+                self._links = _connected(store, self.rank, self.num_ranks, self._device, self.deadline_s)
                 # Gloo has one end of a pair ready before the other: a rank that closed at once would break its peer's.
                 # So this ends with an exchange, whether there are sockets or not.
                 self._sockets = connect_all(
@@ -189,29 +198,18 @@ class TorchTransport:
             raise
         return store
 
-    def _make_links(self, store: Store) -> _Links:
-        control = gloo(store, self.rank, self.num_ranks, self.deadline_s)
-        if not self._is_queued(Tag.DATA):
-            return _Links(control, control, control)
-        upward, downward = [
-            nccl(PrefixStore(name, store), self.rank, self.num_ranks, WATCHDOG) for name in ("upward", "downward")
-        ]
-        links = _Links(upward, downward, control)
-        self._meet_pairs(links)
-        return links
-
-    def _meet_pairs(self, links: _Links) -> None:
-        """Send one number over every channel, in one order on all ranks.
-
-        NCCL connects a pair at its first message and blocks both ends meanwhile; in program order that may deadlock.
-        """
-        number = torch.zeros(1, device=self._device)
-        for source, destination in permutations(range(self.num_ranks), 2):
-            link = links.between(source, destination, Tag.DATA)
-            if self.rank == source:
-                QueuedMessage(link.send([number], destination, Tag.DATA), number).wait(self.deadline_s)
-            elif self.rank == destination:
-                QueuedMessage(link.recv([number], source, Tag.DATA), number).wait(self.deadline_s)
+    def _queued(self, ticket: Ticket, tensor: Tensor, tag: Tag) -> Ticket:
+        """Post a message that a backend carries."""
+        if self._links is None:
+            raise peer_lost(self.rank, ticket, 0.0, "this rank has aborted or closed its connections")
+        source, destination = (self.rank, ticket.peer) if ticket.is_send else (ticket.peer, self.rank)
+        link = self._links.between(source, destination, tag)
+        try:
+            work = (link.send if ticket.is_send else link.recv)([tensor], ticket.peer, tag)
+        except RuntimeError as error:
+            del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
+            raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
+        return self._opened(ticket, (QueuedMessage if self._is_queued(tag) else GlooMessage)(work, tensor))
 
     def _send_directly(self, direct: DirectSocket, peer: int, sent: Tensor) -> Ticket:
         ticket = Ticket(peer, True, self._next_serial, is_over=True)
@@ -224,40 +222,25 @@ class TorchTransport:
         self._next_serial += 1
         return ticket
 
-    def _message(self, work: dist.Work, tensor: Tensor, tag: Tag) -> Pending:
-        return QueuedMessage(work, tensor) if self._is_queued(tag) else GlooMessage(work, tensor)
-
     def _opened(self, ticket: Ticket, pending: Pending) -> Ticket:
         self._open[ticket.serial] = pending
         self._next_serial += 1
         return ticket
 
-    def _link(self, ticket: Ticket, source: int, destination: int, tag: Tag) -> Backend:
-        if self._links is None:
-            raise peer_lost(self.rank, ticket, 0.0, "this rank has aborted or closed its connections")
-        return self._links.between(source, destination, tag)
 
-    def _wait(self, ticket: Ticket, deadline_s: float) -> None:
-        if ticket.serial < self._first_serial:
-            raise peer_lost(self.rank, ticket, 0.0, "abort(), recover() or close() forgot this message")
-        pending = self._open.pop(ticket.serial, None)
-        if pending is None:
-            return
-        begin_s = time.monotonic()
-        try:
-            if pending.is_over():
-                return
-            if self._observer is not None:
-                self._observer.note_wait(ticket.peer)
-            pending.wait(deadline_s)
-        except SizesDiffer as error:
-            raise PipelineError(f"rank {self.rank}: message of rank {ticket.peer}: {error}", rank=self.rank) from error
-        except (RuntimeError, SocketClosed, MessageLate) as error:
-            del pending  # frames live as long as the error, and a work kept alive would keep the sockets open
-            error.with_traceback(None)
-            waited_s = time.monotonic() - begin_s
-            if isinstance(error, MessageLate) or waited_s >= deadline_s or is_timeout(error):
-                raise deadline_exceeded(self.rank, ticket, waited_s, self.deadline_s) from error
-            raise peer_lost(self.rank, ticket, waited_s, str(error)) from error
-        if self._observer is not None:
-            self._observer.note_run()
+def _connected(store: Store, rank: int, num_ranks: int, device: torch.device, deadline_s: float) -> _Links:
+    control = gloo(store, rank, num_ranks, deadline_s)
+    if device.type != "cuda":
+        return _Links(control, control, control)
+    upward, downward = [nccl(PrefixStore(name, store), rank, num_ranks, WATCHDOG) for name in ("upward", "downward")]
+    links = _Links(upward, downward, control)
+    # NCCL connects a pair at its first message and blocks both ends meanwhile; in program order that may deadlock. So
+    # one number goes over every channel here, in one order on all ranks.
+    number = torch.zeros(1, device=device)
+    for source, destination in permutations(range(num_ranks), 2):
+        link = links.between(source, destination, Tag.DATA)
+        if rank == source:
+            QueuedMessage(link.send([number], destination, Tag.DATA), number).wait(deadline_s)
+        elif rank == destination:
+            QueuedMessage(link.recv([number], source, Tag.DATA), number).wait(deadline_s)
+    return links

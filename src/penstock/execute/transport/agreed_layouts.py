@@ -1,0 +1,116 @@
+"""What the ranks have agreed on about the messages of a step, by the layout of its batch.
+
+The first time that a batch layout runs, every message brings its own description. What came and what was produced then
+is remembered under the batch's signature, which is equal on all ranks, and holds for each later batch of this layout.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from penstock.errors import PipelineError
+from penstock.execute.values.layouts import Layout, PlainNumbers, TensorInfo, is_alike
+from penstock.execute.values.tree import LEAF, flatten
+
+Key = tuple[int, int, int]
+"""Stage, microbatch, slice."""
+MAX_LAYOUTS = 256
+"""So many layouts of batches are remembered, those that ran last: of texts or shapes that change at every step, each
+makes a new one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AgreedLayout:
+    """A layout, and what is asked of it for every message, so that it is worked out once."""
+
+    layout: Layout
+    tensors: tuple[TensorInfo, ...]
+    needing_gradient: tuple[TensorInfo, ...]
+    only_tensor: TensorInfo | None
+    """Of a tree that is one tensor."""
+    has_orders: bool
+    """Whether a tensor lies in memory in an order of its own."""
+    numbers: PlainNumbers | None
+    """What may have other values in each message."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> "AgreedLayout":
+        tensors = layout.tensors
+        only_tensor = tensors[0] if layout.spec == LEAF and tensors else None
+        needing_gradient = tuple(info for info in tensors if info.requires_grad)
+        return cls(layout, tensors, needing_gradient, only_tensor, layout.has_orders, PlainNumbers.of(layout))
+
+    def fits_tensor(self, value: Any) -> bool:
+        """Whether a value is the one tensor that was agreed on; False says nothing of other trees."""
+        expected = self.only_tensor
+        return (
+            expected is not None
+            and isinstance(value, Tensor)
+            and value.shape == expected.shape
+            and value.dtype is expected.dtype
+            and value.requires_grad is expected.requires_grad
+        )
+
+
+class AgreedLayouts:
+    """The layouts of one rank's messages in the current step, and in the steps before it."""
+
+    def __init__(self, rank: int, *, has_variable_shapes: bool) -> None:
+        self._rank = rank
+        self._has_variable_shapes = has_variable_shapes
+        self._before: dict[str, tuple[dict[Key, AgreedLayout], dict[Key, AgreedLayout]]] = {}
+        self._signature = ""
+        self.is_static = False
+        """Whether both ends of every message of this step know its layout."""
+        self.received: dict[Key, AgreedLayout] = {}
+        """Of the inputs of this rank's stages."""
+        self.produced: dict[Key, AgreedLayout] = {}
+        """Of their outputs."""
+
+    def begin(self, signature: str) -> None:
+        """Start a step with a batch of this layout; every rank passes the same signature."""
+        self._signature = signature
+        layouts = self._before.get(signature)
+        self.is_static = layouts is not None and not self._has_variable_shapes
+        self.received, self.produced = layouts if self.is_static and layouts else ({}, {})
+
+    def finish(self) -> None:
+        """From now on this batch layout is known."""
+        self._before.pop(self._signature, None)  # the newest comes last
+        self._before[self._signature] = (self.received, self.produced)
+        if len(self._before) > MAX_LAYOUTS:
+            # On all ranks alike, which run the same steps: one that forgot a layout which its peer still knows would
+            # wait for a header that nobody sends.
+            del self._before[next(iter(self._before))]
+
+    def forget(self) -> None:
+        """Forget all agreements: after a failure some ranks may have noted a layout that others never saw."""
+        self._before.clear()
+        self.begin("")
+
+    def note_outputs(self, key: Key, outputs: Any, action: str) -> None:
+        """Remember, or check, what a stage produced."""
+        agreed = self.produced.get(key)
+        if agreed is not None and agreed.fits_tensor(outputs):
+            return
+        leaves, spec = flatten(outputs)
+        layout = Layout(spec, tuple(TensorInfo.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+        if agreed is None:
+            agreed = self.produced[key] = AgreedLayout.of(layout)
+        expected = agreed.layout
+        if not is_alike(layout, expected):
+            raise PipelineError(
+                f"{action}: the output is {layout}, but the ranks agreed on {expected} for batches of "
+                "this layout. Return the same shapes, types and texts for equal batches, whatever the numbers in them, "
+                "and let the same tensors need a gradient; or create the pipeline with variable_shapes=True",
+                rank=self._rank,
+                instruction=action,
+            )
+
+    def output_bytes(self) -> dict[int, int]:
+        """Return, per stage of this rank but a last one, the bytes of its largest output in this step."""
+        largest: dict[int, int] = {}
+        for (stage, _, _), agreed in self.produced.items():
+            largest[stage] = max(largest.get(stage, 0), agreed.layout.num_bytes)
+        return largest
