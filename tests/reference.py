@@ -14,7 +14,7 @@ from penstock.execute.losses.loss import Count, Loss, LossShares, LossWeights, c
 from penstock.execute.losses.output import LossParts, read_loss, takes_weight
 from penstock.execute.stages.auxiliary import AddedLosses, Auxiliary, auxiliary_modules, take_all
 from penstock.execute.stages.feature import BeforeLayer
-from penstock.execute.stages.keywords import check_keywords, run_layers
+from penstock.execute.stages.keywords import run_layers
 from penstock.execute.stages.randomness import LOSS, SeededRandomness
 from penstock.execute.stages.skips import SkipPart, StageSkips
 from penstock.execute.values.tree import detached
@@ -109,7 +109,6 @@ def reference_step(
     rule = BatchRule(num_microbatches, specs=specs, allow_ragged=allow_ragged)
     microbatches = rule.microbatches(args, kwargs, target)
     weighed = _Weighed(LossWeights(reduction, count), microbatches)
-    check_keywords(modules, kwargs, len(args))
     model = _Model(modules, loss, weighed.shares)
     randomness = None if seed is None else SeededRandomness(seed, _device_of(modules))
     done = []
@@ -143,7 +142,6 @@ def reference_evaluate(
     rule = BatchRule(num_microbatches, specs=specs, allow_ragged=allow_ragged)
     microbatches = rule.microbatches(args, kwargs, target)
     weighed = _Weighed(LossWeights(reduction, count), microbatches)
-    check_keywords(modules, kwargs, len(args))
     model = _Model(modules, loss, weighed.shares)
     done = [model.forward(microbatch)[0] for microbatch in microbatches]
     model.end()

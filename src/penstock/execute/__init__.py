@@ -18,7 +18,7 @@ From below to above; a part imports those before it:
     undocumented.py  what torch does not promise        values/     trees of tensors, layouts, version guard
     transport/       messages                           control/    collectives, agreement, what stops a step
     batch/           microbatches, slices, streams      losses/     loss functions, weights, results
-    step.py          `Step`                             calls.py    `Bound`, `Call`, `Change`
+    step.py          `Step`, and `Bound`, one call of it
     split/           which weight gradients wait        stages/     layers, their passes, their features
     observing/       what looks at calls                compile/    rows -> bound calls
     run.py           the loop                           gradients.py, outputs.py, runner.py

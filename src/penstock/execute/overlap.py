@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from penstock.errors import PipelineError
-from penstock.execute.calls import Bound, Call, Change
-from penstock.execute.step import Step
+from penstock.execute.step import Bound, Call, Change, Step
 from penstock.ir.instruction import Instruction, Op
 from penstock.ir.program import Program
 

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from penstock.errors import MAX_SHOWN, PipelineError
-from penstock.execute.calls import Bound
 from penstock.execute.compile.data import with_data_calls
 from penstock.execute.compile.program import CompiledProgram
-from penstock.execute.step import Step
+from penstock.execute.step import Bound, Step
 from penstock.ir.operations import BEGINS_KEEPING, IS_RECEIVE, IS_SEND, Flags
 
 Note = Callable[[int], None]

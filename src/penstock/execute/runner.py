@@ -11,7 +11,6 @@ import torch
 
 from penstock.errors import StepRefused
 from penstock.execute.batch.admission import Admission, Batch, Call, InputNeeds
-from penstock.execute.calls import Change
 from penstock.execute.compile.context import CompileContext
 from penstock.execute.compile.features import StageSettings, compose_stages
 from penstock.execute.compile.program import CompiledProgram, compile_program
@@ -40,7 +39,7 @@ from penstock.execute.run import run_step
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.auxiliary import auxiliary_modules
 from penstock.execute.stages.main_gradients import ATTRIBUTE
-from penstock.execute.step import Step
+from penstock.execute.step import Change, Step
 from penstock.execute.transport.messages import Messenger
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.program import Program

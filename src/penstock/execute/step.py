@@ -1,12 +1,18 @@
-"""`Step`: all that one step of one rank works on. Every call of the step gets it, and nothing of it lives elsewhere."""
+"""`Step`: all that one step of one rank works on, and `Bound`: one call of a step.
 
-from collections.abc import Sequence
+Every call of a step gets the `Step`, and nothing of it lives elsewhere. A row that computes on a received message is
+two calls, the wait and the computation. What takes part in a step, such as the hook for overlapped pairs, changes the
+list of calls when the program is compiled, and observers put a context around each (`observing.observer`): so nothing
+is asked per call, and what is off costs nothing.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
 from penstock.execute.batch.microbatch import Microbatch, Place
-from penstock.execute.batch.prefetch import Prefetcher
+from penstock.execute.batch.stream import Prefetcher
 from penstock.execute.losses.step_losses import StepLosses
 
 
@@ -79,3 +85,19 @@ class Step:
                 column.clear()
             for values in (self.outputs, self.local, self.carried, self.first_gradients):
                 values.clear()
+
+
+Call = Callable[[Step], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One call of a row; `receive_row` is set where it waits for a message, and is that message's receive."""
+
+    row: int
+    call: Call
+    receive_row: int | None = None
+
+
+Change = Callable[[Sequence[Bound]], list[Bound]]
+"""From the calls of a rank, in order, those that run in their place."""

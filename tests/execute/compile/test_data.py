@@ -2,12 +2,11 @@
 
 import pytest
 
-from penstock.execute.batch.prefetch import Prefetcher
-from penstock.execute.calls import Bound
+from penstock.execute.batch.stream import Prefetcher
 from penstock.execute.compile.data import rows_that_take_data, with_data_calls
 from penstock.execute.losses.step_losses import StepLosses
 from penstock.execute.stages.stage import Stage
-from penstock.execute.step import Step
+from penstock.execute.step import Bound, Step
 from penstock.ir.instruction import Op
 from penstock.lowering import lower
 from penstock.schedules import build

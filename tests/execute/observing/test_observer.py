@@ -10,7 +10,6 @@ import torch
 
 from penstock import Observer
 from penstock.errors import ConfigError, PipelineError
-from penstock.execute.calls import Bound
 from penstock.execute.observing.checked_values import ValueChecks
 from penstock.execute.observing.layer_sizes import LayerSizes
 from penstock.execute.observing.log import MessageLog
@@ -19,6 +18,7 @@ from penstock.execute.observing.observer import observed, observing
 from penstock.execute.observing.ranges import Ranges
 from penstock.execute.observing.recorder import Recorder
 from penstock.execute.observing.saved_tensors import SavedTensorTracker
+from penstock.execute.step import Bound
 from penstock.pipeline import Pipeline
 from tests.house.source import ROOT
 from tests.local_pipelines import difference, error_of, float_task, gradients_of, on_ranks, step_task

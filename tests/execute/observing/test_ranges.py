@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from penstock.execute.calls import Bound
 from penstock.execute.observing.observer import observed
 from penstock.execute.observing.ranges import Ranges, range_name
+from penstock.execute.step import Bound
 from penstock.ir.instruction import Instruction, Op
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.execute.calls import Bound
 from penstock.execute.observing.clock import Clock
 from penstock.execute.observing.observer import observed
 from penstock.execute.observing.recorder import DeviceRecorder, Recorder, recorder_for
+from penstock.execute.step import Bound
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
 from penstock.pipeline import Pipeline

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, DeadlineExceeded
-from penstock.execute.calls import Bound
 from penstock.execute.observing.observer import observed
 from penstock.execute.observing.run_ahead import Throttle, throttle_for
+from penstock.execute.step import Bound
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build

@@ -61,7 +61,7 @@ def test_what_there_is_no_room_for_leaves_later_in_order_and_nobody_waits(pair, 
 
     assert leaving[0] is None
     assert leaving[-1] is not None
-    sender.wait_sent(leaving[-1], PATIENCE_S)
+    leaving[-1].wait(PATIENCE_S)
     assert received == [value[0].item() for value in values]
     assert sender.send(values[0]) is None  # straight on again, behind all others
     assert torch.equal(read(receiver, values[0]), values[0])
@@ -91,7 +91,7 @@ def test_waiting_for_room_has_a_deadline(pair, size):
     _, leaving = fill(pair[0], size)
 
     with pytest.raises(MessageLate):
-        pair[0].wait_sent(leaving, 0.01)
+        leaving.wait(0.01)
 
 
 def test_waiting_for_room_ends_when_the_peer_is_gone(pair, size):
@@ -100,9 +100,9 @@ def test_waiting_for_room_ends_when_the_peer_is_gone(pair, size):
     pair[1].close()
 
     with pytest.raises(SocketClosed):
-        pair[0].wait_sent(leaving, PATIENCE_S)
+        leaving.wait(PATIENCE_S)
     with pytest.raises(SocketClosed):
-        pair[0].wait_sent(pair[0].send(torch.zeros(1)), PATIENCE_S)
+        pair[0].send(torch.zeros(1)).wait(PATIENCE_S)
 
 
 def test_messages_may_be_asked_for_in_another_order_than_they_come(pair):

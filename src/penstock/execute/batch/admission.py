@@ -10,8 +10,7 @@ import torch
 from penstock.errors import PenstockError, PipelineError, StepRefused, nearest
 from penstock.execute.batch.cutting import BatchRule, with_sizes
 from penstock.execute.batch.microbatch import EVERY, Microbatch, PreSplit
-from penstock.execute.batch.prefetch import Prefetcher, without_data
-from penstock.execute.batch.stream import Reader, Stream, StreamRules
+from penstock.execute.batch.stream import Prefetcher, Reader, Stream, StreamRules, without_data
 from penstock.execute.batch.values import NUM_PARTS, BatchValues, refuse_other_values
 from penstock.execute.control.agreement import (
     AgreedStep,

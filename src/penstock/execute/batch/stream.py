@@ -1,6 +1,7 @@
 """`Stream`: a batch that comes one microbatch after another from an iterator, each pulled when it is needed.
 
-A `Reader` takes one step's microbatches off a stream: it checks that they are alike, cuts them, and times them.
+A `Reader` takes one step's microbatches off a stream: it checks that they are alike, cuts them, and times them. A
+`Prefetcher` has the data of one step: pulled when they are needed, dropped after their last use (see `compile.data`).
 """
 
 import warnings
@@ -293,6 +294,37 @@ class Reader:
             PenstockWarning,
             stacklevel=2,
         )
+
+
+class Prefetcher:
+    """The slices of each microbatch of a step, as far as they are there; `slices` is filled and emptied in place."""
+
+    def __init__(self, slices: list[list[Microbatch]], source: Reader | None = None) -> None:
+        """Without a source, everything is there already."""
+        self._slices = slices
+        self._source = source
+        self._num_pulled = 0 if source is not None else len(slices)
+        self.times = DataTimes() if source is None else source.times
+        """What the data have cost so far."""
+        self.waits: Sequence[DataWait] = () if source is None else source.waits
+        """When this rank waited for the data so far, on the clock of its stream's times."""
+
+    def pull(self, microbatch: int) -> None:
+        """Have the data of a microbatch, and of those before it."""
+        while self._num_pulled <= microbatch:
+            assert self._source is not None
+            index = self._num_pulled
+            self._slices[index] = self._source.next(index)
+            self._num_pulled += 1
+
+    def release(self, microbatch: int) -> None:
+        """Drop the data of a microbatch; its sizes stay."""
+        self._slices[microbatch] = [without_data(each) for each in self._slices[microbatch]]
+
+
+def without_data(microbatch: Microbatch) -> Microbatch:
+    """Return a microbatch of the same number and size that holds nothing."""
+    return replace(microbatch, args=(), kwargs={}, target=None)
 
 
 def _sizes(slices: Sequence[Microbatch]) -> list[tuple[int, int]]:

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from penstock.errors import PipelineError
-from penstock.execute.calls import Bound
 from penstock.execute.compile.context import CompileContext, Put, Take
 from penstock.execute.stages.recompute import RecomputedPasses
-from penstock.execute.step import Step
+from penstock.execute.step import Bound, Step
 from penstock.execute.transport.messages import Incoming
 from penstock.execute.values.version_guard import VersionGuard
 from penstock.ir.deps import NONE

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.execute.batch.microbatch import Place
-from penstock.execute.calls import Bound
 from penstock.execute.compile.rows import RankRows
 from penstock.execute.stages.passes import StagePasses
-from penstock.execute.step import Step
+from penstock.execute.step import Bound, Step
 from penstock.execute.transport.agreed_layouts import Key
 from penstock.execute.transport.messages import Messenger
 from penstock.ir.program import Program

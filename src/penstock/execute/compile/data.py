@@ -8,9 +8,8 @@ delays no message that could leave before it. An action that needs a later micro
 
 from collections.abc import Mapping, Sequence
 
-from penstock.execute.calls import Bound, Call
 from penstock.execute.stages.stage import Stage
-from penstock.execute.step import Step
+from penstock.execute.step import Bound, Call, Step
 from penstock.ir.operations import RUNS_FORWARD
 from penstock.ir.program import Program
 

@@ -3,9 +3,8 @@
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
-from penstock.execute.calls import Bound
 from penstock.execute.compile.context import CompileContext
-from penstock.execute.step import Step
+from penstock.execute.step import Bound, Step
 from penstock.ir.operations import Op
 
 

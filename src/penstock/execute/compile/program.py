@@ -6,7 +6,6 @@ It does not know which schedule it compiles.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.execute.calls import Bound, Call, Change, changed
 from penstock.execute.compile.compute import (
     compile_backward,
     compile_backward_input,
@@ -19,7 +18,7 @@ from penstock.execute.compile.data import rows_that_take_data
 from penstock.execute.compile.messages import compile_receive, compile_send_backward, compile_send_forward
 from penstock.execute.observing.observer import Observer, observed
 from penstock.execute.stages.passes import StagePasses
-from penstock.execute.step import RegisterCounts
+from penstock.execute.step import Bound, Call, Change, RegisterCounts
 from penstock.ir.operations import Op
 from penstock.ir.program import Program
 
@@ -85,7 +84,10 @@ def compile_program(
 def _around(
     program: Program, bounds: Sequence[Bound], observers: Sequence[Observer], changes: Sequence[Change]
 ) -> list[Bound]:
-    return changed(observed(observers, program, bounds), changes)
+    bounds = observed(observers, program, bounds)
+    for change in changes:  # the first is the innermost
+        bounds = change(bounds)
+    return bounds
 
 
 def _compile_collective(context: CompileContext, row: int) -> Iterator[Bound]:

@@ -7,7 +7,7 @@ is gone; one whose process is stopped; else whoever the chain of waits leads to,
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -46,10 +46,15 @@ class Verdict:
     cause: Cause
     reason: str
     """One line about the culprit."""
-    positions: str
+    positions: str = ""
     """Where all ranks were, with the legend."""
-    stack: str
+    stack: str = ""
     """The inner end of where the culprit was; empty where that is not known."""
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether nothing that a second look may show can be a better explanation."""
+        return self.cause not in (Cause.STILL, Cause.CYCLE)
 
     @property
     def heading(self) -> str:
@@ -80,18 +85,6 @@ class Verdict:
         return cls(int(culprit) if culprit else None, Cause(cause), reason, positions, stack)
 
 
-@dataclass(frozen=True, slots=True)
-class _Finding:
-    culprit: int | None
-    cause: Cause
-    reason: str
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether nothing that a second look may show can be a better explanation."""
-        return self.cause not in (Cause.STILL, Cause.CYCLE)
-
-
 def diagnose(board: PositionBoard, describe: Callable[[int, int], str], *, peer: int | None = None) -> Verdict:
     """Find the culprit, write the verdict down and return it, or adopt the one that another rank found first.
 
@@ -101,7 +94,7 @@ def diagnose(board: PositionBoard, describe: Callable[[int, int], str], *, peer:
     recorded = first_verdict(read_all(board))
     if not recorded:
         finding = _look(board, describe, peer)
-        board.note_verdict(_verdict(read_all(board), finding, describe).packed())
+        board.note_verdict(_with_positions(finding, read_all(board), describe).packed())
         # Ranks that looked at the same moment have written one each: all of them adopt the first.
         time.sleep(SETTLE_S)
         recorded = first_verdict(read_all(board))
@@ -123,7 +116,7 @@ def process_trouble(pid: int) -> str:
     return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "")
 
 
-def _look(board: PositionBoard, describe: Callable[[int, int], str], peer: int | None) -> _Finding:
+def _look(board: PositionBoard, describe: Callable[[int, int], str], peer: int | None) -> Verdict:
     for _ in range(LOOKS_FOR_DEATH):
         positions = read_all(board)
         finding = (
@@ -137,7 +130,7 @@ def _look(board: PositionBoard, describe: Callable[[int, int], str], peer: int |
     return finding
 
 
-def _failed(positions: list[RankPosition], describe: Callable[[int, int], str]) -> _Finding | None:
+def _failed(positions: list[RankPosition], describe: Callable[[int, int], str]) -> Verdict | None:
     failed = [position for position in positions if position.state is State.FAILED and position.failure]
     if not failed:
         return None
@@ -145,10 +138,10 @@ def _failed(positions: list[RankPosition], describe: Callable[[int, int], str]) 
     assert first.failure is not None
     within = f", in {first.failure.place}," if first.failure.place else ""
     reason = f"{place_of(first, describe)}{within} it raised {first.failure.summary}"
-    return _Finding(first.rank, Cause.RAISED, reason)
+    return Verdict(first.rank, Cause.RAISED, reason)
 
 
-def _broken(positions: list[RankPosition], describe: Callable[[int, int], str]) -> _Finding | None:
+def _broken(positions: list[RankPosition], describe: Callable[[int, int], str]) -> Verdict | None:
     seen = [position for position in positions if position.state not in (State.UNKNOWN, State.DONE)]
     troubles = {position.rank: process_trouble(position.pid) for position in seen}
     for cause in (Cause.GONE, Cause.STOPPED):
@@ -156,13 +149,13 @@ def _broken(positions: list[RankPosition], describe: Callable[[int, int], str]) 
         if ranks:
             first = positions[ranks[0]]
             reason = f"its process {first.pid} is {cause.value}, {place_of(first, describe)}"
-            return _Finding(first.rank, cause, reason)
+            return Verdict(first.rank, cause, reason)
     return None
 
 
 def _end_of_waits(
     positions: list[RankPosition], rank: int, describe: Callable[[int, int], str], peer: int | None
-) -> _Finding:
+) -> Verdict:
     """Follow who waits for whom from this rank to one that does not wait, or around a cycle."""
     path = [rank]
     following = peer if peer is not None else positions[rank].peer
@@ -171,13 +164,13 @@ def _end_of_waits(
         following = positions[following].peer
     if following is not None:
         return _cycle(positions, path[path.index(following) :], describe)
-    return _Finding(path[-1], Cause.STILL, _why(positions[path[-1]], describe))
+    return Verdict(path[-1], Cause.STILL, _why(positions[path[-1]], describe))
 
 
-def _cycle(positions: list[RankPosition], ranks: list[int], describe: Callable[[int, int], str]) -> _Finding:
+def _cycle(positions: list[RankPosition], ranks: list[int], describe: Callable[[int, int], str]) -> Verdict:
     waits = [f"rank {rank} {place_of(positions[rank], describe)} waits for rank" for rank in ranks]
     chain = ", ".join(f"{wait} {rank}" for wait, rank in zip(waits, [*ranks[1:], ranks[0]], strict=True))
-    return _Finding(None, Cause.CYCLE, f"a message was lost or the orders do not match: {chain}")
+    return Verdict(None, Cause.CYCLE, f"a message was lost or the orders do not match: {chain}")
 
 
 def _why(position: RankPosition, describe: Callable[[int, int], str]) -> str:
@@ -201,10 +194,10 @@ def place_of(position: RankPosition, describe: Callable[[int, int], str]) -> str
     return "between two steps" if position.state is State.IDLE else "at the start of its step"
 
 
-def _verdict(positions: list[RankPosition], finding: _Finding, describe: Callable[[int, int], str]) -> Verdict:
+def _with_positions(finding: Verdict, positions: list[RankPosition], describe: Callable[[int, int], str]) -> Verdict:
     stack = [] if finding.culprit is None else _stack(positions[finding.culprit])
     table = "\n".join([*position_table(positions, describe), LEGEND])
-    return Verdict(finding.culprit, finding.cause, finding.reason, table, "\n".join(stack))
+    return replace(finding, positions=table, stack="\n".join(stack))
 
 
 def _stack(position: RankPosition) -> list[str]:

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
-from penstock.execute.calls import Bound
 from penstock.execute.observing.observer import Around, Observer
-from penstock.execute.step import Step
+from penstock.execute.step import Bound, Step
 from penstock.execute.transport.protocol import Messages, Tag, Ticket
 from penstock.ir.deps import predecessors
 from penstock.ir.instruction import Instruction, Op

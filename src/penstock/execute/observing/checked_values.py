@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PipelineError
-from penstock.execute.calls import Bound
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.stages.stage import Stage
-from penstock.execute.step import Step
+from penstock.execute.step import Bound, Step
 from penstock.execute.values.tree import flatten
 from penstock.ir.deps import NONE
 from penstock.ir.instruction import Instruction

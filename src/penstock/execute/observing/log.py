@@ -13,10 +13,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from penstock.errors import count_of
-from penstock.execute.calls import Bound
 from penstock.execute.control.collectives import Control
 from penstock.execute.observing.observer import Around, Observer
-from penstock.execute.step import Step
+from penstock.execute.step import Bound, Step
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.action import Kind
 from penstock.ir.program import Program

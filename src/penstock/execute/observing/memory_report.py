@@ -7,7 +7,7 @@ not seen here; on a CUDA device, torch's own counters beside these figures have 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any, cast
@@ -16,7 +16,6 @@ import torch
 from torch.optim import Optimizer
 
 from penstock.errors import PipelineError
-from penstock.execute.calls import Bound
 from penstock.execute.control.collectives import Control
 from penstock.execute.losses.results import StepResult
 from penstock.execute.observing.layer_sizes import LayerBytes, LayerSizes, gather_sizes, gradients_of
@@ -24,7 +23,7 @@ from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.observing.saved_tensors import SavedTensorTracker, StorageCounter
 from penstock.execute.stages.recompute import Checkpoint
 from penstock.execute.stages.stage import Stage
-from penstock.execute.step import Step
+from penstock.execute.step import Bound, Step
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.operations import IS_BACKWARD, RUNS_AUTOGRAD, RUNS_FORWARD
 from penstock.ir.program import Program
@@ -78,17 +77,17 @@ class MemoryPoint:
 class RankMemory:
     """What one rank held during a step."""
 
-    rank: int
-    stages: tuple[StageMemory, ...]
-    received_bytes: int
+    rank: int = -1
+    stages: tuple[StageMemory, ...] = ()
+    received_bytes: int = 0
     """Buffers of receives, and what has arrived and is not used yet; at the peak."""
-    unsent_bytes: int
+    unsent_bytes: int = 0
     """What was made for another stage and has not been sent, or handed on within the rank; at the peak."""
-    optimizer_bytes: int | None
+    optimizer_bytes: int | None = None
     """None where no optimizer was given."""
-    peak_activations: int
+    peak_activations: int = 0
     """The most activations alive at once, which is what a check counts."""
-    points: tuple[MemoryPoint, ...]
+    points: tuple[MemoryPoint, ...] = ()
 
     @property
     def counted_bytes(self) -> int:
@@ -110,19 +109,6 @@ class MemoryReport:
     """Per rank, the peak that the one model of memory has for these sizes, gradients and optimizer state included."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """What a rank holds between two calls."""
-
-    stages: tuple[StageMemory, ...] = ()
-    received_bytes: int = 0
-    unsent_bytes: int = 0
-
-    @property
-    def counted_bytes(self) -> int:
-        return sum(stage.counted_bytes for stage in self.stages) + self.received_bytes + self.unsent_bytes
-
-
 class MemoryWatch(Observer):
     """Looks at one rank's memory during one step, between its calls."""
 
@@ -135,7 +121,7 @@ class MemoryWatch(Observer):
         self.sizes = LayerSizes(stages)
         parameters = (parameter for stage in stages for _, parameter in stage.named_parameters())
         self._tracker = SavedTensorTracker(parameters, self.sizes.note_saved)
-        self._peak = _Sample()
+        self._peak = RankMemory()
         self._stage_of_slot: dict[int, int] = {}
 
     def begin(self, step: Step) -> None:
@@ -158,14 +144,13 @@ class MemoryWatch(Observer):
         """Return what was seen in a step that is over."""
         peak = self._peak
         points = {**self.points, Moment.PEAK: self._point(Moment.PEAK, peak)}
-        return RankMemory(
-            rank,
-            peak.stages,
-            peak.received_bytes,
-            peak.unsent_bytes,
-            None if self.optimizer is None else StorageCounter().add(list(self.optimizer.state.values())),
-            self.peak_activations,
-            tuple(points[moment] for moment in Moment if moment in points),
+        state = None if self.optimizer is None else list(self.optimizer.state.values())
+        return replace(
+            peak,
+            rank=rank,
+            optimizer_bytes=None if state is None else StorageCounter().add(state),
+            peak_activations=self.peak_activations,
+            points=tuple(points[moment] for moment in Moment if moment in points),
         )
 
     @contextmanager
@@ -195,7 +180,7 @@ class MemoryWatch(Observer):
         if moment is not None:
             self.points[moment] = self._point(moment, sample)
 
-    def _point(self, moment: Moment, sample: _Sample) -> MemoryPoint:
+    def _point(self, moment: Moment, sample: RankMemory) -> MemoryPoint:
         if self.device.type != "cuda":
             return MemoryPoint(moment, sample.counted_bytes, None, None)
         now = (torch.cuda.memory_allocated, torch.cuda.memory_reserved)
@@ -203,7 +188,7 @@ class MemoryWatch(Observer):
         allocated, reserved = most if moment is Moment.PEAK else now
         return MemoryPoint(moment, sample.counted_bytes, allocated(self.device), reserved(self.device))
 
-    def _sample(self, step: Step) -> _Sample:
+    def _sample(self, step: Step) -> RankMemory:
         """Count every storage once, under the first of the columns that holds it."""
         counter = StorageCounter()
         parameters = {stage.index: [each for _, each in stage.named_parameters()] for stage in self.stages}
@@ -225,8 +210,8 @@ class MemoryWatch(Observer):
             column[stage] += counter.add(() if saved.deferred is None else saved.deferred.kept)
         columns = (parameter_bytes, gradient_bytes, num_activations, activation_bytes, context_bytes)
         received = [incoming.tensors for incoming in step.received if incoming is not None]
-        return _Sample(
-            tuple(StageMemory(stage, *(column[stage] for column in columns)) for stage in parameters),
+        return RankMemory(
+            stages=tuple(StageMemory(stage, *(column[stage] for column in columns)) for stage in parameters),
             received_bytes=counter.add([received, step.inputs]),
             unsent_bytes=counter.add([step.outgoing, list(step.local.values())]),
         )

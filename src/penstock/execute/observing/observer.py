@@ -20,8 +20,7 @@ from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
 from penstock.errors import PipelineError
-from penstock.execute.calls import Bound
-from penstock.execute.step import Step
+from penstock.execute.step import Bound, Step
 from penstock.ir.program import Program
 
 Around = Callable[[Step], AbstractContextManager[object]]

@@ -8,9 +8,8 @@ import torch
 from torch.cuda import nvtx
 from torch.profiler import record_function
 
-from penstock.execute.calls import Bound
 from penstock.execute.observing.observer import Around, Observer
-from penstock.execute.step import Step
+from penstock.execute.step import Bound, Step
 from penstock.ir.instruction import Instruction
 from penstock.ir.operations import OPERATIONS
 from penstock.ir.program import Program

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.execute.calls import Bound
 from penstock.execute.control.collectives import Control
 from penstock.execute.observing.clock import Alignment, Clock, ClockComparison
 from penstock.execute.observing.device_events import Marker, await_marker
 from penstock.execute.observing.observer import Around, Observer
-from penstock.execute.step import Step
+from penstock.execute.step import Bound, Step
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline

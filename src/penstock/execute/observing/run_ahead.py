@@ -15,10 +15,9 @@ from functools import partial
 
 import torch
 
-from penstock.execute.calls import Bound
 from penstock.execute.observing.device_events import Marker, await_marker
 from penstock.execute.observing.observer import Around, Observer
-from penstock.execute.step import Step
+from penstock.execute.step import Bound, Step
 from penstock.ir.operations import IS_COMPUTE
 from penstock.ir.program import Program
 

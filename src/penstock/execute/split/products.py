@@ -4,13 +4,13 @@ A product is found in two places:
     nodes       of autograd's graph, after a forward, which have saved the activations
     functions   that layers call, during a forward that splits its products (weight_grad_mode.py)
 A product that is found in neither is run by autograd as ever, its weight gradients as part of I. To add one: write its
-formula, a row with its readers, and a test of what these readers count on in tests/execute/test_undocumented.py.
+formula, its readers in `NODES` and `FUNCTIONS`, and a test of what they count on in tests/execute/test_undocumented.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,13 +55,6 @@ FromNode = Callable[[Node], DeferredProduct | None]
 """Reads a product whose weights need gradients from a node of its kind; None if it is none, or of no known formula."""
 FromCall = Callable[..., CalledProduct | None]
 """Gets the arguments of a function; None for arguments with which it is no product, or none of a known formula."""
-
-
-class Row(NamedTuple):
-    """One product; either way to find it may be missing."""
-
-    nodes: Mapping[str, FromNode]
-    functions: Mapping[Any, FromCall]
 
 
 def read_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CalledProduct | None:
@@ -229,30 +222,26 @@ def _embedding(
     return CalledProduct(TableLookUp(num_rows, padding, scale_grad_by_freq, sparse), input, (weight,))
 
 
-TABLE = {
-    "matrix product": Row(
-        nodes={MM: _node_reader("self", (1,), _read_mm), ADDMM: _node_reader("mat1", (2,), _read_addmm)},
-        functions={
-            F.linear: _linear,
-            torch.matmul: _matmul,
-            Tensor.matmul: _matmul,
-            torch.mm: _matmul,
-            Tensor.mm: _matmul,
-            torch.addmm: _addmm,
-        },
-    ),
-    "batch of matrix products": Row(
-        nodes={BMM: _node_reader("self", (1,), _read_bmm)},
-        functions={torch.bmm: _bmm, Tensor.bmm: _bmm},
-    ),
-    "convolution": Row(
-        nodes={CONVOLUTION: _node_reader("input", (1, 2), _read_convolution)},
-        functions={F.conv1d: _convolution(1), F.conv2d: _convolution(2), F.conv3d: _convolution(3)},
-    ),
-    "table look-up": Row(
-        nodes={EMBEDDING: _node_reader("indices", (0,), _read_embedding)},
-        functions={F.embedding: _embedding},
-    ),
+# ---- the table: where each product is found
+
+NODES: dict[str, FromNode] = {
+    MM: _node_reader("self", (1,), _read_mm),
+    ADDMM: _node_reader("mat1", (2,), _read_addmm),
+    BMM: _node_reader("self", (1,), _read_bmm),
+    CONVOLUTION: _node_reader("input", (1, 2), _read_convolution),
+    EMBEDDING: _node_reader("indices", (0,), _read_embedding),
 }
-NODES = {kind: reader for row in TABLE.values() for kind, reader in row.nodes.items()}
-FUNCTIONS = {function: reader for row in TABLE.values() for function, reader in row.functions.items()}
+FUNCTIONS: dict[Any, FromCall] = {
+    F.linear: _linear,
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    torch.mm: _matmul,
+    Tensor.mm: _matmul,
+    torch.addmm: _addmm,
+    torch.bmm: _bmm,
+    Tensor.bmm: _bmm,
+    F.conv1d: _convolution(1),
+    F.conv2d: _convolution(2),
+    F.conv3d: _convolution(3),
+    F.embedding: _embedding,
+}

@@ -72,8 +72,6 @@ def take_all(modules: Sequence[Auxiliary]) -> AddedLosses:
 class AddedLossFeature:
     """Losses that the layers of one stage add."""
 
-    begins_backwards = True
-
     def __init__(self, modules: Sequence[Auxiliary]) -> None:
         self.modules = modules
 
@@ -84,6 +82,8 @@ class AddedLossFeature:
 
 class AddedLossPart(ForwardPart):
     """Notes what the layers add in one forward, and where its backward begins."""
+
+    begins_backwards = True
 
     def __init__(self, modules: Sequence[Auxiliary], losses: StepLosses, place: Place) -> None:
         self._modules = modules

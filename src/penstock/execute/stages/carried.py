@@ -87,8 +87,6 @@ def carrying_modules(stage: Stage) -> list[Carrying]:
 class CarryFeature:
     """What the layers of one stage carry from slice to slice."""
 
-    begins_backwards = False
-
     def __init__(self, stage: int, modules: Sequence[Carrying], num_slices: int) -> None:
         self.stage = stage
         self.modules = modules

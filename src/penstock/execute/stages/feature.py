@@ -25,6 +25,9 @@ BeforeLayer = Callable[[int], None]
 class ForwardPart:
     """What a feature does in one forward, kept until its backward has run. Every default does nothing."""
 
+    begins_backwards = False
+    """Whether a backward may begin here, whatever becomes of the stage's outputs."""
+
     @property
     def before_layer(self) -> BeforeLayer | None:
         """What to call before each layer, if anything; at most one feature of a stage has it."""
@@ -73,9 +76,6 @@ class ForwardPart:
 
 class StageFeature(Protocol):
     """A feature of one stage."""
-
-    begins_backwards: bool
-    """Whether a backward may begin here, whatever becomes of the stage's outputs."""
 
     def begin(self, step: Step, place: Place) -> ForwardPart:
         """Return what to do in the forward of a microbatch (or slice)."""

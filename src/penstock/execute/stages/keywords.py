@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.errors import PipelineError, nearest
-from penstock.execute.batch.microbatch import EVERY
+from penstock.errors import PipelineError
 from penstock.execute.control.error_notes import note_place
 from penstock.execute.stages.signatures import TakenKeywords, taken_keywords
 from penstock.execute.undocumented import is_leaf_changed_in_place
@@ -23,20 +22,6 @@ _EVERY = (
     "the batch that is not filled by position: {names}. Let its forward name the keywords that it takes, or use "
     "**kwargs only to call the submodule that takes them, as in self.inner(x, **kwargs)"
 )
-
-
-def check_keywords(layers: Sequence[nn.Module], kwargs: Mapping[str, Any], num_args: int) -> None:
-    """Raise PipelineError for a keyword that no layer of the whole model takes; the first gets `num_args` values."""
-    if not kwargs:
-        return
-    counts = [num_args, *[1] * (len(layers) - 1)]
-    known = {name for layer, count in zip(layers, counts, strict=True) for name in taken_keywords(layer).names(count)}
-    for name in kwargs:
-        if name not in known and EVERY not in known:
-            raise PipelineError(
-                f"no layer's forward has a free parameter {name!r}.{nearest(name, known)} "
-                f"Layers take the keywords {sorted(known)}; rename or drop it"
-            )
 
 
 def run_layers(

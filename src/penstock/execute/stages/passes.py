@@ -67,7 +67,6 @@ class StagePasses:
         self.stage = stage
         self.options = options
         self._features = features
-        self._begins_backwards = any(feature.begins_backwards for feature in features)
 
     def begin(self, step: Step) -> None:
         """Begin a training step: how backwards are split is decided anew, and stays for all of the step."""
@@ -189,7 +188,8 @@ class StagePasses:
             return step.losses.compute(place, outputs, target, is_training=self.options.is_training)
 
     def _require_training(self, saved: SavedForward, loss: Tensor | None) -> None:
-        is_idle = loss is not None and not loss.requires_grad and not self._begins_backwards
+        begins = any(part.begins_backwards for part in saved.parts)
+        is_idle = loss is not None and not loss.requires_grad and not begins
         if is_idle and (saved.inputs or self.stage.is_trainable):
             raise PipelineError(
                 f"stage {self.stage.index}: its outputs need no gradient, so that nothing would be trained, though its "

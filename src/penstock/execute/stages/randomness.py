@@ -41,8 +41,6 @@ def generator_seed(seed: int, step: int, layer: int, place: Place) -> int:
 class SeededRandomness:
     """What the layers of a rank draw while they run forward in training; `patience_s` is for the generator lock."""
 
-    begins_backwards = False
-
     def __init__(self, seed: int, device: torch.device, patience_s: float = 60.0) -> None:
         self._seed = seed
         self._patience_s = patience_s
@@ -103,8 +101,6 @@ class ReplayedRandomness:
 
     The ranks of a process take turns at its generators, so that nobody draws within another's forward.
     """
-
-    begins_backwards = False
 
     def __init__(self, device: torch.device, patience_s: float = 60.0) -> None:
         self.generators = default_generators(device)

@@ -112,8 +112,6 @@ class SkipBuffer:
 class StageSkips:
     """The skips of one stage: those that its layers hold, and those that go past it."""
 
-    begins_backwards = False
-
     def __init__(
         self,
         layers: Sequence[nn.Module],

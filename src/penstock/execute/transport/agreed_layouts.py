@@ -4,14 +4,13 @@ The first time that a batch layout runs, every message brings its own descriptio
 is remembered under the batch's signature, which is equal on all ranks, and holds for each later batch of this layout.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from penstock.errors import PipelineError
-from penstock.execute.values.layouts import Layout, PlainNumbers, TensorInfo, is_alike
-from penstock.execute.values.tree import LEAF, flatten
+from penstock.execute.values.layouts import Layout, TensorInfo, is_alike
+from penstock.execute.values.tree import flatten
 
 Key = tuple[int, int, int]
 """Stage, microbatch, slice."""
@@ -20,52 +19,19 @@ MAX_LAYOUTS = 256
 makes a new one."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AgreedLayout:
-    """A layout, and what is asked of it for every message, so that it is worked out once."""
-
-    layout: Layout
-    tensors: tuple[TensorInfo, ...]
-    needing_gradient: tuple[TensorInfo, ...]
-    only_tensor: TensorInfo | None
-    """Of a tree that is one tensor."""
-    has_orders: bool
-    """Whether a tensor lies in memory in an order of its own."""
-    numbers: PlainNumbers | None
-    """What may have other values in each message."""
-
-    @classmethod
-    def of(cls, layout: Layout) -> "AgreedLayout":
-        tensors = layout.tensors
-        only_tensor = tensors[0] if layout.spec == LEAF and tensors else None
-        needing_gradient = tuple(info for info in tensors if info.requires_grad)
-        return cls(layout, tensors, needing_gradient, only_tensor, layout.has_orders, PlainNumbers.of(layout))
-
-    def fits_tensor(self, value: Any) -> bool:
-        """Whether a value is the one tensor that was agreed on; False says nothing of other trees."""
-        expected = self.only_tensor
-        return (
-            expected is not None
-            and isinstance(value, Tensor)
-            and value.shape == expected.shape
-            and value.dtype is expected.dtype
-            and value.requires_grad is expected.requires_grad
-        )
-
-
 class AgreedLayouts:
     """The layouts of one rank's messages in the current step, and in the steps before it."""
 
     def __init__(self, rank: int, *, has_variable_shapes: bool) -> None:
         self._rank = rank
         self._has_variable_shapes = has_variable_shapes
-        self._before: dict[str, tuple[dict[Key, AgreedLayout], dict[Key, AgreedLayout]]] = {}
+        self._before: dict[str, tuple[dict[Key, Layout], dict[Key, Layout]]] = {}
         self._signature = ""
         self.is_static = False
         """Whether both ends of every message of this step know its layout."""
-        self.received: dict[Key, AgreedLayout] = {}
+        self.received: dict[Key, Layout] = {}
         """Of the inputs of this rank's stages."""
-        self.produced: dict[Key, AgreedLayout] = {}
+        self.produced: dict[Key, Layout] = {}
         """Of their outputs."""
 
     def begin(self, signature: str) -> None:
@@ -97,11 +63,10 @@ class AgreedLayouts:
         leaves, spec = flatten(outputs)
         layout = Layout(spec, tuple(TensorInfo.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
         if agreed is None:
-            agreed = self.produced[key] = AgreedLayout.of(layout)
-        expected = agreed.layout
-        if not is_alike(layout, expected):
+            agreed = self.produced[key] = layout
+        if not is_alike(layout, agreed):
             raise PipelineError(
-                f"{action}: the output is {layout}, but the ranks agreed on {expected} for batches of "
+                f"{action}: the output is {layout}, but the ranks agreed on {agreed} for batches of "
                 "this layout. Return the same shapes, types and texts for equal batches, whatever the numbers in them, "
                 "and let the same tensors need a gradient; or create the pipeline with variable_shapes=True",
                 rank=self._rank,
@@ -112,5 +77,5 @@ class AgreedLayouts:
         """Return, per stage of this rank but a last one, the bytes of its largest output in this step."""
         largest: dict[int, int] = {}
         for (stage, _, _), agreed in self.produced.items():
-            largest[stage] = max(largest.get(stage, 0), agreed.layout.num_bytes)
+            largest[stage] = max(largest.get(stage, 0), agreed.num_bytes)
         return largest

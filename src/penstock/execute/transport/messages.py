@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.execute.transport.agreed_layouts import AgreedLayout, AgreedLayouts, Key
+from penstock.execute.transport.agreed_layouts import AgreedLayouts, Key
 from penstock.execute.transport.protocol import Messages, Ticket
-from penstock.execute.values.layouts import decode_layout, encode_layout
+from penstock.execute.values.layouts import Layout, decode_layout, encode_layout
 from penstock.execute.values.tensors import empty_in_order, memory_order, stored
 from penstock.execute.values.tree import flatten
 from penstock.execute.values.version_guard import VersionGuard
@@ -44,7 +44,7 @@ class Incoming:
     peer: int
     key: Key
     is_forward: bool
-    agreed: AgreedLayout | None = None
+    agreed: Layout | None = None
     is_posted: bool = False
     tensors: list[Tensor] = field(default_factory=list)
     tickets: list[Ticket] = field(default_factory=list)
@@ -200,10 +200,9 @@ class Receiver:
                 tensor.requires_grad_()
         if agreed.only_tensor is not None:
             return tensors[0]
-        layout = agreed.layout
         if agreed.numbers is not None and incoming.numbers is not None:
-            layout = agreed.numbers.read(layout, incoming.numbers)
-        return layout.fill(tensors)
+            agreed = agreed.numbers.read(agreed, incoming.numbers)
+        return agreed.fill(tensors)
 
     def take_gradients(self, incoming: Incoming) -> list[Tensor]:
         """Wait for the gradients of a stage's outputs."""
@@ -244,14 +243,14 @@ class Receiver:
             incoming.agreed = self._layouts.produced[incoming.key]
         self._post_tensors(incoming, incoming.agreed)
 
-    def _receive_header(self, peer: int) -> AgreedLayout:
+    def _receive_header(self, peer: int) -> Layout:
         length = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._transport.wait(self._transport.post_receive(peer, length))
         header = torch.empty(int(length), dtype=torch.uint8, device=self._device)
         self._transport.wait(self._transport.post_receive(peer, header))
-        return AgreedLayout.of(decode_layout(header.cpu().numpy().tobytes()))
+        return decode_layout(header.cpu().numpy().tobytes())
 
-    def _post_tensors(self, incoming: Incoming, agreed: AgreedLayout) -> None:
+    def _post_tensors(self, incoming: Incoming, agreed: Layout) -> None:
         for info in agreed.tensors if incoming.is_forward else agreed.needing_gradient:
             tensor = empty_in_order(info.shape, info.order, dtype=info.dtype, device=self._device)
             incoming.tensors.append(tensor)

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.execute.transport.sockets import Arriving, DirectSocket, Leaving, MessageLate
+from penstock.execute.transport.sockets import Arriving, DirectSocket, MessageLate
 
 SHORTEST_WAIT_S = 0.001
 """Torch counts milliseconds and takes 0 for `without limit`."""
@@ -67,20 +67,6 @@ class QueuedMessage:
             if time.monotonic() >= end_s:
                 raise MessageLate
             time.sleep(PAUSE_S)
-
-
-@dataclass(slots=True, eq=False)
-class DirectSend:
-    """A message past gloo for which there was no room yet."""
-
-    socket: DirectSocket
-    leaving: Leaving
-
-    def is_over(self) -> bool:
-        return self.leaving.is_done
-
-    def wait(self, deadline_s: float) -> None:
-        self.socket.wait_sent(self.leaving, deadline_s)
 
 
 @dataclass(slots=True, eq=False)

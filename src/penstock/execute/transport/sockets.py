@@ -47,10 +47,18 @@ class Arriving:
 
 @dataclass(slots=True, eq=False)
 class Leaving:
-    """A message for which there was no room yet."""
+    """A message for which there was no room yet; a transport waits for it as for any other (`pending.Pending`)."""
 
+    overflow: "_Overflow"
     tensor: Tensor
     is_done: bool = False
+
+    def is_over(self) -> bool:
+        return self.is_done
+
+    def wait(self, deadline_s: float) -> None:
+        """Block until it has left. Raises: SocketClosed, MessageLate."""
+        self.overflow.wait(self, deadline_s)
 
 
 class Carrier(Protocol):
@@ -117,10 +125,6 @@ class DirectSocket:
             raise SocketClosed(str(error)) from error
         return None
 
-    def wait_sent(self, leaving: Leaving, deadline_s: float) -> None:
-        """Block until a message has left. Raises: SocketClosed, MessageLate."""
-        self._overflow.wait(leaving, deadline_s)
-
     def post(self, tensor: Tensor) -> Arriving:
         """Let the next message fill this tensor."""
         arriving = Arriving(tensor)
@@ -178,7 +182,7 @@ class _Overflow:
         return not self._queue
 
     def add(self, tensor: Tensor) -> Leaving:
-        leaving = Leaving(tensor)
+        leaving = Leaving(self, tensor)
         with self._changed:
             self._queue.append(leaving)
             if len(self._queue) == 1:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import PeerLost, PipelineError
-from penstock.execute.transport.pending import DirectReceive, DirectSend, GlooMessage, Pending, QueuedMessage
+from penstock.execute.transport.pending import DirectReceive, GlooMessage, Pending, QueuedMessage
 from penstock.execute.transport.protocol import (
     Tag,
     Ticket,
@@ -218,7 +218,7 @@ class TorchTransport:
         except SocketClosed as error:
             raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
         if leaving is not None:
-            return self._opened(ticket._replace(is_over=False), DirectSend(direct, leaving))
+            return self._opened(ticket._replace(is_over=False), leaving)
         self._next_serial += 1
         return ticket
 

@@ -11,6 +11,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from types import NoneType
 from typing import Any
@@ -49,11 +50,12 @@ class TensorInfo:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{need}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """A tree in which each tensor is replaced by its `TensorInfo`; other leaves are plain values.
 
-    Python calls 1, 1.0 and True equal, so compare two layouts by what `encode_layout` returns.
+    What is asked of it for every message is worked out once. Python calls 1, 1.0 and True equal, so compare two layouts
+    by what `encode_layout` returns.
     """
 
     spec: TreeSpec
@@ -63,18 +65,43 @@ class Layout:
         leaves = [str(leaf) if isinstance(leaf, TensorInfo) else repr(leaf) for leaf in self.leaves]
         return f"{self.spec.to_text()} with {', '.join(leaves)}"
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[TensorInfo, ...]:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorInfo))
 
-    @property
+    @cached_property
+    def needing_gradient(self) -> tuple[TensorInfo, ...]:
+        return tuple(info for info in self.tensors if info.requires_grad)
+
+    @cached_property
+    def only_tensor(self) -> TensorInfo | None:
+        """Of a tree that is one tensor."""
+        return self.tensors[0] if self.spec == LEAF and self.tensors else None
+
+    @cached_property
     def has_orders(self) -> bool:
         """Whether a tensor lies in memory in an order other than that of its shape."""
         return any(info.order for info in self.tensors)
 
+    @cached_property
+    def numbers(self) -> "PlainNumbers | None":
+        """What may have other values in each message."""
+        return PlainNumbers.of(self)
+
     @property
     def num_bytes(self) -> int:
         return sum(prod(info.shape) * info.dtype.itemsize for info in self.tensors)
+
+    def fits_tensor(self, value: Any) -> bool:
+        """Whether a value is the one tensor of this layout; False says nothing of other trees."""
+        expected = self.only_tensor
+        return (
+            expected is not None
+            and isinstance(value, Tensor)
+            and value.shape == expected.shape
+            and value.dtype is expected.dtype
+            and value.requires_grad is expected.requires_grad
+        )
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
         """Build the tree with these tensors, one for each `TensorInfo`, in order."""
