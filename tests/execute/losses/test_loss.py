@@ -19,7 +19,7 @@ def of_sizes(*sizes, targets=None):
 
 
 def microbatch_weights(microbatches, reduction="mean", count=None):
-    return LossWeights(reduction, count).of(microbatches)
+    return LossWeights(reduction, count).shares(microbatches, [[each] for each in microbatches]).weights
 
 
 @given(st.integers(1, 500), st.integers(1, 64))

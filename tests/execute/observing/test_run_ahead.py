@@ -5,7 +5,7 @@ import torch
 
 from penstock.errors import ConfigError, DeadlineExceeded
 from penstock.execute.observing.observer import observed
-from penstock.execute.observing.run_ahead import Throttle, throttle_for
+from penstock.execute.observing.run_ahead import Throttle, await_marker, throttle_for
 from penstock.execute.step import Bound
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
@@ -137,3 +137,30 @@ def test_on_a_gpu_a_throttled_step_gives_the_same_bits():
         losses.append(pipeline.step(*[each.to(CUDA) for each in task.inputs], target=task.target.to(CUDA)).loss)
 
     assert torch.equal(*losses)
+
+
+class MarkerStandIn:
+    """Reached after so many looks."""
+
+    def __init__(self, num_looks):
+        self.num_looks_left = num_looks
+
+    def query(self):
+        self.num_looks_left -= 1
+        return self.num_looks_left < 0
+
+
+def test_the_wait_ends_when_the_device_has_come_there():
+    marker = MarkerStandIn(3)
+
+    await_marker(marker, rank=0, deadline_s=20.0)
+
+    assert marker.num_looks_left == -1
+
+
+def test_a_device_that_stands_still_ends_the_wait_at_the_deadline():
+    with pytest.raises(DeadlineExceeded, match=r"rank 2: waited .* for its device .* the deadline is 0.01 s") as caught:
+        await_marker(MarkerStandIn(10**9), rank=2, deadline_s=0.01)
+
+    assert caught.value.rank == 2
+    assert caught.value.waited_s > 0.01

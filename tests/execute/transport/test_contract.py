@@ -257,34 +257,30 @@ def test_a_tensor_with_a_graph_is_sent_by_value(on_ranks):
 # --- collectives
 
 
-def reduce_and_broadcast(transport):
+def reduce_in_place(transport):
     total = torch.tensor([1.0, 10.0]) * (transport.rank + 1)
     Control(transport).all_reduce(total)
     strided = torch.full((2, 2), float(transport.rank)).t()
     Control(transport).all_reduce(strided)
-    from_two = torch.tensor([transport.rank])
-    Control(transport).broadcast(from_two, 2)
     count = torch.tensor(transport.rank, dtype=torch.int64)
     Control(transport).all_reduce(count)
-    return [total.tolist(), strided.tolist(), from_two.item(), count.item()]
+    return [total.tolist(), strided.tolist(), count.item()]
 
 
-def test_all_reduce_sums_and_broadcast_copies_in_place(on_ranks):
-    answers = on_ranks(3, reduce_and_broadcast)
+def test_all_reduce_sums_in_place(on_ranks):
+    answers = on_ranks(3, reduce_in_place)
 
-    assert answers == [[[6.0, 60.0], [[3.0, 3.0], [3.0, 3.0]], 2, 3]] * 3
+    assert answers == [[[6.0, 60.0], [[3.0, 3.0], [3.0, 3.0]], 3]] * 3
 
 
-def reduce_and_broadcast_lazy_values(transport):
+def reduce_lazy_values(transport):
     total = torch.tensor([1 + 2j]).conj()
     Control(transport).all_reduce(total)
-    from_one = torch.tensor([complex(transport.rank, transport.rank)]).conj()
-    Control(transport).broadcast(from_one, 1)
-    return total.item(), from_one.item()
+    return total.item()
 
 
 def test_collectives_of_what_is_conjugated_when_it_is_read_are_right(on_ranks):
-    assert on_ranks(2, reduce_and_broadcast_lazy_values) == [(2 - 4j, 1 - 1j)] * 2
+    assert on_ranks(2, reduce_lazy_values) == [2 - 4j] * 2
 
 
 def reduce_in_rank_order(transport):
@@ -338,7 +334,6 @@ def test_collectives_do_not_take_the_messages_of_receives_posted_ahead(on_ranks)
 def lonely_collectives(transport):
     total = torch.tensor([4.0])
     Control(transport).all_reduce(total)
-    Control(transport).broadcast(total, 0)
     return [total.item(), Control(transport).all_gather_object("me")]
 
 

@@ -176,9 +176,7 @@ class Admission:
         return _LocalBatch(
             microbatches,
             [self._rule.slices(microbatch) for microbatch in microbatches],
-            digest(self._rule.signature(call.args, {}, None)) if call.args else 0,
-            digest(self._rule.signature((), call.kwargs, None)) if call.kwargs else 0,
-            digest(self._rule.signature((), {}, call.target)) if call.target is not None else 0,
+            *_digests(self._rule, call),
             call=call,
             spent=[each for each in flatten((call.args, dict(call.kwargs), call.target))[0] if _is_spent(each)],
         )
@@ -193,14 +191,11 @@ class Admission:
         first = Call(part.args, part.kwargs, part.target)
         self._check(first)
         rule = replace(self._rule, num_microbatches=1)
-        kind = f"{num_microbatches} off a stream"
         empty_slices = [without_data(one) for one in slices]
         return _LocalBatch(
             [replace(empty_slices[0], index=index, length=0) for index in range(num_microbatches)],
             [[replace(one, index=index) for one in empty_slices] for index in range(num_microbatches)],
-            digest(f"{kind} {rule.signature(part.args, {}, None)}") if part.args else 0,
-            digest(f"{kind} {rule.signature((), part.kwargs, None)}") if part.kwargs else 0,
-            digest(f"{kind} {rule.signature((), {}, part.target)}") if part.target is not None else 0,
+            *_digests(rule, first, f"{num_microbatches} off a stream "),
             stream.position + 1,
             reader,
             first,
@@ -277,6 +272,15 @@ def _stream_of(call: Call) -> Stream | None:
         return stream
     raise PipelineError(
         "a Stream brings inputs, keywords and target of each microbatch itself; pass it alone, as in step(stream)"
+    )
+
+
+def _digests(rule: BatchRule, call: Call, kind: str = "") -> tuple[int, int, int]:
+    """What stands for the layouts of inputs, keyword arguments and target; 0 for what was not given."""
+    return (
+        digest(kind + rule.signature(call.args, {}, None)) if call.args else 0,
+        digest(kind + rule.signature((), call.kwargs, None)) if call.kwargs else 0,
+        digest(kind + rule.signature((), {}, call.target)) if call.target is not None else 0,
     )
 
 

@@ -43,22 +43,6 @@ class Control:
             total += part
         tensor.detach().copy_(total)
 
-    def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Replace the tensor on every rank by the one of `root`."""
-        if not 0 <= root < self.num_ranks:
-            raise PipelineError(
-                f"rank {self.rank}: broadcast from rank {root}, but there are ranks 0..{self.num_ranks - 1}"
-            )
-        end_s, values = self._end_s(), _on_host(tensor)
-        if self.rank == root:
-            tickets = [self._send(peer, values) for peer in self._others]
-        else:
-            values = torch.empty_like(values)
-            tickets = [self.transport.post_receive(root, values, Tag.CONTROL)]
-        for ticket in tickets:
-            self._wait(ticket, end_s)
-        tensor.detach().copy_(values)
-
     def all_gather_object(self, value: object) -> list[object]:
         """Give every rank the plain values of all ranks, in rank order.
 

@@ -69,20 +69,11 @@ class LossWeights:
         if self.reduction == "sum" and self.count is not None:
             raise ConfigError("a sum is not divided by a count; drop count, or use reduction='mean'", key="count")
 
-    def of(self, microbatches: Sequence[Microbatch]) -> list[float]:
-        """Return the factor of each microbatch's loss.
-
-        All counts zero gives zeros; where nothing is split (no rows), a mean weighs all microbatches the same.
-
-        Raises:
-            PipelineError: a count is negative or not finite.
-        """
-        return self._weights(microbatches, self._counts(microbatches))
-
     def shares(self, microbatches: Sequence[Microbatch], slices: Sequence[Sequence[Microbatch]]) -> LossShares:
         """Return the factors of all microbatches and of their slices.
 
-        A slice counts as its length in the sequence, or as what `count` says of its target.
+        All counts zero gives zeros; where nothing is split (no rows), a mean weighs all microbatches the same. A slice
+        counts as its length in the sequence, or as what `count` says of its target.
 
         Raises:
             PipelineError: a count is negative or not finite, or the slices do not count what their microbatch does.

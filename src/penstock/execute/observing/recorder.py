@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from penstock.execute.control.collectives import Control
 from penstock.execute.observing.clock import Alignment, Clock, ClockComparison
-from penstock.execute.observing.device_events import Marker, await_marker
 from penstock.execute.observing.observer import Around, Observer
+from penstock.execute.observing.run_ahead import Marker, await_marker
 from penstock.execute.step import Bound, Step
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.program import Program

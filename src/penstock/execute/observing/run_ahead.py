@@ -1,4 +1,4 @@
-"""Bounds how far a rank's host runs ahead of its device: a computation starts only when an earlier one has ended.
+"""Places in a device's queue: waiting until the device has come to one, and bounding how far its host is ahead.
 
     limit 2    F0 F1 F2 (waits for the end of F0 on the device) F3 (of F1) ...
 
@@ -12,14 +12,51 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 import torch
 
-from penstock.execute.observing.device_events import Marker, await_marker
+from penstock.errors import DeadlineExceeded
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.step import Bound, Step
 from penstock.ir.operations import IS_COMPUTE
 from penstock.ir.program import Program
+
+PAUSE_S = 50e-6
+
+
+class Marker(Protocol):
+    """A place in a device's queue, such as `torch.cuda.Event`."""
+
+    def record(self) -> None:
+        """Put it behind all that is queued."""
+        ...
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+        ...
+
+
+def await_marker(
+    marker: Marker,
+    *,
+    rank: int,
+    deadline_s: float,
+    read_clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Let the host wait until the device has come to a marker. Raises: DeadlineExceeded."""
+    begin_s = read_clock()
+    while not marker.query():
+        waited_s = read_clock() - begin_s
+        if waited_s > deadline_s:
+            raise DeadlineExceeded(
+                f"rank {rank}: waited {waited_s:.2f} s for its device to end a computation, the deadline is "
+                f"{deadline_s:g} s. Find out what the device waits for, or allow more time",
+                rank=rank,
+                waited_s=waited_s,
+            )
+        pause(PAUSE_S)
 
 
 class Throttle(Observer):
