@@ -97,6 +97,7 @@ class Gradients:
         rows = slice(*program.offsets[rank : rank + 2])
         stages = program.stage[rows][program.op[rows] == Op.REDUCE_GRADIENT].tolist()
         layers = {stage.index: tuple(map(id, stage.layers.values())) for stage in self._assembly.stages}
+        # With two routes on one rank, two stages are the same modules; their gradients are whole after the later one.
         last_of_copies = {layers[stage]: stage for stage in stages}.values()
 
         def reduce(stage: int) -> None:

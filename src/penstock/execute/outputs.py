@@ -23,6 +23,7 @@ def collect_outputs(messenger: Messenger, step: Step, program: Program, rank: in
     """Move the outputs of all routes to the output rank, one microbatch after another."""
     holder_of_route = [program.placement.rank_of_stage[route[-1]] for route in program.placement.routes]
     receiver = holder_of_route[0]
+    # One after another and in one order on all ranks: these messages go on the channels of the step, behind its own.
     for place in product(range(step.losses.num_microbatches), range(step.losses.num_slices)):
         holder = holder_of_route[program.route_of_microbatch[place[0]]]
         if rank == holder != receiver:

@@ -53,6 +53,7 @@ def _paired(program: Program, bounds: Sequence[Bound], pairing: "_Pairing") -> I
             yield bounds[index]
             index += 1
             continue
+        # Two rows of at most two calls each: a wait and a computation.
         members = [bound for bound in bounds[index : index + 4] if bound.row in (row, row + 1)]
         yield from (bound for bound in members if bound.receive_row is not None)
         first, second = (bound for bound in members if bound.receive_row is None)

@@ -30,10 +30,11 @@ def run_step(compiled: CompiledProgram, step: Step, note: Note, bounds: Sequence
     if is_training:
         for passes in compiled.passes:
             passes.begin(step)
+    # Pairs made ahead: the loop itself reads no attribute, and holds nothing that a call has made.
     calls = [(bound.row - first, bound.call) for bound in bounds]
     with torch.set_grad_enabled(is_training):
         for row, call in calls:
-            note(row)
+            note(row)  # first, so that a call that hangs or raises is found at its own row
             call(step)
     _require_empty(compiled, step)
 

@@ -119,6 +119,7 @@ class Runner:
             StepRefused: on every rank, before anything ran.
             PipelineError: on every rank, if the step fails on any; the next one starts afresh.
         """
+        # Before the agreement, so that an error in it can name the rows of the other ranks.
         compiled = self._compiled_for(mode, self._num_microbatches)
         with self._failing_together():
             self._begin()  # 1 after a failed step, all ranks start afresh
@@ -188,6 +189,8 @@ class Runner:
             scale=gradients.scale if is_training else 0.0,
             extra=Extra.MEMORY if memory is not None else Extra.RECORDING if call.record else Extra.NOTHING,
         )
+        # From the largest of all ranks: one that tried a step alone is ahead, and its number must not come twice, or a
+        # message of the step that failed could pass for one of this step.
         self._num_attempts = batch.agreed.attempt + 1
         if is_training:
             gradients.agree_on_tied(batch.agreed.trained)
@@ -234,6 +237,7 @@ class Runner:
                 run_step(compiled, step, self._failures.board.note, compiled.bounds_with(of_step))
             if step.keeps_outputs:
                 collect_outputs(self._messenger, step, compiled.program, self._transport.rank)
+            # Past the last row: peers take all that this rank was sent as used, and release it.
             self._failures.board.note(len(compiled.rows))
             self._messenger.finish()
 
@@ -262,6 +266,7 @@ class Runner:
             raise
         except BaseException as error:
             report = self._failures.report(error)
+            # Only after the report, which has aborted the transport: nobody waits for these messages any more.
             self._messenger.reset()
             self._gradients.end_failed_step()
             if not isinstance(error, Exception):

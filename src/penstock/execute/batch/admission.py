@@ -150,7 +150,7 @@ class Admission:
             batch = self._agreed(given, AgreedStep(proposals))
         except StepRefused as refused:
             if stream is not None:
-                stream.undo_begin()
+                stream.undo_begin()  # no rank runs the step, so the microbatch that was looked at is the next one still
             if refusal is not None:
                 raise refused from refusal
             raise
@@ -244,6 +244,7 @@ class Admission:
             with_sizes(slices, rows[index], lengths[index * width : (index + 1) * width])
             for index, slices in enumerate(given.slices[:num_microbatches])
         ]
+        # Only once all ranks run the step: a batch that was refused is the caller's to use again.
         for presplit in given.spent:
             presplit.parts.clear()
         prefetcher = Prefetcher(parts, given.reader) if given.reader is not None or given.spent else None

@@ -58,7 +58,7 @@ def compile_backward(context: CompileContext, row: int) -> Iterator[Bound]:
 
     def backward(step: Step) -> None:
         put(step, run(step, step.saved[slot], take(step)))
-        step.saved[slot] = None
+        step.saved[slot] = None  # now: what forwards save is most of the memory of a step
 
     yield from waits
     yield Bound(row, backward)
@@ -164,6 +164,7 @@ def _take_received(context: CompileContext, row: int, take: Callable[[Incoming],
         step.received[slot] = None
         release(peer, num_arrived)
 
+    # The register is emptied as it is read: else the input would live as long as the step, not as its stage needs it.
     def take_received(step: Step) -> Any:
         value, step.inputs[slot] = step.inputs[slot], None
         return value

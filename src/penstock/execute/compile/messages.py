@@ -17,7 +17,7 @@ def compile_send_forward(context: CompileContext, row: int) -> Iterator[Bound]:
     def send_forward(step: Step) -> None:
         outputs, step.outgoing[slot] = step.outgoing[slot], None
         send(peer, key, outputs.checked(action))
-        release_arrived()
+        release_arrived()  # after the send, which must not wait for it
 
     yield Bound(row, send_forward)
 

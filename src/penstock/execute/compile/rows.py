@@ -46,7 +46,7 @@ class RankRows:
         """Look at a rank's rows."""
         first, end = program.offsets[rank : rank + 2].tolist()
         nearby = _rows_nearby(program, rank)
-        part = program.select(nearby)
+        part = program.select(nearby)  # numbers of rows in `part` are not those of the program: `shift` apart
         before = predecessors(part)[:, 0]
         own_first, own_end = part.offsets[rank : rank + 2].tolist()
         own, shift = before[own_first:own_end], first - own_first
@@ -110,6 +110,7 @@ def _used(program: Program, before: Before, rank: int) -> dict[int, NDArray[np.i
 
 def _consumers(program: Program, before: Before) -> NDArray[np.int64]:
     """[num_rows] per send, the row that computes with its message; the number of rows where none does."""
+    # send <- receive <- computation: two steps back along the first predecessor of each row.
     is_receive = IS_RECEIVE[program.op]
     computes = np.flatnonzero(program.is_compute & (before != NONE))
     computes = computes[is_receive[before[computes]]]

@@ -37,6 +37,7 @@ class Control:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace the tensor by the sum over all ranks, added in rank order, so that all ranks get the same bits."""
+        # One addition after another, in rank order: a ring or a tree of ranks would add up other bits.
         first, *others = self._gather(_on_host(tensor))
         total = first.clone()
         for part in others:
@@ -54,6 +55,7 @@ class Control:
     def _gather_texts(self, own: bytes) -> list[bytes]:
         end_s, room = self._end_s(), HEAD_BYTES - LENGTH.size
         parts = [LENGTH.pack(len(own)) + own[:room].ljust(room), *([own[room:]] if len(own) > room else [])]
+        # Sends and receives are posted before anything is waited for, so no two ranks wait for each other.
         sends = [self._send(peer, _tensor_of(part)) for peer in self._others for part in parts]
         heads = {peer: self._receive(peer, HEAD_BYTES) for peer in self._others}
         texts, rests = [own] * self.num_ranks, {}

@@ -117,6 +117,7 @@ def process_trouble(pid: int) -> str:
 
 
 def _look(board: PositionBoard, describe: Callable[[int, int], str], peer: int | None) -> Verdict:
+    # Several looks: an error of a lost connection may come before its cause can be seen on the board or in /proc.
     for _ in range(LOOKS_FOR_DEATH):
         positions = read_all(board)
         finding = (

@@ -62,12 +62,14 @@ class FailureReporter:
         if self.has_failed and isinstance(error, (PeerLost, DeadlineExceeded)):
             return self._not_recovered(error)
         self.has_failed = True
-        position = self.board.read(self.board.rank)
+        position = self.board.read(self.board.rank)  # before the state becomes FAILED
         if not isinstance(error, (PeerLost, DeadlineExceeded)):
             calls = "".join(traceback.format_exception(error, limit=-NUM_CALLS))
             self.board.note_failure(Failure(_summary(error), noted_place(error), calls))
         peer = error.peer if isinstance(error, PipelineError) else None
         verdict = diagnose(self.board, self._describe, peer=peer)
+        # Last. It wakes the ranks that wait for this one, and they look for a culprit: by now they find this rank's
+        # failure, or a verdict to adopt, and not a rank that has just gone quiet.
         self._transport.abort()
         return self._error(error, position, verdict)
 

@@ -155,7 +155,7 @@ class PositionBoard:
     def note(self, row: int) -> None:
         """Say that the instruction of this row begins."""
         self._row = row
-        self._base = RUNNING
+        self._base = RUNNING  # where `note_run` returns to: a rank may also wait outside of steps
         POSITION.pack_into(self._memory, self._position_at, RUNNING, row, NO_PEER, time.monotonic())
 
     def note_wait(self, peer: int) -> None:

@@ -35,6 +35,7 @@ class Watchdog:
         if self._thread is not None and self._thread.is_alive():  # not after a fork, or an error in it
             return
         self._is_over.clear()
+        # A daemon: a process whose main thread ends must not wait for the next look.
         self._thread = threading.Thread(target=self._watch, name=f"watchdog of rank {self._board.rank}", daemon=True)
         self._thread.start()
 

@@ -38,7 +38,7 @@ class LossExchange:
             PipelineError: on every rank, if a layer and the loss function use one name for two losses.
         """
         table = self._summed(own)
-        if table.has_new_names:
+        if table.has_new_names:  # on all ranks alike, since they read it off the same sum
             self._learn_names(own)
             table = self._summed(own)
         main, named = table.main(), dict(table.named(own.auxiliary_shares))
@@ -99,6 +99,7 @@ class _Table:
         self._num_slices = own.num_slices
         places = list(product(range(own.num_microbatches), range(own.num_slices)))
         self._num_places = len(places)
+        # From 1: 0 is what a rank has that did not compute the loss, so the sum over the ranks is the type of the one.
         types = [1.0 + _DTYPES.index(own.computed[place].dtype) if place in own.computed else 0.0 for place in places]
         fractions = [own.shares.fractions[place[0]][place[1]] if place in own.computed else 0.0 for place in places]
         weights = [own.shares.weights[place[0]] if place in own.computed else 0.0 for place in places]

@@ -66,6 +66,7 @@ class StepLosses:
 
     def note(self, name: LossName, place: Place, loss: Tensor) -> None:
         """Remember a loss by its name; of several stages of this rank, the sum."""
+        # float64, so that it matters little which stages share a rank, whose losses are added up here.
         noted, exact = self.named.setdefault(name, {}), loss.detach().to(torch.float64)
         noted[place] = noted[place] + exact if place in noted else exact
 

@@ -126,6 +126,7 @@ class ClockComparison:
         found = {hosts[0]: Offset(self.clock.read(), 0.0, 0.0)}
         for rank in others:
             pings = [_ping(transport, rank, self.clock.read, self._device) for _ in range(NUM_PINGS)]
+            # The fastest is the one that waited least in queues, in either direction.
             found[hosts[rank]] = min(pings, key=lambda offset: offset.uncertainty_s)
         return found
 

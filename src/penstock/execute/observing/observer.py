@@ -91,6 +91,7 @@ def observing(observers: Sequence[Observer], step: Step) -> Iterator[None]:
 
 def observed(observers: Sequence[Observer], program: Program, bounds: Sequence[Bound]) -> list[Bound]:
     """Return the calls with what the observers put around them; the first observer is the innermost."""
+    # Around what the observers before have put there, so the last one is outermost and sees their time as well.
     for observer in observers:
         bounds = [_observed(observer, program, bound) for bound in bounds]
     return list(bounds)

@@ -65,6 +65,7 @@ class DeferredProduct:
         """
 
         def keep(gradients: tuple[Tensor | None, ...]) -> None:
+            # Before the node runs: afterwards autograd has freed what it saved.
             if gradients[0] is not None:
                 self.activations = self.open(self.node).detach()
                 self._activations_version = version_of(self.activations)
@@ -133,6 +134,8 @@ def find_parameters(roots: Iterable[Node]) -> tuple[list[nn.Parameter], list[Nod
 
 def add_weight_gradients(products: Sequence[DeferredProduct]) -> None:
     """Compute the gradients and add them to those of the parameters, in the order in which a backward comes to them."""
+    # Few calls of autograd, since each takes its time, but not one for all: all gradients would be alive at once,
+    # beside those that they are added to.
     for group in _batches(_by_parameter(products)):
         roots: list[Any] = [root for each in group for root in each.roots]
         with torch.no_grad():  # weights are among what they are computed from

@@ -68,7 +68,7 @@ class DeferredWeights:
             with self._around_backward():
                 self._run_backward(edges, gradients)
         except torch.OutOfMemoryError:
-            raise
+            raise  # a RuntimeError too, but it says nothing of the split products
         except RuntimeError as error:
             if self.has_split_products:
                 self._blame_split_products(error)

@@ -88,6 +88,7 @@ class _Search:
         A node between a weight and its parameters may be one that I runs, such as a product of another weight and
         inputs without gradient: it runs only once.
         """
+        # Until nothing changes: to walk on from one product may lead to the weight of another.
         while reached := [each for each in self.survey.deferred if not self._seen.isdisjoint(self._leading_to[each])]:
             self.survey.deferred = [each for each in self.survey.deferred if each not in reached]
             for each in reached:

@@ -79,6 +79,7 @@ class SplitPlan:
         return self._sizes is not None and self._sizes.get(id(weight), self._border) < self._border
 
     def _decide(self, num_elements: int) -> None:
+        # What is small was measured on a batch; a much larger one may make it worth deferring.
         if num_elements > _GROWTH * self._num_elements:
             self._num_elements, self._sizes = num_elements, None
         sizes = self._sizes or {}

@@ -153,7 +153,7 @@ def _tied_names(layers: Sequence[Layer], names: Sequence[str], tied: Iterable[tu
     pairs += _shared_objects(layers, names)
     groups: list[set[str]] = []
     for pair in pairs:
-        touching = [group for group in groups if group & set(pair)]
+        touching = [group for group in groups if group & set(pair)]  # a pair may join groups that were apart so far
         groups = [group for group in groups if group not in touching] + [set(pair).union(*touching)]
     position = {name: index for index, name in enumerate(names)}
     return [sorted(group, key=lambda full: (position[_layer_of(full, names)], full)) for group in groups]
@@ -198,6 +198,8 @@ class _Ties:
         tied_groups: list[tuple[int, ...]] = []
         copies: dict[int, TiedCopy] = {}
         copied: set[str] = set()
+        # Every rank walks all groups in one order, also those that it has no part of: the number of a group in
+        # `tied_groups` is what programs name it by.
         for group in groups:
             layers = [self._layer(name) for name in group]
             here = [name for name, layer in zip(group, layers, strict=True) if layer in self.layers]
@@ -207,7 +209,7 @@ class _Ties:
             copied.discard(listed.get(layers[0], ""))
             holders = self._holders(stage for layer in layers for stage in self.stages_of_layer[layer])
             if len(holders) < 2:
-                continue
+                continue  # one object on one rank: autograd adds up its uses by itself
             if parameter is not None:
                 copies[len(tied_groups)] = TiedCopy({here[0]: parameter}, list(holders))
             tied_groups.append(tuple(holders.values()))

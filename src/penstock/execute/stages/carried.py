@@ -130,6 +130,8 @@ class CarryPart(ForwardPart):
         found, self._found = self._found, []
         self.left = [None if value is None else CarriedOut.of(value) for value in found]
         for index, (new, old) in enumerate(zip(self.left, self._latest, strict=True)):
+            # No later slice takes the old value now, and the slices that took it hold it themselves. From here on `old`
+            # only collects the gradients that they send back.
             if old is not None and (self._is_last or new is not None):
                 old.value = None
             self._latest[index] = None if self._is_last else new or old
@@ -177,7 +179,7 @@ class _CarryAgain(CarryPart):
         found, self._found, self.left = self._found, [], self._latest
         for left, value in zip(self.left, found, strict=True):
             if left is not None:
-                left.edges = _edges_of(value)
+                left.edges = _edges_of(value)  # the gradients of later slices are to enter the graph that was made now
         return outputs
 
 

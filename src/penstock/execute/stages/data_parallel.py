@@ -79,6 +79,7 @@ class DdpReduction:
         if not parameters:
             return
         has_gradient = [getattr(parameter, self._attribute) is not None for parameter in parameters]
+        # Every replica must run the same collectives, so they agree first on which gradients exist anywhere.
         uses = torch.tensor(has_gradient, dtype=torch.int32, device=parameters[0].device)
         self._run(stage, group, dist.all_reduce, [uses])
         used = [parameter for parameter, num_uses in zip(parameters, uses.tolist(), strict=True) if num_uses]

@@ -30,7 +30,7 @@ class FirstGradients:
         """After a backward: give gradients that have just come memory of their own, where it is that of `needed`."""
         new = [parameter for parameter in self._waiting if parameter.grad is not None]
         if not new:
-            return
+            return  # as in most backwards: to list the memory that is needed takes longer than to find this
         memory = {_memory(tensor) for tensor in needed if tensor.layout is torch.strided}
         for parameter in new:
             gradient = parameter.grad

@@ -33,7 +33,7 @@ def clip_gradients(
     # all norms are under way before the first is waited for
     own = {name: norm.item() for (name, _), norm in zip(counted, norms, strict=True)}
     total = _total_norm(cast("list[dict[str, float]]", all_gather(own)), norm_type)
-    scale = max_norm / (total + 1e-6)
+    scale = max_norm / (total + 1e-6)  # as torch has it
     if 0 < scale < 1:  # neither holds for a norm that is not finite
         for _, gradient in distinct(gradients):
             gradient.mul_(scale)

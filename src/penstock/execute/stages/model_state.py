@@ -57,6 +57,7 @@ def gather_state(
     for rank, entry in _in_turns(everyone):
         if transport.rank == root:
             value = own[entry.name] if rank == root else _receive(transport, rank, entry, device)
+            # Received in any case: the sender does not know that its tensor is a copy.
             if entry.name not in found:  # the copies of a second route have the same values
                 found[entry.name] = value.detach().cpu().clone()
         elif transport.rank == rank:

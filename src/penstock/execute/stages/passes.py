@@ -143,7 +143,7 @@ class StagePasses:
                 taken=stage.taken_keywords,
                 first_layer=stage.first_layer,
             )
-        for part in reversed(parts):
+        for part in reversed(parts):  # the first feature is outermost: the first to see inputs, the last to see outputs
             outputs = part.leave(outputs)
         return outputs, deferred
 
@@ -171,7 +171,7 @@ class StagePasses:
         self, parts: Sequence[ForwardPart], inputs: Any, outputs: Any, deferred: DeferredWeights | None
     ) -> SavedForward:
         if self.options.is_first:
-            inputs = ()
+            inputs = ()  # autograd adds to the caller's own leaves; nobody waits for their gradients here
         for part in parts:
             inputs, outputs = part.without_passing(inputs, outputs)
         edges = [get_gradient_edge(tensor) for tensor in needing_gradient(outputs)]
@@ -205,9 +205,12 @@ class StagePasses:
         gradients = [*gradients, *saved.loss_gradients]
         if not saved.parts:
             return self._run_backward(step, saved, gradients, is_whole=is_whole)
+        # Taken out of `saved`, so that what features keep is free once this backward is over.
         parts, saved.parts = saved.parts, ()
         leaves = [part.leaves for part in parts]
         with ExitStack() as stack:
+            # Behind the stage's own outputs and in the order of the features: autograd adds up in the order of its
+            # roots, so another order gives other bits.
             for part in parts:
                 edges, further = part.roots()
                 saved.edges += edges
@@ -232,8 +235,10 @@ class StagePasses:
             torch.autograd.backward(saved.edges, gradients)
         results = []
         for leaf in saved.inputs:
+            # Zeros, since the stage before waits for a message, whatever this stage has used of its input.
             results.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
             leaf.grad = None
+        # All of these outlive the backward; a first gradient in the memory of one of them would change it later.
         kept = [] if saved.deferred is None else saved.deferred.kept
         first_gradients.keep_apart([*gradients, *results, *kept])
         saved.inputs, saved.edges, saved.loss_gradients = [], [], []

@@ -90,6 +90,7 @@ class RecomputedPasses(StagePasses):
             outputs, deferred = self.run_layers(parts, inputs, keywords)
         _refuse_changed(before)
         self.finish(step, place, parts, inputs, outputs, deferred)  # refuses what cannot be trained now, not in R
+        # The values of skips that only pass are not kept: a later stage has them, and R needs their shapes alone.
         for part in parts:
             inputs, _ = part.without_passing(inputs, outputs)
         guard = VersionGuard.of((inputs, keywords))
@@ -121,7 +122,7 @@ def on_copied_buffers(stage: Stage, checkpoint: Checkpoint) -> Iterator[None]:
         kept = checkpoint.buffers.get(where)
         source, values = (buffer, buffer) if kept is None else (kept.buffer, kept.values)
         if id(source) not in copies:
-            copies[id(source)] = values.clone()
+            copies[id(source)] = values.clone()  # what was kept may serve other forwards too, and R changes it
         setattr(*where, copies[id(source)])
     try:
         yield

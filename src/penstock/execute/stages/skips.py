@@ -56,7 +56,7 @@ class SkipBuffer:
             PenstockError: there is one of this name, or its gradient could not come back.
         """
         if self._is_closed:
-            return
+            return  # a checkpointed layer runs again in the backward
         if name in self._values:
             raise PenstockError(
                 f"{self._place}: the skip {name!r} is put twice for one microbatch; put once, and give skips that "

@@ -57,6 +57,7 @@ class TiedCopy:
 
     def begin_step(self) -> None:
         """Set the accumulated gradients aside, so that only this step's part is reduced."""
+        # Earlier steps' gradients are equal on all holders already; summed once more, they would count several times.
         for name, parameter in self._trained().items():
             self.before[name] = getattr(parameter, self.attribute)
             setattr(parameter, self.attribute, None)

@@ -232,7 +232,7 @@ class LocalTransport:
             generation = hub.generation
             hub.recovering.add(self.rank)
             if len(hub.recovering) == self.num_ranks:
-                hub.start_afresh()
+                hub.start_afresh()  # the last rank to come does it for all; the others see the new generation
             hub.changed.wait_for(lambda: hub.generation > generation, self.deadline_s)
             if hub.generation == generation:
                 missing = hub.missing_since(begin_s)
@@ -271,11 +271,13 @@ class LocalTransport:
             now_s = time.monotonic()
             if message.is_done:
                 return
+            # In a drawn order, what a rank posted before it closed may still be to come.
             if (trouble := hub.trouble(ticket.peer)) and not hub.comes_later(channel):
                 raise peer_lost(self.rank, ticket, now_s - begin_s, trouble)
             if now_s >= end_s:
                 raise deadline_exceeded(self.rank, ticket, now_s - begin_s, self.deadline_s)
             next_s = min(end_s, channel.next_ready_s() if hub.order_seed is None else now_s + PATIENCE_S)
             was_told = hub.changed.wait(next_s - now_s)
+            # Nothing has changed for a while: a rank that neither waits nor ends must not hold up a drawn order.
             if not was_told and hub.order_seed is not None and hub.deliver_one():
                 hub.changed.notify_all()

@@ -101,10 +101,10 @@ class Sender:
             self._num_sent[peer] = 0
 
     def send_forward(self, peer: int, key: Key, outputs: Any) -> None:
-        """Send a stage's outputs.
+        """Send a stage's outputs, which `AgreedLayouts.note_outputs` has found to be what the ranks agreed on.
 
         Raises:
-            PipelineError: if they differ from what the ranks agreed on; nothing is sent then.
+            PipelineError: they hold something that cannot travel.
         """
         if not self._layouts.is_static:
             self.send_described(peer, outputs, key)
@@ -112,7 +112,7 @@ class Sender:
         agreed, leaves = self._layouts.produced[key], flatten(outputs)[0]
         described = zip(_tensors_of(leaves), agreed.tensors, strict=True)
         parts = [stored(tensor, info.order) for tensor, info in described]
-        if agreed.numbers is not None:
+        if agreed.numbers is not None:  # in front, where the receiver posts them
             parts.insert(0, agreed.numbers.written(leaves).to(self._device))
         self._send(peer, parts, key)
 
@@ -140,6 +140,7 @@ class Sender:
         Raises:
             PipelineError: if an output was changed in place on its way.
         """
+        # A send counts messages also where it left at once, so numbers may be missing here, but they rise.
         leaving = self._leaving[peer]
         while leaving and leaving[0].number < num_messages:
             message = leaving.popleft()
@@ -217,6 +218,7 @@ class Receiver:
         return self.take_tree(incoming)
 
     def _arrive(self, incoming: Incoming) -> None:
+        # In the order of the channel, up to this one: each header that comes belongs to the first that waits.
         waiting = self._not_posted[incoming.peer]
         while not incoming.is_posted:
             self._resolve(waiting.popleft())
@@ -240,6 +242,7 @@ class Receiver:
         if incoming.is_forward:
             incoming.agreed = self._layouts.received[incoming.key] = self._receive_header(incoming.peer)
         elif incoming.agreed is None:
+            # Due before the forward had run for the first time. It has by now: a peer needs outputs for a gradient.
             incoming.agreed = self._layouts.produced[incoming.key]
         self._post_tensors(incoming, incoming.agreed)
 

@@ -60,6 +60,7 @@ class SharedMemory:
         if begin is None:
             raise BlockingIOError
         ctypes.memmove(self._outgoing.address + begin, tensor.data_ptr(), tensor.nbytes)
+        # The socket may have no room either. Then the place is not taken, and the next attempt writes there again.
         self._connection.send(NOTE.pack(begin, tensor.nbytes), SEND_FLAGS)
         self._room.take(begin, tensor.nbytes)
 
@@ -78,6 +79,7 @@ class SharedMemory:
         begin, num_bytes = NOTE.unpack(note)
         if num_bytes == tensor.nbytes:
             ctypes.memmove(tensor.data_ptr(), self._incoming.address + begin, num_bytes)
+        # After the copy: from this moment the sender may write over the place.
         self._num_received += 1
         self._incoming.num_taken = self._num_received
         return int(num_bytes)

@@ -115,6 +115,7 @@ class DirectSocket:
 
         Raises: SocketClosed.
         """
+        # Behind what waits for room already, even if there is room by now: a channel keeps its order.
         if not self._overflow.is_empty:
             return self._overflow.add(tensor)
         try:
@@ -142,7 +143,7 @@ class DirectSocket:
                 return False
             except OSError as error:
                 raise SocketClosed(str(error)) from error
-            if num_bytes == 0:
+            if num_bytes == 0:  # no message is empty: `DirectSockets.of` sends those another way
                 raise SocketClosed("it has closed its socket")
             if num_bytes != first.nbytes:
                 raise SizesDiffer(f"it sent {num_bytes} bytes, expected {first.nbytes}")
@@ -205,6 +206,7 @@ class _Overflow:
                     self._problem = str(error)
                     self._changed.notify_all()
                 return
+            # It leaves the queue only now. Before, `is_empty` would let the next message overtake it.
             with self._changed:
                 self._queue.popleft().is_done = True
                 self._changed.notify_all()

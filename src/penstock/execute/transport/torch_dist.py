@@ -86,7 +86,7 @@ class TorchTransport:
         self.deadline_s = deadline_s
         self._device = torch.device(device)
         self._direct_tags = [tag for tag in Tag if is_direct and not self._is_queued(tag)]
-        self._links: _Links | None = None
+        self._links: _Links | None = None  # None also from an abort to the next recovery
         self._sockets = NO_SOCKETS
         self._observer: WaitObserver | None = None
         self._open: dict[int, Pending] = {}
@@ -114,6 +114,7 @@ class TorchTransport:
 
     def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
         deadline_s = self.deadline_s if limit_s is None else limit_s
+        # By its number, not by its absence: a ticket that was waited for is absent too, and may be waited for again.
         if ticket.serial < self._first_serial:
             raise peer_lost(self.rank, ticket, 0.0, "abort(), recover() or close() forgot this message")
         pending = self._open.pop(ticket.serial, None)
@@ -122,7 +123,7 @@ class TorchTransport:
         begin_s = time.monotonic()
         try:
             if pending.is_over():
-                return
+                return  # nothing was waited for, so there is nothing to note
             if self._observer is not None:
                 self._observer.note_wait(ticket.peer)
             pending.wait(deadline_s)

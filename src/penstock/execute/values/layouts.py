@@ -247,6 +247,7 @@ def _imported_class(path: str) -> type:
 def _find_class(path: str) -> type | None:
     """Look a class up among the imported modules, through plain dictionaries only, so that no code can run."""
     module, _, qualname = path.partition(":")
+    # Not getattr, nor an import: a module's `__getattr__` or a descriptor would run code that a peer has named.
     holder: Any = sys.modules.get(module)
     for part in qualname.split("."):
         if not isinstance(holder, type(sys)) and not isinstance(holder, type):

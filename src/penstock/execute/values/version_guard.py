@@ -49,6 +49,6 @@ class VersionGuard:
 
 
 def _versions(value: Any) -> list[int]:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor):  # most outputs; this runs for every message
         return [version_of(value)]
     return [version_of(leaf) for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
