@@ -196,11 +196,11 @@ class Receiver:
         self._arrive(incoming)
         agreed, tensors = incoming.agreed, incoming.tensors
         assert agreed is not None
+        if agreed.only_tensor is not None:
+            return tensors[0].requires_grad_(agreed.only_tensor.requires_grad)
         for tensor, info in zip(tensors, agreed.tensors, strict=True):
             if info.requires_grad:
                 tensor.requires_grad_()
-        if agreed.only_tensor is not None:
-            return tensors[0]
         if agreed.numbers is not None and incoming.numbers is not None:
             agreed = agreed.numbers.read(agreed, incoming.numbers)
         return agreed.fill(tensors)
