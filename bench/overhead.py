@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from penstock.execute.losses.delivery import deliver_loss
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -218,7 +217,7 @@ class IdlePasses(StagePasses):
 
     def forward(self, step: Step, place: Any, inputs: Any, keywords: Any) -> tuple[Any, SavedForward]:
         if self.options.is_last:
-            deliver_loss(step.losses, place, self._output, None, is_training=True)
+            step.losses.compute(place, self._output, None, is_training=True)
         return self._output, self._saved
 
     def backward(self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -246,7 +245,7 @@ def instruction_times_s(name: str) -> list[float]:
     loss = torch.zeros((), requires_grad=True)
     hooks, program = Hooks(lambda stage: None, lambda group: None, lambda: None), lower(schedule)
     rows = RankRows.of(program, rank)
-    compiled = compile_program(CompileContext(program, rank, rows, passes, {}, messenger, hooks))
+    compiled = compile_program(CompileContext(program, rank, rows, passes, messenger, hooks))
     parts = [[Microbatch(index, (tensor,), {}, tensor, ROWS)] for index in range(NUM_MICROBATCHES)]
     found = []
     for _ in range(NUM_REPETITIONS):
