@@ -10,7 +10,6 @@ from torch import Tensor
 from penstock.errors import PipelineError
 from penstock.execute.values.tree import flatten
 
-MAX_SHOWN_DIVISORS = 10
 EVERY = "**"
 """Stands for all names among the names of keywords; no parameter is called so."""
 Place = tuple[int, int]

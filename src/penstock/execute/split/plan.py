@@ -5,15 +5,20 @@ of layers that run again in the backward (checkpointing) or whose activations ar
 own layers do not show all of these products, every function is watched; what that does not show either has its weight
 gradients in I. So do small matrices, whose gradients take less time than to defer them. What is decided holds for a
 step at least, so that gradients add up in one order.
+
+Weight gradients that cannot wait are computed with the input gradients, as in a whole backward: the gradients and the
+order of the schedule stay, and only what the split was to gain is lost. If that is much, the plan says so once.
 """
 
-from collections.abc import Sequence, Set
+import warnings
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from penstock.errors import MAX_SHOWN
+from penstock.errors import MAX_SHOWN, PenstockWarning
 from penstock.execute.split.deferred_weights import DeferredWeights, Watch
 from penstock.execute.split.graph_search import Survey, search
 from penstock.execute.split.watched_layers import WatchedLayers, watching_all, watching_nothing
@@ -21,6 +26,8 @@ from penstock.execute.split.watched_layers import WatchedLayers, watching_all, w
 SMALL = 2**21
 """Multiplications in a weight's gradient below which it is not deferred: `bench/split_backward.py --border` shows that
 to defer it then takes longer than to compute it."""
+LARGE_SHARE = 0.1
+"""Of the weights of a stage, how many must not have waited for the warning."""
 _GROWTH = 2
 """How much larger a batch must be than the one that showed the sizes, for them to be looked at again."""
 
@@ -40,6 +47,8 @@ class SplitPlan:
 
     def __init__(self, modules: Sequence[nn.Module], *, small: float = SMALL) -> None:
         """`small` is how many multiplications a weight's gradient must take to be deferred."""
+        self.is_examined = False
+        """Whether what cannot wait is known."""
         self._modules = modules
         self._border = small
         self._num_elements = 0
@@ -77,6 +86,26 @@ class SplitPlan:
     def is_small(self, weight: Tensor) -> bool:
         """Whether a weight is too small for its gradient to be deferred."""
         return self._sizes is not None and self._sizes.get(id(weight), self._border) < self._border
+
+    @contextmanager
+    def examining(self, stage: int, parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[None]:
+        """Look which weights get their gradients in a backward of inputs, and warn of them once the plan is settled."""
+        matrices = {name: weight for name, weight in parameters if weight.requires_grad and weight.dim() > 1}
+        early: set[str] = set()
+        hooks = [
+            weight.register_post_accumulate_grad_hook(lambda _, name=name: early.add(name))  # type: ignore[no-untyped-call]
+            for name, weight in matrices.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if self.is_settled:
+            self.is_examined = True
+            _warn_of(
+                stage, [name for name in matrices if name in early and not self.is_small(matrices[name])], matrices
+            )
 
     def _decide(self, num_elements: int) -> None:
         # What is small was measured on a batch; a much larger one may make it worth deferring.
@@ -124,3 +153,19 @@ class SplitPlan:
         }
         more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
         return ", ".join([*names.values()][:MAX_SHOWN]) + more
+
+
+def _warn_of(stage: int, early: Sequence[str], matrices: Mapping[str, nn.Parameter]) -> None:
+    num_early = sum(matrices[name].numel() for name in early)
+    share = num_early / sum(weight.numel() for weight in matrices.values()) if matrices else 0.0
+    if share <= LARGE_SHARE:
+        return
+    more = f" and {len(early) - MAX_SHOWN} more" if len(early) > MAX_SHOWN else ""
+    warnings.warn(
+        f"stage {stage}: {share:.0%} of its weights take their gradients in the input part of a split backward: "
+        f"{', '.join(early[:MAX_SHOWN])}{more}. They are right, but leave the weight part less to do, which a schedule "
+        "with split backwards lives on. Expected weights that are the right side of products, convolutions or tables "
+        "alone, outside compiled and custom functions; or use a schedule with whole backwards",
+        PenstockWarning,
+        stacklevel=2,
+    )

@@ -99,9 +99,9 @@ class StagePasses:
     def backward_input(self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of the inputs, and keep of the forward only what `backward_weight` needs."""
         stage = self.stage
-        if stage.early_weights.is_examined:
+        if stage.split_plan.is_examined:
             return self._backward(step, saved, gradients, is_whole=False)
-        with stage.early_weights.watching(stage.index, stage.named_parameters(), stage.split_plan):
+        with stage.split_plan.examining(stage.index, stage.named_parameters()):
             return self._backward(step, saved, gradients, is_whole=False)
 
     def backward_weight(self, saved: SavedForward) -> None:

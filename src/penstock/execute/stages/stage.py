@@ -6,7 +6,6 @@ from torch import nn
 
 from penstock.execute.split.plan import SplitPlan
 from penstock.execute.stages.signatures import taken_keywords
-from penstock.execute.stages.split_backward import EarlyWeights
 
 
 class Stage:
@@ -32,7 +31,6 @@ class Stage:
         self.taken_keywords = list(map(taken_keywords, self.modules))
         # What split backwards have learned of the layers; it holds for every program that splits them.
         self.split_plan = split_plan or SplitPlan(self.modules)
-        self.early_weights = EarlyWeights()
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters with the unsplit model's names; a parameter used twice is listed once."""
