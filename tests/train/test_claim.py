@@ -4,7 +4,9 @@ import io
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from threading import Barrier
 
 import pytest
 
@@ -198,6 +200,30 @@ def test_two_that_begin_fresh_at_once_get_two_folders(base):
         claims = [stack.enter_context(claimed(config_in(base), Start.FRESH)) for _ in range(3)]
 
         assert [os.path.basename(claim.config.run.folder) for claim in claims] == ["run-2", "run-3", "run-4"]
+
+
+@pytest.mark.parametrize("start", [Start.BY_RULE, Start.FRESH, Start.FORCE])
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_runs_that_start_at_the_same_moment_never_share_a_folder(base, start, is_finished):
+    run_in(base, is_finished=is_finished)
+    together, all_claimed = Barrier(8), Barrier(8)
+
+    def begin(_):
+        together.wait()
+        try:
+            with claimed(config_in(base), start) as claim:
+                all_claimed.wait()
+                return claim.config.run.folder
+        except ConfigError as error:
+            all_claimed.wait()
+            return str(error)
+
+    with ThreadPoolExecutor(8) as pool:
+        outcomes = list(pool.map(begin, range(8)))
+
+    folders = [outcome for outcome in outcomes if "in use" not in outcome]
+    assert len(folders) == len(set(folders)) >= 1
+    assert start is not Start.FRESH or len(folders) == 8
 
 
 def test_a_folder_is_held_as_long_as_the_run_lasts(base):

@@ -78,6 +78,12 @@ def test_without_warm_up_or_without_decay_the_rate_is_defined():
     assert [learning_rate_at(step, no_decay) for step in (2, 4)] == pytest.approx([0.5, 1.0])
 
 
+def test_a_run_that_is_shorter_than_its_warm_up_ends_on_the_way():
+    short = OptimizerOptions(learning_rate=1.0, total_steps=2, warmup_steps=4)
+
+    assert [learning_rate_at(step, short) for step in (1, 2)] == pytest.approx([0.25, 0.5])
+
+
 def test_steps_are_counted_from_1():
     with pytest.raises(PenstockError, match="step 0 has no learning rate"):
         learning_rate_at(0, OPTIONS)
@@ -90,7 +96,7 @@ def test_steps_are_counted_from_1():
         ({"learning_rate": 1e39}, r"learning_rate: 1e\+39 .* at most 1000"),
         ({"learning_rate": math.nan}, "learning_rate: nan"),
         ({"total_steps": 0}, "total_steps: 0"),
-        ({"warmup_steps": 11}, "warmup_steps: 11 is out of range; .* from 0 to total_steps = 10"),
+        ({"warmup_steps": -1}, "warmup_steps: -1 is out of range; .* 0 or larger"),
         ({"minimum_fraction": 1.5}, "minimum_fraction: 1.5"),
         ({"beta1": 1.0}, "beta1: 1.0"),
         ({"beta2": -0.1}, "beta2: -0.1"),

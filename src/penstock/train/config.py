@@ -17,7 +17,6 @@ from penstock.train.rules import (
     config_error,
     data_problems,
     model_problems,
-    optimizer_problems,
     pipeline_problems,
 )
 from penstock.train.sections import (
@@ -61,7 +60,6 @@ class RunConfig(Section):
             *pipeline_problems(self.pipeline),
             *model_problems(self.model, self.batch),
             *data_problems(self.data, self.model, self.run),
-            *optimizer_problems(self.optimizer, self.run),
         ]
         if problems:
             raise config_error(problems)

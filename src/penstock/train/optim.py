@@ -24,7 +24,7 @@ class OptimizerOptions:
     total_steps: int
     """Optimizer steps until the learning rate has reached its floor."""
     warmup_steps: int = 0
-    """Optimizer steps until the largest learning rate."""
+    """Optimizer steps until the largest learning rate; a shorter run ends before it is reached."""
     minimum_fraction: float = 0.1
     """Last learning rate, as a share of the largest."""
     weight_decay: float = 0.1
@@ -38,12 +38,10 @@ class OptimizerOptions:
         # Weights are float32: a larger rate is a slip, and far larger ones overflow inside the optimizer.
         _check("learning_rate", self.learning_rate, 0 < self.learning_rate <= 1000, "larger than 0 and at most 1000")
         _check("total_steps", self.total_steps, self.total_steps >= 1, "1 or larger")
-        is_inside = 0 <= self.warmup_steps <= self.total_steps
-        _check("warmup_steps", self.warmup_steps, is_inside, f"from 0 to total_steps = {self.total_steps}")
         _check("minimum_fraction", self.minimum_fraction, 0 <= self.minimum_fraction <= 1, "from 0 to 1")
         for key in ("beta1", "beta2"):
             _check(key, getattr(self, key), 0 <= getattr(self, key) < 1, "0 or larger and less than 1")
-        for key in ("weight_decay", "epsilon", "clip_norm"):
+        for key in ("warmup_steps", "weight_decay", "epsilon", "clip_norm"):
             _check(key, getattr(self, key), getattr(self, key) >= 0, "0 or larger")
 
 

@@ -8,7 +8,6 @@ from penstock.train.sections import (
     BatchSection,
     DataSection,
     ModelSection,
-    OptimizerSection,
     PipelineSection,
     RunSection,
 )
@@ -79,12 +78,4 @@ def data_problems(data: DataSection, model: ModelSection, run: RunSection) -> It
         yield Problem(
             "data.held_out_fraction",
             "0 leaves nothing to evaluate on; use more than 0, or set run.evaluate_batches = 0",
-        )
-
-
-def optimizer_problems(optimizer: OptimizerSection, run: RunSection) -> Iterator[Problem]:
-    if optimizer.warmup_steps > run.steps:
-        yield Problem(
-            "optimizer.warmup_steps",
-            f"{optimizer.warmup_steps} is more than run.steps = {run.steps}; use at most {run.steps}",
         )
