@@ -45,8 +45,9 @@ def test_a_pipe_has_no_width_and_no_color(monkeypatch):
 )
 def test_a_terminal_has_its_width_and_color_unless_it_is_not_wanted(monkeypatch, environment, has_color):
     monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("LINES", "30")
 
-    assert screen_of(Terminal(), environment) == Screen(40, has_color)
+    assert screen_of(Terminal(), environment) == Screen(40, has_color, 30)
 
 
 def test_characters_that_an_encoding_lacks_are_spelled(monkeypatch):

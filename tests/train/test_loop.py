@@ -66,9 +66,15 @@ def test_each_step_has_its_row_with_evaluation_and_bubble_where_they_are_due(fin
     rows = rows_of(folder)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert [row["step"] for row in rows if "held_out_loss" in row] == [4, 6]
-    assert [row["step"] for row in rows if "bubble_fraction" in row] == [2, 3]
+    assert [row["step"] for row in rows if "bubble_fraction" in row] == [3]
     assert rows[-1]["held_out_loss"] == result.held_out_loss < 5.2
     assert {row["num_tokens"] for row in rows} == {64}
+
+
+def test_the_bubble_is_measured_as_often_as_is_asked_for(tmp_path, text):
+    run(tmp_path, text, run={"steps": 5, "record_step": 3, "evaluate_batches": 0}, metrics={"bubble_every": 2})
+
+    assert [row["step"] for row in rows_of(tmp_path) if "bubble_fraction" in row] == [2, 3, 4]
 
 
 def test_the_folder_holds_all_that_is_promised(finished):
@@ -95,9 +101,13 @@ def test_the_folder_holds_all_that_is_promised(finished):
 def test_the_lines_tell_what_is_trained_how_it_went_and_where_to_look(finished):
     folder, result, printed = finished
 
-    assert printed.splitlines()[0] == f"run folder: {folder} (holds no run yet)"
-    assert printed.splitlines()[1].endswith("1f1b on 1 rank, 2 microbatches, 6 steps")
-    assert [line.split()[:4] for line in printed.splitlines()[2:4]] == [
+    assert printed.splitlines()[:3] == [
+        f"run folder: {folder} (holds no run yet)",
+        "preparing the text ...",
+        "building the model ...",
+    ]
+    assert printed.splitlines()[3].endswith("1f1b on 1 rank, 2 microbatches, 6 steps")
+    assert [line.split()[:4] for line in (printed.splitlines()[4], printed.splitlines()[6])] == [
         ["stage", "layers", "weight", "parameters"],
         ["0", "5", "100.0%", "31,904"],
     ]

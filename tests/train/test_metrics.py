@@ -75,6 +75,19 @@ def test_terminal_shows_first_last_due_and_evaluated_steps(tmp_path):
     assert len(objects_of(tmp_path)) == 10
 
 
+def test_a_pipe_gets_a_line_every_few_seconds(tmp_path):
+    """Steps of 0.5 s: the first, every tenth after it, the last."""
+    output, now_s = io.StringIO(), [0.0]
+
+    writer = MetricsWriter(tmp_path, MetricsSection(), num_steps=35, output=output, clock=lambda: now_s[0])
+    with writer:
+        for step in range(1, 36):
+            now_s[0] += 0.5
+            writer.write(step_of(step))
+
+    assert [int(line.split()[1].split("/")[0]) for line in output.getvalue().splitlines()] == [1, 11, 21, 31, 35]
+
+
 def test_nothing_is_written_to_the_folder_when_nothing_is_asked_for(tmp_path):
     shown = write_all(tmp_path, [step_of(1)], jsonl=False)
 
@@ -136,7 +149,7 @@ def test_people_see_the_last_measured_bubble_and_the_files_only_what_was_measure
     output = io.StringIO()
     steps = [step_of(1), step_of(2, bubble_fraction=0.25), step_of(3)]
 
-    with MetricsWriter(tmp_path, MetricsSection(tensorboard=False), num_steps=3, output=output) as writer:
+    with MetricsWriter(tmp_path, MetricsSection(tensorboard=False, every=1), num_steps=3, output=output) as writer:
         for step in steps:
             writer.write(step)
 

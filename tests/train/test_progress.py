@@ -1,6 +1,8 @@
 """Lines and bars on the terminal."""
 
 import io
+import re
+from dataclasses import replace
 
 import pytest
 
@@ -19,8 +21,8 @@ def test_a_line_holds_every_number():
     line = step_line(METRICS, num_steps=600, left_s=59.3)
 
     assert line == (
-        "step   7/600  loss 2.3457   20,480 tokens/s  0.100 s/step  bubble 12.3%  lr 3.00e-04  norm 0.83  "
-        "left 0:59  held-out 2.5000"
+        "step   7/600  loss 2.3457  held-out 2.5000  left 0:59   20,480 tokens/s  0.100 s/step  bubble 12.3%  "
+        "lr 3.00e-04  norm 0.83"
     )
 
 
@@ -37,23 +39,29 @@ def test_durations_read_like_a_clock(duration_s, text):
     assert duration_text(duration_s) == text
 
 
-def test_a_pipe_gets_plain_lines_only():
+def test_a_pipe_gets_plain_lines_that_stay():
     output = io.StringIO()
 
-    with open_display(output, 2) as display:
-        display.show("[one]", step=1)
-        display.show("two", step=2)
+    with open_display(output, 600) as display:
+        display.update(METRICS, left_s=2)
+        display.show(METRICS, left_s=1)
 
-    assert output.getvalue() == "[one]\ntwo\n"
+    assert output.getvalue() == step_line(METRICS, num_steps=600, left_s=1) + "\n"
 
 
-def test_a_terminal_gets_whole_lines_and_a_bar():
+@pytest.mark.parametrize("width", ["40", "80", "250"])
+def test_a_terminal_gets_one_line_in_place_and_whole_lines_above_it(monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", width)
     output = Terminal()
-    line = "[x] " * 60
 
-    with open_display(output, 2) as display:
-        display.show(line, step=1)
-        display.show("two", step=2)
+    with open_display(output, 600) as display:
+        display.show(METRICS, left_s=1)
+        for step in range(8, 20):
+            display.update(replace(METRICS, step=step, held_out_loss=None), left_s=2)
 
-    assert line in output.getvalue()
-    assert "2/2" in output.getvalue()
+    assert step_line(METRICS, num_steps=600, left_s=1) in output.getvalue()
+    lines = re.split(r"[\r\n]|\x1b\[[?\d]*[A-Za-z]", output.getvalue())
+    live = [line for line in lines if line.startswith("step  19/600")]
+    assert live
+    assert all(len(line) <= int(width) for line in live)
+    assert output.getvalue().count("\n") <= 2

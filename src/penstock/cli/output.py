@@ -21,6 +21,12 @@ def say(text: str) -> None:
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
 
+def say_at_once(text: str) -> None:
+    """Print what is begun, before it takes its time."""
+    say(text)
+    sys.stdout.flush()
+
+
 def complain(text: str) -> None:
     """Print what went wrong."""
     sys.stderr.write(f"penstock: {text}\n")
@@ -31,7 +37,8 @@ def screen_of(stream: TextIO, environment: Mapping[str, str]) -> Screen:
     if not stream.isatty():
         return Screen()
     has_color = not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
-    return Screen(max(shutil.get_terminal_size().columns, MIN_WIDTH), has_color)
+    size = shutil.get_terminal_size()
+    return Screen(max(size.columns, MIN_WIDTH), has_color, size.lines)
 
 
 def stdout_screen() -> Screen:

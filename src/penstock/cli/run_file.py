@@ -1,6 +1,5 @@
 """Commands that run something on the ranks of a run file: started here, or as one of the ranks of torchrun."""
 
-import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace
@@ -16,7 +15,7 @@ from penstock.cli.lifetime import (
     leave_at_once,
     raise_interrupt,
 )
-from penstock.cli.output import complain, forget_stdout
+from penstock.cli.output import complain, forget_stdout, say_at_once
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError
 
@@ -50,6 +49,7 @@ def run_on_ranks(arguments: Namespace, command: Sequence[str], body: Body, hold:
     if is_rank(os.environ):
         return _run_as_rank(arguments, body, os.environ)
     with interrupts_handled_by(leave_at_once):
+        say_at_once("loading torch ...")
         from penstock.train.config import load_config
         from penstock.train.setup import check_plan
 
@@ -82,11 +82,14 @@ def _use_one_thread_unless(environment: Mapping[str, str]) -> None:
 
 def _launch(arguments: Namespace, command: Sequence[str], config: Any, hold: Hold) -> int:
     """Start one process per rank; each runs the command again and finds its rank in the environment."""
+    import tomlkit
+
     from penstock.cli.launch import launch_ranks
 
     with interrupts_handled_by(raise_interrupt), hold(config) as held:
-        folder = json.dumps(held.run.folder, ensure_ascii=False).replace("\x7f", "\\u007f")  # as TOML wants it
+        folder = tomlkit.string(held.run.folder).as_string()
         overrides = [f"--set={override}" for override in (*arguments.set, f"run.folder={folder}")]
+        say_at_once(f"starting {config.pipeline.ranks} ranks ...")
         words = ["-m", "penstock", *command, *overrides, "--", arguments.run_file]
         num_ranks = config.pipeline.ranks
         failure = launch_ranks([sys.executable, *_path_flags(), *words], num_ranks=num_ranks, port=arguments.port)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from penstock.cli.lifetime import launcher_of
-from penstock.cli.output import say
+from penstock.cli.output import say, say_at_once
 from penstock.cli.run_file import add_run_arguments, is_rank, run_on_ranks
 
 SUMMARY = "Train a run; starts its ranks on this machine, or joins torchrun's."
@@ -44,8 +44,7 @@ def _hold_folder(arguments: Namespace, config: Any) -> Iterator[Any]:
 
     with claimed(config, _start_of(arguments)) as claim:
         folder = RunFolder(run_path(claim.config.run.folder))
-        say(claim.note)
-        sys.stdout.flush()
+        say_at_once(claim.note)
         try:
             yield claim.config
         except KeyboardInterrupt:

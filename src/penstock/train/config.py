@@ -1,10 +1,11 @@
 """A run's configuration: typed and frozen, from a TOML file with dotted overrides."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+import tomlkit
+import tomlkit.items
 from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -30,6 +31,7 @@ from penstock.train.sections import (
     OptimizerSection,
     PipelineSection,
     RunSection,
+    Scalar,
     Section,
 )
 
@@ -112,36 +114,26 @@ def config_from_table(table: Mapping[str, object]) -> RunConfig:
 
 def config_to_toml(config: RunConfig) -> str:
     """Return every setting with its meaning as a comment; `load_config` reads it back to an equal value."""
-    return "\n".join(line for name, section in config for line in _section_lines(name, section)).lstrip()
+    document = tomlkit.document()
+    for name, section in config:
+        document.add(name, _table_of(section))
+    return tomlkit.dumps(document)
 
 
-def _section_lines(name: str, section: Section) -> Iterator[str]:
-    yield f"\n[{name}]"
+def _table_of(section: Section) -> tomlkit.items.Table:
+    table = tomlkit.table()
     for key, value in section:
-        if value is None:
-            continue
-        yield f"# {type(section).model_fields[key].description}"
-        yield f"{key} = {_toml_value(value)}"
-    if name == list(RunConfig.model_fields)[-1]:
-        yield ""
+        if value is not None:
+            table.add(tomlkit.comment(str(type(section).model_fields[key].description)))
+            table.add(key, _inline(value) if isinstance(value, dict) else value)
+    return table
 
 
-def _toml_value(value: object) -> str:
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case int() | float():
-            return repr(value)
-        case str():
-            # JSON's escapes are TOML's, except that TOML also wants the delete character escaped.
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-        case tuple():
-            return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-        case dict():
-            pairs = [f"{_toml_value(key)} = {_toml_value(item)}" for key, item in value.items()]
-            return "{" + ", ".join(pairs) + "}"
-        case _:
-            raise ConfigError(f"a value of type {type(value).__name__} cannot be written as TOML: {value!r}")
+def _inline(options: Mapping[str, Scalar]) -> tomlkit.items.InlineTable:
+    table = tomlkit.inline_table()
+    for key, value in options.items():
+        table.add(key, value)
+    return table
 
 
 def _problems_of(error: ValidationError) -> list[Problem]:

@@ -32,8 +32,6 @@ from penstock.train.weights import save_weights
 
 PREPARING_DEADLINE_S = 3600.0
 """How long ranks wait for rank 0 to tokenize the text, which takes longer than any step."""
-RECORD_EVERY = 10
-"""Steps between two measurements of the bubble."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +72,11 @@ def train(
             folder = RunFolder(Path(config.run.folder))
             stack.enter_context(joined(folder.path))
             # The tokens and the folder are there, for all ranks, or all of them end here.
+            _tell(transport.rank, output, "preparing the text ...")
             dataset = prepare_together(config, folder, transport)
             _begin_together(config, folder, transport, output, is_forced=start is Start.FORCE)
             stack.enter_context(run_log(folder.path, transport.rank, config.debug.log))
+            _tell(transport.rank, output, "building the model ...")
             layers = build_layers(config, dataset.vocabulary)
             rule = choose_split(config, layers, dataset, folder, transport)
             with warnings.catch_warnings():
@@ -88,11 +88,19 @@ def train(
             output.write(f"{rule.note}\n" if rule.note else "")
             advice = few_microbatches(pipeline.program)
             output.write(f"note: {advice}\n" if advice else "")
+            _tell(pipeline.rank, output, "first step ...")
         result = _run_steps(config, pipeline, dataset, folder, output)
         save_weights(folder.path / WEIGHTS, pipeline)
         if pipeline.rank == 0:
             _report(config, result, folder, output, duration_s=time.monotonic() - begin_s)
         return result
+
+
+def _tell(rank: int, output: TextIO, what: str) -> None:
+    """Say what is begun, before it takes its time."""
+    if rank == 0:
+        output.write(f"{what}\n")
+        output.flush()
 
 
 def _begin_together(
@@ -132,8 +140,8 @@ class _Run:
     def step(self, step: int) -> StepMetrics:
         """Run one optimizer step, counted from 1, and evaluate where it is due."""
         begin_s = time.monotonic()
-        # The first step agrees on shapes and is not like the others; the second gives the first figure to show.
-        is_recorded = step in (2, self.config.recorded_step) or step % RECORD_EVERY == 0
+        bubble_every = self.config.metrics.bubble_every
+        is_recorded = step == self.config.recorded_step or (bubble_every > 0 and step % bubble_every == 0)
         accumulate = self.config.batch.accumulate
         outcome = self.trainer.step(
             step, _Batches(self.dataset, (step - 1) * accumulate, accumulate), record=is_recorded

@@ -1,7 +1,9 @@
 """Writing what each step was like: to the terminal, as JSON lines, and for TensorBoard."""
 
+import math
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from io import FileIO
@@ -13,13 +15,15 @@ import orjson
 
 from penstock.errors import ConfigError
 from penstock.train.files import naming_storage
-from penstock.train.progress import Display, StepMetrics, open_display, step_line
+from penstock.train.progress import Display, StepMetrics, open_display
 from penstock.train.run_folder import METRICS, TENSORBOARD
 from penstock.train.sections import MetricsSection
 
 __all__ = ["MetricsWriter", "StepMetrics"]
 
 NUM_RECENT_STEPS = 20
+SECONDS_BETWEEN_LINES = 5.0
+"""Where the configuration does not say after how many steps a line follows."""
 
 
 class Sink(Protocol):
@@ -38,11 +42,21 @@ class MetricsWriter:
         PenstockError: a file cannot be written (disk full, no permission): path and reason.
     """
 
-    def __init__(self, folder: Path, options: MetricsSection, *, num_steps: int, output: TextIO) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: MetricsSection,
+        *,
+        num_steps: int,
+        output: TextIO,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._folder = folder
         self._options = options
         self._num_steps = num_steps
         self._output = output
+        self._clock = clock
+        self._shown_at_s = -math.inf
         self._bubble_fraction: float | None = None
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
         self._stack = ExitStack()
@@ -74,10 +88,12 @@ class MetricsWriter:
             sink.write(metrics.step, numbers)
         if metrics.bubble_fraction is not None:
             self._bubble_fraction = metrics.bubble_fraction
+        # People see the last measured bubble on every line; the files hold it where it was measured.
+        shown = replace(metrics, bubble_fraction=self._bubble_fraction)
+        self._display.update(shown, left_s=left_s)
         if self._is_shown(metrics):
-            # People see the last measured bubble on every line; the files hold it where it was measured.
-            shown = replace(metrics, bubble_fraction=self._bubble_fraction)
-            self._display.show(step_line(shown, num_steps=self._num_steps, left_s=left_s), step=metrics.step)
+            self._display.show(shown, left_s=left_s)
+            self._shown_at_s = self._clock()
 
     def _wanted_sinks(self) -> Iterator[AbstractContextManager[Sink]]:
         if self._options.tensorboard:  # first: where it is missing, nothing has been made yet
@@ -91,7 +107,9 @@ class MetricsWriter:
         return (self._num_steps - step) * ordered[len(ordered) // 2]
 
     def _is_shown(self, metrics: StepMetrics) -> bool:
-        is_due = metrics.step % self._options.every == 0
+        every = self._options.every
+        is_late = self._clock() - self._shown_at_s >= SECONDS_BETWEEN_LINES and not self._output.isatty()
+        is_due = metrics.step % every == 0 if every else is_late
         return is_due or metrics.step in (1, self._num_steps) or metrics.held_out_loss is not None
 
 

@@ -1,4 +1,4 @@
-"""What the terminal shows of a run: one line a step, and a progress bar where it is a terminal."""
+"""What is shown of a run: one line that is updated in a terminal, and lines that stay."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.live import Live
+from rich.text import Text
 
 MISSING = "-"
 
@@ -37,25 +38,28 @@ class StepMetrics:
 class Display(Protocol):
     """Where lines go."""
 
-    def show(self, line: str, *, step: int) -> None:
-        """Show a line; `step` steps are done."""
+    def update(self, metrics: StepMetrics, *, left_s: float) -> None:
+        """Show the state of the run in place of the last one, where that is possible."""
+
+    def show(self, metrics: StepMetrics, *, left_s: float) -> None:
+        """Show a line that stays."""
 
 
 def step_line(metrics: StepMetrics, *, num_steps: int, left_s: float) -> str:
-    """Return one line for people: step, loss, speed, bubble, learning rate, gradient norm, time left."""
+    """Return one line for people, with what matters most first: a narrow terminal cuts its end."""
     bubble = MISSING if metrics.bubble_fraction is None else f"{metrics.bubble_fraction:.1%}"
     parts = [
         f"step {metrics.step:>{len(str(num_steps))}}/{num_steps}",
         f"loss {metrics.loss:.4f}",
+        f"left {duration_text(left_s)}",
         f"{metrics.tokens_per_s:>7,.0f} tokens/s",
         f"{metrics.duration_s:.3f} s/step",
         f"bubble {bubble:>5}",
         f"lr {metrics.learning_rate:.2e}",
         f"norm {metrics.gradient_norm:.2f}",
-        f"left {duration_text(left_s)}",
     ]
     if metrics.held_out_loss is not None:
-        parts.append(f"held-out {metrics.held_out_loss:.4f}")
+        parts.insert(2, f"held-out {metrics.held_out_loss:.4f}")
     return "  ".join(parts)
 
 
@@ -67,39 +71,46 @@ def duration_text(duration_s: float) -> str:
 
 
 def open_display(output: TextIO, num_steps: int) -> AbstractContextManager[Display]:
-    """Return a bar with lines above it where `output` is a terminal, else plain lines."""
-    return _bar(output, num_steps) if output.isatty() else _lines(output)
+    """Return a line that is updated in place, below lines that stay, where `output` is a terminal; else plain lines."""
+    return _live(output, num_steps) if output.isatty() else _lines(output, num_steps)
 
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
     output: TextIO
+    num_steps: int
 
-    def show(self, line: str, *, step: int) -> None:
-        self.output.write(f"{line}\n")
+    def update(self, metrics: StepMetrics, *, left_s: float) -> None:
+        """Do nothing: what is written to a pipe stays."""
+
+    def show(self, metrics: StepMetrics, *, left_s: float) -> None:
+        self.output.write(f"{step_line(metrics, num_steps=self.num_steps, left_s=left_s)}\n")
         self.output.flush()
 
 
 @contextmanager
-def _lines(output: TextIO) -> Iterator[Display]:
-    yield _Lines(output)
+def _lines(output: TextIO, num_steps: int) -> Iterator[Display]:
+    yield _Lines(output, num_steps)
 
 
-class _Bar:
-    def __init__(self, progress: Progress, num_steps: int) -> None:
-        self._progress = progress
-        self._task = progress.add_task("training", total=num_steps)
+@dataclass(frozen=True, slots=True)
+class _Live:
+    live: Live
+    num_steps: int
 
-    def show(self, line: str, *, step: int) -> None:
+    def update(self, metrics: StepMetrics, *, left_s: float) -> None:
+        line = step_line(metrics, num_steps=self.num_steps, left_s=left_s)
+        self.live.update(Text(line, no_wrap=True, overflow="ellipsis"))
+
+    def show(self, metrics: StepMetrics, *, left_s: float) -> None:
         # The terminal wraps a line that is too long; rich would cut it.
-        self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        self._progress.update(self._task, completed=step)
+        line = step_line(metrics, num_steps=self.num_steps, left_s=left_s)
+        self.live.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def _bar(output: TextIO, num_steps: int) -> Iterator[Display]:
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
+def _live(output: TextIO, num_steps: int) -> Iterator[Display]:
     # Nothing else may be redirected: the streams of the process belong to the command line.
-    progress = Progress(*columns, console=Console(file=output), redirect_stdout=False, redirect_stderr=False)
-    with progress:
-        yield _Bar(progress, num_steps)
+    console = Console(file=output)
+    with Live(console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as live:
+        yield _Live(live, num_steps)

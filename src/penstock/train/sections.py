@@ -47,8 +47,7 @@ class RunSection(Section):
     evaluate_batches: NotNegative = Field(default=16, description="held-out batches per evaluation; 0: never evaluate")
     record_step: NotNegative = Field(
         default=20,
-        description="step, counted from 1, whose timeline is kept; the last one in a shorter run; 0: none is kept. "
-        "Step 2 and every 10th are measured in any case, for the bubble that the metrics show",
+        description="step, counted from 1, whose timeline is kept; the last one in a shorter run; 0: none is kept",
     )
 
 
@@ -147,7 +146,16 @@ class MetricsSection(Section):
     tensorboard: bool = Field(
         default=False, description="whether TensorBoard files are written (needs the extra `tensorboard`)"
     )
-    every: Positive = Field(default=1, description="optimizer steps between two lines on the terminal")
+    every: NotNegative = Field(
+        default=0,
+        description="optimizer steps between two lines of output that stay; 0: in a terminal those of evaluated steps, "
+        "else one every 5 seconds too",
+    )
+    bubble_every: NotNegative = Field(
+        default=0,
+        description="optimizer steps between two that are measured for their bubble, which takes time; 0: only "
+        "run.record_step is",
+    )
 
 
 class DebugSection(Section):

@@ -1,46 +1,30 @@
 """Writes costs as TOML, so that `costs_from_toml` reads the same costs back."""
 
-import json
-from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
+
+import tomlkit
 
 from penstock.ir.action import Kind
 from penstock.simulation.costs.costs import Channel, SharedCosts, Spread
 from penstock.simulation.costs.file import LAYER, PER, AnyCosts, key_of
 from penstock.simulation.costs.layer_costs import LayerCosts
 
+TABLES = ("channels", "spreads")
+"""Fields that are lists of tables, which TOML has after all other keys."""
 AFTER_SECONDS = {member.name for member in fields(SharedCosts)} | {"spreads"}
 
 
 def costs_to_toml(costs: AnyCosts) -> str:
     """Return all that differs from the defaults, one key a line; lists have one entry per stage, or per layer."""
-    return "".join(f"{line}\n" for line in _toml_lines(costs))
-
-
-def _toml_lines(costs: AnyCosts) -> Iterator[str]:
-    tables: dict[str, list[dict[str, Any]]] = {}
+    document = tomlkit.document()
     if costs.source:
-        yield f"# {' '.join(costs.source.split())}"
+        document.add(tomlkit.comment(" ".join(costs.source.split())))
     if isinstance(costs, LayerCosts):
-        yield f'{PER} = "{LAYER}"'
-    for key, value in _plain(costs).items():
-        if key in ("channels", "spreads"):
-            tables[key] = value
-        else:
-            yield f"{key} = {_toml(value)}"
-    for key, rows in tables.items():
-        for row in rows:
-            yield ""
-            yield f"[[{key}]]"
-            yield from (f"{name} = {_toml(value)}" for name, value in row.items())
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(_toml(entry) for entry in value)}]"
-    # Numbers, true, false and the letters of kinds are written alike in both.
-    return json.dumps(value)
+        document.add(PER, LAYER)
+    for key, value in sorted(_plain(costs).items(), key=lambda item: item[0] in TABLES):
+        document.add(key, value)
+    return tomlkit.dumps(document)
 
 
 def _plain(costs: AnyCosts | Channel | Spread) -> dict[str, Any]:
@@ -51,7 +35,7 @@ def _plain(costs: AnyCosts | Channel | Spread) -> dict[str, Any]:
         if value == member.default or member.name == "source":
             continue
         key = key_of(type(costs), member.name)
-        if member.name in ("channels", "spreads"):
+        if member.name in TABLES:
             plain[key] = [_plain(row) for row in value]
         elif isinstance(value, tuple):
             plain[key] = value[0] if len(value) == 1 else list(value)
