@@ -434,6 +434,7 @@ def test_split_and_weights_together_are_refused():
             {"weights": [1.0, 1.0, 1.0, 3.0]},
             """
             stage  layers  weight  parameters  names
+            ─────────────────────────────────────────
                 0       3   50.0%         162  0 .. 2
                 1       1   50.0%          60  3
             heaviest: stage 0, 1.00 times the mean
@@ -443,6 +444,7 @@ def test_split_and_weights_together_are_refused():
             {"split": [1, 3]},
             """
             stage  layers  weight  parameters  names
+            ─────────────────────────────────────────
                 0       1   25.0%          54  0
                 1       3   75.0%         168  1 .. 3
             heaviest: stage 1, 1.50 times the mean

@@ -18,6 +18,7 @@ class Screen:
     width: int | None = None
     """Columns of a terminal; None for a pipe or a file, where nothing is folded or left out."""
     has_color: bool = False
+    height: int = 24
 
     def wrapped(self, text: str) -> str:
         """Return lines of prose, folded where they are wider than the screen."""
@@ -35,7 +36,7 @@ class Column:
 
     heading: str
     is_text: bool = False
-    """Flush left, and folded where the screen is narrow; numbers are flush right and never folded."""
+    """Flush left, and folded where the screen is narrow unless it may be left out; numbers are flush right."""
     drop_order: int = 0
     """On a narrow screen, columns with the largest number are left out first; those with 0 always stay."""
     style: str = ""
@@ -50,8 +51,8 @@ def table_text(
 ) -> str:
     """Return headings, a rule and the rows, without a final newline.
 
-    To fit the screen, headings are broken at spaces, then columns of text are folded, and columns are left out, which a
-    last line names.
+    To fit the screen, headings of numbers are broken at spaces, then columns of text are folded, and columns are left
+    out, which a last line names.
     """
     sized = [_Sized(column, max((len(row[index]) for row in rows), default=0)) for index, column in enumerate(columns)]
     shown, is_broken = _that_fit(sized, screen)
@@ -83,12 +84,16 @@ class _Sized:
     """Of the widest cell below the heading."""
 
     def width(self, *, is_broken: bool, is_folded: bool = False) -> int:
-        is_text = self.column.is_text
-        cells = min(self.cell_width, MIN_TEXT_WIDTH) if is_folded and is_text else self.cell_width
+        cells = min(self.cell_width, MIN_TEXT_WIDTH) if is_folded and self.folds else self.cell_width
         return max(cells, *map(len, self.heading(is_broken=is_broken).split("\n")))
 
+    @property
+    def folds(self) -> bool:
+        return self.column.is_text and not self.column.drop_order
+
     def heading(self, *, is_broken: bool) -> str:
-        return self.column.heading.replace(" ", "\n") if is_broken else self.column.heading
+        text = self.column.heading
+        return text.replace(" ", "\n") if is_broken and not self.column.is_text else text
 
 
 def _that_fit(columns: list[_Sized], screen: Screen) -> tuple[list[_Sized], bool]:
@@ -133,7 +138,7 @@ def _rendered(
             justify="left" if each.column.is_text else "right",
             style=each.column.style,
             overflow="fold",
-            no_wrap=not each.column.is_text,
+            no_wrap=not each.folds,
             min_width=each.width(is_broken=is_broken, is_folded=True),
         )
     for index, row in enumerate(rows):

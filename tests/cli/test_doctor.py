@@ -61,7 +61,7 @@ def test_costs_of_a_profile_in_the_folder_tell_how_backwards_split(folder, capsy
 
 def test_with_a_limit_of_memory_what_waits_for_it_is_told(folder, capsys):
     """Rank 0 of 1F1B holds 4 activations and waits with the fifth forward for a backward to free one."""
-    main(["doctor", str(folder), "--to", "json", "--memory-limit", "4"])
+    main(["doctor", str(folder), "--to", "json", "--memory-limit", "4 activations"])
     limited = json.loads(capsys.readouterr().out)["idle_s"][0]
     main(["doctor", str(folder), "--to", "json"])
     free = json.loads(capsys.readouterr().out)["idle_s"][0]
@@ -97,8 +97,8 @@ def test_either_a_folder_or_the_system_is_looked_at(arguments):
 
 
 def test_a_limit_below_1_is_refused(folder, capsys):
-    assert main(["doctor", str(folder), "--memory-limit", "0"]) == 1
-    assert "--memory-limit: 0 activations; give a limit of 1 or more" in capsys.readouterr().err
+    assert main(["doctor", str(folder), "--memory-limit", "0 activations"]) == 1
+    assert "--memory-limit: '0 activations'; give a limit of 1 or more" in capsys.readouterr().err
 
 
 def test_the_table_names_everything_that_training_needs(capsys):

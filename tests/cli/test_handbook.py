@@ -11,6 +11,7 @@ from penstock.cli.handbook import differences, family_text, handbook, side_by_si
 from penstock.proofs import check
 from penstock.schedules import FAMILIES, build
 from penstock.simulation import Costs, simulate
+from penstock.tables import Screen
 from tests.grids import assert_grid
 from tests.house.source import ROOT
 
@@ -68,9 +69,9 @@ def test_the_differences_of_a_family_stand_on_its_page():
 
     assert told == ["any number", "groups bel", "as many mi"]
     assert differences("gpipe") == []
-    page = " ".join(family_text(FAMILIES["looped-bfs"], width=120, as_markdown=False).split())
+    page = " ".join(family_text(FAMILIES["looped-bfs"], screen=Screen(120), as_markdown=False).split())
     assert f"differs {differences('looped-bfs')[0]}" in page
-    assert differences("looped-bfs")[0] in family_text(FAMILIES["looped-bfs"], width=120, as_markdown=True)
+    assert differences("looped-bfs")[0] in family_text(FAMILIES["looped-bfs"], screen=Screen(120), as_markdown=True)
 
 
 def test_the_first_example_builds_a_schedule():

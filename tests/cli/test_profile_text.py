@@ -33,17 +33,15 @@ def profile_of(costs=COSTS, channels=CHANNELS, name="1f1b", **shape):
 def test_everything_that_was_measured_is_told_with_its_unit():
     lines = profile_text(profile_of()).split("\n")
 
-    assert [line.split() for line in lines] == [
+    assert [line.split() for line in lines if set(line) != {"─"}] == [
         ["1f1b,", "5", "recorded", "steps"],
         ["stage", "rank", "kind", "usual", "median", "middle", "half", "within"],
-        ["-----", "----", "--------", "-------", "-------", "------------------"],
         ["0", "0", "forward", "10.0", "ms", "9.80", "ms", "500", "µs"],
         ["0", "0", "backward", "20.0", "ms", "20.0", "ms", "0.00", "ms"],
         ["1", "1", "forward", "14.0", "ms", "14.0", "ms", "0.00", "ms"],
         ["1", "1", "backward", "28.0", "ms", "28.0", "ms", "0.00", "ms"],
         [],
         ["channel", "latency", "latency", "of", "a", "ping", "bandwidth"],
-        ["-------", "-------", "-----------------", "----------"],
         ["0", "to", "1", "100", "µs", "30.0", "µs", "2.00", "GiB/s"],
         ["1", "to", "0", "200", "µs", "40.0", "µs", "-"],
         [],
@@ -56,7 +54,7 @@ def test_everything_that_was_measured_is_told_with_its_unit():
 def test_a_latency_that_was_not_found_has_the_unit_of_the_ping_beside_it():
     text = profile_text(profile_of(replace(COSTS, latency_s=0.0)))
 
-    assert "0 to 1   0.00 µs  30.0 µs" in text
+    assert ["0", "to", "1", "0.00", "µs", "30.0", "µs"] in [line.split()[:7] for line in text.split("\n")]
 
 
 def test_the_bottleneck_is_the_stage_that_takes_longest():
@@ -99,10 +97,10 @@ def test_what_was_measured_with_split_backwards_is_told_apart():
         spreads=(Spread(Kind.BACKWARD_INPUT, 0, 0.014, 0.001),),
     )
 
-    lines = profile_text(profile_of(split)).split("\n")
+    lines = [" ".join(line.split()) for line in profile_text(profile_of(split)).split("\n")]
 
-    assert "0      0     backward input, where backwards are split  15.0 ms  14.0 ms  1.00 ms" in lines
-    assert "1      1     forward, where backwards are split         16.0 ms" in lines
+    assert "0 0 backward input, where backwards are split 15.0 ms 14.0 ms 1.00 ms" in lines
+    assert "1 1 forward, where backwards are split 16.0 ms" in lines
 
 
 def test_a_single_rank_has_no_channels():

@@ -75,6 +75,7 @@ def test_a_split_is_drawn_with_shares_and_names():
 
     assert describe_split(stages, NAMES, [0, 1, 1, 0, 2], [1] * 5) == (
         "stage  layers  weight  parameters  names\n"
+        "────────────────────────────────────────────────────────\n"
         "    0       2   25.0%           2  embedding .. blocks.0\n"
         "    1       2   25.0%           2  blocks.1 .. norm\n"
         "    2       1   50.0%           1  head\n"
@@ -87,6 +88,7 @@ def test_parameters_are_drawn_where_they_are_given():
 
     assert describe_split(stages, NAMES, [0, 1, 1, 0, 2], [1000, 10, 10, 4, 2000]) == (
         "stage  layers  weight  parameters  names\n"
+        "────────────────────────────────────────────────────────\n"
         "    0       3   50.0%       1,020  embedding .. blocks.1\n"
         "    1       2   50.0%       2,004  norm .. head\n"
         "heaviest: stage 0, 1.00 times the mean\n"
@@ -121,6 +123,7 @@ def test_copies_of_a_stage_are_drawn_as_one_row():
 
     assert describe_split(stages, NAMES, [0, 1, 1, 0, 2], [1] * 5) == (
         "  stage  layers  weight  parameters  names\n"
+        "──────────────────────────────────────────────────────────\n"
         "0 and 2       3   50.0%           3  embedding .. blocks.1\n"
         "1 and 3       2   50.0%           2  norm .. head\n"
         "heaviest: stage 0 and 2, 1.00 times the mean\n"

@@ -4,15 +4,12 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from penstock.cli.memory_limit import add_memory_limit, memory_limit_of
 from penstock.cli.output import say
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError
 
 SUMMARY = "Prove a schedule file, or say everything that is wrong with it."
-LIMIT_HELP = (
-    "what a rank may hold at once: 20GiB, or a number of bytes, with costs that say how large activations are; "
-    "or '12 activations'"
-)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -27,7 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "schedule is lowered for it first",
     )
     parser.add_argument("--costs", metavar="COSTS", help="how large activations and all else are, for a limit in bytes")
-    parser.add_argument("--memory-limit", metavar="LIMIT", help=LIMIT_HELP)
+    add_memory_limit(parser)
 
 
 def run(arguments: Namespace) -> int:
@@ -48,7 +45,8 @@ def run(arguments: Namespace) -> int:
             key="--ranks",
         )
     costs = None if arguments.costs is None else stage_costs(load_costs(arguments.costs), plan)
-    demands = {"costs": costs, "memory_limit": arguments.memory_limit}
+    limit = memory_limit_of(arguments, None if costs is None else costs.activation_bytes)
+    demands = {"costs": costs, "memory_limit": limit}
     transport = arguments.transport or str(POSTED)
     facts = check(plan, transport, **demands)
     if (arguments.transport or costs is not None) and not isinstance(plan, Program):

@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 
 from penstock.cli.arguments import add_format, add_schedules
-from penstock.cli.check import LIMIT_HELP
+from penstock.cli.memory_limit import add_memory_limit, memory_limit_of
 from penstock.cli.pictures import (
     CHARTS,
     add_picture_arguments,
@@ -42,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="compare at several sizes: microbatches=8..64 doubles, 8..64:8 counts in steps, 8,16,24 are these; so do "
         "ranks, stages_per_rank, slices and memory_limit; may be repeated",
     )
-    parser.add_argument("--memory-limit", metavar="LIMIT", help=LIMIT_HELP)
+    add_memory_limit(parser)
     add_format(
         parser,
         ("table", "json", *CHARTS),
@@ -56,7 +56,6 @@ def run(arguments: Namespace) -> int:
     from penstock.cli.comparison_result import result_of
     from penstock.cli.output import complain, stdout_screen
     from penstock.cli.sweep import LIMITS, read_sweep, swept_schedules
-    from penstock.proofs import Limit
     from penstock.simulation import LayerCosts
     from penstock.simulation.costs.file import load_costs
     from penstock.tables import NO_SCREEN
@@ -68,11 +67,9 @@ def run(arguments: Namespace) -> int:
     if arguments.per_action and isinstance(costs, LayerCosts):
         raise ConfigError(f"{arguments.costs} has costs per layer, not per action; leave it out", key="--per-action")
     sweep = read_sweep(arguments.sweep)
-    if arguments.memory_limit is not None:
-        arguments.memory_limit = Limit.read(arguments.memory_limit, "--memory-limit")
-    limits: list[Limit] = [*sweep.get(LIMITS, ()), *filter(None, [arguments.memory_limit])]
-    for limit in limits:
-        limit.require_sizes(costs.activation_bytes, "--memory-limit")
+    arguments.memory_limit = memory_limit_of(arguments, costs.activation_bytes)
+    for limit in sweep.get(LIMITS, ()):
+        limit.require_sizes(costs.activation_bytes, "--sweep")
     found = [compare(wanted, costs, per_action=arguments.per_action) for wanted in swept_schedules(arguments, sweep)]
     is_useless = not any(isinstance(row, Comparison) for row in found)
     if format == "json" or not is_useless:

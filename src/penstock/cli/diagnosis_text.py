@@ -9,9 +9,10 @@ from penstock.cli.diagnosis import Diagnosis
 from penstock.ir.timeline import Timeline
 from penstock.searching.what_if import Change, Sort
 from penstock.show.idle import NAME_OF_CAUSE
-from penstock.show.text import align, count_of, format_seconds, format_share, time_unit
+from penstock.show.text import count_of, format_seconds, format_share, time_unit
 from penstock.simulation.causes import Cause
 from penstock.simulation.losses import Loss
+from penstock.tables import NO_SCREEN, Column, Screen, table_text
 
 NUM_ON_PATH = 6
 NUM_CHANGES: dict[Sort, int] = {"schedule": 6, "split": 2, "microbatches": 2}
@@ -24,16 +25,16 @@ NOTES = {
 }
 
 
-def to_text(diagnosis: Diagnosis) -> str:
+def to_text(diagnosis: Diagnosis, screen: Screen = NO_SCREEN) -> str:
     """Return what was found, from the whole to the single: figures, idle time, causes, critical path, changes."""
     parts = [
-        [_title(diagnosis), *_figures(diagnosis)],
-        _idle_table(diagnosis),
-        _losses_table(diagnosis),
-        _path_table(diagnosis),
-        _changes_table(diagnosis),
+        screen.wrapped("\n".join([_title(diagnosis), *_figures(diagnosis)])),
+        _idle_table(diagnosis, screen),
+        _losses_table(diagnosis, screen),
+        _path_table(diagnosis, screen),
+        _changes_table(diagnosis, screen),
     ]
-    return "\n\n".join("\n".join(lines) for lines in parts)
+    return "\n\n".join(parts)
 
 
 def chief_finding(diagnosis: Diagnosis) -> str:
@@ -68,7 +69,7 @@ def _figure(timeline: Timeline) -> str:
     return f"{format_seconds(timeline.makespan_s)}, bubble {format_share(timeline.bubble_fraction)}"
 
 
-def _idle_table(diagnosis: Diagnosis) -> list[str]:
+def _idle_table(diagnosis: Diagnosis, screen: Screen) -> str:
     """One row per rank that sums to its idle time, and one for all; causes that nothing is put down to are left out."""
     table = diagnosis.idle.by_rank
     total = np.concatenate([table, table.sum(axis=0, keepdims=True)])
@@ -78,47 +79,52 @@ def _idle_table(diagnosis: Diagnosis) -> list[str]:
     for index, row in enumerate(total):
         name = "all" if index == len(table) else str(index)
         rows.append([name, *(f"{row[cause] / unit_s:.3f}" for cause in causes), f"{row.sum() / unit_s:.3f}"])
-    headings = ["rank", *(NAME_OF_CAUSE[cause] for cause in causes), "idle"]
-    return [
-        f"idle time of each rank by its cause, in {unit}",
-        *align([headings, *rows], lambda column, cell: False, is_ruled=True),
-    ]
+    # Where the screen is narrow, the smallest causes are left out first.
+    largest_first = sorted(causes, key=lambda cause: -table[:, cause].sum())
+    columns = [Column(NAME_OF_CAUSE[cause], drop_order=1 + largest_first.index(cause)) for cause in causes]
+    title = screen.wrapped(f"idle time of each rank by its cause, in {unit}")
+    return f"{title}\n{table_text([Column('rank'), *columns, Column('idle')], rows, screen)}"
 
 
-def _losses_table(diagnosis: Diagnosis) -> list[str]:
+def _losses_table(diagnosis: Diagnosis, screen: Screen) -> str:
     rows = []
     for loss in diagnosis.losses:
         share = loss.duration_s / diagnosis.step_s
         if share >= SMALLEST_SHARE:
             rows.append([_percent(-share), NAME_OF_CAUSE[loss.cause], _culprit(loss)])
-    return ["the step without each cause (some seconds have two)", *_left(["step", "cause", "who"], rows)]
+    columns = [Column("step"), Column("cause", is_text=True), Column("who", is_text=True)]
+    title = screen.wrapped("the step without each cause (some seconds have two)")
+    return f"{title}\n{table_text(columns, rows, screen)}"
 
 
 def _culprit(loss: Loss) -> str:
     return f"the order of {loss.culprit}" if loss.cause is Cause.DEPENDENCY else loss.culprit
 
 
-def _path_table(diagnosis: Diagnosis) -> list[str]:
+def _path_table(diagnosis: Diagnosis, screen: Screen) -> str:
     total_s = diagnosis.timeline.makespan_s
     rows = [
         [format_share(contribution.duration_s / total_s), contribution.what]
         for contribution in diagnosis.path[:NUM_ON_PATH]
     ]
-    return ["the critical path consists of", *_left(["share", "what"], rows)]
+    columns = [Column("share"), Column("what", is_text=True)]
+    return f"the critical path consists of\n{table_text(columns, rows, screen)}"
 
 
-def _changes_table(diagnosis: Diagnosis) -> list[str]:
+def _changes_table(diagnosis: Diagnosis, screen: Screen) -> str:
     helpful = _helpful(diagnosis.changes)
     if not helpful:
         tried = count_of(len(diagnosis.changes), "change")
-        return [f"no other split, schedule or number of microbatches helps: {tried} simulated"]
+        return screen.wrapped(f"no other split, schedule or number of microbatches helps: {tried} simulated")
     rows = [[_percent(change.step_change), _percent(change.memory_change), change.text] for change in helpful]
     notes = [f"  {NOTES[sort]}" for sort in dict.fromkeys(change.sort for change in helpful) if sort in NOTES]
     if not diagnosis.knows_shares:
         notes.append(
             "  backwards in two parts are taken to be halves that cost nothing more; penstock profile measures it"
         )
-    return ["what would help, each simulated", *_left(["step", "memory", "change"], rows), *notes]
+    columns = [Column("step", style="green"), Column("memory"), Column("change", is_text=True)]
+    lines = ["what would help, each simulated", table_text(columns, rows, screen), *map(screen.wrapped, notes)]
+    return "\n".join(lines)
 
 
 def _helpful(changes: Sequence[Change]) -> list[Change]:
@@ -132,11 +138,6 @@ def _helpful(changes: Sequence[Change]) -> list[Change]:
 
 def _percent(share: float) -> str:
     return f"{100 * share:+.1f} %"
-
-
-def _left(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Figures to the right, words to the left."""
-    return align([headings, *rows], lambda column, cell: "%" not in cell, is_ruled=True)
 
 
 def to_json(diagnosis: Diagnosis) -> str:

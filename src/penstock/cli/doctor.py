@@ -4,9 +4,9 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from penstock.cli.arguments import add_format
-from penstock.cli.output import say
+from penstock.cli.memory_limit import add_memory_limit, memory_limit_of
+from penstock.cli.output import say, stdout_screen
 from penstock.cli.status import ExitStatus
-from penstock.errors import ConfigError
 
 SUMMARY = "Say where the time of a recorded step went, and what would help; or what this machine has."
 
@@ -15,9 +15,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.set_defaults(wrong_usage=parser.error)
     parser.add_argument("folder", metavar="RUN_DIR", nargs="?", help="the folder of a run that recorded a step")
     parser.add_argument("--system", action="store_true", help="instead, look at this machine")
-    parser.add_argument(
-        "--memory-limit", type=int, metavar="N", help="most activations that a rank may hold: report what waits for it"
-    )
+    add_memory_limit(parser, "what a rank may hold, as '12 activations': report what waits for it")
     add_format(parser, ("text", "json"), "default: text")
 
 
@@ -28,8 +26,6 @@ def run(arguments: Namespace) -> int:
         arguments.wrong_usage("--to and --memory-limit are for a RUN_DIR, not for --system")
     if arguments.system:
         return _examine_system()
-    if arguments.memory_limit is not None and arguments.memory_limit < 1:
-        raise ConfigError(f"{arguments.memory_limit} activations; give a limit of 1 or more", key="--memory-limit")
     from penstock.cli.diagnosis import diagnose, setting_of
     from penstock.cli.diagnosis_text import to_json, to_text
     from penstock.simulation.costs.file import read_costs
@@ -39,19 +35,21 @@ def run(arguments: Namespace) -> int:
     from penstock.train.run_folder import CONFIG, COSTS
 
     folder = Path(arguments.folder)
+    limit = memory_limit_of(arguments, None)
     recorded = read_recorded_step(folder)
     setting = setting_of(load_config(folder / CONFIG))
     profiled = read_costs(folder / COSTS) if (folder / COSTS).exists() else None
     shares = None if profiled is None else SplitShares.of(profiled)
-    diagnosis = diagnose(recorded, setting, shares=shares, memory_limit=arguments.memory_limit)
-    say(to_json(diagnosis) if arguments.format == "json" else to_text(diagnosis))
+    diagnosis = diagnose(recorded, setting, shares=shares, memory_limit=limit and limit.amounts[0])
+    say(to_json(diagnosis) if arguments.format == "json" else to_text(diagnosis, stdout_screen()))
     return ExitStatus.FINE
 
 
 def _examine_system() -> int:
     from penstock.cli.probes import examine_system
-    from penstock.show.text import format_table
+    from penstock.tables import Column, table_text
 
     rows = [(finding.subject, finding.found, finding.fix) for finding in examine_system()]
-    say(format_table(("what", "found", "what to fix"), rows))
+    columns = [Column(heading, is_text=True) for heading in ("what", "found", "what to fix")]
+    say(table_text(columns, rows, stdout_screen(), row_styles=["yellow" if fix else "" for _, _, fix in rows]))
     return ExitStatus.FINE

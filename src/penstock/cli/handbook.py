@@ -15,6 +15,7 @@ from penstock.cli.wanted import Wanted
 from penstock.ir.transports import MODELS
 from penstock.schedules import Family, build
 from penstock.simulation import Costs
+from penstock.tables import Screen
 
 TEXT = Path(__file__).with_name("handbook.md")
 SIDE_BY_SIDE, FAMILIES, TRANSPORTS = "<!-- side by side -->", "<!-- families -->", "<!-- transports -->"
@@ -37,11 +38,11 @@ def handbook(families: Sequence[Family]) -> str:
     return text.replace(FAMILIES, fill(f"{LEGEND} {UNITS}", WIDTH) + f"\n\n{sections}")
 
 
-def family_text(family: Family, *, width: int, as_markdown: bool) -> str:
-    """Return all about one family, for a terminal of some width or in Markdown."""
+def family_text(family: Family, *, screen: Screen, as_markdown: bool) -> str:
+    """Return all about one family, for a screen or in Markdown."""
     drawing, deviations = draw_example(family), differences(family.name)
     if not as_markdown:
-        return family_page(family, drawing, deviations, width)
+        return family_page(family, drawing, deviations, screen)
     section = family_section(family, drawing, family.all_options)
     return "\n".join([section, *(f"\nDiffers from its source: {text}" for text in deviations)])
 

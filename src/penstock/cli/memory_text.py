@@ -3,12 +3,23 @@
 from collections.abc import Sequence
 
 from penstock.execute.observing.memory_report import MemoryPoint, RankMemory
-from penstock.show.text import format_bytes, format_table
+from penstock.show.text import format_bytes
+from penstock.tables import NO_SCREEN, Column, Screen, table_text
 
-_STAGES = ("rank", "stage", "live", "activations", "contexts", "parameters", "gradients", "received", "unsent")
+_STAGES = [
+    Column("rank"),
+    Column("stage"),
+    Column("live", drop_order=3),
+    Column("activations"),
+    Column("contexts", drop_order=1),
+    Column("parameters"),
+    Column("gradients", drop_order=2),
+    Column("received", drop_order=5),
+    Column("unsent", drop_order=4),
+]
 
 
-def memory_text(ranks: Sequence[RankMemory], predicted_bytes: Sequence[int] = ()) -> str:
+def memory_text(ranks: Sequence[RankMemory], predicted_bytes: Sequence[int] = (), screen: Screen = NO_SCREEN) -> str:
     """Return both tables, one row per stage and one per rank, with the peak that was predicted of it if known."""
     stages = [row for rank in ranks for row in _stage_rows(rank)]
     points = [[str(rank.rank), str(rank.peak_activations), *map(_point, rank.points)] for rank in ranks]
@@ -16,8 +27,11 @@ def memory_text(ranks: Sequence[RankMemory], predicted_bytes: Sequence[int] = ()
     if predicted_bytes:
         names.append("predicted peak")
         points = [[*row, format_bytes(size)] for row, size in zip(points, predicted_bytes, strict=True)]
+    # The first points of a step say least: they are left out first.
+    late_first = [Column(name, drop_order=len(names) - index) for index, name in enumerate(names)]
+    columns = [Column("rank"), Column("most live"), *late_first]
     title = "memory, when a rank holds most"
-    return f"{title}\n{format_table(list(_STAGES), stages)}\n\n{format_table(['rank', 'most live', *names], points)}"
+    return f"{title}\n{table_text(_STAGES, stages, screen)}\n\n{table_text(columns, points, screen)}"
 
 
 def _stage_rows(rank: RankMemory) -> list[list[str]]:

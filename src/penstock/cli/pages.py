@@ -1,58 +1,51 @@
 """Families of schedules on pages: a table of all, and a page on each, for a terminal and in Markdown."""
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
-from math import ceil
-from textwrap import wrap
+from dataclasses import replace
 
+from penstock.cli.drawing import on_screen
 from penstock.errors import PenstockError
 from penstock.ir.grid import to_grid
 from penstock.schedules import Choice, Family, Option, build
+from penstock.tables import Column, Screen, fields_text, table_text
 
 LEGEND = (
     "p ranks, m microbatches, v stages per rank, k slices, s a rank counted from 0; F, B and W are the times of a "
     "stage's forward, and of the input and the weight gradient of its backward. Memory is in activations on rank s."
 )
 UNITS = "A column is one unit of time: F, I and W take one, B two; `.` is idle, `=` goes on."
-MIN_WIDTH, MAX_WIDTH = 100, 160
+WIDTH = 120
+"""Of a page that goes to no terminal."""
+ALL_LINES = 10**6
 NUM_SLICES = 2
 """In the drawings of families that cut microbatches."""
-GAP = "  "
 
 
-def table_page(families: Sequence[Family], width: int) -> str:
-    """Return a row of figures per family, and below it when to use it, at a width between 100 and 160."""
-    headings = ("name", "placement", "restrictions", "bubble", "memory")
-    name = max(len(family.name) for family in families)
-    width = min(max(width, MIN_WIDTH), MAX_WIDTH)
-    room = width - name - len(GAP) * (len(headings) - 1)
-    placement = room // 5
-    widths = (name, placement, *[(room - placement) // 3] * 3)
-    lines = [*_row(headings, widths), GAP.join("-" * column for column in widths)]
-    for family in families:
-        lines += _row((family.name, family.placement, family.restrictions, family.bubble, family.memory), widths)
-        margin = " " * (name + len(GAP))
-        lines += wrap(family.advice, width, initial_indent=margin, subsequent_indent=margin)
-    return "\n".join([*lines, "", *wrap(LEGEND, width), "`penstock schedules NAME` says more."])
-
-
-def _row(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """The lines of one row, each cell wrapped to the width of its column."""
-    columns = [wrap(cell, width) for cell, width in zip(cells, widths, strict=True)]
-    return [
-        GAP.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in zip_longest(*columns, fillvalue="")
+def table_page(families: Sequence[Family], screen: Screen) -> str:
+    """Return one line per family: what it is and, where there is room, when to take it."""
+    columns = [
+        Column("name", is_text=True, style="cyan"),
+        Column("what it is", is_text=True),
+        Column("when to take it", is_text=True, drop_order=1),
     ]
+    rows = [[family.name, family.summary, family.advice] for family in families]
+    more = "penstock schedules NAME says all about one: its order, bubble, memory, limits, options and source."
+    return f"{table_text(columns, rows, screen)}\n\n{screen.wrapped(more)}"
 
 
-def family_page(family: Family, drawing: str, differences: Sequence[str], width: int) -> str:
-    """Return all about one family, with its example drawn in blocks that fit the width."""
+def family_page(family: Family, drawing: str, differences: Sequence[str], screen: Screen) -> str:
+    """Return all about one family, with its example drawn in blocks that fit the screen."""
+    screen = replace(screen, width=screen.width or WIDTH)
     facts = [*_facts(family, family.all_options), *(("differs", text) for text in differences)]
-    margin = max(len(name) for name, _ in facts) + len(GAP)
-    lines = [f"{family.name}: {family.summary}", "", command(family), "", *_blocks(drawing, width), UNITS, ""]
-    for name, fact in facts:
-        lines += wrap(fact, width, initial_indent=name.ljust(margin), subsequent_indent=" " * margin)
-    return "\n".join([*lines, "", *wrap(LEGEND, width)])
+    parts = [
+        screen.wrapped(f"{family.name}: {family.summary}"),
+        command(family),
+        on_screen(drawing, replace(screen, height=ALL_LINES)),
+        screen.wrapped(UNITS),
+        fields_text(facts, screen),
+        screen.wrapped(LEGEND),
+    ]
+    return "\n\n".join(parts)
 
 
 def family_section(family: Family, drawing: str, options: Mapping[str, Option]) -> str:
@@ -99,16 +92,3 @@ def _facts(family: Family, options: Mapping[str, Option]) -> list[tuple[str, str
 def _option(option: Option) -> str:
     values = " or ".join(option.choices) if isinstance(option, Choice) else "a number"
     return f"{values} (default {option.default}): {option.help}"
-
-
-def _blocks(drawing: str, width: int) -> list[str]:
-    """A drawing in parts of equal length that fit the width; an empty line follows each."""
-    lines = drawing.split("\n")
-    label = drawing.find(":") + len(": ")
-    cell = max((len(word) for line in lines for word in line[label:].split()), default=1) + 1
-    num_columns = ceil((max(map(len, lines)) - label) / cell)
-    num_parts = ceil(num_columns / max((width - label) // cell, 1))
-    part = ceil(num_columns / num_parts) * cell
-    begins = [label + index * part for index in range(num_parts)]
-    drawn = [[(line[:label] + line[begin : begin + part]).rstrip() for line in lines] for begin in begins]
-    return [line for lines in drawn for line in (*lines, "")]

@@ -67,7 +67,7 @@ def _path_of_costs(arguments: Namespace, config: Any) -> Path:
 
 
 def _profile(arguments: Namespace, config: Any) -> None:
-    from penstock.cli.output import say
+    from penstock.cli.output import say, stdout_screen
     from penstock.cli.profile_text import profile_text
     from penstock.simulation.costs.writing import costs_to_toml
     from penstock.train.files import atomic_file
@@ -79,4 +79,6 @@ def _profile(arguments: Namespace, config: Any) -> None:
         return
     with atomic_file(path.absolute()) as file:
         file.write(costs_to_toml(profile.layer_costs).encode())
-    say(f"{profile_text(profile)}\n\ncosts written to {path}: penstock compare NAME ... --costs {path}")
+    say(
+        f"{profile_text(profile, stdout_screen())}\n\ncosts written to {path}: penstock compare NAME ... --costs {path}"
+    )

@@ -7,9 +7,10 @@ import numpy as np
 
 from penstock.cli.memory_text import memory_text
 from penstock.ir.action import Kind
-from penstock.show.text import count_of, format_bytes, format_seconds, format_table, time_unit
+from penstock.show.text import count_of, format_bytes, format_seconds, time_unit
 from penstock.simulation.costs.costs import Spread
 from penstock.simulation.costs.messages import BACKWARD, FORWARD, message_costs
+from penstock.tables import NO_SCREEN, Column, Screen, table_text
 from penstock.train.profiling import Profile
 
 NOT_RUN = ", where backwards are split"
@@ -17,11 +18,12 @@ EVEN = 1.05
 """A stage that takes at most this times the mean holds up nobody worth mentioning."""
 
 
-def profile_text(profile: Profile) -> str:
+def profile_text(profile: Profile, screen: Screen = NO_SCREEN) -> str:
     """Return everything that was measured, for people."""
-    memory = [memory_text(profile.memory, profile.predicted_bytes)] if profile.memory else []
+    memory = [memory_text(profile.memory, profile.predicted_bytes, screen)] if profile.memory else []
     launch = f"launch: {format_seconds(profile.costs.launch_s)} of the host for each instruction"
-    parts = [_stages(profile), *_channels(profile), *memory, launch, bottleneck(profile)]
+    last = [screen.wrapped(launch), screen.wrapped(bottleneck(profile))]
+    parts = [_stages(profile, screen), *_channels(profile, screen), *memory, *last]
     return "\n\n".join(parts)
 
 
@@ -41,7 +43,7 @@ def bottleneck(profile: Profile) -> str:
     return f"bottleneck: {held}{more}, {share:.2f} times the mean rank, and all others wait for it"
 
 
-def _stages(profile: Profile) -> str:
+def _stages(profile: Profile, screen: Screen) -> str:
     program, costs = profile.program, profile.costs
     spread_of = {(spread.kind, spread.stage): spread for spread in costs.spreads}
     table = costs.durations_s(program.num_stages)
@@ -60,10 +62,18 @@ def _stages(profile: Profile) -> str:
             prepared_s = float(costs.per_stage("split_forward_s", program.num_stages)[stage])
             rows.append([str(stage), str(rank), f"forward{NOT_RUN}", format_seconds(prepared_s), "", ""])
     title = f"{program.name}, {count_of(profile.num_steps, 'recorded step')}"
-    return f"{title}\n{format_table(['stage', 'rank', 'kind', 'usual', 'median', 'middle half within'], rows)}"
+    columns = [
+        Column("stage"),
+        Column("rank"),
+        Column("kind", is_text=True),
+        Column("usual"),
+        Column("median", drop_order=2),
+        Column("middle half within", drop_order=1),
+    ]
+    return f"{title}\n{table_text(columns, rows, screen)}"
 
 
-def _channels(profile: Profile) -> Iterator[str]:
+def _channels(profile: Profile, screen: Screen) -> Iterator[str]:
     if not profile.channels:
         return
     rows = []
@@ -73,7 +83,8 @@ def _channels(profile: Profile) -> Iterator[str]:
         bandwidth = channel.bandwidth_bytes_per_s
         speed = "-" if math.isinf(bandwidth) else f"{format_bytes(round(bandwidth))}/s"
         rows.append([f"{ends[0]} to {ends[1]}", *_side_by_side((latencies[ends], channel.latency_s)), speed])
-    yield format_table(["channel", "latency", "latency of a ping", "bandwidth"], rows)
+    numbers = [Column("latency"), Column("latency of a ping", drop_order=1), Column("bandwidth")]
+    yield table_text([Column("channel", is_text=True), *numbers], rows, screen)
 
 
 def _side_by_side(durations_s: Sequence[float]) -> list[str]:

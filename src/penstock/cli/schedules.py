@@ -1,15 +1,12 @@
-"""`penstock schedules`: every family of schedules in a table, or all about one of them."""
+"""`penstock schedules`: a line on every family of schedules, or all about one of them."""
 
-import shutil
 from argparse import ArgumentParser, Namespace
 
 from penstock.cli.arguments import add_format
-from penstock.cli.output import complain, say
+from penstock.cli.output import complain, say, stdout_screen
 from penstock.cli.status import ExitStatus
 
 SUMMARY = "List every family of schedules, or tell all about one."
-WIDTH = 140
-"""Columns where the output is no terminal."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -29,13 +26,13 @@ def run(arguments: Namespace) -> int:
     from penstock.cli.pages import table_page
     from penstock.schedules import FAMILIES, find_family, installed_families
 
-    width = shutil.get_terminal_size((WIDTH, 24)).columns
+    screen = stdout_screen()
     if arguments.name is not None:
-        say(family_text(find_family(arguments.name), width=width, as_markdown=arguments.format == "markdown"))
+        say(family_text(find_family(arguments.name), screen=screen, as_markdown=arguments.format == "markdown"))
         return ExitStatus.FINE
     installed, problems = installed_families()
     for problem in problems:
         complain(problem)
     families = [*FAMILIES.values(), *installed.values()]
-    say(handbook(families) if arguments.format == "markdown" else table_page(families, width))
+    say(handbook(families) if arguments.format == "markdown" else table_page(families, screen))
     return ExitStatus.FINE

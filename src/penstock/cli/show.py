@@ -40,6 +40,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
+    from penstock.cli.drawing import on_screen
+    from penstock.cli.output import say, stdout_screen
     from penstock.cli.wanted import wanted_schedule
     from penstock.ir.writing import write_table
     from penstock.lowering import lower
@@ -52,7 +54,12 @@ def run(arguments: Namespace) -> int:
     if format in PICTURES:
         data = _picture(schedule, format, arguments)
     else:
-        data = write_table(lower(schedule) if arguments.lowered else schedule, format).encode()
+        text = write_table(lower(schedule) if arguments.lowered else schedule, format)
+        screen = stdout_screen()
+        if format == "grid" and arguments.output is None and screen.width:
+            say(on_screen(text.rstrip("\n"), screen))
+            return ExitStatus.FINE
+        data = text.encode()
     write_result(data, format, path)
     return ExitStatus.FINE
 

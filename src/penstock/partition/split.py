@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 from penstock.errors import PartitionError
 from penstock.partition.balance import balance
 from penstock.placement import Placement
+from penstock.tables import Column, table_text
 
 
 def split_over(
@@ -87,13 +88,14 @@ def describe_split(
     stages, labels = list(copies), [" and ".join(indices) for indices in copies.values()]
     total = sum(weights) or 1.0
     shares = [sum(weights[layer] for layer in stage) / total for stage in stages]
-    rows = [["stage", "layers", "weight", "parameters", "names"]]
+    columns = [*map(Column, ("stage", "layers", "weight", "parameters")), Column("names", is_text=True)]
+    rows = []
     for label, stage, share in zip(labels, stages, shares, strict=True):
         parameters = f"{sum(num_parameters[layer] for layer in stage):,}"
         rows.append([label, str(len(stage)), f"{share:.1%}", parameters, _first_to_last(names, stage)])
     heaviest = max(range(len(shares)), key=lambda stage: shares[stage])
     ratio = shares[heaviest] * len(shares)
-    return f"{_aligned(rows)}\nheaviest: stage {labels[heaviest]}, {ratio:.2f} times the mean\n"
+    return f"{table_text(columns, rows)}\nheaviest: stage {labels[heaviest]}, {ratio:.2f} times the mean\n"
 
 
 def _check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None:
@@ -121,13 +123,3 @@ def _ranges(sizes: Sequence[int]) -> tuple[range, ...]:
 def _first_to_last(names: Sequence[str], stage: range) -> str:
     first, last = names[stage[0]], names[stage[-1]]
     return first if len(stage) == 1 else f"{first} .. {last}"
-
-
-def _aligned(rows: list[list[str]]) -> str:
-    """Set numbers flush right; the last column, the names, flush left."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        numbers = [cell.rjust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
-        lines.append("  ".join([*numbers, row[-1]]))
-    return "\n".join(lines)

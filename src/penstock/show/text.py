@@ -1,9 +1,10 @@
-"""Timelines as plain text: figures with their units, and an aligned table of several timelines side by side."""
+"""Timelines as plain text: figures with their units, and tables of several timelines side by side."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 from penstock.errors import count_of as count_of
 from penstock.ir.timeline import Timeline
+from penstock.tables import Column, table_text
 
 TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 BYTE_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -62,14 +63,13 @@ def summary_table(timelines: Mapping[str, Timeline]) -> str:
         for name, timeline in timelines.items()
         if rank < timeline.num_ranks
     ]
-    headings = ["rank", "timeline", "work", "idle", "peak activations", "peak bytes"]
+    headings = ["work", "idle", "peak activations", "peak bytes"]
     if not any(max(timeline.peak_bytes) for timeline in timelines.values()):
         headings.pop()
         ranks = [row[:-1] for row in ranks]
-    above = align(
-        [("timeline", "makespan", "span", "bubble fraction", "bubble rate"), *whole], lambda column, _: not column
-    )
-    return "\n".join([*above, "", *align([headings, *ranks], lambda column, _: column < 2)])
+    of_all = [Column("timeline", is_text=True), *map(Column, ("makespan", "span", "bubble fraction", "bubble rate"))]
+    of_ranks = [Column("rank", is_text=True), Column("timeline", is_text=True), *map(Column, headings)]
+    return f"{table_text(of_all, whole)}\n\n{table_text(of_ranks, ranks)}"
 
 
 def _rank_figures(timeline: Timeline, rank: int) -> tuple[str, str, str, str]:
@@ -88,24 +88,3 @@ def _three_digits(value: float) -> str:
     if size < 9.995:
         return f"{value:.2f}"
     return f"{value:.1f}" if size < 99.95 else f"{value:.0f}"
-
-
-def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return columns of words, to the left under underlined headings."""
-    return "\n".join(align([headings, *rows], lambda column, cell: True, is_ruled=True))
-
-
-def align(lines: Sequence[Sequence[str]], is_left: Callable[[int, str], bool], *, is_ruled: bool = False) -> list[str]:
-    """Return lines of cells as a table: to the left what `is_left` says of column and cell, the others to the right.
-
-    A ruled table has its first line, the headings, underlined.
-    """
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rule = [["-" * width for width in widths]] if is_ruled else []
-    return [
-        "  ".join(
-            cell.ljust(width) if is_left(column, cell) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in (lines[0], *rule, *lines[1:])
-    ]

@@ -1,0 +1,64 @@
+"""Drawn grids for a terminal: in blocks of its width, as many as it has lines for, and in color by kind."""
+
+import re
+from math import ceil
+
+from penstock.tables import Screen
+
+COLORS = {"F": "34", "B": "32", "I": "36", "W": "33", "R": "35"}
+"""Codes of terminals (ECMA-48) by the letter of an action."""
+FAINT = "2"
+LINES_AROUND = 4
+"""Of a terminal's height, kept for the prompt and what is below a drawing."""
+
+_WORD = re.compile(r"\S+")
+_ACTION = re.compile(r"\(?[0-9]+([FBIWR])[0-9]")
+_LABEL = re.compile(r"\s*rank +[0-9]+:")
+
+
+def on_screen(drawing: str, screen: Screen) -> str:
+    """Return a drawing as a screen shows it; a last line says how to see what does not fit."""
+    lines = drawing.split("\n")
+    if screen.width is None:
+        return drawing
+    blocks = [lines] if max(map(len, lines)) <= screen.width else in_blocks(drawing, screen.width)
+    num_shown = max(1, (screen.height - LINES_AROUND) // (len(lines) + 1))
+    shown = "\n\n".join("\n".join(block) for block in blocks[:num_shown])
+    shown = colored(shown) if screen.has_color else shown
+    if num_shown >= len(blocks):
+        return shown
+    what = f"# the first {num_shown} of {len(blocks)} parts; all of it: add | less -S, or --output FILE.txt"
+    return f"{shown}\n\n{screen.wrapped(what)}"
+
+
+def in_blocks(drawing: str, width: int) -> list[list[str]]:
+    """Return the lines of parts of a drawing, of equal length, that fit a width."""
+    lines = drawing.split("\n")
+    label = drawing.find(":") + len(": ")
+    cell = max((len(word) for line in lines for word in line[label:].split()), default=1) + 1
+    num_columns = ceil((max(map(len, lines)) - label) / cell)
+    num_parts = ceil(num_columns / max((width - label) // cell, 1))
+    part = ceil(num_columns / num_parts) * cell
+    begins = [label + index * part for index in range(num_parts)]
+    return [[(line[:label] + line[begin : begin + part]).rstrip() for line in lines] for begin in begins]
+
+
+def colored(drawing: str) -> str:
+    """Color the actions of a drawing by their kind; all else of a row is faint."""
+    return "\n".join(_colored_line(line) for line in drawing.split("\n"))
+
+
+def _colored_line(line: str) -> str:
+    label = _LABEL.match(line)
+    if label is None:
+        return line
+    code = FAINT
+
+    def with_color(found: "re.Match[str]") -> str:
+        nonlocal code
+        action = _ACTION.match(found[0])
+        if found[0] != "=":  # which goes on with the action before it
+            code = COLORS[action[1]] if action else FAINT
+        return f"\x1b[{code}m{found[0]}\x1b[0m"
+
+    return label[0] + _WORD.sub(with_color, line[label.end() :])

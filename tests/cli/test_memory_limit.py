@@ -1,0 +1,36 @@
+"""`--memory-limit` means the same in every command."""
+
+from argparse import ArgumentParser
+
+import pytest
+
+from penstock.cli.memory_limit import add_memory_limit, memory_limit_of
+from penstock.errors import ConfigError
+from penstock.proofs import Limit
+
+
+def read(*arguments, activation_bytes=None):
+    parser = ArgumentParser()
+    add_memory_limit(parser)
+    return memory_limit_of(parser.parse_args(arguments), activation_bytes)
+
+
+def test_no_limit_is_none():
+    assert read() is None
+
+
+def test_activations_need_no_costs():
+    assert read("--memory-limit", "12 activations") == Limit.read("12 activations")
+
+
+def test_bytes_need_costs_that_know_activations():
+    assert read("--memory-limit", "2GiB", activation_bytes=[8.0]).amounts == (2 * 2**30,)
+    for activation_bytes, lack in ((None, "there are no costs"), ([0.0], "the costs have no activation_bytes")):
+        with pytest.raises(ConfigError, match=lack):
+            read("--memory-limit", "2GiB", activation_bytes=activation_bytes)
+
+
+@pytest.mark.parametrize("given", ["0 activations", "-1", "many", "3 apples"])
+def test_anything_else_is_refused_under_the_name_of_the_option(given):
+    with pytest.raises(ConfigError, match=r"^--memory-limit: "):
+        read(f"--memory-limit={given}")
