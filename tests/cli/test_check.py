@@ -124,9 +124,9 @@ def test_a_limit_in_bytes_is_proved_of_the_program_with_costs_of_layers(file, ca
 @pytest.mark.parametrize(
     ("limit", "told"),
     [
-        ("3", "memory_limit: 3 is a number of bytes, but there are no costs"),
+        ("3", "--memory-limit: 3 is a number of bytes, but there are no costs"),
         ("3 GB", 'or count: "12 activations"'),
-        ("3 Gbit", "memory_limit: '3 Gbit' has no known unit; expected one of bytes, b, kb"),
+        ("3 Gbit", "--memory-limit: '3 Gbit' has no known unit; expected one of bytes, b, kb"),
     ],
 )
 def test_a_limit_that_nothing_is_known_of_is_one_message(file, capsys, limit, told):

@@ -56,7 +56,7 @@ def run(arguments: Namespace) -> int:
     else:
         text = write_table(lower(schedule) if arguments.lowered else schedule, format)
         screen = stdout_screen()
-        if format == "grid" and arguments.output is None and screen.width:
+        if format == "grid" and path is None and screen.width:
             say(on_screen(text.rstrip("\n"), screen))
             return ExitStatus.FINE
         data = text.encode()
