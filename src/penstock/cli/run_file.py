@@ -49,7 +49,8 @@ def run_on_ranks(arguments: Namespace, command: Sequence[str], body: Body, hold:
     if is_rank(os.environ):
         return _run_as_rank(arguments, body, os.environ)
     with interrupts_handled_by(leave_at_once):
-        say_at_once("loading torch ...")
+        if sys.stdout.isatty():  # in a pipe, the first line of a run names its folder
+            say_at_once("loading torch ...")
         from penstock.train.config import load_config
         from penstock.train.setup import check_plan
 
