@@ -1,6 +1,7 @@
 """Sphinx builds the site from the Markdown of this folder: `make docs` writes build/docs/index.html."""
 
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -50,6 +51,22 @@ def _as_file(app: Sphinx, docname: str, link: re.Match[str]) -> str:
     return link[0] if target.is_relative_to(Path(app.srcdir)) else f"](path:{link[1]}"
 
 
+def show_pictures(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Let pictures follow the theme that is chosen on the page; a repository's viewer follows that of the browser."""
+    source[0] = re.sub(
+        r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>',
+        r'<p><img class="only-light" alt="\2" src="\3"><img class="only-dark" alt="\2" src="\1"></p>',
+        source[0],
+    )
+
+
+def copy_pictures(app: Sphinx, error: Exception | None) -> None:
+    """Copy the pictures, which Sphinx does not see in HTML."""
+    pictures = Path(app.srcdir) / "pictures"
+    if error is None and pictures.exists():
+        shutil.copytree(pictures, Path(app.outdir) / "pictures", dirs_exist_ok=True)
+
+
 def add_contents(app: Sphinx, docname: str, source: list[str]) -> None:
     """Append the tables of contents to the first page, whose Markdown stays plain; a pattern may match no page yet."""
     if docname != "index":
@@ -69,4 +86,6 @@ def matching(folder: Path, pattern: str) -> list[str]:
 
 def setup(app: Sphinx) -> None:
     app.connect("source-read", link_other_files)
+    app.connect("source-read", show_pictures)
     app.connect("source-read", add_contents)
+    app.connect("build-finished", copy_pictures)

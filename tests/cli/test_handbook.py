@@ -1,4 +1,4 @@
-"""The handbook: docs/schedules.md is what is generated now, and its written parts are true."""
+"""The handbook: every family is in it, and its written parts are true."""
 
 import re
 import shlex
@@ -19,13 +19,6 @@ ALL = list(FAMILIES.values())
 TEXT = written.TEXT.read_text(encoding="utf-8")
 EXAMPLE, PHASES, FUNCTION = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 COMMANDS = re.findall(r"^penstock (?:show|compare) .*", TEXT, re.MULTILINE)
-
-
-@pytest.mark.slow
-def test_the_page_in_docs_is_what_is_generated_now():
-    page = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
-
-    assert page == handbook(ALL), "run: penstock schedules --to markdown > docs/schedules.md"
 
 
 @pytest.mark.slow

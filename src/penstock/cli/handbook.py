@@ -1,6 +1,6 @@
 """The handbook of schedules: a written text, `handbook.md`, with parts that are made from the families.
 
-penstock schedules --to markdown > docs/schedules.md
+`penstock schedules --to markdown` prints it on one page; scripts/schedule_pages.py makes the pages in docs/ of it.
 """
 
 import re
@@ -33,9 +33,13 @@ WIDTH = 132
 def handbook(families: Sequence[Family]) -> str:
     """Return the whole page in Markdown."""
     sections = "\n\n".join(family_section(family, draw_example(family), family.options) for family in families)
+    return written_text(families).replace(FAMILIES, fill(f"{LEGEND} {UNITS}", WIDTH) + f"\n\n{sections}")
+
+
+def written_text(families: Sequence[Family]) -> str:
+    """Return the text with its generated tables, and a mark where the families belong."""
     text = TEXT.read_text(encoding="utf-8")
-    text = text.replace(SIDE_BY_SIDE, side_by_side(families)).replace(TRANSPORTS, table_of_transports())
-    return text.replace(FAMILIES, fill(f"{LEGEND} {UNITS}", WIDTH) + f"\n\n{sections}")
+    return text.replace(SIDE_BY_SIDE, side_by_side(families)).replace(TRANSPORTS, table_of_transports())
 
 
 def family_text(family: Family, *, screen: Screen, as_markdown: bool) -> str:

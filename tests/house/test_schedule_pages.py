@@ -1,0 +1,36 @@
+"""docs/schedules.md, the pages in docs/schedules and their pictures are what the families say now."""
+
+import importlib.util
+import re
+
+from penstock.schedules import FAMILIES
+from tests.house.source import ROOT
+
+SPEC = importlib.util.spec_from_file_location("schedule_pages", ROOT / "scripts" / "schedule_pages.py")
+schedule_pages = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(schedule_pages)
+
+
+def test_the_pages_and_pictures_are_what_is_generated_now():
+    made = {schedule_pages.DOCS / name: text for name, text in schedule_pages.pages().items()}
+    made |= {schedule_pages.DOCS / "pictures" / name: text for name, text in schedule_pages.pictures().items()}
+
+    stale = [str(path) for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    assert stale == [], "run: scripts/schedule_pages.py"
+
+
+def test_every_family_is_on_one_page_and_in_the_table_of_all():
+    pages = schedule_pages.pages()
+    index = pages.pop("schedules.md")
+
+    assert sorted(re.findall(r"^## (.*)", "".join(pages.values()), re.MULTILINE)) == sorted(FAMILIES)
+    assert re.findall(r"^\| \[`([\w-]+)`\]", index, re.MULTILINE) == list(FAMILIES)
+
+
+def test_a_picture_has_a_block_for_each_action():
+    family = FAMILIES["dualpipe"]
+
+    drawn = schedule_pages.draw(schedule_pages.example(family), schedule_pages.THEMES["light"])
+
+    num_actions = schedule_pages.example(family).program.num_rows
+    assert drawn.count("<text") == num_actions + family.example[0]
