@@ -97,8 +97,8 @@ def kind_page(kind: str) -> str:
         f"{text} Families: {names}. [Schedules](../schedules.md) says which one to take.",
         f"```text\n{drawing}\n```",
         f"{LEGEND} {UNITS}",
-        "In the pictures each rank has a row, numbers are microbatches, and grey is idle time. F is blue, B orange, I green "
-        "and W purple; shades of a colour are the stages of a rank.",
+        "In the pictures each rank has a row, numbers are microbatches, and grey is idle time. "
+        "F is blue, B orange, I green and W purple; shades of a colour are the stages of a rank.",
     ]
     return "\n\n".join([*head, *map(section, families)]) + "\n"
 

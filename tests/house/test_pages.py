@@ -1,0 +1,129 @@
+"""The pages of docs/ stay few and short, lead somewhere, and are found from the first one."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+OTHERS = [ROOT / name for name in ("README.md", "bench/README.md", "changelog.d/README.md")]
+MAX_PAGES, MAX_LINES, MAX_WORDS, MAX_NOT_RUN = 40, 400, 30, 8
+FENCE = re.compile(r"^(`{3,}).*?^\1`*$", re.MULTILINE | re.DOTALL)
+
+
+def is_reference(path):
+    return "<!-- written by scripts/reference.py -->" in path.read_text(encoding="utf-8")
+
+
+def prose(text):
+    """A page without its code blocks and comments."""
+    return re.sub(r"<!--.*?-->", "", FENCE.sub("", text), flags=re.DOTALL)
+
+
+def anchors(text):
+    """The anchors that GitHub and the site make of a page's headings; the second of a name gets -1."""
+    seen, found = {}, set()
+    for heading in re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        slug = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        found.add(f"{slug}-{seen[slug]}" if slug in seen else slug)
+        seen[slug] = seen.get(slug, 0) + 1
+    return found
+
+
+def links(text):
+    """Every link and picture of a page that leads to a file of the repository: (path, anchor)."""
+    found = re.findall(r"\]\(([^)\s]+)\)", prose(text)) + re.findall(r'(?:src|srcset|href)="([^"]+)"', prose(text))
+    return [link.partition("#")[::2] for link in found if not re.match(r"https?:|mailto:", link)]
+
+
+def broken_links(path):
+    text = path.read_text(encoding="utf-8")
+    found = []
+    for target, anchor in links(text):
+        place = (path.parent / target).resolve() if target else path
+        if not place.exists():
+            found.append(f"{path.relative_to(ROOT)}: {target} does not exist")
+        elif anchor and place.suffix == ".md" and anchor not in anchors(place.read_text(encoding="utf-8")):
+            found.append(f"{path.relative_to(ROOT)}: {target} has no heading #{anchor}")
+    return found
+
+
+def long_sentences(text):
+    """Sentences with too many words; a cell of a table, an entry of a list and a heading end one too."""
+    plain = re.sub(r"`[^`]*`", "code", prose(text))
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", plain)
+    plain = re.sub(r"\n(?=\s*(?:[*\-|#]|\d+\.) ?)|\n\s*\n|\|", "\n\n", plain)
+    sentences = re.split(r"(?<=[.!?:;])\s+|\n\n", plain)
+    return [" ".join(each.split()) for each in sentences if len(re.findall(r"\w[\w'’-]*", each)) > MAX_WORDS]
+
+
+def test_the_written_pages_are_few():
+    written = [path for path in PAGES if not is_reference(path)]
+
+    assert len(written) <= MAX_PAGES, [str(path.relative_to(DOCS)) for path in written]
+
+
+def test_no_page_is_long():
+    long = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in PAGES if not is_reference(path)}
+
+    assert {name: lines for name, lines in long.items() if lines > MAX_LINES} == {}
+
+
+@pytest.mark.parametrize("path", [*PAGES, *OTHERS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path):
+    assert broken_links(path) == []
+
+
+def test_every_page_is_found_from_the_first_one():
+    found, waiting = set(), [DOCS / "index.md"]
+    while waiting:
+        page = waiting.pop()
+        if page not in found:
+            found.add(page)
+            targets = [
+                (page.parent / target).resolve() for target, _ in links(page.read_text(encoding="utf-8")) if target
+            ]
+            waiting += [target for target in targets if target in PAGES]
+
+    assert [str(path.relative_to(DOCS)) for path in PAGES if path not in found] == []
+
+
+def test_few_blocks_are_not_run():
+    marks = [(path.name, mark) for path in PAGES for mark in not_run(path.read_text(encoding="utf-8"))]
+
+    assert all(reason for _, reason in marks)
+    assert len(marks) <= MAX_NOT_RUN, marks
+
+
+def not_run(text):
+    return re.findall(r"^<!-- not run: *(.*?) *-->$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", [path for path in (ROOT / "README.md", DOCS / "start.md") if path.exists()], ids=str)
+def test_sentences_are_short(path):
+    assert long_sentences(path.read_text(encoding="utf-8")) == []
+
+
+def test_what_is_wrong_with_a_page_is_found(tmp_path):
+    text = "# One\n\n```text\n# no heading [x](gone.md)\n```\n\n## One\n\n[a](#one-1) [b](#two) [c](gone.md)\n"
+
+    assert anchors(text) == {"one", "one-1"}
+    assert links(text) == [("", "one-1"), ("", "two"), ("gone.md", "")]
+    assert links('<img src="gone.svg">') == [("gone.svg", "")]
+    assert long_sentences("word " * 30 + "end. Short.") == [("word " * 30 + "end.").strip()]
+    assert long_sentences("* " + "word " * 20 + "\n* " + "word " * 20) == []
+    assert not_run("<!-- not run: two machines -->\n") == ["two machines"]
+
+
+def test_a_page_outside_the_repository_has_broken_links_too(monkeypatch, tmp_path):
+    monkeypatch.setattr("tests.house.test_pages.ROOT", tmp_path)
+    (tmp_path / "page.md").write_text("# Here\n[a](#here) [b](#there) [c](gone.md)\n", encoding="utf-8")
+
+    assert broken_links(Path(tmp_path / "page.md")) == [
+        "page.md:  has no heading #there",
+        "page.md: gone.md does not exist",
+    ]
