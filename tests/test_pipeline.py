@@ -325,6 +325,18 @@ def test_the_callers_tensors_keep_their_values_and_get_their_own_gradients():
     assert torch.equal(inputs.grad, alone.grad)
 
 
+def test_a_step_updates_no_parameter():
+    task = float_task(8)
+    pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss)
+    before = {name: parameter.detach().clone() for name, parameter in pipeline.named_parameters()}
+
+    pipeline.step(*task.inputs, target=task.target)
+
+    after = dict(pipeline.named_parameters())
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert any(parameter.grad.any() for parameter in after.values())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sequential", "gpipe", "1f1b"])
 def test_a_step_leaves_no_tensor_alive(name):

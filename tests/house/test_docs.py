@@ -3,6 +3,7 @@
 import ast
 import re
 import tomllib
+from functools import cache
 
 import pytest
 
@@ -36,7 +37,16 @@ def _wrong_tests(row):
     files = re.findall(r"tests/[\w/]+\.py", row[3])
     if not files:
         return [f"{row[0]}: {row[2]!r} names no test file"]
-    return [f"{row[0]}: {file} does not exist" for file in files if not (ROOT / file).is_file()]
+    found = [f"{row[0]}: {file} does not exist" for file in files if not (ROOT / file).is_file()]
+    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", row[3])
+    return found + [f"{row[0]}: {file} has no {name}" for file, name in named if name not in _tests_of(file)]
+
+
+@cache
+def _tests_of(file):
+    path = ROOT / file
+    tree = ast.parse(path.read_text(encoding="utf-8") if path.is_file() else "")
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
 
 def test_parity_lists_every_feature_exactly_once():
@@ -55,6 +65,8 @@ def test_parity_names_a_state_and_an_existing_test_for_every_feature():
         "| A1 | step | ready | |",
         "| A1 | step | done | |",
         "| A1 | step | partly | tests/no_such_file.py |",
+        "| A1 | step | done | `tests/house/test_docs.py::test_gone` |",
+        "| A1 | step | done | `tests/house/test_docs.py::wrong_rows` |",
         "| A1 |  | not yet | |",
         "| A1 | step | not yet |",
     ],
@@ -65,6 +77,7 @@ def test_wrong_parity_rows_are_found(row):
 
 def test_right_parity_rows_pass():
     assert wrong_rows("| A1 | step | not yet | |\n| 0.4 | x | done | `tests/house/test_docs.py` |") == []
+    assert wrong_rows("| 0.4 | x | done | `tests/house/test_docs.py::test_right_parity_rows_pass` |") == []
 
 
 def test_the_file_tree_of_the_readme_names_every_room():
