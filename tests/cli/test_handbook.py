@@ -18,7 +18,7 @@ from tests.house.source import ROOT
 ALL = list(FAMILIES.values())
 TEXT = written.TEXT.read_text(encoding="utf-8")
 EXAMPLE, PHASES, FUNCTION = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-COMMANDS = re.findall(r"^penstock (?:show|compare) .*", TEXT, re.MULTILINE)
+COMMANDS = re.findall(r"^\$ (penstock (?:show|compare) .*)", TEXT, re.MULTILINE)
 
 
 @pytest.mark.slow
