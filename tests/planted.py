@@ -12,10 +12,10 @@ from penstock.models.emulated import EmulatedLayer
 from penstock.pipeline import Pipeline
 from penstock.searching.what_if import Setting
 from penstock.simulation.prologue import begin_of
-from penstock.train.optim import OptimizerOptions
+from penstock.train.sections import OptimizerSection
 from penstock.train.step import Trainer
 
-OPTIONS = OptimizerOptions(learning_rate=1e-3, total_steps=10, warmup_steps=0)
+OPTIONS = OptimizerSection(learning_rate=1e-3, warmup_steps=0)
 FORWARD_S, BACKWARD_S = 0.003, 0.006
 NUM_STEPS = 3
 PATIENCE_S = 20.0
@@ -62,7 +62,7 @@ class Planted:
             for _ in range(self.layers_per_stage)
         ]
         pipeline = Pipeline(layers, self.schedule, self.num_microbatches, square_loss, transport=wires)
-        trainer = Trainer(pipeline, OPTIONS)
+        trainer = Trainer(pipeline, OPTIONS, num_steps=10)
         trainer.step(1, _Batches(0.0, self.num_microbatches))
         batches = _Batches(self.slow_data.get(wires.rank, 0.0), self.num_microbatches)
         if self.slow_streams:

@@ -14,7 +14,8 @@ from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.ir.schedule import Schedule
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
-from penstock.train.optim import OptimizerOptions, build_optimizer
+from penstock.train.optim import build_optimizer
+from penstock.train.sections import OptimizerSection
 from penstock.train.weights import save_weights
 from tests.local_pipelines import (
     WIDTH,
@@ -162,7 +163,7 @@ def test_frozen_layers_get_no_gradient_in_either_copy():
 # ---- training
 
 
-OPTIMIZER = OptimizerOptions(learning_rate=0.05, total_steps=10, clip_norm=0.2)
+OPTIMIZER = OptimizerSection(learning_rate=0.05, clip_norm=0.2)
 
 
 def tied_layers():

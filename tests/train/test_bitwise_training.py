@@ -5,14 +5,15 @@ import torch
 
 from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.models import count_target_tokens, cross_entropy_loss
-from penstock.train.optim import OptimizerOptions, build_optimizer, learning_rate_at
+from penstock.train.optim import build_optimizer, learning_rate_at
+from penstock.train.sections import OptimizerSection
 from penstock.train.step import Trainer
 from tests.reference import reference_step
 from tests.train.local_ranks import on_ranks, random_batch, small_layers, small_pipeline
 
 NUM_STEPS = 20
 NUM_MICROBATCHES = 4
-OPTIONS = OptimizerOptions(learning_rate=1e-2, total_steps=NUM_STEPS, warmup_steps=5, clip_norm=0.5)
+OPTIONS = OptimizerSection(learning_rate=1e-2, warmup_steps=5, clip_norm=0.5)
 
 EVEN = {}
 RAGGED = {"allow_ragged": True}
@@ -34,7 +35,7 @@ def batches(weighting):
 
 def train(transport, layers, weighting, schedule="1f1b"):
     pipeline = small_pipeline(transport, layers, schedule=schedule, microbatches=NUM_MICROBATCHES, **weighting)
-    trainer = Trainer(pipeline, OPTIONS)
+    trainer = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS)
     outcomes = [trainer.step(number, [batch]) for number, batch in enumerate(batches(weighting), start=1)]
     pipeline.close()
     weights = {name: parameter.detach() for name, parameter in pipeline.named_parameters()}
@@ -56,7 +57,7 @@ def train_plainly(layers, weighting):
         )
         norm = clip_gradients([(name, parameter.grad) for name, parameter in named], lambda own: [own], 0.5)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate_at(number, OPTIONS)
+            group["lr"] = learning_rate_at(number, OPTIONS, NUM_STEPS)
         optimizer.step()
         optimizer.zero_grad()
         outcomes.append((result.loss.item(), norm))

@@ -15,7 +15,6 @@ from penstock.train.setup import (
     check_ranks,
     load_costs,
     memory_limit,
-    optimizer_options,
     prepare_together,
 )
 from tests.train.local_ranks import error_of, on_ranks
@@ -149,24 +148,6 @@ def test_the_layers_have_the_shape_and_the_seed_of_the_configuration():
     assert layers[1]().feed_forward.up.weight.shape == (12, 8)
     assert layers[1]().attention.key.weight.shape == (4, 8)
     assert layers[-1].tied == (("weight", "embedding.weight"),)
-
-
-def test_the_optimizer_is_told_all_of_its_section_and_the_number_of_steps():
-    section = {
-        "learning_rate": 0.5,
-        "warmup_steps": 3,
-        "minimum_fraction": 0.25,
-        "weight_decay": 0.3,
-        "beta1": 0.7,
-        "beta2": 0.8,
-        "epsilon": 1e-3,
-        "clip_norm": 2.5,
-    }
-
-    options = optimizer_options(config_of(optimizer=section, run={"folder": "run", "steps": 77}))
-
-    assert options.total_steps == 77
-    assert {name: getattr(options, name) for name in section} == section
 
 
 def prepare(transport, configs):

@@ -12,18 +12,20 @@ from penstock.execute.observing.clock import Clock
 from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.models import AuxiliaryLoss, LayerSpec, cross_entropy_loss
 from penstock.simulation.prologue import with_first_waits
-from penstock.train.optim import OptimizerOptions, build_optimizer, learning_rate_at
+from penstock.train.optim import build_optimizer, learning_rate_at
+from penstock.train.sections import OptimizerSection
 from penstock.train.step import Trainer, scale_over
 from tests.reference import reference_step
 from tests.train.local_ranks import error_of, on_ranks, random_batch, small_layers, small_pipeline
 
-OPTIONS = OptimizerOptions(learning_rate=1e-2, total_steps=10, warmup_steps=4, clip_norm=0.5)
+OPTIONS = OptimizerSection(learning_rate=1e-2, warmup_steps=4, clip_norm=0.5)
+NUM_STEPS = 10
 
 
 def train(transport, batches_of_steps, num_accumulated=1, options=None):
     scale = scale_over(num_accumulated)
     pipeline = small_pipeline(transport, small_layers("float64"), scale_loss=scale, **options or {})
-    trainer = Trainer(pipeline, OPTIONS)
+    trainer = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS)
     outcomes = [trainer.step(number, batches) for number, batches in enumerate(batches_of_steps, start=1)]
     pipeline.close()
     return outcomes, {name: parameter.detach() for name, parameter in pipeline.named_parameters()}, pipeline
@@ -34,7 +36,9 @@ def test_the_loss_falls_and_every_rank_is_told_the_same():
 
     assert outcomes == others
     assert outcomes[-1].loss < outcomes[0].loss - 0.1
-    assert [outcome.learning_rate for outcome in outcomes] == [learning_rate_at(n, OPTIONS) for n in range(1, 9)]
+    assert [outcome.learning_rate for outcome in outcomes] == [
+        learning_rate_at(n, OPTIONS, NUM_STEPS) for n in range(1, 9)
+    ]
 
 
 def test_two_batches_of_half_the_size_make_the_step_of_the_whole_batch():
@@ -106,7 +110,7 @@ def train_on_the_mean_plainly(batches_of_steps):
             parameter.grad /= len(batches)
         norm = clip_gradients([(name, parameter.grad) for name, parameter in named], lambda own: [own], 0.5)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate_at(number, OPTIONS)
+            group["lr"] = learning_rate_at(number, OPTIONS, NUM_STEPS)
         optimizer.step()
         optimizer.zero_grad()
         names = results[0].named_losses
@@ -122,7 +126,7 @@ def test_losses_that_layers_add_are_trained_and_told_as_their_mean_over_the_batc
     def case(transport):
         scale = scale_over(num_batches)
         pipeline = small_pipeline(transport, balanced_layers(), loss=named_cross_entropy, scale_loss=scale)
-        trainer = Trainer(pipeline, OPTIONS)
+        trainer = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS)
         outcomes = [trainer.step(number, each) for number, each in enumerate(batches, start=1)]
         pipeline.close()
         return outcomes, {name: parameter.detach() for name, parameter in pipeline.named_parameters()}
@@ -148,7 +152,7 @@ def test_no_gradient_stays_behind_a_step():
 
 def record_a_step(transport):
     pipeline = small_pipeline(transport, scale_loss=scale_over(2))
-    trainer = Trainer(pipeline, OPTIONS)
+    trainer = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS)
     trainer.step(1, [random_batch(0), random_batch(1)])
     before = pipeline.timeline
     trainer.step(2, [random_batch(0), random_batch(1)], record=True)
@@ -183,7 +187,7 @@ def record_late_batches(transport):
     clock = Clock(lambda: now_s[0], "one host")
     pipeline = small_pipeline(transport, scale_loss=scale_over(2), clock=clock)
     durations_s = [16.0, 4.0] if transport.rank else [16.0, 0.5]
-    outcome = Trainer(pipeline, OPTIONS).step(3, LateBatches(now_s, durations_s), record=True)
+    outcome = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS).step(3, LateBatches(now_s, durations_s), record=True)
     pipeline.close()
     return outcome.recorded
 
@@ -226,7 +230,7 @@ def record_late_stream(transport):
     clock = Clock(lambda: now_s[0], "one host")
     pipeline = small_pipeline(transport, clock=clock)
     late_s = [[16.0, 8.0, 4.0, 2.0], [16.0, 0.5, 0.25, 0.125]][transport.rank]
-    outcome = Trainer(pipeline, OPTIONS).step(3, [Stream(items(late_s))], record=True)
+    outcome = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS).step(3, [Stream(items(late_s))], record=True)
     pipeline.close()
     return outcome.recorded
 
@@ -254,7 +258,7 @@ def train_astray(transport, value, where):
 
     pipeline = small_pipeline(transport, loss=loss)
     before = {name: parameter.clone() for name, parameter in pipeline.named_parameters()}
-    error = error_of(Trainer(pipeline, OPTIONS).step, 3, [random_batch(0)])
+    error = error_of(Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS).step, 3, [random_batch(0)])
     pipeline.close()
     assert all(parameter.equal(before[name]) for name, parameter in pipeline.named_parameters())
     return error

@@ -24,7 +24,7 @@ from penstock.train.recorded_step import RecordedStep, recorded_step_to_json
 from penstock.train.report import Outcome, predict_again, write_report
 from penstock.train.run_folder import SCHEDULE, TIMELINE, WEIGHTS, RunFolder
 from penstock.train.run_log import run_log
-from penstock.train.setup import build_layers, build_pipeline, check_together, optimizer_options, prepare_together
+from penstock.train.setup import build_layers, build_pipeline, check_together, prepare_together
 from penstock.train.split import choose_split
 from penstock.train.step import StepOutcome, Trainer, require_finite
 from penstock.train.together import failing_together
@@ -175,7 +175,7 @@ def _run_steps(
 ) -> TrainingResult:
     num_held_out = config.run.evaluate_batches
     held_out = dataset.held_out_batches(num_held_out) if num_held_out else []
-    run = _Run(config, dataset, held_out, Trainer(pipeline, optimizer_options(config)))
+    run = _Run(config, dataset, held_out, Trainer(pipeline, config.optimizer, num_steps=config.run.steps))
     with ExitStack() as stack:
         writer = _open_metrics(stack, config, folder, output) if pipeline.rank == 0 else None
         for step in range(1, config.run.steps + 1):

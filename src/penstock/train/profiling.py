@@ -25,8 +25,9 @@ from penstock.train.config import RunConfig
 from penstock.train.data import Batch, TokenDataset
 from penstock.train.loop import PREPARING_DEADLINE_S
 from penstock.train.measure import LayerTimes
-from penstock.train.optim import OptimizerOptions, build_optimizer
+from penstock.train.optim import build_optimizer
 from penstock.train.run_folder import RunFolder, run_path
+from penstock.train.sections import OptimizerSection
 from penstock.train.setup import build_layers, build_pipeline, check_together, prepare_together
 from penstock.train.split import choose_split, times_of_layers
 
@@ -35,7 +36,7 @@ NUM_WARM_UP_STEPS = 2
 SMALLEST_LARGE_BYTES = 1 << 20
 """Channels are measured with messages of this size, or the run's own if they are larger."""
 SPLIT_KINDS = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-ANY_RATE = OptimizerOptions(learning_rate=1.0, total_steps=1)
+ANY_RATE = OptimizerSection()
 """What AdamW keeps does not depend on its rates."""
 
 

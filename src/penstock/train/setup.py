@@ -16,7 +16,6 @@ from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.file import read_costs
 from penstock.train.config import RunConfig
 from penstock.train.data import TokenDataset, open_dataset
-from penstock.train.optim import OptimizerOptions
 from penstock.train.run_folder import RunFolder
 from penstock.train.sections import PipelineSection
 from penstock.train.split import SplitRule
@@ -210,20 +209,4 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule) 
         memory_limit=memory_limit(config),
         costs=load_costs(config),
         run_ahead=config.pipeline.run_ahead or None,
-    )
-
-
-def optimizer_options(config: RunConfig) -> OptimizerOptions:
-    """Return what the optimizer needs to know of the configuration."""
-    optimizer = config.optimizer
-    return OptimizerOptions(
-        learning_rate=optimizer.learning_rate,
-        total_steps=config.run.steps,
-        warmup_steps=optimizer.warmup_steps,
-        minimum_fraction=optimizer.minimum_fraction,
-        weight_decay=optimizer.weight_decay,
-        beta1=optimizer.beta1,
-        beta2=optimizer.beta2,
-        epsilon=optimizer.epsilon,
-        clip_norm=optimizer.clip_norm,
     )

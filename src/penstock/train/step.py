@@ -11,8 +11,9 @@ from penstock.execute.losses.results import StepResult
 from penstock.pipeline import Pipeline
 from penstock.simulation.prologue import Prologue
 from penstock.train.data import Batch
-from penstock.train.optim import OptimizerOptions, build_optimizer, learning_rate_at
+from penstock.train.optim import build_optimizer, learning_rate_at
 from penstock.train.recorded_step import RecordedStep
+from penstock.train.sections import OptimizerSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,10 @@ class Trainer:
     For steps of several batches the pipeline's `scale_loss` is `scale_over` of their number.
     """
 
-    def __init__(self, pipeline: Pipeline, options: OptimizerOptions) -> None:
+    def __init__(self, pipeline: Pipeline, options: OptimizerSection, *, num_steps: int) -> None:
         self.pipeline = pipeline
         self._options = options
+        self._num_steps = num_steps
         self._optimizer = build_optimizer(pipeline.named_parameters(), options)
 
     def step(self, number: int, batches: Batches, *, record: bool = False) -> StepOutcome:
@@ -69,7 +71,7 @@ class Trainer:
         Raises:
             NotFinite: on every rank, if the loss or the gradient norm is not finite; the weights stay as they were.
         """
-        rate = learning_rate_at(number, self._options)
+        rate = learning_rate_at(number, self._options, self._num_steps)
         losses, moments_s = self._accumulate(batches, record)
         loss = losses.mean
         recorded = self._gather(number, moments_s) if record else None
