@@ -74,6 +74,16 @@ def test_names_of_a_sweep_say_their_sizes_themselves_and_times_are_for_equal_wor
     assert b"times are for 16 microbatches" in page
 
 
+def test_a_sweep_of_one_size_is_drawn_over_it():
+    rows = [row("a, 8 microbatches", 1.0, 4), row("a, 16 microbatches", 1.5, 4, num_microbatches=16)]
+    sizes = {"microbatches": (8, 16)}
+
+    picture = result_of(rows, "svg", asked(sweep=["microbatches=8,16"], microbatches=None), swept_sizes=sizes)
+
+    assert {"a", "microbatches", "step time (s)"} <= set(texts_of(picture))
+    assert not any("a, 8" in text for text in texts_of(picture))
+
+
 def test_unequal_work_is_told_where_costs_are_per_action():
     rows = [row("a", 1.0, 2), row("b", 2.0, 1, num_parts=2)]
 

@@ -75,7 +75,9 @@ def run(arguments: Namespace) -> int:
     if format == "json" or not is_useless:
         basis = basis_of(costs, arguments.costs, per_action=arguments.per_action)
         screen = NO_SCREEN if path else stdout_screen()
-        result = result_of(found, format, arguments, swept_limits=sweep.get(LIMITS, ()), basis=basis, screen=screen)
+        sizes = {key: values for key, values in sweep.items() if key != LIMITS}
+        limits = sweep.get(LIMITS, ())
+        result = result_of(found, format, arguments, swept_limits=limits, swept_sizes=sizes, basis=basis, screen=screen)
         write_result(result, format, path)
     refused = [row for row in found if not isinstance(row, Comparison)]
     if is_useless:

@@ -110,7 +110,7 @@ def pareto_picture(
     sheet = Sheet.of(WIDTH, HEIGHT, THEMES["light"] if is_page else chosen, "svg" if is_page else format)
     axes = sheet.add_axes(BOTTOM, HEIGHT - TOP - BOTTOM)
     for name, values in zip("xy", places.T, strict=True):
-        _scale_axis(axes, name, values)
+        scale_axis(axes, name, values)
     axes.margins(0.08, 0.12)
     axes.grid(color=sheet.theme.line, linewidth=0.7)
     axes.set_axisbelow(True)
@@ -126,7 +126,7 @@ def pareto_picture(
     if format == "png":
         return picture
     svg = _with_titles(picture.decode(), points, caption.memory_name)
-    return (_page(svg, caption.title, theme) if is_page else svg).encode()
+    return (page_of(svg, caption.title, theme) if is_page else svg).encode()
 
 
 def _points_of(candidates: Sequence[Candidate]) -> list[_Point]:
@@ -137,7 +137,8 @@ def _points_of(candidates: Sequence[Candidate]) -> list[_Point]:
     return [_Point(equal) for equal in found.values()]
 
 
-def _scale_axis(axes: Any, name: str, values: Floats) -> None:
+def scale_axis(axes: Any, name: str, values: Floats) -> None:
+    """Scale the axis `x` or `y` by factors where its values are far apart; label it with plain numbers."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     axis = getattr(axes, f"{name}axis")
@@ -212,7 +213,7 @@ def _with_titles(svg: str, points: Sequence[_Point], memory_name: str) -> str:
     return re.sub(r'<g id="(?:point|name)-(\d+)">', with_title, svg)
 
 
-def _page(svg: str, title: str, theme: str | None) -> str:
+def page_of(svg: str, title: str, theme: str | None) -> str:
     """Put an SVG of the light theme on a page; its colours become variables of the page's themes."""
     drawing = svg[svg.index("<svg") :]
     for name, colour in variables_of(THEMES["light"]).items():

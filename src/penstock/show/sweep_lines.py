@@ -1,0 +1,97 @@
+"""Step time and memory over a size that is swept: one line per schedule, in two panels above each other.
+
+time   |  o---o___          memory |      ___o
+       |  *---*---o___             |  o---
+       +--------------- size       +--------------- size
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import ConfigError
+from penstock.show.palette import THEMES, find_theme
+from penstock.show.pareto import Caption, page_of, scale_axis
+from penstock.show.sheet import Sheet
+from penstock.show.text import time_unit
+
+WIDTH, HEIGHT, TOP, BOTTOM, GAP = 8.2, 7.6, 0.95, 0.75, 0.35
+"""Of the plots, of the picture, of what is above and below the plots and between them, in inches."""
+COLORS = ("#0072B2", "#D98200", "#009E73", "#CC79A7")
+"""Of lines: told apart with any common kind of color blindness, and on a light and a dark page."""
+MAX_TICKS = 10
+DASHES = ("-", "--", ":", "-.")
+MARKERS = "osD^vP"
+
+
+@dataclass(frozen=True, slots=True)
+class SweptPoint:
+    """What is predicted of a schedule at one size."""
+
+    size: int
+    step_s: float
+    memory: float
+
+
+def sweep_picture(
+    lines: Mapping[str, Sequence[SweptPoint]],
+    size_name: str,
+    caption: Caption,
+    *,
+    format: str = "svg",
+    theme: str | None = None,
+) -> bytes:
+    """Draw lines by the names of their schedules as `svg`, `png`, or `html`: a page around the SVG.
+
+    Raises:
+        ConfigError: for no points, an unknown format or theme, or if matplotlib is not installed.
+    """
+    points = [point for line in lines.values() for point in line]
+    if not points:
+        raise ConfigError("no schedule can be compared; a picture of step time and memory needs at least one")
+    is_page = format == "html"
+    chosen = find_theme(theme or "light")
+    sheet = Sheet.of(WIDTH, HEIGHT, THEMES["light"] if is_page else chosen, "svg" if is_page else format)
+    unit_s, unit = time_unit(max(point.step_s for point in points))
+    height = (HEIGHT - TOP - BOTTOM - GAP) / 2
+    memory = _panel(sheet, BOTTOM, height, lines, lambda point: point.memory)
+    time = _panel(sheet, BOTTOM + height + GAP, height, lines, lambda point: point.step_s / unit_s)
+    for axes, name in ((time, f"step time ({unit})"), (memory, caption.memory_name.replace(", ", ",\n"))):
+        axes.set_ylabel(name, fontsize=8.5, color=sheet.theme.ink)
+    time.tick_params(labelbottom=False)
+    memory.set_xlabel(size_name, fontsize=9.5, color=sheet.theme.ink)
+    time.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8, frameon=False, labelcolor=sheet.theme.ink)
+    sheet.write(caption.title, 0.3, size=13, is_bold=True)
+    sheet.write(caption.warning, 0.55, size=8.5, is_faint=True)
+    picture = sheet.to_bytes()
+    return page_of(picture.decode(), caption.title, theme).encode() if is_page else picture
+
+
+def _panel(sheet: Sheet, bottom: float, height: float, lines: Mapping[str, Sequence[SweptPoint]], value: Any) -> Any:
+    axes = sheet.add_axes(bottom, height)
+    found = [(point.size, value(point)) for line in lines.values() for point in line]
+    for name, values in zip("xy", np.array(found, np.float64).T, strict=True):
+        scale_axis(axes, name, values)
+    for index, (name, line) in enumerate(lines.items()):
+        round_of_colors, color = divmod(index, len(COLORS))
+        axes.plot(
+            [point.size for point in line],
+            [value(point) for point in line],
+            color=COLORS[color],
+            linestyle=DASHES[round_of_colors % len(DASHES)],
+            marker=MARKERS[index % len(MARKERS)],
+            markersize=4.5,
+            linewidth=1.5,
+            # matplotlib leaves names that begin with an underscore out of a legend
+            label=f" {name}" if name.startswith("_") else name,
+            gid=f"line-{index}",
+        )
+    sizes = sorted({size for size, _ in found})
+    if len(sizes) <= MAX_TICKS:
+        axes.set_xticks(sizes)
+    axes.margins(0.05, 0.1)
+    axes.grid(color=sheet.theme.line, linewidth=0.7)
+    axes.set_axisbelow(True)
+    return axes

@@ -1,0 +1,67 @@
+"""The picture of a sweep: one line per schedule over the size."""
+
+import re
+from html import unescape
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.show.pareto import Caption
+from penstock.show.sweep_lines import COLORS, SweptPoint, sweep_picture
+
+CAPTION = Caption("4 ranks & more", "peak", warning="for 16 microbatches")
+LINES = {
+    "1f1b": [SweptPoint(4, 0.042, 4.0), SweptPoint(8, 0.033, 4.0), SweptPoint(16, 0.0285, 4.0)],
+    "<zbv>": [SweptPoint(4, 0.03, 4.0), SweptPoint(8, 0.0255, 4.0)],
+}
+
+
+def draw(**options):
+    return sweep_picture(LINES, "microbatches", CAPTION, **options)
+
+
+def texts_of(picture):
+    return [unescape(text) for text in re.findall(r"<text[^>]*>(.*?)</text>", picture.decode(), re.DOTALL)]
+
+
+def corners_of(picture, gid):
+    """The corners of both lines of a schedule: in the panel of memory and in that of time."""
+    paths = re.findall(rf'<g id="{gid}">\s*<path d="([^"]*)"', picture.decode())
+    return [[tuple(map(float, each)) for each in re.findall(r"[ML] ([\d.]+) ([\d.]+)", path)] for path in paths]
+
+
+@pytest.mark.slow
+def test_it_names_schedules_axes_and_title():
+    assert {"1f1b", "<zbv>", "microbatches", "step time (ms)", "peak", "4 ranks & more", "for 16 microbatches"} <= set(
+        texts_of(draw())
+    )
+
+
+def test_points_of_equal_memory_are_next_to_each_other_and_not_above():
+    memory, time = corners_of(draw(), "line-0")
+
+    across = [place[0] for place in time]
+    assert across == sorted(set(across))
+    assert len(across) == 3
+    assert [place[0] for place in memory] == across
+    assert len({place[1] for place in memory}) == 1
+    assert time[0][1] < time[1][1] < time[2][1]  # downward is faster
+
+
+@pytest.mark.parametrize("format", ["svg", "html"])
+def test_the_same_lines_give_the_same_bytes(format):
+    assert draw(format=format) == draw(format=format)
+
+
+def test_a_page_needs_no_network_and_a_png_is_a_png():
+    page = draw(format="html").decode()
+
+    assert "default-src 'none'" in page
+    fixed = set(re.findall(r": (#[0-9a-f]{6})", page[page.index("<svg") :]))
+    assert fixed <= {color.lower() for color in COLORS}, "all else follows the theme"
+    assert draw(format="png", theme="dark").startswith(b"\x89PNG")
+
+
+def test_nothing_to_draw_is_refused():
+    with pytest.raises(ConfigError, match="no schedule can be compared"):
+        sweep_picture({}, "ranks", CAPTION)
