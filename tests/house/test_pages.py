@@ -11,6 +11,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 OTHERS = [ROOT / name for name in ("README.md", "bench/README.md", "changelog.d/README.md")]
 MAX_PAGES, MAX_LINES, MAX_WORDS, MAX_NOT_RUN = 40, 400, 30, 8
+LANGUAGES = {"python", "console", "toml", "bash", "text", "py"}
+"""`bash` is a file that a page makes; `py` is a signature in the generated reference, which is no code to run."""
 FENCE = re.compile(r"^(`{3,}).*?^\1`*$", re.MULTILINE | re.DOTALL)
 
 
@@ -92,15 +94,41 @@ def test_every_page_is_found_from_the_first_one():
     assert [str(path.relative_to(DOCS)) for path in PAGES if path not in found] == []
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_block_says_what_it_is(path):
+    assert wrong_blocks(path.read_text(encoding="utf-8")) == []
+
+
+def wrong_blocks(text):
+    """Blocks without a language, and commands that are not in a console block and so would not be run."""
+    found = []
+    for language, body in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        is_command = re.match(r"(?:\$ |penstock |python |pip |torchrun |make )", body)
+        if language not in LANGUAGES or (language != "console" and is_command):
+            found.append(f"{language!r}: {body.splitlines()[0]}")
+        elif language == "console" and not body.startswith("$ "):
+            found.append(f"no prompt: {body.splitlines()[0]}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "block", ["```\nx\n```", "```text\npenstock show x\n```", "```console\npenstock show\n```", "```sh\nls\n```"]
+)
+def test_a_block_that_would_not_be_run_is_found(block):
+    assert len(wrong_blocks(f"# A page\n\n{block}\n")) == 1
+
+
 def test_few_blocks_are_not_run():
-    marks = [(path.name, mark) for path in PAGES for mark in not_run(path.read_text(encoding="utf-8"))]
+    marks = [
+        (path.name, mark) for path in [*PAGES, ROOT / "README.md"] for mark in not_run(path.read_text(encoding="utf-8"))
+    ]
 
     assert all(reason for _, reason in marks)
     assert len(marks) <= MAX_NOT_RUN, marks
 
 
 def not_run(text):
-    return re.findall(r"^<!-- not run: *(.*?) *-->$", text, re.MULTILINE)
+    return re.findall(r"^(?:<!-- |```sh )not run: *(.*?) *(?:-->)?$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", [path for path in (ROOT / "README.md", DOCS / "start.md") if path.exists()], ids=str)
@@ -116,7 +144,7 @@ def test_what_is_wrong_with_a_page_is_found(tmp_path):
     assert links('<img src="gone.svg">') == [("gone.svg", "")]
     assert long_sentences("word " * 30 + "end. Short.") == [("word " * 30 + "end.").strip()]
     assert long_sentences("* " + "word " * 20 + "\n* " + "word " * 20) == []
-    assert not_run("<!-- not run: two machines -->\n") == ["two machines"]
+    assert not_run("<!-- not run: two machines -->\n```sh not run: x y\n") == ["two machines", "x y"]
 
 
 def test_a_page_outside_the_repository_has_broken_links_too(monkeypatch, tmp_path):
