@@ -11,6 +11,7 @@ may come first, and the hook may run the two in any order, or in two threads.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,10 +43,11 @@ Note = Callable[[int], None]
 
 def overlapping(program: Program, overlap: Overlap, device: torch.device, note: Note) -> Change:
     """Return the change that gives the pairs of a program to a hook."""
-    return lambda bounds: list(_paired(program, bounds, _Pairing(overlap, device, note)))
+    pair = partial(_pair, program, overlap, device, note)
+    return lambda bounds: list(_paired(program, bounds, pair))
 
 
-def _paired(program: Program, bounds: Sequence[Bound], pairing: "_Pairing") -> Iterator[Bound]:
+def _paired(program: Program, bounds: Sequence[Bound], pair: Callable[[Bound, Bound], Call]) -> Iterator[Bound]:
     index = 0
     while index < len(bounds):
         row = bounds[index].row
@@ -59,49 +61,39 @@ def _paired(program: Program, bounds: Sequence[Bound], pairing: "_Pairing") -> I
         first, second = (bound for bound in members if bound.receive_row is None)
         # In the forward's place, which is where the data that it takes are there.
         place = first if program.op[first.row] == Op.FORWARD else second
-        yield replace(place, call=pairing.pair(program, first, second))
+        yield replace(place, call=pair(first, second))
         index += len(members)
 
 
-class _Pairing:
-    """Makes one call of the two computations of a pair."""
+def _pair(program: Program, overlap: Overlap, device: torch.device, note: Note, first: Bound, second: Bound) -> Call:
+    """Make one call of the two computations of a pair."""
+    instructions = [program.instruction(bound.row) for bound in (first, second)]
 
-    def __init__(self, overlap: Overlap, device: torch.device, note: Note) -> None:
-        self._overlap = overlap
-        self._device = device
-        self._note = note
+    def run_both(step: Step) -> None:
+        state = _ThreadState(device)
+        num_runs = [0, 0]
 
-    def pair(self, program: Program, first: Bound, second: Bound) -> Call:
-        instructions = [program.instruction(bound.row) for bound in (first, second)]
-
-        def run_both(step: Step) -> None:
-            state = _ThreadState(self._device)
-            num_runs = [0, 0]
-
-            def once(index: int, bound: Bound) -> None:
-                num_runs[index] += 1
+        def once(index: int, bound: Bound) -> None:
+            num_runs[index] += 1
+            try:
                 with state.restored():
-                    self._run(bound, step)
+                    bound.call(step)
+            except Exception:
+                note(bound.row)  # the error is this computation's, not that of the pair's first
+                raise
 
-            self._overlap(
-                Computation(instructions[0], lambda: once(0, first)),
-                Computation(instructions[1], lambda: once(1, second)),
+        overlap(
+            Computation(instructions[0], lambda: once(0, first)),
+            Computation(instructions[1], lambda: once(1, second)),
+        )
+        wrong = [f"{each} {count} times" for each, count in zip(instructions, num_runs, strict=True) if count != 1]
+        if wrong:
+            raise PipelineError(
+                f"the overlap hook ran {' and '.join(wrong)}; call both of its arguments once, and return when "
+                "both have ended"
             )
-            wrong = [f"{each} {count} times" for each, count in zip(instructions, num_runs, strict=True) if count != 1]
-            if wrong:
-                raise PipelineError(
-                    f"the overlap hook ran {' and '.join(wrong)}; call both of its arguments once, and return when "
-                    "both have ended"
-                )
 
-        return run_both
-
-    def _run(self, bound: Bound, step: Step) -> None:
-        try:
-            bound.call(step)
-        except Exception:
-            self._note(bound.row)  # the error is this computation's, not that of the pair's first
-            raise
+    return run_both
 
 
 class _ThreadState:

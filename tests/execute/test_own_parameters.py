@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, StepRefused
+from penstock.execute.gradients import OwnParameters
 from penstock.execute.stages.assemble import assemble
-from penstock.execute.stages.own_parameters import OwnParameters
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
 from tests.local_pipelines import (
