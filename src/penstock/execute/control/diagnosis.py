@@ -23,6 +23,10 @@ LEGEND = (
 )
 
 
+Describe = Callable[[int, int], str]
+"""(rank, row) -> the text of an instruction; empty for a row after the last."""
+
+
 class Cause(Enum):
     """What kind of reason a verdict gives."""
 
@@ -85,11 +89,10 @@ class Verdict:
         return cls(int(culprit) if culprit else None, Cause(cause), reason, positions, stack)
 
 
-def diagnose(board: PositionBoard, describe: Callable[[int, int], str], *, peer: int | None = None) -> Verdict:
+def diagnose(board: PositionBoard, describe: Describe, *, peer: int | None = None) -> Verdict:
     """Find the culprit, write the verdict down and return it, or adopt the one that another rank found first.
 
-    `describe(rank, row)` gives an instruction's text, empty after the last one. `peer` is the rank that this rank's
-    error named, if it did.
+    `peer` is the rank that this rank's error named, if it did.
     """
     recorded = first_verdict(read_all(board))
     if not recorded:
@@ -116,7 +119,7 @@ def process_trouble(pid: int) -> str:
     return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "")
 
 
-def _look(board: PositionBoard, describe: Callable[[int, int], str], peer: int | None) -> Verdict:
+def _look(board: PositionBoard, describe: Describe, peer: int | None) -> Verdict:
     # Several looks: an error of a lost connection may come before its cause can be seen on the board or in /proc.
     for _ in range(LOOKS_FOR_DEATH):
         positions = read_all(board)
@@ -131,7 +134,7 @@ def _look(board: PositionBoard, describe: Callable[[int, int], str], peer: int |
     return finding
 
 
-def _failed(positions: list[RankPosition], describe: Callable[[int, int], str]) -> Verdict | None:
+def _failed(positions: list[RankPosition], describe: Describe) -> Verdict | None:
     failed = [position for position in positions if position.state is State.FAILED and position.failure]
     if not failed:
         return None
@@ -142,7 +145,7 @@ def _failed(positions: list[RankPosition], describe: Callable[[int, int], str]) 
     return Verdict(first.rank, Cause.RAISED, reason)
 
 
-def _broken(positions: list[RankPosition], describe: Callable[[int, int], str]) -> Verdict | None:
+def _broken(positions: list[RankPosition], describe: Describe) -> Verdict | None:
     seen = [position for position in positions if position.state not in (State.UNKNOWN, State.DONE)]
     troubles = {position.rank: process_trouble(position.pid) for position in seen}
     for cause in (Cause.GONE, Cause.STOPPED):
@@ -154,9 +157,7 @@ def _broken(positions: list[RankPosition], describe: Callable[[int, int], str]) 
     return None
 
 
-def _end_of_waits(
-    positions: list[RankPosition], rank: int, describe: Callable[[int, int], str], peer: int | None
-) -> Verdict:
+def _end_of_waits(positions: list[RankPosition], rank: int, describe: Describe, peer: int | None) -> Verdict:
     """Follow who waits for whom from this rank to one that does not wait, or around a cycle."""
     path = [rank]
     following = peer if peer is not None else positions[rank].peer
@@ -168,13 +169,13 @@ def _end_of_waits(
     return Verdict(path[-1], Cause.STILL, _why(positions[path[-1]], describe))
 
 
-def _cycle(positions: list[RankPosition], ranks: list[int], describe: Callable[[int, int], str]) -> Verdict:
+def _cycle(positions: list[RankPosition], ranks: list[int], describe: Describe) -> Verdict:
     waits = [f"rank {rank} {place_of(positions[rank], describe)} waits for rank" for rank in ranks]
     chain = ", ".join(f"{wait} {rank}" for wait, rank in zip(waits, [*ranks[1:], ranks[0]], strict=True))
     return Verdict(None, Cause.CYCLE, f"a message was lost or the orders do not match: {chain}")
 
 
-def _why(position: RankPosition, describe: Callable[[int, int], str]) -> str:
+def _why(position: RankPosition, describe: Describe) -> str:
     age = f"{time.monotonic() - position.since_s:.1f} s"
     match position.state:
         case State.UNKNOWN:
@@ -187,7 +188,7 @@ def _why(position: RankPosition, describe: Callable[[int, int], str]) -> str:
             return f"it has been {place_of(position, describe)} for {age}"
 
 
-def place_of(position: RankPosition, describe: Callable[[int, int], str]) -> str:
+def place_of(position: RankPosition, describe: Describe) -> str:
     """Say where in a step a rank is, with the preposition: `in 2F1`."""
     if position.row >= 0:
         instruction = describe(position.rank, position.row)
@@ -195,7 +196,7 @@ def place_of(position: RankPosition, describe: Callable[[int, int], str]) -> str
     return "between two steps" if position.state is State.IDLE else "at the start of its step"
 
 
-def _with_positions(finding: Verdict, positions: list[RankPosition], describe: Callable[[int, int], str]) -> Verdict:
+def _with_positions(finding: Verdict, positions: list[RankPosition], describe: Describe) -> Verdict:
     stack = [] if finding.culprit is None else _stack(positions[finding.culprit])
     table = "\n".join([*position_table(positions, describe), LEGEND])
     return replace(finding, positions=table, stack="\n".join(stack))
@@ -208,7 +209,7 @@ def _stack(position: RankPosition) -> list[str]:
     return position.stack.splitlines()[:STACK_LINES]
 
 
-def position_table(positions: list[RankPosition], describe: Callable[[int, int], str]) -> list[str]:
+def position_table(positions: list[RankPosition], describe: Describe) -> list[str]:
     """Draw where every rank is, one line each under a line of headings."""
     rows: list[tuple[str, ...]] = [("rank", "step", "state", "for", "waits for", "instruction")]
     rows += [_row(position, describe) for position in positions]
@@ -216,7 +217,7 @@ def position_table(positions: list[RankPosition], describe: Callable[[int, int],
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _row(position: RankPosition, describe: Callable[[int, int], str]) -> tuple[str, ...]:
+def _row(position: RankPosition, describe: Describe) -> tuple[str, ...]:
     if position.state is State.UNKNOWN:
         return (str(position.rank), "", "unknown (other host)", "", "", "")
     return (

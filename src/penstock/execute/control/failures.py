@@ -2,12 +2,11 @@
 
 import traceback
 import weakref
-from collections.abc import Callable
 
 from torch.utils.checkpoint import CheckpointError
 
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
-from penstock.execute.control.diagnosis import Cause, Verdict, diagnose, place_of, position_table
+from penstock.execute.control.diagnosis import Cause, Describe, Verdict, diagnose, place_of, position_table
 from penstock.execute.control.error_notes import noted_place
 from penstock.execute.control.positions import Failure, PositionBoard, RankPosition, read_all
 from penstock.execute.control.watchdog import Watchdog
@@ -20,8 +19,6 @@ _OTHER_RECOMPUTE = (
     "weights alone; what draws at random must draw the same again, so let it draw from torch's default generators, "
     "which checkpointing puts back (preserve_rng_state=True), and not from Python's or numpy's"
 )
-Describe = Callable[[int, int], str]
-"""(rank, row) -> the text of an instruction; empty for a row after the last."""
 
 
 class FailureReporter:
