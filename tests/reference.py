@@ -1,26 +1,27 @@
-"""Plain gradient accumulation on one process: the judge that every schedule is compared with."""
+"""Plain gradient accumulation on one process: the judge that every schedule is compared with.
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+It splits, weights, hands skips and adds auxiliary losses by itself, in plain torch. Of Penstock it knows the types that
+users pass in, so a mistake in the pipeline's own code cannot be on both sides of a comparison.
+"""
+
+import dataclasses
+import inspect
+import struct
+from collections.abc import Mapping
+from contextlib import contextmanager, nullcontext
+from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.execute.batch.cutting import BatchRule
-from penstock.execute.batch.microbatch import BatchSpec, Microbatch
-from penstock.execute.losses.loss import Count, Loss, LossShares, LossWeights, combine_losses
-from penstock.execute.losses.output import LossParts, read_loss, takes_weight
-from penstock.execute.stages.auxiliary import AddedLosses, Auxiliary, auxiliary_modules, take_all
-from penstock.execute.stages.feature import BeforeLayer
-from penstock.execute.stages.keywords import run_layers
-from penstock.execute.stages.randomness import LOSS, SeededRandomness
-from penstock.execute.stages.skips import SkipPart, StageSkips
-from penstock.execute.values.tree import detached
+from penstock import LossOutput, PreSplit, Replicate, Split
+
+AFTER_ALL_LAYERS = -1
+"""The loss function draws random numbers as a layer of this number."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class ReferenceResult:
     """`loss` of the batch; `losses` and `outputs` per microbatch. No tensor keeps its graph. The rest is as in
     `StepResult`."""
@@ -33,178 +34,339 @@ class ReferenceResult:
     total: Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Forward:
-    """What one microbatch came to."""
-
-    output: Any
-    parts: LossParts
-    added: AddedLosses
-
-
-class _Weighed:
-    """The losses of a batch, weighted as a pipeline weighs them."""
-
-    def __init__(self, weights: LossWeights, microbatches: Sequence[Microbatch]) -> None:
-        wholes = [[microbatch] for microbatch in microbatches]
-        self.shares = weights.shares(microbatches, wholes)
-        self.rows = weights.shares_of_rows(microbatches, wholes)
-
-    def root(self, done: _Forward, microbatch: int) -> Tensor | None:
-        """Return the part of a microbatch in what is trained; None where it has none."""
-        terms = []
-        if weight := self.shares.weights[microbatch]:
-            terms.append(done.parts.loss * weight)
-        if done.added.total is not None and done.added.total.requires_grad and self.rows.weights[microbatch]:
-            terms.append(done.added.total * self.rows.weights[microbatch])
-        return sum(terms[1:], start=terms[0]) if terms else None
-
-    def result(self, done: Sequence[_Forward]) -> ReferenceResult:
-        """Put the microbatches together."""
-        losses = [each.parts.loss.detach() for each in done]
-        loss = combine_losses(losses, self.shares.weights)
-        totals = {index: each.added.total for index, each in enumerate(done) if each.added.total is not None}
-        reported = [each.parts.reported for each in done]
-        return ReferenceResult(
-            loss,
-            losses,
-            [detached(each.output) for each in done],
-            self._named(done),
-            [] if all(value is None for value in reported) else reported,
-            loss + _combined(totals, self.rows) if totals else loss,
-        )
-
-    def _named(self, done: Sequence[_Forward]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name in dict.fromkeys(name for each in done for name in each.parts.named):
-            named = {index: each.parts.named[name] for index, each in enumerate(done) if name in each.parts.named}
-            found[name] = _combined(named, self.shares)
-        for key in dict.fromkeys(key for each in done for key in each.added.values):
-            values = {index: each.added.values[key] for index, each in enumerate(done) if key in each.added.values}
-            exact = _combined({index: value.to(key.dtype) for index, value in values.items()}, self.rows)
-            found[key.name] = found[key.name] + exact if key.name in found else exact
-        return found
-
-
-def reference_step(
-    modules: Sequence[nn.Module],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    target: Any,
-    *,
-    loss: Loss,
-    num_microbatches: int,
-    reduction: str = "mean",
-    count: Count | None = None,
-    allow_ragged: bool = False,
-    specs: BatchSpec | None = None,
-    seed: int | None = None,
-    step_number: int = 0,
-) -> ReferenceResult:
+def reference_step(modules, args, kwargs, target, *, seed=None, step_number=0, **options):
     """Run forward, loss and backward of one microbatch after another; gradients are added to `.grad`.
 
-    A microbatch of weight 0 runs no backward unless layers add losses: it has nothing to add. With a `seed`, layers
-    draw what they draw in the step of this number of a pipeline with this seed.
+    With a `seed`, layers draw what they draw in the step of this number of a pipeline with this seed. The options are
+    those of `_Batch` and `loss`.
     """
-    rule = BatchRule(num_microbatches, specs=specs, allow_ragged=allow_ragged)
-    microbatches = rule.microbatches(args, kwargs, target)
-    weighed = _Weighed(LossWeights(reduction, count), microbatches)
-    model = _Model(modules, loss, weighed.shares)
-    randomness = None if seed is None else SeededRandomness(seed, _device_of(modules))
-    done = []
-    for microbatch in microbatches:
-        with _drawing(randomness, microbatch.index, step_number) as before_layer:
-            forward, skips = model.forward(microbatch, before_layer)
-        root = weighed.root(forward, microbatch.index)
-        if root is not None:
-            with skips.around_backward():  # layers may compute their forward again
-                torch.autograd.backward(root)
-        done.append(_without_graph(forward))
-    model.end()
-    return weighed.result(done)
+    return _run(modules, args, kwargs, target, random=None if seed is None else (seed, step_number), **options)
 
 
 @torch.no_grad()
-def reference_evaluate(
-    modules: Sequence[nn.Module],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    target: Any,
-    *,
-    loss: Loss,
-    num_microbatches: int,
-    reduction: str = "mean",
-    count: Count | None = None,
-    allow_ragged: bool = False,
-    specs: BatchSpec | None = None,
-) -> ReferenceResult:
+def reference_evaluate(modules, args, kwargs, target, **options):
     """Run forward and loss only; modules stay in the mode (train or eval) in which they are."""
-    rule = BatchRule(num_microbatches, specs=specs, allow_ragged=allow_ragged)
-    microbatches = rule.microbatches(args, kwargs, target)
-    weighed = _Weighed(LossWeights(reduction, count), microbatches)
-    model = _Model(modules, loss, weighed.shares)
-    done = [model.forward(microbatch)[0] for microbatch in microbatches]
+    return _run(modules, args, kwargs, target, random=None, **options)
+
+
+def _run(modules, args, kwargs, target, *, loss, random, **options):
+    batch = _Batch((tuple(args), dict(kwargs), target), **options)
+    model = _Model(list(modules))
+    found = []
+    for index in range(batch.num_microbatches):
+        args, kwargs, target = batch.parts[index]
+        with _restored_generators(modules) if random else nullcontext():
+            forward = model.forward(args, kwargs, None if random is None else (*random, index))
+            known = {"weight": batch.weights[index]} if _wants_weight(loss) else {}
+            if random:
+                _set_generators(modules, generator_seed(*random, AFTER_ALL_LAYERS, index))
+            forward.read_loss(loss(forward.output, target, **known))
+        terms = [forward.loss * batch.weights[index]] if batch.weights[index] else []
+        if forward.added is not None and forward.added.requires_grad and batch.row_weights[index]:
+            terms.append(forward.added * batch.row_weights[index])
+        if terms and torch.is_grad_enabled():
+            with model.connected(forward.skips):  # layers may compute their forward again
+                sum(terms[1:], start=terms[0]).backward()
+        found.append(forward.without_graph())
     model.end()
-    return weighed.result(done)
+    return _result(found, batch)
+
+
+# ---- the batch
+
+
+class _Batch:
+    """The microbatches of a batch and their weights in its loss."""
+
+    def __init__(self, whole, num_microbatches, specs=None, allow_ragged=False, reduction="mean", count=None):
+        marks = (None, None, None) if specs is None else (specs.args, specs.kwargs, specs.target)
+        self.num_microbatches = num_microbatches
+        sizes = _sizes(whole, marks, num_microbatches)
+        assert allow_ragged or len(set(sizes)) == 1 or _pre_split(whole)
+        self.parts = [_part(whole, marks, index, sizes) for index in range(num_microbatches)]
+        self.row_weights = weights(sizes if any(sizes) else [1] * num_microbatches, reduction)
+        self.weights = self.row_weights
+        if count is not None:
+            self.weights = weights([count(target) for *_, target in self.parts], reduction)
+
+
+def weights(shares, reduction="mean"):
+    """Return each part's factor in a loss, which is a mean over all shares, or a sum."""
+    if reduction == "sum":
+        return [1.0] * len(shares)
+    total = float(sum(float(share) for share in shares))
+    return [float(share) / total if total else 0.0 for share in shares]
+
+
+def even_sizes(length, num_parts):
+    """Return how long each part of a length is; the first ones take what is left over."""
+    return [length // num_parts + (index < length % num_parts) for index in range(num_parts)]
+
+
+def rows_of(value, dim, index, sizes):
+    """Return one of the parts into which these sizes cut a tensor."""
+    return value.narrow(dim, sum(sizes[:index]), sizes[index])
+
+
+def _part(value, mark, index, sizes):
+    if isinstance(value, PreSplit):
+        return value.parts[index]
+    if (children := _children(value)) is not None:
+        return _rebuilt(value, [_part(x, _mark_of(mark, at), index, sizes) for at, x in children])
+    dim = _dim(value, mark)
+    return value if dim is None else rows_of(value, dim, index, sizes)
+
+
+def _sizes(whole, marks, num_parts):
+    lengths = [value.shape[dim] for value, mark in _leaves(whole, marks) if (dim := _dim(value, mark)) is not None]
+    given = [sizes for value in _pre_split(whole) if (sizes := [_rows(part) for part in value.parts])[0]]
+    if given:
+        return given[0]
+    return even_sizes(lengths[0], num_parts) if lengths else [0] * num_parts
+
+
+def _rows(tree):
+    return next((value.shape[0] for value, _ in _leaves(tree) if isinstance(value, Tensor) and value.dim()), 0)
+
+
+def _pre_split(whole):
+    return [value for value, _ in _leaves(whole) if isinstance(value, PreSplit)]
+
+
+def _dim(value, mark):
+    """The dimension along which a value is cut; None where every microbatch gets all of it."""
+    if not isinstance(value, Tensor) or isinstance(mark, Replicate):
+        return None
+    if isinstance(mark, Split):
+        return mark.dim
+    return 0 if value.dim() else None
+
+
+def _leaves(value, mark=None):
+    children = _children(value)
+    if children is None:
+        return [(value, mark)]
+    return [leaf for at, child in children for leaf in _leaves(child, _mark_of(mark, at))]
+
+
+def _children(value):
+    """The children of a tree by key, field or position; None for a leaf."""
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(value._fields, value, strict=True))
+    if isinstance(value, (tuple, list)):
+        return list(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, (Split, Replicate)):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return None
+
+
+def _rebuilt(value, children):
+    if isinstance(value, dict):
+        return type(value)(zip(value, children, strict=True))
+    if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
+        return type(value)(*children)
+    return type(value)(children)
+
+
+def _mark_of(mark, at):
+    if isinstance(mark, dict):
+        return mark.get(at)
+    return mark[at] if isinstance(mark, (tuple, list)) else mark
+
+
+# ---- the layers
 
 
 class _Model:
-    """The layers of a whole model with their loss, run one microbatch after another."""
+    """The layers of a whole model."""
 
-    def __init__(self, modules: Sequence[nn.Module], loss: Loss, shares: LossShares) -> None:
-        self._skips = StageSkips(modules)
-        self._modules = modules
-        self._auxiliary: Sequence[Auxiliary] = auxiliary_modules(modules)
-        self._loss = loss
-        self._shares = shares
-        self._tells_weight = takes_weight(loss)
+    def __init__(self, layers):
+        self._layers = layers
+        inner = dict.fromkeys(module for layer in layers for module in layer.modules())
+        self._skips = [module for module in inner if hasattr(module, "begin_skips")]
+        self._adding = [module for module in inner if all(hasattr(module, name) for name in ("begin", "take", "end"))]
 
-    def forward(self, microbatch: Microbatch, before_layer: BeforeLayer | None = None) -> tuple[_Forward, SkipPart]:
-        """Run the layers and the loss; return also the skips, for the backward."""
-        for module in self._auxiliary:
+    def forward(self, args, kwargs, random):
+        """Run the layers; `random` is seed, step and microbatch."""
+        skips = _Values()
+        for module in self._adding:
             module.begin()
-        skips = SkipPart(self._skips)
-        with skips.around_forward():
-            output = run_layers(self._modules, microbatch.args, microbatch.kwargs, before_layer)
-        skips.buffer.close()
-        added = take_all(self._auxiliary)
-        if before_layer is not None:
-            before_layer(LOSS)
-        known = {"weight": self._shares.factor(microbatch.index, 0)} if self._tells_weight else {}
-        value = self._loss(output, microbatch.target, **known)
-        parts = read_loss(value, microbatch.index, self._shares.count(microbatch.index, 0))
-        return _Forward(output, parts, added), skips
+        with self.connected(skips):
+            for number, layer in enumerate(self._layers):
+                if random is not None:
+                    seed, step, microbatch = random
+                    _set_generators(self._layers, generator_seed(seed, step, number, microbatch))
+                args = (layer(*args, **_keywords(layer, len(args), kwargs)),)
+        forward = _Forward(args[0], skips)
+        for module in self._adding:
+            forward.add(module, module.take())
+        return forward
 
-    def end(self) -> None:
+    @contextmanager
+    def connected(self, values):
+        """Let layers put into these values, and get from them."""
+        for module in self._skips:
+            module.begin_skips(values)
+        yield
+        for module in self._skips:
+            module.end_skips()
+
+    def end(self):
         """Leave the layers as they were."""
-        for module in self._auxiliary:
+        for module in self._adding:
             module.end()
 
 
-def _without_graph(done: _Forward) -> _Forward:
-    parts, added = done.parts, done.added
-    total = None if added.total is None else added.total.detach()
-    return _Forward(
-        detached(done.output),
-        LossParts(parts.loss.detach(), parts.named, parts.reported),
-        AddedLosses(added.values, total),
+class _Values(dict):
+    """What skips carry; a forward that runs again puts what is there already."""
+
+    def put(self, name, value):
+        self.setdefault(name, value)
+
+    def get(self, name):
+        return self[name]
+
+
+class _Forward:
+    """What one microbatch came to."""
+
+    def __init__(self, output, skips):
+        self.output, self.skips = output, skips
+        self.loss, self.named, self.reported = None, {}, None
+        self.added, self.added_values = None, {}
+
+    def add(self, module, value):
+        """Add what a layer added to be trained; the values of one name and type are added up in float64."""
+        if value is None:
+            return
+        key, exact = (module.name, value.dtype), value.detach().double()
+        self.added_values[key] = self.added_values[key] + exact if key in self.added_values else exact
+        weighted = value * module.weight
+        self.added = weighted if self.added is None else self.added + weighted
+
+    def read_loss(self, value):
+        """Read any form of a loss: a tensor, named ones, a sum and what it is over, a `LossOutput`."""
+        over = None
+        if isinstance(value, tuple):
+            value, over = value
+        elif isinstance(value, LossOutput):
+            value, over, self.reported = value.loss, value.weight, value.reported
+
+        def mean(total):
+            total = total.reshape(())
+            if over is None:
+                return total
+            return total / float(over) if over else torch.zeros_like(total)
+
+        if not isinstance(value, Mapping):
+            self.loss = mean(value)
+            return
+        means = {name: mean(total) for name, total in value.items()}
+        first, *others = means.values()
+        self.loss = sum(others, start=first)
+        self.named = {name: loss.detach() for name, loss in means.items()}
+
+    def without_graph(self):
+        """Keep the numbers alone."""
+        self.output, self.reported = _detached(self.output), _detached(self.reported)
+        self.loss, self.skips = self.loss.detach(), None
+        self.added = None if self.added is None else self.added.detach()
+        return self
+
+
+def _keywords(layer, num_args, kwargs):
+    """The keywords of a batch that a layer's forward names, or what it wraps, if they are not given by position."""
+    if not kwargs:
+        return {}
+    parameters = list(inspect.signature(layer.forward).parameters.values())
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    filled = [p.name for p in parameters[:num_args] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    taken = {name: value for name, value in kwargs.items() if name in named and name not in filled}
+    children = list(layer.children())
+    if any(p.kind is p.VAR_KEYWORD for p in parameters) and len(children) == 1:
+        taken |= {name: kwargs[name] for name in _keywords(children[0], num_args, kwargs) if name not in filled}
+    return taken
+
+
+def _detached(value):
+    children = _children(value)
+    if children is not None:
+        return _rebuilt(value, [_detached(child) for _, child in children])
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+# ---- the losses of a batch
+
+
+def combined(losses, factors):
+    """Return the sum of loss * factor; a factor of 0 adds nothing, even where the loss is not a number."""
+    total = torch.zeros_like(losses[0])
+    for loss, factor in zip(losses, factors, strict=True):
+        total = total + loss.detach() * factor if factor else total
+    return total
+
+
+def _result(found, batch):
+    losses = [each.loss for each in found]
+    loss = combined(losses, batch.weights)
+    named = _combined_by_key([each.named for each in found], batch.weights)
+    added = [{key: value.to(key[1]) for key, value in each.added_values.items()} for each in found]
+    for (name, _), value in _combined_by_key(added, batch.row_weights).items():
+        named[name] = named[name] + value if name in named else value
+    trained = [{} if each.added is None else {"all": each.added} for each in found]
+    totals = _combined_by_key(trained, batch.row_weights).values()
+    reported = [each.reported for each in found]
+    return ReferenceResult(
+        loss,
+        losses,
+        [each.output for each in found],
+        named,
+        [] if all(value is None for value in reported) else reported,
+        sum(totals, start=loss),
     )
 
 
-def _combined(losses: Mapping[int, Tensor], shares: LossShares) -> Tensor:
-    """Return the loss of the batch; a microbatch that has none adds nothing."""
-    return combine_losses([*losses.values()], [shares.weights[index] for index in losses])
+def _combined_by_key(values, factors):
+    """Combine the values of each key over the microbatches that have it."""
+    keys = dict.fromkeys(key for each in values for key in each)
+    pairs = {key: [(v[key], f) for v, f in zip(values, factors, strict=True) if key in v] for key in keys}
+    return {key: combined(*zip(*each, strict=True)) for key, each in pairs.items()}
+
+
+def _wants_weight(loss):
+    try:
+        parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
+    except ValueError:  # built into torch
+        return False
+    return "weight" in parameters and parameters["weight"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+# ---- random numbers
+
+
+def generator_seed(seed, step, layer, microbatch, slice=0):
+    """Return where the generators stand when a layer's forward begins."""
+    digest = blake2b(struct.pack("<5q", seed, step, layer, microbatch, slice), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _generators(modules):
+    devices = {parameter.device for module in modules for parameter in module.parameters()}
+    cuda = [torch.cuda.default_generators[device.index] for device in devices if device.type == "cuda"]
+    return [torch.default_generator, *cuda]
+
+
+def _set_generators(modules, start):
+    for generator in _generators(modules):
+        generator.manual_seed(start)
 
 
 @contextmanager
-def _drawing(randomness: SeededRandomness | None, microbatch: int, step_number: int) -> Iterator[BeforeLayer | None]:
-    if randomness is None:
-        yield None
-        return
-    with randomness.drawing(step_number, (microbatch, 0)) as before_layer:
-        yield before_layer
-
-
-def _device_of(modules: Sequence[nn.Module]) -> torch.device:
-    parameters = (parameter for module in modules for parameter in module.parameters())
-    return next((parameter.device for parameter in parameters), torch.device("cpu"))
+def _restored_generators(modules):
+    generators = _generators(modules)
+    states = [generator.get_state() for generator in generators]
+    yield
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from penstock.errors import EndOfData, PenstockWarning, PipelineError, StepRefused
-from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.microbatch import BatchSpec, PreSplit, Replicate
 from penstock.execute.batch.stream import DataTimes, Part, Stream
 from penstock.execute.observing.clock import Clock
@@ -47,8 +46,7 @@ def deep_task(num_microbatches):
 
 def pieces(task, num_microbatches=M):
     """The microbatches of a task's batch, as an iterator gives them."""
-    parts = BatchRule(num_microbatches).microbatches(task.inputs, {}, task.target)
-    return [(*part.args, part.target) for part in parts]
+    return list(zip(*(tensor.chunk(num_microbatches) for tensor in (*task.inputs, task.target)), strict=True))
 
 
 def pipeline_of(wires, task, schedule="1f1b", num_microbatches=M, **options):
@@ -174,8 +172,10 @@ class Masked(nn.Module):
 def test_keywords_come_with_the_parts_of_a_stream():
     mask = values(5, 2 * M, 1)
     task = Task(lambda: [Masked(seed) for seed in range(3)], float_task(2 * M).inputs, float_task(2 * M).target)
-    parts = BatchRule(M).microbatches(task.inputs, {"mask": mask}, task.target)
-    items = [Part(*part.args, target=part.target, mask=part.kwargs["mask"]) for part in parts]
+    items = [
+        Part(inputs, target=target, mask=part)
+        for (inputs, target), part in zip(pieces(task), mask.chunk(M), strict=True)
+    ]
     layers = task.make_layers()
     reference_step(layers, task.inputs, {"mask": mask}, task.target, loss=square_loss, num_microbatches=M)
 

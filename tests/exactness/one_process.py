@@ -5,11 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.execute.batch.cutting import BatchRule
-from penstock.execute.losses.loss import LossWeights, combine_losses
-from penstock.execute.stages.keywords import run_layers
-from penstock.execute.stages.randomness import SeededRandomness
-from tests.reference import reference_step
+from tests.reference import AFTER_ALL_LAYERS, combined, even_sizes, generator_seed, reference_step, rows_of, weights
 
 
 @dataclass
@@ -34,24 +30,36 @@ def step_of_one_process(layers, batch, loss, *, num_microbatches, num_slices, st
             step_number=step_number,
             **options,
         )
-    rule = BatchRule(num_microbatches, num_slices, options.get("allow_ragged", False))
-    return _sliced(layers, batch, loss, rule=rule, step_number=step_number, options=options)
-
-
-def _sliced(layers, batch, loss, *, rule, step_number, options):
-    """Draw for each slice apart, as only a pipeline that cuts sequences does; layers treat positions alone."""
-    microbatches = rule.microbatches((batch[0],), {}, batch[1])
-    slices = [rule.slices(microbatch) for microbatch in microbatches]
-    weights = LossWeights(options.get("reduction", "mean"), options.get("count"))
-    shares = weights.shares(microbatches, slices)
-    randomness = SeededRandomness(options["seed"], torch.device("cpu"))
+    reduction, count = options.get("reduction", "mean"), options.get("count")
+    microbatches = list(zip(*(cut(tensor, 0, num_microbatches) for tensor in batch), strict=True))
+    factors = shares(microbatches, 0, reduction, count)
     losses = []
-    for microbatch, parts in enumerate(slices):
+    for microbatch, parts in enumerate(microbatches):
+        slices = list(zip(*(cut(tensor, 1, num_slices) for tensor in parts), strict=True))
+        fractions = shares(slices, 1, reduction, count)
         found = []
-        for index, part in enumerate(parts):
-            with randomness.drawing(step_number, (microbatch, index)) as before_layer:
-                found.append(loss(run_layers(layers, part.args, {}, before_layer), part.target))
-            if shares.factor(microbatch, index):
-                (found[-1] * shares.factor(microbatch, index)).backward()
-        losses.append(combine_losses(found, shares.fractions[microbatch]))
-    return Losses(combine_losses(losses, shares.weights), losses)
+        for index, (inputs, wanted) in enumerate(slices):
+            found.append(drawing(layers, inputs, wanted, loss, (options["seed"], step_number), (microbatch, index)))
+            if factor := factors[microbatch] * fractions[index]:
+                (found[-1] * factor).backward()
+        losses.append(combined(found, fractions if any(fractions) else [1 / num_slices] * num_slices))
+    return Losses(combined(losses, factors), losses)
+
+
+def cut(tensor, dim, num_parts):
+    sizes = even_sizes(tensor.shape[dim], num_parts)
+    return [rows_of(tensor, dim, index, sizes) for index in range(num_parts)]
+
+
+def shares(parts, dim, reduction, count):
+    return weights([target.shape[dim] if count is None else count(target) for _, target in parts], reduction)
+
+
+def drawing(layers, inputs, target, loss, step, place):
+    """Return the loss of a slice, for which every layer draws apart; layers treat positions alone."""
+    with torch.random.fork_rng(devices=[]):
+        for number, layer in enumerate(layers):
+            torch.manual_seed(generator_seed(*step, number, *place))
+            inputs = layer(inputs)
+        torch.manual_seed(generator_seed(*step, AFTER_ALL_LAYERS, *place))
+        return loss(inputs, target)
