@@ -1,7 +1,6 @@
 """`penstock doctor`: a run folder, or this machine."""
 
 import json
-import time
 
 import pytest
 
@@ -102,8 +101,6 @@ def test_a_limit_below_1_is_refused(folder, capsys):
 
 
 def test_the_table_names_everything_that_training_needs(capsys):
-    begin_s = time.monotonic()
-
     status = main(["doctor", "--system"])
 
     lines = capsys.readouterr().out.splitlines()
@@ -115,4 +112,3 @@ def test_the_table_names_everything_that_training_needs(capsys):
         "Python", "torch", "backends", "CUDA devices", "cores", "memory", "loopback", "hostname",
     ]  # fmt: skip
     assert subjects[8:] == ["disk, this folder", "disk, temporary", "matplotlib", "tensorboard", "tokenizers"]
-    assert time.monotonic() - begin_s < 5.0

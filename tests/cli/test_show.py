@@ -4,7 +4,6 @@ import io
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -150,16 +149,15 @@ def test_wrong_input_is_one_message_and_status_1(capsys, arguments, told):
 
 
 @pytest.mark.slow
-def test_a_schedule_is_shown_in_half_a_second_without_torch():
+def test_a_schedule_is_shown_without_loading_torch_numba_or_matplotlib():
+    """bench/startup.py measures the seconds."""
     program = (
         "import sys; from penstock.cli import main; main(['show', '1f1b', '--ranks', '8', '--microbatches', '32']);"
         "print(*sys.modules, file=sys.stderr)"
     )
 
-    begin_s = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
-    assert time.monotonic() - begin_s < 1.5, "0.5 s where nothing else runs"
     assert not {"torch", "numba", "matplotlib"} & set(done.stderr.split())
 
 

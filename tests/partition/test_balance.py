@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import PartitionError
 from penstock.partition.balance import balance
+from tests.work import lines_run
 
 
 def part_weights(weights, sizes):
@@ -87,8 +88,11 @@ def test_rounding_of_sums_does_not_beat_evenness():
     assert balance(weights, 2) == (2, 2)
 
 
-def test_large_models_are_split_within_a_second():
-    assert sum(balance([1.0 + index % 7 for index in range(400)], 64)) == 400
+def test_the_lines_that_run_grow_with_the_sum_of_layers_and_parts_and_not_with_their_product():
+    def num_lines(num_layers, num_parts):
+        return lines_run(lambda: balance([1.0 + index % 7 for index in range(num_layers)], num_parts))
+
+    assert num_lines(400, 64) < 1.1 * 4 * num_lines(100, 16)
 
 
 @pytest.mark.parametrize("num_parts", [0, -1])

@@ -23,6 +23,7 @@ from tests.proofs.tables import (
     violations_of,
     with_orders,
 )
+from tests.work import lines_run
 
 
 def test_crossing_orders_are_told_as_a_chain():
@@ -132,16 +133,23 @@ def test_a_told_cycle_closes_and_is_no_longer_than_the_number_of_ranks(case):
             assert end.endswith(violation.action)
 
 
+def deadlock(size):
+    """Eight ranks that run all forwards first, but for rank 0, whose first backward comes second."""
+    forwards, backwards = ([f"{kind}{m}" for m in range(size)] for kind in "FB")
+    early = [forwards[0], backwards[0], *forwards[1:], *backwards[1:]]
+    orders = [early, *[forwards + backwards] * 7]
+    text = "\n".join(" ".join(f"{s}{action}" for action in order) for s, order in enumerate(orders))
+    return schedule_of(text, placement=Placement.line(8))
+
+
 @pytest.mark.slow
-def test_a_large_deadlock_is_told_in_time():
-    text = "\n".join(
-        " ".join([f"{s}F0", f"{s}B0", *(f"{s}F{m}" for m in range(1, 300)), *(f"{s}B{m}" for m in range(1, 300))])
-        if s == 0
-        else " ".join([*(f"{s}F{m}" for m in range(300)), *(f"{s}B{m}" for m in range(300))])
-        for s in range(8)
-    )
+def test_the_lines_that_run_to_find_the_cycle_of_a_deadlock_grow_with_its_size_and_not_with_the_square():
+    found = []
 
-    error = refusal(schedule_of(text, placement=Placement.line(8)))
+    def num_lines(size):
+        schedule = deadlock(size)
+        return lines_run(lambda: found.append(refusal(schedule)))
 
-    assert error.violations[0].problem.count("waits for") == 2
-    assert find(schedule_of(text), "0B0") == (0, 1)
+    assert num_lines(200) < 2.2 * num_lines(100)
+    assert [error.violations[0].problem.count("waits for") for error in found] == [2, 2]
+    assert find(deadlock(100), "0B0") == (0, 1)
