@@ -15,7 +15,7 @@ test: .venv/.stamp
 	scripts/test $(PYTEST_ARGS)
 
 # The same tests with many more generated examples per property, far more combinations in tests/exactness, and other
-# random models in tests/random_models at every run.
+# examples and other random models at every run. Examples that fail are printed, and kept in .hypothesis/examples.
 test-full: .venv/.stamp
 	scripts/test --hypothesis-profile=full $(PYTEST_ARGS)
 
@@ -52,7 +52,7 @@ endef
 .venv/.demo: pyproject.toml constraints.txt
 	$(call install,demo,$@)
 
-# Removes what tools left behind; keeps .venv (slow to build) and runs (somebody's results).
+# Removes what tools left behind; keeps .venv (slow to build), runs (somebody's results) and examples that failed once.
 clean:
-	rm -rf build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find src tests bench scripts examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""What holds for every test: fixed seeds, one torch thread, hypothesis without chance, GPU tests only on GPUs."""
+"""What holds for every test: fixed seeds, one torch thread, how hypothesis draws, GPU tests only on GPUs."""
 
 import os
 import random
@@ -7,9 +7,20 @@ import sys
 import numpy as np
 import pytest
 from hypothesis import settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
+# By default the same examples every time. In a full run others every time: one that fails is printed with the decorator
+# that repeats it, and stays in a folder, so that later runs begin with it.
+EXAMPLES = os.path.join(os.path.dirname(os.path.dirname(__file__)), ".hypothesis", "examples")
 settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True, database=None)
-settings.register_profile("full", max_examples=500, deadline=None, derandomize=True, database=None)
+settings.register_profile(
+    "full",
+    max_examples=500,
+    deadline=None,
+    derandomize=False,
+    database=DirectoryBasedExampleDatabase(EXAMPLES),
+    print_blob=True,
+)
 settings.load_profile("quick")
 
 # The command line must find the package in processes that tests start, installed or not.
