@@ -1,0 +1,44 @@
+"""`make demo` trains as its run file says: a few steps by default, all of them with `make test-full`."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_run import PENSTOCK, settings
+
+ROOT = Path(__file__).parents[1]
+HELD_OUT_LOSS = 1.5987
+"""Nats per byte, with the standard library of Python 3.11; other versions have other texts."""
+TOLERANCE = 0.05
+FEW = ("run.steps=4", "run.evaluate_every=2", "run.record_step=2", "batch.length=32", "optimizer.warmup_steps=1")
+
+
+def demo_arguments():
+    """What `make demo` passes to penstock, by make's own account of what it would run."""
+    told = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    words = shlex.split(told.strip().splitlines()[-1])
+    assert words[0].endswith("/penstock"), told
+    return words[1:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_demo_trains(tmp_path, is_full):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    few = [] if is_full else settings(*FEW)
+    command = [sys.executable, *PENSTOCK, *demo_arguments(), *few]
+
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "demo"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == (450 if is_full else 4)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert {path.name for path in run.iterdir()} >= {"config.toml", "summary.json", "timeline.json", "rank0.log"}
+    if is_full:
+        assert rows[-1]["held_out_loss"] == pytest.approx(HELD_OUT_LOSS, abs=TOLERANCE)
