@@ -11,13 +11,11 @@ from penstock.execute.transport import LocalTransport
 from penstock.models.emulated import EmulatedLayer
 from penstock.pipeline import Pipeline
 from penstock.searching.what_if import Setting
-from penstock.simulation.prologue import begin_of
 from penstock.train.sections import OptimizerSection
 from penstock.train.step import Trainer
 
 OPTIONS = OptimizerSection(learning_rate=1e-3, warmup_steps=0)
 FORWARD_S, BACKWARD_S = 0.003, 0.006
-NUM_STEPS = 3
 PATIENCE_S = 20.0
 
 
@@ -45,13 +43,13 @@ class Planted:
         return Setting(batch_size=self.num_microbatches, family=self.schedule, stages_per_rank=1)
 
     def record(self):
-        """Return a recorded step; of several, the shortest: the machine may plant causes of its own."""
+        """Return one recorded step, as a run records it: the machine may plant causes of its own."""
         transports = LocalTransport.create(
             self.num_ranks, PATIENCE_S, delay_s=lambda *ends: self.slow_channels.get(ends, 0.0)
         )
         with ThreadPoolExecutor(self.num_ranks) as threads:
-            steps, *_ = [rank.result() for rank in [threads.submit(self._run, wires) for wires in transports]]
-        return min(steps, key=lambda recorded: _length_s(recorded.timeline, recorded.lead_ins))
+            recorded, *_ = [rank.result() for rank in [threads.submit(self._run, wires) for wires in transports]]
+        return recorded
 
     def _run(self, wires):
         layers = [
@@ -67,10 +65,8 @@ class Planted:
         batches = _Batches(self.slow_data.get(wires.rank, 0.0), self.num_microbatches)
         if self.slow_streams:
             batches = _Streams(wires.rank, self.slow_streams, self.num_microbatches)
-        recorded = []
-        for number in range(2, 2 + NUM_STEPS):
-            time.sleep(self.late_ranks.get(wires.rank, 0.0))
-            recorded.append(trainer.step(number, batches, record=True).recorded)
+        time.sleep(self.late_ranks.get(wires.rank, 0.0))
+        recorded = trainer.step(2, batches, record=True).recorded
         pipeline.close()
         return recorded
 
@@ -103,10 +99,6 @@ class _Streams:
     def _microbatch(self, index):
         time.sleep(self.slow.get((self.rank, index), 0.0))
         return torch.zeros(1, 4), torch.zeros(1, 4)
-
-
-def _length_s(timeline, lead_ins):
-    return timeline.makespan_s - begin_of(timeline, lead_ins)
 
 
 def square_loss(output, target):

@@ -1,6 +1,7 @@
 """Planted causes are named, every idle microsecond has a cause, and the critical path is told whole."""
 
 import random
+from itertools import product
 
 import numpy as np
 import pytest
@@ -21,8 +22,6 @@ from tests.simulation.events import uneven_costs
 from tests.strategies import schedules
 
 NUM_TRIALS = 5
-NUM_ATTEMPTS = 4
-"""Recordings per trial: a machine that stalls for longer than what was planted is rightly told to have stalled."""
 
 
 def some_shape(chance):
@@ -85,19 +84,19 @@ CAUSES = {
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.parametrize("trial", range(NUM_TRIALS))
-@pytest.mark.parametrize("plant", list(CAUSES))
-def test_a_planted_cause_is_named_with_its_culprit(plant, trial):
-    planted, culprit = plant(random.Random(trial))
-
-    wanted = (CAUSES[plant], culprit)
-    for _ in range(NUM_ATTEMPTS):
+@pytest.mark.timeout(300)
+def test_27_of_30_single_recordings_name_the_planted_cause_and_its_culprit():
+    """A machine that stalls for longer than what was planted is rightly told to have stalled, so not all 30 have to."""
+    missed = []
+    for plant, trial in product(CAUSES, range(NUM_TRIALS)):
+        planted, culprit = plant(random.Random(trial))
         diagnosis = diagnose(planted.record(), planted.setting)
         found = (diagnosis.chief_loss.cause, diagnosis.chief_loss.culprit[: len(culprit)])
-        if found == wanted:
-            break
+        if found != (CAUSES[plant], culprit):
+            missed.append((plant.__name__, trial, diagnosis.losses[:3]))
 
-    assert found == wanted, diagnosis.losses
+    print(f"\n{NUM_TRIALS * len(CAUSES) - len(missed)} of {NUM_TRIALS * len(CAUSES)} recordings name the planted cause")
+    assert len(missed) <= 3, missed
 
 
 @pytest.mark.slow

@@ -68,8 +68,6 @@ def test_offset_and_drift_of_faked_clocks_are_found_within_the_stated_uncertaint
 
 
 def test_ranks_of_one_host_share_an_offset_and_only_one_of_them_is_pinged():
-    begin_s = time.monotonic()
-
     def case(wires):
         sent = []
         post_send = wires.post_send
@@ -84,7 +82,6 @@ def test_ranks_of_one_host_share_an_offset_and_only_one_of_them_is_pinged():
     assert found[0][0].first[1] == found[0][0].first[2]
     assert {peer for _, sent in found for peer in sent} == {0, 1}
     assert found[2][1] == []
-    assert time.monotonic() > begin_s
 
 
 def test_on_one_host_nothing_is_sent_and_nothing_is_uncertain():

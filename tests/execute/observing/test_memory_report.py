@@ -114,6 +114,16 @@ def test_the_points_of_a_step_stand_in_order_and_add_up():
         assert all(point.allocated_bytes is None for point in rank.points)
 
 
+def test_the_point_after_the_warm_up_is_before_the_first_backward():
+    """With the gradients of a step before, all that comes after the last forward is given back: it is the peak, too."""
+    schedule, task = build("gpipe", ranks=1, microbatches=8), deep_task(2)
+
+    report, _ = report_of(schedule, task, keeps_gradients=True)[0]
+
+    begin, after_warm_up, peak, end = (point.counted_bytes for point in report.ranks[0].points)
+    assert begin == end < after_warm_up == peak
+
+
 def test_after_the_first_part_of_a_backward_only_what_weights_need_is_held():
     """Of a linear layer that waits for its weights: its activations, and the gradient of its output."""
     rows, width = 64, 256
