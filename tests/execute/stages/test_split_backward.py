@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.errors import PenstockWarning
+from penstock.errors import MAX_SHOWN, PenstockWarning
 from penstock.execute.stages.stage import Stage
 from tests.local_pipelines import WIDTH, block, settle, values
 from tests.one_stage import OneStage
@@ -119,6 +119,16 @@ def test_weights_that_cannot_wait_have_their_gradients_and_are_named_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run_stage(stage, in_two_parts)
+
+
+@pytest.mark.parametrize(("num_custom", "more"), [(MAX_SHOWN, ""), (MAX_SHOWN + 2, " and 2 more")])
+def test_of_many_weights_that_cannot_wait_some_are_named_and_the_others_counted(num_custom, more):
+    layer = settle(nn.Sequential(*(Custom() for _ in range(num_custom))), 0)
+
+    with pytest.warns(PenstockWarning) as told:
+        run_stage(OneStage(Stage(0, {"0": layer}), is_split=True), in_two_parts)
+
+    assert f": {', '.join(f'0.{index}.weight' for index in range(MAX_SHOWN))}{more}. They" in str(told[0].message)
 
 
 @pytest.mark.parametrize(
