@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from penstock.cli.diagnosis import diagnose, setting_of
 from penstock.ir.timeline import Timeline
 from penstock.lowering import lower
+from penstock.schedules import build
 from penstock.searching.what_if import Setting
 from penstock.simulation import simulate
 from penstock.simulation.causes import Cause
 from penstock.simulation.prologue import Prologue
 from penstock.train.config import config_from_table
 from penstock.train.recorded_step import RecordedStep
+from tests.cli.recorded_steps import recorded_step as simulated_step
 from tests.planted import Planted
 from tests.simulation.events import uneven_costs
 from tests.strategies import schedules
@@ -99,15 +101,14 @@ def test_27_of_30_single_recordings_name_the_planted_cause_and_its_culprit():
     assert len(missed) <= 3, missed
 
 
-@pytest.mark.slow
-@pytest.mark.alone
 def test_an_unfavourable_split_is_cured_by_moving_a_layer_out_of_the_slow_stage():
-    planted = Planted(num_ranks=2, layers_per_stage=4, slow_stages={1: 2.0})
+    """Four layers take twice as long as the other four: with three of them, 1.5 against 1.25."""
+    recorded = simulated_step(build("1f1b", ranks=2, microbatches=6), forward_s=(1.0, 2.0))
 
-    diagnosis = diagnose(planted.record(), planted.setting)
+    diagnosis = diagnose(recorded, Setting(batch_size=6, family="1f1b", stages_per_rank=1))
 
     [move] = [change for change in diagnosis.changes if change.text == "move one layer from stage 1 to stage 0"]
-    assert -0.35 < move.step_change < -0.10
+    assert -0.25 < move.step_change < -0.15
     assert "move one layer from stage 0 to stage 1" not in [change.text for change in diagnosis.changes]
 
 
