@@ -217,3 +217,10 @@ def test_a_reader_that_leaves_is_no_error():
     child.stderr.close()
 
     assert (child.wait(timeout=10), complaint) == (0, b"")
+
+
+def test_an_option_that_is_the_default_now_says_so(capsys):
+    assert entry.main(["compare", "1f1b", "--per-rank"]) == 2
+    assert capsys.readouterr().err == (
+        "penstock compare: --per-rank is gone: costs are per rank by default; --per-action makes them per action\n"
+    )

@@ -16,6 +16,8 @@ NAME = (
 FUNCTION = "a schedule of your own: the function NAME in the Python file FILE makes it"
 RENAMED = {"--option": "--set", "--format": "--to", "--from": "--function"}
 """Old spellings, in the commands that have the new one."""
+REPLACED = {"--per-rank": ("--per-action", "costs are per rank by default; --per-action makes them per action")}
+"""Old options whose meaning is the default: the option for the other meaning, and what to say."""
 
 
 class Once(Action):
@@ -65,6 +67,8 @@ class Parser(ArgumentParser):
         for word in words:
             if RENAMED.get(word) in known:
                 self.exit(ExitStatus.USAGE, f"{self.prog}: {word} is called {RENAMED[word]} now\n")
+            if word in REPLACED and REPLACED[word][0] in known:
+                self.exit(ExitStatus.USAGE, f"{self.prog}: {word} is gone: {REPLACED[word][1]}\n")
         options = [word for word in words if word.startswith("-")]
         if options:
             self.error(f"unknown option {options[0]}.{nearest(options[0], known)}")

@@ -11,7 +11,7 @@ from penstock.simulation.costs.file import LAYER, PER, AnyCosts, key_of
 from penstock.simulation.costs.layer_costs import LayerCosts
 
 TABLES = ("channels", "spreads")
-"""Fields that are lists of tables, which TOML has after all other keys."""
+"""Fields that are lists of tables, which tomlkit puts after all other keys, as TOML wants it."""
 AFTER_SECONDS = {member.name for member in fields(SharedCosts)} | {"spreads"}
 
 
@@ -22,7 +22,7 @@ def costs_to_toml(costs: AnyCosts) -> str:
         document.add(tomlkit.comment(" ".join(costs.source.split())))
     if isinstance(costs, LayerCosts):
         document.add(PER, LAYER)
-    for key, value in sorted(_plain(costs).items(), key=lambda item: item[0] in TABLES):
+    for key, value in _plain(costs).items():
         document.add(key, value)
     return tomlkit.dumps(document)
 
