@@ -25,6 +25,7 @@ html_static_path = ["_static"]
 html_css_files = ["wide.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 
 # The sections of the site, in their order, and the pages of each. A page that is in none of them fails the build.
 SECTIONS = {
