@@ -1,4 +1,4 @@
-"""Megatron-core's own schedules on the CPU over gloo, on the model of bench/peers.py.
+"""Megatron-core's schedules on the CPU over gloo, on the model of bench/peers.py.
 
 Megatron-core allocates on "cuda" by name and waits for CUDA streams. In the process that calls `megatron_step`, torch's
 constructors put such tensors on the CPU, and those waits return at once.

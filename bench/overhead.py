@@ -1,4 +1,4 @@
-"""Measure what Penstock adds to the work of a step: next to torch's own schedules over gloo, and per instruction alone.
+"""Measure what Penstock adds to the work of a step: next to torch's schedules over gloo, and per instruction alone.
 
     python bench/overhead.py [--rounds N] [--families gpipe,1f1b] [--gloo] [--output FILE.json]      some two minutes
 

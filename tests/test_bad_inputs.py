@@ -138,13 +138,13 @@ BORDERS = {
     "strided view": tree(lambda x: (x, torch.cat([x, x], 1)[:, ::2]), lambda t: t[0] * t[1]),
     "detached part": tree(lambda x: (x, x.detach()), lambda t: t[0] * t[1]),
     "part without use": tree(lambda x: (x, x * 2), lambda t: t[0]),
-    "input handed on": four(
+    "input forwarded": four(
         lambda inner, x: (inner(x), x), lambda inner, t: (inner(t[0]), t[1]), lambda inner, t: inner(t[0] * t[1])
     ),
     "view of the input": four(
         None, lambda inner, x: (inner(x), x[:, :3]), lambda inner, t: inner(t[0] * t[1].prod(1, True))
     ),
-    "weight handed on": four(
+    "weight forwarded": four(
         lambda inner, x: (inner(x), inner[1].weight),
         lambda inner, t: (inner(t[0] @ t[1]), t[1]),
         lambda inner, t: inner(t[0] @ t[1]),
@@ -165,7 +165,7 @@ BORDERS = {
     "channels last": lambda: [Picture(), Convolution(1), Convolution(2), Flat()],
 }
 ROUNDED = {
-    "weight handed on": "a weight used in several ways gets its gradient in several parts",
+    "weight forwarded": "a weight used in several ways gets its gradient in several parts",
     "channels last": "gradients lie in memory like the tensors they belong to, so they are summed in another order",
 }
 

@@ -215,7 +215,7 @@ def test_a_rank_without_layers_that_take_keywords_needs_none():
     torch.testing.assert_close([first, second], [expected.detach()] * 2, rtol=1e-12, atol=1e-12)
 
 
-# ---- plain numbers that change from step to step
+# ---- scalars that change from step to step
 
 
 class Shifted(nn.Module):

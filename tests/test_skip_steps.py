@@ -181,7 +181,7 @@ def test_skips_train_in_every_feasible_order(schedule):
 
 
 def two_uses():
-    """What is handed on is used twice in all, so that there is but one order in which to add two gradients up."""
+    """What is forwarded is used twice in all, so that there is but one order in which to add two gradients up."""
     return [Layer(0, ["a"]), Layer(1), Layer(2, ["b"]), Layer(3, gets=["a"]), Layer(4), Layer(5, gets=["b"])]
 
 

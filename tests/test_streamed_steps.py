@@ -343,9 +343,9 @@ def test_a_microbatch_is_let_go_when_its_last_use_on_the_rank_is_over(schedule, 
 def test_parts_that_may_be_spent_are_let_go_and_the_others_kept():
     task = float_task(16)
 
-    def case(wires, is_spent):
-        inputs = PreSplit([piece[0].clone() for piece in pieces(task, 8)], is_spent=is_spent)
-        target = PreSplit([piece[1].clone() for piece in pieces(task, 8)], is_spent=is_spent)
+    def case(wires, is_consumed):
+        inputs = PreSplit([piece[0].clone() for piece in pieces(task, 8)], is_consumed=is_consumed)
+        target = PreSplit([piece[1].clone() for piece in pieces(task, 8)], is_consumed=is_consumed)
         alive, refs = [], [weakref.ref(part) for part in inputs.parts + target.parts]
 
         def loss(output, wanted):
@@ -366,7 +366,7 @@ def test_parts_that_may_be_spent_are_let_go_and_the_others_kept():
 
 
 def test_a_refused_step_spends_nothing():
-    inputs = PreSplit([values(1, 2, WIDTH)] * M, is_spent=True)
+    inputs = PreSplit([values(1, 2, WIDTH)] * M, is_consumed=True)
     pipeline = pipeline_of(None, float_task(2 * M))
 
     assert isinstance(error_of(pipeline.step, inputs, target=values(2, 3, WIDTH)), StepRefused)

@@ -30,7 +30,7 @@ class Recomputed(nn.Module):
 
 
 class Skipping(nn.Module):
-    """Hands its output on under some names, and takes in what others have handed on."""
+    """Hands its output on under some names, and takes in what others have forwarded."""
 
     def __init__(self, inner, puts=(), gets=()):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What Pipeline cannot work with is refused by its name, with the way out."""
+"""What Pipeline cannot work with is refused by its name, with the fix."""
 
 from functools import partial
 from pathlib import Path

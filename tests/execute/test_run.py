@@ -240,7 +240,7 @@ def test_what_a_program_does_not_free_is_an_error():
 
 @dataclass(frozen=True)
 class State:
-    """What the layers below hand on."""
+    """What the layers below forward."""
 
     hidden: Any
     tokens: Any
@@ -375,7 +375,7 @@ def test_an_output_that_its_stage_changes_before_it_is_used_is_an_error_and_a_co
 
 
 class ChangingInBackward(nn.Module):
-    """Changes the tensor that it returned last when the backward of any microbatch comes by."""
+    """Changes the tensor that it returned last when the backward of any microbatch passes."""
 
     def __init__(self):
         super().__init__()

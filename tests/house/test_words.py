@@ -75,3 +75,32 @@ def test_planted_prints_and_environment_reads_are_found():
 
     assert len(prints(module)) == 1
     assert len(environment_reads(module)) == 1
+
+
+OLD_WORDS = [
+    word for word in (ROOT / "tests" / "house" / "old_words.txt").read_text(encoding="utf-8").splitlines() if word
+]
+
+
+def old_words(text):
+    """Words of a private dictionary that the project once had: names as they were written, phrases over line ends."""
+    either = "|".join(r"\s+".join(map(re.escape, word.split())) for word in OLD_WORDS)
+    return re.findall(rf"(?<![\w-])(?:{either})(?![\w-])", text)
+
+
+def written_files():
+    folders = [ROOT / name for name in ("src", "docs", "tests", "examples", "bench", "changelog.d")]
+    found = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md", ".toml", ".js")]
+    return [*ROOT.glob("*.md"), *(path for path in found if "data" not in path.relative_to(ROOT).parts)]
+
+
+def test_old_words_are_gone():
+    found = {str(path.relative_to(ROOT)): old_words(path.read_text(encoding="utf-8")) for path in written_files()}
+    assert {path: words for path, words in found.items() if words} == {}
+
+
+def test_an_old_word_is_found_as_a_whole():
+    words = " ".join(reversed(("out", "way"))), "Led" + "ger"
+
+    assert old_words(f"the {words[0]}, and a {words[1]}s {words[1]}") == list(words)
+    assert len(old_words("way" + "\n    out")) == 1

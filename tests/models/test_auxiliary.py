@@ -57,7 +57,7 @@ def test_what_is_added_between_take_and_begin_does_not_count():
     layer, features = Router(), torch.randn(2, 5, 3, requires_grad=True)
 
     def run(features):
-        return layer(features).sigmoid()  # needed by the backward, so that a recomputation comes by the loss
+        return layer(features).sigmoid()  # needed by the backward, so that a recomputation passes the loss
 
     layer.z_loss.begin()
     output = checkpoint(run, features, use_reentrant=False)

@@ -1,4 +1,4 @@
-"""A carry hands on what was put in a slice, and does nothing where sequences are whole."""
+"""A carry forwards what was put in a slice, and does nothing where sequences are whole."""
 
 import copy
 

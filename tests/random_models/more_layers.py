@@ -199,7 +199,7 @@ class Masked(nn.Module):
 
 @kind(takes=("scale",))
 class Scaled(nn.Module):
-    """Takes a plain number by keyword alone."""
+    """Takes a scalar by keyword alone."""
 
     def __init__(self, width, dtype):
         super().__init__()

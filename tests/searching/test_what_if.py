@@ -46,7 +46,7 @@ def test_another_order_of_the_same_stages_keeps_their_split():
 
 
 def test_what_was_measured_of_split_backwards_counts():
-    """Where the input part does all of it, nothing is saved; what preparing it costs, is paid."""
+    """Where the `I` does all of it, nothing is saved; what preparing it costs, is paid."""
     found = changes(recorded_step(), shares=SplitShares(1.0, 1.0, 0.0))
     dear = changes(recorded_step(), shares=SplitShares(1.5, 1.0, 0.0))
 

@@ -1,4 +1,4 @@
-"""What the split goes by: measured once, kept in the run folder, the same on every rank and in every later start."""
+"""What the split uses: measured once, kept in the run folder, the same on every rank and in every later start."""
 
 import io
 import json

@@ -87,7 +87,7 @@ class AuxiliaryLoss(nn.Module):
         self._begun.pop(threading.get_ident(), None)
 
     def _collection(self) -> "_Collection | None":
-        """What this thread adds to; None where it comes by while other threads collect."""
+        """What this thread adds to; None where it is called while other threads collect."""
         return self._begun.get(threading.get_ident(), None if self._begun else self._alone)
 
 

@@ -138,7 +138,7 @@ def _points_of(candidates: Sequence[Candidate]) -> list[_Point]:
 
 
 def scale_axis(axes: Any, name: str, values: Floats) -> None:
-    """Scale the axis `x` or `y` by factors where its values are far apart; label it with plain numbers."""
+    """Scale the axis `x` or `y` by factors where its values are far apart; label it with plain figures."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     axis = getattr(axes, f"{name}axis")

@@ -1,4 +1,4 @@
-"""Whatever form a loss function returns its losses in, they are read the same or refused with the way out."""
+"""Whatever form a loss function returns its losses in, they are read the same or refused with the fix."""
 
 import math
 

@@ -599,7 +599,7 @@ def test_hooks_of_modules_and_activations_run_once_and_count():
 
 
 class Doubling(nn.Module):
-    """Doubles the gradient as it comes by."""
+    """Doubles the gradient as it passes."""
 
     def forward(self, hidden):
         if hidden.requires_grad:

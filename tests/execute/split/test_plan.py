@@ -16,7 +16,7 @@ WIDTH = 4
 
 
 def late_weights(plan, module, num_rows=2, *, begins=True):
-    """Run a forward and its backward; return the matrices whose gradients came with the weight part."""
+    """Run a forward and its backward; return the matrices whose gradients came with the `W`."""
     if begins:
         plan.begin_step()
     module.zero_grad()

@@ -1,4 +1,4 @@
-"""A stage works on one slice after another as on the whole sequence, and lets go of what no slice needs any more."""
+"""A stage works on one slice after another as on the whole sequence, and releases what no slice needs any more."""
 
 import gc
 import weakref

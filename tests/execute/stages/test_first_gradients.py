@@ -84,7 +84,7 @@ def test_only_what_is_new_and_shared_is_copied():
 
     first.grad, second.grad = needed[:2], torch.ones(2)
     others = second.grad, third.grad
-    gradients.keep_apart([needed])
+    gradients.unalias([needed])
     needed += 1
 
     assert first.grad.tolist() == [1.0, 1.0]
@@ -99,6 +99,6 @@ def test_sparse_gradients_are_left_alone():
 
     table(torch.tensor([1, 2])).sum().backward()
     before = table.weight.grad
-    gradients.keep_apart([torch.ones(2)])
+    gradients.unalias([torch.ones(2)])
 
     assert table.weight.grad is before

@@ -1,4 +1,4 @@
-"""The input part and the weight part of a stage's backward together are the whole; what cannot wait is said once."""
+"""The input and the weight gradients of a stage's backward together are the whole; what cannot wait is said once."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Layouts travel without pickle and hold every message to them; plain numbers keep their bits and may change."""
+"""Layouts travel without pickle and hold every message to them; scalars keep their bits and may change."""
 
 import json
 import math
@@ -186,7 +186,7 @@ def test_filling_a_layout_takes_one_tensor_for_each_info():
         decode_layout(encode_layout(torch.ones(1))).fill([])
 
 
-# ---- plain numbers
+# ---- scalars
 
 
 def layout_of(*leaves):

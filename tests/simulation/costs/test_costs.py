@@ -1,4 +1,4 @@
-"""Costs: one entry counts for every stage, and a cost that cannot be is refused with its name and a way out."""
+"""Costs: one entry counts for every stage, and a cost that cannot be is refused with its name and a fix."""
 
 import math
 from dataclasses import FrozenInstanceError, replace

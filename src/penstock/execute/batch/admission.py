@@ -99,7 +99,7 @@ class _LocalBatch:
     call: Call = Call()
     """Of a stream, the first microbatch."""
     spent: list[PreSplit] = field(default_factory=list)
-    """What lets go of its parts when they have been used."""
+    """What releases its parts when they have been used."""
 
 
 class Admission:
@@ -286,7 +286,7 @@ def _digests(rule: BatchRule, call: Call, kind: str = "") -> tuple[int, int, int
 
 
 def _is_spent(value: object) -> bool:
-    return isinstance(value, PreSplit) and value.is_spent
+    return isinstance(value, PreSplit) and value.is_consumed
 
 
 def _unless_zero(numbers: list[int]) -> list[int]:

@@ -32,12 +32,12 @@ class PreSplit:
     """A value that its caller has split already: `parts` holds one entry, any tree, per microbatch.
 
     The rows of an entry are counted on dim 0 of its first tensor, or on the `dim` of a `Split` marker for it. One that
-    `is_spent` by its step is empty afterwards, and lets go of each entry after its last use on this rank.
+    `is_consumed` by its step is empty afterwards, and releases each entry after its last use on this rank.
     """
 
-    def __init__(self, parts: Sequence[Any], *, is_spent: bool = False) -> None:
+    def __init__(self, parts: Sequence[Any], *, is_consumed: bool = False) -> None:
         self.parts = list(parts)
-        self.is_spent = is_spent
+        self.is_consumed = is_consumed
 
     def __repr__(self) -> str:
         return f"PreSplit({self.parts!r})"

@@ -82,7 +82,7 @@ class RankMemory:
     received_bytes: int = 0
     """Buffers of receives, and what has arrived and is not used yet; at the peak."""
     unsent_bytes: int = 0
-    """What was made for another stage and has not been sent, or handed on within the rank; at the peak."""
+    """What was made for another stage and has not been sent, or forwarded within the rank; at the peak."""
     optimizer_bytes: int | None = None
     """None where no optimizer was given."""
     peak_activations: int = 0

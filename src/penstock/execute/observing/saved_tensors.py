@@ -48,7 +48,7 @@ class SavedTensorTracker:
             entries[storage.data_ptr()] = _Entry(storage.nbytes())
             self._note(tensor)
         entry = entries[storage.data_ptr()]
-        # An output that its own node saves would keep the node, and so itself, alive where no backward comes by.
+        # An output that its own node saves would keep the node, and so itself, alive where no backward runs.
         return _Held(tensor.detach(), entries, storage.data_ptr(), entry)
 
 

@@ -54,7 +54,7 @@ class MatrixProduct:
 
     num_multiplications: int
     is_column_major: bool
-    """The memory order of `right` [inputs, outputs]; autograd gives its gradient the same."""
+    """The memory format of `right` [inputs, outputs]; autograd gives its gradient the same."""
     is_linear: bool = False
     """Whether the weight is [outputs, inputs], the transpose of `right`, as that of a linear layer."""
     leading: tuple[int, ...] = ()
@@ -72,7 +72,7 @@ class MatrixProduct:
     def input_gradient(self, gradient: Tensor, activations: Tensor, weights: Weights) -> Tensor:
         gradient, weight = _rows(gradient), _like(first(weights), gradient)
         right = weight.t() if self.is_linear else weight
-        # The gradient has the memory order of the rows.
+        # The gradient has the memory format of the rows.
         is_column_major = has_columns_first(_rows(activations))
         found = right.mm(gradient.t()).t() if is_column_major else gradient.mm(right.t())
         return found if activations.dim() == 2 else found.reshape(activations.shape)

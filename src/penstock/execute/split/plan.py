@@ -162,8 +162,8 @@ def _warn_of(stage: int, early: Sequence[str], matrices: Mapping[str, nn.Paramet
         return
     more = f" and {len(early) - MAX_SHOWN} more" if len(early) > MAX_SHOWN else ""
     warnings.warn(
-        f"stage {stage}: {share:.0%} of its weights take their gradients in the input part of a split backward: "
-        f"{', '.join(early[:MAX_SHOWN])}{more}. They are right, but leave the weight part less to do, which a schedule "
+        f"stage {stage}: {share:.0%} of its weights take their gradients in the `I` of a split backward: "
+        f"{', '.join(early[:MAX_SHOWN])}{more}. They are right, but leave `W` less to do, which a schedule "
         "with split backwards lives on. Expected weights that are the right side of products, convolutions or tables "
         "alone, outside compiled and custom functions; or use a schedule with whole backwards",
         PenstockWarning,

@@ -1,6 +1,6 @@
 """Keeps the first gradients of parameters apart from tensors that are still needed.
 
-    y = x + p.view(...)      dy is kept, sent or handed on;  p.grad = dy.view(...), the same memory
+    y = x + p.view(...)      dy is kept, sent or forwarded;  p.grad = dy.view(...), the same memory
                              next microbatch: p.grad += ..., which changes dy
 
 A parameter without a gradient takes over the first one that comes if nobody holds that very tensor, without a look at
@@ -26,7 +26,7 @@ class FirstGradients:
         if self._waiting:
             self._waiting = [parameter for parameter in self._waiting if parameter.grad is None]
 
-    def keep_apart(self, needed: Sequence[Tensor]) -> None:
+    def unalias(self, needed: Sequence[Tensor]) -> None:
         """After a backward: give gradients that have just come memory of their own, where it is that of `needed`."""
         new = [parameter for parameter in self._waiting if parameter.grad is not None]
         if not new:

@@ -36,7 +36,7 @@ def sum_over(
 ) -> Iterator[tuple[int, Tensor | None]]:
     """Yield the index and the sum of each gradient; a collective of `ranks`, which hold as many in the same order.
 
-    `likes` have the shape and type of dense gradients, and need no memory. Whoever takes a sum lets go of its gradient:
+    `likes` have the shape and type of dense gradients, and need no memory. Whoever takes a sum releases its gradient:
     `gradients` is emptied on the way.
     """
     gradients[:] = [_settled(gradient) for gradient in gradients]
@@ -136,7 +136,7 @@ def _sums_of_dense(
         # All at once, so that later holders add up one group while the sum of the one before is on its way back.
         leaving = [transport.post_send(ranks[1], _or_zeros(gradients[index], likes[index])) for index in indices]
     for group in _groups(indices, likes):
-        # New memory: that of a gradient may be another's too, as autograd hands on views of one tensor.
+        # New memory: that of a gradient may be another's too, as autograd forwards views of one tensor.
         sums = [likes[index].new_empty(likes[index].shape) for index in group]
         if position > 0:
             _wait(transport, [transport.post_receive(ranks[position - 1], total) for total in sums])
@@ -148,7 +148,7 @@ def _sums_of_dense(
             if position > 0:
                 _wait(transport, [transport.post_send(ranks[position + 1], total) for total in sums])
             _wait(transport, [transport.post_receive(last, total) for total in sums])
-        # What left is let go of by the transport only when it was waited for.
+        # What left is released by the transport only when it was waited for.
         _wait(transport, leaving[: len(group)])
         del leaving[: len(group)]
         for index, total in zip(group, sums, strict=True):

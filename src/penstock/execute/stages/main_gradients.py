@@ -2,7 +2,7 @@
 
 A sum of many microbatches in bfloat16 loses what is small against it: its values have 8 bits. So each microbatch's
 gradient, which the backward computes in the type of the weights, is added to `.main_grad` as soon as it is there, and
-`.grad` is let go of. Megatron-LM gave them their name.
+`.grad` is released. Megatron-LM gave them their name.
 """
 
 from collections.abc import Iterable, Iterator

@@ -240,7 +240,7 @@ class StagePasses:
             leaf.grad = None
         # All of these outlive the backward; a first gradient in the memory of one of them would change it later.
         kept = [] if saved.deferred is None else saved.deferred.kept
-        first_gradients.keep_apart([*gradients, *results, *kept])
+        first_gradients.unalias([*gradients, *results, *kept])
         saved.inputs, saved.edges, saved.loss_gradients = [], [], []
         if is_whole:
             self.backward_weight(saved)

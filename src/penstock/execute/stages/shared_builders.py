@@ -126,7 +126,7 @@ def _may_share(builder: Any) -> bool:
 
 
 def _referred_to(found: Any) -> Iterable[Any]:
-    """What an object hands on when it is called: what a function closes over or names, the attributes of an object."""
+    """What an object uses when it is called: what a function closes over or names, the attributes of an object."""
     match found:
         case FunctionType():
             cells = [cell.cell_contents for cell in found.__closure__ or () if _is_filled(cell)]

@@ -1,9 +1,9 @@
-"""Values that layers hand on past the layers between them (`penstock.models.Skip`), on their way over the stages.
+"""Values that layers send past the layers between them (`penstock.models.Skip`), on their way over the stages.
 
     stage 0 --(output, {"a": a})--> stage 1 --(output, {"a": a})--> stage 2
        puts a                        relays a                          gets a
 
-A value that is got on a later stage travels in the messages of the stages between: what a stage hands on is its output
+A value that is got on a later stage travels in the messages of the stages between: what a stage forwards is its output
 and all skips that are still open behind it, and their gradients come back the same way. So a skip is nothing but more
 outputs and more inputs, which schedules, programs and proofs need not know. Which are open at a border is known before
 the first step: of the layers that hold a name, the first puts and the others get.

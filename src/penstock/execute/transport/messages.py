@@ -2,7 +2,7 @@
 
 The first time that a batch layout runs, a forward message is preceded by a header that describes it, and receives are
 taken from their channel when they are needed. From then on both ends know every shape: receives are posted ahead, and a
-sender whose tensors differ fails at once, naming the action. Plain numbers then have a message of their own beside the
+sender whose tensors differ fails at once, naming the action. Scalars then have a message of their own beside the
 tensors. With variable shapes, headers stay.
 """
 
@@ -49,7 +49,7 @@ class Incoming:
     tensors: list[Tensor] = field(default_factory=list)
     tickets: list[Ticket] = field(default_factory=list)
     numbers: Tensor | None = None
-    """Where they are not in a header, the plain numbers of the tree."""
+    """Where they are not in a header, the scalars of the tree."""
 
 
 class Messenger:

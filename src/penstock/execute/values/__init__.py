@@ -1,1 +1,1 @@
-"""Values: trees of tensors and plain numbers, and what ranks agree on about them."""
+"""Values: trees of tensors and scalars, and what ranks agree on about them."""

@@ -1,7 +1,7 @@
 """Layouts: a tree without its tensors' values, which two ranks agree on once and then hold every message to.
 
 A layout travels between ranks as JSON, never as pickle, and names only classes that the receiving process has already
-imported. Plain numbers among the leaves may change at any message: their places and types are agreed on as shapes are,
+imported. Scalars among the leaves may change at any message: their places and types are agreed on as shapes are,
 and their values travel beside the tensors. Text, and an integer beyond 64 bits, is part of the agreement.
 """
 
@@ -289,7 +289,7 @@ class PlainNumbers:
 
 
 def is_number(leaf: object) -> bool:
-    """Whether a leaf is a plain number that may change at any message."""
+    """Whether a leaf is a scalar that may change at any message."""
     return type(leaf) in (bool, float) or (type(leaf) is int and -_LIMIT <= leaf < _LIMIT)
 
 
