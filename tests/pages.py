@@ -1,0 +1,251 @@
+"""Run what a page shows: its Python, its files and its commands, in an empty folder, and compare what they print.
+
+python -m tests.pages docs/start.md             run a page
+python -m tests.pages --update docs/start.md    run it, and write what its commands print now into the page
+
+The Python blocks of a page run one after another in one namespace. A comment behind a `print(...)` at the start of a
+line is what it prints. In a console block, the lines after a line with `$ ` are what the command prints; a line `...`
+stands for any lines, also for none. What a block needs beyond this is said in comments right above it:
+
+    <!-- file: train.py -->               the block is this file of the page's folder, and does not run by itself
+    <!-- printed -->                      the text is all that the Python block before it prints
+    <!-- alone -->                        the block runs in a namespace of its own
+    <!-- numbers vary -->                 what it prints holds measured numbers: only the other text is compared
+    <!-- in a shell -->                   python and torchrun start as a user starts them, which takes longer
+    <!-- equal numbers -->                likewise, but numbers that are shown twice must be printed twice
+    <!-- output varies -->                what its commands print is from one run, and is not compared
+    <!-- exit status 1 -->                the last command ends with this status
+    <!-- needs the module transformers --> the block is left out where this module is not installed
+    <!-- not run: REASON -->              the block needs what a test has not
+"""
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.page_ranks import ranks_of, run_script
+
+ROOT = Path(__file__).resolve().parents[1]
+FENCE = re.compile(
+    r"^(?P<marks>(?:<!-- [^\n]* -->\n)*)```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+SHOWN_PRINT = re.compile(r"^( *print\(.*\)  # )(.*)$", re.MULTILINE)
+MARKS = (
+    "file: ",
+    "printed",
+    "alone",
+    "in a shell",
+    "numbers vary",
+    "equal numbers",
+    "output varies",
+    "exit status ",
+    "needs the module ",
+    "not run: ",
+)
+NUMBER = re.compile(r"[-+]?\d[\d.,e+-]*")
+LONGEST_COMMAND_S = 300
+COLUMNS = "100"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where its text begins in the page, its language, and what the comment above it says."""
+
+    start: int
+    language: str
+    marks: tuple
+    text: str
+
+    def mark(self, name):
+        """What follows the name of a mark, or None where the block has no such mark."""
+        return next((mark.removeprefix(name) for mark in self.marks if mark.startswith(name)), None)
+
+
+class PageError(Exception):
+    """A block does not do what the page says."""
+
+
+def blocks_of(page):
+    """List the blocks of a page's text that are run, or are files, in their order."""
+    found = []
+    for match in FENCE.finditer(page):
+        marks = tuple(re.findall(r"^<!-- (.*) -->$", match["marks"], re.MULTILINE))
+        unknown = [mark for mark in marks if not mark.startswith(MARKS)]
+        if unknown:
+            raise PageError(f"unknown mark {unknown[0]!r}")
+        block = Block(match.start("text"), match["language"], marks, match["text"])
+        if block.language in ("python", "console") or any(mark.startswith(MARKS[:2]) for mark in marks):
+            found.append(block)
+    return found
+
+
+def run_page(page, folder):
+    """Run the blocks of a page's text in a folder, and return the page with what they printed.
+
+    Raises:
+        PageError: a command ended with another status than expected, or Python printed more than its comments show.
+    """
+    names, said, results = {"__name__": "__main__"}, "", []
+    for block in blocks_of(page):
+        module = block.mark("needs the module ")
+        if block.mark("not run: ") is not None or (module and importlib.util.find_spec(module) is None):
+            continue
+        if block.mark("file: ") is not None:
+            path = folder / block.mark("file: ")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text, encoding="utf-8")
+        elif "printed" in block.marks:
+            results.append((block, block.text if matches(block.text, said, block) else said))
+        elif block.language == "python":
+            said = run_python(block, {"__name__": "__main__"} if "alone" in block.marks else names)
+            results.append((block, with_comments(block, said)))
+        else:
+            results.append((block, run_console(block, folder)))
+    for block, text in reversed(results):
+        page = page[: block.start] + text + page[block.start + len(block.text) :]
+    return page
+
+
+def run_python(block, names):
+    """Run a Python block, and return what it prints."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(compile(block.text, "page", "exec"), names)
+    return "".join(f"{line.rstrip()}\n" for line in output.getvalue().splitlines())
+
+
+def with_comments(block, said):
+    """The block with what it printed in the comments behind its prints."""
+    lines = said.splitlines()
+    shown = SHOWN_PRINT.findall(block.text)
+    if all(any(matches(text, line, block) for line in lines) for _, text in shown):
+        return block.text
+    if len(lines) != len(shown):
+        raise PageError(f"printed {len(lines)} lines, but {len(shown)} are shown:\n{said}")
+    remaining = iter(lines)
+    return SHOWN_PRINT.sub(lambda match: match[1] + next(remaining), block.text)
+
+
+def run_console(block, folder):
+    """Run the commands of a console block, and return the block with what they print."""
+    commands = commands_of(block.text)
+    outputs = []
+    for number, (command, _) in enumerate(commands):
+        done = run_command(command, folder, in_shell="in a shell" in block.marks)
+        wanted = int(block.mark("exit status ") or 0) if number == len(commands) - 1 else 0
+        if done.returncode != wanted:
+            raise PageError(f"$ {command}\nended with {done.returncode}, not {wanted}:\n{done.stdout}")
+        outputs.append("".join(f"{line.rstrip()}\n" for line in done.stdout.replace(f"{folder}/", "").splitlines()))
+    shown = [text for _, text in commands]
+    if not all(matches(text, output, block) for text, output in zip(shown, outputs, strict=True)):
+        shown = outputs
+    if "equal numbers" in block.marks and repetitions("".join(shown)) != repetitions("".join(outputs)):
+        shown = outputs
+    pairs = zip(commands, shown, strict=True)
+    return "".join("$ " + command.replace("\n", "\n> ") + "\n" + text for (command, _), text in pairs)
+
+
+def run_command(command, folder, *, in_shell):
+    """Run a command in a folder; scripts start as forks of a process that has imported torch, unless in a shell."""
+    script = None if in_shell else ranks_of(command)
+    if script is not None:
+        return run_script(*script, folder, environment(), LONGEST_COMMAND_S)
+    return subprocess.run(
+        command,
+        shell=True,
+        executable="/bin/bash",
+        cwd=folder,
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=LONGEST_COMMAND_S,
+        check=False,
+    )
+
+
+def commands_of(text):
+    """Split a console block into commands, each with what it shows of their output; `> ` continues a command."""
+    parts = re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]
+    found = []
+    for part in parts:
+        command, *rest = part.split("\n> ")
+        last, _, shown = (rest[-1] if rest else command).partition("\n")
+        lines = [*([command] if rest else []), *rest[:-1], last]
+        found.append(("\n".join(lines), shown))
+    return found
+
+
+def matches(shown, output, block):
+    """Whether an output is as shown, where a line `...` stands for any lines."""
+    if "output varies" in block.marks:
+        return bool(shown)
+    parts = re.split(r"^\.\.\.\n", comparable(shown, block), flags=re.MULTILINE)
+    return re.fullmatch(r"(?:.*\n)*?".join(map(re.escape, parts)), comparable(output, block)) is not None
+
+
+def comparable(text, block):
+    """The text as it is compared: where numbers vary, without them and without what they make wider."""
+    if not {"numbers vary", "equal numbers"} & set(block.marks):
+        return text
+    return re.sub(r"[ \t─━=-]{2,}", " ", NUMBER.sub("#", text))
+
+
+def repetitions(text):
+    """Each number of a text as the place where it first stands among the numbers."""
+    numbers = NUMBER.findall(text)
+    return [numbers.index(number) for number in numbers]
+
+
+def environment():
+    """What commands run with: this checkout, one thread, no terminal, and nothing of a torchrun around the test."""
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in ranks}
+    paths = [str(ROOT / "src"), *filter(None, [kept.get("PYTHONPATH")])]
+    path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
+    more = {"PYTHONPATH": os.pathsep.join(paths), "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": COLUMNS}
+    return kept | more | {"TMPDIR": tempfile.gettempdir(), "PYTHONWARNINGS": kept.get("PYTHONWARNINGS", "")}
+
+
+def main(arguments):
+    """Run pages, and say where they differ from what they show, or write it."""
+    is_update = "--update" in arguments
+    os.environ.update(environment())
+    differing = []
+    for name in [argument for argument in arguments if argument != "--update"]:
+        path = Path(name).resolve()
+        page = path.read_text(encoding="utf-8")
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copytree(ROOT / "examples", Path(folder) / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+            os.chdir(folder)
+            sys.path.insert(0, folder)
+            found = run_page(page, Path(folder))
+            os.chdir(ROOT)
+            sys.path.remove(folder)
+        if found == page:
+            continue
+        if is_update:
+            path.write_text(found, encoding="utf-8")
+        else:
+            differing.append(f"{name} shows something else than its commands print:\n{difference(page, found)}")
+    if differing:
+        sys.exit("\n".join(differing))
+
+
+def difference(page, found):
+    """The lines that differ."""
+    import difflib
+
+    return "\n".join(difflib.unified_diff(page.splitlines(), found.splitlines(), "page", "now", lineterm="", n=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
