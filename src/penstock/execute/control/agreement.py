@@ -127,11 +127,11 @@ def agree_on_step(control: Control, own: StepProposal) -> list[StepProposal]:
     _require_given("keywords", everyone, "keyword arguments")
     is_refused = any(each.refusal for each in everyone)
     if not is_refused:
-        _require_keywords(everyone)
+        _require_where_taken("keywords", everyone, "keyword arguments", _ON_KEYWORDS)
     _require_streams_in_step(everyone)
     _require_given("target", everyone, "a target")
     if not is_refused:
-        _require_target(everyone)
+        _require_where_taken("target", everyone, "a target", _ON_TARGET)
     _require_given("sizes", everyone, "microbatches")
     _require_given("lengths", everyone, "slices")
     _refuse_together(everyone, control.rank)
@@ -200,27 +200,23 @@ def _require_given(name: str, proposals: Sequence[StepProposal], what: str) -> N
             )
 
 
-def _require_target(proposals: Sequence[StepProposal]) -> None:
-    """Refuse a target that only some of the ranks got that compute losses: the others' would differ in kind."""
-    given = [rank for rank, each in enumerate(proposals) if each.target]
-    lacking = [rank for rank, each in enumerate(proposals) if each.takes_target and not each.target]
-    if given and lacking:
-        raise StepRefused(
-            f"rank {given[0]} was given a target, rank {lacking[0]} was not, but holds a last stage and so computes "
-            "losses; pass the target to every rank that holds the last stage of a route",
-            rank=lacking[0],
-        )
+_ON_KEYWORDS = "its layers may take them; pass them on every rank"
+"""Its layers would run on their defaults."""
+_ON_TARGET = (
+    "holds a last stage and so computes losses; pass the target to every rank that holds the last stage of a route"
+)
+"""The losses of the two ranks would differ in kind."""
 
 
-def _require_keywords(proposals: Sequence[StepProposal]) -> None:
-    """Refuse keyword arguments that only some of the ranks got whose layers may name them: the others would run on
-    their layers' defaults."""
-    given = [rank for rank, each in enumerate(proposals) if each.keywords]
-    lacking = [rank for rank, each in enumerate(proposals) if each.takes_keywords and not each.keywords]
+def _require_where_taken(name: str, proposals: Sequence[StepProposal], what: str, use: str) -> None:
+    """Refuse what only some of the ranks got that have a use for it, `takes_...`."""
+    given = [rank for rank, each in enumerate(proposals) if getattr(each, name)]
+    lacking = [
+        rank for rank, each in enumerate(proposals) if getattr(each, f"takes_{name}") and not getattr(each, name)
+    ]
     if given and lacking:
         raise StepRefused(
-            f"rank {given[0]} was given keyword arguments, rank {lacking[0]} was not, but its layers may take them; "
-            "pass them on every rank",
+            f"rank {given[0]} was given {what}, rank {lacking[0]} was not, but {use}",
             rank=lacking[0],
         )
 
