@@ -28,7 +28,8 @@ from penstock.execute.arguments import (
 )
 from penstock.execute.control.agreement import Mode
 from penstock.execute.control.handshake import Agreed, Found, Setup, Told, require_equal, told_of
-from penstock.execute.control.positions import PositionMemory, host_of_processes
+from penstock.execute.control.hosts import host_of_processes
+from penstock.execute.control.positions import PositionMemory
 from penstock.execute.joining import Joined
 from penstock.execute.losses.grad_scaler import describe_scale, grad_scaler_of
 from penstock.execute.losses.loss import Loss, LossWeights, loss_scale

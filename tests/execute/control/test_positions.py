@@ -7,6 +7,7 @@ import time
 import pytest
 
 from penstock.execute.control.collectives import Control
+from penstock.execute.control.hosts import host_of_processes
 from penstock.execute.control.positions import (
     TEXT_BYTES,
     Failure,
@@ -14,7 +15,6 @@ from penstock.execute.control.positions import (
     State,
     boards_of_threads,
     first_verdict,
-    host_of_processes,
     read_all,
 )
 from penstock.execute.transport import TorchTransport

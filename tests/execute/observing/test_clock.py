@@ -1,6 +1,5 @@
 """Clocks of different hosts are brought to one scale, as exactly as the pings say."""
 
-import os
 import threading
 import time
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.execute.observing.clock import BOOT_ID, Alignment, Clock, ClockComparison, Offset, host_of_this_process
+from penstock.execute.observing.clock import Alignment, Clock, ClockComparison, Offset
 from penstock.execute.transport import TorchTransport
 from tests.local_pipelines import on_ranks
 from tests.ranks import run_ranks
@@ -135,14 +134,6 @@ def test_the_offset_is_interpolated_between_start_and_end():
     first, last = Offset(10.0, 1.0, 0.0), Offset(20.0, 2.0, 0.0)
 
     assert Alignment((first,), (last,)).to_common(0, np.array([10.0, 15.0, 20.0])).tolist() == [9.0, 13.5, 18.0]
-
-
-def test_a_process_that_does_not_know_its_boot_shares_its_clock_with_no_other(monkeypatch, tmp_path):
-    assert str(os.getpid()) not in host_of_this_process().split() or not BOOT_ID.exists()
-
-    monkeypatch.setattr("penstock.execute.observing.clock.BOOT_ID", tmp_path / "none")
-
-    assert host_of_this_process().endswith(f" process {os.getpid()}")
 
 
 def compare_over_gloo(rank, hosts, begin_s):

@@ -9,12 +9,10 @@ nothing stays behind, however a rank ends. What a rank wrote stays readable afte
 
 import mmap
 import os
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
 from struct import Struct
 from typing import NamedTuple
 
@@ -262,15 +260,6 @@ def _write_text(memory: mmap.mmap, start: int, limit_bytes: int, text: str) -> N
 def _read_text(memory: mmap.mmap, start: int) -> str:
     (size_bytes,) = LENGTH.unpack_from(memory, start)
     return memory[start + LENGTH.size : start + LENGTH.size + size_bytes].decode(errors="ignore")
-
-
-def host_of_processes() -> str:
-    """Name what ranks must share to understand each other's process ids and clock."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
 
 
 def _map(path: str, size_bytes: int) -> mmap.mmap:

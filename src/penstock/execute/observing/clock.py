@@ -7,36 +7,19 @@ That is NTP's rule (RFC 5905, section 8), and as there the ping that was on its 
 also drift apart, so the offset is taken twice and interpolated for the time between. Ranks of one host read one clock.
 """
 
-import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from penstock.execute.control.collectives import Control
+from penstock.execute.control.hosts import host_of_clock
 from penstock.execute.transport.protocol import Transport
 
 NUM_PINGS = 16
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-TIME_NAMESPACE = Path("/proc/self/ns/time")
-
-
-def host_of_this_process() -> str:
-    """Return what processes share whose monotonic clocks are one: the machine, its boot, its time namespace.
-
-    Where the system does not tell them, no other process is known to share this one's clock.
-    """
-    try:
-        boot = BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        return f"{socket.gethostname()} process {os.getpid()}"
-    namespace = os.readlink(TIME_NAMESPACE) if TIME_NAMESPACE.is_symlink() else ""
-    return " ".join((socket.gethostname(), boot, namespace)).rstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +28,7 @@ class Clock:
 
     read: Callable[[], float] = time.monotonic
     """Seconds."""
-    host: str = field(default_factory=host_of_this_process)
+    host: str = field(default_factory=host_of_clock)
 
 
 @dataclass(frozen=True, slots=True)
