@@ -196,6 +196,12 @@ def test_enough_microbatches_are_nothing_to_tell(shape):
     assert few_microbatches(prove_and_lower(build("1f1b", **shape))) is None
 
 
+def test_one_rank_never_waits_whatever_its_stages():
+    schedule = build("interleaved-1f1b", ranks=1, microbatches=2, stages_per_rank=4)
+
+    assert few_microbatches(prove_and_lower(schedule)) is None
+
+
 def test_slices_count_as_microbatches():
     assert few_microbatches(prove_and_lower(build("seq1f1b", ranks=4, microbatches=2, slices=2))) is None
 

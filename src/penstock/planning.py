@@ -148,7 +148,7 @@ def few_microbatches(program: Program) -> str | None:
     """Return what to tell users of a program with fewer microbatches than stages: its ranks wait for much of a step."""
     num_stages = max(len(route) for route in program.placement.routes)
     num_parts = program.num_microbatches * program.num_slices
-    if num_parts >= num_stages or num_stages == 1:
+    if num_parts >= num_stages or program.num_ranks == 1:
         return None
     bubble = simulate(program, Costs.uniform()).bubble_fraction
     return (
