@@ -18,6 +18,7 @@ from penstock.planning import (
     plan,
     prove_and_lower,
     prove_and_lower_once,
+    resolve_plan,
     resolve_schedule,
 )
 from penstock.proofs import Demand, check
@@ -100,6 +101,22 @@ def test_a_lowering_that_goes_wrong_is_refused(monkeypatch):
 
     with pytest.raises(ScheduleError, match="1RECV_F0 has no send"):
         prove_and_lower(build("gpipe", ranks=2, microbatches=2))
+
+
+def test_a_family_is_built_once_for_equal_options_and_anew_for_others():
+    def resolved(name="interleaved-1f1b", microbatches=8, **options):
+        return resolve_plan(name, ranks=4, microbatches=microbatches, stages_per_rank=2, options=options)
+
+    first = resolved()
+
+    assert resolved() is first
+    others = [resolved(microbatches=4), resolved("looped-bfs"), resolved(recompute=True)]
+    assert all(other != first for other in others)
+    assert resolved(recompute=True) is others[-1]
+    with pytest.raises(ConfigError, match="recompute"):
+        resolved(recompute=[])
+    with pytest.raises(ConfigError):
+        resolved(recompute=1.0)  # equal to True, but not alike
 
 
 def test_an_equal_plan_is_proved_once_and_any_other_one_anew():

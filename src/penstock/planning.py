@@ -1,9 +1,10 @@
 """Planning on one page: build, check, lower, check, simulate."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, TypeVar
 
 from penstock.errors import ConfigError, count_of
 from penstock.ir.live import peak_bytes
@@ -17,6 +18,7 @@ from penstock.proofs import NO_DEMAND, Demand, prove
 from penstock.schedules import build, find_family, is_family_name
 from penstock.simulation import Costs, LayerCosts, simulate
 
+T = TypeVar("T", Schedule, Program)
 DEFAULT_MICROBATCHES = 8
 ScheduleLike = str | Path | Schedule | Program
 """What runs: a family's name, the path of a file, a schedule, or a program."""
@@ -33,6 +35,8 @@ class Plan:
 
 _MAX_KEPT, _MAX_KEPT_ROWS = 8, 100_000
 _kept: dict[tuple[Any, ...], Program] = {}
+_kept_schedules: dict[tuple[Any, ...], Schedule] = {}
+_PLAIN = (int, float, str, bool, NoneType)
 
 
 def plan(
@@ -97,11 +101,25 @@ def prove_and_lower_once(
     if demand != NO_DEMAND or plan.num_rows > _MAX_KEPT_ROWS:
         return prove_and_lower(plan, demand, **options)
     key = (type(plan), plan.name, plan.digest(), repr(options))
-    program = _kept.pop(key, None) or prove_and_lower(plan, demand, **options)
-    _kept[key] = program  # the last one used comes last
-    for oldest in list(_kept)[:-_MAX_KEPT]:
-        _kept.pop(oldest, None)
-    return program
+    return _once(_kept, key, lambda: prove_and_lower(plan, demand, **options))
+
+
+def _build_once(name: str, options: Mapping[str, Any]) -> Schedule:
+    """Build a family's schedule, or return what `build` returned of the same family and options in this process."""
+    if not all(isinstance(value, _PLAIN) for value in options.values()):
+        return build(name, **options)
+    texts = sorted((key, repr(value)) for key, value in options.items())  # 1, 1.0 and True are equal, but not alike
+    return _once(_kept_schedules, (name, find_family(name).generate, *texts), lambda: build(name, **options))
+
+
+def _once(kept: dict[tuple[Any, ...], T], key: tuple[Any, ...], make: Callable[[], T]) -> T:
+    """Return what `make` made for this key; the last few small tables are kept."""
+    table = kept.pop(key, None) or make()
+    if table.num_rows <= _MAX_KEPT_ROWS:
+        kept[key] = table  # the last one used comes last
+    for oldest in list(kept)[:-_MAX_KEPT]:
+        kept.pop(oldest, None)
+    return table
 
 
 def _require_fit(
@@ -199,7 +217,8 @@ def resolve_plan(
     """
     if is_family_name(plan):
         number = DEFAULT_MICROBATCHES if microbatches is None else microbatches
-        return build(plan, ranks=ranks, microbatches=number, stages_per_rank=stages_per_rank, **options)
+        given = {"ranks": ranks, "microbatches": number, "stages_per_rank": stages_per_rank}
+        return _build_once(plan, {**given, **options})
     if options:
         name = next(iter(options))
         raise ConfigError("unknown option; a schedule that is given whole takes no options of a family", key=name)
