@@ -45,7 +45,7 @@ SHOWN = {"memory_bytes": 1024, "num_blocks": 1, "num_files": 1}
 
 
 class Scaled(nn.Module):
-    """A layer that takes a plain number by keyword."""
+    """A layer that takes a scalar by keyword."""
 
     def __init__(self) -> None:
         super().__init__()
