@@ -1,4 +1,4 @@
-"""Measure many steps one after another: their time with a changing plain keyword against a fixed one, and their memory.
+"""Measure many steps one after another: their time with a changing keyword against a fixed one, and their memory.
 
     python bench/soak.py                  # some minutes
     python bench/soak.py --steps 20000    # a longer soak
