@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 # By default the same examples every time. In a full run others every time: one that fails is printed with the decorator
@@ -20,6 +20,8 @@ settings.register_profile(
     derandomize=False,
     database=DirectoryBasedExampleDatabase(EXAMPLES),
     print_blob=True,
+    # Neither a busy machine nor a run of unlucky draws is a fault of what is tested.
+    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
 settings.load_profile("quick")
 

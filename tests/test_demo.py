@@ -19,9 +19,10 @@ FEW = ("run.steps=4", "run.evaluate_every=2", "run.record_step=2", "batch.length
 
 def demo_arguments():
     """What `make demo` passes to penstock, by make's own account of what it would run."""
-    told = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    words = shlex.split(told.strip().splitlines()[-1])
-    assert words[0].endswith("/penstock"), told
+    command = ["make", "-n", "--no-print-directory", "demo"]  # without the word of a make that runs the tests
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    words = shlex.split(printed.strip().splitlines()[-1])
+    assert words[0].endswith("/penstock"), printed
     return words[1:]
 
 
