@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
+from xdist.scheduler import LoadFileScheduling
 
 # By default the same examples every time. In a full run others every time: one that fails is printed with the decorator
 # that repeats it, and stays in a folder, so that later runs begin with it.
@@ -35,8 +36,22 @@ def pytest_configure(config):
         os.environ["PYTHONPATH"] = os.pathsep.join([_SOURCE, *filter(None, known)])
 
 
-LONGEST = ("tests/exactness/", "tests/test_gradients.py", "tests/random_models/")
-"""Files that a worker runs whole and that take longest: they begin first, so that the other worker does not wait."""
+LONGEST = ("tests/test_gradients.py", "tests/exactness/", "tests/random_models/", "tests/test_soak.py")
+"""These begin first, so that at the end no worker has long to go while the other waits."""
+
+SPREAD = "tests/test_gradients.py"
+"""Its tests take minutes each in a full run, and share nothing: any worker takes the next one."""
+
+
+class FilesOrTests(LoadFileScheduling):
+    """A worker runs a file whole, since its tests share ranks; of SPREAD it runs one test at a time."""
+
+    def _split_scope(self, nodeid):
+        return nodeid if nodeid.startswith(SPREAD) else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return FilesOrTests(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items):

@@ -1,6 +1,6 @@
 """After many steps of every sort, ranks hold no more than after a few, and the weights are those of one process.
 
-By default 50 steps run; with the hypothesis profile `full` (`make test-full`) 6,000.
+By default 50 steps run; with the hypothesis profile `full` (`make test-full`) 3,000.
 """
 
 import gc
@@ -101,7 +101,7 @@ def trained_alone(num_steps):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_many_steps_leave_no_more_behind_than_a_few_and_train_as_one_process(schedule, is_full):
-    num_steps = 6000 if is_full else 50
+    num_steps = 3000 if is_full else 50
     num_failures = len(range(1, num_steps, FAILS))
     results = run_ranks(2, soak, schedule, num_steps, timeout_s=1700)
     expected = trained_alone(num_steps)
