@@ -20,8 +20,8 @@ from tests.ranks import RankPool
 
 PATIENCE_S = 20.0
 TAGS = (0, 1)
-SIZES = (1, MAX_PACKET_BYTES // 4 + 1, MAX_PACKET_BYTES // 4, shared_memory.MAX_MESSAGE_BYTES // 4 + 1, 2)
-"""Of messages in float32 elements: packets, one through memory, and one by gloo."""
+SIZES = (1, MAX_PACKET_BYTES // 4 + 1, MAX_PACKET_BYTES // 4, 2 * shared_memory.ROOM_BYTES // 4 + 1, 0, 2)
+"""Of messages in float32 elements: packets, one through memory, one that is larger than it, and one without any."""
 
 
 class Gathering:
@@ -92,9 +92,10 @@ def test_size_decides_which_way_a_message_takes():
     assert left.max_packet_bytes == right.max_packet_bytes == MAX_PACKET_BYTES
     assert left.of(1, 0, MAX_PACKET_BYTES) is left.by_key[1, 0, False]
     assert left.of(1, 0, MAX_PACKET_BYTES + 1) is left.by_key[1, 0, True]
-    assert left.of(1, 0, shared_memory.MAX_MESSAGE_BYTES) is left.by_key[1, 0, True]
-    assert left.of(1, 0, shared_memory.MAX_MESSAGE_BYTES + 1) is None
-    assert left.of(1, 0, 0) is None  # nothing to read would look like the end
+    assert left.of(1, 0, 10 * shared_memory.ROOM_BYTES) is left.by_key[1, 0, True]
+    assert left.of(1, 0, 0) is left.by_key[1, 0, False]
+    assert left.is_complete
+    assert right.is_complete
     close_all([left, right])
 
 
@@ -109,19 +110,60 @@ def test_a_system_without_such_memory_has_packets_only(monkeypatch):
 
     assert set(left.by_key) == {SocketKey(1, tag, False) for tag in TAGS}
     assert set(right.by_key) == {SocketKey(0, tag, False) for tag in TAGS}
+    assert not left.is_complete
+    assert not right.is_complete
     close_all([left, right])
 
 
-def test_a_stranger_at_the_door_is_sent_away(monkeypatch):
+def test_a_listener_is_in_no_folder(monkeypatch, tmp_path):
+    """A rank that is killed while it connects leaves nothing behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    with ExitStack() as stack:
+        listener = Listener(stack)
+        assert listener.address.name.startswith("\0")
+        assert os.listdir(tmp_path) == []
+
+
+def test_a_listener_of_another_user_gets_no_connection(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: -1)
+
+    left, right = connected(2)
+
+    assert left.by_key == right.by_key == {}
+    assert not left.is_complete
+    assert not right.is_complete
+
+
+def test_a_peer_of_another_user_is_sent_away_although_it_knows_the_secret(monkeypatch):
+    with ExitStack() as stack:
+        listener = Listener(stack)
+        thief = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        thief.connect(listener.address.name)
+        thief.send(rendezvous.HELLO.pack(0, listener.address.secret.encode()))
+        sockets = rendezvous._connect(0, 1, TAGS, listener.address, PATIENCE_S)
+        answers = iter([False, True])
+        monkeypatch.setattr(rendezvous, "_is_same_user", lambda connection: next(answers))
+
+        accepted = listener.accept({0: [key._replace(peer=0) for key in sockets]}, PATIENCE_S)
+
+    value = torch.tensor([3.0])
+    sockets[SocketKey(1, 0, False)].send(value)
+    assert torch.equal(read(accepted[SocketKey(0, 0, False)], value), value)
+    for each in (*sockets.values(), *accepted.values()):
+        each.close()
+
+
+def test_a_stranger_in_front_of_the_peer_is_sent_away(monkeypatch):
     """Somebody else stands in line in front of the peer: with another secret, and with a greeting cut short."""
     listen = Listener.__init__
 
     def crowded(listener, stack):
         listen(listener, stack)
-        for greeting in (rendezvous.HELLO.pack(0, 0, False, b"wrong"), b"?"):
+        for greeting in (rendezvous.HELLO.pack(0, b"wrong"), b"?"):
             stranger = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            stranger.connect(listener.address.path)
-            stranger.send(greeting)
+            stranger.connect(listener.address.name)
+            socket.send_fds(stranger, [greeting], [stranger.fileno()])
 
     monkeypatch.setattr(Listener, "__init__", crowded)
 
@@ -177,29 +219,47 @@ def exchange(transport, *tensors):
     by_gloo = sum(hasattr(pending, "work") for pending in transport._open.values())
     for ticket in (*receives, *sends):
         transport.wait(ticket)
-    return [each[0].item() for each in room], by_gloo
+    return [each.double().mean().item() for each in room if len(each)], by_gloo
 
 
-def all_sizes(rank, has_door=True, is_direct=True):
-    before = tempfile.tempdir
-    tempfile.tempdir = before if has_door or rank == 0 else "/nowhere"
+def all_sizes(rank, has_listener=True, is_direct=True):
+    family = socket.AF_UNIX
+    socket.AF_UNIX = family if has_listener or rank == 0 else -1
     try:
         transport = TorchTransport(deadline_s=PATIENCE_S, is_direct=is_direct)
     finally:
-        tempfile.tempdir = before
+        socket.AF_UNIX = family
     tensors = [torch.full((size,), 10.0 * number) for number, size in enumerate(SIZES)]
     found = exchange(transport, *tensors)
     transport.close()
     return found
 
 
-def test_messages_go_past_gloo_up_to_a_size(pool):
-    assert pool.run(all_sizes) == [([1.0, 11.0, 21.0, 31.0, 41.0], 2), ([0.0, 10.0, 20.0, 30.0, 40.0], 2)]
+VALUES = [([1.0, 11.0, 21.0, 31.0, 51.0], 0), ([0.0, 10.0, 20.0, 30.0, 50.0], 0)]
 
 
-@pytest.mark.parametrize("how", [(False, True), (True, False)], ids=["no socket file", "not wanted"])
+def test_messages_of_every_size_go_past_gloo(pool):
+    assert pool.run(all_sizes) == VALUES
+
+
+@pytest.mark.parametrize("how", [(False, True), (True, False)], ids=["no listener", "not wanted"])
 def test_a_rank_without_direct_sockets_stays_with_gloo(pool, how):
-    assert [by_gloo for _, by_gloo in pool.run(all_sizes, *how)] == [10, 10]
+    assert pool.run(all_sizes, *how) == [(values, 2 * len(SIZES)) for values, _ in VALUES]
+
+
+def backends_of(rank):
+    made = []
+    for is_direct in (True, False):
+        transport = TorchTransport(deadline_s=PATIENCE_S, is_direct=is_direct)
+        made.append(len(transport._links.distinct()))
+        transport.recover()
+        made.append(len(transport._links.distinct()))
+        transport.close()
+    return made
+
+
+def test_ranks_of_one_host_do_without_gloo(pool):
+    assert pool.run(backends_of) == [[0, 0, 1, 1]] * 2
 
 
 def send_and_look(rank, size):

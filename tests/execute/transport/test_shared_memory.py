@@ -47,8 +47,8 @@ def test_any_type_of_number_gets_over(pair, type_):
     assert torch.equal(room.view(torch.uint8), value.view(torch.uint8))
 
 
-def test_a_message_as_large_as_can_be_has_room(pair):
-    value = torch.ones(shared_memory.MAX_MESSAGE_BYTES, dtype=torch.uint8)
+def test_pieces_as_large_as_can_be_have_room(pair):
+    value = torch.ones(shared_memory.PIECE_BYTES, dtype=torch.uint8)
 
     for _ in range(3):
         pair[0].write(value)
@@ -56,6 +56,23 @@ def test_a_message_as_large_as_can_be_has_room(pair):
     room = torch.zeros_like(value)
     assert pair[1].read(room) == value.nbytes
     assert bool(room.all())
+
+
+def test_a_message_larger_than_the_memory_goes_as_pieces_of_it_are_taken(pair):
+    value = torch.arange((shared_memory.ROOM_BYTES + shared_memory.PIECE_BYTES) // 4 + 1, dtype=torch.float32)
+    room = torch.zeros_like(value)
+
+    with pytest.raises(BlockingIOError):
+        pair[0].write(value)
+    with pytest.raises(BlockingIOError):
+        pair[1].read(room)
+    pair[0].write(value)
+    pair[0].write(torch.tensor([5.0]))
+
+    assert pair[1].read(room) == value.nbytes
+    assert torch.equal(room, value)
+    assert pair[1].read(room[:1]) == 4
+    assert room[0] == 5.0
 
 
 def test_a_message_of_another_size_is_not_copied(pair):
@@ -95,8 +112,8 @@ def test_messages_that_wait_end_with_the_peer():
     file = shared_memory.make_memory()
     sender = SharedMemory(connections[0], file, is_maker=True)
     os.close(file)
-    value = torch.ones(shared_memory.MAX_MESSAGE_BYTES, dtype=torch.uint8)
-    for _ in range(shared_memory.ROOM_BYTES // shared_memory.MAX_MESSAGE_BYTES):
+    value = torch.ones(shared_memory.PIECE_BYTES, dtype=torch.uint8)
+    for _ in range(shared_memory.ROOM_BYTES // shared_memory.PIECE_BYTES):
         sender.write(value)
     connections[1].close()
 
@@ -123,4 +140,4 @@ def test_messages_under_way_never_overlap_and_an_empty_room_refuses_none(num_byt
 
 
 def test_notes_hold_places_beyond_four_gigabytes():
-    assert NOTE.unpack(NOTE.pack(2**40, 2**33)) == (2**40, 2**33)
+    assert NOTE.unpack(NOTE.pack(2**40, 2**33, 2**34)) == (2**40, 2**33, 2**34)

@@ -117,6 +117,23 @@ def test_messages_may_be_asked_for_in_another_order_than_they_come(pair):
     assert (first.tensor.tolist(), second.tensor.tolist()) == ([1.0], [2.0, 3.0])
 
 
+def test_a_tensor_without_elements_is_a_message_like_any_other():
+    sender, receiver = [DirectSocket(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)]
+    empty = receiver.post(torch.empty(0))
+    assert not receiver.has_arrived(empty)
+
+    sender.send(torch.empty(0, 3))
+    sender.send(torch.tensor([2.0]))
+
+    assert receiver.has_arrived(empty)
+    assert read(receiver, torch.zeros(1)).item() == 2.0
+    sender.send(torch.tensor([2.0]))
+    with pytest.raises(SizesDiffer, match="it sent 4 bytes, expected 0"):
+        receiver.has_arrived(receiver.post(torch.empty(0)))
+    for end in (sender, receiver):
+        end.close()
+
+
 @pytest.mark.parametrize("expected", [1, 3])
 def test_a_message_of_another_size_is_an_error_with_both_sizes(pair, expected):
     pair[0].send(torch.zeros(2))

@@ -1,25 +1,24 @@
 """How the ranks of a group find each other: rounds in their store, then sockets straight between ranks of one host.
 
     store       each rank enters a round and writes down where it listens; all wait for all
-    sockets     of a pair, the lower rank connects to the listener of the higher one
-    store       each rank writes down which sockets it has connected; the others accept exactly these
+    sockets     of a pair, the lower rank connects to the listener of the higher one and hands over its ends of all
+    store       each rank writes down which sockets it has handed over; the others take exactly these
 
-A listener is a socket file in a folder that only its user may enter; who connects shows a secret. Ranks that cannot
-reach each other's files, such as those of other hosts, stay with gloo for everything.
+A listener has a name that belongs to no file; a rank that connects shows a secret and must be of the same user. Ranks
+that cannot reach each other so, such as those of other hosts, stay with gloo for everything.
 """
 
 import json
+import math
 import os
 import secrets
 import socket
 import struct
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -35,8 +34,12 @@ MAX_PACKET_BYTES = 65536
 BUFFER_BYTES = 2**20
 """What is asked of the system for messages on their way; it may give less."""
 MIN_MESSAGES_IN_FLIGHT = 3
-HELLO = struct.Struct("<qq?16s")
-"""Rank, tag, whether messages go through memory, and the listener's secret."""
+HELLO = struct.Struct("<q16s")
+"""Rank and the listener's secret."""
+CREDENTIALS = struct.Struct("3i")
+"""Process, user and group of a peer, as the system gives them."""
+MAX_FILES = 253
+"""That the system hands over at once."""
 GAVE_UP = "gave up"
 Exchange = Callable[[str, str], list[str]]
 """(name, own text) -> the texts that all ranks gave under this name."""
@@ -60,9 +63,10 @@ class Rendezvous:
     def enter(self) -> Store:
         """Begin a round; return a store that is empty and the same for all ranks that come to it."""
         counter = f"rounds/{self._rank}"
-        entered = self._store.add(counter, 0)
+        entered = self._store.add(counter, 1) - 1
         self._round = max(entered, self._store.add("min_round", 0))
-        self._store.add(counter, self._round + 1 - entered)
+        if self._round > entered:
+            self._store.add(counter, self._round - entered)
         return PrefixStore(f"{self._round}", self._store)
 
     def exchange(self, name: str, own: str, deadline_s: float) -> list[str]:
@@ -103,6 +107,9 @@ class SocketKey(NamedTuple):
     """Whether messages go through memory that both ends see."""
 
 
+Keys = Sequence[SocketKey]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DirectSockets:
     """The sockets of one rank; to a peer that cannot be reached there is none."""
@@ -110,14 +117,12 @@ class DirectSockets:
     by_key: dict[SocketKey, DirectSocket]
     max_packet_bytes: int
     """Of a message that goes as a packet; larger ones go through memory."""
+    is_complete: bool = False
+    """Whether every rank of the group has all sockets to all others, so that nothing needs another way."""
 
     def of(self, peer: int, tag: int, num_bytes: int) -> DirectSocket | None:
         """Return the socket for a message, or None where it must go another way."""
-        if 0 < num_bytes <= self.max_packet_bytes:
-            return self.by_key.get(SocketKey(peer, tag, False))
-        if 0 < num_bytes <= shared_memory.MAX_MESSAGE_BYTES:
-            return self.by_key.get(SocketKey(peer, tag, True))
-        return None
+        return self.by_key.get(SocketKey(peer, tag, num_bytes > self.max_packet_bytes))
 
     def close(self) -> None:
         for each in self.by_key.values():
@@ -131,55 +136,67 @@ NO_SOCKETS = DirectSockets({}, 0)
 class Address:
     """Where a rank listens, as all ranks know it."""
 
-    path: str = ""
+    name: str = ""
     """Empty where it does not."""
     secret: str = ""
     max_packet_bytes: int = MAX_PACKET_BYTES
 
 
 class Listener:
-    """Where the sockets of one rank are connected, until the stack is closed."""
+    """Where the sockets of one rank are connected, until the stack is closed.
+
+    Its name is in no folder (Linux's abstract names), so nothing stays behind, however a rank ends. Names have no
+    permissions: so both ends ask the system for the other's user.
+    """
 
     def __init__(self, stack: ExitStack, *, is_wanted: bool = True) -> None:
-        """Listen at a path that only this user can reach, if that is wanted and the system lets us."""
+        """Listen under a new name, if that is wanted and the system has such names."""
         self.address = Address()
         if not is_wanted:
             return
         try:
-            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-")), "listener")
+            name = f"\0penstock-{secrets.token_hex(16)}"
             self._socket = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            self._socket.bind(str(path))
+            self._socket.bind(name)
             self._socket.listen(socket.SOMAXCONN)
-            self.address = Address(str(path), secrets.token_hex(8), _make_room(self._socket))
-        except (AttributeError, OSError):  # a system without such sockets, or no room for the file
+            self.address = Address(name, secrets.token_hex(8), _make_room(self._socket))
+        except (AttributeError, OSError):  # a system without such sockets or names
             pass
 
     def address_text(self) -> str:
         """Return what the other ranks need to connect (`connect_all`)."""
         return json.dumps(asdict(self.address))
 
-    def accept(self, expected: Sequence[SocketKey], deadline_s: float) -> dict[SocketKey, DirectSocket]:
-        """Take these connections of peers, which stand in line already, and no others."""
+    def accept(self, expected: Mapping[int, Keys], deadline_s: float) -> dict[SocketKey, DirectSocket]:
+        """Take these sockets of these peers, which stand in line already, and no others."""
         made: dict[SocketKey, DirectSocket] = {}
-        while len(made) < len(expected):
+        waiting = dict(expected)
+        while waiting:
             self._socket.settimeout(deadline_s)
             connection, _ = self._socket.accept()
-            connection.settimeout(deadline_s)
-            greeting, files, _, _ = socket.recv_fds(connection, HELLO.size, 1)
-            key = self._key_of(greeting)
-            if key is not None and key in expected:
-                made[key] = _made_ready(connection, files, is_maker=False)
-            else:
-                connection.close()
-            for file in files:
-                os.close(file)
+            with connection:
+                if not _is_same_user(connection):
+                    continue
+                connection.settimeout(deadline_s)
+                greeting, files, _, _ = socket.recv_fds(connection, HELLO.size, MAX_FILES)
+            with ExitStack() as on_failure:
+                for file in files:
+                    on_failure.callback(os.close, file)
+                keys = waiting.pop(self._peer_of(greeting), None)
+                if keys is None:
+                    continue
+                if len(files) < len(keys) + sum(key.is_shared for key in keys):
+                    raise OSError("the system handed over too few files; raise the limit of open files (ulimit -n)")
+                on_failure.pop_all()
+            made |= _taken(keys, files)
         return made
 
-    def _key_of(self, greeting: bytes) -> SocketKey | None:
-        secret = self.address.secret.encode()
-        if len(greeting) != HELLO.size or greeting[-len(secret) :] != secret:
-            return None
-        return SocketKey(*HELLO.unpack(greeting)[:3])
+    def _peer_of(self, greeting: bytes) -> int:
+        """Return the rank of a peer that has greeted with the secret; -1 for a stranger."""
+        if len(greeting) != HELLO.size:
+            return -1
+        peer, secret = HELLO.unpack(greeting)
+        return int(peer) if secret == self.address.secret.encode() else -1
 
 
 def connect_all(
@@ -192,51 +209,83 @@ def connect_all(
     found = [Address(**json.loads(text)) for text in addresses]
     made: dict[SocketKey, DirectSocket] = {}
     for peer in range(rank + 1, len(found)):
-        made.update(_connect(rank, peer, tags, found[peer], deadline_s))
-    connected = [json.loads(text) for text in exchange("connected", json.dumps([list(key) for key in made]))]
-    expected = [SocketKey(peer, *key[1:]) for peer, keys in enumerate(connected) for key in keys if key[0] == rank]
-    made |= listener.accept(expected, deadline_s)
-    return DirectSockets(made, min(each.max_packet_bytes for each in found))
+        made |= _connect(rank, peer, tags, found[peer], deadline_s)
+    connected = [_keys_of(text) for text in exchange("connected", json.dumps(list(made)))]
+    mine = {peer: [key._replace(peer=peer) for key in keys if key.peer == rank] for peer, keys in enumerate(connected)}
+    made |= listener.accept({peer: keys for peer, keys in mine.items() if keys}, deadline_s)
+    num_pairs, num_connected = math.comb(len(found), 2), sum(map(len, connected))
+    is_complete = bool(tags) and num_connected == num_pairs * len(tags) * 2  # with memory and without
+    return DirectSockets(made, min(each.max_packet_bytes for each in found), is_complete)
+
+
+def _keys_of(text: str) -> Keys:
+    return [SocketKey(*key) for key in json.loads(text)]
 
 
 def _connect(
     rank: int, peer: int, tags: Sequence[int], address: Address, deadline_s: float
-) -> Iterator[tuple[SocketKey, DirectSocket]]:
-    """Connect to a peer: packets, and shared memory where the system offers it; each for all tags or for none."""
-    for is_shared in (False, True) if address.path else ():
-        made: dict[SocketKey, DirectSocket] = {}
-        try:
-            for tag in tags:
-                key = SocketKey(peer, tag, is_shared)
-                made[key] = _connect_one(rank, key, address, deadline_s)
-        except (AttributeError, OSError):  # another host, another user, another view of the files, no such memory
-            for each in made.values():
-                each.close()
-        else:
-            yield from made.items()
-
-
-def _connect_one(rank: int, key: SocketKey, address: Address, deadline_s: float) -> DirectSocket:
-    """Connect to a listener and say who this is, with the memory that is to be shared."""
-    with ExitStack() as files, ExitStack() as on_failure:
-        memory = [shared_memory.make_memory()] if key.is_shared else []
-        for file in memory:
-            files.callback(os.close, file)
-        connection = on_failure.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        connection.settimeout(deadline_s)
-        connection.connect(address.path)
-        greeting = HELLO.pack(rank, key.tag, key.is_shared, address.secret.encode())
-        socket.send_fds(connection, [greeting], memory)
-        made = _made_ready(connection, memory, is_maker=True)
-        on_failure.pop_all()
+) -> dict[SocketKey, DirectSocket]:
+    """Make the sockets of a pair and hand the peer its ends; none where it cannot be reached."""
+    if not address.name:
+        return {}
+    made: dict[SocketKey, DirectSocket] = {}
+    try:
+        with ExitStack() as handed_over, ExitStack() as on_failure:
+            connection = handed_over.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            connection.settimeout(deadline_s)
+            connection.connect(address.name)
+            if not _is_same_user(connection):
+                return {}
+            files: list[int] = []
+            for key, memory in _memories(peer, tags, handed_over).items():
+                own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                on_failure.enter_context(own)
+                handed_over.enter_context(theirs)
+                _make_room(own)
+                _make_room(theirs)
+                made[key] = _made_ready(own, memory, is_maker=True)
+                files += [theirs.fileno()] if memory is None else [theirs.fileno(), memory]
+            socket.send_fds(connection, [HELLO.pack(rank, address.secret.encode())], files)
+            on_failure.pop_all()
+    except (AttributeError, OSError):  # another host, no more files, a peer that has gone
+        return {}
     return made
 
 
-def _made_ready(connection: socket.socket, files: list[int], *, is_maker: bool) -> DirectSocket:
-    connection.settimeout(None)
-    _make_room(connection)
-    carrier = SharedMemory(connection, files[0], is_maker=is_maker) if files else None
-    return DirectSocket(connection, carrier)
+def _memories(peer: int, tags: Sequence[int], files: ExitStack) -> dict[SocketKey, int | None]:
+    """Return the sockets to be made with the file of the memory of each; none with memory where there is no such."""
+    made: dict[SocketKey, int | None] = {SocketKey(peer, tag, False): None for tag in tags}
+    try:
+        memories = [shared_memory.make_memory() for _ in tags]
+    except (AttributeError, OSError):
+        return made
+    for tag, memory in zip(tags, memories, strict=True):
+        files.callback(os.close, memory)
+        made[SocketKey(peer, tag, True)] = memory
+    return made
+
+
+def _taken(keys: Keys, files: Sequence[int]) -> dict[SocketKey, DirectSocket]:
+    """Make the sockets that a peer has handed over; their files come in the order of the keys."""
+    made: dict[SocketKey, DirectSocket] = {}
+    rest = iter(files)
+    for key in keys:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=next(rest))
+        memory = next(rest) if key.is_shared else None
+        made[key] = _made_ready(connection, memory, is_maker=False)
+        if memory is not None:
+            os.close(memory)  # it is mapped
+    return made
+
+
+def _made_ready(connection: socket.socket, memory: int | None, *, is_maker: bool) -> DirectSocket:
+    return DirectSocket(connection, None if memory is None else SharedMemory(connection, memory, is_maker=is_maker))
+
+
+def _is_same_user(connection: socket.socket) -> bool:
+    """Whether the other end belongs to the user of this process, as the system says."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return bool(CREDENTIALS.unpack(credentials)[1] == os.geteuid())
 
 
 def _make_room(connection: socket.socket) -> int:

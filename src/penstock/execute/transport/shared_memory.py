@@ -2,8 +2,9 @@
 
 The sender copies a message into the memory and tells its place over the socket of the pair; the receiver copies it out.
 So a message has left when it is posted, and costs two copies and a packet, where gloo takes a message over the loopback
-interface in pieces, with a thread at both ends. The memory has no name (`memfd_create` of Linux): it is handed over
-with the first packet and gone with the last of both processes, however they end.
+interface in pieces, with a thread at both ends. A message that is larger than a piece goes as several, which the
+receiver puts together. The memory has no name (`memfd_create` of Linux): it is handed over with the socket and gone
+with the last of both processes, however they end.
 """
 
 import ctypes
@@ -17,18 +18,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.execute.transport.sockets import SEND_FLAGS
+from penstock.execute.transport.sockets import CLOSED, SEND_FLAGS
 
 ROOM_BYTES = 2**25
 """For messages under way in one direction; memory is taken only for as much of it as was ever used at once."""
-MAX_MESSAGE_BYTES = ROOM_BYTES // 4
-"""Of a message that goes this way."""
+PIECE_BYTES = ROOM_BYTES // 4
+"""The most of a message that goes at once, so that one end copies a piece while the other copies the next."""
 ALIGNMENT = 64
 HEAD_BYTES = ALIGNMENT
 """In front of the room: how many messages the receiver has taken."""
 HALF_BYTES = HEAD_BYTES + ROOM_BYTES
-NOTE = struct.Struct("<qq")
-"""Where a message begins, and its bytes."""
+NOTE = struct.Struct("<qqq")
+"""Where a piece begins, its bytes, and those of the whole message."""
 MILLISECONDS_BETWEEN_LOOKS = 1
 
 
@@ -52,17 +53,26 @@ class SharedMemory:
         self._outgoing, self._incoming = (first, second) if is_maker else (second, first)
         self._room = _Room(ROOM_BYTES)
         self._num_received = 0
+        """Pieces."""
+        self._bytes_written = 0
+        """Of the message that is being written."""
+        self._bytes_read = 0
         self._hang_up = select.poll()
         self._hang_up.register(connection, 0)  # nothing but the end of the connection
 
     def write(self, tensor: Tensor) -> None:
-        begin = self._room.find(tensor.nbytes, self._outgoing.num_taken)
-        if begin is None:
-            raise BlockingIOError
-        ctypes.memmove(self._outgoing.address + begin, tensor.data_ptr(), tensor.nbytes)
-        # The socket may have no room either. Then the place is not taken, and the next attempt writes there again.
-        self._connection.send(NOTE.pack(begin, tensor.nbytes), SEND_FLAGS)
-        self._room.take(begin, tensor.nbytes)
+        """Hand over as many pieces as have room. Raises: BlockingIOError if any is left; the next call begins there."""
+        while self._bytes_written < tensor.nbytes:
+            num_bytes = min(PIECE_BYTES, tensor.nbytes - self._bytes_written)
+            begin = self._room.find(num_bytes, self._outgoing.num_taken)
+            if begin is None:
+                raise BlockingIOError
+            ctypes.memmove(self._outgoing.address + begin, tensor.data_ptr() + self._bytes_written, num_bytes)
+            # The socket may have no room either. Then the place is not taken, and the next attempt writes there again.
+            self._connection.send(NOTE.pack(begin, num_bytes, tensor.nbytes), SEND_FLAGS)
+            self._room.take(begin, num_bytes)
+            self._bytes_written += num_bytes
+        self._bytes_written = 0
 
     def write_when_there_is_room(self, tensor: Tensor) -> None:
         while True:
@@ -70,19 +80,21 @@ class SharedMemory:
                 return self.write(tensor)
             except BlockingIOError:
                 if self._hang_up.poll(MILLISECONDS_BETWEEN_LOOKS):
-                    raise BrokenPipeError("it has closed its socket") from None
+                    raise BrokenPipeError(CLOSED) from None
 
     def read(self, tensor: Tensor) -> int:
-        note = self._connection.recv(NOTE.size, socket.MSG_DONTWAIT)
-        if not note:
-            return 0
-        begin, num_bytes = NOTE.unpack(note)
-        if num_bytes == tensor.nbytes:
-            ctypes.memmove(tensor.data_ptr(), self._incoming.address + begin, num_bytes)
-        # After the copy: from this moment the sender may write over the place.
-        self._num_received += 1
-        self._incoming.num_taken = self._num_received
-        return int(num_bytes)
+        while note := self._connection.recv(NOTE.size, socket.MSG_DONTWAIT):
+            begin, num_bytes, message_bytes = NOTE.unpack(note)
+            if message_bytes == tensor.nbytes:
+                ctypes.memmove(tensor.data_ptr() + self._bytes_read, self._incoming.address + begin, num_bytes)
+            # After the copy: from this moment the sender may write over the place.
+            self._num_received += 1
+            self._incoming.num_taken = self._num_received
+            self._bytes_read += num_bytes
+            if self._bytes_read == message_bytes or message_bytes != tensor.nbytes:
+                self._bytes_read = 0
+                return int(message_bytes)
+        raise BrokenPipeError(CLOSED)
 
 
 class _Half:

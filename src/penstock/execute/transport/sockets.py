@@ -2,9 +2,9 @@
 
 For every message gloo writes three times and wakes a thread of its own on both ends, which for a small message costs
 ten times what the kernel takes to hand it over. Here the sender writes once and the receiver reads once: small messages
-as packets of the socket, larger ones through memory that both ends see (`shared_memory.py`). Which of the two, or gloo,
-a message takes is decided by its size alone, which both ends know, so both look for it in the same place; each way
-keeps its own order. How ranks find each other stands in `rendezvous.py`.
+as packets of the socket, larger ones through memory that both ends see (`shared_memory.py`). Which of the two a message
+takes is decided by its size alone, which both ends know, so both look for it in the same place; each way keeps its own
+order. How ranks find each other stands in `rendezvous.py`.
 """
 
 import ctypes
@@ -23,6 +23,9 @@ from torch import Tensor
 SEND_FLAGS = int(socket.MSG_DONTWAIT)
 RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_TRUNC)
 """The length of a message that is too long is told, too."""
+CLOSED = "it has closed its socket"
+EMPTY = b"\0"
+"""The packet of a tensor without elements: a packet without bytes would look like the end of the connection."""
 
 
 class SocketClosed(Exception):
@@ -73,10 +76,10 @@ class Carrier(Protocol):
         ...
 
     def read(self, tensor: Tensor) -> int:
-        """Fill a tensor with the next message and return the message's bytes, 0 where the peer has closed its socket.
+        """Fill a tensor with the next message and return the message's bytes.
 
         Without blocking; where the bytes are not the tensor's, its values are of no use. Raises: BlockingIOError if
-        there is no message yet.
+        the message is not there yet, or not all of it.
         """
         ...
 
@@ -88,13 +91,17 @@ class Packets:
         self._connection = connection
 
     def write(self, tensor: Tensor) -> None:
-        self._connection.send(_memory_of(tensor), SEND_FLAGS)
+        self._connection.send(_memory_of(tensor) if tensor.nbytes else EMPTY, SEND_FLAGS)
 
     def write_when_there_is_room(self, tensor: Tensor) -> None:
-        self._connection.send(_memory_of(tensor))
+        self._connection.send(_memory_of(tensor) if tensor.nbytes else EMPTY)
 
     def read(self, tensor: Tensor) -> int:
-        return self._connection.recv_into(_memory_of(tensor), 0, RECEIVE_FLAGS)
+        room = _memory_of(tensor) if tensor.nbytes else bytearray(EMPTY)
+        num_bytes = self._connection.recv_into(room, 0, RECEIVE_FLAGS)
+        if num_bytes == 0:
+            raise BrokenPipeError(CLOSED)
+        return 0 if num_bytes == len(EMPTY) and not tensor.nbytes else num_bytes
 
 
 class DirectSocket:
@@ -143,8 +150,6 @@ class DirectSocket:
                 return False
             except OSError as error:
                 raise SocketClosed(str(error)) from error
-            if num_bytes == 0:  # no message is empty: `DirectSockets.of` sends those another way
-                raise SocketClosed("it has closed its socket")
             if num_bytes != first.nbytes:
                 raise SizesDiffer(f"it sent {num_bytes} bytes, expected {first.nbytes}")
             waiting.popleft().is_done = True

@@ -32,8 +32,8 @@ from penstock.execute.transport.sockets import DirectSocket, MessageLate, SizesD
 from penstock.execute.undocumented import Backend, gloo, is_timeout, nccl, store_of
 from penstock.execute.values.tensors import written_out
 
-ADDRESSES, CONNECTED = "addresses", "connected"
-"""What the ranks exchange in a round of their rendezvous."""
+ADDRESSES, CONNECTED, LINKED = "addresses", "connected", "linked"
+"""What the ranks exchange in a round of their rendezvous; the last one only where there are backends."""
 WATCHDOG = timedelta(days=1)
 """NCCL's own limit of a message, counted from its posting; what exceeds it ends the process, not the step."""
 
@@ -47,24 +47,29 @@ class _Links:
     for data, and control goes over gloo.
     """
 
-    upward: Backend
-    downward: Backend
-    control: Backend
+    upward: Backend | None = None
+    downward: Backend | None = None
+    control: Backend | None = None
+    """None where every message of control goes over a socket, and so with data."""
 
-    def between(self, source: int, destination: int, tag: Tag) -> Backend:
+    def between(self, source: int, destination: int, tag: Tag) -> Backend | None:
         if tag is Tag.CONTROL:
             return self.control
         return self.upward if source < destination else self.downward
 
     def distinct(self) -> list[Backend]:
-        return list({id(link): link for link in (self.upward, self.downward, self.control)}.values())
+        links = (self.upward, self.downward, self.control)
+        return list({id(link): link for link in links if link is not None}.values())
+
+
+NO_LINKS = _Links()
 
 
 class TorchTransport:
     """The rank of a process in a group of torch.distributed; peers are counted within that group.
 
     All ranks of the group make their transports in the same order. A CPU device means gloo, a CUDA device NCCL. Between
-    CPUs of one host messages go past gloo (`sockets.py`) unless `is_direct` is False.
+    CPUs of one host messages go past gloo (`sockets.py`) unless `is_direct` is False; where all do, there is no gloo.
     Raises: DeadlineExceeded if a rank of the group does not come, PipelineError if there is no group.
     """
 
@@ -86,7 +91,7 @@ class TorchTransport:
         self.deadline_s = deadline_s
         self._device = torch.device(device)
         self._direct_tags = [tag for tag in Tag if is_direct and not self._is_queued(tag)]
-        self._links: _Links | None = None  # None also from an abort to the next recovery
+        self._links = NO_LINKS  # also from an abort to the next recovery
         self._sockets = NO_SOCKETS
         self._observer: WaitObserver | None = None
         self._open: dict[int, Pending] = {}
@@ -162,8 +167,8 @@ class TorchTransport:
 
     def _forget(self) -> list[Backend]:
         """Drop all messages and connections; once the result is dropped too, the sockets close."""
-        links = self._links.distinct() if self._links else []
-        self._links = None
+        links = self._links.distinct()
+        self._links = NO_LINKS
         self._sockets = NO_SOCKETS
         self._open.clear()
         self._first_serial = self._next_serial
@@ -179,32 +184,36 @@ class TorchTransport:
             with ExitStack() as stack:
                 listener = Listener(stack, is_wanted=bool(self._direct_tags))
                 addresses = exchange(ADDRESSES, listener.address_text())
-                self._links = _connected(store, self.rank, self.num_ranks, self._device, self.deadline_s)
-                # Gloo has one end of a pair ready before the other: a rank that closed at once would break its peer's.
-                # So this ends with an exchange, whether there are sockets or not.
                 self._sockets = connect_all(
                     self.rank, self._direct_tags, listener, addresses, exchange, self.deadline_s
                 )
+                needs_control = not self._sockets.is_complete
+                self._links = _connected(
+                    store, self.rank, self.num_ranks, self._device, self.deadline_s, needs_control=needs_control
+                )
+                if self._links.distinct():
+                    # Gloo has one end of a pair ready before the other, and a rank that closed at once would break it.
+                    exchange(LINKED, "")
         except (RuntimeError, OSError) as error:
             self.abort()
-            rendezvous.give_up(CONNECTED)
+            rendezvous.give_up(CONNECTED, LINKED)
             raise PeerLost(
                 f"rank {self.rank}: could not connect to the other ranks of the group: {error or 'no answer in time'}. "
                 "See whether all of them still run; if they do not, start all ranks again",
                 waited_s=time.monotonic() - begin_s,
             ) from error.with_traceback(None)  # its frames hold links
         except PipelineError:
-            rendezvous.give_up(CONNECTED)
+            rendezvous.give_up(CONNECTED, LINKED)
             self.abort()
             raise
         return store
 
     def _queued(self, ticket: Ticket, tensor: Tensor, tag: Tag) -> Ticket:
         """Post a message that a backend carries."""
-        if self._links is None:
-            raise peer_lost(self.rank, ticket, 0.0, "this rank has aborted or closed its connections")
         source, destination = (self.rank, ticket.peer) if ticket.is_send else (ticket.peer, self.rank)
         link = self._links.between(source, destination, tag)
+        if link is None:
+            raise peer_lost(self.rank, ticket, 0.0, "this rank has aborted or closed its connections")
         try:
             work = (link.send if ticket.is_send else link.recv)([tensor], ticket.peer, tag)
         except RuntimeError as error:
@@ -229,19 +238,21 @@ class TorchTransport:
         return ticket
 
 
-def _connected(store: Store, rank: int, num_ranks: int, device: torch.device, deadline_s: float) -> _Links:
-    control = gloo(store, rank, num_ranks, deadline_s)
+def _connected(
+    store: Store, rank: int, num_ranks: int, device: torch.device, deadline_s: float, *, needs_control: bool
+) -> _Links:
+    """Connect what sockets do not carry: control where `needs_control`, and the data of GPUs."""
+    control = gloo(store, rank, num_ranks, deadline_s) if needs_control else None
     if device.type != "cuda":
         return _Links(control, control, control)
     upward, downward = [nccl(PrefixStore(name, store), rank, num_ranks, WATCHDOG) for name in ("upward", "downward")]
-    links = _Links(upward, downward, control)
     # NCCL connects a pair at its first message and blocks both ends meanwhile; in program order that may deadlock. So
     # one number goes over every channel here, in one order on all ranks.
     number = torch.zeros(1, device=device)
     for source, destination in permutations(range(num_ranks), 2):
-        link = links.between(source, destination, Tag.DATA)
+        link = upward if source < destination else downward
         if rank == source:
             QueuedMessage(link.send([number], destination, Tag.DATA), number).wait(deadline_s)
         elif rank == destination:
             QueuedMessage(link.recv([number], source, Tag.DATA), number).wait(deadline_s)
-    return links
+    return _Links(upward, downward, control)
