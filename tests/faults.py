@@ -36,7 +36,7 @@ class Fault:
     """What happens, to which rank, when it comes to a place for the `call`-th time in a step, counted from 0."""
 
     kind: str
-    """raise, hang, kill or stop."""
+    """raise, hang, kill, stop, or shape: of a layer's output."""
     rank: int
     place: str
     """forward, backward, loss, send, receive or optimizer."""
@@ -70,12 +70,14 @@ class Switch:
         self._is_awake = True
 
     def reach(self, place):
+        """Suffer the fault that is due here; tell whether the shape of what is computed must be wrong."""
         fault = self._fault
         if fault is None or fault.place != place:
-            return
+            return False
         self._num_calls += 1
         if self._num_calls == fault.call + 1:
-            self._strike(fault.kind, fault.error)
+            return self._strike(fault.kind, fault.error)
+        return False
 
     def _strike(self, kind, error):
         if kind == "raise":
@@ -84,6 +86,7 @@ class Switch:
             os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
         while kind == "hang" and not self._is_awake:
             hang_here()
+        return kind == "shape"
 
 
 def hang_here():
@@ -99,11 +102,16 @@ class Layer(nn.Module):
         self._switch = switch
 
     def forward(self, inputs):
-        self._switch.reach("forward")
+        is_bent = self._switch.reach("forward")
         outputs = torch.tanh(self.linear(inputs))
+        if is_bent:
+            outputs = outputs[:, 1:]
         if outputs.requires_grad:
-            outputs.register_hook(lambda gradient: self._switch.reach("backward"))
+            outputs.register_hook(self._reach_backward)
         return outputs
+
+    def _reach_backward(self, gradient):
+        self._switch.reach("backward")
 
 
 class FaultyTransport:
@@ -183,12 +191,14 @@ class FaultyRank:
         )
         return cls(switch, transport, pipeline)
 
-    def step(self, fault=None, *, call="step"):
-        """Run one step from zero gradients, with this fault or none, and tell how it ended."""
+    def step(self, fault=None, *, call="step", narrow=False):
+        """Run one step from zero gradients, with this fault or none, and tell how it ended; `narrow` is a bad batch."""
         for _, parameter in self.pipeline.named_parameters():
             parameter.grad = None
         self.switch.arm(fault)
         inputs, target = batch()
+        if narrow:
+            inputs = inputs[:, 1:]
         begin_s = time.monotonic()
         try:
             result = getattr(self.pipeline, call)(inputs, target=target)
