@@ -89,6 +89,15 @@ def test_ranks_that_run_different_things_all_refuse(second, text):
         assert text in str(error)
 
 
+@pytest.mark.parametrize("odd", [0, 1, 3])
+@pytest.mark.parametrize("change", [{"mode": Mode.EVALUATE}, {"inputs": 99}, {"position": 7}])
+def test_the_one_rank_that_differs_from_all_others_is_blamed_whichever_it_is(odd, change):
+    proposals = [replace(GIVEN, position=5)] * 4
+    proposals[odd] = replace(proposals[odd], **change)
+
+    assert [error.rank for error in refusals(*proposals)] == [odd] * 4
+
+
 @pytest.mark.parametrize(("places", "is_refused"), [((9, 9), False), ((9, 0), False), ((9, 5), True)])
 def test_streams_that_are_not_at_one_place_are_refused(places, is_refused):
     proposals = [replace(GIVEN, position=place) for place in places]

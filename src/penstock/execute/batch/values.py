@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from penstock.errors import StepRefused
 from penstock.execute.batch.microbatch import PreSplit
+from penstock.execute.control.agreement import odd_one_out
 from penstock.execute.control.collectives import Control
 from penstock.execute.values.tree import flatten
 
@@ -103,13 +104,10 @@ def refuse_other_values(control: Control, own: BatchValues | None, digests: Sequ
 def _difference(digests: Sequence[Mapping[str, object]]) -> tuple[int, int, list[str]]:
     """A rank that was given what most ranks were, the first that was not, and the places where the two differ."""
     for place in dict.fromkeys(place for theirs in digests for place in theirs):
-        found = [theirs[place] for theirs in digests if place in theirs]
-        usual = max(found, key=found.count)
-        odd = [rank for rank, theirs in enumerate(digests) if theirs.get(place, usual) != usual]
-        if odd:
-            one = next(rank for rank, theirs in enumerate(digests) if theirs.get(place) == usual)
-            first, second = digests[one], digests[odd[0]]
-            return one, odd[0], [name for name in first if second.get(name, first[name]) != first[name]]
+        ranks = odd_one_out({rank: theirs[place] for rank, theirs in enumerate(digests) if place in theirs})
+        if ranks is not None:
+            first, second = digests[ranks[0]], digests[ranks[1]]
+            return *ranks, [name for name in first if second.get(name, first[name]) != first[name]]
     return 0, len(digests) - 1, ["a value that has changed since"]
 
 

@@ -151,53 +151,64 @@ def _first_given(views: Sequence[Sequence[int]]) -> Sequence[int]:
     return next((view for view in views if any(view)), ())
 
 
+def odd_one_out(found: Mapping[int, object]) -> tuple[int, int] | None:
+    """Of what ranks have, return a rank that has what most have and the first one that has not; None if all agree."""
+    values = list(found.values())
+    if not values or values.count(values[0]) == len(values):
+        return None
+    usual = max(values, key=values.count)
+    one = next(rank for rank, value in found.items() if value == usual)
+    return one, next(rank for rank, value in found.items() if value != usual)
+
+
 def _require_same(
-    name: str, proposals: Sequence[StepProposal], told: Callable[[StepProposal, int, StepProposal], str]
+    name: str, proposals: Sequence[StepProposal], told: Callable[[Sequence[StepProposal], int, int], str]
 ) -> None:
-    first = proposals[0]
-    for rank, other in enumerate(proposals):
-        if getattr(other, name) != getattr(first, name):
-            raise StepRefused(told(first, rank, other), rank=rank)
+    ranks = odd_one_out({rank: getattr(each, name) for rank, each in enumerate(proposals)})
+    if ranks is not None:
+        raise StepRefused(told(proposals, *ranks), rank=ranks[1])
 
 
-def _on_modes(first: StepProposal, rank: int, other: StepProposal) -> str:
-    return f"rank 0 runs {first.mode.call}, rank {rank} runs {other.mode.call}; call the same on every rank"
+def _on_modes(everyone: Sequence[StepProposal], one: int, other: int) -> str:
+    modes = everyone[one].mode, everyone[other].mode
+    return f"rank {one} runs {modes[0].call}, rank {other} runs {modes[1].call}; call the same on every rank"
 
 
-def _on_extras(first: StepProposal, rank: int, other: StepProposal) -> str:
+def _on_extras(everyone: Sequence[StepProposal], one: int, other: int) -> str:
     """After it only some ranks would wait for what the others have to give."""
     return (
-        f"rank 0 was asked for {first.extra.call} in this step, rank {rank} for {other.extra.call}; "
-        "ask for the same on every rank"
+        f"rank {one} was asked for {everyone[one].extra.call} in this step, rank {other} for "
+        f"{everyone[other].extra.call}; ask for the same on every rank"
     )
 
 
-def _on_draws(first: StepProposal, rank: int, other: StepProposal) -> str:
+def _on_draws(everyone: Sequence[StepProposal], one: int, other: int) -> str:
     """They would draw different random numbers."""
     return (
-        f"rank 0 is at step_number {first.step_number}, rank {rank} at {other.step_number}, but with a seed random "
-        "numbers go by it; set pipeline.step_number alike on all ranks, to the training steps that the run has had"
+        f"rank {one} is at step_number {everyone[one].step_number}, rank {other} at {everyone[other].step_number}, but "
+        "with a seed random numbers go by it; set pipeline.step_number alike on all ranks, to the training steps that "
+        "the run has had"
     )
 
 
-def _on_scales(first: StepProposal, rank: int, other: StepProposal) -> str:
+def _on_scales(everyone: Sequence[StepProposal], one: int, other: int) -> str:
     """Some would unscale gradients by another number than the losses are scaled by."""
     return (
-        f"the GradScaler of rank 0 has the scale {first.scale:g}, that of rank {rank} has {other.scale:g}; call its "
-        "update() on every rank after each optimizer step, and change or load its state on all ranks alike"
+        f"the GradScaler of rank {one} has the scale {everyone[one].scale:g}, that of rank {other} has "
+        f"{everyone[other].scale:g}; call its update() on every rank after each optimizer step, and change or load its "
+        "state on all ranks alike"
     )
 
 
 def _require_given(name: str, proposals: Sequence[StepProposal], what: str) -> None:
     """Refuse what differs between ranks that were given it."""
-    given = [(rank, value) for rank, each in enumerate(proposals) if (value := getattr(each, name))]
-    for rank, value in given:
-        if value != given[0][1]:
-            raise StepRefused(
-                f"rank {given[0][0]} and rank {rank} were given {what} of different shape or type; "
-                "pass the same batch on every rank, or nothing where a rank needs none",
-                rank=rank,
-            )
+    ranks = odd_one_out({rank: value for rank, each in enumerate(proposals) if (value := getattr(each, name))})
+    if ranks is not None:
+        raise StepRefused(
+            f"rank {ranks[0]} and rank {ranks[1]} were given {what} of different shape or type; "
+            "pass the same batch on every rank, or nothing where a rank needs none",
+            rank=ranks[1],
+        )
 
 
 _ON_KEYWORDS = "its layers may take them; pass them on every rank"
@@ -223,14 +234,15 @@ def _require_where_taken(name: str, proposals: Sequence[StepProposal], what: str
 
 def _require_streams_in_step(proposals: Sequence[StepProposal]) -> None:
     """Refuse streams of which one is ahead: their ranks would put inputs and targets of different samples together."""
-    given = [(rank, each.position) for rank, each in enumerate(proposals) if each.position]
-    for rank, position in given:
-        if position != given[0][1]:
-            raise StepRefused(
-                f"the stream of rank {given[0][0]} is at microbatch {given[0][1] - 1}, that of rank {rank} at "
-                f"{position - 1}; pass new streams over the same data on all ranks",
-                rank=rank,
-            )
+    positions = {rank: each.position for rank, each in enumerate(proposals) if each.position}
+    ranks = odd_one_out(positions)
+    if ranks is not None:
+        one, other = ranks
+        raise StepRefused(
+            f"the stream of rank {one} is at microbatch {positions[one] - 1}, that of rank {other} at "
+            f"{positions[other] - 1}; pass new streams over the same data on all ranks",
+            rank=other,
+        )
 
 
 def _refuse_together(proposals: Sequence[StepProposal], rank: int) -> None:
