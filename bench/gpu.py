@@ -81,7 +81,7 @@ def wait_after(step: Step, batch: tuple[Tensor, Tensor]) -> None:
 def measure(config: DecoderConfig, batch_size: int, device: torch.device, num_rounds: int) -> list[Row]:
     """Measure everything on the same layers: none changes a weight."""
     layers = [spec().to(device, torch.bfloat16) for spec in decoder_layers(config)]
-    batch = torch.randint(VOCABULARY, (batch_size, config.max_length + 1), device=device)
+    batch = torch.randint(VOCABULARY, (batch_size, config.length + 1), device=device)
     tokens, target = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
     turns, counts = {PLAIN: plain_step(layers)}, {PLAIN: 1}
     for name in SCHEDULES:
@@ -110,11 +110,11 @@ def main() -> int:
     config = DecoderConfig(
         vocabulary=VOCABULARY,
         width=arguments.width,
-        num_layers=arguments.layers,
-        num_heads=heads,
-        num_key_value_heads=heads,
+        layers=arguments.layers,
+        heads=heads,
+        key_value_heads=heads,
         hidden=4 * arguments.width,
-        max_length=arguments.length,
+        length=arguments.length,
     )
     print(f"torch {torch.__version__}, {arguments.device}; {arguments.batch} sequences of {arguments.length} tokens\n")
     rows = measure(config, arguments.batch, arguments.device, arguments.rounds)

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,7 @@ from penstock.planning import predict_peaks
 from penstock.schedules import build
 
 LENGTH = 128
-DECODER = DecoderConfig(
-    vocabulary=256, width=256, num_layers=1, num_heads=4, num_key_value_heads=4, hidden=688, max_length=LENGTH
-)
+DECODER = DecoderConfig(vocabulary=256, width=256, layers=1, heads=4, key_value_heads=4, hidden=688, length=LENGTH)
 """But for its number of layers."""
 BUDGET = 0.6
 """Of torch's peak, on the rank where it is largest."""
@@ -98,7 +96,7 @@ def predict(names: Sequence[str], num_microbatches: int, num_blocks: int) -> Ite
     tokens, target = batch_of(num_microbatches)
     layer_bytes: dict[str, Any] = {}
     for name, schedule in schedules.items():
-        specs = decoder_layers(replace(DECODER, num_layers=num_blocks * most_stages))
+        specs = decoder_layers(DECODER.model_copy(update={"layers": num_blocks * most_stages}))
         with closing(Pipeline(specs, schedule, loss=cross_entropy_loss)) as pipeline:
             zero([layer for stage in pipeline.stages for layer in stage.layers.values()])
             report = pipeline.memory_report(tokens, target=target)
@@ -131,7 +129,7 @@ def measure(families: Sequence[str], num_microbatches: int, num_blocks: int) -> 
     for family in families:
         options = COUNTERPARTS[family].options
         schedule = build(family, ranks=dist.get_world_size(), microbatches=num_microbatches, **options)
-        specs = decoder_layers(replace(DECODER, num_layers=num_blocks * schedule.num_stages))
+        specs = decoder_layers(DECODER.model_copy(update={"layers": num_blocks * schedule.num_stages}))
         layers = [spec() for spec in specs]
         with closing(Pipeline(specs, schedule, loss=cross_entropy_loss)) as pipeline:
             zero([layer for stage in pipeline.stages for layer in stage.layers.values()])

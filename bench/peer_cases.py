@@ -75,8 +75,8 @@ class Case:
 
     def _decoder(self) -> DecoderConfig:
         return DecoderConfig(
-            vocabulary=VOCABULARY, width=self.width, num_layers=NUM_BLOCKS, num_heads=NUM_HEADS,
-            num_key_value_heads=NUM_HEADS, hidden=43 * self.width // 16, max_length=self.length,
+            vocabulary=VOCABULARY, width=self.width, layers=NUM_BLOCKS, heads=NUM_HEADS,
+            key_value_heads=NUM_HEADS, hidden=43 * self.width // 16, length=self.length,
         )  # fmt: skip
 
 

@@ -53,9 +53,7 @@ FORWARD_S, BACKWARD_S = 0.010, 0.020
 """Of a rank and microbatch; each stage takes its share of it, a fifth more or less."""
 NUM_ROUNDS = 40
 MICROBATCHES = 8
-DEMO = DecoderConfig(
-    vocabulary=256, width=160, num_layers=4, num_heads=4, num_key_value_heads=2, hidden=432, max_length=128
-)
+DEMO = DecoderConfig(vocabulary=256, width=160, layers=4, heads=4, key_value_heads=2, hidden=432, length=128)
 """As in examples/demo.toml."""
 BATCH, LENGTH = 16, 128
 UNEVEN_SPLIT = (2, 5)

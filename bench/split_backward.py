@@ -106,9 +106,7 @@ def conv_net(channels: int) -> nn.Module:
 
 def decoder_blocks() -> nn.Module:
     """What a rank of the demo runs."""
-    config = DecoderConfig(
-        vocabulary=256, width=160, num_layers=2, num_heads=4, num_key_value_heads=2, hidden=432, max_length=128
-    )
+    config = DecoderConfig(vocabulary=256, width=160, layers=2, heads=4, key_value_heads=2, hidden=432, length=128)
     return nn.Sequential(*(layer.build() for layer in decoder_layers(config)[1:3]))
 
 

@@ -42,9 +42,7 @@ from penstock.train.measure import measure_layers
 
 NUM_RANKS = 2
 MICROBATCHES = 8
-DECODER = DecoderConfig(
-    vocabulary=256, width=256, num_layers=8, num_heads=4, num_key_value_heads=4, hidden=688, max_length=128
-)
+DECODER = DecoderConfig(vocabulary=256, width=256, layers=8, heads=4, key_value_heads=4, hidden=688, length=128)
 BATCH, LENGTH = 16, 128
 NUM_TOKENS = BATCH * LENGTH
 PLAIN = ("1f1b", "zb-h1", "interleaved-1f1b", "interleaved-zb", "zbv", "v-zb")

@@ -43,11 +43,11 @@ FLOAT64 = torch.float64
 NEARLY = {"tolerance": 1e-12, "loss_tolerance": 1e-12}
 LENGTH = 7
 GUIDE = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
-SIZES = {"vocabulary": VOCABULARY, "width": 8, "num_heads": 4, "num_key_value_heads": 2, "hidden": 12}
+SIZES = {"vocabulary": VOCABULARY, "width": 8, "heads": 4, "key_value_heads": 2, "hidden": 12}
 
 
 def decoder(num_blocks=4):
-    config = DecoderConfig(**SIZES, num_layers=num_blocks, max_length=LENGTH, dtype="float64")
+    config = DecoderConfig(**SIZES, layers=num_blocks, length=LENGTH, dtype="float64")
     return [settle(spec(), seed) for seed, spec in enumerate(decoder_layers(config))]
 
 
@@ -120,7 +120,7 @@ def test_all_slices_together_must_fit_the_models_length():
     error = error_of(step_task, pipeline_of(None, task, build("seq1f1b", ranks=1, microbatches=2, slices=2)), task)
 
     assert isinstance(error, PenstockError)
-    assert f"the sequences have {LENGTH + 1} tokens, but the model's max_length is {LENGTH}" in str(error)
+    assert f"the sequences have {LENGTH + 1} tokens, but the model is for at most {LENGTH}" in str(error)
 
 
 GLOO_SHAPES = [SHAPES[2] | {"ranks": 2}, SHAPES[6]]

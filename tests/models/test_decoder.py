@@ -1,33 +1,38 @@
 """The decoder against plain formulas, and its parameters: names, first values, number."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
 from penstock.models.decoder import (
+    NORM_EPSILON,
+    ROTARY_BASE,
     Block,
-    DecoderConfig,
     count_target_tokens,
     cross_entropy_loss,
     decoder_layers,
 )
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layer import count_parameters
 
 SMALL = DecoderConfig(
     vocabulary=11,
     width=16,
-    num_layers=2,
-    num_heads=4,
-    num_key_value_heads=2,
+    layers=2,
+    heads=4,
+    key_value_heads=2,
     hidden=24,
-    max_length=8,
+    length=8,
     dtype="float64",
 )
+
+
+def changed(config, **values):
+    return DecoderConfig(**(dict(config) | values))
 
 
 def build(config):
@@ -43,13 +48,13 @@ def some_tokens(batch=2, length=8):
 
 
 def plain_rms_norm(module, x):
-    return x / (x.pow(2).mean(-1, keepdim=True) + SMALL.norm_epsilon).sqrt() * module.weight
+    return x / (x.pow(2).mean(-1, keepdim=True) + NORM_EPSILON).sqrt() * module.weight
 
 
 def plain_rotation(x):
     """Turn one head's features [seq, head_width] as complex numbers."""
     half = x.shape[1] // 2
-    turns = torch.tensor([[p * SMALL.rope_base ** (-i / half) for i in range(half)] for p in range(len(x))])
+    turns = torch.tensor([[p * ROTARY_BASE ** (-i / half) for i in range(half)] for p in range(len(x))])
     turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(turns), turns)
     return torch.cat([turned.real, turned.imag], dim=1)
 
@@ -59,8 +64,8 @@ def plain_attention(module, x):
     width = SMALL.head_width
     q, k, v = x @ module.query.weight.T, x @ module.key.weight.T, x @ module.value.weight.T
     mixed = []
-    for head in range(SMALL.num_heads):
-        shared = head // (SMALL.num_heads // SMALL.num_key_value_heads)
+    for head in range(SMALL.heads):
+        shared = head // (SMALL.heads // SMALL.key_value_heads)
         own, other = slice(head * width, (head + 1) * width), slice(shared * width, (shared + 1) * width)
         scores = plain_rotation(q[:, own]) @ plain_rotation(k[:, other]).T / math.sqrt(width)
         future = torch.ones_like(scores).triu(1).bool()
@@ -76,9 +81,9 @@ def plain_block(module, x):
     return x + (gate * gate.sigmoid() * (normed @ feed.up.weight.T)) @ feed.down.weight.T
 
 
-@pytest.mark.parametrize("num_key_value_heads", [1, 2, 4])
-def test_a_block_follows_the_formulas(num_key_value_heads, monkeypatch):
-    config = replace(SMALL, num_key_value_heads=num_key_value_heads)
+@pytest.mark.parametrize("key_value_heads", [1, 2, 4])
+def test_a_block_follows_the_formulas(key_value_heads, monkeypatch):
+    config = changed(SMALL, key_value_heads=key_value_heads)
     monkeypatch.setitem(globals(), "SMALL", config)
     torch.set_default_dtype(torch.float64)
     try:
@@ -135,14 +140,14 @@ def test_attention_over_slices_is_that_over_the_whole_sequence(lengths):
         before = attention.carry.end_slice()
 
     torch.testing.assert_close(torch.cat(outputs, 1), attention(features), rtol=1e-12, atol=1e-14)
-    assert [tuple(tensor.shape) for tensor in before] == [(2, SMALL.num_key_value_heads, 8, SMALL.head_width)] * 2
+    assert [tuple(tensor.shape) for tensor in before] == [(2, SMALL.key_value_heads, 8, SMALL.head_width)] * 2
 
 
 def test_slices_that_are_longer_together_than_the_tables_are_refused():
     attention = build(SMALL)["blocks.0"].attention
     attention.carry.begin_slice((torch.zeros(2, 2, 5, 4),) * 2, keeps=True)
 
-    with pytest.raises(PenstockError, match="have 9 tokens, but the model's max_length is 8"):
+    with pytest.raises(PenstockError, match="have 9 tokens, but the model is for at most 8"):
         attention(torch.randn(2, 4, SMALL.width, dtype=torch.float64))
 
 
@@ -164,29 +169,29 @@ def test_the_number_of_parameters_is_known_without_allocating():
     published = DecoderConfig(
         vocabulary=128256,
         width=8192,
-        num_layers=80,
-        num_heads=64,
-        num_key_value_heads=8,
+        layers=80,
+        heads=64,
+        key_value_heads=8,
         hidden=28672,
-        max_length=8192,
+        length=8192,
         dtype="bfloat16",
     )
-    one_layer = count_parameters(decoder_layers(replace(published, num_layers=1)))
-    per_block = count_parameters(decoder_layers(replace(published, num_layers=2))) - one_layer
+    one_layer = count_parameters(decoder_layers(changed(published, layers=1)))
+    per_block = count_parameters(decoder_layers(changed(published, layers=2))) - one_layer
 
     assert one_layer + 79 * per_block == 70_553_706_496  # Llama 3 70B
 
 
 @pytest.mark.parametrize("tied_head", [False, True])
 def test_the_counted_parameters_are_the_built_ones(tied_head):
-    specs = decoder_layers(replace(SMALL, tied_head=tied_head))
+    specs = decoder_layers(changed(SMALL, tied_head=tied_head))
     built = sum(parameter.numel() for spec in specs for parameter in spec().parameters())
 
     assert count_parameters(specs) == built - tied_head * SMALL.vocabulary * SMALL.width
 
 
 def test_weights_start_small_and_those_that_add_to_the_residual_smaller():
-    wide = replace(SMALL, width=256, hidden=256, num_layers=8)
+    wide = changed(SMALL, width=256, hidden=256, layers=8)
     deviations = {name: parameter.std().item() for name, parameter in decoder_layers(wide)[1]().named_parameters()}
 
     for name in ("attention.query", "attention.key", "attention.value", "feed_forward.gate", "feed_forward.up"):
@@ -205,7 +210,7 @@ def test_a_new_model_guesses_evenly():
 
 @pytest.mark.parametrize(("dtype", "table"), [("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")])
 def test_parameters_have_the_asked_type_and_positions_stay_exact(dtype, table):
-    layers = build(replace(SMALL, dtype=dtype))
+    layers = build(changed(SMALL, dtype=dtype))
     logits = run(layers, some_tokens())
 
     assert {parameter.dtype for layer in layers.values() for parameter in layer.parameters()} == {logits.dtype}
@@ -214,7 +219,7 @@ def test_parameters_have_the_asked_type_and_positions_stay_exact(dtype, table):
 
 
 def test_a_tied_head_names_the_embedding_and_can_share_it():
-    specs = decoder_layers(replace(SMALL, tied_head=True))
+    specs = decoder_layers(changed(SMALL, tied_head=True))
     layers = {spec.name: spec() for spec in specs}
     assert [spec.tied for spec in specs if spec.tied] == [(("weight", "embedding.weight"),)]
     layers["head"].weight = layers["embedding"].weight
@@ -243,26 +248,8 @@ def test_layer_weights_are_relative_to_a_block():
     assert 0 < weights["norm"] < 0.05
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_heads": 5}, "num_heads: 5 heads do not divide width = 16"),
-        ({"num_heads": 16, "num_key_value_heads": 16}, r"num_heads: width / num_heads = 1 must be even"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_heads = 4"),
-        ({"vocabulary": 0}, "vocabulary: 0 is out of range"),
-        ({"num_layers": -1}, "num_layers: -1 is out of range"),
-        ({"width": 16.0}, r"width: 16.0 is out of range; expected a whole number"),
-        ({"norm_epsilon": float("nan")}, "norm_epsilon: nan is out of range"),
-        ({"dtype": "float46"}, r"dtype: 'float46' is not one of .* Did you mean 'float64'"),
-    ],
-)
-def test_a_shape_that_cannot_be_built_is_refused(change, message):
-    with pytest.raises(ConfigError, match=f"^{message}"):
-        replace(SMALL, **change)
-
-
 def test_a_sequence_longer_than_the_tables_is_refused():
-    with pytest.raises(PenstockError, match="have 9 tokens, but the model's max_length is 8"):
+    with pytest.raises(PenstockError, match="have 9 tokens, but the model is for at most 8"):
         run(build(SMALL), some_tokens(length=9))
 
 
@@ -318,7 +305,7 @@ def test_a_target_of_another_shape_is_refused():
 
 @pytest.mark.slow
 def test_it_learns_a_repeating_text():
-    layers = build(replace(SMALL, dtype="float32"))
+    layers = build(changed(SMALL, dtype="float32"))
     tokens = torch.arange(9).repeat(4, 1)
     optimizer = torch.optim.AdamW([p for layer in layers.values() for p in layer.parameters()], lr=1e-2)
 

@@ -33,11 +33,11 @@ def small_layers(dtype="float32", tied_head=False):
     config = DecoderConfig(
         vocabulary=VOCABULARY,
         width=16,
-        num_layers=4,
-        num_heads=2,
-        num_key_value_heads=1,
+        layers=4,
+        heads=2,
+        key_value_heads=1,
         hidden=24,
-        max_length=8,
+        length=8,
         dtype=dtype,
         tied_head=tied_head,
     )

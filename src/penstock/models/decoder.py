@@ -3,106 +3,44 @@
 Norm and head are layers of their own, so that the names of all parameters stay the same whatever the split. Blocks are
 pre-norm: RMSNorm, grouped-query attention with rotary embedding, RMSNorm, SwiGLU.
 
-Shapes: seq is tokens per sequence; heads are `num_heads` for queries and `num_key_value_heads` for keys and values.
+Shapes: seq is tokens per sequence; queries have `heads` heads, keys and values `key_value_heads`.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError, PenstockError, nearest
+from penstock.errors import PenstockError
 from penstock.models.carry import Carry
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layer import LayerSpec
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 IGNORED_TARGET = -100
 INITIAL_DEVIATION = 0.02
+ROTARY_BASE = 10000.0
+NORM_EPSILON = 1e-5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderConfig:
-    """The decoder's shape.
-
-    Raises:
-        ConfigError: a size below 1, heads that do not divide what they must, or an unknown dtype.
-    """
-
-    vocabulary: int
-    width: int
-    """Features per token between the blocks."""
-    num_layers: int
-    """Blocks."""
-    num_heads: int
-    num_key_value_heads: int
-    hidden: int
-    """Features inside the feed-forward part."""
-    max_length: int
-    """Longest sequence, in tokens."""
-    rope_base: float = 10000.0
-    norm_epsilon: float = 1e-5
-    seed: int = 0
-    dtype: str = "float32"
-    tied_head: bool = False
-    """Whether the head shares the embedding's weight."""
-
-    def __post_init__(self) -> None:
-        for key in ("vocabulary", "width", "num_layers", "num_heads", "num_key_value_heads", "hidden", "max_length"):
-            _check_count(key, getattr(self, key))
-        for key in ("rope_base", "norm_epsilon"):
-            _check_positive(key, getattr(self, key))
-        if self.width % self.num_heads:
-            raise ConfigError(f"{self.num_heads} heads do not divide width = {self.width}", key="num_heads")
-        if self.head_width % 2:
-            raise ConfigError(
-                f"width / num_heads = {self.head_width} must be even, because rotary embedding turns pairs of features",
-                key="num_heads",
-            )
-        if self.num_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"{self.num_key_value_heads} does not divide num_heads = {self.num_heads}", key="num_key_value_heads"
-            )
-        if self.dtype not in DTYPES:
-            raise ConfigError(
-                f"{self.dtype!r} is not one of {', '.join(DTYPES)}.{nearest(self.dtype, DTYPES)}", key="dtype"
-            )
-
-    @property
-    def head_width(self) -> int:
-        """Features per attention head."""
-        return self.width // self.num_heads
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
-
-
-def _check_count(key: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{value} is out of range; expected a whole number, 1 or larger", key=key)
-
-
-def _check_positive(key: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ConfigError(f"{value} is out of range; expected a finite number larger than 0", key=key)
-
-
-def decoder_layers(config: DecoderConfig) -> list[LayerSpec]:
+def decoder_layers(config: DecoderConfig, *, seed: int = 0) -> list[LayerSpec]:
     """Describe the decoder's layers; tokens [batch, seq] go in, logits [batch, seq, vocabulary] come out.
 
-    Weights are the operations of a forward per token, relative to one block.
+    `seed` decides the initial parameters. Weights are the operations of a forward per token, relative to one block.
+
+    Raises:
+        ConfigError: heads that do not divide what they must.
     """
+    config.require_no_problem()
     block = _block_operations(config)
 
     def layer(name: str, build: Callable[[], nn.Module], operations: float) -> LayerSpec:
         tied = (("weight", "embedding.weight"),) if name == "head" and config.tied_head else ()
-        return LayerSpec(name, build, config.seed, operations / block, tied)
+        return LayerSpec(name, build, seed, operations / block, tied)
 
-    blocks = [layer(f"blocks.{index}", partial(Block, config), block) for index in range(config.num_layers)]
+    blocks = [layer(f"blocks.{index}", partial(Block, config), block) for index in range(config.layers)]
     return [
         layer("embedding", partial(Embedding, config), 0.0),  # a look-up
         *blocks,
@@ -140,7 +78,7 @@ class Embedding(nn.Embedding):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.vocabulary, config.width, dtype=config.torch_dtype)
         nn.init.normal_(self.weight, std=INITIAL_DEVIATION)
-        self.max_length = config.max_length
+        self.max_length = config.length
 
     def forward(self, tokens: Tensor) -> Tensor:  # [batch, seq]
         if tokens.shape[-1] > self.max_length:
@@ -165,7 +103,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention: query head h reads key-value head h // (num_heads / num_key_value_heads).
+    """Causal grouped-query attention: query head h reads key-value head h // (heads / key_value_heads).
 
     Of a sequence that comes in slices, each slice also reads the keys and values of those before it.
     """
@@ -176,8 +114,8 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.head_width = config.head_width
-        self.shares_keys = config.num_key_value_heads < config.num_heads
-        key_value_width = config.num_key_value_heads * config.head_width
+        self.shares_keys = config.key_value_heads < config.heads
+        key_value_width = config.key_value_heads * config.head_width
         self.query = _linear(config, config.width, config.width)
         self.key = _linear(config, config.width, key_value_width)
         self.value = _linear(config, config.width, key_value_width)
@@ -210,7 +148,7 @@ class Attention(nn.Module):
         """Turn the pair (feature i, feature i + head_width / 2) by an angle that grows with the position from `start`.
 
         Raises:
-            PenstockError: the positions go beyond the model's max_length.
+            PenstockError: the positions go beyond those that the model is for.
         """
         end = start + heads.shape[2]
         if end > len(self.cosine):
@@ -242,13 +180,13 @@ def _causal_mask(length: int, start: int, device: torch.device) -> Tensor:  # [l
 
 def _too_long(length: int, max_length: int) -> PenstockError:
     return PenstockError(
-        f"the sequences have {length} tokens, but the model's max_length is {max_length}; shorten them or build the "
-        "model with a larger max_length"
+        f"the sequences have {length} tokens, but the model is for at most {max_length}; shorten them or build the "
+        "model for longer ones"
     )
 
 
 def _build_norm(config: DecoderConfig) -> nn.RMSNorm:
-    return nn.RMSNorm(config.width, eps=config.norm_epsilon, dtype=config.torch_dtype)
+    return nn.RMSNorm(config.width, eps=NORM_EPSILON, dtype=config.torch_dtype)
 
 
 def _build_head(config: DecoderConfig) -> nn.Linear:
@@ -263,21 +201,21 @@ def _linear(config: DecoderConfig, num_in: int, num_out: int, *, deviation: floa
 
 def _residual_deviation(config: DecoderConfig) -> float:
     # each block adds to the residual stream twice; so the sum of all has the spread of one
-    return INITIAL_DEVIATION / math.sqrt(2 * config.num_layers)
+    return INITIAL_DEVIATION / math.sqrt(2 * config.layers)
 
 
 def _rotary_tables(config: DecoderConfig) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [max_length, head_width / 2], in float32 at least: bfloat16 cannot count positions."""
+    """Return cosines and sines [length, head_width / 2], in float32 at least: bfloat16 cannot count positions."""
     half = config.head_width // 2
-    frequencies = torch.pow(config.rope_base, -torch.arange(half, dtype=torch.float64) / half)
-    angles = torch.outer(torch.arange(config.max_length, dtype=torch.float64), frequencies)
+    frequencies = torch.pow(ROTARY_BASE, -torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.outer(torch.arange(config.length, dtype=torch.float64), frequencies)
     dtype = torch.promote_types(config.torch_dtype, torch.float32)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def _block_operations(config: DecoderConfig) -> float:
     """Count multiplications and additions of a block's forward per token, at sequences of full length."""
-    key_value_width = config.num_key_value_heads * config.head_width
+    key_value_width = config.key_value_heads * config.head_width
     products = config.width * (2 * config.width + 2 * key_value_width + 3 * config.hidden)
-    causal_attention = config.max_length * config.width  # scores and mixing, over half the positions on average
+    causal_attention = config.length * config.width  # scores and mixing, over half the positions on average
     return 2.0 * (products + causal_attention)

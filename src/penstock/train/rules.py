@@ -51,16 +51,7 @@ def pipeline_problems(pipeline: PipelineSection) -> Iterator[Problem]:
 
 
 def model_problems(model: ModelSection, batch: BatchSection) -> Iterator[Problem]:
-    if model.width % model.heads:
-        yield Problem("model.heads", f"{model.heads} heads do not divide model.width = {model.width}")
-    elif (model.width // model.heads) % 2:
-        head_width = model.width // model.heads
-        yield Problem(
-            "model.heads",
-            f"model.width / model.heads = {head_width} must be even, because rotary embedding turns pairs of features",
-        )
-    if model.heads % model.key_value_heads:
-        yield Problem("model.key_value_heads", f"{model.key_value_heads} does not divide model.heads = {model.heads}")
+    yield from (Problem(key, text) for key, text in model.problems("model."))
     if 0 < model.length < batch.length:
         yield Problem("batch.length", f"{batch.length} tokens are more than model.length = {model.length}")
 

@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-Positive = Annotated[int, Field(ge=1)]
+from penstock.models.decoder_config import DecoderConfig, Positive
+
 NotNegative = Annotated[int, Field(ge=0)]
 Scalar = bool | int | float | str
 
@@ -80,18 +81,11 @@ class PipelineSection(Section):
     )
 
 
-class ModelSection(Section):
+class ModelSection(Section, DecoderConfig):
     """The decoder's shape."""
 
     vocabulary: NotNegative = Field(default=0, description="number of token ids; 0: as many as the tokenizer has")
-    width: Positive = Field(default=160, description="features per token between the blocks")
-    layers: Positive = Field(default=4, description="decoder blocks")
-    heads: Positive = Field(default=4, description="attention heads per block")
-    key_value_heads: Positive = Field(default=4, description="heads of keys and values per block")
-    hidden: Positive = Field(default=432, description="features inside the feed-forward part")
     length: NotNegative = Field(default=0, description="longest sequence in tokens; 0: as long as batch.length")
-    tied_head: bool = Field(default=False, description="whether the head shares the embedding's weight")
-    dtype: Literal["float32", "float64", "bfloat16"] = Field(default="float32", description="type of all parameters")
 
 
 class DataSection(Section):

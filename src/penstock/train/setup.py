@@ -6,7 +6,7 @@ from penstock.errors import ConfigError, count_of
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.schedule import Schedule
-from penstock.models import DecoderConfig, LayerSpec, cross_entropy_loss, decoder_layers
+from penstock.models import LayerSpec, cross_entropy_loss, decoder_layers
 from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
 from penstock.planning import resolve_schedule
@@ -138,21 +138,8 @@ def _require_tokens(config: RunConfig, num_slices: int) -> None:
 
 def build_layers(config: RunConfig, vocabulary: int) -> list[LayerSpec]:
     """Describe the model's layers; nothing is allocated."""
-    model = config.model
-    return decoder_layers(
-        DecoderConfig(
-            vocabulary=vocabulary,
-            width=model.width,
-            num_layers=model.layers,
-            num_heads=model.heads,
-            num_key_value_heads=model.key_value_heads,
-            hidden=model.hidden,
-            max_length=config.max_length,
-            seed=config.run.seed,
-            dtype=model.dtype,
-            tied_head=model.tied_head,
-        )
-    )
+    sizes = {"vocabulary": vocabulary, "length": config.max_length}
+    return decoder_layers(config.model.model_copy(update=sizes), seed=config.run.seed)
 
 
 def build_schedule(config: RunConfig) -> Schedule:

@@ -215,9 +215,7 @@ def test_on_a_gpu_the_points_have_the_allocators_figures():
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv", "interleaved-1f1b", "chimera"])
 def test_the_predicted_peak_is_what_was_counted(name):
     """Of a decoder, whose batch and tables of angles weigh little beside what blocks keep."""
-    config = DecoderConfig(
-        vocabulary=64, width=128, num_layers=4, num_heads=2, num_key_value_heads=2, hidden=256, max_length=64
-    )
+    config = DecoderConfig(vocabulary=64, width=128, layers=4, heads=2, key_value_heads=2, hidden=256, length=64)
     batch = torch.randint(64, (8, 65), generator=torch.Generator().manual_seed(0))
 
     def case(wires):
