@@ -14,6 +14,7 @@ from penstock.ir.reading import read_file
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.lowering import assign_slots, lower
+from penstock.partition.split import split_over
 from penstock.proofs import NO_DEMAND, Demand, prove
 from penstock.schedules import build, find_family, is_family_name
 from penstock.simulation import Costs, LayerCosts, simulate
@@ -141,6 +142,20 @@ def _require_fit(
     else:
         return
     raise ConfigError(f"the program {program.name} {problem}; {fix}, or give the schedule itself", key="schedule")
+
+
+def stage_costs(costs: Costs | LayerCosts, table: Schedule | Program) -> Costs:
+    """Return what the stages of a schedule or program cost.
+
+    Layers are split evenly over the stages, as `Pipeline` does.
+
+    Raises:
+        PartitionError: if there are more stages than layers.
+        ConfigError: if the costs do not say how many layers there are.
+    """
+    if isinstance(costs, Costs):
+        return costs
+    return costs.of_table(table, split_over(table.placement, costs.num_layers))
 
 
 def memory_demand(

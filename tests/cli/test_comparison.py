@@ -1,139 +1,52 @@
-"""What is compared: figures by hand, equal work where it is asked for, refusals in their place."""
+"""What a comparison is written as: a table, JSON, a picture."""
 
 import json
+import re
 from fractions import Fraction
 
 import pytest
 
-from penstock.cli.comparison import (
-    Comparison,
-    Refusal,
-    basis_of,
-    compare,
-    equal_work_s,
-    names_on_front,
-    notes,
-    to_json,
-    to_table,
-)
-from penstock.cli.wanted import Wanted
-from penstock.errors import ConfigError, ScheduleError
-from penstock.ir.schedule import Schedule
+from penstock.cli.comparison import MEMORY_NAME, Compared, basis, notes, to_json, to_picture, to_table
+from penstock.errors import ConfigError
 from penstock.proofs import Limit
-from penstock.schedules import build
-from penstock.simulation import Costs, LayerCosts
+from penstock.searching.comparison import Comparison, Refusal
 from penstock.tables import Screen
 
-UNIT = Costs.uniform()
-
-
-def wanted(name, ranks=2, microbatches=3, **options):
-    return Wanted(name, True, lambda: build(name, ranks=ranks, microbatches=microbatches, **options))
+FAST = Comparison("fast", 5.0, 5.0, 0.0, 0.0, [8], 0, 3, Fraction(1))
 
 
 def comparison(name="mine", num_parts=1, num_microbatches=3, peak=4):
     return Comparison(name, 10.0, 9.0, 0.25, 0.2, [peak, 1], 6, num_microbatches, Fraction(num_parts))
 
 
+def point(name, makespan_s, peak, num_microbatches=8, num_parts=1):
+    return Comparison(name, makespan_s, makespan_s, 0.1, 0.1, [peak], 4, num_microbatches, Fraction(num_parts))
+
+
 def activations(most):
     return Limit.read(f"{most} activations")
 
 
-def refusing(error):
-    def make():
-        raise error
-
-    return Wanted("mine", True, make)
+def compared(*rows, **others):
+    return Compared(rows=rows, **{"costs": "F=1,I=1,W=1", **others})
 
 
-def test_the_figures_of_1f1b_are_those_by_hand():
-    found = compare(wanted("1f1b", ranks=4, microbatches=8), UNIT)
-
-    assert (found.name, found.makespan_s, found.span_s) == ("1f1b", 33.0, 33.0)
-    assert found.bubble_fraction == pytest.approx(9 / 33)
-    assert found.bubble_rate == pytest.approx(9 / 33)
-    assert (found.peak_activations, found.num_messages) == ([4, 3, 2, 1], 8 * 3 * 2)
-    assert (found.num_parts, found.num_microbatches) == (1, 8)
+POINTS = [point("fast", 5.0, 8), Refusal("odd", "needs an even number"), point("small", 6.0, 4)]
 
 
-def test_costs_are_those_of_a_rank_unless_they_are_per_action():
-    shape = {"ranks": 4, "microbatches": 8, "stages_per_rank": 2}
-    costs = Costs.uniform(forward=2, transfer=0.25)
-    half = Costs.uniform(forward=1, backward_input=0.5, backward_weight=0.5, transfer=0.25)
-
-    of_rank = compare(wanted("interleaved-1f1b", **shape), costs)
-    of_action = compare(wanted("interleaved-1f1b", **shape), costs, per_action=True)
-
-    assert of_action.makespan_s > 1.8 * of_rank.makespan_s
-    assert of_rank == compare(wanted("interleaved-1f1b", **shape), half, per_action=True)
+def drawn(*rows, format="html", shape=None, theme=None, **others):
+    shape = {"rank": 4, "microbatch": 8} if shape is None else shape
+    return to_picture(compared(*rows, **others), shape, format=format, theme=theme)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "num_parts"),
-    [
-        ("1f1b", {}, 1),
-        ("zbv", {}, 2),
-        ("interleaved-1f1b", {"stages_per_rank": 3}, 3),
-        ("interleaved-1f1b", {"stages": 3}, Fraction(3, 2)),
-        ("seq1f1b", {"slices": 4}, 4),
-        ("chimera", {"microbatches": 4}, 1),
-    ],
-)
-def test_a_rank_runs_each_microbatch_once_per_stage_and_slice(name, shape, num_parts):
-    assert compare(wanted(name, **shape), UNIT).num_parts == num_parts
-
-
-@pytest.mark.parametrize("name", ["gpipe", "interleaved-1f1b", "zbv", "chimera", "seq1f1b"])
-def test_every_schedule_does_equal_work_by_default(name):
-    slices = {"slices": 2} if name == "seq1f1b" else {}
-
-    found = compare(wanted(name, ranks=2, microbatches=4, **slices), UNIT)
-
-    assert found.makespan_s * (1 - found.bubble_fraction) == pytest.approx(4 * 3)
-
-
-@pytest.mark.parametrize("stages_per_rank", [2, 4])
-def test_the_bubble_of_interleaved_1f1b_is_the_published_share_of_that_of_1f1b(stages_per_rank):
-    """Megatron-LM (arXiv 2104.04473, section 2.2): v stages per rank leave a v-th of the idle time, (p-1)(F+B)."""
-    plain = compare(wanted("1f1b", ranks=4, microbatches=8), UNIT)
-    loop = compare(wanted("interleaved-1f1b", ranks=4, microbatches=8, stages_per_rank=stages_per_rank), UNIT)
-
-    assert plain.makespan_s - 24 == 3 * 3
-    assert loop.makespan_s - 24 == pytest.approx(3 * 3 / stages_per_rank)
-
-
-def test_zbv_has_no_bubble_beside_1f1b_and_as_much_memory_as_published():
-    """Zero bubble (arXiv 2401.10241, section 6): ZB-V has no bubble where F = I = W, in the memory of 1F1B."""
-    plain = compare(wanted("1f1b", ranks=4, microbatches=8), UNIT)
-    v = compare(wanted("zbv", ranks=4, microbatches=8), UNIT)
-
-    assert (plain.bubble_rate, v.bubble_rate) == (pytest.approx(9 / 33), pytest.approx(0))
-    assert v.span_s / plain.span_s == pytest.approx(24 / 33)
-    assert v.peak_microbatches == plain.peak_microbatches
-
-
-@pytest.mark.parametrize("error", [ConfigError("takes 1 stage"), ScheduleError("mine: breaks 2 rules")])
-def test_a_schedule_that_cannot_be_made_is_a_refusal_with_the_reason(error):
-    assert compare(refusing(error), UNIT) == Refusal("mine", str(error))
-
-
-def test_a_schedule_that_cannot_run_is_a_refusal():
-    backward_first = Schedule.from_csv("0B0,0F0\n")
-
-    found = compare(Wanted("mine", False, lambda: backward_first), UNIT)
-
-    assert "0B0 runs before its forward" in found.reason
-
-
-def test_an_error_of_another_kind_is_no_refusal():
-    with pytest.raises(ZeroDivisionError):
-        compare(refusing(ZeroDivisionError()), UNIT)
+def texts_of(picture):
+    return re.findall(r"<text[^>]*>(.*?)</text>", picture.decode())
 
 
 def test_json_has_these_keys_in_the_order_of_the_names():
     rows = [comparison("b"), Refusal("a", "takes 1 stage\nmore"), comparison("c", peak=2)]
 
-    found = json.loads(to_json(rows, None))
+    found = json.loads(to_json(compared(*rows)))
 
     assert [row["name"] for row in found] == ["b", "a", "c"]
     assert found[0] == {
@@ -150,7 +63,7 @@ def test_json_has_these_keys_in_the_order_of_the_names():
     }
     assert found[2]["is_on_front"]
     assert found[1] == dict.fromkeys(found[0]) | {"name": "a", "error": "takes 1 stage\nmore"}
-    assert [row["fits"] for row in json.loads(to_json(rows, activations(2)))] == [False, None, True]
+    assert [row["fits"] for row in json.loads(to_json(compared(*rows, limit=activations(2))))] == [False, None, True]
 
 
 def test_the_table_aligns_figures_and_lists_what_is_refused_below_it():
@@ -160,7 +73,7 @@ def test_the_table_aligns_figures_and_lists_what_is_refused_below_it():
         comparison("c", 2, peak=2),
     ]
 
-    lines = to_table(rows, None, basis="Equal work.").splitlines()
+    lines = to_table(compared(*rows, costs="c.toml", per_layer=True)).splitlines()
 
     assert [line.split() for line in (lines[0], *lines[2:4])] == [
         [
@@ -170,43 +83,23 @@ def test_the_table_aligns_figures_and_lists_what_is_refused_below_it():
         ["longer", "10", "9", "0.2500", "0.2000", "4", "2", "6"],
         ["c", "10", "9", "0.2500", "0.2000", "2", "1", "6", "*"],
     ]
-    assert lines[4:] == ["", "not compared:", "  b: broken: first", "", "Equal work."]
+    assert lines[4:] == ["", "not compared:", "  b: broken: first", "", basis(compared(costs="c.toml", per_layer=True))]
 
 
 def test_a_narrow_screen_keeps_makespan_and_memory():
-    found = to_table([comparison("interleaved-1f1b"), comparison("c")], None, screen=Screen(40)).splitlines()
+    found = to_table(compared(comparison("interleaved-1f1b"), comparison("c")), Screen(40)).splitlines()
 
     assert [line.split() for line in found[:2]] == [["makespan", "peak"], ["name", "s", "microbatches"]]
     assert max(map(len, found)) <= 40
 
 
-def test_the_front_is_what_no_other_beats_in_step_time_and_memory():
-    rows = [comparison("slow", peak=2), comparison("twin", peak=2), comparison("large", peak=4), Refusal("r", "no")]
-    fast = Comparison("fast", 5.0, 5.0, 0.0, 0.0, [8], 0, 3, Fraction(1))
-
-    assert names_on_front([*rows, fast], None) == {"slow", "twin", "fast"}
-    assert names_on_front([*rows, fast], activations(4)) == {"slow", "twin"}
-
-
-def test_steps_of_different_length_are_compared_for_equal_work():
-    """Six microbatches take 20 s in two steps of three, and 18 s in one of six."""
-    short, long = comparison("short"), Comparison("long", 18.0, 18.0, 0.0, 0.0, [4], 0, 6, Fraction(1))
-
-    assert equal_work_s([short, long, Refusal("r", "no")]) == {"short": 20.0, "long": 18.0}
-    assert names_on_front([short, long], None) == {"long"}
-    table = to_table([short, long], None).splitlines()
-    assert [line.split()[-2:] for line in table[2:4]] == [["6", "20"], ["18", "*"]]
-    assert "s for 6  front" in table[0]
-
-
 def test_within_each_of_several_limits_the_fastest_is_told():
-    fast = Comparison("fast", 5.0, 5.0, 0.0, 0.0, [8], 0, 3, Fraction(1))
-    rows = [comparison("slow"), fast, Refusal("r", "no")]
+    rows = [comparison("slow"), FAST, Refusal("r", "no")]
 
-    table = to_table(rows, None, swept_limits=[activations(most) for most in (2, 4, 8)])
-    objects = json.loads(to_json(rows, None, swept_limits=[activations(most) for most in (4, 8)]))
+    table = to_table(compared(*rows, swept_limits=[activations(most) for most in (2, 4, 8)]))
+    objects = json.loads(to_json(compared(*rows, swept_limits=[activations(most) for most in (4, 8)])))
 
-    assert table.splitlines()[4:] == [
+    assert table.splitlines()[4:-2] == [
         "",
         "not compared:",
         "  r: no",
@@ -223,7 +116,7 @@ def test_within_each_of_several_limits_the_fastest_is_told():
 
 
 def test_a_limit_adds_whether_each_fits():
-    lines = to_table([comparison("a"), comparison("b", peak=2)], activations(2)).splitlines()
+    lines = to_table(compared(comparison("a"), comparison("b", peak=2), limit=activations(2))).splitlines()
 
     assert [line.split()[-4:-1] for line in lines[:1]] == [["fits", "2", "activations"]]
     assert [line.split()[8:] for line in lines[2:4]] == [["no"], ["yes", "*"]]
@@ -232,21 +125,21 @@ def test_a_limit_adds_whether_each_fits():
 def test_rounding_shows_no_negative_bubble():
     row = Comparison("mine", 1.0, 1.0, -1e-16, -1e-16, [1], 0, 1, Fraction(1))
 
-    assert "-0.0000" not in to_table([row], None)
+    assert "-0.0000" not in to_table(compared(row))
 
 
 def test_unequal_work_is_told_where_costs_are_per_action():
     rows = [comparison("a"), comparison("b", 2), Refusal("r", "no"), comparison("c"), comparison("d", Fraction(3, 2))]
 
-    ((heading, *lines),) = notes(rows, per_action=True)
+    ((heading, *lines),) = notes(compared(*rows, per_action=True))
 
     assert "unequal work" in heading
     assert lines == ["  1 in a, c", "  3/2 in d", "  2 in b"]
-    assert notes(rows, per_action=False) == []
+    assert notes(compared(*rows)) == []
 
 
 def test_a_note_tells_of_different_numbers_of_microbatches():
-    (told,) = notes([comparison("a"), comparison("b", num_microbatches=4)], per_action=False)
+    (told,) = notes(compared(comparison("a"), comparison("b", num_microbatches=4)))
 
     assert told == ["note: the rows run different numbers of microbatches:", "  3 in a", "  4 in b"]
 
@@ -254,14 +147,85 @@ def test_a_note_tells_of_different_numbers_of_microbatches():
 def test_names_that_tell_their_numbers_need_no_note():
     rows = [comparison("a, 3 microbatches"), comparison("a, 4 microbatches", num_microbatches=4)]
 
-    assert notes(rows, per_action=False) == []
+    assert notes(compared(*rows)) == []
 
 
 def test_equal_rows_need_no_note():
-    assert notes([comparison("a", 2), comparison("b", 2), Refusal("r", "no")], per_action=True) == []
+    assert notes(compared(comparison("a", 2), comparison("b", 2), Refusal("r", "no"), per_action=True)) == []
 
 
 def test_a_line_says_what_is_equal():
-    assert basis_of(UNIT, "F=1", per_action=False).startswith("Equal work: F=1 is all that a rank does")
-    assert basis_of(UNIT, "F=1", per_action=True).startswith("Costs per action: F=1")
-    assert basis_of(LayerCosts(forward=1.0), "f.toml", per_action=False).startswith("Equal work: f.toml is per layer")
+    assert basis(compared(costs="F=1")).startswith("Equal work: F=1 is all that a rank does")
+    assert basis(compared(costs="F=1", per_action=True)).startswith("Costs per action: F=1")
+    assert basis(compared(costs="f.toml", per_layer=True)).startswith("Equal work: f.toml is per layer")
+
+
+def test_steps_of_different_length_get_a_column_of_seconds_for_equal_work():
+    short, long = comparison("short"), Comparison("long", 18.0, 18.0, 0.0, 0.0, [4], 0, 6, Fraction(1))
+
+    table = to_table(compared(short, long)).splitlines()
+
+    assert [line.split()[-2:] for line in table[2:4]] == [["6", "20"], ["18", "*"]]
+    assert "s for 6  front" in table[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["svg", "html"])
+def test_pictures_name_what_was_compared_and_its_memory(format):
+    result = drawn(*POINTS, format=format)
+
+    assert {"fast", "small", MEMORY_NAME} <= set(texts_of(result))
+    assert b"Step time and memory, 4 ranks, 8 microbatches, with F=1,I=1,W=1" in result
+    assert b"odd" not in result
+
+
+def test_memory_is_that_of_a_microbatch():
+    page = drawn(point("halves", 5.0, 8, num_parts=2)).decode()
+
+    assert "4</title>" in page
+
+
+def test_numbers_of_microbatches_stand_beside_the_names_where_they_differ():
+    texts = texts_of(drawn(point("a", 1.0, 2), point("b", 2.0, 1, num_microbatches=16)))
+
+    assert {"a, 8 microbatches", "b, 16 microbatches"} <= set(texts)
+
+
+def test_names_of_a_sweep_say_their_sizes_themselves_and_times_are_for_equal_work():
+    rows = [point("a, 8 microbatches", 1.0, 2), point("b, 16 microbatches", 3.0, 1, num_microbatches=16)]
+
+    page = drawn(*rows)
+
+    assert {"a, 8 microbatches", "b, 16 microbatches"} <= set(texts_of(page))
+    assert b"times are for 16 microbatches" in page
+
+
+def test_a_sweep_of_one_size_is_drawn_over_it():
+    rows = [point("a, 8 microbatches", 1.0, 4), point("a, 16 microbatches", 1.5, 4, num_microbatches=16)]
+    sizes = {"microbatches": (8, 16)}
+
+    picture = drawn(*rows, format="svg", shape={"rank": 4, "microbatch": None}, swept_sizes=sizes)
+
+    assert {"a", "microbatches", "step time (s)"} <= set(texts_of(picture))
+    assert not any("a, 8" in text for text in texts_of(picture))
+
+
+def test_a_picture_warns_of_unequal_work_where_costs_are_per_action():
+    rows = [point("a", 1.0, 2), point("b", 2.0, 1, num_parts=2)]
+
+    assert b"ranks do unequal work" not in drawn(*rows)
+    unequal = drawn(*rows, per_action=True)
+    assert b"ranks do unequal work" in unequal
+    assert b"F=1,I=1,W=1 per action" in unequal
+
+
+def test_what_is_over_the_limit_says_so():
+    texts = texts_of(drawn(*POINTS, limit=activations(4)))
+
+    assert "fast (over the limit)" in texts
+    assert "small" in texts
+
+
+def test_a_picture_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match="no schedule can be compared"):
+        drawn(POINTS[1], format="svg")

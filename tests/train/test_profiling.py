@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.cli.stage_costs import stage_costs
 from penstock.lowering import lower
+from penstock.planning import stage_costs
 from penstock.schedules import build
 from penstock.simulation import simulate
 from penstock.simulation.costs.file import costs_from_toml

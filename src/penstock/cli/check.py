@@ -30,10 +30,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     from penstock.cli.conversion import read_plan
     from penstock.cli.describe import describe_plan
-    from penstock.cli.stage_costs import stage_costs
     from penstock.ir.program import Program
     from penstock.ir.transports import POSTED
     from penstock.lowering import lower
+    from penstock.planning import stage_costs
     from penstock.proofs import check
     from penstock.simulation.costs.file import load_costs
 

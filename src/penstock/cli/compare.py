@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 
 from penstock.cli.arguments import add_format, add_schedules
-from penstock.cli.memory_limit import add_memory_limit, memory_limit_of
+from penstock.cli.memory_limit import add_memory_limit
 from penstock.cli.pictures import (
     CHARTS,
     add_picture_arguments,
@@ -13,7 +13,6 @@ from penstock.cli.pictures import (
     write_result,
 )
 from penstock.cli.status import ExitStatus
-from penstock.errors import ConfigError
 
 SUMMARY = "Compare schedules: makespan, bubble, memory and messages under given costs."
 FORMAT_OF_SUFFIX = {".txt": "table", ".json": "json", ".svg": "svg", ".png": "png", ".html": "html", ".htm": "html"}
@@ -52,38 +51,26 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    from penstock.cli.comparison import Comparison, basis_of, compare
-    from penstock.cli.comparison_result import result_of
+    from penstock.cli.comparison import compared_by, to_json, to_picture, to_table
     from penstock.cli.output import complain, stdout_screen
-    from penstock.cli.sweep import LIMITS, read_sweep, swept_schedules
-    from penstock.simulation import LayerCosts
-    from penstock.simulation.costs.file import load_costs
     from penstock.tables import NO_SCREEN
 
     format = wanted_format(arguments, FORMAT_OF_SUFFIX, "table")
     refuse_useless(arguments, "theme", format, CHARTS)
     path = result_path(arguments)
-    costs = load_costs(arguments.costs)
-    if arguments.per_action and isinstance(costs, LayerCosts):
-        raise ConfigError(f"{arguments.costs} has costs per layer, not per action; leave it out", key="--per-action")
-    sweep = read_sweep(arguments.sweep)
-    arguments.memory_limit = memory_limit_of(arguments, costs.activation_bytes)
-    for limit in sweep.get(LIMITS, ()):
-        limit.require_sizes(costs.activation_bytes, "--sweep")
-    found = [compare(wanted, costs, per_action=arguments.per_action) for wanted in swept_schedules(arguments, sweep)]
-    is_useless = not any(isinstance(row, Comparison) for row in found)
-    if format == "json" or not is_useless:
-        basis = basis_of(costs, arguments.costs, per_action=arguments.per_action)
-        screen = NO_SCREEN if path else stdout_screen()
-        sizes = {key: values for key, values in sweep.items() if key != LIMITS}
-        limits = sweep.get(LIMITS, ())
-        result = result_of(found, format, arguments, swept_limits=limits, swept_sizes=sizes, basis=basis, screen=screen)
-        write_result(result, format, path)
-    refused = [row for row in found if not isinstance(row, Comparison)]
-    if is_useless:
-        reasons = [f"\n  {row.name}: {row.reason}" for row in refused]
+    compared = compared_by(arguments)
+    if format == "json":
+        write_result(f"{to_json(compared)}\n".encode(), format, path)
+    if not compared.found:
+        reasons = [f"\n  {row.name}: {row.reason}" for row in compared.refused]
         complain("none of these schedules can be compared" + "".join(reasons))
         return ExitStatus.WRONG_INPUT
-    for row in refused if format in CHARTS else ():
-        complain(f"{row.name} is not in the picture: {row.reason}")
+    if format == "table":
+        table = to_table(compared, NO_SCREEN if path else stdout_screen())
+        write_result(f"{table}\n".encode(), format, path)
+    if format in CHARTS:
+        shape = {"rank": arguments.ranks, "microbatch": arguments.microbatches}
+        write_result(to_picture(compared, shape, format=format, theme=arguments.theme), format, path)
+        for row in compared.refused:
+            complain(f"{row.name} is not in the picture: {row.reason}")
     return ExitStatus.FINE

@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from textwrap import fill
 
-from penstock.cli.comparison import Refusal, compare
 from penstock.cli.pages import LEGEND, NUM_SLICES, UNITS, draw_example, family_page, family_section
-from penstock.cli.wanted import Wanted
 from penstock.ir.transports import MODELS
 from penstock.schedules import Family, build
+from penstock.searching.comparison import Comparison, Refusal, compare
 from penstock.simulation import Costs
 from penstock.tables import Screen
 
@@ -76,12 +75,11 @@ def side_by_side(families: Sequence[Family]) -> str:
         name = f"{family.name}:slices={slices}" if family.takes_slices else family.name
         make = partial(build, family.name, ranks=RANKS, microbatches=MICROBATCHES, slices=slices)
         if family.name != "forward-only":
-            lines.append(_row(Wanted(name, True, make)))
+            lines.append(_row(compare(name, make, Costs.uniform())))
     return "\n".join(lines)
 
 
-def _row(wanted: Wanted) -> str:
-    row = compare(wanted, Costs.uniform())
+def _row(row: Comparison | Refusal) -> str:
     if isinstance(row, Refusal):
         return f"| `{row.name}` | {row.reason} | | | | |"
     cells = [

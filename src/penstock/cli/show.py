@@ -66,8 +66,8 @@ def run(arguments: Namespace) -> int:
 
 def _picture(schedule: Schedule, format: str, arguments: Namespace) -> bytes:
     """Draw the timeline that the lowered schedule has under the costs."""
-    from penstock.cli.stage_costs import stage_costs
     from penstock.lowering import lower
+    from penstock.planning import stage_costs
     from penstock.show.chart import timeline_chart
     from penstock.show.figures import describe_shape
     from penstock.show.page import to_page

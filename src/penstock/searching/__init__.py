@@ -1,1 +1,1 @@
-"""Finding better plans than the one at hand, each proved or simulated by the same code that runs it."""
+"""Comparing plans, and finding better ones than that at hand; the code that runs them proves or simulates each."""

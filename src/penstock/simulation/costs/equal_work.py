@@ -1,34 +1,17 @@
-"""Costs of a schedule's stages: from costs per stage, from those of all that a rank does, or from costs per layer."""
+"""Costs with which schedules of any number of stages and slices do equal work: those of all that a rank does."""
 
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
-from penstock.partition.split import split_over
-from penstock.simulation import Costs, LayerCosts
-from penstock.simulation.costs.costs import COMPUTE_FIELDS, STATIC_BYTES, VALUE_BYTES
+from penstock.simulation.costs.costs import COMPUTE_FIELDS, STATIC_BYTES, VALUE_BYTES, Costs
 
 SHARED_BY_STAGES = (
     *COMPUTE_FIELDS, *STATIC_BYTES, "optimizer_s", "unshard_s", "reduce_s", "activation_bytes", "weight_context_bytes",
 )  # fmt: skip
 """What belongs to the layers of a stage: half as many layers have half of it, but messages keep their size."""
 SHARED_BY_SLICES = (*COMPUTE_FIELDS, *VALUE_BYTES)
-
-
-def stage_costs(costs: Costs | LayerCosts, table: Schedule | Program) -> Costs:
-    """Return what the stages of a schedule or program cost.
-
-    Layers are split evenly over the stages, as `Pipeline` does.
-
-    Raises:
-        PartitionError: if there are more stages than layers.
-        ConfigError: if the costs do not say how many layers there are.
-    """
-    if isinstance(costs, Costs):
-        return costs
-    return costs.of_table(table, split_over(table.placement, costs.num_layers))
 
 
 def share_of_rank(costs: Costs, schedule: Schedule) -> Costs:

@@ -1,0 +1,111 @@
+"""Schedules side by side under the same costs: how long they take, how much they idle, hold and send."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from penstock.errors import PenstockError
+from penstock.ir.instruction import Op
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.planning import plan, stage_costs
+from penstock.proofs import Limit
+from penstock.searching.front import pareto_front
+from penstock.simulation import Costs, LayerCosts
+from penstock.simulation.costs.equal_work import share_of_rank, stages_per_rank
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What is predicted of one schedule; fractions of time are between 0 and 1."""
+
+    name: str
+    makespan_s: float
+    span_s: float
+    bubble_fraction: float
+    bubble_rate: float
+    peak_activations: list[int]
+    num_messages: int
+    num_microbatches: int
+    num_parts: Fraction
+    """Stages and slices that a rank runs for one microbatch, in the mean."""
+    peak_bytes: list[int] | None = None
+    """Per rank, with what is always there; None where the costs do not say how large activations are."""
+
+    def fits(self, limit: Limit) -> bool:
+        """Whether no rank holds more than it may; False for bytes where these are not known."""
+        peaks = self.peak_bytes if limit.in_bytes else self.peak_activations
+        return peaks is not None and bool((limit.of_ranks(len(peaks)) >= peaks).all())
+
+    @property
+    def peak_microbatches(self) -> Fraction:
+        """The most that a rank holds, in all that one microbatch leaves on it."""
+        return max(self.peak_activations) / self.num_parts
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A schedule that cannot have the shape that was asked for."""
+
+    name: str
+    reason: str
+
+
+def compare(
+    name: str, make: Callable[[], Schedule], costs: Costs | LayerCosts, *, per_action: bool = False
+) -> Comparison | Refusal:
+    """Make a schedule, prove it and simulate it.
+
+    `costs` that are not per layer are those of all that a rank does for one microbatch, which its stages and slices
+    share: so every schedule does equal work. With `per_action` they are those of each stage and slice as they are.
+    """
+    try:
+        schedule = make()
+        own_costs = stage_costs(costs, schedule)
+        if isinstance(costs, Costs) and not per_action:
+            own_costs = share_of_rank(costs, schedule)
+        planned = plan(schedule, own_costs)
+    except PenstockError as error:
+        return Refusal(name, str(error))
+    timeline = planned.timeline
+    totals = [sum(parts) for parts in zip(timeline.peak_bytes, timeline.static_bytes, strict=True)]
+    return Comparison(
+        name=name,
+        makespan_s=timeline.makespan_s,
+        span_s=timeline.span_s,
+        bubble_fraction=timeline.bubble_fraction,
+        bubble_rate=timeline.bubble_rate,
+        peak_activations=timeline.peak_activations,
+        num_messages=count_messages(planned.program),
+        num_microbatches=schedule.num_microbatches,
+        num_parts=stages_per_rank(schedule) * schedule.num_slices,
+        peak_bytes=totals if any(own_costs.activation_bytes) else None,
+    )
+
+
+def count_messages(program: Program) -> int:
+    """Return how many results cross from rank to rank."""
+    return int(np.isin(program.op, (Op.SEND_FORWARD, Op.SEND_BACKWARD)).sum())
+
+
+def equal_work_s(rows: Sequence[Comparison]) -> list[float]:
+    """Return the seconds of each row for as many microbatches as the largest step has, in the row's own steps."""
+    most = max((row.num_microbatches for row in rows), default=0)
+    return [row.makespan_s * most / row.num_microbatches for row in rows]
+
+
+def are_on_front(rows: Sequence[Comparison], limit: Limit | None) -> list[bool]:
+    """Say of each row whether it fits and no other one that fits beats it in step time (for equal work) and memory."""
+    seconds = equal_work_s(rows)
+    fitting = [index for index, row in enumerate(rows) if limit is None or row.fits(limit)]
+    front = pareto_front([(seconds[index], float(rows[index].peak_microbatches)) for index in fitting])
+    places = {fitting[place] for place in front}
+    return [index in places for index in range(len(rows))]
+
+
+def fastest_within(rows: Sequence[Comparison], limit: Limit) -> Comparison | None:
+    """Return the row that is the fastest, for equal work, of those that fit; None where none does."""
+    fitting = [(seconds, row) for seconds, row in zip(equal_work_s(rows), rows, strict=True) if row.fits(limit)]
+    return min(fitting, key=lambda pair: pair[0], default=(0.0, None))[1]

@@ -1,0 +1,150 @@
+"""What is predicted of schedules side by side: figures by hand, equal work, the front, refusals."""
+
+from fractions import Fraction
+from functools import partial
+
+import pytest
+
+from penstock.errors import ConfigError, ScheduleError
+from penstock.ir.schedule import Schedule
+from penstock.proofs import Limit
+from penstock.schedules import build
+from penstock.searching.comparison import Comparison, Refusal, are_on_front, compare, equal_work_s, fastest_within
+from penstock.simulation import Costs
+
+UNIT = Costs.uniform()
+FAST = Comparison("fast", 5.0, 5.0, 0.0, 0.0, [8], 0, 3, Fraction(1))
+
+
+def made(name, ranks=2, microbatches=3, **options):
+    return partial(build, name, ranks=ranks, microbatches=microbatches, **options)
+
+
+def comparison(name="mine", num_parts=1, num_microbatches=3, peak=4):
+    return Comparison(name, 10.0, 9.0, 0.25, 0.2, [peak, 1], 6, num_microbatches, Fraction(num_parts))
+
+
+def activations(most):
+    return Limit.read(f"{most} activations")
+
+
+def refusing(error):
+    def make():
+        raise error
+
+    return make
+
+
+def test_the_figures_of_1f1b_are_those_by_hand():
+    found = compare("1f1b", made("1f1b", ranks=4, microbatches=8), UNIT)
+
+    assert (found.name, found.makespan_s, found.span_s) == ("1f1b", 33.0, 33.0)
+    assert found.bubble_fraction == pytest.approx(9 / 33)
+    assert found.bubble_rate == pytest.approx(9 / 33)
+    assert (found.peak_activations, found.num_messages) == ([4, 3, 2, 1], 8 * 3 * 2)
+    assert (found.num_parts, found.num_microbatches) == (1, 8)
+
+
+def test_costs_are_those_of_a_rank_unless_they_are_per_action():
+    shape = {"ranks": 4, "microbatches": 8, "stages_per_rank": 2}
+    costs = Costs.uniform(forward=2, transfer=0.25)
+    half = Costs.uniform(forward=1, backward_input=0.5, backward_weight=0.5, transfer=0.25)
+
+    of_rank = compare("interleaved-1f1b", made("interleaved-1f1b", **shape), costs)
+    of_action = compare("interleaved-1f1b", made("interleaved-1f1b", **shape), costs, per_action=True)
+
+    assert of_action.makespan_s > 1.8 * of_rank.makespan_s
+    assert of_rank == compare("interleaved-1f1b", made("interleaved-1f1b", **shape), half, per_action=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "num_parts"),
+    [
+        ("1f1b", {}, 1),
+        ("zbv", {}, 2),
+        ("interleaved-1f1b", {"stages_per_rank": 3}, 3),
+        ("interleaved-1f1b", {"stages": 3}, Fraction(3, 2)),
+        ("seq1f1b", {"slices": 4}, 4),
+        ("chimera", {"microbatches": 4}, 1),
+    ],
+)
+def test_a_rank_runs_each_microbatch_once_per_stage_and_slice(name, shape, num_parts):
+    assert compare(name, made(name, **shape), UNIT).num_parts == num_parts
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved-1f1b", "zbv", "chimera", "seq1f1b"])
+def test_every_schedule_does_equal_work_by_default(name):
+    slices = {"slices": 2} if name == "seq1f1b" else {}
+
+    found = compare(name, made(name, ranks=2, microbatches=4, **slices), UNIT)
+
+    assert found.makespan_s * (1 - found.bubble_fraction) == pytest.approx(4 * 3)
+
+
+@pytest.mark.parametrize("stages_per_rank", [2, 4])
+def test_the_bubble_of_interleaved_1f1b_is_the_published_share_of_that_of_1f1b(stages_per_rank):
+    """Megatron-LM (arXiv 2104.04473, section 2.2): v stages per rank leave a v-th of the idle time, (p-1)(F+B)."""
+    plain = compare("1f1b", made("1f1b", ranks=4, microbatches=8), UNIT)
+    loop = compare(
+        "interleaved-1f1b", made("interleaved-1f1b", ranks=4, microbatches=8, stages_per_rank=stages_per_rank), UNIT
+    )
+
+    assert plain.makespan_s - 24 == 3 * 3
+    assert loop.makespan_s - 24 == pytest.approx(3 * 3 / stages_per_rank)
+
+
+def test_zbv_has_no_bubble_beside_1f1b_and_as_much_memory_as_published():
+    """Zero bubble (arXiv 2401.10241, section 6): ZB-V has no bubble where F = I = W, in the memory of 1F1B."""
+    plain = compare("1f1b", made("1f1b", ranks=4, microbatches=8), UNIT)
+    v = compare("zbv", made("zbv", ranks=4, microbatches=8), UNIT)
+
+    assert (plain.bubble_rate, v.bubble_rate) == (pytest.approx(9 / 33), pytest.approx(0))
+    assert v.span_s / plain.span_s == pytest.approx(24 / 33)
+    assert v.peak_microbatches == plain.peak_microbatches
+
+
+@pytest.mark.parametrize("error", [ConfigError("takes 1 stage"), ScheduleError("mine: breaks 2 rules")])
+def test_a_schedule_that_cannot_be_made_is_a_refusal_with_the_reason(error):
+    assert compare("mine", refusing(error), UNIT) == Refusal("mine", str(error))
+
+
+def test_a_schedule_that_cannot_run_is_a_refusal():
+    backward_first = Schedule.from_csv("0B0,0F0\n")
+
+    found = compare("mine", lambda: backward_first, UNIT)
+
+    assert "0B0 runs before its forward" in found.reason
+
+
+def test_an_error_of_another_kind_is_no_refusal():
+    with pytest.raises(ZeroDivisionError):
+        compare("mine", refusing(ZeroDivisionError()), UNIT)
+
+
+def test_the_front_is_what_no_other_beats_in_step_time_and_memory():
+    rows = [comparison("slow", peak=2), comparison("twin", peak=2), comparison("large", peak=4), FAST]
+
+    assert are_on_front(rows, None) == [True, True, False, True]
+    assert are_on_front(rows, activations(4)) == [True, True, False, False]
+    assert are_on_front(rows, activations(1)) == [False] * 4
+    assert are_on_front([], None) == []
+
+
+def test_steps_of_different_length_are_compared_for_equal_work():
+    """Six microbatches take 20 s in two steps of three, and 18 s in one of six."""
+    short, long = comparison("short"), Comparison("long", 18.0, 18.0, 0.0, 0.0, [4], 0, 6, Fraction(1))
+
+    assert equal_work_s([short, long]) == [20.0, 18.0]
+    assert are_on_front([short, long], None) == [False, True]
+    assert fastest_within([short, long], activations(4)) is long
+
+
+def test_the_fastest_within_a_limit_is_of_those_that_fit():
+    rows = [comparison("slow"), FAST]
+
+    assert [fastest_within(rows, activations(most)) for most in (2, 4, 8)] == [None, rows[0], FAST]
+
+
+def test_bytes_that_are_not_known_fit_no_limit_of_bytes():
+    assert not comparison().fits(Limit.read("1GiB"))
+    assert fastest_within([comparison()], Limit.read("1GiB")) is None
