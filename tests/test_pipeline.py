@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -480,6 +481,53 @@ def test_hooks_run_in_a_training_step_only():
     pipeline.evaluate(*task.inputs, target=task.target)
 
     assert calls == [0, "step"]
+
+
+def test_reduce_stage_is_called_in_the_last_of_several_steps_alone_if_the_others_are_within_no_sync():
+    task = float_task(4)
+
+    def run(wires):
+        calls = []
+        pipeline = Pipeline(task.make_layers(), "1f1b", 2, task.loss, transport=wires, reduce_stage=calls.append)
+        with pipeline.no_sync():
+            step_task(pipeline, task)
+            with pipeline.no_sync():
+                step_task(pipeline, task)
+            step_task(pipeline, task)
+        assert calls == []
+        step_task(pipeline, task)
+        return calls
+
+    assert on_ranks(2, run) == [[0], [1]]
+
+
+def test_a_rank_alone_within_no_sync_is_refused_and_named():
+    task = float_task(4)
+
+    def run(wires):
+        pipeline = Pipeline(task.make_layers(), "1f1b", 2, task.loss, transport=wires)
+        with pipeline.no_sync() if wires.rank == 2 else nullcontext():
+            return error_of(step_task, pipeline, task)
+
+    for error in on_ranks(3, run):
+        assert error.rank == 2
+        assert "rank 2 is within no_sync(), rank 0 is not; enter it on every rank for the same steps" in str(error)
+
+
+def test_no_sync_with_reduce_stage_and_tied_parameters_is_refused_with_a_way_out():
+    task = float_task(4)
+
+    def run(wires):
+        options = {"reduce_stage": lambda stage: None, "tied": [("0.0.weight", "3.0.weight")]}
+        pipeline = Pipeline(task.make_layers(), "1f1b", 2, task.loss, transport=wires, **options)
+        with pipeline.no_sync():
+            error = error_of(step_task, pipeline, task)
+        step_task(pipeline, task)
+        return error
+
+    for error in on_ranks(2, run):
+        assert "no_sync() does not go with reduce_stage and parameters that are tied over ranks" in str(error)
+        assert "Average in every step" in str(error)
 
 
 def test_fewer_microbatches_than_stages_are_warned_of_once_and_run():

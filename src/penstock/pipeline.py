@@ -6,6 +6,7 @@ step is then one agreement between the ranks, one run of this rank's instruction
 
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -115,6 +116,13 @@ class Pipeline(ModelPart):
                 gradients hold a part of the failed batch, so zero them.
         """
         return self._train(Mode.TRAIN, Call(args, kwargs, target, return_outputs, record))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, steps add up gradients and average none over replicas: neither DDP's nor in `reduce_stage`.
+
+        For all steps before an optimizer step but the last; every rank enters it for the same steps.
+        """
+        return self._runner.no_sync()
 
     def evaluate(
         self, *args: Any, target: Any = None, return_outputs: bool = False, record: bool = False, **kwargs: Any

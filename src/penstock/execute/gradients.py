@@ -87,6 +87,8 @@ class Gradients:
         attribute = ATTRIBUTE if options.main_gradients else "grad"
         self._own = OwnParameters(assembly)
         self._trained = 0
+        self.is_synced = True
+        """Whether steps average gradients over replicas; not within `Pipeline.no_sync()`."""
         self._main_gradients = self._accumulate_beside() if options.main_gradients else None
         scaler = grad_scaler_of(options.scale_loss)
         self._scaler = None if scaler is None else SharedScaler(scaler, control, device, attribute)
@@ -105,6 +107,7 @@ class Gradients:
                 self._main_gradients = self._accumulate_beside()
             for copy in self._copies.values():
                 copy.refuse_hooks()
+            self._require_whole_sums()
         except PenstockError as error:
             return error
         return None
@@ -123,7 +126,7 @@ class Gradients:
     def accumulating(self, *, is_training: bool) -> Iterator[None]:
         """Run a step in here."""
         beside = self._main_gradients if is_training else None
-        with self._ddp.step(), nullcontext() if beside is None else beside.accumulating():
+        with self._ddp.step(is_synced=self.is_synced), nullcontext() if beside is None else beside.accumulating():
             for copy in self._copies.values() if is_training else ():
                 copy.begin_step()
             yield
@@ -157,7 +160,8 @@ class Gradients:
         def reduce(stage: int) -> None:
             if stage in last_of_copies:
                 self._ddp.reduce(stage)
-                hook(stage)
+                if self.is_synced:
+                    hook(stage)
 
         return reduce
 
@@ -169,6 +173,15 @@ class Gradients:
             )
         if self._options.optimizer_step is not None:
             self._options.optimizer_step()
+
+    def _require_whole_sums(self) -> None:
+        if not self.is_synced and self._copies and self._options.reduce_stage is not None:
+            raise ConfigError(
+                "no_sync() does not go with reduce_stage and parameters that are tied over ranks: while a step runs, "
+                "their gradients of the steps before are set aside, so reduce_stage would not see them. Average in "
+                "every step, or average after the last step instead of in reduce_stage",
+                key="reduce_stage",
+            )
 
     def _accumulate_beside(self) -> MainGradients:
         for copy in self._copies.values():

@@ -135,6 +135,15 @@ class Runner:
         self.step_number += mode.is_training
         return self._with_outputs(result, step)
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Average no gradients over replicas in the steps within."""
+        was_synced, self._gradients.is_synced = self._gradients.is_synced, False
+        try:
+            yield
+        finally:
+            self._gradients.is_synced = was_synced
+
     def close(self) -> None:
         """Leave the others; no step can be run any more."""
         self._failures.close()
@@ -187,6 +196,7 @@ class Runner:
             step_number=self.step_number if self._options.seed is not None and is_training else 0,
             trained=gradients.trained() if is_training else 0,
             scale=gradients.scale if is_training else 0.0,
+            is_synced=gradients.is_synced,
             extra=Extra.MEMORY if memory is not None else Extra.RECORDING if call.record else Extra.NOTHING,
         )
         # From the largest of all ranks: one that tried a step alone is ahead, and its number must not come twice, or a

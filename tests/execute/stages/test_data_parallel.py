@@ -72,15 +72,17 @@ def test_pipelines_of_one_rank_are_plain_data_parallelism(four_ranks):
 # ---- several steps
 
 
-def train_accumulating(rank, schedule, has_own_sync, tied):
+def train_accumulating(rank, schedule, sync, tied):
+    """Three steps; `sync`: in each, or only in the last, by the layers' `no_sync` or the pipeline's."""
     own_mesh = mesh()
     wrapped = [wrap(layer, own_mesh) for layer in layers()]
     pipeline = pipeline_of(wrapped, schedule, own_mesh, tied=tied)
     for seed in (1, 2, 3):
         inputs, target = own_rows(own_mesh, seed)
         with ExitStack() as stack:
-            for layer in wrapped if has_own_sync and seed < 3 else ():
-                stack.enter_context(layer.no_sync())
+            if seed < 3 and sync != "each":
+                for each in wrapped if sync == "layers" else [pipeline]:
+                    stack.enter_context(each.no_sync())
             pipeline.step(inputs, target=target)
         if seed == 1:
             first = gradients_of(pipeline)
@@ -94,20 +96,21 @@ def one_process_tied(seeds):
     return expected | {"3.0.weight": expected["0.0.weight"]}
 
 
-@pytest.mark.parametrize("has_own_sync", [False, True])
-def test_gradients_of_several_steps_add_up(four_ranks, has_own_sync):
-    found = four_ranks.run(train_accumulating, "1f1b", has_own_sync, ())
+@pytest.mark.parametrize("sync", ["each", "layers", "pipeline"])
+def test_gradients_of_several_steps_add_up(four_ranks, sync):
+    found = four_ranks.run(train_accumulating, "1f1b", sync, ())
 
     assert_gradients([last for _, last in found], expected_gradients(seeds=(1, 2, 3)))
     averaged = torch.allclose(found[0][0]["0.0.weight"], found[2][0]["0.0.weight"], rtol=0, atol=TOLERANCE)
-    assert averaged is not has_own_sync  # under the caller's no_sync each replica has its own sum
+    assert averaged is (sync == "each")  # under the caller's no_sync each replica has its own sum
 
 
+@pytest.mark.parametrize("sync", ["layers", "pipeline"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_tied_gradients_of_several_steps_add_up_also_where_only_the_last_is_synchronised(four_ranks, schedule):
+def test_tied_gradients_of_several_steps_add_up_also_where_only_the_last_is_synchronised(four_ranks, schedule, sync):
     tied = [("0.module.0.weight", "3.module.0.weight")]
 
-    found = four_ranks.run(train_accumulating, schedule, True, tied)
+    found = four_ranks.run(train_accumulating, schedule, sync, tied)
 
     expected = one_process_tied((1, 2, 3))
     if schedule == "zbv":

@@ -74,6 +74,8 @@ class StepProposal:
     extra: Extra = Extra.NOTHING
     scale: float = 0.0
     """The scale of the rank's GradScaler; 0 where it has none."""
+    is_synced: bool = True
+    """Whether gradients are averaged over replicas; not within `no_sync()`."""
     refusal: str = ""
     """Why the rank cannot run the step."""
     is_end_of_data: bool = False
@@ -123,6 +125,7 @@ def agree_on_step(control: Control, own: StepProposal) -> list[StepProposal]:
     _require_same("extra", everyone, _on_extras)
     _require_same("step_number", everyone, _on_draws)
     _require_same("scale", everyone, _on_scales)
+    _require_same("is_synced", everyone, _on_sync)
     _require_given("inputs", everyone, "inputs")
     _require_given("keywords", everyone, "keyword arguments")
     is_refused = any(each.refusal for each in everyone)
@@ -198,6 +201,12 @@ def _on_scales(everyone: Sequence[StepProposal], one: int, other: int) -> str:
         f"{everyone[other].scale:g}; call its update() on every rank after each optimizer step, and change or load its "
         "state on all ranks alike"
     )
+
+
+def _on_sync(everyone: Sequence[StepProposal], one: int, other: int) -> str:
+    """The replicas of some stages would have the mean of all steps, those of others only of the last."""
+    within, outside = (one, other) if everyone[other].is_synced else (other, one)
+    return f"rank {within} is within no_sync(), rank {outside} is not; enter it on every rank for the same steps"
 
 
 def _require_given(name: str, proposals: Sequence[StepProposal], what: str) -> None:

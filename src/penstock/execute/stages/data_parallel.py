@@ -48,11 +48,11 @@ class DdpReduction:
         """By id of a DDP module, whether the caller wants this step's gradients averaged."""
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Keep DDP from reducing by itself meanwhile."""
+    def step(self, *, is_synced: bool = True) -> Iterator[None]:
+        """Keep DDP from reducing by itself meanwhile; `reduce` averages if `is_synced`."""
         modules = [module for found in self._modules.values() for module in found]
         # False inside of the caller's own `no_sync()`.
-        self._is_synced = {id(module): averages(module) for module in modules}
+        self._is_synced = {id(module): is_synced and averages(module) for module in modules}
         with ExitStack() as stack:
             for module in modules:
                 stack.enter_context(module.no_sync())
