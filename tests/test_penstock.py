@@ -1,6 +1,8 @@
+import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,12 +14,12 @@ def fresh_process(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def test_importing_it_loads_neither_torch_nor_numba_nor_plotting():
+def test_importing_it_loads_nothing_heavy():
     code = "import json, sys, penstock; print(json.dumps(sorted(sys.modules)))"
 
     loaded = set(json.loads(fresh_process(code)))
 
-    assert not loaded & {"torch", "numba", "matplotlib", "plotly", "pydantic", "rich"}
+    assert not loaded & {"torch", "numpy", "numba", "matplotlib", "pydantic", "rich"}
 
 
 def test_planning_a_small_schedule_loads_neither_torch_nor_numba():
@@ -36,6 +38,14 @@ def test_every_public_name_is_there():
     assert [name for name in ps.__all__ if not hasattr(ps, name)] == []
     assert len(ps.__all__) <= 40
     assert dir(ps) == sorted(ps.__all__)
+
+
+def test_type_checkers_read_the_same_names_from_the_same_modules():
+    stub = ast.parse(Path(ps.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    lines = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+
+    assert {node.names[0].asname: node.module for node in lines} == ps._HOMES
+    assert [node.names[0].name for node in lines] == [node.names[0].asname for node in lines]
 
 
 def test_an_unknown_name_is_an_attribute_error():

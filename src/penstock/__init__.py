@@ -6,107 +6,68 @@
     timeline = ps.simulate(program, ps.Costs.uniform())       predicted
     pipeline = ps.Pipeline(layers, schedule, loss=loss)       executed unchanged, on 1 process or many
 
-Names that need torch load on first use, so that planning starts without it.
+Every name loads on first use, so that planning starts without torch, and `penstock --help` without numpy. Type checkers
+read `__init__.pyi`.
 """
 
 from importlib import import_module
 from typing import Any
 
-from penstock.errors import (
-    CheckpointError,
-    ConfigError,
-    DeadlineExceeded,
-    EndOfData,
-    FormatError,
-    NotFinite,
-    PartitionError,
-    PeerLost,
-    PenstockError,
-    PenstockWarning,
-    PipelineError,
-    ScheduleError,
-    StepRefused,
-)
-from penstock.ir.action import Action, Kind
-from penstock.ir.program import Program
-from penstock.ir.recompute import with_recompute
-from penstock.ir.schedule import Schedule
-from penstock.lowering import lower
-from penstock.placement import Placement
-from penstock.planning import plan
-from penstock.proofs import check
-from penstock.schedules import build
-from penstock.simulation import Costs, LayerCosts, simulate
 from penstock.version import VERSION
 
 __version__ = VERSION
 
-_ON_FIRST_USE = {
+_HOMES = {
+    "Action": "penstock.ir.action",
     "AuxiliaryLoss": "penstock.models",
     "BatchSpec": "penstock.execute.batch.microbatch",
     "Carry": "penstock.models",
+    "CheckpointError": "penstock.errors",
+    "ConfigError": "penstock.errors",
+    "Costs": "penstock.simulation",
+    "DeadlineExceeded": "penstock.errors",
+    "EndOfData": "penstock.errors",
+    "FormatError": "penstock.errors",
+    "Kind": "penstock.ir.action",
+    "LayerCosts": "penstock.simulation",
     "LayerSpec": "penstock.models",
     "LossOutput": "penstock.execute.losses.output",
+    "NotFinite": "penstock.errors",
     "Observer": "penstock.execute.observing.observer",
+    "PartitionError": "penstock.errors",
+    "PeerLost": "penstock.errors",
+    "PenstockError": "penstock.errors",
+    "PenstockWarning": "penstock.errors",
     "Pipeline": "penstock.pipeline",
+    "PipelineError": "penstock.errors",
+    "Placement": "penstock.placement",
     "PreSplit": "penstock.execute.batch.microbatch",
+    "Program": "penstock.ir.program",
     "Replicate": "penstock.execute.batch.microbatch",
+    "Schedule": "penstock.ir.schedule",
+    "ScheduleError": "penstock.errors",
     "Skip": "penstock.models",
     "Split": "penstock.execute.batch.microbatch",
+    "StepRefused": "penstock.errors",
     "Stream": "penstock.execute.batch.stream",
+    "build": "penstock.schedules",
+    "check": "penstock.proofs",
+    "lower": "penstock.lowering",
     "measure_layers": "penstock.train.measure",
+    "plan": "penstock.planning",
+    "simulate": "penstock.simulation",
+    "with_recompute": "penstock.ir.recompute",
 }
+"""The module of each public name."""
+
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ON_FIRST_USE:
-        return getattr(import_module(_ON_FIRST_USE[name]), name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     return __all__
-
-
-__all__ = [
-    "Action",
-    "AuxiliaryLoss",
-    "BatchSpec",
-    "Carry",
-    "CheckpointError",
-    "ConfigError",
-    "Costs",
-    "DeadlineExceeded",
-    "EndOfData",
-    "FormatError",
-    "Kind",
-    "LayerCosts",
-    "LayerSpec",
-    "LossOutput",
-    "NotFinite",
-    "Observer",
-    "PartitionError",
-    "PeerLost",
-    "PenstockError",
-    "PenstockWarning",
-    "Pipeline",
-    "PipelineError",
-    "Placement",
-    "PreSplit",
-    "Program",
-    "Replicate",
-    "Schedule",
-    "ScheduleError",
-    "Skip",
-    "Split",
-    "StepRefused",
-    "Stream",
-    "__version__",
-    "build",
-    "check",
-    "lower",
-    "measure_layers",
-    "plan",
-    "simulate",
-    "with_recompute",
-]

@@ -15,7 +15,6 @@ from penstock.cli.pictures import (
 )
 from penstock.cli.status import ExitStatus
 from penstock.ir.formats import FORMAT_OF_SUFFIX, WRITABLE
-from penstock.ir.schedule import Schedule
 
 SUMMARY = "Print a schedule, or the program it is lowered to, or draw its timeline."
 DEFAULT_COSTS = "F=1,I=1,W=1"
@@ -50,22 +49,22 @@ def run(arguments: Namespace) -> int:
     refuse_useless(arguments, "costs", format, PICTURES)
     refuse_useless(arguments, "theme", format, CHARTS)
     path = result_path(arguments)
-    schedule = wanted_schedule(arguments)
     if format in PICTURES:
-        data = _picture(schedule, format, arguments)
+        write_result(_picture(format, arguments), format, path)
+        return ExitStatus.FINE
+    schedule = wanted_schedule(arguments)
+    text = write_table(lower(schedule) if arguments.lowered else schedule, format)
+    screen = stdout_screen()
+    if format == "grid" and path is None and screen.width:
+        say(on_screen(text.rstrip("\n"), screen))
     else:
-        text = write_table(lower(schedule) if arguments.lowered else schedule, format)
-        screen = stdout_screen()
-        if format == "grid" and path is None and screen.width:
-            say(on_screen(text.rstrip("\n"), screen))
-            return ExitStatus.FINE
-        data = text.encode()
-    write_result(data, format, path)
+        write_result(text.encode(), format, path)
     return ExitStatus.FINE
 
 
-def _picture(schedule: Schedule, format: str, arguments: Namespace) -> bytes:
+def _picture(format: str, arguments: Namespace) -> bytes:
     """Draw the timeline that the lowered schedule has under the costs."""
+    from penstock.cli.wanted import wanted_schedule
     from penstock.lowering import lower
     from penstock.planning import stage_costs
     from penstock.show.chart import timeline_chart
@@ -75,6 +74,7 @@ def _picture(schedule: Schedule, format: str, arguments: Namespace) -> bytes:
     from penstock.simulation import simulate
     from penstock.simulation.costs.file import load_costs
 
+    schedule = wanted_schedule(arguments)
     text = arguments.costs or DEFAULT_COSTS
     costs = stage_costs(load_costs(text), schedule)
     timeline = simulate(lower(schedule), costs)
