@@ -29,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     from penstock.cli.conversion import convert, read_plan
-    from penstock.train.files import atomic_file
+    from penstock.files import atomic_file
 
     target_format = arguments.target_format or _format_of_name(arguments.target)
     if arguments.lowered and target_format in ("grid", "megatron"):

@@ -70,7 +70,7 @@ def write_result(data: bytes, format: str, path: Path | None) -> None:
         ConfigError: for a binary format on a terminal.
         PenstockError: if the file cannot be written.
     """
-    from penstock.train.files import atomic_file
+    from penstock.files import atomic_file
 
     if path is None and format == TABLE:
         say(data.decode())  # in characters that the terminal has

@@ -69,8 +69,8 @@ def _path_of_costs(arguments: Namespace, config: Any) -> Path:
 def _profile(arguments: Namespace, config: Any) -> None:
     from penstock.cli.output import say, stdout_screen
     from penstock.cli.profile_text import profile_text
+    from penstock.files import atomic_file
     from penstock.simulation.costs.writing import costs_to_toml
-    from penstock.train.files import atomic_file
     from penstock.train.profiling import profile_run
 
     path = _path_of_costs(arguments, config)

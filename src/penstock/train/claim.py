@@ -20,8 +20,8 @@ from typing import TextIO
 from penstock.errors import ConfigError, PenstockError
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
+from penstock.files import naming_storage
 from penstock.train.config import RunConfig, load_config
-from penstock.train.files import naming_storage
 from penstock.train.run_folder import CONFIG, LOCK, SUMMARY, RunFolder, numbered_folders, remove_empty, run_path
 from penstock.train.run_lock import RunLock, holder_of
 from penstock.train.together import failing_together

@@ -14,7 +14,7 @@ from typing import Protocol, Self, TextIO
 import orjson
 
 from penstock.errors import ConfigError
-from penstock.train.files import naming_storage
+from penstock.files import naming_storage
 from penstock.train.progress import Display, StepMetrics, open_display
 from penstock.train.run_folder import METRICS, TENSORBOARD
 from penstock.train.sections import MetricsSection

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import orjson
 
 from penstock.errors import ConfigError
+from penstock.files import naming_storage
 from penstock.ir.timeline import Timeline
 from penstock.show.chart import draw_overlay
 from penstock.show.text import format_seconds, format_share
 from penstock.show.trace import to_trace
 from penstock.simulation import simulate
 from penstock.simulation.costs.fit import costs_from_timeline
-from penstock.train.files import naming_storage
 from penstock.train.progress import duration_text
 from penstock.train.run_folder import (
     CONFIG,

@@ -12,8 +12,8 @@ from math import inf
 from pathlib import Path
 
 from penstock.errors import ConfigError, PenstockError
+from penstock.files import PARTIAL_SUFFIX, atomic_file, naming_storage, remove_abandoned
 from penstock.train.config import RunConfig, config_to_toml, load_config
-from penstock.train.files import PARTIAL_SUFFIX, atomic_file, naming_storage, remove_abandoned
 
 CONFIG = "config.toml"
 TOKENS = "tokens"

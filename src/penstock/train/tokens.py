@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import ConfigError
+from penstock.files import atomic_file, remove_abandoned
 from penstock.train.corpus import FILES_KEY, Document, read_document
-from penstock.train.files import atomic_file, remove_abandoned
 from penstock.train.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from penstock.errors import PenstockError
-from penstock.train.files import atomic_file, remove_abandoned
+from penstock.files import atomic_file, remove_abandoned
 
 
 @contextmanager

@@ -50,6 +50,15 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             raise
 
 
+def flush_folder(folder: Path) -> None:
+    """Have the disk keep which names lie in a folder, as after a rename. Raises: OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def remove_abandoned(folder: Path, *, now_s: float) -> None:
     """Remove what killed writers left in `folder`; `now_s` is seconds since the epoch.
 
