@@ -29,6 +29,7 @@ GROUPS = {
     "Prove": ("Find every place where a schedule or program cannot run.", ["check"]),
     "Simulate": ("Predict time and memory.", ["simulate", "Costs", "LayerCosts", "measure_layers"]),
     "Train": ("Run a schedule on a model.", ["Pipeline", "LayerSpec", "Skip", "Carry", "AuxiliaryLoss", "LossOutput"]),
+    "Save": ("Save and load a training.", ["save_checkpoint", "load_checkpoint"]),
     "Batches": ("Say how a batch is cut.", ["BatchSpec", "Split", "Replicate", "PreSplit", "Stream"]),
     "Observe": ("See what a step did.", ["Observer"]),
     "Values": ("What the functions above take and return.", ["Schedule", "Program", "Action", "Kind", "Placement"]),

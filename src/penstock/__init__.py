@@ -52,9 +52,11 @@ _HOMES = {
     "Stream": "penstock.execute.batch.stream",
     "build": "penstock.schedules",
     "check": "penstock.proofs",
+    "load_checkpoint": "penstock.checkpoints.loading",
     "lower": "penstock.lowering",
     "measure_layers": "penstock.train.measure",
     "plan": "penstock.planning",
+    "save_checkpoint": "penstock.checkpoints.writer",
     "simulate": "penstock.simulation",
     "with_recompute": "penstock.ir.recompute",
 }

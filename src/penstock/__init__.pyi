@@ -1,5 +1,7 @@
 """The public names with their types, for type checkers and editors; the module itself loads each on first use."""
 
+from penstock.checkpoints.loading import load_checkpoint as load_checkpoint
+from penstock.checkpoints.writer import save_checkpoint as save_checkpoint
 from penstock.errors import CheckpointError as CheckpointError
 from penstock.errors import ConfigError as ConfigError
 from penstock.errors import DeadlineExceeded as DeadlineExceeded

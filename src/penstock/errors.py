@@ -11,7 +11,8 @@
     │   ├── PeerLost           a peer's process or connection is gone
     │   └── DeadlineExceeded   a wait outlived its deadline
     ├── NotFinite              a loss or gradient norm of a run is infinite or not a number
-    └── CheckpointError        saved weights cannot be written or read
+    └── CheckpointError        a checkpoint cannot be read or written, or there is none
+        └── NotSaved           one cannot be written
 
 A message says where, what, what was expected, and the fix.
 """
@@ -96,7 +97,11 @@ class NotFinite(PenstockError):
 
 
 class CheckpointError(PenstockError):
-    """Saved weights cannot be written or read."""
+    """A checkpoint, or a file of weights, cannot be read or written, or there is none."""
+
+
+class NotSaved(CheckpointError):
+    """A checkpoint, or a file of weights, cannot be written; those of before are as they were."""
 
 
 class PipelineError(PenstockError):

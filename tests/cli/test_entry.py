@@ -193,7 +193,7 @@ def test_no_command_prints_three_to_try(capsys):
 def test_help_is_status_0(capsys):
     assert entry.main(["--help"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "Exit status: 0 fine, 1 wrong input, 2 wrong usage, 4 a rank failed, 5 a hang was ended, 7 " in printed
+    assert "Exit status: 0 fine, 1 wrong input, 2 wrong usage, 4 a rank failed, 5 a hang was ended, 6 " in printed
     assert printed.endswith("70 a bug in Penstock, 130 interrupted.")
 
 

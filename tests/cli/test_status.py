@@ -12,6 +12,7 @@ from penstock.errors import (
     DeadlineExceeded,
     FormatError,
     NotFinite,
+    NotSaved,
     PeerLost,
     PipelineError,
 )
@@ -23,7 +24,8 @@ from tests.house.source import ROOT
     [
         (ConfigError("x"), 1),
         (FormatError("x"), 1),
-        (CheckpointError("x"), 1),
+        (CheckpointError("x"), 6),
+        (NotSaved("x"), 1),
         (PipelineError("x"), 4),
         (PeerLost("x"), 4),
         (DeadlineExceeded("x"), 5),

@@ -15,6 +15,7 @@ ROOMS = {
     "placement": (0, {0}),
     "tables": (0, {0}),
     "version": (0, {0}),
+    "files": (0, {0}),
     "ir": (1, {0}),
     "schedules": (2, {0, 1}),
     "proofs": (2, {0, 1}),
@@ -28,6 +29,7 @@ ROOMS = {
     "execute": (6, {0, 1}),
     "construction": (7, {0, 1, 2, 3, 4, 5, 6}),
     "pipeline": (7, {0, 1, 2, 3, 4, 5, 6}),
+    "checkpoints": (7, {0, 1, 2, 3, 4, 5, 6}),
     "train": (7, {0, 1, 2, 3, 4, 5, 6}),
     "moving": (7, {0, 1, 2, 3, 4, 5, 6}),
     "cli": (8, {0, 1, 2, 3, 4, 5, 6, 7}),
@@ -37,6 +39,8 @@ ROOMS = {
 # The few pairs (from, to) that a floor number does not describe, and why.
 DOORS = {
     ("pipeline", "construction"),  # it is made there
+    ("checkpoints", "pipeline"),  # of which they are made
+    ("train", "checkpoints"),  # the training loop saves and loads them
     ("train", "pipeline"),  # the training loop holds a Pipeline
     ("moving", "pipeline"),  # so do the adapters
     ("moving", "train"),  # gradients are clipped by their norm over all ranks in one place

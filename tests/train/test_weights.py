@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from penstock.errors import CheckpointError, PipelineError
+from penstock.errors import NotSaved, PipelineError
+from penstock.files import atomic_file
 from penstock.train import weights
-from penstock.train.files import atomic_file
 from penstock.train.weights import save_weights
 from tests.ranks import run_ranks, run_ranks_with_deaths
 from tests.train.local_ranks import error_of, on_ranks, random_batch, small_layers, small_pipeline
@@ -100,7 +100,7 @@ def save_twice(transport, bad_path, good_path):
 def test_a_failed_save_is_raised_on_every_rank_and_the_pipeline_goes_on(tmp_path):
     errors = on_ranks(3, save_twice, tmp_path / "missing" / "weights", tmp_path / "weights")
 
-    assert [type(error) for error in errors] == [CheckpointError] * 3
+    assert [type(error) for error in errors] == [NotSaved] * 3
     assert all("missing/weights: cannot be written: No such file" in str(error) for error in errors)
     assert len(load_file(tmp_path / "weights")) > 0
 
@@ -116,7 +116,7 @@ def fail_to_save(transport, path):
 def test_a_type_that_the_format_lacks_is_refused_on_every_rank(tmp_path):
     errors = on_ranks(2, fail_to_save, tmp_path / "weights")
 
-    assert all(isinstance(error, CheckpointError) for error in errors)
+    assert all(isinstance(error, NotSaved) for error in errors)
     assert all("'1.weight' on rank 1 has type torch.complex64" in str(error) for error in errors)
     assert list(tmp_path.iterdir()) == []
 
@@ -195,7 +195,7 @@ def test_a_disk_that_takes_nothing_for_too_long_is_an_error_on_every_rank(tmp_pa
 
     errors = on_ranks(2, fail_slowly, tmp_path / "weights")
 
-    assert [type(error) for error in errors] == [CheckpointError] * 2
+    assert [type(error) for error in errors] == [NotSaved] * 2
     assert all("weights: cannot be written: the disk took no data for 0.2 s" in str(error) for error in errors)
     assert list(tmp_path.iterdir()) == []
 

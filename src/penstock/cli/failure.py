@@ -11,7 +11,7 @@ import torch.distributed as dist
 from penstock.cli.status import ExitStatus, status_of
 from penstock.errors import PeerLost, PipelineError
 
-NO_RANK_AT_FAULT = (ExitStatus.WRONG_INPUT, ExitStatus.NOT_FINITE)
+NO_RANK_AT_FAULT = (ExitStatus.WRONG_INPUT, ExitStatus.NO_CHECKPOINT, ExitStatus.NOT_FINITE)
 
 
 @dataclass(frozen=True, slots=True)

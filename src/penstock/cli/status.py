@@ -3,17 +3,18 @@
 import traceback
 from enum import IntEnum
 
-from penstock.errors import DeadlineExceeded, NotFinite, PenstockError, PipelineError
+from penstock.errors import CheckpointError, DeadlineExceeded, NotFinite, NotSaved, PenstockError, PipelineError
 
 
 class ExitStatus(IntEnum):
-    """What a command ends with; 6 is kept for runs that find no valid checkpoint."""
+    """What a command ends with."""
 
     FINE = 0
     WRONG_INPUT = 1
     USAGE = 2
     RANK_FAILED = 4
     HANG_ENDED = 5
+    NO_CHECKPOINT = 6
     NOT_FINITE = 7
     BUG = 70
     INTERRUPTED = 130
@@ -25,6 +26,7 @@ MEANINGS = {
     ExitStatus.USAGE: "wrong usage",
     ExitStatus.RANK_FAILED: "a rank failed",
     ExitStatus.HANG_ENDED: "a hang was ended",
+    ExitStatus.NO_CHECKPOINT: "no valid checkpoint",
     ExitStatus.NOT_FINITE: "a loss or gradient norm is not finite",
     ExitStatus.BUG: "a bug in Penstock",
     ExitStatus.INTERRUPTED: "interrupted",
@@ -46,6 +48,8 @@ def status_of(error: BaseException) -> ExitStatus:
             return ExitStatus.RANK_FAILED
         case NotFinite():
             return ExitStatus.NOT_FINITE
+        case CheckpointError() if not isinstance(error, NotSaved):
+            return ExitStatus.NO_CHECKPOINT
         case PenstockError():
             return ExitStatus.WRONG_INPUT
         case OSError() if error.filename is not None:

@@ -55,6 +55,11 @@ class ModelPart:
         """Names of this rank's parameters that are copies of another name's."""
         return self._assembly.copied_names
 
+    @property
+    def owner_names(self) -> Mapping[str, str]:
+        """Of `copied_names`: the name that each belongs to, by which another rank may hold it."""
+        return self._assembly.owner_names
+
     def train(self, mode: bool = True) -> Self:
         """Put this rank's layers into training mode, or evaluation mode; `evaluate` needs no call of it."""
         for stage in self.stages:

@@ -17,38 +17,27 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from math import prod
 from pathlib import Path
-from threading import Thread
 from typing import BinaryIO, cast
 
 import torch
 from torch import Tensor
 
-from penstock.errors import CheckpointError, PenstockError, PipelineError
+from penstock.checkpoints.shards import DTYPE_NAMES
+from penstock.checkpoints.work import run_in_thread
+from penstock.errors import NotSaved, PenstockError, PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
+from penstock.files import atomic_file
 from penstock.pipeline import Pipeline
-from penstock.train.files import atomic_file
 from penstock.version import VERSION
 
-FORMAT_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-DTYPES = {name: dtype for dtype, name in FORMAT_NAMES.items()}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 PIECE_BYTES = 64 << 20
 """Written at once, and then flushed to the disk, so that a slow disk still shows progress."""
 STALLED_AFTER_S = 1800.0
@@ -84,7 +73,7 @@ def save_weights(path: Path, pipeline: Pipeline) -> None:
     The file appears whole or not at all. Of tied parameters the first name is saved, once.
 
     Raises:
-        CheckpointError: on every rank, if the file cannot be written or a tensor's type has no place in the format.
+        NotSaved: on every rank, if the file cannot be written or a tensor's type has no place in the format.
         PipelineError: if a rank is lost meanwhile.
     """
     transport = pipeline.transport
@@ -101,7 +90,7 @@ def save_weights(path: Path, pipeline: Pipeline) -> None:
         )
     failure = Control(transport).all_gather_object(problem)[0]
     if failure:
-        raise CheckpointError(f"the weights are not saved: {failure}")
+        raise NotSaved(f"the weights are not saved: {failure}")
 
 
 def _own_tensors(pipeline: Pipeline) -> dict[str, Tensor]:
@@ -113,15 +102,15 @@ def _own_tensors(pipeline: Pipeline) -> dict[str, Tensor]:
 
 def _list_entries(transport: Transport, own: dict[str, Tensor]) -> list[_Entry]:
     """Return the tensors of all ranks in the order of the file, the same on every rank."""
-    described = [[name, FORMAT_NAMES.get(t.dtype, str(t.dtype)), list(t.shape)] for name, t in own.items()]
+    described = [[name, DTYPE_NAMES.get(t.dtype, str(t.dtype)), list(t.shape)] for name, t in own.items()]
     gathered = cast("list[list[tuple[str, str, list[int]]]]", Control(transport).all_gather_object(described))
     entries: dict[str, _Entry] = {}
     for rank, listed in enumerate(gathered):
         for name, dtype, shape in listed:
             if dtype not in DTYPES:
-                raise CheckpointError(
+                raise NotSaved(
                     f"{name!r} on rank {rank} has type {dtype}, which safetensors files cannot hold; "
-                    f"convert it to one of {', '.join(str(known) for known in FORMAT_NAMES)}"
+                    f"convert it to one of {', '.join(str(known) for known in DTYPE_NAMES)}"
                 )
             entries.setdefault(name, _Entry(name, DTYPES[dtype], tuple(shape), rank))
     # Wide types first, so that every tensor lies at a multiple of its item's size.
@@ -167,7 +156,7 @@ class _OtherRanks:
             action()
             return
         self.remind()
-        ended, stalled_s = _run_in_thread(action), time.monotonic() + STALLED_AFTER_S
+        ended, stalled_s = run_in_thread(action), time.monotonic() + STALLED_AFTER_S
         while not wait([ended], timeout=min(self._pause_s, STALLED_AFTER_S)).done:
             if time.monotonic() >= stalled_s:
                 raise TimeoutError(errno.ETIMEDOUT, f"the disk took no data for {STALLED_AFTER_S:g} s")
@@ -177,22 +166,6 @@ class _OtherRanks:
     @property
     def _pause_s(self) -> float:
         return self.transport.deadline_s / REQUESTS_PER_DEADLINE
-
-
-def _run_in_thread(action: Callable[[], None]) -> Future[None]:
-    """Run an action in a daemon thread, so that the process can end while a broken disk blocks the thread."""
-    ended: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            action()
-        except BaseException as error:
-            ended.set_exception(error)
-        else:
-            ended.set_result(None)
-
-    Thread(target=run, name="penstock-save", daemon=True).start()
-    return ended
 
 
 def _send_on_request(transport: Transport, device: torch.device, tensors: Sequence[Tensor]) -> None:
@@ -257,7 +230,7 @@ def _header(entries: Sequence[_Entry]) -> bytes:
     for entry in entries:
         begin, end = end, end + entry.size_bytes
         table[entry.name] = {
-            "dtype": FORMAT_NAMES[entry.dtype],
+            "dtype": DTYPE_NAMES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [begin, end],
         }

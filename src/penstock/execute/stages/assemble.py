@@ -31,10 +31,16 @@ class Assembly:
     """Per parameter or stage that several ranks hold, one stage of each, the owner's first; the same on all ranks."""
     tied_copies: dict[int, TiedCopy]
     """Per index of a group that this rank belongs to, its copy."""
-    copied_names: frozenset[str]
-    """Names under which this rank holds parameters that belong to another name."""
+    owner_names: Mapping[str, str]
+    """Of names under which this rank holds parameters that belong to another name: that name, or the first of all
+    ranks' names for it, which its owner may list under yet another one."""
     skips: Mapping[int, StageSkips] = field(default_factory=dict)
     """By index of a stage, the skips that its layers hold or that go past it, if any."""
+
+    @property
+    def copied_names(self) -> frozenset[str]:
+        """Names under which this rank holds parameters that belong to another name."""
+        return frozenset(self.owner_names)
 
     def keyword_names(self) -> dict[int, set[str]]:
         """Return, per stage of this rank, the keyword arguments that its layers can take."""
@@ -197,7 +203,7 @@ class _Ties:
     def assembly(self, stages: list[Stage], groups: Sequence[Sequence[str]]) -> Assembly:
         tied_groups: list[tuple[int, ...]] = []
         copies: dict[int, TiedCopy] = {}
-        copied: set[str] = set()
+        owner_names: dict[str, str] = {}
         # Every rank walks all groups in one order, also those that it has no part of: the number of a group in
         # `tied_groups` is what programs name it by.
         for group in groups:
@@ -205,8 +211,9 @@ class _Ties:
             here = [name for name, layer in zip(group, layers, strict=True) if layer in self.layers]
             parameter = self._share(here)
             listed = {layer: self._listed_name(layer, parameter) for layer in layers if layer in self.layers}
-            copied.update(here, listed.values())
-            copied.discard(listed.get(layers[0], ""))
+            owner = listed.get(layers[0], group[0])
+            owner_names |= dict.fromkeys([*here, *listed.values()], owner)
+            owner_names.pop(listed.get(layers[0], ""), None)
             holders = self._holders(stage for layer in layers for stage in self.stages_of_layer[layer])
             if len(holders) < 2:
                 continue  # one object on one rank: autograd adds up its uses by itself
@@ -218,7 +225,7 @@ class _Ties:
                 stage = next(stage for stage in stages if stage.index == holders[self.rank])
                 copies[len(tied_groups)] = _copy_of_stage(stage, copies.values(), list(holders))
             tied_groups.append(tuple(holders.values()))
-        return Assembly(stages, tuple(tied_groups), copies, frozenset(copied))
+        return Assembly(stages, tuple(tied_groups), copies, owner_names)
 
     def _listed_name(self, layer: str, parameter: nn.Parameter | None) -> str:
         """The name under which a layer lists a parameter that it may hold twice."""

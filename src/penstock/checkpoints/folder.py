@@ -1,0 +1,101 @@
+"""The folder of checkpoints: `step-N` for each, under another name until it is whole and while it is removed.
+
+step-50/                 whole when it got this name
+step-100.1f3a.partial/   being written, or being removed; nobody reads it
+"""
+
+import os
+import re
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from penstock.errors import NotSaved
+from penstock.files import ABANDONED_AFTER_S, PARTIAL_SUFFIX, flush_folder
+
+DAMAGED_SUFFIX = ".damaged"
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step of a checkpoint's folder by its name; None of another name."""
+    found = _STEP.fullmatch(path.name)
+    return int(found[1]) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFolder:
+    """A folder with a checkpoint per step."""
+
+    path: Path
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a folder, the newest first."""
+        try:
+            names = os.listdir(self.path)
+        except OSError:
+            return []
+        found = [step_of(self.path / name) for name in names if (self.path / name).is_dir()]
+        return sorted((step for step in found if step is not None), reverse=True)
+
+    def of_step(self, step: int) -> Path:
+        return self.path / f"step-{step}"
+
+    def begin(self, step: int) -> Path:
+        """Make the folder in which the files of a checkpoint are written. Raises: OSError."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.sweep(older_than_s=ABANDONED_AFTER_S)
+        partial = self._unused_name(step)
+        partial.mkdir()
+        return partial
+
+    def announce(self, partial: Path, step: int) -> Path:
+        """Give a whole checkpoint its name; what it consists of must be on the disk already. Raises: OSError."""
+        flush_folder(partial)
+        path = self.of_step(step)
+        if path.exists():
+            raise NotSaved(
+                f"{path}: exists already, and a checkpoint is never written over. Remove it, or save in another folder"
+            )
+        os.rename(partial, path)
+        flush_folder(self.path)
+        return path
+
+    def set_aside(self, step: int) -> Path:
+        """Rename a damaged checkpoint, so that its step can be saved again. Raises: OSError."""
+        path = self.of_step(step)
+        aside = next(
+            name
+            for number in range(1, 10_000)
+            if not (name := path.with_name(f"{path.name}{DAMAGED_SUFFIX}-{number}")).exists()
+        )
+        os.rename(path, aside)
+        flush_folder(self.path)
+        return aside
+
+    def retain(self, *, keep_last: int, keep_every: int) -> None:
+        """Remove all but the last checkpoints and those of steps that `keep_every` divides. Raises: OSError.
+
+        No number (0) keeps all of them, and no others, respectively.
+        """
+        for step in self.steps()[keep_last:] if keep_last else []:
+            if keep_every and step % keep_every == 0:
+                continue
+            partial = self._unused_name(step)
+            os.rename(self.of_step(step), partial)  # from here on it is no checkpoint: nobody reads half of one
+            shutil.rmtree(partial)
+
+    def sweep(self, *, older_than_s: float = 0.0) -> None:
+        """Remove what writers that were killed have left, if nobody has written to it for so long."""
+        for partial in self.path.glob(f"step-*{PARTIAL_SUFFIX}"):
+            with suppress(OSError):
+                newest_s = max(path.stat().st_mtime for path in (partial, *partial.iterdir()))
+                if time.time() - newest_s >= older_than_s:
+                    shutil.rmtree(partial)
+
+    def _unused_name(self, step: int) -> Path:
+        path = self.of_step(step)
+        return path.with_name(f"{path.name}.{uuid4().hex[:12]}{PARTIAL_SUFFIX}")

@@ -1,0 +1,164 @@
+"""Loading a checkpoint into any number of ranks, schedule, split and placement: a rank reads what it holds."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from penstock.checkpoints.agreement import gather_results
+from penstock.checkpoints.content import SEPARATOR, names_in_checkpoint
+from penstock.checkpoints.manifest import Manifest, TensorEntry
+from penstock.checkpoints.optimizer_state import load_optimizer, require_loadable
+from penstock.checkpoints.random_state import restore_random_state
+from penstock.checkpoints.shards import dtype_name, read_tensors
+from penstock.checkpoints.verification import Found, find_newest
+from penstock.checkpoints.work import run_together
+from penstock.errors import MAX_SHOWN, CheckpointError, PenstockWarning, nearest
+from penstock.pipeline import Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was loaded, the same on every rank."""
+
+    path: Path
+    step: int
+    extra: dict[str, Any]
+    damaged: tuple[str, ...]
+    """What is wrong with newer checkpoints, which were left out."""
+
+
+def load_checkpoint(folder: str | Path, pipeline: Pipeline, optimizer: Optimizer | None = None) -> dict[str, Any]:
+    """Load `folder`, or the newest checkpoint `folder/step-N` that verifies; return its `extra`. Every rank calls it.
+
+    The pipeline may have any number of ranks, schedule and split, the optimizer is this rank's. Without one, the
+    weights alone are loaded. A damaged checkpoint is named in a warning, and the next older one is taken. Nothing is
+    changed before every rank has found all that it needs. Random numbers continue where they were if the number of
+    ranks is the same.
+
+    Raises:
+        CheckpointError: on every rank: there is none that is whole; it is of another model, optimizer or format; or it
+            holds a pickle.
+        PipelineError: a rank is lost.
+    """
+    loaded = load_newest(Path(folder), pipeline, optimizer)
+    if pipeline.rank == 0:
+        for problem in loaded.damaged:
+            warnings.warn(f"{problem}. {loaded.path} is loaded instead", PenstockWarning, stacklevel=2)
+    return loaded.extra
+
+
+def load_newest(folder: Path, pipeline: Pipeline, optimizer: Optimizer | None = None) -> Loaded:
+    """Load as `load_checkpoint` does, and say what was loaded. Raises: as `load_checkpoint`."""
+    control = pipeline.control
+    found = find_newest(control, folder)
+    own_names = names_in_checkpoint(pipeline, cast(Any, gather_results(control, lambda: dict(pipeline.owner_names))))
+    reader = _Reader(found, pipeline, optimizer, own_names)
+    wanted = {name for names in gather_results(control, reader.wanted) for name in names}
+    gather_results(control, lambda: reader.require_fitting(wanted))
+    tensors = run_together(
+        control, lambda: _attempt(reader.read), num_bytes=found.manifest.num_bytes, what=str(found.path)
+    )
+    gather_results(control, lambda: _raise(tensors))
+    reader.load(cast("dict[str, Tensor]", tensors))
+    return Loaded(found.path, found.manifest.step, found.manifest.extra, found.damaged)
+
+
+def _attempt(action: Any) -> Any:
+    """Return what an action returns or raises, so that all ranks come to hear of it together."""
+    try:
+        return action()
+    except Exception as error:
+        return error
+
+
+def _raise(result: Any) -> None:
+    if isinstance(result, Exception):
+        raise result
+
+
+class _Reader:
+    """One rank's part of a checkpoint."""
+
+    def __init__(
+        self, found: Found, pipeline: Pipeline, optimizer: Optimizer | None, own_names: Mapping[str, str]
+    ) -> None:
+        self._path = found.path
+        self._manifest: Manifest = found.manifest
+        self._pipeline = pipeline
+        self._optimizer = optimizer
+        self._own = own_names
+        """Of every tensor of this rank, its name in the checkpoint."""
+        self._parameters = {id(parameter): own_names[name] for name, parameter in pipeline.named_parameters()}
+
+    def wanted(self) -> list[str]:
+        """Return the names that this rank looks for."""
+        return list(self._own.values())
+
+    def require_fitting(self, wanted: set[str]) -> None:
+        """Compare the checkpoint with the model, of which all ranks together want these names.
+
+        Raises: CheckpointError, which names what differs.
+        """
+        saved = self._manifest.weights
+        if missing := sorted(wanted - saved.keys()):
+            raise CheckpointError(
+                f"{self._path}: is of another model: it has no {_listed(missing)}.{nearest(missing[0], saved)}"
+            )
+        if strange := sorted(saved.keys() - wanted):
+            raise CheckpointError(f"{self._path}: is of another model, which also has {_listed(strange)}")
+        for name, tensor in self._pipeline.state_dict().items():
+            _require_alike(self._path, self._own[name], saved[self._own[name]], tensor)
+        if self._optimizer is not None:
+            require_loadable(self._optimizer, self._manifest.optimizer, self._parameters, self._path)
+
+    def read(self) -> dict[str, Tensor]:
+        """Return this rank's tensors by their names in files. Raises: CheckpointError."""
+        wanted = {name: self._manifest.weights[name] for name in self._own.values()}
+        if self._optimizer is not None and self._manifest.optimizer is not None:
+            for name in self._parameters.values():
+                state = self._manifest.optimizer.state.get(name)
+                wanted |= {f"{name}{SEPARATOR}{key}": entry for key, entry in state.tensors.items()} if state else {}
+        by_file: dict[str, list[str]] = {}
+        for name, entry in wanted.items():
+            by_file.setdefault(entry.file, []).append(name)
+        read: dict[str, Tensor] = {}
+        for file, names in by_file.items():
+            read |= read_tensors(self._path / file, names)
+        return read
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Change the model, the optimizer and the random numbers. Every rank calls it. Raises: PenstockError."""
+        pipeline, manifest = self._pipeline, self._manifest
+        pipeline.load_state_dict({name: tensors[saved] for name, saved in self._own.items()})
+        pipeline.step_number = manifest.pipeline_steps
+        if self._optimizer is not None and manifest.optimizer is not None:
+            state = {
+                name: {key: tensors[f"{name}{SEPARATOR}{key}"] for key in manifest.optimizer.state[name].tensors}
+                for name in self._parameters.values()
+                if name in manifest.optimizer.state
+            }
+            gather_results(
+                pipeline.control,
+                lambda: load_optimizer(self._optimizer, manifest.optimizer, state, self._parameters),  # type: ignore[arg-type]
+            )
+        if len(manifest.random) == pipeline.control.num_ranks:
+            restore_random_state(manifest.random[pipeline.rank], pipeline.device)
+
+
+def _require_alike(path: Path, name: str, saved: TensorEntry, tensor: Tensor) -> None:
+    own = (dtype_name(name, tensor), list(tensor.shape))
+    if own != (saved.dtype, saved.shape):
+        raise CheckpointError(
+            f"{path}: is of another model: {name!r} is {saved.dtype} {tuple(saved.shape)} in it, but {own[0]} "
+            f"{tuple(own[1])} in the model"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return f"{', '.join(map(repr, names[:MAX_SHOWN]))}{more}"

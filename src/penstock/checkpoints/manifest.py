@@ -1,0 +1,161 @@
+"""`checkpoint.json`: everything of a checkpoint but its tensors, and what its files must be like.
+
+    {"sha256":"...","checkpoint":{...}}        the digest is that of the bytes behind "checkpoint":
+
+The digest covers the text itself, so that a changed number in it is found too. The file is written last.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from penstock.checkpoints.shards import DIGEST, FileRecord, pickles_in
+from penstock.errors import CheckpointError
+
+MANIFEST = "checkpoint.json"
+FORMAT: Literal["penstock-checkpoint"] = "penstock-checkpoint"
+FORMAT_VERSION: Literal[1] = 1
+_HEAD, _MIDDLE, _TAIL = b'{"sha256":"', b'","checkpoint":', b"}\n"
+_DIGEST_CHARACTERS = 64
+
+NotNegative = Annotated[int, Field(ge=0)]
+
+
+class UnreadableFormat(CheckpointError):
+    """A checkpoint is whole, but not for this version; an older one must not be taken in its place."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class FileEntry(_Part):
+    """A file of the checkpoint."""
+
+    num_bytes: NotNegative
+    sha256: str
+
+    @property
+    def record(self) -> FileRecord:
+        return FileRecord(self.num_bytes, self.sha256)
+
+
+class TensorEntry(_Part):
+    """A tensor, and the file that holds it."""
+
+    dtype: str
+    shape: list[NotNegative]
+    file: str
+
+
+class ParameterState(_Part):
+    """What an optimizer keeps of one parameter, by the optimizer's own names."""
+
+    tensors: dict[str, TensorEntry]
+    values: dict[str, Any]
+    """What is no tensor."""
+
+
+class GroupEntry(_Part):
+    """A group of an optimizer, over all ranks."""
+
+    options: dict[str, Any]
+    parameters: list[str]
+
+
+class OptimizerEntry(_Part):
+    """The optimizers of all ranks, as one."""
+
+    name: str
+    groups: list[GroupEntry]
+    state: dict[str, ParameterState]
+
+
+class Manifest(_Part):
+    """What a checkpoint holds."""
+
+    format: Literal["penstock-checkpoint"] = FORMAT
+    version: Literal[1] = FORMAT_VERSION
+    penstock: str
+    step: NotNegative
+    """Of the caller's training loop."""
+    pipeline_steps: NotNegative
+    """Training steps of the pipeline, from which random numbers are drawn where it has a seed."""
+    ranks: int
+    schedule: str
+    extra: dict[str, Any]
+    random: list[dict[str, Any]]
+    """Per rank, where its generators were."""
+    weights: dict[str, TensorEntry]
+    optimizer: OptimizerEntry | None
+    files: dict[str, FileEntry]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self.files.values())
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """Return the content of the file."""
+    # The standard library's JSON keeps infinities, which a loss in `extra` may well be.
+    body = json.dumps(manifest.model_dump(), separators=(",", ":")).encode()
+    return _HEAD + _digest(body) + _MIDDLE + body + _TAIL
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read what a folder's checkpoint holds; no file of tensors is opened.
+
+    Raises:
+        UnreadableFormat: of a newer format, or not of this program.
+        CheckpointError: missing or damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise _without_manifest(folder) from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return _parsed(content, path)
+
+
+def _without_manifest(folder: Path) -> CheckpointError:
+    if not folder.is_dir():
+        return CheckpointError(f"{folder}: there is no such folder; expected a checkpoint")
+    if pickles := pickles_in(folder):
+        return holds_pickles(folder, pickles)
+    return CheckpointError(f"{folder}: holds no {MANIFEST}, which is written last: the checkpoint is not whole")
+
+
+def holds_pickles(folder: Path, names: list[str]) -> CheckpointError:
+    """Say that pickles are not read."""
+    return UnreadableFormat(
+        f"{folder}: holds a pickle ({', '.join(names[:3])}), which could run any code when it is read. Penstock reads "
+        "safetensors files only: remove it if it does not belong there, or save its tensors as safetensors"
+    )
+
+
+def _parsed(content: bytes, path: Path) -> Manifest:
+    begin = len(_HEAD) + _DIGEST_CHARACTERS + len(_MIDDLE)
+    digest, body = content[len(_HEAD) : begin - len(_MIDDLE)], content[begin : len(content) - len(_TAIL)]
+    if content != _HEAD + digest + _MIDDLE + body + _TAIL or digest != _digest(body):
+        raise CheckpointError(f"{path}: was changed or damaged, its {DIGEST} is not that of its content")
+    found = json.loads(body)
+    if found.get("format") != FORMAT or found.get("version") != FORMAT_VERSION:
+        raise UnreadableFormat(
+            f"{path}: has format {found.get('format')} {found.get('version')}, written by Penstock "
+            f"{found.get('penstock')}; expected {FORMAT} {FORMAT_VERSION}. Load it with the version that wrote it"
+        )
+    try:
+        return Manifest.model_validate(found)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path}: {place}: {first['msg']}") from None
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.sha256(body).hexdigest().encode()

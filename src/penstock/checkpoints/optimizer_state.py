@@ -1,0 +1,181 @@
+"""An optimizer's state under the names of the parameters, so that any rank's optimizer can take up its part.
+
+optimizer.state_dict()      {"state": {0: {"exp_avg": ...}}, "param_groups": [{"lr": ..., "params": [0, 1]}]}
+here                        state of "blocks.0.norm.weight": {"exp_avg": ...}; groups of names
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from penstock.checkpoints.manifest import GroupEntry, OptimizerEntry
+from penstock.errors import CheckpointError
+
+OF_THE_MACHINE = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+"""Options of a group that say how it computes, which another device may do otherwise."""
+PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptimizerContent:
+    """What one rank's optimizer holds."""
+
+    name: str
+    groups: list[GroupEntry]
+    tensors: dict[str, dict[str, Tensor]]
+    """By name of a parameter."""
+    values: dict[str, dict[str, Any]]
+    """What is no tensor, by name of a parameter."""
+
+
+def optimizer_content(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerContent:
+    """Read an optimizer; `names` are those of the pipeline's parameters, by id.
+
+    Raises:
+        CheckpointError: a parameter is none of the pipeline's; a value can be saved neither as a tensor nor as JSON.
+    """
+    state = optimizer.state_dict()
+    order = [_name_of(parameter, names) for parameter in _parameters(optimizer)]
+    content = OptimizerContent(type(optimizer).__name__, [], {}, {})
+    for group in state["param_groups"]:
+        own = [order[number] for number in group["params"]]
+        options = {key: _plain(value, key) for key, value in group.items() if key not in OF_THE_MACHINE}
+        content.groups.append(GroupEntry(options=options, parameters=own))
+    for number, kept in state["state"].items():
+        if not isinstance(number, int):
+            raise CheckpointError(f"{content.name} keeps state of {number!r}, which is no parameter, and is not saved")
+        name = order[number]
+        content.tensors[name] = {key: value.detach() for key, value in kept.items() if isinstance(value, Tensor)}
+        content.values[name] = {
+            key: _plain(value, f"{name}: {key}") for key, value in kept.items() if not isinstance(value, Tensor)
+        }
+    return content
+
+
+def merged_groups(of_ranks: Sequence[Sequence[Mapping[str, Any]]], owned: Sequence[frozenset[str]]) -> list[GroupEntry]:
+    """Return the groups of all ranks as one optimizer's: those of equal options are one."""
+    merged: list[GroupEntry] = []
+    for groups, own in zip(of_ranks, owned, strict=True):
+        for group in map(GroupEntry.model_validate, groups):
+            place = next((known for known in merged if known.options == group.options), None)
+            if place is None:
+                place = GroupEntry(options=group.options, parameters=[])
+                merged.append(place)
+            place.parameters += [name for name in group.parameters if name in own]
+    return merged
+
+
+def require_loadable(
+    optimizer: Optimizer, saved: OptimizerEntry | None, names: Mapping[int, str], where: object
+) -> None:
+    """Make sure that a checkpoint has all that an optimizer needs of it; `names` are those in the checkpoint.
+
+    Raises:
+        CheckpointError: saved without an optimizer, or with another class; a parameter or a moment of one is missing.
+    """
+    if saved is None:
+        raise CheckpointError(f"{where}: was saved without an optimizer; pass none to load the weights alone")
+    if saved.name != type(optimizer).__name__:
+        raise CheckpointError(
+            f"{where}: holds the state of {saved.name}, but the optimizer is {type(optimizer).__name__}; use the same "
+            "class, or pass no optimizer to load the weights alone"
+        )
+    in_groups = {name for group in saved.groups for name in group.parameters}
+    own = [_name_of(parameter, names) for parameter in _parameters(optimizer)]
+    if missing := [name for name in own if name not in in_groups]:
+        raise CheckpointError(
+            f"{where}: {saved.name} held no parameter {missing[0]!r}; train the same parameters, or pass no optimizer"
+        )
+    _require_whole_state(saved, where)
+
+
+def load_optimizer(
+    optimizer: Optimizer, saved: OptimizerEntry, tensors: Mapping[str, Mapping[str, Tensor]], names: Mapping[int, str]
+) -> None:
+    """Put an optimizer where a checkpoint was; `tensors` has what it needs, by name of a parameter in the checkpoint.
+
+    Options of groups are taken over, but for those of the machine. Raises: CheckpointError.
+    """
+    parameters = list(_parameters(optimizer))
+    options_of = {name: group.options for group in saved.groups for name in group.parameters}
+    state = optimizer.state_dict()
+    order = [_name_of(parameter, names) for parameter in parameters]
+    for group in state["param_groups"]:
+        own = [options_of[order[number]] for number in group["params"]]
+        if any(options != own[0] for options in own):
+            raise CheckpointError(
+                f"{order[group['params'][0]]!r} and another parameter of its group had different options when they "
+                "were saved; make groups of the same parameters"
+            )
+        for key, value in own[0].items() if own else ():
+            group[key] = _like(value, group.get(key))
+    loaded = {
+        number: {**saved.state[name].values, **tensors[name]} for number, name in enumerate(order) if name in tensors
+    }
+    optimizer.load_state_dict({**state, "state": loaded})
+    _undo_casts(optimizer, parameters, loaded)
+
+
+def _undo_casts(optimizer: Optimizer, parameters: Sequence[nn.Parameter], loaded: Mapping[int, dict[str, Any]]) -> None:
+    """torch casts what it loads to the type of the parameter, which may round it."""
+    for number, kept in loaded.items():
+        state = optimizer.state[parameters[number]]
+        for key, value in kept.items():
+            if isinstance(value, Tensor) and isinstance(state.get(key), Tensor) and state[key].dtype != value.dtype:
+                state[key] = value.to(state[key].device, copy=True)
+
+
+def _require_whole_state(saved: OptimizerEntry, where: object) -> None:
+    """Refuse state in which a parameter lacks what the others of its group have; one without any was never stepped."""
+    for group in saved.groups:
+        keys = {name: _keys(saved, name) for name in group.parameters if _keys(saved, name)}
+        known = set().union(*keys.values())
+        for name, own in keys.items():
+            if lacking := sorted(known - own):
+                raise CheckpointError(
+                    f"{where}: the optimizer's state of {name!r} lacks {', '.join(lacking)}, which others have"
+                )
+
+
+def _keys(saved: OptimizerEntry, name: str) -> set[str]:
+    state = saved.state.get(name)
+    return set() if state is None else {*state.tensors, *state.values}
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _name_of(parameter: nn.Parameter, names: Mapping[int, str]) -> str:
+    if id(parameter) not in names:
+        raise CheckpointError(
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of the pipeline's on this "
+            "rank; make it from pipeline.parameters()"
+        )
+    return names[id(parameter)]
+
+
+def _plain(value: Any, what: str) -> Any:
+    """Return a value as JSON holds it. Raises: CheckpointError."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, tuple | list):
+        return [_plain(item, what) for item in value]
+    if isinstance(value, PLAIN):
+        return value
+    raise CheckpointError(
+        f"{what}: {type(value).__name__} of the optimizer cannot be saved; expected tensors or numbers"
+    )
+
+
+def _like(value: Any, current: Any) -> Any:
+    """Return a saved option as what the optimizer has in its place."""
+    if isinstance(current, Tensor):
+        return torch.full_like(current, value)
+    if isinstance(value, list):
+        return tuple(value)
+    return value

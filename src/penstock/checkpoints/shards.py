@@ -1,0 +1,151 @@
+"""The files of tensors: one safetensors file per rank and part, with the digest by which damage is found.
+
+The safetensors library itself writes and reads them. torch.distributed.checkpoint has a writer of such files too, but
+pickles what its ranks tell each other, or copies a file's content twice where each rank saves alone (docs/design.md).
+"""
+
+import errno
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from penstock.errors import CheckpointError, NotSaved
+from penstock.files import FULL
+from penstock.version import VERSION
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What safetensors files call the types that they can hold."""
+DIGEST = "sha256"
+PICKLE_SUFFIXES = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".distcp", ".metadata")
+"""Under which names others keep pickles."""
+PICKLE_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
+"""How a pickle begins, and a zip of torch.save."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What a file must be like to be the one that was written."""
+
+    num_bytes: int
+    digest: str
+
+
+def dtype_name(name: str, tensor: Tensor) -> str:
+    """Return what safetensors calls a tensor's type. Raises: CheckpointError for a type or kind that has no place."""
+    if tensor.dtype not in DTYPE_NAMES or type(tensor.detach()) is not Tensor or tensor.layout != torch.strided:
+        kind = type(tensor.detach()).__name__ if tensor.layout == torch.strided else "sparse tensor"
+        raise CheckpointError(
+            f"{name!r} is a {kind} of type {tensor.dtype}, which safetensors files cannot hold; expected a plain "
+            f"tensor of {', '.join(str(known).removeprefix('torch.') for known in DTYPE_NAMES)}"
+        )
+    return DTYPE_NAMES[tensor.dtype]
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
+    """Write contiguous tensors of the CPU and have the disk keep them. Raises: NotSaved, naming the file."""
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt", "penstock": VERSION})
+        flush_file(path)
+        return record_of(path)
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(path, error) from error
+
+
+def flush_file(path: Path) -> None:
+    """Have the disk keep a file's content. Raises: OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def cannot_write(path: Path, error: Exception) -> NotSaved:
+    """Say why a file could not be written, and what helps."""
+    number = getattr(error, "errno", None) or _error_number(str(error))
+    reason = os.strerror(number) if number else str(error)
+    fix = "Free some space" if number in FULL else "See to its permissions"
+    return NotSaved(f"{path}: cannot be written: {reason}. {fix}, or choose another folder")
+
+
+def _error_number(text: str) -> int | None:
+    """Find the system's number in the words of the safetensors library."""
+    found = re.search(r"os error (\d+)", text)
+    return int(found[1]) if found and int(found[1]) in errno.errorcode else None
+
+
+def record_of(path: Path) -> FileRecord:
+    """Read a file as a whole and describe it. Raises: OSError."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, DIGEST).hexdigest()
+        return FileRecord(file.tell(), digest)
+
+
+def problem_of(path: Path, expected: FileRecord) -> str:
+    """Return what is wrong with a file, or nothing."""
+    try:
+        size = path.stat().st_size
+        if size != expected.num_bytes:
+            return f"{path}: has {size} bytes, but {expected.num_bytes} were written"
+        found = record_of(path)
+    except FileNotFoundError:
+        return f"{path}: is missing"
+    except OSError as error:
+        return f"{path}: cannot be read: {error.strerror or error}"
+    if found != expected:
+        return (
+            f"{path}: was changed or damaged: its {DIGEST} is {found.digest[:12]}..., "
+            f"but {expected.digest[:12]}... was written"
+        )
+    return ""
+
+
+def read_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Read some tensors of a file, and no others. Raises: CheckpointError naming the file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read as a safetensors file: {error}") from error
+
+
+def shapes_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the type and shape of every tensor of a file. Raises: CheckpointError naming the file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            names: list[str] = list(file.keys())
+            slices = [file.get_slice(name) for name in names]
+            shapes = [(part.get_dtype(), tuple(part.get_shape())) for part in slices]
+            return dict(zip(names, shapes, strict=True))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read as a safetensors file: {error}") from error
+
+
+def pickles_in(folder: Path, known: Iterable[str] = ()) -> list[str]:
+    """Return the names of files that are pickles, by their name or first bytes, beside those that are `known`."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in set(known))
+    return [name for name in names if name.endswith(PICKLE_SUFFIXES) or _starts_as_pickle(folder / name)]
+
+
+def _starts_as_pickle(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4).startswith(PICKLE_STARTS)

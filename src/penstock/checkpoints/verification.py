@@ -1,0 +1,125 @@
+"""Finding a checkpoint that is as it was written: every byte is read, the work shared by all ranks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from penstock.checkpoints.agreement import gather_results
+from penstock.checkpoints.content import SEPARATOR
+from penstock.checkpoints.folder import CheckpointFolder, step_of
+from penstock.checkpoints.manifest import (
+    MANIFEST,
+    Manifest,
+    TensorEntry,
+    UnreadableFormat,
+    holds_pickles,
+    read_manifest,
+)
+from penstock.checkpoints.shards import pickles_in, problem_of, shapes_of
+from penstock.checkpoints.work import run_together
+from penstock.errors import CheckpointError
+from penstock.execute.control.collectives import Control
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint that verified."""
+
+    path: Path
+    manifest: Manifest
+    damaged: tuple[str, ...] = ()
+    """What is wrong with newer ones."""
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Return the checkpoints that a path names, the newest first: itself, or those in it."""
+    if (folder / MANIFEST).exists() or step_of(folder) is not None:
+        return [folder]
+    within = CheckpointFolder(folder)
+    return [within.of_step(step) for step in within.steps()]
+
+
+def verify(folder: Path, *, turn: int = 0, num_turns: int = 1) -> Manifest:
+    """Read a checkpoint's files, or every `num_turns`th of them from `turn` on, and compare each with what was written.
+
+    Raises:
+        UnreadableFormat: of a newer format, or with a pickle in it.
+        CheckpointError: naming the first file that is missing, cut short or changed.
+    """
+    manifest = read_manifest(folder)
+    if pickles := pickles_in(folder, manifest.files):
+        raise holds_pickles(folder, pickles)
+    for name in sorted(manifest.files)[turn::num_turns]:
+        if problem := problem_of(folder / name, manifest.files[name].record):
+            raise CheckpointError(problem)
+    if turn == 0:
+        _require_tensors(folder, manifest)
+    return manifest
+
+
+def find_newest(control: Control, folder: Path) -> Found:
+    """Return the newest checkpoint in a folder that verifies, the same on every rank; every rank calls it.
+
+    Raises:
+        UnreadableFormat: the newest is of a newer format, or holds a pickle.
+        CheckpointError: none is there, or none verifies: each is named with what is wrong with it.
+    """
+    names = cast(
+        list[str],
+        gather_results(control, lambda: list(map(str, candidates(folder))) if control.rank == 0 else [])[0],
+    )
+    if not names:
+        raise CheckpointError(f"{folder}: holds no checkpoint; expected folders step-N, each with a {MANIFEST}")
+    damaged: list[str] = []
+    for path in map(Path, names):
+        problem, is_final = _first_problem(control, path)
+        if not problem:
+            return Found(path, read_manifest(path), tuple(damaged))
+        if is_final:
+            raise UnreadableFormat(problem)
+        damaged.append(problem)
+    raise CheckpointError("\n".join(damaged) if len(damaged) == 1 else _none_verifies(folder, damaged))
+
+
+def _none_verifies(folder: Path, damaged: Sequence[str]) -> str:
+    return "\n  ".join([f"{folder}: none of {len(damaged)} checkpoints is as it was written:", *damaged])
+
+
+def _first_problem(control: Control, path: Path) -> tuple[str, bool]:
+    """Return what is wrong with a checkpoint, and whether older ones must not be taken instead; agreed by all ranks."""
+
+    def check() -> tuple[str, bool]:
+        try:
+            verify(path, turn=control.rank, num_turns=control.num_ranks)
+        except CheckpointError as error:
+            return str(error), isinstance(error, UnreadableFormat)
+        except OSError as error:
+            return f"{path}: cannot be read: {error.strerror or error}", False
+        return "", False
+
+    num_bytes = sum(file.stat().st_size for file in path.glob("*")) if path.is_dir() else 0
+    own = run_together(control, check, num_bytes=num_bytes, what=str(path))
+    everyone = cast(list[tuple[str, bool]], control.all_gather_object(own))
+    found = sorted((not is_final, rank, problem) for rank, (problem, is_final) in enumerate(everyone) if problem)
+    return (found[0][2], not found[0][0]) if found else ("", False)
+
+
+def _require_tensors(folder: Path, manifest: Manifest) -> None:
+    """Make sure that the files hold the tensors that are listed, so that none was dropped when it was written."""
+    listed: dict[str, dict[str, TensorEntry]] = {}
+    for name, entry in manifest.weights.items():
+        listed.setdefault(entry.file, {})[name] = entry
+    for name, state in manifest.optimizer.state.items() if manifest.optimizer else ():
+        for key, entry in state.tensors.items():
+            listed.setdefault(entry.file, {})[f"{name}{SEPARATOR}{key}"] = entry
+    for file, entries in listed.items():
+        if file not in manifest.files:
+            raise CheckpointError(f"{folder / file}: is not among the files of {folder / MANIFEST}")
+        found = shapes_of(folder / file)
+        for name, entry in entries.items():
+            if found.get(name) != (entry.dtype, tuple(entry.shape)):
+                raise CheckpointError(
+                    f"{folder / file}: has {found.get(name, 'nothing')} as {name!r}; expected {entry.dtype} "
+                    f"{tuple(entry.shape)}"
+                )

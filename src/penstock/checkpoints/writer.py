@@ -1,0 +1,346 @@
+"""`CheckpointWriter`: saves checkpoints of all ranks beside the steps that follow, and announces each when it is whole.
+
+    every rank   copies its tensors ─► a thread writes and flushes its files ─► gather: all written
+    rank 0                                                                      a thread writes checkpoint.json,
+                                                                                renames the folder, removes old ones
+    every rank                                                                  gather: announced
+
+Gathers are within `save`, `poll` and `finish`, which all ranks call alike; threads send no messages. A rank that is
+killed at any instant leaves a folder under another name, or a whole checkpoint.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from penstock.checkpoints.agreement import gather_results, require_equal_on_ranks
+from penstock.checkpoints.content import OPTIMIZER, WEIGHTS, Content, Described, file_name, owned_names
+from penstock.checkpoints.folder import CheckpointFolder
+from penstock.checkpoints.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    OptimizerEntry,
+    ParameterState,
+    TensorEntry,
+    manifest_bytes,
+)
+from penstock.checkpoints.optimizer_state import merged_groups
+from penstock.checkpoints.random_state import random_state
+from penstock.checkpoints.shards import cannot_write, flush_file, record_of, write_shard
+from penstock.checkpoints.staging import Staging
+from penstock.checkpoints.verification import verify
+from penstock.checkpoints.work import longest_s, run_in_thread, wait_together
+from penstock.errors import CheckpointError, NotSaved, described
+from penstock.pipeline import Pipeline
+from penstock.version import VERSION
+
+INDEX = "weights.safetensors.index.json"
+"""Where readers of the Hugging Face layout find which file holds which tensor."""
+Files = dict[str, tuple[int, str]]
+"""Size and digest by name."""
+
+
+class CheckpointWriter:
+    """The checkpoints of one training; every rank has one and calls it alike.
+
+    `keep_last` checkpoints stay, and those of steps that `keep_every` divides; 0 keeps all of them, and no others. With
+    `asynchronous`, `save` returns when the tensors are copied, and what goes wrong later is raised by the next call.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        pipeline: Pipeline,
+        optimizer: Optimizer | None = None,
+        *,
+        keep_last: int = 0,
+        keep_every: int = 0,
+        asynchronous: bool = True,
+    ) -> None:
+        self.folder = CheckpointFolder(Path(folder))
+        self._pipeline = pipeline
+        self._optimizer = optimizer
+        self._keep = {"keep_last": keep_last, "keep_every": keep_every}
+        self._is_asynchronous = asynchronous
+        self._staging = Staging()
+        self._save: _Save | None = None
+
+    def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
+        """Save all that continuing after `step` needs; `extra` is JSON, the same on all ranks.
+
+        Waits until the save before is over, since only one is in flight.
+
+        Raises:
+            NotSaved: on every rank, where something cannot be saved, or this or the last one cannot be written.
+            PipelineError: a rank is lost.
+        """
+        self.finish()
+        control, given = self._pipeline.control, dict(extra or {})
+        content: Content | None = None
+
+        def describe() -> tuple[int, str, Described, dict[str, Any]]:
+            nonlocal content
+            _require_step(step)
+            text = _json_of(given)
+            content = Content.of(self._pipeline, self._optimizer)
+            return step, text, content.described(), random_state(self._pipeline.device)
+
+        everyone = gather_results(control, describe, NotSaved)
+        require_equal_on_ranks("step", [step for step, *_ in everyone], self.folder.path)
+        require_equal_on_ranks("`extra`", [text for _, text, *_ in everyone], self.folder.path)
+        assert content is not None
+        owned = owned_names([told for _, _, told, _ in everyone])
+        partial = Path(gather_results(control, lambda: self._begin(step), NotSaved)[0])
+        staged = self._staging.copy(content.part(owned[control.rank]))
+        save = _Save(partial, step, self._staging.num_bytes)
+        save.written = run_in_thread(lambda: _write_files(partial, staged, control.rank, control.num_ranks))
+        if control.rank == 0:
+            save.manifest = self._manifest(step, given, everyone, owned)
+        self._save = save
+        if not self._is_asynchronous:
+            self.finish()
+
+    def poll(self) -> None:
+        """Announce the checkpoint in flight if all its files are written by now; a collective, without a wait.
+
+        Raises: as `save`, for the one in flight.
+        """
+        if self._save is not None:
+            self._advance(self._save)
+
+    def finish(self, limit_s: float | None = None) -> bool:
+        """Wait until the checkpoint in flight is announced; return whether it is. A collective.
+
+        Raises: as `save`; also NotSaved where a disk does not answer and no `limit_s` is given.
+        """
+        control = self._pipeline.control
+        while (save := self._save) is not None:
+            longest = longest_s(save.num_bytes) if limit_s is None else limit_s
+            if not wait_together(control, save.current, limit_s=longest):
+                if limit_s is not None:
+                    return False
+                self._save = None
+                raise NotSaved(f"{save.partial}: a disk took more than {longest:.0f} s for it. See to it")
+            self._advance(save)
+        return True
+
+    # ---- one save
+
+    def _begin(self, step: int) -> str:
+        """Make the folder of a save on rank 0, and return its path."""
+        if self._pipeline.rank != 0:
+            return ""
+        try:
+            return str(self.folder.begin(step))
+        except OSError as error:
+            raise cannot_write(self.folder.path, error) from error
+
+    def _advance(self, save: "_Save") -> None:
+        """Learn how far all ranks are, and announce the checkpoint when all have written their files."""
+        everyone = self._pipeline.control.all_gather_object(save.state())
+        if problems := [(rank, state["failure"]) for rank, state in enumerate(_dicts(everyone)) if "failure" in state]:
+            self._save = None
+            own = save.error()
+            if own is not None:
+                raise own
+            rank, words = problems[0]
+            raise NotSaved(f"rank {rank}: {words}")
+        if not all(state["is_over"] for state in _dicts(everyone)):
+            return
+        if save.announced is not None:
+            self._save = None
+            return
+        files = {name: entry for state in _dicts(everyone) for name, entry in state["files"].items()}
+        save.announced = run_in_thread(lambda: self._announce(save, files) if save.manifest else None)
+
+    def _announce(self, save: "_Save", files: Files) -> None:
+        """Make the checkpoint whole and give it its name."""
+        path = save.partial
+        try:
+            _require_visible(path, files)
+            manifest = _with_files(save.manifest or {}, _with_index(path, files, save.manifest or {}))
+            (path / MANIFEST).write_bytes(manifest_bytes(manifest))
+            flush_file(path / MANIFEST)
+            self._make_room(save.step)
+            self.folder.announce(path, save.step)
+            self.folder.retain(**self._keep)
+        except OSError as error:
+            raise cannot_write(Path(error.filename or path), error) from error
+
+    def _make_room(self, step: int) -> None:
+        """Set a damaged checkpoint of the same step aside; one that verifies stays, and is not written over."""
+        path = self.folder.of_step(step)
+        if not path.exists():
+            return
+        try:
+            verify(path)
+        except CheckpointError:
+            self.folder.set_aside(step)
+
+    def _manifest(
+        self, step: int, extra: dict[str, Any], everyone: Sequence[Any], owned: Sequence[frozenset[str]]
+    ) -> dict[str, Any]:
+        """Return what the manifest says, but for the files."""
+        told: list[Described] = [theirs for _, _, theirs, _ in everyone]
+        return {
+            "penstock": VERSION,
+            "step": step,
+            "pipeline_steps": self._pipeline.step_number,
+            "ranks": len(everyone),
+            "schedule": self._pipeline.schedule.name,
+            "extra": extra,
+            "random": [state for *_, state in everyone],
+            "weights": _weights_entries(told, owned),
+            "optimizer": _optimizer_entry(told, owned),
+        }
+
+
+class _Save:
+    """One checkpoint in flight, on one rank."""
+
+    def __init__(self, partial: Path, step: int, num_bytes: int) -> None:
+        self.partial = partial
+        self.step = step
+        self.num_bytes = num_bytes
+        self.written: Future[Files] = Future()
+        self.announced: Future[None] | None = None
+        self.manifest: dict[str, Any] | None = None
+        """On rank 0."""
+
+    @property
+    def current(self) -> Future[Any]:
+        """What is waited for now."""
+        return self.written if self.announced is None else self.announced
+
+    def error(self) -> BaseException | None:
+        return self.current.exception() if self.current.done() else None
+
+    def state(self) -> dict[str, Any]:
+        """Return what the other ranks must know."""
+        error = self.error()
+        if error is not None:
+            return {"failure": str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"}
+        if not self.current.done():
+            return {"is_over": False}
+        return {"is_over": True, "files": self.written.result() if self.announced is None else {}}
+
+
+def _write_files(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], rank: int, num_ranks: int) -> Files:
+    files: Files = {}
+    for part, tensors in parts.items():
+        if tensors:
+            name = file_name(part, rank, num_ranks)
+            record = write_shard(folder / name, tensors)
+            files[name] = (record.num_bytes, record.digest)
+    return files
+
+
+def _require_visible(folder: Path, files: Files) -> None:
+    for name, (num_bytes, _) in files.items():
+        path = folder / name
+        if not path.exists() or path.stat().st_size != num_bytes:
+            raise NotSaved(
+                f"{path}: another rank wrote it, but rank 0 does not see it; choose a folder on a file system that all "
+                "hosts share"
+            )
+
+
+def _with_index(folder: Path, files: Files, manifest: Mapping[str, Any]) -> Files:
+    """Write the index of the weights; return the files with it."""
+    weights: dict[str, TensorEntry] = manifest["weights"]
+    index = {
+        "metadata": {
+            "total_size": sum(num_bytes for name, (num_bytes, _) in files.items() if name.startswith(WEIGHTS))
+        },
+        "weight_map": {name: entry.file for name, entry in weights.items()},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=1))
+    flush_file(folder / INDEX)
+    record = record_of(folder / INDEX)
+    return {**files, INDEX: (record.num_bytes, record.digest)}
+
+
+def _with_files(manifest: Mapping[str, Any], files: Files) -> Manifest:
+    entries = {name: FileEntry(num_bytes=size, sha256=digest) for name, (size, digest) in sorted(files.items())}
+    return Manifest(**manifest, files=entries)
+
+
+def _weights_entries(everyone: Sequence[Described], owned: Sequence[frozenset[str]]) -> dict[str, TensorEntry]:
+    return {
+        name: TensorEntry(dtype=dtype, shape=shape, file=file_name(WEIGHTS, rank, len(everyone)))
+        for rank, theirs in enumerate(everyone)
+        for name, (dtype, shape) in theirs["weights"].items()
+        if name in owned[rank]
+    }
+
+
+def _optimizer_entry(everyone: Sequence[Described], owned: Sequence[frozenset[str]]) -> OptimizerEntry | None:
+    if not everyone[0]["optimizer"]:
+        return None
+    state = {
+        name: ParameterState(
+            tensors={
+                key: TensorEntry(dtype=dtype, shape=shape, file=file_name(OPTIMIZER, rank, len(everyone)))
+                for key, (dtype, shape) in kept.items()
+            },
+            values=theirs["values"][name],
+        )
+        for rank, theirs in enumerate(everyone)
+        for name, kept in theirs["state"].items()
+        if name in owned[rank]
+    }
+    groups = merged_groups([theirs["groups"] for theirs in everyone], owned)
+    return OptimizerEntry(name=everyone[0]["optimizer"], groups=groups, state=state)
+
+
+def _require_step(step: int) -> None:
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise NotSaved(f"step: {described(step)}; expected a whole number, at least 0")
+
+
+def _json_of(extra: Mapping[str, Any]) -> str:
+    try:
+        text = json.dumps(extra, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise NotSaved(f"`extra` is not JSON: {error}. Save tensors with the model, and the rest as text") from error
+    if not _has_text_keys(extra):
+        raise NotSaved("`extra` has a key that is not text, which JSON turns into text; convert it before")
+    return text
+
+
+def _has_text_keys(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _has_text_keys(item) for key, item in value.items())
+    return not isinstance(value, list | tuple) or all(map(_has_text_keys, value))
+
+
+def _dicts(told: Sequence[object]) -> list[dict[str, Any]]:
+    return [each for each in told if isinstance(each, dict)]
+
+
+def save_checkpoint(
+    folder: str | Path,
+    pipeline: Pipeline,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the model's and the optimizer's state of all ranks into `folder/step-N`; every rank calls it.
+
+    The folder has this name when it is whole and on the disk, and that is when this returns; a checkpoint that is
+    there is never written over. Every rank writes what it holds, so all need to see the folder. The optimizer is this
+    rank's. `extra` is JSON, the same on all ranks: what else the loop needs, such as a scheduler's state. Saved, too:
+    where the random numbers of every rank are. No pickle is written.
+
+    Raises:
+        CheckpointError: on every rank, if anything cannot be saved on any, or the folder cannot be written.
+        PipelineError: a rank is lost.
+    """
+    CheckpointWriter(folder, pipeline, optimizer, asynchronous=False).save(step, extra)

@@ -1,0 +1,252 @@
+"""Loading into any number of ranks, schedule, split and placement."""
+
+import pickle
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.checkpoints import loading
+from penstock.checkpoints.loading import load_checkpoint
+from penstock.checkpoints.manifest import MANIFEST, manifest_bytes, read_manifest
+from penstock.checkpoints.writer import save_checkpoint
+from penstock.errors import CheckpointError, PenstockWarning
+from penstock.models import LayerSpec
+from penstock.pipeline import Pipeline
+from tests.checkpoints.training import adamw, assert_equal, train, train_on
+from tests.train.local_ranks import error_of, on_ranks, small_layers, small_pipeline
+
+LAYOUTS = [
+    (1, {}),
+    (2, {"schedule": "gpipe"}),
+    (2, {"schedule": "interleaved-1f1b"}),
+    (2, {"schedule": "zbv"}),
+    (3, {"schedule": "zb-h1"}),
+    (3, {"split": [5, 1, 1]}),
+    (4, {"schedule": "gpipe"}),
+]
+"""Those that visit the microbatches of a stage in order, so that they have the bits of one process."""
+
+
+def layout_id(layout):
+    return f"{layout[0]} ranks, {next(iter(layout[1].values()), '1f1b')}" if isinstance(layout, tuple) else ""
+
+
+def largest_difference(found, expected):
+    return max((found[name] - expected[name]).abs().max().item() for name in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
+def test_what_4_ranks_saved_continues_on_any_layout_bit_for_bit(tmp_path, layout):
+    num_ranks, options = layout
+    losses, weights, _ = train_on(4, 0, 6, dtype="float64")
+    train_on(4, 0, 3, dtype="float64", save=tmp_path)
+
+    found, continued, extra = train_on(num_ranks, 3, 6, dtype="float64", load=tmp_path, **options)
+
+    assert extra == {"at": 3}
+    assert found == losses[3:]
+    assert_equal(continued, weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied_head", [False, True], ids=["apart", "tied"])
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, (2, {"schedule": "dualpipe"}), (2, {"schedule": "chimera"})], ids=layout_id
+)
+def test_losses_agree_where_bits_need_not(tmp_path, layout, tied_head):
+    num_ranks, options = layout
+    how = {"dtype": "float64", "tied_head": tied_head}
+    losses, weights, _ = train_on(4, 0, 6, **how)
+    train_on(4, 0, 3, save=tmp_path, **how)
+
+    found, continued, _ = train_on(num_ranks, 3, 6, load=tmp_path, **how, **options)
+
+    assert found == pytest.approx(losses[3:], abs=1e-12, rel=0)
+    assert largest_difference(continued, {name: weights[name] for name in continued if name in weights}) < 1e-12
+    assert (
+        torch.equal(continued.get("head.weight", weights["embedding.weight"]), continued["embedding.weight"])
+        or not tied_head
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["dualpipe", "chimera"])
+def test_two_routes_save_each_tensor_once_and_continue_on_one_rank(tmp_path, schedule):
+    losses, weights, _ = train_on(2, 0, 4, dtype="float64", schedule=schedule)
+    train_on(2, 0, 2, dtype="float64", schedule=schedule, save=tmp_path)
+
+    again, same, _ = train_on(2, 2, 4, dtype="float64", schedule=schedule, load=tmp_path)
+    found, continued, _ = train_on(1, 2, 4, dtype="float64", load=tmp_path)
+
+    assert again == losses[2:]
+    assert_equal(same, weights)
+    assert found == pytest.approx(losses[2:], abs=1e-12, rel=0)
+    assert largest_difference(continued, weights) < 1e-12
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_layout_continues_bit_for_bit(tmp_path, num_ranks, dtype):
+    losses, weights, _ = train_on(num_ranks, 0, 5, dtype=dtype)
+    train_on(num_ranks, 0, 2, dtype=dtype, save=tmp_path)
+
+    found, continued, _ = train_on(num_ranks, 2, 5, dtype=dtype, load=tmp_path)
+
+    assert found == losses[2:]
+    assert_equal(continued, weights)
+
+
+class Dropping(nn.Module):
+    """Random numbers, and running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.linear = nn.Linear(4, 4)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.dropout(self.linear(self.norm(x)))
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 7}], ids=["the process's", "by step"])
+def test_random_numbers_and_statistics_continue(tmp_path, options):
+    torch.manual_seed(0)
+    layers = [Dropping(), Dropping()]
+    pipeline = Pipeline(layers, "gpipe", 2, nn.functional.mse_loss, **options)
+    optimizer = adamw(pipeline.parameters())
+
+    def steps(count):
+        losses = []
+        for step in range(count):
+            batch = torch.full((4, 4), step + 1.0) + torch.arange(16.0).reshape(4, 4)
+            losses.append(pipeline.step(batch, target=torch.zeros(4, 4)).loss.item())
+            optimizer.step(), optimizer.zero_grad()
+        return losses, random.random()
+
+    steps(2)
+    save_checkpoint(tmp_path, pipeline, optimizer, step=2)
+    expected = steps(3)
+    state = {name: value.clone() for name, value in pipeline.state_dict().items()}
+
+    load_checkpoint(tmp_path, pipeline, optimizer)
+
+    assert pipeline.step_number == 2
+    assert steps(3) == expected
+    assert_equal(pipeline.state_dict(), state)
+    pipeline.close()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    train_on(2, 0, 1, save=tmp_path)
+    train_on(2, 1, 2, load=tmp_path, save=tmp_path)
+    return tmp_path
+
+
+def refused(folder, layers=None, optimizer=adamw, num_ranks=2):
+    """Return the message with which loading is refused, the same on all ranks; nothing is changed by it."""
+
+    def case(transport):
+        pipeline = small_pipeline(transport, layers)
+        before = {name: value.clone() for name, value in pipeline.state_dict().items()}
+        stepper = optimizer(list(pipeline.parameters())) if optimizer else None
+        error = error_of(lambda: load_checkpoint(folder, pipeline, stepper))
+        assert isinstance(error, CheckpointError), error
+        assert_equal(pipeline.state_dict(), before)
+        assert not stepper.state
+        pipeline.close()
+        return str(error)
+
+    messages = on_ranks(num_ranks, case)
+    return messages[0].removeprefix("rank 0: ").removeprefix("rank 1: ")
+
+
+def test_a_damaged_one_is_named_in_a_warning_and_the_older_one_loaded(folder):
+    (folder / "step-2" / MANIFEST).unlink()
+    pipeline = small_pipeline(None)
+
+    with pytest.warns(PenstockWarning, match=r"step-2: holds no checkpoint\.json.*step-1 is loaded instead"):
+        assert ps.load_checkpoint(folder, pipeline, adamw(pipeline.parameters())) == {"at": 1}
+    pipeline.close()
+
+
+def more():
+    return nn.Linear(2, 2)
+
+
+def test_a_model_with_other_layers_is_refused(folder):
+    few, many = small_layers()[:-2], [*small_layers(), LayerSpec("last", nn.Identity), LayerSpec("more", more)]
+
+    assert "step-2: is of another model, which also has 'head.weight', 'norm.weight'" in refused(folder, few)
+    assert "step-2: is of another model: it has no 'more.bias', 'more.weight'" in refused(folder, many)
+
+
+def test_another_type_is_refused_and_not_rounded(folder):
+    message = refused(folder, small_layers("float64"))
+
+    assert "is of another model: 'embedding.weight' is F32 (32, 16) in it, but F64 (32, 16) in the model" in message
+
+
+def test_another_optimizer_is_refused(folder):
+    assert "holds the state of AdamW, but the optimizer is SGD" in refused(folder, optimizer=torch.optim.SGD)
+
+
+def test_weights_alone_may_be_loaded(folder):
+    _, weights, _ = train_on(2, 0, 2)
+    pipeline = small_pipeline(None)
+
+    ps.load_checkpoint(folder / "step-2", pipeline)
+
+    assert_equal(pipeline.state_dict(), weights)
+    ps.save_checkpoint(folder / "weights", pipeline, step=0)
+    assert "was saved without an optimizer" in refused(folder / "weights")
+    pipeline.close()
+
+
+def test_a_moment_that_is_missing_is_named(folder):
+    manifest = read_manifest(folder / "step-2")
+    del manifest.optimizer.state["norm.weight"].tensors["exp_avg_sq"]
+    (folder / "step-2" / MANIFEST).write_bytes(manifest_bytes(manifest))
+
+    assert "the optimizer's state of 'norm.weight' lacks exp_avg_sq, which others have" in refused(folder)
+
+
+def test_a_pickle_is_refused(folder):
+    (folder / "step-2" / ".metadata").write_bytes(pickle.dumps({}))
+
+    assert "step-2: holds a pickle (.metadata)" in refused(folder)
+
+
+def test_an_error_of_reading_is_one_on_every_rank(folder, monkeypatch):
+    def fail(path, names):
+        raise CheckpointError(f"{path.name}: gone meanwhile")
+
+    monkeypatch.setattr(loading, "read_tensors", fail)
+
+    assert "gone meanwhile" in refused(folder)
+
+
+def test_the_first_names_are_public(tmp_path):
+    pipeline = small_pipeline(None)
+    ps.save_checkpoint(tmp_path, pipeline, step=3, extra={"a": [1, None, {"b": 0.1}]})
+
+    assert ps.load_checkpoint(tmp_path, pipeline) == {"a": [1, None, {"b": 0.1}]}
+    pipeline.close()
+
+
+def test_another_reader_of_such_files_reads_the_weights(tmp_path):
+    from torch.distributed.checkpoint import load
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    transport = on_ranks(1, lambda wires: wires)[0]
+    _, weights, _ = train(transport, 0, 1, save=tmp_path)
+    found = {name: torch.zeros_like(value) for name, value in weights.items()}
+
+    load(found, storage_reader=HuggingFaceStorageReader(str(tmp_path / "step-1")), no_dist=True)
+
+    assert_equal(found, weights)

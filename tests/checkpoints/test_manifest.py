@@ -1,0 +1,97 @@
+"""`checkpoint.json`: all of a checkpoint but its tensors."""
+
+import json
+import math
+import pickle
+import random
+
+import pytest
+
+from penstock.checkpoints import manifest
+from penstock.checkpoints.manifest import MANIFEST, Manifest, UnreadableFormat, manifest_bytes, read_manifest
+from penstock.errors import CheckpointError
+
+NUM_FLIPS = 600
+
+
+def small_manifest(**changes):
+    return Manifest(
+        **{
+            "penstock": "0.1.0",
+            "step": 50,
+            "pipeline_steps": 100,
+            "ranks": 1,
+            "schedule": "1f1b",
+            "extra": {"loss": math.inf, "text": "ü"},
+            "random": [{}],
+            "weights": {"w": {"dtype": "F32", "shape": [2], "file": "weights.safetensors"}},
+            "optimizer": None,
+            "files": {"weights.safetensors": {"num_bytes": 80, "sha256": "0" * 64}},
+        }
+        | changes
+    )
+
+
+def write(folder, content):
+    (folder / MANIFEST).write_bytes(content)
+
+
+def test_it_reads_back_as_it_was(tmp_path):
+    write(tmp_path, manifest_bytes(small_manifest()))
+
+    assert read_manifest(tmp_path) == small_manifest()
+    assert json.loads((tmp_path / MANIFEST).read_bytes())["checkpoint"]["step"] == 50
+
+
+def test_any_flipped_bit_is_found(tmp_path):
+    content, chance = manifest_bytes(small_manifest()), random.Random(1)
+
+    for _ in range(NUM_FLIPS):
+        place, bit = chance.randrange(len(content)), chance.randrange(8)
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << bit
+        write(tmp_path, flipped)
+        with pytest.raises(CheckpointError, match=r"checkpoint\.json: was changed or damaged"):
+            read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 200, -1])
+def test_a_file_that_is_cut_short_is_found(tmp_path, kept):
+    write(tmp_path, manifest_bytes(small_manifest())[:kept])
+
+    with pytest.raises(CheckpointError, match="was changed or damaged"):
+        read_manifest(tmp_path)
+
+
+def test_a_newer_format_is_told_from_damage(tmp_path, monkeypatch):
+    text = manifest_bytes(small_manifest())
+    body = json.loads(text)["checkpoint"] | {"version": 2, "penstock": "0.9.0", "other": 1}
+    newer = json.dumps(body, separators=(",", ":")).encode()
+    write(tmp_path, b'{"sha256":"' + manifest._digest(newer) + b'","checkpoint":' + newer + b"}\n")
+
+    with pytest.raises(
+        UnreadableFormat, match=r"has format penstock-checkpoint 2, written by Penstock 0\.9\.0; expected"
+    ):
+        read_manifest(tmp_path)
+
+
+def test_a_key_that_is_wrong_is_named(tmp_path):
+    body = json.dumps(small_manifest().model_dump() | {"step": -1}, separators=(",", ":")).encode()
+    write(tmp_path, b'{"sha256":"' + manifest._digest(body) + b'","checkpoint":' + body + b"}\n")
+
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json: step: Input should be greater"):
+        read_manifest(tmp_path)
+
+
+def test_a_folder_without_it_is_not_whole(tmp_path):
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint\.json, which is written last"):
+        read_manifest(tmp_path)
+    with pytest.raises(CheckpointError, match="missing: there is no such folder"):
+        read_manifest(tmp_path / "missing")
+
+
+def test_a_folder_of_pickles_is_refused(tmp_path):
+    (tmp_path / "model.pt").write_bytes(pickle.dumps({}))
+
+    with pytest.raises(UnreadableFormat, match=r"holds a pickle \(model\.pt\), which could run any code"):
+        read_manifest(tmp_path)

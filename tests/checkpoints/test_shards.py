@@ -1,0 +1,122 @@
+"""Files of tensors, and how damage to them is found."""
+
+import errno
+import pickle
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.checkpoints.shards import (
+    DTYPE_NAMES,
+    cannot_write,
+    dtype_name,
+    pickles_in,
+    problem_of,
+    read_tensors,
+    record_of,
+    shapes_of,
+    write_shard,
+)
+from penstock.errors import CheckpointError
+
+NUM_FLIPS = 400
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "file.safetensors"
+
+
+def test_every_type_and_shape_comes_back(path):
+    tensors = {str(dtype): torch.ones(2, 3).to(dtype) for dtype in DTYPE_NAMES}
+    tensors |= {"number": torch.tensor(7), "nothing": torch.zeros(0, 4)}
+
+    record = write_shard(path, tensors)
+
+    found = read_tensors(path, tensors)
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert shapes_of(path) == {
+        name: (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()
+    }
+    assert record == record_of(path)
+    assert problem_of(path, record) == ""
+
+
+def test_only_the_tensors_that_are_asked_for_are_read(path):
+    write_shard(path, {"a": torch.zeros(2), "b": torch.ones(2)})
+
+    assert list(read_tensors(path, ["b"])) == ["b"]
+
+
+def test_any_flipped_bit_is_found(path):
+    record = write_shard(path, {"a": torch.randn(16), "b": torch.tensor(3)})
+    content = path.read_bytes()
+    chance = random.Random(0)
+
+    for _ in range(NUM_FLIPS):
+        place, bit = chance.randrange(len(content)), chance.randrange(8)
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << bit
+        path.write_bytes(flipped)
+        assert problem_of(path, record).startswith(f"{path}: was changed or damaged: its sha256 is ")
+
+
+def test_a_file_that_is_cut_or_gone_is_named(path):
+    record = write_shard(path, {"a": torch.randn(16)})
+    size = path.stat().st_size
+
+    path.write_bytes(path.read_bytes()[:-1])
+    assert problem_of(path, record) == f"{path}: has {size - 1} bytes, but {size} were written"
+    path.unlink()
+    assert problem_of(path, record) == f"{path}: is missing"
+    path.mkdir()
+    assert str(path) in problem_of(path, record)
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100])
+def test_what_is_no_safetensors_file_is_named(path, content):
+    path.write_bytes(content)
+
+    for read in (lambda: read_tensors(path, ["a"]), lambda: shapes_of(path)):
+        with pytest.raises(CheckpointError, match=r"file\.safetensors: cannot be read as a safetensors file"):
+            read()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(2, dtype=torch.complex64), torch.eye(3).to_sparse(), torch.zeros(2, dtype=torch.float8_e4m3fn)],
+)
+def test_a_tensor_without_a_place_is_named(tensor):
+    with pytest.raises(CheckpointError, match=r"'w' is a .* which safetensors files cannot hold"):
+        dtype_name("w", tensor)
+
+
+def test_a_parameter_is_a_plain_tensor():
+    assert dtype_name("w", nn.Parameter(torch.zeros(2))) == "F32"
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="missing/a: cannot be written: No such file or directory"):
+        write_shard(tmp_path / "missing" / "a", {"a": torch.zeros(2)})
+
+
+def test_a_full_disk_is_told_from_the_words_of_the_library(tmp_path):
+    words = "Error while serializing: I/O error: No space left on device (os error 28)"
+
+    assert str(cannot_write(tmp_path, RuntimeError(words))) == (
+        f"{tmp_path}: cannot be written: No space left on device. Free some space, or choose another folder"
+    )
+    assert "See to its permissions" in str(cannot_write(tmp_path, OSError(errno.EACCES, "x")))
+    assert "something" in str(cannot_write(tmp_path, RuntimeError("something")))
+
+
+def test_pickles_are_found_by_name_and_by_content(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / ".metadata").touch()
+    (tmp_path / "weights.safetensors").write_bytes(pickle.dumps({"a": 1}))
+    torch.save({}, tmp_path / "other")
+
+    assert pickles_in(tmp_path) == [".metadata", "other", "weights.safetensors"]
+    assert pickles_in(tmp_path, ["other"]) == [".metadata", "weights.safetensors"]

@@ -1,0 +1,165 @@
+"""Finding a checkpoint that is as it was written."""
+
+import pickle
+import random
+import shutil
+
+import pytest
+
+from penstock.checkpoints.manifest import MANIFEST, UnreadableFormat, manifest_bytes, read_manifest
+from penstock.checkpoints.verification import candidates, find_newest, verify
+from penstock.errors import CheckpointError
+from penstock.execute.control.collectives import Control
+from tests.checkpoints.training import train, train_on
+from tests.train.local_ranks import error_of, on_ranks
+
+NUM_FLIPS = 1000
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints of steps 1 and 2 of two ranks."""
+    folder = tmp_path_factory.mktemp("saved")
+    train_on(2, 0, 1, save=folder)
+    train_on(2, 1, 2, load=folder, save=folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "checkpoints")
+
+
+def find(folder, num_ranks=2):
+    return on_ranks(num_ranks, lambda wires: find_newest(Control(wires), folder))
+
+
+def files_of(checkpoint):
+    return sorted(path.name for path in checkpoint.iterdir())
+
+
+def flip(path, place, bit=0):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << bit
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_newest_is_found_by_any_number_of_ranks(folder, num_ranks):
+    found = find(folder, num_ranks)
+
+    assert {each.path for each in found} == {folder / "step-2"}
+    assert found[0].manifest.step == 2
+    assert found[0].damaged == ()
+
+
+def test_a_checkpoint_itself_may_be_named(folder):
+    assert candidates(folder / "step-1") == [folder / "step-1"]
+    assert find(folder / "step-1")[1].manifest.step == 1
+    renamed = (folder / "step-1").rename(folder / "other")
+    assert find(renamed)[0].path == renamed
+
+
+@pytest.mark.slow
+def test_any_of_1000_flipped_bits_is_found_and_its_file_named(folder):
+    checkpoint, chance = folder / "step-2", random.Random(2)
+    names = files_of(checkpoint)
+    sizes = [(checkpoint / name).stat().st_size for name in names]
+    missed = []
+
+    for _ in range(NUM_FLIPS):
+        (name,) = chance.choices(names, sizes)
+        place, bit = chance.randrange((checkpoint / name).stat().st_size), chance.randrange(8)
+        flip(checkpoint / name, place, bit)
+        error = error_of(lambda: verify(checkpoint))
+        if f"{checkpoint / name}: was changed or damaged" not in str(error):
+            missed.append((name, place, bit, error))
+        flip(checkpoint / name, place, bit)
+
+    assert missed == []
+    verify(checkpoint)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+@pytest.mark.parametrize("damage", [cut, lambda path: path.unlink(), lambda path: flip(path, -1)])
+@pytest.mark.parametrize("number", range(6))
+def test_a_damaged_file_is_named_and_the_next_older_one_taken(folder, damage, number):
+    path = folder / "step-2" / files_of(folder / "step-2")[number]
+    damage(path)
+
+    found = find(folder)
+
+    assert {each.path for each in found} == {folder / "step-1"}
+    assert len(found[0].damaged) == 1
+    assert str(path) in found[0].damaged[0] or (path.name == MANIFEST and "holds no" in found[0].damaged[0])
+
+
+def test_files_that_are_exchanged_are_found(folder):
+    names = [name for name in files_of(folder / "step-2") if name.startswith("weights-")]
+    first, second = (folder / "step-2" / name for name in names)
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+    assert find(folder)[0].path == folder / "step-1"
+
+
+def test_a_file_of_another_step_is_found(folder):
+    name = next(name for name in files_of(folder / "step-2") if name.startswith("optimizer-"))
+    shutil.copy(folder / "step-1" / name, folder / "step-2" / name)
+
+    assert find(folder)[0].path == folder / "step-1"
+
+
+@pytest.mark.parametrize("part", ["weights", "optimizer"])
+def test_a_tensor_that_the_writer_dropped_is_found(folder, part):
+    manifest = read_manifest(folder / "step-2")
+    changed = manifest.model_dump()
+    tensors = changed["weights"] if part == "weights" else changed["optimizer"]["state"]["norm.weight"]["tensors"]
+    some = next(iter(tensors.values()))
+    tensors["dropped"] = some
+    (folder / "step-2" / MANIFEST).write_bytes(manifest_bytes(manifest.model_validate(changed)))
+
+    found = find(folder)[0]
+
+    assert found.path == folder / "step-1"
+    assert "has nothing as " in found.damaged[0]
+    assert "dropped" in found.damaged[0]
+
+
+def test_all_are_named_where_none_verifies(folder):
+    for step in (1, 2):
+        (folder / f"step-{step}" / MANIFEST).unlink()
+
+    errors = on_ranks(2, lambda wires: error_of(lambda: find_newest(Control(wires), folder)))
+
+    assert [type(error) for error in errors] == [CheckpointError] * 2
+    assert str(errors[0]) == str(errors[1])
+    assert "none of 2 checkpoints is as it was written" in str(errors[0])
+    assert "step-1: holds no checkpoint.json" in str(errors[0])
+
+
+def test_a_folder_without_any_is_refused(tmp_path):
+    error = error_of(lambda: find(tmp_path))
+
+    assert isinstance(error, CheckpointError)
+    assert str(error) == f"{tmp_path}: holds no checkpoint; expected folders step-N, each with a checkpoint.json"
+
+
+def test_a_pickle_in_the_newest_is_refused_and_no_older_one_taken(folder):
+    (folder / "step-2" / "extra.pkl").write_bytes(pickle.dumps({}))
+
+    error = error_of(lambda: find(folder))
+
+    assert isinstance(error, UnreadableFormat)
+    assert "step-2: holds a pickle (extra.pkl)" in str(error)
+
+
+def test_a_half_written_one_is_no_candidate(folder):
+    (folder / "step-2").rename(folder / "step-3.0123456789ab.partial")
+
+    assert find(folder)[0].path == folder / "step-1"
+    assert train(*on_ranks(1, lambda wires: wires), 1, 2, load=folder)[2] == {"at": 1}

@@ -1,0 +1,341 @@
+"""Saving: what is written, when it counts, and what becomes of errors."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock.checkpoints import writer
+from penstock.checkpoints.loading import load_checkpoint
+from penstock.checkpoints.manifest import MANIFEST, read_manifest
+from penstock.checkpoints.shards import write_shard
+from penstock.checkpoints.writer import INDEX, CheckpointWriter, save_checkpoint
+from penstock.errors import CheckpointError, NotSaved, PipelineError
+from tests.checkpoints.training import adamw, assert_equal, train_on
+from tests.ranks import run_ranks, run_ranks_with_deaths
+from tests.train.local_ranks import error_of, on_ranks, random_batch, small_layers, small_pipeline
+
+
+def step_with(pipeline, optimizer, seed=0):
+    inputs, target = random_batch(seed)
+    pipeline.step(inputs, target=target)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def on_one_rank(folder, **options):
+    pipeline = small_pipeline(None)
+    optimizer = adamw(pipeline.parameters())
+    return pipeline, optimizer, CheckpointWriter(folder, pipeline, optimizer, **options)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Files are written when this event is set."""
+    event = threading.Event()
+
+    def write_late(path, tensors):
+        assert event.wait(20)
+        return write_shard(path, tensors)
+
+    monkeypatch.setattr(writer, "write_shard", write_late)
+    yield event
+    event.set()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_every_rank_writes_its_own_tensors_under_the_unsplit_models_names(tmp_path, num_ranks):
+    _, weights, _ = train_on(num_ranks, 0, 2, save=tmp_path)
+
+    folder = tmp_path / "step-2"
+    shards = [load_file(path) for path in sorted(folder.glob("weights-*.safetensors"))]
+    assert len(shards) == num_ranks
+    assert_equal({name: tensor for shard in shards for name, tensor in shard.items()}, weights)
+    assert sum(map(len, shards)) == len(weights)
+    moments = [name for path in folder.glob("optimizer-*") for name in load_file(path)]
+    assert sorted(moments) == sorted(f"{name}:{key}" for name in weights for key in ("exp_avg", "exp_avg_sq", "step"))
+
+
+def test_the_index_says_which_file_holds_which_tensor(tmp_path):
+    _, weights, _ = train_on(2, 0, 1, save=tmp_path)
+
+    index = json.loads((tmp_path / "step-1" / INDEX).read_text())
+    assert index["weight_map"].keys() == weights.keys()
+    assert all(name in load_file(tmp_path / "step-1" / file) for name, file in index["weight_map"].items())
+    assert INDEX in read_manifest(tmp_path / "step-1").files
+
+
+def test_a_later_step_does_not_reach_the_files(tmp_path, gate):
+    pipeline, optimizer, checkpoints = on_one_rank(tmp_path)
+    step_with(pipeline, optimizer)
+    expected = {name: value.clone() for name, value in pipeline.state_dict().items()}
+
+    checkpoints.save(1)
+    step_with(pipeline, optimizer)
+    gate.set()
+    checkpoints.finish()
+
+    load_checkpoint(tmp_path, pipeline, optimizer)
+    assert_equal(pipeline.state_dict(), expected)
+    assert all(state["step"] == 1 for state in optimizer.state.values())
+    pipeline.close()
+
+
+def test_the_next_save_leaves_the_one_before_as_it_was(tmp_path):
+    pipeline, optimizer, checkpoints = on_one_rank(tmp_path)
+    step_with(pipeline, optimizer)
+    checkpoints.save(1)
+    checkpoints.finish()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "step-1").iterdir()}
+
+    step_with(pipeline, optimizer)
+    checkpoints.save(2)
+    checkpoints.finish()
+
+    assert {path.name: path.read_bytes() for path in (tmp_path / "step-1").iterdir()} == before
+    assert names(tmp_path) == ["step-1", "step-2"]
+    pipeline.close()
+
+
+def test_a_save_returns_before_the_files_are_written_and_one_is_in_flight(tmp_path, gate):
+    def case(transport):
+        pipeline = small_pipeline(transport)
+        checkpoints = CheckpointWriter(tmp_path, pipeline)
+        checkpoints.save(1)
+        for _ in range(3):
+            checkpoints.poll()
+        announced = [(tmp_path / "step-1").exists()]
+        gathered = pipeline.control.all_gather_object(None)
+        gate.set()
+        checkpoints.save(2)  # waits for the first
+        announced.append((tmp_path / "step-1").exists())
+        is_finished = checkpoints.finish()
+        announced.append((tmp_path / "step-2").exists())
+        pipeline.close()
+        return len(gathered), announced, is_finished
+
+    assert on_ranks(2, case) == [(2, [False, True, True], True)] * 2
+
+
+def test_polling_announces_what_is_written(tmp_path):
+    def case(transport):
+        pipeline = small_pipeline(transport)
+        checkpoints = CheckpointWriter(tmp_path, pipeline)
+        checkpoints.save(1)
+        for _ in range(2000):
+            checkpoints.poll()
+            if pipeline.control.all_gather_object((tmp_path / "step-1").exists()) == [True, True]:
+                break
+            time.sleep(0.005)
+        pipeline.close()
+
+    on_ranks(2, case)
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_a_wait_with_a_limit_ends_with_it(tmp_path, gate):
+    def case(transport):
+        pipeline = small_pipeline(transport)
+        checkpoints = CheckpointWriter(tmp_path, pipeline)
+        checkpoints.save(1)
+        ended = checkpoints.finish(limit_s=0.2)
+        pipeline.close()
+        return ended
+
+    assert on_ranks(2, case) == [False, False]
+
+
+def test_a_slow_disk_may_take_longer_than_the_deadline(tmp_path, monkeypatch):
+    def write_late(path, tensors):
+        time.sleep(1.5)
+        return write_shard(path, tensors)
+
+    monkeypatch.setattr(writer, "write_shard", write_late)
+
+    def case(transport):
+        pipeline = small_pipeline(transport, deadline_s=0.4)
+        save_checkpoint(tmp_path, pipeline, step=1)
+        pipeline.close()
+
+    on_ranks(2, case)
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_an_error_of_one_ranks_thread_is_raised_by_the_next_call_on_all(tmp_path, monkeypatch):
+    def fail_on_second(path, tensors):
+        if "-00002-" in path.name:
+            raise NotSaved(f"{path.name}: cannot be written: No space left on device")
+        return write_shard(path, tensors)
+
+    def case(transport):
+        pipeline = small_pipeline(transport)
+        checkpoints = CheckpointWriter(tmp_path, pipeline)
+        checkpoints.save(1)
+        first = error_of(lambda: checkpoints.save(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, "write_shard", write_shard)
+            pipeline.control.all_gather_object(None)
+            checkpoints.save(2)
+            checkpoints.finish()
+        pipeline.close()
+        return first
+
+    monkeypatch.setattr(writer, "write_shard", fail_on_second)
+    first, second = on_ranks(2, case)
+
+    assert str(second) == "weights-00002-of-00002.safetensors: cannot be written: No space left on device"
+    assert str(first) == f"rank 1: {second}"
+    assert (tmp_path / "step-2").exists()
+    assert not (tmp_path / "step-1").exists()
+
+
+@pytest.mark.parametrize(
+    ("step", "extra", "words"),
+    [
+        (-1, {}, "step: -1 of type int; expected a whole number"),
+        (1.5, {}, "step: 1.5 of type float"),
+        (1, {"x": torch.zeros(1)}, "`extra` is not JSON: Object of type Tensor"),
+        (1, {"x": {3: 4}}, "`extra` has a key that is not text"),
+    ],
+)
+def test_what_can_not_be_saved_is_refused_before_anything_is_written(tmp_path, step, extra, words):
+    pipeline, _, checkpoints = on_one_rank(tmp_path / "new")
+
+    with pytest.raises(CheckpointError, match=words):
+        checkpoints.save(step, extra)
+
+    assert not (tmp_path / "new").exists()
+    pipeline.close()
+
+
+@pytest.mark.parametrize(("what", "values"), [("step", (1, 2)), ("`extra`", ({"a": 1}, {"a": 2}))])
+def test_what_differs_between_ranks_is_refused(tmp_path, what, values):
+    def case(transport):
+        pipeline = small_pipeline(transport)
+        given = values[transport.rank]
+        step, extra = (given, {}) if what == "step" else (1, given)
+        error = error_of(lambda: save_checkpoint(tmp_path, pipeline, step=step, extra=extra))
+        pipeline.close()
+        return str(error)
+
+    assert on_ranks(2, case) == [f"{tmp_path}: rank 1 has another {what} than rank 0; pass the same to all ranks"] * 2
+
+
+def test_a_checkpoint_is_not_written_over_unless_it_is_damaged(tmp_path):
+    pipeline, optimizer, checkpoints = on_one_rank(tmp_path, asynchronous=False)
+    checkpoints.save(1)
+
+    with pytest.raises(CheckpointError, match="step-1: exists already"):
+        checkpoints.save(1)
+    (tmp_path / "step-1" / INDEX).write_text("{}")
+    checkpoints.save(1)
+
+    assert "step-1.damaged-1" in names(tmp_path)
+    assert load_checkpoint(tmp_path, pipeline, optimizer) == {}
+    pipeline.close()
+
+
+def test_the_last_ones_stay(tmp_path):
+    pipeline, _, checkpoints = on_one_rank(tmp_path, keep_last=2, keep_every=3)
+    for step in range(1, 7):
+        checkpoints.save(step)
+    checkpoints.finish()
+
+    assert names(tmp_path) == ["step-3", "step-5", "step-6"]
+    pipeline.close()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+
+    def case(transport):
+        pipeline = small_pipeline(transport)
+        error = error_of(lambda: save_checkpoint(tmp_path / "file" / "in", pipeline, step=1))
+        pipeline.close()
+        return error
+
+    errors = on_ranks(2, case)
+    assert [type(error) for error in errors] == [NotSaved] * 2
+    assert f"{tmp_path}/file/in: cannot be written: Not a directory" in str(errors[0])
+
+
+FULL_DISK = """
+import resource, signal, sys
+import torch
+from penstock.checkpoints.writer import save_checkpoint
+from tests.train.local_ranks import small_pipeline
+pipeline = small_pipeline(None)
+save_checkpoint(sys.argv[1], pipeline, step=1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # no file may grow beyond this
+try:
+    save_checkpoint(sys.argv[1], pipeline, step=2)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.slow
+def test_a_disk_that_takes_no_more_leaves_the_one_before(tmp_path):
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": "src:."}
+    )
+
+    assert done.stdout.startswith("NotSaved ")
+    assert "weights-00001-of-00001.safetensors: cannot be written: File too large. Free some space" in done.stdout
+    pipeline, _, _ = on_one_rank(tmp_path)
+    load_checkpoint(tmp_path, pipeline)
+    assert (tmp_path / "step-1" / MANIFEST).exists()
+    assert not (tmp_path / "step-2").exists()
+    pipeline.close()
+
+
+def die_before_announcing(rank, folder):
+    pipeline = small_pipeline(None, small_layers(), deadline_s=5.0)
+    save_checkpoint(folder, pipeline, step=1)
+    checkpoints = CheckpointWriter(folder, pipeline)
+    checkpoints.save(2)
+    checkpoints._save.written.result(20)
+    if rank == 1:
+        os._exit(9)
+    return type(error_of(checkpoints.finish))
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_between_writing_and_announcing_hides_nothing(tmp_path):
+    outcome = run_ranks_with_deaths(2, die_before_announcing, str(tmp_path))
+
+    assert outcome.exit_codes == {1: 9}
+    assert issubclass(outcome.results[0], PipelineError)
+    assert [name for name in names(tmp_path) if not name.endswith(".partial")] == ["step-1"]
+    pipeline, _, _ = on_one_rank(tmp_path)
+    load_checkpoint(tmp_path, pipeline)
+    pipeline.close()
+
+
+def save_on_gloo(rank, folder):
+    pipeline = small_pipeline(None, small_layers())
+    optimizer = adamw(pipeline.parameters())
+    step_with(pipeline, optimizer)
+    save_checkpoint(folder, pipeline, optimizer, step=1, extra={"rate": 0.1})
+    step_with(pipeline, optimizer, seed=1)
+    expected = {name: value.clone() for name, value in pipeline.state_dict().items()}
+    extra = load_checkpoint(folder, pipeline, optimizer)
+    step_with(pipeline, optimizer, seed=1)
+    assert_equal(pipeline.state_dict(), expected)
+    return extra
+
+
+@pytest.mark.slow
+def test_ranks_that_are_processes_save_and_load(tmp_path):
+    assert run_ranks(2, save_on_gloo, str(tmp_path)) == [{"rate": 0.1}] * 2
