@@ -35,11 +35,6 @@ def test_every_key_of_a_text_is_named():
     assert [key for key in FIELD_OF_KEY if f"`{key}`" not in PAGE] == []
 
 
-def test_the_python_runs():
-    for example in PYTHON:
-        exec(compile(example, "simulator.md", "exec"), {})
-
-
 def test_every_unit_and_every_cause_is_named():
     names = [unit for units in UNITS.values() for unit in units]
 

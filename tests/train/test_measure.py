@@ -1,6 +1,5 @@
 """Layers are measured one by one as they are executed, nothing is left behind, and the split follows what they take."""
 
-import re
 from functools import partial
 from pathlib import Path
 from weakref import WeakSet
@@ -277,14 +276,3 @@ def test_if_the_first_rank_fails_all_do_and_the_others_say_why():
 def test_what_cannot_be_measured_is_refused(layers, options, kind, text):
     with pytest.raises(kind, match=text):
         measure_layers(layers, (batch(),), **options)
-
-
-@pytest.mark.slow
-def test_the_example_of_the_guide_runs(capsys):
-    examples = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-
-    for example in examples:
-        exec(compile(example, "performance.md", "exec"), {})
-
-    assert len(examples) == 1
-    assert capsys.readouterr().out.startswith("stage  layers  weight")
