@@ -5,8 +5,10 @@ import json
 import sys
 
 import pytest
+import tokenizers
 from safetensors.torch import load_file
 
+from penstock.cli.entry import main
 from penstock.errors import ConfigError, PenstockError
 from penstock.train.config import config_from_table, load_config
 from penstock.train.loop import train
@@ -58,6 +60,38 @@ def test_the_loss_falls_from_a_guess(finished):
     losses = [row["loss"] for row in rows_of(folder)]
     assert losses[0] == pytest.approx(5.55, abs=0.1)  # log(256)
     assert losses[-1] == result.loss < losses[0] - 0.5
+
+
+def test_a_run_ends_with_the_text_that_its_model_writes_which_generate_repeats(tmp_path, text, capsys):
+    sample = {"prompt": "it is ", "tokens": 7, "temperature": 0.5}
+
+    _, printed = run(tmp_path / "run", text, sample=sample, optimizer={"learning_rate": 3e-2}, run={"steps": 40})
+
+    last = printed.rpartition("\n\n")[2]
+    assert last.startswith("it is ")
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "it is "]) == 0
+    assert capsys.readouterr().out == last
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "it is ", "--tokens", "2", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == "it is a \n"
+
+
+def test_a_prompt_without_tokens_is_refused_before_the_run_begins(tmp_path, text):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"it": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "words.json"))
+    data = {"tokenizer": str(tmp_path / "words.json")}
+
+    with pytest.raises(ConfigError, match=r"^sample.prompt: ' ' has no tokens"):
+        run(
+            tmp_path / "run",
+            text,
+            sample={"prompt": " "},
+            data=data,
+            model={"vocabulary": 2},
+            run={"evaluate_batches": 0},
+        )
+
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_each_step_has_its_row_with_evaluation_and_bubble_where_they_are_due(finished):

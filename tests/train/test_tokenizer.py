@@ -21,7 +21,9 @@ def save_tokenizer(path):
 def test_bytes_are_their_own_ids_and_a_document_ends_with_zero():
     tokenizer = load_tokenizer("bytes")
 
-    assert tokenizer.encode("né".encode()).tolist() == [110, 195, 169, 0]
+    assert tokenizer.encode("né".encode()).tolist() == [110, 195, 169]
+    assert tokenizer.encode_document("né".encode()).tolist() == [110, 195, 169, 0]
+    assert tokenizer.decode([110, 195, 169]) == "né"
     assert tokenizer.vocabulary == 256
 
 
@@ -29,6 +31,8 @@ def test_a_tokenizer_file_gives_its_ids_and_room_for_the_largest(tmp_path):
     tokenizer = load_tokenizer(save_tokenizer(tmp_path / "words.json"))
 
     assert tokenizer.encode(b"blue red green").tolist() == [70_000, 1, 0]
+    assert tokenizer.encode_document(b"blue").tolist() == [70_000]
+    assert tokenizer.decode([70_000, 1]) == "blue red"
     assert tokenizer.vocabulary == 70_001
 
 

@@ -32,7 +32,7 @@ def counting_tokenizer(calls):
         calls.append(content)
         return BYTES.encode(content)
 
-    return Tokenizer("bytes", 256, encode)
+    return Tokenizer("bytes", 256, encode, str, 0)
 
 
 def test_each_distinct_document_is_kept_once(corpus, tmp_path):
@@ -116,7 +116,7 @@ def test_writers_that_race_agree(corpus, tmp_path):
 
 @pytest.mark.parametrize(("vocabulary", "item_bytes"), [(256, 1), (257, 2), (65_536, 2), (65_537, 4)])
 def test_tokens_take_the_smallest_type_that_holds_the_vocabulary(corpus, tmp_path, vocabulary, item_bytes):
-    tokenizer = Tokenizer("largest", vocabulary, lambda content: np.array([vocabulary - 1], dtype=np.uint32))
+    tokenizer = Tokenizer("largest", vocabulary, lambda content: np.array([vocabulary - 1], dtype=np.uint32), str, None)
 
     found = tokenize(documents_of(corpus), tokenizer, tmp_path / "cache")
 
@@ -148,4 +148,4 @@ def test_a_document_that_changes_between_the_two_readings_is_refused(corpus, tmp
         return BYTES.encode(content)
 
     with pytest.raises(ConfigError, match="changed while it was read"):
-        tokenize(documents_of(corpus), Tokenizer("bytes", 256, encode), tmp_path / "cache")
+        tokenize(documents_of(corpus), Tokenizer("bytes", 256, encode, str, 0), tmp_path / "cache")

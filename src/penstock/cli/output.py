@@ -27,6 +27,12 @@ def say_at_once(text: str) -> None:
     sys.stdout.flush()
 
 
+def say_piece(text: str) -> None:
+    """Print a part of a line, as soon as it is there."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
 def complain(text: str) -> None:
     """Print what went wrong."""
     sys.stderr.write(f"penstock: {text}\n")

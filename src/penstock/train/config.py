@@ -31,6 +31,7 @@ from penstock.train.sections import (
     OptimizerSection,
     PipelineSection,
     RunSection,
+    SampleSection,
     Scalar,
     Section,
 )
@@ -53,6 +54,7 @@ class RunConfig(Section):
     batch: BatchSection = BatchSection()
     optimizer: OptimizerSection = OptimizerSection()
     metrics: MetricsSection = MetricsSection()
+    sample: SampleSection = SampleSection()
     debug: DebugSection = DebugSection()
 
     @model_validator(mode="after")

@@ -19,6 +19,7 @@ from penstock.train.claim import Start, claimed_together, joined
 from penstock.train.config import RunConfig
 from penstock.train.data import Batch, TokenDataset
 from penstock.train.evaluation import mean_loss
+from penstock.train.generation import sample, sample_prompt
 from penstock.train.metrics import MetricsWriter, StepMetrics
 from penstock.train.recorded_step import RecordedStep, recorded_step_to_json
 from penstock.train.report import Outcome, predict_again, write_report
@@ -74,6 +75,7 @@ def train(
             # The tokens and the folder are there, for all ranks, or all of them end here.
             _tell(transport.rank, output, "preparing the text ...")
             dataset = prepare_together(config, folder, transport)
+            prompt = sample_prompt(config)
             _begin_together(config, folder, transport, output, is_forced=start is Start.FORCE)
             stack.enter_context(run_log(folder.path, transport.rank, config.debug.log))
             _tell(transport.rank, output, "building the model ...")
@@ -93,13 +95,18 @@ def train(
         save_weights(folder.path / WEIGHTS, pipeline)
         if pipeline.rank == 0:
             _report(config, result, folder, output, duration_s=time.monotonic() - begin_s)
+        if prompt:
+            _tell(pipeline.rank, output, f"\n{config.sample.prompt}", end="")
+            for piece in sample(config, pipeline, prompt):
+                _tell(pipeline.rank, output, piece, end="")
+            _tell(pipeline.rank, output, "")
         return result
 
 
-def _tell(rank: int, output: TextIO, what: str) -> None:
-    """Say what is begun, before it takes its time."""
+def _tell(rank: int, output: TextIO, what: str, end: str = "\n") -> None:
+    """Say at once what is begun, before it takes its time."""
     if rank == 0:
-        output.write(f"{what}\n")
+        output.write(f"{what}{end}")
         output.flush()
 
 

@@ -152,6 +152,17 @@ class MetricsSection(Section):
     )
 
 
+class SampleSection(Section):
+    """The text that the trained model writes at the end of the run."""
+
+    prompt: str = Field(default="", description="what the text begins with; empty: the run ends without one")
+    tokens: Positive = Field(default=200, description="most tokens that are added to the prompt")
+    temperature: float = Field(
+        default=0.8, ge=0, description="divides the logits before a token is drawn; 0: always the likeliest"
+    )
+    top_k: NotNegative = Field(default=0, description="of how many of the likeliest tokens one is drawn; 0: of all")
+
+
 class DebugSection(Section):
     """What is looked at while the run goes on; all of it costs time."""
 

@@ -1,7 +1,7 @@
-"""Turning the content of a document into token ids: as bytes, or through a `tokenizers` file."""
+"""Turning text into token ids and back: as bytes, or through a `tokenizers` file."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,17 +11,26 @@ from numpy.typing import NDArray
 from penstock.errors import ConfigError
 
 TOKENIZER_KEY = "data.tokenizer"
-END_OF_DOCUMENT = b"\0"
+END_OF_DOCUMENT = 0
+"""Among bytes: text hardly ever has a zero byte, so it can tell the model where a document ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """A way from UTF-8 bytes to token ids in `range(vocabulary)`."""
+    """A way from UTF-8 bytes to token ids in `range(vocabulary)`, and back to text."""
 
     identity: str
     """Same text, same ids: equal for all tokenizers that give equal ids."""
     vocabulary: int
     encode: Callable[[bytes], NDArray[np.uint32]]
+    decode: Callable[[Sequence[int]], str]
+    end_of_document: int | None
+    """The id behind the last one of a document; None where there is none."""
+
+    def encode_document(self, content: bytes) -> NDArray[np.uint32]:
+        """Return the ids of a whole document, its end included."""
+        ids = self.encode(content)
+        return ids if self.end_of_document is None else np.append(ids, np.uint32(self.end_of_document))
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -31,7 +40,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         ConfigError: the file cannot be read or is no tokenizer, or the `tokenizers` package is missing.
     """
     if name == "bytes":
-        return Tokenizer("bytes", 256, _encode_bytes)
+        return Tokenizer("bytes", 256, _encode_bytes, _decode_bytes, END_OF_DOCUMENT)
     try:
         content = Path(name).read_bytes()
     except (OSError, ValueError) as error:
@@ -43,8 +52,11 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def _encode_bytes(content: bytes) -> NDArray[np.uint32]:
-    # Text hardly ever has a zero byte, so this one can tell the model where a document ends.
-    return np.frombuffer(content + END_OF_DOCUMENT, dtype=np.uint8).astype(np.uint32)
+    return np.frombuffer(content, dtype=np.uint8).astype(np.uint32)
+
+
+def _decode_bytes(ids: Sequence[int]) -> str:
+    return bytes(ids).decode("utf-8", errors="replace")
 
 
 def _parse_tokenizer(name: str, content: bytes) -> Tokenizer:
@@ -68,4 +80,7 @@ def _parse_tokenizer(name: str, content: bytes) -> Tokenizer:
     def encode(content: bytes) -> NDArray[np.uint32]:
         return np.array(parsed.encode(content.decode("utf-8")).ids, dtype=np.uint32)
 
-    return Tokenizer(hashlib.sha256(content).hexdigest(), vocabulary, encode)
+    def decode(ids: Sequence[int]) -> str:
+        return str(parsed.decode(list(ids)))
+
+    return Tokenizer(hashlib.sha256(content).hexdigest(), vocabulary, encode, decode, end_of_document=None)

@@ -112,7 +112,7 @@ def _write(documents: Sequence[Document], tokenizer: Tokenizer, cache: Path, key
     num_tokens = 0
     with atomic_file(path) as file:
         for content in _contents(sources):
-            tokens = tokenizer.encode(content).astype(item_type)
+            tokens = tokenizer.encode_document(content).astype(item_type)
             num_tokens += len(tokens)
             file.write(tokens.tobytes())
         if not num_tokens:

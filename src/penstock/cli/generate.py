@@ -1,0 +1,64 @@
+"""`penstock generate`: let the model of a finished run write on after a prompt."""
+
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from penstock.cli.output import say_piece
+from penstock.cli.status import ExitStatus
+
+SUMMARY = "Write on after a prompt, with the weights of a finished run."
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run_folder", metavar="RUN_FOLDER", help="the folder of a finished run")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
+    parser.add_argument("--tokens", type=int, metavar="N", help="most tokens that are added (default: sample.tokens)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="divides the logits before a token is drawn; 0: always the likeliest (default: sample.temperature)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        metavar="K",
+        help="of how many of the likeliest tokens one is drawn; 0: of all (default: sample.top_k)",
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="of the draws (default: run.seed)")
+
+
+def run(arguments: Namespace) -> int:
+    from penstock.train.generation import load_trained, prompt_tokens, sample
+    from penstock.train.tokenizer import load_tokenizer
+
+    config = _config_of(arguments)
+    prompt = prompt_tokens(load_tokenizer(config.data.tokenizer), arguments.prompt, key="--prompt")
+    with load_trained(config) as pipeline:
+        say_piece(arguments.prompt)
+        for piece in sample(config, pipeline, prompt):
+            say_piece(piece)
+    say_piece("\n")
+    return ExitStatus.FINE
+
+
+def _config_of(arguments: Namespace) -> Any:
+    """Read the run's configuration with what is given here in the place of its own."""
+    from pathlib import Path
+
+    from penstock.errors import ConfigError
+    from penstock.train.config import load_config
+    from penstock.train.run_folder import CONFIG
+
+    path = Path(arguments.run_folder, CONFIG)
+    if not path.is_file():
+        raise ConfigError(f"{arguments.run_folder} holds no {CONFIG}; give the folder of a run", key="RUN_FOLDER")
+    given = {
+        "run.seed": arguments.seed,
+        "sample.tokens": arguments.tokens,
+        "sample.temperature": arguments.temperature,
+        "sample.top_k": arguments.top_k,
+    }
+    config = load_config(path, [f"{key}={value}" for key, value in given.items() if value is not None])
+    run = config.run.model_copy(update={"folder": arguments.run_folder})
+    return config.model_copy(update={"run": run})

@@ -1,0 +1,139 @@
+"""Generating text: the trained model reads what there is so far, and one of its likely next tokens is added.
+
+Every token takes an evaluation of the pipeline, so this works on any number of ranks. The context is filled up behind
+its end to one length, so that the ranks agree on its shapes once: no position reads those behind it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from penstock.errors import CheckpointError, ConfigError
+from penstock.pipeline import Pipeline
+from penstock.train.config import RunConfig
+from penstock.train.run_folder import CONFIG, WEIGHTS
+from penstock.train.setup import build_layers
+from penstock.train.tokenizer import Tokenizer, load_tokenizer
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+PADDING = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is drawn."""
+
+    temperature: float = 0.8
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: int = 0
+    """Of how many of the likeliest tokens one is drawn; 0: of all."""
+    seed: int = 0
+
+    def draw(self, logits: Tensor, generator: torch.Generator) -> int:
+        """Return a token of [vocabulary] logits."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        scores = logits.cpu().double() / self.temperature
+        if 0 < self.top_k < len(scores):
+            scores[scores < scores.topk(self.top_k).values[-1]] = -torch.inf
+        return int(torch.multinomial(scores.softmax(0), 1, generator=generator))
+
+
+def prompt_tokens(tokenizer: Tokenizer, prompt: str, *, key: str) -> list[int]:
+    """Return the tokens of a prompt. Raises: ConfigError, naming `key`, if there are none."""
+    tokens = tokenizer.encode(prompt.encode()).tolist()
+    if not tokens:
+        raise ConfigError(f"{prompt!r} has no tokens; give a text that the tokenizer knows", key=key)
+    return cast("list[int]", tokens)
+
+
+def generate(
+    pipeline: Pipeline, prompt: Sequence[int], tokenizer: Tokenizer, *, num_tokens: int, length: int, sampling: Sampling
+) -> Iterator[int]:
+    """Yield the tokens that follow a prompt, at most `num_tokens`, up to the end of the document.
+
+    Every rank iterates to the end, and gets the same tokens. `length` is the most that the model reads at once: of a
+    longer text, the last so many tokens.
+    """
+    text, generator = list(prompt), torch.Generator().manual_seed(sampling.seed)
+    for _ in range(num_tokens):
+        context = text[-length:]
+        rows = torch.tensor([context + [PADDING] * (length - len(context))])
+        outputs = pipeline.evaluate(rows, return_outputs=True).outputs
+        drawn = -1
+        if outputs is not None:  # on one rank
+            drawn = sampling.draw(outputs[0, len(context) - 1, : tokenizer.vocabulary], generator)
+        token = max(cast("list[int]", pipeline.control.all_gather_object(drawn)))
+        if token == tokenizer.end_of_document:
+            return
+        text.append(token)
+        yield token
+
+
+def sample_prompt(config: RunConfig) -> list[int]:
+    """Return the tokens that the run's sample begins with; empty where it has none. Raises: ConfigError."""
+    if not config.sample.prompt:
+        return []
+    return prompt_tokens(load_tokenizer(config.data.tokenizer), config.sample.prompt, key="sample.prompt")
+
+
+def sample(config: RunConfig, pipeline: Pipeline, prompt: Sequence[int]) -> Iterator[str]:
+    """Yield the run's sample piece by piece, on every rank: the text that follows a prompt."""
+    tokenizer, section = load_tokenizer(config.data.tokenizer), config.sample
+    sampling = Sampling(section.temperature, section.top_k, config.run.seed)
+    length = config.batch.length  # of the sequences that it was trained on
+    tokens = generate(pipeline, prompt, tokenizer, num_tokens=section.tokens, length=length, sampling=sampling)
+    return as_text(tokens, tokenizer.decode)
+
+
+@contextmanager
+def load_trained(config: RunConfig) -> Iterator[Pipeline]:
+    """Make the model of a finished run on this rank alone, with its weights.
+
+    Raises:
+        CheckpointError: its weights are missing, cannot be read, or are another model's.
+    """
+    path = Path(config.run.folder, WEIGHTS)
+    vocabulary = config.model.vocabulary or load_tokenizer(config.data.tokenizer).vocabulary
+    layers = build_layers(config, vocabulary)
+    with closing(Pipeline(layers, "gpipe", 1)) as pipeline:
+        try:
+            tensors = load_file(path)
+            for layer in layers:  # a tied parameter is saved once, under its first name
+                tensors |= {f"{layer.name}.{own}": tensors[other] for own, other in layer.tied if other in tensors}
+            pipeline.load_state_dict(tensors)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path} does not exist: the run has not finished; let it end first") from error
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}; train the run again") from error
+        except ConfigError as error:
+            raise CheckpointError(f"{path} is not of the model in {CONFIG} beside it: {error}") from error
+        yield pipeline
+
+
+def as_text(tokens: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
+    """Yield the text of tokens piece by piece, with control characters replaced.
+
+    A character may take several tokens, so a text that ends in an unknown one waits for the next token.
+    """
+    known: list[int] = []
+    shown = text = ""
+    for token in tokens:
+        known.append(token)
+        text = decode(known)
+        if not text.endswith(UNKNOWN):
+            yield _printable(text[len(shown) :])
+            shown = text
+    yield _printable(text[len(shown) :])
+
+
+def _printable(text: str) -> str:
+    """Replace what would move a terminal's cursor or change its colours."""
+    return "".join(each if each in "\n\t" or each.isprintable() else UNKNOWN for each in text)

@@ -1,0 +1,186 @@
+"""Text after a prompt: what the model gives its next token by itself, the same on any ranks."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock.errors import CheckpointError, ConfigError
+from penstock.models import DecoderConfig, decoder_layers
+from penstock.pipeline import Pipeline
+from penstock.train.config import config_from_table
+from penstock.train.generation import Sampling, as_text, generate, load_trained, prompt_tokens
+from penstock.train.tokenizer import Tokenizer, load_tokenizer
+from penstock.train.weights import save_weights
+from tests.local_pipelines import on_ranks
+
+BYTES = load_tokenizer("bytes")
+ENDLESS = replace(BYTES, end_of_document=None)
+LENGTH = 8
+SHAPE = DecoderConfig(width=16, layers=6, heads=2, key_value_heads=1, hidden=16, vocabulary=256, length=LENGTH)
+GREEDY = Sampling(temperature=0)
+PROMPT = list(b"pipe")
+
+
+def layers():
+    return decoder_layers(SHAPE, seed=3)
+
+
+def one_process(num_tokens):
+    """The likeliest tokens, from the modules alone, one after another, without any padding."""
+    modules = [layer() for layer in layers()]
+    text = list(PROMPT)
+    for _ in range(num_tokens):
+        values = torch.tensor([text[-LENGTH:]])
+        for module in modules:
+            values = module(values)
+        text.append(int(values[0, -1].argmax()))
+    return text[len(PROMPT) :]
+
+
+def generated(wires, schedule, microbatches, sampling, options):
+    pipeline = Pipeline(layers(), schedule, microbatches, transport=wires, **options)
+    return list(generate(pipeline, PROMPT, ENDLESS, num_tokens=12, length=LENGTH, sampling=sampling))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "schedule", "microbatches", "options"),
+    [
+        (1, "gpipe", 1, {}),
+        (3, "1f1b", 4, {}),
+        (2, "zbv", 4, {}),
+        (2, "dualpipe", 4, {}),
+        (2, "seq1f1b", 2, {"slices": 4}),
+    ],
+)
+def test_the_likeliest_tokens_are_those_of_the_modules_alone_beyond_the_models_length_too(
+    num_ranks, schedule, microbatches, options
+):
+    found = on_ranks(num_ranks, generated, schedule, microbatches, GREEDY, options)
+
+    assert found == [one_process(12)] * num_ranks
+
+
+def test_draws_are_the_same_on_any_ranks_and_others_with_another_seed():
+    [alone] = on_ranks(1, generated, "gpipe", 1, Sampling(seed=1), {})
+
+    assert on_ranks(2, generated, "1f1b", 4, Sampling(seed=1), {}) == [alone, alone]
+    assert on_ranks(1, generated, "gpipe", 1, Sampling(seed=2), {}) != [alone]
+
+
+# ---- one draw
+
+
+def draws(sampling, logits, num_draws=4000):
+    generator = torch.Generator().manual_seed(0)
+    counts = Counter(sampling.draw(torch.tensor(logits), generator) for _ in range(num_draws))
+    return [counts[token] / num_draws for token in range(len(logits))]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "odds"),
+    [
+        (Sampling(temperature=1), [1, 2, 4]),
+        (Sampling(temperature=0.5), [1, 4, 16]),
+        (Sampling(temperature=1, top_k=2), [0, 2, 4]),
+        (Sampling(temperature=1, top_k=9), [1, 2, 4]),
+        (Sampling(temperature=0), [0, 0, 1]),
+    ],
+)
+def test_tokens_are_drawn_as_often_as_temperature_and_top_k_say(sampling, odds):
+    logits = torch.tensor([1.0, 2.0, 4.0]).log().tolist()
+
+    assert draws(sampling, logits) == pytest.approx([each / sum(odds) for each in odds], abs=0.03)
+
+
+# ---- tokens and text
+
+
+def always(token, end):
+    """A tokenizer, and a pipeline whose likeliest token is always the same."""
+    pipeline = Pipeline([Likes(token)], "gpipe", 1)
+    return pipeline, Tokenizer("of a test", 4, None, None, end)
+
+
+class Likes(torch.nn.Module):
+    def __init__(self, token):
+        super().__init__()
+        self.token = token
+
+    def forward(self, tokens):
+        return torch.nn.functional.one_hot(torch.full_like(tokens, self.token), 6).double()
+
+
+def test_the_end_of_a_document_ends_the_text():
+    for end, expected in ((2, []), (None, [2, 2, 2])):
+        pipeline, tokenizer = always(2, end)
+        found = list(generate(pipeline, [1], tokenizer, num_tokens=3, length=4, sampling=GREEDY))
+        assert found == expected
+
+
+def test_a_token_that_the_tokenizer_does_not_have_is_never_taken():
+    pipeline, tokenizer = always(5, None)
+
+    assert list(generate(pipeline, [1], tokenizer, num_tokens=1, length=4, sampling=GREEDY)) == [0]
+
+
+def test_a_character_of_several_tokens_is_shown_when_it_is_whole():
+    pieces = list(as_text("né…".encode(), BYTES.decode))
+
+    assert "".join(pieces) == "né…"
+    assert pieces[:2] == ["n", "é"]
+
+
+def test_what_never_becomes_a_character_and_what_would_move_the_cursor_are_shown_as_unknown():
+    assert "".join(as_text(b"a\xff\x1b[2J\tb\n\xc3", BYTES.decode)) == "a\ufffd\ufffd[2J\tb\n\ufffd"
+
+
+def test_a_prompt_without_tokens_is_refused_by_its_key():
+    with pytest.raises(ConfigError, match=r"^--prompt: '' has no tokens"):
+        prompt_tokens(BYTES, "", key="--prompt")
+
+    assert prompt_tokens(BYTES, "né", key="--prompt") == [110, 195, 169]
+
+
+# ---- the model of a run
+
+
+def config_of(folder, *, tied):
+    model = {"width": 16, "layers": 2, "heads": 2, "key_value_heads": 1, "hidden": 16, "tied_head": tied}
+    return config_from_table(
+        {"run": {"folder": str(folder)}, "model": model, "data": {"corpus": "stdlib"}, "batch": {"length": LENGTH}}
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_weights_of_a_run_are_loaded_by_their_names_tied_ones_under_both(tmp_path, tied):
+    config = config_of(tmp_path, tied=tied)
+    shape = config.model.model_copy(update={"vocabulary": 256, "length": LENGTH})
+    trained = Pipeline(decoder_layers(shape, seed=5), "gpipe", 1)
+    save_weights(tmp_path / "weights.safetensors", trained)
+
+    with load_trained(config) as pipeline:
+        found = pipeline.state_dict()
+
+    expected = trained.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert torch.equal(found["head.weight"], found["embedding.weight"]) is tied
+
+
+def test_weights_that_are_missing_broken_or_another_models_are_refused_with_the_file(tmp_path):
+    path = tmp_path / "weights.safetensors"
+    others = {"layers": 3, "width": 16, "heads": 2, "key_value_heads": 1, "hidden": 16, "vocabulary": 256, "length": 8}
+    cases = {
+        "does not exist: the run has not finished": lambda: None,
+        "cannot be read": lambda: path.write_bytes(b"\x01\x02"),
+        "is not of the model in config.toml": lambda: save_weights(
+            path, Pipeline(decoder_layers(DecoderConfig(**others)), "gpipe", 1)
+        ),
+    }
+    for text, prepare in cases.items():
+        prepare()
+        with pytest.raises(CheckpointError, match=text) as caught, load_trained(config_of(tmp_path, tied=False)):
+            pass
+        assert str(path) in str(caught.value)
