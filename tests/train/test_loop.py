@@ -67,7 +67,7 @@ def test_a_run_ends_with_the_text_that_its_model_writes_which_generate_repeats(t
 
     _, printed = run(tmp_path / "run", text, sample=sample, optimizer={"learning_rate": 3e-2}, run={"steps": 40})
 
-    last = printed.rpartition("\n\n")[2]
+    last = printed.rpartition("\nsample:\n")[2]
     assert last.startswith("it is ")
     assert main(["generate", str(tmp_path / "run"), "--prompt", "it is "]) == 0
     assert capsys.readouterr().out == last

@@ -96,7 +96,7 @@ def train(
         if pipeline.rank == 0:
             _report(config, result, folder, output, duration_s=time.monotonic() - begin_s)
         if prompt:
-            _tell(pipeline.rank, output, f"\n{config.sample.prompt}", end="")
+            _tell(pipeline.rank, output, f"\nsample:\n{config.sample.prompt}", end="")
             for piece in sample(config, pipeline, prompt):
                 _tell(pipeline.rank, output, piece, end="")
             _tell(pipeline.rank, output, "")
