@@ -36,6 +36,7 @@ from penstock.planning import (
     options_of_family,
     predict_peaks,
 )
+from penstock.tables import Screen
 
 _LOOKING_BACK = (nn.MultiheadAttention, nn.RNNBase)
 """What is known to need more of the sequence than the slice at hand, and cannot carry it by itself."""
@@ -224,10 +225,13 @@ class Pipeline(ModelPart):
         """The collectives of all ranks, which go over their hosts."""
         return self._control
 
-    def describe_split(self) -> str:
-        """Draw which stage has which layers, its share of the weight, and its parameters, copies of tied ones too."""
-        counts = self._made.num_parameters
-        return describe_split(self.layers_of_stage, list(counts), self.layer_weights, list(counts.values()))
+    def describe_split(self, *, width: int | None = None) -> str:
+        """Draw which stage has which layers, its share of the weight, and its parameters, copies of tied ones too.
+
+        `width` is the number of columns to fit; without it, nothing is folded or left out.
+        """
+        counts, screen = self._made.num_parameters, Screen(width)
+        return describe_split(self.layers_of_stage, list(counts), self.layer_weights, list(counts.values()), screen)
 
     def close(self) -> None:
         """End the watchdog and close the connections; the modules stay as they are, but no step can be run any more."""

@@ -4,7 +4,7 @@ from argparse import ArgumentParser
 
 import pytest
 
-from penstock.cli.memory_limit import add_memory_limit, memory_limit_of
+from penstock.cli.memory_limit import add_memory_limit, counted_limit_of, memory_limit_of
 from penstock.errors import ConfigError
 from penstock.proofs import Limit
 
@@ -34,3 +34,13 @@ def test_bytes_need_costs_that_know_activations():
 def test_anything_else_is_refused_under_the_name_of_the_option(given):
     with pytest.raises(ConfigError, match=r"^--memory-limit: "):
         read(f"--memory-limit={given}")
+
+
+def test_where_activations_are_only_counted_bytes_are_refused_as_such():
+    parser = ArgumentParser()
+    add_memory_limit(parser)
+
+    assert counted_limit_of(parser.parse_args([])) is None
+    assert counted_limit_of(parser.parse_args(["--memory-limit", "3 activations"])).amounts == (3,)
+    with pytest.raises(ConfigError, match=r"20GiB is a number of bytes, .* count them: '12 activations'"):
+        counted_limit_of(parser.parse_args(["--memory-limit", "20GiB"]))

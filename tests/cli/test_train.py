@@ -72,7 +72,7 @@ def test_ranks_get_the_folder_that_was_chosen_and_the_flags(run_file, launches):
     assert commands == [
         ["train", f'--set=run.folder="{folder}-2"'],
         ["train", "--fresh", f'--set=run.folder="{folder}-2"'],
-        ["train", "--force", f"--set=run.folder={folder}-9", f'--set=run.folder="{folder}-9"'],
+        ["train", "--force", f'--set=run.folder="{folder}-9"'],
     ]
     assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == ["run"], "no run began"
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from penstock.errors import PartitionError
 from penstock.partition.split import describe_split, split_layers, split_over
 from penstock.placement import Placement
+from penstock.tables import Screen
 
 
 def sizes(stages):
@@ -81,6 +82,17 @@ def test_a_split_is_drawn_with_shares_and_names():
         "    2       1   50.0%           1  head\n"
         "heaviest: stage 2, 1.50 times the mean\n"
     )
+
+
+@pytest.mark.parametrize("width", [20, 30, 40, 56, 250])
+def test_a_split_fits_a_narrow_screen(width):
+    stages = split_layers(5, 3, split=[2, 2, 1])
+
+    lines = describe_split(stages, NAMES, [0, 1, 1, 0, 2], [1_000_000] * 5, Screen(width)).splitlines()
+
+    assert max(map(len, lines)) <= max(width, 27)  # a stage, its share and a part of its names need 27
+    assert {"stage", "weight", "names"} <= set(lines[0].split())
+    assert ("left out" in " ".join(lines)) == (width < 56)
 
 
 def test_parameters_are_drawn_where_they_are_given():

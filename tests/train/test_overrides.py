@@ -24,13 +24,20 @@ def test_value_is_toml_or_else_a_plain_string(text, value):
     assert apply_overrides({}, [f"a.b={text}"]) == {"a": {"b": value}}
 
 
-def test_overrides_leave_the_given_table_alone_and_the_last_one_wins():
+def test_overrides_leave_the_given_table_alone():
     table = {"a": {"b": 1, "c": 2}}
 
-    changed = apply_overrides(table, ["a.b=5", "a.d.e=7", "a.b=6"])
+    changed = apply_overrides(table, ["a.b=6", "a.d.e=7"])
 
     assert changed == {"a": {"b": 6, "c": 2, "d": {"e": 7}}}
     assert table == {"a": {"b": 1, "c": 2}}
+
+
+@pytest.mark.parametrize("second", ["a.b=6", "a.b=5", " a . b = 6"])
+def test_a_key_that_is_set_twice_is_refused_with_both_values(second):
+    value = second[-1]
+    with pytest.raises(ConfigError, match=f"^a.b: is set twice, a.b=5 and a.b={value}; keep one$"):
+        apply_overrides({}, ["a.b=5", second])
 
 
 @pytest.mark.parametrize("override", ["a.b", "=1", ".b=1", "a.=1", ""])

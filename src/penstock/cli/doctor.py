@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from penstock.cli.arguments import add_format
-from penstock.cli.memory_limit import add_memory_limit, memory_limit_of
+from penstock.cli.memory_limit import COUNTED_HELP, add_memory_limit, counted_limit_of
 from penstock.cli.output import say, stdout_screen
 from penstock.cli.status import ExitStatus
 
@@ -15,7 +15,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.set_defaults(wrong_usage=parser.error)
     parser.add_argument("folder", metavar="RUN_DIR", nargs="?", help="the folder of a run that recorded a step")
     parser.add_argument("--system", action="store_true", help="instead, look at this machine")
-    add_memory_limit(parser, "what a rank may hold, as '12 activations': report what waits for it")
+    add_memory_limit(parser, COUNTED_HELP)
     add_format(parser, ("text", "json"), "default: text")
 
 
@@ -35,7 +35,7 @@ def run(arguments: Namespace) -> int:
     from penstock.train.run_folder import CONFIG, COSTS
 
     folder = Path(arguments.folder)
-    limit = memory_limit_of(arguments, None)
+    limit = counted_limit_of(arguments)
     recorded = read_recorded_step(folder)
     setting = setting_of(load_config(folder / CONFIG))
     profiled = read_costs(folder / COSTS) if (folder / COSTS).exists() else None

@@ -89,7 +89,8 @@ def _launch(arguments: Namespace, command: Sequence[str], config: Any, hold: Hol
 
     with interrupts_handled_by(raise_interrupt), hold(config) as held:
         folder = tomlkit.string(held.run.folder).as_string()
-        overrides = [f"--set={override}" for override in (*arguments.set, f"run.folder={folder}")]
+        kept = [each for each in arguments.set if each.partition("=")[0].replace(" ", "") != "run.folder"]
+        overrides = [f"--set={override}" for override in (*kept, f"run.folder={folder}")]
         say_at_once(f"starting {config.pipeline.ranks} ranks ...")
         words = ["-m", "penstock", *command, *overrides, "--", arguments.run_file]
         num_ranks = config.pipeline.ranks

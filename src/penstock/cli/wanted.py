@@ -133,7 +133,8 @@ def _split(text: str, arguments: Namespace) -> tuple[str, dict[str, str]]:
     name, own = (found[1], found[2].split(",")) if found else (text, [])
     common, mine = parse_options(arguments.options), parse_options(own, before=f"{name}:")
     for key in common.keys() & mine.keys():
-        raise ConfigError(f"{name}:{key} is given twice, also as --set {key}; keep one")
+        both = f"{name}:{key}={mine[key]} and --set {key}={common[key]}"
+        raise ConfigError(f"{key} is given twice, {both}; keep one")
     options = common | mine
     for key in options:
         if key in RESERVED:
@@ -154,7 +155,8 @@ def parse_options(texts: list[str], *, before: str = "--set ") -> dict[str, str]
         if not equals or not name.isidentifier():
             raise ConfigError(f"{before}{text!r} is not of the form key=value, such as {before}warmup=eager")
         if name in options:
-            raise ConfigError(f"{before}{name} is given twice; keep one")
+            both = f"{before}{name}={options[name]} and {before}{name}={value}"
+            raise ConfigError(f"{name} is given twice, {both}; keep one")
         options[name] = value
     return options
 

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from penstock.errors import PartitionError
 from penstock.partition.balance import balance
 from penstock.placement import Placement
-from penstock.tables import Column, table_text
+from penstock.tables import NO_SCREEN, Column, Screen, table_text
 
 
 def split_over(
@@ -76,6 +76,7 @@ def describe_split(
     names: Sequence[str],
     weights: Sequence[float],
     num_parameters: Sequence[int],
+    screen: Screen = NO_SCREEN,
 ) -> str:
     """Draw a split as a text table: per stage its layers, its share of the weight, and its parameters.
 
@@ -88,14 +89,21 @@ def describe_split(
     stages, labels = list(copies), [" and ".join(indices) for indices in copies.values()]
     total = sum(weights) or 1.0
     shares = [sum(weights[layer] for layer in stage) / total for stage in stages]
-    columns = [*map(Column, ("stage", "layers", "weight", "parameters")), Column("names", is_text=True)]
+    columns = [
+        Column("stage"),
+        Column("layers", drop_order=2),
+        Column("weight"),
+        Column("parameters", drop_order=1),
+        Column("names", is_text=True),
+    ]
     rows = []
     for label, stage, share in zip(labels, stages, shares, strict=True):
         parameters = f"{sum(num_parameters[layer] for layer in stage):,}"
         rows.append([label, str(len(stage)), f"{share:.1%}", parameters, _first_to_last(names, stage)])
     heaviest = max(range(len(shares)), key=lambda stage: shares[stage])
     ratio = shares[heaviest] * len(shares)
-    return f"{table_text(columns, rows)}\nheaviest: stage {labels[heaviest]}, {ratio:.2f} times the mean\n"
+    last = screen.wrapped(f"heaviest: stage {labels[heaviest]}, {ratio:.2f} times the mean")
+    return f"{table_text(columns, rows, screen)}\n{last}\n"
 
 
 def _check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None:

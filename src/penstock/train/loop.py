@@ -21,6 +21,7 @@ from penstock.train.data import Batch, TokenDataset
 from penstock.train.evaluation import mean_loss
 from penstock.train.generation import sample, sample_prompt
 from penstock.train.metrics import MetricsWriter, StepMetrics
+from penstock.train.progress import screen_of
 from penstock.train.recorded_step import RecordedStep, recorded_step_to_json
 from penstock.train.report import Outcome, predict_again, write_report
 from penstock.train.run_folder import SCHEDULE, TIMELINE, WEIGHTS, RunFolder
@@ -86,10 +87,11 @@ def train(
                 pipeline = stack.enter_context(closing(build_pipeline(config, layers, rule)))
         if pipeline.rank == 0:
             folder.write(SCHEDULE, pipeline.schedule.to_csv().encode())
-            output.write(_opening(config, layers, dataset) + pipeline.describe_split())
-            output.write(f"{rule.note}\n" if rule.note else "")
-            advice = few_microbatches(pipeline.program)
-            output.write(f"note: {advice}\n" if advice else "")
+            screen, advice = screen_of(output), few_microbatches(pipeline.program)
+            output.write(f"{screen.wrapped(_opening(config, layers, dataset))}\n")
+            output.write(pipeline.describe_split(width=screen.width))
+            output.write(f"{screen.wrapped(rule.note)}\n" if rule.note else "")
+            output.write(f"{screen.wrapped(f'note: {advice}')}\n" if advice else "")
             _tell(pipeline.rank, output, "first step ...")
         result = _run_steps(config, pipeline, dataset, folder, output)
         save_weights(folder.path / WEIGHTS, pipeline)
@@ -211,7 +213,7 @@ def _opening(config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDatas
     return (
         f"{count_parameters(layers):,} parameters, {len(dataset.train_tokens):,} tokens to train on, "
         f"{pipeline.schedule} on {pipeline.ranks} {'rank' if pipeline.ranks == 1 else 'ranks'}, "
-        f"{pipeline.microbatches} microbatches, {config.run.steps} steps\n"
+        f"{pipeline.microbatches} microbatches, {config.run.steps} steps"
     )
 
 

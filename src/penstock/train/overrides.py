@@ -55,20 +55,26 @@ def _end_of(text: str) -> tuple[int, int]:
 
 
 def apply_overrides(table: Mapping[str, object], overrides: Sequence[str]) -> Table:
-    """Return a copy of `table` in which each `section.key=value` has been set; the last one wins.
+    """Return a copy of `table` in which each `section.key=value` has been set.
 
     A value is read as TOML (`32`, `true`, `["a", "b"]`) and taken as a plain string where it is none (`runs/demo`).
 
     Raises:
-        ConfigError: an override is not `key=value`, or passes through a key that holds no table.
+        ConfigError: an override is not `key=value`, sets a key that another one sets, or passes through a key that
+            holds no table.
     """
     result: Table = dict(table)
+    given: dict[str, str] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
         names = [name.strip() for name in key.split(".")]
         if not equals or not all(names):
             raise ConfigError(f"override {override!r} is not of the form section.key=value, as in batch.size=32")
-        result = _with_value(result, names, _parse_value(text.strip(), ".".join(names)), ())
+        name, value = ".".join(names), text.strip()
+        if name in given:
+            raise ConfigError(f"is set twice, {name}={given[name]} and {name}={value}; keep one", key=name)
+        given[name] = value
+        result = _with_value(result, names, _parse_value(value, name), ())
     return result
 
 

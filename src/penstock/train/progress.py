@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from penstock.tables import NO_SCREEN, Screen
+
 MISSING = "-"
 
 
@@ -73,6 +75,11 @@ def duration_text(duration_s: float) -> str:
 def open_display(output: TextIO, num_steps: int) -> AbstractContextManager[Display]:
     """Return a line that is updated in place, below lines that stay, where `output` is a terminal; else plain lines."""
     return _live(output, num_steps) if output.isatty() else _lines(output, num_steps)
+
+
+def screen_of(output: TextIO) -> Screen:
+    """Return the width of the terminal that `output` is; none for a pipe or a file."""
+    return Screen(Console(file=output).width) if output.isatty() else NO_SCREEN
 
 
 @dataclass(frozen=True, slots=True)
