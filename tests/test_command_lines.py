@@ -35,8 +35,20 @@ CONTRADICTIONS = {
 }
 REFUSED = {
     "an option twice": (
-        ["show", "1f1b", *SIZE, "--set", "warmup=eager", "--set", "warmup=eager"],
-        "--set warmup is given",
+        ["show", "1f1b", *SIZE, "--set", "warmup=eager", "--set", "warmup=standard"],
+        "warmup is given twice, --set warmup=eager and --set warmup=standard; keep one",
+    ),
+    "a key of a run twice": (
+        ["train", "run.toml", "--set", "batch.size=2", "--set", "batch.size=4"],
+        "batch.size: is set twice, batch.size=2 and batch.size=4; keep one",
+    ),
+    "a key of a profile twice": (
+        ["profile", "run.toml", "--set", "batch.size=2", "--set", "batch . size=4"],
+        "batch.size: is set twice",
+    ),
+    "a limit in bytes where activations are counted": (
+        ["doctor", "run", "--memory-limit", "20GiB"],
+        "--memory-limit: 20GiB is a number of bytes, but a recorded step does not",
     ),
     "a size as option": (["show", "1f1b", *SIZE, "--set", "ranks=4"], "ranks: not an option of a schedule"),
     "a misspelt size": (["show", "1f1b", *SIZE, "--set", "microbatch=3"], "Did you mean 'microbatches'"),

@@ -1,0 +1,92 @@
+"""Each exit code of docs/reference/exit_codes.md, on one rank and on two, of commands as users run them.
+
+The causes are planted by a `sitecustomize.py`, which every process of a command loads, ranks included, before all else.
+"""
+
+import os
+import re
+
+import pytest
+
+from penstock.cli.status import ExitStatus
+from tests.tiny_run import PENSTOCK, TORCHRUN, settings, start, write_tiny_run
+
+PLANT = """
+from penstock import errors
+from penstock.train import loop
+
+def train(*_, **__):
+    raise {error}
+
+loop.train = train
+"""
+TIMEOUT_S = 100
+CAUSES = {
+    "wrong input": ('errors.ConfigError("planted", key="a.b")', ExitStatus.WRONG_INPUT, "penstock: a.b: planted\n"),
+    "an error of a rank": (
+        'errors.PipelineError("rank 0: planted", rank=0)', ExitStatus.RANK_FAILED, "penstock: rank 0: planted\n",
+    ),
+    "no memory": ('MemoryError("planted")', ExitStatus.RANK_FAILED, r"(?s)penstock: .*MemoryError: planted\n"),
+    "a deadline": ('errors.DeadlineExceeded("rank 0: planted")', ExitStatus.HANG_ENDED, "penstock: rank 0: planted\n"),
+    "not finite": ('errors.NotFinite("planted")', ExitStatus.NOT_FINITE, "penstock: planted\n"),
+    "a bug": ('IndexError("planted")', ExitStatus.BUG, r"(?s)penstock: .*IndexError: planted\n\nThis is a bug.*\n"),
+    "an interrupt": ("KeyboardInterrupt", ExitStatus.INTERRUPTED, ""),
+}  # fmt: skip
+
+
+def planted(folder, error):
+    """Write a run, and what makes it fail; return the environment that its commands need."""
+    write_tiny_run(folder)
+    plants = folder / "plants"
+    plants.mkdir()
+    (plants / "sitecustomize.py").write_text(PLANT.format(error=error))
+    return {"PYTHONPATH": os.pathsep.join([str(plants), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def ended(folder, arguments, environment):
+    """Run Python to its end, and return its status and its complaint."""
+    process = start(arguments, folder, **environment)
+    complained = process.communicate(timeout=TIMEOUT_S)[1]
+    return process.returncode, complained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("error", "status", "message"), CAUSES.values(), ids=CAUSES)
+def test_a_cause_has_one_code_and_one_message_on_any_number_of_ranks(tmp_path, error, status, message, ranks):
+    environment = planted(tmp_path, error)
+
+    found, complained = ended(
+        tmp_path, [*PENSTOCK, "train", "run.toml", *settings(f"pipeline.ranks={ranks}")], environment
+    )
+
+    assert found == status, complained
+    assert re.fullmatch(message, complained), complained
+    assert complained.count("penstock: ") == bool(message)
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_rank_ends_with_its_own_code(tmp_path):
+    environment = planted(tmp_path, CAUSES["not finite"][0])
+    train = [*PENSTOCK, "train", "run.toml", *settings("pipeline.ranks=2")]
+
+    found, complained = ended(tmp_path, [*TORCHRUN, "2", *train], environment)
+
+    assert found == 1
+    assert set(re.findall(r"exitcode\s*: (-?\d+)", complained)) <= {"7", "-15"}
+    assert re.search(r"exitcode\s*: 7\b", complained)
+    assert re.findall("^penstock: .*", complained, re.MULTILINE) == ["penstock: planted"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_wrong_usage_is_met_before_any_rank_starts(tmp_path, ranks):
+    write_tiny_run(tmp_path)
+
+    found, complained = ended(
+        tmp_path, [*PENSTOCK, "train", "run.toml", *settings(f"pipeline.ranks={ranks}"), "--fesh"], {}
+    )
+
+    assert found == ExitStatus.USAGE
+    assert complained.startswith("penstock train: unknown option --fesh. Did you mean '--fresh'")
+    assert not (tmp_path / "run").exists()
