@@ -184,3 +184,10 @@ def test_a_schedule_is_proved_and_lowered_for_the_transport(file, capsys):
 def test_an_unknown_transport_is_refused(file, capsys, name, told):
     assert main(["check", file(LOOPED), "--transport", name]) == 1
     assert told in capsys.readouterr().err
+
+
+def test_an_error_in_standard_input_is_named_as_such(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("0F0,0F\n"))
+
+    assert main(["check", "-"]) == 1
+    assert capsys.readouterr().err.startswith("penstock: <stdin>:1:7: ")

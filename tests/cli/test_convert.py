@@ -141,7 +141,7 @@ def test_only_a_file_can_be_replaced(folder, capsys, name):
     [
         (["in.csv", "out.dat"], "--to: out.dat does not end in any of .csv, .json, .txt, .grid, .deepspeed, .megatron"),
         (["in.csv", "-"], "--to: standard output has no name, which would tell its format; give one of csv, json"),
-        (["in.csv", "nowhere/out.csv"], "out.csv: cannot be written: No such file or directory"),
+        (["in.csv", "nowhere/out.csv"], "OUT: nowhere is not a folder; make it first"),
         (["none.csv", "out.json"], "none.csv: cannot be read (No such file or directory)"),
         (["in.csv", "out.megatron"], "a table of Megatron-LM cannot express this order"),
         (["in.csv", "out.grid", "--lowered"], "--lowered: grid holds actions alone"),

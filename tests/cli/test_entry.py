@@ -14,6 +14,7 @@ from penstock.version import VERSION
 
 FLAGS = {
     "train": ["--force", "--fresh", "RUN.toml", "--port", "--set"],
+    "generate": ["--prompt", "--seed", "--temperature", "--tokens", "--top-k"],
     "schedules": ["NAME", "--to"],
     "show": [
         "NAME",
@@ -144,7 +145,7 @@ def test_a_bug_shows_its_traceback_and_how_to_report_it(run_command, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["shw"], "penstock: unknown command 'shw'; known: train, schedules, .*Did you mean 'show'"),
+        (["shw"], "penstock: unknown command 'shw'; known: train, generate, .*Did you mean 'show'"),
         (["--verson"], "penstock: unknown option --verson. Did you mean '--version'"),
         (["show"], "penstock show: give either NAME or --function FILE:NAME"),
         (["show", "1f1b", "--rank", "4"], "penstock show: unknown option --rank. Did you mean '--ranks'"),
@@ -186,6 +187,7 @@ def test_no_command_prints_three_to_try(capsys):
     printed = capsys.readouterr().err
     commands = re.findall("^  penstock (.*?)(?:   .*)?$", printed, re.MULTILINE)
     assert len(commands) == 3
+    assert max(map(len, printed.splitlines())) <= 80
     for command in commands:
         entry.build_parser().parse_args(command.split())
 

@@ -39,7 +39,7 @@ def test_a_buffer_without_a_size_is_refused(name):
         find_transports(name)
 
     assert str(caught.value) == (
-        f"transport: {name!r} of type str; expected a number of messages from 1 to 999999999, as in 'buffered(2)'. "
+        f"transport: {name!r}; expected a number of messages from 1 to 999999999, as in 'buffered(2)'. "
         "Without a buffer the transport is 'rendezvous'"
     )
 

@@ -134,7 +134,7 @@ def test_limits_may_be_larger_than_any_memory():
     [
         ("20Gbit", "memory_limit: '20Gbit' has no known unit; expected one of bytes, b, kb, kib, mb"),
         ("12 microbatches", "has no known unit; expected one of"),
-        ("much", "memory_limit: 'much' of type str; give \"20GiB\""),
+        ("much", "memory_limit: 'much'; give \"20GiB\""),
         (-1, "memory_limit: -1; give a limit of 1 or more"),
         ("0 activations", "'0 activations'; give a limit of 1 or more"),
         (2.5, "2.5 of type float; give"),

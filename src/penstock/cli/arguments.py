@@ -1,7 +1,7 @@
 """The arguments that several commands share, under the same names everywhere; nothing heavy is imported."""
 
 import sys
-from argparse import Action, ArgumentParser, Namespace
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -41,6 +41,7 @@ class Parser(ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
         self.register("action", None, Once)
+        self.register("type", int, _whole_number)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Namespace | None = None
@@ -73,6 +74,13 @@ class Parser(ArgumentParser):
         if options:
             self.error(f"unknown option {options[0]}.{nearest(options[0], known)}")
         self.error(f"unexpected argument {unknown[0]!r}")
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
 def add_one_schedule(parser: ArgumentParser) -> None:

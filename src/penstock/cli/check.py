@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from penstock.cli.memory_limit import add_memory_limit, memory_limit_of
-from penstock.cli.output import say
+from penstock.cli.output import say, stdout_screen
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError
 
@@ -37,10 +37,11 @@ def run(arguments: Namespace) -> int:
     from penstock.proofs import check
     from penstock.simulation.costs.file import load_costs
 
-    plan = read_plan(read_text(arguments.file), file=arguments.file, name=arguments.file)
+    file = "<stdin>" if arguments.file == "-" else arguments.file
+    plan = read_plan(read_text(arguments.file), file=file, name=file)
     if arguments.ranks not in (None, plan.num_ranks):
         raise ConfigError(
-            f"{arguments.file} is for {plan.num_ranks} ranks, not {arguments.ranks}; pass --ranks {plan.num_ranks}, "
+            f"{file} is for {plan.num_ranks} ranks, not {arguments.ranks}; pass --ranks {plan.num_ranks}, "
             "or a file with one line per rank",
             key="--ranks",
         )
@@ -54,7 +55,7 @@ def run(arguments: Namespace) -> int:
         plan = lower(plan, transport)
         facts = check(plan, transport, **demands)
     proved = f"; ends under {', '.join(facts.transports)}" if facts.transports else ""
-    say(f"ok: {describe_plan(plan, facts)}{proved}")
+    say(stdout_screen().wrapped(f"ok: {describe_plan(plan, facts)}{proved}"))
     return ExitStatus.FINE
 
 

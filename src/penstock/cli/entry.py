@@ -16,10 +16,15 @@ from penstock.errors import nearest
 from penstock.version import VERSION
 
 FIRST_COMMANDS = """\
-Pipeline-parallel training in which the schedule is data. Try:
-  penstock show 1f1b --ranks 4 --microbatches 8              draw a schedule
-  penstock compare 1f1b zb-h1 --ranks 4 --microbatches 8     predict time, idle time and memory
-  penstock train examples/demo.toml                          train a small model on two processes
+Pipeline-parallel training in which the schedule is data.
+
+Draw a schedule:
+  penstock show 1f1b --ranks 4 --microbatches 8
+Predict time, idle time and memory:
+  penstock compare 1f1b zb-h1 --ranks 4 --microbatches 8
+Train a small model on two processes:
+  penstock train examples/demo.toml
+
 All commands: penstock --help
 """
 """What is printed without a command."""

@@ -70,9 +70,12 @@ def path_to_write(name: str, *, is_forced: bool, key: str) -> Path:
     """Return the path of a file to write; `key` is the argument that names it.
 
     Raises:
-        ConfigError: a file exists there and `is_forced` is false, or something that is no file, such as a folder.
+        ConfigError: a file exists there and `is_forced` is false, or something that is no file, such as a folder; or
+            the folder that it belongs into is none.
     """
     path = Path(name)
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path.parent} is not a folder; make it first", key=key)
     if path.exists() and not path.is_file():
         raise ConfigError(f"{path} is not a regular file; give another name", key=key)
     if path.exists() and not is_forced:

@@ -60,10 +60,10 @@ def _hold_folder(arguments: Namespace, config: Any) -> Iterator[Any]:
 def _path_of_costs(arguments: Namespace, config: Any) -> Path:
     from penstock.train.run_folder import COSTS
 
-    if arguments.output is not None and not Path(arguments.output).parent.is_dir():
-        raise ConfigError(f"{Path(arguments.output).parent} is not a folder; make it first", key="--output")
-    path = arguments.output or str(Path(config.run.folder) / COSTS)
-    return path_to_write(path, is_forced=arguments.force, key="--output")
+    usual = Path(config.run.folder) / COSTS
+    if arguments.output is None and not usual.parent.exists():
+        return usual  # the run makes its folder
+    return path_to_write(arguments.output or str(usual), is_forced=arguments.force, key="--output")
 
 
 def _profile(arguments: Namespace, config: Any) -> None:

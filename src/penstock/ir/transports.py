@@ -89,7 +89,7 @@ def find_transports(name: str) -> tuple[TransportModel, ...]:
     capacity = _CAPACITY.fullmatch(sized[1])
     if capacity is None:
         raise ConfigError(
-            f"{described(name)}; expected a number of messages from 1 to 999999999, as in 'buffered(2)'. "
+            f"{shortened(name)}; expected a number of messages from 1 to 999999999, as in 'buffered(2)'. "
             "Without a buffer the transport is 'rendezvous'",
             key="transport",
         )

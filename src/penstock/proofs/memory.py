@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ConfigError, count_of, described
+from penstock.errors import ConfigError, count_of, described, shortened
 from penstock.ir.deps import NONE, RowIndex
 from penstock.ir.hot import Hot
 from penstock.ir.live import StageBytes, live_activations, live_bytes, peak_alive, peak_bytes
@@ -102,7 +102,8 @@ def _read_amount(given: Any, key: str) -> tuple[int, bool]:
     else:
         found = _LIMIT.fullmatch(given) if isinstance(given, str) else None
         if found is None:
-            raise ConfigError(f"{described(given)}; give {SPELLINGS}", key=key)
+            shown = shortened(given) if isinstance(given, str) else described(given)
+            raise ConfigError(f"{shown}; give {SPELLINGS}", key=key)
         unit = found[2].lower() or "bytes"
         if unit not in UNITS and unit not in ("activation", "activations"):
             known = ", ".join(UNITS)
