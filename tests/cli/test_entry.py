@@ -56,6 +56,8 @@ FLAGS = {
     "convert": ["--compute-only", "--force", "--from", "--lowered", "--to"],
     "profile": ["RUN.toml", "--force", "--output", "--port", "--set", "--steps"],
     "doctor": ["RUN_DIR", "--memory-limit", "--system", "--to"],
+    "runs": ["--to", "--force", "--output", "--theme"],
+    "generate": ["--prompt", "--seed", "--temperature", "--tokens", "--top-k"],
     "completion": [],
 }
 

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Protocol
 
-from penstock.cli import check, compare, completion, convert, doctor, generate, profile, schedules, show, train
+from penstock.cli import check, compare, completion, convert, doctor, generate, profile, runs, schedules, show, train
 from penstock.cli.arguments import Parser
 from penstock.cli.compiling import compiling_reported
 from penstock.cli.output import complain, forget_stdout, replace_unknown_characters
@@ -43,7 +43,19 @@ class Command(Protocol):
         """Return the exit status."""
 
 
-COMMANDS: tuple[Command, ...] = (train, generate, schedules, show, check, compare, convert, profile, doctor, completion)
+COMMANDS: tuple[Command, ...] = (
+    train,
+    schedules,
+    show,
+    check,
+    compare,
+    convert,
+    profile,
+    doctor,
+    runs,
+    generate,
+    completion,
+)
 
 
 def _name_of(command: Command) -> str:

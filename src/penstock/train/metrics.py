@@ -4,7 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -147,6 +147,19 @@ def _open_jsonl(path: Path) -> Iterator[Sink]:
         file = path.open("xb", buffering=0)
     with file:
         yield _JsonLines(file)
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Return the numbers of every step of a `metrics.jsonl`, in their order: of a step written twice, the last line.
+
+    Raises: OSError.
+    """
+    rows: dict[int, dict[str, float]] = {}
+    for line in path.read_bytes().splitlines():
+        with suppress(orjson.JSONDecodeError):  # a process was killed while it wrote the line
+            row = orjson.loads(line)
+            rows[row["step"]] = row
+    return [rows[step] for step in sorted(rows)]
 
 
 class _SummaryWriter(Protocol):

@@ -1,0 +1,114 @@
+"""`penstock runs`: the runs in a folder side by side, as a table or as curves."""
+
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from penstock.cli.arguments import add_format
+from penstock.cli.output import say, stdout_screen
+from penstock.cli.pictures import TABLE, add_picture_arguments, refuse_useless, result_path, wanted_format, write_result
+from penstock.cli.status import ExitStatus
+
+SUMMARY = "List the runs in a folder side by side, or draw their losses."
+CURVES = ("svg", "png")
+MOST_SHOWN = 5
+"""Settings of a run; JSON has all."""
+SUFFIXES = {".svg": "svg", ".png": "png"}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="a run's folder, or one that holds the folders of runs")
+    text = "default: table, or by the suffix of PATH. svg, png: curves of the losses"
+    add_format(parser, (TABLE, "json", *CURVES), text)
+    add_picture_arguments(parser)
+
+
+def run(arguments: Namespace) -> int:
+    from pathlib import Path
+
+    from penstock.train.run_list import list_runs
+
+    format = wanted_format(arguments, SUFFIXES | {".json": "json"}, TABLE)
+    refuse_useless(arguments, "theme", format, CURVES)
+    path = result_path(arguments)
+    runs = list_runs(Path(arguments.folder))
+    if format in CURVES:
+        data = _curves(runs, arguments, format)
+    elif format == "json":
+        data = _json(runs)
+    else:
+        text = _table(runs, in_terminal=path is None)
+        if path is None:
+            say(text)
+            return ExitStatus.FINE
+        data = f"{text}\n".encode()
+    write_result(data, format, path)
+    return ExitStatus.FINE
+
+
+def _table(runs: Any, *, in_terminal: bool) -> str:
+    from penstock.tables import NO_SCREEN, Column, table_text
+    from penstock.train.run_list import differences
+
+    found = differences(runs)
+    columns = [
+        Column("run", is_text=True),
+        Column("state", is_text=True, drop_order=3),
+        Column("step"),
+        Column("of"),
+        Column("loss"),
+        Column("held-out loss"),
+        Column("tokens/s", drop_order=1),
+        Column("bubble", drop_order=2),
+        Column("settings that differ", is_text=True),
+    ]
+    rows = [
+        [
+            each.name,
+            each.state,
+            str(each.step),
+            str(each.config.run.steps),
+            _shown(each.last("loss"), ".4f"),
+            _shown(each.last("held_out_loss"), ".4f"),
+            _shown(each.tokens_per_s, ",.0f"),
+            _shown(each.last("bubble_fraction"), ".1%"),
+            " ".join(settings[:MOST_SHOWN]) + f" and {len(settings) - MOST_SHOWN} more" * (len(settings) > MOST_SHOWN),
+        ]
+        for each, settings in zip(runs, found, strict=True)
+    ]
+    if not any(found):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return table_text(columns, rows, stdout_screen() if in_terminal else NO_SCREEN)
+
+
+def _shown(value: float | None, format: str) -> str:
+    return "-" if value is None else f"{value:{format}}"
+
+
+def _json(runs: Any) -> bytes:
+    import orjson
+
+    rows = [
+        {
+            "name": each.name,
+            "state": each.state,
+            "step": each.step,
+            "num_steps": each.config.run.steps,
+            "loss": each.last("loss"),
+            "held_out_loss": each.last("held_out_loss"),
+            "tokens_per_s": each.tokens_per_s,
+            "bubble_fraction": each.last("bubble_fraction"),
+            "config": each.config.model_dump(mode="json"),
+        }
+        for each in runs
+    ]
+    return orjson.dumps(rows, option=orjson.OPT_INDENT_2) + b"\n"
+
+
+def _curves(runs: Any, arguments: Namespace, format: str) -> bytes:
+    from penstock.show.run_curves import RunCurve, run_curves
+
+    curves = [
+        RunCurve(each.name, each.curve("loss"), each.curve("held_out_loss"), each.curve("tokens_per_s"))
+        for each in runs
+    ]
+    return run_curves(curves, f"Runs in {arguments.folder}", format=format, theme=arguments.theme)

@@ -1,0 +1,94 @@
+"""The runs in a folder side by side: how far each has come, what it reached, and what it was set to."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.train.config import RunConfig, load_config
+from penstock.train.metrics import read_metrics
+from penstock.train.run_folder import CONFIG, METRICS, SUMMARY
+from penstock.train.run_lock import holder_of
+
+SKIPPED_STEPS = 3
+"""At a run's begin, which take longer than later ones."""
+ASIDE = ("run", "metrics", "sample", "debug")
+"""Sections that decide nothing of what is learned or how fast, but for the seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """One run."""
+
+    name: str
+    state: str
+    """finished, running or interrupted."""
+    config: RunConfig
+    rows: Sequence[Mapping[str, float]]
+    """Of its `metrics.jsonl`, by step."""
+
+    @property
+    def step(self) -> int:
+        """The last one."""
+        return int(self.rows[-1]["step"]) if self.rows else 0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The median over all steps but the first ones."""
+        found = [row["tokens_per_s"] for row in self.rows[SKIPPED_STEPS:] or self.rows]
+        return median(found) if found else None
+
+    def last(self, key: str) -> float | None:
+        """Return the last number of this name; None where there is none."""
+        return next((row[key] for row in reversed(self.rows) if key in row), None)
+
+    def curve(self, key: str) -> tuple[list[int], list[float]]:
+        """Return the steps that have a number of this name, and the numbers."""
+        found = [(int(row["step"]), row[key]) for row in self.rows if key in row]
+        return [step for step, _ in found], [value for _, value in found]
+
+
+def list_runs(folder: Path) -> list[RunRecord]:
+    """Return the run in a folder, or else all runs in the folders directly below, in the order of their names.
+
+    Raises:
+        ConfigError: there is none, or none can be read.
+        FormatError: the configuration of the only one cannot be read.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; give a run's folder, or one that holds such", key="DIR")
+    if (folder / CONFIG).is_file():
+        return [_record_of(folder, folder.name or str(folder))]
+    places = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+    if not places:
+        raise ConfigError(f"{folder} holds no run: neither it nor a folder in it has a {CONFIG}", key="DIR")
+    return [_record_of(place, place.name) for place in places]
+
+
+def _record_of(folder: Path, name: str) -> RunRecord:
+    config = load_config(folder / CONFIG)
+    try:
+        rows = read_metrics(folder / METRICS)
+    except FileNotFoundError:
+        rows = []  # metrics.jsonl = false, or no step has ended
+    except OSError as error:
+        raise PenstockError(f"{folder / METRICS} cannot be read: {error.strerror}") from error
+    is_finished = (folder / SUMMARY).exists()
+    state = "finished" if is_finished else "running" if holder_of(folder) else "interrupted"
+    return RunRecord(name, state, config, rows)
+
+
+def differences(runs: Sequence[RunRecord]) -> list[list[str]]:
+    """Return, per run, the settings that decide what it learns in which not all agree, such as `batch.size=32`."""
+    settings = [dict(_settings_of(run.config)) for run in runs]
+    keys = [key for key in settings[0] if len({str(own[key]) for own in settings}) > 1]
+    return [[f"{key}={own[key]}" for key in keys] for own in settings]
+
+
+def _settings_of(config: RunConfig) -> Iterator[tuple[str, object]]:
+    yield "run.seed", config.run.seed
+    for section, values in config:
+        if section in ASIDE:
+            continue
+        yield from ((f"{section}.{key}", value) for key, value in values)

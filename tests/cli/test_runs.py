@@ -1,0 +1,79 @@
+"""`penstock runs`: a table, JSON and pictures of the runs in a folder."""
+
+import json
+import re
+
+import pytest
+
+from penstock.cli.entry import main
+from tests.train.test_run_list import write_run
+
+HEADINGS = ["run", "state", "step", "of", "loss", "held-out loss", "tokens/s", "bubble", "settings that differ"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_run(tmp_path / "runs" / "a", is_finished=True)
+    write_run(tmp_path / "runs" / "b", size=16)
+    return tmp_path / "runs"
+
+
+def printed_by(capsys, *arguments):
+    assert main(["runs", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_table_has_a_row_per_run_and_what_differs(capsys, folder):
+    headings, _, *rows = printed_by(capsys, folder).splitlines()
+
+    assert re.split(" {2,}", headings) == HEADINGS
+    assert [row.split() for row in rows] == [
+        ["a", "finished", "5", "5", "2.0000", "4.5000", "80", "-", "batch.size=8"],
+        ["b", "interrupted", "5", "5", "2.0000", "4.5000", "80", "-", "batch.size=16"],
+    ]
+
+
+def test_of_one_run_nothing_differs(capsys, folder):
+    headings, *_ = printed_by(capsys, folder / "a").splitlines()
+
+    assert "differ" not in headings
+
+
+def test_many_differences_are_counted(capsys, tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", size=16, length=64, accumulate=2, allow_ragged=True)
+    config = tmp_path / "b" / "config.toml"
+    config.write_text(config.read_text().replace("layers = 4", "layers = 3").replace("rate = 0.001", "rate = 0.002"))
+
+    assert printed_by(capsys, tmp_path).count(" and 1 more") == 2
+
+
+def test_json_has_numbers_and_the_whole_configuration(capsys, folder):
+    first, second = json.loads(printed_by(capsys, folder, "--to", "json"))
+
+    assert (first["name"], first["state"], first["loss"], first["tokens_per_s"]) == ("a", "finished", 2.0, 80.0)
+    assert second["config"]["batch"]["size"] == 16
+
+
+def test_a_picture_goes_by_its_suffix_and_replaces_nothing_unasked(capsys, folder, tmp_path):
+    path = tmp_path / "curves.png"
+    printed_by(capsys, folder, "--output", path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+    assert main(["runs", str(folder), "--output", str(path)]) == 1
+    assert "exists; give another name, or --force" in capsys.readouterr().err
+    assert b"<svg" in printed_by(capsys, folder, "--to", "svg", "--theme", "dark").encode()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (["none"], 1, "DIR: none is no folder"),
+        ([".", "--theme", "dark"], 1, "--theme: only for svg, png"),
+        ([".", "--output", "x.html"], 1, "--output: x.html has none of the suffixes .svg, .png, .json"),
+        ([], 2, "the following arguments are required: DIR"),
+    ],
+)
+def test_wrong_arguments_are_refused(capsys, arguments, status, text):
+    assert main(["runs", *arguments]) == status
+    assert text in capsys.readouterr().err
