@@ -14,7 +14,6 @@ from penstock.version import VERSION
 
 FLAGS = {
     "train": ["--force", "--fresh", "RUN.toml", "--port", "--set"],
-    "generate": ["--prompt", "--seed", "--temperature", "--tokens", "--top-k"],
     "schedules": ["NAME", "--to"],
     "show": [
         "NAME",
@@ -147,7 +146,7 @@ def test_a_bug_shows_its_traceback_and_how_to_report_it(run_command, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["shw"], "penstock: unknown command 'shw'; known: train, generate, .*Did you mean 'show'"),
+        (["shw"], "penstock: unknown command 'shw'; known: train, schedules, .*Did you mean 'show'"),
         (["--verson"], "penstock: unknown option --verson. Did you mean '--version'"),
         (["show"], "penstock show: give either NAME or --function FILE:NAME"),
         (["show", "1f1b", "--rank", "4"], "penstock show: unknown option --rank. Did you mean '--ranks'"),
