@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from penstock.cli.completion import names_and_files
 from penstock.cli.status import ExitStatus
-from penstock.errors import nearest
+from penstock.errors import ConfigError, nearest
 
 NAME = (
     "a family (`penstock schedules` lists them), with its own options as NAME:key=value,key=value; or a schedule "
@@ -18,6 +18,15 @@ RENAMED = {"--option": "--set", "--format": "--to", "--from": "--function"}
 """Old spellings, in the commands that have the new one."""
 REPLACED = {"--per-rank": ("--per-action", "costs are per rank by default; --per-action makes them per action")}
 """Old options whose meaning is the default: the option for the other meaning, and what to say."""
+MEMORY_LIMIT = "--memory-limit"
+LIMIT = (
+    "what a rank may hold at once: 20GiB, or a number of bytes, with costs that say how large activations are; "
+    "or '12 activations'"
+)
+COUNTED_LIMIT = (
+    "what a rank may hold at once, as '12 activations': report what waits for it; a recorded step does not say how "
+    "large activations are, so no bytes"
+)
 
 
 class Once(Action):
@@ -144,3 +153,42 @@ def add_output(parser: ArgumentParser, what: str, *, metavar: str = "PATH") -> N
     """Add the file that a command writes, and whether it may replace one; `what` completes the help."""
     parser.add_argument("-o", "--output", metavar=metavar, help=what)
     parser.add_argument("--force", action="store_true", help=f"replace {metavar} if it exists")
+
+
+# ---- --memory-limit
+
+
+def add_memory_limit(parser: ArgumentParser, help: str = LIMIT) -> None:
+    """Add the option to a command."""
+    parser.add_argument(MEMORY_LIMIT, metavar="LIMIT", help=help)
+
+
+def memory_limit_of(arguments: Namespace, activation_bytes: Sequence[float] | None) -> Any:
+    """Return the `Limit` that is given, or None; `activation_bytes` are those of the costs, None without costs.
+
+    Raises:
+        ConfigError: for anything but a limit, and for bytes where nobody knows how large activations are.
+    """
+    limit = _read_limit(arguments)
+    if limit is not None:
+        limit.require_sizes(activation_bytes, MEMORY_LIMIT)
+    return limit
+
+
+def counted_limit_of(arguments: Namespace) -> Any:
+    """Return the `Limit` that is given, or None, for a step whose activations are only counted.
+
+    Raises:
+        ConfigError: for anything but a limit, and for bytes.
+    """
+    limit = _read_limit(arguments)
+    if limit is not None and limit.in_bytes:
+        problem = "is a number of bytes, but a recorded step does not say how large activations are"
+        raise ConfigError(f"{limit} {problem}; count them: '12 activations'", key=MEMORY_LIMIT)
+    return limit
+
+
+def _read_limit(arguments: Namespace) -> Any:
+    from penstock.proofs import Limit
+
+    return None if arguments.memory_limit is None else Limit.read(arguments.memory_limit, MEMORY_LIMIT)

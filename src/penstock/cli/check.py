@@ -4,7 +4,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from penstock.cli.memory_limit import add_memory_limit, memory_limit_of
+from penstock.cli.arguments import add_memory_limit, memory_limit_of
 from penstock.cli.output import say, stdout_screen
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError
@@ -28,8 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    from penstock.cli.conversion import read_plan
-    from penstock.cli.describe import describe_plan
+    from penstock.cli.conversion import describe_plan, read_plan
     from penstock.ir.program import Program
     from penstock.ir.transports import POSTED
     from penstock.lowering import lower

@@ -2,8 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from penstock.cli.arguments import add_format, add_schedules
-from penstock.cli.memory_limit import add_memory_limit
+from penstock.cli.arguments import add_format, add_memory_limit, add_schedules
 from penstock.cli.pictures import (
     CHARTS,
     add_picture_arguments,

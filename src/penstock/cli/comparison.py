@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, partial
 
-from penstock.cli.memory_limit import memory_limit_of
+from penstock.cli.arguments import memory_limit_of
 from penstock.cli.sweep import LABELS, LIMITS, read_sweep, swept_schedules
 from penstock.errors import ConfigError, count_of
 from penstock.proofs import Limit

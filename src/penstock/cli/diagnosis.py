@@ -1,125 +1,187 @@
-"""What `penstock doctor` finds out about a recorded step: where its time went, and what would take less."""
+"""A diagnosis as tables for people, and as JSON for programs."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Sequence
 
-from penstock.ir.action import Kind
+import numpy as np
+
 from penstock.ir.timeline import Timeline
-from penstock.schedules import is_family_name
-from penstock.searching.what_if import Change, MeasuredRun, Setting, what_if
-from penstock.simulation import simulate
-from penstock.simulation.causes import Cause, IdleTimes, idle_times
-from penstock.simulation.costs.fit import HALVES, SplitShares, costs_from_timelines
-from penstock.simulation.critical import Piece, critical_path
-from penstock.simulation.losses import Loss, losses_of
-from penstock.simulation.message_latency import Transfers, with_true_arrivals
-from penstock.simulation.prologue import begin_of, idle_before
-from penstock.train.config import RunConfig
-from penstock.train.recorded_step import RecordedStep
+from penstock.searching.what_if import Change, Sort
+from penstock.show.idle import NAME_OF_CAUSE
+from penstock.show.text import count_of, format_seconds, format_share, time_unit
+from penstock.simulation.causes import Cause
+from penstock.simulation.losses import Loss
+from penstock.tables import NO_SCREEN, Column, Screen, table_text
+from penstock.train.diagnosis import Diagnosis
+
+NUM_ON_PATH = 6
+NUM_CHANGES: dict[Sort, int] = {"schedule": 6, "split": 2, "microbatches": 2}
+"""That are listed, of each sort: one sort alone would crowd out the others."""
+SMALLEST_SHARE = 0.001
+"""Of the step: what saves less is not worth a line."""
+NOTES = {
+    "split": "a stage's measured seconds are shared among its layers by their weights",
+    "microbatches": "computing and sending a microbatch is taken to be in proportion to its size",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Contribution:
-    """The seconds of one sort on the critical path."""
-
-    what: str
-    duration_s: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Diagnosis:
-    """Everything that is reported of a recorded step."""
-
-    recorded: RecordedStep
-    timeline: Timeline
-    """As measured, but that messages arrive when they did and not when they were noticed."""
-    predicted: Timeline
-    idle: IdleTimes
-    """From when each rank was free for the step to its end."""
-    losses: list[Loss]
-    path: list[Contribution]
-    changes: list[Change]
-    knows_shares: bool
-    """Whether it was measured what backwards take in two parts."""
-
-    @property
-    def step_s(self) -> float:
-        """From when the first rank was free for the step to the last computation's end."""
-        rows = self.timeline.program.is_compute
-        return float(self.timeline.end_s[rows].max()) - begin_of(self.timeline, self.recorded.lead_ins)
-
-    @property
-    def chief_loss(self) -> Loss | None:
-        """The dearest cause that is not the schedule's own order; None where there is none."""
-        found = next((loss for loss in self.losses if loss.cause is not Cause.DEPENDENCY), None)
-        return found if found is not None and found.duration_s > 0 else None
+def to_text(diagnosis: Diagnosis, screen: Screen = NO_SCREEN) -> str:
+    """Return what was found, from the whole to the single: figures, idle time, causes, critical path, changes."""
+    parts = [
+        screen.wrapped("\n".join([_title(diagnosis), *_figures(diagnosis)])),
+        _idle_table(diagnosis, screen),
+        _losses_table(diagnosis, screen),
+        _path_table(diagnosis, screen),
+        _changes_table(diagnosis, screen),
+    ]
+    return "\n\n".join(parts)
 
 
-def diagnose(
-    recorded: RecordedStep,
-    setting: Setting,
-    *,
-    shares: SplitShares | None = None,
-    memory_limit: int | Sequence[int] | None = None,
-) -> Diagnosis:
-    """Find out all about a recorded step.
+def chief_finding(diagnosis: Diagnosis) -> str:
+    """Say in a line what costs most of all that is not the schedule's own order."""
+    loss = diagnosis.chief_loss
+    if loss is None or loss.duration_s < SMALLEST_SHARE * diagnosis.step_s:
+        return "Nothing but the schedule's own order costs time worth mentioning."
+    who = f" ({loss.culprit})" if loss.culprit else ""
+    share = format_share(loss.duration_s / diagnosis.step_s)
+    return f"Beside the schedule's own order, {NAME_OF_CAUSE[loss.cause]} costs most: {share} of the step{who}."
 
-    `shares` say what was measured of backwards in two parts; without them they are taken to be halves. `memory_limit`
-    counts activations.
-    """
-    timeline = with_true_arrivals(recorded.timeline)
-    costs = costs_from_timelines([timeline], message_bytes=recorded.message_bytes, shares=shares or HALVES)
-    schedule = timeline.program.actions()
-    run = MeasuredRun(schedule, costs, recorded.layers_of_stage, recorded.layer_weights)
-    before = idle_before(timeline, recorded.lead_ins)
-    within = idle_times(timeline, costs, memory_limit=memory_limit)
-    return Diagnosis(
-        recorded,
-        timeline,
-        simulate(timeline.program, costs),
-        IdleTimes(before.by_rank + within.by_rank),
-        losses_of(timeline, costs, recorded.lead_ins),
-        _contributions(timeline),
-        what_if(run, setting),
-        shares is not None,
+
+def _title(diagnosis: Diagnosis) -> str:
+    program = diagnosis.timeline.program
+    return (
+        f"step {diagnosis.recorded.step}: {program.name}, {count_of(program.num_ranks, 'rank')}, "
+        f"{count_of(program.num_stages, 'stage')}, {count_of(program.num_microbatches, 'microbatch')}"
     )
 
 
-def setting_of(config: RunConfig) -> Setting:
-    """Return how a run was set up."""
-    pipeline = config.pipeline
-    return Setting(
-        batch_size=config.batch.size,
-        family=pipeline.schedule if is_family_name(pipeline.schedule) else None,
-        options=pipeline.options,
-        stages_per_rank=pipeline.stages_per_rank or None,
-    )
+def _figures(diagnosis: Diagnosis) -> Iterator[str]:
+    measured, predicted = diagnosis.timeline, diagnosis.predicted
+    before_s = diagnosis.step_s - measured.makespan_s
+    yield f"measured:   makespan {_figure(measured)}, and {format_seconds(before_s)} before its first computation"
+    yield f"predicted:  makespan {_figure(predicted)} ({_percent(predicted.makespan_s / measured.makespan_s - 1)})"
+    if measured.clock_uncertainty_s:
+        yield f"times of different hosts are within {format_seconds(measured.clock_uncertainty_s)} of each other"
+    yield chief_finding(diagnosis)
 
 
-def _contributions(timeline: Timeline) -> list[Contribution]:
-    """What the critical path consists of, the longest first."""
-    transfers = Transfers.of(timeline.program)
-    sender_of = dict(zip(transfers.consumers.tolist(), transfers.senders.tolist(), strict=True))
-    total_s: dict[str, float] = {}
-    for piece in critical_path(timeline):
-        what = _text(piece, timeline, sender_of)
-        total_s[what] = total_s.get(what, 0.0) + piece.duration_s
-    found = [Contribution(what, duration_s) for what, duration_s in total_s.items()]
-    return sorted(found, key=lambda contribution: -contribution.duration_s)
+def _figure(timeline: Timeline) -> str:
+    return f"{format_seconds(timeline.makespan_s)}, bubble {format_share(timeline.bubble_fraction)}"
 
 
-def _text(piece: Piece, timeline: Timeline, sender_of: dict[int, int]) -> str:
-    program = timeline.program
-    match piece.doing:
-        case "compute":
-            kind = Kind(int(program.op[piece.row])).name.lower().replace("_", " ")
-            return f"{kind} of stage {program.stage[piece.row]}"
-        case "transfer":
-            sender = sender_of.get(piece.row, sender_of.get(piece.row + 1))  # of a pair, the other may have waited
-            return f"messages from rank {sender} to rank {piece.rank}"
-        case "collective":
-            return f"rank {piece.rank} in collectives"
-        case "data":
-            return f"rank {piece.rank} waiting for the data of a microbatch"
-        case "pause":
-            return f"rank {piece.rank} between computations"
+def _idle_table(diagnosis: Diagnosis, screen: Screen) -> str:
+    """One row per rank that sums to its idle time, and one for all; causes that nothing is put down to are left out."""
+    table = diagnosis.idle.by_rank
+    total = np.concatenate([table, table.sum(axis=0, keepdims=True)])
+    causes = [cause for cause in Cause if table[:, cause].any()]
+    unit_s, unit = time_unit(float(total.sum(axis=1).max()))
+    rows = []
+    for index, row in enumerate(total):
+        name = "all" if index == len(table) else str(index)
+        rows.append([name, *(f"{row[cause] / unit_s:.3f}" for cause in causes), f"{row.sum() / unit_s:.3f}"])
+    # Where the screen is narrow, the smallest causes are left out first.
+    largest_first = sorted(causes, key=lambda cause: -table[:, cause].sum())
+    columns = [Column(NAME_OF_CAUSE[cause], drop_order=1 + largest_first.index(cause)) for cause in causes]
+    title = screen.wrapped(f"idle time of each rank by its cause, in {unit}")
+    return f"{title}\n{table_text([Column('rank'), *columns, Column('idle')], rows, screen)}"
+
+
+def _losses_table(diagnosis: Diagnosis, screen: Screen) -> str:
+    rows = []
+    for loss in diagnosis.losses:
+        share = loss.duration_s / diagnosis.step_s
+        if share >= SMALLEST_SHARE:
+            rows.append([_percent(-share), NAME_OF_CAUSE[loss.cause], _culprit(loss)])
+    columns = [Column("step"), Column("cause", is_text=True), Column("who", is_text=True)]
+    title = screen.wrapped("the step without each cause (some seconds have two)")
+    return f"{title}\n{table_text(columns, rows, screen)}"
+
+
+def _culprit(loss: Loss) -> str:
+    return f"the order of {loss.culprit}" if loss.cause is Cause.DEPENDENCY else loss.culprit
+
+
+def _path_table(diagnosis: Diagnosis, screen: Screen) -> str:
+    total_s = diagnosis.timeline.makespan_s
+    rows = [
+        [format_share(contribution.duration_s / total_s), contribution.what]
+        for contribution in diagnosis.path[:NUM_ON_PATH]
+    ]
+    columns = [Column("share"), Column("what", is_text=True)]
+    return f"the critical path consists of\n{table_text(columns, rows, screen)}"
+
+
+def _changes_table(diagnosis: Diagnosis, screen: Screen) -> str:
+    helpful = _helpful(diagnosis.changes)
+    if not helpful:
+        tried = count_of(len(diagnosis.changes), "change")
+        return screen.wrapped(f"no other split, schedule or number of microbatches helps: {tried} simulated")
+    rows = [[_percent(change.step_change), _percent(change.memory_change), change.text] for change in helpful]
+    notes = [f"  {NOTES[sort]}" for sort in dict.fromkeys(change.sort for change in helpful) if sort in NOTES]
+    if not diagnosis.knows_shares:
+        notes.append(
+            "  backwards in two parts are taken to be halves that cost nothing more; penstock profile measures it"
+        )
+    columns = [Column("step", style="green"), Column("memory"), Column("change", is_text=True)]
+    lines = ["what would help, each simulated", table_text(columns, rows, screen), *map(screen.wrapped, notes)]
+    return "\n".join(lines)
+
+
+def _helpful(changes: Sequence[Change]) -> list[Change]:
+    """The best of each sort, in their order."""
+    found = []
+    for sort, count in NUM_CHANGES.items():
+        helps = [change for change in changes if change.sort == sort and change.step_change <= -SMALLEST_SHARE]
+        found += helps[:count]
+    return sorted(found, key=lambda change: change.step_change)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.1f} %"
+
+
+def to_json(diagnosis: Diagnosis) -> str:
+    """Return everything as one object; seconds, and shares of the step."""
+    step_s = diagnosis.step_s
+    document = {
+        "step": diagnosis.recorded.step,
+        "schedule": diagnosis.timeline.program.name,
+        "step_s": step_s,
+        "measured": _timeline(diagnosis.timeline),
+        "predicted": _timeline(diagnosis.predicted),
+        "clock_uncertainty_s": diagnosis.timeline.clock_uncertainty_s,
+        "finding": chief_finding(diagnosis),
+        "idle_s": [
+            {"rank": rank, "idle": float(row.sum())} | {NAME_OF_CAUSE[cause]: float(row[cause]) for cause in Cause}
+            for rank, row in enumerate(diagnosis.idle.by_rank)
+        ],
+        "losses": [
+            {
+                "cause": NAME_OF_CAUSE[loss.cause],
+                "duration_s": loss.duration_s,
+                "step_change": -loss.duration_s / step_s,
+                "culprit": loss.culprit,
+            }
+            for loss in diagnosis.losses
+        ],
+        "critical_path": [{"what": each.what, "duration_s": each.duration_s} for each in diagnosis.path],
+        "changes": [
+            {
+                "sort": change.sort,
+                "change": change.text,
+                "step_change": change.step_change,
+                "memory_change": change.memory_change,
+            }
+            for change in diagnosis.changes
+        ],
+    }
+    return json.dumps(document, indent=2)
+
+
+def _timeline(timeline: Timeline) -> dict[str, float]:
+    return {
+        "makespan_s": timeline.makespan_s,
+        "span_s": timeline.span_s,
+        "bubble_fraction": timeline.bubble_fraction,
+        "bubble_rate": timeline.bubble_rate,
+    }

@@ -3,8 +3,7 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from penstock.cli.arguments import add_format
-from penstock.cli.memory_limit import COUNTED_HELP, add_memory_limit, counted_limit_of
+from penstock.cli.arguments import COUNTED_LIMIT, add_format, add_memory_limit, counted_limit_of
 from penstock.cli.output import say, stdout_screen
 from penstock.cli.status import ExitStatus
 
@@ -15,7 +14,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.set_defaults(wrong_usage=parser.error)
     parser.add_argument("folder", metavar="RUN_DIR", nargs="?", help="the folder of a run that recorded a step")
     parser.add_argument("--system", action="store_true", help="instead, look at this machine")
-    add_memory_limit(parser, COUNTED_HELP)
+    add_memory_limit(parser, COUNTED_LIMIT)
     add_format(parser, ("text", "json"), "default: text")
 
 
@@ -26,11 +25,11 @@ def run(arguments: Namespace) -> int:
         arguments.wrong_usage("--to and --memory-limit are for a RUN_DIR, not for --system")
     if arguments.system:
         return _examine_system()
-    from penstock.cli.diagnosis import diagnose, setting_of
-    from penstock.cli.diagnosis_text import to_json, to_text
+    from penstock.cli.diagnosis import to_json, to_text
     from penstock.simulation.costs.file import read_costs
     from penstock.simulation.costs.fit import SplitShares
     from penstock.train.config import load_config
+    from penstock.train.diagnosis import diagnose, setting_of
     from penstock.train.recorded_step import read_recorded_step
     from penstock.train.run_folder import CONFIG, COSTS
 

@@ -28,8 +28,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from penstock.cli.failure import RankFailure, first_cause, read_failures
-from penstock.cli.lifetime import interrupts_handled_by, run_id_of
-from penstock.cli.stragglers import end_stragglers
+from penstock.cli.lifetime import end_stragglers, interrupts_handled_by, run_id_of
 from penstock.errors import ConfigError, PipelineError
 
 LOOPBACK = "127.0.0.1"
