@@ -1,4 +1,4 @@
-"""A schedule of one's own, in three forms: a function, a schedule made of it, and a family with a name.
+"""A custom schedule, in three forms: a function, a schedule made of it, and a family with a name.
 
 penstock show --function examples/own_schedule.py:in_groups --ranks 4 --microbatches 8
 penstock compare gpipe 1f1b --function examples/own_schedule.py:in_groups:size=2 --ranks 4 --microbatches 8
