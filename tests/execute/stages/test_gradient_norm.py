@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.execute.stages.gradient_norm import clip_gradients
 
@@ -170,3 +171,25 @@ def test_sparse_and_complex_gradients_count():
     sparse = torch.sparse_coo_tensor([[1, 1]], [3.0, 0.0], (4,))
 
     assert clip_on_ranks([{"a": sparse}, {"b": torch.tensor([4j])}], 0.0) == [5.0, 5.0]
+
+
+class Waits(TorchDispatchMode):
+    """Counts what waits for a device: a scalar that is read, or a copy to the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket is torch.ops.aten._local_scalar_dense
+        return function(*args, **kwargs or {})
+
+
+def test_clipping_waits_for_no_parameter_by_itself():
+    named = [(f"parameter {number}", torch.ones(3)) for number in range(50)]
+
+    with Waits() as waits:
+        clip_gradients(named, lambda own: [own], 0.5)
+        torch.ones(()).item()
+
+    assert waits.count == 1  # the one of this test; all norms are read as one list

@@ -7,6 +7,8 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
+from penstock.execute.values.tensors import is_dtensor
+
 T = TypeVar("T")
 
 
@@ -30,8 +32,9 @@ def clip_gradients(
     gradients = [(name, gradient) for name, gradient in named_gradients if gradient is not None]
     counted = distinct((name, gradient) for name, gradient in gradients if name not in skip)
     norms = [torch.linalg.vector_norm(_values(gradient), norm_type, dtype=torch.float64) for _, gradient in counted]
-    # all norms are under way before the first is waited for
-    own = {name: norm.item() for (name, _), norm in zip(counted, norms, strict=True)}
+    # all norms are under way before they are waited for, once
+    values = torch.stack([_whole(norm) for norm in norms]).tolist() if norms else []
+    own = {name: norm for (name, _), norm in zip(counted, values, strict=True)}
     total = _total_norm(cast("list[dict[str, float]]", all_gather(own)), norm_type)
     scale = max_norm / (total + 1e-6)  # as torch has it
     if 0 < scale < 1:  # neither holds for a norm that is not finite
@@ -51,6 +54,12 @@ def distinct(named: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
 def _values(gradient: Tensor) -> Tensor:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return values.abs() if values.is_complex() else values
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """Return a norm as a plain tensor; that of a DTensor is put together over its mesh."""
+    whole: Tensor = norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[attr-defined]
+    return whole
 
 
 def _total_norm(norms_of_ranks: list[dict[str, float]], norm_type: float) -> float:
