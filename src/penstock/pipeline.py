@@ -22,6 +22,7 @@ from penstock.execute.joining import join
 from penstock.execute.losses.loss import Loss
 from penstock.execute.losses.results import StepResult
 from penstock.execute.model_part import ModelPart
+from penstock.execute.observing.checked_values import describe_finding
 from penstock.execute.observing.memory_report import MemoryReport, MemoryWatch, gather_memory
 from penstock.execute.observing.recorder import Recording
 from penstock.execute.stages.layers import Layer
@@ -182,6 +183,24 @@ class Pipeline(ModelPart):
         result = self._train(mode, Call(args, kwargs, target), memory)
         program, layers = self._made.programs.of(mode, self.schedule.num_microbatches), self.layers_of_stage
         return gather_memory(self._transport, memory, result, lambda sizes: predict_peaks(program, layers, sizes))
+
+    def find_not_finite(self, *args: Any, target: Any = None, **kwargs: Any) -> str:
+        """Run one training step and say where its first value that is not finite was made; empty if all are finite.
+
+        The text names rank, stage, microbatch and tensor, the same on every rank. Gradients hold a part of the batch
+        afterwards, so zero them, before this call too. It waits for the device at every value, which takes time.
+
+        Raises:
+            PipelineError: on every rank, if the step fails for another reason.
+        """
+        try:
+            self._train(Mode.TRAIN, Call(args, kwargs, target, checks_values=True))
+        except PipelineError as error:
+            finding = describe_finding(error)
+            if not finding:
+                raise
+            return finding
+        return ""
 
     @property
     def timeline(self) -> Timeline | None:

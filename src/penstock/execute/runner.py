@@ -26,6 +26,7 @@ from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
 from penstock.execute.losses.output import takes_weight
 from penstock.execute.losses.results import StepResult
 from penstock.execute.losses.step_losses import NO_SHARES, StepLosses
+from penstock.execute.observing.checked_values import ValueChecks
 from penstock.execute.observing.clock import ClockComparison
 from penstock.execute.observing.log import log_plan, message_log
 from penstock.execute.observing.memory_report import MemoryWatch
@@ -197,7 +198,7 @@ class Runner:
             trained=gradients.trained() if is_training else 0,
             scale=gradients.scale if is_training else 0.0,
             is_synced=gradients.is_synced,
-            extra=Extra.MEMORY if memory is not None else Extra.RECORDING if call.record else Extra.NOTHING,
+            extra=_extra_of(call, memory),
         )
         # From the largest of all ranks: one that tried a step alone is ahead, and its number must not come twice, or a
         # message of the step that failed could pass for one of this step.
@@ -234,6 +235,9 @@ class Runner:
 
     def _observers_of_step(self, compiled: CompiledProgram, call: Call, memory: MemoryWatch | None) -> list[Observer]:
         found: list[Observer] = [*message_log(), *([] if memory is None else [memory])]
+        if call.checks_values:
+            attribute = ATTRIBUTE if self._options.main_gradients else "grad"
+            found.append(ValueChecks(self._transport.rank, self._assembly.stages, attribute))
         if not call.record:
             return found
         clock, rank, deadline_s = self._options.clock, self._transport.rank, self._options.deadline_s
@@ -291,3 +295,11 @@ class Runner:
             return ""
         first, end = self._active.offsets[rank : rank + 2]
         return str(self._active.instruction(int(first) + row)) if row < end - first else ""
+
+
+def _extra_of(call: Call, memory: MemoryWatch | None) -> Extra:
+    if memory is not None:
+        return Extra.MEMORY
+    if call.checks_values:
+        return Extra.VALUES
+    return Extra.RECORDING if call.record else Extra.NOTHING

@@ -81,6 +81,8 @@ class Call:
     target: Any = None
     return_outputs: bool = False
     record: bool = False
+    checks_values: bool = False
+    """Whether all values of the step are looked at, and the first that is not finite ends it."""
     refusal: PenstockError | None = None
     """Why this rank cannot run the step; then all ranks refuse it and are told."""
 

@@ -37,11 +37,17 @@ class Extra(IntEnum):
     NOTHING = 0
     RECORDING = 1
     MEMORY = 2
+    VALUES = 3
 
     @property
     def call(self) -> str:
         """What asks for it."""
-        return ("nothing besides", "a recording (record=True, profile)", "a memory report (memory_report)")[self]
+        return (
+            "nothing besides",
+            "a recording (record=True, profile)",
+            "a memory report (memory_report)",
+            "a look at all values (find_not_finite)",
+        )[self]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ Relies on: each computation runs in one thread, whose action is noted there; tor
 own, and layers that run again in them are not looked at.
 """
 
+import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,8 @@ from penstock.ir.operations import IS_COMPUTE, RUNS_AUTOGRAD, RUNS_FORWARD, Op
 from penstock.ir.program import Program
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_FIRST = "the first here that are not finite"
+_FOUND = re.compile(rf"((?:([0-9]+)[A-Z]+([0-9]+)\S*|(?:before|after) the step): (?:an|the) [^\n]*), {_FIRST}")
 _Place = tuple[int, int, int]
 """Stage, microbatch, slice."""
 
@@ -151,11 +154,23 @@ class ValueChecks(Observer):
         found = not_finite(tensor)
         if found:
             raise PipelineError(
-                f"{action}: {what} {found}, the first here that are not finite. Look at what this layer was given and "
-                "at its parameters; a lower learning rate, clipping or a wider type may help",
+                f"{action}: {what} {found}, {_FIRST}. Look at what this layer was given and at its parameters; a lower "
+                "learning rate, clipping or a wider type may help",
                 rank=self._rank,
                 instruction=action,
             )
+
+
+def describe_finding(error: PipelineError) -> str:
+    """Return rank, stage, microbatch and tensor that an error of a step is about; empty if it is no finding of these.
+
+    Every rank has it, also those that were told of it by another one.
+    """
+    found = _FOUND.search(str(error))
+    if found is None:
+        return ""
+    place = f"stage {found[2]}, microbatch {found[3]}, in " if found[2] else ""
+    return f"rank {error.rank}, {place}{found[1]}"
 
 
 def not_finite(tensor: Tensor) -> str:
