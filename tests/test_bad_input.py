@@ -17,8 +17,8 @@ from tests.tiny_run import PENSTOCK, TORCHRUN, files_below, settings, start, sta
 
 SHOW = ["show", "1f1b", "--ranks", "2", "--microbatches", "4"]
 PAGE_BYTES = 4096
-PROGRESS = r"(run folder: .* \(new\)\n(.* \.\.\.\n)*)?"
-"""All that a refused command may print: the folder that a run would have used, and what it began to do."""
+PROGRESS = r"(run folder: .* \(new\)\n([0-9]+ ranks? on .*; precision .*\n)?(.* \.\.\.\n)*)?"
+"""All that a refused command may print: the folder that a run would have used, where, and what it began to do."""
 
 WRONG_PLANS = {
     "an unknown schedule": (["show", "gpip", *SHOW[2:]], "no schedule 'gpip'; known: .*Did you mean 'gpipe'"),

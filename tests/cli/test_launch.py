@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from penstock.cli import launch
 from penstock.errors import ConfigError, PipelineError
+from penstock.train import devices
 from tests.cli.processes import LOOPBACK, is_alive, listening_addresses, stop, wait_until, written_pids
 
 pytestmark = pytest.mark.alone
@@ -186,3 +187,14 @@ def test_a_rank_that_meets_nobody_says_whom_it_looked_for():
 def test_a_variable_that_is_no_number_is_refused(text):
     with pytest.raises(ConfigError, match="environment variable WORLD_SIZE"):
         launch.join_ranks({"RANK": "0", "WORLD_SIZE": text})
+
+
+def test_ranks_without_a_gpu_each_are_refused_before_they_meet(monkeypatch):
+    """No store is there to meet at, so that anything later would fail otherwise."""
+    monkeypatch.setattr(devices, "look", lambda: devices.Machine(1, has_nccl=True))
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+    with pytest.raises(ConfigError, match="2 ranks on a machine with 1 GPU") as caught:
+        launch.join_ranks(environment)
+
+    assert caught.value.key == "run.device"

@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+from argparse import Namespace
 
 import pytest
 
 from penstock.cli import run_file
 from penstock.errors import ConfigError
+from penstock.train import devices
+from tests.tiny_run import write_tiny_run
 
 
 @pytest.mark.parametrize(("path", "flags"), [(["/elsewhere"], ["-P"]), (["", "/elsewhere"], []), ([os.getcwd()], [])])
@@ -33,3 +36,19 @@ def test_a_single_rank_takes_one_thread_unless_the_user_says_otherwise():
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
 
     assert found.stdout.split() == ["2", "1"]
+
+
+@pytest.mark.parametrize(("gpus", "ranks", "wanted"), [(1, 2, "auto"), (0, 1, "cuda"), (0, 2, "cuda")])
+def test_too_few_gpus_are_refused_before_a_folder_is_made_or_a_rank_starts(tmp_path, monkeypatch, gpus, ranks, wanted):
+    monkeypatch.setattr(devices, "look", lambda: devices.Machine(gpus, has_nccl=True))
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    write_tiny_run(tmp_path)
+    overrides = [f"pipeline.ranks={ranks}", f"run.device={wanted}"]
+
+    def never(config):
+        raise AssertionError("nothing may begin")
+
+    with pytest.raises(ConfigError, match=r"Choose: .*run\.device='cpu'"):
+        run_file.run_on_ranks(Namespace(run_file="run.toml", set=overrides, port=0), [], never, never)

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from penstock.execute import undocumented
@@ -221,6 +222,40 @@ def test_the_backward_of_a_table_takes_these_arguments(padding):
     found = undocumented.embedding_backward(gradient, rows, 5, padding, False, False)
 
     assert torch.equal(found, *torch.autograd.grad(output, table, gradient))
+
+
+# ---- operations by their names
+
+
+class Operations(TorchDispatchMode):
+    """Notes which operations run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda: F.linear(torch.ones(2, 3), torch.ones(4, 3)),
+        lambda: F.linear(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4)),
+        lambda: torch.ones(2, 3, 4) @ torch.ones(2, 4, 3),
+        lambda: F.scaled_dot_product_attention(*[torch.ones(1, 1, 4, 8)] * 3, is_causal=True),
+    ],
+)
+def test_products_and_attention_run_as_operations_of_these_names(run):
+    with Operations() as operations:
+        run()
+
+    assert len(set(operations.seen) & set(undocumented.EXPENSIVE)) == 1
+    assert not any(
+        operation in undocumented.EXPENSIVE for operation in (torch.ops.aten.mul.Tensor, torch.ops.aten.silu)
+    )
 
 
 # ---- modules, modes and hooks

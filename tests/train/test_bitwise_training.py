@@ -5,7 +5,8 @@ import torch
 
 from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.models import count_target_tokens, cross_entropy_loss
-from penstock.train.optim import build_optimizer, learning_rate_at
+from penstock.train.learning_rate import learning_rate_at
+from penstock.train.optim import build_optimizer
 from penstock.train.sections import OptimizerSection
 from penstock.train.step import Trainer
 from tests.reference import reference_step

@@ -6,11 +6,13 @@ import sys
 
 import pytest
 import tokenizers
+import torch
 from safetensors.torch import load_file
 
 from penstock.cli.entry import main
 from penstock.errors import ConfigError, PenstockError
 from penstock.train.config import config_from_table, load_config
+from penstock.train.data import TokenDataset
 from penstock.train.loop import train
 from penstock.train.recorded_step import read_recorded_step
 from tests.ranks import RankPool
@@ -135,13 +137,14 @@ def test_the_folder_holds_all_that_is_promised(finished):
 def test_the_lines_tell_what_is_trained_how_it_went_and_where_to_look(finished):
     folder, result, printed = finished
 
-    assert printed.splitlines()[:3] == [
+    assert printed.splitlines()[:4] == [
         f"run folder: {folder} (holds no run yet)",
+        "1 rank on CPU; precision float32",
         "preparing the text ...",
         "building the model ...",
     ]
-    assert printed.splitlines()[3].endswith("1f1b on 1 rank, 2 microbatches, 6 steps")
-    assert [line.split()[:4] for line in (printed.splitlines()[4], printed.splitlines()[6])] == [
+    assert printed.splitlines()[4].endswith("1f1b on 1 rank, 2 microbatches, 6 steps")
+    assert [line.split()[:4] for line in (printed.splitlines()[5], printed.splitlines()[7])] == [
         ["stage", "layers", "weight", "parameters"],
         ["0", "5", "100.0%", "31,904"],
     ]
@@ -262,3 +265,56 @@ def test_a_run_that_is_looked_at_trains_the_same_bits_and_leaves_a_log(tmp_path,
     assert "INFO rank 0 of 1: 1f1b, 2 microbatches" in log
     assert "over all ranks" in log
     assert "rank0.log" in output
+
+
+# ---- precision, and how a run ends
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+def test_low_precision_learns_as_float32_does_and_says_so(tmp_path, text, compute):
+    longer, slower = {"steps": 30, "evaluate_every": 0, "record_step": 0}, {"learning_rate": 3e-3}
+    plain, _ = run(tmp_path / "plain", text, run=longer, optimizer=slower)
+
+    for name, autocast in (("cast", False), ("autocast", True)):
+        given = {"compute": compute, "autocast": autocast, "loss_scale": 1024.0}
+        result, printed = run(tmp_path / name, text, run=longer, precision=given, optimizer=slower)
+
+        assert result.held_out_loss == pytest.approx(plain.held_out_loss, rel=0.005)
+        assert f"precision {compute} " in printed.splitlines()[1]
+        assert {row.get("loss_scale") for row in rows_of(tmp_path / name)} == {1024.0 if compute == "float16" else None}
+        dtypes = {tensor.dtype for tensor in load_file(tmp_path / name / "weights.safetensors").values()}
+        assert dtypes == {torch.float32 if autocast else getattr(torch, compute)}
+
+
+def test_a_run_ends_early_where_the_held_out_loss_does_not_fall(tmp_path, text):
+    """Without updates it stays where it is: the second evaluation in a row without a lower one ends the run."""
+    changes = {"skip_updates": True, "evaluate_every": 1, "patience": 2, "record_step": 0}
+
+    result, printed = run(tmp_path, text, run=changes)
+
+    rows = rows_of(tmp_path)
+    assert (result.num_steps, len(rows), len({row["held_out_loss"] for row in rows})) == (3, 3, 1)
+    assert "stopped early: 2 evaluations in a row without a held-out loss below 5.5" in printed
+    assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] == 3
+
+
+def test_a_ramp_up_sees_more_tokens_from_step_to_step_and_every_window_once(tmp_path, text, monkeypatch):
+    taken, batch = [], TokenDataset.batch
+    monkeypatch.setattr(TokenDataset, "batch", lambda self, step: taken.append(step) or batch(self, step))
+
+    run(tmp_path, text, run={"record_step": 0}, batch={"samples": 12, "ramp_from": 1, "ramp_steps": 4})
+
+    assert [row["num_tokens"] for row in rows_of(tmp_path)] == [64, 64, 128, 128, 192, 192]
+    assert taken == list(range(12))
+
+
+def test_an_optimizer_and_checkpointing_of_the_run_file_are_used(tmp_path, text):
+    given = {"name": "SGD", "options": {"momentum": 0.9}, "learning_rate": 0.3, "warmup_steps": 0}
+    kept = {"activation_checkpointing": ["selective"]}
+
+    plain, _ = run(tmp_path / "plain", text, optimizer=given)
+    checkpointed, _ = run(tmp_path / "kept", text, optimizer=given, pipeline=kept)
+    other, _ = run(tmp_path / "other", text, optimizer=given | {"options": {}})
+
+    assert plain.loss == checkpointed.loss
+    assert plain.loss != other.loss

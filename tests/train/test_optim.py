@@ -1,16 +1,17 @@
-"""The optimizer's groups and the learning rate."""
+"""The optimizer: its class, its groups, and what is refused."""
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
 from pydantic import ValidationError
 from torch import nn
 
-from penstock.errors import PenstockError
-from penstock.train.optim import build_optimizer, learning_rate_at
+from penstock.errors import ConfigError
+from penstock.models import embedding_names
+from penstock.train.optim import build_optimizer, check_optimizer
 from penstock.train.sections import OptimizerSection
+from tests.train.local_ranks import small_layers
 
 OPTIONS = OptimizerSection(learning_rate=1e-2, warmup_steps=4, minimum_fraction=0.1)
 
@@ -63,34 +64,6 @@ def test_shared_and_frozen_parameters_and_empty_ranks_are_fine():
     build_optimizer([], OPTIONS).step()
 
 
-def test_the_learning_rate_warms_up_and_follows_a_cosine_to_its_floor():
-    rates = [learning_rate_at(step, OPTIONS, 10) for step in range(1, 13)]
-
-    assert rates[:4] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
-    assert rates[6] == pytest.approx(0.01 * (0.1 + 0.9 * 0.5))  # half-way
-    assert rates[9:] == pytest.approx([0.001] * 3)
-    assert all(before > after for before, after in pairwise(rates[3:10]))
-
-
-def test_without_warm_up_or_without_decay_the_rate_is_defined():
-    no_warmup = OptimizerSection(learning_rate=1.0, warmup_steps=0, minimum_fraction=0.0)
-    no_decay = OptimizerSection(learning_rate=1.0, warmup_steps=4)
-
-    assert [learning_rate_at(step, no_warmup, 4) for step in (2, 4)] == pytest.approx([0.5, 0.0])
-    assert [learning_rate_at(step, no_decay, 4) for step in (2, 4)] == pytest.approx([0.5, 1.0])
-
-
-def test_a_run_that_is_shorter_than_its_warm_up_ends_on_the_way():
-    short = OptimizerSection(learning_rate=1.0, warmup_steps=4)
-
-    assert [learning_rate_at(step, short, 2) for step in (1, 2)] == pytest.approx([0.25, 0.5])
-
-
-def test_steps_are_counted_from_1():
-    with pytest.raises(PenstockError, match="step 0 has no learning rate"):
-        learning_rate_at(0, OPTIONS, 10)
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -109,3 +82,84 @@ def test_steps_are_counted_from_1():
 def test_options_out_of_range_are_refused(key, value):
     with pytest.raises(ValidationError, match=key):
         OptimizerSection(**{key: value})
+
+
+# ---- classes of torch
+
+
+CLASSES = [("SGD", {"momentum": 0.9}), ("Adafactor", {}), ("RMSprop", {"alpha": 0.5})]
+
+
+@pytest.mark.parametrize(("name", "options"), CLASSES)
+def test_a_class_of_torch_gets_the_keys_that_it_takes_and_its_own(name, options):
+    section = OptimizerSection(name=name, options=options, learning_rate=0.25, weight_decay=0.5)
+
+    check_optimizer(section)
+    optimizer = build_optimizer([("a", nn.Parameter(torch.ones(2, 2)))], section)
+
+    assert type(optimizer) is getattr(torch.optim, name)
+    assert optimizer.defaults["lr"] == 0.25
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5
+    assert {key: optimizer.defaults[key] for key in options} == options
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "message"),
+    [
+        ({"name": "AdmaW"}, "optimizer.name", "Did you mean 'AdamW'"),
+        ({"name": "Optimizer"}, "optimizer.name", "torch.optim has no optimizer 'Optimizer'"),
+        ({"options": {"amsgrads": True}}, "optimizer.options.amsgrads", "Did you mean 'amsgrad'"),
+        ({"options": {"lr": 0.1}}, "optimizer.options.lr", "set optimizer.learning_rate"),
+        ({"options": {"betas": 0.1}}, "optimizer.options.betas", "set optimizer.beta1 and optimizer.beta2"),
+        ({"name": "SGD", "beta2": 0.5}, "optimizer.beta2", "SGD does not take it"),
+        ({"name": "Adafactor", "epsilon": 0.5}, "optimizer.epsilon", "Adafactor does not take it"),
+        ({"name": "SGD", "options": {"momentum": -1.0}}, "optimizer.name", "Invalid momentum value: -1.0"),
+        ({"name": "SGD", "options": {"momentum": "x"}}, "optimizer.name", "SGD cannot train with these options"),
+        ({"name": "LBFGS"}, "optimizer.name", "LBFGS cannot train with these options"),
+        ({"name": "Muon"}, "optimizer.name", "only supports 2D parameters"),
+        ({"name": "SparseAdam"}, "optimizer.name", "does not support dense gradients"),
+    ],
+)
+def test_what_cannot_train_is_refused_before_a_run(given, key, message):
+    with pytest.raises(ConfigError) as caught:
+        check_optimizer(OptimizerSection(**given))
+
+    assert caught.value.key == key
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_fused"),
+    [({}, True), ({"name": "SGD"}, True), ({"options": {"foreach": False}}, None), ({"name": "RMSprop"}, "absent")],
+)
+def test_a_gpu_gets_the_fused_implementation_where_there_is_one(given, is_fused):
+    """The parameters are on the CPU, which has it too: which one is made depends on the device that is named alone."""
+    named = [("a", nn.Parameter(torch.ones(2, 2)))]
+
+    on_gpu, on_cpu = (
+        build_optimizer(named, OptimizerSection(**given), device=torch.device(kind)) for kind in ("cuda", "cpu")
+    )
+
+    assert on_gpu.param_groups[0].get("fused", "absent") == is_fused
+    assert not on_cpu.param_groups[0].get("fused", False) or is_fused == "absent"
+
+
+# ---- decay
+
+
+def decay_of(optimizer):
+    return {name: group["weight_decay"] for group in optimizer.param_groups for name in group["param_names"]}
+
+
+def test_embeddings_can_be_left_without_decay_and_vectors_with_it():
+    model = nn.Sequential(nn.Embedding(3, 2), nn.LayerNorm(2), nn.Linear(2, 3))
+    options = OptimizerSection(decay_embeddings=False, decay_vectors=True)
+
+    optimizer = build_optimizer(model.named_parameters(), options, embeddings={"0.weight"})
+
+    assert decay_of(optimizer) == {"0.weight": 0.0, "1.weight": 0.1, "1.bias": 0.1, "2.weight": 0.1, "2.bias": 0.1}
+
+
+def test_a_head_that_is_tied_to_the_embedding_is_one_for_the_decay():
+    assert embedding_names(small_layers()) == {"embedding.weight"}
+    assert embedding_names(small_layers(tied_head=True)) == {"embedding.weight", "head.weight"}

@@ -12,7 +12,8 @@ from penstock.execute.observing.clock import Clock
 from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.models import AuxiliaryLoss, LayerSpec, cross_entropy_loss
 from penstock.simulation.prologue import with_first_waits
-from penstock.train.optim import build_optimizer, learning_rate_at
+from penstock.train.learning_rate import learning_rate_at
+from penstock.train.optim import build_optimizer
 from penstock.train.sections import OptimizerSection
 from penstock.train.step import Trainer, scale_over
 from tests.reference import reference_step

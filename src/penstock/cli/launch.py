@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from penstock.cli.failure import RankFailure, first_cause, read_failures
 from penstock.cli.lifetime import end_stragglers, interrupts_handled_by, run_id_of
 from penstock.errors import ConfigError, PipelineError
+from penstock.train import devices
 
 LOOPBACK = "127.0.0.1"
 PATIENCE_S = 1
@@ -102,15 +103,15 @@ def launch_ranks(command: Sequence[str], *, num_ranks: int, port: int = 0) -> Ra
     return first_cause(exit_codes, read_failures(rendezvous.store, num_ranks))
 
 
-def join_ranks(environment: Mapping[str, str], *, timeout_s: float = 300.0) -> None:
+def join_ranks(environment: Mapping[str, str], *, device: str = "auto", timeout_s: float = 300.0) -> None:
     """Initialise torch.distributed as the rank that `environment` names (torchrun's variables, or our launcher's).
 
-    The backend is gloo, and NCCL for CUDA tensors where this machine has a device per local rank.
-    Raises: ConfigError for a variable that is missing or no number; PipelineError where the other ranks are not met
-    within `timeout_s`.
+    The backend is gloo, and NCCL for CUDA tensors where the ranks compute on GPUs, as `device` says (`run.device`).
+    Raises: ConfigError for a variable that is missing or no number, and where this machine has too few GPUs;
+    PipelineError where the other ranks are not met within `timeout_s`.
     """
     rank, num_ranks = read_number(environment, "RANK"), read_number(environment, "WORLD_SIZE")
-    backend = _choose_backend(environment)
+    backend = _choose_backend(environment, device)
     timeout = timedelta(seconds=timeout_s)
     try:
         if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -137,12 +138,12 @@ def attempt_prefix(environment: Mapping[str, str]) -> str:
     return f"attempt{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def _choose_backend(environment: Mapping[str, str]) -> str:
+def _choose_backend(environment: Mapping[str, str], device: str) -> str:
     local_rank, num_local = int(environment.get("LOCAL_RANK", "0")), int(environment.get("LOCAL_WORLD_SIZE", "1"))
-    if not dist.is_nccl_available() or torch.cuda.device_count() < num_local:
-        return "gloo"
+    if devices.choose_device(device, num_local, devices.look()) == "cpu":
+        return devices.CPU_BACKEND
     torch.cuda.set_device(local_rank)
-    return "cpu:gloo,cuda:nccl"
+    return devices.CUDA_BACKEND
 
 
 def read_number(environment: Mapping[str, str], name: str) -> int:

@@ -51,11 +51,13 @@ def run_on_ranks(arguments: Namespace, command: Sequence[str], body: Body, hold:
     with interrupts_handled_by(leave_at_once):
         if sys.stdout.isatty():  # in a pipe, the first line of a run names its folder
             say_at_once("loading torch ...")
+        from penstock.train import devices
         from penstock.train.config import load_config
         from penstock.train.setup import check_plan
 
         config = load_config(arguments.run_file, arguments.set)
         check_plan(config)
+        devices.choose_device(config.run.device, config.pipeline.ranks, devices.look())
         if config.pipeline.ranks > 1:
             return _launch(arguments, command, config, hold)
         _use_one_thread_unless(os.environ)
@@ -123,7 +125,7 @@ def _join_and_run(arguments: Namespace, body: Body, environment: Mapping[str, st
 
     config = load_config(arguments.run_file, arguments.set)
     check_world_size(read_number(environment, "WORLD_SIZE"), config.pipeline.ranks)
-    join_ranks(environment)
+    join_ranks(environment, device=config.run.device)
     body(config)
 
 

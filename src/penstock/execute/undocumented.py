@@ -124,6 +124,22 @@ def embedding_backward(
     return found
 
 
+# ---- operations by their names
+
+_ATEN = torch.ops.aten
+EXPENSIVE = [
+    _ATEN.mm.default,
+    _ATEN.addmm.default,
+    _ATEN.bmm.default,
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_cudnn_attention.default,
+]
+"""Operations that take long for the bytes of their results, which selective checkpointing keeps: matrix products and
+attention."""
+
+
 # ---- modules and modes
 
 

@@ -74,6 +74,22 @@ def count_parameters(layers: Iterable[LayerSpec]) -> int:
     return sum(sizes.values())
 
 
+def embedding_names(layers: Iterable[LayerSpec]) -> frozenset[str]:
+    """Return the unsplit model's names of the weights of every `nn.Embedding`, and of what is tied to one."""
+    layers = list(layers)
+    found = {
+        f"{layer.name}.{name}.{own}" if name else f"{layer.name}.{own}"
+        for layer in layers
+        for name, module in _build(layer, "meta").named_modules()
+        if isinstance(module, nn.Embedding)
+        for own, _ in module.named_parameters(recurse=False)
+    }
+    ties = [{f"{layer.name}.{own}", other} for layer in layers for own, other in layer.tied]
+    for tie in ties * len(ties):  # a tie may lead to the next one
+        found |= tie if tie & found else set()
+    return frozenset(found)
+
+
 def _build(layer: LayerSpec, device: str) -> nn.Module:
     """Build with a generator state of the layer's own, and leave the global one as it was."""
     with _GENERATOR_TURN, torch.random.fork_rng(devices=[]), torch.device(device):

@@ -27,7 +27,7 @@ from penstock.train.run_lock import RunLock, holder_of
 from penstock.train.together import failing_together
 
 KEY = "run.folder"
-SAME_SECTIONS = ("model", "data", "batch", "optimizer")
+SAME_SECTIONS = ("model", "data", "batch", "precision", "optimizer")
 """With the seed, what an unfinished run must share with a new one to be begun anew in its place."""
 MOST_ATTEMPTS = 100
 

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from penstock.errors import ConfigError, nearest
+from penstock.train.batch_plan import BatchPlan
 from penstock.train.overrides import apply_overrides, read_toml
 from penstock.train.rules import (
     Problem,
@@ -18,7 +19,10 @@ from penstock.train.rules import (
     config_error,
     data_problems,
     model_problems,
+    optimizer_problems,
     pipeline_problems,
+    precision_problems,
+    ramp_problems,
 )
 from penstock.train.sections import (
     LISTED,
@@ -30,6 +34,7 @@ from penstock.train.sections import (
     ModelSection,
     OptimizerSection,
     PipelineSection,
+    PrecisionSection,
     RunSection,
     SampleSection,
     Scalar,
@@ -52,6 +57,7 @@ class RunConfig(Section):
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     batch: BatchSection = BatchSection()
+    precision: PrecisionSection = PrecisionSection()
     optimizer: OptimizerSection = OptimizerSection()
     metrics: MetricsSection = MetricsSection()
     sample: SampleSection = SampleSection()
@@ -61,9 +67,12 @@ class RunConfig(Section):
     def _keep_the_rules(self) -> Self:
         problems = [
             *batch_problems(self.batch, self.pipeline),
+            *ramp_problems(self.batch),
             *pipeline_problems(self.pipeline),
             *model_problems(self.model, self.batch),
             *data_problems(self.data, self.model, self.run),
+            *precision_problems(self.precision, self.model),
+            *optimizer_problems(self.optimizer, self.run),
         ]
         if problems:
             raise config_error(problems)
@@ -81,8 +90,16 @@ class RunConfig(Section):
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step sees."""
-        return self.batch.size * self.batch.length * self.batch.accumulate
+        """Tokens that one optimizer step sees, behind the ramp-up."""
+        return self.batch.size * self.batch.length * self.batch_plan.full
+
+    @property
+    def batch_plan(self) -> BatchPlan:
+        """Which batches each optimizer step adds up."""
+        batch = self.batch
+        sequences = batch.samples or batch.tokens // batch.length
+        full = sequences // batch.size if sequences else batch.accumulate
+        return BatchPlan(full, batch.ramp_from or full, batch.ramp_steps)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -180,7 +197,7 @@ def _describe(detail: ErrorDetails, names: tuple[int | str, ...], field: FieldIn
 
 def _expected(detail: ErrorDetails, names: tuple[int | str, ...]) -> str:
     """Return in TOML's words what pydantic expected."""
-    if names[:2] == ("pipeline", "options") and len(names) == 3:
+    if names[1:2] == ("options",) and len(names) == 3:
         return "a string, a number, true or false"
     match detail["type"]:
         case "model_type" | "dict_type":

@@ -18,15 +18,24 @@ from penstock.planning import few_microbatches
 from penstock.train.claim import Start, claimed_together, joined
 from penstock.train.config import RunConfig
 from penstock.train.data import Batch, TokenDataset
-from penstock.train.evaluation import mean_loss
+from penstock.train.devices import describe_devices
+from penstock.train.early_stop import EarlyStop
 from penstock.train.generation import sample, sample_prompt
 from penstock.train.metrics import MetricsWriter, StepMetrics
+from penstock.train.precision import Precision
 from penstock.train.progress import screen_of
 from penstock.train.recorded_step import RecordedStep, recorded_step_to_json
 from penstock.train.report import Outcome, predict_again, write_report
 from penstock.train.run_folder import SCHEDULE, TIMELINE, WEIGHTS, RunFolder
 from penstock.train.run_log import run_log
-from penstock.train.setup import build_layers, build_pipeline, check_together, prepare_together
+from penstock.train.setup import (
+    build_layers,
+    build_pipeline,
+    build_trainer,
+    check_together,
+    device_of_rank,
+    prepare_together,
+)
 from penstock.train.split import choose_split
 from penstock.train.step import StepOutcome, Trainer, require_finite
 from penstock.train.together import failing_together
@@ -40,6 +49,8 @@ PREPARING_DEADLINE_S = 3600.0
 class TrainingResult:
     """What a run came to, on every rank alike."""
 
+    num_steps: int
+    """Optimizer steps that ran."""
     loss: float
     """Of the last step, in nats per token."""
     held_out_loss: float | None
@@ -74,6 +85,7 @@ def train(
             folder = RunFolder(Path(config.run.folder))
             stack.enter_context(joined(folder.path))
             # The tokens and the folder are there, for all ranks, or all of them end here.
+            _tell(transport.rank, output, _describe_devices(config))
             _tell(transport.rank, output, "preparing the text ...")
             dataset = prepare_together(config, folder, transport)
             prompt = sample_prompt(config)
@@ -151,22 +163,23 @@ class _Run:
         begin_s = time.monotonic()
         bubble_every = self.config.metrics.bubble_every
         is_recorded = step == self.config.recorded_step or (bubble_every > 0 and step % bubble_every == 0)
-        accumulate = self.config.batch.accumulate
-        outcome = self.trainer.step(
-            step, _Batches(self.dataset, (step - 1) * accumulate, accumulate), record=is_recorded
-        )
+        plan = self.config.batch_plan
+        batches = _Batches(self.dataset, plan.begin(step), plan.count(step))
+        outcome = self.trainer.step(step, batches, record=is_recorded, skip_update=self.config.run.skip_updates)
         duration_s = time.monotonic() - begin_s
         if step == self.config.recorded_step:
             self.recorded = outcome.recorded
         return StepMetrics(
             step=step,
             loss=outcome.loss,
-            num_tokens=self.config.tokens_per_step,
+            num_tokens=self.config.batch.size * self.config.batch.length * len(batches),
             duration_s=duration_s,
             learning_rate=outcome.learning_rate,
             gradient_norm=outcome.gradient_norm,
             bubble_fraction=None if outcome.recorded is None else outcome.recorded.timeline.bubble_fraction,
             held_out_loss=self._held_out_loss(step, outcome),
+            loss_scale=outcome.loss_scale,
+            num_skipped=self.trainer.update.num_skipped,
         )
 
     def _held_out_loss(self, step: int, outcome: StepOutcome) -> float | None:
@@ -174,7 +187,7 @@ class _Run:
         is_due = step == self.config.run.steps or (every > 0 and step % every == 0)
         if not (self.held_out and is_due):
             return None
-        loss = mean_loss(self.trainer.pipeline, self.held_out)
+        loss = self.trainer.evaluate(self.held_out)
         require_finite("the held-out loss", loss, step, outcome.learning_rate)
         return loss
 
@@ -184,7 +197,8 @@ def _run_steps(
 ) -> TrainingResult:
     num_held_out = config.run.evaluate_batches
     held_out = dataset.held_out_batches(num_held_out) if num_held_out else []
-    run = _Run(config, dataset, held_out, Trainer(pipeline, config.optimizer, num_steps=config.run.steps))
+    run = _Run(config, dataset, held_out, build_trainer(config, pipeline))
+    early_stop = EarlyStop(config.run.patience)
     with ExitStack() as stack:
         writer = _open_metrics(stack, config, folder, output) if pipeline.rank == 0 else None
         for step in range(1, config.run.steps + 1):
@@ -194,7 +208,10 @@ def _run_steps(
             if writer is not None and run.recorded is not None and run.recorded.step == step:
                 # At once: whoever asks where the time goes should not have to wait for the run's end.
                 folder.write(TIMELINE, recorded_step_to_json(run.recorded))
-    return TrainingResult(metrics.loss, metrics.held_out_loss, run.recorded)
+            if early_stop.note(metrics.held_out_loss):
+                _tell(pipeline.rank, output, f"stopped early: {early_stop.describe()}")
+                break
+    return TrainingResult(step, metrics.loss, metrics.held_out_loss, run.recorded)
 
 
 def _open_metrics(stack: ExitStack, config: RunConfig, folder: RunFolder, output: TextIO) -> MetricsWriter:
@@ -208,6 +225,11 @@ def _open_metrics(stack: ExitStack, config: RunConfig, folder: RunFolder, output
     return stack.enter_context(MetricsWriter(folder.path, options, num_steps=num_steps, output=output))
 
 
+def _describe_devices(config: RunConfig) -> str:
+    precision = Precision(config.precision).describe(config.model)
+    return describe_devices(device_of_rank(config), config.pipeline.ranks, precision)
+
+
 def _opening(config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset) -> str:
     pipeline = config.pipeline
     return (
@@ -218,6 +240,6 @@ def _opening(config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDatas
 
 
 def _report(config: RunConfig, result: TrainingResult, folder: RunFolder, output: TextIO, *, duration_s: float) -> None:
-    outcome = Outcome(config.run.steps, duration_s, result.loss, result.held_out_loss, config.recorded_step)
+    outcome = Outcome(result.num_steps, duration_s, result.loss, result.held_out_loss, config.recorded_step)
     for line in write_report(folder, outcome, predict_again(result.timeline)):
         output.write(f"{line}\n")

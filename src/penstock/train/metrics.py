@@ -114,7 +114,12 @@ class MetricsWriter:
 
 
 def _numbers(metrics: StepMetrics, left_s: float) -> dict[str, float]:
-    measured = {"bubble_fraction": metrics.bubble_fraction, "held_out_loss": metrics.held_out_loss}
+    measured = {
+        "bubble_fraction": metrics.bubble_fraction,
+        "held_out_loss": metrics.held_out_loss,
+        "loss_scale": metrics.loss_scale,
+        "num_skipped": metrics.num_skipped or None,
+    }
     return {
         "loss": metrics.loss,
         "num_tokens": metrics.num_tokens,

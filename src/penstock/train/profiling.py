@@ -6,10 +6,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.execute.observing.layer_sizes import CONTEXT, OPTIMIZER, gather_sizes
 from penstock.execute.observing.memory_report import MemoryReport, RankMemory
+from penstock.execute.stages.main_gradients import ATTRIBUTE, main_type
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.world import default_transport
 from penstock.execute.values.tensors import local_part
@@ -26,6 +27,7 @@ from penstock.train.data import Batch, TokenDataset
 from penstock.train.loop import PREPARING_DEADLINE_S
 from penstock.train.measure import LayerTimes
 from penstock.train.optim import build_optimizer
+from penstock.train.precision import Precision
 from penstock.train.run_folder import RunFolder, run_path
 from penstock.train.sections import OptimizerSection
 from penstock.train.setup import build_layers, build_pipeline, check_together, prepare_together
@@ -36,8 +38,7 @@ NUM_WARM_UP_STEPS = 2
 SMALLEST_LARGE_BYTES = 1 << 20
 """Channels are measured with messages of this size, or the run's own if they are larger."""
 SPLIT_KINDS = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-ANY_RATE = OptimizerSection()
-"""What AdamW keeps does not depend on its rates."""
+ADAMW = OptimizerSection()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,16 +76,21 @@ def profile_run(config: RunConfig, *, num_steps: int) -> Profile:
         split = choose_split(config, layers, dataset, folder, transport)
         times = times_of_layers(config, layers, dataset, folder, transport)
         pipeline = build_pipeline(config, layers, split)
-    with closing(pipeline):
-        return profile_pipeline(pipeline, dataset, num_steps, times)
+    with closing(pipeline), Precision(config.precision).region(pipeline.device):
+        return profile_pipeline(pipeline, dataset, num_steps, times, config.optimizer)
 
 
 def profile_pipeline(
-    pipeline: Pipeline, dataset: TokenDataset, num_steps: int, times: LayerTimes | None = None
+    pipeline: Pipeline,
+    dataset: TokenDataset,
+    num_steps: int,
+    times: LayerTimes | None = None,
+    optimizer: OptimizerSection = ADAMW,
 ) -> Profile:
     """Measure a pipeline on the first batches of a data set; every rank calls it.
 
     `times` of the layers by themselves say what each takes of its stage; without them, the weights that layers declare.
+    `optimizer` decides what is kept of each parameter.
     """
     timelines = _record(pipeline, dataset, num_steps)
     parts = _record(pipeline, dataset, num_steps, split_backwards=True) if _runs_wholes(pipeline) else []
@@ -104,7 +110,7 @@ def profile_pipeline(
     # What was measured is of a slice, where the sequence is cut; costs per layer are of whole microbatches.
     num_slices = pipeline.schedule.num_slices
     per_layer = LayerCosts.from_stages(costs.of_share(num_slices), pipeline.layers_of_stage, *shared)
-    sizes = _layer_bytes(pipeline, dataset.batch(0), report)
+    sizes = _layer_bytes(pipeline, dataset.batch(0), report, optimizer)
     whole = {name: tuple(num_slices * each for each in sizes[name]) for name in VALUE_BYTES}
     per_layer = replace(per_layer, source=source, **sizes | whole)
     held = per_layer.of_stages(pipeline.layers_of_stage).of_share(1 / num_slices)
@@ -135,41 +141,51 @@ def _record(
 def _run_step(pipeline: Pipeline, batch: Batch, *, split_backwards: bool = False) -> Timeline:
     tokens, target = (part.to(pipeline.device) for part in batch)
     timeline = pipeline.profile(tokens, target=target, split_backwards=split_backwards)
-    for _, parameter in pipeline.named_parameters():
-        parameter.grad = None
+    _forget_gradients(pipeline)
     return timeline
+
+
+def _forget_gradients(pipeline: Pipeline) -> None:
+    for parameter in pipeline.parameters():
+        parameter.grad = None
+        if pipeline.options.main_gradients:
+            setattr(parameter, ATTRIBUTE, None)
 
 
 def _measure_memory(pipeline: Pipeline, batch: Batch, *, split_backwards: bool = False) -> MemoryReport:
     tokens, target = (part.to(pipeline.device) for part in batch)
     report = pipeline.memory_report(tokens, target=target, split_backwards=split_backwards)
-    for _, parameter in pipeline.named_parameters():
-        parameter.grad = None
+    _forget_gradients(pipeline)
     return report
 
 
-def _layer_bytes(pipeline: Pipeline, batch: Batch, report: MemoryReport) -> dict[str, Any]:
+def _layer_bytes(pipeline: Pipeline, batch: Batch, report: MemoryReport, optimizer: OptimizerSection) -> dict[str, Any]:
     """What was measured of each layer, with the contexts of split backwards and the state of an optimizer."""
     # Only from the second such step on do products whose activations are watched leave their weights for later.
     split = [_measure_memory(pipeline, batch, split_backwards=_runs_wholes(pipeline)) for _ in range(2)][-1]
-    state = {layer: {OPTIMIZER: size} for layer, size in _state_bytes(pipeline.stages).items()}
+    has_main_weights = pipeline.options.main_gradients
+    found = state_bytes(pipeline.stages, optimizer, has_main_weights=has_main_weights)
+    state = {layer: {OPTIMIZER: size} for layer, size in found.items()}
     gathered = gather_sizes(pipeline.transport, state)
     return {**report.layer_bytes, CONTEXT: split.layer_bytes[CONTEXT], OPTIMIZER: gathered[OPTIMIZER]}
 
 
-def _state_bytes(stages: Sequence[Stage]) -> dict[str, int]:
-    """The state that the optimizer keeps of each layer, seen from copies of its parameters that hold no values."""
+def state_bytes(stages: Sequence[Stage], options: OptimizerSection, *, has_main_weights: bool) -> dict[str, int]:
+    """Return what the optimizer keeps of each layer, main weights included, seen from copies on the CPU."""
     found, seen = {}, set[int]()
     for stage in stages:
         for layer, module in enumerate(stage.layers.values(), stage.first_layer):
             own = [each for each in module.parameters() if each.requires_grad and id(each) not in seen]
             seen.update(map(id, own))
-            copies = [nn.Parameter(torch.empty_like(local_part(each), device="meta")) for each in own]
+            copies = [nn.Parameter(torch.zeros_like(local_part(each), device="cpu")) for each in own]
             for copy in copies:
-                copy.grad = torch.empty_like(copy)
-            optimizer = build_optimizer([(str(number), copy) for number, copy in enumerate(copies)], ANY_RATE)
+                gradient = torch.zeros_like(copy, dtype=main_type(copy) if has_main_weights else copy.dtype)
+                setattr(copy, ATTRIBUTE if has_main_weights else "grad", gradient)
+            named = [(str(number), copy) for number, copy in enumerate(copies)]
+            optimizer = build_optimizer(named, options, has_main_weights=has_main_weights)
             optimizer.step()
-            found[str(layer)] = sum(part.nbytes for state in optimizer.state.values() for part in state.values())
+            kept = [part for state in optimizer.state.values() for part in state.values()]
+            found[str(layer)] = sum(part.nbytes for part in kept if isinstance(part, Tensor))
     return found
 
 

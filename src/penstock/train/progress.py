@@ -31,6 +31,10 @@ class StepMetrics:
     """Measured share of idle time; absent where it was not measured."""
     held_out_loss: float | None = None
     """In nats per token; absent where the step was not evaluated."""
+    loss_scale: float | None = None
+    """Of the losses of this step; absent where they are not scaled against underflow."""
+    num_skipped: int = 0
+    """Steps so far that changed no weight, because a number was not finite."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -60,6 +64,8 @@ def step_line(metrics: StepMetrics, *, num_steps: int, left_s: float) -> str:
         f"lr {metrics.learning_rate:.2e}",
         f"norm {metrics.gradient_norm:.2f}",
     ]
+    if metrics.num_skipped:
+        parts.append(f"skipped {metrics.num_skipped}")
     if metrics.held_out_loss is not None:
         parts.insert(2, f"held-out {metrics.held_out_loss:.4f}")
     return "  ".join(parts)

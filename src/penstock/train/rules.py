@@ -4,11 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.errors import ConfigError
+from penstock.train.learning_rate import decay_steps_of
 from penstock.train.sections import (
     BatchSection,
     DataSection,
     ModelSection,
+    OptimizerSection,
     PipelineSection,
+    PrecisionSection,
     RunSection,
 )
 
@@ -45,6 +48,58 @@ def batch_problems(batch: BatchSection, pipeline: PipelineSection) -> Iterator[P
         )
 
 
+def ramp_problems(batch: BatchSection) -> Iterator[Problem]:
+    """How many batches an optimizer step adds up is said once, and grows up to it."""
+    tokens = batch.size * batch.length
+    given = {"accumulate": batch.accumulate > 1, "samples": batch.samples > 0, "tokens": batch.tokens > 0}
+    said = [name for name, is_given in given.items() if is_given]
+    if len(said) > 1:
+        yield Problem(f"batch.{said[1]}", f"batch.{said[0]} says already how large an optimizer step is; drop one")
+        return
+    for name, value, unit in (("samples", batch.samples, batch.size), ("tokens", batch.tokens, tokens)):
+        if value % unit:
+            size = "batch.size" if name == "samples" else "batch.size * batch.length"
+            near = value - value % unit
+            hint = f"{near} or {near + unit}" if near else str(unit)
+            yield Problem(f"batch.{name}", f"{value} is not a multiple of {size} = {unit}; use {hint}")
+            return
+    full = max(batch.accumulate, batch.samples // batch.size, batch.tokens // tokens)
+    if bool(batch.ramp_from) != bool(batch.ramp_steps):
+        key, other = ("ramp_from", "ramp_steps") if batch.ramp_from else ("ramp_steps", "ramp_from")
+        yield Problem(f"batch.{key}", f"a ramp-up needs batch.{other} too; set both, or neither")
+    elif batch.ramp_from > full:
+        yield Problem("batch.ramp_from", f"{batch.ramp_from} batches are more than the {full} that it grows to")
+
+
+def precision_problems(precision: PrecisionSection, model: ModelSection) -> Iterator[Problem]:
+    if precision.compute == "model":
+        if precision.autocast:
+            yield Problem("precision.autocast", "true needs the type to compute in; set precision.compute = 'bfloat16'")
+    elif model.dtype != "float32":
+        yield Problem(
+            "precision.compute",
+            f"{precision.compute!r} beside model.dtype = {model.dtype!r}; leave model.dtype at 'float32', the type of "
+            "the main weights, or set precision.compute = 'model'",
+        )
+
+
+def optimizer_problems(optimizer: OptimizerSection, run: RunSection) -> Iterator[Problem]:
+    if optimizer.learning_rate_schedule != "wsd":
+        if optimizer.decay_steps:
+            yield Problem(
+                "optimizer.decay_steps",
+                f"only 'wsd' has them, but optimizer.learning_rate_schedule = {optimizer.learning_rate_schedule!r}",
+            )
+        return
+    decaying = decay_steps_of(optimizer, run.steps)
+    if optimizer.warmup_steps + decaying > run.steps:
+        yield Problem(
+            "optimizer.decay_steps",
+            f"{optimizer.warmup_steps} steps of warm-up and {decaying} of decay do not fit into run.steps = "
+            f"{run.steps}; lower optimizer.warmup_steps or optimizer.decay_steps",
+        )
+
+
 def pipeline_problems(pipeline: PipelineSection) -> Iterator[Problem]:
     if pipeline.split == ():
         yield Problem("pipeline.split", "the list is empty; give the layers of each stage, or drop the key")
@@ -63,6 +118,8 @@ def data_problems(data: DataSection, model: ModelSection, run: RunSection) -> It
         yield Problem("data.files", "files are named although data.corpus = 'stdlib'; drop one of the two")
     if not data.suffixes:
         yield Problem("data.suffixes", "the list is empty; name at least one ending, as in ['.txt']")
+    if run.patience and not (run.evaluate_batches and run.evaluate_every):
+        yield Problem("run.patience", "needs evaluations; set run.evaluate_every and run.evaluate_batches")
     if data.tokenizer == "bytes" and 0 < model.vocabulary < 256:
         yield Problem("model.vocabulary", f"{model.vocabulary} is too small for bytes; use 0, or 256 and more")
     if run.evaluate_batches and data.held_out_fraction == 0:

@@ -13,8 +13,11 @@ Scalar = bool | int | float | str
 Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
 Sizes = Annotated[tuple[Positive, ...], Field(strict=False)]
 
+Kept = Literal["none", "full", "selective"]
+"""Which activation checkpointing."""
+
 NAMED, LISTED = "a name", "a list"
-"""Which sort of `pipeline.split` was meant, so that a wrong one is judged as that."""
+"""Which sort of a key such as `pipeline.split` was meant, so that a wrong one is judged as that."""
 
 
 def _sort_of_split(value: Any) -> str:
@@ -23,6 +26,12 @@ def _sort_of_split(value: Any) -> str:
 
 Split = Annotated[
     Annotated[Literal["declared", "even", "measured"], Tag(NAMED)] | Annotated[Sizes, Tag(LISTED)],
+    Discriminator(_sort_of_split),
+]
+
+
+Checkpointing = Annotated[
+    Annotated[Kept, Tag(NAMED)] | Annotated[tuple[Kept, ...], Field(strict=False), Tag(LISTED)],
     Discriminator(_sort_of_split),
 ]
 
@@ -41,11 +50,22 @@ class RunSection(Section):
         default=0, ge=0, le=2**63 - 1, description="seed of the initial parameters and of the order of the data"
     )
     steps: Positive = Field(default=500, description="optimizer steps")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto",
+        description="where the ranks compute: 'cuda': a GPU each; 'cpu'; 'auto': on GPUs if there are any, else CPUs",
+    )
+    skip_updates: bool = Field(
+        default=False, description="whether steps run but change no weight: a dry run of forwards and backwards"
+    )
     deadline_s: float = Field(default=60.0, gt=0, description="seconds after which a wait on another rank is given up")
     evaluate_every: NotNegative = Field(
         default=100, description="optimizer steps between evaluations; 0: only after the last"
     )
     evaluate_batches: NotNegative = Field(default=16, description="held-out batches per evaluation; 0: never evaluate")
+    patience: NotNegative = Field(
+        default=0,
+        description="evaluations in a row without a lower held-out loss that end the run; 0: run.steps do",
+    )
     record_step: NotNegative = Field(
         default=20,
         description="step, counted from 1, whose timeline is kept; the last one in a shorter run; 0: none is kept",
@@ -76,6 +96,11 @@ class PipelineSection(Section):
         "'12 activations'; empty: any amount",
     )
     costs: str = Field(default="", description="a file of costs, as penstock profile writes it, for a limit in bytes")
+    activation_checkpointing: Checkpointing = Field(
+        default="none",
+        description="what blocks keep for the backward. 'none': everything; 'full': their inputs; 'selective': also "
+        "the results of matrix products and attention; or a list with one of these per stage",
+    )
     run_ahead: NotNegative = Field(
         default=0, description="on CUDA, computations that may be queued and not ended; 0: any number"
     )
@@ -113,20 +138,78 @@ class BatchSection(Section):
     accumulate: Positive = Field(
         default=1, description="batches whose gradients are added up before one optimizer step"
     )
+    samples: NotNegative = Field(
+        default=0, description="sequences per optimizer step, in place of batch.accumulate; a multiple of batch.size"
+    )
+    tokens: NotNegative = Field(
+        default=0, description="tokens per optimizer step, in place of batch.accumulate; a multiple of size * length"
+    )
+    ramp_from: NotNegative = Field(
+        default=0, description="batches that the first optimizer step adds up, with batch.ramp_steps; 0: no ramp-up"
+    )
+    ramp_steps: NotNegative = Field(
+        default=0, description="optimizer steps over which the number of batches grows evenly from batch.ramp_from"
+    )
     allow_ragged: bool = Field(
         default=False, description="whether microbatches may differ in size, and slices in length"
     )
 
 
-class OptimizerSection(Section):
-    """AdamW, with a linear warm-up and a cosine decay over run.steps."""
+class PrecisionSection(Section):
+    """The types that training computes in."""
 
+    compute: Literal["model", "bfloat16", "float16"] = Field(
+        default="model",
+        description="type of weights, activations and messages; 'model': model.dtype for all of it. Otherwise the "
+        "optimizer steps float32 main weights, and gradients are added up in float32",
+    )
+    autocast: bool = Field(
+        default=False,
+        description="whether weights stay as they are, and torch.autocast chooses what runs in precision.compute",
+    )
+    loss_scale: float = Field(
+        default=65536.0, gt=0, description="with 'float16', what the loss is multiplied by at first"
+    )
+    loss_scale_growth_steps: Positive = Field(
+        default=2000, description="steps without an overflow after which the loss scale doubles; an overflow halves it"
+    )
+    not_finite: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="a loss or gradient that is infinite or not a number: 'stop' the run, or 'skip' the step; a "
+        "gradient that overflows in 'float16' always skips",
+    )
+    most_skipped: Positive = Field(default=20, description="skipped steps in a row with which the run ends")
+
+
+class OptimizerSection(Section):
+    """The optimizer, what it decays, and its learning rate over run.steps."""
+
+    name: str = Field(
+        default="AdamW", min_length=1, description="class of torch.optim, such as AdamW, SGD or Adafactor"
+    )
+    options: dict[str, Scalar] = Field(
+        default_factory=dict, description="other arguments of that class, such as {momentum = 0.9}"
+    )
     learning_rate: float = Field(default=1e-3, gt=0, le=1000, description="largest learning rate")
     warmup_steps: NotNegative = Field(default=20, description="optimizer steps until the largest learning rate")
-    minimum_fraction: float = Field(
-        default=0.1, ge=0, le=1, description="last learning rate, as a share of the largest"
+    learning_rate_schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        default="cosine",
+        description="learning rate after the warm-up: 'cosine' or 'linear': down to the last one at run.steps; "
+        "'constant'; 'wsd': constant, then linearly down over decay_steps",
     )
-    weight_decay: float = Field(default=0.1, ge=0, description="decoupled weight decay per unit of learning rate")
+    decay_steps: NotNegative = Field(
+        default=0, description="with 'wsd', the last optimizer steps, in which the rate decays; 0: a tenth of run.steps"
+    )
+    minimum_fraction: float = Field(
+        default=0.1, ge=0, le=1, description="last learning rate, as a share of the largest; not with 'constant'"
+    )
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="weight decay as the class has it; that of AdamW is decoupled from the gradient"
+    )
+    decay_vectors: bool = Field(
+        default=False, description="whether parameters of fewer than two dimensions decay: norms and biases"
+    )
+    decay_embeddings: bool = Field(default=True, description="whether embeddings decay, and a head that is tied to one")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the mean of the gradient")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the mean of the squared gradient")
     epsilon: float = Field(default=1e-8, gt=0, description="added to the root of the mean squared gradient")

@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import torch
+
 from penstock.errors import ConfigError, count_of
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.world import default_device
 from penstock.ir.schedule import Schedule
-from penstock.models import LayerSpec, cross_entropy_loss, decoder_layers
+from penstock.models import LayerSpec, cross_entropy_loss, decoder_layers, embedding_names
 from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
 from penstock.planning import resolve_schedule
@@ -14,12 +17,16 @@ from penstock.proofs import Limit, check
 from penstock.schedules import FAMILIES, is_family_name
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.file import read_costs
+from penstock.train import devices
+from penstock.train.activation_checkpoints import kinds_of_layers, with_checkpointing
 from penstock.train.config import RunConfig
 from penstock.train.data import TokenDataset, open_dataset
+from penstock.train.optim import check_optimizer
+from penstock.train.precision import Precision, loss_scaler
 from penstock.train.run_folder import RunFolder
 from penstock.train.sections import PipelineSection
 from penstock.train.split import SplitRule
-from penstock.train.step import scale_over
+from penstock.train.step import Trainer, scale_over
 from penstock.train.together import failing_together
 
 SET_ELSEWHERE = ("ranks", "microbatches", "slices", "stages_per_rank")
@@ -88,7 +95,9 @@ def check_plan(config: RunConfig) -> None:
     check(schedule, memory_limit=None if limit is None or limit.in_bytes else limit)
     _require_tokens(config, schedule.num_slices)
     split = config.pipeline.split
-    split_over(schedule.placement, num_layers, split=None if isinstance(split, str) else split)
+    stages = split_over(schedule.placement, num_layers, split=None if isinstance(split, str) else split)
+    kinds_of_layers(config.pipeline.activation_checkpointing, stages)
+    check_optimizer(config.optimizer)
 
 
 def memory_limit(config: RunConfig) -> Limit | None:
@@ -137,9 +146,34 @@ def _require_tokens(config: RunConfig, num_slices: int) -> None:
 
 
 def build_layers(config: RunConfig, vocabulary: int) -> list[LayerSpec]:
-    """Describe the model's layers; nothing is allocated."""
+    """Describe the model's layers, in the type that they compute in; nothing is allocated."""
     sizes = {"vocabulary": vocabulary, "length": config.max_length}
-    return decoder_layers(config.model.model_copy(update=sizes), seed=config.run.seed)
+    layers = decoder_layers(config.model.model_copy(update=sizes), seed=config.run.seed)
+    return Precision(config.precision).cast(layers)
+
+
+def _with_checkpointing(
+    config: RunConfig, layers: list[LayerSpec], rule: SplitRule, schedule: Schedule
+) -> list[LayerSpec]:
+    weights = rule.weights or [layer.weight for layer in layers]
+    stages = split_over(
+        schedule.placement, len(layers), split=rule.split, weights=None if rule.split is not None else weights
+    )
+    return with_checkpointing(layers, kinds_of_layers(config.pipeline.activation_checkpointing, stages))
+
+
+def device_of_rank(config: RunConfig) -> torch.device:
+    """Return where this rank computes: its group was made for it, and a rank that is alone looks for itself.
+
+    Raises:
+        ConfigError: there is no such device, or it does not compute in `precision.compute`.
+    """
+    device = default_device(None)
+    if config.pipeline.ranks == 1 and devices.choose_device(config.run.device, 1, devices.look()) == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    has_bfloat16 = devices.has_bfloat16(device)
+    devices.require_precision(config.precision.compute, device.type, has_bfloat16=has_bfloat16)
+    return device
 
 
 def build_schedule(config: RunConfig) -> Schedule:
@@ -182,11 +216,16 @@ def _under_its_full_key(error: ConfigError, pipeline: PipelineSection) -> Config
 
 def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule) -> Pipeline:
     """Build this rank's part of the model; every rank calls it."""
+    schedule, precision, device = build_schedule(config), Precision(config.precision), device_of_rank(config)
+    plan = config.batch_plan
+    scales_each = precision.scales_losses or not plan.is_constant
     return Pipeline(
-        layers,
-        schedule=build_schedule(config),
+        _with_checkpointing(config, layers, rule, schedule),
+        schedule=schedule,
         loss=cross_entropy_loss,
-        scale_loss=scale_over(config.batch.accumulate),
+        scale_loss=loss_scaler(precision, device).scale_mean if scales_each else scale_over(plan.full),
+        main_gradients=precision.has_main_weights,
+        device=device,
         split=rule.split,
         weights=rule.weights,
         allow_ragged=config.batch.allow_ragged,
@@ -197,3 +236,11 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule) 
         costs=load_costs(config),
         run_ahead=config.pipeline.run_ahead or None,
     )
+
+
+def build_trainer(config: RunConfig, pipeline: Pipeline) -> Trainer:
+    """Build the optimizer of this rank's part; every rank calls it."""
+    # Only names count, so any vocabulary will do.
+    embeddings = embedding_names(build_layers(config, vocabulary=1)) if not config.optimizer.decay_embeddings else ()
+    precision, num_steps = Precision(config.precision), config.run.steps
+    return Trainer(pipeline, config.optimizer, num_steps=num_steps, precision=precision, embeddings=embeddings)

@@ -21,6 +21,7 @@ from penstock.show.text import format_seconds
 from penstock.train.config import RunConfig
 from penstock.train.data import Batch, TokenDataset
 from penstock.train.measure import LayerTimes, measure_layers
+from penstock.train.precision import Precision
 from penstock.train.run_folder import LAYER_TIMES, RunFolder
 from penstock.train.together import failing_together
 
@@ -131,17 +132,24 @@ def _measured_times(
     config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset, transport: Transport
 ) -> LayerTimes:
     tokens, target = _first_microbatch(config, dataset)
-    return measure_layers(layers, (tokens,), target=target, loss=cross_entropy_loss, transport=transport)
+    with Precision(config.precision).region(default_device(None)):
+        return measure_layers(layers, (tokens,), target=target, loss=cross_entropy_loss, transport=transport)
 
 
 def _subject(config: RunConfig, dataset: TokenDataset) -> Subject:
     tokens, _ = _first_microbatch(config, dataset)
     return Subject(
-        model=config.model.model_dump(),
+        model=config.model.model_dump() | _precision_of(config),
         vocabulary=dataset.vocabulary,
         microbatch=list(tokens.shape),
         device=default_device(None).type,
     )
+
+
+def _precision_of(config: RunConfig) -> dict[str, Any]:
+    """Return what the precision changes of the layers' times; nothing where the model's own type is computed in."""
+    precision = config.precision
+    return {} if precision.compute == "model" else {"compute": precision.compute, "autocast": precision.autocast}
 
 
 def _first_microbatch(config: RunConfig, dataset: TokenDataset) -> Batch:

@@ -1,7 +1,8 @@
-"""One optimizer step: gradients of some batches added up, clipped over all ranks, and applied."""
+"""One optimizer step: gradients of some batches added up, clipped over all ranks, and applied or skipped."""
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -11,9 +12,12 @@ from penstock.execute.losses.results import StepResult
 from penstock.pipeline import Pipeline
 from penstock.simulation.prologue import Prologue
 from penstock.train.data import Batch
-from penstock.train.optim import build_optimizer, learning_rate_at
+from penstock.train.evaluation import mean_loss
+from penstock.train.learning_rate import learning_rate_at
+from penstock.train.precision import Precision
 from penstock.train.recorded_step import RecordedStep
 from penstock.train.sections import OptimizerSection
+from penstock.train.update import Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,10 @@ class StepOutcome:
     """What was measured in the last pipeline step, if it was to be recorded."""
     named_losses: Mapping[str, float] = field(default_factory=dict)
     """Mean over the batches of every loss that has a name, those that layers add before their weights."""
+    is_updated: bool = True
+    """Whether the weights were changed; not where a number was not finite, nor in a dry run."""
+    loss_scale: float | None = None
+    """By which the losses of this step were multiplied; None where they were not."""
 
 
 class Batches(Protocol):
@@ -57,32 +65,87 @@ class Trainer:
     For steps of several batches the pipeline's `scale_loss` is `scale_over` of their number.
     """
 
-    def __init__(self, pipeline: Pipeline, options: OptimizerSection, *, num_steps: int) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        options: OptimizerSection,
+        *,
+        num_steps: int,
+        precision: Precision | None = None,
+        embeddings: Collection[str] = (),
+    ) -> None:
         self.pipeline = pipeline
         self._options = options
         self._num_steps = num_steps
-        self._optimizer = build_optimizer(pipeline.named_parameters(), options)
+        self._precision = precision or Precision()
+        self.update = Update(pipeline, options, self._precision, embeddings)
 
-    def step(self, number: int, batches: Batches, *, record: bool = False) -> StepOutcome:
+    def step(self, number: int, batches: Batches, *, record: bool = False, skip_update: bool = False) -> StepOutcome:
         """Run optimizer step `number`, counted from 1, on the sum of the batches' gradients.
 
-        `record` measures the pipeline step of the last batch.
+        `record` measures the pipeline step of the last batch; `skip_update` changes no weight.
 
         Raises:
-            NotFinite: on every rank, if the loss or the gradient norm is not finite; the weights stay as they were.
+            NotFinite: on every rank, if the loss or the gradient norm is not finite, and the precision says to stop or
+                too many steps in a row were skipped; the weights stay as they were.
         """
-        rate = learning_rate_at(number, self._options, self._num_steps)
+        rate, scale = learning_rate_at(number, self._options, self._num_steps), self.update.loss_scale
+        self.update.begin(len(batches))
         losses, moments_s = self._accumulate(batches, record)
         loss = losses.mean
         recorded = self._gather(number, moments_s) if record else None
-        require_finite("the loss", loss, number, rate)
-        norm = self.pipeline.clip_grad_norm_(self._options.clip_norm or math.inf).item()
-        require_finite("the gradient norm", norm, number, rate)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return StepOutcome(loss, norm, rate, recorded, losses.named_means)
+        norm = self.update.measure()
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        if not is_finite:
+            self._require_tolerable(loss, norm, number, rate, batches)
+        if is_finite and not skip_update:
+            self.update.apply(rate)
+        else:
+            self.update.skip(is_overflow=not is_finite)
+        return StepOutcome(loss, norm, rate, recorded, losses.named_means, is_finite and not skip_update, scale)
+
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Return the mean loss of batches of equal size, in the precision of the steps."""
+        with self._precision.region(self.pipeline.device):
+            return mean_loss(self.pipeline, batches)
+
+    def _require_tolerable(self, loss: float, norm: float, number: int, rate: float, batches: Batches) -> None:
+        """Stop unless the step is to be skipped: by setting, or since gradients overflow under a loss scale."""
+        options = self._precision.options
+        is_overflow = self.update.loss_scale is not None and math.isfinite(loss)
+        where = "" if is_overflow else self._find_first(batches)
+        if not is_overflow and options.not_finite == "stop":
+            require_finite("the loss", loss, number, rate, where)
+            require_finite("the gradient norm", norm, number, rate, where)
+        if where and self.pipeline.rank == 0:
+            logging.getLogger("penstock").warning("step %d is skipped. %s", number, where)
+        if self.update.num_skipped_in_a_row + 1 >= options.most_skipped:
+            scale = self.update.loss_scale
+            fallen = "" if scale is None else f" The loss scale fell to {scale:g}."
+            raise NotFinite(
+                f"step {number}: {options.most_skipped} steps in a row were skipped (precision.most_skipped), the loss "
+                f"is {loss} and the gradient norm {norm}.{fallen} {_advice(rate)}"
+            )
+
+    def _find_first(self, batches: Batches) -> str:
+        """Run the step's batches again and say where the first value that is not finite comes from; a collective.
+
+        Empty where it does not happen again, and for a stream, whose data are gone.
+        """
+        num_steps, count = self.pipeline.step_number, len(batches)
+        for index in range(count):
+            batch = batches[index]
+            if isinstance(batch, Stream):
+                return ""
+            self.update.optimizer.zero_grad(set_to_none=True)
+            self.pipeline.step_number = num_steps - count + index  # so that layers draw the same numbers
+            tokens, target = (part.to(self.pipeline.device) for part in batch)
+            with self._precision.region(self.pipeline.device):
+                found = self.pipeline.find_not_finite(tokens, target=target)
+            self.pipeline.step_number = num_steps
+            if found:
+                return f"It begins on {found}{f', batch {index + 1} of {count}' if count > 1 else ''}."
+        return ""
 
     def _accumulate(self, batches: Batches, record: bool) -> tuple["_Losses", list[float]]:
         """Return the losses, and when this rank was free for the last pipeline step, had its batch, and asked for the
@@ -96,7 +159,8 @@ class Trainer:
             if not isinstance(batch, Stream):
                 batch = batch[0].to(device), batch[1].to(device)
             moments_s.append(read())
-            losses.add(self._run(batch, is_recorded=record and index == len(batches) - 1))
+            with self._precision.region(device):
+                losses.add(self._run(batch, is_recorded=record and index == len(batches) - 1))
         return losses, moments_s
 
     def _run(self, batch: Batch | Stream, *, is_recorded: bool) -> StepResult:
@@ -144,10 +208,15 @@ class _Losses:
         return {name: total / self.count for name, total in self.named.items()}
 
 
-def require_finite(what: str, value: float, step: int, learning_rate: float) -> None:
-    """Stop a run that has gone astray. Raises: NotFinite."""
+def require_finite(what: str, value: float, step: int, learning_rate: float, where: str = "") -> None:
+    """Stop a run that has gone astray; `where` is what is known of it. Raises: NotFinite."""
     if not math.isfinite(value):
-        raise NotFinite(
-            f"step {step}: {what} is {value}; expected a finite number. The learning rate was {learning_rate:g}: lower "
-            "optimizer.learning_rate, raise optimizer.warmup_steps, or lower optimizer.clip_norm (0 means no clipping)"
-        )
+        parts = [f"step {step}: {what} is {value}; expected a finite number.", where, _advice(learning_rate)]
+        raise NotFinite(" ".join(part for part in parts if part))
+
+
+def _advice(learning_rate: float) -> str:
+    return (
+        f"The learning rate was {learning_rate:g}: lower optimizer.learning_rate, raise optimizer.warmup_steps, or "
+        "lower optimizer.clip_norm (0 means no clipping)"
+    )

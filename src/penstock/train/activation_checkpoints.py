@@ -1,0 +1,69 @@
+"""Activation checkpointing of a run's layers: what a layer of several modules keeps for its backward.
+
+    none        what autograd saves
+    full        its inputs; its forward runs again in its backward
+    selective   also the results of matrix products and of attention, so that only what is cheap runs again
+
+Layers of one module (an embedding, a norm, a head) keep little beside their inputs, and stay as they are. RECOMPUTE in
+a schedule is the other way: it keeps the inputs of a whole stage, is planned, and shows in predicted times.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from penstock.errors import ConfigError
+from penstock.execute.undocumented import EXPENSIVE
+from penstock.models import LayerSpec
+from penstock.train.sections import Kept
+
+KEY = "pipeline.activation_checkpointing"
+
+
+def kinds_of_layers(given: Kept | Sequence[Kept], layers_of_stage: Sequence[range]) -> list[Kept]:
+    """Return what each layer of the model does.
+
+    Raises:
+        ConfigError: a list with another number of entries than there are stages.
+    """
+    if not isinstance(given, str) and len(given) != len(layers_of_stage):
+        raise ConfigError(
+            f"{len(given)} entries for {len(layers_of_stage)} stages; give one per stage, or one word for all", key=KEY
+        )
+    num_layers = max(layers.stop for layers in layers_of_stage)
+    kinds: list[Kept] = ["none"] * num_layers
+    for stage, layers in enumerate(layers_of_stage):
+        for layer in layers:
+            kinds[layer] = given if isinstance(given, str) else given[stage]
+    return kinds
+
+
+def with_checkpointing(layers: Sequence[LayerSpec], kinds: Sequence[Kept]) -> list[LayerSpec]:
+    """Return layers that keep what their kinds say."""
+    return [
+        layer if kind == "none" else replace(layer, build=partial(_checkpointed, layer.build, kind))
+        for layer, kind in zip(layers, kinds, strict=True)
+    ]
+
+
+def _checkpointed(build: Callable[[], nn.Module], kind: Kept) -> nn.Module:
+    module = build()
+    if not any(module.children()):
+        return module
+    forward = module.forward
+    options: dict[str, Any] = {"use_reentrant": False}
+    if kind == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, EXPENSIVE)
+
+    @wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        # As an attribute of the module, so that its parameters keep their names.
+        return checkpoint(forward, *args, **options, **kwargs) if torch.is_grad_enabled() else forward(*args, **kwargs)
+
+    module.forward = checkpointed
+    return module

@@ -1,0 +1,162 @@
+"""Training in low precision on several ranks is plain training in one process in the same precision, bit for bit."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.execute.stages.gradient_norm import clip_gradients
+from penstock.models import cross_entropy_loss
+from penstock.train.learning_rate import learning_rate_at
+from penstock.train.main_weights import MAIN
+from penstock.train.optim import build_optimizer
+from penstock.train.precision import Precision, loss_scaler
+from penstock.train.sections import OptimizerSection, PrecisionSection
+from penstock.train.step import Trainer
+from tests.train.local_ranks import on_ranks, random_batch, small_layers, small_pipeline
+
+NUM_STEPS = 6
+M = 4
+CPU = torch.device("cpu")
+OPTIONS = OptimizerSection(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)
+LARGE_SCALE = {"loss_scale": 2.0**24, "loss_scale_growth_steps": 2}
+"""So large that the first steps overflow."""
+SECTIONS = {
+    "bfloat16": PrecisionSection(compute="bfloat16"),
+    "float16": PrecisionSection(compute="float16", **LARGE_SCALE),
+    "autocast": PrecisionSection(compute="bfloat16", autocast=True),
+    "autocast float16": PrecisionSection(compute="float16", autocast=True, **LARGE_SCALE),
+}
+CASES = {name: Precision(section) for name, section in SECTIONS.items()}
+FAMILIES = ["looped-bfs", "zb-h1", "zb-h2", "v-half", "hanayo", "interleaved-zb", "dualpipe-v"]
+
+
+def batches_of(number, num_batches):
+    return [random_batch(number * num_batches + index) for index in range(num_batches)]
+
+
+def train(transport, precision, schedule, num_batches=1):
+    pipeline = small_pipeline(
+        transport,
+        precision.cast(small_layers()),
+        schedule=schedule,
+        microbatches=M,
+        main_gradients=precision.has_main_weights,
+        scale_loss=loss_scaler(precision, CPU).scale_mean,
+    )
+    trainer = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS, precision=precision)
+    outcomes = []
+    for number in range(1, NUM_STEPS + 1):
+        outcome = trainer.step(number, batches_of(number, num_batches))
+        outcomes.append((outcome.loss, outcome.gradient_norm, outcome.is_updated, outcome.loss_scale))
+    held_out = trainer.evaluate([random_batch(1000)])
+    pipeline.close()
+    state = trainer.update.optimizer.state
+    weights = {name: parameter.detach() for name, parameter in pipeline.named_parameters()}
+    mains = {name: state[parameter].get(MAIN) for name, parameter in pipeline.named_parameters()}
+    return outcomes, held_out, weights, mains
+
+
+class Plain:
+    """One process and torch alone: float32 copies and sums of gradients by hand, torch's own GradScaler."""
+
+    def __init__(self, precision):
+        self.precision = precision
+        layers = {layer.name: layer() for layer in precision.cast(small_layers())}
+        self.model = nn.Sequential(*layers.values())
+        self.parameters = {
+            f"{layer}.{name}": parameter
+            for layer, module in layers.items()
+            for name, parameter in module.named_parameters()
+        }
+        self.mains = {name: nn.Parameter(parameter.detach().float()) for name, parameter in self.parameters.items()}
+        self.optimizer = build_optimizer(self.mains.items(), OPTIONS)
+        options = precision.options
+        self.scaler = torch.amp.GradScaler(
+            "cpu",
+            init_scale=options.loss_scale,
+            growth_interval=options.loss_scale_growth_steps,
+            enabled=precision.scales_losses,
+        )
+
+    def step(self, number, batches):
+        scale = self.scaler.get_scale() if self.precision.scales_losses else None
+        sums, losses = dict.fromkeys(self.mains), []
+        for tokens, target in batches:
+            with self.precision.region(CPU):
+                losses.append(self.run(tokens, target, len(batches), sums))
+        for name, main in self.mains.items():
+            main.grad = sums[name]
+        self.scaler.unscale_(self.optimizer)
+        norm = clip_gradients([(name, main.grad) for name, main in self.mains.items()], lambda own: [own], 0.5)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate_at(number, OPTIONS, NUM_STEPS)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(self.mains[name])
+        is_finite = math.isfinite(norm)
+        # Where one gradient overflows, all ranks set theirs to NaN.
+        return sum(losses) / len(losses), norm if is_finite else math.nan, is_finite, scale
+
+    def run(self, tokens, target, num_batches, sums):
+        total = torch.zeros(())
+        for inputs, wanted in zip(tokens.chunk(M), target.chunk(M), strict=True):
+            loss = cross_entropy_loss(self.model(inputs), wanted)
+            scaled = self.scaler.scale(loss * (1 / M))
+            (scaled if num_batches == 1 else scaled * (1 / num_batches)).backward()
+            total = total + loss.detach() * (1 / M)
+            for name, parameter in self.parameters.items():
+                gradient = parameter.grad.float()
+                sums[name] = gradient if sums[name] is None else sums[name] + gradient
+                parameter.grad = None
+        return total.item()
+
+
+def train_plainly(precision, num_batches=1):
+    plain = Plain(precision)
+    return [plain.step(number, batches_of(number, num_batches)) for number in range(1, NUM_STEPS + 1)], plain
+
+
+def assert_same(results, expected, plain):
+    found = {name: weight for _, _, weights, _ in results for name, weight in weights.items()}
+    mains = {name: main for *_, mains in results for name, main in mains.items()}
+    assert found.keys() == plain.parameters.keys()
+    for outcomes, held_out, _, _ in results:
+        assert str(outcomes) == str(expected)  # as texts, since NaN equals nothing
+        assert held_out == results[0][1]
+    for name, parameter in plain.parameters.items():
+        if not plain.precision.has_main_weights:
+            parameter, mains[name] = plain.mains[name], found[name]
+        assert torch.equal(found[name], parameter)
+        assert torch.equal(mains[name], plain.mains[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(CASES))
+def test_schedules_and_ranks_change_no_bit(case):
+    expected, plain = train_plainly(CASES[case])
+
+    for schedule, num_ranks in (("1f1b", 1), ("1f1b", 2), ("gpipe", 4), ("interleaved-1f1b", 2), ("zbv", 2)):
+        assert_same(on_ranks(num_ranks, train, CASES[case], schedule), expected, plain)
+
+    num_updated = sum(is_updated for _, _, is_updated, _ in expected)
+    assert (0 < num_updated < NUM_STEPS) if CASES[case].scales_losses else num_updated == NUM_STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", FAMILIES)
+def test_other_families_change_no_bit_of_bfloat16(schedule):
+    expected, plain = train_plainly(CASES["bfloat16"])
+
+    assert_same(on_ranks(2, train, CASES["bfloat16"], schedule), expected, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["bfloat16", "float16"])
+def test_several_batches_are_one_mean_in_low_precision_too(case):
+    expected, plain = train_plainly(CASES[case], 3)
+
+    assert_same(on_ranks(2, train, CASES[case], "1f1b", 3), expected, plain)
