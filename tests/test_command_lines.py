@@ -28,6 +28,10 @@ CONTRADICTIONS = {
     "a file twice": (["show", "1f1b", *SIZE, "-o", "a.svg", "--output", "b.svg"], "--output is given twice"),
     "an unknown format": (["show", "1f1b", *SIZE, "--to", "yaml"], "--to: invalid choice: 'yaml'"),
     "a word as number": (["check", "a.csv", "--ranks", "two"], "--ranks: 'two' is not a whole number"),
+    "a word as any number": (
+        ["generate", "run", "--prompt", "a", "--temperature", "hot"],
+        "--temperature: 'hot' is not a number",
+    ),
     "an empty name": (["show", "", *SIZE], "NAME is empty"),
     "an empty file": (["check", ""], "FILE is empty"),
     "an empty output": (["compare", "1f1b", *SIZE, "-o", ""], "-o is empty"),

@@ -154,6 +154,25 @@ def test_the_lines_tell_what_is_trained_how_it_went_and_where_to_look(finished):
     assert f"In {folder}:" in printed
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_what_stays_fits_a_narrow_terminal(tmp_path, text, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    output = Terminal()
+
+    train(config_from_table(table_of(tmp_path, text)), output=output)
+
+    lines = output.getvalue().splitlines()
+    opening = lines[lines.index("building the model ...") + 1 : lines.index("first step ...")]
+    listing = lines[next(place for place, line in enumerate(lines) if line.startswith("  config.toml")) :]
+    assert len(opening) > 4
+    assert len(listing) > 4
+    assert [line for line in (*opening, *listing) if len(line) > 40] == []
+
+
 def test_the_recorded_step_reads_back_as_it_was_measured(finished):
     folder, result, _ = finished
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.train.progress import StepMetrics, duration_text, open_display, step_line
+from penstock.tables import NO_SCREEN
+from penstock.train.progress import StepMetrics, duration_text, open_display, screen_of, step_line
 
 
 class Terminal(io.StringIO):
@@ -32,6 +33,13 @@ def test_what_was_not_measured_is_a_dash_or_left_out():
     assert "bubble     -" in line
     assert "held-out" not in line
     assert "0 tokens/s" in line
+
+
+def test_only_a_terminal_has_a_width(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+
+    assert screen_of(Terminal()).width == 40
+    assert screen_of(io.StringIO()) == NO_SCREEN
 
 
 @pytest.mark.parametrize(("duration_s", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3661, "1:01:01")])

@@ -51,6 +51,7 @@ class Parser(ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
         self.register("action", None, Once)
         self.register("type", int, _whole_number)
+        self.register("type", float, _number)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Namespace | None = None
@@ -90,6 +91,13 @@ def _whole_number(text: str) -> int:
         return int(text)
     except ValueError:
         raise ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a number") from None
 
 
 def add_one_schedule(parser: ArgumentParser) -> None:

@@ -242,4 +242,4 @@ def _opening(config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDatas
 def _report(config: RunConfig, result: TrainingResult, folder: RunFolder, output: TextIO, *, duration_s: float) -> None:
     outcome = Outcome(result.num_steps, duration_s, result.loss, result.held_out_loss, config.recorded_step)
     for line in write_report(folder, outcome, predict_again(result.timeline)):
-        output.write(f"{line}\n")
+        output.write(f"{screen_of(output).wrapped(line)}\n")
