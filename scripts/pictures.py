@@ -289,6 +289,26 @@ def moving(theme: Theme) -> bytes:
     return diagram(650, 250, parts, theme)
 
 
+def peers(theme: Theme) -> bytes:
+    """The steps of the systems that docs/performance.md compares, from its own table."""
+    page = (DOCS / "performance.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w.-]+) \| ([\w-]+) \| ([\d.]+) \(.*?\) \| ([\d.]+) \(.*?\) \|", page, re.MULTILINE)
+    if not rows:
+        sys.exit("docs/performance.md has no table of systems")
+    parts = []
+    for column, title in enumerate(("emulated work, 4 ranks", "decoder, 2 ranks")):
+        x = 250 + 300 * column
+        longest = max(float(row[2 + column]) for row in rows)
+        parts.append(write(x, 20, f"ms a step, {title}", ""))
+        for number, (system, schedule, *steps) in enumerate(rows):
+            y, width = 32 + 26 * number, 220 * float(steps[column]) / longest
+            fill = "other" if system == "Penstock" else "fill"
+            parts.append(f'<rect x="{x}" y="{y}" width="{width:.1f}" height="18" class="{fill}"/>')
+            parts.append(write(x + width + 6, y + 14, steps[column]))
+            parts += [write(10, y + 14, f"{system}, {schedule}")] if not column else []
+    return diagram(840, 40 + 26 * len(rows), parts, theme)
+
+
 PICTURES: dict[str, Callable[[Theme], bytes]] = {
     "readme": readme,
     "start-1f1b": lambda theme: chart("1f1b", 4, 6, UNITS, theme),
@@ -306,6 +326,7 @@ PICTURES: dict[str, Callable[[Theme], bytes]] = {
     "split-backward": split_backward,
     "step": step,
     "moving": moving,
+    "peers": peers,
 }
 """By the name of the file."""
 
