@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock.train.devices import Machine, choose_device, describe_devices, has_bfloat16, look, require_precision
+from penstock.train import devices
+from penstock.train.config import config_from_table
+from penstock.train.devices import Machine, choose_device, describe_devices, device_of_rank, has_bfloat16, look
 
 
 @pytest.mark.parametrize(
@@ -47,17 +49,36 @@ def test_several_gpus_need_nccl_and_one_does_not():
         choose_device("auto", 2, Machine(2, has_nccl=False))
 
 
-@pytest.mark.parametrize(("compute", "kind"), [("bfloat16", "cpu"), ("float16", "cuda"), ("model", "cuda")])
-def test_other_types_and_devices_need_no_bfloat16(compute, kind):
-    require_precision(compute, kind, has_bfloat16=False)
+def run_of(ranks=1, device="auto", compute="model"):
+    return config_from_table(
+        {
+            "run": {"folder": "runs/x", "device": device},
+            "pipeline": {"ranks": ranks},
+            "data": {"corpus": "stdlib"},
+            "precision": {"compute": compute},
+        }
+    )
 
 
-def test_a_gpu_without_bfloat16_is_refused_for_it():
-    require_precision("bfloat16", "cuda", has_bfloat16=True)
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """A machine with a GPU that computes in float16 and float32."""
+    monkeypatch.setattr(devices, "look", lambda: Machine(1, has_nccl=True))
+    monkeypatch.setattr(devices, "has_bfloat16", lambda device: device.type == "cpu")
+
+
+@pytest.mark.parametrize(("device", "expected"), [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cpu", "cpu")])
+def test_a_rank_that_is_alone_takes_the_gpu(one_gpu, device, expected):
+    assert str(device_of_rank(run_of(device=device))) == expected
+
+
+def test_a_gpu_without_bfloat16_is_refused_for_it_and_a_cpu_is_not(one_gpu):
     with pytest.raises(ConfigError, match="does not compute in bfloat16; use 'float16'") as caught:
-        require_precision("bfloat16", "cuda", has_bfloat16=False)
+        device_of_rank(run_of(compute="bfloat16"))
 
     assert caught.value.key == "precision.compute"
+    assert str(device_of_rank(run_of(compute="float16"))) == "cuda:0"
+    assert str(device_of_rank(run_of(compute="bfloat16", device="cpu"))) == "cpu"
 
 
 def test_this_machine_can_be_looked_at():

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import ConfigError, count_of
+from penstock.execute.transport.world import default_device
+from penstock.train.config import RunConfig
 
 KEY = "run.device"
 CPU_BACKEND = "gloo"
@@ -66,12 +68,20 @@ def describe_devices(device: torch.device, num_ranks: int, precision: str) -> st
     return f"{each}; precision {precision}"
 
 
-def require_precision(compute: str, device_type: str, *, has_bfloat16: bool) -> None:
-    """Refuse a type that a device does not compute in. Raises: ConfigError."""
-    if compute == "bfloat16" and device_type == "cuda" and not has_bfloat16:
+def device_of_rank(config: RunConfig) -> torch.device:
+    """Return where this rank computes: its group was made for it, and a rank that is alone looks for itself.
+
+    Raises:
+        ConfigError: there is no such device, or it does not compute in `precision.compute`.
+    """
+    device = default_device(None)
+    if config.pipeline.ranks == 1 and choose_device(config.run.device, 1, look()) == "cuda":
+        device = torch.device("cuda", 0)
+    if config.precision.compute == "bfloat16" and not has_bfloat16(device):
         raise ConfigError(
             "this GPU does not compute in bfloat16; use 'float16', or 'model' for float32", key="precision.compute"
         )
+    return device
 
 
 def has_bfloat16(device: torch.device) -> bool:

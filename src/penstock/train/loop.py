@@ -18,7 +18,7 @@ from penstock.planning import few_microbatches
 from penstock.train.claim import Start, claimed_together, joined
 from penstock.train.config import RunConfig
 from penstock.train.data import Batch, TokenDataset
-from penstock.train.devices import describe_devices
+from penstock.train.devices import describe_devices, device_of_rank
 from penstock.train.early_stop import EarlyStop
 from penstock.train.generation import sample, sample_prompt
 from penstock.train.metrics import MetricsWriter, StepMetrics
@@ -33,7 +33,6 @@ from penstock.train.setup import (
     build_pipeline,
     build_trainer,
     check_together,
-    device_of_rank,
     prepare_together,
 )
 from penstock.train.split import choose_split

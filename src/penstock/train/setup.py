@@ -2,12 +2,9 @@
 
 from pathlib import Path
 
-import torch
-
 from penstock.errors import ConfigError, count_of
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.transport.world import default_device
 from penstock.ir.schedule import Schedule
 from penstock.models import LayerSpec, cross_entropy_loss, decoder_layers, embedding_names
 from penstock.partition.split import split_over
@@ -17,10 +14,10 @@ from penstock.proofs import Limit, check
 from penstock.schedules import FAMILIES, is_family_name
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.file import read_costs
-from penstock.train import devices
 from penstock.train.activation_checkpoints import kinds_of_layers, with_checkpointing
 from penstock.train.config import RunConfig
 from penstock.train.data import TokenDataset, open_dataset
+from penstock.train.devices import device_of_rank
 from penstock.train.optim import check_optimizer
 from penstock.train.precision import Precision, loss_scaler
 from penstock.train.run_folder import RunFolder
@@ -160,20 +157,6 @@ def _with_checkpointing(
         schedule.placement, len(layers), split=rule.split, weights=None if rule.split is not None else weights
     )
     return with_checkpointing(layers, kinds_of_layers(config.pipeline.activation_checkpointing, stages))
-
-
-def device_of_rank(config: RunConfig) -> torch.device:
-    """Return where this rank computes: its group was made for it, and a rank that is alone looks for itself.
-
-    Raises:
-        ConfigError: there is no such device, or it does not compute in `precision.compute`.
-    """
-    device = default_device(None)
-    if config.pipeline.ranks == 1 and devices.choose_device(config.run.device, 1, devices.look()) == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    has_bfloat16 = devices.has_bfloat16(device)
-    devices.require_precision(config.precision.compute, device.type, has_bfloat16=has_bfloat16)
-    return device
 
 
 def build_schedule(config: RunConfig) -> Schedule:

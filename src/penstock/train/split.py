@@ -15,11 +15,11 @@ from penstock.errors import FormatError, PenstockError
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.transport.world import default_device
 from penstock.models import LayerSpec, cross_entropy_loss
 from penstock.show.text import format_seconds
 from penstock.train.config import RunConfig
 from penstock.train.data import Batch, TokenDataset
+from penstock.train.devices import device_of_rank
 from penstock.train.measure import LayerTimes, measure_layers
 from penstock.train.precision import Precision
 from penstock.train.run_folder import LAYER_TIMES, RunFolder
@@ -132,8 +132,11 @@ def _measured_times(
     config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset, transport: Transport
 ) -> LayerTimes:
     tokens, target = _first_microbatch(config, dataset)
-    with Precision(config.precision).region(default_device(None)):
-        return measure_layers(layers, (tokens,), target=target, loss=cross_entropy_loss, transport=transport)
+    device = device_of_rank(config)
+    with Precision(config.precision).region(device):
+        return measure_layers(
+            layers, (tokens,), target=target, loss=cross_entropy_loss, transport=transport, device=device
+        )
 
 
 def _subject(config: RunConfig, dataset: TokenDataset) -> Subject:
@@ -142,7 +145,7 @@ def _subject(config: RunConfig, dataset: TokenDataset) -> Subject:
         model=config.model.model_dump() | _precision_of(config),
         vocabulary=dataset.vocabulary,
         microbatch=list(tokens.shape),
-        device=default_device(None).type,
+        device=device_of_rank(config).type,
     )
 
 
