@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.execute.stages.gradient_norm import clip_gradients
-from penstock.models import cross_entropy_loss
+from penstock.models import cross_entropy_loss, embedding_names
 from penstock.train.learning_rate import learning_rate_at
 from penstock.train.main_weights import MAIN
 from penstock.train.optim import build_optimizer
@@ -160,3 +160,33 @@ def test_several_batches_are_one_mean_in_low_precision_too(case):
     expected, plain = train_plainly(CASES[case], 3)
 
     assert_same(on_ranks(2, train, CASES[case], "1f1b", 3), expected, plain)
+
+
+@pytest.mark.parametrize("case", ["bfloat16", "float16"])
+def test_copies_of_a_tied_weight_and_their_main_weights_stay_equal(case):
+    precision = CASES[case]
+
+    def train_tied(transport):
+        pipeline = small_pipeline(
+            transport,
+            precision.cast(small_layers(tied_head=True)),
+            microbatches=M,
+            main_gradients=True,
+            scale_loss=loss_scaler(precision, CPU).scale_mean,
+        )
+        embeddings = embedding_names(small_layers(tied_head=True))
+        options = OPTIONS.model_copy(update={"decay_embeddings": False})
+        trainer = Trainer(pipeline, options, num_steps=NUM_STEPS, precision=precision, embeddings=embeddings)
+        updated = [trainer.step(number, batches_of(number, 1)).is_updated for number in range(1, NUM_STEPS + 1)]
+        pipeline.close()
+        name = "head.weight" if transport.rank else "embedding.weight"
+        parameter, optimizer = dict(pipeline.named_parameters())[name], trainer.update.optimizer
+        decays = [group["weight_decay"] for group in optimizer.param_groups if name in group["param_names"]]
+        return parameter.detach(), optimizer.state[parameter][MAIN], any(updated), decays
+
+    (embedding, main, is_updated, decays), (head, other, *_, head_decays) = on_ranks(2, train_tied)
+
+    assert torch.equal(embedding, head)
+    assert torch.equal(main, other)
+    assert is_updated
+    assert decays == head_decays == [0.0]

@@ -62,7 +62,9 @@ def scale_over(num_batches: int) -> float | None:
 class Trainer:
     """A pipeline with its optimizer; every rank holds one and calls it alike.
 
-    For steps of several batches the pipeline's `scale_loss` is `scale_over` of their number.
+    For steps of several batches the pipeline's `scale_loss` is `scale_over` of their number; where that number changes,
+    or losses are scaled against underflow, it is `scale_mean` of a `LossScaler`. What a checkpoint needs of the updates
+    is `update.optimizer.state_dict()` and `update.state()`.
     """
 
     def __init__(
