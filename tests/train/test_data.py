@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
+from penstock.train import data
 from penstock.train.config import config_from_table
 from penstock.train.data import TokenDataset, WindowOptions, open_dataset
 
@@ -108,6 +109,45 @@ def test_a_corpus_shorter_than_one_window_is_refused(num_tokens, is_enough):
         dataset_of(tokens, held_out_fraction=0.0)
 
     assert caught.value.key == "data.files"
+
+
+@pytest.mark.parametrize("look_at_once", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("ends", "first"),
+    [
+        ((850, 910, 950), 911),  # the first end after the cut at 901 tokens
+        ((900,), 901),  # the document before ends at the cut
+        ((901,), 902),
+        ((950, 1000), 951),
+        ((951, 1000), 901),  # the document at the cut would leave less than half
+        ((), 901),
+    ],
+)
+def test_held_out_tokens_begin_with_a_document(ends, first, look_at_once, monkeypatch):
+    monkeypatch.setattr(data, "LOOK_AT_ONCE", look_at_once)
+    tokens = COUNTING + 7
+    tokens[list(ends)] = 3
+
+    found = dataset_of(tokens, end_of_document=3)
+
+    assert len(found.train_tokens) == 901
+    assert np.array_equal(found.held_out_tokens, tokens[first:])
+    assert np.array_equal(dataset_of(tokens).held_out_tokens, tokens[901:])
+
+
+def test_no_document_of_a_corpus_is_in_both_parts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(100):
+        (folder / f"{number}.txt").write_text(f"<{number}>" + "x" * 40)
+    files = {"files": [str(folder)], "held_out_fraction": 0.2}
+
+    found = open_dataset(config_of(tmp_path, data=files), tmp_path / "cache")
+
+    train, held_out = (bytes(part).split(b"\0") for part in (found.train_tokens, found.held_out_tokens))
+    assert all(each.startswith(b"<") for each in held_out if each)
+    assert not {each.partition(b">")[0] for each in train[:-1]} & {each.partition(b">")[0] for each in held_out}
+    assert len(held_out) > 15
 
 
 def test_a_configuration_opens_its_files(tmp_path):

@@ -9,9 +9,9 @@ from penstock.errors import ConfigError
 from penstock.train.tokenizer import load_tokenizer
 
 
-def save_tokenizer(path):
-    """Three words, with a gap in the ids."""
-    words = {"[UNK]": 0, "red": 1, "blue": 70_000}
+def save_tokenizer(path, end=None):
+    """Three words, with a gap in the ids, and perhaps one that ends a document."""
+    words = {"[UNK]": 0, "red": 1, "blue": 70_000} | ({} if end is None else {end: 2})
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(path))
@@ -34,6 +34,25 @@ def test_a_tokenizer_file_gives_its_ids_and_room_for_the_largest(tmp_path):
     assert tokenizer.encode_document(b"blue").tolist() == [70_000]
     assert tokenizer.decode([70_000, 1]) == "blue red"
     assert tokenizer.vocabulary == 70_001
+
+
+@pytest.mark.parametrize(("end", "expected"), [("", 2), ("red", 1)])
+def test_a_document_ends_with_the_token_of_a_usual_name_or_the_one_that_is_named(tmp_path, end, expected):
+    path = save_tokenizer(tmp_path / "words.json", end="</s>")
+
+    tokenizer = load_tokenizer(path, end)
+
+    assert tokenizer.end_of_document == expected
+    assert tokenizer.encode_document(b"blue").tolist() == [70_000, expected]
+    assert tokenizer.encode(b"blue").tolist() == [70_000]
+    assert load_tokenizer(path).identity != load_tokenizer(path, "red").identity
+
+
+def test_a_token_for_the_end_of_a_document_that_the_file_lacks_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"words.json has no token '<end>'; name one that it has") as caught:
+        load_tokenizer(save_tokenizer(tmp_path / "words.json"), "<end>")
+
+    assert caught.value.key == "data.end_of_document"
 
 
 def test_identity_follows_the_content_of_the_file(tmp_path):

@@ -33,7 +33,9 @@ def run(arguments: Namespace) -> int:
     from penstock.train.tokenizer import load_tokenizer
 
     config = _config_of(arguments)
-    prompt = prompt_tokens(load_tokenizer(config.data.tokenizer), arguments.prompt, key="--prompt")
+    prompt = prompt_tokens(
+        load_tokenizer(config.data.tokenizer, config.data.end_of_document), arguments.prompt, key="--prompt"
+    )
     with load_trained(config) as pipeline:
         say_piece(arguments.prompt)
         for piece in sample(config, pipeline, prompt):

@@ -23,6 +23,8 @@ Batch = tuple[Tensor, Tensor]
 """Tokens and target, both int64 [batch, length]; the target is the token that follows."""
 
 MOST_EPOCHS = 1 << 32
+LOOK_AT_ONCE = 1 << 20
+"""Tokens, in the search for the end of a document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class WindowOptions:
     seed: int = 0
     held_out_fraction: float = 0.05
     """Share of the tokens, from the end, that is never trained on; at least 0, below 1."""
+    end_of_document: int | None = None
+    """The token that ends a document. With it, held-out tokens begin with a document, so that none is in both parts."""
 
 
 class TokenDataset:
@@ -56,7 +60,7 @@ class TokenDataset:
         self.vocabulary = vocabulary
         self.digest = digest
         self.train_tokens = tokens[: len(tokens) - num_held_out]
-        self.held_out_tokens = tokens[len(tokens) - num_held_out :]
+        self.held_out_tokens = _from_next_document(tokens[len(tokens) - num_held_out :], options.end_of_document)
         self._options = options
         if self.num_windows < 1:
             raise ConfigError(
@@ -120,7 +124,7 @@ def open_dataset(config: RunConfig, cache: Path, *, others: Sequence[Path] = ())
         PenstockError: the cache cannot be written.
     """
     data = config.data
-    tokenizer = load_tokenizer(data.tokenizer)
+    tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
     if 0 < config.model.vocabulary < tokenizer.vocabulary:
         raise ConfigError(
             f"{config.model.vocabulary} is smaller than the {tokenizer.vocabulary} ids of tokenizer {data.tokenizer}; "
@@ -129,9 +133,21 @@ def open_dataset(config: RunConfig, cache: Path, *, others: Sequence[Path] = ())
         )
     documents = find_standard_library() if data.corpus == "stdlib" else find_documents(data.files, data.suffixes)
     found = tokenize(documents, tokenizer, cache, others=others)
-    options = WindowOptions(config.batch.size, config.batch.length, config.run.seed, data.held_out_fraction)
+    options = WindowOptions(
+        config.batch.size, config.batch.length, config.run.seed, data.held_out_fraction, tokenizer.end_of_document
+    )
     vocabulary = config.model.vocabulary or tokenizer.vocabulary
     return TokenDataset(found.tokens(), options, vocabulary=vocabulary, digest=found.manifest.digest)
+
+
+def _from_next_document(tokens: NDArray[np.unsignedinteger], end: int | None) -> NDArray[np.unsignedinteger]:
+    """Return the tokens without the rest of a document that begins before them, unless that is half of them."""
+    half = len(tokens) // 2 if end is not None else 0
+    for first in range(0, half, LOOK_AT_ONCE):
+        ends = np.flatnonzero(tokens[first : min(first + LOOK_AT_ONCE, half)] == end)
+        if len(ends):
+            return tokens[first + int(ends[0]) + 1 :]
+    return tokens
 
 
 def _count_windows(tokens: NDArray[np.unsignedinteger], length: int) -> int:

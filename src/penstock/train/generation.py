@@ -81,12 +81,14 @@ def sample_prompt(config: RunConfig) -> list[int]:
     """Return the tokens that the run's sample begins with; empty where it has none. Raises: ConfigError."""
     if not config.sample.prompt:
         return []
-    return prompt_tokens(load_tokenizer(config.data.tokenizer), config.sample.prompt, key="sample.prompt")
+    return prompt_tokens(
+        load_tokenizer(config.data.tokenizer, config.data.end_of_document), config.sample.prompt, key="sample.prompt"
+    )
 
 
 def sample(config: RunConfig, pipeline: Pipeline, prompt: Sequence[int]) -> Iterator[str]:
     """Yield the run's sample piece by piece, on every rank: the text that follows a prompt."""
-    tokenizer, section = load_tokenizer(config.data.tokenizer), config.sample
+    tokenizer, section = load_tokenizer(config.data.tokenizer, config.data.end_of_document), config.sample
     sampling = Sampling(section.temperature, section.top_k, config.run.seed)
     length = config.batch.length  # of the sequences that it was trained on
     tokens = generate(pipeline, prompt, tokenizer, num_tokens=section.tokens, length=length, sampling=sampling)
@@ -101,7 +103,9 @@ def load_trained(config: RunConfig) -> Iterator[Pipeline]:
         CheckpointError: its weights are missing, cannot be read, or are another model's.
     """
     path = Path(config.run.folder, WEIGHTS)
-    vocabulary = config.model.vocabulary or load_tokenizer(config.data.tokenizer).vocabulary
+    vocabulary = (
+        config.model.vocabulary or load_tokenizer(config.data.tokenizer, config.data.end_of_document).vocabulary
+    )
     layers = build_layers(config, vocabulary)
     with closing(Pipeline(layers, "gpipe", 1)) as pipeline:
         try:

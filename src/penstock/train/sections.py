@@ -125,6 +125,11 @@ class DataSection(Section):
     )
     suffixes: Texts = Field(default=(".txt", ".md", ".py"), description="endings of the files taken from folders")
     tokenizer: str = Field(default="bytes", min_length=1, description="'bytes', or the path of a tokenizers JSON file")
+    end_of_document: str = Field(
+        default="",
+        description="token that ends a document, such as '<|endoftext|>'; empty: one of the usual names that the "
+        "tokenizer has, if any; bytes end with a zero byte",
+    )
     held_out_fraction: float = Field(
         default=0.05, ge=0, lt=1, description="share of the tokens kept for evaluation only"
     )

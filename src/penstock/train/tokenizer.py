@@ -15,6 +15,10 @@ END_OF_DOCUMENT = 0
 """Among bytes: text hardly ever has a zero byte, so it can tell the model where a document ends."""
 
 
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+"""What tokenizer files call the end of a document, as GPT-2, Llama 3, Llama 2, Gemma and others do."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
     """A way from UTF-8 bytes to token ids in `range(vocabulary)`, and back to text."""
@@ -33,11 +37,15 @@ class Tokenizer:
         return ids if self.end_of_document is None else np.append(ids, np.uint32(self.end_of_document))
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str, end_of_document: str = "") -> Tokenizer:
     """Return the byte tokenizer for `"bytes"`, else the one in the `tokenizers` JSON file of that path.
 
+    `end_of_document` is the token that ends a document in such a file; where it is empty, the first of `END_TOKENS`
+    that the file has, if it has any.
+
     Raises:
-        ConfigError: the file cannot be read or is no tokenizer, or the `tokenizers` package is missing.
+        ConfigError: the file cannot be read or is no tokenizer, has no such token, or the `tokenizers` package is
+            missing.
     """
     if name == "bytes":
         return Tokenizer("bytes", 256, _encode_bytes, _decode_bytes, END_OF_DOCUMENT)
@@ -48,7 +56,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise ConfigError(
             f"{name}: cannot be read: {reason}. Give 'bytes' or the path of a tokenizers JSON file", key=TOKENIZER_KEY
         ) from error
-    return _parse_tokenizer(name, content)
+    return _parse_tokenizer(name, content, end_of_document)
 
 
 def _encode_bytes(content: bytes) -> NDArray[np.uint32]:
@@ -59,7 +67,7 @@ def _decode_bytes(ids: Sequence[int]) -> str:
     return bytes(ids).decode("utf-8", errors="replace")
 
 
-def _parse_tokenizer(name: str, content: bytes) -> Tokenizer:
+def _parse_tokenizer(name: str, content: bytes, end_of_document: str) -> Tokenizer:
     try:
         import tokenizers
     except ImportError as error:
@@ -73,7 +81,14 @@ def _parse_tokenizer(name: str, content: bytes) -> Tokenizer:
     except Exception as error:
         raise ConfigError(f"{name} is not a tokenizers JSON file: {error}", key=TOKENIZER_KEY) from error
     # Ids may have gaps, so the largest counts, not the number of words.
-    vocabulary = max(parsed.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    known: dict[str, int] = parsed.get_vocab(with_added_tokens=True)
+    vocabulary = max(known.values(), default=-1) + 1
+    if end_of_document and end_of_document not in known:
+        raise ConfigError(
+            f"{name} has no token {end_of_document!r}; name one that it has, or leave it empty",
+            key="data.end_of_document",
+        )
+    end = next((known[token] for token in (end_of_document, *END_TOKENS) if token in known), None)
     if not vocabulary:
         raise ConfigError(f"{name} has an empty vocabulary; train the tokenizer first", key=TOKENIZER_KEY)
 
@@ -83,4 +98,5 @@ def _parse_tokenizer(name: str, content: bytes) -> Tokenizer:
     def decode(ids: Sequence[int]) -> str:
         return str(parsed.decode(list(ids)))
 
-    return Tokenizer(hashlib.sha256(content).hexdigest(), vocabulary, encode, decode, end_of_document=None)
+    identity = hashlib.sha256(content).hexdigest() + ("" if end is None else f" {end}")
+    return Tokenizer(identity, vocabulary, encode, decode, end)
