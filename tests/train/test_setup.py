@@ -1,6 +1,7 @@
 """What a configuration is turned into, and what is refused before training, on all ranks alike."""
 
-from pathlib import Path
+from pathlib import io
+import Path
 
 import pytest
 
@@ -152,7 +153,7 @@ def test_the_layers_have_the_shape_and_the_seed_of_the_configuration():
 
 def prepare(transport, configs):
     config = configs[transport.rank]
-    return prepare_together(config, RunFolder(Path(config.run.folder)), transport)
+    return prepare_together(config, RunFolder(Path(config.run.folder)), transport, io.StringIO())
 
 
 def failure(transport, configs):

@@ -57,6 +57,14 @@ def test_tokens_and_digest_do_not_depend_on_where_the_files_lie(corpus, tmp_path
     assert np.array_equal(first.tokens(), second.tokens())
 
 
+def test_progress_is_told_after_each_document_in_bytes(corpus, tmp_path):
+    told = []
+
+    tokenize(documents_of(corpus), BYTES, tmp_path / "cache", tell=lambda *numbers: told.append(numbers))
+
+    assert told in ([(5, 11), (11, 11)], [(6, 11), (11, 11)])  # each text once, in the order of hashes
+
+
 def test_the_second_run_tokenizes_nothing(corpus, tmp_path):
     calls = []
     tokenizer = counting_tokenizer(calls)

@@ -3,7 +3,7 @@
 Shapes: batch = sequences per batch, length = tokens per sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,10 +113,16 @@ class TokenDataset:
         return picked[:, :-1].contiguous(), picked[:, 1:].contiguous()
 
 
-def open_dataset(config: RunConfig, cache: Path, *, others: Sequence[Path] = ()) -> TokenDataset:
+def open_dataset(
+    config: RunConfig,
+    cache: Path,
+    *,
+    others: Sequence[Path] = (),
+    tell: Callable[[int, int], None] | None = None,
+) -> TokenDataset:
     """Find, tokenize (once, into the cache folder) and cut the text that a configuration names.
 
-    Tokens that one of the `others` holds are taken from there.
+    Tokens that one of the `others` holds are taken from there; `tell` is that of `tokenize`.
 
     Raises:
         ConfigError: a file is missing, unreadable or not UTF-8; there is too little text; the model's vocabulary is
@@ -132,7 +138,7 @@ def open_dataset(config: RunConfig, cache: Path, *, others: Sequence[Path] = ())
             key="model.vocabulary",
         )
     documents = find_standard_library() if data.corpus == "stdlib" else find_documents(data.files, data.suffixes)
-    found = tokenize(documents, tokenizer, cache, others=others)
+    found = tokenize(documents, tokenizer, cache, others=others, tell=tell)
     options = WindowOptions(
         config.batch.size, config.batch.length, config.run.seed, data.held_out_fraction, tokenizer.end_of_document
     )

@@ -86,7 +86,7 @@ def train(
             # The tokens and the folder are there, for all ranks, or all of them end here.
             _tell(transport.rank, output, _describe_devices(config))
             _tell(transport.rank, output, "preparing the text ...")
-            dataset = prepare_together(config, folder, transport)
+            dataset = prepare_together(config, folder, transport, output)
             prompt = sample_prompt(config)
             _begin_together(config, folder, transport, output, is_forced=start is Start.FORCE)
             stack.enter_context(run_log(folder.path, transport.rank, config.debug.log))

@@ -15,15 +15,13 @@ import orjson
 
 from penstock.errors import ConfigError
 from penstock.files import naming_storage
-from penstock.train.progress import Display, StepMetrics, open_display
+from penstock.train.progress import SECONDS_BETWEEN_LINES, Display, StepMetrics, open_display
 from penstock.train.run_folder import METRICS, TENSORBOARD
 from penstock.train.sections import MetricsSection
 
 __all__ = ["MetricsWriter", "StepMetrics"]
 
 NUM_RECENT_STEPS = 20
-SECONDS_BETWEEN_LINES = 5.0
-"""Where the configuration does not say after how many steps a line follows."""
 
 
 class Sink(Protocol):

@@ -1,5 +1,6 @@
 """Profiling a run: a few of its steps are recorded, its channels and layers measured, and what they cost is written."""
 
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
@@ -71,7 +72,7 @@ def profile_run(config: RunConfig, *, num_steps: int) -> Profile:
     folder = RunFolder(run_path(config.run.folder))
     with closing(default_transport(None, PREPARING_DEADLINE_S)) as transport:
         check_together(config, transport)
-        dataset = prepare_together(config, folder, transport)
+        dataset = prepare_together(config, folder, transport, sys.stderr)
         layers = build_layers(config, dataset.vocabulary)
         split = choose_split(config, layers, dataset, folder, transport)
         times = times_of_layers(config, layers, dataset, folder, transport)

@@ -1,6 +1,7 @@
 """What is shown of a run: one line that is updated in a terminal, and lines that stay."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TextIO
@@ -12,6 +13,8 @@ from rich.text import Text
 from penstock.tables import NO_SCREEN, Screen
 
 MISSING = "-"
+SECONDS_BETWEEN_LINES = 5.0
+"""Where nothing says after how many steps a line follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,23 @@ class Display(Protocol):
 
     def show(self, metrics: StepMetrics, *, left_s: float) -> None:
         """Show a line that stays."""
+
+
+class ShareLines:
+    """Lines that say how much of a long preparation is done, one every few seconds, and none of a short one."""
+
+    def __init__(self, output: TextIO, what: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._output = output
+        self._what = what
+        self._clock = clock
+        self._told_at_s = clock()
+
+    def tell(self, num_done: int, num_all: int) -> None:
+        now_s = self._clock()
+        if now_s - self._told_at_s >= SECONDS_BETWEEN_LINES:
+            self._told_at_s = now_s
+            self._output.write(f"{self._what}: {num_done / max(num_all, 1):.0%}\n")
+            self._output.flush()
 
 
 def step_line(metrics: StepMetrics, *, num_steps: int, left_s: float) -> str:

@@ -1,6 +1,7 @@
 """From a configuration to what a run needs: its folder, its data, its pipeline, its optimizer's options."""
 
 from pathlib import Path
+from typing import TextIO
 
 from penstock.errors import ConfigError, count_of
 from penstock.execute.control.collectives import Control
@@ -20,6 +21,7 @@ from penstock.train.data import TokenDataset, open_dataset
 from penstock.train.devices import device_of_rank
 from penstock.train.optim import check_optimizer
 from penstock.train.precision import Precision, loss_scaler
+from penstock.train.progress import ShareLines
 from penstock.train.run_folder import RunFolder
 from penstock.train.sections import PipelineSection
 from penstock.train.split import SplitRule
@@ -41,8 +43,8 @@ def check_together(config: RunConfig, transport: Transport) -> None:
             check_plan(config)
 
 
-def prepare_together(config: RunConfig, folder: RunFolder, transport: Transport) -> TokenDataset:
-    """Open the data on every rank: rank 0 first, the others then find the tokens made.
+def prepare_together(config: RunConfig, folder: RunFolder, transport: Transport, output: TextIO) -> TokenDataset:
+    """Open the data on every rank: rank 0 first, which tells its progress; the others then find the tokens made.
 
     Raises:
         ConfigError, PenstockError: on every rank, if any rank cannot; or if the ranks do not see the same text.
@@ -51,7 +53,7 @@ def prepare_together(config: RunConfig, folder: RunFolder, transport: Transport)
     for turn in (transport.rank == 0, transport.rank != 0):
         with failing_together(transport):
             if turn:
-                dataset = _open_dataset(config, folder)
+                dataset = _open_dataset(config, folder, output)
     assert dataset is not None
     digests = Control(transport).all_gather_object(dataset.digest)
     if len(set(map(str, digests))) > 1:
@@ -59,9 +61,11 @@ def prepare_together(config: RunConfig, folder: RunFolder, transport: Transport)
     return dataset
 
 
-def _open_dataset(config: RunConfig, folder: RunFolder) -> TokenDataset:
+def _open_dataset(config: RunConfig, folder: RunFolder, output: TextIO) -> TokenDataset:
     with folder.leaving_no_trace():
-        dataset = open_dataset(config, folder.tokens, others=folder.other_tokens)
+        dataset = open_dataset(
+            config, folder.tokens, others=folder.other_tokens, tell=ShareLines(output, "tokenizing").tell
+        )
         if config.run.evaluate_batches:
             dataset.held_out_batches(1)
     return dataset

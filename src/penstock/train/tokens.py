@@ -7,7 +7,7 @@ manifest last, and any two writers of a key write the same bytes; so processes m
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,16 +56,23 @@ class TokenFile:
 class _Source:
     digest: str
     path: Path
+    size_bytes: int
 
 
 def tokenize(
-    documents: Sequence[Document], tokenizer: Tokenizer, cache: Path, *, others: Sequence[Path] = ()
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    cache: Path,
+    *,
+    others: Sequence[Path] = (),
+    tell: Callable[[int, int], None] | None = None,
 ) -> TokenFile:
     """Return the token file of these documents, made now unless the cache folder or one of the `others` holds it.
 
     The documents stand in the order of their content's hash: a fixed order that mixes what lies together in folders and
     does not depend on where the files lie. Equal documents are kept once, so that none is both in the training part and
-    in the held-out part. One document at a time is held in memory.
+    in the held-out part. One document at a time is held in memory. `tell` is called after each with the bytes that are
+    tokenized and with those of all.
 
     Raises:
         ConfigError: a document cannot be read or is not UTF-8, the corpus is empty, or the cache cannot be created.
@@ -84,7 +91,7 @@ def tokenize(
             "Choose a run.folder that can be written"
         ) from error
     remove_abandoned(cache, now_s=time.time())
-    return _write(documents, tokenizer, cache, key)
+    return _write(documents, tokenizer, cache, key, tell or _tell_nobody)
 
 
 def _key_of(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
@@ -105,16 +112,25 @@ def _find_in_cache(cache: Path, key: str) -> TokenFile | None:
     return TokenFile(path, manifest)
 
 
-def _write(documents: Sequence[Document], tokenizer: Tokenizer, cache: Path, key: str) -> TokenFile:
+def _tell_nobody(num_done: int, num_all: int) -> None:
+    pass
+
+
+def _write(
+    documents: Sequence[Document], tokenizer: Tokenizer, cache: Path, key: str, tell: Callable[[int, int], None]
+) -> TokenFile:
     sources = _distinct(documents)
+    num_all = sum(source.size_bytes for source in sources)
     path = cache / f"{key}.tokens"
     item_type = _item_type(tokenizer.vocabulary)
-    num_tokens = 0
+    num_tokens = num_done = 0
     with atomic_file(path) as file:
         for content in _contents(sources):
             tokens = tokenizer.encode_document(content).astype(item_type)
             num_tokens += len(tokens)
             file.write(tokens.tobytes())
+            num_done += len(content)
+            tell(num_done, num_all)
         if not num_tokens:
             raise ConfigError(
                 f"the corpus is empty: its {len(documents)} files hold no text; name files with text", key=FILES_KEY
@@ -140,7 +156,7 @@ def _distinct(documents: Sequence[Document]) -> list[_Source]:
         content = read_document(document.path)
         if content:
             digest = hashlib.sha256(content).hexdigest()
-            by_digest.setdefault(digest, _Source(digest, document.path))
+            by_digest.setdefault(digest, _Source(digest, document.path, len(content)))
     return [by_digest[digest] for digest in sorted(by_digest)]
 
 
