@@ -6,11 +6,11 @@ import sys
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tests.train.test_files import largest_file
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.train.metrics import MetricsWriter, StepMetrics
 from penstock.train.sections import MetricsSection
+from tests.test_files import largest_file
 
 
 def step_of(step, duration_s=0.5, **optional):

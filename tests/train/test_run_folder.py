@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.train.test_files import largest_file
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.train.config import config_from_table, config_to_toml, load_config
 from penstock.train.run_folder import RunFolder, numbered_folders, run_path
+from tests.test_files import largest_file
 
 
 def config_in(folder):

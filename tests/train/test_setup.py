@@ -1,7 +1,7 @@
 """What a configuration is turned into, and what is refused before training, on all ranks alike."""
 
-from pathlib import io
-import Path
+import io
+from pathlib import Path
 
 import pytest
 
