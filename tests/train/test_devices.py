@@ -90,4 +90,4 @@ def test_a_line_says_where_a_run_computes():
     cpu = torch.device("cpu")
 
     assert describe_devices(cpu, 1, "float32") == "1 rank on CPU; precision float32"
-    assert describe_devices(cpu, 2, "bfloat16") == "2 ranks on CPU, messages by gloo; precision bfloat16"
+    assert describe_devices(cpu, 2, "bfloat16") == "2 ranks on CPU, backend gloo; precision bfloat16"

@@ -64,7 +64,7 @@ def describe_devices(device: torch.device, num_ranks: int, precision: str) -> st
         where, between = torch.cuda.get_device_name(device), "NCCL"
     else:
         where, between = "CPU", "gloo"
-    each = f"1 rank on {where}" if num_ranks == 1 else f"{num_ranks} ranks on {where}, messages by {between}"
+    each = f"1 rank on {where}" if num_ranks == 1 else f"{num_ranks} ranks on {where}, backend {between}"
     return f"{each}; precision {precision}"
 
 
