@@ -200,7 +200,7 @@ def test_text_goes_to_a_file_too(tmp_path, capsys):
         (["--costs", "F=1,B=2"], "--costs: only for svg, png, html, trace; leave it out for grid"),
         (["--theme", "dark", "--to", "trace"], "--theme: only for svg, png, html; leave it out for trace"),
         (["--to", "html", "--costs", "F=fast"], "costs: F is 'fast'"),
-        (["--to", "svg", "--output", "no/such/folder/a.svg"], "a.svg: cannot be written: No such file"),
+        (["--to", "svg", "--output", "no/such/folder/a.svg"], "no/such/folder is not a folder; make it first"),
     ],
 )
 def test_wrong_wishes_for_pictures_are_one_message(capsys, arguments, told):
