@@ -6,7 +6,7 @@ PYTEST_ARGS ?=
 
 BIN := .venv/bin
 
-.PHONY: demo test test-full check docs bench changelog clean
+.PHONY: demo test test-full test-faults check docs bench changelog clean
 
 demo: .venv/.demo
 	$(BIN)/penstock train examples/demo.toml
@@ -18,6 +18,10 @@ test: .venv/.stamp
 # examples and other random models at every run. Examples that fail are printed, and kept in .hypothesis/examples.
 test-full: .venv/.stamp
 	scripts/test --hypothesis-profile=full $(PYTEST_ARGS)
+
+# Kills ranks of 50 runs at random instants, which takes most of an hour on two cores; `make test` has 5 of them.
+test-faults: .venv/.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kills --cases 50
 
 check: .venv/.stamp
 	scripts/check

@@ -51,16 +51,16 @@ def settings(*pairs):
     return [word for pair in pairs for word in ("--set", pair)]
 
 
-def start(arguments, folder, **environment):
-    """Start Python with `arguments` in a folder, in a process group of its own, its messages on a pipe."""
+def start(arguments, folder, *, stdout=subprocess.PIPE, **environment):
+    """Start Python with `arguments` in a folder, in a process group of its own, its messages on pipes or in a file."""
     own = {"TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1"}
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=folder,
         env={**inherited, **own, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=stdout,
+        stderr=subprocess.PIPE if stdout == subprocess.PIPE else subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )

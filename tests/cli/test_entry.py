@@ -13,7 +13,7 @@ from penstock.errors import ConfigError, DeadlineExceeded, NotFinite, PipelineEr
 from penstock.version import VERSION
 
 FLAGS = {
-    "train": ["--force", "--fresh", "RUN.toml", "--port", "--set"],
+    "train": ["--force", "--fresh", "RUN.toml", "--port", "--resume", "--set"],
     "schedules": ["NAME", "--to"],
     "show": [
         "NAME",

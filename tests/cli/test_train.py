@@ -3,13 +3,15 @@
 import os
 import re
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from penstock.cli import launch
+from penstock.cli import launch, train
 from penstock.cli.entry import main
 from penstock.cli.failure import RankFailure
+from penstock.train.claim import Start
 from tests.tiny_run import settings
 
 RUN = """
@@ -40,7 +42,8 @@ def launches(monkeypatch):
     class Launches(list):
         outcome = None
 
-        def __call__(self, command, *, num_ranks, port):
+        def __call__(self, command, *, num_ranks, port, may_stop):
+            assert may_stop, "ranks save when they are told to end"
             self.append((command, num_ranks, port))
             return self.outcome
 
@@ -77,9 +80,38 @@ def test_ranks_get_the_folder_that_was_chosen_and_the_flags(run_file, launches):
     assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == ["run"], "no run began"
 
 
-def test_fresh_and_force_together_are_wrong_usage(run_file, launches, capsys):
-    assert main(["train", run_file, "--fresh", "--force"]) == 2
+@pytest.mark.parametrize("flags", [("--fresh", "--force"), ("--fresh", "--resume"), ("--resume", "--force")])
+def test_two_flags_that_choose_the_folder_are_wrong_usage(run_file, launches, capsys, flags):
+    assert main(["train", run_file, *flags]) == 2
     assert "not allowed with argument" in capsys.readouterr().err
+
+
+def test_resuming_without_a_checkpoint_ends_with_6_before_a_rank_is_started(run_file, launches, capsys):
+    folder = Path(run_file).parent / "run"
+
+    assert main(["train", run_file, "--resume"]) == 6
+    assert capsys.readouterr().err == (
+        f"penstock: --resume: {folder}: there is no such folder; leave --resume out to begin a run\n"
+    )
+    assert launches == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "count", "start"),
+    [
+        ("fresh", "0", Start.FRESH),
+        ("fresh", "1", Start.BY_RULE),
+        ("force", "0", Start.FORCE),
+        ("force", "2", Start.RESTART),
+        ("resume", "1", Start.RESUME),
+        ("", "0", Start.BY_RULE),
+    ],
+)
+def test_a_rank_that_torchrun_starts_again_continues_what_the_first_try_began(monkeypatch, flag, count, start):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+    flags = {name: name == flag for name in ("fresh", "force", "resume")}
+
+    assert train._start_of(Namespace(**flags)) is start
 
 
 def test_the_number_of_ranks_may_be_overridden(run_file, launches):

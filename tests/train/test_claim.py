@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from threading import Barrier
 
 import pytest
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.train.claim import Start, claimed, claimed_together, joined
 from penstock.train.config import config_from_table
 from penstock.train.run_folder import RunFolder
@@ -100,21 +101,77 @@ def test_a_higher_number_decides_where_the_folder_itself_is_missing(base):
     assert not base.exists()
 
 
-def test_an_unfinished_run_is_begun_anew_in_place(base):
+def checkpoint(folder, *steps):
+    for step in steps:
+        (folder / "checkpoints" / f"step-{step}").mkdir(parents=True)
+
+
+def test_an_unfinished_run_without_a_checkpoint_begins_again_in_place(base):
     run_in(base, is_finished=False)
 
-    anew = f"run folder: {base} (its unfinished run has the same settings and begins anew)"
+    anew = f"run folder: {base} (its unfinished run has the same settings and no checkpoint, and begins at step 0)"
     assert run_in(base, is_finished=False, run={"steps": 90}) == ("run", anew)
     assert run_in(base)[0] == "run"
-    assert entries(base)[:7] == [
-        ".lock",
-        "config.toml",
-        "earlier-1",
-        "earlier-1/config.toml",
-        "earlier-1/weights.safetensors",
-        "earlier-2",
-        "earlier-2/config.toml",
+    assert entries(base) == [".lock", "config.toml", "summary.json", "weights.safetensors"]
+
+
+def test_an_unfinished_run_continues_from_its_newest_checkpoint(base):
+    run_in(base, is_finished=False)
+    checkpoint(base, 9, 50, 100)
+
+    for other in ({}, {"pipeline": {"ranks": 1}}, {"metrics": {"every": 3}}, {"run": {"steps": 100}}):
+        note = f"run folder: {base} (its run has the same settings and continues after step 100)"
+        assert run_in(base, is_finished=False, **other) == ("run", note)
+
+
+def test_a_run_that_has_passed_the_last_step_is_left_alone(base):
+    run_in(base, is_finished=False)
+    checkpoint(base, 100)
+
+    passed = f"run folder: {base}-2 ({base} holds a run that has passed step 99)"
+    assert run_in(base, run={"steps": 99}) == ("run-2", passed)
+
+
+def test_a_finished_run_continues_where_it_is_to_have_more_steps(base):
+    run_in(base, run={"steps": 50})
+    checkpoint(base, 50)
+
+    assert run_in(base, run={"steps": 50})[0] == "run-2"
+    shutil.rmtree(base.with_name("run-2"))
+    assert run_in(base, run={"steps": 60}, batch={"size": 32})[0] == "run-2"
+    shutil.rmtree(base.with_name("run-2"))
+    assert run_in(base, run={"steps": 60}, is_finished=False)[1].endswith("and continues after step 50)")
+    assert "summary.json" not in entries(base)
+
+
+def test_resuming_needs_a_checkpoint(base):
+    cases = []
+    for make in (
+        lambda: None,
+        base.mkdir,
+        lambda: run_in(base, is_finished=False),
+        lambda: run_in(base),
+    ):
+        make()
+        cases.append(error_of(lambda: run_in(base, start=Start.RESUME)))
+
+    assert [type(error) for error in cases] == [CheckpointError] * 4
+    assert [str(error).removeprefix(f"--resume: {base}: ").partition(";")[0] for error in cases] == [
+        "there is no such folder",
+        "holds no run yet",
+        "its run has no checkpoint",
+        "holds a finished run",
     ]
+    (base / "summary.json").unlink()
+    checkpoint(base, 5)
+    assert run_in(base, start=Start.RESUME)[1].endswith("continues after step 5)")
+
+
+def test_what_torchrun_restarts_stays_in_the_folder_that_was_forced(base):
+    run_in(base, is_finished=False)
+    run_in(base.with_name("run-2"))
+
+    assert run_in(base, start=Start.RESTART) == ("run", f"run folder: {base} (restarted)")
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,7 @@ def test_the_folder_holds_all_that_is_promised(finished):
 
     assert sorted(path.name for path in folder.iterdir()) == [
         ".lock",
+        "checkpoints",
         "config.toml",
         "metrics.jsonl",
         "schedule.csv",

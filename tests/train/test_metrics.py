@@ -3,12 +3,13 @@
 import io
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.train.metrics import MetricsWriter, StepMetrics
+from penstock.train.metrics import MetricsWriter, StepMetrics, read_metrics
 from penstock.train.sections import MetricsSection
 from tests.test_files import largest_file
 
@@ -118,13 +119,18 @@ def test_a_full_disk_names_the_path_and_the_reason(tmp_path):
         write_all(tmp_path, [step_of(1)])
 
 
-def test_metrics_of_an_earlier_run_are_never_overwritten(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("earlier")
+def test_metrics_are_appended_to_and_the_last_line_of_a_step_counts(tmp_path):
+    write_all(tmp_path, [step_of(1), step_of(2), step_of(3)])
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step":4,"lo')  # killed
 
-    with pytest.raises(PenstockError, match=r"metrics\.jsonl: cannot be written: File exists"):
-        write_all(tmp_path, [step_of(1)])
+    write_all(tmp_path, [replace(step_of(3), loss=7.0), step_of(4)])
 
-    assert (tmp_path / "metrics.jsonl").read_text() == "earlier"
+    assert (tmp_path / "metrics.jsonl").read_bytes().startswith(before)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[2]["loss"] == 7.0
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

@@ -41,26 +41,27 @@ SHARED = [".lock", "costs.toml", "layer_times.json"]
 def leave_a_run(folder, *others):
     """Write what a run leaves behind."""
     config = config_to_toml(config_in(folder))
-    (folder / "tensorboard").mkdir(parents=True)
+    (folder / "tensorboard").mkdir(parents=True, exist_ok=True)
     (folder / "tensorboard" / "events.out.tfevents.7").touch()
+    (folder / "checkpoints").mkdir(exist_ok=True)
     (folder / "tokens").mkdir(exist_ok=True)
     (folder / "tokens" / "a.tokens").touch()
-    for name in [*RESULTS, *SHARED, *others]:
+    for name in {*RESULTS, *SHARED, *others} - {"tensorboard", "checkpoints", "tokens"}:
         (folder / name).write_text(config if name == "config.toml" else "old")
 
 
-def test_files_of_an_earlier_run_move_to_a_folder_of_their_own_and_the_rest_stays(tmp_path):
-    for number in (1, 2):
-        leave_a_run(tmp_path, "notes.txt", f"metrics.jsonl.{number}.partial")
+def test_a_run_that_continues_keeps_its_files_and_counts_as_unfinished(tmp_path):
+    leave_a_run(tmp_path, "notes.txt", "metrics.jsonl.1.partial")
+    (tmp_path / "checkpoints" / "step-4").mkdir()
+    (tmp_path / "checkpoints" / "step-5.0123456789ab.partial").mkdir()
 
-        note = RunFolder(tmp_path).begin(config_in(tmp_path))
+    assert RunFolder(tmp_path).begin(config_in(tmp_path)) == ""
 
-        assert note.endswith(f"moved to {tmp_path / f'earlier-{number}'}")
-        assert sorted(os.listdir(tmp_path / f"earlier-{number}")) == sorted([*RESULTS, "tensorboard"])
-        assert (tmp_path / f"earlier-{number}" / "metrics.jsonl").read_text() == "old"
-    kept = [*SHARED, "config.toml", "notes.txt", "earlier-1", "earlier-2", "tokens"]
-    assert sorted(os.listdir(tmp_path)) == sorted(kept)
-    assert RunFolder(tmp_path).begin(config_in(tmp_path)).endswith("earlier-3")
+    left = {*RESULTS, *SHARED, "tensorboard", "tokens", "checkpoints", "notes.txt"} - {"summary.json"}
+    assert sorted(os.listdir(tmp_path)) == sorted(left)
+    assert (tmp_path / "metrics.jsonl").read_text() == "old"
+    assert RunFolder(tmp_path).checkpoints.steps() == [4]
+    assert len(os.listdir(tmp_path / "checkpoints")) == 1
 
 
 def test_a_run_that_is_forced_removes_what_runs_have_left(tmp_path):
@@ -74,7 +75,15 @@ def test_a_run_that_is_forced_removes_what_runs_have_left(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["notes.txt", "tokens/photo.jpg", "earlier-1/thesis.tex", "tensorboard/a/b", "rank.d/x"]
+    "name",
+    [
+        "notes.txt",
+        "tokens/photo.jpg",
+        "earlier-1/thesis.tex",
+        "tensorboard/a/b",
+        "rank.d/x",
+        "checkpoints/step-1/thesis.tex",
+    ],
 )
 def test_a_folder_with_files_that_no_run_wrote_is_never_emptied(tmp_path, name):
     leave_a_run(tmp_path)

@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
 
@@ -73,11 +73,13 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
-def launch_ranks(command: Sequence[str], *, num_ranks: int, port: int = 0) -> RankFailure | None:
+def launch_ranks(
+    command: Sequence[str], *, num_ranks: int, port: int = 0, may_stop: bool = False
+) -> RankFailure | None:
     """Run `command` once per rank until all end; return the first cause of a failure, or None.
 
     Call from the main thread. An interrupt (SIGINT, SIGTERM or SIGHUP) ends every rank within two seconds, stopped
-    ones too.
+    ones too. With `may_stop`, the first one is passed on as SIGTERM, on which ranks may save before they end.
     Raises: ConfigError where the port is taken; KeyboardInterrupt after an interrupt.
     """
     rendezvous = LoopbackRendezvous(port)
@@ -92,11 +94,14 @@ def launch_ranks(command: Sequence[str], *, num_ranks: int, port: int = 0) -> Ra
         monitor_interval=0.1,
     )
     agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull), shutdown_timeout=PATIENCE_S)
+    interrupt = _Interrupt(agent, may_stop=may_stop)
     try:
-        with _environment_of_ranks(), _quiet_logging(), interrupts_handled_by(_end_launch), _straggler_watch(agent):
+        with _environment_of_ranks(), _quiet_logging(), interrupts_handled_by(interrupt), _straggler_watch(agent):
             result = agent.run()
     except SignalException:
         raise KeyboardInterrupt from None
+    if interrupt.is_passed_on:
+        raise KeyboardInterrupt
     if not result.is_failed():
         return None
     exit_codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
@@ -206,12 +211,31 @@ def _quiet_logging() -> Iterator[None]:
         logging.disable(before)
 
 
-def _end_launch(number: int, frame: FrameType | None) -> None:
-    """Have torch's launcher end every rank with SIGHUP, which ends one at once and without a trace at any time.
+class _Interrupt:
+    """Handles the interrupts of a launch."""
 
-    Python would print where a SIGINT met it while it starts, and on SIGTERM a rank takes its time (lifetime.py).
-    """
-    raise SignalException("interrupted", signal.SIGHUP)
+    def __init__(self, agent: LocalElasticAgent, *, may_stop: bool) -> None:
+        self._agent = agent
+        self._may_stop = may_stop
+        self.is_passed_on = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Pass the first one on, where ranks may save. Else have torch's launcher end every rank with SIGHUP.
+
+        SIGHUP ends one at once and without a trace at any time: Python would print where a SIGINT met it while it
+        starts, and on SIGTERM a rank takes its time (lifetime.py).
+        """
+        ranks = _processes_of(self._agent)
+        if not (self._may_stop and ranks) or self.is_passed_on:
+            raise SignalException("interrupted", signal.SIGHUP)
+        self.is_passed_on = True
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGTERM)
+
+
+def _processes_of(agent: LocalElasticAgent) -> list[int]:
+    return [worker.id for worker in agent.get_worker_group().workers if worker.id is not None]
 
 
 @contextmanager
@@ -220,7 +244,7 @@ def _straggler_watch(agent: LocalElasticAgent) -> Iterator[None]:
     over = threading.Event()
     watch = threading.Thread(
         target=end_stragglers,
-        args=(lambda: [worker.id for worker in agent.get_worker_group().workers if worker.id is not None], over),
+        args=(lambda: _processes_of(agent), over),
         kwargs={"patience_s": PATIENCE_S},
         daemon=True,
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from penstock.cli.status import ExitStatus
+from penstock.train.stopping import StopRequest
 
 GRACE_S = 0.7
 """How long a rank that is told to end may take to finish telling what it is failing of."""
@@ -51,23 +52,47 @@ def interrupts_handled_by(handler: Handler) -> Iterator[None]:
             signal.signal(number, previous)
 
 
-def end_when_told() -> None:
+def stop_or_raise(stop: StopRequest | None) -> Handler:
+    """Return a handler that asks a loop that looks to stop, and raises the second time, or where none looks."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop is None or stop.limit_s is None or stop.is_requested:
+            raise KeyboardInterrupt
+        stop.request()
+        threading.Thread(target=_leave_after, args=(stop.limit_s,), name="penstock-end", daemon=True).start()
+
+    return handle
+
+
+def _leave_after(limit_s: float) -> None:
+    time.sleep(limit_s)
+    os._exit(ExitStatus.INTERRUPTED)
+
+
+def end_when_told(stop: StopRequest | None = None) -> None:
     """End this process on SIGTERM within `GRACE_S`, on SIGINT and SIGHUP at once, also amid a wait in C++ code.
+
+    While a loop looks at `stop`, SIGTERM and SIGINT ask it to stop instead, and end the process when its limit is over.
 
     Python runs signal handlers in the main thread alone, between two steps of Python; hence the default action, and a
     thread that takes SIGTERM. Call before any other thread starts: threads inherit the block.
     """
     for number in INTERRUPTS:
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_take_terminate, name="penstock-end", daemon=True).start()
+    taken = {signal.SIGTERM} if stop is None else {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, taken)
+    threading.Thread(target=_take_interrupt, args=(taken, stop), name="penstock-end", daemon=True).start()
 
 
-def _take_terminate() -> None:
-    signal.sigwait({signal.SIGTERM})
-    time.sleep(GRACE_S)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    os.kill(os.getpid(), signal.SIGTERM)
+def _take_interrupt(taken: set[signal.Signals], stop: StopRequest | None) -> None:
+    number = signal.sigwait(taken)
+    if stop is not None and stop.limit_s is not None:
+        stop.request()
+        _leave_after(stop.limit_s)
+    if number == signal.SIGTERM:
+        time.sleep(GRACE_S)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    os.kill(os.getpid(), number)
 
 
 def run_id_of(launcher: int) -> str:

@@ -14,10 +14,12 @@ from penstock.cli.lifetime import (
     launcher_of,
     leave_at_once,
     raise_interrupt,
+    stop_or_raise,
 )
 from penstock.cli.output import complain, forget_stdout, say_at_once
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError
+from penstock.train.stopping import StopRequest
 
 MAX_PORT = 65535
 
@@ -42,12 +44,17 @@ def add_run_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run_on_ranks(arguments: Namespace, command: Sequence[str], body: Body, hold: Hold) -> int:
-    """Run `body` on every rank and return the exit status; a rank that is started here gets `command`."""
+def run_on_ranks(
+    arguments: Namespace, command: Sequence[str], body: Body, hold: Hold, stop: StopRequest | None = None
+) -> int:
+    """Run `body` on every rank and return the exit status; a rank that is started here gets `command`.
+
+    While the body looks at `stop`, the first interrupt asks it to stop, and the next one ends it.
+    """
     if not 0 <= arguments.port <= MAX_PORT:
         raise ConfigError(f"{arguments.port} is no port; give a number from 1 to {MAX_PORT}", key="--port")
     if is_rank(os.environ):
-        return _run_as_rank(arguments, body, os.environ)
+        return _run_as_rank(arguments, body, os.environ, stop)
     with interrupts_handled_by(leave_at_once):
         if sys.stdout.isatty():  # in a pipe, the first line of a run names its folder
             say_at_once("loading torch ...")
@@ -59,10 +66,10 @@ def run_on_ranks(arguments: Namespace, command: Sequence[str], body: Body, hold:
         check_plan(config)
         devices.choose_device(config.run.device, config.pipeline.ranks, devices.look())
         if config.pipeline.ranks > 1:
-            return _launch(arguments, command, config, hold)
+            return _launch(arguments, command, config, hold, may_stop=stop is not None)
         _use_one_thread_unless(os.environ)
         try:
-            with interrupts_handled_by(raise_interrupt), hold(config) as held:
+            with interrupts_handled_by(stop_or_raise(stop)), hold(config) as held:
                 body(held)
         except BrokenPipeError:
             forget_stdout()
@@ -83,7 +90,7 @@ def _use_one_thread_unless(environment: Mapping[str, str]) -> None:
         torch.set_num_threads(1)
 
 
-def _launch(arguments: Namespace, command: Sequence[str], config: Any, hold: Hold) -> int:
+def _launch(arguments: Namespace, command: Sequence[str], config: Any, hold: Hold, *, may_stop: bool) -> int:
     """Start one process per rank; each runs the command again and finds its rank in the environment."""
     import tomlkit
 
@@ -96,7 +103,8 @@ def _launch(arguments: Namespace, command: Sequence[str], config: Any, hold: Hol
         say_at_once(f"starting {config.pipeline.ranks} ranks ...")
         words = ["-m", "penstock", *command, *overrides, "--", arguments.run_file]
         num_ranks = config.pipeline.ranks
-        failure = launch_ranks([sys.executable, *_path_flags(), *words], num_ranks=num_ranks, port=arguments.port)
+        command = [sys.executable, *_path_flags(), *words]
+        failure = launch_ranks(command, num_ranks=num_ranks, port=arguments.port, may_stop=may_stop)
     if failure is None:
         return ExitStatus.FINE
     if failure.status != ExitStatus.INTERRUPTED:
@@ -109,8 +117,8 @@ def _path_flags() -> list[str]:
     return [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
 
 
-def _run_as_rank(arguments: Namespace, body: Body, environment: Mapping[str, str]) -> int:
-    end_when_told()
+def _run_as_rank(arguments: Namespace, body: Body, environment: Mapping[str, str], stop: StopRequest | None) -> int:
+    end_when_told(stop)
     launcher = launcher_of(environment)
     if launcher is not None:
         die_with(launcher)

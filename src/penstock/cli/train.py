@@ -18,6 +18,9 @@ SUMMARY = "Train a run; starts its ranks on this machine, or joins torchrun's."
 def add_arguments(parser: ArgumentParser) -> None:
     add_run_arguments(parser)
     which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--resume", action="store_true", help="continue a run from its newest checkpoint, or fail where there is none"
+    )
     which.add_argument("--fresh", action="store_true", help="always begin in the next folder of DIR, DIR-2, DIR-3, ...")
     which.add_argument(
         "--force", action="store_true", help="remove what earlier runs left in run.folder, and begin there"
@@ -25,15 +28,19 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    command = ["train", *(["--fresh"] * arguments.fresh), *(["--force"] * arguments.force)]
-    return run_on_ranks(arguments, command, partial(_train, arguments), partial(_hold_folder, arguments))
+    from penstock.train.stopping import StopRequest
+
+    flags = [f"--{name}" for name in ("resume", "fresh", "force") if getattr(arguments, name)]
+    stop = StopRequest()
+    body = partial(_train, arguments, stop)
+    return run_on_ranks(arguments, ["train", *flags], body, partial(_hold_folder, arguments), stop)
 
 
-def _train(arguments: Namespace, config: Any) -> None:
+def _train(arguments: Namespace, stop: Any, config: Any) -> None:
     from penstock.train.loop import train
 
     is_claimed = not is_rank(os.environ) or launcher_of(os.environ) is not None
-    train(config, output=sys.stdout, start=_start_of(arguments), is_claimed=is_claimed)
+    train(config, output=sys.stdout, start=_start_of(arguments), is_claimed=is_claimed, stop=stop)
 
 
 @contextmanager
@@ -58,6 +65,9 @@ def _hold_folder(arguments: Namespace, config: Any) -> Iterator[Any]:
 def _start_of(arguments: Namespace) -> Any:
     from penstock.train.claim import Start
 
+    is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if arguments.force:
-        return Start.FORCE
-    return Start.FRESH if arguments.fresh else Start.BY_RULE
+        return Start.RESTART if is_restarted else Start.FORCE
+    if arguments.fresh and not is_restarted:  # else the first try has taken the next folder
+        return Start.FRESH
+    return Start.RESUME if arguments.resume else Start.BY_RULE

@@ -4,7 +4,8 @@ Of DIR, DIR-2, DIR-3, ... the one with the highest number decides:
 
     absent, or without a run                          begin there
     a process holds it                                error
-    an unfinished run with the same settings          begin there; its files move to earlier-1/
+    an unfinished run with the same settings          continue there, from its newest checkpoint or from step 0
+    a finished one that is to have more steps         likewise, where it has a checkpoint
     anything else                                     begin in the next number
 
 So no result is ever overwritten, unless `Start.FORCE` asks for it.
@@ -17,7 +18,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import TextIO
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 from penstock.files import naming_storage
@@ -28,7 +29,7 @@ from penstock.train.together import failing_together
 
 KEY = "run.folder"
 SAME_SECTIONS = ("model", "data", "batch", "precision", "optimizer")
-"""With the seed, what an unfinished run must share with a new one to be begun anew in its place."""
+"""With the seed, what a run must share with an earlier one to continue it."""
 MOST_ATTEMPTS = 100
 
 
@@ -36,10 +37,14 @@ class Start(Enum):
     """Which folder a run begins in."""
 
     BY_RULE = auto()
+    RESUME = auto()
+    """Where an earlier run has left a checkpoint, or nowhere."""
     FRESH = auto()
     """Always the next number."""
     FORCE = auto()
     """The folder of the configuration, whatever runs have left there."""
+    RESTART = auto()
+    """The folder of the configuration as it is: the first try of this run has emptied it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,7 @@ def claimed(config: RunConfig, start: Start = Start.BY_RULE) -> Iterator[Claim]:
                 stack.pop_all()
                 continue  # the new folder belongs to another process that was quicker
             stack.callback(_release, folder, lock)
-            if start is Start.BY_RULE and _obstacle(choice.path, config):
+            if start in (Start.BY_RULE, Start.RESUME) and _obstacle(choice.path, config):
                 continue  # another run began and ended between the look and the lock
             if start is Start.FORCE:
                 folder.remove_tokens()
@@ -136,8 +141,11 @@ def _choose(base: Path, config: RunConfig, start: Start) -> _Choice:
     if start is Start.FORCE:
         RunFolder(base).require_own_files()
         return _Choice(base, "--force")
+    if start is Start.RESTART and base.is_dir():
+        return _Choice(base, "restarted")
     found = numbered_folders(base)
     if not found:
+        _refuse_resuming(start, base, "there is no such folder")
         return _Choice(base, "new", is_new=True)
     number = max(found)
     path, following = found[number], base.with_name(f"{base.name}-{number + 1}")
@@ -147,28 +155,45 @@ def _choose(base: Path, config: RunConfig, start: Start) -> _Choice:
         raise _in_use(path)
     obstacle = _obstacle(path, config)
     if obstacle and path.is_dir():
+        _refuse_resuming(start, path, obstacle)
         return _Choice(following, f"{path} {obstacle}", is_new=True)
-    has_run = (path / CONFIG).exists()
-    return _Choice(path, "its unfinished run has the same settings and begins anew" if has_run else "holds no run yet")
+    if not (path / CONFIG).exists():
+        _refuse_resuming(start, path, "holds no run yet")
+        return _Choice(path, "holds no run yet")
+    steps = RunFolder(path).checkpoints.steps()
+    if not steps:
+        _refuse_resuming(start, path, "its run has no checkpoint")
+        return _Choice(path, "its unfinished run has the same settings and no checkpoint, and begins at step 0")
+    return _Choice(path, f"its run has the same settings and continues after step {steps[0]}")
+
+
+def _refuse_resuming(start: Start, path: Path, reason: str) -> None:
+    if start is Start.RESUME:
+        raise CheckpointError(f"--resume: {path}: {reason}; leave --resume out to begin a run")
 
 
 def _obstacle(path: Path, config: RunConfig) -> str:
-    """Return what keeps a run from beginning in a folder, or an empty text."""
+    """Return what keeps a run from beginning or continuing in a folder, or an empty text."""
     folder = RunFolder(path)
     names = folder.result_names()
     if not names:
         return ""
     if CONFIG not in names:
         return "holds files but no run"
-    if SUMMARY in names:
-        return "holds a finished run"
+    is_finished, steps = SUMMARY in names, folder.checkpoints.steps()
     try:
         earlier = load_config(path / CONFIG)
     except PenstockError:
-        return f"holds a {CONFIG} that cannot be read"
+        return "holds a finished run" if is_finished else f"holds a {CONFIG} that cannot be read"
+    if is_finished and not (steps and earlier.run.steps < config.run.steps):
+        return "holds a finished run"
     different = [f"[{name}]" for name in SAME_SECTIONS if getattr(earlier, name) != getattr(config, name)]
     different += ["run.seed"] if earlier.run.seed != config.run.seed else []
-    return f"holds an unfinished run with another {', '.join(different)}" if different else ""
+    if different:
+        return f"holds {'a finished' if is_finished else 'an unfinished'} run with another {', '.join(different)}"
+    if steps and steps[0] > config.run.steps:
+        return f"holds a run that has passed step {config.run.steps}"
+    return ""
 
 
 def _take(choice: _Choice) -> RunLock | None:

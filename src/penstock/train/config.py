@@ -28,6 +28,7 @@ from penstock.train.sections import (
     LISTED,
     NAMED,
     BatchSection,
+    CheckpointSection,
     DataSection,
     DebugSection,
     MetricsSection,
@@ -59,6 +60,7 @@ class RunConfig(Section):
     batch: BatchSection = BatchSection()
     precision: PrecisionSection = PrecisionSection()
     optimizer: OptimizerSection = OptimizerSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
     sample: SampleSection = SampleSection()
     debug: DebugSection = DebugSection()

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from penstock.errors import ConfigError, PenstockWarning
+from penstock.errors import ConfigError, PenstockError, PenstockWarning
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import default_transport
 from penstock.ir.timeline import Timeline
@@ -24,8 +24,9 @@ from penstock.train.generation import sample, sample_prompt
 from penstock.train.metrics import MetricsWriter, StepMetrics
 from penstock.train.precision import Precision
 from penstock.train.progress import screen_of
-from penstock.train.recorded_step import RecordedStep, recorded_step_to_json
+from penstock.train.recorded_step import RecordedStep, read_recorded_step, recorded_step_to_json
 from penstock.train.report import Outcome, predict_again, write_report
+from penstock.train.resuming import Progress, RunCheckpoints, begin_with_weights
 from penstock.train.run_folder import SCHEDULE, TIMELINE, WEIGHTS, RunFolder
 from penstock.train.run_log import run_log
 from penstock.train.setup import (
@@ -37,6 +38,7 @@ from penstock.train.setup import (
 )
 from penstock.train.split import choose_split
 from penstock.train.step import StepOutcome, Trainer, require_finite
+from penstock.train.stopping import StopRequest
 from penstock.train.together import failing_together
 from penstock.train.weights import save_weights
 
@@ -63,17 +65,25 @@ class TrainingResult:
 
 
 def train(
-    config: RunConfig, *, output: TextIO, start: Start = Start.BY_RULE, is_claimed: bool = False
+    config: RunConfig,
+    *,
+    output: TextIO,
+    start: Start = Start.BY_RULE,
+    is_claimed: bool = False,
+    stop: StopRequest | None = None,
 ) -> TrainingResult:
     """Train a run as one of its ranks; torch.distributed is initialized where there are several.
 
     Everything that is left behind lies in the run folder, which `start` chooses, unless `is_claimed`: then the caller
-    holds the folder of the configuration. Lines for people go to `output`, from rank 0 alone.
+    holds the folder of the configuration. A run that is found there continues. Lines for people go to `output`, from
+    rank 0 alone. `stop` asks to stop between two steps.
 
     Raises:
         ConfigError, FormatError, ScheduleError, PartitionError: a setting is wrong.
         PenstockError: a file cannot be written, or the loss is not finite any more.
+        CheckpointError: no checkpoint of a run that has some can be loaded, or one cannot be written.
         PipelineError: a rank failed, or did not answer within the deadline.
+        KeyboardInterrupt: on every rank, when the run has stopped since one was asked to.
     """
     begin_s = time.monotonic()
     with ExitStack() as stack:
@@ -104,7 +114,7 @@ def train(
             output.write(f"{screen.wrapped(rule.note)}\n" if rule.note else "")
             output.write(f"{screen.wrapped(f'note: {advice}')}\n" if advice else "")
             _tell(pipeline.rank, output, "first step ...")
-        result = _run_steps(config, pipeline, dataset, folder, output)
+        result = _run_steps(config, pipeline, dataset, folder, output, stop or StopRequest())
         save_weights(folder.path / WEIGHTS, pipeline)
         if pipeline.rank == 0:
             _report(config, result, folder, output, duration_s=time.monotonic() - begin_s)
@@ -192,36 +202,65 @@ class _Run:
 
 
 def _run_steps(
-    config: RunConfig, pipeline: Pipeline, dataset: TokenDataset, folder: RunFolder, output: TextIO
+    config: RunConfig,
+    pipeline: Pipeline,
+    dataset: TokenDataset,
+    folder: RunFolder,
+    output: TextIO,
+    stop: StopRequest,
 ) -> TrainingResult:
     num_held_out = config.run.evaluate_batches
     held_out = dataset.held_out_batches(num_held_out) if num_held_out else []
+    begin_with_weights(config, folder, pipeline, output)
     run = _Run(config, dataset, held_out, build_trainer(config, pipeline))
     early_stop = EarlyStop(config.run.patience)
+    checkpoints = RunCheckpoints(config, folder, run.trainer, early_stop, stop, data=dataset.digest, output=output)
+    progress = checkpoints.resume()
+    first_step = progress.step + 1
     with ExitStack() as stack:
-        writer = _open_metrics(stack, config, folder, output) if pipeline.rank == 0 else None
-        for step in range(1, config.run.steps + 1):
+        writer = _open_metrics(stack, config, folder, output, first_step) if pipeline.rank == 0 else None
+        stack.enter_context(stop.watched(2 * config.run.deadline_s))
+        for step in range(first_step, config.run.steps + 1):
             metrics = run.step(step)
             if writer is not None:
                 writer.write(metrics)
             if writer is not None and run.recorded is not None and run.recorded.step == step:
                 # At once: whoever asks where the time goes should not have to wait for the run's end.
                 folder.write(TIMELINE, recorded_step_to_json(run.recorded))
-            if early_stop.note(metrics.held_out_loss):
+            is_last = early_stop.note(metrics.held_out_loss) or step == config.run.steps
+            progress = Progress(step, metrics.loss, metrics.held_out_loss)
+            checkpoints.after_step(progress, is_last=is_last)
+            if is_last and step < config.run.steps:
                 _tell(pipeline.rank, output, f"stopped early: {early_stop.describe()}")
                 break
-    return TrainingResult(step, metrics.loss, metrics.held_out_loss, run.recorded)
+        checkpoints.finish()
+    assert progress.loss is not None, "a run has at least one step"
+    recorded = run.recorded or _recorded_before(folder, first_step, config)
+    return TrainingResult(progress.step, progress.loss, progress.held_out_loss, recorded)
 
 
-def _open_metrics(stack: ExitStack, config: RunConfig, folder: RunFolder, output: TextIO) -> MetricsWriter:
-    """Open the metrics until the stack ends; where TensorBoard is missing, say so and do without it."""
-    options, num_steps = config.metrics, config.run.steps
+def _recorded_before(folder: RunFolder, first_step: int, config: RunConfig) -> RecordedStep | None:
+    """Return the step that was recorded before the run was interrupted; None where it was lost, or none was."""
+    if not (0 < config.recorded_step < first_step and (folder.path / TIMELINE).exists()):
+        return None
     try:
-        return stack.enter_context(MetricsWriter(folder.path, options, num_steps=num_steps, output=output))
+        return read_recorded_step(folder.path)
+    except PenstockError:
+        return None
+
+
+def _open_metrics(
+    stack: ExitStack, config: RunConfig, folder: RunFolder, output: TextIO, first_step: int
+) -> MetricsWriter:
+    """Open the metrics until the stack ends; where TensorBoard is missing, say so and do without it."""
+    options = config.metrics
+    how: dict[str, Any] = {"num_steps": config.run.steps, "output": output, "first_step": first_step}
+    try:
+        return stack.enter_context(MetricsWriter(folder.path, options, **how))
     except ConfigError as error:
         output.write(f"training goes on without TensorBoard files: {error}\n")
     options = options.model_copy(update={"tensorboard": False})
-    return stack.enter_context(MetricsWriter(folder.path, options, num_steps=num_steps, output=output))
+    return stack.enter_context(MetricsWriter(folder.path, options, **how))
 
 
 def _describe_devices(config: RunConfig) -> str:

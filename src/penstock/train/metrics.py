@@ -1,6 +1,7 @@
 """Writing what each step was like: to the terminal, as JSON lines, and for TensorBoard."""
 
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -33,7 +34,9 @@ class Sink(Protocol):
 class MetricsWriter:
     """Writes every step to the sinks that the configuration asks for; use it in a `with` block, on one rank.
 
-    Files: `metrics.jsonl` and `tensorboard/` in `folder`, where they must be new. Lines for people go to `output`.
+    Files: `metrics.jsonl` and `tensorboard/` in `folder`. They are only appended to: for a step that a run which was
+    interrupted has written, too, the last line counts. `first_step` is the first that is written now. Lines for people
+    go to `output`.
 
     Raises:
         ConfigError: TensorBoard is asked for but not installed.
@@ -47,11 +50,13 @@ class MetricsWriter:
         *,
         num_steps: int,
         output: TextIO,
+        first_step: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
         self._options = options
         self._num_steps = num_steps
+        self._first_step = first_step
         self._output = output
         self._clock = clock
         self._shown_at_s = -math.inf
@@ -95,7 +100,7 @@ class MetricsWriter:
 
     def _wanted_sinks(self) -> Iterator[AbstractContextManager[Sink]]:
         if self._options.tensorboard:  # first: where it is missing, nothing has been made yet
-            yield _open_tensorboard(self._folder / TENSORBOARD)
+            yield _open_tensorboard(self._folder / TENSORBOARD, self._first_step)
         if self._options.jsonl:
             yield _open_jsonl(self._folder / METRICS)
 
@@ -108,7 +113,7 @@ class MetricsWriter:
         every = self._options.every
         is_late = self._clock() - self._shown_at_s >= SECONDS_BETWEEN_LINES and not self._output.isatty()
         is_due = metrics.step % every == 0 if every else is_late
-        return is_due or metrics.step in (1, self._num_steps) or metrics.held_out_loss is not None
+        return is_due or metrics.step in (self._first_step, self._num_steps) or metrics.held_out_loss is not None
 
 
 def _numbers(metrics: StepMetrics, left_s: float) -> dict[str, float]:
@@ -147,9 +152,20 @@ class _JsonLines:
 def _open_jsonl(path: Path) -> Iterator[Sink]:
     with naming_storage(path):
         # Unbuffered: a line is in the file at once, and a full disk shows at the line that did not fit.
-        file = path.open("xb", buffering=0)
+        file = path.open("a+b", buffering=0)
     with file:
+        with naming_storage(path):
+            _end_line(file)
         yield _JsonLines(file)
+
+
+def _end_line(file: FileIO) -> None:
+    """End a line that a killed process has begun."""
+    if file.tell() == 0:
+        return
+    file.seek(-1, os.SEEK_END)
+    if file.read(1) != b"\n":
+        file.write(b"\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -185,7 +201,7 @@ class _TensorBoard:
 
 
 @contextmanager
-def _open_tensorboard(folder: Path) -> Iterator[Sink]:
+def _open_tensorboard(folder: Path, first_step: int) -> Iterator[Sink]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -195,7 +211,7 @@ def _open_tensorboard(folder: Path) -> Iterator[Sink]:
             key="metrics.tensorboard",
         ) from error
     with naming_storage(folder):
-        writer: _SummaryWriter = SummaryWriter(log_dir=str(folder), flush_secs=5)
+        writer: _SummaryWriter = SummaryWriter(log_dir=str(folder), flush_secs=5, purge_step=first_step)
     try:
         yield _TensorBoard(writer, folder)
     finally:

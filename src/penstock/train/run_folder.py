@@ -11,6 +11,7 @@ from itertools import count, islice, takewhile
 from math import inf
 from pathlib import Path
 
+from penstock.checkpoints.folder import CheckpointFolder
 from penstock.errors import ConfigError, PenstockError
 from penstock.files import PARTIAL_SUFFIX, atomic_file, naming_storage, remove_abandoned
 from penstock.train.config import RunConfig, config_to_toml, load_config
@@ -19,6 +20,7 @@ CONFIG = "config.toml"
 TOKENS = "tokens"
 SCHEDULE = "schedule.csv"
 WEIGHTS = "weights.safetensors"
+CHECKPOINTS = "checkpoints"
 TIMELINE = "timeline.json"
 TRACE = "timeline.trace.json"
 PICTURE = "timeline.png"
@@ -33,8 +35,8 @@ COSTS = "costs.toml"
 """Of `penstock profile`, which a run leaves alone."""
 LOCK = ".lock"
 EARLIER = "earlier"
-"""Where files of earlier runs in this folder go: earlier-1, earlier-2, ..."""
-RESULTS = (METRICS, TENSORBOARD, SCHEDULE, TIMELINE, TRACE, PICTURE, SUMMARY, WEIGHTS, "rank*.log", CONFIG)
+"""Where Penstock 0.1 moved the files of unfinished runs: earlier-1, earlier-2, ..."""
+RESULTS = (METRICS, CHECKPOINTS, TENSORBOARD, SCHEDULE, TIMELINE, TRACE, PICTURE, SUMMARY, WEIGHTS, "rank*.log", CONFIG)
 """What one run leaves behind, the configuration last: until it is moved, the rest counts as that run's."""
 SHARED = (TOKENS, LAYER_TIMES, COSTS, LOCK, f"{EARLIER}-*", f"*{PARTIAL_SUFFIX}")
 """What is not of one run."""
@@ -42,6 +44,8 @@ INNER: Mapping[str, Sequence[str]] = {
     TOKENS: ("*.tokens", "*.json", f"*{PARTIAL_SUFFIX}"),
     TENSORBOARD: ("events.out.tfevents.*",),
     f"{EARLIER}-*": RESULTS,
+    CHECKPOINTS: ("step-*",),
+    "step-*": ("*.safetensors", "*.json"),
 }
 """What lies in the folders that runs make in a run folder."""
 MOST_NAMED = 3
@@ -93,6 +97,11 @@ class RunFolder:
         return self.path / TOKENS
 
     @property
+    def checkpoints(self) -> CheckpointFolder:
+        """What the run continues from."""
+        return CheckpointFolder(self.path / CHECKPOINTS)
+
+    @property
     def other_tokens(self) -> list[Path]:
         """The caches of the folders with other numbers; what one has need not be made again."""
         base = self.path.with_name(re.sub("-([2-9]|[1-9][0-9]+)$", "", self.path.name) or self.path.name)
@@ -121,10 +130,10 @@ class RunFolder:
         return [name for name in names if not _matches(name, SHARED)]
 
     def begin(self, config: RunConfig, *, is_forced: bool = False) -> str:
-        """Clear the folder of an earlier run and write the resolved configuration; return a line on what was done.
+        """Write the resolved configuration; return a line on what was done to an earlier run.
 
-        The earlier run's files move to `earlier-1` or the next such number; `is_forced` removes them instead. Only
-        the process whose run holds the folder may call this.
+        A run that continues keeps its files, but counts as unfinished from here on; `is_forced` removes them. Only the
+        process whose run holds the folder may call this.
 
         Raises:
             PenstockError: the folder is no folder or cannot be written (path and reason).
@@ -132,20 +141,11 @@ class RunFolder:
         with naming_storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             remove_abandoned(self.path, now_s=inf)
-            note = self._remove_all() if is_forced else self._set_aside()
+            self.checkpoints.sweep()
+            note = self._remove_all() if is_forced else ""
+            (self.path / SUMMARY).unlink(missing_ok=True)
         self.write(CONFIG, config_to_toml(config).encode())
         return note
-
-    def _set_aside(self) -> str:
-        names = [name for name in os.listdir(self.path) if _matches(name, RESULTS)]
-        if not names:
-            return ""
-        places = (self.path / f"{EARLIER}-{number}" for number in count(1))
-        place = next(place for place in places if not os.path.lexists(place))
-        place.mkdir()
-        for name in sorted(names, key=CONFIG.__eq__):
-            os.rename(self.path / name, place / name)
-        return f"the files of the unfinished run in {self.path} were moved to {place}"
 
     def _remove_all(self) -> str:
         """Remove what runs have left; the tokens of this run and its lock stay."""
@@ -179,14 +179,15 @@ class RunFolder:
         names = sorted(name for name in self.result_names() if _matches(name, RESULTS))
         if not names:
             return "interrupted before the run began"
-        return f"interrupted; {self.path} keeps {', '.join(names)}" + (
-            "" if WEIGHTS in names else ". The weights are written after the last step"
-        )
+        steps = self.checkpoints.steps()
+        follows = f"The same command continues after step {steps[0]}" if steps else "It has no checkpoint yet"
+        return f"interrupted; {self.path} keeps {', '.join(names)}. {follows}"
 
     def sweep(self) -> None:
         """Take away what killed ranks left half-written; call it when none of them runs any more."""
         for folder in (self.path, self.tokens):
             remove_abandoned(folder, now_s=inf)
+        self.checkpoints.sweep()
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file that appears whole or not at all. Raises: PenstockError."""

@@ -251,6 +251,25 @@ class SampleSection(Section):
     top_k: NotNegative = Field(default=0, description="of how many of the likeliest tokens one is drawn; 0: of all")
 
 
+class CheckpointSection(Section):
+    """What a run that is interrupted continues from."""
+
+    every: NotNegative = Field(
+        default=50,
+        description="steps between checkpoints; one more at the end and at a signal; 0: none at all",
+    )
+    keep_last: Positive = Field(default=3, description="newest checkpoints that are kept")
+    keep_every: NotNegative = Field(
+        default=0, description="checkpoints of steps that this number divides are kept, too; 0: no others"
+    )
+    asynchronous: bool = Field(default=True, description="whether training goes on while a checkpoint is written")
+    load: str = Field(
+        default="",
+        description="weights to begin with: a safetensors file, a folder of such with an index, a checkpoint, or a run "
+        "folder; its optimizer and step are not taken",
+    )
+
+
 class DebugSection(Section):
     """What is looked at while the run goes on; all of it costs time."""
 

@@ -1,0 +1,141 @@
+"""Weights to begin with: of another run, or of another program, in the layouts of safetensors files.
+
+weights.safetensors                                     one file
+folder with NAME.safetensors.index.json                 the Hugging Face layout, files of one index
+folder with one *.safetensors                           likewise, without an index
+folder step-N, a folder of such, a run folder           weights.safetensors, else the newest that verifies
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from penstock.checkpoints.agreement import gather_results
+from penstock.checkpoints.content import names_in_checkpoint
+from penstock.checkpoints.shards import pickles_in, read_tensors, shapes_of
+from penstock.checkpoints.verification import candidates, find_newest
+from penstock.checkpoints.work import run_together
+from penstock.errors import MAX_SHOWN, CheckpointError, nearest
+from penstock.pipeline import Pipeline
+
+WHOLE = "weights.safetensors"
+WITHIN_RUNS = "checkpoints"
+
+
+def load_weights(path: Path, pipeline: Pipeline) -> Path:
+    """Load the weights that a path names; return the file or folder they came from. Every rank calls it.
+
+    They are converted to the types of the model. Of tied parameters, the owner's is looked for.
+
+    Raises:
+        CheckpointError: on every rank, and nothing is changed: there are none, or they are of another model.
+        PipelineError: a rank is lost.
+    """
+    control = pipeline.control
+    own = names_in_checkpoint(pipeline, cast(Any, gather_results(control, lambda: dict(pipeline.owner_names))))
+    where = Path(str(gather_results(control, lambda: str(find_weights(path)))[0]))
+    if candidates(where):
+        where = find_newest(control, where).path
+    files = cast("dict[str, str]", gather_results(control, lambda: files_of(where))[0])
+    wanted = {name for names in gather_results(control, lambda: list(own.values())) for name in names}
+
+    def read() -> dict[str, Tensor] | CheckpointError:
+        try:
+            return _read(where, files, own, wanted, pipeline)
+        except CheckpointError as error:
+            return error
+
+    found = run_together(control, read, num_bytes=sum(map(_size, set(files.values()))), what=str(where))
+
+    def require() -> None:
+        if isinstance(found, CheckpointError):
+            raise found
+
+    gather_results(control, require)
+    pipeline.load_state_dict(cast("dict[str, Tensor]", found))
+    return where
+
+
+def find_weights(path: Path) -> Path:
+    """Return the file or folder that a path means. Raises: CheckpointError, where there is none."""
+    if path.is_file() and path.suffix == ".safetensors":
+        return path
+    if path.is_file():
+        raise CheckpointError(
+            f"{path}: is no safetensors file; Penstock reads no other files of weights, and no pickle"
+        )
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: there is no such file or folder; expected weights, or a run folder")
+    if (path / WHOLE).is_file() and not candidates(path):
+        return path / WHOLE
+    within = path / WITHIN_RUNS
+    if candidates(path) or not candidates(within):
+        return path
+    return within
+
+
+def files_of(where: Path) -> dict[str, str]:
+    """Return the file of each tensor, by name. Raises: CheckpointError."""
+    if where.is_file():
+        return dict.fromkeys(shapes_of(where), str(where))
+    indices = sorted(where.glob("*.safetensors.index.json"))
+    files = sorted(where.glob("*.safetensors"))
+    if len(indices) == 1:
+        return {name: str(where / file) for name, file in _weight_map(indices[0]).items()}
+    if len(files) == 1 and not indices:
+        return files_of(files[0])
+    pickles = pickles_in(where)
+    hint = f" It holds a pickle ({pickles[0]}), which is not read." if pickles else ""
+    raise CheckpointError(
+        f"{where}: holds {len(indices)} indices and {len(files)} safetensors files; expected one index, or one file."
+        f"{hint}"
+    )
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index}: cannot be read as an index of weights: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(file, str) and "/" not in file for file in found.values()):
+        raise CheckpointError(f"{index}: weight_map is not a table from names to files of its folder")
+    return found
+
+
+def _read(
+    where: Path, files: Mapping[str, str], own: Mapping[str, str], wanted: set[str], pipeline: Pipeline
+) -> dict[str, Tensor]:
+    """Return this rank's tensors by its own names. Raises: CheckpointError."""
+    if missing := sorted(wanted - files.keys()):
+        raise CheckpointError(
+            f"{where}: is of another model: it has no {_listed(missing)}.{nearest(missing[0], files)}"
+        )
+    if strange := sorted(files.keys() - wanted):
+        raise CheckpointError(f"{where}: is of another model, which also has {_listed(strange)}")
+    by_file: dict[str, list[str]] = {}
+    for name in set(own.values()):
+        by_file.setdefault(files[name], []).append(name)
+    tensors: dict[str, Tensor] = {}
+    for file, names in by_file.items():
+        tensors |= read_tensors(Path(file), names)
+    for name, current in pipeline.state_dict().items():
+        found = tensors[own[name]]
+        if found.shape != current.shape:
+            raise CheckpointError(
+                f"{where}: is of another model or tokenizer: {own[name]!r} has the shape {tuple(found.shape)}; "
+                f"expected {tuple(current.shape)}"
+            )
+    return {name: tensors[saved] for name, saved in own.items()}
+
+
+def _size(file: str) -> int:
+    path = Path(file)
+    return path.stat().st_size if path.exists() else 0
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return f"{', '.join(map(repr, names[:MAX_SHOWN]))}{more}"

@@ -1,0 +1,173 @@
+"""The checkpoints of a run: what it continues from, when one is saved, and stopping between two steps.
+
+A step's number and the seed determine its batch and its learning rate, so nothing has to be read again. With every
+checkpoint are the last losses, what the optimizer step keeps beside tensors, and the digest of the text.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+from uuid import uuid4
+
+from penstock.checkpoints.folder import step_of
+from penstock.checkpoints.loading import load_newest
+from penstock.checkpoints.pretrained import load_weights
+from penstock.checkpoints.writer import CheckpointWriter
+from penstock.errors import CheckpointError
+from penstock.files import naming_storage
+from penstock.pipeline import Pipeline
+from penstock.train.config import RunConfig
+from penstock.train.early_stop import EarlyStop
+from penstock.train.run_folder import RunFolder
+from penstock.train.step import Trainer
+from penstock.train.stopping import StopRequest
+from penstock.train.together import failing_together
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0
+    """The last one that was run."""
+    loss: float | None = None
+    held_out_loss: float | None = None
+
+
+def begin_with_weights(config: RunConfig, folder: RunFolder, pipeline: Pipeline, output: TextIO) -> None:
+    """Load the weights that a run is to begin with, unless it continues; every rank calls it.
+
+    Raises: CheckpointError, on every rank, where there are none or they are of another model.
+    """
+    if config.checkpoint.load and not _has_checkpoints(pipeline, folder):
+        found = load_weights(Path(config.checkpoint.load), pipeline)
+        if pipeline.rank == 0:
+            output.write(f"the weights are those of {found}\n")
+
+
+class RunCheckpoints:
+    """Saves a run's checkpoints, and loads the newest; every rank has one and calls it alike."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        trainer: Trainer,
+        early_stop: EarlyStop,
+        stop: StopRequest,
+        *,
+        data: str,
+        output: TextIO,
+    ) -> None:
+        """Make sure that the folder can be written, before a step runs. Raises: PenstockError, on every rank."""
+        self._options = config.checkpoint
+        self._limit_s = config.run.deadline_s
+        self._folder = folder
+        self._update = trainer.update
+        self._early_stop = early_stop
+        self._pipeline = trainer.pipeline
+        self._stop = stop
+        self._data = data
+        self._output = output
+        self._saved = 0
+        self._writer = CheckpointWriter(
+            folder.checkpoints.path,
+            self._pipeline,
+            self._update.optimizer,
+            keep_last=self._options.keep_last,
+            keep_every=self._options.keep_every,
+            asynchronous=self._options.asynchronous,
+        )
+        with failing_together(self._pipeline.transport):
+            if self._pipeline.rank == 0 and self._options.every:
+                _require_writable(folder.checkpoints.path)
+
+    def resume(self) -> Progress:
+        """Load the newest checkpoint that verifies, if the run has any; return how far it had come.
+
+        Damaged ones that are newer are named, and set aside.
+
+        Raises: CheckpointError, on every rank: none verifies, or the text is another one.
+        """
+        if not _has_checkpoints(self._pipeline, self._folder):
+            return Progress()
+        loaded = load_newest(self._folder.checkpoints.path, self._pipeline, self._update.optimizer)
+        if loaded.extra.get("data") != self._data:
+            raise CheckpointError(
+                f"{loaded.path}: was trained on another text, or with another tokenizer: data.files have changed. "
+                "Put them back, or begin in the next folder with --fresh"
+            )
+        with failing_together(self._pipeline.transport):
+            if self._pipeline.rank == 0:
+                self._tell_resumed(loaded.path, loaded.damaged)
+        self._saved = loaded.step
+        self._update.load_state(loaded.extra["update"])
+        self._early_stop.lowest, self._early_stop.num_since = loaded.extra["early_stop"]
+        return Progress(loaded.step, loaded.extra["loss"], loaded.extra["held_out_loss"])
+
+    def after_step(self, progress: Progress, *, is_last: bool) -> None:
+        """Save where it is due; a collective after every step.
+
+        Raises:
+            KeyboardInterrupt: on every rank, if one was asked to stop; the checkpoint is saved then.
+            CheckpointError: on every rank, if one cannot be written.
+        """
+        is_stopped = any(self._pipeline.control.all_gather_object(self._stop.is_requested))
+        every, step = self._options.every, progress.step
+        if every and (step % every == 0 or is_last or is_stopped):
+            self._save(progress)
+        else:
+            self._writer.poll()
+        if is_stopped:
+            self._finish_stopped(progress)
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is announced; every rank calls it. Raises: CheckpointError."""
+        self._writer.finish()
+
+    def _save(self, progress: Progress) -> None:
+        if progress.step == self._saved:
+            return
+        extra = {
+            "loss": progress.loss,
+            "held_out_loss": progress.held_out_loss,
+            "data": self._data,
+            "update": self._update.state(),
+            "early_stop": [self._early_stop.lowest, self._early_stop.num_since],
+        }
+        self._writer.save(progress.step, extra)
+        self._saved = progress.step
+
+    def _finish_stopped(self, progress: Progress) -> None:
+        is_saved = self._writer.finish(limit_s=self._limit_s) and self._options.every > 0
+        if self._pipeline.rank == 0:
+            what = "its checkpoint is saved" if is_saved else "no checkpoint of it was saved"
+            self._output.write(f"stopped by a signal after step {progress.step}; {what}\n")
+        raise KeyboardInterrupt
+
+    def _tell_resumed(self, path: Path, damaged: tuple[str, ...]) -> None:
+        for problem in damaged:
+            self._output.write(f"warning: {problem}\n")
+        newest = step_of(path) or 0
+        for step in [step for step in self._folder.checkpoints.steps() if step > newest]:
+            with naming_storage(path):
+                aside = self._folder.checkpoints.set_aside(step)
+            self._output.write(f"warning: the damaged checkpoint is now {aside}\n")
+        self._output.write(f"continuing after step {newest} from {path}\n")
+        self._output.flush()
+
+
+def _has_checkpoints(pipeline: Pipeline, folder: RunFolder) -> bool:
+    """Return what rank 0 sees, so that all ranks do the same."""
+    return bool(pipeline.control.all_gather_object(bool(folder.checkpoints.steps()))[0])
+
+
+def _require_writable(folder: Path) -> None:
+    """Write a file and remove it again, so that the first checkpoint does not fail after hours."""
+    with naming_storage(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f"step-0.{uuid4().hex[:12]}.partial"
+        probe.mkdir()
+        (probe / "file.json").write_bytes(b"{}")
+        (probe / "file.json").unlink()
+        probe.rmdir()

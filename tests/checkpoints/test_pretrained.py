@@ -1,0 +1,137 @@
+"""Weights to begin with."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from penstock.checkpoints.pretrained import files_of, find_weights, load_weights
+from penstock.checkpoints.writer import save_checkpoint
+from penstock.errors import CheckpointError
+from tests.checkpoints.training import assert_equal, train_on
+from tests.train.local_ranks import error_of, on_ranks, small_layers, small_pipeline
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return train_on(1, 0, 1)[1]
+
+
+def loaded(path, num_ranks=2, **options):
+    """Load on some ranks; return the weights of all."""
+
+    def case(transport):
+        pipeline = small_pipeline(transport, small_layers(**options))
+        try:
+            load_weights(path, pipeline)
+            return {name: value.detach().clone() for name, value in pipeline.state_dict().items()}
+        finally:
+            pipeline.close()
+
+    return {name: value for part in on_ranks(num_ranks, case) for name, value in part.items()}
+
+
+def in_shards(weights, folder):
+    names, index = sorted(weights), {}
+    for number, part in enumerate((names[:5], names[5:]), start=1):
+        file = f"model-{number}-of-2.safetensors"
+        save_file({name: weights[name].contiguous() for name in part}, folder / file)
+        index |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def test_one_file_is_loaded_by_any_number_of_ranks(weights, tmp_path):
+    save_file(weights, tmp_path / "some.safetensors")
+
+    for num_ranks in (1, 3):
+        assert_equal(loaded(tmp_path / "some.safetensors", num_ranks), weights)
+    assert_equal(loaded(tmp_path), weights)
+
+
+def test_files_with_an_index_are_loaded(weights, tmp_path):
+    in_shards(weights, tmp_path)
+
+    assert_equal(loaded(tmp_path), weights)
+
+
+def test_a_checkpoint_and_a_run_folder_are_loaded(weights, tmp_path):
+    train_on(2, 0, 1, save=tmp_path / "checkpoints")
+
+    for path in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "step-1"):
+        assert_equal(loaded(path), weights)
+    save_file({name: value + 1 for name, value in weights.items()}, tmp_path / "weights.safetensors")
+    assert find_weights(tmp_path) == tmp_path / "weights.safetensors"
+
+
+def test_types_are_converted(weights, tmp_path):
+    save_file({name: value.to(torch.bfloat16) for name, value in weights.items()}, tmp_path / "a.safetensors")
+
+    assert_equal(loaded(tmp_path), {name: value.to(torch.bfloat16).float() for name, value in weights.items()})
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_tied_weight_exported_once_is_loaded_everywhere(tmp_path, num_ranks):
+    _, expected, _ = train_on(2, 0, 1, save=tmp_path, tied_head=True)
+
+    found = loaded(tmp_path, num_ranks, tied_head=True)
+
+    assert torch.equal(found["head.weight"], found["embedding.weight"])
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: None, "missing: there is no such file or folder"),
+        (lambda folder: (folder / "missing").write_bytes(pickle.dumps({})), "missing: is no safetensors file"),
+        (lambda folder: (folder / "missing").mkdir(), "holds 0 indices and 0 safetensors files"),
+    ],
+)
+def test_what_is_no_weights_is_refused(tmp_path, damage, words):
+    damage(tmp_path)
+
+    assert words in str(error_of(lambda: loaded(tmp_path / "missing")))
+
+
+def test_a_pickle_is_named(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+
+    assert "It holds a pickle (pytorch_model.bin), which is not read." in str(error_of(lambda: loaded(tmp_path)))
+
+
+def test_weights_of_another_model_are_refused_and_nothing_is_changed(weights, tmp_path):
+    cases = {
+        "is of another model: it has no 'norm.weight'": {n: v for n, v in weights.items() if n != "norm.weight"},
+        "is of another model, which also has 'more'": {**weights, "more": torch.zeros(1)},
+        "'norm.weight' has the shape (3,); expected (16,)": {**weights, "norm.weight": torch.zeros(3)},
+    }
+    pipeline = small_pipeline(None)
+    before = {name: value.clone() for name, value in pipeline.state_dict().items()}
+
+    for number, (words, content) in enumerate(cases.items()):
+        save_file(content, tmp_path / f"{number}.safetensors")
+        error = error_of(lambda number=number: load_weights(tmp_path / f"{number}.safetensors", pipeline))
+        assert isinstance(error, CheckpointError)
+        assert words in str(error)
+    assert_equal(pipeline.state_dict(), before)
+    pipeline.close()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {"a": "../b.safetensors"}}', '{"weight_map": 3}'])
+def test_a_wrong_index_is_named(tmp_path, text):
+    (tmp_path / "x.safetensors.index.json").write_text(text)
+
+    with pytest.raises(CheckpointError, match=r"x\.safetensors\.index\.json: "):
+        files_of(tmp_path)
+
+
+def test_a_checkpoint_that_is_damaged_is_refused(tmp_path):
+    pipeline = small_pipeline(None)
+    save_checkpoint(tmp_path, pipeline, step=1)
+    shard = next((tmp_path / "step-1").glob("weights-*"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+    assert "were written" in str(error_of(lambda: load_weights(tmp_path, pipeline)))
+    pipeline.close()

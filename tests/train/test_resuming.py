@@ -1,0 +1,226 @@
+"""What a run continues from, and that it then comes to the same end."""
+
+import io
+import json
+import shutil
+from contextlib import nullcontext
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from penstock.checkpoints.manifest import MANIFEST
+from penstock.errors import CheckpointError, PenstockError
+from penstock.train import loop
+from penstock.train.claim import Start
+from penstock.train.config import config_from_table
+from penstock.train.loop import train
+from penstock.train.metrics import read_metrics
+from penstock.train.resuming import RunCheckpoints
+from penstock.train.stopping import StopRequest
+from tests.tiny_run import TEXT
+from tests.train.local_ranks import error_of
+
+NUM_STEPS = 8
+
+
+class Stopping(StopRequest):
+    """Asks to stop after some steps."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.left = step
+
+    @property
+    def is_requested(self):
+        self.left -= 1
+        return self.left <= 0
+
+
+@pytest.fixture
+def here(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path
+
+
+def config_in(folder, **sections):
+    table = {
+        "run": {"folder": str(folder / "run"), "steps": NUM_STEPS, "evaluate_batches": 1, "record_step": 2},
+        "pipeline": {"ranks": 1, "microbatches": 2},
+        "model": {"width": 16, "layers": 1, "heads": 2, "key_value_heads": 2, "hidden": 16},
+        "data": {"files": [str(folder / "text.txt")]},
+        "batch": {"size": 4, "length": 16},
+        "optimizer": {"warmup_steps": 2},
+        "checkpoint": {"every": 2, "keep_last": 20},
+    }
+    return config_from_table({**table, **{name: table.get(name, {}) | keys for name, keys in sections.items()}})
+
+
+def run(folder, *, stop=None, start=Start.BY_RULE, **sections):
+    """Train, and return what was printed; a run that is stopped returns as well."""
+    output = io.StringIO()
+    request = StopRequest() if stop is None else Stopping(stop)
+    with pytest.raises(KeyboardInterrupt) if stop else nullcontext():
+        train(config_in(folder, **sections), output=output, stop=request, start=start)
+    return output.getvalue()
+
+
+def steps_in(folder):
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "run" / "checkpoints").iterdir())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The weights and losses of a run that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "text.txt").write_text(TEXT)
+    run(folder)
+    rows = read_metrics(folder / "run" / "metrics.jsonl")
+    return load_file(folder / "run" / "weights.safetensors"), [row["loss"] for row in rows]
+
+
+def assert_same_end(folder, whole):
+    weights, losses = whole
+    found = load_file(folder / "run" / "weights.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(found[name].equal(weights[name]) for name in weights)
+    assert [row["loss"] for row in read_metrics(folder / "run" / "metrics.jsonl")] == losses
+    assert json.loads((folder / "run" / "summary.json").read_text())["num_steps"] == NUM_STEPS
+
+
+@pytest.mark.slow
+def test_a_run_saves_when_it_is_due_and_at_the_end(here):
+    run(here, run={"steps": 5}, checkpoint={"every": 2, "keep_last": 20})
+
+    assert steps_in(here) == [2, 4, 5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_stopped_run_comes_to_the_same_end(here, whole, asynchronous):
+    how = {"checkpoint": {"every": 50, "asynchronous": asynchronous}}
+    printed = run(here, stop=5, **how)
+    again = run(here, **how)
+
+    assert "stopped by a signal after step 5; its checkpoint is saved\n" in printed
+    assert f"run folder: {here}/run (its run has the same settings and continues after step 5)\n" in again
+    assert f"continuing after step 5 from {here}/run/checkpoints/step-5\n" in again
+    assert_same_end(here, whole)
+    assert (here / "run" / "timeline.trace.json").exists(), "the recorded step of before is reported"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_at_every_step_comes_to_the_same_end(here, whole):
+    for _ in range(NUM_STEPS):
+        run(here, stop=1)
+
+    run(here)
+
+    assert_same_end(here, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("around", [-1, 0, 1])
+def test_resuming_around_the_end_of_an_epoch_twice_misses_no_window(here, around):
+    (here / "short.txt").write_text(TEXT[:641])  # 40 windows of 16 tokens are 10 batches of 4
+    how = {"data": {"files": [str(here / "short.txt")], "held_out_fraction": 0.0}}
+    settings = {"evaluate_batches": 0, "steps": 23}
+    run(here, **how, run={**settings, "folder": str(here / "whole")})
+    expected = [row["loss"] for row in read_metrics(here / "whole" / "metrics.jsonl")]
+
+    run(here, stop=10 + around, **how, run=settings)
+    run(here, stop=10, **how, run=settings)
+    run(here, **how, run=settings)
+
+    assert {10 + around, 20 + around} < set(steps_in(here))
+    assert [row["loss"] for row in read_metrics(here / "run" / "metrics.jsonl")] == expected
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_older_one_taken(here, whole):
+    run(here, stop=6, checkpoint={"every": 2})
+    shard = next((here / "run" / "checkpoints" / "step-6").glob("weights-*"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+    printed = run(here)
+
+    assert f"warning: {shard}: has " in printed
+    assert f"the damaged checkpoint is now {here}/run/checkpoints/step-6.damaged-1\n" in printed
+    assert "continuing after step 4 " in printed
+    assert_same_end(here, whole)
+
+
+@pytest.mark.slow
+def test_no_run_begins_where_every_checkpoint_is_damaged(here):
+    run(here, stop=4, checkpoint={"every": 2})
+    for folder in (here / "run" / "checkpoints").iterdir():
+        (folder / MANIFEST).unlink()
+    before = (here / "run" / "metrics.jsonl").read_bytes()
+
+    error = error_of(lambda: run(here))
+
+    assert isinstance(error, CheckpointError)
+    assert "none of 2 checkpoints is as it was written" in str(error)
+    assert (here / "run" / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_another_text_is_refused(here):
+    run(here, stop=2)
+    shutil.rmtree(here / "run" / "tokens")
+    (here / "text.txt").write_text(TEXT.replace("fox", "cat"))
+
+    assert "was trained on another text, or with another tokenizer" in str(error_of(lambda: run(here)))
+
+
+@pytest.mark.slow
+def test_a_killed_end_is_made_up_for(here, whole, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "save_weights", lambda *_: 1 / 0)
+        assert isinstance(error_of(lambda: run(here)), ZeroDivisionError)
+
+    run(here)
+
+    assert_same_end(here, whole)
+
+
+@pytest.mark.slow
+def test_a_finished_run_goes_on_to_more_steps(here):
+    run(here, run={"steps": 4})
+    printed = run(here, run={"steps": 6})
+
+    assert "continuing after step 4 " in printed
+    assert [row["step"] for row in read_metrics(here / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_without_checkpoints_a_run_is_as_it_was(here, whole):
+    run(here, checkpoint={"every": 0})
+
+    assert not (here / "run" / "checkpoints").exists()
+    assert_same_end(here, whole)
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_the_weights_of_another(here, whole):
+    weights, losses = whole
+    save_file(weights, here / "theirs.safetensors")
+
+    printed = run(here, run={"steps": 1}, checkpoint={"load": str(here / "theirs.safetensors")})
+
+    assert f"the weights are those of {here}/theirs.safetensors\n" in printed
+    assert read_metrics(here / "run" / "metrics.jsonl")[0]["loss"] < losses[0] - 0.05
+    again = run(here, run={"steps": 2}, checkpoint={"load": str(here / "theirs.safetensors")})
+    assert "the weights are those of" not in again
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_a_step(here, monkeypatch):
+    run(here, stop=1, checkpoint={"every": 0})
+    (here / "run" / "checkpoints").write_text("a file")
+    taken = []
+    monkeypatch.setattr(RunCheckpoints, "resume", lambda self: taken.append(self))
+
+    error = error_of(lambda: run(here))
+
+    assert isinstance(error, PenstockError)
+    assert "run/checkpoints: cannot be written: " in str(error)
+    assert taken == []
