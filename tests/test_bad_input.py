@@ -248,7 +248,7 @@ def small_disk(tmp_path):
 @pytest.mark.slow
 def test_a_disk_that_is_full_at_any_file_ends_the_run_with_the_name_of_that_file(here, small_disk, capsys):
     disk, named = small_disk.disk, []
-    run = ["train", "run.toml", *settings("run.folder=disk/run", "metrics.every=99")]
+    run = ["train", "run.toml", *settings("run.folder=disk/run", "metrics.every=99", "checkpoint.every=0")]
 
     for num_pages in range(40):
         small_disk(num_pages * PAGE_BYTES)

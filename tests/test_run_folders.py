@@ -32,7 +32,7 @@ def train(folder, *pairs, flags=()):
 
 
 def start_torchrun(folder, *pairs):
-    return start([*TORCHRUN, "2", *PENSTOCK, "train", "run.toml", *settings("pipeline.ranks=2", *pairs)], folder)
+    return start([*TORCHRUN, "2", *PENSTOCK, "train", "run.toml", *settings(*dict.fromkeys(("pipeline.ranks=2", *pairs)))], folder)
 
 
 def holders_of(folder):

@@ -33,7 +33,7 @@ def test_ranks_are_told_the_same_command(run_file, monkeypatch):
     assert command[0] == sys.executable
     settings = ["--set=pipeline.ranks=2", '--set=run.folder="run"']
     assert command[-8:] == ["penstock", "profile", "--steps=3", "--output=mine.toml", *settings, "--", run_file]
-    assert rest == {"num_ranks": 2, "port": 0}
+    assert rest == {"num_ranks": 2, "port": 0, "may_stop": False}
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ killed at any instant leaves a folder under another name, or a whole checkpoint.
 """
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -146,6 +147,8 @@ class CheckpointWriter:
         everyone = self._pipeline.control.all_gather_object(save.state())
         if problems := [(rank, state["failure"]) for rank, state in enumerate(_dicts(everyone)) if "failure" in state]:
             self._save = None
+            if self._pipeline.rank == 0:
+                shutil.rmtree(save.partial, ignore_errors=True)
             own = save.error()
             if own is not None:
                 raise own
