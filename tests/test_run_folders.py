@@ -32,7 +32,8 @@ def train(folder, *pairs, flags=()):
 
 
 def start_torchrun(folder, *pairs):
-    return start([*TORCHRUN, "2", *PENSTOCK, "train", "run.toml", *settings(*dict.fromkeys(("pipeline.ranks=2", *pairs)))], folder)
+    pairs = dict.fromkeys(("pipeline.ranks=2", *pairs))
+    return start([*TORCHRUN, "2", *PENSTOCK, "train", "run.toml", *settings(*pairs)], folder)
 
 
 def holders_of(folder):

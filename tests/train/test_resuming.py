@@ -224,3 +224,36 @@ def test_a_folder_that_cannot_be_written_is_found_before_a_step(here, monkeypatc
     assert isinstance(error, PenstockError)
     assert "run/checkpoints: cannot be written: " in str(error)
     assert taken == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+def test_main_weights_and_the_loss_scale_continue(here, compute):
+    how = {"precision": {"compute": compute, "loss_scale": 2.0**40}, "checkpoint": {"every": 3}}
+    settings = {"evaluate_batches": 0, "record_step": 0}
+    run(here, **how, run={**settings, "folder": str(here / "whole")})
+
+    run(here, stop=4, **how, run=settings)
+    run(here, **how, run=settings)
+
+    rows = [read_metrics(here / name / "metrics.jsonl") for name in ("whole", "run")]
+    assert [[row["loss"], row.get("loss_scale")] for row in rows[1]] == [
+        [row["loss"], row.get("loss_scale")] for row in rows[0]
+    ]
+    weights = [load_file(here / name / "weights.safetensors") for name in ("whole", "run")]
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.slow
+def test_the_evaluations_without_a_lower_loss_are_counted_on(here):
+    how = {"optimizer": {"warmup_steps": 1, "learning_rate": 1e-30}}
+    settings = {"evaluate_every": 1, "patience": 4, "record_step": 0}
+    whole = run(here, **how, run={**settings, "folder": str(here / "whole")})
+    last = read_metrics(here / "whole" / "metrics.jsonl")[-1]["step"]
+    assert "stopped early" in whole
+
+    run(here, stop=last - 1, **how, run=settings)
+    assert "stopped early" in run(here, **how, run=settings)
+
+    assert read_metrics(here / "run" / "metrics.jsonl")[-1]["step"] == last
+    assert max(steps_in(here)) == last, "the last step is saved, too"
