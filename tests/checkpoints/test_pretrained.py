@@ -86,7 +86,7 @@ def test_a_tied_weight_exported_once_is_loaded_everywhere(tmp_path, num_ranks):
     [
         (lambda folder: None, "missing: there is no such file or folder"),
         (lambda folder: (folder / "missing").write_bytes(pickle.dumps({})), "missing: is no safetensors file"),
-        (lambda folder: (folder / "missing").mkdir(), "holds 0 indices and 0 safetensors files"),
+        (lambda folder: (folder / "missing").mkdir(), "holds neither weights nor a checkpoint"),
     ],
 )
 def test_what_is_no_weights_is_refused(tmp_path, damage, words):

@@ -89,6 +89,10 @@ def files_of(where: Path) -> dict[str, str]:
         return files_of(files[0])
     pickles = pickles_in(where)
     hint = f" It holds a pickle ({pickles[0]}), which is not read." if pickles else ""
+    if not indices and not files:
+        raise CheckpointError(
+            f"{where}: holds neither weights nor a checkpoint; a run has one as soon as it has saved one.{hint}"
+        )
     raise CheckpointError(
         f"{where}: holds {len(indices)} indices and {len(files)} safetensors files; expected one index, or one file."
         f"{hint}"

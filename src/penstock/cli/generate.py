@@ -1,4 +1,4 @@
-"""`penstock generate`: let the model of a finished run write on after a prompt."""
+"""`penstock generate`: let the model of a run write on after a prompt."""
 
 from argparse import ArgumentParser, Namespace
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from penstock.cli.output import say_piece
 from penstock.cli.status import ExitStatus
 
-SUMMARY = "Write on after a prompt, with the weights of a finished run."
+SUMMARY = "Write on after a prompt, with the weights of a run, or of its newest checkpoint."
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run_folder", metavar="RUN_FOLDER", help="the folder of a finished run")
+    parser.add_argument("run_folder", metavar="RUN_FOLDER", help="the folder of a run")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
     parser.add_argument("--tokens", type=int, metavar="N", help="most tokens that are added (default: sample.tokens)")
     parser.add_argument(

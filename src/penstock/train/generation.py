@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from penstock.errors import CheckpointError, ConfigError
+from penstock.checkpoints.pretrained import load_weights
+from penstock.errors import ConfigError
 from penstock.pipeline import Pipeline
 from penstock.train.config import RunConfig
-from penstock.train.run_folder import CONFIG, WEIGHTS
+from penstock.train.devices import device_of_rank
+from penstock.train.precision import Precision
 from penstock.train.setup import build_layers
 from penstock.train.tokenizer import Tokenizer, load_tokenizer
 
@@ -55,7 +55,14 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str, *, key: str) -> list[int]:
 
 
 def generate(
-    pipeline: Pipeline, prompt: Sequence[int], tokenizer: Tokenizer, *, num_tokens: int, length: int, sampling: Sampling
+    pipeline: Pipeline,
+    prompt: Sequence[int],
+    tokenizer: Tokenizer,
+    *,
+    num_tokens: int,
+    length: int,
+    sampling: Sampling,
+    precision: Precision | None = None,
 ) -> Iterator[int]:
     """Yield the tokens that follow a prompt, at most `num_tokens`, up to the end of the document.
 
@@ -63,10 +70,12 @@ def generate(
     longer text, the last so many tokens.
     """
     text, generator = list(prompt), torch.Generator().manual_seed(sampling.seed)
+    precision = precision or Precision()
     for _ in range(num_tokens):
         context = text[-length:]
-        rows = torch.tensor([context + [PADDING] * (length - len(context))])
-        outputs = pipeline.evaluate(rows, return_outputs=True).outputs
+        rows = torch.tensor([context + [PADDING] * (length - len(context))], device=pipeline.device)
+        with precision.region(pipeline.device):
+            outputs = pipeline.evaluate(rows, return_outputs=True).outputs
         drawn = -1
         if outputs is not None:  # on one rank
             drawn = sampling.draw(outputs[0, len(context) - 1, : tokenizer.vocabulary], generator)
@@ -81,44 +90,41 @@ def sample_prompt(config: RunConfig) -> list[int]:
     """Return the tokens that the run's sample begins with; empty where it has none. Raises: ConfigError."""
     if not config.sample.prompt:
         return []
-    return prompt_tokens(
-        load_tokenizer(config.data.tokenizer, config.data.end_of_document), config.sample.prompt, key="sample.prompt"
-    )
+    return prompt_tokens(_tokenizer_of(config), config.sample.prompt, key="sample.prompt")
 
 
 def sample(config: RunConfig, pipeline: Pipeline, prompt: Sequence[int]) -> Iterator[str]:
     """Yield the run's sample piece by piece, on every rank: the text that follows a prompt."""
-    tokenizer, section = load_tokenizer(config.data.tokenizer, config.data.end_of_document), config.sample
+    tokenizer, section = _tokenizer_of(config), config.sample
     sampling = Sampling(section.temperature, section.top_k, config.run.seed)
     length = config.batch.length  # of the sequences that it was trained on
-    tokens = generate(pipeline, prompt, tokenizer, num_tokens=section.tokens, length=length, sampling=sampling)
+    tokens = generate(
+        pipeline,
+        prompt,
+        tokenizer,
+        num_tokens=section.tokens,
+        length=length,
+        sampling=sampling,
+        precision=Precision(config.precision),
+    )
     return as_text(tokens, tokenizer.decode)
+
+
+def _tokenizer_of(config: RunConfig) -> Tokenizer:
+    return load_tokenizer(config.data.tokenizer, config.data.end_of_document)
 
 
 @contextmanager
 def load_trained(config: RunConfig) -> Iterator[Pipeline]:
-    """Make the model of a finished run on this rank alone, with its weights.
+    """Make the model of a run on this rank alone: with its weights, or those of its newest checkpoint.
 
     Raises:
-        CheckpointError: its weights are missing, cannot be read, or are another model's.
+        CheckpointError: there are none, or they cannot be read, or are another model's.
     """
-    path = Path(config.run.folder, WEIGHTS)
-    vocabulary = (
-        config.model.vocabulary or load_tokenizer(config.data.tokenizer, config.data.end_of_document).vocabulary
-    )
+    vocabulary = config.model.vocabulary or _tokenizer_of(config).vocabulary
     layers = build_layers(config, vocabulary)
-    with closing(Pipeline(layers, "gpipe", 1)) as pipeline:
-        try:
-            tensors = load_file(path)
-            for layer in layers:  # a tied parameter is saved once, under its first name
-                tensors |= {f"{layer.name}.{own}": tensors[other] for own, other in layer.tied if other in tensors}
-            pipeline.load_state_dict(tensors)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path} does not exist: the run has not finished; let it end first") from error
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}; train the run again") from error
-        except ConfigError as error:
-            raise CheckpointError(f"{path} is not of the model in {CONFIG} beside it: {error}") from error
+    with closing(Pipeline(layers, "gpipe", 1, device=device_of_rank(config))) as pipeline:
+        load_weights(Path(config.run.folder), pipeline)
         yield pipeline
 
 
