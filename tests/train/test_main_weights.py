@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock import load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError, ConfigError
 from penstock.execute.stages.stage import Stage
 from penstock.models import DecoderConfig, decoder_layers
@@ -13,7 +14,7 @@ from penstock.train.main_weights import MAIN, MainWeightOptimizer
 from penstock.train.precision import Precision
 from penstock.train.profiling import state_bytes
 from penstock.train.sections import OptimizerSection, PrecisionSection
-from tests.train.local_ranks import on_ranks, small_pipeline
+from tests.train.local_ranks import on_ranks, random_batch, small_layers, small_pipeline
 
 SHAPES = {"matrix": (4, 3), "vector": (5,)}
 
@@ -186,3 +187,48 @@ def test_a_profile_counts_main_weights_and_what_the_optimizer_keeps_beside_them(
     stage = Stage(0, {"layer": nn.Linear(4, 3, bias=False).bfloat16()})
 
     assert state_bytes([stage], options, has_main_weights=True) == {"0": num_bytes}
+
+
+# ---- checkpoints
+
+
+def make_pipeline(transport):
+    layers = Precision(PrecisionSection(compute="bfloat16")).cast(small_layers())
+    pipeline = small_pipeline(transport, layers, main_gradients=True)
+    return pipeline, MainWeightOptimizer(pipeline.named_parameters(), torch.optim.AdamW, lr=0.01)
+
+
+def train_pipeline(pipeline, optimizer, seeds):
+    for seed in seeds:
+        tokens, target = random_batch(seed)
+        pipeline.step(tokens, target=target)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def found_in(pipeline, optimizer):
+    pipeline.close()
+    return {name: (each.detach(), optimizer.state[each][MAIN]) for name, each in pipeline.named_parameters()}
+
+
+@pytest.mark.slow
+def test_main_weights_that_2_ranks_saved_go_on_bit_for_bit_on_any_number_of_ranks(tmp_path):
+    def save(transport):
+        pipeline, optimizer = make_pipeline(transport)
+        train_pipeline(pipeline, optimizer, range(2))
+        save_checkpoint(tmp_path / "run", pipeline, optimizer, step=2)
+        train_pipeline(pipeline, optimizer, range(2, 4))
+        return found_in(pipeline, optimizer)
+
+    def load(transport):
+        pipeline, optimizer = make_pipeline(transport)
+        load_checkpoint(tmp_path / "run", pipeline, optimizer)
+        train_pipeline(pipeline, optimizer, range(2, 4))
+        return found_in(pipeline, optimizer)
+
+    expected = {name: pair for found in on_ranks(2, save) for name, pair in found.items()}
+
+    for num_ranks in (1, 2, 3):
+        found = {name: pair for own in on_ranks(num_ranks, load) for name, pair in own.items()}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(*pair) for name in found for pair in zip(found[name], expected[name], strict=True))
