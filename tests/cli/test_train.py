@@ -97,6 +97,23 @@ def test_resuming_without_a_checkpoint_ends_with_6_before_a_rank_is_started(run_
 
 
 @pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "there is no such file or folder"),
+        (b"\x80\x04.", "is no safetensors file; Penstock reads no other files of weights"),
+    ],
+)
+def test_weights_that_are_none_are_refused_before_a_rank_is_started(run_file, launches, capsys, content, words):
+    path = Path(run_file).parent / "weights.pt"
+    if content:
+        path.write_bytes(content)
+
+    assert main(["train", run_file, "--set", f'checkpoint.load="{path}"']) == 6
+    assert capsys.readouterr().err.startswith(f"penstock: {path}: {words}")
+    assert launches == []
+
+
+@pytest.mark.parametrize(
     ("flag", "count", "start"),
     [
         ("fresh", "0", Start.FRESH),

@@ -77,6 +77,13 @@ def find_weights(path: Path) -> Path:
     return within
 
 
+def require_weights(path: Path) -> None:
+    """Refuse a path that names no weights; no tensor is read. Raises: CheckpointError."""
+    where = find_weights(path)
+    if not candidates(where):
+        files_of(where)
+
+
 def files_of(where: Path) -> dict[str, str]:
     """Return the file of each tensor, by name. Raises: CheckpointError."""
     if where.is_file():

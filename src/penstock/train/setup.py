@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TextIO
 
+from penstock.checkpoints.pretrained import require_weights
 from penstock.errors import ConfigError, count_of
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
@@ -81,11 +82,14 @@ def check_ranks(config: RunConfig, num_ranks: int) -> None:
 
 
 def check_plan(config: RunConfig) -> None:
-    """Refuse a schedule, a split or a length that cannot run, before anything is read or written.
+    """Refuse a schedule, a split, a length or weights that cannot be run, before anything is read or written.
 
     Raises:
         ConfigError, FormatError, ScheduleError, PartitionError: as when the pipeline is built.
+        CheckpointError: there are no weights to begin with where they should be.
     """
+    if config.checkpoint.load:
+        require_weights(Path(config.checkpoint.load))
     num_layers = len(build_layers(config, vocabulary=config.model.vocabulary or 1))
     _require_layers(config, num_layers)
     schedule = build_schedule(config)
