@@ -99,3 +99,16 @@ def test_a_new_save_sweeps_what_is_old(folder):
     new = folder.begin(2)
 
     assert names(folder) == [new.name]
+
+
+def test_a_checkpoint_that_is_half_removed_is_none(folder, monkeypatch):
+    announce(folder, 1, 2)
+
+    def die(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock.checkpoints.folder.shutil.rmtree", die)
+    with pytest.raises(KeyboardInterrupt):
+        folder.retain(keep_last=1, keep_every=0)
+
+    assert folder.steps() == [2]
