@@ -43,6 +43,7 @@ def give_rows(path: str, rows: Iterable[Mapping[str, Any]]) -> None:
         for row in rows:
             file.write(json.dumps(row) + "\n")
             file.flush()
+    dist.destroy_process_group()  # a thread of gloo that outlives Python ends the process with an abort
 
 
 def become_rank(*, measures_time: bool = True) -> None:
