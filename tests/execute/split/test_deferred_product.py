@@ -1,63 +1,39 @@
-"""Late gradients are computed in few calls, large ones by themselves, and all of one parameter in one."""
+"""A product keeps its activations and the gradient of its output between I and W, and sees what changes them."""
 
 import pytest
 import torch
 from torch import nn
 
-from penstock.execute.split.deferred_product import add_weight_gradients
+from penstock.errors import PipelineError
+from penstock.execute.split.products import NODES
+from tests.local_pipelines import values
 
 
-class Late:
-    """Gradients of ones that note when they are computed."""
-
-    def __init__(self, *parameters, log=None):
-        self.roots = self.parameters = parameters
-        self.log = [] if log is None else log
-
-    def finish(self):
-        self.log.append("finished")
-        return [torch.ones_like(parameter) for parameter in self.parameters]
+def read(output):
+    """The product that has made an output."""
+    return NODES[type(output.grad_fn).__name__](output.grad_fn)
 
 
-def parameters(*sizes):
-    return [nn.Parameter(torch.zeros(size)) for size in sizes]
+def test_a_product_after_nothing_but_its_weights_is_an_end():
+    weight = nn.Parameter(values(2, 5, 4))
+
+    ends = [read(hidden @ weight).end() for hidden in (values(1, 3, 5), values(1, 3, 5).requires_grad_())]
+
+    assert [end is None for end in ends] == [False, True]
 
 
-@pytest.mark.parametrize("order", [(0, 1), (0, 1, 0, 0), (1, 0, 1)])
-def test_the_hook_of_a_parameter_sees_one_sum(order):
-    both, seen = parameters(2, 3), []
-    for parameter in both:
-        parameter.register_hook(lambda gradient: seen.append(gradient.tolist()))
-
-    add_weight_gradients([Late(both[index]) for index in order])
-
-    assert sorted(seen) == sorted([[float(order.count(index))] * len(both[index]) for index in (0, 1)])
-
-
-def test_what_shares_a_parameter_with_two_others_joins_them():
-    first, second, third = parameters(400_000, 400_000, 2)
-    seen = []
-    for parameter in (first, second):
-        parameter.register_hook(lambda gradient: seen.append(gradient[0].item()))
-
-    add_weight_gradients([Late(first), Late(second), Late(third), Late(first, second)])
-
-    assert seen == [2.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"), [(3, ["finished"] * 2 + ["added"] * 2), (400_000, ["finished", "added"] * 2)]
-)
-def test_large_gradients_are_added_one_by_one_and_small_ones_together(size, expected):
-    log = []
-    both = parameters(size, size)
-    for parameter in both:
-        parameter.register_hook(lambda _: log.append("added"))
-
-    add_weight_gradients([Late(parameter, log=log) for parameter in both])
-
-    assert log == expected
-
-
-def test_nothing_is_nothing():
-    add_weight_gradients([])
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_activations_that_are_changed_in_place_before_the_weight_part_are_told(is_changed):
+    activations, weight = values(1, 3, 5), values(2, 5, 4).requires_grad_()
+    output = activations @ weight
+    product = read(output)
+    product.watch([])
+    output.backward(values(3, 3, 4), inputs=[product.end()])
+    product.release()
+    expected = activations.t() @ values(3, 3, 4)
+    if is_changed:
+        activations[0] = 0.0
+        with pytest.raises(PipelineError, match=r"\(3, 5\).* were changed in place .* at version 1, expected 0"):
+            product.finish()
+    else:
+        assert torch.equal(product.finish()[0], expected)

@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from penstock.errors import PipelineError
 from penstock.execute.split.products import NODES, read_call
 from tests.execute.split.test_formulas import CALLS, MATRIX, TOKENS, needing_gradients
 from tests.local_pipelines import values
@@ -122,31 +121,6 @@ def test_activations_that_others_keep_are_told():
     ]
 
     assert found == [False, True]
-
-
-def test_a_product_after_nothing_but_its_weights_is_an_end():
-    weight = nn.Parameter(values(2, 5, 4))
-
-    ends = [product_in(hidden @ weight)[1].end() for hidden in (values(1, 3, 5), leaf(values(1, 3, 5)))]
-
-    assert [end is None for end in ends] == [False, True]
-
-
-@pytest.mark.parametrize("is_changed", [False, True])
-def test_activations_that_are_changed_in_place_before_the_weight_part_are_told(is_changed):
-    activations, weight = values(1, 3, 5), leaf(values(2, 5, 4))
-    output = activations @ weight
-    _, product = product_in(output)
-    product.watch([])
-    output.backward(values(3, 3, 4), inputs=[product.end()])
-    product.release()
-    expected = activations.t() @ values(3, 3, 4)
-    if is_changed:
-        activations[0] = 0.0
-        with pytest.raises(PipelineError, match=r"\(3, 5\).* were changed in place .* at version 1, expected 0"):
-            product.finish()
-    else:
-        assert torch.equal(product.finish()[0], expected)
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,16 @@
-"""One product whose weight gradients a backward leaves for later, and how those of many are added up.
+"""One product whose weight gradients a backward leaves for later."""
 
-All gradients of a parameter come in one call of autograd, so that its hooks see one gradient, their sum. There are few
-calls for small parameters, and only a few large gradients at a time.
-"""
-
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 from penstock.errors import PipelineError
+from penstock.execute.split.deferred import Deferred
 from penstock.execute.split.formulas import Formula, Weights
-from penstock.execute.undocumented import LEAF, is_any_hooked, kind_of, leaf_of, version_of
-
-_GROUP_BYTES = 2**20
-_MAX_NODES = 16
+from penstock.execute.undocumented import version_of
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +41,11 @@ class DeferredProduct:
         self.roots = [GradientEdge(*following[place]) for place in self.places]
 
     @property
+    def num_multiplications(self) -> float:
+        """How many the weight gradients take."""
+        return self.formula.num_multiplications
+
+    @property
     def kept(self) -> list[Tensor]:
         """What W needs, parameters apart."""
         found = (self.gradient, self.activations, *self.weights)
@@ -58,7 +56,7 @@ class DeferredProduct:
         others = [node for place, (node, _) in enumerate(self.node.next_functions) if place not in self.places]
         return GradientEdge(self.node, 0) if others.count(None) == len(others) else None
 
-    def watch(self, products: list["DeferredProduct"]) -> None:
+    def watch(self, found: list[Deferred]) -> None:
         """Have the backward that comes through the node keep what W needs, and add the product to a list.
 
         It raises torch's own error if the activations have been changed in place.
@@ -70,7 +68,7 @@ class DeferredProduct:
                 self.activations = self.open(self.node).detach()
                 self._activations_version = version_of(self.activations)
                 self.gradient = gradients[0]
-                products.append(self)
+                found.append(self)
 
         self.node.register_prehook(keep)
 
@@ -78,7 +76,7 @@ class DeferredProduct:
         """Forget the node, whose hook knows the product: together they would live on."""
         self.node = None
 
-    def finish(self) -> Sequence[Tensor]:
+    def finish(self) -> Sequence[Tensor | None]:
         """Return the gradients of the weights, one per root, and release everything.
 
         Raises:
@@ -107,64 +105,3 @@ def weight_gradients(formula: Formula, gradient: Tensor, activations: Tensor, we
         each if each is None or weight is None or each.dtype == weight.dtype else each.to(weight.dtype)
         for each, weight in zip(found, weights, strict=True)
     ]
-
-
-def find_parameters(roots: Iterable[Node]) -> tuple[list[nn.Parameter], list[Node]] | None:
-    """Find the parameters that weights are made of, and the nodes that lead to them, both ends included.
-
-    None if the weights are not made of parameters alone, in a few steps such as a cast or a transposition, or not
-    without what is kept elsewhere, such as under checkpointing: W would have it computed once more.
-    """
-    parameters: list[nn.Parameter] = []
-    nodes: list[Node] = []
-    waiting = list(roots)
-    while waiting:
-        node = waiting.pop()
-        nodes.append(node)
-        if kind_of(node) == LEAF:
-            leaf = leaf_of(node)
-            if not isinstance(leaf, nn.Parameter):
-                return None
-            parameters.append(leaf)
-        elif len(nodes) > _MAX_NODES or is_any_hooked(node):
-            return None
-        waiting.extend([following for following, _ in node.next_functions if following is not None])
-    return parameters, nodes
-
-
-def add_weight_gradients(products: Sequence[DeferredProduct]) -> None:
-    """Compute the gradients and add them to those of the parameters, in the order in which a backward comes to them."""
-    # Few calls of autograd, since each takes its time, but not one for all: all gradients would be alive at once,
-    # beside those that they are added to.
-    for group in _batches(_by_parameter(products)):
-        roots: list[Any] = [root for each in group for root in each.roots]
-        with torch.no_grad():  # weights are among what they are computed from
-            gradients = [gradient for each in group for gradient in each.finish()]
-        torch.autograd.backward(roots, gradients)
-
-
-def _by_parameter(products: Sequence[DeferredProduct]) -> Iterable[list[DeferredProduct]]:
-    """Put together what shares a parameter."""
-    groups: dict[int, list[DeferredProduct]] = {}  # by id of a parameter
-    for each in products:
-        joined = [*{id(found): found for key in map(id, each.parameters) if (found := groups.get(key))}.values()]
-        group = joined[0] if joined else []
-        for other in joined[1:]:
-            group += other
-        group.append(each)
-        groups |= {id(parameter): group for member in group for parameter in member.parameters}
-    return {id(group): group for group in groups.values()}.values()
-
-
-def _batches(groups: Iterable[list[DeferredProduct]]) -> Iterator[list[DeferredProduct]]:
-    batch: list[DeferredProduct] = []
-    num_bytes = 0
-    for group in groups:
-        own_bytes = sum([parameter.nbytes for each in group for parameter in each.parameters])
-        if batch and num_bytes + own_bytes > _GROUP_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-        batch = batch + group
-        num_bytes += own_bytes
-    if batch:
-        yield batch

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
 from penstock.errors import PipelineError
-from penstock.execute.split.deferred_product import DeferredProduct, add_weight_gradients
+from penstock.execute.split.deferred import Deferred, add_weight_gradients
 from penstock.execute.split.graph_search import Survey
 from penstock.execute.split.weight_grad_mode import RecomputeMismatch, WeightGradMode
 
@@ -35,7 +35,7 @@ class DeferredWeights:
 
     def __init__(self, search: Search | None, weights: frozenset[int], watch: Watch, give_up: GiveUp) -> None:
         """`search` finds what can be deferred, if anything; products of `weights` are split in the forward."""
-        self.products: list[DeferredProduct] = []
+        self.products: list[Deferred] = []
         """In the order in which a whole backward would come to them; filled by I."""
         self._search = search
         self._mode = WeightGradMode(weights)

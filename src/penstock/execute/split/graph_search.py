@@ -12,25 +12,25 @@ a cast or a transposition.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from penstock.execute.split.deferred_product import DeferredProduct, find_parameters
+from penstock.execute.split.deferred import Deferred, find_parameters
 from penstock.execute.split.products import NODES
 from penstock.execute.split.weight_grad_mode import SPLIT_PRODUCT, read_split_product
 from penstock.execute.undocumented import LEAF, TRANSPOSITION, is_reentrant_checkpoint, kind_of, leaf_of
 
-_READERS = NODES | {SPLIT_PRODUCT: read_split_product}
+_READERS: dict[str, Callable[[Node], Deferred | None]] = NODES | {SPLIT_PRODUCT: read_split_product}
 
 
 @dataclass(slots=True, eq=False)
 class Survey:
     """What a graph consists of, as far as splitting its backward goes."""
 
-    deferred: list[DeferredProduct]
+    deferred: list[Deferred]
     """The products whose weight gradients are deferred."""
     immediate: list[Tensor]
     """The leaves whose gradients are computed in I, the stage's inputs among them."""
@@ -59,7 +59,7 @@ class _Search:
         self.leaves: dict[Node, Tensor] = {}
         self._small = small
         self._seen: set[Node] = set()
-        self._leading_to: dict[DeferredProduct, list[Node]] = {}
+        self._leading_to: dict[Deferred, list[Node]] = {}
         """Per product that may be deferred, the nodes from its weights to their parameters, both included."""
 
     def walk(self, waiting: list[Node]) -> None:
@@ -94,14 +94,14 @@ class _Search:
             for each in reached:
                 self.walk([root.node for root in each.roots])
 
-    def _may_defer(self, product: DeferredProduct) -> bool:
+    def _may_defer(self, product: Deferred) -> bool:
         found = find_parameters([root.node for root in product.roots])
         if found is None:
             return False
         product.parameters, nodes = found
         # What it takes to lead the gradient on through other nodes is not known.
         is_plain = all(kind_of(node) in (LEAF, TRANSPOSITION) for node in nodes)
-        size = product.formula.num_multiplications if is_plain else math.inf
+        size = product.num_multiplications if is_plain else math.inf
         ids = [id(parameter) for parameter in product.parameters]
         for key in ids:
             self.survey.sizes[key] = self.survey.sizes.get(key, 0.0) + size

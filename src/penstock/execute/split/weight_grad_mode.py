@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from penstock.execute.split.deferred_product import DeferredProduct, find_parameters, weight_gradients
+from penstock.execute.split.deferred import find_parameters
+from penstock.execute.split.deferred_product import DeferredProduct, weight_gradients
 from penstock.execute.split.formulas import Formula, Weights
 from penstock.execute.split.products import FUNCTIONS, CalledProduct, read_call
 from penstock.execute.undocumented import arguments_of_backward, kind_of_function, version_of
