@@ -77,3 +77,15 @@ def test_a_picture_goes_by_its_suffix_and_replaces_nothing_unasked(capsys, folde
 def test_wrong_arguments_are_refused(capsys, arguments, status, text):
     assert main(["runs", *arguments]) == status
     assert text in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_be_read_is_named_in_a_line_beside_the_table_of_the_others(capsys, folder):
+    (folder / "b" / "config.toml").write_text("[run]\nfolder = 3\n")
+
+    assert main(["runs", str(folder)]) == 0
+
+    printed = capsys.readouterr()
+    assert [row.split()[0] for row in printed.out.splitlines()[2:]] == ["a"]
+    [line] = printed.err.splitlines()
+    assert line.startswith("penstock: run b is left out: run.folder: got 3")
+    assert str(folder / "b" / "config.toml") in line

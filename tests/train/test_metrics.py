@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, FormatError, PenstockError
 from penstock.train.metrics import MetricsWriter, StepMetrics, read_metrics
 from penstock.train.sections import MetricsSection
 from tests.test_files import largest_file
@@ -131,6 +131,26 @@ def test_metrics_are_appended_to_and_the_last_line_of_a_step_counts(tmp_path):
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[2]["loss"] == 7.0
+
+
+def test_a_number_that_was_not_finite_is_left_out_when_it_is_read(tmp_path):
+    write_all(tmp_path, [replace(step_of(1), loss=float("nan"))])
+
+    [row] = read_metrics(tmp_path / "metrics.jsonl")
+    assert "loss" not in row
+    assert row["gradient_norm"] == 0.5
+
+
+@pytest.mark.parametrize("line", ["step 2", "[1]", '{"loss":2.0}', '{"step":2,"loss":"low"}', '{"step":2.5}', "null"])
+def test_a_line_that_is_no_step_is_named(tmp_path, line):
+    write_all(tmp_path, [step_of(1)])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+
+    with pytest.raises(FormatError, match="not the numbers of a step") as caught:
+        read_metrics(tmp_path / "metrics.jsonl")
+
+    assert caught.value.line == 2
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

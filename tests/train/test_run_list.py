@@ -33,7 +33,7 @@ def write_run(folder, rows=ROWS, *, is_finished=False, **batch):
 
 
 def test_a_run_is_known_by_its_files(tmp_path):
-    [run] = list_runs(write_run(tmp_path / "one", is_finished=True))
+    [run] = list_runs(write_run(tmp_path / "one", is_finished=True)).runs
 
     assert (run.name, run.state, run.step, run.config.run.steps) == ("one", "finished", 5, 5)
     assert (run.last("loss"), run.last("held_out_loss"), run.last("bubble_fraction")) == (2.0, 4.5, None)
@@ -47,15 +47,15 @@ def test_all_runs_of_a_folder_are_listed_by_name_and_other_folders_left_out(tmp_
         write_run(tmp_path / name)
     (tmp_path / "tokens").mkdir()
 
-    assert [run.name for run in list_runs(tmp_path)] == ["a", "b", "c"]
+    assert [run.name for run in list_runs(tmp_path).runs] == ["a", "b", "c"]
 
 
 def test_a_run_that_a_process_holds_is_running_and_any_other_unfinished_one_interrupted(tmp_path):
     folder = tmp_path / "one"
     with claimed(config_of(folder)) as claim:
         (folder / "config.toml").write_text(config_to_toml(claim.config))
-        assert [run.state for run in list_runs(folder)] == ["running"]
-    assert [run.state for run in list_runs(folder)] == ["interrupted"]
+        assert [run.state for run in list_runs(folder).runs] == ["running"]
+    assert [run.state for run in list_runs(folder).runs] == ["interrupted"]
 
 
 def test_of_a_step_written_twice_the_last_line_counts_and_a_broken_line_none(tmp_path):
@@ -64,7 +64,7 @@ def test_of_a_step_written_twice_the_last_line_counts_and_a_broken_line_none(tmp
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
 
-    [run] = list_runs(folder)
+    [run] = list_runs(folder).runs
 
     assert run.curve("loss") == ([1, 2, 3, 4, 5], [5.0, 4.0, 3.0, 2.25, 2.0])
 
@@ -73,7 +73,7 @@ def test_a_run_without_metrics_has_no_numbers(tmp_path):
     folder = write_run(tmp_path / "one")
     (folder / "metrics.jsonl").unlink()
 
-    [run] = list_runs(folder)
+    [run] = list_runs(folder).runs
 
     assert (run.step, run.last("loss"), run.tokens_per_s) == (0, None, None)
 
@@ -82,11 +82,11 @@ def test_only_settings_that_decide_what_is_learned_count_as_differences(tmp_path
     write_run(tmp_path / "a", size=8)
     write_run(tmp_path / "b", size=16, length=64)
 
-    assert differences(list_runs(tmp_path)) == [
+    assert differences(list_runs(tmp_path).runs) == [
         ["batch.size=8", "batch.length=128"],
         ["batch.size=16", "batch.length=64"],
     ]
-    assert differences(list_runs(tmp_path / "a")) == [[]]
+    assert differences(list_runs(tmp_path / "a").runs) == [[]]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_where_no_run_is_the_folder_is_named(tmp_path, name, message):
     assert caught.value.key == "DIR"
 
 
-def test_a_broken_configuration_or_metrics_file_is_named(tmp_path):
+def test_a_broken_configuration_or_metrics_file_of_the_only_run_is_named(tmp_path):
     folder = write_run(tmp_path / "one")
     (folder / "metrics.jsonl").unlink()
     (folder / "metrics.jsonl").mkdir()
@@ -109,3 +109,27 @@ def test_a_broken_configuration_or_metrics_file_is_named(tmp_path):
     (folder / "config.toml").write_text("[run]\nfolder = 3\n")
     with pytest.raises(PenstockError, match=r"config\.toml"):
         list_runs(folder)
+
+
+def test_runs_that_cannot_be_read_are_named_and_the_others_listed(tmp_path):
+    for name in ("a", "b", "c", "d"):
+        write_run(tmp_path / name)
+    (tmp_path / "b" / "config.toml").write_text("[run\n")
+    (tmp_path / "c" / "metrics.jsonl").write_text('{"step":1,"loss":2.0}\nloss 2.0\n')
+
+    found = list_runs(tmp_path)
+
+    assert [run.name for run in found.runs] == ["a", "d"]
+    of_config, of_metrics = found.unreadable
+    assert of_config.startswith(f"run b is left out: {tmp_path / 'b' / 'config.toml'}:")
+    assert of_metrics == (
+        f"run c is left out: {tmp_path / 'c' / 'metrics.jsonl'}:2:1: not the numbers of a step; remove the line"
+    )
+
+
+def test_where_no_run_can_be_read_all_are_named(tmp_path):
+    for name in ("a", "b"):
+        (write_run(tmp_path / name) / "config.toml").write_text("[run\n")
+
+    with pytest.raises(ConfigError, match=r"(?s)no run in .* can be read:\nrun a is left out: .*\nrun b is left out: "):
+        list_runs(tmp_path)

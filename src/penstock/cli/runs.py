@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from penstock.cli.arguments import add_format
-from penstock.cli.output import say, stdout_screen
+from penstock.cli.output import complain, say, stdout_screen
 from penstock.cli.pictures import TABLE, add_picture_arguments, refuse_useless, result_path, wanted_format, write_result
 from penstock.cli.status import ExitStatus
 
@@ -30,7 +30,10 @@ def run(arguments: Namespace) -> int:
     format = wanted_format(arguments, SUFFIXES | {".json": "json"}, TABLE)
     refuse_useless(arguments, "theme", format, CURVES)
     path = result_path(arguments)
-    runs = list_runs(Path(arguments.folder))
+    found = list_runs(Path(arguments.folder))
+    for problem in found.unreadable:
+        complain(problem)
+    runs = found.runs
     if format in CURVES:
         data = _curves(runs, arguments, format)
     elif format == "json":

@@ -5,16 +5,16 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import Any, Protocol, Self, TextIO
 
 import orjson
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, FormatError
 from penstock.files import naming_storage
 from penstock.train.progress import SECONDS_BETWEEN_LINES, Display, StepMetrics, open_display
 from penstock.train.run_folder import METRICS, TENSORBOARD
@@ -23,6 +23,8 @@ from penstock.train.sections import MetricsSection
 __all__ = ["MetricsWriter", "StepMetrics"]
 
 NUM_RECENT_STEPS = 20
+ROW_BEGIN = b'{"step":'
+"""Of every line of a `metrics.jsonl`, also of one that was cut off."""
 
 
 class Sink(Protocol):
@@ -171,14 +173,39 @@ def _end_line(file: FileIO) -> None:
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Return the numbers of every step of a `metrics.jsonl`, in their order: of a step written twice, the last line.
 
-    Raises: OSError.
+    A number that was not finite, which JSON does not have, is left out; and so is a line that was not written whole.
+
+    Raises:
+        OSError: the file cannot be read.
+        FormatError: a line is not of such a file.
     """
     rows: dict[int, dict[str, float]] = {}
-    for line in path.read_bytes().splitlines():
-        with suppress(orjson.JSONDecodeError):  # a process was killed while it wrote the line
-            row = orjson.loads(line)
-            rows[row["step"]] = row
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if _is_cut_off(line):
+            continue
+        row = _loaded(line)
+        if not _is_row(row):
+            raise FormatError("not the numbers of a step; remove the line", file=str(path), line=number)
+        rows[row["step"]] = {key: value for key, value in row.items() if value is not None}
     return [rows[step] for step in sorted(rows)]
+
+
+def _is_cut_off(line: bytes) -> bool:
+    """Whether a process was killed while it wrote this line."""
+    return line.startswith(ROW_BEGIN[: len(line)]) and not line.endswith(b"}")
+
+
+def _loaded(line: bytes) -> Any:
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return False
+    return all(value is None or isinstance(value, int | float) for value in row.values())
 
 
 class _SummaryWriter(Protocol):

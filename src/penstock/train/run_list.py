@@ -36,7 +36,7 @@ class RunRecord:
     @property
     def tokens_per_s(self) -> float | None:
         """The median over all steps but the first ones."""
-        found = [row["tokens_per_s"] for row in self.rows[SKIPPED_STEPS:] or self.rows]
+        found = [row["tokens_per_s"] for row in self.rows[SKIPPED_STEPS:] or self.rows if "tokens_per_s" in row]
         return median(found) if found else None
 
     def last(self, key: str) -> float | None:
@@ -49,21 +49,39 @@ class RunRecord:
         return [step for step, _ in found], [value for _, value in found]
 
 
-def list_runs(folder: Path) -> list[RunRecord]:
-    """Return the run in a folder, or else all runs in the folders directly below, in the order of their names.
+@dataclass(frozen=True, slots=True)
+class RunList:
+    """The runs of a folder."""
+
+    runs: Sequence[RunRecord]
+    """In the order of their names; at least one."""
+    unreadable: Sequence[str] = ()
+    """What is wrong with those whose files cannot be read, a line for each."""
+
+
+def list_runs(folder: Path) -> RunList:
+    """Return the run in a folder, or else all runs in the folders directly below.
 
     Raises:
         ConfigError: there is none, or none can be read.
-        FormatError: the configuration of the only one cannot be read.
+        FormatError, PenstockError: the files of the only one cannot be read.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; give a run's folder, or one that holds such", key="DIR")
     if (folder / CONFIG).is_file():
-        return [_record_of(folder, folder.name or str(folder))]
+        return RunList([_record_of(folder, folder.name or str(folder))])
     places = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
     if not places:
         raise ConfigError(f"{folder} holds no run: neither it nor a folder in it has a {CONFIG}", key="DIR")
-    return [_record_of(place, place.name) for place in places]
+    runs, unreadable = [], []
+    for place in places:
+        try:
+            runs.append(_record_of(place, place.name))
+        except PenstockError as error:
+            unreadable.append(f"run {place.name} is left out: {error}")
+    if not runs:
+        raise ConfigError("\n".join([f"no run in {folder} can be read:", *unreadable]), key="DIR")
+    return RunList(runs, unreadable)
 
 
 def _record_of(folder: Path, name: str) -> RunRecord:
