@@ -215,15 +215,23 @@ def test_a_run_may_do_without_evaluation_record_and_files_of_metrics(tmp_path, t
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_without_tensorboard_training_goes_on_and_one_line_says_so(tmp_path, text, monkeypatch):
+def test_without_a_package_that_it_asks_for_no_run_begins(tmp_path, text, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
 
-    _, printed = run(tmp_path, text, run={"steps": 2}, metrics={"tensorboard": True})
+    with pytest.raises(ConfigError, match=r"^metrics.tensorboard: needs the tensorboard package .*pip install"):
+        run(tmp_path / "run", text, metrics={"tensorboard": True})
 
-    [line] = [line for line in printed.splitlines() if "TensorBoard" in line]
-    assert "pip install" in line
-    assert len(rows_of(tmp_path)) == 2
-    assert not (tmp_path / "tensorboard").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_matplotlib_the_first_lines_say_that_there_will_be_no_picture(tmp_path, text, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+    _, printed = run(tmp_path, text, run={"steps": 1, "evaluate_batches": 0})
+
+    opening, _, rest = printed.partition("first step ...")
+    assert "note: there will be no picture of step 1: needs the matplotlib package" in opening
+    assert "timeline.png was not made" in rest
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_the_step_and_no_weights(tmp_path, text):

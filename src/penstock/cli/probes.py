@@ -15,12 +15,14 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 
+from penstock.train.optional_packages import OPTIONAL_PACKAGES, PICTURES
+
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
 SMALL_MEMORY_BYTES = 2 * 2**30
 SMALL_DISK_BYTES = 2**30
 RESOLVE_TIMEOUT_S = 1.0
-EXTRAS = {"matplotlib": "plot", "tensorboard": "tensorboard", "tokenizers": "tokenizers"}
+EXTRAS = {each.name: each.extra for each in (PICTURES, *OPTIONAL_PACKAGES)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,10 @@ def _train(arguments: Namespace, stop: Any, config: Any) -> None:
 def _hold_folder(arguments: Namespace, config: Any) -> Iterator[Any]:
     """Hold the run's folder while its ranks run, and tidy it up after them."""
     from penstock.train.claim import claimed
+    from penstock.train.optional_packages import require_packages
     from penstock.train.run_folder import RunFolder, run_path
 
+    require_packages(config)
     with claimed(config, _start_of(arguments)) as claim:
         folder = RunFolder(run_path(claim.config.run.folder))
         say_at_once(claim.note)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-from penstock.errors import ConfigError, PenstockError, PenstockWarning
+from penstock.errors import PenstockError, PenstockWarning
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import default_transport
 from penstock.ir.timeline import Timeline
@@ -22,6 +22,7 @@ from penstock.train.devices import describe_devices, device_of_rank
 from penstock.train.early_stop import EarlyStop
 from penstock.train.generation import sample, sample_prompt
 from penstock.train.metrics import MetricsWriter, StepMetrics
+from penstock.train.optional_packages import describe_missing_pictures, require_packages
 from penstock.train.precision import Precision
 from penstock.train.progress import screen_of
 from penstock.train.recorded_step import RecordedStep, read_recorded_step, recorded_step_to_json
@@ -88,7 +89,7 @@ def train(
     begin_s = time.monotonic()
     with ExitStack() as stack:
         with closing(default_transport(None, PREPARING_DEADLINE_S)) as transport:
-            check_together(config, transport)
+            check_together(config, transport, require_packages)
             if not is_claimed:
                 config = stack.enter_context(claimed_together(config, transport, start, output))
             folder = RunFolder(Path(config.run.folder))
@@ -113,6 +114,8 @@ def train(
             output.write(pipeline.describe_split(width=screen.width))
             output.write(f"{screen.wrapped(rule.note)}\n" if rule.note else "")
             output.write(f"{screen.wrapped(f'note: {advice}')}\n" if advice else "")
+            missing = describe_missing_pictures(config)
+            output.write(f"{screen.wrapped(missing)}\n" if missing else "")
             _tell(pipeline.rank, output, "first step ...")
         result = _run_steps(config, pipeline, dataset, folder, output, stop or StopRequest())
         save_weights(folder.path / WEIGHTS, pipeline)
@@ -218,7 +221,12 @@ def _run_steps(
     progress = checkpoints.resume()
     first_step = progress.step + 1
     with ExitStack() as stack:
-        writer = _open_metrics(stack, config, folder, output, first_step) if pipeline.rank == 0 else None
+        writer = None
+        if pipeline.rank == 0:
+            how = MetricsWriter(
+                folder.path, config.metrics, num_steps=config.run.steps, output=output, first_step=first_step
+            )
+            writer = stack.enter_context(how)
         stack.enter_context(stop.watched(2 * config.run.deadline_s))
         for step in range(first_step, config.run.steps + 1):
             metrics = run.step(step)
@@ -247,20 +255,6 @@ def _recorded_before(folder: RunFolder, first_step: int, config: RunConfig) -> R
         return read_recorded_step(folder.path)
     except PenstockError:
         return None
-
-
-def _open_metrics(
-    stack: ExitStack, config: RunConfig, folder: RunFolder, output: TextIO, first_step: int
-) -> MetricsWriter:
-    """Open the metrics until the stack ends; where TensorBoard is missing, say so and do without it."""
-    options = config.metrics
-    how: dict[str, Any] = {"num_steps": config.run.steps, "output": output, "first_step": first_step}
-    try:
-        return stack.enter_context(MetricsWriter(folder.path, options, **how))
-    except ConfigError as error:
-        output.write(f"training goes on without TensorBoard files: {error}\n")
-    options = options.model_copy(update={"tensorboard": False})
-    return stack.enter_context(MetricsWriter(folder.path, options, **how))
 
 
 def _describe_devices(config: RunConfig) -> str:

@@ -1,5 +1,6 @@
 """From a configuration to what a run needs: its folder, its data, its pipeline, its optimizer's options."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -32,16 +33,16 @@ from penstock.train.together import failing_together
 SET_ELSEWHERE = ("ranks", "microbatches", "slices", "stages_per_rank")
 
 
-def check_together(config: RunConfig, transport: Transport) -> None:
-    """Check the plan before anything is read or written; every rank calls it.
+def check_together(config: RunConfig, transport: Transport, *more: Callable[[RunConfig], None]) -> None:
+    """Check the plan before anything is read or written, and what `more` checks; every rank calls it.
 
     Raises:
         PenstockError: on every rank; see `check_ranks` and `check_plan`.
     """
     check_ranks(config, transport.num_ranks)
     with failing_together(transport):
-        if transport.rank == 0:
-            check_plan(config)
+        for check_one in (check_plan, *more) if transport.rank == 0 else ():
+            check_one(config)
 
 
 def prepare_together(config: RunConfig, folder: RunFolder, transport: Transport, output: TextIO) -> TokenDataset:
