@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from penstock.errors import ConfigError, FormatError
+from penstock.errors import ConfigError, FormatError, PenstockError
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
 from penstock.simulation.prologue import Prologue
@@ -179,3 +179,13 @@ def read_recorded_step(folder: Path) -> RecordedStep:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     return recorded_step_from_json(text, file=str(path))
+
+
+def recorded_before(folder: Path, first_step: int, recorded_step: int) -> RecordedStep | None:
+    """Return the step that a run recorded before it was interrupted; None where it was lost, or none was."""
+    if not (0 < recorded_step < first_step and (folder / TIMELINE).exists()):
+        return None
+    try:
+        return read_recorded_step(folder)
+    except PenstockError:
+        return None

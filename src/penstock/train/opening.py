@@ -1,0 +1,43 @@
+"""The first lines of a run: where it computes, what is trained on how much text, and how the model is split."""
+
+from collections.abc import Iterator, Sequence
+
+from penstock.models import LayerSpec, count_parameters
+from penstock.pipeline import Pipeline
+from penstock.planning import few_microbatches
+from penstock.tables import Screen
+from penstock.train.config import RunConfig
+from penstock.train.devices import describe_devices, device_of_rank
+from penstock.train.optional_packages import describe_missing_pictures
+from penstock.train.precision import Precision
+
+
+def device_line(config: RunConfig) -> str:
+    """Say where a run computes, and in which types. Raises: ConfigError; see `device_of_rank`."""
+    precision = Precision(config.precision).describe(config.model)
+    return describe_devices(device_of_rank(config), config.pipeline.ranks, precision)
+
+
+def opening_lines(
+    config: RunConfig, layers: Sequence[LayerSpec], num_tokens: int, pipeline: Pipeline, note: str, screen: Screen
+) -> Iterator[str]:
+    """Yield what is said when the pipeline is made; `note` says where its split comes from, if there is one."""
+    yield screen.wrapped(_summary(config, count_parameters(layers), num_tokens))
+    yield pipeline.describe_split(width=screen.width).removesuffix("\n")
+    if note:
+        yield screen.wrapped(note)
+    advice = few_microbatches(pipeline.program)
+    if advice:
+        yield screen.wrapped(f"note: {advice}")
+    missing = describe_missing_pictures(config)
+    if missing:
+        yield screen.wrapped(missing)
+
+
+def _summary(config: RunConfig, num_parameters: int, num_tokens: int) -> str:
+    pipeline = config.pipeline
+    return (
+        f"{num_parameters:,} parameters, {num_tokens:,} tokens to train on, "
+        f"{pipeline.schedule} on {pipeline.ranks} {'rank' if pipeline.ranks == 1 else 'ranks'}, "
+        f"{pipeline.microbatches} microbatches, {config.run.steps} steps"
+    )

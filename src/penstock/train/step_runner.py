@@ -1,0 +1,74 @@
+"""`StepRunner`: runs the steps of a run one by one, and says what each was like."""
+
+import time
+from dataclasses import dataclass
+
+from penstock.train.config import RunConfig
+from penstock.train.data import Batch, TokenDataset
+from penstock.train.progress import StepMetrics
+from penstock.train.recorded_step import RecordedStep
+from penstock.train.step import StepOutcome, Trainer, require_finite
+
+
+@dataclass(frozen=True, slots=True)
+class _Batches:
+    """The batches of one optimizer step, read when they are asked for."""
+
+    dataset: TokenDataset
+    first: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.dataset.batch(self.first + index)
+
+
+class StepRunner:
+    """The steps of a run under way; every rank has one and calls it alike."""
+
+    def __init__(self, config: RunConfig, dataset: TokenDataset, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.recorded: RecordedStep | None = None
+        """The step to record, `run.record_step`, once it has run."""
+        self._config = config
+        self._dataset = dataset
+        num_held_out = config.run.evaluate_batches
+        self._held_out = dataset.held_out_batches(num_held_out) if num_held_out else []
+
+    def run(self, step: int) -> StepMetrics:
+        """Run one optimizer step, counted from 1, and evaluate where it is due."""
+        begin_s = time.monotonic()
+        plan = self._config.batch_plan
+        batches = _Batches(self._dataset, plan.begin(step), plan.count(step))
+        skip_update = self._config.run.skip_updates
+        outcome = self.trainer.step(step, batches, record=self._is_recorded(step), skip_update=skip_update)
+        duration_s = time.monotonic() - begin_s
+        if step == self._config.recorded_step:
+            self.recorded = outcome.recorded
+        return StepMetrics(
+            step=step,
+            loss=outcome.loss,
+            num_tokens=self._config.batch.size * self._config.batch.length * len(batches),
+            duration_s=duration_s,
+            learning_rate=outcome.learning_rate,
+            gradient_norm=outcome.gradient_norm,
+            bubble_fraction=None if outcome.recorded is None else outcome.recorded.timeline.bubble_fraction,
+            held_out_loss=self._held_out_loss(step, outcome),
+            loss_scale=outcome.loss_scale,
+            num_skipped=self.trainer.update.num_skipped,
+        )
+
+    def _is_recorded(self, step: int) -> bool:
+        every = self._config.metrics.bubble_every
+        return step == self._config.recorded_step or (every > 0 and step % every == 0)
+
+    def _held_out_loss(self, step: int, outcome: StepOutcome) -> float | None:
+        every = self._config.run.evaluate_every
+        is_due = step == self._config.run.steps or (every > 0 and step % every == 0)
+        if not (self._held_out and is_due):
+            return None
+        loss = self.trainer.evaluate(self._held_out)
+        require_finite("the held-out loss", loss, step, outcome.learning_rate)
+        return loss

@@ -1,0 +1,43 @@
+"""What the first lines of a run say."""
+
+import sys
+from contextlib import closing
+
+from penstock.pipeline import Pipeline
+from penstock.tables import NO_SCREEN, Screen
+from penstock.train.config import config_from_table
+from penstock.train.opening import device_line, opening_lines
+from tests.train.local_ranks import small_layers
+
+
+def config_of(**sections):
+    run = {"folder": "run", "steps": 6, "device": "cpu", "record_step": 0}
+    return config_from_table({"run": run, "data": {"corpus": "stdlib"}, "pipeline": {"ranks": 1}} | sections)
+
+
+def lines_of(config=None, note="", screen=NO_SCREEN, **options):
+    layers = small_layers()
+    with closing(Pipeline(layers, microbatches=4, **options)) as pipeline:
+        return list(opening_lines(config or config_of(), layers, 1234, pipeline, note, screen))
+
+
+def test_the_device_line_names_device_and_precision():
+    assert device_line(config_of()) == "1 rank on CPU; precision float32"
+
+
+def test_the_lines_tell_model_text_and_split():
+    summary, split = lines_of()
+
+    assert summary.endswith("parameters, 1,234 tokens to train on, 1f1b on 1 rank, 4 microbatches, 6 steps")
+    assert "heaviest: stage 0" in split
+
+
+def test_notes_follow_the_split_and_fit_the_terminal(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    recorded = config_of(run={"folder": "run", "record_step": 2})
+
+    *_, note, missing = lines_of(recorded, note="the split uses measured seconds", screen=Screen(40))
+
+    assert note == "the split uses measured seconds"
+    assert missing.startswith("note: there will be no picture of step\n2: ")
+    assert max(map(len, missing.splitlines())) <= 40

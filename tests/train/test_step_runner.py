@@ -1,0 +1,82 @@
+"""The steps of a run: which are recorded, and which are evaluated."""
+
+from contextlib import ExitStack, closing
+
+import pytest
+
+from penstock.models import cross_entropy_loss
+from penstock.pipeline import Pipeline
+from penstock.train.config import config_from_table
+from penstock.train.data import open_dataset
+from penstock.train.setup import build_layers, build_trainer
+from penstock.train.step_runner import StepRunner
+
+STEPS = 6
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("it is a pipeline, and a pipeline is a row of stages. " * 40)
+    return path
+
+
+def runner_of(text, pipelines, **sections):
+    table = {
+        "run": {"folder": str(text.parent / "run"), "steps": STEPS, "record_step": 0, "evaluate_batches": 0},
+        "pipeline": {"ranks": 1, "microbatches": 2},
+        "model": {"width": 16, "layers": 1, "heads": 2, "key_value_heads": 1, "hidden": 16},
+        "data": {"files": [str(text)], "held_out_fraction": 0.1},
+        "batch": {"size": 4, "length": 16},
+    }
+    config = config_from_table(table | {name: table.get(name, {}) | given for name, given in sections.items()})
+    dataset = open_dataset(config, text.parent / "tokens")
+    pipeline = Pipeline(build_layers(config, dataset.vocabulary), microbatches=2, loss=cross_entropy_loss)
+    pipelines.enter_context(closing(pipeline))
+    return StepRunner(config, dataset, build_trainer(config, pipeline))
+
+
+@pytest.fixture
+def pipelines():
+    with ExitStack() as stack:
+        yield stack
+
+
+def watch_recording(monkeypatch):
+    """Return a list that gets, per pipeline step, whether it was recorded."""
+    seen, step = [], Pipeline.step
+    monkeypatch.setattr(
+        Pipeline,
+        "step",
+        lambda self, *args, record=False, **more: seen.append(record) or step(self, *args, record=record, **more),
+    )
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("sections", "recorded"),
+    [
+        ({}, []),
+        ({"run": {"record_step": 4}}, [4]),
+        ({"run": {"record_step": 99}}, [6]),
+        ({"metrics": {"bubble_every": 3}}, [3, 6]),
+        ({"run": {"record_step": 4}, "metrics": {"bubble_every": 3}}, [3, 4, 6]),
+    ],
+)
+def test_only_the_steps_that_are_asked_for_are_recorded(text, pipelines, monkeypatch, sections, recorded):
+    seen = watch_recording(monkeypatch)
+    runner = runner_of(text, pipelines, **sections)
+
+    metrics = [runner.run(step) for step in range(1, STEPS + 1)]
+
+    assert [step for step, is_recorded in enumerate(seen, 1) if is_recorded] == recorded
+    assert [each.step for each in metrics if each.bubble_fraction is not None] == recorded
+    assert (runner.recorded is None) == ("run" not in sections)
+
+
+def test_steps_are_evaluated_where_it_is_due_and_the_last_always(text, pipelines):
+    runner = runner_of(text, pipelines, run={"evaluate_batches": 1, "evaluate_every": 4})
+
+    metrics = [runner.run(step) for step in range(1, STEPS + 1)]
+
+    assert [each.step for each in metrics if each.held_out_loss is not None] == [4, 6]
