@@ -6,11 +6,16 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.train.corpus import find_documents, find_standard_library, read_document
+from penstock.train import corpus
+from penstock.train.corpus import Document, TextFiles, find_documents, find_standard_library
 
 
 def names_of(documents):
     return [document.path.name for document in documents]
+
+
+def pieces_of(path):
+    return list(TextFiles([Document(path, 0, 0)]).pieces(0))
 
 
 def test_folders_are_searched_by_suffix_in_sorted_order(tmp_path):
@@ -65,14 +70,52 @@ def test_a_file_that_is_not_utf8_is_named_with_the_offset(tmp_path):
     path.write_bytes("né".encode() + b"\xe9t\xe9")
 
     with pytest.raises(ConfigError, match=r"latin\.txt: byte 0xe9 at offset 3 is not UTF-8") as caught:
-        read_document(path)
+        pieces_of(path)
 
     assert caught.value.key == "data.files"
 
 
 def test_reading_a_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
-        read_document(tmp_path)
+        pieces_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("one\ntwo three\nfour five", ["one\n", "two", " three\n", "four", " five"]),
+        ("onewordofmany", ["onewordo", "fmany"]),
+        (" wordwordword", [" wordwor", "dword"]),
+        ("aéaéaéaé", ["aéaéa", "éaé"]),
+        ("short", ["short"]),
+        ("", []),
+    ],
+)
+def test_a_piece_ends_behind_a_line_else_before_a_space_else_between_characters(tmp_path, monkeypatch, text, expected):
+    monkeypatch.setattr(corpus, "PIECE_BYTES", 8)
+    path = tmp_path / "a.txt"
+    path.write_text(text)
+
+    assert "".join(piece.decode() for piece in pieces_of(path)) == text
+    assert [piece.decode() for piece in pieces_of(path)] == expected
+
+
+@pytest.mark.parametrize(("content", "offset"), [(b"0123456\nabc\xff", 11), ("0123456é".encode()[:-1] + b"x", 7)])
+def test_an_offset_counts_from_the_begin_of_the_file_not_of_a_piece(tmp_path, monkeypatch, content, offset):
+    monkeypatch.setattr(corpus, "PIECE_BYTES", 8)
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+
+    with pytest.raises(ConfigError, match=rf"at offset {offset} is not UTF-8"):
+        pieces_of(path)
+
+
+def test_a_character_that_the_end_cuts_off_is_no_utf8(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("é".encode()[:1])
+
+    with pytest.raises(ConfigError, match=r"byte 0xc3 at offset 0 is not UTF-8"):
+        pieces_of(path)
 
 
 def test_the_standard_library_is_megabytes_of_sources_without_tests():

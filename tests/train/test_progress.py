@@ -77,9 +77,9 @@ def test_a_terminal_gets_one_line_in_place_and_whole_lines_above_it(monkeypatch,
 
 def test_shares_of_a_long_preparation_are_told_every_five_seconds_and_of_a_short_one_never():
     output, seconds = io.StringIO(), iter([0.0, 1.0, 4.9, 5.0, 9.0, 10.5])
-    lines = ShareLines(output, "tokenizing", clock=lambda: next(seconds))
+    lines = ShareLines(output, clock=lambda: next(seconds))
 
     for num_done in (10, 20, 30, 40, 200):
-        lines.tell(num_done, 200)
+        lines.tell("tokenizing", num_done, 200)
 
     assert output.getvalue() == "tokenizing: 15%\ntokenizing: 100%\n"

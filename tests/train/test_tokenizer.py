@@ -8,6 +8,8 @@ import tokenizers
 from penstock.errors import ConfigError
 from penstock.train.tokenizer import load_tokenizer
 
+SPECIAL = [("red", 1), ("green", 0)]
+
 
 def save_tokenizer(path, end=None):
     """Three words, with a gap in the ids, and perhaps one that ends a document."""
@@ -18,11 +20,26 @@ def save_tokenizer(path, end=None):
     return str(path)
 
 
+def test_a_document_in_pieces_gets_what_a_tokenizer_adds_once(tmp_path):
+    path = save_tokenizer(tmp_path / "words.json", end="</s>")
+    parsed = tokenizers.Tokenizer.from_file(path)
+    parsed.post_processor = tokenizers.processors.TemplateProcessing(single="red $A green", special_tokens=SPECIAL)
+    parsed.save(path)
+    tokenizer = load_tokenizer(path)
+
+    pieces = [b"blue red ", b"blue ", b"blue"]
+    found = [tokenizer.encode_piece(piece, is_first=not at, is_last=at == 2) for at, piece in enumerate(pieces)]
+    whole = tokenizer.encode_piece(b"".join(pieces), is_first=True, is_last=True)
+
+    assert [each.tolist() for each in found] == [[1, 70_000, 1], [70_000], [70_000, 0, 2]]
+    assert whole.tolist() == [1, 70_000, 1, 70_000, 70_000, 0, 2]
+
+
 def test_bytes_are_their_own_ids_and_a_document_ends_with_zero():
     tokenizer = load_tokenizer("bytes")
 
     assert tokenizer.encode("né".encode()).tolist() == [110, 195, 169]
-    assert tokenizer.encode_document("né".encode()).tolist() == [110, 195, 169, 0]
+    assert tokenizer.encode_piece("né".encode(), is_first=True, is_last=True).tolist() == [110, 195, 169, 0]
     assert tokenizer.decode([110, 195, 169]) == "né"
     assert tokenizer.vocabulary == 256
 
@@ -31,7 +48,7 @@ def test_a_tokenizer_file_gives_its_ids_and_room_for_the_largest(tmp_path):
     tokenizer = load_tokenizer(save_tokenizer(tmp_path / "words.json"))
 
     assert tokenizer.encode(b"blue red green").tolist() == [70_000, 1, 0]
-    assert tokenizer.encode_document(b"blue").tolist() == [70_000]
+    assert tokenizer.encode_piece(b"blue", is_first=True, is_last=True).tolist() == [70_000]
     assert tokenizer.decode([70_000, 1]) == "blue red"
     assert tokenizer.vocabulary == 70_001
 
@@ -43,7 +60,7 @@ def test_a_document_ends_with_the_token_of_a_usual_name_or_the_one_that_is_named
     tokenizer = load_tokenizer(path, end)
 
     assert tokenizer.end_of_document == expected
-    assert tokenizer.encode_document(b"blue").tolist() == [70_000, expected]
+    assert tokenizer.encode_piece(b"blue", is_first=True, is_last=True).tolist() == [70_000, expected]
     assert tokenizer.encode(b"blue").tolist() == [70_000]
     assert load_tokenizer(path).identity != load_tokenizer(path, "red").identity
 

@@ -1,13 +1,17 @@
 """The token cache."""
 
 import os
+import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.train.corpus import find_documents
+from penstock.train import corpus as corpus_module
+from penstock.train.corpus import TextFiles, find_documents
 from penstock.train.tokenizer import Tokenizer, load_tokenizer
 from penstock.train.tokens import tokenize
 
@@ -24,7 +28,7 @@ def corpus(tmp_path):
 
 
 def documents_of(folder):
-    return find_documents([str(folder)], [".txt"])
+    return TextFiles(find_documents([str(folder)], [".txt"]))
 
 
 def counting_tokenizer(calls):
@@ -57,12 +61,16 @@ def test_tokens_and_digest_do_not_depend_on_where_the_files_lie(corpus, tmp_path
     assert np.array_equal(first.tokens(), second.tokens())
 
 
-def test_progress_is_told_after_each_document_in_bytes(corpus, tmp_path):
+def test_progress_is_told_after_each_piece_in_bytes(corpus, tmp_path):
     told = []
 
     tokenize(documents_of(corpus), BYTES, tmp_path / "cache", tell=lambda *numbers: told.append(numbers))
 
-    assert told in ([(5, 11), (11, 11)], [(6, 11), (11, 11)])  # each text once, in the order of hashes
+    assert told[:3] == [("reading", 5, 16), ("reading", 11, 16), ("reading", 16, 16)]
+    assert told[3:] in (  # each text once, in the order of hashes
+        [("tokenizing", 5, 11), ("tokenizing", 11, 11)],
+        [("tokenizing", 6, 11), ("tokenizing", 11, 11)],
+    )
 
 
 def test_the_second_run_tokenizes_nothing(corpus, tmp_path):
@@ -119,7 +127,7 @@ def test_writers_that_race_agree(corpus, tmp_path):
         found = list(pool.map(lambda _: tokenize(documents, BYTES, tmp_path / "cache"), range(8)))
 
     assert len({bytes(file.tokens()) for file in found}) == 1
-    assert len(os.listdir(tmp_path / "cache")) == 2
+    assert sorted(name.split(".")[1] for name in os.listdir(tmp_path / "cache")) == ["ends", "json", "tokens"]
 
 
 @pytest.mark.parametrize(("vocabulary", "item_bytes"), [(256, 1), (257, 2), (65_536, 2), (65_537, 4)])
@@ -157,3 +165,99 @@ def test_a_document_that_changes_between_the_two_readings_is_refused(corpus, tmp
 
     with pytest.raises(ConfigError, match="changed while it was read"):
         tokenize(documents_of(corpus), Tokenizer("bytes", 256, encode, str, 0), tmp_path / "cache")
+
+
+def test_ends_say_where_each_document_ends(corpus, tmp_path):
+    found = tokenize(documents_of(corpus), BYTES, tmp_path / "cache")
+
+    lengths = np.diff(found.ends(), prepend=0).tolist()
+    assert sorted(lengths) == [len("first") + 1, len("second") + 1]
+    assert all(found.tokens()[end - 1] == 0 for end in found.ends())
+
+
+def test_a_tokenization_that_is_interrupted_goes_on_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "PIECE_BYTES", 64)
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.txt").write_text(f"line of {number}\n" * 40)
+    whole = bytes(tokenize(documents_of(folder), BYTES, tmp_path / "whole").tokens())
+    calls = []
+
+    def stop(what, num_done, num_all):
+        if what == "tokenizing" and num_done > num_all / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenize(documents_of(folder), BYTES, tmp_path / "cache", tell=stop)
+    found = tokenize(documents_of(folder), counting_tokenizer(calls), tmp_path / "cache")
+
+    assert bytes(found.tokens()) == whole
+    assert 0 < sum(map(len, calls)) < len(whole) / 2
+    assert len(os.listdir(tmp_path / "cache")) == 3
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from penstock.train import corpus, unfinished
+from penstock.train.tokenizer import load_tokenizer
+from penstock.train.tokens import tokenize
+
+unfinished.SECONDS_BETWEEN_PLACES = 0.0
+
+def die(what, num_done, num_all):
+    if what == "tokenizing" and num_done > num_all / 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+files = corpus.TextFiles(corpus.find_documents([sys.argv[1]], [".txt"]))
+tokenize(files, load_tokenizer("bytes"), Path(sys.argv[2]), tell=die)
+"""
+
+
+@pytest.mark.slow
+def test_a_tokenization_that_is_killed_goes_on_where_it_was(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("a line of some length\n" * 400_000)
+
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path), str(tmp_path / "cache")])
+    calls = []
+    found = tokenize(documents_of(path), counting_tokenizer(calls), tmp_path / "cache")
+
+    assert done.returncode == -signal.SIGKILL
+    assert bytes(found.tokens()) == path.read_bytes() + b"\0"
+    assert 0 < sum(map(len, calls)) < path.stat().st_size * 0.6
+
+
+MEASURED = """
+import resource, sys
+from pathlib import Path
+from penstock.train import corpus
+from penstock.train.tokenizer import load_tokenizer
+from penstock.train.tokens import tokenize
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+files = corpus.TextFiles(corpus.find_documents([sys.argv[1]], [".txt"]))
+tokenizer = load_tokenizer(sys.argv[3])
+tokenizer.encode(b"warm up ")
+before = peak()
+tokenize(files, tokenizer, Path(sys.argv[2]))
+print((peak() - before) >> 10)
+"""
+
+
+@pytest.mark.slow
+def test_a_document_that_is_larger_than_the_memory_it_may_take_is_tokenized(tmp_path):
+    allowed_mib, path = 48, tmp_path / "a.txt"
+    line = b"a line of some length, and then another one\n"
+    with path.open("wb") as file:
+        for _ in range(160):
+            file.write(line * ((1 << 20) // len(line)))
+    assert path.stat().st_size > 3 * allowed_mib << 20
+
+    command = [sys.executable, "-c", MEASURED, str(path), str(tmp_path / "cache"), "bytes"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert int(done.stdout) < allowed_mib

@@ -1,16 +1,47 @@
-"""The documents of a corpus: found in a fixed order, read, and proved to be UTF-8."""
+"""The documents of a corpus: found in a fixed order, read piece by piece, and proved to be UTF-8."""
 
+import codecs
 import os
 import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from penstock.errors import ConfigError
 
 FILES_KEY = "data.files"
+PIECE_BYTES = 1 << 20
+"""Most that is read, and tokenized, at once."""
+MOST_CHARACTER_BYTES = 4
 NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+
+
+class Corpus(Protocol):
+    """Documents with numbers from 0, which are read in pieces so that none is ever held whole."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much there is to read."""
+        ...
+
+    def stamp(self) -> list[object]:
+        """Return plain values that differ where the content may have changed."""
+        ...
+
+    def name(self, index: int) -> str:
+        """Return what a document is called in messages."""
+        ...
+
+    def pieces(self, index: int) -> Iterator[bytes]:
+        """Yield a document; where a piece ends depends on the content alone.
+
+        Raises: ConfigError, if it cannot be read, or is no text where it should be.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +51,40 @@ class Document:
     path: Path
     size_bytes: int
     modified_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """Files of UTF-8 text; each is a document."""
+
+    documents: Sequence[Document]
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(document.size_bytes for document in self.documents)
+
+    def stamp(self) -> list[object]:
+        return [[str(each.path.absolute()), each.size_bytes, each.modified_ns] for each in self.documents]
+
+    def name(self, index: int) -> str:
+        return str(self.documents[index].path)
+
+    def pieces(self, index: int) -> Iterator[bytes]:
+        path, begin = self.documents[index].path, 0
+        check = _Utf8Check(str(path))
+        try:
+            with path.open("rb") as file:
+                while piece := _cut(file.read(PIECE_BYTES)):
+                    check.add(piece)
+                    yield piece
+                    begin += len(piece)
+                    file.seek(begin)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        check.finish()
 
 
 def find_documents(files: Sequence[str], suffixes: Sequence[str]) -> tuple[Document, ...]:
@@ -50,25 +115,48 @@ def find_standard_library() -> tuple[Document, ...]:
     return tuple(_inspect(path) for path in sorted(_walk(root, (".py",), without=NOT_THE_LIBRARY)))
 
 
-def read_document(path: Path) -> bytes:
-    """Return the content of a file that is UTF-8.
+class _Utf8Check:
+    """Proves piece by piece that a document is UTF-8; a character may be cut between two pieces."""
 
-    Raises:
-        ConfigError: the file cannot be read, or is not UTF-8 (with the offset of the first wrong byte).
-    """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    try:
-        content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path}: byte 0x{content[error.start]:02x} at offset {error.start} is not UTF-8; "
-            "convert the file to UTF-8, or leave it out",
-            key=FILES_KEY,
-        ) from error
-    return content
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._num_bytes = 0
+
+    def add(self, piece: bytes) -> None:
+        """Look at the next piece. Raises: ConfigError, with the offset of the first wrong byte."""
+        self._decode(piece, is_last=False)
+
+    def finish(self) -> None:
+        """See that no character is cut off at the end. Raises: ConfigError."""
+        self._decode(b"", is_last=True)
+
+    def _decode(self, piece: bytes, *, is_last: bool) -> None:
+        try:
+            self._decoder.decode(piece, is_last)
+        except UnicodeDecodeError as error:
+            offset = self._num_bytes + len(piece) - len(error.object) + error.start
+            raise ConfigError(
+                f"{self._name}: byte 0x{error.object[error.start]:02x} at offset {offset} is not UTF-8; "
+                "convert the file to UTF-8, or leave it out",
+                key=FILES_KEY,
+            ) from error
+        self._num_bytes += len(piece)
+
+
+def _cut(content: bytes) -> bytes:
+    """Return what is left of a full piece when it ends behind a line, else before a space, else behind a character."""
+    if len(content) < PIECE_BYTES:
+        return content
+    end = content.rfind(b"\n") + 1
+    if not end:
+        end = content.rfind(b" ")
+    if end <= 0:
+        end = len(content)
+        while end > len(content) - MOST_CHARACTER_BYTES and content[end - 1] & 0xC0 == 0x80:
+            end -= 1
+        end -= content[end - 1] >= 0xC0
+    return content[:end]
 
 
 def _walk(folder: Path, suffixes: Sequence[str], *, without: frozenset[str] = frozenset()) -> Iterator[Path]:

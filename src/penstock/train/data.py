@@ -3,7 +3,7 @@
 Shapes: batch = sequences per batch, length = tokens per sequence.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.train.config import RunConfig
-from penstock.train.corpus import FILES_KEY, find_documents, find_standard_library
+from penstock.train.corpus import FILES_KEY, TextFiles, find_documents, find_standard_library
 from penstock.train.permutation import permuted
 from penstock.train.tokenizer import load_tokenizer
-from penstock.train.tokens import tokenize
+from penstock.train.tokens import Tell, tokenize
 
 Batch = tuple[Tensor, Tensor]
 """Tokens and target, both int64 [batch, length]; the target is the token that follows."""
@@ -118,7 +118,7 @@ def open_dataset(
     cache: Path,
     *,
     others: Sequence[Path] = (),
-    tell: Callable[[int, int], None] | None = None,
+    tell: Tell | None = None,
 ) -> TokenDataset:
     """Find, tokenize (once, into the cache folder) and cut the text that a configuration names.
 
@@ -138,7 +138,7 @@ def open_dataset(
             key="model.vocabulary",
         )
     documents = find_standard_library() if data.corpus == "stdlib" else find_documents(data.files, data.suffixes)
-    found = tokenize(documents, tokenizer, cache, others=others, tell=tell)
+    found = tokenize(TextFiles(documents), tokenizer, cache, others=others, tell=tell)
     options = WindowOptions(
         config.batch.size, config.batch.length, config.run.seed, data.held_out_fraction, tokenizer.end_of_document
     )

@@ -41,7 +41,8 @@ from penstock.train.together import failing_together
 from penstock.train.weights import save_weights
 
 PREPARING_DEADLINE_S = 3600.0
-"""How long ranks wait for rank 0 to tokenize the text, which takes longer than any step."""
+"""How long ranks wait for what rank 0 does alone before the first step, such as measuring layers. They wait for the
+text as long as it is read and tokenized."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,17 +57,16 @@ class Display(Protocol):
 class ShareLines:
     """Lines that say how much of a long preparation is done, one every few seconds, and none of a short one."""
 
-    def __init__(self, output: TextIO, what: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, output: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._output = output
-        self._what = what
         self._clock = clock
         self._told_at_s = clock()
 
-    def tell(self, num_done: int, num_all: int) -> None:
+    def tell(self, what: str, num_done: int, num_all: int) -> None:
         now_s = self._clock()
         if now_s - self._told_at_s >= SECONDS_BETWEEN_LINES:
             self._told_at_s = now_s
-            self._output.write(f"{self._what}: {num_done / max(num_all, 1):.0%}\n")
+            self._output.write(f"{what}: {num_done / max(num_all, 1):.0%}\n")
             self._output.flush()
 
 

@@ -41,7 +41,8 @@ RESULTS = (METRICS, CHECKPOINTS, TENSORBOARD, SCHEDULE, TIMELINE, TRACE, PICTURE
 SHARED = (TOKENS, LAYER_TIMES, COSTS, LOCK, f"{EARLIER}-*", f"*{PARTIAL_SUFFIX}")
 """What is not of one run."""
 INNER: Mapping[str, Sequence[str]] = {
-    TOKENS: ("*.tokens", "*.json", f"*{PARTIAL_SUFFIX}"),
+    TOKENS: ("*.tokens", "*.ends", "*.json", "*.unfinished", f"*{PARTIAL_SUFFIX}"),
+    "*.unfinished": ("tokens", "ends", "place.json", f"*{PARTIAL_SUFFIX}"),
     TENSORBOARD: ("events.out.tfevents.*",),
     f"{EARLIER}-*": RESULTS,
     CHECKPOINTS: ("step-*",),

@@ -1,6 +1,7 @@
 """From a configuration to what a run needs: its folder, its data, its pipeline, its optimizer's options."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -28,7 +29,7 @@ from penstock.train.run_folder import RunFolder
 from penstock.train.sections import PipelineSection
 from penstock.train.split import SplitRule
 from penstock.train.step import Trainer, scale_over
-from penstock.train.together import failing_together
+from penstock.train.together import Beat, failing_together, working_together
 
 SET_ELSEWHERE = ("ranks", "microbatches", "slices", "stages_per_rank")
 
@@ -48,14 +49,15 @@ def check_together(config: RunConfig, transport: Transport, *more: Callable[[Run
 def prepare_together(config: RunConfig, folder: RunFolder, transport: Transport, output: TextIO) -> TokenDataset:
     """Open the data on every rank: rank 0 first, which tells its progress; the others then find the tokens made.
 
+    This may take any time, as long as it goes on; a rank that is lost meanwhile is noticed within the run's deadline.
+
     Raises:
         ConfigError, PenstockError: on every rank, if any rank cannot; or if the ranks do not see the same text.
     """
     dataset: TokenDataset | None = None
     for turn in (transport.rank == 0, transport.rank != 0):
-        with failing_together(transport):
-            if turn:
-                dataset = _open_dataset(config, folder, output)
+        work = partial(_open_dataset, config, folder, ShareLines(output)) if turn else None
+        dataset = working_together(transport, work, limit_s=config.run.deadline_s) or dataset
     assert dataset is not None
     digests = Control(transport).all_gather_object(dataset.digest)
     if len(set(map(str, digests))) > 1:
@@ -63,11 +65,13 @@ def prepare_together(config: RunConfig, folder: RunFolder, transport: Transport,
     return dataset
 
 
-def _open_dataset(config: RunConfig, folder: RunFolder, output: TextIO) -> TokenDataset:
+def _open_dataset(config: RunConfig, folder: RunFolder, lines: ShareLines, beat: Beat) -> TokenDataset:
+    def tell(what: str, num_done: int, num_all: int) -> None:
+        beat()
+        lines.tell(what, num_done, num_all)
+
     with folder.leaving_no_trace():
-        dataset = open_dataset(
-            config, folder.tokens, others=folder.other_tokens, tell=ShareLines(output, "tokenizing").tell
-        )
+        dataset = open_dataset(config, folder.tokens, others=folder.other_tokens, tell=tell)
         if config.run.evaluate_batches:
             dataset.held_out_batches(1)
     return dataset

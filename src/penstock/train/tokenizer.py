@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ END_OF_DOCUMENT = 0
 """Among bytes: text hardly ever has a zero byte, so it can tell the model where a document ends."""
 
 
+PROBE = b"a"
+"""A text by which a tokenizer shows what it adds to each."""
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 """What tokenizer files call the end of a document, as GPT-2, Llama 3, Llama 2, Gemma and others do."""
 
@@ -30,11 +33,25 @@ class Tokenizer:
     decode: Callable[[Sequence[int]], str]
     end_of_document: int | None
     """The id behind the last one of a document; None where there is none."""
+    encode_part: Callable[[bytes], NDArray[np.uint32]] | None = None
+    """`encode` without the ids that it adds to a text; None where it adds none."""
+    added: tuple[Sequence[int], Sequence[int]] = ((), ())
+    """The ids that `encode` adds before and behind a text."""
+    depends_on_pieces: bool = False
+    """Whether a text in two pieces may give other ids than the whole one."""
 
-    def encode_document(self, content: bytes) -> NDArray[np.uint32]:
-        """Return the ids of a whole document, its end included."""
-        ids = self.encode(content)
-        return ids if self.end_of_document is None else np.append(ids, np.uint32(self.end_of_document))
+    def encode_piece(self, content: bytes, *, is_first: bool, is_last: bool) -> NDArray[np.uint32]:
+        """Return the ids of one piece of a document, with the document's end behind the last one."""
+        if is_first and is_last:
+            ids = self.encode(content)
+        else:
+            before, behind = self.added
+            inner = (self.encode_part or self.encode)(content)
+            parts = [before if is_first else (), inner, behind if is_last else ()]
+            ids = np.concatenate([np.asarray(part, dtype=np.uint32) for part in parts])
+        if not is_last or self.end_of_document is None:
+            return ids
+        return np.append(ids, np.uint32(self.end_of_document))
 
 
 def load_tokenizer(name: str, end_of_document: str = "") -> Tokenizer:
@@ -92,11 +109,21 @@ def _parse_tokenizer(name: str, content: bytes, end_of_document: str) -> Tokeniz
     if not vocabulary:
         raise ConfigError(f"{name} has an empty vocabulary; train the tokenizer first", key=TOKENIZER_KEY)
 
-    def encode(content: bytes) -> NDArray[np.uint32]:
-        return np.array(parsed.encode(content.decode("utf-8")).ids, dtype=np.uint32)
+    def encode(content: bytes, *, adds: bool = True) -> NDArray[np.uint32]:
+        return np.array(parsed.encode(content.decode("utf-8"), add_special_tokens=adds).ids, dtype=np.uint32)
 
     def decode(ids: Sequence[int]) -> str:
         return str(parsed.decode(list(ids)))
 
     identity = hashlib.sha256(content).hexdigest() + ("" if end is None else f" {end}")
-    return Tokenizer(identity, vocabulary, encode, decode, end)
+    encode_part, added = partial(encode, adds=False), _added(encode(PROBE), encode(PROBE, adds=False))
+    return Tokenizer(identity, vocabulary, encode, decode, end, encode_part, added, depends_on_pieces=True)
+
+
+def _added(whole: NDArray[np.uint32], part: NDArray[np.uint32]) -> tuple[list[int], list[int]]:
+    """Return the ids before and behind those of a text without additions; none where these cannot be found in it."""
+    for begin in range(len(whole) - len(part) + 1):
+        end = begin + len(part)
+        if np.array_equal(whole[begin:end], part):
+            return whole[:begin].tolist(), whole[end:].tolist()
+    return [], []

@@ -1,13 +1,14 @@
 """The tokens of a corpus in one memory-mapped file, made once and reused while its sources stay the same.
 
-The cache folder gets two files per corpus, `<key>.tokens` and `<key>.json` (the manifest). Both appear whole, the
-manifest last, and any two writers of a key write the same bytes; so processes may race for them.
+The cache folder gets three files per corpus: `<key>.tokens`, `<key>.ends` (per document, the number of tokens up to its
+end) and `<key>.json` (the manifest). All appear whole, the manifest last, and any two writers of a key write the same
+bytes; so processes may race for them. Documents are read twice, piece by piece: for their hashes, and for their tokens.
 """
 
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import ConfigError
 from penstock.files import atomic_file, remove_abandoned
-from penstock.train.corpus import FILES_KEY, Document, read_document
+from penstock.train.corpus import FILES_KEY, PIECE_BYTES, Corpus
 from penstock.train.tokenizer import Tokenizer
+from penstock.train.unfinished import END_TYPE, UnfinishedTokens, unfinished_tokens
 
 FORMAT_VERSION = 1
 
@@ -51,34 +53,50 @@ class TokenFile:
         """Map the token ids into memory, read-only."""
         return np.memmap(self.path, dtype=_item_type(self.manifest.vocabulary), mode="r")
 
+    def ends(self) -> NDArray[np.signedinteger]:
+        """Map into memory, per document, the number of tokens up to its end; read-only."""
+        return np.memmap(_ends_path(self.path), dtype=END_TYPE, mode="r")
+
+
+Tell = Callable[[str, int, int], None]
+"""Is called with what is done ("reading", "tokenizing"), with how much of it, and with how much there is."""
+
 
 @dataclass(frozen=True, slots=True)
-class _Source:
-    digest: str
-    path: Path
-    size_bytes: int
+class _Sources:
+    """Documents of a corpus, one of each distinct content that is not empty, in the order of their contents' hashes."""
+
+    digests: NDArray[np.bytes_]
+    indices: NDArray[np.signedinteger]
+    sizes_bytes: NDArray[np.signedinteger]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def digest(self, number: int) -> str:
+        return bytes(self.digests[number]).ljust(hashlib.sha256().digest_size, b"\0").hex()
 
 
 def tokenize(
-    documents: Sequence[Document],
+    corpus: Corpus,
     tokenizer: Tokenizer,
     cache: Path,
     *,
     others: Sequence[Path] = (),
-    tell: Callable[[int, int], None] | None = None,
+    tell: Tell | None = None,
 ) -> TokenFile:
-    """Return the token file of these documents, made now unless the cache folder or one of the `others` holds it.
+    """Return the token file of a corpus, made now unless the cache folder or one of the `others` holds it.
 
-    The documents stand in the order of their content's hash: a fixed order that mixes what lies together in folders and
+    The documents are in the order of their content's hash: a fixed order that mixes what lies together in folders and
     does not depend on where the files lie. Equal documents are kept once, so that none is both in the training part and
-    in the held-out part. One document at a time is held in memory. `tell` is called after each with the bytes that are
-    tokenized and with those of all.
+    in the held-out part. One piece of a document at a time is held in memory. A process that was killed while it made
+    the file is continued. `tell` is called after each piece.
 
     Raises:
         ConfigError: a document cannot be read or is not UTF-8, the corpus is empty, or the cache cannot be created.
         PenstockError: the cache cannot be written (disk full, say).
     """
-    key = _key_of(documents, tokenizer)
+    key = _key_of(corpus, tokenizer)
     for folder in (cache, *others):
         found = _find_in_cache(folder, key)
         if found is not None:
@@ -91,12 +109,11 @@ def tokenize(
             "Choose a run.folder that can be written"
         ) from error
     remove_abandoned(cache, now_s=time.time())
-    return _write(documents, tokenizer, cache, key, tell or _tell_nobody)
+    return _write(corpus, tokenizer, cache, key, tell or _tell_nobody)
 
 
-def _key_of(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
-    sources = [[str(document.path.absolute()), document.size_bytes, document.modified_ns] for document in documents]
-    return hashlib.sha256(json.dumps([FORMAT_VERSION, tokenizer.identity, sources]).encode()).hexdigest()[:32]
+def _key_of(corpus: Corpus, tokenizer: Tokenizer) -> str:
+    return hashlib.sha256(json.dumps([FORMAT_VERSION, tokenizer.identity, corpus.stamp()]).encode()).hexdigest()[:32]
 
 
 def _find_in_cache(cache: Path, key: str) -> TokenFile | None:
@@ -104,74 +121,112 @@ def _find_in_cache(cache: Path, key: str) -> TokenFile | None:
     path = cache / f"{key}.tokens"
     try:
         manifest = Manifest.model_validate_json((cache / f"{key}.json").read_bytes())
-        size_bytes = path.stat().st_size
+        size_bytes, ends_bytes = path.stat().st_size, _ends_path(path).stat().st_size
     except (OSError, ValidationError):
         return None
     if manifest.key != key or size_bytes != manifest.num_tokens * manifest.item_bytes:
         return None
+    if ends_bytes != manifest.num_documents * END_TYPE.itemsize:
+        return None
     return TokenFile(path, manifest)
 
 
-def _tell_nobody(num_done: int, num_all: int) -> None:
+def _tell_nobody(what: str, num_done: int, num_all: int) -> None:
     pass
 
 
-def _write(
-    documents: Sequence[Document], tokenizer: Tokenizer, cache: Path, key: str, tell: Callable[[int, int], None]
-) -> TokenFile:
-    sources = _distinct(documents)
-    num_all = sum(source.size_bytes for source in sources)
+def _write(corpus: Corpus, tokenizer: Tokenizer, cache: Path, key: str, tell: Tell) -> TokenFile:
+    sources = _distinct(corpus, tell)
+    if not len(sources):
+        raise ConfigError(
+            f"the corpus is empty: its {len(corpus)} files hold no text; name files with text", key=FILES_KEY
+        )
     path = cache / f"{key}.tokens"
     item_type = _item_type(tokenizer.vocabulary)
-    num_tokens = num_done = 0
-    with atomic_file(path) as file:
-        for content in _contents(sources):
-            tokens = tokenizer.encode_document(content).astype(item_type)
-            num_tokens += len(tokens)
-            file.write(tokens.tobytes())
-            num_done += len(content)
-            tell(num_done, num_all)
-        if not num_tokens:
+    digest = _digest_of(sources, tokenizer)
+    with unfinished_tokens(cache, key, digest=digest, item_bytes=item_type.itemsize) as writer:
+        _write_tokens(corpus, sources, tokenizer, writer, tell)
+        if not writer.place.num_tokens:
             raise ConfigError(
-                f"the corpus is empty: its {len(documents)} files hold no text; name files with text", key=FILES_KEY
+                f"the corpus is empty: its {len(corpus)} files have no tokens; name files with text", key=FILES_KEY
             )
+        num_tokens = writer.place.num_tokens
+        writer.finish(path, _ends_path(path))
     manifest = Manifest(
         key=key,
-        digest=_digest_of(sources, tokenizer),
+        digest=digest,
         vocabulary=tokenizer.vocabulary,
         item_bytes=item_type.itemsize,
         num_tokens=num_tokens,
         num_documents=len(sources),
-        num_duplicates=len(documents) - len(sources),
+        num_duplicates=len(corpus) - len(sources),
     )
     with atomic_file(cache / f"{key}.json") as file:
         file.write(manifest.model_dump_json(indent=2).encode())
     return TokenFile(path, manifest)
 
 
-def _distinct(documents: Sequence[Document]) -> list[_Source]:
-    """Return one source per distinct content that is not empty, ordered by the content's hash."""
-    by_digest: dict[str, _Source] = {}
-    for document in documents:
-        content = read_document(document.path)
-        if content:
-            digest = hashlib.sha256(content).hexdigest()
-            by_digest.setdefault(digest, _Source(digest, document.path, len(content)))
-    return [by_digest[digest] for digest in sorted(by_digest)]
+def _distinct(corpus: Corpus, tell: Tell) -> _Sources:
+    """Read every document for its hash."""
+    digests, sizes, num_read = [], np.zeros(len(corpus), dtype=np.int64), 0
+    for index in range(len(corpus)):
+        content = hashlib.sha256()
+        for piece in corpus.pieces(index):
+            content.update(piece)
+            sizes[index] += len(piece)
+            num_read += len(piece)
+            tell("reading", num_read, corpus.num_bytes)
+        digests.append(content.digest())
+    # An array needs a fifth of what objects do. It drops zero bytes at the end of an item, which changes no order.
+    unique, firsts = np.unique(np.array(digests, dtype="S32"), return_index=True)
+    is_kept = sizes[firsts] > 0
+    return _Sources(unique[is_kept], firsts[is_kept], sizes[firsts[is_kept]])
 
 
-def _contents(sources: Sequence[_Source]) -> Iterator[bytes]:
-    """Read again, so that memory never holds the whole corpus; what changed in between is refused."""
-    for source in sources:
-        content = read_document(source.path)
-        if hashlib.sha256(content).hexdigest() != source.digest:
-            raise ConfigError(f"{source.path} changed while it was read; start again", key=FILES_KEY)
-        yield content
+def _write_tokens(
+    corpus: Corpus, sources: _Sources, tokenizer: Tokenizer, writer: UnfinishedTokens, tell: Tell
+) -> None:
+    """Read again, so that memory never holds more than a piece; what changed in between is refused."""
+    item_type = _item_type(tokenizer.vocabulary)
+    num_all = int(sources.sizes_bytes.sum())
+    num_done = int(sources.sizes_bytes[: writer.place.document].sum()) + writer.place.offset
+    for number in range(writer.place.document, len(sources)):
+        index, size, done = int(sources.indices[number]), int(sources.sizes_bytes[number]), writer.place.offset
+        content, offset = hashlib.sha256(), 0
+        for piece in corpus.pieces(index):
+            content.update(piece)
+            begin, offset = offset, offset + len(piece)
+            if offset <= done:
+                continue  # tokenized before this process was interrupted
+            is_last = offset == size
+            if offset > size or (is_last and content.hexdigest() != sources.digest(number)):
+                raise _changed(corpus.name(index))
+            ids = tokenizer.encode_piece(piece, is_first=begin == 0, is_last=is_last).astype(item_type)
+            writer.write(ids, len(piece), is_last=is_last)
+            num_done += len(piece)
+            tell("tokenizing", num_done, num_all)
+        if offset != size:
+            raise _changed(corpus.name(index))
 
 
-def _digest_of(sources: Sequence[_Source], tokenizer: Tokenizer) -> str:
-    text = json.dumps([FORMAT_VERSION, tokenizer.identity, [source.digest for source in sources]])
-    return hashlib.sha256(text.encode()).hexdigest()
+def _changed(name: str) -> ConfigError:
+    return ConfigError(f"{name} changed while it was read; start again", key=FILES_KEY)
+
+
+def _digest_of(sources: _Sources, tokenizer: Tokenizer) -> str:
+    """Return the hash of the JSON list of format, tokenizer and the documents' hashes, which is not made as a whole."""
+    identity = tokenizer.identity
+    if tokenizer.depends_on_pieces and (sources.sizes_bytes >= PIECE_BYTES).any():
+        identity += f" in pieces of {PIECE_BYTES}"
+    found = hashlib.sha256(f"[{FORMAT_VERSION}, {json.dumps(identity)}, [".encode())
+    for number in range(len(sources)):
+        found.update(f'{", " if number else ""}"{sources.digest(number)}"'.encode())
+    found.update(b"]]")
+    return found.hexdigest()
+
+
+def _ends_path(path: Path) -> Path:
+    return path.with_suffix(".ends")
 
 
 def _item_type(vocabulary: int) -> np.dtype[np.unsignedinteger]:

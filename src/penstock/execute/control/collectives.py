@@ -27,11 +27,12 @@ class Control:
     """The collectives of one rank; it keeps nothing, so several may be made of one transport.
 
     All ranks call them in the same order. Tensors of any device travel through the memory of the CPU. Each is limited
-    by the deadline of the transport as a whole, and raises its PeerLost and DeadlineExceeded.
+    by `limit_s` as a whole, by default the deadline of the transport, and raises PeerLost and DeadlineExceeded.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, *, limit_s: float | None = None) -> None:
         self.transport = transport
+        self._limit_s = limit_s
         self.rank = transport.rank
         self.num_ranks = transport.num_ranks
 
@@ -96,7 +97,7 @@ class Control:
 
     def _end_s(self) -> float:
         """`time.monotonic()` at which a collective that begins now must be over."""
-        return time.monotonic() + self.transport.deadline_s
+        return time.monotonic() + (self.transport.deadline_s if self._limit_s is None else self._limit_s)
 
     def _wait(self, ticket: Ticket, end_s: float) -> None:
         self.transport.wait(ticket, max(end_s - time.monotonic(), 0.0))
