@@ -50,6 +50,7 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.split_backwards import with_split_backwards
 from penstock.partition.split import split_over
 from penstock.planning import ScheduleLike, memory_demand, prove_and_lower_once, resolve_plan
+from penstock.proofs import prove_weight_order
 from penstock.schedules import find_family, is_family_name
 from penstock.version import VERSION
 
@@ -220,6 +221,9 @@ def _assembled(joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemor
     )
     assembly = with_skips(assembly, plan.layers_of_stage, agreed.skips)
     refuse_wrappers(assembly.stages, schedule, joined.ranks_of_group())
+    queued = [stage.index for stage in assembly.stages if stage.own_weight_gradients.has_queues]
+    if queued:
+        prove_weight_order(schedule, queued)
     if schedule.num_slices > 1:
         refuse_layers_that_look_back(assembly.stages, _LOOKING_BACK)
     if options.main_gradients:

@@ -32,7 +32,7 @@ FLAGS = {
         "--stages-per-rank",
         "--theme",
     ],
-    "check": ["FILE", "--costs", "--memory-limit", "--ranks", "--transport"],
+    "check": ["FILE", "--costs", "--memory-limit", "--ranks", "--transport", "--weight-order"],
     "compare": [
         "NAME",
         "--costs",

@@ -365,10 +365,9 @@ def test_keywords_for_the_loss_reach_it():
     assert on_ranks(2, case)[0] == reference(2, 4, loss=lambda o, t: 3.0 * square_loss(o, t))[0].loss
 
 
-def test_what_torch_needs_to_learn_shapes_is_taken_and_a_dw_builder_is_not():
+def test_what_torch_needs_to_learn_shapes_is_taken():
     moved.PipelineStage(nn.Identity(), 0, 1, "cpu", input_args=(torch.ones(1),), output_args=None, get_mesh=None)
 
-    assert "own_backward" in str(error_of(moved.PipelineStage, nn.Identity(), 0, 1, dw_builder=lambda: None))
     assert "Did you mean 'input_args' or" in str(error_of(moved.PipelineStage, nn.Identity(), 0, 1, input_arg=1))
 
 

@@ -25,6 +25,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--costs", metavar="COSTS", help="how large activations and all else are, for a limit in bytes")
     add_memory_limit(parser)
+    parser.add_argument(
+        "--weight-order",
+        action="store_true",
+        help="prove also that every stage's W come in the order of its I, as fused layers need",
+    )
 
 
 def run(arguments: Namespace) -> int:
@@ -46,7 +51,7 @@ def run(arguments: Namespace) -> int:
         )
     costs = None if arguments.costs is None else stage_costs(load_costs(arguments.costs), plan)
     limit = memory_limit_of(arguments, None if costs is None else costs.activation_bytes)
-    demands = {"costs": costs, "memory_limit": limit}
+    demands = {"costs": costs, "memory_limit": limit, "weight_order": arguments.weight_order}
     transport = arguments.transport or str(POSTED)
     facts = check(plan, transport, **demands)
     if (arguments.transport or costs is not None) and not isinstance(plan, Program):

@@ -5,13 +5,13 @@ Change the import and keep the rest. docs/moving/torch-pipelining.md says what d
 
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError, PipelineError, nearest
+from penstock.errors import ConfigError, PipelineError, described, nearest
 from penstock.execute.batch.microbatch import BatchSpec, Concat, Split
 from penstock.execute.control.agreement import Mode
 from penstock.execute.losses.results import StepResult
@@ -39,10 +39,11 @@ _NO_EFFECT = ("backward_requires_autograd", "defer_pp_recv")
 class PipelineStage:
     """One stage of this rank: `submodule` is stage `stage_index` of `num_stages`.
 
-    Examples of inputs and outputs are taken and not needed: shapes follow from the first batch.
+    Examples of inputs and outputs are taken and not needed: shapes follow from the first batch. `dw_builder` is called
+    after each backward of the stage, and returns the function that computes its weight gradients, which runs in `W`.
 
     Raises:
-        ConfigError: a `dw_builder`, or a keyword that torch does not have.
+        ConfigError: a keyword that torch does not have, or a `dw_builder` that cannot be called.
     """
 
     def __init__(
@@ -53,14 +54,13 @@ class PipelineStage:
         device: torch.device | str | None = None,
         *,
         group: dist.ProcessGroup | None = None,
+        dw_builder: Callable[[], Callable[[], Any]] | None = None,
         **given: Any,
     ) -> None:
-        if given.pop("dw_builder", None) is not None:
-            raise ConfigError(
-                "weight gradients are split off for every module; drop it, and where a stage computes its own backward "
-                "use penstock.moving.own_backward",
-                key="dw_builder",
-            )
+        if dw_builder is not None and not callable(dw_builder):
+            raise ConfigError(f"{described(dw_builder)}; expected a function that returns one", key="dw_builder")
+        if dw_builder is not None:
+            cast(Any, submodule).dw_builder = dw_builder  # where the stage looks for it
         for name in given:
             if name not in _NOT_NEEDED:
                 raise ConfigError(f"is nothing that a stage takes.{nearest(name, _NOT_NEEDED)}", key=name)

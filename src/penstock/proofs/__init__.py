@@ -6,11 +6,12 @@
     transports   no deadlock, however messages travel
     memory       limits hold, no slot is overwritten while alive
     collectives  one total order on all members
+    weight_order the order of weight gradients that fused layers need, where they are used
 
 Every finding of one call ends in one `ScheduleError`. A proof that rests on another is left out where that one fails.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +39,7 @@ from penstock.proofs.order import Actions, check_complete, check_names, check_pa
 from penstock.proofs.report import Findings, Subject
 from penstock.proofs.stuck import check_transport
 from penstock.proofs.transports import Traffic
+from penstock.proofs.weight_order import check_weight_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ def check(
     transport: str = "posted",
     costs: CostsOfStages | None = None,
     memory_limit: Any = None,
+    *,
+    weight_order: bool = False,
 ) -> Facts:
     """Prove that a schedule or program can run; return what was learnt on the way.
 
@@ -88,12 +92,31 @@ def check(
     `buffered(n)`, `pair_fifo`, `coalesced`, or `all` of them. `memory_limit` is what a rank may hold, for all ranks or
     one per rank: bytes, as `"20GiB"` or a number, for which `costs` say how large activations are; or
     `"12 activations"`. Bytes that costs do not give count as 0, and those of messages are counted in programs alone.
+    `weight_order` adds what fused layers with delayed weight gradients need: every stage's `W` in the order of its `I`.
 
     Raises:
         ScheduleError: with every violation and a picture of the first ones.
         ConfigError: for an unknown transport, or if limits and sizes do not fit the table.
     """
-    return prove(table, Demand.of(memory_limit, costs), transport=transport).facts
+    demand = Demand.of(memory_limit, costs)
+    known = prove(table, demand, transport=transport)
+    if weight_order:
+        prove_weight_order(table, range(table.num_stages))
+    return known.facts
+
+
+def prove_weight_order(table: Schedule | Program, stages: Collection[int]) -> None:
+    """Prove that the weight gradients of these stages come in the order of their input gradients (`weight_order`).
+
+    The table is known to be whole.
+
+    Raises:
+        ScheduleError: with the first violation of each stage, and a picture.
+    """
+    subject = Subject(table)
+    findings = Findings(subject)
+    check_weight_order(Actions.of(subject), stages, findings)
+    findings.raise_if_any()
 
 
 def prove(
@@ -203,4 +226,5 @@ __all__ = [
     "check",
     "peak_activations",
     "prove",
+    "prove_weight_order",
 ]

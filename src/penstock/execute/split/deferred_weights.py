@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointError
 from penstock.errors import PipelineError
 from penstock.execute.split.deferred import Deferred, add_weight_gradients
 from penstock.execute.split.graph_search import Survey
+from penstock.execute.split.own_weight_gradients import WEIGHT_GRADIENTS, Closure, run_closures
 from penstock.execute.split.weight_grad_mode import RecomputeMismatch, WeightGradMode
 
 Watch = Callable[[WeightGradMode], AbstractContextManager[None]]
@@ -37,6 +38,8 @@ class DeferredWeights:
         """`search` finds what can be deferred, if anything; products of `weights` are split in the forward."""
         self.products: list[Deferred] = []
         """In the order in which a whole backward would come to them; filled by I."""
+        self.closures: list[Closure] = []
+        """What layers have handed over to be called in W."""
         self._search = search
         self._mode = WeightGradMode(weights)
         self._watch = watch
@@ -65,7 +68,7 @@ class DeferredWeights:
             PipelineError: layers that run again do something else than in the forward, in which products were split.
         """
         try:
-            with self._around_backward():
+            with self._around_backward(), WEIGHT_GRADIENTS.waiting_in(self.closures):
                 self._run_backward(edges, gradients)
         except torch.OutOfMemoryError:
             raise  # a RuntimeError too, but it says nothing of the split products
@@ -80,6 +83,7 @@ class DeferredWeights:
         self.products.clear()
         with self._around_backward():  # what weights are made of may have to be computed again
             add_weight_gradients(products)
+        run_closures(self.closures)
 
     def _run_backward(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
         survey = None if self._search is None else self._search(edges, self._mode.seen)

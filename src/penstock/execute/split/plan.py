@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
@@ -92,10 +93,12 @@ class SplitPlan:
         """Look which weights get their gradients in a backward of inputs, and warn of them once the plan is settled."""
         matrices = {name: weight for name, weight in parameters if weight.requires_grad and weight.dim() > 1}
         early: set[str] = set()
-        hooks = [
-            weight.register_post_accumulate_grad_hook(lambda _, name=name: early.add(name))  # type: ignore[no-untyped-call]
-            for name, weight in matrices.items()
-        ]
+
+        def note(name: str, gradient: Tensor | None) -> None:
+            if gradient is not None:  # as of a layer that computes its weight gradients later by itself
+                early.add(name)
+
+        hooks = [weight.register_hook(partial(note, name)) for name, weight in matrices.items()]  # type: ignore[no-untyped-call]
         try:
             yield
         finally:

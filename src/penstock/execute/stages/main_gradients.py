@@ -42,6 +42,8 @@ class MainGradients:
             for hook in hooks:
                 hook.remove()
             for parameter, gradient in before:
+                if parameter.grad is not None:
+                    _take(parameter)  # what a layer has added to `.grad` by itself, past the hooks
                 parameter.grad = gradient
 
 
@@ -52,7 +54,8 @@ def main_type(parameter: Tensor) -> torch.dtype:
 
 def _take(parameter: Tensor) -> None:
     gradient, parameter.grad = parameter.grad, None
-    assert gradient is not None
+    if gradient is None:
+        return  # a function of the user's has returned None, for which torch calls hooks, too
     if gradient.is_sparse:
         gradient = gradient.to_dense()
     total = getattr(parameter, ATTRIBUTE)

@@ -9,7 +9,7 @@ backward begins.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import Place
 from penstock.execute.split.deferred_weights import DeferredWeights
+from penstock.execute.split.own_weight_gradients import WEIGHT_GRADIENTS
 from penstock.execute.stages.feature import ForwardPart, StageFeature
 from penstock.execute.stages.first_gradients import FirstGradients
 from penstock.execute.stages.keywords import run_layers
@@ -71,6 +72,7 @@ class StagePasses:
     def begin(self, step: Step) -> None:
         """Begin a training step: how backwards are split is decided anew, and stays for all of the step."""
         self.stage.split_plan.begin_step()
+        self.stage.own_weight_gradients.begin_step()
         parameters = (parameter for module in self.stage.modules for parameter in module.parameters())
         step.first_gradients[self.stage.index] = FirstGradients(parameters)
 
@@ -229,10 +231,8 @@ class StagePasses:
     ) -> list[Tensor]:
         first_gradients = step.first_gradients[self.stage.index]
         first_gradients.begin_backward()
-        if saved.edges and saved.deferred is not None:
-            saved.deferred.backward_input(saved.edges, gradients)
-        elif saved.edges:
-            torch.autograd.backward(saved.edges, gradients)
+        if saved.edges:
+            _run_autograd(self.stage, saved, gradients)
         results = []
         for leaf in saved.inputs:
             # Zeros, since the stage before waits for a message, whatever this stage has used of its input.
@@ -245,3 +245,14 @@ class StagePasses:
         if is_whole:
             self.backward_weight(saved)
         return results
+
+
+def _run_autograd(stage: Stage, saved: SavedForward, gradients: Sequence[Tensor]) -> None:
+    own, deferred = stage.own_weight_gradients, saved.deferred
+    closures = None if deferred is None else deferred.closures
+    with own.around_backward(closures) if own else nullcontext():
+        if deferred is not None:
+            deferred.backward_input(saved.edges, gradients)
+            return
+        with WEIGHT_GRADIENTS.waiting_in(None):
+            torch.autograd.backward(saved.edges, gradients)

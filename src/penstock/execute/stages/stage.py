@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from penstock.execute.split.own_weight_gradients import OwnWeightGradients
 from penstock.execute.split.plan import SplitPlan
 from penstock.execute.stages.signatures import taken_keywords
 
@@ -31,6 +32,7 @@ class Stage:
         self.taken_keywords = list(map(taken_keywords, self.modules))
         # What split backwards have learned of the layers; it holds for every program that splits them.
         self.split_plan = split_plan or SplitPlan(self.modules)
+        self.own_weight_gradients = OwnWeightGradients(self.modules)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters with the unsplit model's names; a parameter used twice is listed once."""
