@@ -247,10 +247,19 @@ class Pipeline(ModelPart):
     def describe_split(self, *, width: int | None = None) -> str:
         """Draw which stage has which layers, its share of the weight, and its parameters, copies of tied ones too.
 
-        `width` is the number of columns to fit; without it, nothing is folded or left out.
+        After a recorded step that splits backwards, also which share of its weight gradients waits for W. `width` is
+        the number of columns to fit; without it, nothing is folded or left out.
         """
         counts, screen = self._made.num_parameters, Screen(width)
-        return describe_split(self.layers_of_stage, list(counts), self.layer_weights, list(counts.values()), screen)
+        early = {} if self.recording is None else self.recording.early_weights
+        return describe_split(
+            self.layers_of_stage,
+            list(counts),
+            self.layer_weights,
+            list(counts.values()),
+            screen,
+            late_shares={stage: 1 - found.share for stage, found in early.items()},
+        )
 
     def close(self) -> None:
         """End the watchdog and close the connections; the modules stay as they are, but no step can be run any more."""

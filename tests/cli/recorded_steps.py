@@ -17,7 +17,7 @@ def recorded_step(schedule=None, *, forward_s=(1.0,), late_s=0.0, uncertainty_s=
     schedule = schedule or build("1f1b", ranks=4, microbatches=8)
     program = lower(schedule)
     given = Costs(forward_s=forward_s, backward_s=tuple(2 * seconds for seconds in forward_s), **costs)
-    if schedule.kind.max() > 1:
+    if schedule.kind.max() > 1 and not given.backward_input_s:
         given = replace(given, backward_input_s=forward_s, backward_weight_s=forward_s)
     played = simulate(program, given)
     timeline = Timeline(program, "measured", played.start_s, played.end_s, clock_uncertainty_s=uncertainty_s)

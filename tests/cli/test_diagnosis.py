@@ -2,10 +2,12 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from penstock.cli.diagnosis import chief_finding, to_json, to_text
+from penstock.execute.split.plan import EarlyWeights
 from penstock.schedules import build
 from penstock.searching.what_if import Setting
 from penstock.simulation.costs.fit import HALVES
@@ -91,6 +93,25 @@ def test_assumptions_behind_a_change_are_told_where_it_is_listed():
     assert "halves" not in measured
 
 
+def test_weight_gradients_that_do_not_wait_for_w_are_told_with_what_they_cost():
+    schedule = build("zb-h1", ranks=4, microbatches=8)
+    recorded = replace(
+        recorded_step(schedule, backward_input_s=(2.0,), backward_weight_s=(0.0,)),
+        early_weights={
+            0: EarlyWeights(0.01, ("0.small",)),
+            1: EarlyWeights(1.0, ("4.a", "5.b", "6.c", "7.d", "7.e", "7.f")),
+        },
+    )
+
+    found = sections(to_text(diagnose(recorded, replace(SETTING, family="zb-h1"))))
+
+    rows = found["weight gradients that the split backward of a stage leaves to W"]
+    assert [row.split() for row in rows[2:]] == ["1 0.0 % 4.a, 5.b, 6.c, 7.d, 7.e and 1 more".split()]
+    helping = "\n".join(found["what would help, each simulated"])
+    assert re.search(r"-\d+\.\d %   \+0.0 %  all weight gradients wait for W", helping)
+    assert "half of what an I and a W take is taken to be weight gradients" in helping
+
+
 def test_where_nothing_helps_that_is_said():
     schedule = build("1f1b", ranks=1, microbatches=8)
 
@@ -121,7 +142,7 @@ def test_json_holds_the_same_with_seconds_that_add_up():
 
     assert list(document) == [
         "step", "schedule", "step_s", "measured", "predicted", "clock_uncertainty_s", "finding", "idle_s", "losses",
-        "critical_path", "changes",
+        "early_weights", "critical_path", "changes",
     ]  # fmt: skip
     assert document["step_s"] == 33.0 + 9.0
     assert document["clock_uncertainty_s"] == 2e-5

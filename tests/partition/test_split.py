@@ -140,3 +140,14 @@ def test_copies_of_a_stage_are_drawn_as_one_row():
         "1 and 3       2   50.0%           2  norm .. head\n"
         "heaviest: stage 0 and 2, 1.00 times the mean\n"
     )
+
+
+def test_shares_of_weight_gradients_that_wait_have_a_column_where_they_are_known():
+    stages, counts = [range(1), range(1, 2), range(1)], [10, 20]
+
+    text = describe_split(stages, ["a", "b"], [1.0, 1.0], counts, late_shares={0: 0.5, 1: 1.0, 2: 0.25})
+
+    rows = [line.split() for line in text.splitlines()]
+    assert rows[0][-4:] == ["wait", "for", "W", "names"]
+    assert [row[-2] for row in rows[2:4]] == ["25%", "100%"]
+    assert "wait for W" not in describe_split(stages, ["a", "b"], [1.0, 1.0], counts)

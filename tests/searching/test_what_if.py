@@ -55,6 +55,27 @@ def test_what_was_measured_of_split_backwards_counts():
     assert dear["gpipe"].step_change == pytest.approx(0.0)
 
 
+def test_weight_gradients_that_come_early_are_moved_to_w():
+    """All of it in `I` against halves."""
+    recorded = recorded_step(build("zb-h1", ranks=4, microbatches=8), backward_input_s=(2.0,), backward_weight_s=(0.0,))
+    costs = Costs.uniform(forward=1.0, backward_input=2.0, backward_weight=0.0)
+    run = MeasuredRun(
+        recorded.timeline.program.actions(),
+        costs,
+        recorded.layers_of_stage,
+        recorded.layer_weights,
+        dict.fromkeys(range(4), 1.0),
+    )
+
+    found = {change.text: change for change in what_if(run, SETTING)}["all weight gradients wait for W"]
+
+    now_s = makespan_s("zb-h1", costs)
+    then_s = makespan_s("zb-h1", Costs.uniform(forward=1.0, backward_input=1.0, backward_weight=1.0))
+    assert found.step_change == pytest.approx(then_s / now_s - 1)
+    assert found.step_change < -0.05
+    assert not any("wait for W" in text for text in changes(recorded))
+
+
 def test_a_layer_takes_its_share_of_its_stages_time_with_it():
     """A layer of the last stage takes half a second forward, one of the others a quarter."""
     found = changes(recorded_step(forward_s=UNEVEN))

@@ -1,6 +1,7 @@
 """A recorded step reads back to the last bit, and a broken one says what is wrong with it."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, FormatError
+from penstock.execute.split.plan import EarlyWeights
 from penstock.ir.timeline import DataWait, Timeline
 from penstock.lowering import lower
 from penstock.schedules import build
@@ -64,6 +66,13 @@ def test_what_is_written_reads_back_to_the_last_bit(schedule, seed):
 
     assert found.timeline.program == recorded.timeline.program
     assert plain(found) == plain(recorded)
+
+
+def test_early_weight_gradients_read_back():
+    early = {1: EarlyWeights(0.1 + 0.2, ("1.weight", "2.weight"))}
+    recorded = replace(recorded_step(build("zb-h1", ranks=2, microbatches=4)), early_weights=early)
+
+    assert recorded_step_from_json(recorded_step_to_json(recorded)).early_weights == early
 
 
 def test_a_file_of_before_waits_for_data_were_kept_has_none(small):
@@ -137,6 +146,8 @@ def test_a_file_that_was_cut_short_says_so(folder):
         ("data_waits", [wait(begin_s=3.0)], r"data_waits\.0: from 3\.0 to 2\.0 s, which goes back in time"),
         ("data_waits", [wait(), wait(1), wait(0, 1)], r"data_waits\.2: from -1\.0 to 2\.0 s, which goes back"),
         ("data_waits", [{"rank": 0}], r"data_waits\.0\.microbatch: "),
+        ("early_weights", [{"stage": 2, "share": 0.5, "names": []}], "early_weights: stage 2, but there are 2"),
+        ("early_weights", [{"stage": 0, "share": 1.5, "names": []}], r"early_weights\.0\.share: "),
         ("step", 0, "step: "),
         ("version", 2, "version: "),
         ("end_s", None, "end_s: "),

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from penstock.errors import MAX_SHOWN
 from penstock.ir.timeline import Timeline
 from penstock.searching.what_if import Change, Sort
 from penstock.show.idle import NAME_OF_CAUSE
@@ -15,12 +16,15 @@ from penstock.tables import NO_SCREEN, Column, Screen, table_text
 from penstock.train.diagnosis import Diagnosis
 
 NUM_ON_PATH = 6
-NUM_CHANGES: dict[Sort, int] = {"schedule": 6, "split": 2, "microbatches": 2}
+NUM_CHANGES: dict[Sort, int] = {"schedule": 6, "split": 2, "microbatches": 2, "weights": 1}
 """That are listed, of each sort: one sort alone would crowd out the others."""
 SMALLEST_SHARE = 0.001
 """Of the step: what saves less is not worth a line."""
+SMALLEST_EARLY_SHARE = 0.05
+"""Of a stage's weights; small ones are always computed in I."""
 NOTES = {
     "split": "a stage's measured seconds are shared among its layers by their weights",
+    "weights": "half of what an I and a W take is taken to be weight gradients",
     "microbatches": "computing and sending a microbatch is taken to be in proportion to its size",
 }
 
@@ -32,6 +36,7 @@ def to_text(diagnosis: Diagnosis, screen: Screen = NO_SCREEN) -> str:
         _idle_table(diagnosis, screen),
         _losses_table(diagnosis, screen),
         _path_table(diagnosis, screen),
+        *_early_weights_table(diagnosis, screen),
         _changes_table(diagnosis, screen),
     ]
     return "\n\n".join(parts)
@@ -111,6 +116,24 @@ def _path_table(diagnosis: Diagnosis, screen: Screen) -> str:
     return f"the critical path consists of\n{table_text(columns, rows, screen)}"
 
 
+def _early_weights_table(diagnosis: Diagnosis, screen: Screen) -> Iterator[str]:
+    """One row per stage that computes a notable share of its weight gradients in I; nothing where none does."""
+    rows = [
+        [str(stage), format_share(1 - early.share), _listed(early.names)]
+        for stage, early in sorted(diagnosis.recorded.early_weights.items())
+        if early.share >= SMALLEST_EARLY_SHARE
+    ]
+    if rows:
+        columns = [Column("stage"), Column("wait for W"), Column("computed in I", is_text=True)]
+        title = screen.wrapped("weight gradients that the split backward of a stage leaves to W")
+        yield f"{title}\n{table_text(columns, rows, screen)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return ", ".join(names[:MAX_SHOWN]) + more
+
+
 def _changes_table(diagnosis: Diagnosis, screen: Screen) -> str:
     helpful = _helpful(diagnosis.changes)
     if not helpful:
@@ -163,6 +186,10 @@ def to_json(diagnosis: Diagnosis) -> str:
                 "culprit": loss.culprit,
             }
             for loss in diagnosis.losses
+        ],
+        "early_weights": [
+            {"stage": stage, "share": early.share, "names": list(early.names)}
+            for stage, early in sorted(diagnosis.recorded.early_weights.items())
         ],
         "critical_path": [{"what": each.what, "duration_s": each.duration_s} for each in diagnosis.path],
         "changes": [

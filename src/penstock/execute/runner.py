@@ -242,8 +242,15 @@ class Runner:
             return found
         clock, rank, deadline_s = self._options.clock, self._transport.rank, self._options.deadline_s
         recorder = recorder_for(self._device, compiled.rows, clock, rank=rank, deadline_s=deadline_s)
-        clocks, output_bytes = self._clocks, self._messenger.layouts.output_bytes
-        return [StepRecording(self._transport, compiled.program, recorder, clocks, output_bytes), recorder, *found]
+        recording = StepRecording(
+            self._transport,
+            compiled.program,
+            recorder,
+            self._clocks,
+            self._messenger.layouts.output_bytes,
+            self._assembly.early_weights,
+        )
+        return [recording, recorder, *found]
 
     def _run(self, compiled: CompiledProgram, step: Step, of_step: Sequence[Observer]) -> None:
         with observing([*of_step, *self._observers], step):

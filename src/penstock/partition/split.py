@@ -1,6 +1,6 @@
 """Which layers make up which stage: even, by weight, or as given; and the table that shows it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from penstock.errors import PartitionError
@@ -77,11 +77,13 @@ def describe_split(
     weights: Sequence[float],
     num_parameters: Sequence[int],
     screen: Screen = NO_SCREEN,
+    *,
+    late_shares: Mapping[int, float] | None = None,
 ) -> str:
     """Draw a split as a text table: per stage its layers, its share of the weight, and its parameters.
 
     `names`, `weights` and `num_parameters` have one entry per layer. Stages that hold copies of the same layers are one
-    row.
+    row. `late_shares` are those of a stage's weight gradients that wait for W, where that is known.
     """
     copies: dict[range, list[str]] = {}
     for index, stage in enumerate(stages):
@@ -94,16 +96,23 @@ def describe_split(
         Column("layers", drop_order=2),
         Column("weight"),
         Column("parameters", drop_order=1),
+        *([Column("wait for W", drop_order=3)] if late_shares else []),
         Column("names", is_text=True),
     ]
     rows = []
     for label, stage, share in zip(labels, stages, shares, strict=True):
         parameters = f"{sum(num_parameters[layer] for layer in stage):,}"
-        rows.append([label, str(len(stage)), f"{share:.1%}", parameters, _first_to_last(names, stage)])
+        late = [_late_share(late_shares, label)] if late_shares else []
+        rows.append([label, str(len(stage)), f"{share:.1%}", parameters, *late, _first_to_last(names, stage)])
     heaviest = max(range(len(shares)), key=lambda stage: shares[stage])
     ratio = shares[heaviest] * len(shares)
     last = screen.wrapped(f"heaviest: stage {labels[heaviest]}, {ratio:.2f} times the mean")
     return f"{table_text(columns, rows, screen)}\n{last}\n"
+
+
+def _late_share(shares: Mapping[int, float], label: str) -> str:
+    found = [shares[stage] for stage in map(int, label.split(" and ")) if stage in shares]
+    return f"{min(found):.0%}" if found else "-"
 
 
 def _check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None:

@@ -5,7 +5,7 @@ a smaller microbatch are assumed to be in proportion to its size.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +19,7 @@ from penstock.partition.split import split_over
 from penstock.schedules import FAMILIES, build
 from penstock.simulation import Costs, LayerCosts, simulate
 
-Sort = Literal["split", "schedule", "microbatches"]
+Sort = Literal["split", "schedule", "microbatches", "weights"]
 NUM_EXTREMES = 4
 """Layers are moved away from so many of the heaviest stages, and to so many of the lightest."""
 MICROBATCH_FACTORS = (0.25, 0.5, 2, 4, 8)
@@ -61,6 +61,8 @@ class MeasuredRun:
     layers_of_stage: tuple[range, ...]
     layer_weights: tuple[float, ...]
     """Relative cost per layer, by which a stage's seconds are shared among its layers."""
+    early_weights: Mapping[int, float] = field(default_factory=dict)
+    """By stage whose backwards are split, the share of its weight gradients that I computes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,10 +89,29 @@ def what_if(run: MeasuredRun, setting: Setting) -> list[Change]:
         *_other_microbatches(now, setting),
     ]
     found = []
+    if any(run.early_weights.values()):
+        waiting = LayerCosts.from_stages(_all_waiting(run), run.layers_of_stage, run.layer_weights)
+        makespan_s, _ = _predict(now, waiting, num_parts)
+        found.append(Change("weights", "all weight gradients wait for W", makespan_s / now_s - 1, 0.0))
     for plan in plans:
         makespan_s, num_bytes = _predict(plan, per_layer, num_parts)
         found.append(Change(plan.sort, plan.text, makespan_s / now_s - 1, num_bytes / now_bytes - 1))
     return sorted(found, key=lambda change: change.step_change)
+
+
+def _all_waiting(run: MeasuredRun) -> Costs:
+    """The costs as they would be if no weight gradient were computed in I: half of what an I and a W take is taken to
+    be weight gradients, and of these the share that was computed early moves."""
+    stages = range(run.schedule.num_stages)
+    table = run.costs.durations_s(len(stages))
+    inputs, weights = (np.nan_to_num(table[kind]) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+    early = np.array([run.early_weights.get(stage, 0.0) for stage in stages])
+    moved = np.minimum(early * (inputs + weights) / 2, inputs)
+    return replace(
+        run.costs,
+        backward_input_s=tuple((inputs - moved).tolist()),
+        backward_weight_s=tuple((weights + moved).tolist()),
+    )
 
 
 def _predict(plan: _Plan, per_layer: LayerCosts, num_measured_parts: int) -> tuple[float, int]:

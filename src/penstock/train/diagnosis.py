@@ -70,7 +70,8 @@ def diagnose(
     timeline = with_true_arrivals(recorded.timeline)
     costs = costs_from_timelines([timeline], message_bytes=recorded.message_bytes, shares=shares or HALVES)
     schedule = timeline.program.actions()
-    run = MeasuredRun(schedule, costs, recorded.layers_of_stage, recorded.layer_weights)
+    early = {stage: found.share for stage, found in recorded.early_weights.items()}
+    run = MeasuredRun(schedule, costs, recorded.layers_of_stage, recorded.layer_weights, early)
     before = idle_before(timeline, recorded.lead_ins)
     within = idle_times(timeline, costs, memory_limit=memory_limit)
     return Diagnosis(

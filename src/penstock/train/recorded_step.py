@@ -1,7 +1,7 @@
 """The recorded step of a run as a file: read back, it holds the measured times exactly."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -12,6 +12,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.errors import ConfigError, FormatError, PenstockError
+from penstock.execute.split.plan import EarlyWeights
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
 from penstock.simulation.prologue import Prologue
@@ -35,6 +36,8 @@ class RecordedStep:
     """Relative cost per layer, as the split assumed."""
     lead_ins: tuple[Prologue, ...]
     """Per rank, what it did before the step; empty where that is not known."""
+    early_weights: Mapping[int, EarlyWeights] = field(default_factory=dict)
+    """By stage whose backwards are split, which weight gradients were computed in I."""
 
 
 class _Wait(BaseModel):
@@ -44,6 +47,14 @@ class _Wait(BaseModel):
     microbatch: NotNegative
     begin_s: float
     end_s: float
+
+
+class _EarlyWeights(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    stage: NotNegative
+    share: Annotated[float, Field(ge=0, le=1)]
+    names: list[str]
 
 
 class _Document(BaseModel):
@@ -61,6 +72,8 @@ class _Document(BaseModel):
     lead_ins: list[Moments]
     data_waits: list[_Wait] = Field(default_factory=list)
     """Files of before there were any lack them."""
+    early_weights: list[_EarlyWeights] = Field(default_factory=list)
+    """Likewise."""
     program: dict[str, Any]
 
 
@@ -77,6 +90,10 @@ def recorded_step_to_json(recorded: RecordedStep) -> bytes:
         layer_weights=list(recorded.layer_weights),
         lead_ins=[[each.free_s, each.loaded_s, each.asked_s] for each in recorded.lead_ins],
         data_waits=[_Wait(**asdict(wait)) for wait in timeline.data_waits],
+        early_weights=[
+            _EarlyWeights(stage=stage, share=found.share, names=list(found.names))
+            for stage, found in sorted(recorded.early_weights.items())
+        ],
         program=orjson.loads(timeline.program.to_json()),
     )
     return orjson.dumps(document.model_dump(), option=orjson.OPT_APPEND_NEWLINE)
@@ -118,6 +135,7 @@ def recorded_step_from_json(text: bytes, *, file: str = "<text>") -> RecordedSte
         tuple(range(first, end) for first, end in document.layers_of_stage),
         tuple(document.layer_weights),
         tuple(Prologue(*moments) for moments in document.lead_ins),
+        {each.stage: EarlyWeights(each.share, tuple(each.names)) for each in document.early_weights},
     )
 
 
@@ -139,6 +157,9 @@ def _require_whole(document: _Document, program: Program, file: str) -> None:
     wrong = [moments for moments in document.lead_ins if any(later < earlier for earlier, later in pairwise(moments))]
     if wrong:
         raise FormatError(f"lead_ins: {wrong[0]} goes back in time; record the step again", file=file)
+    stages = [each.stage for each in document.early_weights if each.stage >= program.num_stages]
+    if stages:
+        raise FormatError(f"early_weights: stage {stages[0]}, but there are {program.num_stages}", file=file)
     _require_waits(document.data_waits, program, file)
 
 

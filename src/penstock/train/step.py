@@ -183,6 +183,7 @@ class Trainer:
             tuple(self.pipeline.layers_of_stage),
             tuple(self.pipeline.layer_weights),
             tuple(Prologue(*moments) for moments in everyone),
+            recording.early_weights,
         )
 
 

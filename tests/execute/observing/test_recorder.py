@@ -1,12 +1,15 @@
 """What a recorder measures: every row, on one clock, in an order that the dependencies allow."""
 
 import time
+import warnings
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from penstock.errors import PenstockWarning
 from penstock.execute.observing.clock import Clock
 from penstock.execute.observing.observer import observed
 from penstock.execute.observing.recorder import DeviceRecorder, Recorder, recorder_for
@@ -234,3 +237,42 @@ def test_products_on_a_gpu_take_their_time():
     recorder.end(None, failed=False)
 
     assert recorder.end_s[0] - recorder.start_s[0] == pytest.approx(begin.elapsed_time(end) / 1000, rel=0.1)
+
+
+@pytest.mark.parametrize(("is_opaque", "share"), [(True, 1.0), (False, 0.0)])
+def test_a_recorded_step_tells_which_weight_gradients_wait_for_w(is_opaque, share):
+    def case(wires):
+        kind = Opaque if is_opaque else nn.Linear
+        layers = [kind(128, 128) for _ in range(2)]
+        pipeline = Pipeline(layers, "zb-h1", 2, nn.functional.mse_loss, transport=wires)
+        for _ in range(2):
+            pipeline.step(torch.ones(256, 128), target=torch.ones(256, 128), record=True)
+        found = pipeline.recording.early_weights, pipeline.describe_split()
+        pipeline.close()
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PenstockWarning)
+        for early, text in on_ranks(2, case):
+            assert [found.share for _, found in sorted(early.items())] == [share, share]
+            assert [found.names for _, found in sorted(early.items())] == [(), ()] or is_opaque
+            assert f" {1 - share:.0%} " in text
+
+
+class Opaque(nn.Linear):
+    """Its weight is used by two kinds of operations in one function of its own."""
+
+    def forward(self, features):
+        return Both.apply(features, self.weight)
+
+
+class Both(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, features, weight):
+        ctx.save_for_backward(features, weight)
+        return features @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        features, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ features

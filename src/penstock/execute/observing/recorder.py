@@ -14,6 +14,7 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.observing.clock import Alignment, Clock, ClockComparison
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.observing.run_ahead import Marker, await_marker
+from penstock.execute.split.plan import EarlyWeights
 from penstock.execute.step import Bound, Step
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.program import Program
@@ -110,6 +111,8 @@ class Recording:
     timeline: Timeline
     message_bytes: tuple[int, ...]
     """[num_stages] bytes of each stage's output; 0 for a last stage."""
+    early_weights: Mapping[int, EarlyWeights]
+    """By stage whose backwards are split, which weight gradients are computed in I."""
     rank: int
     alignment: Alignment
     origin_s: float
@@ -132,8 +135,9 @@ class StepRecording(Observer):
         recorder: Recorder,
         clocks: ClockComparison,
         output_bytes: Callable[[], Mapping[int, int]],
+        early_weights: Callable[[], Mapping[int, EarlyWeights]],
     ) -> None:
-        """`output_bytes` gives those of this rank's stages, behind a step."""
+        """`output_bytes` and `early_weights` give those of this rank's stages, behind a step."""
         self.recording: Recording | None = None
         """What was measured; None if the recorder of any rank has failed."""
         self._transport = transport
@@ -141,6 +145,7 @@ class StepRecording(Observer):
         self._recorder = recorder
         self._clocks = clocks
         self._output_bytes = output_bytes
+        self._early_weights = early_weights
 
     def begin(self, step: Step) -> None:
         self._clocks.begin()
@@ -154,6 +159,9 @@ class StepRecording(Observer):
             "start_s": recorder.start_s.tolist(),
             "end_s": recorder.end_s.tolist(),
             "output_bytes": {str(stage): num_bytes for stage, num_bytes in self._output_bytes().items()},
+            "early_weights": {
+                str(stage): [found.share, list(found.names)] for stage, found in self._early_weights().items()
+            },
             "data_waits": [
                 [wait.microbatch, wait.begin_s, wait.end_s]
                 for wait in (() if step.prefetcher is None else step.prefetcher.waits)
@@ -185,7 +193,12 @@ class StepRecording(Observer):
         )
         bytes_of_stage = {stage: num_bytes for row in everyone for stage, num_bytes in row["output_bytes"].items()}
         message_bytes = tuple(bytes_of_stage.get(str(stage), 0) for stage in range(program.num_stages))
-        return Recording(timeline, message_bytes, self._transport.rank, alignment, origin_s)
+        early = {
+            int(stage): EarlyWeights(share, tuple(names))
+            for row in everyone
+            for stage, (share, names) in row["early_weights"].items()
+        }
+        return Recording(timeline, message_bytes, early, self._transport.rank, alignment, origin_s)
 
 
 def _on_timeline(

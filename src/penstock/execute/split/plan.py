@@ -11,7 +11,7 @@ order of the schedule stay, and only what the split was to gain is lost. If that
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +43,16 @@ class _InForward:
     """Whether every function is watched, not only layers that hold these weights."""
 
 
+@dataclass(frozen=True, slots=True)
+class EarlyWeights:
+    """The weight gradients of a stage that are computed in I, where W was to compute them."""
+
+    share: float
+    """Of all elements of matrices in the stage."""
+    names: tuple[str, ...]
+    """Of their parameters, small ones too."""
+
+
 class SplitPlan:
     """How the backwards of some layers are split."""
 
@@ -50,6 +60,8 @@ class SplitPlan:
         """`small` is how many multiplications a weight's gradient must take to be deferred."""
         self.is_examined = False
         """Whether what cannot wait is known."""
+        self.early: EarlyWeights | None = None
+        """What cannot wait; None where it is not known."""
         self._modules = modules
         self._border = small
         self._num_elements = 0
@@ -106,6 +118,7 @@ class SplitPlan:
                 hook.remove()
         if self.is_settled:
             self.is_examined = True
+            self.early = EarlyWeights(_share_of(early, matrices), tuple(name for name in matrices if name in early))
             _warn_of(
                 stage, [name for name in matrices if name in early and not self.is_small(matrices[name])], matrices
             )
@@ -159,8 +172,7 @@ class SplitPlan:
 
 
 def _warn_of(stage: int, early: Sequence[str], matrices: Mapping[str, nn.Parameter]) -> None:
-    num_early = sum(matrices[name].numel() for name in early)
-    share = num_early / sum(weight.numel() for weight in matrices.values()) if matrices else 0.0
+    share = _share_of(early, matrices)
     if share <= LARGE_SHARE:
         return
     more = f" and {len(early) - MAX_SHOWN} more" if len(early) > MAX_SHOWN else ""
@@ -172,3 +184,8 @@ def _warn_of(stage: int, early: Sequence[str], matrices: Mapping[str, nn.Paramet
         PenstockWarning,
         stacklevel=2,
     )
+
+
+def _share_of(names: Iterable[str], matrices: Mapping[str, nn.Parameter]) -> float:
+    num_elements = sum(weight.numel() for weight in matrices.values())
+    return sum(matrices[name].numel() for name in names) / num_elements if num_elements else 0.0

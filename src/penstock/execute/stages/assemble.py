@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError, nearest
+from penstock.execute.split.plan import EarlyWeights
 from penstock.execute.stages.layers import Layer, build_layer, layer_names, spec_attribute
 from penstock.execute.stages.skips import StageSkips, open_at
 from penstock.execute.stages.stage import Stage
@@ -45,6 +46,11 @@ class Assembly:
     def keyword_names(self) -> dict[int, set[str]]:
         """Return, per stage of this rank, the keyword arguments that its layers can take."""
         return {stage.index: stage.keyword_names() for stage in self.stages}
+
+    def early_weights(self) -> dict[int, EarlyWeights]:
+        """Return, per stage of this rank whose backwards are split, the weight gradients that I computes."""
+        found = {stage.index: stage.split_plan.early for stage in self.stages}
+        return {index: early for index, early in found.items() if early is not None}
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's parameters in the order of the unsplit model, each once and under its first name there."""
