@@ -8,7 +8,18 @@ import pytest
 from penstock.cli.entry import main
 from tests.train.test_run_list import write_run
 
-HEADINGS = ["run", "state", "step", "of", "loss", "held-out loss", "tokens/s", "bubble", "settings that differ"]
+HEADINGS = [
+    "run",
+    "state",
+    "step",
+    "of",
+    "loss",
+    "held-out loss",
+    "tokens/s",
+    "bubble",
+    "memory",
+    "settings that differ",
+]
 
 
 @pytest.fixture
@@ -27,9 +38,9 @@ def test_the_table_has_a_row_per_run_and_what_differs(capsys, folder):
     headings, _, *rows = printed_by(capsys, folder).splitlines()
 
     assert re.split(" {2,}", headings) == HEADINGS
-    assert [row.split() for row in rows] == [
-        ["a", "finished", "5", "5", "2.0000", "4.5000", "80", "-", "batch.size=8"],
-        ["b", "interrupted", "5", "5", "2.0000", "4.5000", "80", "-", "batch.size=16"],
+    assert [re.split(" {2,}", row) for row in rows] == [
+        ["a", "finished", "5", "5", "2.0000", "4.5000", "80", "-", "3.00 GiB", "batch.size=8"],
+        ["b", "interrupted", "5", "5", "2.0000", "4.5000", "80", "-", "3.00 GiB", "batch.size=16"],
     ]
 
 
@@ -52,6 +63,7 @@ def test_json_has_numbers_and_the_whole_configuration(capsys, folder):
     first, second = json.loads(printed_by(capsys, folder, "--to", "json"))
 
     assert (first["name"], first["state"], first["loss"], first["tokens_per_s"]) == ("a", "finished", 2.0, 80.0)
+    assert first["peak_bytes"] == [2**30, 3 * 2**30]
     assert second["config"]["batch"]["size"] == 16
 
 

@@ -103,6 +103,9 @@ def test_each_step_has_its_row_with_evaluation_and_bubble_where_they_are_due(fin
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert [row["step"] for row in rows if "held_out_loss" in row] == [4, 6]
     assert [row["step"] for row in rows if "bubble_fraction" in row] == [3]
+    assert [row["step"] for row in rows if "predicted_bubble_fraction" in row] == [3]
+    assert [row["step"] for row in rows if "peak_bytes_rank0" in row] == [6]
+    assert not [row for row in rows if "model_flops_utilization" in row]  # no one knows the peak of a CPU
     assert rows[-1]["held_out_loss"] == result.held_out_loss < 5.2
     assert {row["num_tokens"] for row in rows} == {64}
 

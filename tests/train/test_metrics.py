@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from penstock.errors import ConfigError, FormatError, PenstockError
 from penstock.train.metrics import MetricsWriter, StepMetrics, read_metrics
 from penstock.train.sections import MetricsSection
+from penstock.train.utilization import Utilization
 from tests.test_files import largest_file
 
 
@@ -40,11 +41,48 @@ def test_every_step_is_one_json_object(tmp_path):
         "num_tokens": 100,
         "tokens_per_s": 200.0,
         "duration_s": 0.5,
+        "data_wait_s": 0.0,
         "learning_rate": 1e-3,
         "gradient_norm": 0.5,
         "left_s": 4.5,
     }
     assert (second["bubble_fraction"], second["held_out_loss"]) == (0.25, 2.5)
+
+
+def test_what_was_measured_of_the_ranks_has_a_number_for_each(tmp_path):
+    step = step_of(1, peak_bytes=(7, 5), data_wait_s=0.25, bubble_fraction=0.2, predicted_bubble_fraction=0.1)
+    write_all(tmp_path / "run", [step])
+
+    [row] = objects_of(tmp_path / "run")
+    assert (row["peak_bytes_rank0"], row["peak_bytes_rank1"], row["data_wait_s"]) == (7, 5, 0.25)
+    assert row["predicted_bubble_fraction"] == 0.1
+    assert "model_flops_utilization" not in row
+
+
+def test_recorded_steps_do_not_count_in_tokens_per_second_and_what_is_left(tmp_path):
+    recorded = step_of(1, duration_s=4.0, bubble_fraction=0.2)
+    write_all(tmp_path / "run", [recorded, step_of(2), replace(recorded, step=3), step_of(4, duration_s=0.25)])
+
+    rows = objects_of(tmp_path / "run")
+    assert [row["tokens_per_s"] for row in rows] == [25.0, 200.0, 200.0, 300.0]
+    assert [row["left_s"] for row in rows] == [36.0, 4.0, 3.5, 3.0]
+    assert [row["duration_s"] for row in rows] == [4.0, 0.5, 4.0, 0.25]
+
+
+def test_utilization_follows_from_tokens_per_second(tmp_path):
+    utilization = Utilization(flops_per_token=6.0, flops_per_s=2400.0)
+    writer = MetricsWriter(tmp_path, MetricsSection(), num_steps=2, output=io.StringIO(), utilization=utilization)
+    with writer:
+        writer.write(step_of(1))
+
+    [row] = objects_of(tmp_path)
+    assert row["model_flops_utilization"] == 0.5
+
+
+def test_people_see_the_last_memory_that_was_gathered(tmp_path):
+    shown = write_all(tmp_path, [step_of(1), step_of(2, peak_bytes=(2**30,)), step_of(3)], every=1)
+
+    assert ["memory 1.00 GiB" in line for line in shown.splitlines()] == [False, True, True]
 
 
 def test_a_line_is_in_the_file_before_the_next_step(tmp_path):

@@ -14,7 +14,7 @@ ROWS = [
     {"step": 2, "loss": 4.0, "tokens_per_s": 50.0, "held_out_loss": 4.5},
     {"step": 3, "loss": 3.0, "tokens_per_s": 60.0},
     {"step": 4, "loss": 2.5, "tokens_per_s": 70.0},
-    {"step": 5, "loss": 2.0, "tokens_per_s": 90.0},
+    {"step": 5, "loss": 2.0, "tokens_per_s": 90.0, "peak_bytes_rank0": 2**30, "peak_bytes_rank1": 3 * 2**30},
 ]
 
 
@@ -38,6 +38,7 @@ def test_a_run_is_known_by_its_files(tmp_path):
     assert (run.name, run.state, run.step, run.config.run.steps) == ("one", "finished", 5, 5)
     assert (run.last("loss"), run.last("held_out_loss"), run.last("bubble_fraction")) == (2.0, 4.5, None)
     assert run.tokens_per_s == 80.0  # without the first three steps
+    assert run.peak_bytes == [2**30, 3 * 2**30]
     assert run.curve("held_out_loss") == ([2], [4.5])
     assert run.curve("loss") == ([1, 2, 3, 4, 5], [5.0, 4.0, 3.0, 2.5, 2.0])
 

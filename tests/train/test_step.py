@@ -190,12 +190,14 @@ def record_late_batches(transport):
     durations_s = [16.0, 4.0] if transport.rank else [16.0, 0.5]
     outcome = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS).step(3, LateBatches(now_s, durations_s), record=True)
     pipeline.close()
-    return outcome.recorded
+    return outcome
 
 
 def test_a_recorded_step_tells_how_long_each_rank_waited_for_the_last_batch():
     """The clocks are one for the program, and stand still while a rank computes: only loading shows."""
-    for recorded in on_ranks(2, record_late_batches):
+    outcomes = on_ranks(2, record_late_batches)
+    assert [outcome.data_wait_s for outcome in outcomes] == [16.5, 20.0]
+    for recorded in (outcome.recorded for outcome in outcomes):
         assert recorded.step == 3
         assert [lead_in.data_s for lead_in in recorded.lead_ins] == [0.5, 4.0]
         assert recorded.lead_ins[0].asked_s == 0  # its clock stood still from there to the recorded step
@@ -233,12 +235,14 @@ def record_late_stream(transport):
     late_s = [[16.0, 8.0, 4.0, 2.0], [16.0, 0.5, 0.25, 0.125]][transport.rank]
     outcome = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS).step(3, [Stream(items(late_s))], record=True)
     pipeline.close()
-    return outcome.recorded
+    return outcome
 
 
 def test_a_recorded_step_tells_how_long_each_rank_waited_for_which_microbatch_of_a_stream():
     """The clocks are one for the program, and stand still while a rank computes: only loading shows."""
-    for recorded in on_ranks(2, record_late_stream):
+    outcomes = on_ranks(2, record_late_stream)
+    assert [outcome.data_wait_s for outcome in outcomes] == [30.0, 16.875]
+    for recorded in (outcome.recorded for outcome in outcomes):
         waits = recorded.timeline.data_waits
         assert [lead_in.data_s for lead_in in recorded.lead_ins] == [0.0, 0.0]
         assert [(wait.rank, wait.microbatch) for wait in waits] == [

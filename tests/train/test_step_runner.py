@@ -1,5 +1,6 @@
 """The steps of a run: which are recorded, and which are evaluated."""
 
+import time
 from contextlib import ExitStack, closing
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from penstock.models import cross_entropy_loss
 from penstock.pipeline import Pipeline
 from penstock.train.config import config_from_table
-from penstock.train.data import open_dataset
+from penstock.train.data import TokenDataset, open_dataset
 from penstock.train.setup import build_layers, build_trainer
 from penstock.train.step_runner import StepRunner
 
@@ -72,6 +73,31 @@ def test_only_the_steps_that_are_asked_for_are_recorded(text, pipelines, monkeyp
     assert [step for step, is_recorded in enumerate(seen, 1) if is_recorded] == recorded
     assert [each.step for each in metrics if each.bubble_fraction is not None] == recorded
     assert (runner.recorded is None) == ("run" not in sections)
+
+
+def test_a_recorded_step_is_predicted_too(text, pipelines):
+    metrics = runner_of(text, pipelines, run={"record_step": 1}).run(1)
+
+    assert 0 <= metrics.predicted_bubble_fraction <= metrics.bubble_fraction + 0.05
+
+
+@pytest.mark.parametrize(("every", "told"), [(0, []), (4, [4, 6]), (1, [1, 2, 3, 4, 5, 6])])
+def test_memory_is_gathered_where_it_is_due(text, pipelines, every, told):
+    runner = runner_of(text, pipelines, metrics={"memory_every": every})
+
+    metrics = [runner.run(step) for step in range(1, STEPS + 1)]
+
+    assert [each.step for each in metrics if each.peak_bytes] == told
+    assert all(10 * 2**20 < size < 2**40 for each in metrics for size in each.peak_bytes)
+
+
+def test_the_wait_for_batches_is_told(text, pipelines, monkeypatch):
+    runner, batch = runner_of(text, pipelines, batch={"size": 4, "length": 16, "accumulate": 2}), TokenDataset.batch
+    monkeypatch.setattr(TokenDataset, "batch", lambda self, index: time.sleep(0.05) or batch(self, index))
+
+    metrics = runner.run(1)
+
+    assert 0.1 <= metrics.data_wait_s <= metrics.duration_s
 
 
 def test_steps_are_evaluated_where_it_is_due_and_the_last_always(text, pipelines):

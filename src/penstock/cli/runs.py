@@ -49,6 +49,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _table(runs: Any, *, in_terminal: bool) -> str:
+    from penstock.show.text import format_bytes
     from penstock.tables import NO_SCREEN, Column, table_text
     from penstock.train.run_list import differences
 
@@ -62,6 +63,7 @@ def _table(runs: Any, *, in_terminal: bool) -> str:
         Column("held-out loss"),
         Column("tokens/s", drop_order=1),
         Column("bubble", drop_order=2),
+        Column("memory", drop_order=1),
         Column("settings that differ", is_text=True),
     ]
     rows = [
@@ -74,6 +76,7 @@ def _table(runs: Any, *, in_terminal: bool) -> str:
             _shown(each.last("held_out_loss"), ".4f"),
             _shown(each.tokens_per_s, ",.0f"),
             _shown(each.last("bubble_fraction"), ".1%"),
+            format_bytes(int(max(each.peak_bytes))) if each.peak_bytes else "-",
             " ".join(settings[:MOST_SHOWN]) + f" and {len(settings) - MOST_SHOWN} more" * (len(settings) > MOST_SHOWN),
         ]
         for each, settings in zip(runs, found, strict=True)
@@ -100,6 +103,9 @@ def _json(runs: Any) -> bytes:
             "held_out_loss": each.last("held_out_loss"),
             "tokens_per_s": each.tokens_per_s,
             "bubble_fraction": each.last("bubble_fraction"),
+            "predicted_bubble_fraction": each.last("predicted_bubble_fraction"),
+            "model_flops_utilization": each.last("model_flops_utilization"),
+            "peak_bytes": each.peak_bytes,
             "config": each.config.model_dump(mode="json"),
         }
         for each in runs

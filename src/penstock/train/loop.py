@@ -38,6 +38,7 @@ from penstock.train.split import choose_split
 from penstock.train.step_runner import StepRunner
 from penstock.train.stopping import StopRequest
 from penstock.train.together import failing_together
+from penstock.train.utilization import utilization_of
 from penstock.train.weights import save_weights
 
 PREPARING_DEADLINE_S = 3600.0
@@ -157,9 +158,16 @@ def _run_steps(
     with ExitStack() as stack:
         writer = None
         if pipeline.rank == 0:
-            options, num_steps = config.metrics, config.run.steps
-            writer = MetricsWriter(folder.path, options, num_steps=num_steps, output=output, first_step=first_step)
-            stack.enter_context(writer)
+            writer = stack.enter_context(
+                MetricsWriter(
+                    folder.path,
+                    config.metrics,
+                    num_steps=config.run.steps,
+                    output=output,
+                    first_step=first_step,
+                    utilization=utilization_of(config, dataset.vocabulary, pipeline.device),
+                )
+            )
         stack.enter_context(stop.watched(2 * config.run.deadline_s))
         for step in range(first_step, config.run.steps + 1):
             metrics = runner.run(step)

@@ -1,36 +1,33 @@
 """Writing what each step was like: to the terminal, as JSON lines, and for TensorBoard."""
 
 import math
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from io import FileIO
 from pathlib import Path
+from statistics import median, median_high
 from types import TracebackType
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, Self, TextIO
 
 import orjson
 
-from penstock.errors import ConfigError, FormatError
+from penstock.errors import FormatError
 from penstock.files import naming_storage
-from penstock.train.progress import SECONDS_BETWEEN_LINES, Display, StepMetrics, open_display
+from penstock.train.progress import SECONDS_BETWEEN_LINES, Display, Pace, StepMetrics, open_display
 from penstock.train.run_folder import METRICS, TENSORBOARD
 from penstock.train.sections import MetricsSection
+from penstock.train.sinks import Sink, open_jsonl, open_tensorboard
+from penstock.train.utilization import Utilization
 
 __all__ = ["MetricsWriter", "StepMetrics"]
 
 NUM_RECENT_STEPS = 20
+PEAK_BYTES = "peak_bytes_rank"
+"""Of the numbers with the memory of each rank, before its rank."""
 ROW_BEGIN = b'{"step":'
 """Of every line of a `metrics.jsonl`, also of one that was cut off."""
-
-
-class Sink(Protocol):
-    """Where numbers go, one set a step."""
-
-    def write(self, step: int, numbers: dict[str, float]) -> None: ...
 
 
 class MetricsWriter:
@@ -38,7 +35,7 @@ class MetricsWriter:
 
     Files: `metrics.jsonl` and `tensorboard/` in `folder`. They are only appended to: for a step that a run which was
     interrupted has written, too, the last line counts. `first_step` is the first that is written now. Lines for people
-    go to `output`.
+    go to `output`. `utilization` is None where the devices' peak is not known.
 
     Raises:
         ConfigError: TensorBoard is asked for but not installed.
@@ -53,6 +50,7 @@ class MetricsWriter:
         num_steps: int,
         output: TextIO,
         first_step: int = 1,
+        utilization: Utilization | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
@@ -62,8 +60,10 @@ class MetricsWriter:
         self._output = output
         self._clock = clock
         self._shown_at_s = -math.inf
+        self._utilization = utilization
         self._bubble_fraction: float | None = None
-        self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
+        self._peak_bytes: Sequence[int] = ()
+        self._recent: deque[StepMetrics] = deque(maxlen=NUM_RECENT_STEPS)
         self._stack = ExitStack()
         self._sinks: list[Sink] = []
         self._display: Display | None = None
@@ -86,30 +86,41 @@ class MetricsWriter:
     def write(self, metrics: StepMetrics) -> None:
         """Write one finished step; the files have it when this returns (TensorBoard within seconds)."""
         assert self._display is not None, "used outside its with block"
-        self._recent_s.append(metrics.duration_s)
-        left_s = self._left_s(metrics.step)
-        numbers = _numbers(metrics, left_s)
+        pace = self._pace(metrics)
+        numbers = _numbers(metrics, pace)
         for sink in self._sinks:
             sink.write(metrics.step, numbers)
-        if metrics.bubble_fraction is not None:
-            self._bubble_fraction = metrics.bubble_fraction
-        # People see the last measured bubble on every line; the files hold it where it was measured.
-        shown = replace(metrics, bubble_fraction=self._bubble_fraction)
-        self._display.update(shown, left_s=left_s)
+        shown = self._with_last_measured(metrics)
+        self._display.update(shown, pace)
         if self._is_shown(metrics):
-            self._display.show(shown, left_s=left_s)
+            self._display.show(shown, pace)
             self._shown_at_s = self._clock()
 
     def _wanted_sinks(self) -> Iterator[AbstractContextManager[Sink]]:
         if self._options.tensorboard:  # first: where it is missing, nothing has been made yet
-            yield _open_tensorboard(self._folder / TENSORBOARD, self._first_step)
+            yield open_tensorboard(self._folder / TENSORBOARD, self._first_step)
         if self._options.jsonl:
-            yield _open_jsonl(self._folder / METRICS)
+            yield open_jsonl(self._folder / METRICS)
 
-    def _left_s(self, step: int) -> float:
-        """Expect each remaining step to last as long as the middle one of the last steps: a slow one counts little."""
-        ordered = sorted(self._recent_s)
-        return (self._num_steps - step) * ordered[len(ordered) // 2]
+    def _pace(self, metrics: StepMetrics) -> Pace:
+        """Expect each remaining step to be like the middle one of the last steps: a slow one counts little.
+
+        Recording takes time, so a recorded step counts only where there is no other.
+        """
+        if metrics.bubble_fraction is None:
+            self._recent.append(metrics)
+        recent = self._recent or [metrics]
+        left_s = (self._num_steps - metrics.step) * median_high([each.duration_s for each in recent])
+        tokens_per_s = median([each.tokens_per_s for each in recent])
+        share = None if self._utilization is None else self._utilization.share(tokens_per_s)
+        return Pace(tokens_per_s, left_s, share)
+
+    def _with_last_measured(self, metrics: StepMetrics) -> StepMetrics:
+        """Return what people see: the last measured bubble and memory; the files hold them where they were measured."""
+        if metrics.bubble_fraction is not None:
+            self._bubble_fraction = metrics.bubble_fraction
+        self._peak_bytes = metrics.peak_bytes or self._peak_bytes
+        return replace(metrics, bubble_fraction=self._bubble_fraction, peak_bytes=self._peak_bytes)
 
     def _is_shown(self, metrics: StepMetrics) -> bool:
         every = self._options.every
@@ -118,9 +129,11 @@ class MetricsWriter:
         return is_due or metrics.step in (self._first_step, self._num_steps) or metrics.held_out_loss is not None
 
 
-def _numbers(metrics: StepMetrics, left_s: float) -> dict[str, float]:
+def _numbers(metrics: StepMetrics, pace: Pace) -> dict[str, float]:
     measured = {
+        "model_flops_utilization": pace.utilization,
         "bubble_fraction": metrics.bubble_fraction,
+        "predicted_bubble_fraction": metrics.predicted_bubble_fraction,
         "held_out_loss": metrics.held_out_loss,
         "loss_scale": metrics.loss_scale,
         "num_skipped": metrics.num_skipped or None,
@@ -128,46 +141,15 @@ def _numbers(metrics: StepMetrics, left_s: float) -> dict[str, float]:
     return {
         "loss": metrics.loss,
         "num_tokens": metrics.num_tokens,
-        "tokens_per_s": metrics.tokens_per_s,
+        "tokens_per_s": pace.tokens_per_s,
         "duration_s": metrics.duration_s,
+        "data_wait_s": metrics.data_wait_s,
         "learning_rate": metrics.learning_rate,
         "gradient_norm": metrics.gradient_norm,
-        "left_s": left_s,
+        "left_s": pace.left_s,
         **{name: value for name, value in measured.items() if value is not None},
+        **{f"{PEAK_BYTES}{rank}": size for rank, size in enumerate(metrics.peak_bytes)},
     }
-
-
-class _JsonLines:
-    def __init__(self, file: FileIO) -> None:
-        self._file = file
-
-    def write(self, step: int, numbers: dict[str, float]) -> None:
-        # A number that is not finite becomes null: JSON has no word for it.
-        line = orjson.dumps({"step": step, **numbers}, option=orjson.OPT_APPEND_NEWLINE)
-        with naming_storage(Path(self._file.name)):
-            # The disk may take a part of the line; only the next try says why.
-            while line:
-                line = line[self._file.write(line) :]
-
-
-@contextmanager
-def _open_jsonl(path: Path) -> Iterator[Sink]:
-    with naming_storage(path):
-        # Unbuffered: a line is in the file at once, and a full disk shows at the line that did not fit.
-        file = path.open("a+b", buffering=0)
-    with file:
-        with naming_storage(path):
-            _end_line(file)
-        yield _JsonLines(file)
-
-
-def _end_line(file: FileIO) -> None:
-    """End a line that a killed process has begun."""
-    if file.tell() == 0:
-        return
-    file.seek(-1, os.SEEK_END)
-    if file.read(1) != b"\n":
-        file.write(b"\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -206,41 +188,3 @@ def _is_row(row: Any) -> bool:
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return False
     return all(value is None or isinstance(value, int | float) for value in row.values())
-
-
-class _SummaryWriter(Protocol):
-    """The part of TensorBoard's writer that is used."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _TensorBoard:
-    def __init__(self, writer: _SummaryWriter, folder: Path) -> None:
-        self._writer = writer
-        self._folder = folder
-
-    def write(self, step: int, numbers: dict[str, float]) -> None:
-        with naming_storage(self._folder):
-            for name, value in numbers.items():
-                self._writer.add_scalar(name, value, step)
-
-
-@contextmanager
-def _open_tensorboard(folder: Path, first_step: int) -> Iterator[Sink]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            "the tensorboard package is missing; pip install '.[tensorboard]' in Penstock's clone, "
-            "or set metrics.tensorboard = false",
-            key="metrics.tensorboard",
-        ) from error
-    with naming_storage(folder):
-        writer: _SummaryWriter = SummaryWriter(log_dir=str(folder), flush_secs=5, purge_step=first_step)
-    try:
-        yield _TensorBoard(writer, folder)
-    finally:
-        with naming_storage(folder):
-            writer.close()

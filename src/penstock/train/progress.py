@@ -1,7 +1,7 @@
 """What is shown of a run: one line that is updated in a terminal, and lines that stay."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TextIO
@@ -10,11 +10,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from penstock.show.text import format_bytes
 from penstock.tables import NO_SCREEN, Screen
 
 MISSING = "-"
 SECONDS_BETWEEN_LINES = 5.0
 """Where nothing says after how many steps a line follows."""
+SHOWN_WAIT = 0.02
+"""Share of a step, from which on its wait for data is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +41,36 @@ class StepMetrics:
     """Of the losses of this step; absent where they are not scaled against underflow."""
     num_skipped: int = 0
     """Steps so far that changed no weight, because a number was not finite."""
+    predicted_bubble_fraction: float | None = None
+    """What the simulator makes of the measured costs; absent where nothing was measured."""
+    data_wait_s: float = 0.0
+    """Seconds that rank 0 waited for the batches."""
+    peak_bytes: Sequence[int] = ()
+    """The most memory of each rank so far; empty where it was not gathered."""
 
     @property
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.duration_s if self.duration_s > 0 else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast a run is: the middle of its last steps, of which recorded ones do not count."""
+
+    tokens_per_s: float
+    left_s: float
+    """Seconds until the last step."""
+    utilization: float | None = None
+    """Model FLOPs as a share of what the devices can do; absent where that is not known."""
+
+
 class Display(Protocol):
     """Where lines go."""
 
-    def update(self, metrics: StepMetrics, *, left_s: float) -> None:
+    def update(self, metrics: StepMetrics, pace: Pace) -> None:
         """Show the state of the run in place of the last one, where that is possible."""
 
-    def show(self, metrics: StepMetrics, *, left_s: float) -> None:
+    def show(self, metrics: StepMetrics, pace: Pace) -> None:
         """Show a line that stays."""
 
 
@@ -70,21 +90,29 @@ class ShareLines:
             self._output.flush()
 
 
-def step_line(metrics: StepMetrics, *, num_steps: int, left_s: float) -> str:
+def step_line(metrics: StepMetrics, pace: Pace, *, num_steps: int) -> str:
     """Return one line for people, with what matters most first: a narrow terminal cuts its end."""
     bubble = MISSING if metrics.bubble_fraction is None else f"{metrics.bubble_fraction:.1%}"
     parts = [
         f"step {metrics.step:>{len(str(num_steps))}}/{num_steps}",
         f"loss {metrics.loss:.4f}",
-        f"left {duration_text(left_s)}",
-        f"{metrics.tokens_per_s:>7,.0f} tokens/s",
+        f"left {duration_text(pace.left_s)}",
+        f"{pace.tokens_per_s:>7,.0f} tokens/s",
         f"{metrics.duration_s:.3f} s/step",
         f"bubble {bubble:>5}",
         f"lr {metrics.learning_rate:.2e}",
         f"norm {metrics.gradient_norm:.2f}",
     ]
+    if pace.utilization is not None:
+        parts.append(f"MFU {pace.utilization:.1%}")
+    if metrics.peak_bytes:
+        parts.append(f"memory {format_bytes(max(metrics.peak_bytes))}")
+    if metrics.data_wait_s >= SHOWN_WAIT * metrics.duration_s > 0:
+        parts.append(f"data wait {metrics.data_wait_s:.3f} s")
     if metrics.num_skipped:
         parts.append(f"skipped {metrics.num_skipped}")
+    if metrics.predicted_bubble_fraction is not None:
+        parts.append(f"recorded: not in tokens/s; predicted bubble {metrics.predicted_bubble_fraction:.1%}")
     if metrics.held_out_loss is not None:
         parts.insert(2, f"held-out {metrics.held_out_loss:.4f}")
     return "  ".join(parts)
@@ -112,11 +140,11 @@ class _Lines:
     output: TextIO
     num_steps: int
 
-    def update(self, metrics: StepMetrics, *, left_s: float) -> None:
+    def update(self, metrics: StepMetrics, pace: Pace) -> None:
         """Do nothing: what is written to a pipe stays."""
 
-    def show(self, metrics: StepMetrics, *, left_s: float) -> None:
-        self.output.write(f"{step_line(metrics, num_steps=self.num_steps, left_s=left_s)}\n")
+    def show(self, metrics: StepMetrics, pace: Pace) -> None:
+        self.output.write(f"{step_line(metrics, pace, num_steps=self.num_steps)}\n")
         self.output.flush()
 
 
@@ -130,13 +158,13 @@ class _Live:
     live: Live
     num_steps: int
 
-    def update(self, metrics: StepMetrics, *, left_s: float) -> None:
-        line = step_line(metrics, num_steps=self.num_steps, left_s=left_s)
+    def update(self, metrics: StepMetrics, pace: Pace) -> None:
+        line = step_line(metrics, pace, num_steps=self.num_steps)
         self.live.update(Text(line, no_wrap=True, overflow="ellipsis"))
 
-    def show(self, metrics: StepMetrics, *, left_s: float) -> None:
+    def show(self, metrics: StepMetrics, pace: Pace) -> None:
         # The terminal wraps a line that is too long; rich would cut it.
-        line = step_line(metrics, num_steps=self.num_steps, left_s=left_s)
+        line = step_line(metrics, pace, num_steps=self.num_steps)
         self.live.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

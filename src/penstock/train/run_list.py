@@ -7,7 +7,7 @@ from statistics import median
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.train.config import RunConfig, load_config
-from penstock.train.metrics import read_metrics
+from penstock.train.metrics import PEAK_BYTES, read_metrics
 from penstock.train.run_folder import CONFIG, METRICS, SUMMARY
 from penstock.train.run_lock import holder_of
 
@@ -38,6 +38,12 @@ class RunRecord:
         """The median over all steps but the first ones."""
         found = [row["tokens_per_s"] for row in self.rows[SKIPPED_STEPS:] or self.rows if "tokens_per_s" in row]
         return median(found) if found else None
+
+    @property
+    def peak_bytes(self) -> list[float]:
+        """The most memory of each rank, as it was last gathered; empty where it was not."""
+        gathered = [row for row in self.rows if f"{PEAK_BYTES}0" in row]
+        return [value for key, value in gathered[-1].items() if key.startswith(PEAK_BYTES)] if gathered else []
 
     def last(self, key: str) -> float | None:
         """Return the last number of this name; None where there is none."""

@@ -238,6 +238,10 @@ class MetricsSection(Section):
         description="optimizer steps between two that are measured for their bubble, which takes time; 0: only "
         "run.record_step is",
     )
+    memory_every: NotNegative = Field(
+        default=10,
+        description="optimizer steps between two after which the ranks say how much memory they took at most; 0: none",
+    )
 
 
 class SampleSection(Section):

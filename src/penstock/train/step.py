@@ -37,6 +37,8 @@ class StepOutcome:
     """Whether the weights were changed; not where a number was not finite, nor in a dry run."""
     loss_scale: float | None = None
     """By which the losses of this step were multiplied; None where they were not."""
+    data_wait_s: float = field(default=0.0, compare=False)
+    """Seconds that this rank waited for the batches; ranks differ in it, and so do equal steps."""
 
 
 class Batches(Protocol):
@@ -104,7 +106,8 @@ class Trainer:
             self.update.apply(rate)
         else:
             self.update.skip(is_overflow=not is_finite)
-        return StepOutcome(loss, norm, rate, recorded, losses.named_means, is_finite and not skip_update, scale)
+        is_updated, wait_s = is_finite and not skip_update, losses.data_wait_s
+        return StepOutcome(loss, norm, rate, recorded, losses.named_means, is_updated, scale, wait_s)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Return the mean loss of batches of equal size, in the precision of the steps."""
@@ -158,6 +161,7 @@ class Trainer:
             moments_s = [read()]
             batch = batches[index]
             moments_s.append(read())
+            losses.data_wait_s += moments_s[1] - moments_s[0]
             if not isinstance(batch, Stream):
                 batch = batch[0].to(device), batch[1].to(device)
             moments_s.append(read())
@@ -194,11 +198,15 @@ class _Losses:
     total: float = 0.0
     count: int = 0
     named: dict[str, float] = field(default_factory=dict)
+    data_wait_s: float = 0.0
+    """Seconds that this rank waited for the batches."""
 
     def add(self, result: StepResult) -> None:
         assert result.loss is not None, "the pipeline has a loss"
         self.total += result.loss.item()
         self.count += 1
+        if result.data_times is not None:
+            self.data_wait_s += result.data_times.waited_s
         for name, loss in result.named_losses.items():
             self.named[name] = self.named.get(name, 0.0) + loss.item()
 

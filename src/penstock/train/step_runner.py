@@ -1,12 +1,17 @@
 """`StepRunner`: runs the steps of a run one by one, and says what each was like."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
+from penstock.errors import PenstockError
 from penstock.train.config import RunConfig
 from penstock.train.data import Batch, TokenDataset
 from penstock.train.progress import StepMetrics
+from penstock.train.rank_memory import peak_bytes
 from penstock.train.recorded_step import RecordedStep
+from penstock.train.report import predict_again
 from penstock.train.step import StepOutcome, Trainer, require_finite
 
 
@@ -58,11 +63,31 @@ class StepRunner:
             held_out_loss=self._held_out_loss(step, outcome),
             loss_scale=outcome.loss_scale,
             num_skipped=self.trainer.update.num_skipped,
+            predicted_bubble_fraction=self._predicted_bubble(outcome),
+            data_wait_s=outcome.data_wait_s,
+            peak_bytes=self._peak_bytes(step),
         )
 
     def _is_recorded(self, step: int) -> bool:
         every = self._config.metrics.bubble_every
         return step == self._config.recorded_step or (every > 0 and step % every == 0)
+
+    def _predicted_bubble(self, outcome: StepOutcome) -> float | None:
+        """Return, on the rank that writes it, what the simulator makes of the costs of a recorded step."""
+        if outcome.recorded is None or self.trainer.pipeline.rank:
+            return None
+        try:
+            return predict_again(outcome.recorded.timeline)["predicted"].bubble_fraction
+        except PenstockError:  # what is only told should not end a run
+            return None
+
+    def _peak_bytes(self, step: int) -> Sequence[int]:
+        """Return what each rank took at most so far, where it is due; a collective there."""
+        every = self._config.metrics.memory_every
+        if not every or (step % every and step != self._config.run.steps):
+            return ()
+        pipeline = self.trainer.pipeline
+        return cast("list[int]", pipeline.control.all_gather_object(peak_bytes(pipeline.device)))
 
     def _held_out_loss(self, step: int, outcome: StepOutcome) -> float | None:
         every = self._config.run.evaluate_every

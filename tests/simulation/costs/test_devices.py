@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.simulation.costs.devices import device, link, tables
+from penstock.simulation.costs.devices import device, device_of_torch, link, tables
 
 DEVICES = [device(name) for name in tables()["device"]]
 LINKS = [link(name) for name in tables()["link"]]
@@ -27,6 +27,13 @@ def test_figures_of_a_device_are_of_their_order(each):
     assert 1e13 < each.flops_per_s("fp32") < each.flops_per_s("tf32") < 1e15
     assert 40e9 <= each.memory_bytes <= 192e9
     assert 1e12 < each.memory_bytes_per_s < 1e13
+
+
+def test_a_device_is_found_by_the_name_that_torch_has_for_it():
+    assert device_of_torch("NVIDIA H200") == device("h200-sxm")
+    assert device_of_torch("NVIDIA A100-SXM4-40GB") == device("a100-sxm-40gb")
+    assert device_of_torch("NVIDIA H200 NVL") is None
+    assert all(each.names_in_torch for each in DEVICES)
 
 
 def test_published_figures():

@@ -1,6 +1,7 @@
 """Descriptions of devices and links, from the data file that ships with the package and names its sources."""
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,8 @@ class Device:
     memory_bytes: int
     memory_bytes_per_s: float
     source: str
+    names_in_torch: Sequence[str] = ()
+    """What torch.cuda.get_device_name calls it."""
 
     def flops_per_s(self, data_type: DataType) -> float:
         """Return the dense matrix FLOPs per second for numbers of a type."""
@@ -54,6 +57,12 @@ def device(name: str) -> Device:
         ConfigError: for an unknown name, with the nearest ones.
     """
     return _make(Device, name)
+
+
+def device_of_torch(name: str) -> Device | None:
+    """Return the device that `torch.cuda.get_device_name` calls so; None if it is not known."""
+    known = tables()["device"]
+    return next((device(key) for key in known if name in known[key].get("names_in_torch", ())), None)
 
 
 def link(name: str) -> Link:
