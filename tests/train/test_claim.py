@@ -193,6 +193,12 @@ def test_an_unfinished_run_with_other_settings_is_left_alone(base, section, chan
     assert note == f"run folder: {base}-2 ({base} holds an unfinished run with another {named})"
 
 
+def test_a_run_that_differs_in_what_changes_no_bit_continues(base):
+    run_in(base, is_finished=False)
+
+    assert run_in(base, data={"prefetch": 5})[0] == "run"
+
+
 def test_a_folder_of_other_files_is_left_alone(base):
     base.mkdir()
     (base / "thesis.tex").touch()

@@ -6,10 +6,15 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock.train import data
+from penstock.train.batches import Wants
 from penstock.train.config import config_from_table
 from penstock.train.data import TokenDataset, WindowOptions, open_dataset
 
 COUNTING = np.arange(1001, dtype=np.uint16)
+
+
+def pair(batch):
+    return *batch.args, batch.target
 
 
 def dataset_of(tokens=COUNTING, **options):
@@ -28,7 +33,7 @@ def config_of(tmp_path, **sections):
 
 
 def test_the_target_is_the_next_token():
-    tokens, target = dataset_of().batch(0)
+    tokens, target = pair(dataset_of().batch(0))
 
     assert tokens.shape == target.shape == (4, 10)
     assert tokens.dtype == target.dtype == torch.int64
@@ -39,7 +44,7 @@ def test_an_epoch_visits_every_training_window_once():
     dataset = dataset_of(batch_size=9)
     num_steps = dataset.num_windows // 9
 
-    starts = torch.cat([dataset.batch(step)[0][:, 0] for step in range(num_steps)])
+    starts = torch.cat([dataset.batch(step).args[0][:, 0] for step in range(num_steps)])
 
     assert dataset.num_windows == num_steps * 9 == 90
     assert sorted(starts.tolist()) == list(range(0, 900, 10))
@@ -47,7 +52,7 @@ def test_an_epoch_visits_every_training_window_once():
 
 def test_epochs_and_seeds_have_orders_of_their_own():
     def order(dataset, first):
-        return torch.cat([dataset.batch(step)[0][:, 0] for step in range(first, first + 10)]).tolist()
+        return torch.cat([dataset.batch(step).args[0][:, 0] for step in range(first, first + 10)]).tolist()
 
     dataset = dataset_of(batch_size=9)
 
@@ -58,10 +63,10 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 
 def test_batches_are_the_same_in_any_order_and_on_any_rank():
-    forward = [dataset_of().batch(step)[0] for step in range(30)]
+    forward = [dataset_of().batch(step).args[0] for step in range(30)]
     other = dataset_of()
 
-    backward = [other.batch(step)[0] for step in reversed(range(30))]
+    backward = [other.batch(step).args[0] for step in reversed(range(30))]
 
     assert all(torch.equal(one, two) for one, two in zip(forward, reversed(backward), strict=True))
 
@@ -69,11 +74,43 @@ def test_batches_are_the_same_in_any_order_and_on_any_rank():
 def test_held_out_tokens_are_never_trained_on():
     dataset = dataset_of()
 
-    trained = {int(token) for step in range(60) for part in dataset.batch(step) for token in part.flatten()}
-    held_out = {int(token) for batch in dataset.held_out_batches(100) for part in batch for token in part.flatten()}
+    trained = {int(token) for step in range(60) for part in pair(dataset.batch(step)) for token in part.flatten()}
+    held_out = {
+        int(token) for batch in dataset.held_out_batches(100) for part in pair(batch) for token in part.flatten()
+    }
 
     assert trained == set(range(901))
     assert held_out == set(range(901, 982))
+
+
+class UnreadTokens(np.ndarray):
+    """Tokens that may be counted and divided, but not read."""
+
+    def __getitem__(self, index):
+        assert isinstance(index, slice), "a token was read"
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("wants", [Wants(), Wants(target=False), Wants(inputs=False)])
+def test_a_rank_is_given_what_it_wants(wants):
+    tokens, target = pair(dataset_of().batch(3))
+
+    found = dataset_of().batch(3, wants)
+
+    assert len(found.args) == wants.inputs
+    assert all(torch.equal(part, tokens) for part in found.args)
+    assert (found.target is not None) == wants.target
+    assert found.target is None or torch.equal(found.target, target)
+    assert (found.target is None) == (dataset_of().held_out_batches(1, wants)[0].target is None)
+
+
+def test_a_rank_that_wants_nothing_reads_nothing():
+    dataset = dataset_of(COUNTING.view(UnreadTokens))
+
+    for batch in (dataset.batch(3, Wants(False, False)), *dataset.held_out_batches(2, Wants(False, False))):
+        assert (batch.args, batch.target) == ((), None)
+    with pytest.raises(AssertionError, match="a token was read"):
+        dataset.batch(3, Wants(inputs=False))
 
 
 def test_held_out_batches_are_fixed_and_spread_over_the_whole_part():
@@ -81,8 +118,9 @@ def test_held_out_batches_are_fixed_and_spread_over_the_whole_part():
 
     few = dataset.held_out_batches(2)
 
-    starts = torch.cat([tokens[:, 0] for tokens, _ in few]).tolist()
-    again = torch.cat([tokens[:, 0] for tokens, _ in dataset_of(held_out_fraction=0.5).held_out_batches(2)]).tolist()
+    starts = torch.cat([batch.args[0][:, 0] for batch in few]).tolist()
+    same = dataset_of(held_out_fraction=0.5).held_out_batches(2)
+    again = torch.cat([batch.args[0][:, 0] for batch in same]).tolist()
     assert starts == again == [501, 561, 621, 681, 741, 801, 861, 921]
 
 
@@ -154,7 +192,7 @@ def test_a_configuration_opens_its_files(tmp_path):
     (tmp_path / "a.txt").write_text("".join(chr(97 + place % 26) for place in range(500)))
 
     dataset = open_dataset(config_of(tmp_path), tmp_path / "cache")
-    tokens, target = dataset.batch(7)
+    tokens, target = pair(dataset.batch(7))
 
     assert tokens.shape == (4, 8)
     assert torch.equal((tokens - 97 + 1) % 26, target - 97)

@@ -331,7 +331,11 @@ def test_a_run_ends_early_where_the_held_out_loss_does_not_fall(tmp_path, text):
 
 def test_a_ramp_up_sees_more_tokens_from_step_to_step_and_every_window_once(tmp_path, text, monkeypatch):
     taken, batch = [], TokenDataset.batch
-    monkeypatch.setattr(TokenDataset, "batch", lambda self, step: taken.append(step) or batch(self, step))
+    monkeypatch.setattr(
+        TokenDataset,
+        "batch",
+        lambda self, step, *more, **wants: taken.append(step) or batch(self, step, *more, **wants),
+    )
 
     run(tmp_path, text, run={"record_step": 0}, batch={"samples": 12, "ramp_from": 1, "ramp_steps": 4})
 

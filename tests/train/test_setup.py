@@ -175,7 +175,7 @@ def test_all_ranks_read_the_tokens_that_one_made(tmp_path, text):
     datasets = on_ranks(2, prepare, [two_ranks(tmp_path / "run", [text])] * 2)
 
     assert datasets[0].digest == datasets[1].digest
-    assert datasets[0].batch(3)[0].equal(datasets[1].batch(3)[0])
+    assert datasets[0].batch(3).args[0].equal(datasets[1].batch(3).args[0])
     assert sorted(path.suffix for path in (tmp_path / "run" / "tokens").iterdir()) == [".ends", ".json", ".tokens"]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["tokens"]
 

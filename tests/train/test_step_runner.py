@@ -34,7 +34,9 @@ def runner_of(text, pipelines, **sections):
     dataset = open_dataset(config, text.parent / "tokens")
     pipeline = Pipeline(build_layers(config, dataset.vocabulary), microbatches=2, loss=cross_entropy_loss)
     pipelines.enter_context(closing(pipeline))
-    return StepRunner(config, dataset, build_trainer(config, pipeline))
+    runner = StepRunner(config, dataset, build_trainer(config, pipeline))
+    pipelines.enter_context(runner.reading(1))
+    return runner
 
 
 @pytest.fixture
@@ -92,10 +94,10 @@ def test_memory_is_gathered_where_it_is_due(text, pipelines, every, told):
 
 
 def test_the_wait_for_batches_is_told(text, pipelines, monkeypatch):
-    runner, batch = runner_of(text, pipelines, batch={"size": 4, "length": 16, "accumulate": 2}), TokenDataset.batch
-    monkeypatch.setattr(TokenDataset, "batch", lambda self, index: time.sleep(0.05) or batch(self, index))
+    batch = TokenDataset.batch
+    monkeypatch.setattr(TokenDataset, "batch", lambda self, *args, **more: time.sleep(0.05) or batch(self, *args, **more))
 
-    metrics = runner.run(1)
+    metrics = runner_of(text, pipelines, batch={"accumulate": 2}, data={"prefetch": 0}).run(1)
 
     assert 0.1 <= metrics.data_wait_s <= metrics.duration_s
 

@@ -11,12 +11,12 @@ Of DIR, DIR-2, DIR-3, ... the one with the highest number decides:
 So no result is ever overwritten, unless `Start.FORCE` asks for it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.execute.control.collectives import Control
@@ -25,11 +25,14 @@ from penstock.files import naming_storage
 from penstock.train.config import RunConfig, load_config
 from penstock.train.run_folder import CONFIG, LOCK, SUMMARY, RunFolder, numbered_folders, remove_empty, run_path
 from penstock.train.run_lock import RunLock, holder_of
+from penstock.train.sections import Section
 from penstock.train.together import failing_together
 
 KEY = "run.folder"
 SAME_SECTIONS = ("model", "data", "batch", "precision", "optimizer")
 """With the seed, what a run must share with an earlier one to continue it."""
+MAY_DIFFER: Mapping[str, Mapping[str, Any]] = {"data": {"prefetch": 0}}
+"""Keys of these sections that change no bit, with a value for the comparison."""
 MOST_ATTEMPTS = 100
 
 
@@ -187,13 +190,18 @@ def _obstacle(path: Path, config: RunConfig) -> str:
         return "holds a finished run" if is_finished else f"holds a {CONFIG} that cannot be read"
     if is_finished and not (steps and earlier.run.steps < config.run.steps):
         return "holds a finished run"
-    different = [f"[{name}]" for name in SAME_SECTIONS if getattr(earlier, name) != getattr(config, name)]
+    different = [f"[{name}]" for name in SAME_SECTIONS if _compared(earlier, name) != _compared(config, name)]
     different += ["run.seed"] if earlier.run.seed != config.run.seed else []
     if different:
         return f"holds {'a finished' if is_finished else 'an unfinished'} run with another {', '.join(different)}"
     if steps and steps[0] > config.run.steps:
         return f"holds a run that has passed step {config.run.steps}"
     return ""
+
+
+def _compared(config: RunConfig, name: str) -> Section:
+    section: Section = getattr(config, name)
+    return section.model_copy(update=dict(MAY_DIFFER.get(name, {})))
 
 
 def _take(choice: _Choice) -> RunLock | None:

@@ -1,6 +1,7 @@
 """Batches of token windows: shuffled by seed, the same on every rank, found by step in constant time.
 
-Shapes: batch = sequences per batch, length = tokens per sequence.
+Tokens and target are int64 [batch, length]: sequences per batch, tokens per sequence. The target is the token that
+follows.
 """
 
 from collections.abc import Sequence
@@ -10,18 +11,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from penstock.errors import ConfigError
+from penstock.train.batches import Batch, Wants
 from penstock.train.config import RunConfig
 from penstock.train.corpus import FILES_KEY, TextFiles, find_documents, find_standard_library
 from penstock.train.permutation import permuted
 from penstock.train.tokenizer import load_tokenizer
 from penstock.train.tokens import Tell, tokenize
 
-Batch = tuple[Tensor, Tensor]
-"""Tokens and target, both int64 [batch, length]; the target is the token that follows."""
-
+EVERYTHING = Wants()
 MOST_EPOCHS = 1 << 32
 LOOK_AT_ONCE = 1 << 20
 """Tokens, in the search for the end of a document."""
@@ -78,13 +77,13 @@ class TokenDataset:
     def num_held_out_windows(self) -> int:
         return _count_windows(self.held_out_tokens, self._options.length)
 
-    def batch(self, step: int) -> Batch:
-        """Return the batch of a step, counted from 0; any step, in any order, is found in the same time."""
-        first = step * self._options.batch_size
+    def batch(self, number: int, wants: Wants = EVERYTHING) -> Batch:
+        """Return a batch, counted from 0; any one, in any order, is found in the same time."""
+        first = number * self._options.batch_size
         places = range(first, first + self._options.batch_size)
-        return self._gather(self.train_tokens, [self._window_at(place) for place in places])
+        return self._gather(self.train_tokens, [self._window_at(place) for place in places], wants)
 
-    def held_out_batches(self, num_batches: int) -> list[Batch]:
+    def held_out_batches(self, num_batches: int, wants: Wants = EVERYTHING) -> list[Batch]:
         """Return batches spread evenly over the held-out tokens: always the same, fewer where these do not suffice.
 
         Raises:
@@ -100,17 +99,20 @@ class TokenDataset:
             )
         num_wanted = num_batches * size
         windows = [place * self.num_held_out_windows // num_wanted for place in range(num_wanted)]
-        return [self._gather(self.held_out_tokens, windows[at : at + size]) for at in range(0, num_wanted, size)]
+        return [self._gather(self.held_out_tokens, windows[at : at + size], wants) for at in range(0, num_wanted, size)]
 
     def _window_at(self, place: int) -> int:
         epoch, index = divmod(place, self.num_windows)
         return permuted(index, self.num_windows, seed=self._options.seed * MOST_EPOCHS + epoch)
 
-    def _gather(self, tokens: NDArray[np.unsignedinteger], windows: list[int]) -> Batch:
+    def _gather(self, tokens: NDArray[np.unsignedinteger], windows: list[int], wants: Wants) -> Batch:
+        if not (wants.inputs or wants.target):
+            return Batch()
         length = self._options.length
         starts = np.array(windows, dtype=np.int64)[:, None] * length
         picked = torch.from_numpy(tokens[starts + np.arange(length + 1)].astype(np.int64))  # [batch, length + 1]
-        return picked[:, :-1].contiguous(), picked[:, 1:].contiguous()
+        inputs = (picked[:, :-1].contiguous(),) if wants.inputs else ()
+        return Batch(*inputs, target=picked[:, 1:].contiguous() if wants.target else None)
 
 
 def open_dataset(

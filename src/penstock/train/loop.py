@@ -168,6 +168,7 @@ def _run_steps(
                     utilization=utilization_of(config, dataset.vocabulary, pipeline.device),
                 )
             )
+        stack.enter_context(runner.reading(first_step))
         stack.enter_context(stop.watched(2 * config.run.deadline_s))
         for step in range(first_step, config.run.steps + 1):
             metrics = runner.run(step)

@@ -22,9 +22,10 @@ from penstock.pipeline import Pipeline
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.costs import VALUE_BYTES
 from penstock.simulation.costs.fit import costs_from_timelines
+from penstock.train.batches import Batch, on_device
 from penstock.train.channels import ChannelSpeed, channels_of, measure_channels
 from penstock.train.config import RunConfig
-from penstock.train.data import Batch, TokenDataset
+from penstock.train.data import TokenDataset
 from penstock.train.loop import PREPARING_DEADLINE_S
 from penstock.train.measure import LayerTimes
 from penstock.train.optim import build_optimizer
@@ -140,8 +141,8 @@ def _record(
 
 
 def _run_step(pipeline: Pipeline, batch: Batch, *, split_backwards: bool = False) -> Timeline:
-    tokens, target = (part.to(pipeline.device) for part in batch)
-    timeline = pipeline.profile(tokens, target=target, split_backwards=split_backwards)
+    part = on_device(batch, pipeline.device)
+    timeline = pipeline.profile(*part.args, target=part.target, split_backwards=split_backwards, **part.kwargs)
     _forget_gradients(pipeline)
     return timeline
 
@@ -154,8 +155,8 @@ def _forget_gradients(pipeline: Pipeline) -> None:
 
 
 def _measure_memory(pipeline: Pipeline, batch: Batch, *, split_backwards: bool = False) -> MemoryReport:
-    tokens, target = (part.to(pipeline.device) for part in batch)
-    report = pipeline.memory_report(tokens, target=target, split_backwards=split_backwards)
+    part = on_device(batch, pipeline.device)
+    report = pipeline.memory_report(*part.args, target=part.target, split_backwards=split_backwards, **part.kwargs)
     _forget_gradients(pipeline)
     return report
 

@@ -133,6 +133,9 @@ class DataSection(Section):
     held_out_fraction: float = Field(
         default=0.05, ge=0, lt=1, description="share of the tokens kept for evaluation only"
     )
+    prefetch: NotNegative = Field(
+        default=2, description="batches that a thread prepares while a step runs; 0: each is read when it is needed"
+    )
 
 
 class BatchSection(Section):

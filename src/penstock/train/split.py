@@ -17,8 +17,9 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 from penstock.models import LayerSpec, cross_entropy_loss
 from penstock.show.text import format_seconds
+from penstock.train.batches import Batch
 from penstock.train.config import RunConfig
-from penstock.train.data import Batch, TokenDataset
+from penstock.train.data import TokenDataset
 from penstock.train.devices import device_of_rank
 from penstock.train.measure import LayerTimes, measure_layers
 from penstock.train.precision import Precision
@@ -131,20 +132,19 @@ def times_of_layers(
 def _measured_times(
     config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset, transport: Transport
 ) -> LayerTimes:
-    tokens, target = _first_microbatch(config, dataset)
+    first = _first_microbatch(config, dataset)
     device = device_of_rank(config)
     with Precision(config.precision).region(device):
         return measure_layers(
-            layers, (tokens,), target=target, loss=cross_entropy_loss, transport=transport, device=device
+            layers, first.args, target=first.target, loss=cross_entropy_loss, transport=transport, device=device
         )
 
 
 def _subject(config: RunConfig, dataset: TokenDataset) -> Subject:
-    tokens, _ = _first_microbatch(config, dataset)
     return Subject(
         model=config.model.model_dump() | _precision_of(config),
         vocabulary=dataset.vocabulary,
-        microbatch=list(tokens.shape),
+        microbatch=list(_first_microbatch(config, dataset).args[0].shape),
         device=device_of_rank(config).type,
     )
 
@@ -156,10 +156,10 @@ def _precision_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _first_microbatch(config: RunConfig, dataset: TokenDataset) -> Batch:
-    tokens, target = dataset.batch(0)
+    batch = dataset.batch(0)
     rule = BatchRule(config.pipeline.microbatches, allow_ragged=config.batch.allow_ragged)
-    parts = rule.microbatches((tokens,), {}, target)
-    return parts[0].args[0], parts[0].target
+    first = rule.microbatches(batch.args, batch.kwargs, batch.target)[0]
+    return Batch(*first.args, target=first.target, **first.kwargs)
 
 
 def _kept_times(path: Path, subject: Subject, transport: Transport) -> LayerTimes | None:

@@ -6,12 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from penstock.errors import NotFinite
-from penstock.execute.batch.stream import Stream
+from torch import Tensor
+
+from penstock.errors import NotFinite, PenstockError
+from penstock.execute.batch.stream import Stream, as_part
 from penstock.execute.losses.results import StepResult
 from penstock.pipeline import Pipeline
 from penstock.simulation.prologue import Prologue
-from penstock.train.data import Batch
+from penstock.train.batches import Batch, on_device
 from penstock.train.evaluation import mean_loss
 from penstock.train.learning_rate import learning_rate_at
 from penstock.train.precision import Precision
@@ -44,12 +46,12 @@ class StepOutcome:
 class Batches(Protocol):
     """The batches of one optimizer step; each is asked for just before its pipeline step, so that waits for it show.
 
-    A `Stream` brings a batch one microbatch after another, on this rank's device already.
+    A pair is tokens and target. A `Stream` brings a batch one microbatch after another, on this rank's device already.
     """
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Batch | Stream: ...
+    def __getitem__(self, index: int, /) -> Batch | tuple[Tensor, Tensor] | Stream: ...
 
 
 def scale_over(num_batches: int) -> float | None:
@@ -109,7 +111,7 @@ class Trainer:
         is_updated, wait_s = is_finite and not skip_update, losses.data_wait_s
         return StepOutcome(loss, norm, rate, recorded, losses.named_means, is_updated, scale, wait_s)
 
-    def evaluate(self, batches: Sequence[Batch]) -> float:
+    def evaluate(self, batches: Sequence[Batch | tuple[Tensor, Tensor]]) -> float:
         """Return the mean loss of batches of equal size, in the precision of the steps."""
         with self._precision.region(self.pipeline.device):
             return mean_loss(self.pipeline, batches)
@@ -144,9 +146,9 @@ class Trainer:
                 return ""
             self.update.optimizer.zero_grad(set_to_none=True)
             self.pipeline.step_number = num_steps - count + index  # so that layers draw the same numbers
-            tokens, target = (part.to(self.pipeline.device) for part in batch)
+            part = on_device(as_part(batch), self.pipeline.device)
             with self._precision.region(self.pipeline.device):
-                found = self.pipeline.find_not_finite(tokens, target=target)
+                found = self.pipeline.find_not_finite(*part.args, target=part.target, **part.kwargs)
             self.pipeline.step_number = num_steps
             if found:
                 return f"It begins on {found}{f', batch {index + 1} of {count}' if count > 1 else ''}."
@@ -159,20 +161,28 @@ class Trainer:
         moments_s: list[float] = []
         for index in range(len(batches)):
             moments_s = [read()]
-            batch = batches[index]
+            batch = self._asked(batches, index)
             moments_s.append(read())
             losses.data_wait_s += moments_s[1] - moments_s[0]
             if not isinstance(batch, Stream):
-                batch = batch[0].to(device), batch[1].to(device)
+                batch = on_device(batch, device)
             moments_s.append(read())
             with self._precision.region(device):
                 losses.add(self._run(batch, is_recorded=record and index == len(batches) - 1))
         return losses, moments_s
 
+    def _asked(self, batches: Batches, index: int) -> Batch | Stream:
+        """Return a batch; where this rank has none, every rank is told why, and none waits for this one's step."""
+        try:
+            batch = batches[index]
+        except PenstockError as error:
+            self.pipeline.refuse(error)
+        return batch if isinstance(batch, Stream) else as_part(batch)
+
     def _run(self, batch: Batch | Stream, *, is_recorded: bool) -> StepResult:
         if isinstance(batch, Stream):
             return self.pipeline.step(batch, record=is_recorded)
-        return self.pipeline.step(batch[0], target=batch[1], record=is_recorded)
+        return self.pipeline.step(*batch.args, target=batch.target, record=is_recorded, **batch.kwargs)
 
     def _gather(self, number: int, moments_s: list[float]) -> RecordedStep:
         """Put the recorded step together with what each rank did before it; a collective."""

@@ -1,13 +1,16 @@
 """`StepRunner`: runs the steps of a run one by one, and says what each was like."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from penstock.errors import PenstockError
+from penstock.train.batches import Batch, BatchReader, Wants
 from penstock.train.config import RunConfig
-from penstock.train.data import Batch, TokenDataset
+from penstock.train.data import TokenDataset
 from penstock.train.progress import StepMetrics
 from penstock.train.rank_memory import peak_bytes
 from penstock.train.recorded_step import RecordedStep
@@ -17,9 +20,9 @@ from penstock.train.step import StepOutcome, Trainer, require_finite
 
 @dataclass(frozen=True, slots=True)
 class _Batches:
-    """The batches of one optimizer step, read when they are asked for."""
+    """The batches of one optimizer step, taken from a reader when they are asked for."""
 
-    dataset: TokenDataset
+    reader: BatchReader
     first: int
     count: int
 
@@ -27,26 +30,46 @@ class _Batches:
         return self.count
 
     def __getitem__(self, index: int) -> Batch:
-        return self.dataset.batch(self.first + index)
+        return self.reader.get(self.first + index)
 
 
 class StepRunner:
     """The steps of a run under way; every rank has one and calls it alike."""
 
     def __init__(self, config: RunConfig, dataset: TokenDataset, trainer: Trainer) -> None:
+        """Read what is evaluated; training batches follow in `reading`."""
         self.trainer = trainer
         self.recorded: RecordedStep | None = None
         """The step to record, `run.record_step`, once it has run."""
         self._config = config
         self._dataset = dataset
         num_held_out = config.run.evaluate_batches
-        self._held_out = dataset.held_out_batches(num_held_out) if num_held_out else []
+        self._wants = Wants.of(trainer.pipeline)
+        self._held_out = dataset.held_out_batches(num_held_out, self._wants) if num_held_out else []
+        self._reader: BatchReader | None = None
+
+    @contextmanager
+    def reading(self, first_step: int) -> Iterator[None]:
+        """Read the batches from a step on, for as long as the block lasts."""
+        config, plan = self._config, self._config.batch_plan
+        reader = BatchReader(
+            partial(self._dataset.batch, wants=self._wants),
+            plan.begin(first_step),
+            plan.begin(config.run.steps + 1),
+            num_ahead=config.data.prefetch,
+            limit_s=config.run.deadline_s,
+        )
+        with closing(reader):
+            self._reader = reader
+            yield
 
     def run(self, step: int) -> StepMetrics:
         """Run one optimizer step, counted from 1, and evaluate where it is due."""
         begin_s = time.monotonic()
         plan = self._config.batch_plan
-        batches = _Batches(self._dataset, plan.begin(step), plan.count(step))
+        assert self._reader is not None, "steps run within `reading`"
+        self._reader.begin(plan.begin(step))
+        batches = _Batches(self._reader, plan.begin(step), plan.count(step))
         skip_update = self._config.run.skip_updates
         outcome = self.trainer.step(step, batches, record=self._is_recorded(step), skip_update=skip_update)
         duration_s = time.monotonic() - begin_s

@@ -165,13 +165,14 @@ class Stream:
         self._unprepared = self._unprepared or [next(self._items)]
         got_s = read()
         item = self._unprepared[0]
-        part = _part(item if self._preprocess is None else self._preprocess(item))
+        part = as_part(item if self._preprocess is None else self._preprocess(item))
         self._unprepared = []
         end_s = read()
         return Pull(part, DataTimes(got_s - begin_s, end_s - got_s), begin_s, end_s)
 
 
-def _part(item: Any) -> Part:
+def as_part(item: Any) -> Part:
+    """Return what a stream yielded, or a caller has as a tuple, as a part. Raises: PipelineError."""
     if isinstance(item, Part):
         return item
     if type(item) in (tuple, list) and len(item) > 1:

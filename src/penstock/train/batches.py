@@ -1,0 +1,142 @@
+"""Batches on the way to a rank's steps: as much of each as its stages take, prepared ahead in a thread.
+
+    thread   batch 0   batch 1   batch 2   waits            batch 3
+    step               run 0 ────────────► run 1 ─────────► run 2
+
+A batch depends on its number alone, or comes from an iterator in order, so which thread prepares it changes no bit.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Condition, Thread
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PenstockError
+from penstock.execute.batch.stream import Part
+from penstock.execute.values.tree import map_leaves
+from penstock.pipeline import Pipeline
+
+Batch = Part
+"""Inputs, target and keywords of one batch; a rank whose stages do not take some of them is given none of these."""
+
+
+LONGEST_END_S = 5.0
+"""How long the end of a run waits for a batch that is being read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """Which parts of a batch a rank's stages take; the others are not read for it."""
+
+    inputs: bool = True
+    target: bool = True
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> "Wants":
+        """Look at the stages of a rank: the first one of a route takes inputs, the last one the target."""
+        placement = pipeline.schedule.placement
+        stages = placement.stages_of_rank[pipeline.rank]
+        return cls(
+            inputs=any(placement.previous_stage[stage] < 0 for stage in stages),
+            target=any(placement.next_stage[stage] < 0 for stage in stages),
+        )
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """Return the batch with its tensors on a device."""
+
+    def move(leaf: object) -> object:
+        return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+    args, kwargs, target = map_leaves(move, (batch.args, batch.kwargs, batch.target))
+    return Part(*args, target=target, **kwargs)
+
+
+class BatchReader:
+    """Reads the batches of a run in order, some of them ahead in a thread.
+
+    What fails in the thread is raised by `get` for that batch; it ends with `close`, or with the process.
+    """
+
+    def __init__(
+        self, read: Callable[[int], Batch], first: int, end: int, *, num_ahead: int, limit_s: float = 60.0
+    ) -> None:
+        """Read batches from number `first` up to, and without, `end`; each once.
+
+        `num_ahead` are prepared while a step runs; with 0 there is no thread. `limit_s` is how long `get` waits.
+        """
+        self._read = read
+        self._limit_s = limit_s
+        self._following = first
+        self._used: dict[int, Batch] = {}
+        self._changed = Condition()
+        self._ready: deque[Batch | BaseException] = deque()
+        self._is_closed = False
+        self._num_ahead = num_ahead
+        self._thread: Thread | None = None
+        if num_ahead and first < end:
+            self._thread = Thread(target=self._work, args=(first, end), name="penstock-data", daemon=True)
+            self._thread.start()
+
+    def begin(self, first: int) -> None:
+        """Begin the step whose first batch has this number; the batches before it are not needed any more."""
+        self._used = {number: batch for number, batch in self._used.items() if number >= first}
+
+    def get(self, number: int) -> Batch:
+        """Return the next batch, or again one of this step.
+
+        Raises:
+            PenstockError: it cannot be read, or takes longer than the limit.
+        """
+        for following in range(self._following, number + 1):
+            self._used[following] = self._next(following)
+            self._following = following + 1
+        return self._used[number]
+
+    def close(self) -> None:
+        """End the thread; what it has read is forgotten."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(LONGEST_END_S)  # a source that is stuck is left behind
+
+    def _next(self, number: int) -> Batch:
+        if self._thread is None:
+            return self._read(number)
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._ready, self._limit_s):
+                raise PenstockError(
+                    f"batch {number} was not ready after {self._limit_s:g} s (run.deadline_s); see to the disk or the "
+                    "source of the data, or raise it"
+                )
+            found = self._ready[0]
+            if isinstance(found, BaseException):
+                raise found
+            self._ready.popleft()
+            self._changed.notify_all()
+        return found
+
+    def _work(self, first: int, end: int) -> None:
+        for number in itertools.takewhile(self._has_room, range(first, end)):
+            found: Batch | BaseException
+            try:
+                found = self._read(number)
+            except BaseException as error:
+                found = error
+            with self._changed:
+                self._ready.append(found)
+                self._changed.notify_all()
+            if isinstance(found, BaseException):
+                return
+
+    def _has_room(self, _: int) -> bool:
+        """Wait until another batch is to be read; say no where none is any more."""
+        with self._changed:
+            # The thread waits as long as a step or an evaluation takes; `close` wakes it.
+            self._changed.wait_for(lambda: self._is_closed or len(self._ready) < self._num_ahead)
+            return not self._is_closed
