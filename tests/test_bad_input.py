@@ -16,7 +16,6 @@ from penstock.train.setup import check_plan
 from tests.tiny_run import PENSTOCK, TORCHRUN, files_below, settings, start, start_training, write_tiny_run
 
 SHOW = ["show", "1f1b", "--ranks", "2", "--microbatches", "4"]
-PAGE_BYTES = 4096
 PROGRESS = r"(run folder: .* \(new\)\n([0-9]+ ranks? on .*; precision .*\n)?(.* \.\.\.\n)*)?"
 """All that a refused command may print: the folder that a run would have used, where, and what it began to do."""
 
@@ -224,51 +223,6 @@ def test_a_file_that_may_not_be_written_is_named(here, capsys, monkeypatch, name
     assert status == 1
     assert re.fullmatch(r"penstock: [^\n]*\brun[^\n]*: cannot be written: Is a directory\. .*folder\n", complained)
     assert "Free some space" not in complained
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 512 KiB, and a function that leaves so many bytes of it free."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("disks cannot be mounted here")
-
-    def leave_free(size_bytes):
-        subprocess.run(["rm", "-rf", *disk.iterdir()], check=True)
-        status = os.statvfs(disk)
-        (disk / "filler").write_bytes(b"x" * (status.f_bavail * status.f_bsize - size_bytes))
-
-    leave_free.disk = disk
-    yield leave_free
-    subprocess.run(["umount", str(disk)], check=True)
-
-
-@pytest.mark.slow
-def test_a_disk_that_is_full_at_any_file_ends_the_run_with_the_name_of_that_file(here, small_disk, capsys):
-    disk, named = small_disk.disk, []
-    run = ["train", "run.toml", *settings("run.folder=disk/run", "metrics.every=99", "checkpoint.every=0")]
-
-    for num_pages in range(40):
-        small_disk(num_pages * PAGE_BYTES)
-        if main(run) == 0:
-            break
-        complained = capsys.readouterr().err
-        found = re.fullmatch(r"penstock: (?:the weights are not saved: )?disk/run\S*?(\.?[a-z]*): .*\n", complained)
-        assert found, complained
-        assert "cannot be written: No space left on device. Free some space" in complained or "created" in complained
-        assert not [name for name in files_below(disk) if name.endswith(".partial")]
-        named.append(found[1])
-    small_disk((num_pages + 2) * PAGE_BYTES)
-    status = main([*run, "--set", "run.record_step=1"])
-
-    # The system counts the pages of such a disk loosely, so that one file or another may slip through.
-    assert {".tokens", ".safetensors"} < set(named)
-    assert len(set(named)) >= 4
-    assert status == 1
-    assert re.search(r"timeline\.\S+: cannot be written: No space left", capsys.readouterr().err)
-    assert "run/timeline.png" not in files_below(disk)
 
 
 @pytest.mark.slow
