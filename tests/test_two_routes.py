@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from penstock.checkpoints.weight_files import save_weights
 from penstock.errors import PipelineError, StepRefused
 from penstock.execute.control.collectives import Control
 from penstock.execute.stages.gradient_norm import clip_gradients
@@ -16,7 +17,6 @@ from penstock.pipeline import Pipeline
 from penstock.placement import Placement
 from penstock.train.optim import build_optimizer
 from penstock.train.sections import OptimizerSection
-from penstock.train.weights import save_weights
 from tests.local_pipelines import (
     WIDTH,
     block,
@@ -196,7 +196,7 @@ def test_training_with_clipping_and_a_tied_head_is_that_of_one_process(num_ranks
         parameters = list(pipeline.named_parameters())
         step = partial(pipeline.step, *task.inputs, target=task.target)
         norms = learn(parameters, step, Control(wires).all_gather_object, pipeline.copied_names)
-        save_weights(tmp_path / "weights", pipeline)
+        save_weights(tmp_path, pipeline)
         return norms, dict(parameters)
 
     found = on_ranks(num_ranks, case)
@@ -213,7 +213,7 @@ def test_training_with_clipping_and_a_tied_head_is_that_of_one_process(num_ranks
             torch.testing.assert_close(parameter, expected[name], **NEARLY)
     (_, first), *_, (_, last) = found
     assert all(torch.equal(parameter, last[name]) for name, parameter in first.items())
-    saved = load_file(tmp_path / "weights")
+    saved = load_file(tmp_path / "weights.safetensors")
     assert saved.keys() == expected.keys() - {"4.weight"}
     assert all(torch.equal(saved[name], parameter) for name, parameter in first.items() if name in saved)
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from penstock.checkpoints.weight_files import save_weights
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models import DecoderConfig, decoder_layers
 from penstock.pipeline import Pipeline
 from penstock.train.config import config_from_table
 from penstock.train.generation import Sampling, as_text, generate, load_trained, prompt_tokens
 from penstock.train.tokenizer import Tokenizer, load_tokenizer
-from penstock.train.weights import save_weights
 from tests.local_pipelines import on_ranks
 
 BYTES = load_tokenizer("bytes")
@@ -158,7 +158,7 @@ def test_the_weights_of_a_run_are_loaded_by_their_names_tied_ones_under_both(tmp
     config = config_of(tmp_path, tied=tied)
     shape = config.model.model_copy(update={"vocabulary": 256, "length": LENGTH})
     trained = Pipeline(decoder_layers(shape, seed=5), "gpipe", 1)
-    save_weights(tmp_path / "weights.safetensors", trained)
+    save_weights(tmp_path, trained)
 
     with load_trained(config) as pipeline:
         found = pipeline.state_dict()
@@ -176,7 +176,7 @@ def test_weights_that_are_missing_broken_or_another_models_are_refused_with_the_
         "holds neither weights nor a checkpoint": lambda: None,
         "cannot be read": lambda: path.write_bytes(b"\x01\x02"),
         "is of another model": lambda: save_weights(
-            path, Pipeline(decoder_layers(DecoderConfig(**others)), "gpipe", 1)
+            tmp_path, Pipeline(decoder_layers(DecoderConfig(**others)), "gpipe", 1)
         ),
     }
     for text, prepare in cases.items():

@@ -60,25 +60,9 @@ def load_newest(folder: Path, pipeline: Pipeline, optimizer: Optimizer | None = 
     reader = _Reader(found, pipeline, optimizer, own_names)
     wanted = {name for names in gather_results(control, reader.wanted) for name in names}
     gather_results(control, lambda: reader.require_fitting(wanted))
-    tensors = run_together(
-        control, lambda: _attempt(reader.read), num_bytes=found.manifest.num_bytes, what=str(found.path)
-    )
-    gather_results(control, lambda: _raise(tensors))
-    reader.load(cast("dict[str, Tensor]", tensors))
+    tensors = run_together(control, reader.read, num_bytes=found.manifest.num_bytes, what=str(found.path))
+    reader.load(tensors)
     return Loaded(found.path, found.manifest.step, found.manifest.extra, found.damaged)
-
-
-def _attempt(action: Any) -> Any:
-    """Return what an action returns or raises, so that all ranks come to hear of it together."""
-    try:
-        return action()
-    except Exception as error:
-        return error
-
-
-def _raise(result: Any) -> None:
-    if isinstance(result, Exception):
-        raise result
 
 
 class _Reader:

@@ -7,12 +7,13 @@ The digest covers the text itself, so that a changed number in it is found too. 
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from penstock.checkpoints.shards import DIGEST, FileRecord, pickles_in
+from penstock.checkpoints.shards import DIGEST, ITEM_BYTES, FileRecord, pickles_in
 from penstock.errors import CheckpointError
 
 MANIFEST = "checkpoint.json"
@@ -49,6 +50,10 @@ class TensorEntry(_Part):
     dtype: str
     shape: list[NotNegative]
     file: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class ParameterState(_Part):

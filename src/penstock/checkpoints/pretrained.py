@@ -3,7 +3,8 @@
 weights.safetensors                                     one file
 folder with NAME.safetensors.index.json                 the Hugging Face layout, files of one index
 folder with one *.safetensors                           likewise, without an index
-folder step-N, a folder of such, a run folder           weights.safetensors, else the newest that verifies
+folder step-N, a folder of such                         the newest that verifies
+run folder                                              its weights, else its newest checkpoint that verifies
 """
 
 import json
@@ -17,11 +18,11 @@ from penstock.checkpoints.agreement import gather_results
 from penstock.checkpoints.content import names_in_checkpoint
 from penstock.checkpoints.shards import pickles_in, read_tensors, shapes_of
 from penstock.checkpoints.verification import candidates, find_newest
+from penstock.checkpoints.weight_files import INDEX, WHOLE
 from penstock.checkpoints.work import run_together
 from penstock.errors import MAX_SHOWN, CheckpointError, nearest
 from penstock.pipeline import Pipeline
 
-WHOLE = "weights.safetensors"
 WITHIN_RUNS = "checkpoints"
 
 
@@ -41,21 +42,13 @@ def load_weights(path: Path, pipeline: Pipeline) -> Path:
         where = find_newest(control, where).path
     files = cast("dict[str, str]", gather_results(control, lambda: files_of(where))[0])
     wanted = {name for names in gather_results(control, lambda: list(own.values())) for name in names}
-
-    def read() -> dict[str, Tensor] | CheckpointError:
-        try:
-            return _read(where, files, own, wanted, pipeline)
-        except CheckpointError as error:
-            return error
-
-    found = run_together(control, read, num_bytes=sum(map(_size, set(files.values()))), what=str(where))
-
-    def require() -> None:
-        if isinstance(found, CheckpointError):
-            raise found
-
-    gather_results(control, require)
-    pipeline.load_state_dict(cast("dict[str, Tensor]", found))
+    found = run_together(
+        control,
+        lambda: _read(where, files, own, wanted, pipeline),
+        num_bytes=sum(map(_size, set(files.values()))),
+        what=str(where),
+    )
+    pipeline.load_state_dict(found)
     return where
 
 
@@ -69,12 +62,12 @@ def find_weights(path: Path) -> Path:
         )
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no such file or folder; expected weights, or a run folder")
-    if (path / WHOLE).is_file() and not candidates(path):
-        return path / WHOLE
     within = path / WITHIN_RUNS
-    if candidates(path) or not candidates(within):
+    if candidates(path):
         return path
-    return within
+    if (path / WHOLE).is_file():
+        return path / WHOLE
+    return path if (path / INDEX).is_file() or not candidates(within) else within
 
 
 def require_weights(path: Path) -> None:

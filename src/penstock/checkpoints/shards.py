@@ -8,7 +8,8 @@ import errno
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError, NotSaved
 from penstock.files import FULL
-from penstock.version import VERSION
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -34,6 +34,7 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 """What safetensors files call the types that they can hold."""
+ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 DIGEST = "sha256"
 PICKLE_SUFFIXES = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".distcp", ".metadata")
 """Under which names others keep pickles."""
@@ -62,10 +63,23 @@ def dtype_name(name: str, tensor: Tensor) -> str:
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """Write contiguous tensors of the CPU and have the disk keep them. Raises: NotSaved, naming the file."""
-    try:
-        save_file(dict(tensors), path, metadata={"format": "pt", "penstock": VERSION})
-        flush_file(path)
+    with naming_file(path):
+        write_tensors(path, tensors)
         return record_of(path)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write as `write_shard` does, without a digest. Raises: OSError, SafetensorError."""
+    # One key: the library writes several in an order that changes from process to process.
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    flush_file(path)
+
+
+@contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Turn what fails in the block into a NotSaved that names this file."""
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         raise cannot_write(path, error) from error
 
@@ -91,6 +105,15 @@ def _error_number(text: str) -> int | None:
     """Find the system's number in the words of the safetensors library."""
     found = re.search(r"os error (\d+)", text)
     return int(found[1]) if found and int(found[1]) in errno.errorcode else None
+
+
+def require_visible(path: Path, num_bytes: int | None = None) -> None:
+    """Refuse a file of another rank that this one does not see as it was written. Raises: NotSaved."""
+    if not path.exists() or (num_bytes is not None and path.stat().st_size != num_bytes):
+        raise NotSaved(
+            f"{path}: another rank wrote it, but rank 0 does not see it; choose a folder on a file system that all "
+            "hosts share"
+        )
 
 
 def record_of(path: Path) -> FileRecord:

@@ -12,6 +12,7 @@ from concurrent.futures import Future, wait
 from threading import Thread
 from typing import TypeVar
 
+from penstock.checkpoints.agreement import gather_results
 from penstock.errors import CheckpointError
 from penstock.execute.control.collectives import Control
 
@@ -60,16 +61,30 @@ def wait_together(control: Control, own: Future[T], *, limit_s: float) -> bool:
             return False
 
 
-def run_together(control: Control, action: Callable[[], T], *, num_bytes: int, what: str) -> T:
+def run_together(
+    control: Control,
+    action: Callable[[], T],
+    *,
+    num_bytes: int,
+    what: str,
+    error_type: type[CheckpointError] = CheckpointError,
+) -> T:
     """Run an action on every rank in a thread until all are over, and return its result. Every rank calls it.
 
-    Raises: what the action raised on this rank; CheckpointError where a disk does not answer; PipelineError where a
-    rank is lost. An error on one rank alone is not told to the others.
+    Raises:
+        CheckpointError: of this type, on every rank: the action failed on one, or a disk does not answer.
+        PipelineError: a rank is lost.
+        Exception: what the action raised on this rank, if that is no PenstockError.
     """
     ended = run_in_thread(action)
     limit_s = longest_s(num_bytes)
     if not wait_together(control, ended, limit_s=limit_s):
-        raise CheckpointError(f"{what}: a disk took more than {limit_s:.0f} s. See to the file system of the folder")
+        raise error_type(f"{what}: a disk took more than {limit_s:.0f} s. See to the file system of the folder")
+
+    def require() -> None:
+        ended.result()
+
+    gather_results(control, require, error_type)
     return ended.result()
 
 

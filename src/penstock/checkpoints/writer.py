@@ -33,16 +33,15 @@ from penstock.checkpoints.manifest import (
 )
 from penstock.checkpoints.optimizer_state import merged_groups
 from penstock.checkpoints.random_state import random_state
-from penstock.checkpoints.shards import cannot_write, flush_file, record_of, write_shard
+from penstock.checkpoints.shards import cannot_write, flush_file, record_of, require_visible, write_shard
 from penstock.checkpoints.staging import Staging
 from penstock.checkpoints.verification import verify
+from penstock.checkpoints.weight_files import INDEX, index_bytes
 from penstock.checkpoints.work import longest_s, run_in_thread, wait_together
 from penstock.errors import CheckpointError, NotSaved, described
 from penstock.pipeline import Pipeline
 from penstock.version import VERSION
 
-INDEX = "weights.safetensors.index.json"
-"""Where readers of the Hugging Face layout find which file holds which tensor."""
 Files = dict[str, tuple[int, str]]
 """Size and digest by name."""
 
@@ -166,7 +165,8 @@ class CheckpointWriter:
         """Make the checkpoint whole and give it its name."""
         path = save.partial
         try:
-            _require_visible(path, files)
+            for name, (num_bytes, _) in files.items():
+                require_visible(path / name, num_bytes)
             manifest = _with_files(save.manifest or {}, _with_index(path, files, save.manifest or {}))
             (path / MANIFEST).write_bytes(manifest_bytes(manifest))
             flush_file(path / MANIFEST)
@@ -244,26 +244,9 @@ def _write_files(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], rank: 
     return files
 
 
-def _require_visible(folder: Path, files: Files) -> None:
-    for name, (num_bytes, _) in files.items():
-        path = folder / name
-        if not path.exists() or path.stat().st_size != num_bytes:
-            raise NotSaved(
-                f"{path}: another rank wrote it, but rank 0 does not see it; choose a folder on a file system that all "
-                "hosts share"
-            )
-
-
 def _with_index(folder: Path, files: Files, manifest: Mapping[str, Any]) -> Files:
     """Write the index of the weights; return the files with it."""
-    weights: dict[str, TensorEntry] = manifest["weights"]
-    index = {
-        "metadata": {
-            "total_size": sum(num_bytes for name, (num_bytes, _) in files.items() if name.startswith(WEIGHTS))
-        },
-        "weight_map": {name: entry.file for name, entry in weights.items()},
-    }
-    (folder / INDEX).write_text(json.dumps(index, indent=1))
+    (folder / INDEX).write_bytes(index_bytes(manifest["weights"]))
     flush_file(folder / INDEX)
     record = record_of(folder / INDEX)
     return {**files, INDEX: (record.num_bytes, record.digest)}

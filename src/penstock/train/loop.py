@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from penstock.checkpoints.weight_files import save_weights
 from penstock.errors import PenstockWarning
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import default_transport
@@ -25,7 +26,7 @@ from penstock.train.progress import screen_of
 from penstock.train.recorded_step import RecordedStep, recorded_before, recorded_step_to_json
 from penstock.train.report import Outcome, predict_again, write_report
 from penstock.train.resuming import Progress, RunCheckpoints, begin_with_weights
-from penstock.train.run_folder import SCHEDULE, TIMELINE, WEIGHTS, RunFolder
+from penstock.train.run_folder import SCHEDULE, TIMELINE, RunFolder
 from penstock.train.run_log import run_log
 from penstock.train.setup import (
     build_layers,
@@ -39,7 +40,6 @@ from penstock.train.step_runner import StepRunner
 from penstock.train.stopping import StopRequest
 from penstock.train.together import failing_together
 from penstock.train.utilization import utilization_of
-from penstock.train.weights import save_weights
 
 PREPARING_DEADLINE_S = 3600.0
 """How long ranks wait for what rank 0 does alone before the first step, such as measuring layers. They wait for the
@@ -115,7 +115,7 @@ def train(
                 output.write(f"{line}\n")
         _say(output, "first step ...")
         result = _run_steps(config, pipeline, dataset, folder, output, stop or StopRequest())
-        save_weights(folder.path / WEIGHTS, pipeline)
+        save_weights(folder.path, pipeline)
         if pipeline.rank == 0:
             _report(config, result, folder, output, duration_s=time.monotonic() - begin_s)
         if prompt:

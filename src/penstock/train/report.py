@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import orjson
 
+from penstock.checkpoints.weight_files import INDEX, WHOLE
 from penstock.errors import ConfigError
 from penstock.files import naming_storage
 from penstock.ir.timeline import Timeline
@@ -25,7 +26,6 @@ from penstock.train.run_folder import (
     TENSORBOARD,
     TIMELINE,
     TRACE,
-    WEIGHTS,
     RunFolder,
 )
 
@@ -34,7 +34,8 @@ Timelines = Mapping[str, Timeline]
 
 MEANING = {
     CONFIG: "every setting of the run, with its meaning",
-    WEIGHTS: "the trained weights, with the names of the unsplit model",
+    WHOLE: "the trained weights, with the names of the unsplit model",
+    INDEX: "which of the files weights-* holds which of the trained weights",
     SCHEDULE: "the schedule that ran, one row per rank",
     LAYER_TIMES: "what each layer took when it was measured: the split uses it",
     SUMMARY: "the last losses, and the timelines in figures",
@@ -112,10 +113,10 @@ def _uncertainty_text(timeline: Timeline) -> str:
 
 
 def _listing(folder: RunFolder) -> Iterator[str]:
-    width = max(len(name) for name in MEANING)
-    for name, meaning in MEANING.items():
-        if (folder.path / name).exists():
-            yield f"  {name:<{width}}  {meaning}"
+    present = {name: meaning for name, meaning in MEANING.items() if (folder.path / name).exists()}
+    width = max(map(len, present))
+    for name, meaning in present.items():
+        yield f"  {name:<{width}}  {meaning}"
     if (folder.path / TENSORBOARD).exists():
         yield f"  {TENSORBOARD:<{width}}  curves: tensorboard --logdir {folder.path / TENSORBOARD}"
 

@@ -12,6 +12,7 @@ from math import inf
 from pathlib import Path
 
 from penstock.checkpoints.folder import CheckpointFolder
+from penstock.checkpoints.weight_files import INDEX, SHARDS, WHOLE
 from penstock.errors import ConfigError, PenstockError
 from penstock.files import PARTIAL_SUFFIX, atomic_file, naming_storage, remove_abandoned
 from penstock.train.config import RunConfig, config_to_toml, load_config
@@ -19,7 +20,6 @@ from penstock.train.config import RunConfig, config_to_toml, load_config
 CONFIG = "config.toml"
 TOKENS = "tokens"
 SCHEDULE = "schedule.csv"
-WEIGHTS = "weights.safetensors"
 CHECKPOINTS = "checkpoints"
 TIMELINE = "timeline.json"
 TRACE = "timeline.trace.json"
@@ -36,7 +36,21 @@ COSTS = "costs.toml"
 LOCK = ".lock"
 EARLIER = "earlier"
 """Where Penstock 0.1 moved the files of unfinished runs: earlier-1, earlier-2, ..."""
-RESULTS = (METRICS, CHECKPOINTS, TENSORBOARD, SCHEDULE, TIMELINE, TRACE, PICTURE, SUMMARY, WEIGHTS, "rank*.log", CONFIG)
+RESULTS = (
+    METRICS,
+    CHECKPOINTS,
+    TENSORBOARD,
+    SCHEDULE,
+    TIMELINE,
+    TRACE,
+    PICTURE,
+    SUMMARY,
+    WHOLE,
+    INDEX,
+    SHARDS,
+    "rank*.log",
+    CONFIG,
+)
 """What one run leaves behind, the configuration last: until it is moved, the rest counts as that run's."""
 SHARED = (TOKENS, LAYER_TIMES, COSTS, LOCK, f"{EARLIER}-*", f"*{PARTIAL_SUFFIX}")
 """What is not of one run."""
