@@ -15,11 +15,13 @@ messages, collectives), and calls stages/ and transport/.
 
 From below to above; a part imports those before it:
 
-    undocumented.py  what torch does not promise        values/     trees of tensors, layouts, version guard
+    undocumented.py, undocumented_compiler.py           what torch does not promise
+    values/          trees of tensors, layouts, version guard
     transport/       messages                           control/    collectives, agreement, what stops a step
     batch/           microbatches, slices, streams      losses/     loss functions, weights, results
     step.py          `Step`, and `Bound`, one call of it
     split/           which weight gradients wait        stages/     layers, their passes, their features
+    backend.py       torch.compile for split backwards
     observing/       what looks at calls                compile/    rows -> bound calls
     run.py           the loop                           gradients.py, outputs.py, runner.py
 """

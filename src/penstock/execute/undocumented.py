@@ -1,7 +1,7 @@
-"""Every use of torch that its documentation does not promise.
+"""Every use of torch that its documentation does not promise; those of torch.compile are in `undocumented_compiler.py`.
 
-The rest of the package reaches these things through this file alone (a house test looks). Each has a test of its own in
-tests/execute/test_undocumented.py, so that a new torch that changes one of them fails there first, and says which.
+The rest of the package reaches these things through the two files alone (a house test looks). Each has a test of its
+own in tests/execute/test_undocumented.py, so that a new torch that changes one fails there first, and says which.
 """
 
 from collections.abc import Mapping, Sequence

@@ -18,12 +18,17 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from penstock.execute.split.compiled_block import read_compiled_block
 from penstock.execute.split.deferred import Deferred, find_parameters
 from penstock.execute.split.products import NODES
 from penstock.execute.split.weight_grad_mode import SPLIT_PRODUCT, read_split_product
 from penstock.execute.undocumented import LEAF, TRANSPOSITION, is_reentrant_checkpoint, kind_of, leaf_of
+from penstock.execute.undocumented_compiler import COMPILED
 
-_READERS: dict[str, Callable[[Node], Deferred | None]] = NODES | {SPLIT_PRODUCT: read_split_product}
+_READERS: dict[str, Callable[[Node], Deferred | None]] = NODES | {
+    SPLIT_PRODUCT: read_split_product,
+    COMPILED: read_compiled_block,
+}
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,124 @@
+"""The backends of torch.compile whose backwards can be run in two parts: "penstock", and "aot_eager" as it is in torch.
+
+Inductor makes kernels, "aot_eager" runs the traced operations one by one. Both compile forwards, and backwards that are
+run whole, exactly as torch's backends of these names.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from penstock.errors import ConfigError, PenstockWarning, nearest
+from penstock.execute.split.compiled_block import BlockBackward, Run
+from penstock.execute.undocumented_compiler import (
+    compile_aot_eager,
+    compile_inductor,
+    compile_kernels,
+    has_inductor,
+    options_of_mode,
+)
+
+Backend = Callable[..., Any]
+
+
+def find_backend(name: bool | str) -> Backend | str:
+    """Return what `compile=` names, for torch.compile; True is "penstock".
+
+    Raises:
+        ConfigError: neither Penstock nor torch knows the name.
+    """
+    if name in _BACKENDS:
+        return _BACKENDS[name]
+    if name not in torch.compiler.list_backends(None):  # those for debugging among them
+        known = sorted({*torch.compiler.list_backends(), "aot_eager", "inductor", "penstock"})
+        raise ConfigError(
+            f"torch.compile has no backend {name!r}.{nearest(str(name), known)} Expected true, false or one of "
+            f"{', '.join(known)}",
+            key="compile",
+        )
+    return str(name)
+
+
+def penstock(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **others: Any,
+) -> Any:
+    """Compile a graph by Inductor where the compiler is found that it needs, else as "aot_eager" does."""
+    devices = sorted({each.device.type for each in inputs if isinstance(each, Tensor)})
+    if not all(map(_has_inductor, devices)):
+        return aot_eager(graph, inputs)
+    settings = {**(options_of_mode(mode) if mode else {}), **(options or {})}
+    return compile_inductor(graph, inputs, _inductor_compiler(settings), settings)
+
+
+def aot_eager(graph: fx.GraphModule, inputs: Sequence[Any], **others: Any) -> Any:
+    """Compile a graph as "aot_eager" does."""
+    is_tensor: list[bool] = []
+
+    def forward(module: fx.GraphModule, examples: Sequence[Any]) -> Run:
+        is_tensor[:] = [isinstance(each, Tensor) for each in examples]
+        return _interpreted(module, examples)
+
+    def backward(module: fx.GraphModule, examples: Sequence[Any]) -> Run:
+        return BlockBackward(module, examples, is_tensor, _interpreted, _interpreted).function()
+
+    return compile_aot_eager(graph, inputs, forward, backward)
+
+
+_BACKENDS: Mapping[bool | str, Backend] = {
+    True: penstock,
+    "penstock": penstock,
+    "inductor": penstock,
+    "aot_eager": aot_eager,
+}
+
+
+def _inductor_compiler(settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return what compiles the forward of one graph, then its backward."""
+    is_tensor: list[bool] = []
+
+    def compile_one(module: fx.GraphModule, examples: Sequence[Any], **arguments: Any) -> Any:
+        def whole(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
+            return compile_kernels(module, examples, settings, **arguments)
+
+        def half(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
+            # Which inputs never move is said by their place in the whole graph.
+            return compile_kernels(module, examples, settings, **arguments | {"static_input_idxs": ()})
+
+        if arguments.get("is_backward"):
+            return BlockBackward(module, examples, is_tensor, whole, half).function()
+        is_tensor[:] = [isinstance(each, Tensor) for each in examples]
+        return whole(module, examples)
+
+    return compile_one
+
+
+def _interpreted(module: fx.GraphModule, examples: Sequence[Any]) -> Run:
+    def run(arguments: list[Any]) -> Any:
+        return fx.Interpreter(module).boxed_run(arguments)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+@cache
+def _has_inductor(device: str) -> bool:
+    """Whether Inductor can compile for a type of device; says so once where it cannot."""
+    if has_inductor(device):
+        return True
+    needed = "a C++ compiler such as g++" if device == "cpu" else "Triton"
+    warnings.warn(
+        f"Inductor finds no compiler for {device}, so compiled layers run as aot_eager, one operation after "
+        f"another; install {needed}",
+        PenstockWarning,
+        stacklevel=2,
+    )
+    return False

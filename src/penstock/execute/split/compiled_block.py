@@ -1,0 +1,223 @@
+"""The backward of a compiled block: whole, or in two halves, whichever autograd's node for it has been asked for.
+
+    compiler    the graph of a backward -> `BlockBackward`, which stands in the place of the compiled backward
+    search      the node in autograd's graph -> `DeferredBlock`, which asks the node for the input half in I
+    W           runs the weight half on what the input half has kept
+
+The halves are compiled when they are first run: which outputs are gradients of weights is known from the graph that
+leads on from the node, and a schedule with whole backwards needs neither.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.autograd.graph import GradientEdge
+
+from penstock.errors import PenstockWarning, PipelineError
+from penstock.execute.split.deferred import Deferred, find_parameters
+from penstock.execute.split.graph_cut import BackwardGraph, Cut, Half
+from penstock.execute.undocumented import version_of
+from penstock.execute.undocumented_compiler import backward_of, continuing, running_node, without_autocast
+
+Run = Callable[[list[Any]], Sequence[Tensor | None]]
+"""Something compiled; it empties the list of its arguments, so that they are free as soon as they have been used."""
+Compile = Callable[[fx.GraphModule, Sequence[Any]], Run]
+"""Compiles a graph for inputs like the given ones."""
+_ATTRIBUTE = "penstock_block"
+_ASKED = "penstock_deferred"
+
+
+class BlockBackward:
+    """The backward of a compiled block, which all layers have that share its code."""
+
+    def __init__(
+        self, module: fx.GraphModule, inputs: Sequence[Any], is_tensor: Sequence[bool], whole: Compile, half: Compile
+    ) -> None:
+        """`is_tensor` says it of each input of the block's forward; `whole` and `half` compile."""
+        self._whole_graph = module
+        self._graph = BackwardGraph(deepcopy(module))
+        self._inputs = inputs
+        self._continue = continuing()
+        self._compile_whole = whole
+        self._compile_half = half
+        self._whole: Run | None = None
+        self._halves: dict[frozenset[int], Halves] = {}
+        self._is_warned = False
+        self._num_outputs = len(self._graph.outputs)
+        self._output_of_place = [place for place, is_one in enumerate(is_tensor) if is_one]
+        self._trouble = self._graph.trouble()
+        if len(is_tensor) != self._num_outputs:
+            self._trouble = f"it has {self._num_outputs} gradients for {len(is_tensor)} inputs"
+
+    def function(self) -> Run:
+        """Return what autograd's node is to run."""
+
+        def run(arguments: list[Any]) -> Sequence[Tensor | None]:
+            asked: DeferredBlock | None = getattr(running_node(), _ASKED, None)
+            return self.run_whole(arguments) if asked is None else asked.run(arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        setattr(run, _ATTRIBUTE, self)
+        return run
+
+    def run_whole(self, arguments: list[Any]) -> Sequence[Tensor | None]:
+        """Return the gradients of all inputs."""
+        if self._whole is None:
+            self._whole = self._continue(lambda: self._compile_whole(deepcopy(self._whole_graph), self._inputs))
+        return self._whole(arguments)
+
+    def read(self, node: Any) -> "DeferredBlock | None":
+        """Return the weight gradients of a node that can wait, None where there are none."""
+        following = node.next_functions
+        if self._trouble or len(following) != len(self._output_of_place):
+            self._warn(self._trouble or "it has other inputs than its graph")
+            return None
+        weights = [place for place, (each, _) in enumerate(following) if each and find_parameters([each]) is not None]
+        halves = self._halves_for(frozenset(self._output_of_place[place] for place in weights))
+        places = [place for place in weights if self._output_of_place[place] in halves.cut.weight_half.outputs]
+        return DeferredBlock(node, halves, places) if places else None
+
+    def _halves_for(self, weights: frozenset[int]) -> "Halves":
+        if weights not in self._halves:
+            waiting = self._graph.waiting(weights)
+            known = self._halves.get(waiting)
+            self._halves[waiting] = self._halves[weights] = known or Halves(self, self._graph.cut(waiting))
+        return self._halves[weights]
+
+    def compile_halves(self, cut: Cut) -> tuple[Run, Run]:
+        """Compile both halves for inputs like those of the whole."""
+        return self._compile(cut.input_half), self._compile(cut.weight_half)
+
+    def _compile(self, half: Half) -> Run:
+        inputs = [*[self._inputs[place] for place in half.inputs], *half.extras]
+        return self._continue(lambda: self._compile_half(half.module, inputs))
+
+    @property
+    def num_outputs(self) -> int:
+        """One per input of the block's forward."""
+        return self._num_outputs
+
+    def _warn(self, trouble: str) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            warnings.warn(
+                f"a compiled block's backward is not split: {trouble}. Its weight gradients are computed in I; they "
+                "are right, but leave W less to do",
+                PenstockWarning,
+                stacklevel=2,
+            )
+
+
+class Halves:
+    """A cut of a block's backward, compiled when it is first run."""
+
+    def __init__(self, block: BlockBackward, cut: Cut) -> None:
+        self.cut = cut
+        self.num_outputs = block.num_outputs
+        self._block = block
+        self._compiled: tuple[Run, Run] | None = None
+
+    def run_first(self, arguments: list[Any]) -> tuple[list[Tensor | None], list[Any]]:
+        """Return the gradients of I, None for the others, and what W needs; the arguments are emptied."""
+        if self._compiled is None:
+            self._compiled = self._block.compile_halves(self.cut)
+        first, second = self.cut.input_half, self.cut.weight_half
+        taken, kept = [arguments[place] for place in first.inputs], [arguments[place] for place in second.inputs]
+        arguments.clear()
+        results = list(self._compiled[0](taken))
+        gradients: list[Tensor | None] = [None] * self.num_outputs
+        for place, gradient in zip(first.outputs, results, strict=False):
+            gradients[place] = gradient
+        return gradients, kept + results[len(first.outputs) :]
+
+    def run_second(self, kept: list[Any]) -> dict[int, Tensor | None]:
+        """Return the gradients of W by their place among all; what was kept is emptied."""
+        if self._compiled is None:
+            raise PipelineError("the weight half of a compiled block runs before its input half")
+        with without_autocast():
+            return dict(zip(self.cut.weight_half.outputs, self._compiled[1](kept), strict=True))
+
+
+@dataclass(slots=True, eq=False)
+class DeferredBlock:
+    """A compiled block in a graph; it holds the node until I has run, then what W needs, and nothing afterwards."""
+
+    node: Any
+    halves: Halves
+    places: Sequence[int]
+    is_hooked: bool = False
+    """Never: what the node saved is asked for by the node alone, once."""
+    parameters: Sequence[Tensor] = ()
+    roots: Sequence[GradientEdge] = field(init=False)
+    _found: list[Deferred] = field(init=False, default_factory=list)
+    _kept: list[Any] = field(init=False, default_factory=list)
+    _versions: list[int] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        following = self.node.next_functions
+        self.roots = [GradientEdge(*following[place]) for place in self.places]
+
+    @property
+    def num_multiplications(self) -> float:
+        """Those of all its weights: the whole block waits, or none of it."""
+        return self.halves.cut.num_multiplications
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What W needs, parameters and views of them apart."""
+        owned = {parameter.untyped_storage().data_ptr() for parameter in self.parameters}
+        tensors = [each for each in self._kept if isinstance(each, Tensor) and not isinstance(each, nn.Parameter)]
+        return [each for each in tensors if each.untyped_storage().data_ptr() not in owned]
+
+    def end(self) -> GradientEdge | None:
+        """Return where the output's gradient arrives, if the weights are all that the block leads to."""
+        others = [node for place, (node, _) in enumerate(self.node.next_functions) if place not in self.places]
+        return GradientEdge(self.node, 0) if others.count(None) == len(others) else None
+
+    def watch(self, found: list[Deferred]) -> None:
+        """Have the node run the input half, and add this to a list when it does."""
+        self._found = found
+        setattr(self.node, _ASKED, self)
+
+    def run(self, arguments: list[Any]) -> Sequence[Tensor | None]:
+        """Run the input half, in the place of the whole backward."""
+        gradients, self._kept = self.halves.run_first(arguments)
+        self._versions = [version_of(each) for each in self._tensors()]
+        self._found.append(self)
+        return gradients
+
+    def release(self) -> None:
+        """Forget the node, which knows this: together they would live on."""
+        if self.node is not None and hasattr(self.node, _ASKED):
+            delattr(self.node, _ASKED)
+        self.node, self._found = None, []
+
+    def finish(self) -> Sequence[Tensor | None]:
+        """Run the weight half; return the gradients of the weights, one per root, and release everything.
+
+        Raises:
+            PipelineError: what it needs has been changed in place since the backward ran.
+        """
+        versions = [version_of(each) for each in self._tensors()]
+        if versions != self._versions:
+            raise PipelineError(
+                "a tensor that a compiled block keeps for its weight gradients was changed in place between I and W of "
+                "a split backward. Let the layer use a copy (clone()) of what it changes, such as a buffer, or run a "
+                "schedule with whole backwards"
+            )
+        kept, self._kept = self._kept, []
+        gradients = self.halves.run_second(kept)
+        return [gradients[output] for output in sorted(gradients)]
+
+    def _tensors(self) -> list[Tensor]:
+        return [each for each in self._kept if isinstance(each, Tensor)]
+
+
+def read_compiled_block(node: Any) -> DeferredBlock | None:
+    """Return a compiled block as weight gradients that can wait; None if another backend has compiled it."""
+    block: BlockBackward | None = getattr(backward_of(node), _ATTRIBUTE, None)
+    return None if block is None else block.read(node)

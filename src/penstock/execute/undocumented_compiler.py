@@ -1,0 +1,201 @@
+"""Every use of torch.compile that its documentation does not promise; the other uses of torch are in `undocumented.py`.
+
+Each has a test of its own in tests/execute/test_undocumented_compiler.py. Parts of the compiler are imported when they
+are needed, since it takes seconds to load.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from importlib import import_module
+from types import FunctionType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import fx, nn
+from torch.autograd.graph import Node
+
+from penstock.errors import ConfigError
+
+T = TypeVar("T")
+Compiler = Callable[..., Any]
+
+# ---- traced graphs
+
+_ATEN = torch.ops.aten
+MATRIX_PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default}
+CONVOLUTION_BACKWARD = _ATEN.convolution_backward.default
+"""The last of its arguments says which of its three gradients are wanted."""
+TABLE_GRADIENTS = {
+    _ATEN.embedding_dense_backward.default,
+    _ATEN.index_put.default,
+    _ATEN._unsafe_masked_index_put_accumulate.default,
+}
+"""As traced, and as Inductor has them."""
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node of a graph computes nothing, but shows the memory of its input in another way."""
+    return bool(getattr(node.target, "is_view", False)) or node.target is _ATEN._unsafe_view.default
+
+
+# ---- the nodes of compiled functions in autograd's graph
+
+COMPILED = "CompiledFunctionBackward"
+"""The kind of those that AOTAutograd has compiled, on which torch's own backends are built."""
+
+
+def backward_of(node: Node) -> Any:
+    """Return what a node of kind COMPILED runs, with the attributes of the function that its compiler returned."""
+    function = getattr(node, "_forward_cls", None)
+    has_subclasses = getattr(function, "maybe_subclass_metadata", None) is not None
+    return None if has_subclasses else getattr(function, "compiled_bw", None)
+
+
+def running_node() -> Node | None:
+    """Return the node that autograd runs on this thread."""
+    node: Node | None = _part("torch._C._current_autograd_node")()
+    return node
+
+
+# ---- compilers
+
+_OPTIONS = {"force_non_lazy_backward_lowering": True, "donated_buffer": False}
+"""A backward is compiled with its forward, and overwrites no input: a half has others than the whole."""
+
+
+def compile_aot_eager(graph: fx.GraphModule, inputs: Sequence[Any], forward: Compiler, backward: Compiler) -> Any:
+    """Compile as "aot_eager" does, with the given compilers of the traced forward and of its backward."""
+    aot_autograd = _part("torch._dynamo.backends.common.aot_autograd")
+    partition = _part("functorch.compile.min_cut_rematerialization_partition")
+    compilers = {"fw_compiler": forward, "bw_compiler": backward, "partition_fn": partition}
+    with _part("torch._functorch.config").patch(**_OPTIONS):
+        return aot_autograd(**compilers, keep_inference_input_mutations=True)(graph, inputs)
+
+
+def compile_inductor(graph: fx.GraphModule, inputs: Sequence[Any], compile_one: Compiler, options: Any) -> Any:
+    """Compile by Inductor, but forward and backward by `compile_one`.
+
+    Without its cache of functions, which would bring back backwards of an earlier process as they were not split.
+    """
+    compile_fx = _part("torch._inductor.compile_fx.compile_fx")
+    with _part("torch._functorch.config").patch(**_OPTIONS, enable_autograd_cache=False):
+        return compile_fx(graph, inputs, inner_compile=compile_one, config_patches=options or None)
+
+
+def compile_kernels(graph: fx.GraphModule, inputs: Sequence[Any], options: Any, **arguments: Any) -> Any:
+    """Compile one traced graph by Inductor."""
+    with _part("torch._inductor.config").patch(options):
+        return _part("torch._inductor.compile_fx.compile_fx_inner")(graph, inputs, **arguments)
+
+
+def keep_strides(graph: fx.Graph) -> None:
+    """Have Inductor return all outputs of a graph with the strides that the graph says."""
+    output = graph.output_node()
+    results = cast(Sequence[Any], output.args[0])
+    output.meta["user_visible_output_idxs"] = [place for place, each in enumerate(results) if each is not None]
+
+
+def options_of_mode(mode: str) -> Mapping[str, Any]:
+    """Return the settings of Inductor that a `mode` of torch.compile stands for."""
+    found: Mapping[str, Any] = _part("torch._inductor.list_mode_options")(mode)
+    return found
+
+
+def has_inductor(device: str) -> bool:
+    """Whether Inductor finds the compiler that it needs for a type of device: Triton's, or one of C++ for the CPU."""
+    if device != "cpu":
+        return bool(_part("torch.utils._triton.has_triton")())
+    try:
+        return bool(_part("torch._inductor.cpp_builder.get_cpp_compiler")())
+    except RuntimeError:
+        return False
+
+
+def without_autocast() -> AbstractContextManager[None]:
+    """Run something compiled, which has its casts within."""
+    context: AbstractContextManager[None] = _part("torch._C._DisableAutocast")()
+    return context
+
+
+def continuing() -> Callable[[Callable[[], T]], T]:
+    """Return a function that compiles something later, as a part of the compilation that goes on now."""
+    names = {"tracing": "TracingContext", "compile_context": "CompileContext"}
+    found = {name: _part(f"torch._guards.{kind}").try_get() for name, kind in names.items()}
+
+    def run(compile: Callable[[], T]) -> T:
+        with ExitStack() as stack:
+            stack.enter_context(_part("torch._dynamo.convert_frame.compile_lock"))
+            for name, context in found.items():
+                stack.enter_context(_part(f"torch._guards.{name}")(context))
+            stack.enter_context(without_autocast())
+            trigger = _part("torch._dynamo.callback.CallbackTrigger").LAZY_BACKWARD
+            stack.enter_context(_callbacks().install_callbacks(trigger, "penstock"))
+            return compile()
+
+    return run
+
+
+def watch_compilations(begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
+    """Have functions called where a compilation begins and ends, on its thread; return what ends that."""
+    callbacks = _callbacks()
+    pair = (lambda _: begin(), lambda _: end())
+    callbacks.register_start_callback(pair[0])
+    callbacks.register_end_callback(pair[1])
+
+    def stop() -> None:
+        callbacks.remove_start_callback(pair[0])
+        callbacks.remove_end_callback(pair[1])
+
+    return stop
+
+
+# ---- compiled modules
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether a function or module is one that torch.compile has returned, or a module compiled in place."""
+    if isinstance(function, nn.Module) and (function._compiled_call_impl is not None or unwrapped(function)):
+        return True
+    return callable(function) and "_torchdynamo_orig_callable" in getattr(function, "__dict__", ())
+
+
+def unwrapped(module: nn.Module) -> tuple[nn.Module, Compiler] | None:
+    """Return the module within one that torch.compile has returned, and its compiler; None of others."""
+    inner = module._modules.get("_orig_mod")
+    return None if inner is None else (inner, cast(Any, module).dynamo_ctx)
+
+
+def compile_module(module: nn.Module, compiler: Compiler) -> None:
+    """Compile a module in place, as its `compile` does, which compiles nothing of torch's own modules."""
+    call: Any = module._call_impl
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    if type(module).forward.__module__.startswith("torch."):
+        # Code of its own: torch counts what it compiles per code, and after a few times compiles it no more.
+        code = run.__code__.replace(co_name=type(module).__name__)
+        module._compiled_call_impl = compiler(FunctionType(code, globals(), closure=run.__closure__))
+    else:
+        module._compiled_call_impl = compiler(call)
+
+
+def _callbacks() -> Any:
+    return _part("torch._dynamo.callback.callback_handler")
+
+
+def _part(path: str) -> Any:
+    """Return a part of torch by its path.
+
+    Raises:
+        ConfigError: this torch does not have it.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"torch {torch.__version__} has no {path}, which the backend of Penstock needs; let torch.compile take "
+            "another backend, whose weight gradients are computed in I",
+            key="compile",
+        ) from error

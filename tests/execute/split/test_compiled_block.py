@@ -1,0 +1,365 @@
+"""The weight gradients of compiled blocks wait for W, and both parts give what the unsplit backward gives, in bits."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from penstock.errors import PenstockWarning, PipelineError
+from penstock.execute.backend import aot_eager, penstock
+from penstock.execute.split.compiled_block import DeferredBlock, read_compiled_block
+from penstock.execute.split.plan import SplitPlan
+from tests.local_pipelines import error_of, settle, values
+
+ROWS, WIDTH, TOKENS = 6, 8, 20
+MLP_NAMES = ["down.weight", "up.weight"]
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_was_compiled():
+    yield
+    torch.compiler.reset()
+
+
+class Mlp(nn.Module):
+    """Two products, biases and a norm; a skip past them."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, features):
+        return features + self.down(F.gelu(self.up(self.norm(features))))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, features):
+        heads = self.qkv(features).view(2, -1, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(-1, WIDTH))
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv1d(1, 3, 3, padding=1), nn.Conv1d(3, 1, 3, padding=1)
+
+    def forward(self, features):
+        return self.second(F.gelu(self.first(features[:, None])))[:, 0]
+
+
+class Lora(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.zeros(2, WIDTH)), nn.Parameter(torch.zeros(WIDTH, 2))
+
+    def forward(self, features):
+        return self.base(features) + features @ self.down.T @ self.up.T
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, features, weight):
+        ctx.save_for_backward(features, weight)
+        return features @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        features, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.T @ features
+
+
+class Custom(nn.Module):
+    """A function of activations and a weight that computes both gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+    def forward(self, features):
+        return Product.apply(features, self.weight).tanh()
+
+
+class Tied(nn.Module):
+    """One matrix in two products."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.other.weight = self.one.weight
+
+    def forward(self, features):
+        return self.other(self.one(features).tanh())
+
+
+class Normalized(nn.Module):
+    """A weight that is made of two parameters within the block."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, features):
+        return self.linear(features)
+
+
+class Embedded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.linear = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens):
+        return self.linear(self.table(tokens))
+
+
+class Table(nn.Module):
+    """Leads to nothing but its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(TOKENS, WIDTH)
+
+    def forward(self, tokens):
+        return self.table(tokens)
+
+
+class Counting(nn.Module):
+    """Changes a buffer in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("total", torch.zeros(WIDTH))
+
+    def forward(self, features):
+        self.total.add_(features.detach().sum(0))
+        return self.linear(features)
+
+
+class Checkpointed(nn.Module):
+    """Runs a compiled block again in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Mlp()
+
+    def forward(self, features):
+        return checkpoint(self.block, features, use_reentrant=False)
+
+
+WAITING = {
+    Mlp: MLP_NAMES,
+    Attention: ["out.weight", "qkv.weight"],
+    Convolutions: ["first.bias", "first.weight", "second.bias", "second.weight"],
+    Lora: ["down", "up"],
+    Custom: ["weight"],
+    Tied: ["one.weight"],
+    Normalized: ["linear.parametrizations.weight.original0", "linear.parametrizations.weight.original1"],
+    Embedded: ["linear.weight", "table.weight"],
+    Table: ["table.weight"],
+    Counting: ["linear.weight"],
+    Checkpointed: ["block.down.weight", "block.up.weight"],
+}
+BACKENDS = [
+    pytest.param(aot_eager, id="aot_eager"),
+    pytest.param(penstock, id="penstock", marks=pytest.mark.slow),
+]
+
+
+def compiled(make, backend):
+    layer = settle(make(), 0)
+    (layer.block if make is Checkpointed else layer).compile(backend=backend)
+    return layer
+
+
+def inputs_of(layer, rows=ROWS):
+    if isinstance(layer, Embedded | Table):
+        return torch.arange(rows) % TOKENS
+    return values(1, rows, WIDTH).requires_grad_()
+
+
+def forward(layer, inputs):
+    plan = SplitPlan([layer], small=0.0)
+    plan.begin_step()
+    deferred = plan.start(inputs.numel())
+    with deferred.around_forward():
+        outputs = layer(inputs)
+    return outputs, deferred
+
+
+def gradients(layer):
+    return {name: None if each.grad is None else each.grad.clone() for name, each in layer.named_parameters()}
+
+
+def whole(layer, rows=ROWS):
+    """Return the gradients of an unsplit backward."""
+    layer.zero_grad()
+    inputs = inputs_of(layer, rows)
+    outputs = layer(inputs)
+    outputs.backward(values(2, *outputs.shape))
+    return {"inputs": inputs.grad, **gradients(layer)}
+
+
+def parts(layer, rows=ROWS):
+    """Return the gradients of both parts together, and the names of those that waited."""
+    layer.zero_grad()
+    inputs = inputs_of(layer, rows)
+    outputs, deferred = forward(layer, inputs)
+    deferred.backward_input([get_gradient_edge(outputs)], [values(2, *outputs.shape)])
+    early = gradients(layer)
+    deferred.backward_weight()
+    found = gradients(layer)
+    return {"inputs": inputs.grad, **found}, sorted(name for name in found if early[name] is None is not found[name])
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    return all(each is other[name] or torch.equal(each, other[name]) for name, each in one.items())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("make", WAITING)
+def test_both_parts_together_are_the_whole_backward_bit_for_bit(make, backend):
+    layer = compiled(make, backend)
+    wanted = whole(layer)
+
+    found, waited = parts(layer)
+
+    assert same(found, wanted)
+    assert waited == WAITING[make]
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [(aot_eager, "aot_eager"), pytest.param(penstock, "inductor", marks=pytest.mark.slow)],
+)
+def test_a_whole_backward_is_that_of_torchs_backend_bit_for_bit(backend, name):
+    assert same(whole(compiled(Mlp, backend)), whole(compiled(Mlp, name)))
+
+
+def test_layers_of_another_backend_are_not_split():
+    layer = compiled(Mlp, "aot_eager")
+    wanted = whole(layer)
+
+    found, waited = parts(layer)
+
+    assert same(found, wanted)
+    assert waited == []
+
+
+def test_frozen_weights_and_other_shapes_have_halves_of_their_own():
+    layer = compiled(Mlp, aot_eager)
+    assert parts(layer)[1] == MLP_NAMES
+
+    layer.up.weight.requires_grad_(False)
+    found, waited = parts(layer)
+    assert same(found, whole(layer))
+    assert waited == ["down.weight"]
+
+    for rows in (ROWS + 1, ROWS + 2, 2):  # from the second one on, the rows are a symbol
+        found, waited = parts(layer, rows)
+        assert same(found, whole(layer, rows))
+        assert waited == ["down.weight"]
+
+
+def test_several_forwards_wait_at_once():
+    layer = compiled(Mlp, aot_eager)
+    wanted = whole(layer)
+    layer.zero_grad()
+    results = []
+    for inputs in (inputs_of(layer), inputs_of(layer)):
+        outputs, deferred = forward(layer, inputs)
+        results.append((outputs, deferred))
+    for outputs, deferred in results:
+        deferred.backward_input([get_gradient_edge(outputs)], [values(2, *outputs.shape)])
+    for _, deferred in results:
+        deferred.backward_weight()
+
+    assert all(torch.equal(each, 2 * wanted[name]) for name, each in gradients(layer).items())
+
+
+def test_what_w_needs_is_told_and_freed():
+    layer = compiled(Mlp, aot_eager)
+    outputs, deferred = forward(layer, inputs_of(layer))
+    deferred.backward_input([get_gradient_edge(outputs)], [values(2, *outputs.shape)])
+    (block,) = deferred.products
+
+    sizes = sorted(each.numel() for each in deferred.kept)
+    deferred.backward_weight()
+
+    # of both products the activations and the gradient of the output
+    assert sizes == [ROWS * WIDTH] * 2 + [2 * ROWS * WIDTH] * 2
+    assert isinstance(block, DeferredBlock)
+    assert (block.kept, block.node, deferred.kept) == ([], None, [])
+
+
+def test_what_w_needs_must_not_be_changed_in_place():
+    layer = compiled(Mlp, aot_eager)
+    outputs, deferred = forward(layer, inputs_of(layer))
+    deferred.backward_input([get_gradient_edge(outputs)], [values(2, *outputs.shape)])
+    deferred.kept[0].add_(1)
+
+    error = error_of(deferred.backward_weight)
+
+    assert isinstance(error, PipelineError)
+    assert "was changed in place between I and W" in str(error)
+
+
+def test_a_backward_that_cannot_be_cut_stays_whole_and_says_so_once():
+    class Drawing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, features):
+            return features.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient + 0 * torch.rand_like(gradient)
+
+    class Layer(Custom):
+        def forward(self, features):
+            return Drawing.apply(super().forward(features))
+
+    layer = compiled(Layer, aot_eager)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (found, waited), _ = parts(layer), parts(layer)
+
+    told = [str(each.message) for each in caught if issubclass(each.category, PenstockWarning)]
+    assert len(told) == 1
+    assert "a compiled block's backward is not split" in told[0]
+    assert waited == []
+    assert same(found, whole(layer))
+
+
+def test_an_output_that_takes_no_part_has_no_gradients():
+    layer = compiled(Mlp, aot_eager)
+    outputs = layer(inputs_of(layer))
+    block = read_compiled_block(outputs.grad_fn)
+
+    block.watch(found := [])
+    block.release()
+
+    assert found == []
+    assert same({"inputs": None, **gradients(layer)}, {"inputs": None, **dict.fromkeys(gradients(layer))})
+
+
+def test_a_copy_of_a_layer_shares_the_halves():
+    layer = compiled(Mlp, aot_eager)
+    other = copy.deepcopy(layer)
+    other.compile(backend=aot_eager)
+
+    one, two = (read_compiled_block(each(inputs_of(each)).grad_fn) for each in (layer, other))
+
+    assert one.halves is two.halves

@@ -1,0 +1,140 @@
+"""The graph of a backward is cut in two halves, which together do what it does, and nothing twice."""
+
+from collections import Counter
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from penstock.execute.split.graph_cut import BackwardGraph
+from penstock.execute.undocumented_compiler import is_view
+
+ROWS, WIDTH = 3, 4
+INPUT, WEIGHT, BIAS = range(3)
+
+
+def of_linear(inputs, weight, gradient):
+    """The backward of a linear layer: of the input, the weight, the bias."""
+    return gradient @ weight, (gradient.tanh().t() @ inputs).t().t(), gradient.sum(0)
+
+
+def of_two(inputs, weight, gradient):
+    """The input gradient and the weight gradient go out from one product."""
+    shared = gradient @ weight
+    return shared.exp(), shared.t() @ inputs, None
+
+
+def of_scale(inputs, weight, gradient):
+    return gradient * weight[0], (gradient * inputs).sum(0).expand(WIDTH, WIDTH), gradient.sum(0)
+
+
+def of_convolution(inputs, kernel, gradient):
+    arguments = ([WIDTH], [1], [1], [1], False, [0], 1, [True, True, True])
+    return tuple(torch.ops.aten.convolution_backward(gradient, inputs, kernel, *arguments))
+
+
+def values(*shapes):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+SQUARE = values((ROWS, WIDTH), (WIDTH, WIDTH), (ROWS, WIDTH))
+
+
+def traced(function, inputs=None):
+    return make_fx(function, tracing_mode="fake")(*(inputs or SQUARE))
+
+
+def run_halves(cut, inputs):
+    """Return what both halves return, by the place of each output."""
+    first, second = cut.input_half, cut.weight_half
+    results = first.module(*[inputs[place] for place in first.inputs])
+    extras = results[len(first.outputs) :]
+    late = second.module(*[inputs[place] for place in second.inputs], *extras)
+    return dict(zip(first.outputs, results, strict=False)) | dict(zip(second.outputs, late, strict=True))
+
+
+def operations(*modules):
+    nodes = [node for module in modules for node in module.graph.nodes if node.op == "call_function"]
+    return Counter(str(node.target) for node in nodes if not is_view(node))
+
+
+def cut_of(function, inputs=None):
+    graph = BackwardGraph(traced(function, inputs))
+    return graph, graph.cut(graph.waiting([WEIGHT]))
+
+
+def test_both_halves_return_what_the_whole_returns_bit_for_bit():
+    for function in (of_linear, of_two):
+        _, cut = cut_of(function)
+
+        found = run_halves(cut, SQUARE)
+
+        wanted = [each for each in enumerate(function(*SQUARE)) if each[1] is not None]
+        assert sorted(found) == [place for place, _ in wanted]
+        assert all(torch.equal(found[place], each) for place, each in wanted)
+
+
+def test_no_operation_is_in_both_halves_but_views():
+    for function in (of_linear, of_two):
+        _, cut = cut_of(function)
+
+        assert operations(cut.input_half.module, cut.weight_half.module) == operations(traced(function))
+
+
+def test_work_for_a_weight_alone_waits_for_w_and_what_both_need_is_computed_in_i():
+    _, alone = cut_of(of_linear)
+    _, shared = cut_of(of_two)
+
+    assert operations(alone.input_half.module) == {"aten.mm.default": 1, "aten.sum.dim_IntList": 1}
+    assert operations(alone.weight_half.module) == {"aten.tanh.default": 1, "aten.mm.default": 1}
+    assert operations(shared.weight_half.module) == {"aten.mm.default": 1}
+    assert alone.num_multiplications == shared.num_multiplications == ROWS * WIDTH * WIDTH
+
+
+def test_the_weight_half_takes_no_view_but_what_it_is_a_view_of():
+    _, alone = cut_of(of_linear)
+    _, shared = cut_of(of_two)
+
+    assert (list(alone.weight_half.inputs), alone.weight_half.extras) == ([0, 2], [])
+    assert [tuple(each.shape) for each in shared.weight_half.extras] == [(ROWS, WIDTH)]  # not transposed
+    assert list(shared.weight_half.inputs) == [0]
+
+
+def test_a_gradient_without_a_product_does_not_wait():
+    graph = BackwardGraph(traced(of_scale))
+
+    assert graph.waiting([WEIGHT, BIAS]) == frozenset()
+    assert BackwardGraph(traced(of_linear)).waiting([WEIGHT, BIAS]) == {WEIGHT}
+
+
+def test_a_convolutions_gradients_are_computed_apart():
+    inputs = values((2, WIDTH, 5), (WIDTH, WIDTH, 3), (2, WIDTH, 5))
+    _, cut = cut_of(of_convolution, inputs)
+
+    found = run_halves(cut, inputs)
+
+    assert list(cut.weight_half.outputs) == [WEIGHT]
+    for place, wanted in enumerate(of_convolution(*inputs)):
+        torch.testing.assert_close(found[place], wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_all_may_wait():
+    cut = BackwardGraph(traced(lambda inputs, weight, gradient: (None, gradient.t() @ inputs))).cut(frozenset([1]))
+
+    found = run_halves(cut, SQUARE)
+
+    assert list(found) == [1]
+    assert torch.equal(found[1], SQUARE[2].t() @ SQUARE[0])
+    assert operations(cut.input_half.module) == {}
+
+
+def test_a_graph_that_changes_tensors_or_draws_is_trouble():
+    assert BackwardGraph(traced(of_linear)).trouble() == ""
+    for function in (
+        lambda inputs, weight, gradient: (gradient @ weight, inputs.add_(gradient)),
+        lambda inputs, weight, gradient: (gradient @ weight, torch.bernoulli(inputs.sigmoid())),
+    ):
+        module = traced(function)
+        assert isinstance(module, fx.GraphModule)
+        assert "changes a tensor in place, or draws random numbers" in BackwardGraph(module).trouble()
