@@ -3,9 +3,11 @@
 A failure names what has changed. Mend `execute/undocumented.py`, or what relies on it (named in the docstring below).
 """
 
+import json
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import pairwise
 from threading import Event
 
 import pytest
@@ -22,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -589,3 +592,20 @@ def test_what_wraps_a_module_is_known(world, make, expected):
     module = make()
 
     assert [each for each in WRAPPERS if each(module)] == ([] if expected is None else [expected])
+
+
+def test_allocations_in_a_trace_tell_what_tensors_take(tmp_path):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        held = torch.ones(1000)
+        more = torch.ones(500)
+        del held
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+    counters = undocumented.memory_counters(events)
+
+    assert len(counters) >= 3
+    assert {(counter["ph"], counter["name"]) for counter in counters} == {("C", "allocated, CPU")}
+    sizes = [counter["args"]["bytes"] for counter in sorted(counters, key=lambda counter: counter["ts"])]
+    assert [later - earlier for earlier, later in pairwise(sizes)][:2] == [2000, -4000]
+    assert more.nbytes == 2000

@@ -1,5 +1,6 @@
 """A whole run: it learns, and leaves behind what it promises."""
 
+import gzip
 import io
 import json
 import sys
@@ -285,6 +286,22 @@ def test_processes_train_the_same_weights_bit_for_bit_and_only_rank_0_speaks(fin
     assert "\n31,904 parameters, " in results[0][2]
     assert results[1][2] == ""
     assert (tmp_path / "weights.safetensors").read_bytes() == (folder / "weights.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_every_rank_leaves_a_profile_that_shows_the_schedule_and_trains_the_same_bits(finished, tmp_path, text):
+    changes = {"pipeline": {"ranks": 2}, "profile": {"steps": [2, 3], "memory": True}}
+
+    with RankPool(2) as pool:
+        results = pool.run(train_as_rank, table_of(tmp_path, text, **changes))
+
+    assert results[0][0] == finished[1].loss
+    for rank in (0, 1):
+        trace = json.loads(gzip.decompress((tmp_path / f"profile-rank{rank}.json.gz").read_bytes()))
+        names = [event.get("name") for event in trace["traceEvents"]]
+        assert {f"Forward stage {rank} microbatch 1", f"Backward stage {rank} microbatch 0", "step 2"} <= set(names)
+        assert names.count(f"Forward stage {rank} microbatch 1") == 2  # one a step
+    assert "  profile-rank*.json.gz  the profiled steps of each rank" in results[0][2]
 
 
 @pytest.mark.slow

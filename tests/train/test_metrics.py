@@ -60,7 +60,7 @@ def test_what_was_measured_of_the_ranks_has_a_number_for_each(tmp_path):
 
 
 def test_recorded_steps_do_not_count_in_tokens_per_second_and_what_is_left(tmp_path):
-    recorded = step_of(1, duration_s=4.0, bubble_fraction=0.2)
+    recorded = step_of(1, duration_s=4.0, bubble_fraction=0.2, is_slowed=True)
     write_all(tmp_path / "run", [recorded, step_of(2), replace(recorded, step=3), step_of(4, duration_s=0.25)])
 
     rows = objects_of(tmp_path / "run")

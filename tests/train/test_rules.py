@@ -33,6 +33,10 @@ def refusal_of(table):
         ({"data": {"suffixes": []}}, "data.suffixes", "is empty"),
         ({"data": {"held_out_fraction": 0}}, "data.held_out_fraction", "nothing to evaluate on"),
         ({"pipeline": {"split": []}}, "pipeline.split", "is empty"),
+        ({"profile": {"memory": True}}, "profile.memory", "set profile.steps = [FIRST, LAST]"),
+        ({"profile": {"steps": [3]}}, "profile.steps", "give the first and the last step"),
+        ({"profile": {"steps": [7, 6]}}, "profile.steps", "give the first and the last step"),
+        ({"profile": {"steps": [500, 501]}}, "profile.steps", "[500, 501] goes beyond run.steps = 500"),
         ({"batch": {"samples": 24}}, "batch.samples", "24 is not a multiple of batch.size = 16; use 16 or 32"),
         (
             {"batch": {"tokens": 2049}},

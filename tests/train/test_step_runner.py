@@ -95,11 +95,20 @@ def test_memory_is_gathered_where_it_is_due(text, pipelines, every, told):
 
 def test_the_wait_for_batches_is_told(text, pipelines, monkeypatch):
     batch = TokenDataset.batch
-    monkeypatch.setattr(TokenDataset, "batch", lambda self, *args, **more: time.sleep(0.05) or batch(self, *args, **more))
+    monkeypatch.setattr(
+        TokenDataset, "batch", lambda self, *args, **more: time.sleep(0.05) or batch(self, *args, **more)
+    )
 
     metrics = runner_of(text, pipelines, batch={"accumulate": 2}, data={"prefetch": 0}).run(1)
 
     assert 0.1 <= metrics.data_wait_s <= metrics.duration_s
+
+
+def test_recorded_and_profiled_steps_are_slowed(text, pipelines):
+    (text.parent / "run").mkdir()
+    runner = runner_of(text, pipelines, run={"record_step": 1}, profile={"steps": [3, 4]})
+
+    assert [runner.run(step).is_slowed for step in range(1, STEPS + 1)] == [True, False, True, True, False, False]
 
 
 def test_steps_are_evaluated_where_it_is_due_and_the_last_always(text, pipelines):

@@ -264,3 +264,29 @@ def is_replicated(module: nn.Module) -> bool:
 def is_first_fsdp(module: nn.Module) -> bool:
     """Whether a module is a FullyShardedDataParallel, the wrapper before `fully_shard`."""
     return hasattr(module, "summon_full_params")
+
+
+# ---- the profiler's trace
+
+
+def memory_counters(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return counters of the bytes that tensors take, one per device, from the allocations in a profiler's trace.
+
+    Viewers of traces draw a counter as a curve.
+    """
+    return [
+        {
+            "ph": "C",
+            "name": f"allocated, {_device_name(event['args'])}",
+            "pid": event["pid"],
+            "ts": event["ts"],
+            "args": {"bytes": event["args"]["Total Allocated"]},
+        }
+        for event in events
+        if event.get("name") == "[memory]"
+    ]
+
+
+def _device_name(arguments: Mapping[str, Any]) -> str:
+    number = arguments["Device Id"]
+    return "CPU" if number < 0 else f"device {number}"

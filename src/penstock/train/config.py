@@ -22,6 +22,7 @@ from penstock.train.rules import (
     optimizer_problems,
     pipeline_problems,
     precision_problems,
+    profile_problems,
     ramp_problems,
 )
 from penstock.train.sections import (
@@ -36,6 +37,7 @@ from penstock.train.sections import (
     OptimizerSection,
     PipelineSection,
     PrecisionSection,
+    ProfileSection,
     RunSection,
     SampleSection,
     Scalar,
@@ -63,6 +65,7 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
     sample: SampleSection = SampleSection()
+    profile: ProfileSection = ProfileSection()
     debug: DebugSection = DebugSection()
 
     @model_validator(mode="after")
@@ -75,6 +78,7 @@ class RunConfig(Section):
             *data_problems(self.data, self.model, self.run),
             *precision_problems(self.precision, self.model),
             *optimizer_problems(self.optimizer, self.run),
+            *profile_problems(self.profile, self.run),
         ]
         if problems:
             raise config_error(problems)

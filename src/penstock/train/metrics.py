@@ -105,9 +105,9 @@ class MetricsWriter:
     def _pace(self, metrics: StepMetrics) -> Pace:
         """Expect each remaining step to be like the middle one of the last steps: a slow one counts little.
 
-        Recording takes time, so a recorded step counts only where there is no other.
+        Recording and profiling take time, so such a step counts only where there is no other.
         """
-        if metrics.bubble_fraction is None:
+        if not metrics.is_slowed:
             self._recent.append(metrics)
         recent = self._recent or [metrics]
         left_s = (self._num_steps - metrics.step) * median_high([each.duration_s for each in recent])

@@ -45,6 +45,8 @@ class StepMetrics:
     """What the simulator makes of the measured costs; absent where nothing was measured."""
     data_wait_s: float = 0.0
     """Seconds that rank 0 waited for the batches."""
+    is_slowed: bool = False
+    """Whether it was recorded or profiled, which takes time: then it does not count in tokens per second."""
     peak_bytes: Sequence[int] = ()
     """The most memory of each rank so far; empty where it was not gathered."""
 

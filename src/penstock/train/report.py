@@ -19,8 +19,10 @@ from penstock.train.run_folder import (
     CONFIG,
     LAYER_TIMES,
     LOG,
+    MEMORY,
     METRICS,
     PICTURE,
+    PROFILE,
     SCHEDULE,
     SUMMARY,
     TENSORBOARD,
@@ -43,6 +45,8 @@ MEANING = {
     TIMELINE: "the recorded step as it was measured: penstock doctor says where its time went",
     PICTURE: "the recorded step, rank by rank: predicted above measured",
     TRACE: "the same with every message: open it at https://ui.perfetto.dev",
+    PROFILE: "the profiled steps of each rank: open it at https://ui.perfetto.dev",
+    MEMORY: "what the GPU of each rank held at the end of these steps",
     LOG: "what rank 0 logged (debug.log); each rank has such a file",
 }
 
@@ -113,7 +117,7 @@ def _uncertainty_text(timeline: Timeline) -> str:
 
 
 def _listing(folder: RunFolder) -> Iterator[str]:
-    present = {name: meaning for name, meaning in MEANING.items() if (folder.path / name).exists()}
+    present = {name: meaning for name, meaning in MEANING.items() if any(folder.path.glob(name))}
     width = max(map(len, present))
     for name, meaning in present.items():
         yield f"  {name:<{width}}  {meaning}"

@@ -12,6 +12,7 @@ from penstock.train.sections import (
     OptimizerSection,
     PipelineSection,
     PrecisionSection,
+    ProfileSection,
     RunSection,
 )
 
@@ -98,6 +99,17 @@ def optimizer_problems(optimizer: OptimizerSection, run: RunSection) -> Iterator
             f"{optimizer.warmup_steps} steps of warm-up and {decaying} of decay do not fit into run.steps = "
             f"{run.steps}; lower optimizer.warmup_steps or optimizer.decay_steps",
         )
+
+
+def profile_problems(profile: ProfileSection, run: RunSection) -> Iterator[Problem]:
+    if not profile.steps:
+        if profile.memory:
+            yield Problem("profile.memory", "true needs the steps to look at; set profile.steps = [FIRST, LAST]")
+        return
+    if len(profile.steps) != 2 or profile.steps[0] > profile.steps[1]:
+        yield Problem("profile.steps", f"{list(profile.steps)}; give the first and the last step, as in [100, 105]")
+    elif profile.steps[1] > run.steps:
+        yield Problem("profile.steps", f"{list(profile.steps)} goes beyond run.steps = {run.steps}; end it earlier")
 
 
 def pipeline_problems(pipeline: PipelineSection) -> Iterator[Problem]:

@@ -28,6 +28,9 @@ SUMMARY = "summary.json"
 LOG = "rank0.log"
 """Of rank 0; the others have their own number."""
 METRICS = "metrics.jsonl"
+PROFILE = "profile-rank*.json.gz"
+MEMORY = "memory-rank*.json.gz"
+"""Of each rank, the star being its number."""
 TENSORBOARD = "tensorboard"
 LAYER_TIMES = "layer_times.json"
 """What a split by measured seconds uses; runs in the folder share it."""
@@ -49,6 +52,8 @@ RESULTS = (
     INDEX,
     SHARDS,
     "rank*.log",
+    PROFILE,
+    MEMORY,
     CONFIG,
 )
 """What one run leaves behind, the configuration last: until it is moved, the rest counts as that run's."""

@@ -13,7 +13,7 @@ from penstock.train.run_lock import holder_of
 
 SKIPPED_STEPS = 3
 """At a run's begin, which take longer than later ones."""
-ASIDE = ("run", "checkpoint", "metrics", "sample", "debug")
+ASIDE = ("run", "checkpoint", "metrics", "sample", "profile", "debug")
 """Sections that decide nothing of what is learned or how fast, but for the seed."""
 
 

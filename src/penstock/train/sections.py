@@ -277,6 +277,21 @@ class CheckpointSection(Section):
     )
 
 
+class ProfileSection(Section):
+    """Steps that run under torch's profiler, which takes time and memory."""
+
+    steps: Sizes = Field(
+        default=(),
+        description="first and last step of the window, counted from 1, as in [100, 105]; empty: no profile. The trace "
+        "of each rank is profile-rankN.json.gz in the run folder",
+    )
+    memory: bool = Field(
+        default=False,
+        description="whether these traces have allocations, too; on CUDA, also memory-rankN.json.gz, the allocator's "
+        "blocks at the end of the window",
+    )
+
+
 class DebugSection(Section):
     """What is looked at while the run goes on; all of it costs time."""
 

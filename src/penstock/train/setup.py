@@ -227,7 +227,7 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule) 
         allow_ragged=config.batch.allow_ragged,
         deadline_s=config.run.deadline_s,
         debug=config.debug.level,
-        ranges=config.debug.ranges,
+        ranges=config.debug.ranges or bool(config.profile.steps),
         memory_limit=memory_limit(config),
         costs=load_costs(config),
         run_ahead=config.pipeline.run_ahead or None,

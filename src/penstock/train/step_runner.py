@@ -5,12 +5,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 from penstock.errors import PenstockError
 from penstock.train.batches import Batch, BatchReader, Wants
 from penstock.train.config import RunConfig
 from penstock.train.data import TokenDataset
+from penstock.train.profiler_window import ProfilerWindow
 from penstock.train.progress import StepMetrics
 from penstock.train.rank_memory import peak_bytes
 from penstock.train.recorded_step import RecordedStep
@@ -43,6 +45,8 @@ class StepRunner:
         """The step to record, `run.record_step`, once it has run."""
         self._config = config
         self._dataset = dataset
+        pipeline, folder = trainer.pipeline, Path(config.run.folder)
+        self._profiler = ProfilerWindow(config.profile, folder, pipeline.rank, pipeline.device)
         num_held_out = config.run.evaluate_batches
         self._wants = Wants.of(trainer.pipeline)
         self._held_out = dataset.held_out_batches(num_held_out, self._wants) if num_held_out else []
@@ -50,7 +54,7 @@ class StepRunner:
 
     @contextmanager
     def reading(self, first_step: int) -> Iterator[None]:
-        """Read the batches from a step on, for as long as the block lasts."""
+        """Read the batches from a step on, for as long as the block lasts; then write a profile that has begun."""
         config, plan = self._config, self._config.batch_plan
         reader = BatchReader(
             partial(self._dataset.batch, wants=self._wants),
@@ -59,20 +63,22 @@ class StepRunner:
             num_ahead=config.data.prefetch,
             limit_s=config.run.deadline_s,
         )
-        with closing(reader):
+        with closing(reader), closing(self._profiler):
             self._reader = reader
             yield
 
     def run(self, step: int) -> StepMetrics:
         """Run one optimizer step, counted from 1, and evaluate where it is due."""
-        begin_s = time.monotonic()
         plan = self._config.batch_plan
         assert self._reader is not None, "steps run within `reading`"
         self._reader.begin(plan.begin(step))
         batches = _Batches(self._reader, plan.begin(step), plan.count(step))
         skip_update = self._config.run.skip_updates
-        outcome = self.trainer.step(step, batches, record=self._is_recorded(step), skip_update=skip_update)
-        duration_s = time.monotonic() - begin_s
+        is_recorded = self._is_recorded(step)
+        with self._profiler.around(step):
+            begin_s = time.monotonic()
+            outcome = self.trainer.step(step, batches, record=is_recorded, skip_update=skip_update)
+            duration_s = time.monotonic() - begin_s
         if step == self._config.recorded_step:
             self.recorded = outcome.recorded
         return StepMetrics(
@@ -89,6 +95,7 @@ class StepRunner:
             predicted_bubble_fraction=self._predicted_bubble(outcome),
             data_wait_s=outcome.data_wait_s,
             peak_bytes=self._peak_bytes(step),
+            is_slowed=is_recorded or self._profiler.has(step),
         )
 
     def _is_recorded(self, step: int) -> bool:
