@@ -1,0 +1,59 @@
+"""A signal to every process of a run at once, as a terminal and many job systems send it, loses no step."""
+
+import os
+import re
+import signal
+
+import pytest
+
+from penstock.checkpoints.folder import CheckpointFolder
+from penstock.checkpoints.verification import verify
+from penstock.train.metrics import read_metrics
+from tests.cli.processes import wait_until
+from tests.tiny_run import PENSTOCK, TORCHRUN, settings, start, start_training, write_tiny_run
+
+NUM_STEPS = 120
+OPTIONS = (f"run.steps={NUM_STEPS}", "run.evaluate_every=0", "run.evaluate_batches=0", "checkpoint.every=1000")
+TIMEOUT_S = 90
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """The weights of a run that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_tiny_run(folder)
+    training = start_training(folder, *OPTIONS)
+    _, complained = training.communicate(timeout=TIMEOUT_S)
+    assert training.returncode == 0, complained
+    return (folder / "run" / "weights.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [("penstock", signal.SIGINT), ("penstock", signal.SIGTERM), ("torchrun", signal.SIGTERM)],
+)
+def test_a_signal_to_the_whole_process_group_saves_and_the_run_goes_on(tmp_path, weights, launcher, number):
+    write_tiny_run(tmp_path)
+    started = list(PENSTOCK) if launcher == "penstock" else [*TORCHRUN, "2", *PENSTOCK]
+    command = [*started, "train", "run.toml", *settings("pipeline.ranks=2", *OPTIONS)]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    training = start(command, tmp_path)
+    wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 5, timeout_s=TIMEOUT_S)
+
+    os.killpg(training.pid, number)
+    printed, complained = training.communicate(timeout=TIMEOUT_S)
+
+    checkpoints = CheckpointFolder(tmp_path / "run" / "checkpoints")
+    [step] = checkpoints.steps()
+    assert f"stopped by a signal after step {step}; its checkpoint is saved" in printed
+    assert verify(checkpoints.of_step(step)).step == step < NUM_STEPS
+    if launcher == "penstock":
+        assert (training.returncode, complained) == (130, "")
+    again = start(command, tmp_path)
+    printed, complained = again.communicate(timeout=TIMEOUT_S)
+    assert again.returncode == 0, complained
+    assert re.search(f"continuing after step {step} ", printed)
+    assert [row["step"] for row in read_metrics(metrics)] == list(range(1, NUM_STEPS + 1))
+    assert (tmp_path / "run" / "weights.safetensors").read_bytes() == weights
