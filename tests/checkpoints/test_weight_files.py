@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from torch import nn
 from penstock.checkpoints import weight_files, work
 from penstock.checkpoints.pretrained import files_of, find_weights, load_weights
 from penstock.checkpoints.shards import write_tensors
-from penstock.checkpoints.weight_files import INDEX, WHOLE, save_weights
+from penstock.checkpoints.weight_files import INDEX, WHOLE, require_saveable, save_weights
 from penstock.errors import NotSaved, PipelineError
+from penstock.models import LayerSpec
 from tests.ranks import run_ranks, run_ranks_with_deaths
-from tests.train.local_ranks import error_of, on_ranks, random_batch, small_layers, small_pipeline
+from tests.train.local_ranks import VOCABULARY, error_of, on_ranks, random_batch, small_layers, small_pipeline
 
 
 class Mixed(nn.Module):
@@ -226,6 +228,57 @@ def test_a_type_that_the_format_lacks_is_refused_on_every_rank(tmp_path):
     assert all(isinstance(error, NotSaved) for error in errors)
     assert all("'1.weight' is a Tensor of type torch.complex64" in str(error) for error in errors)
     assert names(tmp_path) == []
+
+
+def test_what_cannot_be_saved_is_found_before_a_step_runs_and_the_size_is_known(tmp_path):
+    def size(transport, layers):
+        pipeline = small_pipeline(transport, layers)
+        try:
+            return require_saveable(pipeline)
+        except NotSaved as error:
+            return str(error)
+        finally:
+            pipeline.close()
+
+    on_ranks(2, save, tmp_path)
+    num_bytes = sum(tensor.nbytes for tensor in all_tensors(tmp_path).values())
+    assert on_ranks(2, size, None) == [num_bytes] * 2
+    refused = on_ranks(2, size, [nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64)])
+    assert all("'1.weight' is a Tensor of type torch.complex64" in words for words in refused)
+
+
+TIED = {
+    "embedding": lambda: nn.Embedding(VOCABULARY, 16),
+    "body": lambda: nn.Linear(16, 16),
+    "head": lambda: nn.Linear(16, VOCABULARY, bias=False),
+}
+
+
+def train_tied(transport, folder):
+    ties = {"head": (("weight", "embedding.weight"),)}
+    layers = [LayerSpec(name, build, tied=ties.get(name, ())) for name, build in TIED.items()]
+    pipeline = small_pipeline(transport, layers)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.5)
+    tokens, target = random_batch(0)
+    pipeline.step(tokens, target=target)
+    optimizer.step()
+    save_weights(folder, pipeline)
+    outputs = pipeline.evaluate(tokens, return_outputs=True).outputs
+    pipeline.close()
+    return outputs
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_tied_weights_are_loaded_elsewhere_by_a_plain_model_that_ties_them_itself(tmp_path, num_ranks):
+    outputs = on_ranks(num_ranks, train_tied, tmp_path)[-1]
+
+    plain = nn.Sequential(OrderedDict((name, build()) for name, build in TIED.items()))
+    plain.head.weight = plain.embedding.weight
+    found = plain.load_state_dict(load_file(tmp_path / WHOLE), strict=False)
+
+    assert (found.missing_keys, found.unexpected_keys) == (["head.weight"], [])
+    assert plain.head.weight is plain.embedding.weight
+    torch.testing.assert_close(plain(random_batch(0)[0]), outputs)
 
 
 def save_slowly(rank, folder, dying_rank=None):

@@ -61,7 +61,7 @@ def save_weights(folder: Path, pipeline: Pipeline) -> None:
     """
     control = pipeline.control
     token = str(gather_results(control, lambda: uuid4().hex)[0])
-    everyone: list[Described] = gather_results(control, lambda: Content.of(pipeline, None).described(), NotSaved)
+    everyone = _described(pipeline)
     shards = _shards(folder, everyone, token)
     num_bytes = sum(shard.num_bytes for shard in shards)
     own = [shard for shard in shards if shard.rank == control.rank]
@@ -81,11 +81,24 @@ def save_weights(folder: Path, pipeline: Pipeline) -> None:
             run_together(control, action, num_bytes=num_bytes, what=str(folder), error_type=NotSaved)
 
 
+def require_saveable(pipeline: Pipeline) -> int:
+    """Return how many bytes the weights of all ranks are, if files can hold them; every rank calls it.
+
+    Raises: NotSaved, on every rank.
+    """
+    names = {name: theirs for theirs in _described(pipeline) for name in theirs["weights"]}
+    return sum(_entry(theirs, name, "").num_bytes for name, theirs in names.items())
+
+
 def index_bytes(entries: Mapping[str, TensorEntry]) -> bytes:
     """Return the content of an index of these tensors."""
     total = sum(entry.num_bytes for entry in entries.values())
     index = {"metadata": {"total_size": total}, "weight_map": {name: entry.file for name, entry in entries.items()}}
     return json.dumps(index, indent=1).encode()
+
+
+def _described(pipeline: Pipeline) -> list[Described]:
+    return gather_results(pipeline.control, lambda: Content.of(pipeline, None).described(), NotSaved)
 
 
 def _shards(folder: Path, everyone: Sequence[Described], token: str) -> list[_Shard]:

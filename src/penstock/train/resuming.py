@@ -4,6 +4,7 @@ A step's number and the seed determine its batch and its learning rate, so nothi
 checkpoint are the last losses, what the optimizer step keeps beside tensors, and the digest of the text.
 """
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -12,10 +13,12 @@ from uuid import uuid4
 from penstock.checkpoints.folder import step_of
 from penstock.checkpoints.loading import load_newest
 from penstock.checkpoints.pretrained import load_weights
+from penstock.checkpoints.weight_files import require_saveable
 from penstock.checkpoints.writer import CheckpointWriter
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, NotSaved
 from penstock.files import naming_storage
 from penstock.pipeline import Pipeline
+from penstock.show.text import format_bytes
 from penstock.train.config import RunConfig
 from penstock.train.early_stop import EarlyStop
 from penstock.train.run_folder import RunFolder
@@ -59,7 +62,10 @@ class RunCheckpoints:
         data: str,
         output: TextIO,
     ) -> None:
-        """Make sure that the folder can be written, before a step runs. Raises: PenstockError, on every rank."""
+        """Make sure that the weights can be saved in the folder, before a step runs.
+
+        Raises: PenstockError, on every rank.
+        """
         self._options = config.checkpoint
         self._limit_s = config.run.deadline_s
         self._folder = folder
@@ -78,9 +84,10 @@ class RunCheckpoints:
             keep_every=self._options.keep_every,
             asynchronous=self._options.asynchronous,
         )
+        num_bytes = require_saveable(self._pipeline)
         with failing_together(self._pipeline.transport):
             if self._pipeline.rank == 0 and self._options.every:
-                _require_writable(folder.checkpoints.path)
+                _require_writable(folder.checkpoints.path, num_bytes)
 
     def resume(self) -> Progress:
         """Load the newest checkpoint that verifies, if the run has any; return how far it had come.
@@ -162,8 +169,8 @@ def _has_checkpoints(pipeline: Pipeline, folder: RunFolder) -> bool:
     return bool(pipeline.control.all_gather_object(bool(folder.checkpoints.steps()))[0])
 
 
-def _require_writable(folder: Path) -> None:
-    """Write a file and remove it again, so that the first checkpoint does not fail after hours."""
+def _require_writable(folder: Path, num_bytes: int) -> None:
+    """Write a file and look for so much space, so that the first checkpoint does not fail after hours."""
     with naming_storage(folder):
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f"step-0.{uuid4().hex[:12]}.partial"
@@ -171,3 +178,9 @@ def _require_writable(folder: Path) -> None:
         (probe / "file.json").write_bytes(b"{}")
         (probe / "file.json").unlink()
         probe.rmdir()
+        left = shutil.disk_usage(folder).free
+    if left < num_bytes:
+        raise NotSaved(
+            f"{folder}: the disk has {format_bytes(left)} left, and a checkpoint takes more than the "
+            f"{format_bytes(num_bytes)} of the weights. Free some space, or choose another folder"
+        )
