@@ -270,6 +270,8 @@ def _type_name(annotation: Any) -> str:
         return "table"
     if arguments:
         return " or ".join(map(_type_name, arguments))
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "table"
     return {"str": "text", "bool": "boolean", "int": "integer", "float": "number"}.get(
         annotation.__name__, annotation.__name__
     )

@@ -8,8 +8,9 @@ import torch
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.train.batches import Batch, BatchReader, Wants, on_device
-from penstock.train.data import TokenDataset, WindowOptions
+from penstock.train.data import BatchOptions, TokenDataset
 from penstock.train.sections import OptimizerSection
+from penstock.train.sequences import Source
 from penstock.train.step import Trainer
 from tests.train.local_ranks import VOCABULARY, error_of, on_ranks, small_pipeline
 
@@ -130,7 +131,7 @@ class CountedReads:
 
     def __init__(self):
         tokens = torch.arange(2000).numpy() % VOCABULARY
-        self.dataset = TokenDataset(tokens, WindowOptions(batch_size=8, length=8), vocabulary=VOCABULARY)
+        self.dataset = TokenDataset([Source(tokens, length=8)], BatchOptions(8, 8), vocabulary=VOCABULARY)
         self.wants = []
 
     def batch(self, number, wants):

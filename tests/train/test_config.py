@@ -165,3 +165,45 @@ def test_a_single_mistake_names_file_and_key(tmp_path):
         load_config(path, ["batch.size=x"])
 
     assert caught.value.key == "batch.size"
+
+
+SOURCES = [{"files": ["a.txt"], "weight": 2.0}, {"corpus": "stdlib"}]
+
+
+def test_sources_are_tables_and_are_written_and_read_again(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[run]\nfolder = "runs/x"\n[[data.sources]]\nfiles = ["a.txt"]\nweight = 2.0\n'
+        '[[data.sources]]\ncorpus = "stdlib"\n'
+    )
+
+    config = load_config(path)
+
+    assert config == config_from_table({"run": {"folder": "runs/x"}, "data": {"sources": SOURCES}})
+    assert [(each.files, each.weight) for each in config.data.all_sources] == [(("a.txt",), 2.0), ((), 1.0)]
+    path.write_text(config_to_toml(config))
+    assert load_config(path) == config
+
+
+@pytest.mark.parametrize(
+    ("source", "key", "problem"),
+    [
+        ({"files": ["a"], "weight": 0.0}, "data.sources[1].weight", "got 0.0, expected greater than 0"),
+        ({"files": ["a"], "weight": -1.0}, "data.sources[1].weight", "got -1.0, expected greater than 0"),
+        ({"files": ["a"], "wieght": 1.0}, "data.sources[1].wieght", "unknown key. Did you mean 'weight'?"),
+        ({}, "data.sources[1].files", "no file or folder is named"),
+        ({"corpus": "stdlib", "files": ["a"]}, "data.sources[1].files", "files are named although"),
+        ({"files": ["a"], "suffixes": []}, "data.sources[1].suffixes", "the list is empty"),
+    ],
+)
+def test_a_wrong_key_of_a_source_is_named(source, key, problem):
+    error = refusal_of({"run": {"folder": "x"}, "data": {"sources": [{"corpus": "stdlib"}, source]}})
+
+    assert error.key == key
+    assert problem in str(error)
+
+
+def test_sources_replace_the_files_of_the_section():
+    error = refusal_of({"run": {"folder": "x"}, "data": {"sources": SOURCES, "files": ["b.txt"]}})
+
+    assert error.key == "data.sources"

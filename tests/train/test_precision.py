@@ -54,6 +54,6 @@ def test_a_loss_is_scaled_to_its_share_and_against_underflow_only_in_float16():
     plain, scaled = (loss_scaler(precision(compute, loss_scale=8.0), CPU) for compute in ("bfloat16", "float16"))
 
     assert [plain.scale_mean(loss).item(), scaled.scale_mean(loss).item()] == [3.0, 24.0]
-    plain.num_batches = scaled.num_batches = 4
+    plain.share = scaled.share = 0.25
     assert [plain.scale_mean(loss).item(), scaled.scale_mean(loss).item()] == [0.75, 6.0]
     assert (plain.is_enabled(), scaled.is_enabled()) == (False, True)

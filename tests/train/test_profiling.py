@@ -11,8 +11,9 @@ from penstock.simulation import simulate
 from penstock.simulation.costs.file import costs_from_toml
 from penstock.simulation.costs.writing import costs_to_toml
 from penstock.train.config import config_from_table
-from penstock.train.data import TokenDataset, WindowOptions
+from penstock.train.data import BatchOptions, TokenDataset
 from penstock.train.profiling import NUM_WARM_UP_STEPS, profile_pipeline, profile_run
+from penstock.train.sequences import Source
 from tests.train.local_ranks import VOCABULARY, on_ranks, small_pipeline
 
 NUM_STEPS = 3
@@ -20,7 +21,7 @@ NUM_STEPS = 3
 
 def dataset():
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, 2000).astype(np.uint16)
-    return TokenDataset(tokens, WindowOptions(batch_size=8, length=8), vocabulary=VOCABULARY)
+    return TokenDataset([Source(tokens, length=8)], BatchOptions(8, 8), vocabulary=VOCABULARY)
 
 
 def profile(transport):

@@ -10,10 +10,12 @@ from penstock.errors import NotFinite
 from penstock.execute.batch.stream import Stream
 from penstock.execute.observing.clock import Clock
 from penstock.execute.stages.gradient_norm import clip_gradients
-from penstock.models import AuxiliaryLoss, LayerSpec, cross_entropy_loss
+from penstock.models import AuxiliaryLoss, LayerSpec, count_target_tokens, cross_entropy_loss
+from penstock.models.decoder import IGNORED_TARGET
 from penstock.simulation.prologue import with_first_waits
 from penstock.train.learning_rate import learning_rate_at
 from penstock.train.optim import build_optimizer
+from penstock.train.precision import LossScaler
 from penstock.train.sections import OptimizerSection
 from penstock.train.step import Trainer, scale_over
 from tests.reference import reference_step
@@ -278,3 +280,54 @@ def test_numbers_that_are_not_finite_stop_every_rank_and_change_no_weight(value,
     assert len({str(error) for error in errors}) == 1
     assert str(errors[0]).startswith(f"step 3: {what} is ")
     assert "lower optimizer.learning_rate" in str(errors[0])
+
+
+def ragged_batch(seed, lengths):
+    tokens, target = random_batch(seed)
+    for row, length in zip(target, lengths, strict=True):
+        row[length:] = IGNORED_TARGET
+    return tokens, target
+
+
+LENGTHS = [8, 1, 3, 8, 2, 5, 0, 4], [1, 1, 1, 1, 2, 2, 2, 2]
+
+
+def train_ragged(transport, schedule, microbatches, slices=1):
+    scaler = LossScaler(enabled=False)
+    pipeline = small_pipeline(
+        transport,
+        small_layers("float64"),
+        schedule=schedule,
+        microbatches=microbatches,
+        count=count_target_tokens,
+        scale_loss=scaler.scale_mean,
+        **({"slices": slices} if slices > 1 else {}),
+    )
+    trainer, outcomes = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS), []
+    for step in range(2):
+        batches = [ragged_batch(2 * step + index, lengths) for index, lengths in enumerate(LENGTHS)]
+        counts = [sum(lengths) for lengths in LENGTHS]
+        outcomes.append(trainer.step(step + 1, batches, shares=[each / sum(counts) for each in counts]))
+    weights = {name: value.clone() for name, value in pipeline.state_dict().items()}
+    pipeline.close()
+    return [outcome.loss for outcome in outcomes], weights
+
+
+def test_a_step_of_uneven_batches_is_that_of_the_mean_over_all_tokens_for_any_split():
+    [(losses, weights)] = on_ranks(1, train_ragged, "gpipe", 1)
+    modules = torch.nn.Sequential(*(layer() for layer in small_layers("float64")))
+    parts = [ragged_batch(index, lengths) for index, lengths in enumerate(LENGTHS)]
+    both = [torch.cat(each) for each in zip(*parts, strict=True)]
+    assert losses[0] == pytest.approx(cross_entropy_loss(modules(both[0]), both[1]).item(), rel=1e-12)
+
+    for num_ranks, schedule, microbatches, slices in [
+        (2, "1f1b", 4, 1),
+        (2, "1f1b", 8, 1),
+        (2, "zbv", 4, 1),
+        (3, "gpipe", 2, 1),
+        (2, "seq1f1b", 4, 2),
+    ]:
+        found = on_ranks(num_ranks, train_ragged, schedule, microbatches, slices)
+        assert found[0][0] == pytest.approx(losses, rel=1e-12)
+        for _, others in found:
+            assert all(torch.allclose(weights[name], others[name], rtol=1e-9, atol=1e-12) for name in others)

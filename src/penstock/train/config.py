@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import tomlkit
 import tomlkit.items
@@ -40,8 +40,8 @@ from penstock.train.sections import (
     ProfileSection,
     RunSection,
     SampleSection,
-    Scalar,
     Section,
+    SourceSection,
 )
 
 MAX_VALUE_CHARACTERS = 80
@@ -150,14 +150,19 @@ def _table_of(section: Section) -> tomlkit.items.Table:
     for key, value in section:
         if value is not None:
             table.add(tomlkit.comment(str(type(section).model_fields[key].description)))
-            table.add(key, _inline(value) if isinstance(value, dict) else value)
+            table.add(key, _toml_value(value))
     return table
 
 
-def _inline(options: Mapping[str, Scalar]) -> tomlkit.items.InlineTable:
+def _toml_value(value: Any) -> Any:
+    """Return a value as the right side of `key = value`: tables within a section are inline ones."""
+    if isinstance(value, tuple):
+        return [_toml_value(each) for each in value]
+    if not isinstance(value, (dict, Section)):
+        return value
     table = tomlkit.inline_table()
-    for key, value in options.items():
-        table.add(key, value)
+    for key, inner in dict(value).items():
+        table.add(key, _toml_value(inner))
     return table
 
 
@@ -173,7 +178,10 @@ def _problems_of(error: ValidationError) -> list[Problem]:
 
 def _resolve(location: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], FieldInfo | None]:
     """Return the names that a user wrote, without pydantic's names of union members, and the field they mean."""
-    names = tuple(name for name in location if name not in (NAMED, LISTED))[:3]
+    names = tuple(name for name in location if name not in (NAMED, LISTED))
+    if names[1:2] == ("sources",) and len(names) > 3:
+        return names[:4], SourceSection.model_fields.get(str(names[3]))
+    names = names[:3]
     fields = _fields_of(str(names[0]))
     return names, fields.get(str(names[1])) if len(names) > 1 else None
 
@@ -224,6 +232,8 @@ def _choices(detail: ErrorDetails) -> list[str]:
 def _known_keys(names: tuple[int | str, ...]) -> str:
     """Return what an unknown key may have meant: a near neighbour, the same name elsewhere, or all neighbours."""
     leaf = str(names[-1])
+    if len(names) > 3:
+        return nearest(leaf, SourceSection.model_fields) or f" Known here: {', '.join(SourceSection.model_fields)}."
     keys = {section: list(_fields_of(section)) for section in RunConfig.model_fields}
     siblings = list(keys) if len(names) == 1 else keys[str(names[0])]
     elsewhere = [f"{section}.{leaf}" for section, known in keys.items() if leaf in known]

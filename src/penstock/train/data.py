@@ -1,118 +1,186 @@
-"""Batches of token windows: shuffled by seed, the same on every rank, found by step in constant time.
+"""Batches of a run's text: shuffled by seed, the same on every rank, found by number in constant time.
 
 Tokens and target are int64 [batch, length]: sequences per batch, tokens per sequence. The target is the token that
-follows.
+follows; behind the end of a sequence it is -100, which no loss counts. With document masks, `positions` [batch, length]
+counts from 0 at the begin of each document.
 """
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
+from penstock.models.decoder import IGNORED_TARGET
 from penstock.train.batches import Batch, Wants
 from penstock.train.config import RunConfig
-from penstock.train.corpus import FILES_KEY, TextFiles, find_documents, find_standard_library
-from penstock.train.permutation import permuted
-from penstock.train.tokenizer import load_tokenizer
-from penstock.train.tokens import Tell, tokenize
+from penstock.train.corpus import FILES_KEY, Corpus, TextFiles, find_documents, find_standard_library
+from penstock.train.mixture import Mixture
+from penstock.train.sections import SourceKeys
+from penstock.train.sequences import Source, Span
+from penstock.train.tokenizer import Tokenizer, load_tokenizer
+from penstock.train.tokens import Tell, TokenFile, tokenize
 
 EVERYTHING = Wants()
-MOST_EPOCHS = 1 << 32
-LOOK_AT_ONCE = 1 << 20
-"""Tokens, in the search for the end of a document."""
 
 
 @dataclass(frozen=True, slots=True)
-class WindowOptions:
-    """How tokens are cut into windows and batches."""
+class BatchOptions:
+    """How sequences make batches."""
 
     batch_size: int
     """Sequences per batch."""
     length: int
     """Tokens per sequence."""
     seed: int = 0
-    held_out_fraction: float = 0.05
-    """Share of the tokens, from the end, that is never trained on; at least 0, below 1."""
-    end_of_document: int | None = None
-    """The token that ends a document. With it, held-out tokens begin with a document, so that none is in both parts."""
+    packing: str = "windows"
+    """See `data.packing`."""
 
 
 class TokenDataset:
-    """Windows over one array of tokens: its end is held out, the rest is shuffled anew in every epoch.
+    """Batches over one or several sources of text.
 
-    `vocabulary` bounds the token ids; `digest` is equal on two machines that hold the same tokens.
+    `vocabulary` bounds the token ids; `digest` is equal on two machines that hold the same data.
     """
 
     def __init__(
-        self, tokens: NDArray[np.unsignedinteger], options: WindowOptions, *, vocabulary: int = 256, digest: str = ""
+        self,
+        sources: Sequence[Source],
+        options: BatchOptions,
+        *,
+        weights: Sequence[float] = (1.0,),
+        vocabulary: int = 256,
+        digest: str = "",
     ) -> None:
-        """Cut the tokens.
+        """Draw from the sources by their weights.
 
         Raises:
-            ConfigError: the training part is shorter than one window.
+            ConfigError: a source has nothing to train on, or all of them do not fill a batch.
         """
-        num_held_out = int(len(tokens) * options.held_out_fraction)
+        self.sources = list(sources)
         self.vocabulary = vocabulary
         self.digest = digest
-        self.train_tokens = tokens[: len(tokens) - num_held_out]
-        self.held_out_tokens = _from_next_document(tokens[len(tokens) - num_held_out :], options.end_of_document)
         self._options = options
-        if self.num_windows < 1:
+        self._mixture = Mixture(weights, seed=options.seed)
+        for number, source in enumerate(self.sources):
+            if not len(source.train):
+                raise ConfigError(
+                    f"{self._named('the corpus', number)} has {source.num_train_tokens} tokens to train on, but one "
+                    f"sequence of batch.length = {options.length} needs {options.length + 1}; name more text, or lower "
+                    "batch.length",
+                    key=FILES_KEY,
+                )
+        if self.num_sequences < options.batch_size:
             raise ConfigError(
-                f"the corpus has {len(self.train_tokens)} tokens to train on, but one window of batch.length = "
-                f"{options.length} needs {options.length + 1}; name more text, or lower batch.length",
+                f"the corpus has {self.num_sequences} sequences to train on, fewer than batch.size = "
+                f"{options.batch_size}, so that a batch would have some of them twice; name more text, or lower "
+                "batch.size or batch.length",
                 key=FILES_KEY,
             )
 
     @property
-    def num_windows(self) -> int:
-        """Windows to train on; one epoch visits each of them once."""
-        return _count_windows(self.train_tokens, self._options.length)
+    def num_sequences(self) -> int:
+        """Sequences to train on; an epoch of each source visits each of its own once."""
+        return sum(len(source.train) for source in self.sources)
 
     @property
-    def num_held_out_windows(self) -> int:
-        return _count_windows(self.held_out_tokens, self._options.length)
+    def num_train_tokens(self) -> int:
+        return sum(source.num_train_tokens for source in self.sources)
+
+    @property
+    def has_even_batches(self) -> bool:
+        """Whether all batches have as many targets."""
+        return self._options.packing != "none"
 
     def batch(self, number: int, wants: Wants = EVERYTHING) -> Batch:
         """Return a batch, counted from 0; any one, in any order, is found in the same time."""
-        first = number * self._options.batch_size
-        places = range(first, first + self._options.batch_size)
-        return self._gather(self.train_tokens, [self._window_at(place) for place in places], wants)
+        return self._gather(self._spans(number), wants)
+
+    def num_targets(self, number: int) -> int:
+        """Return how many tokens the loss of a batch is the mean of; no token is read for it."""
+        if self.has_even_batches:
+            return self._options.batch_size * self._options.length
+        return sum(end - begin - 1 for _, (begin, end) in self._spans(number))
+
+    def shares(self, first: int, count: int) -> list[float] | None:
+        """Return the part of each batch in the mean over the tokens of some batches; None where these are equal."""
+        if self.has_even_batches:
+            return None
+        targets = [self.num_targets(number) for number in range(first, first + count)]
+        return [each / sum(targets) for each in targets]
 
     def held_out_batches(self, num_batches: int, wants: Wants = EVERYTHING) -> list[Batch]:
-        """Return batches spread evenly over the held-out tokens: always the same, fewer where these do not suffice.
+        """Return batches spread evenly over what is held out: always the same, fewer where it does not suffice.
+
+        Several sources have shares by their weights; one that does not suffice for its share is repeated.
 
         Raises:
-            ConfigError: the held-out tokens do not fill one batch.
+            ConfigError: the held-out sequences do not fill one batch, or a source has none.
         """
+        return [self._gather(spans, wants) for spans in self._held_out_spans(num_batches)]
+
+    def held_out_weights(self, num_batches: int) -> list[float] | None:
+        """Return how many targets each of these batches has; None where they have equally many."""
+        if self.has_even_batches:
+            return None
+        return [float(sum(end - begin - 1 for _, (begin, end) in each)) for each in self._held_out_spans(num_batches)]
+
+    def _spans(self, number: int) -> list[tuple[Source, Span]]:
+        first = number * self._options.batch_size
+        found = [self._mixture.locate(place) for place in range(first, first + self._options.batch_size)]
+        return [(self.sources[source], self.sources[source].train_span(place)) for source, place in found]
+
+    def _held_out_spans(self, num_batches: int) -> list[list[tuple[Source, Span]]]:
         size = self._options.batch_size
-        num_batches = min(num_batches, self.num_held_out_windows // size)
-        if num_batches < 1:
+        num_all = sum(len(source.held_out) for source in self.sources)
+        num_wanted = min(num_batches, num_all // size) * size
+        if not num_wanted:
             raise ConfigError(
-                f"the held-out part has {self.num_held_out_windows} windows of {self._options.length} tokens, "
-                f"fewer than batch.size = {size}; name more text, or raise data.held_out_fraction",
+                f"the held-out part has {num_all} sequences of {self._options.length} tokens, fewer than batch.size = "
+                f"{size}; name more text, or raise data.held_out_fraction",
                 key="data.held_out_fraction",
             )
-        num_wanted = num_batches * size
-        windows = [place * self.num_held_out_windows // num_wanted for place in range(num_wanted)]
-        return [self._gather(self.held_out_tokens, windows[at : at + size], wants) for at in range(0, num_wanted, size)]
+        counts = self._mixture.counts(num_wanted)
+        for number, (source, count) in enumerate(zip(self.sources, counts, strict=True)):
+            if count and not len(source.held_out):
+                raise ConfigError(
+                    f"the held-out part of {self._named('the corpus', number)} is shorter than one sequence; name more "
+                    "text, or raise data.held_out_fraction",
+                    key="data.held_out_fraction",
+                )
+        found = []
+        for place in range(num_wanted):
+            number, within = self._mixture.locate(place)
+            source = self.sources[number]
+            found.append((source, source.held_out[within * len(source.held_out) // counts[number]]))
+        return [found[at : at + size] for at in range(0, num_wanted, size)]
 
-    def _window_at(self, place: int) -> int:
-        epoch, index = divmod(place, self.num_windows)
-        return permuted(index, self.num_windows, seed=self._options.seed * MOST_EPOCHS + epoch)
-
-    def _gather(self, tokens: NDArray[np.unsignedinteger], windows: list[int], wants: Wants) -> Batch:
+    def _gather(self, spans: Sequence[tuple[Source, Span]], wants: Wants) -> Batch:
+        keywords: dict[str, Any] = {}
+        if self._options.packing == "documents":
+            keywords["positions"] = self._positions(spans)
         if not (wants.inputs or wants.target):
-            return Batch()
+            return Batch(**keywords)
         length = self._options.length
-        starts = np.array(windows, dtype=np.int64)[:, None] * length
-        picked = torch.from_numpy(tokens[starts + np.arange(length + 1)].astype(np.int64))  # [batch, length + 1]
-        inputs = (picked[:, :-1].contiguous(),) if wants.inputs else ()
-        return Batch(*inputs, target=picked[:, 1:].contiguous() if wants.target else None)
+        tokens = np.zeros((len(spans), length + 1), dtype=np.int64)
+        counts = np.array([end - begin for _, (begin, end) in spans])
+        for row, (source, (begin, end)) in zip(tokens, spans, strict=True):
+            row[: end - begin] = source.tokens[begin:end]
+        inputs = (torch.from_numpy(tokens[:, :-1].copy()),) if wants.inputs else ()
+        target = tokens[:, 1:].copy()
+        target[np.arange(1, length + 1) >= counts[:, None]] = IGNORED_TARGET
+        return Batch(*inputs, target=torch.from_numpy(target) if wants.target else None, **keywords)
+
+    def _positions(self, spans: Sequence[tuple[Source, Span]]) -> torch.Tensor:
+        return torch.from_numpy(np.stack([source.positions(span) for source, span in spans]))
+
+    def _named(self, what: str, number: int) -> str:
+        return what if len(self.sources) == 1 else f"data.sources[{number}]"
 
 
 def open_dataset(
@@ -139,25 +207,38 @@ def open_dataset(
             "use 0 to take them all",
             key="model.vocabulary",
         )
-    documents = find_standard_library() if data.corpus == "stdlib" else find_documents(data.files, data.suffixes)
-    found = tokenize(TextFiles(documents), tokenizer, cache, others=others, tell=tell)
-    options = WindowOptions(
-        config.batch.size, config.batch.length, config.run.seed, data.held_out_fraction, tokenizer.end_of_document
+    files = [tokenize(_corpus(each), tokenizer, cache, others=others, tell=tell) for each in data.all_sources]
+    sources = [_source(config, file, tokenizer, number) for number, file in enumerate(files)]
+    weights = [each.weight for each in data.all_sources]
+    return TokenDataset(
+        sources,
+        BatchOptions(config.batch.size, config.batch.length, config.run.seed, data.packing),
+        weights=weights,
+        vocabulary=config.model.vocabulary or tokenizer.vocabulary,
+        digest=_digest([file.manifest.digest for file in files], weights),
     )
-    vocabulary = config.model.vocabulary or tokenizer.vocabulary
-    return TokenDataset(found.tokens(), options, vocabulary=vocabulary, digest=found.manifest.digest)
 
 
-def _from_next_document(tokens: NDArray[np.unsignedinteger], end: int | None) -> NDArray[np.unsignedinteger]:
-    """Return the tokens without the rest of a document that begins before them, unless that is half of them."""
-    half = len(tokens) // 2 if end is not None else 0
-    for first in range(0, half, LOOK_AT_ONCE):
-        ends = np.flatnonzero(tokens[first : min(first + LOOK_AT_ONCE, half)] == end)
-        if len(ends):
-            return tokens[first + int(ends[0]) + 1 :]
-    return tokens
+def _corpus(keys: SourceKeys) -> Corpus:
+    documents = find_standard_library() if keys.corpus == "stdlib" else find_documents(keys.files, keys.suffixes)
+    return TextFiles(documents)
 
 
-def _count_windows(tokens: NDArray[np.unsignedinteger], length: int) -> int:
-    # Neighbouring windows share one token: the last target of one is the first input of the next.
-    return max(0, (len(tokens) - 1) // length)
+def _source(config: RunConfig, file: TokenFile, tokenizer: Tokenizer, number: int) -> Source:
+    return Source(
+        file.tokens(),
+        length=config.batch.length,
+        held_out_fraction=config.data.held_out_fraction,
+        end_of_document=tokenizer.end_of_document,
+        ends=file.ends(),
+        by_document=config.data.packing == "none",
+        seed=config.run.seed,
+        number=number,
+    )
+
+
+def _digest(digests: Sequence[str], weights: Sequence[float]) -> str:
+    """Return that of the one source, or one of all sources and their weights."""
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256(json.dumps([list(digests), list(weights)]).encode()).hexdigest()

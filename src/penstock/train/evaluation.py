@@ -9,12 +9,18 @@ from penstock.pipeline import Pipeline
 from penstock.train.batches import Batch, on_device
 
 
-def mean_loss(pipeline: Pipeline, batches: Sequence[Batch | tuple[Tensor, Tensor]]) -> float:
-    """Return the mean of the pipeline's loss over batches of equal size, without gradients; the same on every rank."""
+def mean_loss(
+    pipeline: Pipeline, batches: Sequence[Batch | tuple[Tensor, Tensor]], weights: Sequence[float] | None = None
+) -> float:
+    """Return the mean of the pipeline's loss over batches, without gradients; the same on every rank.
+
+    `weights` are what each loss is the mean of; by default they are equal.
+    """
     total = 0.0
-    for each in batches:
+    weights = weights or [1.0] * len(batches)
+    for each, weight in zip(batches, weights, strict=True):
         batch = on_device(as_part(each), pipeline.device)
         result = pipeline.evaluate(*batch.args, target=batch.target, **batch.kwargs)
         assert result.loss is not None, "the pipeline has a loss and got a target"
-        total += result.loss.item()
-    return total / len(batches)
+        total += result.loss.item() * weight
+    return total / sum(weights)

@@ -110,7 +110,7 @@ def train(
                 pipeline = stack.enter_context(closing(build_pipeline(config, layers, rule)))
         if pipeline.rank == 0:
             folder.write(SCHEDULE, pipeline.schedule.to_csv().encode())
-            num_tokens = len(dataset.train_tokens)
+            num_tokens = dataset.num_train_tokens
             for line in opening_lines(config, layers, num_tokens, pipeline, rule.note, screen_of(output)):
                 output.write(f"{line}\n")
         _say(output, "first step ...")

@@ -59,16 +59,16 @@ class Precision:
 class LossScaler(GradScaler):
     """Scales the loss of a batch to its share in an optimizer step; with float16, also against underflow.
 
-    Its number of batches may differ from step to step. Disabled, as a `GradScaler` is, it does the first only.
+    The share may differ from batch to batch. Disabled, as a `GradScaler` is, it does the first only.
     """
 
-    num_batches = 1
-    """Of the optimizer step that runs."""
+    share = 1.0
+    """Of the batch that runs, in its optimizer step."""
 
     def scale_mean(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale, divided by the number of batches."""
+        """Return the loss times the scale and the share."""
         scaled: Tensor = self.scale(loss)
-        return scaled if self.num_batches == 1 else scaled * (1 / self.num_batches)
+        return scaled if self.share == 1 else scaled * self.share
 
 
 def loss_scaler(precision: Precision, device: torch.device) -> LossScaler:

@@ -14,6 +14,7 @@ from penstock.train.sections import (
     PrecisionSection,
     ProfileSection,
     RunSection,
+    SourceKeys,
 )
 
 
@@ -123,13 +124,24 @@ def model_problems(model: ModelSection, batch: BatchSection) -> Iterator[Problem
         yield Problem("batch.length", f"{batch.length} tokens are more than model.length = {model.length}")
 
 
+def source_problems(data: DataSection) -> Iterator[Problem]:
+    """Problems of data.files and its neighbours, or of each of data.sources, which replace them."""
+    own = SourceKeys(**{name: getattr(data, name) for name in SourceKeys.model_fields})
+    if data.sources and own != SourceKeys():
+        yield Problem("data.sources", "data.files or its neighbours are set too; move them into a source of their own")
+        return
+    named: list[tuple[str, SourceKeys]] = [(f"data.sources[{at}]", each) for at, each in enumerate(data.sources)]
+    for key, source in named or [("data", own)]:
+        if source.corpus == "files" and not source.files:
+            yield Problem(f"{key}.files", f"no file or folder is named; name some, or set {key}.corpus = 'stdlib'")
+        if source.corpus == "stdlib" and source.files:
+            yield Problem(f"{key}.files", f"files are named although {key}.corpus = 'stdlib'; drop one of the two")
+        if not source.suffixes:
+            yield Problem(f"{key}.suffixes", "the list is empty; name at least one ending, as in ['.txt']")
+
+
 def data_problems(data: DataSection, model: ModelSection, run: RunSection) -> Iterator[Problem]:
-    if data.corpus == "files" and not data.files:
-        yield Problem("data.files", "no file or folder is named; name some, or set data.corpus = 'stdlib'")
-    if data.corpus == "stdlib" and data.files:
-        yield Problem("data.files", "files are named although data.corpus = 'stdlib'; drop one of the two")
-    if not data.suffixes:
-        yield Problem("data.suffixes", "the list is empty; name at least one ending, as in ['.txt']")
+    yield from source_problems(data)
     if run.patience and not (run.evaluate_batches and run.evaluate_every):
         yield Problem("run.patience", "needs evaluations; set run.evaluate_every and run.evaluate_batches")
     if data.tokenizer == "bytes" and 0 < model.vocabulary < 256:

@@ -113,8 +113,8 @@ class ModelSection(Section, DecoderConfig):
     length: NotNegative = Field(default=0, description="longest sequence in tokens; 0: as long as batch.length")
 
 
-class DataSection(Section):
-    """The text and its tokens."""
+class SourceKeys(Section):
+    """Where text is found."""
 
     corpus: Literal["files", "stdlib"] = Field(
         default="files",
@@ -124,6 +124,27 @@ class DataSection(Section):
         default=(), description="UTF-8 text files, or folders to search; relative to the current folder"
     )
     suffixes: Texts = Field(default=(".txt", ".md", ".py"), description="endings of the files taken from folders")
+
+
+class SourceSection(SourceKeys):
+    """One of several sources of text."""
+
+    weight: float = Field(default=1.0, gt=0, description="share of the sequences, relative to the other sources")
+
+
+class DataSection(SourceKeys):
+    """The text and its tokens."""
+
+    sources: Annotated[tuple[SourceSection, ...], Field(strict=False)] = Field(
+        default=(),
+        description="several sources in place of data.files: tables with corpus, files, suffixes and weight, their "
+        "share of the sequences",
+    )
+    packing: Literal["windows", "none"] = Field(
+        default="windows",
+        description="what a sequence is. 'windows': the next batch.length tokens, whatever documents they are of; "
+        "'none': a document, cut to batch.length or filled up with padding, which no loss counts",
+    )
     tokenizer: str = Field(default="bytes", min_length=1, description="'bytes', or the path of a tokenizers JSON file")
     end_of_document: str = Field(
         default="",
@@ -136,6 +157,11 @@ class DataSection(Section):
     prefetch: NotNegative = Field(
         default=2, description="batches that a thread prepares while a step runs; 0: each is read when it is needed"
     )
+
+    @property
+    def all_sources(self) -> tuple[SourceSection, ...]:
+        """The sources, or the one that this section names itself."""
+        return self.sources or (SourceSection(corpus=self.corpus, files=self.files, suffixes=self.suffixes),)
 
 
 class BatchSection(Section):

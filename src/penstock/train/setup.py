@@ -11,6 +11,7 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.schedule import Schedule
 from penstock.models import LayerSpec, cross_entropy_loss, decoder_layers, embedding_names
+from penstock.models.decoder import count_target_tokens
 from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
 from penstock.planning import resolve_schedule
@@ -214,11 +215,14 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule) 
     """Build this rank's part of the model; every rank calls it."""
     schedule, precision, device = build_schedule(config), Precision(config.precision), device_of_rank(config)
     plan = config.batch_plan
-    scales_each = precision.scales_losses or not plan.is_constant
+    # Batches of documents have other numbers of targets each, so their shares in a step differ.
+    is_uneven = config.data.packing == "none"
+    scales_each = precision.scales_losses or not plan.is_constant or (is_uneven and plan.full > 1)
     return Pipeline(
         _with_checkpointing(config, layers, rule, schedule),
         schedule=schedule,
         loss=cross_entropy_loss,
+        count=count_target_tokens if is_uneven else None,
         scale_loss=loss_scaler(precision, device).scale_mean if scales_each else scale_over(plan.full),
         main_gradients=precision.has_main_weights,
         device=device,

@@ -86,18 +86,27 @@ class Trainer:
         self._precision = precision or Precision()
         self.update = Update(pipeline, options, self._precision, embeddings)
 
-    def step(self, number: int, batches: Batches, *, record: bool = False, skip_update: bool = False) -> StepOutcome:
+    def step(
+        self,
+        number: int,
+        batches: Batches,
+        *,
+        shares: Sequence[float] | None = None,
+        record: bool = False,
+        skip_update: bool = False,
+    ) -> StepOutcome:
         """Run optimizer step `number`, counted from 1, on the sum of the batches' gradients.
 
-        `record` measures the pipeline step of the last batch; `skip_update` changes no weight.
+        `shares` of the batches in the loss of the step add up to 1; by default they are equal, others need a
+        `scale_loss` that is `scale_mean`. `record` measures the pipeline step of the last batch; `skip_update` changes
+        no weight.
 
         Raises:
             NotFinite: on every rank, if the loss or the gradient norm is not finite, and the precision says to stop or
                 too many steps in a row were skipped; the weights stay as they were.
         """
         rate, scale = learning_rate_at(number, self._options, self._num_steps), self.update.loss_scale
-        self.update.begin(len(batches))
-        losses, moments_s = self._accumulate(batches, record)
+        losses, moments_s = self._accumulate(batches, shares, record)
         loss = losses.mean
         recorded = self._gather(number, moments_s) if record else None
         norm = self.update.measure()
@@ -111,10 +120,12 @@ class Trainer:
         is_updated, wait_s = is_finite and not skip_update, losses.data_wait_s
         return StepOutcome(loss, norm, rate, recorded, losses.named_means, is_updated, scale, wait_s)
 
-    def evaluate(self, batches: Sequence[Batch | tuple[Tensor, Tensor]]) -> float:
-        """Return the mean loss of batches of equal size, in the precision of the steps."""
+    def evaluate(
+        self, batches: Sequence[Batch | tuple[Tensor, Tensor]], weights: Sequence[float] | None = None
+    ) -> float:
+        """Return the mean loss of batches, by default of equal weight, in the precision of the steps."""
         with self._precision.region(self.pipeline.device):
-            return mean_loss(self.pipeline, batches)
+            return mean_loss(self.pipeline, batches, weights)
 
     def _require_tolerable(self, loss: float, norm: float, number: int, rate: float, batches: Batches) -> None:
         """Stop unless the step is to be skipped: by setting, or since gradients overflow under a loss scale."""
@@ -154,7 +165,9 @@ class Trainer:
                 return f"It begins on {found}{f', batch {index + 1} of {count}' if count > 1 else ''}."
         return ""
 
-    def _accumulate(self, batches: Batches, record: bool) -> tuple["_Losses", list[float]]:
+    def _accumulate(
+        self, batches: Batches, shares: Sequence[float] | None, record: bool
+    ) -> tuple["_Losses", list[float]]:
         """Return the losses, and when this rank was free for the last pipeline step, had its batch, and asked for the
         step."""
         losses, device, read = _Losses(), self.pipeline.device, self.pipeline.options.clock.read
@@ -167,8 +180,11 @@ class Trainer:
             if not isinstance(batch, Stream):
                 batch = on_device(batch, device)
             moments_s.append(read())
+            share = None if shares is None else shares[index]
+            self.update.begin_batch(1 / len(batches) if share is None else share)
             with self._precision.region(device):
-                losses.add(self._run(batch, is_recorded=record and index == len(batches) - 1))
+                result = self._run(batch, is_recorded=record and index == len(batches) - 1)
+            losses.add(result, 1.0 if share is None else share)
         return losses, moments_s
 
     def _asked(self, batches: Batches, index: int) -> Batch | Stream:
@@ -206,27 +222,27 @@ class _Losses:
     """What the pipeline steps of one optimizer step reported, added up."""
 
     total: float = 0.0
-    count: int = 0
+    weights: float = 0.0
     named: dict[str, float] = field(default_factory=dict)
     data_wait_s: float = 0.0
     """Seconds that this rank waited for the batches."""
 
-    def add(self, result: StepResult) -> None:
+    def add(self, result: StepResult, weight: float) -> None:
         assert result.loss is not None, "the pipeline has a loss"
-        self.total += result.loss.item()
-        self.count += 1
+        self.total += result.loss.item() * weight
+        self.weights += weight
         if result.data_times is not None:
             self.data_wait_s += result.data_times.waited_s
         for name, loss in result.named_losses.items():
-            self.named[name] = self.named.get(name, 0.0) + loss.item()
+            self.named[name] = self.named.get(name, 0.0) + loss.item() * weight
 
     @property
     def mean(self) -> float:
-        return self.total / self.count
+        return self.total / self.weights
 
     @property
     def named_means(self) -> dict[str, float]:
-        return {name: total / self.count for name, total in self.named.items()}
+        return {name: total / self.weights for name, total in self.named.items()}
 
 
 def require_finite(what: str, value: float, step: int, learning_rate: float, where: str = "") -> None:

@@ -50,6 +50,7 @@ class StepRunner:
         num_held_out = config.run.evaluate_batches
         self._wants = Wants.of(trainer.pipeline)
         self._held_out = dataset.held_out_batches(num_held_out, self._wants) if num_held_out else []
+        self._held_out_weights = dataset.held_out_weights(num_held_out) if num_held_out else None
         self._reader: BatchReader | None = None
 
     @contextmanager
@@ -73,18 +74,23 @@ class StepRunner:
         assert self._reader is not None, "steps run within `reading`"
         self._reader.begin(plan.begin(step))
         batches = _Batches(self._reader, plan.begin(step), plan.count(step))
-        skip_update = self._config.run.skip_updates
         is_recorded = self._is_recorded(step)
         with self._profiler.around(step):
             begin_s = time.monotonic()
-            outcome = self.trainer.step(step, batches, record=is_recorded, skip_update=skip_update)
+            outcome = self.trainer.step(
+                step,
+                batches,
+                shares=self._dataset.shares(batches.first, batches.count),
+                record=is_recorded,
+                skip_update=self._config.run.skip_updates,
+            )
             duration_s = time.monotonic() - begin_s
         if step == self._config.recorded_step:
             self.recorded = outcome.recorded
         return StepMetrics(
             step=step,
             loss=outcome.loss,
-            num_tokens=self._config.batch.size * self._config.batch.length * len(batches),
+            num_tokens=sum(self._dataset.num_targets(batches.first + index) for index in range(batches.count)),
             duration_s=duration_s,
             learning_rate=outcome.learning_rate,
             gradient_norm=outcome.gradient_norm,
@@ -124,6 +130,6 @@ class StepRunner:
         is_due = step == self._config.run.steps or (every > 0 and step % every == 0)
         if not (self._held_out and is_due):
             return None
-        loss = self.trainer.evaluate(self._held_out)
+        loss = self.trainer.evaluate(self._held_out, self._held_out_weights)
         require_finite("the held-out loss", loss, step, outcome.learning_rate)
         return loss

@@ -47,10 +47,10 @@ class Update:
         """What losses are multiplied by against underflow; None where they are not."""
         return None if self._scaler is None else self._scaler.get_scale()
 
-    def begin(self, num_batches: int) -> None:
-        """Say how many batches the step adds up, before the first of them."""
+    def begin_batch(self, share: float) -> None:
+        """Say which share the batch that follows has in the loss of its step; the shares of a step add up to 1."""
         if self._losses is not None:
-            self._losses.num_batches = num_batches
+            self._losses.share = share
 
     def measure(self) -> float:
         """Return the norm of the gradients of all ranks, which are clipped by it; a collective.
