@@ -143,6 +143,36 @@ def test_attention_over_slices_is_that_over_the_whole_sequence(lengths):
     assert [tuple(tensor.shape) for tensor in before] == [(2, SMALL.key_value_heads, 8, SMALL.head_width)] * 2
 
 
+def alone(layers, tokens, ends):
+    """Logits of each document by itself, put together again."""
+    return torch.cat([run(layers, part) for part in tokens.tensor_split(ends, dim=1)], dim=1)
+
+
+def positions_of(ends, length=8):
+    begins = torch.tensor([0, *ends])
+    places = torch.arange(length)
+    return places - begins[torch.searchsorted(begins, places, right=True) - 1]
+
+
+ENDS = [3, 4], [], [1, 2, 7]
+
+
+def test_a_document_of_a_packed_sequence_gets_the_logits_that_it_gets_alone():
+    layers = {spec.name: spec() for spec in decoder_layers(SMALL, takes_positions=True)}
+    tokens = some_tokens(batch=3)
+    expected = torch.cat([alone(layers, row[None], ends) for row, ends in zip(tokens, ENDS, strict=True)])
+
+    features = layers["embedding"](tokens)
+    positions = torch.stack([positions_of(ends) for ends in ENDS])
+    for index in range(SMALL.layers):
+        features = layers[f"blocks.{index}"](features, positions=positions)
+    found = layers["head"](layers["norm"](features))
+
+    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+    assert not torch.allclose(found[0], run(layers, tokens)[0], rtol=0, atol=1e-3)
+    assert torch.equal(run(layers, tokens), run(build(SMALL), tokens))  # without positions it is a plain block
+
+
 def test_slices_that_are_longer_together_than_the_tables_are_refused():
     attention = build(SMALL)["blocks.0"].attention
     attention.carry.begin_slice((torch.zeros(2, 2, 5, 4),) * 2, keeps=True)

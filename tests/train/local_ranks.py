@@ -29,7 +29,7 @@ def error_of(case, *args):
     raise AssertionError("nothing was raised")
 
 
-def small_layers(dtype="float32", tied_head=False):
+def small_layers(dtype="float32", tied_head=False, **options):
     config = DecoderConfig(
         vocabulary=VOCABULARY,
         width=16,
@@ -41,7 +41,7 @@ def small_layers(dtype="float32", tied_head=False):
         dtype=dtype,
         tied_head=tied_head,
     )
-    return decoder_layers(config)
+    return decoder_layers(config, **options)
 
 
 def small_pipeline(transport, layers=None, **options):

@@ -3,16 +3,18 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
 from penstock.errors import ConfigError, PenstockError
+from penstock.train.activation_checkpoints import with_checkpointing
 from penstock.train.batches import Batch, BatchReader, Wants, on_device
 from penstock.train.data import BatchOptions, TokenDataset
 from penstock.train.sections import OptimizerSection
 from penstock.train.sequences import Source
 from penstock.train.step import Trainer
-from tests.train.local_ranks import VOCABULARY, error_of, on_ranks, small_pipeline
+from tests.train.local_ranks import VOCABULARY, error_of, on_ranks, small_layers, small_pipeline
 
 WAIT_S = 10.0
 
@@ -169,6 +171,43 @@ def test_only_ranks_that_take_inputs_or_targets_read_them_and_no_bit_changes(sch
     for (_, losses, weights), (_, other_losses, other_weights) in zip(found, whole, strict=True):
         assert losses == other_losses
         assert all(torch.equal(weights[name], other_weights[name]) for name in other_weights)
+
+
+def train_packed(transport, options, checkpointing="none"):
+    layers = with_checkpointing(small_layers("float64", takes_positions=True), [checkpointing] * 7)
+    pipeline = small_pipeline(transport, layers, **options)
+    tokens = torch.arange(2000).numpy() ** 2 % VOCABULARY
+    source = Source(tokens, length=8, ends=np.cumsum([1, 2, 3, 5, 7, 11] * 60))
+    dataset = TokenDataset([source], BatchOptions(8, 8, packing="documents"), vocabulary=VOCABULARY)
+    trainer, wants = Trainer(pipeline, OPTIONS, num_steps=3), Wants.of(pipeline)
+    losses = [trainer.step(step, [dataset.batch(step, wants)]).loss for step in range(1, 4)]
+    losses.append(trainer.evaluate([dataset.batch(9, wants)]))
+    pipeline.close()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options", "checkpointing"),
+    [
+        (2, {"schedule": "1f1b"}, "full"),
+        (3, {"schedule": "zbv"}, "none"),
+        (2, {"schedule": "dualpipe"}, "none"),
+        (2, {"schedule": "1f1b", "recompute": True}, "selective"),
+    ],
+)
+def test_packed_documents_train_the_same_on_any_layout(num_ranks, options, checkpointing):
+    [expected] = on_ranks(1, train_packed, {"schedule": "gpipe"})
+
+    for losses in on_ranks(num_ranks, train_packed, options, checkpointing):
+        assert losses == expected
+
+
+@pytest.mark.parametrize("slices", [2, 4])
+def test_packed_documents_go_on_in_the_next_slice(slices):
+    [expected] = on_ranks(1, train_packed, {"schedule": "gpipe"})
+
+    for losses in on_ranks(2, train_packed, {"schedule": "seq1f1b", "slices": slices}):
+        assert losses == pytest.approx(expected, rel=1e-12)
 
 
 class Missing:

@@ -25,10 +25,11 @@ ROTARY_BASE = 10000.0
 NORM_EPSILON = 1e-5
 
 
-def decoder_layers(config: DecoderConfig, *, seed: int = 0) -> list[LayerSpec]:
+def decoder_layers(config: DecoderConfig, *, seed: int = 0, takes_positions: bool = False) -> list[LayerSpec]:
     """Describe the decoder's layers; tokens [batch, seq] go in, logits [batch, seq, vocabulary] come out.
 
     `seed` decides the initial parameters. Weights are the operations of a forward per token, relative to one block.
+    With `takes_positions`, blocks take the keyword `positions` of sequences that hold several documents.
 
     Raises:
         ConfigError: heads that do not divide what they must.
@@ -40,7 +41,8 @@ def decoder_layers(config: DecoderConfig, *, seed: int = 0) -> list[LayerSpec]:
         tied = (("weight", "embedding.weight"),) if name == "head" and config.tied_head else ()
         return LayerSpec(name, build, seed, operations / block, tied)
 
-    blocks = [layer(f"blocks.{index}", partial(Block, config), block) for index in range(config.layers)]
+    kind = PackedBlock if takes_positions else Block
+    blocks = [layer(f"blocks.{index}", partial(kind, config), block) for index in range(config.layers)]
     return [
         layer("embedding", partial(Embedding, config), 0.0),  # a look-up
         *blocks,
@@ -97,9 +99,23 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(self, features: Tensor) -> Tensor:  # [batch, seq, width]
-        attended: Tensor = features + self.attention(self.attention_norm(features))
+        return self._result(features, None)
+
+    def _result(self, features: Tensor, positions: Tensor | None) -> Tensor:
+        attended: Tensor = features + self.attention(self.attention_norm(features), positions)
         result: Tensor = attended + self.feed_forward(self.feed_forward_norm(attended))
         return result
+
+
+class PackedBlock(Block):
+    """A block for sequences that hold several documents, none of which reads another.
+
+    `positions` [batch, seq] of int64 counts from 0 at the begin of each document; None: the sequence is one document.
+    The ranks agree on a keyword of any layer in every step, so plain blocks take none.
+    """
+
+    def forward(self, features: Tensor, positions: Tensor | None = None) -> Tensor:  # [batch, seq, width]
+        return self._result(features, positions)
 
 
 class Attention(nn.Module):
@@ -125,16 +141,21 @@ class Attention(nn.Module):
         self.register_buffer("sine", sine, persistent=False)
         self.carry = Carry()
 
-    def forward(self, features: Tensor) -> Tensor:  # [batch, seq, width]
+    def forward(self, features: Tensor, positions: Tensor | None = None) -> Tensor:  # [batch, seq, width]
         before = self.carry.get()
         start = 0 if before is None else before[0].shape[2]
-        query = self._rotate(self._heads(self.query(features)), start)
-        key = self._rotate(self._heads(self.key(features)), start)
+        angles = self._angles(start, features.shape[1], positions)
+        query = _rotate(self._heads(self.query(features)), *angles)
+        key = _rotate(self._heads(self.key(features)), *angles)
         value = self._heads(self.value(features))
         if before is not None:
             key, value = torch.cat([before[0], key], dim=2), torch.cat([before[1], value], dim=2)
         self.carry.put((key, value))
-        mask = None if before is None else _causal_mask(features.shape[1], start, features.device)
+        mask = None
+        if positions is not None:
+            mask = _document_mask(positions, start)
+        elif before is not None:
+            mask = _causal_mask(features.shape[1], start, features.device)
         mixed = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=self.shares_keys
         )
@@ -144,19 +165,18 @@ class Attention(nn.Module):
     def _heads(self, features: Tensor) -> Tensor:  # [batch, seq, heads * head_width] -> [batch, heads, seq, head_width]
         return features.reshape(*features.shape[:2], -1, self.head_width).transpose(1, 2)
 
-    def _rotate(self, heads: Tensor, start: int) -> Tensor:
-        """Turn the pair (feature i, feature i + head_width / 2) by an angle that grows with the position from `start`.
+    def _angles(self, start: int, length: int, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines by position, [seq, head_width / 2] or [batch, 1, seq, head_width / 2].
 
         Raises:
             PenstockError: the positions go beyond those that the model is for.
         """
-        end = start + heads.shape[2]
+        end = start + length
         if end > len(self.cosine):
             raise _too_long(end, len(self.cosine))
-        cosine, sine = self.cosine[start:end], self.sine[start:end]
-        first, second = heads.tensor_split(2, dim=-1)
-        turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
-        return turned.to(heads.dtype)
+        if positions is None:
+            return self.cosine[start:end], self.sine[start:end]
+        return self.cosine[positions].unsqueeze(1), self.sine[positions].unsqueeze(1)
 
 
 class FeedForward(nn.Module):
@@ -171,6 +191,21 @@ class FeedForward(nn.Module):
     def forward(self, features: Tensor) -> Tensor:  # [batch, seq, width]
         result: Tensor = self.down(F.silu(self.gate(features)) * self.up(features))
         return result
+
+
+def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turn the pair (feature i, feature i + head_width / 2) by an angle that grows with the position."""
+    first, second = heads.tensor_split(2, dim=-1)
+    turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+    return turned.to(heads.dtype)
+
+
+def _document_mask(positions: Tensor, start: int) -> Tensor:  # [batch, 1, seq, start + seq]
+    """Say which tokens each of the last may read: of its own document, itself and those before it."""
+    places = torch.arange(start + positions.shape[1], device=positions.device)
+    own = places[start:]
+    first = (own - positions).unsqueeze(-1)  # where the document of each token begins
+    return ((places >= first) & (places <= own.unsqueeze(-1))).unsqueeze(1)
 
 
 def _causal_mask(length: int, start: int, device: torch.device) -> Tensor:  # [length, start + length]

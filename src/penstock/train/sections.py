@@ -140,9 +140,10 @@ class DataSection(SourceKeys):
         description="several sources in place of data.files: tables with corpus, files, suffixes and weight, their "
         "share of the sequences",
     )
-    packing: Literal["windows", "none"] = Field(
+    packing: Literal["windows", "documents", "none"] = Field(
         default="windows",
         description="what a sequence is. 'windows': the next batch.length tokens, whatever documents they are of; "
+        "'documents': the same, but no token attends to another document, and positions begin anew with each; "
         "'none': a document, cut to batch.length or filled up with padding, which no loss counts",
     )
     tokenizer: str = Field(default="bytes", min_length=1, description="'bytes', or the path of a tokenizers JSON file")

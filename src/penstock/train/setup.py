@@ -159,7 +159,8 @@ def _require_tokens(config: RunConfig, num_slices: int) -> None:
 def build_layers(config: RunConfig, vocabulary: int) -> list[LayerSpec]:
     """Describe the model's layers, in the type that they compute in; nothing is allocated."""
     sizes = {"vocabulary": vocabulary, "length": config.max_length}
-    layers = decoder_layers(config.model.model_copy(update=sizes), seed=config.run.seed)
+    model = config.model.model_copy(update=sizes)
+    layers = decoder_layers(model, seed=config.run.seed, takes_positions=config.data.packing == "documents")
     return Precision(config.precision).cast(layers)
 
 
