@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.check import read_text
-from penstock.cli.user_function import load_function
 from penstock.errors import ConfigError
 from penstock.ir.reading import read_table
 from penstock.ir.schedule import Schedule
 from penstock.proofs import check
 from penstock.schedules import FAMILIES, build, find_family, is_family_name
+from penstock.train.user_function import load_function
 
 Options = Mapping[str, str]
 STDIN = "-"

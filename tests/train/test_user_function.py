@@ -5,9 +5,9 @@ from textwrap import dedent
 
 import pytest
 
-from penstock.cli.user_function import load_function
 from penstock.errors import ConfigError, FormatError
 from penstock.schedules import build
+from penstock.train.user_function import load_function
 
 MINE = """
     from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Finds the function that `--function FILE:NAME` names; the file is run for it, like any script."""
+"""Finds the function of a user that `--function FILE:NAME` or a run file names; the file is run, like any script."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -12,8 +12,8 @@ from penstock.errors import ConfigError, FormatError, nearest
 from penstock.schedules.third_party import run_third_party
 
 
-def load_function(place: str) -> Callable[..., Any]:
-    """Return the function at `FILE:NAME`.
+def load_function(place: str, key: str = "--function") -> Callable[..., Any]:
+    """Return the function at `FILE:NAME`; `key` is where a user named it.
 
     Raises:
         ConfigError: if there is no such file or function, or the file fails when it runs.
@@ -21,28 +21,30 @@ def load_function(place: str) -> Callable[..., Any]:
     """
     file, colon, name = place.rpartition(":")
     if not colon or not file or not name.isidentifier():
-        raise ConfigError(f"{place!r} is not of the form FILE:NAME, such as mine.py:zigzag", key="--function")
+        raise ConfigError(f"{place!r} is not of the form FILE:NAME, such as mine.py:zigzag", key=key)
     path = Path(file)
-    module = _run(path, _compiled(path))
+    module = _run(path, _compiled(path, key))
     function = getattr(module, name, None)
     if not callable(function):
         functions = [
-            key
-            for key, value in vars(module).items()
-            if isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_")
+            each
+            for each, value in vars(module).items()
+            if isfunction(value) and value.__module__ == module.__name__ and not each.startswith("_")
         ]
         listed = ", ".join(functions) or "none"
         raise ConfigError(
-            f"{file} has no function {name!r}; its functions: {listed}.{nearest(name, functions)}", key="--function"
+            f"{file} has no function {name!r}; its functions: {listed}.{nearest(name, functions)}", key=key
         )
     return function  # type: ignore[no-any-return]
 
 
-def _compiled(path: Path) -> CodeType:
+def _compiled(path: Path, key: str) -> CodeType:
     try:
         return compile(path.read_bytes(), str(path), "exec")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Give the path of a Python file") from error
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}). Give the path of a Python file", key=key
+        ) from error
     except SyntaxError as error:
         place = {"line": error.lineno or 1, "column": error.offset or 1}
         raise FormatError(f"not Python: {error.msg}", file=str(path), **place) from error
