@@ -30,6 +30,10 @@ GROUPS = {
     "Simulate": ("Predict time and memory.", ["simulate", "Costs", "LayerCosts", "measure_layers"]),
     "Train": ("Run a schedule on a model.", ["Pipeline", "LayerSpec", "Skip", "Carry", "AuxiliaryLoss", "LossOutput"]),
     "Save": ("Save and load a training.", ["save_checkpoint", "load_checkpoint"]),
+    "Layers": (
+        "Ask in the backward of a custom function which half of a split backward runs.",
+        ["wants_input_gradient", "wants_weight_gradient"],
+    ),
     "Batches": ("Say how a batch is cut.", ["BatchSpec", "Split", "Replicate", "PreSplit", "Stream"]),
     "Observe": ("See what a step did.", ["Observer"]),
     "Values": ("What the functions above take and return.", ["Schedule", "Program", "Action", "Kind", "Placement"]),

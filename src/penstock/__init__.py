@@ -58,6 +58,8 @@ _HOMES = {
     "plan": "penstock.planning",
     "save_checkpoint": "penstock.checkpoints.writer",
     "simulate": "penstock.simulation",
+    "wants_input_gradient": "penstock.execute.split.wanted",
+    "wants_weight_gradient": "penstock.execute.split.wanted",
     "with_recompute": "penstock.ir.recompute",
 }
 """The module of each public name."""

@@ -22,6 +22,8 @@ from penstock.execute.batch.microbatch import Split as Split
 from penstock.execute.batch.stream import Stream as Stream
 from penstock.execute.losses.output import LossOutput as LossOutput
 from penstock.execute.observing.observer import Observer as Observer
+from penstock.execute.split.wanted import wants_input_gradient as wants_input_gradient
+from penstock.execute.split.wanted import wants_weight_gradient as wants_weight_gradient
 from penstock.ir.action import Action as Action
 from penstock.ir.action import Kind as Kind
 from penstock.ir.program import Program as Program

@@ -197,6 +197,175 @@ def test_the_node_of_a_function_in_python_has_what_its_context_was_given():
     assert Own.apply(leaf(3)).grad_fn.note == "kept"
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.t,
+        lambda w: w.transpose(0, 1),
+        lambda w: w.permute(1, 0),
+        lambda w: w.view(-1),
+        lambda w: w.expand(2, 4, 4),
+        lambda w: w[None],
+        lambda w: w[0],
+        lambda w: w[1:],
+        lambda w: w[1:2].squeeze(),
+        lambda w: w.split(2)[0],
+        lambda w: w.split([1, 3])[0],
+        lambda w: w.unbind()[0],
+        lambda w: w.diagonal(),
+        lambda w: w.t().reshape(4, 2, 2),
+    ],
+)
+def test_views_have_nodes_of_their_kinds(make):
+    assert undocumented.kind_of(make(leaf(4, 4)).grad_fn) in undocumented.VIEWS
+
+
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda table, rows: F.embedding(rows, table),
+        lambda table, rows: F.embedding_bag(rows[None], table),
+        lambda table, rows: table[rows],
+        lambda table, rows: table.index_select(0, rows),
+        lambda table, rows: table.gather(0, rows[None]),
+        lambda table, rows: table.take(rows),
+    ],
+)
+def test_look_ups_have_nodes_of_their_kinds(look_up):
+    assert undocumented.kind_of(look_up(leaf(4, 4), torch.tensor([0, 2])).grad_fn) in undocumented.LOOKUPS
+
+
+def test_a_module_with_backward_hooks_has_a_node_for_them():
+    module = nn.Tanh()
+    module.register_full_backward_hook(lambda *args: None)
+
+    assert undocumented.kind_of(module(leaf(3)).grad_fn) == undocumented.HOOKED_MODULE
+
+
+class TwoOutputs(torch.autograd.Function):
+    """With arguments that are no tensors, or need no gradient."""
+
+    @staticmethod
+    def forward(ctx, scale, first, constant, second):
+        ctx.save_for_backward(first, second)
+        ctx.scale = scale
+        return first * second * scale, first + constant
+
+    @staticmethod
+    def backward(ctx, of_product, of_sum):
+        first, second = ctx.saved_tensors
+        return None, of_product * second * ctx.scale + of_sum, None, of_product * first * ctx.scale
+
+
+def test_a_node_knows_what_arrives_at_it_and_what_it_has_saved():
+    first, second = leaf(2, 3), leaf(3)
+    product, _ = TwoOutputs.apply(2, first, torch.ones(3), second)
+    tanh = torch.tanh(second.double())
+
+    assert undocumented.num_outputs(product.grad_fn) == 2
+    assert undocumented.metadata_at(get_gradient_edge(product)) == ((2, 3), torch.float32, torch.device("cpu"))
+    assert undocumented.metadata_at(get_gradient_edge(tanh)).dtype == torch.float64
+    assert undocumented.metadata_at(get_gradient_edge(second)).shape == (3,)
+    assert [each.data_ptr() for each in undocumented.saved_tensors(product.grad_fn)] == [
+        first.data_ptr(),
+        second.data_ptr(),
+    ]
+    assert [each.data_ptr() for each in undocumented.saved_tensors(tanh.grad_fn)] == [tanh.data_ptr()]
+    assert undocumented.saved_tensors((first + 1).grad_fn) == []
+
+
+def test_a_backward_comes_first_to_what_was_made_last():
+    x, seen = leaf(3), []
+    values = [torch.tanh(x), torch.exp(x)]
+    later = values[0] * 2
+    for name, value in (("tanh", values[0]), ("exp", values[1]), ("later", later)):
+        value.grad_fn.register_prehook(lambda _, name=name: seen.append(name))
+
+    (values[1].sum() + later.sum()).backward()
+
+    orders = [undocumented.order_of(each.grad_fn) for each in (values[0], values[1], later)]
+    assert orders == sorted(orders)
+    assert seen == ["later", "exp", "tanh"]
+
+
+def test_a_gradient_that_is_handed_over_has_passed_hooks_and_its_node_does_not_run():
+    """`DeferredWeights` then runs the node by itself, in I for leaves and in W for branches."""
+    x, w, seen = leaf(3), leaf(3), []
+    made = torch.tanh(w)
+    made.retain_grad()
+    made.register_hook(lambda gradient: seen.append("hook"))
+    made.grad_fn.register_prehook(lambda gradients: seen.append("node"))
+    x.register_hook(lambda gradient: seen.append("leaf"))
+    x.register_post_accumulate_grad_hook(lambda tensor: seen.append("accumulated"))
+    edges = get_gradient_edge(made), get_gradient_edge(x)
+    output = get_gradient_edge((x * made).sum())
+
+    found = torch.autograd.grad([output], edges, [torch.ones(())], allow_unused=True)
+
+    assert sorted(seen) == ["hook", "leaf"]
+    assert (made.grad is not None, x.grad, w.grad) == (True, None, None)
+    seen.clear()
+    with torch.no_grad():
+        (of_w,) = undocumented.run_node(made.grad_fn, [found[0]], [0])
+        undocumented.run_node(edges[1].node, [found[1]], [])
+    assert seen == ["accumulated"]
+    assert torch.allclose(of_w, x * (1 - made**2))
+    assert torch.equal(x.grad, made)
+
+
+def test_a_function_in_python_is_the_context_of_its_backward():
+    first, second = leaf(2, 3), leaf(2, 3)
+    output, _ = TwoOutputs.apply(2, first, torch.ones(3), second)
+    node = output.grad_fn
+
+    assert undocumented.is_function(node)
+    assert not undocumented.is_function((output + 1).grad_fn)
+    assert undocumented.function_of(node) is TwoOutputs
+    assert undocumented.function_of(object()) is None
+    assert undocumented.arguments_of(node, [0, 2]) == [1, 3]
+    assert undocumented.backward_of(TwoOutputs) is TwoOutputs.backward
+    with torch.no_grad():
+        found = undocumented.run_node(node, [torch.ones(2, 3), torch.zeros(2, 3)], [2, 0])
+    assert all(map(torch.equal, found, (first * 2, second * 2)))
+
+
+def test_a_backward_may_be_named_otherwise_and_may_run_only_once():
+    class Other(torch.autograd.Function):
+        """Frees what it is given."""
+
+        boxed_grads_call = True
+
+        @staticmethod
+        def vjp(ctx, gradient):
+            return gradient
+
+    assert undocumented.backward_of(Other) is Other.vjp
+    assert undocumented.runs_once(Other)
+    assert not undocumented.runs_once(TwoOutputs)
+    assert hasattr(torch.autograd.Function, "clear_saved_tensors_on_access")
+
+
+def test_a_backward_calls_what_stands_in_for_a_function_with_gradients_that_are_all_there():
+    first, second, seen = leaf(2, 3), leaf(2, 3), []
+    output, _ = TwoOutputs.apply(2, first, torch.ones(3), second)
+    node = output.grad_fn
+
+    def run(*gradients):
+        seen.append([each is None for each in gradients])
+        return (*before(*gradients)[:3], None)
+
+    before = undocumented.run_instead(node, run)
+    output.sum().backward(retain_graph=True)
+    assert seen == [[False, False]]
+    assert torch.equal(first.grad, second * 2)
+    assert second.grad is None
+
+    undocumented.run_instead(node, None)
+    output.sum().backward()
+    assert second.grad is not None
+    assert vars(node) == {"scale": 2}
+
+
 # ---- the backwards of single operations
 
 

@@ -4,15 +4,16 @@ The rest of the package reaches these things through the two files alone (a hous
 own in tests/execute/test_undocumented.py, so that a new torch that changes one fails there first, and says which.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn.parallel import DistributedDataParallel
 
 # ---- tensors
@@ -38,6 +39,20 @@ TRANSPOSITION = "TBackward0"
 MM, ADDMM, BMM = "MmBackward0", "AddmmBackward0", "BmmBackward0"
 CONVOLUTION = "ConvolutionBackward0"
 EMBEDDING = "EmbeddingBackward0"
+VIEWS = frozenset(
+    f"{name}Backward{number}"
+    for name in (
+        *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "Squeeze", "Unsqueeze"),
+        *("Select", "Slice", "Split", "SplitWithSizes", "Unbind", "Alias", "Diagonal", "AsStrided"),
+    )
+    for number in range(3)
+)
+"""Kinds whose backward computes next to nothing."""
+LOOKUPS = frozenset(
+    f"{name}Backward0" for name in ("Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "Take")
+)
+"""Kinds that pick by numbers, to which no edge leads."""
+HOOKED_MODULE = "BackwardHookFunctionBackward"
 _REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
 _UNSIGNED = 2**64
 
@@ -83,14 +98,99 @@ def is_any_hooked(node: Node) -> bool:
     """Whether any of the tensors that a node saved is kept by others."""
     for name in _raw_names(type(node)):
         found = getattr(node, name)
-        if any(each.unpack_hook is not None for each in (found if isinstance(found, Sequence) else (found,))):
+        if any(each is not None and each.unpack_hook is not None for each in _listed(found)):
             return True
     return False
+
+
+def _listed(found: Any) -> Sequence[Any]:
+    return found if isinstance(found, Sequence) else (found,)
 
 
 @cache
 def _raw_names(kind: type[Node]) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+class Metadata(NamedTuple):
+    """What the gradient that arrives at an edge must be like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def metadata_at(edge: GradientEdge) -> Metadata:
+    """Return it for one edge."""
+    found = cast(Any, edge.node)._input_metadata[edge.output_nr]
+    return Metadata(torch.Size(found.shape), found.dtype, found.device)
+
+
+def num_outputs(node: Node) -> int:
+    """Count the gradients that arrive at a node."""
+    return len(cast(Any, node)._input_metadata)
+
+
+def order_of(node: Node) -> int:
+    """Number the nodes that a thread has made: of those that are ready, a backward runs the highest first."""
+    number: int = cast(Any, node)._sequence_nr()
+    return number
+
+
+def saved_tensors(node: Node) -> list[Tensor]:
+    """Return all tensors that a node has saved; none of them may be hooked."""
+    names = ["saved_tensors"] if is_function(node) else [name.removeprefix("_raw") for name in _raw_names(type(node))]
+    return [each for name in names for each in _listed(getattr(node, name)) if isinstance(each, Tensor)]
+
+
+def run_node(node: Any, gradients: Sequence[Tensor | None], places: Sequence[int]) -> list[Tensor | None]:
+    """Return the gradients for some next functions of a node, outside of a backward.
+
+    Its hooks are not run, and it keeps what it has saved. A gradient of a function in Python must not be missing.
+    """
+    found = node.apply(*gradients) if is_function(node) else node(*gradients)
+    listed = list(found) if isinstance(found, tuple | list) else [found]
+    return [listed[at] for at in (arguments_of(node, places) if is_function(node) else places)]
+
+
+# ---- functions that are written in Python: the node is the ctx that their backward gets
+
+
+def is_function(node: Any) -> bool:
+    """Whether a node is that of such a function."""
+    return isinstance(node, BackwardCFunction)
+
+
+def function_of(ctx: Any) -> Any:
+    """Return the class of the function; None for the ctx of a transform such as vmap."""
+    return getattr(ctx, "_forward_cls", None)
+
+
+def backward_of(function: Any) -> Callable[..., Any]:
+    """Return the backward, which has one of two names."""
+    backward: Callable[..., Any] = function.backward
+    return backward if function.vjp is torch.autograd.Function.vjp else function.vjp
+
+
+def runs_once(function: Any) -> bool:
+    """Whether its backward frees what it was given, so that it cannot run for a second part."""
+    return getattr(function, "boxed_grads_call", False) or getattr(function, "clear_saved_tensors_on_access", False)
+
+
+def arguments_of(node: Any, places: Sequence[int]) -> list[int]:
+    """Return which arguments of the forward some next functions belong to, each of one that needs a gradient."""
+    needed = iter([number for number, needs_gradient in enumerate(node.needs_input_grad) if needs_gradient])
+    by_place = [None if following is None else next(needed) for following, _ in node.next_functions]
+    return [found for place in places if (found := by_place[place]) is not None]
+
+
+def run_instead(node: Any, run: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Have a backward call `run` with the gradients, in place of what is returned; None undoes it."""
+    node.__dict__.pop("apply", None)
+    before: Callable[..., Any] = node.apply
+    if run is not None:
+        node.apply = run
+    return before
 
 
 # ---- the backwards of single operations

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from penstock.execute.split.graph_search import search
@@ -45,8 +44,8 @@ def test_matrices_wait_and_inputs_and_vectors_do_not():
 @pytest.mark.parametrize(
     "use",
     [
-        lambda x, w: (x @ w) * w.sum(),
-        lambda x, w: (x @ w) + F.softmax(w, 0)[:3],
+        lambda x, w: (x @ w) * w[0],
+        lambda x, w: (x @ w) + w.t()[:3],
         lambda x, w: w[:3] @ (x @ w).t(),
         lambda x, w: x @ (w * x.mean()),
         lambda x, w: x @ x.t() @ x * w[:3],
@@ -64,7 +63,7 @@ def test_a_weight_that_something_else_leads_to_does_not_wait(use):
 def test_nor_does_what_shares_a_product_with_it():
     x, first, second, third = hidden(), weight(), weight(), weight()
 
-    found = survey(x @ (first + second) @ (second + third) @ weight() + third.sum())
+    found = survey(x @ (first + second) @ (second + third) @ weight() + third[0])
 
     assert len(found.deferred) == 1
     assert ids(found.immediate) == ids([x, first, second, third])
@@ -91,13 +90,13 @@ def test_weights_may_be_made_of_parameters(make):
     assert found.sizes == {id(w): float("inf")}
 
 
-def test_in_a_few_steps():
+def test_in_many_steps():
     x, w = hidden(), weight()
     made = w
-    for _ in range(30):
+    for _ in range(5000):
         made = made + 1
 
-    assert survey(x @ made).deferred == []
+    assert deferred(survey(x @ made)) == ids([w])
 
 
 def test_what_is_to_stay_whole_does_not_wait_and_its_size_is_told():

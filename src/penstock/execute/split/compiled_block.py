@@ -18,8 +18,9 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge
 
 from penstock.errors import PenstockWarning, PipelineError
-from penstock.execute.split.deferred import Deferred, find_parameters
+from penstock.execute.split.deferred import Deferred, Rung
 from penstock.execute.split.graph_cut import BackwardGraph, Cut, Half
+from penstock.execute.split.weight_graph import find_parameters
 from penstock.execute.undocumented import version_of
 from penstock.execute.undocumented_compiler import backward_of, continuing, running_node, without_autocast
 
@@ -76,7 +77,7 @@ class BlockBackward:
         if self._trouble or len(following) != len(self._output_of_place):
             self._warn(self._trouble or "it has other inputs than its graph")
             return None
-        weights = [place for place, (each, _) in enumerate(following) if each and find_parameters([each]) is not None]
+        weights = [place for place, (each, _) in enumerate(following) if each and find_parameters([each], set())]
         halves = self._halves_for(frozenset(self._output_of_place[place] for place in weights))
         places = [place for place in weights if self._output_of_place[place] in halves.cut.weight_half.outputs]
         return DeferredBlock(node, halves, places) if places else None
@@ -151,6 +152,7 @@ class DeferredBlock:
     places: Sequence[int]
     is_hooked: bool = False
     """Never: what the node saved is asked for by the node alone, once."""
+    rung: Rung = Rung.COMPILED
     parameters: Sequence[Tensor] = ()
     roots: Sequence[GradientEdge] = field(init=False)
     _found: list[Deferred] = field(init=False, default_factory=list)
@@ -178,10 +180,17 @@ class DeferredBlock:
         others = [node for place, (node, _) in enumerate(self.node.next_functions) if place not in self.places]
         return GradientEdge(self.node, 0) if others.count(None) == len(others) else None
 
+    def handover(self) -> GradientEdge | None:
+        """Return an edge behind the node, which has no gradient then: the node is to run the input half."""
+        return None if self.end() is None else self.roots[0]
+
     def watch(self, found: list[Deferred]) -> None:
         """Have the node run the input half, and add this to a list when it does."""
         self._found = found
         setattr(self.node, _ASKED, self)
+
+    def take(self, gradients: Sequence[Tensor | None]) -> None:
+        """Do nothing: the node keeps what W needs when it runs."""
 
     def run(self, arguments: list[Any]) -> Sequence[Tensor | None]:
         """Run the input half, in the place of the whole backward."""

@@ -5,16 +5,31 @@ calls for small parameters, and only a few large gradients at a time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
-from penstock.execute.undocumented import LEAF, is_any_hooked, kind_of, leaf_of
+from penstock.execute.undocumented import metadata_at
 
 _GROUP_BYTES = 2**20
-_MAX_NODES = 16
+
+
+class Rung(StrEnum):
+    """By what the gradient of a weight waits for W, or why it does not."""
+
+    PRODUCT = "product"
+    BRANCH = "weight branch"
+    FUNCTION = "custom function"
+    COMPILED = "compiled"
+    FUSED = "fused layer"
+    CLOSURE = "closure"
+    SMALL = "small"
+    """Computed in I: to defer it takes longer."""
+    OPAQUE = "opaque"
+    """Computed in I: nothing tells the input's gradient from that of the weight."""
 
 
 class Deferred(Protocol):
@@ -32,6 +47,7 @@ class Deferred(Protocol):
     """What the weights are made of, often themselves; set by the search."""
     is_hooked: bool
     """Whether what W needs is kept by others, such as checkpointing: then it can be asked for only once."""
+    rung: Rung
 
     @property
     def num_multiplications(self) -> float:
@@ -47,8 +63,19 @@ class Deferred(Protocol):
         """Return where the output's gradient arrives, if the weights are all that the node leads to."""
         ...
 
+    def handover(self) -> GradientEdge | None:
+        """Return where to stop a backward that hands over gradients, if the weights are all that the node leads to.
+
+        At the `end()`, unless the node is to run.
+        """
+        ...
+
     def watch(self, found: "list[Deferred]") -> None:
-        """Have the backward that comes through the node keep what W needs, and add this to a list then."""
+        """Have the backward that comes through the node keep what W needs (`take`), and add this to a list then."""
+        ...
+
+    def take(self, gradients: Sequence[Tensor | None]) -> None:
+        """Keep what W needs, with the gradients that have come to the node, or were handed over."""
         ...
 
     def release(self) -> None:
@@ -60,27 +87,14 @@ class Deferred(Protocol):
         ...
 
 
-def find_parameters(roots: Iterable[Node]) -> tuple[list[nn.Parameter], list[Node]] | None:
-    """Find the parameters that weights are made of, and the nodes that lead to them, both ends included.
-
-    None if the weights are not made of parameters alone, in a few steps such as a cast or a transposition, or not
-    without what is kept elsewhere, such as under checkpointing: W would have it computed once more.
-    """
-    parameters: list[nn.Parameter] = []
-    nodes: list[Node] = []
-    waiting = list(roots)
-    while waiting:
-        node = waiting.pop()
-        nodes.append(node)
-        if kind_of(node) == LEAF:
-            leaf = leaf_of(node)
-            if not isinstance(leaf, nn.Parameter):
-                return None
-            parameters.append(leaf)
-        elif len(nodes) > _MAX_NODES or is_any_hooked(node):
-            return None
-        waiting.extend([following for following, _ in node.next_functions if following is not None])
-    return parameters, nodes
+def fitted(gradient: Tensor | None, edge: GradientEdge) -> Tensor | None:
+    """Return a gradient in the shape and type that belong to an edge, as autograd makes of what a function returns."""
+    if gradient is None:
+        return None
+    expected = metadata_at(edge)
+    if gradient.shape != expected.shape:
+        gradient = gradient.sum_to_size(expected.shape)
+    return gradient if gradient.dtype == expected.dtype else gradient.to(expected.dtype)
 
 
 def add_weight_gradients(deferred: Sequence[Deferred]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from penstock.errors import PipelineError
-from penstock.execute.split.deferred import Deferred
+from penstock.execute.split.deferred import Deferred, Rung
 from penstock.execute.split.formulas import Formula, Weights
 from penstock.execute.undocumented import version_of
 
@@ -26,6 +26,7 @@ class DeferredProduct:
     """Gets the activations from the node."""
     is_hooked: bool = False
     """Whether the activations are kept by others, such as checkpointing: then they can be asked for only once."""
+    rung: Rung = Rung.PRODUCT
     parameters: Sequence[Tensor] = ()
     """What the weights are made of, often themselves."""
     roots: Sequence[GradientEdge] = field(init=False)
@@ -56,6 +57,10 @@ class DeferredProduct:
         others = [node for place, (node, _) in enumerate(self.node.next_functions) if place not in self.places]
         return GradientEdge(self.node, 0) if others.count(None) == len(others) else None
 
+    def handover(self) -> GradientEdge | None:
+        """Return the end: the product need not run."""
+        return self.end()
+
     def watch(self, found: list[Deferred]) -> None:
         """Have the backward that comes through the node keep what W needs, and add the product to a list.
 
@@ -65,12 +70,16 @@ class DeferredProduct:
         def keep(gradients: tuple[Tensor | None, ...]) -> None:
             # Before the node runs: afterwards autograd has freed what it saved.
             if gradients[0] is not None:
-                self.activations = self.open(self.node).detach()
-                self._activations_version = version_of(self.activations)
-                self.gradient = gradients[0]
+                self.take(gradients)
                 found.append(self)
 
         self.node.register_prehook(keep)
+
+    def take(self, gradients: Sequence[Tensor | None]) -> None:
+        """Keep the activations and the gradient of the output."""
+        self.activations = self.open(self.node).detach()
+        self._activations_version = version_of(self.activations)
+        self.gradient = gradients[0]
 
     def release(self) -> None:
         """Forget the node, whose hook knows the product: together they would live on."""

@@ -22,6 +22,7 @@ from penstock.execute.split.deferred import Deferred, add_weight_gradients
 from penstock.execute.split.graph_search import Survey
 from penstock.execute.split.own_weight_gradients import WEIGHT_GRADIENTS, Closure, run_closures
 from penstock.execute.split.weight_grad_mode import RecomputeMismatch, WeightGradMode
+from penstock.execute.undocumented import has_hooks, order_of, run_node
 
 Watch = Callable[[WeightGradMode], AbstractContextManager[None]]
 """Has products of some layers run through a mode."""
@@ -90,6 +91,8 @@ class DeferredWeights:
         if survey is not None and survey.is_opaque:
             with NestedBackwards(self._run_backward):
                 torch.autograd.backward(edges, gradients)
+        elif survey is not None and survey.branches:
+            self._run_to_branches(survey, edges, gradients)
         elif survey is not None and survey.deferred:
             self._run_without(survey, edges, gradients)
         else:
@@ -119,6 +122,35 @@ class DeferredWeights:
             for product in survey.deferred:
                 product.release()
 
+    def _run_to_branches(self, survey: Survey, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+        """Run a backward that hands over the gradients at its ends, those of leaves and branches among them."""
+        leaves = [get_gradient_edge(leaf) for leaf in survey.immediate]
+        ends = [(each, end) for each in survey.deferred if (end := each.handover()) is not None]
+        branches = [(branch, edge) for branch in survey.branches for edge in branch.edges()]
+        inputs: list[Any] = [*leaves, *[edge for _, edge in ends], *[edge for _, edge in branches]]
+        every: list[Deferred] = [*survey.deferred, *survey.branches]
+        orders = {id(each): order_of(each.node) for each in every}
+        found: list[Deferred] = []
+        for each in survey.deferred:
+            each.watch(found)
+        try:
+            captured = iter(torch.autograd.grad(edges, inputs, gradients, allow_unused=True))
+            _accumulate([(leaf, edge, next(captured)) for leaf, edge in zip(survey.immediate, leaves, strict=True)])
+            for each, _ in ends:
+                if (gradient := next(captured)) is not None:
+                    each.take([gradient])
+                    found.append(each)
+            for branch in survey.branches:
+                arrived = [next(captured) for _ in branch.outputs]
+                if any(gradient is not None for gradient in arrived):
+                    branch.take(arrived)
+                    found.append(branch)
+        finally:
+            for each in every:
+                each.release()
+        # As a whole backward comes to them.
+        self.products += sorted(found, key=lambda each: orders[id(each)], reverse=True)
+
     @contextmanager
     def _around_backward(self) -> Iterator[None]:
         self._mode.is_in_backward = True
@@ -127,6 +159,21 @@ class DeferredWeights:
                 yield
         finally:
             self._mode.is_in_backward = False
+
+
+def _accumulate(found: Sequence[tuple[Tensor, GradientEdge, Tensor | None]]) -> None:
+    """Add gradients that a backward has handed over to those of leaves."""
+    plain: list[tuple[Any, Tensor]] = []
+    for leaf, edge, gradient in found:
+        if gradient is None:
+            continue
+        if has_hooks(leaf):  # they have seen the gradient when it was handed over
+            with torch.no_grad():
+                run_node(edge.node, [gradient], [])
+        else:
+            plain.append((edge, gradient))
+    if plain:
+        torch.autograd.backward([edge for edge, _ in plain], [gradient for _, gradient in plain])
 
 
 class NestedBackwards(TorchFunctionMode):

@@ -3,25 +3,30 @@
 Graphs are searched in I. Products that the search cannot defer are split in the forward from the next step on: those
 of layers that run again in the backward (checkpointing) or whose activations are moved away (offloading). Where torch's
 own layers do not show all of these products, every function is watched; what that does not show either has its weight
-gradients in I. So do small matrices, whose gradients take less time than to defer them. What is decided holds for a
-step at least, so that gradients add up in one order.
+gradients in I. So do small matrices, whose gradients take less time than to defer them. Custom functions that ask which
+half is wanted show that when they first ask. What is decided holds for a step at least, so that gradients add up in one
+order.
 
 Weight gradients that cannot wait are computed with the input gradients, as in a whole backward: the gradients and the
 order of the schedule stay, and only what the split was to gain is lost. If that is much, the plan says so once.
 """
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from penstock.errors import MAX_SHOWN, PenstockWarning
+from penstock.execute.split.deferred import Rung
 from penstock.execute.split.deferred_weights import DeferredWeights, Watch
 from penstock.execute.split.graph_search import Survey, search
+from penstock.execute.split.wanted import asks
 from penstock.execute.split.watched_layers import WatchedLayers, watching_all, watching_nothing
 
 SMALL = 2**21
@@ -29,6 +34,8 @@ SMALL = 2**21
 to defer it then takes longer than to compute it."""
 LARGE_SHARE = 0.1
 """Of the weights of a stage, how many must not have waited for the warning."""
+_MATRIX = 2
+"""Dimensions of a weight whose gradient is worth deferring."""
 _GROWTH = 2
 """How much larger a batch must be than the one that showed the sizes, for them to be looked at again."""
 
@@ -53,6 +60,15 @@ class EarlyWeights:
     """Of their parameters, small ones too."""
 
 
+@dataclass(frozen=True, slots=True)
+class WeightRung:
+    """What is done about the gradient of one weight."""
+
+    rung: Rung
+    multiplications: float | None = None
+    """Of its gradient in one microbatch, where that is known."""
+
+
 class SplitPlan:
     """How the backwards of some layers are split."""
 
@@ -75,6 +91,14 @@ class SplitPlan:
         """Ids of those that watching every function does not split either."""
         self._has_failed = False
         self._in_forward = _InForward()
+        self._functions: set[Any] = set()
+        """Custom functions in the graphs."""
+        self._asking: frozenset[Any] = frozenset()
+        """Those that are run in two parts."""
+        self._has_branches = False
+        self._finds_branches = True
+        self._rungs: dict[int, Rung] = {}
+        """Per id of a weight that waits."""
         self._searches = True
         self._watch: Watch = watching_nothing
 
@@ -94,11 +118,27 @@ class SplitPlan:
     def is_settled(self) -> bool:
         """Whether the next step will split what this one does, but for small weights."""
         following, now = self._next_in_forward(), self._in_forward
-        return following.watches_all == now.watches_all and following.weights <= now.weights | self._small
+        is_same = following.watches_all == now.watches_all and following.weights <= now.weights | self._small
+        return is_same and self._next_asking() == self._asking
 
     def is_small(self, weight: Tensor) -> bool:
         """Whether a weight is too small for its gradient to be deferred."""
         return self._sizes is not None and self._sizes.get(id(weight), self._border) < self._border
+
+    def rungs(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> dict[str, WeightRung]:
+        """Return for each parameter that is trained by what its gradient waits for W, or why it does not.
+
+        It is that of the latest step; from the step on after which `is_settled`, it stays.
+        """
+        return {name: self._rung(weight) for name, weight in parameters if weight.requires_grad}
+
+    def _rung(self, weight: nn.Parameter) -> WeightRung:
+        key = id(weight)
+        size = (self._sizes or {}).get(key, math.inf)
+        rung = Rung.SMALL if self.is_small(weight) else self._rungs.get(key)
+        if rung is None:
+            rung = Rung.SMALL if weight.dim() < _MATRIX else Rung.OPAQUE
+        return WeightRung(rung, size if math.isfinite(size) else None)
 
     @contextmanager
     def examining(self, stage: int, parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[None]:
@@ -133,6 +173,11 @@ class SplitPlan:
         is_new = before != self._in_forward
         if is_new:
             self._watch = self._watch_for(self._in_forward)
+        if self._asking != (asking := self._next_asking()):
+            self._asking, is_new = asking, True
+        self._finds_branches = self._has_branches or self._sizes is None or bool(self._asking)
+        if is_new:
+            self._rungs = {}
         # Where nothing is deferred there is nothing left to be found, once that is seen to be so.
         is_all_known = self._sizes is not None and (self._small | self._hooked).issuperset(sizes)
         self._searches = is_new or not is_all_known or bool(self._in_forward.weights)
@@ -146,13 +191,19 @@ class SplitPlan:
         is_complete = self._missed.isdisjoint(weights) and WatchedLayers(self._modules, weights).is_complete
         return _InForward(weights, watches_all=not is_complete)
 
+    def _next_asking(self) -> frozenset[Any]:
+        return frozenset(filter(asks, self._functions))
+
     def _watch_for(self, in_forward: _InForward) -> Watch:
         if not in_forward.weights:
             return watching_nothing
         return watching_all if in_forward.watches_all else WatchedLayers(self._modules, in_forward.weights).watching
 
     def _survey(self, edges: Sequence[GradientEdge], seen: Set[int]) -> Survey:
-        survey = search(edges, self._small)
+        survey = search(edges, self._small, asking=self._asking, finds_branches=self._finds_branches)
+        self._functions |= survey.functions
+        self._has_branches |= bool(survey.branches)
+        self._rungs |= survey.rungs()
         self._sizes = survey.sizes | (self._sizes or {})
         missed = self._unsplittable if self._in_forward.watches_all else self._missed
         missed |= (survey.hooked & self._in_forward.weights) - seen
@@ -180,7 +231,8 @@ def _warn_of(stage: int, early: Sequence[str], matrices: Mapping[str, nn.Paramet
         f"stage {stage}: {share:.0%} of its weights take their gradients in the `I` of a split backward: "
         f"{', '.join(early[:MAX_SHOWN])}{more}. They are right, but leave `W` less to do, which a schedule "
         "with split backwards lives on. Expected weights that are the right side of products, convolutions or tables "
-        "alone, outside compiled and custom functions; or use a schedule with whole backwards",
+        "alone, or custom functions whose backward asks ps.wants_weight_gradient(ctx); or use a schedule with whole "
+        "backwards. docs/explanations/split_backward.md says for each layer what can wait",
         PenstockWarning,
         stacklevel=2,
     )

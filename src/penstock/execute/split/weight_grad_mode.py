@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from penstock.execute.split.deferred import find_parameters
 from penstock.execute.split.deferred_product import DeferredProduct, weight_gradients
 from penstock.execute.split.formulas import Formula, Weights
 from penstock.execute.split.products import FUNCTIONS, CalledProduct, read_call
+from penstock.execute.split.weight_graph import find_parameters
 from penstock.execute.undocumented import arguments_of_backward, kind_of_function, version_of
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -268,7 +268,7 @@ def _parameters_behind(tensor: Tensor) -> Sequence[Tensor] | None:
         return None
     if tensor.grad_fn is None:
         return (tensor,) if isinstance(tensor, nn.Parameter) or not tensor.requires_grad else None
-    found = find_parameters([tensor.grad_fn])
+    found = find_parameters([tensor.grad_fn], set())
     if found is None:
         return None
     parameters, nodes = found

@@ -1,0 +1,111 @@
+"""The part of a graph that computes weights: nodes from which backwards come to parameters and nothing else.
+
+    x ──────────────> Mul <── Tanh <── T <── w           what is made of w alone: a branch, entered at Tanh
+                       ^
+    scores <── Mm <── Add <── Mm <── a, b                the same behind a product: the right side of Mm
+
+Tensors without a gradient leave no edge. So a node of parameters and data, such as a layer that gets the inputs of the
+first stage, looks like one of parameters and constants. Behind a product every constant is taken for one. A branch ends
+where it may meet data: at look-ups, at products with such a tensor, and where the output has not the shape of a weight.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from torch import nn
+from torch.autograd.graph import GradientEdge, Node
+
+from penstock.execute.undocumented import (
+    ADDMM,
+    BMM,
+    CONVOLUTION,
+    EMBEDDING,
+    LEAF,
+    LOOKUPS,
+    MM,
+    VIEWS,
+    is_any_hooked,
+    is_function,
+    kind_of,
+    leaf_of,
+    metadata_at,
+)
+
+_PRODUCTS = frozenset({MM, ADDMM, BMM, CONVOLUTION})
+_MULTIPLICATIONS_PER_ELEMENT = 32
+"""Of a product that take as long as one element of an operation element by element."""
+
+
+def has_constants(node: Node) -> bool:
+    """Whether a tensor without gradient comes to a node, such as data, or a number."""
+    return any(following is None for following, _ in node.next_functions)
+
+
+def may_make_weights(node: Node) -> bool:
+    """Whether a node behind a product may belong to what its weight is made of."""
+    kind = kind_of(node)
+    if kind == LEAF:
+        return isinstance(leaf_of(node), nn.Parameter)
+    return kind != EMBEDDING and not (kind in _PRODUCTS and has_constants(node))
+
+
+def makes_weights(node: Node) -> bool:
+    """Whether a node may belong to a branch: it meets no data, as far as its kind and shape tell."""
+    if not may_make_weights(node) or kind_of(node) in LOOKUPS:
+        return False
+    if not has_constants(node):
+        return True
+    shapes = [metadata_at(edge).shape for edge in _edges(node)]
+    return not is_function(node) and metadata_at(GradientEdge(node, 0)).shape in shapes
+
+
+def find_parameters(
+    roots: Iterable[Node], others: set[Node], belongs: Callable[[Node], bool] = may_make_weights
+) -> tuple[list[nn.Parameter], list[Node]] | None:
+    """Find the parameters that weights are made of, and the nodes that lead to them, both ends included.
+
+    None if a node that does not belong is among them; what leads to such a node is added to `others`, so that the next
+    search that comes to it ends there. None, too, where what a node has saved is kept elsewhere, such as under
+    checkpointing: W would have it computed once more.
+    """
+    nodes: dict[Node, None] = {}
+    path: list[Node] = []
+    waiting: list[Iterator[Node]] = [iter(roots)]
+    while waiting:
+        node = next(waiting[-1], None)
+        if node is None:
+            waiting.pop()
+            path = path[:-1]
+        elif node in others or not belongs(node):
+            others.update(path, [node])
+            return None
+        elif node not in nodes:
+            nodes[node] = None
+            path.append(node)
+            waiting.append(iter([following for following, _ in node.next_functions if following is not None]))
+    if any(map(is_any_hooked, nodes)):
+        return None
+    parameters = {id(leaf): leaf for node in nodes if kind_of(node) == LEAF and (leaf := leaf_of(node)) is not None}
+    return [each for each in parameters.values() if isinstance(each, nn.Parameter)], list(nodes)
+
+
+def num_multiplications(nodes: Sequence[Node]) -> float:
+    """Return how many multiplications take as long as the backward of some nodes; infinite if that is not known."""
+    found = 0.0
+    for node in nodes:
+        kind = kind_of(node)
+        if is_function(node) or kind in _PRODUCTS:
+            return math.inf
+        if kind != LEAF and kind not in VIEWS:
+            found += _MULTIPLICATIONS_PER_ELEMENT * _num_elements(node)
+    return found
+
+
+def _num_elements(node: Node) -> int:
+    """Those of the largest gradient that comes to a node or of it."""
+    edges = [GradientEdge(node, 0), *_edges(node)]
+    return max(metadata_at(edge).shape.numel() for edge in edges)
+
+
+def _edges(node: Node) -> list[GradientEdge]:
+    return [GradientEdge(each, number) for each, number in node.next_functions if each is not None]

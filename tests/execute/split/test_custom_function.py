@@ -1,0 +1,328 @@
+"""A custom function that asks which half is wanted computes its input gradients in I and its weight gradients in W."""
+
+import copy
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+import penstock as ps
+from penstock.errors import PenstockWarning, PipelineError
+from penstock.execute.split.custom_function import CustomFunction
+from tests.execute.split.test_deferred_weights import in_two_parts, plan_of, two_parts, whole
+from tests.local_pipelines import settle, values
+
+WIDTH = 6
+RUNS = []
+
+
+def rows(tensor):
+    return tensor.flatten(0, -2)
+
+
+class Linear(torch.autograd.Function):
+    """A linear layer that notes what it computes."""
+
+    @staticmethod
+    def forward(ctx, scale, hidden, weight, bias):
+        ctx.save_for_backward(hidden, weight)
+        ctx.scale = scale
+        return torch.nn.functional.linear(hidden, weight, bias) * scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, weight = ctx.saved_tensors
+        gradient = gradient * ctx.scale
+        of_hidden = of_weight = of_bias = None
+        if ps.wants_input_gradient(ctx) and ctx.needs_input_grad[1]:
+            RUNS.append("input")
+            of_hidden = gradient @ weight
+        if ps.wants_weight_gradient(ctx):
+            RUNS.append("weight")
+            of_weight = rows(gradient).t() @ rows(hidden)
+            of_bias = rows(gradient).sum(0) if ctx.needs_input_grad[3] else None
+        return None, of_hidden, of_weight, of_bias
+
+
+class OnlyOnce(Linear):
+    """The same, differentiable once."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return Linear.backward(ctx, gradient)
+
+
+class NewStyle(torch.autograd.Function):
+    """One with a context that is set up apart, several outputs, a tuple as attribute, and its own output saved."""
+
+    @staticmethod
+    def forward(hidden, weight, unused):
+        product = hidden @ weight
+        return torch.tanh(product), product.sum(-1)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.operands = inputs[:2]
+        ctx.save_for_backward(output[0])
+
+    @staticmethod
+    def backward(ctx, gradient, of_sum):
+        (output,), (hidden, weight) = ctx.saved_tensors, ctx.operands
+        gradient = gradient * (1 - output**2) + of_sum[..., None]
+        RUNS.append([part for part in ("input", "weight") if getattr(ps, f"wants_{part}_gradient")(ctx)])
+        of_hidden = gradient @ weight.t() if ps.wants_input_gradient(ctx) else None
+        of_weight = rows(hidden).t() @ rows(gradient) if ps.wants_weight_gradient(ctx) else None
+        return of_hidden, of_weight, None
+
+
+class Unmaterialized(torch.autograd.Function):
+    """Gets None for an output that is not used, and has no gradient for one of its weights then."""
+
+    @staticmethod
+    def forward(ctx, hidden, first, second):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, first, second)
+        return hidden @ first, hidden @ second
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        hidden, *weights = ctx.saved_tensors
+        of_hidden, of_weights = None, [None, None]
+        for place, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
+            if gradient is not None and ps.wants_input_gradient(ctx):
+                part = gradient @ weight.t()
+                of_hidden = part if of_hidden is None else of_hidden + part
+            if gradient is not None and ps.wants_weight_gradient(ctx):
+                of_weights[place] = rows(hidden).t() @ rows(gradient)
+        return of_hidden, *of_weights
+
+
+class Wrong(torch.autograd.Function):
+    """Asks, and computes everything all the same; its gradients have to be summed to the shape of the bias."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias):
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight + bias
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, weight = ctx.saved_tensors
+        ps.wants_weight_gradient(ctx)
+        return gradient @ weight.t(), rows(hidden).t() @ rows(gradient), gradient
+
+
+class Silent(torch.autograd.Function):
+    """Never asks."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        RUNS.append("silent")
+        hidden, weight = ctx.saved_tensors
+        return gradient @ weight.t(), rows(hidden).t() @ rows(gradient)
+
+
+class Own(nn.Module):
+    """Calls a function of activations and its own weights between two linear layers."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.empty(WIDTH, WIDTH)) for _ in range(2))
+        self.bias = nn.Parameter(torch.empty(WIDTH))
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.use = use
+
+    def forward(self, hidden):
+        return self.after(torch.tanh(self.use(self, self.before(hidden))))
+
+
+def recomputed(self, hidden):
+    return checkpoint(lambda x: Linear.apply(2, x, self.first, self.bias), hidden, use_reentrant=False)
+
+
+def with_both_outputs(self, hidden):
+    one, two = NewStyle.apply(hidden, self.first, None)
+    return one * two[..., None]
+
+
+def frozen(self, hidden):
+    return Linear.apply(2, hidden, self.first.detach(), self.bias)
+
+
+USES = {
+    "linear": lambda self, x: Linear.apply(2, x, self.first, self.bias),
+    "without bias": lambda self, x: Linear.apply(2, x, self.first, None),
+    "differentiable once": lambda self, x: OnlyOnce.apply(2, x, self.first, self.bias),
+    "a weight made of parameters": lambda self, x: Linear.apply(2, x, torch.tanh(self.first) @ self.second, self.bias),
+    "twice": lambda self, x: Linear.apply(3, Linear.apply(2, x, self.first, self.bias), self.first, self.bias),
+    "two outputs": with_both_outputs,
+    "one of two outputs": lambda self, x: NewStyle.apply(x, self.first, None)[0],
+    "without zeros": lambda self, x: sum(Unmaterialized.apply(x, self.first, self.second)),
+    "without zeros, one of two outputs": lambda self, x: Unmaterialized.apply(x, self.first, self.second)[1],
+    "a frozen weight": frozen,
+    "a bias that is used elsewhere too": lambda self, x: Linear.apply(2, x, self.first, self.bias) + self.bias,
+    "inputs without gradient": lambda self, x: Linear.apply(2, x.detach(), self.first, self.bias) + x,
+    "recomputed": recomputed,
+    "never asks": lambda self, x: Silent.apply(x, self.first),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_notes():
+    RUNS.clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", USES)
+def test_both_parts_are_the_whole_backward_bit_for_bit(name, dtype):
+    module = settle(Own(USES[name]), 1).to(dtype)
+    other, plan = copy.deepcopy(module), plan_of(module)
+    inputs = values(1, 2, 3, WIDTH, dtype=dtype).requires_grad_()
+    for _ in range(3):
+        inputs.grad = None
+        output = in_two_parts(module, inputs, plan)
+        found = [output, inputs.grad, *(each.grad for each in module.parameters())]
+        inputs.grad = None
+        output = whole(other, inputs)
+        expected = [output, inputs.grad, *(each.grad for each in other.parameters())]
+        assert [one is None for one in found] == [one is None for one in expected]
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True) if pair[0] is not None)
+
+
+def notes_of(run):
+    RUNS.clear()
+    run()
+    return list(RUNS)
+
+
+@pytest.mark.parametrize(
+    ("name", "early", "late"),
+    [
+        ("linear", ["input"], ["weight"]),
+        ("a weight made of parameters", ["input"], ["weight"]),
+        ("twice", ["input"] * 2, ["weight"] * 2),
+        ("two outputs", [["input"]], [["weight"]]),
+        ("inputs without gradient", [], ["weight"]),
+        ("recomputed", ["input", "weight"], []),
+        ("a bias that is used elsewhere too", ["input", "weight"], []),
+        ("never asks", ["silent"], []),
+    ],
+)
+def test_each_part_computes_its_half(name, early, late):
+    module, inputs = settle(Own(USES[name]), 1), values(1, 2, 3, WIDTH).requires_grad_()
+    plan = plan_of(module)
+    for _ in range(2):
+        in_two_parts(module, inputs, plan)
+
+    run_input, run_weight = two_parts(module, inputs, plan)
+
+    assert (notes_of(run_input), notes_of(run_weight)) == (early, late)
+
+
+def test_a_function_is_known_to_ask_from_the_next_step_on():
+    class New(Linear):
+        """One that has not run yet."""
+
+    module = settle(Own(lambda self, x: New.apply(2, x, self.first, self.bias)), 1)
+    inputs, plan = values(1, 2, 3, WIDTH).requires_grad_(), plan_of(module)
+    found, settled = [], []
+    for _ in range(3):
+        run_input, run_weight = two_parts(module, inputs, plan)
+        found.append((notes_of(run_input), notes_of(run_weight)))
+        settled.append(plan.is_settled)
+
+    assert found == [(["input", "weight"], []), *[(["input"], ["weight"])] * 2]
+    assert settled == [False, True, True]
+
+
+def test_a_gradient_that_was_not_wanted_is_dropped_and_said_once():
+    module = settle(Own(lambda self, x: Wrong.apply(x, self.first, self.bias)), 1)
+    other, plan, inputs = copy.deepcopy(module), plan_of(module), values(1, 2, 3, WIDTH).requires_grad_()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            in_two_parts(module, inputs, plan)
+    for _ in range(4):
+        whole(other, inputs)
+
+    texts = [str(each.message) for each in caught if issubclass(each.category, PenstockWarning)]
+    assert len(texts) == 3
+    assert "Wrong.backward: in the `I` of a split backward it returned a gradient for its argument `weight`" in texts[0]
+    assert "`bias`" in texts[1]
+    assert "ps.wants_weight_gradient(ctx) is False" in texts[0]
+    assert "in the `W`" in texts[2]
+    assert "its argument `hidden`" in texts[2]
+    assert "ps.wants_input_gradient(ctx) is False" in texts[2]
+    for one, two in zip(module.parameters(), other.parameters(), strict=True):
+        assert (one.grad is two.grad is None) or torch.equal(one.grad, two.grad)
+
+
+def deferred_after_input(module, inputs, num_steps=2):
+    """What a backward has left for W, and a reference to its node."""
+    plan = plan_of(module)
+    for _ in range(num_steps):
+        in_two_parts(module, inputs, plan)
+    plan.begin_step()
+    deferred = plan.start(1)
+    with deferred.around_forward():
+        output = module(inputs)
+    deferred.backward_input([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
+    return deferred
+
+
+def test_what_is_kept_for_w_is_known_and_freed():
+    module = settle(Own(USES["two outputs"]), 1)
+
+    deferred = deferred_after_input(module, values(1, 2, 3, WIDTH).requires_grad_())
+    (function,) = [each for each in deferred.products if isinstance(each, CustomFunction)]
+    shapes = sorted(tuple(each.shape) for each in function.kept)
+    deferred.backward_weight()
+
+    assert shapes == [(2, 3), *[(2, 3, WIDTH)] * 3]  # two gradients, the output that was saved, the hidden attribute
+    assert function.kept == []
+    assert function.node is None
+
+
+def test_nothing_outlives_the_two_parts():
+    module, inputs = settle(Own(USES["two outputs"]), 1), values(1, 2, 3, WIDTH).requires_grad_()
+    deferred_after_input(module, inputs).backward_weight()
+    gc.collect()
+    gc.disable()
+    try:
+        deferred = deferred_after_input(module, inputs)
+        (function,) = [each for each in deferred.products if isinstance(each, CustomFunction)]
+        memory = [weakref.ref(each.untyped_storage()) for each in function.kept]
+        deferred.backward_weight()
+
+        assert [each() for each in memory] == [None] * len(memory)
+    finally:
+        gc.enable()
+
+
+def test_a_saved_tensor_that_is_changed_in_place_before_w_is_named():
+    module = settle(Own(lambda self, x: Linear.apply(2, x.detach() + x, self.first, self.bias)), 1)
+    deferred = deferred_after_input(module, values(1, 2, 3, WIDTH).requires_grad_())
+    (function,) = [each for each in deferred.products if isinstance(each, CustomFunction)]
+    function.saved[0].add_(1)
+
+    with pytest.raises(PipelineError, match=r"Linear: a tensor of shape \(2, 3, 6\) .* at version 1, expected 0"):
+        deferred.backward_weight()
+
+
+def test_hooks_of_parameters_see_one_gradient():
+    module, seen = settle(Own(USES["twice"]), 1), []
+    module.first.register_hook(lambda gradient: seen.append(gradient))
+    deferred_after_input(module, values(1, 2, 3, WIDTH).requires_grad_()).backward_weight()
+
+    assert len(seen) == 3

@@ -1,0 +1,120 @@
+"""What the backward of a custom function is answered, in and out of a split backward."""
+
+import pytest
+import torch
+
+import penstock as ps
+from penstock.errors import PipelineError
+from penstock.execute.split.wanted import Part, asks, want
+
+
+def function():
+    """One that has not run yet, and what it was answered."""
+    seen = []
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden):
+            return hidden * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append((ps.wants_input_gradient(ctx), ps.wants_weight_gradient(ctx)))
+            return gradient * 2
+
+    return Doubled, seen
+
+
+def test_outside_of_a_split_backward_everything_is_wanted():
+    doubled, seen = function()
+
+    doubled.apply(torch.ones(2, requires_grad=True)).sum().backward()
+
+    assert seen == [(True, True)]
+
+
+@pytest.mark.parametrize(("part", "expected"), [(Part.INPUT, (True, False)), (Part.WEIGHT, (False, True))])
+def test_each_part_wants_its_half(part, expected):
+    doubled, seen = function()
+    output = doubled.apply(torch.ones(2, requires_grad=True))
+    want(output.grad_fn, part)
+
+    output.sum().backward()
+
+    assert seen == [expected]
+
+
+def test_nothing_is_wanted_where_nothing_needs_a_gradient():
+    doubled, _ = function()
+    ctx = doubled.apply(torch.ones(2, requires_grad=True)).grad_fn
+    ctx.needs_input_grad = (False,)
+
+    assert not ps.wants_input_gradient(ctx)
+    assert not ps.wants_weight_gradient(ctx)
+
+
+def test_a_function_asks_once_its_backward_has():
+    doubled, _ = function()
+
+    class Other(doubled):
+        """Inherits the backward; its own calls tell."""
+
+    output = doubled.apply(torch.ones(2, requires_grad=True))
+    before = asks(doubled)
+    output.sum().backward()
+
+    assert (before, asks(doubled), asks(Other)) == (False, True, False)
+
+
+@pytest.mark.parametrize("ask", [ps.wants_input_gradient, ps.wants_weight_gradient])
+def test_what_is_no_context_is_named(ask):
+    with pytest.raises(PipelineError, match=rf"{ask.__name__}: expected the ctx .* got int; call it within backward"):
+        ask(3)
+
+
+class Asking(torch.autograd.Function):
+    """Has a gradient only where both halves are wanted."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2 if ps.wants_input_gradient(ctx) and ps.wants_weight_gradient(ctx) else None
+
+
+@pytest.mark.slow
+def test_what_is_compiled_computes_everything():
+    def run(weight):
+        return torch.tanh(Asking.apply(weight))
+
+    weight, other = (torch.full((2,), 3.0, requires_grad=True) for _ in range(2))
+
+    torch.compile(run, backend="aot_eager", fullgraph=True)(weight).sum().backward()
+    run(other).sum().backward()
+
+    assert torch.equal(weight.grad, other.grad)
+
+
+def test_under_vmap_everything_is_wanted():
+    weight = torch.ones(3, 2, requires_grad=True)
+
+    class Mapped(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(hidden):
+            return hidden * 2
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2 if ps.wants_input_gradient(ctx) and ps.wants_weight_gradient(ctx) else None
+
+    torch.vmap(Mapped.apply)(weight).sum().backward()
+
+    assert torch.equal(weight.grad, torch.full((3, 2), 2.0))

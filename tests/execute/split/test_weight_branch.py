@@ -1,0 +1,363 @@
+"""What is made of weights alone belongs to W whole, whichever way it meets the activations."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from penstock.execute.split.graph_search import search
+from penstock.execute.split.plan import SplitPlan
+from penstock.execute.split.wanted import wants_input_gradient, wants_weight_gradient
+from penstock.execute.split.weight_branch import WeightBranch
+from tests.execute.split.test_deferred_weights import assert_same, in_two_parts, plan_of, two_parts, whole
+from tests.local_pipelines import settle, values
+
+WIDTH = 6
+RUNS = []
+
+
+class Noted(torch.autograd.Function):
+    """weight ** 2, with a note of each backward."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.save_for_backward(weight)
+        return weight**2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (weight,) = ctx.saved_tensors
+        RUNS.append("noted")
+        return gradient * 2 * weight
+
+
+class Halves(torch.autograd.Function):
+    """Two weights of one, from a function of the user's own."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight * 2, weight * 3
+
+    @staticmethod
+    def backward(ctx, first, second):
+        RUNS.append("halves")
+        return first * 2 + second * 3
+
+
+class Looked(torch.autograd.Function):
+    """A product, as a function of the user's own: data come to it, but only the table gets a gradient."""
+
+    @staticmethod
+    def forward(ctx, hidden, table):
+        ctx.save_for_backward(hidden)
+        ctx.num_rows = len(table)
+        return hidden @ table
+
+    @staticmethod
+    def backward(ctx, gradient):
+        RUNS.append(("looked", wants_input_gradient(ctx), wants_weight_gradient(ctx)))
+        (hidden,) = ctx.saved_tensors
+        return None, hidden.flatten(0, -2).t() @ gradient.flatten(0, -2)
+
+
+class Branching(nn.Module):
+    """Two linear layers, and a use of three weights of its own."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Parameter(torch.empty(WIDTH, WIDTH)) for _ in range(3))
+        self.vector = nn.Parameter(torch.empty(WIDTH))
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.use = use
+
+    def forward(self, hidden):
+        return self.after(torch.tanh(self.use(self, self.before(hidden))))
+
+
+def mean(weight):
+    return weight.mean(0)
+
+
+def two_of(self, hidden):
+    one, two = Halves.apply(self.first)
+    return hidden * mean(one) + mean(two)
+
+
+def one_of(self, hidden):
+    return hidden * mean(Halves.apply(self.first)[0])
+
+
+def views_of(self, hidden):
+    one, two, three = Noted.apply(self.first).chunk(3)
+    return hidden * mean(one) + mean(two) * mean(three)
+
+
+def low_rank(self, hidden):
+    return hidden + (self.first[:, :2] @ self.second[:2])[0]
+
+
+def with_buffer(self, hidden):
+    mask = (torch.arange(WIDTH * WIDTH).view(WIDTH, WIDTH) % 2).to(hidden.dtype)
+    return hidden + mean(Noted.apply(self.first * mask) + mask)
+
+
+def through_three_products(self, hidden):
+    return hidden @ (made := torch.tanh(self.first)) @ made @ made
+
+
+USES = {
+    "added": lambda self, x: x + mean(Noted.apply(self.first)),
+    "multiplied": lambda self, x: x * torch.tanh(self.first).sum(0),
+    "through attention": lambda self, x: torch.softmax(x @ x.mT, -1) @ x + Noted.apply(self.first)[0],
+    "broadcast": lambda self, x: x + Noted.apply(self.vector),
+    "behind a product": lambda self, x: x @ Noted.apply(self.first).t(),
+    "behind a product and added": lambda self, x: x @ Noted.apply(self.first) + mean(Noted.apply(self.first)),
+    "one made weight in both": lambda self, x: x @ (made := Noted.apply(self.first)) + mean(made),
+    "two branches of one weight": lambda self, x: x * mean(torch.tanh(self.first)) + mean(self.first**2),
+    "three branches of one weight": lambda self, x: (
+        x * mean(torch.tanh(self.first)) + mean(self.first**2) + mean(torch.exp(self.first))
+    ),
+    "a branch and two products": lambda self, x: x @ self.first @ self.first + mean(Noted.apply(self.first)),
+    "a branch, a product, and a use in I": lambda self, x: (
+        x @ self.first + mean(Noted.apply(self.first)) + self.first[0]
+    ),
+    "a weight of two": lambda self, x: x * mean(self.first @ self.second) + mean(torch.tanh(self.second)),
+    "a branch within another": lambda self, x: x * mean(made := Noted.apply(self.first)) + mean(torch.tanh(made)),
+    "cast": lambda self, x: x + mean(self.first.double()).to(x.dtype),
+    "views alone": lambda self, x: x + self.first.t()[1] + self.vector.expand(2, WIDTH)[0],
+    "low rank": low_rank,
+    "two outputs": two_of,
+    "one of two outputs": one_of,
+    "views of a branch": views_of,
+    "with constants": with_buffer,
+    "three products of a made weight": through_three_products,
+    "in place": lambda self, x: x + torch.relu_(Noted.apply(self.first)).mean(0),
+}
+
+
+@pytest.mark.parametrize("needs_gradient", [True, False])
+@pytest.mark.parametrize("name", USES)
+def test_both_parts_are_the_whole_backward_bit_for_bit(name, needs_gradient):
+    module = settle(Branching(USES[name]), 1)
+    other, plan = copy.deepcopy(module), plan_of(module)
+    inputs = values(1, 2, 3, WIDTH).requires_grad_(needs_gradient)
+    for _ in range(3):
+        inputs.grad = None
+        output = in_two_parts(module, inputs, plan)
+        found = [output, inputs.grad, *(each.grad for each in module.parameters())]
+        inputs.grad = None
+        output = whole(other, inputs)
+        expected = [output, inputs.grad, *(each.grad for each in other.parameters())]
+        assert [one is None for one in found] == [one is None for one in expected]
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True) if pair[0] is not None)
+
+
+NORMED = {
+    "weight norm": lambda: weight_norm(nn.Linear(WIDTH, WIDTH)),
+    "spectral norm": lambda: spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "a convolution": lambda: nn.Sequential(nn.Unflatten(-1, (2, 3)), weight_norm(nn.Conv1d(2, 2, 1)), nn.Flatten(-2)),
+}
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_parametrized_layers_have_the_same_gradients(name):
+    assert_same(settle(nn.Sequential(nn.Linear(WIDTH, WIDTH), NORMED[name]()), 1), values(1, 4, WIDTH))
+
+
+def early_and_late(module, inputs, plan=None):
+    """The notes that the two parts of a backward leave."""
+    run_input, run_weight = two_parts(module, inputs, plan)
+    RUNS.clear()
+    run_input()
+    early = list(RUNS)
+    RUNS.clear()
+    run_weight()
+    return early, list(RUNS)
+
+
+@pytest.mark.parametrize("needs_gradient", [True, False])
+@pytest.mark.parametrize(
+    ("name", "early", "late"),
+    [
+        ("added", 0, 1),
+        ("broadcast", 0, 1),
+        ("through attention", 0, 1),
+        ("behind a product", 0, 1),
+        ("behind a product and added", 0, 2),
+        ("one made weight in both", 0, 1),
+        ("a branch and two products", 1, 0),
+        ("a branch, a product, and a use in I", 1, 0),
+        ("a branch within another", 0, 1),
+        ("two outputs", 0, 1),
+        ("one of two outputs", 0, 1),
+        ("views of a branch", 0, 1),
+        ("with constants", 0, 1),
+    ],
+)
+def test_a_branch_runs_in_w_unless_sums_would_change(name, needs_gradient, early, late):
+    module = settle(Branching(USES[name]), 1)
+
+    found = early_and_late(module, values(1, 2, 3, WIDTH).requires_grad_(needs_gradient))
+
+    assert [len(each) for each in found] == [early, late]
+
+
+def test_a_function_of_data_that_leads_to_weights_alone_runs_in_w_once_it_has_asked():
+    module = settle(Branching(lambda self, x: Looked.apply(x.detach(), self.first) + x), 1)
+    plan = plan_of(module)
+
+    found = [early_and_late(module, values(1, 2, 3, WIDTH), plan) for _ in range(2)]
+
+    assert found == [([("looked", True, True)], []), ([], [("looked", False, True)])]
+    module.zero_grad()
+    assert_same(module, values(1, 2, 3, WIDTH))
+
+
+def test_hooks_see_each_gradient_once():
+    module, seen = settle(Branching(hooked), 1), []
+    module.seen = seen
+    for name, parameter in module.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: seen.append((name, gradient.sum().item())))
+        parameter.register_post_accumulate_grad_hook(lambda each, name=name: seen.append((name, "accumulated")))
+    inputs = values(1, 2, 3, WIDTH).requires_grad_()
+    inputs.register_hook(lambda gradient: seen.append(("inputs", gradient.sum().item())))
+    whole(module, inputs)
+    expected, before = sorted(map(str, seen)), inputs.grad
+    retained = module.made.grad
+    gradients = [each.grad for each in module.parameters()]
+    module.zero_grad()
+    inputs.grad = None
+    seen.clear()
+
+    in_two_parts(module, inputs)
+
+    assert sorted(map(str, seen)) == expected
+    assert torch.equal(inputs.grad, before)
+    assert torch.equal(module.made.grad, retained)
+    found = [each.grad for each in module.parameters()]
+    assert all(torch.equal(*pair) for pair in zip(found, gradients, strict=True) if pair[0] is not None)
+
+
+def hooked(self, hidden):
+    self.made = Noted.apply(self.first)
+    self.made.retain_grad()
+    self.made.register_hook(lambda gradient: self.seen.append(("made", gradient.sum().item())) or gradient * 2)
+    return hidden * mean(self.made)
+
+
+def test_a_module_with_hooks_in_a_branch_calls_them_once():
+    module, calls = settle(parametrized(nn.Linear(WIDTH, WIDTH)), 1), []
+    module.parametrizations.weight[0].register_full_backward_hook(lambda *args: calls.append(args[1][0].sum().item()))
+    adding = nn.Sequential(nn.Linear(WIDTH, WIDTH), Adding(module))
+
+    for run in (whole, in_two_parts):
+        run(adding, values(1, 3, WIDTH).requires_grad_())
+
+    assert len(calls) == 2
+    assert calls[0] == calls[1]
+
+
+class Powered(nn.Module):
+    """A parametrization by a function of the user's own."""
+
+    def forward(self, weight):
+        return Noted.apply(weight)
+
+
+class Adding(nn.Module):
+    """Adds a row of a layer's weight."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden):
+        return hidden + self.layer.weight[0]
+
+
+def parametrized(layer):
+    parametrize.register_parametrization(layer, "weight", Powered())
+    return layer
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_branch_that_checkpointing_keeps_is_computed_in_i(use_reentrant):
+    class Recomputed(Branching):
+        def forward(self, hidden):
+            return checkpoint(super().forward, hidden, use_reentrant=use_reentrant)
+
+    module = settle(nn.Sequential(nn.Linear(WIDTH, WIDTH), Recomputed(USES["added"])), 1)
+    expected = (["noted"], []) if not use_reentrant else ([], ["noted"])
+
+    assert early_and_late(module, values(1, 3, WIDTH).requires_grad_()) == expected
+    module.zero_grad()
+    assert_same(module, values(1, 3, WIDTH), num_steps=4)
+
+
+def test_a_branch_keeps_its_gradient_and_what_it_saved_and_no_more():
+    module = settle(Branching(USES["added"]), 1)
+    inputs, plan = values(1, 2, 3, WIDTH).requires_grad_(), plan_of(module)
+    plan.begin_step()
+    deferred = plan.start(1)
+    with deferred.around_forward():
+        output = module(inputs)
+
+    deferred.backward_input([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
+    branches = [each for each in deferred.products if isinstance(each, WeightBranch)]
+    shapes = [tuple(each.shape) for each in branches[0].kept]
+    deferred.backward_weight()
+
+    assert shapes == [(WIDTH,)]  # the weight that was saved is a parameter
+    assert len(branches) == 1
+    assert branches[0].kept == []
+    assert branches[0].node is None
+
+
+def test_a_backward_comes_to_what_waits_in_one_order():
+    """An embedding at the beginning leads to its table alone, and is handed over with the branches."""
+    module = nn.Sequential(nn.Embedding(5, WIDTH), Branching(USES["added"]))
+    plan = plan_of(settle(module, 1))
+    tokens = torch.tensor([[1, 2], [0, 4]])
+    plan.begin_step()
+    deferred = plan.start(1)
+    with deferred.around_forward():
+        output = module(tokens)
+
+    deferred.backward_input([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
+
+    weights = [id(module[1].after.weight), id(module[1].first), id(module[1].before.weight), id(module[0].weight)]
+    assert [id(each.parameters[0]) for each in deferred.products] == weights
+    module.zero_grad()
+    assert_same(module, tokens)
+
+
+def test_what_does_not_pay_is_computed_in_i():
+    found = []
+    for use in (lambda self, x: x * torch.sigmoid(self.vector), USES["views alone"], USES["multiplied"]):
+        module = settle(Branching(use), 1)
+        plan = SplitPlan([module], small=32 * WIDTH * WIDTH)
+        in_two_parts(module, values(1, 3, WIDTH).requires_grad_(), plan)
+        plan.begin_step()
+        deferred = plan.start(1)
+        output = module(values(1, 3, WIDTH).requires_grad_())
+        deferred.backward_input([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
+        found.append(len([each for each in deferred.products if isinstance(each, WeightBranch)]))
+
+    assert found == [0, 0, 1]
+
+
+def test_the_first_stage_has_branches_too_and_its_layers_are_none():
+    """No gradient leads to its inputs, so all of its graph leads to parameters."""
+    module = settle(Branching(USES["added"]), 1)
+    output = module(values(1, 2, 3, WIDTH))
+
+    found = search([torch.autograd.graph.get_gradient_edge(output)], frozenset())
+
+    assert [id(each) for branch in found.branches for each in branch.parameters] == [id(module.first)]
+    assert found.sizes[id(module.first)] == math.inf
+    assert len(found.deferred) == 2

@@ -1,0 +1,101 @@
+"""Which nodes make weights, and how long their backward takes."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.execute.split.weight_graph import find_parameters, makes_weights, num_multiplications
+from tests.local_pipelines import WIDTH, values
+
+
+class Own(torch.autograd.Function):
+    """A function of the user's own."""
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        return sum(tensors)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def weight(*shape):
+    return nn.Parameter(values(2, *(shape or (WIDTH, WIDTH))))
+
+
+@pytest.mark.parametrize(
+    ("make", "is_branch"),
+    [
+        (lambda w: torch.tanh(w), True),
+        (lambda w: w * 2 + 1, True),
+        (lambda w: w * values(1, WIDTH, WIDTH), True),
+        (lambda w: torch.tanh(w @ w.t()), True),
+        (lambda w: w / w.norm(), True),
+        (lambda w: Own.apply(w), True),
+        (lambda w: Own.apply(w, values(1, WIDTH, WIDTH)), False),
+        (lambda w: w[0] + values(1, 3, WIDTH), False),
+        (lambda w: values(1, WIDTH, WIDTH) @ w, False),
+        (lambda w: nn.functional.linear(values(1, WIDTH, WIDTH), w, weight(WIDTH)), False),
+        (lambda w: nn.functional.embedding(torch.tensor([0, 1]), w) * 2, False),
+        (lambda w: torch.tanh(w[torch.tensor([0, 1])]), False),
+        (lambda w: w + values(1, WIDTH, WIDTH).requires_grad_(), False),
+        (lambda w: nn.functional.layer_norm(values(1, 3, WIDTH), (WIDTH,), weight(WIDTH), weight(WIDTH)), False),
+    ],
+)
+def test_a_branch_meets_no_data(make, is_branch):
+    node, others = make(weight()).grad_fn, set()
+
+    found = find_parameters([node], others, makes_weights)
+
+    assert (found is not None) == is_branch
+    assert (node in others) == (not is_branch)
+
+
+def test_behind_a_product_constants_may_be_of_any_shape():
+    joined = torch.cat([values(1, 2, WIDTH), weight()])
+
+    assert find_parameters([joined.grad_fn], set()) is not None
+    assert find_parameters([joined.grad_fn], set(), makes_weights) is None
+
+
+def test_a_search_finds_each_parameter_and_each_node_once():
+    first, second = weight(), weight()
+    made = torch.tanh(first) * second + first
+
+    parameters, nodes = find_parameters([made.grad_fn], set())
+
+    assert sorted(map(id, parameters)) == sorted(map(id, (first, second)))
+    assert len(nodes) == len(set(nodes)) == 5
+
+
+def test_what_leads_elsewhere_is_not_searched_again():
+    hidden, w = values(1, WIDTH, WIDTH).requires_grad_(), weight()
+    inner = torch.tanh(w)
+    outer = (inner + hidden).relu()
+    others = set()
+    find_parameters([outer.grad_fn], others)
+
+    assert outer.grad_fn in others
+    assert inner.grad_fn not in others
+    assert find_parameters([inner.grad_fn], others) is not None
+    assert find_parameters([(outer * 2).grad_fn], others) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda w: w.t()[0].expand(4, -1), 0),
+        (torch.tanh, 32 * WIDTH**2),
+        (torch.sum, 32 * WIDTH**2),
+        (lambda w: torch.tanh(w[0]), 32 * WIDTH),
+        (lambda w: torch.tanh(w @ w), math.inf),
+        (lambda w: Own.apply(w.t()), math.inf),
+    ],
+)
+def test_the_work_of_a_branch_is_that_of_its_elements(make, expected):
+    _, nodes = find_parameters([make(weight()).grad_fn], set())
+
+    assert num_multiplications(nodes) == expected
