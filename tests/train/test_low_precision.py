@@ -36,7 +36,7 @@ def batches_of(number, num_batches):
     return [random_batch(number * num_batches + index) for index in range(num_batches)]
 
 
-def train(transport, precision, schedule, num_batches=1):
+def train(transport, precision, schedule, num_batches=1, options=OPTIONS):
     pipeline = small_pipeline(
         transport,
         precision.cast(small_layers()),
@@ -45,7 +45,7 @@ def train(transport, precision, schedule, num_batches=1):
         main_gradients=precision.has_main_weights,
         scale_loss=loss_scaler(precision, CPU).scale_mean,
     )
-    trainer = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS, precision=precision)
+    trainer = Trainer(pipeline, options, num_steps=NUM_STEPS, precision=precision)
     outcomes = []
     for number in range(1, NUM_STEPS + 1):
         outcome = trainer.step(number, batches_of(number, num_batches))
@@ -61,8 +61,9 @@ def train(transport, precision, schedule, num_batches=1):
 class Plain:
     """One process and torch alone: float32 copies and sums of gradients by hand, torch's own GradScaler."""
 
-    def __init__(self, precision):
+    def __init__(self, precision, section=OPTIONS):
         self.precision = precision
+        self.section = section
         layers = {layer.name: layer() for layer in precision.cast(small_layers())}
         self.model = nn.Sequential(*layers.values())
         self.parameters = {
@@ -71,7 +72,7 @@ class Plain:
             for name, parameter in module.named_parameters()
         }
         self.mains = {name: nn.Parameter(parameter.detach().float()) for name, parameter in self.parameters.items()}
-        self.optimizer = build_optimizer(self.mains.items(), OPTIONS)
+        self.optimizer = build_optimizer(self.mains.items(), section)
         options = precision.options
         self.scaler = torch.amp.GradScaler(
             "cpu",
@@ -91,7 +92,7 @@ class Plain:
         self.scaler.unscale_(self.optimizer)
         norm = clip_gradients([(name, main.grad) for name, main in self.mains.items()], lambda own: [own], 0.5)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate_at(number, OPTIONS, NUM_STEPS)
+            group["lr"] = learning_rate_at(number, self.section, NUM_STEPS)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         with torch.no_grad():
@@ -115,8 +116,8 @@ class Plain:
         return total.item()
 
 
-def train_plainly(precision, num_batches=1):
-    plain = Plain(precision)
+def train_plainly(precision, num_batches=1, options=OPTIONS):
+    plain = Plain(precision, options)
     return [plain.step(number, batches_of(number, num_batches)) for number in range(1, NUM_STEPS + 1)], plain
 
 
@@ -190,3 +191,34 @@ def test_copies_of_a_tied_weight_and_their_main_weights_stay_equal(case):
     assert torch.equal(main, other)
     assert is_updated
     assert decays == head_decays == [0.0]
+
+
+TWO_ROUTES = {"dualpipe": 2, "chimera": 4}
+GENTLE = OptimizerSection(name="SGD", options={"momentum": 0.9}, learning_rate=0.05, warmup_steps=2, clip_norm=0.5)
+"""AdamW would turn a rounded gradient near zero into a step of full size."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("schedule", list(TWO_ROUTES))
+def test_two_copies_end_equal_and_near_one_process(schedule, case):
+    """Each copy sums its own microbatches first, so that only rounding is another one."""
+    expected, plain = train_plainly(CASES[case], options=GENTLE)
+
+    results = on_ranks(TWO_ROUTES[schedule], train, CASES[case], schedule, 1, GENTLE)
+
+    for outcomes, held_out, weights, mains in results:
+        assert str(outcomes) == str(results[0][0])
+        assert held_out == results[0][1]
+        for _, _, others, other_mains in results:
+            for name in weights.keys() & others.keys():
+                assert torch.equal(weights[name], others[name])
+                assert mains[name] is None or torch.equal(mains[name], other_mains[name])
+        for name in weights:
+            found = weights[name] if mains[name] is None else mains[name]
+            torch.testing.assert_close(found, plain.mains[name], rtol=0, atol=1e-6)
+    for (loss, norm, *found), (loss_alone, norm_alone, *others) in zip(results[0][0], expected, strict=True):
+        assert found == others
+        assert loss == pytest.approx(loss_alone, rel=1e-5)
+        assert norm == pytest.approx(norm_alone, rel=1e-5, nan_ok=True)
+    assert sum(len(weights) for _, _, weights, _ in results) == 2 * len(plain.parameters), "two copies"
