@@ -93,7 +93,9 @@ class Gradients:
         scaler = grad_scaler_of(options.scale_loss)
         self._scaler = None if scaler is None else SharedScaler(scaler, control, device, attribute)
         copies = assembly.tied_copies.values()
-        self._ddp = DdpReduction(assembly.stages, copies, attribute=attribute, deadline_s=options.deadline_s)
+        self._ddp = DdpReduction(
+            assembly.stages, copies, attribute=attribute, limit_s=lambda: control.transport.deadline_s
+        )
 
     @property
     def scale(self) -> float:

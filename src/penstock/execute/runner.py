@@ -17,6 +17,7 @@ from penstock.execute.compile.program import CompiledProgram, compile_program
 from penstock.execute.compile.rows import RankRows
 from penstock.execute.control.agreement import Extra, Mode
 from penstock.execute.control.collectives import Control
+from penstock.execute.control.compilations import COMPILE_DEADLINE_S, Compilations
 from penstock.execute.control.failures import FailureReporter
 from penstock.execute.control.handshake import Agreed
 from penstock.execute.control.positions import PositionBoard
@@ -43,6 +44,7 @@ from penstock.execute.stages.main_gradients import ATTRIBUTE
 from penstock.execute.step import Change, Step
 from penstock.execute.transport.messages import Messenger
 from penstock.execute.transport.protocol import Transport
+from penstock.execute.values.tree import flatten
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 
@@ -75,15 +77,17 @@ class Runner:
         self._loss_weights = loss_weights
         self._takes_weight = loss is not None and takes_weight(loss)
         self._scale = loss_scale(options.scale_loss)
+        own_layers = [layer for stage in assembly.stages for layer in stage.modules]
         control = Control(transport)
         self._gradients = Gradients(control, device, assembly, options)
         self._exchange = LossExchange(control, device)
-        self._auxiliary = auxiliary_modules([layer for stage in assembly.stages for layer in stage.modules])
+        self._auxiliary = auxiliary_modules(own_layers)
         self._program_of = program_of
         self._num_microbatches = schedule.num_microbatches
         self._compiled: dict[tuple[Mode, int], CompiledProgram] = {}
         self._active: Program | None = None
         self._failures = FailureReporter(transport, board, self._describe)
+        self._compilations = Compilations(transport, board, own_layers)
         self._observers = observers_for(
             transport,
             device,
@@ -127,9 +131,10 @@ class Runner:
             batch = self._admit(mode, call, memory)  # 2 split the batch; one exchange, in which all ranks agree
             compiled = self._compiled_for(mode, len(batch.microbatches))  # an evaluation of few rows has fewer
             step = self._make_step(mode, batch)
+            patience = self._compilations.in_step(batch.agreed, flatten((call.args, call.target))[0])
             del batch  # 3 from here on the step alone holds the data, and all that is made of them
             of_step = self._observers_of_step(compiled, call, memory)  # 4 what looks at this step alone
-            with step:
+            with patience, step:
                 self._run(compiled, step, of_step)  # 5 the loop
                 result = self._share(step, of_step)  # 6 every rank gets the losses
             self._failures.end()
@@ -157,7 +162,8 @@ class Runner:
         key = mode, num_microbatches
         if key not in self._compiled:
             program, rank, options = self._program_of(*key), self._transport.rank, self._options
-            settings = StageSettings(self._assembly.skips, self._device, options.seed, options.deadline_s)
+            patience_s = COMPILE_DEADLINE_S if self._compilations.has_compiled_layers else options.deadline_s
+            settings = StageSettings(self._assembly.skips, self._device, options.seed, patience_s)
             hooks = self._gradients.hooks(program, self._messenger, self._message_transport)
             context = CompileContext(
                 program,
@@ -199,6 +205,7 @@ class Runner:
             scale=gradients.scale if is_training else 0.0,
             is_synced=gradients.is_synced,
             extra=_extra_of(call, memory),
+            num_compilations=self._compilations.told(),
         )
         # From the largest of all ranks: one that tried a step alone is ahead, and its number must not come twice, or a
         # message of the step that failed could pass for one of this step.
@@ -289,6 +296,7 @@ class Runner:
             report = self._failures.report(error)
             # Only after the report, which has aborted the transport: nobody waits for these messages any more.
             self._messenger.reset()
+            self._compilations.forget()
             self._gradients.end_failed_step()
             if not isinstance(error, Exception):
                 raise  # an interrupt is the caller's to handle; the other ranks have been told

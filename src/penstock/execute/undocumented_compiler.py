@@ -5,7 +5,7 @@ are needed, since it takes seconds to load.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from importlib import import_module
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -143,8 +143,9 @@ def watch_compilations(begin: Callable[[], None], end: Callable[[], None]) -> Ca
     callbacks.register_end_callback(pair[1])
 
     def stop() -> None:
-        callbacks.remove_start_callback(pair[0])
-        callbacks.remove_end_callback(pair[1])
+        with suppress(ValueError):  # torch.compiler.reset() has removed them
+            callbacks.remove_start_callback(pair[0])
+            callbacks.remove_end_callback(pair[1])
 
     return stop
 

@@ -82,6 +82,8 @@ class StepProposal:
     """The scale of the rank's GradScaler; 0 where it has none."""
     is_synced: bool = True
     """Whether gradients are averaged over replicas; not within `no_sync()`."""
+    num_compilations: int = 0
+    """What it says of its compilations (`Compilations.told`); 0 where none of its layers are compiled."""
     refusal: str = ""
     """Why the rank cannot run the step."""
     is_end_of_data: bool = False
@@ -105,6 +107,9 @@ class AgreedStep:
         self.trained = digest(str([each.trained for each in proposals])) if any(e.trained for e in proposals) else 0
         """Stands for all parameters of all ranks that need gradients; 0 where none is to get one."""
         given = [max(getattr(each, name) for each in proposals) for name in ("inputs", "keywords", "target")]
+        self.compilations = [each.num_compilations for each in proposals]
+        """By rank."""
+        self.is_training = proposals[0].mode.is_training
         self.signature = " ".join(map(str, (proposals[0].mode.name, *given, self.trained)))
         """What all ranks know of the batch: equal signatures mean equal shapes on every stage."""
 

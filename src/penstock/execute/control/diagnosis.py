@@ -190,10 +190,11 @@ def _why(position: RankPosition, describe: Describe) -> str:
 
 def place_of(position: RankPosition, describe: Describe) -> str:
     """Say where in a step a rank is, with the preposition: `in 2F1`."""
+    doing = "compiling " if position.state is State.COMPILING else ""
     if position.row >= 0:
         instruction = describe(position.rank, position.row)
-        return f"in {instruction}" if instruction else "at the end of its step"
-    return "between two steps" if position.state is State.IDLE else "at the start of its step"
+        return f"{doing}in {instruction}" if instruction else f"{doing}at the end of its step"
+    return "between two steps" if position.state is State.IDLE else f"{doing}at the start of its step"
 
 
 def _with_positions(finding: Verdict, positions: list[RankPosition], describe: Describe) -> Verdict:

@@ -51,6 +51,8 @@ class State(IntEnum):
     """Its own work raised an error."""
     DONE = 5
     """It has closed its pipeline."""
+    COMPILING = 6
+    """torch.compile compiles something in its current instruction."""
 
 
 IDLE = int(State.IDLE)
@@ -163,6 +165,10 @@ class PositionBoard:
     def note_run(self) -> None:
         """Say that this rank goes on after a wait."""
         POSITION.pack_into(self._memory, self._position_at, self._base, self._row, NO_PEER, time.monotonic())
+
+    def note_compiling(self) -> None:
+        """Say that a compilation begins, which `note_run` ends."""
+        POSITION.pack_into(self._memory, self._position_at, State.COMPILING, self._row, NO_PEER, time.monotonic())
 
     def note_step(self, step: int) -> None:
         """Say that a step begins."""

@@ -58,7 +58,7 @@ class Watchdog:
     def look(self) -> None:
         """Write the watched thread's stack onto the board if its instruction is slow."""
         position = self._board.read(self._board.rank)
-        is_busy = position.state in (State.RUNNING, State.WAITING)
+        is_busy = position.state in (State.RUNNING, State.WAITING, State.COMPILING)
         if is_busy and self._clock() - position.since_s > SLOW_PART * self._deadline_s:
             self._board.note_stack(stack_of(self._watched))
         elif position.stack:

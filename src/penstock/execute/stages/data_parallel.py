@@ -29,7 +29,12 @@ class DdpReduction:
     """The DDP modules in one rank's stages."""
 
     def __init__(
-        self, stages: Sequence[Stage], copies: Iterable[TiedCopy], *, attribute: str = "grad", deadline_s: float
+        self,
+        stages: Sequence[Stage],
+        copies: Iterable[TiedCopy],
+        *,
+        attribute: str = "grad",
+        limit_s: Callable[[], float],
     ) -> None:
         """`copies` are this rank's parameters that are tied over ranks; `attribute` is where gradients are."""
         self._modules = {
@@ -43,7 +48,7 @@ class DdpReduction:
         }
         self._tied = {id(parameter) for copy in copies for parameter in copy.parameters.values()}
         self._attribute = attribute
-        self._deadline_s = deadline_s
+        self._limit_s = limit_s
         self._is_synced: Mapping[int, bool] = {}
         """By id of a DDP module, whether the caller wants this step's gradients averaged."""
 
@@ -100,7 +105,8 @@ class DdpReduction:
     def _run(
         self, stage: int, group: dist.ProcessGroup, collective: Callable[..., dist.Work], tensors: Sequence[Tensor]
     ) -> None:
-        end_s = time.monotonic() + self._deadline_s
+        limit_s = self._limit_s()
+        end_s = time.monotonic() + limit_s
         works = [collective(tensor, group=group, async_op=True) for tensor in tensors]
         for work, tensor in zip(works, tensors, strict=True):
             pending = (QueuedMessage if tensor.is_cuda else GlooMessage)(work, tensor)
@@ -109,7 +115,7 @@ class DdpReduction:
             except (RuntimeError, MessageLate) as error:
                 raise PipelineError(
                     f"stage {stage}: its gradients were not averaged over ranks "
-                    f"{', '.join(map(str, dist.get_process_group_ranks(group)))} within {self._deadline_s:g} s "
+                    f"{', '.join(map(str, dist.get_process_group_ranks(group)))} within {limit_s:g} s "
                     f"({error or 'a replica did not come'}). Every replica must run the same steps; if one has failed, "
                     "start all ranks again"
                 ) from error

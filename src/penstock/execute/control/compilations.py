@@ -1,0 +1,123 @@
+"""Compilation outside every deadline: ranks say before a step whether one may compile in it, and then wait longer.
+
+A first compilation takes a minute and more, and only its own rank sees that it runs. So a rank with compiled layers
+says in the agreement on each step how many compilations it has begun. As all ranks know these numbers, all of them know
+which batch layouts have run without one. In a step of any other layout every wait lasts up to `COMPILE_DEADLINE_S`;
+a rank that dies meanwhile closes its connections, which its peers see at once.
+"""
+
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import PenstockWarning
+from penstock.execute.control.agreement import AgreedStep
+from penstock.execute.control.positions import PositionBoard
+from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.world import shares_process
+from penstock.execute.undocumented_compiler import is_compiled, watch_compilations
+
+COMPILE_DEADLINE_S = 1800.0
+"""The limit of every wait in a step in which a rank may compile."""
+MANY = 4
+"""Training steps one after another, each with a compilation, after which a warning says so."""
+
+
+class Compilations:
+    """What is known of compilations on all ranks; the same on each of them."""
+
+    def __init__(self, transport: Transport, board: PositionBoard, layers: Sequence[nn.Module]) -> None:
+        self.has_compiled_layers = any(map(_holds_compiled, layers))
+        self._transport = transport
+        self._board = board
+        self._layers = layers
+        self._shares_process = shares_process(transport)
+        self._num_begun = 0
+        self._settled: set[str] = set()
+        """Batch layouts of which the last step compiled nothing on any rank."""
+        self._last: tuple[str, Sequence[int]] | None = None
+        """Layout of the last step, and all ranks' numbers before it."""
+        self._recent: deque[str] = deque(maxlen=MANY)
+        """The shapes of the last training steps, as long as each has compiled something."""
+        self._is_warned = False
+
+    def told(self) -> int:
+        """Return what this rank says before a step: 0 if nothing of it is compiled, else how often it was, and one."""
+        # The first layers again each time: they may be compiled after the pipeline was made.
+        is_compiling = self.has_compiled_layers or any(map(is_compiled, self._layers))
+        return self._num_begun + is_compiling
+
+    def forget(self) -> None:
+        """Forget the last step, which failed, so that what it would have compiled is not known."""
+        self._last = None
+
+    @contextmanager
+    def in_step(self, agreed: AgreedStep, given: Sequence[Any]) -> Iterator[None]:
+        """Run a step in here; tensors among what this rank was given are what a warning shows the shapes of."""
+        before_s, num_before = self._transport.deadline_s, self._num_begun
+        if self._may_compile(agreed):
+            self._transport.deadline_s = max(before_s, COMPILE_DEADLINE_S)
+        stop = self._watch()
+        try:
+            yield
+        finally:
+            self._transport.deadline_s = before_s
+            stop()
+        if agreed.is_training:
+            self._note_step(given, has_compiled=self._num_begun > num_before)
+
+    def _may_compile(self, agreed: AgreedStep) -> bool:
+        if self._last is not None:
+            layout, before = self._last
+            (self._settled.add if before == agreed.compilations else self._settled.discard)(layout)
+        self._last = agreed.signature, agreed.compilations
+        return any(agreed.compilations) and agreed.signature not in self._settled
+
+    def _watch(self) -> Callable[[], None]:
+        if "torch._dynamo" not in sys.modules:  # nothing can be compiled before it is loaded, which takes seconds
+            return lambda: None
+        thread = threading.get_ident()
+
+        def is_own() -> bool:
+            # On CUDA a backward is compiled on a thread of autograd; ranks that are threads compute on the CPU.
+            return not self._shares_process or threading.get_ident() == thread
+
+        def begin() -> None:
+            if is_own():
+                self._num_begun += 1
+                self._board.note_compiling()
+
+        return watch_compilations(begin, lambda: self._board.note_run() if is_own() else None)
+
+    def _note_step(self, given: Sequence[Any], *, has_compiled: bool) -> None:
+        if not has_compiled:
+            self._recent.clear()
+            return
+        shapes = [str(tuple(each.shape)) for each in given if isinstance(each, Tensor)]
+        self._recent.append(" and ".join(shapes) or "known to other ranks")
+        if len(self._recent) == MANY and not self._is_warned:
+            self._is_warned = True
+            warnings.warn(
+                f"rank {self._board.rank}: compiled layers were compiled again in each of the last {MANY} steps, whose "
+                f"batches had the shapes {'; '.join(self._recent)}. Pad batches to a few shapes, mark what varies by "
+                "torch._dynamo.mark_dynamic, or see why with TORCH_LOGS=recompiles",
+                PenstockWarning,
+                stacklevel=2,
+            )
+
+
+def _holds_compiled(layer: nn.Module) -> bool:
+    """Whether torch compiles a layer, a module in it, or a function that a module holds or that its forward names."""
+    for module in layer.modules():
+        forward = type(module).forward
+        names = getattr(getattr(forward, "__code__", None), "co_names", ())
+        called = [getattr(forward, "__globals__", {}).get(name) for name in names]
+        if any(map(is_compiled, (module, forward, *vars(module).values(), *called))):
+            return True
+    return False

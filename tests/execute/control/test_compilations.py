@@ -1,0 +1,180 @@
+"""Ranks wait longer where one of them may compile, and only there."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import PenstockWarning
+from penstock.execute.control.agreement import AgreedStep, Mode, StepProposal
+from penstock.execute.control.compilations import COMPILE_DEADLINE_S, MANY, Compilations
+from penstock.execute.control.positions import State, boards_of_threads
+from penstock.execute.transport import LocalTransport
+
+DEADLINE_S = 3.0
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_was_compiled():
+    yield
+    torch.compiler.reset()
+
+
+class Layer(nn.Module):
+    def forward(self, features):
+        return features.tanh()
+
+
+class Within(nn.Module):
+    """Holds a function that torch compiles."""
+
+    def __init__(self):
+        super().__init__()
+        self.function = torch.compile(torch.tanh, backend="eager")
+
+
+NAMED = torch.compile(torch.tanh, backend="eager")
+
+
+class Naming(nn.Module):
+    def forward(self, features):
+        return NAMED(features)
+
+
+def compiled_in_place():
+    layer = Layer()
+    layer.compile(backend="eager")
+    return layer
+
+
+class Ranks:
+    """What two ranks say; the first one is looked at."""
+
+    def __init__(self, *layers):
+        (self.board,) = boards_of_threads(1)
+        (self.transport,) = LocalTransport.create(1, DEADLINE_S)
+        self.own = Compilations(self.transport, self.board, layers)
+
+    def step(self, run=lambda: None, *, other=0, inputs=1, mode=Mode.TRAIN, given=()):
+        """Run a step, in which `run` is called, and return the limit of its waits."""
+        told = [self.own.told(), other]
+        agreed = AgreedStep([StepProposal(mode=mode, inputs=inputs, num_compilations=each) for each in told])
+        with self.own.in_step(agreed, given):
+            run()
+            return self.transport.deadline_s
+
+
+def test_without_compiled_layers_no_wait_is_longer():
+    ranks = Ranks(Layer())
+
+    assert [ranks.step(inputs=inputs) for inputs in (1, 1, 2)] == [DEADLINE_S] * 3
+
+
+def test_compiled_layers_are_known_wherever_they_are():
+    wrapped = torch.compile(Layer(), backend="eager")
+    for layer in (wrapped, compiled_in_place(), nn.Sequential(compiled_in_place()), Within(), Naming()):
+        assert Ranks(layer).step() == COMPILE_DEADLINE_S, layer
+
+    layer = Layer()
+    ranks = Ranks(layer)
+    layer.compile(backend="eager")
+    assert ranks.step() == COMPILE_DEADLINE_S
+
+
+def test_waits_are_longer_until_a_layout_has_run_without_a_compilation():
+    layer = compiled_in_place()
+    ranks = Ranks(layer)
+
+    def run():
+        layer(torch.ones(3))
+
+    assert ranks.step(run) == COMPILE_DEADLINE_S  # it is compiled here
+    assert ranks.step(run) == COMPILE_DEADLINE_S  # what the first step has learned may be compiled
+    assert ranks.step(run) == DEADLINE_S
+    assert ranks.step(run, inputs=2) == COMPILE_DEADLINE_S  # another layout
+    assert ranks.step(run, inputs=1) == DEADLINE_S
+    assert ranks.step(run, inputs=2) == DEADLINE_S
+    assert ranks.step(run, mode=Mode.EVALUATE) == COMPILE_DEADLINE_S
+    assert ranks.transport.deadline_s == DEADLINE_S
+
+
+def test_a_rank_waits_for_others_that_compile():
+    ranks = Ranks(Layer())
+
+    assert [ranks.step(other=told) for told in (1, 3, 3, 3)] == [COMPILE_DEADLINE_S] * 2 + [DEADLINE_S] * 2
+
+
+def test_a_failed_step_shows_nothing():
+    ranks = Ranks(Layer())
+    with pytest.raises(KeyError):
+        ranks.step({}.popitem, other=1)
+    ranks.own.forget()
+
+    assert [ranks.step(other=1) for _ in range(2)] == [COMPILE_DEADLINE_S, DEADLINE_S]
+    assert ranks.transport.deadline_s == DEADLINE_S
+
+
+def test_the_board_says_while_a_rank_compiles_and_where():
+    ranks, states = Ranks(Layer()), []
+
+    def backend(module, examples):
+        states.append(ranks.board.read(0))
+        return module.forward
+
+    def run():
+        ranks.board.note(5)
+        torch.compile(Layer(), backend=backend)(torch.ones(2))
+        states.append(ranks.board.read(0))
+
+    ranks.step(run)
+
+    assert [(each.state, each.row) for each in states] == [(State.COMPILING, 5), (State.RUNNING, 5)]
+    assert ranks.own.told() == 1  # of a function that was not seen in the layers, too
+
+
+def test_ranks_that_are_threads_do_not_count_for_each_other():
+    (board, _), transports = boards_of_threads(2), LocalTransport.create(2, DEADLINE_S)
+    own = Compilations(transports[0], board, [])
+    with own.in_step(AgreedStep([StepProposal(mode=Mode.TRAIN)]), ()):
+        other = threading.Thread(target=lambda: torch.compile(Layer(), backend="eager")(torch.ones(4)))
+        other.start()
+        other.join()
+
+    assert own.told() == 0
+    assert board.read(0).state is not State.COMPILING
+
+
+def test_steps_that_always_compile_are_warned_of_once_with_their_shapes():
+    ranks, layer = Ranks(Layer()), compiled_in_place()
+
+    def step(rows):
+        features = torch.ones(rows, 2)
+        torch.compiler.reset()
+        ranks.step(lambda: layer(features), inputs=rows, given=[features, "text", torch.ones(rows)])
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in range(2, 2 + MANY):
+            assert not [each for each in caught if issubclass(each.category, PenstockWarning)]
+            step(rows)
+        for rows in range(9, 9 + MANY):
+            step(rows)
+
+    (told,) = [str(each.message) for each in caught if issubclass(each.category, PenstockWarning)]
+    assert f"in each of the last {MANY} steps" in told
+    assert "the shapes (2, 2) and (2,); (3, 2) and (3,)" in told
+
+
+def test_a_step_that_compiles_nothing_begins_the_count_anew():
+    ranks, layer = Ranks(Layer()), compiled_in_place()
+
+    def compile_again():
+        torch.compiler.reset()
+        layer(torch.ones(2))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PenstockWarning)
+        for number in range(3 * MANY):
+            ranks.step(compile_again if number % MANY else lambda: None)
