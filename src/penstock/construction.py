@@ -37,6 +37,7 @@ from penstock.execute.options import PipelineOptions, refuse_unknown
 from penstock.execute.runner import Runner
 from penstock.execute.stages.assemble import Assembly, assemble, num_parameters, with_skips
 from penstock.execute.stages.carried import refuse_layers_that_look_back
+from penstock.execute.stages.compiled_layers import compile_layers, without_wrappers
 from penstock.execute.stages.layers import Layer, layer_names, spec_attribute
 from penstock.execute.stages.main_gradients import require_shapes
 from penstock.execute.stages.shared_builders import BuiltLayers, build_own, refuse_shared_objects
@@ -85,7 +86,7 @@ class Plan:
         self.given = _resolve(joined, request)
         self.schedule: Schedule = self.given.actions()
         require_split(request.split)
-        layers = layer_list(request.layers)
+        layers = list(map(without_wrappers, layer_list(request.layers)))
         self.layer_names = layer_names(layers, names_of_children(request.layers))
         self.layer_weights = _weights(layers, request.split, options)
         placement = self.schedule.placement
@@ -221,6 +222,7 @@ def _assembled(joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemor
     )
     assembly = with_skips(assembly, plan.layers_of_stage, agreed.skips)
     refuse_wrappers(assembly.stages, schedule, joined.ranks_of_group())
+    compile_layers(assembly.stages, options.compile)
     queued = [stage.index for stage in assembly.stages if stage.own_weight_gradients.has_queues]
     if queued:
         prove_weight_order(schedule, queued)

@@ -8,6 +8,7 @@ import torch
 
 from penstock.errors import ConfigError, nearest
 from penstock.execute.arguments import is_time, is_whole_number, require, require_device
+from penstock.execute.backend import find_backend
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.microbatch import BatchSpec
 from penstock.execute.batch.stream import StreamRules
@@ -42,6 +43,9 @@ class PipelineOptions:
     """What every loss is multiplied by where its backward begins, those that layers add included: a number, or a
     function. Gradients are scaled then, what is reported is not. Where it is a method of a `torch.amp.GradScaler`, the
     scalers of all ranks take one decision."""
+    compile: bool | str = False
+    """Whether torch.compile compiles the layers of this rank in place: True takes Inductor where its compiler is found,
+    else "aot_eager"; or the name of a backend. Weight gradients wait for W with True, "inductor" and "aot_eager"."""
     allow_ragged: bool = False
     """Whether microbatches may differ in size by one row, and slices in length by one."""
     specs: BatchSpec | None = None
@@ -106,6 +110,10 @@ class PipelineOptions:
         require("deadline_s", self.deadline_s, is_time(self.deadline_s), "a number of seconds larger than 0")
         require("transport", self.transport, _is_transport(self.transport), "a penstock Transport, or None")
         require_device(self.device)
+        is_name = isinstance(self.compile, bool | str)
+        require("compile", self.compile, is_name, "True, False or the name of a backend of torch.compile")
+        if self.compile:
+            find_backend(self.compile)
         for name in _FUNCTIONS:
             value = getattr(self, name)
             require(name, value, value is None or callable(value), "a function, or None")

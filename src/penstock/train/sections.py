@@ -101,6 +101,11 @@ class PipelineSection(Section):
         description="what blocks keep for the backward. 'none': everything; 'full': their inputs; 'selective': also "
         "the results of matrix products and attention; or a list with one of these per stage",
     )
+    compile: bool | str = Field(
+        default=False,
+        description="whether torch.compile compiles each layer: true takes Inductor where its compiler is found, else "
+        "'aot_eager'; or the name of a backend. With true, 'inductor' and 'aot_eager' weight gradients wait for W",
+    )
     run_ahead: NotNegative = Field(
         default=0, description="on CUDA, computations that may be queued and not ended; 0: any number"
     )

@@ -236,6 +236,7 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule) 
         memory_limit=memory_limit(config),
         costs=load_costs(config),
         run_ahead=config.pipeline.run_ahead or None,
+        compile=config.pipeline.compile,
     )
 
 

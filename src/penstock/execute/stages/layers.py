@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import PartitionError, PenstockError
+from penstock.execute.stages.compiled_layers import without_wrappers
 from penstock.execute.undocumented import has_hooks, is_out_of_memory
 
 Layer = nn.Module | Callable[[], nn.Module]
@@ -44,7 +45,7 @@ def build_layer(layer: Layer, name: str, memory: dict[int, Any] | None = None) -
     try:
         if isinstance(layer, nn.Module):
             return _with_values(layer, name) if memory is None else _copy(layer, name, memory)
-        module = layer()
+        module = without_wrappers(layer())
     except PenstockError:
         raise
     except Exception as error:
