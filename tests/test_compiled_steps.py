@@ -13,6 +13,7 @@ from penstock.errors import DeadlineExceeded, PeerLost
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
+from tests.house.source import ROOT
 from tests.local_pipelines import (
     Outcome,
     Task,
@@ -278,3 +279,25 @@ def test_a_rank_that_dies_while_it_compiles_is_found_at_once():
     assert kind is PeerLost
     assert "compiling in" in text
     assert waited_s < 20
+
+
+# ---- the example
+
+
+def losses_of_example(rank, backend):
+    code = (ROOT / "examples" / "compiled.py").read_text().replace("dist.destroy_process_group()", "pass")
+    found = {}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("sys.argv", ["compiled.py", backend])
+        exec(compile(code, "compiled.py", "exec"), found)
+    return found["losses"]
+
+
+@pytest.mark.slow
+def test_the_example_trains_a_compiled_decoder_the_same_on_two_ranks_as_on_one(two_ranks):
+    (alone,) = run_ranks(1, losses_of_example, "aot_eager")
+    first, second = two_ranks.run(losses_of_example, "aot_eager")
+
+    assert first == second
+    assert first == pytest.approx(alone, rel=1e-4)
+    assert first[-1] < 0.5 * first[0]
