@@ -70,11 +70,10 @@ class Runner:
     ) -> None:
         self._transport = transport
         self._device = device
-        self._placement = schedule.placement
+        self._placement, self._num_microbatches = schedule.placement, schedule.num_microbatches
         self._assembly = assembly
         self._options = options
-        self._loss = loss
-        self._loss_weights = loss_weights
+        self._loss, self._loss_weights = loss, loss_weights
         self._takes_weight = loss is not None and takes_weight(loss)
         self._scale = loss_scale(options.scale_loss)
         own_layers = [layer for stage in assembly.stages for layer in stage.modules]
@@ -83,7 +82,6 @@ class Runner:
         self._exchange = LossExchange(control, device)
         self._auxiliary = auxiliary_modules(own_layers)
         self._program_of = program_of
-        self._num_microbatches = schedule.num_microbatches
         self._compiled: dict[tuple[Mode, int], CompiledProgram] = {}
         self._active: Program | None = None
         self._failures = FailureReporter(transport, board, self._describe)

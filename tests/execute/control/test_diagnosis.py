@@ -20,6 +20,7 @@ from penstock.execute.control.positions import (
     Failure,
     PositionBoard,
     PositionMemory,
+    State,
     boards_of_threads,
     first_verdict,
     read_all,
@@ -157,7 +158,7 @@ def test_after_an_error_at_posting_the_chain_begins_at_the_peer_that_the_error_n
 def test_a_peer_that_left_or_has_not_begun_is_named_as_such():
     boards = boards_of_threads(3)
     boards[0].note_wait(1)
-    boards[1].note_done()
+    boards[1].note_state(State.DONE)
     left = diagnose(boards[0], describe)
     boards[0].begin_epoch()
     boards[0].note_wait(2)

@@ -68,7 +68,7 @@ def test_a_fresh_or_finished_rank_is_idle_and_a_closed_one_done():
     board.note(5)
     board.note_idle()
     finished = board.read(0)
-    board.note_done()
+    board.note_state(State.DONE)
 
     assert [fresh.state, finished.state, board.read(0).state] == [State.IDLE, State.IDLE, State.DONE]
     assert (fresh.row, finished.row) == (-1, -1)

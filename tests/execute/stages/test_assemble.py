@@ -307,7 +307,7 @@ class TwoUses(nn.Module):
 
 WRAPPED_TIES = {
     "checkpoint wrapper": (lambda: checkpoint_wrapper(nn.Linear(WIDTH, WIDTH, bias=False)), "3.weight"),
-    "compiled": (lambda: torch.compile(nn.Linear(WIDTH, WIDTH, bias=False), backend="eager"), "3._orig_mod.weight"),
+    "compiled": (lambda: torch.compile(nn.Linear(WIDTH, WIDTH, bias=False), backend="eager"), "3.weight"),
     "held twice": (TwoUses, "3.first.weight"),
     "held twice, by the other name": (TwoUses, "3.second.weight"),
 }

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockWarning
 from penstock.execute.control.agreement import AgreedStep
-from penstock.execute.control.positions import PositionBoard
+from penstock.execute.control.positions import PositionBoard, State
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import shares_process
 from penstock.execute.undocumented_compiler import is_compiled, watch_compilations
@@ -91,7 +91,7 @@ class Compilations:
         def begin() -> None:
             if is_own():
                 self._num_begun += 1
-                self._board.note_compiling()
+                self._board.note_state(State.COMPILING)
 
         return watch_compilations(begin, lambda: self._board.note_run() if is_own() else None)
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import CheckpointError
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
 from penstock.execute.control.diagnosis import Cause, Describe, Verdict, diagnose, place_of, position_table
 from penstock.execute.control.error_notes import noted_place
-from penstock.execute.control.positions import Failure, PositionBoard, RankPosition, read_all
+from penstock.execute.control.positions import Failure, PositionBoard, RankPosition, State, read_all
 from penstock.execute.control.watchdog import Watchdog
 from penstock.execute.transport.protocol import Transport
 
@@ -73,7 +73,7 @@ class FailureReporter:
     def close(self) -> None:
         """Leave the pipeline."""
         self._watchdog.stop()
-        self.board.note_done()
+        self.board.note_state(State.DONE)
 
     def _error(self, error: BaseException, position: RankPosition, verdict: Verdict) -> PipelineError:
         rank = self.board.rank

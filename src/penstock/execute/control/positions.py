@@ -166,10 +166,6 @@ class PositionBoard:
         """Say that this rank goes on after a wait."""
         POSITION.pack_into(self._memory, self._position_at, self._base, self._row, NO_PEER, time.monotonic())
 
-    def note_compiling(self) -> None:
-        """Say that a compilation begins, which `note_run` ends."""
-        POSITION.pack_into(self._memory, self._position_at, State.COMPILING, self._row, NO_PEER, time.monotonic())
-
     def note_step(self, step: int) -> None:
         """Say that a step begins."""
         self._step = step
@@ -183,9 +179,9 @@ class PositionBoard:
         self._base = IDLE
         self._set(State.IDLE)
 
-    def note_done(self) -> None:
-        """Say that this rank has left the pipeline for good."""
-        self._set(State.DONE)
+    def note_state(self, state: State) -> None:
+        """Say that this rank has left the pipeline for good (DONE), or compiles, until `note_run`."""
+        self._set(state)
 
     def note_failure(self, failure: Failure) -> None:
         """Say what this rank's own work raised; not for errors that only report what a peer did."""
