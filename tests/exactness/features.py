@@ -6,8 +6,10 @@ Every model reads tokens and gives a score per word, so that every loss fits eve
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
+import penstock as ps
 from penstock.execute.batch.microbatch import PreSplit
 from penstock.models import Skip
 from tests.local_pipelines import IGNORED, VOCABULARY, WIDTH, block, count_tokens, settle, token_loss
@@ -76,6 +78,63 @@ class DictEnd(DictBlock):
         return self.inner(state["hidden"]) / state["depth"]
 
 
+class Asking(torch.autograd.Function):
+    """A product of activations and a weight whose backward asks which half is wanted."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, weight = ctx.saved_tensors
+        of_hidden = gradient @ weight.t() if ps.wants_input_gradient(ctx) and ctx.needs_input_grad[0] else None
+        if not ps.wants_weight_gradient(ctx):
+            return of_hidden, None
+        return of_hidden, hidden.flatten(0, -2).t() @ gradient.flatten(0, -2)
+
+
+class Squared(torch.autograd.Function):
+    """A function of a weight alone."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.save_for_backward(weight)
+        return weight**2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2 * ctx.saved_tensors[0]
+
+
+class Custom(nn.Module):
+    """Runs functions of the user's own around a layer: of activations and a weight, and of a weight alone."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH, dtype=FLOAT64))
+        self.vector = nn.Parameter(torch.empty(WIDTH, dtype=FLOAT64))
+
+    def forward(self, x):
+        return Asking.apply(self.inner(x), self.weight) + Squared.apply(self.vector)
+
+
+class LowRank(nn.Module):
+    """Adds a difference of low rank to a frozen matrix, and another to its output."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.frozen = nn.Linear(WIDTH, WIDTH, dtype=FLOAT64).requires_grad_(False)
+        self.down, self.up = (nn.Parameter(torch.empty(*size, dtype=FLOAT64)) for size in ((2, WIDTH), (WIDTH, 2)))
+
+    def forward(self, x):
+        difference = self.up @ self.down
+        return F.linear(self.inner(x), self.frozen.weight + difference, self.frozen.bias) + difference[0]
+
+
 # ---- models: a number of layers, at least 3, to the layers
 
 
@@ -138,8 +197,29 @@ def dict_boundary(num_layers):
     return [DictBegin(first), *map(DictBlock, middle), DictEnd(last)]
 
 
+def custom_function(num_layers):
+    first, *middle, last = plain(num_layers)
+    return [first, *(settle(Custom(each), seed) for seed, each in enumerate(middle)), last]
+
+
+def low_rank(num_layers):
+    first, *middle, last = plain(num_layers)
+    return [first, *(settle(LowRank(each), seed) for seed, each in enumerate(middle)), last]
+
+
+def parametrized(num_layers):
+    first, *middle, last = plain(num_layers)
+    for layer in middle:
+        for module in [each for each in layer.modules() if isinstance(each, nn.Linear)]:
+            weight_norm(module)
+    return [first, *middle, last]
+
+
 MODELS = {
     "plain": plain,
+    "custom function": custom_function,
+    "low rank": low_rank,
+    "parametrized": parametrized,
     "tied": tied,
     "skip": skip,
     "frozen": frozen,
