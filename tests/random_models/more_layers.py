@@ -1,8 +1,10 @@
 """The vocabulary, continued: outputs in other memory, hooks, layers that look around, and layers that take keywords."""
 
 from torch import nn
+from torch.autograd import Function
 from torch.nn import functional as F
 
+import penstock as ps
 from tests.random_models.layers import kind, zeros
 
 # ---- outputs in another shape of memory
@@ -42,6 +44,77 @@ class Transposed(nn.Module):
 
     def forward(self, hidden):
         return self.linear(hidden).transpose(0, 1).contiguous().transpose(0, 1)
+
+
+# ---- what waits for the weight part of a split backward besides products of plain layers
+
+
+class _Asking(Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias):
+        ctx.save_for_backward(hidden)
+        ctx.weight = weight
+        return hidden @ weight.t() + bias
+
+    @staticmethod
+    def backward(ctx, gradient):
+        of_hidden = of_weight = of_bias = None
+        if ps.wants_input_gradient(ctx) and ctx.needs_input_grad[0]:
+            of_hidden = gradient @ ctx.weight
+        if ps.wants_weight_gradient(ctx) and ctx.needs_input_grad[1]:
+            of_weight = gradient.flatten(0, 1).t() @ ctx.saved_tensors[0].flatten(0, 1)
+        if ps.wants_weight_gradient(ctx) and ctx.needs_input_grad[2]:
+            of_bias = gradient  # autograd sums it to the shape of the bias
+        return of_hidden, of_weight, of_bias
+
+
+@kind()
+class AskingAffine(nn.Module):
+    """A custom function of activations and weights whose backward asks which half is wanted."""
+
+    def __init__(self, width, dtype):
+        super().__init__()
+        self.weight, self.bias = zeros(width, width, dtype=dtype), zeros(width, dtype=dtype)
+
+    def forward(self, hidden):
+        return _Asking.apply(hidden, self.weight, self.bias)
+
+
+class _Sine(Function):
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.save_for_backward(weight)
+        return weight.sin(), weight.cos()
+
+    @staticmethod
+    def backward(ctx, of_sine, of_cosine):
+        (weight,) = ctx.saved_tensors
+        return of_sine * weight.cos() - of_cosine * weight.sin()
+
+
+@kind()
+def branches(draw, width, dtype):
+    return _Branches(width, dtype, draw.choice(["added", "multiplied", "both", "in a product too", "in I too"]))
+
+
+class _Branches(nn.Module):
+    """A linear layer next to what is made of another weight alone."""
+
+    def __init__(self, width, dtype, use):
+        super().__init__()
+        self.linear, self.weight, self.use = nn.Linear(width, width, dtype=dtype), zeros(width, width, dtype=dtype), use
+
+    def forward(self, hidden):
+        sine, cosine = _Sine.apply(self.weight)
+        if self.use == "added":
+            return self.linear(hidden) + sine.mean(0)
+        if self.use == "multiplied":
+            return self.linear(hidden) * (sine @ cosine)[0]
+        if self.use == "both":
+            return self.linear(hidden) * sine[0] + cosine[1]
+        if self.use == "in a product too":
+            return self.linear(hidden) @ sine + cosine.sum(0)
+        return self.linear(hidden) + sine[0] + self.weight[1]
 
 
 # ---- hooks
