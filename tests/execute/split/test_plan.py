@@ -6,7 +6,10 @@ from torch import nn
 from torch.overrides import has_torch_function
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+import penstock as ps
 from penstock.errors import PipelineError
+from penstock.execute.split import plan as plan_module
+from penstock.execute.split.graph_search import search
 from penstock.execute.split.plan import SMALL, SplitPlan
 from penstock.execute.split.weight_grad_mode import RecomputeMismatch
 from penstock.models.emulated import EmulatedLayer
@@ -25,9 +28,9 @@ def late_weights(plan, module, num_rows=2, *, begins=True):
     with deferred.around_forward():
         output = module(hidden)
     deferred.backward_input([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
-    late = {name for name, each in module.named_parameters() if each.grad is None}
+    late = {name for name, each in module.named_parameters() if each.grad is None and each.requires_grad}
     deferred.backward_weight()
-    assert all(each.grad is not None for each in module.parameters())
+    assert all(each.grad is not None for each in module.parameters() if each.requires_grad)
     return late
 
 
@@ -195,3 +198,74 @@ def test_modules_are_as_they_were_between_the_parts():
         late_weights(plan, module)
 
     assert all("forward" not in each.__dict__ for each in module.modules())
+
+
+class Double(torch.autograd.Function):
+    """Asks or not: of activations and a weight."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, asks):
+        ctx.save_for_backward(hidden, weight)
+        ctx.asks = asks
+        return hidden @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, weight = ctx.saved_tensors
+        if ctx.asks and not ps.wants_weight_gradient(ctx):
+            return gradient @ weight.t(), None, None
+        return gradient @ weight.t(), hidden.t() @ gradient, None
+
+
+class Silent(Double):
+    """Never asks."""
+
+
+class Rungs(nn.Module):
+    """A weight on each rung."""
+
+    def __init__(self):
+        super().__init__()
+        self.product, self.small = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1, bias=False)
+        self.branch, self.behind, self.asks, self.silent = (nn.Parameter(torch.ones(WIDTH, WIDTH)) for _ in range(4))
+        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, hidden):
+        hidden = self.product(hidden) * torch.tanh(self.branch @ self.branch)[0] * self.frozen
+        hidden = Double.apply(hidden @ torch.tanh(self.behind), self.asks, True)
+        return self.small(Silent.apply(hidden, self.silent, False))
+
+
+def test_each_weight_is_on_a_rung():
+    module = Rungs()
+    plan = SplitPlan([module], small=WIDTH * WIDTH + 1)
+    for _ in range(2):
+        late_weights(plan, module)
+
+    found = plan.rungs(list(module.named_parameters()))
+
+    assert {name: str(each.rung) for name, each in found.items()} == {
+        "product.weight": "product",
+        "product.bias": "small",
+        "small.weight": "small",
+        "branch": "weight branch",
+        "behind": "weight branch",
+        "asks": "custom function",
+        "silent": "opaque",
+    }
+    assert found["product.weight"].multiplications == 2 * WIDTH * WIDTH
+    assert found["small.weight"].multiplications == 2 * WIDTH
+    assert found["asks"].multiplications is None
+
+
+def test_a_plan_looks_for_branches_while_it_does_not_know_and_where_there_are_any(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        plan_module, "search", lambda *args, **options: asked.append(options) or search(*args, **options)
+    )
+    for module in (nn.Linear(WIDTH, WIDTH), Rungs()):
+        plan = SplitPlan([module], small=0)
+        for _ in range(3):
+            late_weights(plan, module)
+
+    assert [each["finds_branches"] for each in asked] == [True, False, False, True, True, True]
