@@ -7,7 +7,8 @@ A whole backward (B) is measured after a forward made for it; I and W are Pensto
 `stage_backward_input` and `stage_backward_weight`. `F'/F` is the forward made for two parts over the one made for a
 whole, and `all` is (F' + I + W) / (F + B). The three take turns, in a new order each round, gradients adding up as over
 the microbatches of a step; times are medians, on the CPU those of this thread's work, whatever else runs there.
-`forwards` counts how often checkpointed layers run in a forward and its backward.
+`forwards` counts how often checkpointed layers run in a forward and its backward, `waits` is the share of the
+multiplications for weight gradients that is in W.
 
 Penstock does not defer the small weights of the tiny blocks. `--border` shows where to defer a weight begins to pay, in
 chains of layers of one width that are always deferred: where `all` is 1.33, it takes as long as the gradient itself.
@@ -20,26 +21,24 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from split_cases import CASES, NUM_TINY, Checkpointed
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.execute.losses.step_losses import StepLosses
 from penstock.execute.split.plan import SplitPlan
 from penstock.execute.stages.passes import PassOptions, SavedForward, StagePasses
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Step
-from penstock.models.decoder import DecoderConfig, decoder_layers
 
 NUM_WARM_UP_ROUNDS = 3
 NUM_ROUNDS = 21
-NUM_TINY = 64
 NUM_FORWARDS = 2
 NUM_CHAINED = 16
 FORWARD_BUDGET = 1.05
@@ -47,76 +46,14 @@ BUDGETS = {
     "transformer block": 1.05,
     "the same, checkpointed": 1.05,
     "two decoder blocks": None,
+    "block of width 512": 1.05,
+    "the same with LoRA": 1.05,
+    "with a custom function": 1.05,
     f"{NUM_TINY} tiny blocks": 1.15,
     "conv net": None,
 }
-
-
-class Block(nn.Module):
-    """A transformer block, norms first."""
-
-    def __init__(self, width: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, hidden: Tensor) -> Tensor:  # [batch, positions, width]
-        parts = self.qkv(self.norms[0](hidden)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*parts, is_causal=True)
-        hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2))
-        return hidden + self.down(F.gelu(self.up(self.norms[1](hidden))))
-
-
-class Checkpointed(nn.Module):
-    """Layers that are run again in the backward, and count it."""
-
-    def __init__(self, layers: nn.Module) -> None:
-        super().__init__()
-        self.layers, self.num_runs = layers, 0
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return checkpoint(self._run, hidden, use_reentrant=False)
-
-    def _run(self, hidden: Tensor) -> Tensor:
-        self.num_runs += 1
-        return self.layers(hidden)
-
-
-class Tiny(nn.Module):
-    """Two small layers beside a way around them."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.layers(hidden)
-
-
-def conv_net(channels: int) -> nn.Module:
-    """Four convolutions with batch norms."""
-    layers = [
-        nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU())
-        for _ in range(4)
-    ]
-    return nn.Sequential(*layers)
-
-
-def decoder_blocks() -> nn.Module:
-    """What a rank of the demo runs."""
-    config = DecoderConfig(vocabulary=256, width=160, layers=2, heads=4, key_value_heads=2, hidden=432, length=128)
-    return nn.Sequential(*(layer.build() for layer in decoder_layers(config)[1:3]))
-
-
-CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "transformer block": (lambda: Block(256, 4), (8, 128, 256)),
-    "the same, checkpointed": (lambda: Checkpointed(Block(256, 4)), (8, 128, 256)),
-    "two decoder blocks": (decoder_blocks, (2, 128, 160)),
-    f"{NUM_TINY} tiny blocks": (lambda: nn.Sequential(*(Tiny(64) for _ in range(NUM_TINY))), (64, 64)),
-    "conv net": (lambda: conv_net(32), (8, 32, 28, 28)),
-}
+MIN_SHARE = 0.95
+"""Of the multiplications for weights, in cases with a budget of `FORWARD_BUDGET`."""
 
 
 @dataclass(slots=True)
@@ -131,6 +68,8 @@ class Row:
     weight_s: list[float] = field(default_factory=list)
     torch_input_s: list[float] = field(default_factory=list)
     torch_weight_s: list[float] = field(default_factory=list)
+    share: float = 0.0
+    """Of the multiplications for weight gradients, those that wait for W."""
     forwards: int | None = None
     torch_forwards: int | None = None
 
@@ -238,16 +177,16 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def measure(name: str, device: torch.device) -> Row:
+def measure(name: str, device: torch.device, num_rounds: int) -> Row:
     """Measure one case, all three ways in turn."""
     torch.manual_seed(0)
     make, shape = CASES[name]
     stage = Stage(0, {"0": make().to(device)})
     inputs = torch.randn(shape, device=device)
-    case, row = Case(stage, inputs, torch.randn_like(inputs)), Row(name)
+    case, row = Case(stage, inputs, torch.randn_like(inputs)), Row(name, share=waiting_share(name, shape))
     runs = {"whole": case.whole, "parts": case.parts, "torch": case.parts_in_torch}
     order = list(runs)
-    for number in range(-NUM_WARM_UP_ROUNDS, NUM_ROUNDS):
+    for number in range(-NUM_WARM_UP_ROUNDS, num_rounds):
         times, forwards = {}, {}
         for way in order:
             before = num_runs(stage)
@@ -273,6 +212,34 @@ def note(row: Row, times: Mapping[str, list[float]]) -> None:
             column.append(value)
 
 
+def waiting_share(name: str, shape: tuple[int, ...]) -> float:
+    """Return which share of the multiplications for weight gradients is in W, once it is known what can wait.
+
+    All of them are what a whole backward has more than one of the same model without trained weights.
+    """
+    make, _ = CASES[name]
+    model = make()
+    case = Case(Stage(0, {"0": model}), torch.randn(shape), torch.randn(shape))
+    for _ in range(NUM_WARM_UP_ROUNDS):
+        list(case.parts())
+    *_, num_late = multiplications(case.parts())
+    *_, num_whole = multiplications(case.whole())
+    model.requires_grad_(False)
+    *_, num_of_inputs = multiplications(case.whole())
+    return num_late / (num_whole - num_of_inputs)
+
+
+def multiplications(steps: Iterator[None]) -> list[int]:
+    """Return the multiplications of each step but the first, which prepares."""
+    found = []
+    next(steps)
+    while True:
+        with FlopCounterMode(display=False) as counter:
+            if next(steps, steps) is steps:
+                return found
+        found.append(counter.get_total_flops() // 2)
+
+
 def num_runs(stage: Stage) -> int:
     """How often checkpointed layers have run so far."""
     return sum(layer.num_runs for layer in stage.layers.values() if isinstance(layer, Checkpointed))
@@ -282,7 +249,8 @@ def is_within(row: Row) -> bool:
     """Whether a row keeps its budget."""
     budget = BUDGETS[row.case]
     is_cheap = budget is None or (row.ratio <= budget and row.forward_ratio <= FORWARD_BUDGET)
-    return is_cheap and row.forwards in (None, NUM_FORWARDS)
+    waits = budget != FORWARD_BUDGET or row.share >= MIN_SHARE
+    return is_cheap and waits and row.forwards in (None, NUM_FORWARDS)
 
 
 def line(row: Row) -> str:
@@ -290,6 +258,7 @@ def line(row: Row) -> str:
     columns = (row.whole_forward_s, row.whole_s, row.forward_s, row.input_s, row.weight_s)
     medians_ms = [f"{1e3 * statistics.median(each):8.2f}" for each in columns]
     ratios = [f"{each:8.2f}" for each in (row.forward_ratio, row.ratio, row.total_ratio, row.torch_ratio)]
+    ratios.append(f"{row.share:8.0%}")
     forwards = "" if row.forwards is None else f"   forwards {row.forwards} (torch {row.torch_forwards})"
     budget = "" if BUDGETS[row.case] is None else f"   budget {BUDGETS[row.case]:.2f}"
     verdict = "ok" if is_within(row) else "MISSED"
@@ -315,20 +284,21 @@ def main() -> int:
     """Print the table; return 1 when a median is above its budget."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", type=torch.device, help="where to measure (default: cpu)")
+    parser.add_argument("--rounds", default=NUM_ROUNDS, type=int, help=f"measurements of each (default: {NUM_ROUNDS})")
     parser.add_argument("--output", help="a JSON file for the times and ratios")
     parser.add_argument("--border", action="store_true", help="show from which size on to defer a weight pays")
     args = parser.parse_args()
     device = args.device
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {device}; medians of {NUM_ROUNDS} rounds, and of their ratios; ms")
+    print(f"torch {torch.__version__}, {device}; medians of {args.rounds} rounds, and of their ratios; ms")
     if args.border:
         show_border(device)
         return 0
-    names = ("F", "B", "F'", "I", "W", "F'/F", "(I+W)/B", "all", "torch")
+    names = ("F", "B", "F'", "I", "W", "F'/F", "(I+W)/B", "all", "torch", "waits")
     print(f"{'':<24}{''.join(f'{each:>8}' for each in names)}")
     rows = []
     for name in CASES:
-        rows.append(measure(name, device))
+        rows.append(measure(name, device, args.rounds))
         print(line(rows[-1]), flush=True)
     if args.output:
         ratios = [{"ratio": row.ratio, "total_ratio": row.total_ratio, "torch_ratio": row.torch_ratio} for row in rows]
