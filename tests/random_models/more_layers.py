@@ -46,7 +46,7 @@ class Transposed(nn.Module):
         return self.linear(hidden).transpose(0, 1).contiguous().transpose(0, 1)
 
 
-# ---- what waits for the weight part of a split backward besides products of plain layers
+# ---- what waits for W besides products of plain layers
 
 
 class _Asking(Function):
