@@ -17,7 +17,7 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock.models.decoder import IGNORED_TARGET
-from penstock.train.batches import Batch, Wants
+from penstock.train.batches import Batch, Position, Wants
 from penstock.train.config import RunConfig
 from penstock.train.corpus import FILES_KEY, Corpus, TextFiles, find_documents, find_standard_library
 from penstock.train.mixture import Mixture
@@ -63,6 +63,7 @@ class TokenDataset:
             ConfigError: a source has nothing to train on, or all of them do not fill a batch.
         """
         self.sources = list(sources)
+        self.position: Position | None = None
         self.vocabulary = vocabulary
         self.digest = digest
         self._options = options

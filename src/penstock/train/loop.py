@@ -14,9 +14,9 @@ from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import default_transport
 from penstock.ir.timeline import Timeline
 from penstock.pipeline import Pipeline
+from penstock.train.batches import Dataset
 from penstock.train.claim import Start, claimed_together, joined
 from penstock.train.config import RunConfig
-from penstock.train.data import TokenDataset
 from penstock.train.early_stop import EarlyStop
 from penstock.train.generation import sample, sample_prompt
 from penstock.train.metrics import MetricsWriter
@@ -144,14 +144,14 @@ def _begin_together(
 def _run_steps(
     config: RunConfig,
     pipeline: Pipeline,
-    dataset: TokenDataset,
+    dataset: Dataset,
     folder: RunFolder,
     output: TextIO,
     stop: StopRequest,
 ) -> TrainingResult:
     begin_with_weights(config, folder, pipeline, output)
     runner, early_stop = StepRunner(config, dataset, build_trainer(config, pipeline)), EarlyStop(config.run.patience)
-    checkpoints = RunCheckpoints(config, folder, runner.trainer, early_stop, stop, data=dataset.digest, output=output)
+    checkpoints = RunCheckpoints(config, folder, runner.trainer, early_stop, stop, data=dataset, output=output)
     progress = checkpoints.resume()
     first_step = progress.step + 1
     runner.recorded = recorded_before(folder.path, first_step, config.recorded_step)

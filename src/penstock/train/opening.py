@@ -19,7 +19,12 @@ def device_line(config: RunConfig) -> str:
 
 
 def opening_lines(
-    config: RunConfig, layers: Sequence[LayerSpec], num_tokens: int, pipeline: Pipeline, note: str, screen: Screen
+    config: RunConfig,
+    layers: Sequence[LayerSpec],
+    num_tokens: int | None,
+    pipeline: Pipeline,
+    note: str,
+    screen: Screen,
 ) -> Iterator[str]:
     """Yield what is said when the pipeline is made; `note` says where its split comes from, if there is one."""
     yield screen.wrapped(_summary(config, count_parameters(layers), num_tokens))
@@ -34,10 +39,11 @@ def opening_lines(
         yield screen.wrapped(missing)
 
 
-def _summary(config: RunConfig, num_parameters: int, num_tokens: int) -> str:
+def _summary(config: RunConfig, num_parameters: int, num_tokens: int | None) -> str:
     pipeline = config.pipeline
+    tokens = f"data of {config.data.source}" if num_tokens is None else f"{num_tokens:,} tokens to train on"
     return (
-        f"{num_parameters:,} parameters, {num_tokens:,} tokens to train on, "
+        f"{num_parameters:,} parameters, {tokens}, "
         f"{pipeline.schedule} on {pipeline.ranks} {'rank' if pipeline.ranks == 1 else 'ranks'}, "
         f"{pipeline.microbatches} microbatches, {config.run.steps} steps"
     )

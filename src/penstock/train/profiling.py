@@ -22,10 +22,9 @@ from penstock.pipeline import Pipeline
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.costs import VALUE_BYTES
 from penstock.simulation.costs.fit import costs_from_timelines
-from penstock.train.batches import Batch, on_device
+from penstock.train.batches import Batch, Dataset, on_device
 from penstock.train.channels import ChannelSpeed, channels_of, measure_channels
 from penstock.train.config import RunConfig
-from penstock.train.data import TokenDataset
 from penstock.train.loop import PREPARING_DEADLINE_S
 from penstock.train.measure import LayerTimes
 from penstock.train.optim import build_optimizer
@@ -84,7 +83,7 @@ def profile_run(config: RunConfig, *, num_steps: int) -> Profile:
 
 def profile_pipeline(
     pipeline: Pipeline,
-    dataset: TokenDataset,
+    dataset: Dataset,
     num_steps: int,
     times: LayerTimes | None = None,
     optimizer: OptimizerSection = ADAMW,
@@ -130,9 +129,7 @@ def profile_pipeline(
     )
 
 
-def _record(
-    pipeline: Pipeline, dataset: TokenDataset, num_steps: int, *, split_backwards: bool = False
-) -> list[Timeline]:
+def _record(pipeline: Pipeline, dataset: Dataset, num_steps: int, *, split_backwards: bool = False) -> list[Timeline]:
     """Record steps, after others in which the ranks agree on shapes."""
     timelines = []
     for step in range(NUM_WARM_UP_STEPS + num_steps):

@@ -84,12 +84,16 @@ class ShareLines:
         self._clock = clock
         self._told_at_s = clock()
 
+    def say(self, line: str) -> None:
+        """Write a line at once."""
+        self._output.write(f"{line}\n")
+        self._output.flush()
+
     def tell(self, what: str, num_done: int, num_all: int) -> None:
         now_s = self._clock()
         if now_s - self._told_at_s >= SECONDS_BETWEEN_LINES:
             self._told_at_s = now_s
-            self._output.write(f"{what}: {num_done / max(num_all, 1):.0%}\n")
-            self._output.flush()
+            self.say(f"{what}: {num_done / max(num_all, 1):.0%}")
 
 
 def step_line(metrics: StepMetrics, pace: Pace, *, num_steps: int) -> str:

@@ -6,8 +6,9 @@ checkpoint are the last losses, what the optimizer step keeps beside tensors, an
 
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 from uuid import uuid4
 
 from penstock.checkpoints.folder import step_of
@@ -19,12 +20,13 @@ from penstock.errors import CheckpointError, NotSaved
 from penstock.files import naming_storage
 from penstock.pipeline import Pipeline
 from penstock.show.text import format_bytes
+from penstock.train.batches import Dataset
 from penstock.train.config import RunConfig
 from penstock.train.early_stop import EarlyStop
 from penstock.train.run_folder import RunFolder
 from penstock.train.step import Trainer
 from penstock.train.stopping import StopRequest
-from penstock.train.together import failing_together
+from penstock.train.together import failing_together, working_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class RunCheckpoints:
         early_stop: EarlyStop,
         stop: StopRequest,
         *,
-        data: str,
+        data: Dataset,
         output: TextIO,
     ) -> None:
         """Make sure that the weights can be saved in the folder, before a step runs.
@@ -99,10 +101,10 @@ class RunCheckpoints:
         if not _has_checkpoints(self._pipeline, self._folder):
             return Progress()
         loaded = load_newest(self._folder.checkpoints.path, self._pipeline, self._update.optimizer)
-        if loaded.extra.get("data") != self._data:
+        if loaded.extra.get("data") != self._data.digest:
             raise CheckpointError(
-                f"{loaded.path}: was trained on another text, or with another tokenizer: data.files have changed. "
-                "Put them back, or begin in the next folder with --fresh"
+                f"{loaded.path}: was trained on another text, or with another tokenizer: data.files or "
+                "data.source have changed. Put them back, or begin in the next folder with --fresh"
             )
         with failing_together(self._pipeline.transport):
             if self._pipeline.rank == 0:
@@ -110,6 +112,7 @@ class RunCheckpoints:
         self._saved = loaded.step
         self._update.load_state(loaded.extra["update"])
         self._early_stop.lowest, self._early_stop.num_since = loaded.extra["early_stop"]
+        self._resume_data(loaded.step, loaded.extra.get("source"))
         return Progress(loaded.step, loaded.extra["loss"], loaded.extra["held_out_loss"])
 
     def after_step(self, progress: Progress, *, is_last: bool) -> None:
@@ -138,12 +141,31 @@ class RunCheckpoints:
         extra = {
             "loss": progress.loss,
             "held_out_loss": progress.held_out_loss,
-            "data": self._data,
+            "data": self._data.digest,
+            "source": self._source_state(progress.step),
             "update": self._update.state(),
             "early_stop": [self._early_stop.lowest, self._early_stop.num_since],
         }
         self._writer.save(progress.step, extra)
         self._saved = progress.step
+
+    def _source_state(self, step: int) -> Any:
+        """Return the state of the data behind a step, where they have one; a collective there."""
+        position = self._data.position
+        if position is None or not position.is_stateful:
+            return None
+        states = self._pipeline.control.all_gather_object(position.state(step))
+        return next((state for state in states if state is not None), None)
+
+    def _resume_data(self, step: int, state: Any) -> None:
+        """Go on in the data where a checkpoint was; passing over batches may take any time."""
+        position = self._data.position
+        if position is None:
+            return
+        transport = self._pipeline.transport
+        note = working_together(transport, partial(position.resume, step, state), limit_s=self._limit_s)
+        if note and self._pipeline.rank == 0:
+            self._output.write(f"{note}\n")
 
     def _finish_stopped(self, progress: Progress) -> None:
         is_saved = self._writer.finish(limit_s=self._limit_s) and self._options.every > 0

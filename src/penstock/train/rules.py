@@ -127,6 +127,12 @@ def model_problems(model: ModelSection, batch: BatchSection) -> Iterator[Problem
 def source_problems(data: DataSection) -> Iterator[Problem]:
     """Problems of data.files and its neighbours, or of each of data.sources, which replace them."""
     own = SourceKeys(**{name: getattr(data, name) for name in SourceKeys.model_fields})
+    if data.source:
+        if data.sources or own != SourceKeys():
+            yield Problem("data.source", "data.files or data.sources are set too; keep one of them")
+        if data.packing != "windows":
+            yield Problem("data.packing", f"{data.packing!r} is for text; a source of your own packs by itself")
+        return
     if data.sources and own != SourceKeys():
         yield Problem("data.sources", "data.files or its neighbours are set too; move them into a source of their own")
         return

@@ -145,6 +145,11 @@ class DataSection(SourceKeys):
         description="several sources in place of data.files: tables with corpus, files, suffixes and weight, their "
         "share of the sequences",
     )
+    source: str = Field(
+        default="",
+        description="FILE.py:FUNCTION in place of text: a function of yours, called with those of config, batch_size, "
+        "length, seed and split that it names; it returns an iterable of batches (tokens, target)",
+    )
     packing: Literal["windows", "documents", "none"] = Field(
         default="windows",
         description="what a sequence is. 'windows': the next batch.length tokens, whatever documents they are of; "

@@ -20,8 +20,9 @@ from penstock.schedules import FAMILIES, is_family_name
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.file import read_costs
 from penstock.train.activation_checkpoints import kinds_of_layers, with_checkpointing
+from penstock.train.batches import Dataset
 from penstock.train.config import RunConfig
-from penstock.train.data import TokenDataset, open_dataset
+from penstock.train.data import open_dataset
 from penstock.train.devices import device_of_rank
 from penstock.train.optim import check_optimizer
 from penstock.train.precision import Precision, loss_scaler
@@ -31,6 +32,8 @@ from penstock.train.sections import PipelineSection
 from penstock.train.split import SplitRule
 from penstock.train.step import Trainer, scale_over
 from penstock.train.together import Beat, failing_together, working_together
+from penstock.train.user_data import UserDataset
+from penstock.train.user_function import load_function
 
 SET_ELSEWHERE = ("ranks", "microbatches", "slices", "stages_per_rank")
 
@@ -47,7 +50,7 @@ def check_together(config: RunConfig, transport: Transport, *more: Callable[[Run
             check_one(config)
 
 
-def prepare_together(config: RunConfig, folder: RunFolder, transport: Transport, output: TextIO) -> TokenDataset:
+def prepare_together(config: RunConfig, folder: RunFolder, transport: Transport, output: TextIO) -> Dataset:
     """Open the data on every rank: rank 0 first, which tells its progress; the others then find the tokens made.
 
     This may take any time, as long as it goes on; a rank that is lost meanwhile is noticed within the run's deadline.
@@ -55,26 +58,33 @@ def prepare_together(config: RunConfig, folder: RunFolder, transport: Transport,
     Raises:
         ConfigError, PenstockError: on every rank, if any rank cannot; or if the ranks do not see the same text.
     """
-    dataset: TokenDataset | None = None
+    dataset: Dataset | None = None
     for turn in (transport.rank == 0, transport.rank != 0):
         work = partial(_open_dataset, config, folder, ShareLines(output)) if turn else None
         dataset = working_together(transport, work, limit_s=config.run.deadline_s) or dataset
     assert dataset is not None
     digests = Control(transport).all_gather_object(dataset.digest)
     if len(set(map(str, digests))) > 1:
-        raise ConfigError(f"the ranks see different text: {digests}; give all of them the same files", key="data.files")
+        raise ConfigError(
+            f"the ranks see different text: {digests}; give all of them the same files or the same source",
+            key="data.files",
+        )
     return dataset
 
 
-def _open_dataset(config: RunConfig, folder: RunFolder, lines: ShareLines, beat: Beat) -> TokenDataset:
+def _open_dataset(config: RunConfig, folder: RunFolder, lines: ShareLines, beat: Beat) -> Dataset:
     def tell(what: str, num_done: int, num_all: int) -> None:
         beat()
         lines.tell(what, num_done, num_all)
 
     with folder.leaving_no_trace():
-        dataset = open_dataset(config, folder.tokens, others=folder.other_tokens, tell=tell)
-        if config.run.evaluate_batches:
-            dataset.held_out_batches(1)
+        dataset: Dataset
+        if config.data.source:
+            dataset = UserDataset(config)
+        else:
+            dataset = open_dataset(config, folder.tokens, others=folder.other_tokens, tell=tell)
+        if config.run.evaluate_batches and not dataset.held_out_batches(1):
+            lines.say(f"note: nothing is evaluated, since {config.data.source} takes no parameter `split`")
     return dataset
 
 
@@ -94,6 +104,8 @@ def check_plan(config: RunConfig) -> None:
         ConfigError, FormatError, ScheduleError, PartitionError: as when the pipeline is built.
         CheckpointError: there are no weights to begin with where they should be.
     """
+    if config.data.source:
+        load_function(config.data.source, "data.source")
     if config.checkpoint.load:
         require_weights(Path(config.checkpoint.load))
     num_layers = len(build_layers(config, vocabulary=config.model.vocabulary or 1))
@@ -218,12 +230,13 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule) 
     plan = config.batch_plan
     # Batches of documents have other numbers of targets each, so their shares in a step differ.
     is_uneven = config.data.packing == "none"
+    counts_targets = is_uneven or config.data.source
     scales_each = precision.scales_losses or not plan.is_constant or (is_uneven and plan.full > 1)
     return Pipeline(
         _with_checkpointing(config, layers, rule, schedule),
         schedule=schedule,
         loss=cross_entropy_loss,
-        count=count_target_tokens if is_uneven else None,
+        count=count_target_tokens if counts_targets else None,
         scale_loss=loss_scaler(precision, device).scale_mean if scales_each else scale_over(plan.full),
         main_gradients=precision.has_main_weights,
         device=device,

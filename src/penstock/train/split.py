@@ -17,9 +17,8 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 from penstock.models import LayerSpec, cross_entropy_loss
 from penstock.show.text import format_seconds
-from penstock.train.batches import Batch
+from penstock.train.batches import Batch, Dataset
 from penstock.train.config import RunConfig
-from penstock.train.data import TokenDataset
 from penstock.train.devices import device_of_rank
 from penstock.train.measure import LayerTimes, measure_layers
 from penstock.train.precision import Precision
@@ -80,7 +79,7 @@ class StoredTimes(_Document):
 
 
 def choose_split(
-    config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset, folder: RunFolder, transport: Transport
+    config: RunConfig, layers: Sequence[LayerSpec], dataset: Dataset, folder: RunFolder, transport: Transport
 ) -> SplitRule:
     """Return what `pipeline.split` asks for; every rank calls it, and all use what rank 0 keeps or measures.
 
@@ -100,7 +99,7 @@ def choose_split(
 
 
 def _measured_split(
-    config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset, folder: RunFolder, transport: Transport
+    config: RunConfig, layers: Sequence[LayerSpec], dataset: Dataset, folder: RunFolder, transport: Transport
 ) -> SplitRule:
     subject = _subject(config, dataset)
     path = folder.path / LAYER_TIMES
@@ -117,7 +116,7 @@ def _measured_split(
 
 
 def times_of_layers(
-    config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset, folder: RunFolder, transport: Transport
+    config: RunConfig, layers: Sequence[LayerSpec], dataset: Dataset, folder: RunFolder, transport: Transport
 ) -> LayerTimes:
     """Return what each layer takes of a microbatch: as it was kept for the split, or measured now. A collective.
 
@@ -130,7 +129,7 @@ def times_of_layers(
 
 
 def _measured_times(
-    config: RunConfig, layers: Sequence[LayerSpec], dataset: TokenDataset, transport: Transport
+    config: RunConfig, layers: Sequence[LayerSpec], dataset: Dataset, transport: Transport
 ) -> LayerTimes:
     first = _first_microbatch(config, dataset)
     device = device_of_rank(config)
@@ -140,7 +139,7 @@ def _measured_times(
         )
 
 
-def _subject(config: RunConfig, dataset: TokenDataset) -> Subject:
+def _subject(config: RunConfig, dataset: Dataset) -> Subject:
     return Subject(
         model=config.model.model_dump() | _precision_of(config),
         vocabulary=dataset.vocabulary,
@@ -155,7 +154,7 @@ def _precision_of(config: RunConfig) -> dict[str, Any]:
     return {} if precision.compute == "model" else {"compute": precision.compute, "autocast": precision.autocast}
 
 
-def _first_microbatch(config: RunConfig, dataset: TokenDataset) -> Batch:
+def _first_microbatch(config: RunConfig, dataset: Dataset) -> Batch:
     batch = dataset.batch(0)
     rule = BatchRule(config.pipeline.microbatches, allow_ragged=config.batch.allow_ragged)
     first = rule.microbatches(batch.args, batch.kwargs, batch.target)[0]

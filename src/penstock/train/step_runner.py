@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import cast
 
 from penstock.errors import PenstockError
-from penstock.train.batches import Batch, BatchReader, Wants
+from penstock.train.batches import Batch, BatchReader, Dataset, Wants
 from penstock.train.config import RunConfig
-from penstock.train.data import TokenDataset
 from penstock.train.profiler_window import ProfilerWindow
 from penstock.train.progress import StepMetrics
 from penstock.train.rank_memory import peak_bytes
@@ -38,7 +37,7 @@ class _Batches:
 class StepRunner:
     """The steps of a run under way; every rank has one and calls it alike."""
 
-    def __init__(self, config: RunConfig, dataset: TokenDataset, trainer: Trainer) -> None:
+    def __init__(self, config: RunConfig, dataset: Dataset, trainer: Trainer) -> None:
         """Read what is evaluated; training batches follow in `reading`."""
         self.trainer = trainer
         self.recorded: RecordedStep | None = None
