@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.checkpoints.pretrained import files_of, find_weights, load_weights
+from penstock.checkpoints.pretrained import files_of, find_weights, load_weights, require_weights
 from penstock.checkpoints.writer import save_checkpoint
 from penstock.errors import CheckpointError
 from tests.checkpoints.training import assert_equal, train_on
@@ -135,3 +135,27 @@ def test_a_checkpoint_that_is_damaged_is_refused(tmp_path):
 
     assert "were written" in str(error_of(lambda: load_weights(tmp_path, pipeline)))
     pipeline.close()
+
+
+def test_weights_of_another_model_are_found_by_names_and_shapes_before_a_model_is_built(weights, tmp_path):
+    shapes = {name: tuple(value.shape) for name, value in weights.items()}
+    train_on(2, 0, 1, save=tmp_path / "checkpoints")
+    in_shards(weights, (tmp_path / "shards").mkdir() or tmp_path / "shards")
+    save_file(weights, tmp_path / "one.safetensors")
+    wrong = {
+        "it has no 'more'": {**shapes, "more": (1,)},
+        "which also has 'norm.weight'": {name: shape for name, shape in shapes.items() if name != "norm.weight"},
+        "'norm.weight' has the shape (16,); expected (3,)": {**shapes, "norm.weight": (3,)},
+    }
+
+    for path in (tmp_path / "checkpoints", tmp_path / "shards", tmp_path / "one.safetensors"):
+        require_weights(path, shapes)
+        for words, expected in wrong.items():
+            assert words in str(error_of(require_weights, path, expected))
+
+
+def test_a_damaged_checkpoint_is_left_to_those_who_load(weights, tmp_path):
+    train_on(1, 0, 1, save=tmp_path)
+    (tmp_path / "step-1" / "checkpoint.json").write_bytes(b"{}")
+
+    require_weights(tmp_path, {})

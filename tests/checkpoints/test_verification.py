@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 
+from penstock.checkpoints import manifest
 from penstock.checkpoints.manifest import MANIFEST, UnreadableFormat, manifest_bytes, read_manifest
-from penstock.checkpoints.verification import candidates, find_newest, verify
+from penstock.checkpoints.verification import candidates, find_newest, require_known_format, verify
 from penstock.errors import CheckpointError
 from penstock.execute.control.collectives import Control
 from tests.checkpoints.training import train, train_on
@@ -116,12 +117,12 @@ def test_a_file_of_another_step_is_found(folder):
 
 @pytest.mark.parametrize("part", ["weights", "optimizer"])
 def test_a_tensor_that_the_writer_dropped_is_found(folder, part):
-    manifest = read_manifest(folder / "step-2")
-    changed = manifest.model_dump()
+    written = read_manifest(folder / "step-2")
+    changed = written.model_dump()
     tensors = changed["weights"] if part == "weights" else changed["optimizer"]["state"]["norm.weight"]["tensors"]
     some = next(iter(tensors.values()))
     tensors["dropped"] = some
-    (folder / "step-2" / MANIFEST).write_bytes(manifest_bytes(manifest.model_validate(changed)))
+    (folder / "step-2" / MANIFEST).write_bytes(manifest_bytes(written.model_validate(changed)))
 
     found = find(folder)[0]
 
@@ -156,6 +157,27 @@ def test_a_pickle_in_the_newest_is_refused_and_no_older_one_taken(folder):
 
     assert isinstance(error, UnreadableFormat)
     assert "step-2: holds a pickle (extra.pkl)" in str(error)
+
+
+@pytest.mark.parametrize("name", ["extra.pkl", "weights.pt"])
+def test_a_pickle_and_a_newer_format_are_found_without_reading_tensors(folder, name, monkeypatch):
+    for file in (folder / "step-2").glob("*.safetensors"):
+        file.write_bytes(b"")
+    require_known_format(folder)
+
+    (folder / "step-2" / name).write_bytes(pickle.dumps({}))
+    assert f"holds a pickle ({name})" in str(error_of(lambda: require_known_format(folder)))
+    (folder / "step-2" / name).unlink()
+    monkeypatch.setattr(manifest, "FORMAT_VERSION", 2)
+    error = error_of(lambda: require_known_format(folder))
+    assert isinstance(error, UnreadableFormat)
+    assert "has format penstock-checkpoint 1" in str(error)
+
+
+def test_a_damaged_newest_one_may_still_have_an_older_one_that_is_taken(folder):
+    (folder / "step-2" / MANIFEST).write_bytes(b"{}")
+
+    require_known_format(folder)
 
 
 def test_a_half_written_one_is_no_candidate(folder):

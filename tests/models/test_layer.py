@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.models.layer import LayerSpec, count_parameters
+from penstock.models.layer import LayerSpec, count_parameters, saved_shapes
 
 
 def linear_specs(seed=0):
@@ -137,6 +137,22 @@ def test_a_tied_parameter_is_counted_once():
 
     assert count_parameters([embedding, head]) == 40 + 10
     assert count_parameters([head]) == 40 + 10
+
+
+def test_the_shapes_are_those_of_what_is_saved_a_tied_weight_once():
+    embedding = LayerSpec("embedding", partial(nn.Embedding, 5, 4))
+    norm = LayerSpec("norm", partial(nn.BatchNorm1d, 4))
+    head = LayerSpec("head", partial(nn.Linear, 4, 5), tied=(("weight", "embedding.weight"),))
+
+    assert saved_shapes([embedding, norm, head]) == {
+        "embedding.weight": (5, 4),
+        "norm.weight": (4,),
+        "norm.bias": (4,),
+        "norm.running_mean": (4,),
+        "norm.running_var": (4,),
+        "norm.num_batches_tracked": (),
+        "head.bias": (5,),
+    }
 
 
 def test_a_tied_name_that_does_not_exist_is_an_error():

@@ -177,10 +177,10 @@ def test_what_torchrun_restarts_stays_in_the_folder_that_was_forced(base):
 @pytest.mark.parametrize(
     ("section", "change", "named"),
     [
-        ("model", {"width": 80}, "[model]"),
-        ("data", {"held_out_fraction": 0.1}, "[data]"),
-        ("batch", {"length": 64}, "[batch]"),
-        ("optimizer", {"learning_rate": 0.5}, "[optimizer]"),
+        ("model", {"width": 80}, "model.width"),
+        ("data", {"held_out_fraction": 0.1}, "data.held_out_fraction"),
+        ("batch", {"length": 64}, "batch.length"),
+        ("optimizer", {"learning_rate": 0.5}, "optimizer.learning_rate"),
         ("run", {"seed": 7}, "run.seed"),
     ],
 )
@@ -191,6 +191,20 @@ def test_an_unfinished_run_with_other_settings_is_left_alone(base, section, chan
 
     assert name == "run-2"
     assert note == f"run folder: {base}-2 ({base} holds an unfinished run with another {named})"
+
+
+@pytest.mark.parametrize("start", [Start.BY_RULE, Start.RESUME])
+def test_a_checkpoint_with_a_pickle_is_refused_before_anything_changes(base, start):
+    run_in(base, is_finished=False)
+    checkpoint(base, 5)
+    (base / "checkpoints" / "step-5" / "model.pt").write_bytes(b"\x80\x04")
+    before = entries(base)
+
+    error = error_of(lambda: run_in(base, start=start))
+
+    assert isinstance(error, CheckpointError)
+    assert "step-5: holds a pickle (model.pt)" in str(error)
+    assert entries(base) == before
 
 
 def test_a_run_that_differs_in_what_changes_no_bit_continues(base):

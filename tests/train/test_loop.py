@@ -258,7 +258,8 @@ def test_nothing_of_an_earlier_run_is_overwritten(tmp_path, text):
     _, other = run(folder, text, run={"steps": 2}, debug={"log": "info"})
     _, finished = run(tmp_path / "run", text, run={"steps": 2})
 
-    assert other.startswith(f"run folder: {folder}-2 ({folder} holds an unfinished run with another [optimizer])\n")
+    keys = "optimizer.learning_rate, optimizer.weight_decay, optimizer.clip_norm"
+    assert other.startswith(f"run folder: {folder}-2 ({folder} holds an unfinished run with another {keys})\n")
     assert finished.startswith(f"run folder: {folder}-3 ({folder}-2 holds a finished run)\n")
     assert (folder / "metrics.jsonl").read_bytes() == rows
     assert len(rows_of(tmp_path / "run-2")) == 2

@@ -8,7 +8,7 @@ run folder                                              its weights, else its ne
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,14 +16,16 @@ from torch import Tensor
 
 from penstock.checkpoints.agreement import gather_results
 from penstock.checkpoints.content import names_in_checkpoint
+from penstock.checkpoints.manifest import read_manifest
 from penstock.checkpoints.shards import pickles_in, read_tensors, shapes_of
-from penstock.checkpoints.verification import candidates, find_newest
+from penstock.checkpoints.verification import candidates, find_newest, require_known_format
 from penstock.checkpoints.weight_files import INDEX, WHOLE
 from penstock.checkpoints.work import run_together
 from penstock.errors import MAX_SHOWN, CheckpointError, nearest
 from penstock.pipeline import Pipeline
 
 WITHIN_RUNS = "checkpoints"
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def load_weights(path: Path, pipeline: Pipeline) -> Path:
@@ -70,11 +72,22 @@ def find_weights(path: Path) -> Path:
     return path if (path / INDEX).is_file() or not candidates(within) else within
 
 
-def require_weights(path: Path) -> None:
-    """Refuse a path that names no weights; no tensor is read. Raises: CheckpointError."""
+def require_weights(path: Path, expected: Shapes) -> None:
+    """Refuse a path that names no weights, or those of another model; no tensor is read. Raises: CheckpointError."""
     where = find_weights(path)
-    if not candidates(where):
-        files_of(where)
+    checkpoints = candidates(where)
+    if checkpoints:
+        where = checkpoints[0]
+        require_known_format(where)
+    try:
+        found = _saved_shapes(where) if checkpoints else _shapes_of_files(files_of(where))
+    except CheckpointError:
+        if not checkpoints:
+            raise
+        return  # a damaged checkpoint is named when it is loaded, and an older one taken
+    _require_names(where, found, set(expected))
+    for name, shape in expected.items():
+        _require_shape(where, name, found[name], shape)
 
 
 def files_of(where: Path) -> dict[str, str]:
@@ -113,12 +126,7 @@ def _read(
     where: Path, files: Mapping[str, str], own: Mapping[str, str], wanted: set[str], pipeline: Pipeline
 ) -> dict[str, Tensor]:
     """Return this rank's tensors by its own names. Raises: CheckpointError."""
-    if missing := sorted(wanted - files.keys()):
-        raise CheckpointError(
-            f"{where}: is of another model: it has no {_listed(missing)}.{nearest(missing[0], files)}"
-        )
-    if strange := sorted(files.keys() - wanted):
-        raise CheckpointError(f"{where}: is of another model, which also has {_listed(strange)}")
+    _require_names(where, files, wanted)
     by_file: dict[str, list[str]] = {}
     for name in set(own.values()):
         by_file.setdefault(files[name], []).append(name)
@@ -126,13 +134,33 @@ def _read(
     for file, names in by_file.items():
         tensors |= read_tensors(Path(file), names)
     for name, current in pipeline.state_dict().items():
-        found = tensors[own[name]]
-        if found.shape != current.shape:
-            raise CheckpointError(
-                f"{where}: is of another model or tokenizer: {own[name]!r} has the shape {tuple(found.shape)}; "
-                f"expected {tuple(current.shape)}"
-            )
+        _require_shape(where, own[name], tuple(tensors[own[name]].shape), tuple(current.shape))
     return {name: tensors[saved] for name, saved in own.items()}
+
+
+def _saved_shapes(checkpoint: Path) -> Shapes:
+    return {name: tuple(entry.shape) for name, entry in read_manifest(checkpoint).weights.items()}
+
+
+def _shapes_of_files(files: Mapping[str, str]) -> Shapes:
+    shapes = {name: shape for file in set(files.values()) for name, (_, shape) in shapes_of(Path(file)).items()}
+    return {name: shapes[name] for name in files if name in shapes}
+
+
+def _require_names(where: Path, found: Collection[str], wanted: set[str]) -> None:
+    if missing := sorted(wanted - set(found)):
+        raise CheckpointError(
+            f"{where}: is of another model: it has no {_listed(missing)}.{nearest(missing[0], found)}"
+        )
+    if strange := sorted(set(found) - wanted):
+        raise CheckpointError(f"{where}: is of another model, which also has {_listed(strange)}")
+
+
+def _require_shape(where: Path, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise CheckpointError(
+            f"{where}: is of another model or tokenizer: {name!r} has the shape {found}; expected {expected}"
+        )
 
 
 def _size(file: str) -> int:

@@ -58,6 +58,22 @@ def verify(folder: Path, *, turn: int = 0, num_turns: int = 1) -> Manifest:
     return manifest
 
 
+def require_known_format(folder: Path) -> None:
+    """Refuse a newest checkpoint that loading would refuse, as far as its text says so; no file of tensors is read.
+
+    A damaged one passes, since an older one may be taken. Raises: UnreadableFormat.
+    """
+    for path in candidates(folder)[:1]:
+        try:
+            manifest = read_manifest(path)
+        except UnreadableFormat:
+            raise
+        except CheckpointError:
+            return
+        if pickles := pickles_in(path, manifest.files):
+            raise holds_pickles(path, pickles)
+
+
 def find_newest(control: Control, folder: Path) -> Found:
     """Return the newest checkpoint in a folder that verifies, the same on every rank; every rank calls it.
 

@@ -4,7 +4,7 @@ from penstock.models.auxiliary import AuxiliaryLoss
 from penstock.models.carry import Carry
 from penstock.models.decoder import count_target_tokens, cross_entropy_loss, decoder_layers
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.layer import LayerSpec, count_parameters, embedding_names
+from penstock.models.layer import LayerSpec, count_parameters, embedding_names, saved_shapes
 from penstock.models.skip import Skip, connect_skips
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "cross_entropy_loss",
     "decoder_layers",
     "embedding_names",
+    "saved_shapes",
 ]

@@ -74,6 +74,20 @@ def count_parameters(layers: Iterable[LayerSpec]) -> int:
     return sum(sizes.values())
 
 
+def saved_shapes(layers: Iterable[LayerSpec]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all parameters and saved buffers by the unsplit model's names, of tied ones the owner's."""
+    layers = list(layers)
+    shapes = {
+        f"{layer.name}.{name}": tuple(value.shape)
+        for layer in layers
+        for name, value in _build(layer, "meta").state_dict().items()
+    }
+    for layer in layers:
+        for own, _ in layer.tied:
+            shapes.pop(f"{layer.name}.{own}", None)
+    return shapes
+
+
 def embedding_names(layers: Iterable[LayerSpec]) -> frozenset[str]:
     """Return the unsplit model's names of the weights of every `nn.Embedding`, and of what is tied to one."""
     layers = list(layers)

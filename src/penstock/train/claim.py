@@ -18,6 +18,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any, TextIO
 
+from penstock.checkpoints.verification import require_known_format
 from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
@@ -78,6 +79,7 @@ def claimed(config: RunConfig, start: Start = Start.BY_RULE) -> Iterator[Claim]:
 
     Raises:
         ConfigError: a process holds the folder, or `Start.FORCE` meets files that no run wrote.
+        CheckpointError: the run would continue from a checkpoint of a newer format, or with a pickle in it.
         PenstockError: the folder cannot be made or written.
     """
     base = run_path(config.run.folder)
@@ -163,7 +165,9 @@ def _choose(base: Path, config: RunConfig, start: Start) -> _Choice:
     if not (path / CONFIG).exists():
         _refuse_resuming(start, path, "holds no run yet")
         return _Choice(path, "holds no run yet")
-    steps = RunFolder(path).checkpoints.steps()
+    checkpoints = RunFolder(path).checkpoints
+    require_known_format(checkpoints.path)
+    steps = checkpoints.steps()
     if not steps:
         _refuse_resuming(start, path, "its run has no checkpoint")
         return _Choice(path, "its unfinished run has the same settings and no checkpoint, and begins at step 0")
@@ -190,13 +194,20 @@ def _obstacle(path: Path, config: RunConfig) -> str:
         return "holds a finished run" if is_finished else f"holds a {CONFIG} that cannot be read"
     if is_finished and not (steps and earlier.run.steps < config.run.steps):
         return "holds a finished run"
-    different = [f"[{name}]" for name in SAME_SECTIONS if _compared(earlier, name) != _compared(config, name)]
-    different += ["run.seed"] if earlier.run.seed != config.run.seed else []
-    if different:
+    if different := _differing_keys(earlier, config):
         return f"holds {'a finished' if is_finished else 'an unfinished'} run with another {', '.join(different)}"
     if steps and steps[0] > config.run.steps:
         return f"holds a run that has passed step {config.run.steps}"
     return ""
+
+
+def _differing_keys(earlier: RunConfig, config: RunConfig) -> list[str]:
+    """Return what is another setting than before, of those that decide about the weights."""
+    keys = []
+    for name in SAME_SECTIONS:
+        before = dict(_compared(earlier, name))
+        keys += [f"{name}.{key}" for key, value in _compared(config, name) if value != before[key]]
+    return keys + (["run.seed"] if earlier.run.seed != config.run.seed else [])
 
 
 def _compared(config: RunConfig, name: str) -> Section:

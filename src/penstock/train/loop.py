@@ -113,7 +113,6 @@ def train(
             num_tokens = dataset.num_train_tokens
             for line in opening_lines(config, layers, num_tokens, pipeline, rule.note, screen_of(output)):
                 output.write(f"{line}\n")
-        _say(output, "first step ...")
         result = _run_steps(config, pipeline, dataset, folder, output, stop or StopRequest())
         save_weights(folder.path, pipeline)
         if pipeline.rank == 0:
@@ -155,6 +154,7 @@ def _run_steps(
     progress = checkpoints.resume()
     first_step = progress.step + 1
     runner.recorded = recorded_before(folder.path, first_step, config.recorded_step)
+    _say(output, "first step ...")
     with ExitStack() as stack:
         writer = None
         if pipeline.rank == 0:

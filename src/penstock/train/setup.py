@@ -10,7 +10,7 @@ from penstock.errors import ConfigError, count_of
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.schedule import Schedule
-from penstock.models import LayerSpec, cross_entropy_loss, decoder_layers, embedding_names
+from penstock.models import LayerSpec, cross_entropy_loss, decoder_layers, embedding_names, saved_shapes
 from penstock.models.decoder import count_target_tokens
 from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
@@ -32,6 +32,7 @@ from penstock.train.sections import PipelineSection
 from penstock.train.split import SplitRule
 from penstock.train.step import Trainer, scale_over
 from penstock.train.together import Beat, failing_together, working_together
+from penstock.train.tokenizer import load_tokenizer
 from penstock.train.user_data import UserDataset
 from penstock.train.user_function import load_function
 
@@ -107,7 +108,7 @@ def check_plan(config: RunConfig) -> None:
     if config.data.source:
         load_function(config.data.source, "data.source")
     if config.checkpoint.load:
-        require_weights(Path(config.checkpoint.load))
+        _require_weights(config)
     num_layers = len(build_layers(config, vocabulary=config.model.vocabulary or 1))
     _require_layers(config, num_layers)
     schedule = build_schedule(config)
@@ -121,6 +122,13 @@ def check_plan(config: RunConfig) -> None:
     stages = split_over(schedule.placement, num_layers, split=None if isinstance(split, str) else split)
     kinds_of_layers(config.pipeline.activation_checkpointing, stages)
     check_optimizer(config.optimizer)
+
+
+def _require_weights(config: RunConfig) -> None:
+    """Compare the weights to begin with with the model. Raises: CheckpointError, ConfigError."""
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
+    layers = build_layers(config, vocabulary=config.model.vocabulary or tokenizer.vocabulary)
+    require_weights(Path(config.checkpoint.load), saved_shapes(layers))
 
 
 def memory_limit(config: RunConfig) -> Limit | None:
