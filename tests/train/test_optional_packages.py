@@ -14,6 +14,7 @@ from penstock.train.optional_packages import OPTIONAL_PACKAGES, PICTURES, descri
 ASKED = {
     "tensorboard": {"metrics": {"tensorboard": True}},
     "tokenizers": {"data": {"corpus": "stdlib", "tokenizer": "words.json"}},
+    "datasets": {"data": {"corpus": "datasets", "files": ["saved"]}},
 }
 
 BLOCKED = """

@@ -21,6 +21,7 @@ from penstock.train.batches import Batch, Position, Wants
 from penstock.train.config import RunConfig
 from penstock.train.corpus import FILES_KEY, Corpus, TextFiles, find_documents, find_standard_library
 from penstock.train.mixture import Mixture
+from penstock.train.saved_dataset import SavedDataset, id_tokenizer
 from penstock.train.sections import SourceKeys
 from penstock.train.sequences import Source, Span
 from penstock.train.tokenizer import Tokenizer, load_tokenizer
@@ -208,21 +209,35 @@ def open_dataset(
             "use 0 to take them all",
             key="model.vocabulary",
         )
-    files = [tokenize(_corpus(each), tokenizer, cache, others=others, tell=tell) for each in data.all_sources]
-    sources = [_source(config, file, tokenizer, number) for number, file in enumerate(files)]
+    vocabulary = config.model.vocabulary or tokenizer.vocabulary
+    corpora = [_corpus(each) for each in data.all_sources]
+    tokenizers = [_tokenizer_of(corpus, tokenizer, vocabulary) for corpus in corpora]
+    pairs = list(zip(corpora, tokenizers, strict=True))
+    files = [tokenize(corpus, own, cache, others=others, tell=tell) for corpus, own in pairs]
+    sources = [
+        _source(config, file, own, number) for number, (file, own) in enumerate(zip(files, tokenizers, strict=True))
+    ]
     weights = [each.weight for each in data.all_sources]
     return TokenDataset(
         sources,
         BatchOptions(config.batch.size, config.batch.length, config.run.seed, data.packing),
         weights=weights,
-        vocabulary=config.model.vocabulary or tokenizer.vocabulary,
+        vocabulary=vocabulary,
         digest=_digest([file.manifest.digest for file in files], weights),
     )
 
 
 def _corpus(keys: SourceKeys) -> Corpus:
+    if keys.corpus == "datasets":
+        return SavedDataset(keys.files[0], keys.column)
     documents = find_standard_library() if keys.corpus == "stdlib" else find_documents(keys.files, keys.suffixes)
     return TextFiles(documents)
+
+
+def _tokenizer_of(corpus: Corpus, tokenizer: Tokenizer, vocabulary: int) -> Tokenizer:
+    """Return what makes tokens of a corpus, which may have token ids already."""
+    has_ids = isinstance(corpus, SavedDataset) and corpus.has_ids
+    return id_tokenizer(vocabulary) if has_ids else tokenizer
 
 
 def _source(config: RunConfig, file: TokenFile, tokenizer: Tokenizer, number: int) -> Source:

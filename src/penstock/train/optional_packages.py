@@ -53,6 +53,14 @@ OPTIONAL_PACKAGES = (
         lambda config: config.data.tokenizer != "bytes",
         "set data.tokenizer = 'bytes'",
     ),
+    OptionalPackage(
+        "datasets",
+        "datasets",
+        "datasets",
+        "data.corpus",
+        lambda config: any(source.corpus == "datasets" for source in config.data.all_sources),
+        "save the texts as files",
+    ),
 )
 """Whoever adds a setting that needs another package adds a line."""
 PICTURES = OptionalPackage(

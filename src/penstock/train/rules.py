@@ -142,6 +142,10 @@ def source_problems(data: DataSection) -> Iterator[Problem]:
             yield Problem(f"{key}.files", f"no file or folder is named; name some, or set {key}.corpus = 'stdlib'")
         if source.corpus == "stdlib" and source.files:
             yield Problem(f"{key}.files", f"files are named although {key}.corpus = 'stdlib'; drop one of the two")
+        if source.corpus == "datasets" and len(source.files) != 1:
+            yield Problem(f"{key}.files", f"{key}.corpus = 'datasets' needs one folder; name more in data.sources")
+        if source.corpus != "datasets" and source.column != "text":
+            yield Problem(f"{key}.column", f"only {key}.corpus = 'datasets' has columns; drop it")
         if not source.suffixes:
             yield Problem(f"{key}.suffixes", "the list is empty; name at least one ending, as in ['.txt']")
 

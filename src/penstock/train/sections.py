@@ -121,14 +121,20 @@ class ModelSection(Section, DecoderConfig):
 class SourceKeys(Section):
     """Where text is found."""
 
-    corpus: Literal["files", "stdlib"] = Field(
+    corpus: Literal["files", "stdlib", "datasets"] = Field(
         default="files",
-        description="'files': data.files; 'stdlib': the sources of the running Python's standard library",
+        description="'files': data.files; 'stdlib': the sources of the running Python's standard library; 'datasets': "
+        "the folder in data.files, which the datasets package has saved (needs the extra `datasets`)",
     )
     files: Texts = Field(
         default=(), description="UTF-8 text files, or folders to search; relative to the current folder"
     )
     suffixes: Texts = Field(default=(".txt", ".md", ".py"), description="endings of the files taken from folders")
+    column: str = Field(
+        default="text",
+        min_length=1,
+        description="with 'datasets', the column of texts, or of token ids such as 'input_ids'; each row is a document",
+    )
 
 
 class SourceSection(SourceKeys):
@@ -142,8 +148,8 @@ class DataSection(SourceKeys):
 
     sources: Annotated[tuple[SourceSection, ...], Field(strict=False)] = Field(
         default=(),
-        description="several sources in place of data.files: tables with corpus, files, suffixes and weight, their "
-        "share of the sequences",
+        description="several sources in place of data.files: tables with corpus, files, suffixes, column and "
+        "weight, their share of the sequences",
     )
     source: str = Field(
         default="",
@@ -172,7 +178,8 @@ class DataSection(SourceKeys):
     @property
     def all_sources(self) -> tuple[SourceSection, ...]:
         """The sources, or the one that this section names itself."""
-        return self.sources or (SourceSection(corpus=self.corpus, files=self.files, suffixes=self.suffixes),)
+        own = {name: getattr(self, name) for name in SourceKeys.model_fields}
+        return self.sources or (SourceSection(**own),)
 
 
 class BatchSection(Section):
