@@ -6,7 +6,8 @@ Two ranks with a thread each, over gloo, take turns at the same batch: forward, 
 Penstock runs each schedule in torch's order with the same split, by the operations of the layers. Against data parallel
 it runs with the split that `measure_layers` gives, and may choose its schedule. Data parallel is torch's
 DistributedDataParallel, half a batch a rank, in microbatches of the same size; beside it stands half a batch as one,
-whose products are larger.
+whose products are larger. With layers that Inductor has compiled, Penstock's zbv runs against torch's 1F1B: torch
+splits no compiled backward.
 """
 
 import statistics
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.models import DecoderConfig, cross_entropy_loss, decoder_layers
+from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from penstock.train.measure import measure_layers
@@ -56,6 +58,7 @@ TORCH_BUDGET, DATA_PARALLEL_BUDGET = 1.03, 0.93
 """Tokens per second over torch's, on each schedule; over data parallel's, with the best one."""
 
 DATA_PARALLEL = "data parallel"
+COMPILED = "zbv compiled, torch's 1f1b compiled"
 
 COLUMNS = {"": 46, "split": 15, "tokens/s": 13, "torch": 13, "ratio": 6}
 
@@ -98,7 +101,7 @@ def measure(families: Sequence[str], tried: Sequence[str], num_rounds: int) -> I
     tokens, target = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
     one = tokens[: BATCH // MICROBATCHES], target[: BATCH // MICROBATCHES]
     weights = measure_layers(decoder_layers(DECODER), one[:1], target=one[1], loss=cross_entropy_loss).weights
-    ways = [*same_schedules(families), *candidates(tried, weights), *data_parallel_ways()]
+    ways = [*same_schedules(families), compiled(), *candidates(tried, weights), *data_parallel_ways()]
     turns = {way.name: partial(way.step, tokens, target) for way in ways}
     turns |= {f"torch {way.name}": partial(way.in_torch, tokens, target) for way in ways if way.in_torch is not None}
     seconds = in_turn(turns, num_rounds)
@@ -124,6 +127,20 @@ def same_schedules(families: Sequence[str]) -> Iterator[Way]:
         pipeline = Pipeline(layers, schedule, loss=cross_entropy_loss, weights=[spec.weight for spec in specs])
         in_torch = torch_step(family, schedule, layers, pipeline.layers_of_stage, cross_entropy_loss)
         yield Way(family, step_of(pipeline), sizes(pipeline), in_torch=in_torch)
+
+
+def compiled() -> Way:
+    """Both with compiled layers, each with its best schedule for them."""
+    specs = decoder_layers(DECODER)
+    weights = [spec.weight for spec in specs]
+    theirs = [spec() for spec in specs]
+    for layer in theirs:
+        layer.compile()
+    schedule = build("1f1b", ranks=NUM_RANKS, microbatches=MICROBATCHES)
+    layers_of_stage = split_over(schedule.placement, len(specs), weights=weights)
+    in_torch = torch_step("1f1b", schedule, theirs, layers_of_stage, cross_entropy_loss)
+    pipeline = Pipeline(specs, "zbv", MICROBATCHES, cross_entropy_loss, weights=weights, compile=True)
+    return Way(COMPILED, step_of(pipeline), sizes(pipeline), in_torch=in_torch)
 
 
 def candidates(tried: Sequence[str], weights: Sequence[float]) -> Iterator[Way]:
