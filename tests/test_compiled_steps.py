@@ -1,5 +1,6 @@
 """Pipelines of compiled layers train as one process does, and under split backwards their weight gradients wait."""
 
+import json
 import os
 import time
 from collections import Counter
@@ -28,6 +29,7 @@ from tests.local_pipelines import (
     visits_in_order,
 )
 from tests.ranks import RankPool, run_ranks, run_ranks_with_deaths
+from tests.tiny_run import start_training, write_tiny_run
 
 NUM_MICROBATCHES, NUM_LAYERS, WIDTH, ROWS = 6, 8, 32, 24
 SPLIT = ("zb-h1", "zbv", "interleaved-zb", "dualpipe-v")
@@ -301,3 +303,25 @@ def test_the_example_trains_a_compiled_decoder_the_same_on_two_ranks_as_on_one(t
     assert first == second
     assert first == pytest.approx(alone, rel=1e-4)
     assert first[-1] < 0.5 * first[0]
+
+
+# ---- runs from a file
+
+
+@pytest.mark.slow
+def test_a_run_compiles_its_layers_and_has_the_losses_of_one_that_does_not(tmp_path):
+    losses = {}
+    for backend in ("false", '"aot_eager"'):
+        folder = tmp_path / backend.strip('"')
+        folder.mkdir()
+        write_tiny_run(folder)
+        pairs = ["pipeline.ranks=2", "pipeline.schedule=zb-h1", f"pipeline.compile={backend}"]
+        training = start_training(folder, *pairs)
+        output = training.communicate(timeout=120)
+        assert training.returncode == 0, output
+        steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        losses[backend] = [step["loss"] for step in steps if "loss" in step]
+
+    plain, compiled_losses = losses.values()
+    assert len(plain) == 6
+    assert compiled_losses == pytest.approx(plain, rel=1e-5)

@@ -33,6 +33,11 @@ def refusal_of(table):
         ({"data": {"suffixes": []}}, "data.suffixes", "is empty"),
         ({"data": {"held_out_fraction": 0}}, "data.held_out_fraction", "nothing to evaluate on"),
         ({"pipeline": {"split": []}}, "pipeline.split", "is empty"),
+        (
+            {"pipeline": {"compile": "inducter"}},
+            "pipeline.compile",
+            "no such backend: 'inducter'. Did you mean 'inductor'? Use true, false, 'inductor' or 'aot_eager'",
+        ),
         ({"profile": {"memory": True}}, "profile.memory", "set profile.steps = [FIRST, LAST]"),
         ({"profile": {"steps": [3]}}, "profile.steps", "give the first and the last step"),
         ({"profile": {"steps": [7, 6]}}, "profile.steps", "give the first and the last step"),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, nearest
 from penstock.train.learning_rate import decay_steps_of
 from penstock.train.sections import (
     BatchSection,
@@ -16,6 +16,9 @@ from penstock.train.sections import (
     RunSection,
     SourceKeys,
 )
+
+COMPILERS = ("inductor", "aot_eager")
+"""The backends of torch.compile whose backwards can be split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,12 @@ def profile_problems(profile: ProfileSection, run: RunSection) -> Iterator[Probl
 def pipeline_problems(pipeline: PipelineSection) -> Iterator[Problem]:
     if pipeline.split == ():
         yield Problem("pipeline.split", "the list is empty; give the layers of each stage, or drop the key")
+    if isinstance(pipeline.compile, str) and pipeline.compile not in COMPILERS:
+        hint = nearest(pipeline.compile, COMPILERS)
+        yield Problem(
+            "pipeline.compile",
+            f"no such backend: {pipeline.compile!r}.{hint} Use true, false, {' or '.join(map(repr, COMPILERS))}",
+        )
 
 
 def model_problems(model: ModelSection, batch: BatchSection) -> Iterator[Problem]:

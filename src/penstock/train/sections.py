@@ -104,7 +104,7 @@ class PipelineSection(Section):
     compile: bool | str = Field(
         default=False,
         description="whether torch.compile compiles each layer: true takes Inductor where its compiler is found, else "
-        "'aot_eager'; or the name of a backend. With true, 'inductor' and 'aot_eager' weight gradients wait for W",
+        "'aot_eager', which makes no kernels; or one of these two by name",
     )
     run_ahead: NotNegative = Field(
         default=0, description="on CUDA, computations that may be queued and not ended; 0: any number"

@@ -159,6 +159,34 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, features, use_reentrant=False)
 
 
+class Recomputing(nn.Module):
+    """Runs a part of itself again, which the compiler sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.linear = Mlp(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, features):
+        return self.linear(checkpoint(self.block, features, use_reentrant=False))
+
+
+class Casting(Mlp):
+    """Computes in another type than its weights have."""
+
+    def forward(self, features):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(features).float()
+
+
+class Looking(Mlp):
+    """Breaks the graph in two, each of which is a block by itself."""
+
+    def forward(self, features):
+        features = super().forward(features)
+        torch._dynamo.graph_break()
+        return super().forward(features)
+
+
 WAITING = {
     Mlp: MLP_NAMES,
     Attention: ["out.weight", "qkv.weight"],
@@ -170,6 +198,9 @@ WAITING = {
     Embedded: ["linear.weight", "table.weight"],
     Table: ["table.weight"],
     Counting: ["linear.weight"],
+    Recomputing: ["block.down.weight", "block.up.weight", "linear.weight"],
+    Casting: MLP_NAMES,
+    Looking: MLP_NAMES,
     Checkpointed: ["block.down.weight", "block.up.weight"],
 }
 BACKENDS = [
