@@ -49,9 +49,12 @@ BUDGETS = {
     "block of width 512": 1.05,
     "the same with LoRA": 1.05,
     "with a custom function": 1.05,
+    "compiled, aot_eager": 1.05,
+    "compiled, inductor": 1.05,
     f"{NUM_TINY} tiny blocks": 1.15,
     "conv net": None,
 }
+REFUSED_BY_TORCH = ("compiled, aot_eager", "compiled, inductor")
 MIN_SHARE = 0.95
 """Of the multiplications for weights, in cases with a budget of `FORWARD_BUDGET`."""
 
@@ -78,7 +81,10 @@ class Row:
         return _ratio([self.input_s, self.weight_s], [self.whole_s])
 
     @property
-    def torch_ratio(self) -> float:
+    def torch_ratio(self) -> float | None:
+        """None where torch's functions raise an error."""
+        if self.case in REFUSED_BY_TORCH:
+            return None
         return _ratio([self.torch_input_s, self.torch_weight_s], [self.whole_s])
 
     @property
@@ -184,7 +190,9 @@ def measure(name: str, device: torch.device, num_rounds: int) -> Row:
     stage = Stage(0, {"0": make().to(device)})
     inputs = torch.randn(shape, device=device)
     case, row = Case(stage, inputs, torch.randn_like(inputs)), Row(name, share=waiting_share(name, shape))
-    runs = {"whole": case.whole, "parts": case.parts, "torch": case.parts_in_torch}
+    runs = {"whole": case.whole, "parts": case.parts}
+    if name not in REFUSED_BY_TORCH:
+        runs["torch"] = case.parts_in_torch
     order = list(runs)
     for number in range(-NUM_WARM_UP_ROUNDS, num_rounds):
         times, forwards = {}, {}
@@ -207,8 +215,8 @@ def note(row: Row, times: Mapping[str, list[float]]) -> None:
         "parts": (row.forward_s, row.input_s, row.weight_s),
         "torch": ([], row.torch_input_s, row.torch_weight_s),
     }
-    for way, lists in columns.items():
-        for column, value in zip(lists, times[way], strict=True):
+    for way, own in times.items():
+        for column, value in zip(columns[way], own, strict=True):
             column.append(value)
 
 
@@ -257,7 +265,8 @@ def line(row: Row) -> str:
     """One row, drawn."""
     columns = (row.whole_forward_s, row.whole_s, row.forward_s, row.input_s, row.weight_s)
     medians_ms = [f"{1e3 * statistics.median(each):8.2f}" for each in columns]
-    ratios = [f"{each:8.2f}" for each in (row.forward_ratio, row.ratio, row.total_ratio, row.torch_ratio)]
+    ratios = [f"{each:8.2f}" for each in (row.forward_ratio, row.ratio, row.total_ratio)]
+    ratios.append(f"{'refuses':>8}" if row.torch_ratio is None else f"{row.torch_ratio:8.2f}")
     ratios.append(f"{row.share:8.0%}")
     forwards = "" if row.forwards is None else f"   forwards {row.forwards} (torch {row.torch_forwards})"
     budget = "" if BUDGETS[row.case] is None else f"   budget {BUDGETS[row.case]:.2f}"

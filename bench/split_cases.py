@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
+from penstock.execute.backend import find_backend
 from penstock.models.decoder import DecoderConfig, decoder_layers
 
 NUM_TINY = 64
@@ -125,6 +126,15 @@ def wide_block(linear: Callable[[int, int], nn.Module]) -> nn.Module:
 
 
 WIDE = (4, 128, 512)
+
+
+def compiled_block(backend: str) -> nn.Module:
+    """The block of width 512, compiled."""
+    block = wide_block(nn.Linear)
+    block.compile(backend=find_backend(backend))
+    return block
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "transformer block": (lambda: Block(256, 4), (8, 128, 256)),
     "the same, checkpointed": (lambda: Checkpointed(Block(256, 4)), (8, 128, 256)),
@@ -132,6 +142,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "block of width 512": (lambda: wide_block(nn.Linear), WIDE),
     "the same with LoRA": (lambda: wide_block(LowRank), WIDE),
     "with a custom function": (lambda: wide_block(Custom), WIDE),
+    "compiled, aot_eager": (lambda: compiled_block("aot_eager"), WIDE),
+    "compiled, inductor": (lambda: compiled_block("inductor"), WIDE),
     f"{NUM_TINY} tiny blocks": (lambda: nn.Sequential(*(Tiny(64) for _ in range(NUM_TINY))), (64, 64)),
     "conv net": (lambda: conv_net(32), (8, 32, 28, 28)),
 }
