@@ -99,7 +99,7 @@ def test_weight_gradients_that_do_not_wait_for_w_are_told_with_what_they_cost():
         recorded_step(schedule, backward_input_s=(2.0,), backward_weight_s=(0.0,)),
         early_weights={
             0: EarlyWeights(0.01, ("0.small",)),
-            1: EarlyWeights(1.0, tuple(f"7.{index}" for index in range(12))),
+            1: EarlyWeights(1.0, tuple(f"7.{index}" for index in range(12)), {"small": 0.1, "opaque": 0.9}),
         },
     )
 
@@ -107,7 +107,7 @@ def test_weight_gradients_that_do_not_wait_for_w_are_told_with_what_they_cost():
 
     rows = found["weight gradients that the split backward of a stage leaves to W"]
     assert [" ".join(row.split()) for row in rows[2:]] == [
-        "1 0.0 % 7.0, 7.1, 7.2, 7.3, 7.4, 7.5, 7.6, 7.7, 7.8, 7.9 and 2 more"
+        "1 0.0 % opaque 90%, small 10% 7.0, 7.1, 7.2, 7.3, 7.4, 7.5, 7.6, 7.7, 7.8, 7.9 and 2 more"
     ]
     helping = "\n".join(found["what would help, each simulated"])
     assert re.search(r"-\d+\.\d %\s+\+0.0 %  all weight gradients wait for W", helping)

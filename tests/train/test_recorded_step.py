@@ -69,7 +69,7 @@ def test_what_is_written_reads_back_to_the_last_bit(schedule, seed):
 
 
 def test_early_weight_gradients_read_back():
-    early = {1: EarlyWeights(0.1 + 0.2, ("1.weight", "2.weight"))}
+    early = {1: EarlyWeights(0.1 + 0.2, ("1.weight", "2.weight"), {"product": 0.7, "small": 0.3})}
     recorded = replace(recorded_step(build("zb-h1", ranks=2, microbatches=4)), early_weights=early)
 
     assert recorded_step_from_json(recorded_step_to_json(recorded)).early_weights == early

@@ -1,7 +1,7 @@
 """A diagnosis as tables for people, and as JSON for programs."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -119,14 +119,25 @@ def _path_table(diagnosis: Diagnosis, screen: Screen) -> str:
 def _early_weights_table(diagnosis: Diagnosis, screen: Screen) -> Iterator[str]:
     """One row per stage that computes a notable share of its weight gradients in I; nothing where none does."""
     rows = [
-        [str(stage), format_share(1 - early.share), _listed(early.names)]
+        [str(stage), format_share(1 - early.share), _shares(early.rungs), _listed(early.names)]
         for stage, early in sorted(diagnosis.recorded.early_weights.items())
         if early.share >= SMALLEST_EARLY_SHARE
     ]
     if rows:
-        columns = [Column("stage"), Column("wait for W"), Column("computed in I", is_text=True)]
+        columns = [
+            Column("stage"),
+            Column("wait for W"),
+            Column("by", is_text=True, drop_order=1),
+            Column("computed in I", is_text=True),
+        ]
         title = screen.wrapped("weight gradients that the split backward of a stage leaves to W")
         yield f"{title}\n{table_text(columns, rows, screen)}"
+
+
+def _shares(rungs: Mapping[str, float]) -> str:
+    """The shares of weights by what their gradients wait, the largest first."""
+    ordered = sorted(rungs.items(), key=lambda item: -item[1])
+    return ", ".join(f"{rung} {share:.0%}" for rung, share in ordered)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -188,7 +199,7 @@ def to_json(diagnosis: Diagnosis) -> str:
             for loss in diagnosis.losses
         ],
         "early_weights": [
-            {"stage": stage, "share": early.share, "names": list(early.names)}
+            {"stage": stage, "share": early.share, "names": list(early.names), "rungs": dict(early.rungs)}
             for stage, early in sorted(diagnosis.recorded.early_weights.items())
         ],
         "critical_path": [{"what": each.what, "duration_s": each.duration_s} for each in diagnosis.path],

@@ -55,6 +55,7 @@ class _EarlyWeights(BaseModel):
     stage: NotNegative
     share: Annotated[float, Field(ge=0, le=1)]
     names: list[str]
+    rungs: dict[str, float] = Field(default_factory=dict)
 
 
 class _Document(BaseModel):
@@ -91,7 +92,7 @@ def recorded_step_to_json(recorded: RecordedStep) -> bytes:
         lead_ins=[[each.free_s, each.loaded_s, each.asked_s] for each in recorded.lead_ins],
         data_waits=[_Wait(**asdict(wait)) for wait in timeline.data_waits],
         early_weights=[
-            _EarlyWeights(stage=stage, share=found.share, names=list(found.names))
+            _EarlyWeights(stage=stage, share=found.share, names=list(found.names), rungs=dict(found.rungs))
             for stage, found in sorted(recorded.early_weights.items())
         ],
         program=orjson.loads(timeline.program.to_json()),
@@ -135,7 +136,7 @@ def recorded_step_from_json(text: bytes, *, file: str = "<text>") -> RecordedSte
         tuple(range(first, end) for first, end in document.layers_of_stage),
         tuple(document.layer_weights),
         tuple(Prologue(*moments) for moments in document.lead_ins),
-        {each.stage: EarlyWeights(each.share, tuple(each.names)) for each in document.early_weights},
+        {each.stage: EarlyWeights(each.share, tuple(each.names), each.rungs) for each in document.early_weights},
     )
 
 

@@ -239,11 +239,11 @@ def test_products_on_a_gpu_take_their_time():
     assert recorder.end_s[0] - recorder.start_s[0] == pytest.approx(begin.elapsed_time(end) / 1000, rel=0.1)
 
 
-@pytest.mark.parametrize(("is_opaque", "share"), [(True, 1.0), (False, 0.0)])
-def test_a_recorded_step_tells_which_weight_gradients_wait_for_w(is_opaque, share):
+@pytest.mark.parametrize(("kind", "share", "rung"), [("opaque", 1.0, "opaque"), ("linear", 0.0, "product")])
+def test_a_recorded_step_tells_which_weight_gradients_wait_for_w(kind, share, rung):
     def case(wires):
-        kind = Opaque if is_opaque else nn.Linear
-        layers = [kind(128, 128) for _ in range(2)]
+        kind_of_layer = {"opaque": Opaque, "linear": nn.Linear}[kind]
+        layers = [kind_of_layer(128, 128) for _ in range(2)]
         pipeline = Pipeline(layers, "zb-h1", 2, nn.functional.mse_loss, transport=wires)
         for _ in range(2):
             pipeline.step(torch.ones(256, 128), target=torch.ones(256, 128), record=True)
@@ -255,7 +255,7 @@ def test_a_recorded_step_tells_which_weight_gradients_wait_for_w(is_opaque, shar
         warnings.simplefilter("ignore", PenstockWarning)
         for early, text in on_ranks(2, case):
             assert [found.share for _, found in sorted(early.items())] == [share, share]
-            assert [found.names for _, found in sorted(early.items())] == [(), ()] or is_opaque
+            assert [found.rungs for _, found in sorted(early.items())] == [{rung: 1.0}] * 2
             assert f" {1 - share:.0%} " in text
 
 

@@ -269,3 +269,19 @@ def test_a_plan_looks_for_branches_while_it_does_not_know_and_where_there_are_an
             late_weights(plan, module)
 
     assert [each["finds_branches"] for each in asked] == [True, False, False, True, True, True]
+
+
+def test_a_plan_logs_once_by_what_weights_wait(caplog):
+    module = nn.Linear(WIDTH, WIDTH)
+    plan, hidden = SplitPlan([module], small=0), values(1, 2, WIDTH).requires_grad_()
+    deferred = plan.start(hidden.numel())
+    with deferred.around_forward():
+        output = module(hidden)
+
+    with caplog.at_level("INFO", logger="penstock"), plan.examining(3, list(module.named_parameters())):
+        edge = torch.autograd.graph.get_gradient_edge(output)
+        deferred.backward_input([edge], [torch.ones_like(output)])
+
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["stage 3: 100 % of its weights wait for W: product 100%"]
+    assert plan.is_examined

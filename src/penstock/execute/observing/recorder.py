@@ -160,7 +160,8 @@ class StepRecording(Observer):
             "end_s": recorder.end_s.tolist(),
             "output_bytes": {str(stage): num_bytes for stage, num_bytes in self._output_bytes().items()},
             "early_weights": {
-                str(stage): [found.share, list(found.names)] for stage, found in self._early_weights().items()
+                str(stage): [found.share, list(found.names), dict(found.rungs)]
+                for stage, found in self._early_weights().items()
             },
             "data_waits": [
                 [wait.microbatch, wait.begin_s, wait.end_s]
@@ -194,9 +195,9 @@ class StepRecording(Observer):
         bytes_of_stage = {stage: num_bytes for row in everyone for stage, num_bytes in row["output_bytes"].items()}
         message_bytes = tuple(bytes_of_stage.get(str(stage), 0) for stage in range(program.num_stages))
         early = {
-            int(stage): EarlyWeights(share, tuple(names))
+            int(stage): EarlyWeights(share, tuple(names), rungs)
             for row in everyone
-            for stage, (share, names) in row["early_weights"].items()
+            for stage, (share, names, rungs) in row["early_weights"].items()
         }
         return Recording(timeline, message_bytes, early, self._transport.rank, alignment, origin_s)
 

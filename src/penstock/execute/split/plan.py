@@ -11,11 +11,12 @@ Weight gradients that cannot wait are computed with the input gradients, as in a
 order of the schedule stay, and only what the split was to gain is lost. If that is much, the plan says so once.
 """
 
+import logging
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from penstock.execute.split.graph_search import Survey, search
 from penstock.execute.split.wanted import asks
 from penstock.execute.split.watched_layers import WatchedLayers, watching_all, watching_nothing
 
+_LOG = logging.getLogger("penstock")
 SMALL = 2**21
 """Multiplications in a weight's gradient below which it is not deferred: `bench/split_backward.py --border` shows that
 to defer it then takes longer than to compute it."""
@@ -52,12 +54,16 @@ class _InForward:
 
 @dataclass(frozen=True, slots=True)
 class EarlyWeights:
-    """The weight gradients of a stage that are computed in I, where W was to compute them."""
+    """The weight gradients of a stage that are computed in I, where W was to compute them.
+
+    Shares are of all elements of matrices in the stage.
+    """
 
     share: float
-    """Of all elements of matrices in the stage."""
     names: tuple[str, ...]
     """Of their parameters, small ones too."""
+    rungs: Mapping[str, float] = field(default_factory=dict)
+    """The shares of all `Rung`s, of what waits, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +164,12 @@ class SplitPlan:
                 hook.remove()
         if self.is_settled:
             self.is_examined = True
-            self.early = EarlyWeights(_share_of(early, matrices), tuple(name for name in matrices if name in early))
+            names = tuple(name for name in matrices if name in early)
+            self.early = EarlyWeights(
+                _share_of(early, matrices), names, _shares_of(self.rungs(parameters), early, matrices)
+            )
+            shares = ", ".join(f"{rung} {share:.0%}" for rung, share in self.early.rungs.items())
+            _LOG.info("stage %d: %.0f %% of its weights wait for W: %s", stage, 100 * (1 - self.early.share), shares)
             _warn_of(
                 stage, [name for name in matrices if name in early and not self.is_small(matrices[name])], matrices
             )
@@ -241,3 +252,15 @@ def _warn_of(stage: int, early: Sequence[str], matrices: Mapping[str, nn.Paramet
 def _share_of(names: Iterable[str], matrices: Mapping[str, nn.Parameter]) -> float:
     num_elements = sum(weight.numel() for weight in matrices.values())
     return sum(matrices[name].numel() for name in names) / num_elements if num_elements else 0.0
+
+
+def _shares_of(
+    rungs: Mapping[str, WeightRung], early: Set[str], matrices: Mapping[str, nn.Parameter]
+) -> dict[str, float]:
+    """Return the share of each rung; what waits and was not found in any graph waits by the layer itself."""
+    names: dict[str, list[str]] = {}
+    for name in matrices:
+        rung = rungs[name].rung
+        is_own = name not in early and rung in (Rung.OPAQUE, Rung.SMALL)
+        names.setdefault(Rung.OWN if is_own else rung, []).append(name)
+    return {str(rung): _share_of(own, matrices) for rung, own in names.items()}
