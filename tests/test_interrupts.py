@@ -17,6 +17,38 @@ OPTIONS = (f"run.steps={NUM_STEPS}", "run.evaluate_every=0", "run.evaluate_batch
 TIMEOUT_S = 90
 
 
+WORKERS = """
+import signal
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+
+class Tokens(Dataset):
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return 100_000
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(256, (self.length + 1,), generator=generator)
+        return tokens[:-1], tokens[1:]
+
+
+def die_of_signals(worker):
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def batches(batch_size, length):
+    return DataLoader(Tokens(length), batch_size=batch_size, num_workers=2, worker_init_fn=die_of_signals)
+"""
+"""Data that other processes read, which a signal ends at once."""
+
+
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     """The weights of a run that nothing interrupted."""
@@ -57,3 +89,25 @@ def test_a_signal_to_the_whole_process_group_saves_and_the_run_goes_on(tmp_path,
     assert re.search(f"continuing after step {step} ", printed)
     assert [row["step"] for row in read_metrics(metrics)] == list(range(1, NUM_STEPS + 1))
     assert (tmp_path / "run" / "weights.safetensors").read_bytes() == weights
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_signal_that_ends_data_workers_first_saves_and_the_run_goes_on(tmp_path):
+    write_tiny_run(tmp_path)
+    (tmp_path / "data.py").write_text(WORKERS)
+    options = (*OPTIONS, "data.files=[]", "data.source=data.py:batches", "pipeline.ranks=2")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    training = start_training(tmp_path, *options)
+    wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 5, timeout_s=TIMEOUT_S)
+
+    os.killpg(training.pid, signal.SIGTERM)
+    printed, complained = training.communicate(timeout=TIMEOUT_S)
+
+    assert (training.returncode, complained) == (130, "")
+    [step] = CheckpointFolder(tmp_path / "run" / "checkpoints").steps()
+    assert f"stopped by a signal after step {step}; its checkpoint is saved" in printed
+    again = start_training(tmp_path, *options)
+    _, complained = again.communicate(timeout=TIMEOUT_S)
+    assert again.returncode == 0, complained
+    assert [row["step"] for row in read_metrics(metrics)] == list(range(1, NUM_STEPS + 1))
