@@ -9,10 +9,10 @@ from penstock.errors import FormatError, PenstockError
 from penstock.train.config import config_from_table
 from penstock.train.data import open_dataset
 from penstock.train.loop import train
+from penstock.train.model_source import build_layers
 from penstock.train.profiling import profile_run
 from penstock.train.recorded_step import read_recorded_step
 from penstock.train.run_folder import LAYER_TIMES, RunFolder
-from penstock.train.setup import build_layers
 from penstock.train.split import SplitRule, choose_split
 from tests.train.local_ranks import error_of, on_ranks
 

@@ -29,7 +29,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    from penstock.train.generation import load_trained, prompt_tokens, sample
+    from penstock.errors import ConfigError
+    from penstock.train.generation import load_trained, obstacle_to_sampling, prompt_tokens, sample
     from penstock.train.tokenizer import load_tokenizer
 
     config = _config_of(arguments)
@@ -37,6 +38,9 @@ def run(arguments: Namespace) -> int:
         load_tokenizer(config.data.tokenizer, config.data.end_of_document), arguments.prompt, key="--prompt"
     )
     with load_trained(config) as pipeline:
+        obstacle = obstacle_to_sampling(config, pipeline)
+        if obstacle:
+            raise ConfigError(f"{config.model.source} writes no text: {obstacle}", key="model.source")
         say_piece(arguments.prompt)
         for piece in sample(config, pipeline, prompt):
             say_piece(piece)

@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from penstock.checkpoints.pretrained import load_weights
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, described
 from penstock.pipeline import Pipeline
 from penstock.train.config import RunConfig
 from penstock.train.devices import device_of_rank
+from penstock.train.model_source import build_layers
 from penstock.train.precision import Precision
-from penstock.train.setup import build_layers
 from penstock.train.tokenizer import Tokenizer, load_tokenizer
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
@@ -86,6 +86,36 @@ def generate(
         yield token
 
 
+def obstacle_to_sampling(config: RunConfig, pipeline: Pipeline) -> str:
+    """Return why a model cannot write text; empty where it can. Every rank calls it, and gets the same.
+
+    It has to return logits of every position, which must not depend on later tokens.
+    """
+    if not config.model.source:
+        return ""  # the decoder can
+    length, vocabulary = config.batch.length, _tokenizer_of(config).vocabulary
+    rows = torch.zeros(2, 1, length, dtype=torch.int64, device=pipeline.device)
+    rows[1, :, length // 2 :] = 1
+    precision, found = Precision(config.precision), []
+    for tokens in rows:
+        with precision.region(pipeline.device):
+            found.append(pipeline.evaluate(tokens, return_outputs=True).outputs)
+    own = "" if found[0] is None else _obstacle_in(found[0], found[1], vocabulary)
+    reasons = cast("list[str]", pipeline.control.all_gather_object(own))
+    return next((reason for reason in reasons if reason), "")
+
+
+def _obstacle_in(logits: Any, others: Any, vocabulary: int) -> str:
+    """Compare what came of two texts with an equal first half."""
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else described(logits)
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[-1] < vocabulary:
+        return f"it returns {shape}, which are no logits of {vocabulary} tokens [batch, length, vocabulary]"
+    half = logits.shape[1] // 2
+    if not torch.allclose(logits[:, :half].float(), others[:, :half].float(), rtol=1e-3, atol=1e-5):
+        return "a position of it reads tokens behind it, which are not there yet when a text is written"
+    return ""
+
+
 def sample_prompt(config: RunConfig) -> list[int]:
     """Return the tokens that the run's sample begins with; empty where it has none. Raises: ConfigError."""
     if not config.sample.prompt:
@@ -95,6 +125,9 @@ def sample_prompt(config: RunConfig) -> list[int]:
 
 def sample(config: RunConfig, pipeline: Pipeline, prompt: Sequence[int]) -> Iterator[str]:
     """Yield the run's sample piece by piece, on every rank: the text that follows a prompt."""
+    obstacle = obstacle_to_sampling(config, pipeline)
+    if obstacle:
+        return iter([f" ... the model of {config.model.source} writes no text: {obstacle}"])
     tokenizer, section = _tokenizer_of(config), config.sample
     sampling = Sampling(section.temperature, section.top_k, config.run.seed)
     length = config.batch.length  # of the sequences that it was trained on

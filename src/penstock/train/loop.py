@@ -20,6 +20,7 @@ from penstock.train.config import RunConfig
 from penstock.train.early_stop import EarlyStop
 from penstock.train.generation import sample, sample_prompt
 from penstock.train.metrics import MetricsWriter
+from penstock.train.model_source import build_layers, with_digest
 from penstock.train.opening import device_line, opening_lines
 from penstock.train.optional_packages import require_packages
 from penstock.train.progress import screen_of
@@ -29,7 +30,6 @@ from penstock.train.resuming import Progress, RunCheckpoints, begin_with_weights
 from penstock.train.run_folder import SCHEDULE, TIMELINE, RunFolder
 from penstock.train.run_log import run_log
 from penstock.train.setup import (
-    build_layers,
     build_pipeline,
     build_trainer,
     check_together,
@@ -90,6 +90,7 @@ def train(
         with closing(default_transport(None, PREPARING_DEADLINE_S)) as transport:
             if transport.rank:
                 output = stack.enter_context(open(os.devnull, "w"))
+            config = with_digest(config)
             check_together(config, transport, require_packages)
             if not is_claimed:
                 config = stack.enter_context(claimed_together(config, transport, start, output))
@@ -107,7 +108,7 @@ def train(
             rule = choose_split(config, layers, dataset, folder, transport)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", PenstockWarning)  # told below, in this program's own words
-                pipeline = stack.enter_context(closing(build_pipeline(config, layers, rule)))
+                pipeline = stack.enter_context(closing(build_pipeline(config, layers, rule, dataset.vocabulary)))
         if pipeline.rank == 0:
             folder.write(SCHEDULE, pipeline.schedule.to_csv().encode())
             num_tokens = dataset.num_train_tokens

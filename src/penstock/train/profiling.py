@@ -27,11 +27,12 @@ from penstock.train.channels import ChannelSpeed, channels_of, measure_channels
 from penstock.train.config import RunConfig
 from penstock.train.loop import PREPARING_DEADLINE_S
 from penstock.train.measure import LayerTimes
+from penstock.train.model_source import build_layers
 from penstock.train.optim import build_optimizer
 from penstock.train.precision import Precision
 from penstock.train.run_folder import RunFolder, run_path
 from penstock.train.sections import OptimizerSection
-from penstock.train.setup import build_layers, build_pipeline, check_together, prepare_together
+from penstock.train.setup import build_pipeline, check_together, prepare_together
 from penstock.train.split import choose_split, times_of_layers
 
 NUM_WARM_UP_STEPS = 2
@@ -76,7 +77,7 @@ def profile_run(config: RunConfig, *, num_steps: int) -> Profile:
         layers = build_layers(config, dataset.vocabulary)
         split = choose_split(config, layers, dataset, folder, transport)
         times = times_of_layers(config, layers, dataset, folder, transport)
-        pipeline = build_pipeline(config, layers, split)
+        pipeline = build_pipeline(config, layers, split, dataset.vocabulary)
     with closing(pipeline), Precision(config.precision).region(pipeline.device):
         return profile_pipeline(pipeline, dataset, num_steps, times, config.optimizer)
 

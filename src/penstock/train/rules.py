@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.errors import ConfigError, nearest
+from penstock.models.decoder_config import DecoderConfig
 from penstock.train.learning_rate import decay_steps_of
 from penstock.train.sections import (
     BatchSection,
@@ -127,8 +128,25 @@ def pipeline_problems(pipeline: PipelineSection) -> Iterator[Problem]:
         )
 
 
-def model_problems(model: ModelSection, batch: BatchSection) -> Iterator[Problem]:
+def _decoder_problems(model: ModelSection) -> Iterator[Problem]:
     yield from (Problem(key, text) for key, text in model.problems("model."))
+    for key in ("options", "loss", "source_digest"):
+        if getattr(model, key):
+            yield Problem(f"model.{key}", "is for a model of your own; name its function in model.source, or drop it")
+
+
+def _source_of_model_problems(model: ModelSection) -> Iterator[Problem]:
+    """The decoder's keys say nothing of another model."""
+    for key, field in DecoderConfig.model_fields.items():
+        if key not in ("vocabulary", "length") and getattr(model, key) != field.default:
+            yield Problem(f"model.{key}", f"is of the decoder; give {key} to model.source, in model.options")
+    for key in ("vocabulary", "length"):
+        if key in model.options:
+            yield Problem(f"model.options.{key}", f"model.source gets it already; set model.{key} to change it")
+
+
+def model_problems(model: ModelSection, batch: BatchSection) -> Iterator[Problem]:
+    yield from _source_of_model_problems(model) if model.source else _decoder_problems(model)
     if 0 < model.length < batch.length:
         yield Problem("batch.length", f"{batch.length} tokens are more than model.length = {model.length}")
 
@@ -161,6 +179,8 @@ def source_problems(data: DataSection) -> Iterator[Problem]:
 
 def data_problems(data: DataSection, model: ModelSection, run: RunSection) -> Iterator[Problem]:
     yield from source_problems(data)
+    if model.source and data.packing == "documents":
+        yield Problem("data.packing", "'documents' is for the decoder, which takes positions; use 'windows' or 'none'")
     if run.patience and not (run.evaluate_batches and run.evaluate_every):
         yield Problem("run.patience", "needs evaluations; set run.evaluate_every and run.evaluate_batches")
     if data.tokenizer == "bytes" and 0 < model.vocabulary < 256:

@@ -112,7 +112,20 @@ class PipelineSection(Section):
 
 
 class ModelSection(Section, DecoderConfig):
-    """The decoder's shape."""
+    """The decoder's shape, or the function that makes another model."""
+
+    source: str = Field(
+        default="",
+        description="FILE.py:FUNCTION, which takes vocabulary, length and model.options and returns the layers of "
+        "another model; empty: the decoder that the other keys describe",
+    )
+    options: dict[str, Scalar] = Field(default_factory=dict, description="other arguments of model.source")
+    loss: str = Field(
+        default="",
+        description="FILE.py:FUNCTION, which takes what the last layer returns and the target; empty: cross entropy "
+        "of next tokens",
+    )
+    source_digest: str = Field(default="", description="of the files of model.source and model.loss; a run fills it in")
 
     vocabulary: NotNegative = Field(default=0, description="number of token ids; 0: as many as the tokenizer has")
     length: NotNegative = Field(default=0, description="longest sequence in tokens; 0: as long as batch.length")

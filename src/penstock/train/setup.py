@@ -10,7 +10,7 @@ from penstock.errors import ConfigError, count_of
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.schedule import Schedule
-from penstock.models import LayerSpec, cross_entropy_loss, decoder_layers, embedding_names, saved_shapes
+from penstock.models import LayerSpec, embedding_names, saved_shapes
 from penstock.models.decoder import count_target_tokens
 from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
@@ -24,6 +24,7 @@ from penstock.train.batches import Dataset
 from penstock.train.config import RunConfig
 from penstock.train.data import open_dataset
 from penstock.train.devices import device_of_rank
+from penstock.train.model_source import build_layers, loss_of
 from penstock.train.optim import check_optimizer
 from penstock.train.precision import Precision, loss_scaler
 from penstock.train.progress import ShareLines
@@ -109,7 +110,8 @@ def check_plan(config: RunConfig) -> None:
         load_function(config.data.source, "data.source")
     if config.checkpoint.load:
         _require_weights(config)
-    num_layers = len(build_layers(config, vocabulary=config.model.vocabulary or 1))
+    loss_of(config, _some_vocabulary(config))
+    num_layers = len(build_layers(config, _some_vocabulary(config)))
     _require_layers(config, num_layers)
     schedule = build_schedule(config)
     limit, costs = memory_limit(config), load_costs(config)
@@ -152,10 +154,12 @@ def _require_layers(config: RunConfig, num_layers: int) -> None:
     fewest = pipeline.ranks * max((pipeline.stages_per_rank + 1) // 2, 1)
     if pipeline.schedule in FAMILIES and fewest > num_layers:
         stages = f" of {pipeline.stages_per_rank} stages" if pipeline.stages_per_rank else ""
+        source, blocks = config.model.source, config.model.layers
+        what = f"those of {source}" if source else f"{blocks} blocks, the embedding, the norm and the head"
+        more = "have it return more layers" if source else "raise model.layers"
         raise ConfigError(
             f"{count_of(pipeline.ranks, 'rank')}{stages} need at least {fewest} layers, but the model has {num_layers} "
-            f"({config.model.layers} blocks, the embedding, the norm and the head). Use at most {num_layers} ranks, "
-            "or raise model.layers",
+            f"({what}). Use at most {num_layers} ranks, or {more}",
             key="pipeline.ranks",
         )
 
@@ -174,14 +178,6 @@ def _require_tokens(config: RunConfig, num_slices: int) -> None:
             f"{shorter + num_slices}, or set batch.allow_ragged = true",
             key="batch.length",
         )
-
-
-def build_layers(config: RunConfig, vocabulary: int) -> list[LayerSpec]:
-    """Describe the model's layers, in the type that they compute in; nothing is allocated."""
-    sizes = {"vocabulary": vocabulary, "length": config.max_length}
-    model = config.model.model_copy(update=sizes)
-    layers = decoder_layers(model, seed=config.run.seed, takes_positions=config.data.packing == "documents")
-    return Precision(config.precision).cast(layers)
 
 
 def _with_checkpointing(
@@ -232,7 +228,7 @@ def _under_its_full_key(error: ConfigError, pipeline: PipelineSection) -> Config
     return ConfigError(problem, key=f"{section}.{error.key or 'schedule'}")
 
 
-def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule) -> Pipeline:
+def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule, vocabulary: int) -> Pipeline:
     """Build this rank's part of the model; every rank calls it."""
     schedule, precision, device = build_schedule(config), Precision(config.precision), device_of_rank(config)
     plan = config.batch_plan
@@ -243,7 +239,7 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule) 
     return Pipeline(
         _with_checkpointing(config, layers, rule, schedule),
         schedule=schedule,
-        loss=cross_entropy_loss,
+        loss=loss_of(config, vocabulary),
         count=count_target_tokens if counts_targets else None,
         scale_loss=loss_scaler(precision, device).scale_mean if scales_each else scale_over(plan.full),
         main_gradients=precision.has_main_weights,
@@ -261,9 +257,15 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule) 
     )
 
 
+def _some_vocabulary(config: RunConfig) -> int:
+    """Return a number of tokens for layers that are not trained: what is known before the tokenizer is read."""
+    return config.model.vocabulary or 256
+
+
 def build_trainer(config: RunConfig, pipeline: Pipeline) -> Trainer:
     """Build the optimizer of this rank's part; every rank calls it."""
     # Only names count, so any vocabulary will do.
-    embeddings = embedding_names(build_layers(config, vocabulary=1)) if not config.optimizer.decay_embeddings else ()
+    layers = [] if config.optimizer.decay_embeddings else build_layers(config, _some_vocabulary(config))
+    embeddings = embedding_names(layers)
     precision, num_steps = Precision(config.precision), config.run.steps
     return Trainer(pipeline, config.optimizer, num_steps=num_steps, precision=precision, embeddings=embeddings)

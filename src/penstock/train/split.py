@@ -15,12 +15,13 @@ from penstock.errors import FormatError, PenstockError
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
-from penstock.models import LayerSpec, cross_entropy_loss
+from penstock.models import LayerSpec
 from penstock.show.text import format_seconds
 from penstock.train.batches import Batch, Dataset
 from penstock.train.config import RunConfig
 from penstock.train.devices import device_of_rank
 from penstock.train.measure import LayerTimes, measure_layers
+from penstock.train.model_source import loss_of
 from penstock.train.precision import Precision
 from penstock.train.run_folder import LAYER_TIMES, RunFolder
 from penstock.train.together import failing_together
@@ -132,11 +133,9 @@ def _measured_times(
     config: RunConfig, layers: Sequence[LayerSpec], dataset: Dataset, transport: Transport
 ) -> LayerTimes:
     first = _first_microbatch(config, dataset)
-    device = device_of_rank(config)
+    device, loss = device_of_rank(config), loss_of(config, dataset.vocabulary)
     with Precision(config.precision).region(device):
-        return measure_layers(
-            layers, first.args, target=first.target, loss=cross_entropy_loss, transport=transport, device=device
-        )
+        return measure_layers(layers, first.args, target=first.target, loss=loss, transport=transport, device=device)
 
 
 def _subject(config: RunConfig, dataset: Dataset) -> Subject:

@@ -31,7 +31,7 @@ class Utilization:
 def utilization_of(config: RunConfig, vocabulary: int, device: torch.device) -> Utilization | None:
     """Return the utilisation of a run whose ranks have devices like this one; None where their peak is not known."""
     data_type = _data_type(config)
-    if device.type != "cuda" or data_type is None:
+    if device.type != "cuda" or data_type is None or config.model.source:
         return None
     known = device_of_torch(torch.cuda.get_device_name(device))
     if known is None:

@@ -1,0 +1,119 @@
+"""The model of a run: the decoder, or layers that a user's function returns (`model.source`), and its loss."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError, PenstockError, described
+from penstock.models import LayerSpec, cross_entropy_loss, decoder_layers
+from penstock.schedules.third_party import run_third_party
+from penstock.train.config import RunConfig
+from penstock.train.precision import Precision
+from penstock.train.user_function import load_function
+
+KEY = "model.source"
+EXPECTED = "a list of torch.nn.Module or of LayerSpec, in the order in which they run"
+Loss = Callable[[Any, Any], Tensor]
+
+
+def build_layers(config: RunConfig, vocabulary: int) -> list[LayerSpec]:
+    """Describe the model's layers, in the type that they compute in; of the decoder, nothing is allocated.
+
+    Raises:
+        ConfigError: the user's function cannot be found, fails, or returns something else; or its file has changed
+            since the run began.
+    """
+    if config.model.source:
+        return Precision(config.precision).cast(_layers_of_source(config, vocabulary))
+    sizes = {"vocabulary": vocabulary, "length": config.max_length}
+    model = config.model.model_copy(update=sizes)
+    layers = decoder_layers(model, seed=config.run.seed, takes_positions=config.data.packing == "documents")
+    return Precision(config.precision).cast(layers)
+
+
+def loss_of(config: RunConfig, vocabulary: int) -> Loss:
+    """Return the loss of a run, a mean over tokens unless it is a user's own. Raises: ConfigError."""
+    if config.model.loss:
+        return load_function(config.model.loss, "model.loss")
+    return partial(_token_loss, vocabulary) if config.model.source else cross_entropy_loss
+
+
+def with_digest(config: RunConfig) -> RunConfig:
+    """Return the configuration with the digest of the user's files, which decide what a run is.
+
+    Raises: ConfigError: they cannot be read.
+    """
+    if not config.model.source or config.model.source_digest:
+        return config
+    model = config.model.model_copy(update={"source_digest": _digest_of(config)})
+    return config.model_copy(update={"model": model})
+
+
+def _digest_of(config: RunConfig) -> str:
+    digest = hashlib.sha256()
+    for key, place in ((KEY, config.model.source), ("model.loss", config.model.loss)):
+        file = place.rpartition(":")[0]
+        try:
+            digest.update(Path(file).read_bytes() if file else b"")
+        except OSError as error:
+            raise ConfigError(f"{file}: cannot be read ({error.strerror}); give FILE.py:FUNCTION", key=key) from error
+    return digest.hexdigest()
+
+
+def _layers_of_source(config: RunConfig, vocabulary: int) -> list[LayerSpec]:
+    place, options = config.model.source, config.model.options
+    if config.model.source_digest not in ("", _digest_of(config)):
+        raise ConfigError(
+            f"the files of {place} have changed since the run began; put them back, or begin another run", key=KEY
+        )
+    function = load_function(place, KEY)
+    call = partial(function, vocabulary=vocabulary, length=config.max_length, **options)
+    # Modules are made at once, so every rank draws the same numbers for all of them.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(config.run.seed)
+        made = run_third_party(place, lambda: list(_layers_in(place, call())))
+    if not made:
+        raise ConfigError(f"{place} returned no layers; expected {EXPECTED}", key=KEY)
+    if all(isinstance(layer, LayerSpec) for layer in made):
+        return [replace(layer, seed=layer.seed + config.run.seed) for layer in made]
+    for index, layer in enumerate(made):
+        if not isinstance(layer, nn.Module):
+            raise ConfigError(f"{place} returned {described(layer)} as layer {index}; expected {EXPECTED}", key=KEY)
+    return _described_modules(made)
+
+
+def _layers_in(place: str, returned: object) -> Iterable[Any]:
+    if not isinstance(returned, Iterable):
+        raise ConfigError(f"{place} returned {described(returned)}; expected {EXPECTED}", key=KEY)
+    return returned
+
+
+def _described_modules(modules: list[nn.Module]) -> list[LayerSpec]:
+    """Name modules by their place, as nn.Sequential does; a parameter that two of them share is tied."""
+    owners: dict[int, str] = {}
+    layers = []
+    for index, module in enumerate(modules):
+        names = {name: id(parameter) for name, parameter in module.named_parameters()}
+        tied = tuple((name, owners[own]) for name, own in names.items() if own in owners)
+        owners |= {own: f"{index}.{name}" for name, own in names.items() if own not in owners}
+        # A copy each time: measuring a layer, or another type, must not change the one that is trained.
+        layers.append(LayerSpec(str(index), partial(deepcopy, module), tied=tied))
+    return layers
+
+
+def _token_loss(vocabulary: int, logits: Any, target: Tensor) -> Tensor:
+    """Check what the user's last layer returns, then take the loss of the decoder."""
+    if not isinstance(logits, Tensor) or logits.shape[:-1] != target.shape or logits.shape[-1] < vocabulary:
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else described(logits)
+        raise PenstockError(
+            f"{KEY}: the last layer returned {found}; the loss of next tokens needs logits of shape "
+            f"{(*target.shape, vocabulary)} [batch, length, vocabulary]. Return these, or name your own model.loss"
+        )
+    return cross_entropy_loss(logits, target)

@@ -1,0 +1,268 @@
+"""A user's own model in a run file: found, checked, trained on any number of ranks, and known again."""
+
+import io
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock.cli.entry import main
+from penstock.errors import ConfigError, PenstockError
+from penstock.models import LayerSpec
+from penstock.train.config import config_from_table, load_config
+from penstock.train.loop import train
+from penstock.train.model_source import build_layers, loss_of, with_digest
+from penstock.train.setup import check_plan
+from tests.ranks import RankPool
+
+MODELS = """
+import torch
+from torch import nn
+from penstock import LayerSpec
+
+
+class Recurrent(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gru = nn.GRU(width, width, batch_first=True)
+
+    def forward(self, features):  # [batch, seq, width]
+        return features + self.gru(features)[0]
+
+
+class Mixer(nn.Module):
+    def __init__(self, length):
+        super().__init__()
+        self.over_tokens = nn.Linear(length, length)
+
+    def forward(self, features):
+        return features + self.over_tokens(features.transpose(1, 2)).transpose(1, 2)
+
+
+def recurrent(vocabulary, length, width=8, depth=2):
+    layers = [nn.Embedding(vocabulary, width), *(Recurrent(width) for _ in range(depth)), nn.Linear(width, vocabulary)]
+    return nn.Sequential(*layers)
+
+
+def mixer(vocabulary, length):
+    return [nn.Embedding(vocabulary, 8), Mixer(length), nn.Linear(8, vocabulary)]
+
+
+def described(vocabulary, length):
+    embedding = LayerSpec("embedding", lambda: nn.Embedding(vocabulary, 8))
+    return [embedding, LayerSpec("head", lambda: nn.Linear(8, vocabulary))]
+
+
+def tied(vocabulary, length):
+    first, last = nn.Embedding(vocabulary, 8), nn.Linear(8, vocabulary, bias=False)
+    last.weight = first.weight
+    return [first, nn.Tanh(), last]
+
+
+def narrow(vocabulary, length):
+    return [nn.Embedding(vocabulary, 8), nn.Linear(8, 7)]
+
+
+def nothing(vocabulary, length):
+    return []
+
+
+def number(vocabulary, length):
+    return 3
+
+
+def functions(vocabulary, length):
+    return [nn.Embedding(vocabulary, 8), torch.tanh]
+
+
+def failing(vocabulary, length):
+    raise KeyError("size")
+
+
+def halved(outputs, target):
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), target.flatten()) / 2
+"""
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MODELS)
+    (tmp_path / "text.txt").write_text("it is a pipeline, and a pipeline is a row of stages. " * 40)
+    return tmp_path
+
+
+def table_of(source="recurrent", **changes):
+    table = {
+        "run": {"folder": "run", "steps": 4, "evaluate_batches": 1, "record_step": 0},
+        "pipeline": {"ranks": 1, "microbatches": 2},
+        "model": {"source": f"mine.py:{source}"},
+        "data": {"files": ["text.txt"], "held_out_fraction": 0.1},
+        "batch": {"size": 4, "length": 16},
+        "optimizer": {"learning_rate": 2e-2, "warmup_steps": 1},
+    }
+    return table | {name: table.get(name, {}) | change for name, change in changes.items()}
+
+
+def config_of(source="recurrent", **changes):
+    return config_from_table(table_of(source, **changes))
+
+
+def run(source="recurrent", **changes):
+    output = io.StringIO()
+    return train(config_of(source, **changes), output=output), output.getvalue()
+
+
+def train_as_rank(rank, table):
+    output = io.StringIO()
+    return train(config_from_table(table), output=output).held_out_loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", ["none", "full"])
+def test_a_recurrent_model_trains_the_same_bits_on_1_2_and_3_ranks(files, kept):
+    alone, _ = run()
+    expected = (files / "run" / "weights.safetensors").read_bytes()
+
+    for ranks in (2, 3):
+        pipeline = {"ranks": ranks, "activation_checkpointing": kept}
+        with RankPool(ranks) as pool:
+            losses = pool.run(train_as_rank, table_of(run={"folder": f"run{ranks}"}, pipeline=pipeline))
+        assert losses == [alone.held_out_loss] * ranks
+        assert (files / f"run{ranks}" / "weights.safetensors").read_bytes() == expected
+
+    assert "1.gru.weight_hh_l0" in load_file(files / "run" / "weights.safetensors")
+    rows = [json.loads(line) for line in (files / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_layers_come_with_vocabulary_length_and_options(files):
+    layers = build_layers(config_of(model={"options": {"width": 12, "depth": 3}}), vocabulary=300)
+
+    assert [layer.name for layer in layers] == ["0", "1", "2", "3", "4"]
+    assert layers[0]().weight.shape == (300, 12)
+    assert build_layers(config_of("mixer"), 300)[1]().over_tokens.weight.shape == (16, 16)
+
+
+def test_the_seed_decides_the_first_values_of_modules_and_of_specs(files):
+    for source in ("recurrent", "described"):
+        one, same, other = [build_layers(config_of(source, run={"seed": seed}), 300)[0]().weight for seed in (1, 1, 2)]
+        assert torch.equal(one, same)
+        assert not torch.equal(one, other)
+
+
+def test_building_a_layer_twice_gives_two_modules(files):
+    layer = build_layers(config_of(), 300)[0]
+
+    assert isinstance(layer, LayerSpec)
+    assert layer().weight.data_ptr() != layer().weight.data_ptr()
+
+
+def test_parameters_that_modules_share_are_tied(files):
+    first, _, last = build_layers(config_of("tied"), 300)
+
+    assert (first.tied, last.tied) == ((), (("weight", "0.weight"),))
+    run("tied")
+    assert list(load_file(files / "run" / "weights.safetensors")) == ["0.weight"]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("nothing", "returned no layers; expected a list of torch.nn.Module"),
+        ("number", "returned 3 of type int; expected a list of"),
+        ("functions", "as layer 1; expected a list of"),
+        ("failing", "mine.py:failing failed: KeyError: 'size'"),
+        ("none", "has no function 'none'"),
+    ],
+)
+def test_what_is_wrong_with_a_function_is_one_message_before_anything_is_made(files, source, message):
+    with pytest.raises(ConfigError, match=message):
+        run(source)
+
+    assert not (files / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"model": {"width": 64}}, "model.width"),
+        ({"model": {"dtype": "bfloat16"}}, "model.dtype"),
+        ({"model": {"options": {"length": 3}}}, "model.options.length"),
+        ({"model": {"source": "", "options": {"width": 3}}}, "model.options"),
+        ({"model": {"source": "", "loss": "mine.py:halved"}}, "model.loss"),
+        ({"data": {"packing": "documents"}}, "data.packing"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(files, changes, key):
+    with pytest.raises(ConfigError) as caught:
+        config_of(**changes)
+
+    assert caught.value.key == key
+
+
+def test_more_ranks_than_layers_name_the_function(files):
+    with pytest.raises(ConfigError, match=r"the model has 4 \(those of mine.py:recurrent\)") as caught:
+        check_plan(config_of(pipeline={"ranks": 5}))
+
+    assert caught.value.key == "pipeline.ranks"
+
+
+def test_logits_of_another_shape_are_named_in_the_first_step(files):
+    with pytest.raises(
+        PenstockError, match=r"the last layer returned \(2, 16, 7\).*\(2, 16, 256\) \[batch, length, voc"
+    ):
+        run("narrow")
+
+
+def test_a_loss_of_ones_own_is_used(files):
+    run(run={"folder": "usual"})
+    halved, _ = run(run={"folder": "halved", "steps": 1}, model={"loss": "mine.py:halved"})
+
+    first = json.loads((files / "usual" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+    assert halved.loss == pytest.approx(first / 2, rel=1e-6)
+    assert loss_of(config_of(model={"loss": "mine.py:halved"}), 256).__name__ == "halved"
+
+
+def test_a_run_knows_its_file_and_continues_only_with_it(files):
+    run(run={"steps": 2}, checkpoint={"every": 2})
+    digest = load_config(files / "run" / "config.toml").model.source_digest
+    assert digest == with_digest(config_of()).model.source_digest != ""
+
+    _, printed = run(run={"steps": 3}, checkpoint={"every": 2})
+    assert "continuing after step 2" in printed
+    (files / "mine.py").write_text(MODELS + "\nCHANGED = True\n")
+    _, printed = run(run={"steps": 4}, checkpoint={"every": 2})
+    assert printed.startswith("run folder: run-2 (run holds a finished run")
+
+    with pytest.raises(ConfigError, match="have changed since the run began"):
+        build_layers(load_config(files / "run" / "config.toml"), 256)
+
+
+def test_a_causal_model_writes_text_and_another_says_why_it_does_not(files, capsys):
+    sample = {"prompt": "it is ", "tokens": 5}
+    _, written = run(sample=sample)
+    assert "writes no text" not in written
+    assert len(written.rpartition("\nsample:\n")[2]) >= len("it is ")
+    assert main(["generate", "run", "--prompt", "it is ", "--tokens", "3"]) == 0
+    capsys.readouterr()
+
+    _, refused = run("mixer", run={"folder": "mixed"}, sample=sample)
+    assert "the model of mine.py:mixer writes no text: a position of it reads tokens behind it" in refused
+    assert main(["generate", "mixed", "--prompt", "it is "]) == 1
+    assert "model.source: mine.py:mixer writes no text" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_profile_measures_it_and_compare_takes_its_costs(files, capsys):
+    (files / "run.toml").write_text(
+        '[run]\nfolder = "run"\n[pipeline]\nranks = 1\nmicrobatches = 2\n[model]\nsource = "mine.py:recurrent"\n'
+        '[data]\nfiles = ["text.txt"]\n[batch]\nsize = 4\nlength = 16\n'
+    )
+
+    assert main(["profile", "run.toml", "--steps", "1"]) == 0
+    costs = ["--costs", "run/costs.toml"]
+    assert main(["compare", "1f1b", "gpipe", "--ranks", "2", "--microbatches", "4", *costs]) == 0
+    assert main(["show", "1f1b", "--ranks", "2", "--microbatches", "4", "--to", "svg", "-o", "x.svg", *costs]) == 0
+    assert "1f1b" in capsys.readouterr().out
