@@ -71,7 +71,10 @@ def _kill(training, folder, chance, num_ranks):
         if ranks is None:
             break
         announced = max(checkpoints.steps(), default=0)
-        os.kill(ranks[chance.randrange(num_ranks)], signal.SIGKILL)
+        try:
+            os.kill(ranks[chance.randrange(num_ranks)], signal.SIGKILL)
+        except ProcessLookupError:  # the run has just ended
+            break
         num_kills += 1
         killed |= set(ranks.values())
         problem = _lost(checkpoints, announced)
@@ -97,7 +100,10 @@ def _wait_for_ranks(training, num_ranks, killed, chance, checkpoints):
         is_saving = any(checkpoints.path.glob("step-*.partial"))
         if (is_far or goal <= 3) and (is_saving or not is_amid_save):
             time.sleep(delay_s)
-            return ranks
+            if ranks_of(training.pid) == ranks:
+                return ranks
+            ranks = {}  # they have ended, and others may follow
+            continue
         time.sleep(SAVING_POLL_S)
     return None
 
