@@ -147,6 +147,48 @@ class Own(nn.Module):
         return self.after(torch.tanh(self.use(self, self.before(hidden))))
 
 
+class Automatic(torch.autograd.Function):
+    """Runs under autocast as torch has it for custom functions."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, gradient):
+        hidden, weight = ctx.saved_tensors
+        of_hidden = gradient @ weight.t() if ps.wants_input_gradient(ctx) else None
+        return of_hidden, rows(hidden).t() @ rows(gradient) if ps.wants_weight_gradient(ctx) else None
+
+
+class Mapped(torch.autograd.Function):
+    """Runs under vmap, which makes a new function of it in each forward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(hidden, weight):
+        return hidden @ weight
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, weight = ctx.saved_tensors
+        of_hidden = gradient @ weight.t() if ps.wants_input_gradient(ctx) else None
+        return of_hidden, hidden.t() @ gradient if ps.wants_weight_gradient(ctx) else None
+
+
+def under_autocast(self, hidden):
+    with torch.autocast("cpu", torch.bfloat16):
+        return Automatic.apply(hidden, self.first).to(hidden.dtype)
+
+
 def recomputed(self, hidden):
     return checkpoint(lambda x: Linear.apply(2, x, self.first, self.bias), hidden, use_reentrant=False)
 
@@ -173,6 +215,8 @@ USES = {
     "a frozen weight": frozen,
     "a bias that is used elsewhere too": lambda self, x: Linear.apply(2, x, self.first, self.bias) + self.bias,
     "inputs without gradient": lambda self, x: Linear.apply(2, x.detach(), self.first, self.bias) + x,
+    "under autocast": under_autocast,
+    "under vmap": lambda self, x: torch.vmap(Mapped.apply, (0, None))(x, self.first),
     "recomputed": recomputed,
     "never asks": lambda self, x: Silent.apply(x, self.first),
 }
@@ -266,6 +310,17 @@ def test_a_gradient_that_was_not_wanted_is_dropped_and_said_once():
     assert "ps.wants_input_gradient(ctx) is False" in texts[2]
     for one, two in zip(module.parameters(), other.parameters(), strict=True):
         assert (one.grad is two.grad is None) or torch.equal(one.grad, two.grad)
+
+
+def test_functions_that_each_forward_makes_anew_are_forgotten():
+    module, inputs = settle(Own(USES["under vmap"]), 1), values(1, 2, 3, WIDTH).requires_grad_()
+    plan = plan_of(module)
+    for _ in range(4):
+        in_two_parts(module, inputs, plan)
+
+    gc.collect()
+    functions = [each for each in gc.get_objects() if type(each) is type(Mapped)]
+    assert len([each for each in functions if each.__name__ == "VmappedMapped"]) < 4
 
 
 def deferred_after_input(module, inputs, num_steps=2):

@@ -10,6 +10,8 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from penstock.execute.backend import aot_eager
+from penstock.execute.split.deferred import Rung
 from penstock.execute.split.graph_search import search
 from penstock.execute.split.plan import SplitPlan
 from penstock.execute.split.wanted import wants_input_gradient, wants_weight_gradient
@@ -334,6 +336,43 @@ def test_a_backward_comes_to_what_waits_in_one_order():
     assert [id(each.parameters[0]) for each in deferred.products] == weights
     module.zero_grad()
     assert_same(module, tokens)
+
+
+class Block(nn.Module):
+    """A product whose weight is all that its backward computes, if it comes first."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+
+    def forward(self, hidden):
+        return torch.tanh(hidden @ self.weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_blocks", [1, 2])
+def test_a_compiled_block_at_the_beginning_runs_its_input_half_next_to_a_branch(num_blocks):
+    """Its weights are all that it leads to, so a backward that hands gradients over has no reason to come to it."""
+    torch.compiler.reset()
+    blocks = [Block() for _ in range(num_blocks)]
+    module = settle(nn.Sequential(*blocks, Branching(USES["added"])), 1)
+    plan, other = plan_of(module), copy.deepcopy(module)
+    for block in module[:num_blocks]:
+        block.compile(backend=aot_eager)
+    inputs = values(1, 2, 3, WIDTH)
+    for _ in range(3):
+        run_input, run_weight = two_parts(module, inputs, plan)
+        before = [copy.deepcopy(block.weight.grad) for block in blocks]
+        run_input()
+        after = [block.weight.grad for block in blocks]
+        assert all(one is two is None or torch.equal(one, two) for one, two in zip(before, after, strict=True))
+        run_weight()
+        whole(other, inputs)
+    other_gradients = [each.grad for each in other.parameters()]
+
+    assert plan.rungs(list(module.named_parameters()))["0.weight"].rung == Rung.COMPILED
+    for one, two in zip([each.grad for each in module.parameters()], other_gradients, strict=True):
+        assert (one is None and two is None) or torch.allclose(one, two, rtol=1e-5, atol=1e-6)
 
 
 def test_what_does_not_pay_is_computed_in_i():

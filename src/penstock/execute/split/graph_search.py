@@ -199,6 +199,7 @@ class _Search:
         roots, rung = [node], Rung.BRANCH
         if is_function(node) and has_constants(node):
             # Data may come to it. Weights are all that it leads to, but its backward may be more than a formula.
+            self.survey.functions.add(function_of(node))
             if function_of(node) not in self._asking:
                 return False
             roots, rung = [each for each, _ in node.next_functions if each is not None], Rung.FUNCTION

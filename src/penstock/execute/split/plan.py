@@ -98,7 +98,7 @@ class SplitPlan:
         self._has_failed = False
         self._in_forward = _InForward()
         self._functions: set[Any] = set()
-        """Custom functions in the graphs."""
+        """Custom functions in the graphs of the latest step; a forward may make new ones of its own."""
         self._asking: frozenset[Any] = frozenset()
         """Those that are run in two parts."""
         self._has_branches = False
@@ -186,12 +186,13 @@ class SplitPlan:
             self._watch = self._watch_for(self._in_forward)
         if self._asking != (asking := self._next_asking()):
             self._asking, is_new = asking, True
+        self._functions.clear()
         self._finds_branches = self._has_branches or self._sizes is None or bool(self._asking)
         if is_new:
             self._rungs = {}
         # Where nothing is deferred there is nothing left to be found, once that is seen to be so.
         is_all_known = self._sizes is not None and (self._small | self._hooked).issuperset(sizes)
-        self._searches = is_new or not is_all_known or bool(self._in_forward.weights)
+        self._searches = is_new or not is_all_known or bool(self._in_forward.weights or self._asking)
 
     def _next_in_forward(self) -> _InForward:
         if self._has_failed:
