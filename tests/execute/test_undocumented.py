@@ -193,6 +193,19 @@ def test_a_node_shows_whether_others_keep_what_it_saved(is_moved):
     assert not any(undocumented.is_any_hooked(output.grad_fn) for output in plain)
 
 
+def test_a_node_shows_that_hooks_bring_back_what_it_saved_as_often_as_it_is_asked_for():
+    @undocumented.repeats
+    def unpack(kept):
+        return kept
+
+    found = []
+    for hook in (unpack, lambda kept: kept):
+        with saved_tensors_hooks(lambda tensor: tensor, hook):
+            found.append(undocumented.is_any_hooked(torch.exp(leaf(3)).grad_fn))
+
+    assert found == [False, True]
+
+
 def test_the_node_of_a_function_in_python_has_what_its_context_was_given():
     assert Own.apply(leaf(3)).grad_fn.note == "kept"
 

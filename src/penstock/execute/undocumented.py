@@ -55,6 +55,7 @@ LOOKUPS = frozenset(
 HOOKED_MODULE = "BackwardHookFunctionBackward"
 _REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
 _UNSIGNED = 2**64
+_REPEATS = "penstock_repeats"
 
 
 def kind_of(node: Node) -> str:
@@ -94,11 +95,18 @@ def is_hooked(node: Node, name: str) -> bool:
     return getattr(node, f"_raw_saved_{name}").unpack_hook is not None
 
 
+def repeats(unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+    """Mark a hook that brings back a saved tensor any number of times, unlike checkpointing."""
+    setattr(unpack, _REPEATS, True)
+    return unpack
+
+
 def is_any_hooked(node: Node) -> bool:
-    """Whether any of the tensors that a node saved is kept by others."""
+    """Whether any of the tensors that a node saved is kept by others, who may be asked for it only once."""
     for name in _raw_names(type(node)):
         found = getattr(node, name)
-        if any(each is not None and each.unpack_hook is not None for each in _listed(found)):
+        hooks = [each.unpack_hook for each in _listed(found) if each is not None]
+        if any(hook is not None and not hasattr(hook, _REPEATS) for hook in hooks):
             return True
     return False
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import penstock as ps
 from penstock.execute.observing.layer_sizes import FIELDS
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
@@ -89,6 +90,43 @@ def test_what_weights_wait_for_is_measured_where_backwards_are_split():
 
     for sizes in (sizes_of(linears(), split_backwards=True), sizes_of(linears(), schedule="zb-h1", num_ranks=2)):
         assert sizes["weight_context_bytes"] == (OUTPUT, 2 * OUTPUT)
+
+
+class Asking(torch.autograd.Function):
+    """A product whose backward asks which half is wanted; it keeps twice the input as an attribute."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.doubled, ctx.weight = hidden * 2, weight
+        return hidden @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        of_hidden = gradient @ ctx.weight.t() if ps.wants_input_gradient(ctx) else None
+        return of_hidden, ctx.doubled.t() @ gradient / 2 if ps.wants_weight_gradient(ctx) else None
+
+
+class Custom(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, width) / width)
+
+    def forward(self, hidden):
+        return Asking.apply(hidden, self.weight)
+
+
+class Branching(Custom):
+    def forward(self, hidden):
+        return hidden + torch.tanh(torch.exp(self.weight))[0]
+
+
+def test_what_functions_and_branches_hold_for_their_weights_is_measured_too():
+    sizes = sizes_of(lambda: [*linears(1)(), Custom(WIDTH), Branching(WIDTH)], split_backwards=True)
+
+    matrix = FLOAT * WIDTH * WIDTH
+    # Of the first layer a gradient, of the function gradient and attribute, of the branch the gradient of a row and two
+    # results that were saved.
+    assert sizes["weight_context_bytes"] == (OUTPUT, 2 * OUTPUT, FLOAT * WIDTH + 2 * matrix)
 
 
 def test_the_state_of_an_optimizer_belongs_to_the_layers_of_its_parameters():

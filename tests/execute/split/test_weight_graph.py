@@ -61,6 +61,13 @@ def test_behind_a_product_constants_may_be_of_any_shape():
     assert find_parameters([joined.grad_fn], set(), makes_weights) is None
 
 
+def test_behind_a_product_a_function_with_constants_keeps_the_shape_of_its_weight():
+    same, other = Own.apply(weight(), values(1, WIDTH, WIDTH)), Own.apply(weight(WIDTH), values(1, 3, WIDTH))
+
+    assert find_parameters([same.grad_fn], set()) is not None
+    assert find_parameters([other.grad_fn], set()) is None
+
+
 def test_a_search_finds_each_parameter_and_each_node_once():
     first, second = weight(), weight()
     made = torch.tanh(first) * second + first

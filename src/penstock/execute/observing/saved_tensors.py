@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.execute.undocumented import repeats
 from penstock.execute.values.tensors import local_part
 from penstock.execute.values.tree import flatten
 
@@ -101,5 +102,6 @@ class StorageCounter:
         return sum(new.values())
 
 
+@repeats
 def _unwrapped(saved: Any) -> Tensor:
     return saved.tensor if isinstance(saved, _Held) else saved

@@ -99,6 +99,8 @@ class SplitPlan:
         self._in_forward = _InForward()
         self._functions: set[Any] = set()
         """Custom functions in the graphs of the latest step; a forward may make new ones of its own."""
+        self._is_first_search = True
+        """Of a step."""
         self._asking: frozenset[Any] = frozenset()
         """Those that are run in two parts."""
         self._has_branches = False
@@ -186,7 +188,7 @@ class SplitPlan:
             self._watch = self._watch_for(self._in_forward)
         if self._asking != (asking := self._next_asking()):
             self._asking, is_new = asking, True
-        self._functions.clear()
+        self._is_first_search = True
         self._finds_branches = self._has_branches or self._sizes is None or bool(self._asking)
         if is_new:
             self._rungs = {}
@@ -213,7 +215,8 @@ class SplitPlan:
 
     def _survey(self, edges: Sequence[GradientEdge], seen: Set[int]) -> Survey:
         survey = search(edges, self._small, asking=self._asking, finds_branches=self._finds_branches)
-        self._functions |= survey.functions
+        self._functions = survey.functions if self._is_first_search else self._functions | survey.functions
+        self._is_first_search = False
         self._has_branches |= bool(survey.branches)
         self._rungs |= survey.rungs()
         self._sizes = survey.sizes | (self._sizes or {})

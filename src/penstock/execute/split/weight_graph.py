@@ -5,8 +5,9 @@
     scores <── Mm <── Add <── Mm <── a, b                the same behind a product: the right side of Mm
 
 Tensors without a gradient leave no edge. So a node of parameters and data, such as a layer that gets the inputs of the
-first stage, looks like one of parameters and constants. Behind a product every constant is taken for one. A branch ends
-where it may meet data: at look-ups, at products with such a tensor, and where the output has not the shape of a weight.
+first stage, looks like one of parameters and constants. Products with such a tensor are taken for the former, and so
+are functions in Python whose output has another shape than the parameters. In branches, which need not be behind a
+product, so are look-ups, all such functions, and all operations whose output has another shape.
 """
 
 import math
@@ -46,17 +47,16 @@ def may_make_weights(node: Node) -> bool:
     kind = kind_of(node)
     if kind == LEAF:
         return isinstance(leaf_of(node), nn.Parameter)
-    return kind != EMBEDDING and not (kind in _PRODUCTS and has_constants(node))
+    if kind == EMBEDDING or not has_constants(node):
+        return kind != EMBEDDING
+    return _keeps_shape(node) if is_function(node) else kind not in _PRODUCTS
 
 
 def makes_weights(node: Node) -> bool:
     """Whether a node may belong to a branch: it meets no data, as far as its kind and shape tell."""
     if not may_make_weights(node) or kind_of(node) in LOOKUPS:
         return False
-    if not has_constants(node):
-        return True
-    shapes = [metadata_at(edge).shape for edge in _edges(node)]
-    return not is_function(node) and metadata_at(GradientEdge(node, 0)).shape in shapes
+    return not has_constants(node) or (not is_function(node) and _keeps_shape(node))
 
 
 def find_parameters(
@@ -99,6 +99,11 @@ def num_multiplications(nodes: Sequence[Node]) -> float:
         if kind != LEAF and kind not in VIEWS:
             found += _MULTIPLICATIONS_PER_ELEMENT * _num_elements(node)
     return found
+
+
+def _keeps_shape(node: Node) -> bool:
+    """Whether the output has the shape of an input that needs a gradient: with data it would have a batch's."""
+    return metadata_at(GradientEdge(node, 0)).shape in [metadata_at(edge).shape for edge in _edges(node)]
 
 
 def _num_elements(node: Node) -> int:
