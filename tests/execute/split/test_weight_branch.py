@@ -51,6 +51,20 @@ class Halves(torch.autograd.Function):
         return first * 2 + second * 3
 
 
+class Choosy(torch.autograd.Function):
+    """Gets None where an output is not used, and says which."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.set_materialize_grads(False)
+        return weight * 2, weight * 3
+
+    @staticmethod
+    def backward(ctx, first, second):
+        RUNS.append([first is None, second is None])
+        return first * 2 if second is None else first * 2 + second * 3
+
+
 class Looked(torch.autograd.Function):
     """A product, as a function of the user's own: data come to it, but only the table gets a gradient."""
 
@@ -108,6 +122,11 @@ def with_buffer(self, hidden):
     return hidden + mean(Noted.apply(self.first * mask) + mask)
 
 
+def entered_within_another(self, hidden):
+    made = Noted.apply(self.vector)
+    return hidden * torch.tanh(made) + made
+
+
 def through_three_products(self, hidden):
     return hidden @ (made := torch.tanh(self.first)) @ made @ made
 
@@ -137,6 +156,9 @@ USES = {
     "one of two outputs": one_of,
     "views of a branch": views_of,
     "with constants": with_buffer,
+    "an entry within another branch": entered_within_another,
+    "one of two outputs at the entry": lambda self, x: x + Choosy.apply(self.vector)[0],
+    "both outputs at the entry": lambda self, x: x * (both := Choosy.apply(self.vector))[0] + both[1],
     "three products of a made weight": through_three_products,
     "in place": lambda self, x: x + torch.relu_(Noted.apply(self.first)).mean(0),
 }
@@ -199,6 +221,9 @@ def early_and_late(module, inputs, plan=None):
         ("one of two outputs", 0, 1),
         ("views of a branch", 0, 1),
         ("with constants", 0, 1),
+        ("an entry within another branch", 1, 0),
+        ("one of two outputs at the entry", 1, 0),
+        ("both outputs at the entry", 0, 1),
     ],
 )
 def test_a_branch_runs_in_w_unless_sums_would_change(name, needs_gradient, early, late):
@@ -252,10 +277,17 @@ def hooked(self, hidden):
     return hidden * mean(self.made)
 
 
-def test_a_module_with_hooks_in_a_branch_calls_them_once():
-    module, calls = settle(parametrized(nn.Linear(WIDTH, WIDTH)), 1), []
+def test_a_function_that_wants_to_know_what_is_not_used_is_told():
+    module = settle(Branching(USES["one of two outputs at the entry"]), 1)
+
+    assert early_and_late(module, values(1, 2, 3, WIDTH).requires_grad_()) == ([[False, True]], [])
+
+
+@pytest.mark.parametrize("use", [lambda weight: weight, lambda weight: torch.tanh(weight)])
+def test_a_module_with_hooks_in_a_branch_calls_them_once(use):
+    module, calls = settle(parametrized(nn.LayerNorm(WIDTH)), 1), []
     module.parametrizations.weight[0].register_full_backward_hook(lambda *args: calls.append(args[1][0].sum().item()))
-    adding = nn.Sequential(nn.Linear(WIDTH, WIDTH), Adding(module))
+    adding = nn.Sequential(nn.Linear(WIDTH, WIDTH), Adding(module, use))
 
     for run in (whole, in_two_parts):
         run(adding, values(1, 3, WIDTH).requires_grad_())
@@ -272,14 +304,14 @@ class Powered(nn.Module):
 
 
 class Adding(nn.Module):
-    """Adds a row of a layer's weight."""
+    """Adds what is made of a layer's weight."""
 
-    def __init__(self, layer):
+    def __init__(self, layer, use):
         super().__init__()
-        self.layer = layer
+        self.layer, self.use = layer, use
 
     def forward(self, hidden):
-        return hidden + self.layer.weight[0]
+        return hidden + self.use(self.layer.weight)
 
 
 def parametrized(layer):

@@ -74,13 +74,13 @@ class CustomFunction:
         """Have I call the backward for the inputs alone."""
         node = self.node
 
-        def run_input(*gradients: Tensor | None) -> tuple[Any, ...]:
+        def run_input(*gradients: Tensor | None) -> Any:
             self.take(gradients)
             found.append(self)
             want(node, Part.INPUT)
-            results = _listed(run(*gradients))
-            self._drop(results, self.arguments, Part.INPUT)
-            return tuple(results)
+            results = run(*gradients)
+            self._warn_of_unwanted(_listed(results), self.arguments, Part.INPUT)
+            return results  # autograd uses what I asks for
 
         run = run_instead(node, run_input)
 
@@ -115,14 +115,14 @@ class CustomFunction:
         want(ctx, Part.WEIGHT)
         results = _listed(backward_of(self.function)(ctx, *self.gradients))
         self.gradients, self.saved, self.attributes = (), (), {}
-        self._drop(results, [number for number in range(len(results)) if number not in self.arguments], Part.WEIGHT)
+        others = [number for number in range(len(results)) if number not in self.arguments]
+        self._warn_of_unwanted(results, others, Part.WEIGHT)
         return [fitted(results[argument], root) for argument, root in zip(self.arguments, self.roots, strict=True)]
 
-    def _drop(self, results: list[Any], arguments: Sequence[int], part: Part) -> None:
-        """Drop gradients that were not wanted, and say so once per function and argument."""
+    def _warn_of_unwanted(self, results: Sequence[Any], arguments: Sequence[int], part: Part) -> None:
+        """Say once per function and argument that a gradient of these was not wanted; it is dropped."""
         for argument in arguments:
             if argument < len(results) and results[argument] is not None:
-                results[argument] = None
                 _warn_of(self.function, argument, part)
 
 
