@@ -336,6 +336,18 @@ def test_what_w_needs_is_told_and_freed():
     assert (block.kept, block.node, deferred.kept) == ([], None, [])
 
 
+def test_w_computes_in_the_types_of_the_forward_whatever_is_cast_around_it():
+    layer = compiled(Mlp, aot_eager)
+    wanted = whole(layer)
+    layer.zero_grad()
+    outputs, deferred = forward(layer, inputs_of(layer))
+    deferred.backward_input([get_gradient_edge(outputs)], [values(2, *outputs.shape)])
+    with torch.autocast("cpu", torch.bfloat16):
+        deferred.backward_weight()
+
+    assert all(torch.equal(each, wanted[name]) for name, each in gradients(layer).items())
+
+
 def test_what_w_needs_must_not_be_changed_in_place():
     layer = compiled(Mlp, aot_eager)
     outputs, deferred = forward(layer, inputs_of(layer))

@@ -24,6 +24,18 @@ def of_two(inputs, weight, gradient):
     return shared.exp(), shared.t() @ inputs, None
 
 
+def of_view(inputs, weight, gradient):
+    """Both products take the same view."""
+    turned = gradient.t()
+    return (weight.t() @ turned).t(), turned @ inputs, None
+
+
+def of_items(inputs, weight, gradient):
+    """An operation with two results, one for each half."""
+    variance, mean = torch.var_mean(gradient, 1, keepdim=True)
+    return variance * gradient @ weight, (mean * gradient).t() @ inputs, None
+
+
 def of_scale(inputs, weight, gradient):
     return gradient * weight[0], (gradient * inputs).sum(0).expand(WIDTH, WIDTH), gradient.sum(0)
 
@@ -65,7 +77,7 @@ def cut_of(function, inputs=None):
 
 
 def test_both_halves_return_what_the_whole_returns_bit_for_bit():
-    for function in (of_linear, of_two):
+    for function in (of_linear, of_two, of_view, of_items):
         _, cut = cut_of(function)
 
         found = run_halves(cut, SQUARE)
@@ -76,7 +88,7 @@ def test_both_halves_return_what_the_whole_returns_bit_for_bit():
 
 
 def test_no_operation_is_in_both_halves_but_views():
-    for function in (of_linear, of_two):
+    for function in (of_linear, of_two, of_view, of_items):
         _, cut = cut_of(function)
 
         assert operations(cut.input_half.module, cut.weight_half.module) == operations(traced(function))
@@ -95,7 +107,9 @@ def test_work_for_a_weight_alone_waits_for_w_and_what_both_need_is_computed_in_i
 def test_the_weight_half_takes_no_view_but_what_it_is_a_view_of():
     _, alone = cut_of(of_linear)
     _, shared = cut_of(of_two)
+    _, in_both = cut_of(of_view)
 
+    assert (list(in_both.weight_half.inputs), in_both.weight_half.extras) == ([0, 2], [])
     assert (list(alone.weight_half.inputs), alone.weight_half.extras) == ([0, 2], [])
     assert [tuple(each.shape) for each in shared.weight_half.extras] == [(ROWS, WIDTH)]  # not transposed
     assert list(shared.weight_half.inputs) == [0]
