@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PenstockWarning, PipelineError
 from penstock.execute.backend import aot_eager, penstock
-from penstock.execute.split.compiled_block import DeferredBlock, read_compiled_block
+from penstock.execute.split.compiled_block import BlockBackward, DeferredBlock, read_compiled_block
 from penstock.execute.split.plan import SplitPlan
 from tests.local_pipelines import error_of, settle, values
 
@@ -384,6 +384,26 @@ def test_a_backward_that_cannot_be_cut_stays_whole_and_says_so_once():
     assert "a compiled block's backward is not split" in told[0]
     assert waited == []
     assert same(found, whole(layer))
+
+
+def test_halves_that_do_not_compile_are_run_as_the_whole(monkeypatch):
+    compile_half = BlockBackward._compile
+
+    def failing(block, half):
+        if half.extras:
+            raise NotImplementedError("no kernel for this")
+        return compile_half(block, half)
+
+    monkeypatch.setattr(BlockBackward, "_compile", failing)
+    layer = compiled(Mlp, aot_eager)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first, second = parts(layer), parts(layer)
+
+    (told,) = [str(each.message) for each in caught if issubclass(each.category, PenstockWarning)]
+    assert "its halves do not compile (NotImplementedError: no kernel for this)" in told
+    assert (first[1], second[1]) == (MLP_NAMES, [])
+    assert all(same(found, whole(layer)) for found, _ in (first, second))
 
 
 def test_an_output_that_takes_no_part_has_no_gradients():

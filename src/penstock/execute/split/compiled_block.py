@@ -79,6 +79,8 @@ class BlockBackward:
             return None
         weights = [place for place, (each, _) in enumerate(following) if each and find_parameters([each], set())]
         halves = self._halves_for(frozenset(self._output_of_place[place] for place in weights))
+        if halves.has_failed:
+            return None
         places = [place for place in weights if self._output_of_place[place] in halves.cut.weight_half.outputs]
         return DeferredBlock(node, halves, places) if places else None
 
@@ -89,9 +91,13 @@ class BlockBackward:
             self._halves[waiting] = self._halves[weights] = known or Halves(self, self._graph.cut(waiting))
         return self._halves[weights]
 
-    def compile_halves(self, cut: Cut) -> tuple[Run, Run]:
-        """Compile both halves for inputs like those of the whole."""
-        return self._compile(cut.input_half), self._compile(cut.weight_half)
+    def compile_halves(self, cut: Cut) -> tuple[Run, Run] | None:
+        """Compile both halves for inputs like those of the whole; None, with a warning, where that fails."""
+        try:
+            return self._compile(cut.input_half), self._compile(cut.weight_half)
+        except Exception as error:  # whatever a compiler stumbles over: the whole backward was compiled, or will be
+            self._warn(f"its halves do not compile ({type(error).__name__}: {error})")
+            return None
 
     def _compile(self, half: Half) -> Run:
         inputs = [*[self._inputs[place] for place in half.inputs], *half.extras]
@@ -114,19 +120,29 @@ class BlockBackward:
 
 
 class Halves:
-    """A cut of a block's backward, compiled when it is first run."""
+    """A cut of a block's backward, compiled when it is first run.
+
+    Where that fails, the first half is the whole: it keeps the gradients of the weights, which the second returns.
+    """
 
     def __init__(self, block: BlockBackward, cut: Cut) -> None:
         self.cut = cut
         self.num_outputs = block.num_outputs
         self._block = block
+        self.has_failed = False
+        """Whether the halves do not compile."""
         self._compiled: tuple[Run, Run] | None = None
 
     def run_first(self, arguments: list[Any]) -> tuple[list[Tensor | None], list[Any]]:
         """Return the gradients of I, None for the others, and what W needs; the arguments are emptied."""
-        if self._compiled is None:
-            self._compiled = self._block.compile_halves(self.cut)
         first, second = self.cut.input_half, self.cut.weight_half
+        if self._compiled is None and not self.has_failed:
+            self._compiled = self._block.compile_halves(self.cut)
+            self.has_failed = self._compiled is None
+        if self._compiled is None:
+            all_gradients = self._block.run_whole(arguments)
+            early = [None if place in second.outputs else each for place, each in enumerate(all_gradients)]
+            return early, [all_gradients[place] for place in second.outputs]
         taken, kept = [arguments[place] for place in first.inputs], [arguments[place] for place in second.inputs]
         arguments.clear()
         results = list(self._compiled[0](taken))
@@ -138,7 +154,7 @@ class Halves:
     def run_second(self, kept: list[Any]) -> dict[int, Tensor | None]:
         """Return the gradients of W by their place among all; what was kept is emptied."""
         if self._compiled is None:
-            raise PipelineError("the weight half of a compiled block runs before its input half")
+            return dict(zip(self.cut.weight_half.outputs, kept, strict=True))
         with without_autocast():
             return dict(zip(self.cut.weight_half.outputs, self._compiled[1](kept), strict=True))
 
