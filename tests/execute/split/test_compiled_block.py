@@ -15,6 +15,7 @@ from penstock.errors import PenstockWarning, PipelineError
 from penstock.execute.backend import aot_eager, penstock
 from penstock.execute.split.compiled_block import BlockBackward, DeferredBlock, read_compiled_block
 from penstock.execute.split.plan import SplitPlan
+from penstock.execute.split.wanted import wants_input_gradient, wants_weight_gradient
 from tests.local_pipelines import error_of, settle, values
 
 ROWS, WIDTH, TOKENS = 6, 8, 20
@@ -90,6 +91,21 @@ class Custom(nn.Module):
 
     def forward(self, features):
         return Product.apply(features, self.weight).tanh()
+
+
+class AskingProduct(Product):
+    """Asks which half is wanted: both, where it is compiled."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        features, weight = ctx.saved_tensors
+        of_features = gradient @ weight if wants_input_gradient(ctx) else None
+        return of_features, gradient.T @ features if wants_weight_gradient(ctx) else None
+
+
+class Asking(Custom):
+    def forward(self, features):
+        return AskingProduct.apply(features, self.weight).tanh()
 
 
 class Tied(nn.Module):
@@ -193,6 +209,7 @@ WAITING = {
     Convolutions: ["first.bias", "first.weight", "second.bias", "second.weight"],
     Lora: ["down", "up"],
     Custom: ["weight"],
+    Asking: ["weight"],
     Tied: ["one.weight"],
     Normalized: ["linear.parametrizations.weight.original0", "linear.parametrizations.weight.original1"],
     Embedded: ["linear.weight", "table.weight"],
