@@ -6,6 +6,7 @@ import shutil
 from contextlib import nullcontext
 
 import pytest
+import tokenizers
 from safetensors.torch import load_file, save_file
 
 from penstock.checkpoints.manifest import MANIFEST
@@ -170,6 +171,26 @@ def test_another_text_is_refused(here):
     (here / "text.txt").write_text(TEXT.replace("fox", "cat"))
 
     assert "was trained on another text, or with another tokenizer" in str(error_of(lambda: run(here)))
+
+
+def save_tokenizer(path, words):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, "."))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(path))
+
+
+@pytest.mark.slow
+def test_a_tokenizer_file_that_does_not_match_the_checkpoint_is_refused(here):
+    words = sorted(set(TEXT.replace(".", " .").split()))
+    how = {"data": {"files": [str(here / "text.txt")], "tokenizer": str(here / "words.json")}}
+    save_tokenizer(here / "words.json", words)
+    run(here, stop=2, **how)
+    save_tokenizer(here / "words.json", words[::-1])  # as many tokens, but others
+
+    error = error_of(lambda: run(here, **how))
+
+    assert isinstance(error, CheckpointError)
+    assert "was trained on another text, or with another tokenizer" in str(error)
 
 
 @pytest.mark.slow

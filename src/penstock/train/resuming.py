@@ -103,8 +103,9 @@ class RunCheckpoints:
         loaded = load_newest(self._folder.checkpoints.path, self._pipeline, self._update.optimizer)
         if loaded.extra.get("data") != self._data.digest:
             raise CheckpointError(
-                f"{loaded.path}: was trained on another text, or with another tokenizer: data.files or "
-                "data.source have changed. Put them back, or begin in the next folder with --fresh"
+                f"{loaded.path}: was trained on another text, or with another tokenizer: the files of "
+                "data.files, data.tokenizer or data.source have changed. Put them back, or begin in the next folder "
+                "with --fresh"
             )
         with failing_together(self._pipeline.transport):
             if self._pipeline.rank == 0:
