@@ -13,6 +13,7 @@ from penstock.train.optional_packages import OPTIONAL_PACKAGES, PICTURES, descri
 # What each package's line of the table is asked by.
 ASKED = {
     "tensorboard": {"metrics": {"tensorboard": True}},
+    "wandb": {"metrics": {"wandb": "offline"}},
     "tokenizers": {"data": {"corpus": "stdlib", "tokenizer": "words.json"}},
     "datasets": {"data": {"corpus": "datasets", "files": ["saved"]}},
 }

@@ -74,6 +74,17 @@ def test_a_run_that_is_forced_removes_what_runs_have_left(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".lock", "config.toml", "tokens"]
 
 
+def test_what_wandb_keeps_in_a_folder_of_its_own_is_removed_too(tmp_path):
+    leave_a_run(tmp_path)
+    (tmp_path / "wandb").unlink(missing_ok=True)
+    (tmp_path / "wandb" / "offline-run-1" / "files").mkdir(parents=True)
+    (tmp_path / "wandb" / "offline-run-1" / "files" / "any").touch()
+
+    RunFolder(tmp_path).begin(config_in(tmp_path), is_forced=True)
+
+    assert sorted(os.listdir(tmp_path)) == [".lock", "config.toml", "tokens"]
+
+
 @pytest.mark.parametrize(
     "name",
     [

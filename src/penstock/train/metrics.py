@@ -1,4 +1,4 @@
-"""Writing what each step was like: to the terminal, as JSON lines, and for TensorBoard."""
+"""Writing what each step was like: to the terminal, as JSON lines, for TensorBoard and W&B."""
 
 import math
 import time
@@ -18,7 +18,7 @@ from penstock.files import naming_storage
 from penstock.train.progress import SECONDS_BETWEEN_LINES, Display, Pace, StepMetrics, open_display
 from penstock.train.run_folder import METRICS, TENSORBOARD
 from penstock.train.sections import MetricsSection
-from penstock.train.sinks import Sink, open_jsonl, open_tensorboard
+from penstock.train.sinks import Sink, open_jsonl, open_tensorboard, open_wandb
 from penstock.train.utilization import Utilization
 
 __all__ = ["MetricsWriter", "StepMetrics"]
@@ -101,6 +101,11 @@ class MetricsWriter:
             yield open_tensorboard(self._folder / TENSORBOARD, self._first_step)
         if self._options.jsonl:
             yield open_jsonl(self._folder / METRICS)
+        if self._options.wandb != "off":
+            yield open_wandb(self._folder, self._options, self._tell)
+
+    def _tell(self, problem: str) -> None:
+        self._output.write(f"{problem}\n")
 
     def _pace(self, metrics: StepMetrics) -> Pace:
         """Expect each remaining step to be like the middle one of the last steps: a slow one counts little.

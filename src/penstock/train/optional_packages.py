@@ -46,6 +46,14 @@ OPTIONAL_PACKAGES = (
         "set metrics.tensorboard = false",
     ),
     OptionalPackage(
+        "wandb",
+        "wandb",
+        "wandb",
+        "metrics.wandb",
+        lambda config: config.metrics.wandb != "off",
+        "set metrics.wandb = 'off'",
+    ),
+    OptionalPackage(
         "tokenizers",
         "tokenizers",
         "tokenizers",

@@ -32,6 +32,8 @@ PROFILE = "profile-rank*.json.gz"
 MEMORY = "memory-rank*.json.gz"
 """Of each rank, the star being its number."""
 TENSORBOARD = "tensorboard"
+WANDB = "wandb"
+"""Where W&B keeps files of its own, whatever they are."""
 LAYER_TIMES = "layer_times.json"
 """What a split by measured seconds uses; runs in the folder share it."""
 COSTS = "costs.toml"
@@ -43,6 +45,7 @@ RESULTS = (
     METRICS,
     CHECKPOINTS,
     TENSORBOARD,
+    WANDB,
     SCHEDULE,
     TIMELINE,
     TRACE,
@@ -227,9 +230,9 @@ def _unknown_entries(folder: Path, known: Sequence[str]) -> Iterator[Path]:
         path = folder / name
         inner = [patterns for made, patterns in INNER.items() if fnmatchcase(name, made)]
         is_folder = path.is_dir() and not path.is_symlink()
-        if not _matches(name, known) or (is_folder and not inner):
+        if not _matches(name, known) or (is_folder and not inner and name != WANDB):
             yield path
-        elif is_folder:
+        elif is_folder and inner:
             yield from _unknown_entries(path, inner[0])
 
 

@@ -288,6 +288,12 @@ class MetricsSection(Section):
     tensorboard: bool = Field(
         default=False, description="whether TensorBoard files are written (needs the extra `tensorboard`)"
     )
+    wandb: Literal["off", "offline", "online"] = Field(
+        default="off",
+        description="Weights & Biases (needs the extra `wandb`): 'offline' writes files into the run folder, which "
+        "`wandb sync` sends",
+    )
+    wandb_project: str = Field(default="penstock", min_length=1, description="project of W&B")
     every: NotNegative = Field(
         default=0,
         description="optimizer steps between two lines of output that stay; 0: in a terminal those of evaluated steps, "

@@ -1,16 +1,25 @@
-"""Where the numbers of a run's steps go: JSON lines, and files for TensorBoard."""
+"""Where the numbers of a run's steps go: JSON lines, files for TensorBoard, and W&B."""
 
 import os
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import Protocol
+from threading import Thread
+from typing import Any, Protocol
 
 import orjson
 
 from penstock.errors import ConfigError
 from penstock.files import naming_storage
+from penstock.train.run_folder import CONFIG
+from penstock.train.sections import MetricsSection
+
+WANDB_SETTINGS = {"silent": True, "console": "off", "init_timeout": 20.0, "login_timeout": 10.0}
+"""It neither prints nor reads what is printed, and gives up soon: the other ranks wait."""
+LONGEST_END_S = 30.0
+"""How long the end of a run waits for W&B to send what it has."""
 
 
 class Sink(Protocol):
@@ -95,3 +104,84 @@ def open_tensorboard(folder: Path, first_step: int) -> Iterator[Sink]:
     finally:
         with naming_storage(folder):
             writer.close()
+
+
+class _WandbRun(Protocol):
+    """The part of a W&B run that is used."""
+
+    def log(self, data: dict[str, Any], step: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class _Wandb:
+    """Passes numbers on to W&B until it fails; a run does not end for that, and one line says so."""
+
+    def __init__(self, tell: Callable[[str], None], limit_s: float) -> None:
+        self._tell = tell
+        self._limit_s = limit_s
+        self._run: _WandbRun | None = None
+
+    def attempt(self, act: Callable[[], _WandbRun | None]) -> None:
+        """Do what W&B may fail in; what it returns is the run from now on."""
+        try:
+            self._run = act()
+        except Exception as error:  # whatever a service, its network or its login raise
+            self._run = None
+            reason = " ".join(str(error).split())
+            self._tell(f"training goes on without W&B: {type(error).__name__}: {reason}")
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        run = self._run
+        if run is not None:
+            self.attempt(lambda: _logged(run, step, numbers))
+
+    def close(self) -> None:
+        """End the run; what is not sent within the limit stays in the folder."""
+        run = self._run
+        if run is None:
+            return
+        ending = Thread(target=self.attempt, args=(run.finish,), daemon=True)
+        ending.start()
+        ending.join(self._limit_s)
+        if ending.is_alive():
+            self._tell(f"W&B has not taken everything within {self._limit_s:g} s; `wandb sync` sends the rest")
+
+
+def _logged(run: _WandbRun, step: int, numbers: dict[str, float]) -> _WandbRun:
+    run.log(numbers, step=step)
+    return run
+
+
+@contextmanager
+def open_wandb(
+    folder: Path, options: MetricsSection, tell: Callable[[str], None], *, limit_s: float = LONGEST_END_S
+) -> Iterator[Sink]:
+    """Log to W&B as a run of the folder's name, with the settings of its configuration; `tell` gets why it fails.
+
+    Raises:
+        ConfigError: the package is missing.
+    """
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(
+            "the wandb package is missing; pip install '.[wandb]' in Penstock's clone, or set metrics.wandb = 'off'",
+            key="metrics.wandb",
+        ) from error
+    settings = tomllib.loads((folder / CONFIG).read_text()) if (folder / CONFIG).exists() else {}
+    sink = _Wandb(tell, limit_s)
+    sink.attempt(
+        lambda: wandb.init(
+            project=options.wandb_project,
+            name=folder.name,
+            dir=str(folder),
+            mode=options.wandb,
+            config=settings,
+            settings=WANDB_SETTINGS,
+        )
+    )
+    try:
+        yield sink
+    finally:
+        sink.close()
