@@ -375,6 +375,24 @@ def test_a_saved_tensor_that_is_changed_in_place_before_w_is_named():
         deferred.backward_weight()
 
 
+class Short(Linear):
+    """Returns nothing but the gradient that is wanted."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        of_scale, of_hidden, of_weight, of_bias = Linear.backward(ctx, gradient)
+        return (of_scale, of_hidden, of_weight, of_bias) if ps.wants_input_gradient(ctx) else of_weight
+
+
+def test_too_few_gradients_are_counted():
+    module = settle(Own(lambda self, x: Short.apply(2, x, self.first, self.bias)), 1)
+    deferred = deferred_after_input(module, values(1, 2, 3, WIDTH).requires_grad_(), num_steps=0)
+    deferred.backward_weight()
+
+    with pytest.raises(PipelineError, match=r"Short.backward: in the `W` .* returned 1 gradients, expected 4"):
+        deferred_after_input(module, values(1, 2, 3, WIDTH).requires_grad_())
+
+
 def test_hooks_of_parameters_see_one_gradient():
     module, seen = settle(Own(USES["twice"]), 1), []
     module.first.register_hook(lambda gradient: seen.append(gradient))

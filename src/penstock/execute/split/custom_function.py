@@ -100,7 +100,7 @@ class CustomFunction:
         """Call the backward for the weights alone.
 
         Raises:
-            PipelineError: a saved tensor was changed in place since I ran.
+            PipelineError: a saved tensor was changed in place since I ran, or there are too few gradients.
         """
         for tensor, version in zip(self.saved, self.versions, strict=True):
             if tensor is not None and version_of(tensor) != version:
@@ -115,6 +115,12 @@ class CustomFunction:
         want(ctx, Part.WEIGHT)
         results = _listed(backward_of(self.function)(ctx, *self.gradients))
         self.gradients, self.saved, self.attributes = (), (), {}
+        if len(results) <= max(self.arguments):
+            raise PipelineError(
+                f"{self.function.__name__}.backward: in the `W` of a split backward it returned {len(results)} "
+                f"gradients, expected {self.num_arguments}, one for each argument of the forward; return None for "
+                "those that are not wanted"
+            )
         others = [number for number in range(len(results)) if number not in self.arguments]
         self._warn_of_unwanted(results, others, Part.WEIGHT)
         return [fitted(results[argument], root) for argument, root in zip(self.arguments, self.roots, strict=True)]
