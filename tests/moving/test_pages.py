@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.moving import deepspeed, megatron, torch_pipelining, torchtitan
+from penstock.moving import deepspeed, dualpipe, megatron, torch_pipelining, torchtitan
 from penstock.moving.torch_pipelining import FAMILY_OF_CLASS
 from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES
@@ -106,6 +106,7 @@ def test_every_name_that_a_page_imports_exists():
         "torch_pipelining": torch_pipelining,
         "megatron": megatron,
         "deepspeed": deepspeed,
+        "dualpipe": dualpipe,
         "torchtitan": torchtitan,
     }
     lines = re.findall(r"from penstock\.moving\.(\w+) import ([\w, ]+)", "".join(map(page, PAGES)))
