@@ -96,7 +96,7 @@ def test_resolved_configuration_says_what_each_key_means():
         (table_with(batch={"sise": 3}), "batch.sise", "Did you mean 'batch.size'?"),
         (table_with(bach={"size": 3}), "bach", "Did you mean 'batch'?"),
         ({**MINIMAL, "learning_rate": 1.0}, "learning_rate", "Did you mean 'optimizer.learning_rate'?"),
-        (table_with(metrics={"zzz": 1}), "metrics.zzz", "Known here: jsonl, tensorboard, every"),
+        (table_with(metrics={"zzz": 1}), "metrics.zzz", "Known here: jsonl, tensorboard, wandb, wandb_project, every"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_known_one(table, key, hint):
