@@ -310,15 +310,19 @@ def train_ragged(transport, schedule, microbatches, slices=1):
         outcomes.append(trainer.step(step + 1, batches, shares=[each / sum(counts) for each in counts]))
     weights = {name: value.clone() for name, value in pipeline.state_dict().items()}
     pipeline.close()
-    return [outcome.loss for outcome in outcomes], weights
+    return [outcome.loss for outcome in outcomes], weights, outcomes[0].gradient_norm
 
 
 def test_a_step_of_uneven_batches_is_that_of_the_mean_over_all_tokens_for_any_split():
-    [(losses, weights)] = on_ranks(1, train_ragged, "gpipe", 1)
+    [(losses, weights, norm)] = on_ranks(1, train_ragged, "gpipe", 1)
     modules = torch.nn.Sequential(*(layer() for layer in small_layers("float64")))
     parts = [ragged_batch(index, lengths) for index, lengths in enumerate(LENGTHS)]
     both = [torch.cat(each) for each in zip(*parts, strict=True)]
-    assert losses[0] == pytest.approx(cross_entropy_loss(modules(both[0]), both[1]).item(), rel=1e-12)
+    expected = cross_entropy_loss(modules(both[0]), both[1])
+    expected.backward()
+    gradients = torch.cat([parameter.grad.flatten() for parameter in modules.parameters()])
+    assert losses[0] == pytest.approx(expected.item(), rel=1e-12)
+    assert norm == pytest.approx(gradients.norm().item(), rel=1e-9)
 
     for num_ranks, schedule, microbatches, slices in [
         (2, "1f1b", 4, 1),
@@ -329,5 +333,5 @@ def test_a_step_of_uneven_batches_is_that_of_the_mean_over_all_tokens_for_any_sp
     ]:
         found = on_ranks(num_ranks, train_ragged, schedule, microbatches, slices)
         assert found[0][0] == pytest.approx(losses, rel=1e-12)
-        for _, others in found:
+        for _, others, _ in found:
             assert all(torch.allclose(weights[name], others[name], rtol=1e-9, atol=1e-12) for name in others)
