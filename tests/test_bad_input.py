@@ -98,7 +98,7 @@ TOO_SHORT = {
         "data.files=['two.csv']",
         r"the corpus has \d+ tokens to train on, but .* needs 201; .*or lower",
     ),
-    "for evaluation": ("data.held_out_fraction=0.01", r"held-out part has 0 sequences .* raise data\.held_out_fraction"),
+    "for evaluation": ("data.held_out_fraction=0.01", r"held-out part has 0 sequences .*raise data\.held_out_fraction"),
 }
 
 WRONG_CONFIGS = {
