@@ -105,7 +105,7 @@ def test_other_data_are_refused_when_a_run_resumes(table, tmp_path):
     run(table("plain", run={"steps": 3}))
     (tmp_path / "mine.py").write_text(MINE.replace("97, 123", "97, 122"))
 
-    with pytest.raises(CheckpointError, match=r"data\.files or data\.source have changed"):
+    with pytest.raises(CheckpointError, match=r"data\.tokenizer or data\.source have changed"):
         run(table("plain"))
 
 
