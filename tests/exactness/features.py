@@ -3,6 +3,8 @@
 Every model reads tokens and gives a score per word, so that every loss fits every model. All values are float64.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -13,6 +15,7 @@ import penstock as ps
 from penstock.execute.batch.microbatch import PreSplit
 from penstock.models import Skip
 from tests.local_pipelines import IGNORED, VOCABULARY, WIDTH, block, count_tokens, settle, token_loss
+from tests.own_weight_gradients import Fused, Plain, layers_of
 
 FLOAT64 = torch.float64
 LENGTH = 6
@@ -215,8 +218,16 @@ def parametrized(num_layers):
     return [first, *middle, last]
 
 
+def fused(num_layers, kind=Fused):
+    first, *middle, last = plain(num_layers)
+    own = layers_of(kind, len(middle), FLOAT64)
+    return [first, *(nn.Sequential(each, later) for each, later in zip(middle, own, strict=True)), last]
+
+
 MODELS = {
     "plain": plain,
+    "compiled": plain,
+    "fused": fused,
     "custom function": custom_function,
     "low rank": low_rank,
     "parametrized": parametrized,
@@ -242,6 +253,8 @@ def sum_loss(output, target):
     return F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="sum")
 
 
+REFERENCES = {"fused": partial(fused, kind=Plain)}
+"""The models of one process, where nobody asks fused layers for the gradients that they have left for later."""
 LOSSES = {
     "mean": (mean_loss, {}),
     "sum": (sum_loss, {"reduction": "sum"}),
