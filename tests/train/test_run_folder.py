@@ -50,15 +50,20 @@ def leave_a_run(folder, *others):
         (folder / name).write_text(config if name == "config.toml" else "old")
 
 
-def test_a_run_that_continues_keeps_its_files_and_counts_as_unfinished(tmp_path):
+def test_a_run_that_continues_keeps_its_files_and_counts_as_unfinished_once_it_goes_on(tmp_path):
     leave_a_run(tmp_path, "notes.txt", "metrics.jsonl.1.partial")
     (tmp_path / "checkpoints" / "step-4").mkdir()
     (tmp_path / "checkpoints" / "step-5.0123456789ab.partial").mkdir()
 
-    assert RunFolder(tmp_path).begin(config_in(tmp_path)) == ""
+    left = {*RESULTS, *SHARED, "tensorboard", "tokens", "checkpoints", "notes.txt"}
 
-    left = {*RESULTS, *SHARED, "tensorboard", "tokens", "checkpoints", "notes.txt"} - {"summary.json"}
+    assert RunFolder(tmp_path).begin(config_in(tmp_path / "moved")) == ""
     assert sorted(os.listdir(tmp_path)) == sorted(left)
+    assert "moved" not in (tmp_path / "config.toml").read_text()
+
+    RunFolder(tmp_path).go_on(config_in(tmp_path / "moved"))
+    assert sorted(os.listdir(tmp_path)) == sorted(left - {"summary.json"})
+    assert "moved" in (tmp_path / "config.toml").read_text()
     assert (tmp_path / "metrics.jsonl").read_text() == "old"
     assert RunFolder(tmp_path).checkpoints.steps() == [4]
     assert len(os.listdir(tmp_path / "checkpoints")) == 1

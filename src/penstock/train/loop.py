@@ -110,7 +110,6 @@ def train(
                 warnings.simplefilter("ignore", PenstockWarning)  # told below, in this program's own words
                 pipeline = stack.enter_context(closing(build_pipeline(config, layers, rule, dataset.vocabulary)))
         if pipeline.rank == 0:
-            folder.write(SCHEDULE, pipeline.schedule.to_csv().encode())
             num_tokens = dataset.num_train_tokens
             for line in opening_lines(config, layers, num_tokens, pipeline, rule.note, screen_of(output)):
                 output.write(f"{line}\n")
@@ -159,6 +158,7 @@ def _run_steps(
     with ExitStack() as stack:
         writer = None
         if pipeline.rank == 0:
+            folder.write(SCHEDULE, pipeline.schedule.to_csv().encode())
             writer = stack.enter_context(
                 MetricsWriter(
                     folder.path,

@@ -68,6 +68,7 @@ class RunCheckpoints:
 
         Raises: PenstockError, on every rank.
         """
+        self._config = config
         self._options = config.checkpoint
         self._limit_s = config.run.deadline_s
         self._folder = folder
@@ -110,6 +111,7 @@ class RunCheckpoints:
         with failing_together(self._pipeline.transport):
             if self._pipeline.rank == 0:
                 self._tell_resumed(loaded.path, loaded.damaged)
+                self._folder.go_on(self._config)
         self._saved = loaded.step
         self._update.load_state(loaded.extra["update"])
         self._early_stop.lowest, self._early_stop.num_since = loaded.extra["early_stop"]

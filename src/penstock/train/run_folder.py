@@ -153,10 +153,10 @@ class RunFolder:
         return [name for name in names if not _matches(name, SHARED)]
 
     def begin(self, config: RunConfig, *, is_forced: bool = False) -> str:
-        """Write the resolved configuration; return a line on what was done to an earlier run.
+        """Make the folder that of a run; return a line on what was done to an earlier one.
 
-        A run that continues keeps its files, but counts as unfinished from here on; `is_forced` removes them. Only the
-        process whose run holds the folder may call this.
+        A run that has checkpoints stays as it is until `go_on`; `is_forced` removes it. Only the process whose run
+        holds the folder may call this.
 
         Raises:
             PenstockError: the folder is no folder or cannot be written (path and reason).
@@ -166,9 +166,19 @@ class RunFolder:
             remove_abandoned(self.path, now_s=inf)
             self.checkpoints.sweep()
             note = self._remove_all() if is_forced else ""
+        if not self.checkpoints.steps():
+            self.go_on(config)
+        return note
+
+    def go_on(self, config: RunConfig) -> None:
+        """Write the resolved configuration; the run counts as unfinished from here on.
+
+        Raises:
+            PenstockError: the folder cannot be written (path and reason).
+        """
+        with naming_storage(self.path):
             (self.path / SUMMARY).unlink(missing_ok=True)
         self.write(CONFIG, config_to_toml(config).encode())
-        return note
 
     def _remove_all(self) -> str:
         """Remove what runs have left; the tokens of this run and its lock stay."""
