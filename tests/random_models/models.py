@@ -69,16 +69,16 @@ class Model:
         return f"layer{place}" if self.case.is_specs else str(place)
 
     def named_parameters(self):
-        """All names, with one parameter under each of its names."""
+        """All names, with one parameter under each of its names; compiled modules have those of plain ones."""
         return {
-            f"{self.name(place)}.{name}": parameter
+            f"{self.name(place)}.{name}".replace("_orig_mod.", ""): parameter
             for place, layer in sorted(self.built.items())
             for name, parameter in layer.named_parameters(remove_duplicate=False)
         }
 
     def named_buffers(self):
         return {
-            f"{self.name(place)}.{name}": buffer
+            f"{self.name(place)}.{name}".replace("_orig_mod.", ""): buffer
             for place, layer in sorted(self.built.items())
             for name, buffer in layer.named_buffers()
         }
