@@ -40,7 +40,7 @@ from penstock.models import DecoderConfig, cross_entropy_loss, decoder_layers
 from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
-from penstock.train.measure import measure_layers
+from penstock.train.measuring.measure import measure_layers
 
 NUM_RANKS = 2
 MICROBATCHES = 8

@@ -11,7 +11,7 @@ from penstock.execute.transport import LocalTransport
 from penstock.models.emulated import EmulatedLayer
 from penstock.pipeline import Pipeline
 from penstock.searching.what_if import Setting
-from penstock.train.sections import OptimizerSection
+from penstock.train.settings.sections import OptimizerSection
 from penstock.train.step import Trainer
 
 OPTIONS = OptimizerSection(learning_rate=1e-3, warmup_steps=0)

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.cli import main
 from penstock.errors import ConfigError, PartitionError
-from penstock.train.config import load_config
+from penstock.train.settings.config import load_config
 from penstock.train.setup import check_plan
 from tests.tiny_run import PENSTOCK, TORCHRUN, files_below, settings, start, start_training, write_tiny_run
 

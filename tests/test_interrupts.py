@@ -8,7 +8,7 @@ import pytest
 
 from penstock.checkpoints.folder import CheckpointFolder
 from penstock.checkpoints.verification import verify
-from penstock.train.metrics import read_metrics
+from penstock.train.watching.metrics import read_metrics
 from tests.cli.processes import wait_until
 from tests.tiny_run import PENSTOCK, TORCHRUN, settings, start, start_training, write_tiny_run
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import fields
 
 from penstock.execute.options import DEBUG_LEVELS, PipelineOptions
-from penstock.train.sections import DebugSection
+from penstock.train.settings.sections import DebugSection
 from tests.house.source import ROOT
 
 PAGE = (ROOT / "docs" / "observing.md").read_text(encoding="utf-8")

@@ -15,8 +15,8 @@ from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.ir.schedule import Schedule
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
-from penstock.train.optim import build_optimizer
-from penstock.train.sections import OptimizerSection
+from penstock.train.optimizing.optim import build_optimizer
+from penstock.train.settings.sections import OptimizerSection
 from tests.local_pipelines import (
     WIDTH,
     block,

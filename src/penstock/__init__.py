@@ -54,7 +54,7 @@ _HOMES = {
     "check": "penstock.proofs",
     "load_checkpoint": "penstock.checkpoints.loading",
     "lower": "penstock.lowering",
-    "measure_layers": "penstock.train.measure",
+    "measure_layers": "penstock.train.measuring.measure",
     "plan": "penstock.planning",
     "save_checkpoint": "penstock.checkpoints.writer",
     "simulate": "penstock.simulation",

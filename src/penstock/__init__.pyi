@@ -42,6 +42,6 @@ from penstock.schedules import build as build
 from penstock.simulation import Costs as Costs
 from penstock.simulation import LayerCosts as LayerCosts
 from penstock.simulation import simulate as simulate
-from penstock.train.measure import measure_layers as measure_layers
+from penstock.train.measuring.measure import measure_layers as measure_layers
 
 __version__: str

@@ -7,7 +7,7 @@ from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from penstock.simulation.prologue import Prologue
-from penstock.train.recorded_step import RecordedStep
+from penstock.train.watching.recorded_step import RecordedStep
 
 LAYERS_PER_STAGE = 4
 

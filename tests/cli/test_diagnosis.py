@@ -11,7 +11,7 @@ from penstock.execute.split.plan import EarlyWeights
 from penstock.schedules import build
 from penstock.searching.what_if import Setting
 from penstock.simulation.costs.fit import HALVES
-from penstock.train.diagnosis import diagnose
+from penstock.train.watching.diagnosis import diagnose
 from tests.cli.recorded_steps import recorded_step
 
 SETTING = Setting(batch_size=16, family="1f1b", stages_per_rank=1)

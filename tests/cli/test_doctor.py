@@ -5,9 +5,9 @@ import json
 import pytest
 
 from penstock.cli.entry import main
-from penstock.train.config import config_from_table
-from penstock.train.recorded_step import recorded_step_to_json
-from penstock.train.run_folder import RunFolder
+from penstock.train.folder.run_folder import RunFolder
+from penstock.train.settings.config import config_from_table
+from penstock.train.watching.recorded_step import recorded_step_to_json
 from tests.cli.recorded_steps import recorded_step
 
 

@@ -197,32 +197,33 @@ def test_imports_have_no_cycle():
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-def parts_of_execute():
-    """Return, per folder or file directly in execute/, those that it imports, but for the known exceptions."""
+def parts_of(package):
+    """Return, per folder or file directly in a package, those that it imports, but for the known exceptions."""
     graph = {}
     for module in modules():
-        part = part_of_execute(module.name)
+        part = part_in(package, module.name)
         if part is not None:
-            targets = {part_of_execute(own_target(item.target)) for item in imports(module)} - {None, part}
+            targets = {part_in(package, own_target(item.target)) for item in imports(module)} - {None, part}
             graph.setdefault(part, set()).update(target for target in targets if (part, target) not in UPWARD)
     return graph
 
 
-def part_of_execute(name):
-    prefix = "penstock.execute."
+def part_in(package, name):
+    prefix = f"penstock.{package}."
     return name.removeprefix(prefix).split(".")[0] if name and name.startswith(prefix) else None
 
 
-def test_the_folders_of_execute_stand_one_on_the_other():
+@pytest.mark.parametrize("package", ["execute", "train"])
+def test_the_folders_of_a_package_stand_one_on_the_other(package):
     try:
-        TopologicalSorter(parts_of_execute()).prepare()
+        TopologicalSorter(parts_of(package)).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 def test_every_import_upward_in_execute_is_still_there():
     found = {
-        (part_of_execute(module.name), part_of_execute(own_target(item.target)))
+        (part_in("execute", module.name), part_in("execute", own_target(item.target)))
         for module in modules()
         for item in imports(module)
     }
@@ -268,7 +269,11 @@ def test_importing_loads_neither_torch_nor_a_compiler_nor_plotting(statement):
         ("penstock.errors", "from penstock.placement import Placement\nimport penstock.pipeline", wrong_packages),
         ("penstock.ir.walk", "import numpy\nfrom .action import Kind", wrong_floors),
         ("penstock.show.chart", "def draw():\n    import matplotlib.pyplot", wrong_packages),
-        ("penstock.train.metrics", "def f():\n    from torch.utils.tensorboard import SummaryWriter", late_imports),
+        (
+            "penstock.train.watching.metrics",
+            "def f():\n    from torch.utils.tensorboard import SummaryWriter",
+            late_imports,
+        ),
         ("penstock.ir.walk", "from penstock.ir.deps import _rule", private_imports),
         ("penstock.ir.walk", "import os\nos._exit(1)", private_attributes),
         ("penstock.execute.stages.stage", "self._version = tensor.grad_fn", undocumented_torch),

@@ -6,7 +6,7 @@ from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.moving.deepspeed_module import LayerSpec, PipelineModule, RunBy, TiedLayerSpec
-from penstock.train.measure import measure_layers
+from penstock.train.measuring.measure import measure_layers
 from tests.local_pipelines import error_of
 
 LAYERS = [

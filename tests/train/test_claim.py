@@ -13,15 +13,15 @@ import pytest
 
 from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.train.claim import Start, claimed, claimed_together, joined
-from penstock.train.config import config_from_table
-from penstock.train.run_folder import RunFolder
-from penstock.train.run_lock import RunLock
+from penstock.train.folder.run_folder import RunFolder
+from penstock.train.folder.run_lock import RunLock
+from penstock.train.settings.config import config_from_table
 from tests.train.local_ranks import error_of, on_ranks
 
 HOLD = """
 import sys
 from pathlib import Path
-from penstock.train.run_lock import RunLock
+from penstock.train.folder.run_lock import RunLock
 lock = RunLock.take(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

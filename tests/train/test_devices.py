@@ -5,8 +5,8 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock.train import devices
-from penstock.train.config import config_from_table
 from penstock.train.devices import Machine, choose_device, describe_devices, device_of_rank, has_bfloat16, look
+from penstock.train.settings.config import config_from_table
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from penstock.checkpoints.weight_files import save_weights
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models import DecoderConfig, decoder_layers
 from penstock.pipeline import Pipeline
-from penstock.train.config import config_from_table
+from penstock.train.data.tokenizer import Tokenizer, load_tokenizer
 from penstock.train.generation import Sampling, as_text, generate, load_trained, prompt_tokens
-from penstock.train.tokenizer import Tokenizer, load_tokenizer
+from penstock.train.settings.config import config_from_table
 from tests.local_pipelines import on_ranks
 
 BYTES = load_tokenizer("bytes")

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from penstock.cli.entry import main
 from penstock.errors import ConfigError, PenstockError
-from penstock.train.config import config_from_table, load_config
-from penstock.train.data import TokenDataset
+from penstock.train.data.dataset import TokenDataset
 from penstock.train.loop import train
-from penstock.train.recorded_step import read_recorded_step
+from penstock.train.settings.config import config_from_table, load_config
+from penstock.train.watching.recorded_step import read_recorded_step
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.slow

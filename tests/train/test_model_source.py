@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from penstock.cli.entry import main
 from penstock.errors import ConfigError, PenstockError
 from penstock.models import LayerSpec
-from penstock.train.config import config_from_table, load_config
 from penstock.train.loop import train
 from penstock.train.model_source import build_layers, loss_of, with_digest
+from penstock.train.settings.config import config_from_table, load_config
 from penstock.train.setup import check_plan
 from tests.ranks import RankPool
 

@@ -5,8 +5,8 @@ from contextlib import closing
 
 from penstock.pipeline import Pipeline
 from penstock.tables import NO_SCREEN, Screen
-from penstock.train.config import config_from_table
 from penstock.train.opening import device_line, opening_lines
+from penstock.train.settings.config import config_from_table
 from tests.train.local_ranks import small_layers
 
 

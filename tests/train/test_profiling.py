@@ -10,10 +10,10 @@ from penstock.schedules import build
 from penstock.simulation import simulate
 from penstock.simulation.costs.file import costs_from_toml
 from penstock.simulation.costs.writing import costs_to_toml
-from penstock.train.config import config_from_table
-from penstock.train.data import BatchOptions, TokenDataset
+from penstock.train.data.dataset import BatchOptions, TokenDataset
+from penstock.train.data.sequences import Source
 from penstock.train.profiling import NUM_WARM_UP_STEPS, profile_pipeline, profile_run
-from penstock.train.sequences import Source
+from penstock.train.settings.config import config_from_table
 from tests.train.local_ranks import VOCABULARY, on_ranks, small_pipeline
 
 NUM_STEPS = 3

@@ -14,11 +14,11 @@ from penstock.checkpoints.manifest import MANIFEST
 from penstock.errors import CheckpointError, PenstockError
 from penstock.train import loop
 from penstock.train.claim import Start
-from penstock.train.config import config_from_table
 from penstock.train.loop import train
-from penstock.train.metrics import read_metrics
 from penstock.train.resuming import RunCheckpoints
+from penstock.train.settings.config import config_from_table
 from penstock.train.stopping import StopRequest
+from penstock.train.watching.metrics import read_metrics
 from tests.tiny_run import TEXT
 from tests.train.local_ranks import error_of
 

@@ -7,9 +7,9 @@ import pytest
 
 from penstock.errors import ConfigError, PartitionError, PenstockError, ScheduleError
 from penstock.schedules import build
-from penstock.train.config import config_from_table
+from penstock.train.folder.run_folder import RunFolder
 from penstock.train.model_source import build_layers
-from penstock.train.run_folder import RunFolder
+from penstock.train.settings.config import config_from_table
 from penstock.train.setup import (
     build_schedule,
     check_plan,

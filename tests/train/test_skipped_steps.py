@@ -9,8 +9,8 @@ import torch
 
 from penstock.errors import NotFinite
 from penstock.models import cross_entropy_loss
-from penstock.train.precision import Precision, loss_scaler
-from penstock.train.sections import OptimizerSection, PrecisionSection
+from penstock.train.optimizing.precision import Precision, loss_scaler
+from penstock.train.settings.sections import OptimizerSection, PrecisionSection
 from penstock.train.step import Trainer
 from tests.train.local_ranks import error_of, on_ranks, random_batch, small_layers, small_pipeline
 

@@ -13,10 +13,10 @@ from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.models import AuxiliaryLoss, LayerSpec, count_target_tokens, cross_entropy_loss
 from penstock.models.decoder import IGNORED_TARGET
 from penstock.simulation.prologue import with_first_waits
-from penstock.train.learning_rate import learning_rate_at
-from penstock.train.optim import build_optimizer
-from penstock.train.precision import LossScaler
-from penstock.train.sections import OptimizerSection
+from penstock.train.optimizing.optim import build_optimizer
+from penstock.train.optimizing.precision import LossScaler
+from penstock.train.settings.learning_rate import learning_rate_at
+from penstock.train.settings.sections import OptimizerSection
 from penstock.train.step import Trainer, scale_over
 from tests.reference import reference_step
 from tests.train.local_ranks import error_of, on_ranks, random_batch, small_layers, small_pipeline

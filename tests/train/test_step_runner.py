@@ -7,9 +7,9 @@ import pytest
 
 from penstock.models import cross_entropy_loss
 from penstock.pipeline import Pipeline
-from penstock.train.config import config_from_table
-from penstock.train.data import TokenDataset, open_dataset
+from penstock.train.data.dataset import TokenDataset, open_dataset
 from penstock.train.model_source import build_layers
+from penstock.train.settings.config import config_from_table
 from penstock.train.setup import build_trainer
 from penstock.train.step_runner import StepRunner
 

@@ -13,7 +13,7 @@ from penstock.show.text import count_of, format_seconds, format_share, time_unit
 from penstock.simulation.causes import Cause
 from penstock.simulation.losses import Loss
 from penstock.tables import NO_SCREEN, Column, Screen, table_text
-from penstock.train.diagnosis import Diagnosis
+from penstock.train.watching.diagnosis import Diagnosis
 
 NUM_ON_PATH = 6
 NUM_CHANGES: dict[Sort, int] = {"schedule": 6, "split": 2, "microbatches": 2, "weights": 1}

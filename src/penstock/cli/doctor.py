@@ -28,10 +28,10 @@ def run(arguments: Namespace) -> int:
     from penstock.cli.diagnosis import to_json, to_text
     from penstock.simulation.costs.file import read_costs
     from penstock.simulation.costs.fit import SplitShares
-    from penstock.train.config import load_config
-    from penstock.train.diagnosis import diagnose, setting_of
-    from penstock.train.recorded_step import read_recorded_step
-    from penstock.train.run_folder import CONFIG, COSTS
+    from penstock.train.folder.run_folder import CONFIG, COSTS
+    from penstock.train.settings.config import load_config
+    from penstock.train.watching.diagnosis import diagnose, setting_of
+    from penstock.train.watching.recorded_step import read_recorded_step
 
     folder = Path(arguments.folder)
     limit = counted_limit_of(arguments)

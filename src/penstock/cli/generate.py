@@ -30,8 +30,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     from penstock.errors import ConfigError
+    from penstock.train.data.tokenizer import load_tokenizer
     from penstock.train.generation import load_trained, obstacle_to_sampling, prompt_tokens, sample
-    from penstock.train.tokenizer import load_tokenizer
 
     config = _config_of(arguments)
     prompt = prompt_tokens(
@@ -53,8 +53,8 @@ def _config_of(arguments: Namespace) -> Any:
     from pathlib import Path
 
     from penstock.errors import ConfigError
-    from penstock.train.config import load_config
-    from penstock.train.run_folder import CONFIG
+    from penstock.train.folder.run_folder import CONFIG
+    from penstock.train.settings.config import load_config
 
     path = Path(arguments.run_folder, CONFIG)
     if not path.is_file():

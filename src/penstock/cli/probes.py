@@ -15,7 +15,7 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 
-from penstock.train.optional_packages import OPTIONAL_PACKAGES, PICTURES
+from penstock.train.settings.optional_packages import OPTIONAL_PACKAGES, PICTURES
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)

@@ -45,8 +45,8 @@ def run(arguments: Namespace) -> int:
 @contextmanager
 def _hold_folder(arguments: Namespace, config: Any) -> Iterator[Any]:
     """Refuse to replace costs; remove what killed ranks left half-written, unless a training in the folder goes on."""
-    from penstock.train.run_folder import RunFolder, run_path
-    from penstock.train.run_lock import holder_of
+    from penstock.train.folder.run_folder import RunFolder, run_path
+    from penstock.train.folder.run_lock import holder_of
 
     path = run_path(config.run.folder)
     _path_of_costs(arguments, config)
@@ -58,7 +58,7 @@ def _hold_folder(arguments: Namespace, config: Any) -> Iterator[Any]:
 
 
 def _path_of_costs(arguments: Namespace, config: Any) -> Path:
-    from penstock.train.run_folder import COSTS
+    from penstock.train.folder.run_folder import COSTS
 
     usual = Path(config.run.folder) / COSTS
     if arguments.output is None and not usual.parent.exists():

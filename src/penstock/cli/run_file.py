@@ -59,7 +59,7 @@ def run_on_ranks(
         if sys.stdout.isatty():  # in a pipe, the first line of a run names its folder
             say_at_once("loading torch ...")
         from penstock.train import devices
-        from penstock.train.config import load_config
+        from penstock.train.settings.config import load_config
         from penstock.train.setup import check_plan
 
         config = load_config(arguments.run_file, arguments.set)
@@ -129,7 +129,7 @@ def _run_as_rank(arguments: Namespace, body: Body, environment: Mapping[str, str
 
 def _join_and_run(arguments: Namespace, body: Body, environment: Mapping[str, str]) -> None:
     from penstock.cli.launch import join_ranks, read_number
-    from penstock.train.config import load_config
+    from penstock.train.settings.config import load_config
 
     config = load_config(arguments.run_file, arguments.set)
     check_world_size(read_number(environment, "WORLD_SIZE"), config.pipeline.ranks)

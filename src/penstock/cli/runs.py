@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     from pathlib import Path
 
-    from penstock.train.run_list import list_runs
+    from penstock.train.watching.run_list import list_runs
 
     format = wanted_format(arguments, SUFFIXES | {".json": "json"}, TABLE)
     refuse_useless(arguments, "theme", format, CURVES)
@@ -51,7 +51,7 @@ def run(arguments: Namespace) -> int:
 def _table(runs: Any, *, in_terminal: bool) -> str:
     from penstock.show.text import format_bytes
     from penstock.tables import NO_SCREEN, Column, table_text
-    from penstock.train.run_list import differences
+    from penstock.train.watching.run_list import differences
 
     found = differences(runs)
     columns = [

@@ -47,9 +47,9 @@ def _train(arguments: Namespace, stop: Any, config: Any) -> None:
 def _hold_folder(arguments: Namespace, config: Any) -> Iterator[Any]:
     """Hold the run's folder while its ranks run, and tidy it up after them."""
     from penstock.train.claim import claimed
+    from penstock.train.folder.run_folder import RunFolder, run_path
     from penstock.train.model_source import with_digest
-    from penstock.train.optional_packages import require_packages
-    from penstock.train.run_folder import RunFolder, run_path
+    from penstock.train.settings.optional_packages import require_packages
 
     require_packages(config)
     config = with_digest(config)

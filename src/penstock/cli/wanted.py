@@ -16,7 +16,7 @@ from penstock.ir.reading import read_table
 from penstock.ir.schedule import Schedule
 from penstock.proofs import check
 from penstock.schedules import FAMILIES, build, find_family, is_family_name
-from penstock.train.user_function import load_function
+from penstock.train.settings.user_function import load_function
 
 Options = Mapping[str, str]
 STDIN = "-"

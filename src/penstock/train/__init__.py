@@ -1,1 +1,17 @@
-"""Training: configuration, data, optimizer, metrics and the loop."""
+"""Training from a run file. `loop.py` reads from top to bottom; each rank runs it.
+
+    settings/     what a run is told: sections of keys, rules between them, and what follows from them by arithmetic
+    data/         from files to the batch of any step
+    folder/       what lies in a run folder, who holds it, and its log
+    optimizing/   optimizer, precision, and the update of the weights
+    watching/     what is shown, written and found out about steps
+    measuring/    what layers and channels take, and the split that follows
+
+    claim         which folder a run begins in            setup, model_source     what is built of the settings
+    step_runner, step, evaluation                         one step, and what it was like
+    resuming, stopping                                    checkpoints, signals
+    generation, profiling                                 the other two commands that run a model
+
+A folder imports those above it, and such files as `together` (what stops one rank stops all) and `devices`; the files
+that run a model import all of them.
+"""

@@ -23,10 +23,10 @@ from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 from penstock.files import naming_storage
-from penstock.train.config import RunConfig, load_config
-from penstock.train.run_folder import CONFIG, LOCK, SUMMARY, RunFolder, numbered_folders, remove_empty, run_path
-from penstock.train.run_lock import RunLock, holder_of
-from penstock.train.sections import Section
+from penstock.train.folder.run_folder import CONFIG, LOCK, SUMMARY, RunFolder, numbered_folders, remove_empty, run_path
+from penstock.train.folder.run_lock import RunLock, holder_of
+from penstock.train.settings.config import RunConfig, load_config
+from penstock.train.settings.sections import Section
 from penstock.train.together import failing_together
 
 KEY = "run.folder"

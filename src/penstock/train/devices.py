@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from penstock.errors import ConfigError, count_of
 from penstock.execute.transport.world import default_device
-from penstock.train.config import RunConfig
+from penstock.train.settings.config import RunConfig
 
 KEY = "run.device"
 CPU_BACKEND = "gloo"

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from penstock.execute.batch.stream import as_part
 from penstock.pipeline import Pipeline
-from penstock.train.batches import Batch, on_device
+from penstock.train.data.batches import Batch, on_device
 
 
 def mean_loss(

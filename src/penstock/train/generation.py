@@ -16,11 +16,11 @@ from torch import Tensor
 from penstock.checkpoints.pretrained import load_weights
 from penstock.errors import ConfigError, described
 from penstock.pipeline import Pipeline
-from penstock.train.config import RunConfig
+from penstock.train.data.tokenizer import Tokenizer, load_tokenizer
 from penstock.train.devices import device_of_rank
 from penstock.train.model_source import build_layers
-from penstock.train.precision import Precision
-from penstock.train.tokenizer import Tokenizer, load_tokenizer
+from penstock.train.optimizing.precision import Precision
+from penstock.train.settings.config import RunConfig
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 PADDING = 0

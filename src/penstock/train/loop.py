@@ -14,32 +14,32 @@ from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import default_transport
 from penstock.ir.timeline import Timeline
 from penstock.pipeline import Pipeline
-from penstock.train.batches import Dataset
 from penstock.train.claim import Start, claimed_together, joined
-from penstock.train.config import RunConfig
-from penstock.train.early_stop import EarlyStop
+from penstock.train.data.batches import Dataset
+from penstock.train.folder.run_folder import SCHEDULE, TIMELINE, RunFolder
+from penstock.train.folder.run_log import run_log
 from penstock.train.generation import sample, sample_prompt
-from penstock.train.metrics import MetricsWriter
+from penstock.train.measuring.split import choose_split
 from penstock.train.model_source import build_layers, with_digest
 from penstock.train.opening import device_line, opening_lines
-from penstock.train.optional_packages import require_packages
-from penstock.train.progress import screen_of
-from penstock.train.recorded_step import RecordedStep, recorded_before, recorded_step_to_json
-from penstock.train.report import Outcome, predict_again, write_report
+from penstock.train.optimizing.early_stop import EarlyStop
 from penstock.train.resuming import Progress, RunCheckpoints, begin_with_weights
-from penstock.train.run_folder import SCHEDULE, TIMELINE, RunFolder
-from penstock.train.run_log import run_log
+from penstock.train.settings.config import RunConfig
+from penstock.train.settings.optional_packages import require_packages
 from penstock.train.setup import (
     build_pipeline,
     build_trainer,
     check_together,
     prepare_together,
 )
-from penstock.train.split import choose_split
 from penstock.train.step_runner import StepRunner
 from penstock.train.stopping import StopRequest
 from penstock.train.together import failing_together
-from penstock.train.utilization import utilization_of
+from penstock.train.watching.metrics import MetricsWriter
+from penstock.train.watching.progress import screen_of
+from penstock.train.watching.recorded_step import RecordedStep, recorded_before, recorded_step_to_json
+from penstock.train.watching.report import Outcome, predict_again, write_report
+from penstock.train.watching.utilization import utilization_of
 
 PREPARING_DEADLINE_S = 3600.0
 """How long ranks wait for what rank 0 does alone before the first step, such as measuring layers. They wait for the

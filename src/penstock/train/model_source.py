@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError, PenstockError, described
 from penstock.models import LayerSpec, cross_entropy_loss, decoder_layers
 from penstock.schedules.third_party import run_third_party
-from penstock.train.config import RunConfig
-from penstock.train.precision import Precision
-from penstock.train.user_function import load_function
+from penstock.train.optimizing.precision import Precision
+from penstock.train.settings.config import RunConfig
+from penstock.train.settings.user_function import load_function
 
 KEY = "model.source"
 EXPECTED = "a list of torch.nn.Module or of LayerSpec, in the order in which they run"

@@ -6,10 +6,10 @@ from penstock.models import LayerSpec, count_parameters
 from penstock.pipeline import Pipeline
 from penstock.planning import few_microbatches
 from penstock.tables import Screen
-from penstock.train.config import RunConfig
 from penstock.train.devices import describe_devices, device_of_rank
-from penstock.train.optional_packages import describe_missing_pictures
-from penstock.train.precision import Precision
+from penstock.train.optimizing.precision import Precision
+from penstock.train.settings.config import RunConfig
+from penstock.train.settings.optional_packages import describe_missing_pictures
 
 
 def device_line(config: RunConfig) -> str:

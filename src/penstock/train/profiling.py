@@ -22,18 +22,18 @@ from penstock.pipeline import Pipeline
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.costs import VALUE_BYTES
 from penstock.simulation.costs.fit import costs_from_timelines
-from penstock.train.batches import Batch, Dataset, on_device
-from penstock.train.channels import ChannelSpeed, channels_of, measure_channels
-from penstock.train.config import RunConfig
+from penstock.train.data.batches import Batch, Dataset, on_device
+from penstock.train.folder.run_folder import RunFolder, run_path
 from penstock.train.loop import PREPARING_DEADLINE_S
-from penstock.train.measure import LayerTimes
+from penstock.train.measuring.channels import ChannelSpeed, channels_of, measure_channels
+from penstock.train.measuring.measure import LayerTimes
+from penstock.train.measuring.split import choose_split, times_of_layers
 from penstock.train.model_source import build_layers
-from penstock.train.optim import build_optimizer
-from penstock.train.precision import Precision
-from penstock.train.run_folder import RunFolder, run_path
-from penstock.train.sections import OptimizerSection
+from penstock.train.optimizing.optim import build_optimizer
+from penstock.train.optimizing.precision import Precision
+from penstock.train.settings.config import RunConfig
+from penstock.train.settings.sections import OptimizerSection
 from penstock.train.setup import build_pipeline, check_together, prepare_together
-from penstock.train.split import choose_split, times_of_layers
 
 NUM_WARM_UP_STEPS = 2
 """The first step agrees on shapes, and the second is the first to post receives ahead."""

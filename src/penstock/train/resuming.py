@@ -20,10 +20,10 @@ from penstock.errors import CheckpointError, NotSaved
 from penstock.files import naming_storage
 from penstock.pipeline import Pipeline
 from penstock.show.text import format_bytes
-from penstock.train.batches import Dataset
-from penstock.train.config import RunConfig
-from penstock.train.early_stop import EarlyStop
-from penstock.train.run_folder import RunFolder
+from penstock.train.data.batches import Dataset
+from penstock.train.folder.run_folder import RunFolder
+from penstock.train.optimizing.early_stop import EarlyStop
+from penstock.train.settings.config import RunConfig
 from penstock.train.step import Trainer
 from penstock.train.stopping import StopRequest
 from penstock.train.together import failing_together, working_together

@@ -20,22 +20,22 @@ from penstock.schedules import FAMILIES, is_family_name
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.file import read_costs
 from penstock.train.activation_checkpoints import kinds_of_layers, with_checkpointing
-from penstock.train.batches import Dataset
-from penstock.train.config import RunConfig
-from penstock.train.data import open_dataset
+from penstock.train.data.batches import Dataset
+from penstock.train.data.dataset import open_dataset
+from penstock.train.data.tokenizer import load_tokenizer
+from penstock.train.data.user_data import UserDataset
 from penstock.train.devices import device_of_rank
+from penstock.train.folder.run_folder import RunFolder
+from penstock.train.measuring.split import SplitRule
 from penstock.train.model_source import build_layers, loss_of
-from penstock.train.optim import check_optimizer
-from penstock.train.precision import Precision, loss_scaler
-from penstock.train.progress import ShareLines
-from penstock.train.run_folder import RunFolder
-from penstock.train.sections import PipelineSection
-from penstock.train.split import SplitRule
+from penstock.train.optimizing.optim import check_optimizer
+from penstock.train.optimizing.precision import Precision, loss_scaler
+from penstock.train.settings.config import RunConfig
+from penstock.train.settings.sections import PipelineSection
+from penstock.train.settings.user_function import load_function
 from penstock.train.step import Trainer, scale_over
 from penstock.train.together import Beat, failing_together, working_together
-from penstock.train.tokenizer import load_tokenizer
-from penstock.train.user_data import UserDataset
-from penstock.train.user_function import load_function
+from penstock.train.watching.progress import ShareLines
 
 SET_ELSEWHERE = ("ranks", "microbatches", "slices", "stages_per_rank")
 

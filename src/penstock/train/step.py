@@ -13,13 +13,13 @@ from penstock.execute.batch.stream import Stream, as_part
 from penstock.execute.losses.results import StepResult
 from penstock.pipeline import Pipeline
 from penstock.simulation.prologue import Prologue
-from penstock.train.batches import Batch, on_device
+from penstock.train.data.batches import Batch, on_device
 from penstock.train.evaluation import mean_loss
-from penstock.train.learning_rate import learning_rate_at
-from penstock.train.precision import Precision
-from penstock.train.recorded_step import RecordedStep
-from penstock.train.sections import OptimizerSection
-from penstock.train.update import Update
+from penstock.train.optimizing.precision import Precision
+from penstock.train.optimizing.update import Update
+from penstock.train.settings.learning_rate import learning_rate_at
+from penstock.train.settings.sections import OptimizerSection
+from penstock.train.watching.recorded_step import RecordedStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import cast
 
 from penstock.errors import PenstockError
-from penstock.train.batches import Batch, BatchReader, Dataset, Wants
-from penstock.train.config import RunConfig
-from penstock.train.profiler_window import ProfilerWindow
-from penstock.train.progress import StepMetrics
-from penstock.train.rank_memory import peak_bytes
-from penstock.train.recorded_step import RecordedStep
-from penstock.train.report import predict_again
+from penstock.train.data.batches import Batch, BatchReader, Dataset, Wants
+from penstock.train.settings.config import RunConfig
 from penstock.train.step import StepOutcome, Trainer, require_finite
+from penstock.train.watching.profiler_window import ProfilerWindow
+from penstock.train.watching.progress import StepMetrics
+from penstock.train.watching.rank_memory import peak_bytes
+from penstock.train.watching.recorded_step import RecordedStep
+from penstock.train.watching.report import predict_again
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,260 @@
+"""Batches of a run's text: shuffled by seed, the same on every rank, found by number in constant time.
+
+Tokens and target are int64 [batch, length]: sequences per batch, tokens per sequence. The target is the token that
+follows; behind the end of a sequence it is -100, which no loss counts. With document masks, `positions` [batch, length]
+counts from 0 at the begin of each document.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.errors import ConfigError
+from penstock.models.decoder import IGNORED_TARGET
+from penstock.train.data.batches import Batch, Position, Wants
+from penstock.train.data.corpus import FILES_KEY, Corpus, TextFiles, find_documents, find_standard_library
+from penstock.train.data.mixture import Mixture
+from penstock.train.data.saved_dataset import SavedDataset, id_tokenizer
+from penstock.train.data.sequences import Source, Span
+from penstock.train.data.tokenizer import Tokenizer, load_tokenizer
+from penstock.train.data.tokens import Tell, TokenFile, tokenize
+from penstock.train.settings.config import RunConfig
+from penstock.train.settings.sections import SourceKeys
+
+EVERYTHING = Wants()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """How sequences make batches."""
+
+    batch_size: int
+    """Sequences per batch."""
+    length: int
+    """Tokens per sequence."""
+    seed: int = 0
+    packing: str = "windows"
+    """See `data.packing`."""
+
+
+class TokenDataset:
+    """Batches over one or several sources of text.
+
+    `vocabulary` bounds the token ids; `digest` is equal on two machines that hold the same data.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        options: BatchOptions,
+        *,
+        weights: Sequence[float] = (1.0,),
+        vocabulary: int = 256,
+        digest: str = "",
+    ) -> None:
+        """Draw from the sources by their weights.
+
+        Raises:
+            ConfigError: a source has nothing to train on, or all of them do not fill a batch.
+        """
+        self.sources = list(sources)
+        self.position: Position | None = None
+        self.vocabulary = vocabulary
+        self.digest = digest
+        self._options = options
+        self._mixture = Mixture(weights, seed=options.seed)
+        for number, source in enumerate(self.sources):
+            if not len(source.train):
+                raise ConfigError(
+                    f"{self._named('the corpus', number)} has {source.num_train_tokens} tokens to train on, but one "
+                    f"sequence of batch.length = {options.length} needs {options.length + 1}; name more text, or lower "
+                    "batch.length",
+                    key=FILES_KEY,
+                )
+        if self.num_sequences < options.batch_size:
+            raise ConfigError(
+                f"the corpus has {self.num_sequences} sequences to train on, fewer than batch.size = "
+                f"{options.batch_size}, so that a batch would have some of them twice; name more text, or lower "
+                "batch.size or batch.length",
+                key=FILES_KEY,
+            )
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences to train on; an epoch of each source visits each of its own once."""
+        return sum(len(source.train) for source in self.sources)
+
+    @property
+    def num_train_tokens(self) -> int:
+        return sum(source.num_train_tokens for source in self.sources)
+
+    @property
+    def has_even_batches(self) -> bool:
+        """Whether all batches have as many targets."""
+        return self._options.packing != "none"
+
+    def batch(self, number: int, wants: Wants = EVERYTHING) -> Batch:
+        """Return a batch, counted from 0; any one, in any order, is found in the same time."""
+        return self._gather(self._spans(number), wants)
+
+    def num_targets(self, number: int) -> int:
+        """Return how many tokens the loss of a batch is the mean of; no token is read for it."""
+        if self.has_even_batches:
+            return self._options.batch_size * self._options.length
+        return sum(end - begin - 1 for _, (begin, end) in self._spans(number))
+
+    def shares(self, first: int, count: int) -> list[float] | None:
+        """Return the part of each batch in the mean over the tokens of some batches; None where these are equal."""
+        if self.has_even_batches:
+            return None
+        targets = [self.num_targets(number) for number in range(first, first + count)]
+        return [each / sum(targets) for each in targets]
+
+    def held_out_batches(self, num_batches: int, wants: Wants = EVERYTHING) -> list[Batch]:
+        """Return batches spread evenly over what is held out: always the same, fewer where it does not suffice.
+
+        Several sources have shares by their weights; one that does not suffice for its share is repeated.
+
+        Raises:
+            ConfigError: the held-out sequences do not fill one batch, or a source has none.
+        """
+        return [self._gather(spans, wants) for spans in self._held_out_spans(num_batches)]
+
+    def held_out_weights(self, num_batches: int) -> list[float] | None:
+        """Return how many targets each of these batches has; None where they have equally many."""
+        if self.has_even_batches:
+            return None
+        return [float(sum(end - begin - 1 for _, (begin, end) in each)) for each in self._held_out_spans(num_batches)]
+
+    def _spans(self, number: int) -> list[tuple[Source, Span]]:
+        first = number * self._options.batch_size
+        found = [self._mixture.locate(place) for place in range(first, first + self._options.batch_size)]
+        return [(self.sources[source], self.sources[source].train_span(place)) for source, place in found]
+
+    def _held_out_spans(self, num_batches: int) -> list[list[tuple[Source, Span]]]:
+        size = self._options.batch_size
+        num_all = sum(len(source.held_out) for source in self.sources)
+        num_wanted = min(num_batches, num_all // size) * size
+        if not num_wanted:
+            raise ConfigError(
+                f"the held-out part has {num_all} sequences of {self._options.length} tokens, fewer than batch.size = "
+                f"{size}; name more text, or raise data.held_out_fraction",
+                key="data.held_out_fraction",
+            )
+        counts = self._mixture.counts(num_wanted)
+        for number, (source, count) in enumerate(zip(self.sources, counts, strict=True)):
+            if count and not len(source.held_out):
+                raise ConfigError(
+                    f"the held-out part of {self._named('the corpus', number)} is shorter than one sequence; name more "
+                    "text, or raise data.held_out_fraction",
+                    key="data.held_out_fraction",
+                )
+        found = []
+        for place in range(num_wanted):
+            number, within = self._mixture.locate(place)
+            source = self.sources[number]
+            found.append((source, source.held_out[within * len(source.held_out) // counts[number]]))
+        return [found[at : at + size] for at in range(0, num_wanted, size)]
+
+    def _gather(self, spans: Sequence[tuple[Source, Span]], wants: Wants) -> Batch:
+        keywords: dict[str, Any] = {}
+        if self._options.packing == "documents":
+            keywords["positions"] = self._positions(spans)
+        if not (wants.inputs or wants.target):
+            return Batch(**keywords)
+        length = self._options.length
+        tokens = np.zeros((len(spans), length + 1), dtype=np.int64)
+        counts = np.array([end - begin for _, (begin, end) in spans])
+        for row, (source, (begin, end)) in zip(tokens, spans, strict=True):
+            row[: end - begin] = source.tokens[begin:end]
+        inputs = (torch.from_numpy(tokens[:, :-1].copy()),) if wants.inputs else ()
+        target = tokens[:, 1:].copy()
+        target[np.arange(1, length + 1) >= counts[:, None]] = IGNORED_TARGET
+        return Batch(*inputs, target=torch.from_numpy(target) if wants.target else None, **keywords)
+
+    def _positions(self, spans: Sequence[tuple[Source, Span]]) -> torch.Tensor:
+        return torch.from_numpy(np.stack([source.positions(span) for source, span in spans]))
+
+    def _named(self, what: str, number: int) -> str:
+        return what if len(self.sources) == 1 else f"data.sources[{number}]"
+
+
+def open_dataset(
+    config: RunConfig,
+    cache: Path,
+    *,
+    others: Sequence[Path] = (),
+    tell: Tell | None = None,
+) -> TokenDataset:
+    """Find, tokenize (once, into the cache folder) and cut the text that a configuration names.
+
+    Tokens that one of the `others` holds are taken from there; `tell` is that of `tokenize`.
+
+    Raises:
+        ConfigError: a file is missing, unreadable or not UTF-8; there is too little text; the model's vocabulary is
+            too small for the tokenizer.
+        PenstockError: the cache cannot be written.
+    """
+    data = config.data
+    tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
+    if 0 < config.model.vocabulary < tokenizer.vocabulary:
+        raise ConfigError(
+            f"{config.model.vocabulary} is smaller than the {tokenizer.vocabulary} ids of tokenizer {data.tokenizer}; "
+            "use 0 to take them all",
+            key="model.vocabulary",
+        )
+    vocabulary = config.model.vocabulary or tokenizer.vocabulary
+    corpora = [_corpus(each) for each in data.all_sources]
+    tokenizers = [_tokenizer_of(corpus, tokenizer, vocabulary) for corpus in corpora]
+    pairs = list(zip(corpora, tokenizers, strict=True))
+    files = [tokenize(corpus, own, cache, others=others, tell=tell) for corpus, own in pairs]
+    sources = [
+        _source(config, file, own, number) for number, (file, own) in enumerate(zip(files, tokenizers, strict=True))
+    ]
+    weights = [each.weight for each in data.all_sources]
+    return TokenDataset(
+        sources,
+        BatchOptions(config.batch.size, config.batch.length, config.run.seed, data.packing),
+        weights=weights,
+        vocabulary=vocabulary,
+        digest=_digest([file.manifest.digest for file in files], weights),
+    )
+
+
+def _corpus(keys: SourceKeys) -> Corpus:
+    if keys.corpus == "datasets":
+        return SavedDataset(keys.files[0], keys.column)
+    documents = find_standard_library() if keys.corpus == "stdlib" else find_documents(keys.files, keys.suffixes)
+    return TextFiles(documents)
+
+
+def _tokenizer_of(corpus: Corpus, tokenizer: Tokenizer, vocabulary: int) -> Tokenizer:
+    """Return what makes tokens of a corpus, which may have token ids already."""
+    has_ids = isinstance(corpus, SavedDataset) and corpus.has_ids
+    return id_tokenizer(vocabulary) if has_ids else tokenizer
+
+
+def _source(config: RunConfig, file: TokenFile, tokenizer: Tokenizer, number: int) -> Source:
+    return Source(
+        file.tokens(),
+        length=config.batch.length,
+        held_out_fraction=config.data.held_out_fraction,
+        end_of_document=tokenizer.end_of_document,
+        ends=file.ends(),
+        by_document=config.data.packing == "none",
+        seed=config.run.seed,
+        number=number,
+    )
+
+
+def _digest(digests: Sequence[str], weights: Sequence[float]) -> str:
+    """Return that of the one source, or one of all sources and their weights."""
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256(json.dumps([list(digests), list(weights)]).encode()).hexdigest()

@@ -1,0 +1,236 @@
+"""The tokens of a corpus in one memory-mapped file, made once and reused while its sources stay the same.
+
+The cache folder gets three files per corpus: `<key>.tokens`, `<key>.ends` (per document, the number of tokens up to its
+end) and `<key>.json` (the manifest). All appear whole, the manifest last, and any two writers of a key write the same
+bytes; so processes may race for them. Documents are read twice, piece by piece: for their hashes, and for their tokens.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from penstock.errors import ConfigError
+from penstock.files import atomic_file, remove_abandoned
+from penstock.train.data.corpus import FILES_KEY, PIECE_BYTES, Corpus
+from penstock.train.data.tokenizer import Tokenizer
+from penstock.train.data.unfinished import END_TYPE, UnfinishedTokens, unfinished_tokens
+
+FORMAT_VERSION = 1
+
+
+class Manifest(BaseModel):
+    """What a token file holds, and from what it was made."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    key: str
+    """Hash of the sources' paths, sizes and times, the tokenizer and the format."""
+    digest: str
+    """Hash of the content alone: equal on two machines that train on the same tokens."""
+    vocabulary: int
+    item_bytes: int
+    num_tokens: int
+    num_documents: int
+    num_duplicates: int
+    """Documents left out because another one has the same content."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFile:
+    """A token file in the cache and its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+    def tokens(self) -> NDArray[np.unsignedinteger]:
+        """Map the token ids into memory, read-only."""
+        return np.memmap(self.path, dtype=_item_type(self.manifest.vocabulary), mode="r")
+
+    def ends(self) -> NDArray[np.signedinteger]:
+        """Map into memory, per document, the number of tokens up to its end; read-only."""
+        return np.memmap(_ends_path(self.path), dtype=END_TYPE, mode="r")
+
+
+Tell = Callable[[str, int, int], None]
+"""Is called with what is done ("reading", "tokenizing"), with how much of it, and with how much there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Documents of a corpus, one of each distinct content that is not empty, in the order of their contents' hashes."""
+
+    digests: NDArray[np.bytes_]
+    indices: NDArray[np.signedinteger]
+    sizes_bytes: NDArray[np.signedinteger]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def digest(self, number: int) -> str:
+        return bytes(self.digests[number]).ljust(hashlib.sha256().digest_size, b"\0").hex()
+
+
+def tokenize(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    cache: Path,
+    *,
+    others: Sequence[Path] = (),
+    tell: Tell | None = None,
+) -> TokenFile:
+    """Return the token file of a corpus, made now unless the cache folder or one of the `others` holds it.
+
+    The documents are in the order of their content's hash: a fixed order that mixes what lies together in folders and
+    does not depend on where the files lie. Equal documents are kept once, so that none is both in the training part and
+    in the held-out part. One piece of a document at a time is held in memory. A process that was killed while it made
+    the file is continued. `tell` is called after each piece.
+
+    Raises:
+        ConfigError: a document cannot be read or is not UTF-8, the corpus is empty, or the cache cannot be created.
+        PenstockError: the cache cannot be written (disk full, say).
+    """
+    key = _key_of(corpus, tokenizer)
+    for folder in (cache, *others):
+        found = _find_in_cache(folder, key)
+        if found is not None:
+            return found
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{cache}: the folder for tokens cannot be created: {error.strerror}. "
+            "Choose a run.folder that can be written"
+        ) from error
+    remove_abandoned(cache, now_s=time.time())
+    return _write(corpus, tokenizer, cache, key, tell or _tell_nobody)
+
+
+def _key_of(corpus: Corpus, tokenizer: Tokenizer) -> str:
+    return hashlib.sha256(json.dumps([FORMAT_VERSION, tokenizer.identity, corpus.stamp()]).encode()).hexdigest()[:32]
+
+
+def _find_in_cache(cache: Path, key: str) -> TokenFile | None:
+    """Return the cached tokens; nothing where they are missing or damaged, so that they are made again."""
+    path = cache / f"{key}.tokens"
+    try:
+        manifest = Manifest.model_validate_json((cache / f"{key}.json").read_bytes())
+        size_bytes, ends_bytes = path.stat().st_size, _ends_path(path).stat().st_size
+    except (OSError, ValidationError):
+        return None
+    if manifest.key != key or size_bytes != manifest.num_tokens * manifest.item_bytes:
+        return None
+    if ends_bytes != manifest.num_documents * END_TYPE.itemsize:
+        return None
+    return TokenFile(path, manifest)
+
+
+def _tell_nobody(what: str, num_done: int, num_all: int) -> None:
+    pass
+
+
+def _write(corpus: Corpus, tokenizer: Tokenizer, cache: Path, key: str, tell: Tell) -> TokenFile:
+    sources = _distinct(corpus, tell)
+    if not len(sources):
+        raise ConfigError(
+            f"the corpus is empty: its {len(corpus)} files hold no text; name files with text", key=FILES_KEY
+        )
+    path = cache / f"{key}.tokens"
+    item_type = _item_type(tokenizer.vocabulary)
+    digest = _digest_of(sources, tokenizer)
+    with unfinished_tokens(cache, key, digest=digest, item_bytes=item_type.itemsize) as writer:
+        _write_tokens(corpus, sources, tokenizer, writer, tell)
+        if not writer.place.num_tokens:
+            raise ConfigError(
+                f"the corpus is empty: its {len(corpus)} files have no tokens; name files with text", key=FILES_KEY
+            )
+        num_tokens = writer.place.num_tokens
+        writer.finish(path, _ends_path(path))
+    manifest = Manifest(
+        key=key,
+        digest=digest,
+        vocabulary=tokenizer.vocabulary,
+        item_bytes=item_type.itemsize,
+        num_tokens=num_tokens,
+        num_documents=len(sources),
+        num_duplicates=len(corpus) - len(sources),
+    )
+    with atomic_file(cache / f"{key}.json") as file:
+        file.write(manifest.model_dump_json(indent=2).encode())
+    return TokenFile(path, manifest)
+
+
+def _distinct(corpus: Corpus, tell: Tell) -> _Sources:
+    """Read every document for its hash."""
+    digests, sizes, num_read = [], np.zeros(len(corpus), dtype=np.int64), 0
+    for index in range(len(corpus)):
+        content = hashlib.sha256()
+        for piece in corpus.pieces(index):
+            content.update(piece)
+            sizes[index] += len(piece)
+            num_read += len(piece)
+            tell("reading", num_read, corpus.num_bytes)
+        digests.append(content.digest())
+    # An array needs a fifth of what objects do. It drops zero bytes at the end of an item, which changes no order.
+    unique, firsts = np.unique(np.array(digests, dtype="S32"), return_index=True)
+    is_kept = sizes[firsts] > 0
+    return _Sources(unique[is_kept], firsts[is_kept], sizes[firsts[is_kept]])
+
+
+def _write_tokens(
+    corpus: Corpus, sources: _Sources, tokenizer: Tokenizer, writer: UnfinishedTokens, tell: Tell
+) -> None:
+    """Read again, so that memory never holds more than a piece; what changed in between is refused."""
+    item_type = _item_type(tokenizer.vocabulary)
+    num_all = int(sources.sizes_bytes.sum())
+    num_done = int(sources.sizes_bytes[: writer.place.document].sum()) + writer.place.offset
+    for number in range(writer.place.document, len(sources)):
+        index, size, done = int(sources.indices[number]), int(sources.sizes_bytes[number]), writer.place.offset
+        content, offset = hashlib.sha256(), 0
+        for piece in corpus.pieces(index):
+            content.update(piece)
+            begin, offset = offset, offset + len(piece)
+            if offset <= done:
+                continue  # tokenized before this process was interrupted
+            is_last = offset == size
+            if offset > size or (is_last and content.hexdigest() != sources.digest(number)):
+                raise _changed(corpus.name(index))
+            ids = tokenizer.encode_piece(piece, is_first=begin == 0, is_last=is_last).astype(item_type)
+            writer.write(ids, len(piece), is_last=is_last)
+            num_done += len(piece)
+            tell("tokenizing", num_done, num_all)
+        if offset != size:
+            raise _changed(corpus.name(index))
+
+
+def _changed(name: str) -> ConfigError:
+    return ConfigError(f"{name} changed while it was read; start again", key=FILES_KEY)
+
+
+def _digest_of(sources: _Sources, tokenizer: Tokenizer) -> str:
+    """Return the hash of the JSON list of format, tokenizer and the documents' hashes, which is not made as a whole."""
+    identity = tokenizer.identity
+    if tokenizer.depends_on_pieces and (sources.sizes_bytes >= PIECE_BYTES).any():
+        identity += f" in pieces of {PIECE_BYTES}"
+    found = hashlib.sha256(f"[{FORMAT_VERSION}, {json.dumps(identity)}, [".encode())
+    for number in range(len(sources)):
+        found.update(f'{", " if number else ""}"{sources.digest(number)}"'.encode())
+    found.update(b"]]")
+    return found.hexdigest()
+
+
+def _ends_path(path: Path) -> Path:
+    return path.with_suffix(".ends")
+
+
+def _item_type(vocabulary: int) -> np.dtype[np.unsignedinteger]:
+    """Return the smallest little-endian unsigned type that holds every id."""
+    if vocabulary <= 1 << 8:
+        return np.dtype("<u1")
+    return np.dtype("<u2") if vocabulary <= 1 << 16 else np.dtype("<u4")

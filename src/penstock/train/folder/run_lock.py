@@ -1,0 +1,130 @@
+"""The lock of a run folder: it tells whether a process of a run is still there.
+
+    begins a run     takes the lock alone, then shares it
+    every rank       shares it until its process ends
+
+The system releases a lock when its last holder ends, however it ends. The ranks share it so that a folder is not free
+before they are gone, even if the process that started them was killed. `.lock` names the holders for messages only.
+"""
+
+import errno
+import fcntl
+import os
+import socket
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+from penstock.errors import PenstockWarning
+from penstock.train.folder.run_folder import LOCK
+
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+"""What file systems without locks answer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunLock:
+    """The hold of this process on a folder, until it is closed."""
+
+    file: FileIO
+
+    @classmethod
+    def take(cls, folder: Path) -> "RunLock | None":
+        """Hold an existing folder alone; None if another process holds it. Raises: OSError."""
+        while True:
+            file = _open(folder)
+            if not _lock(file, fcntl.LOCK_EX):
+                file.close()
+                return None
+            if _is_in_place(file):
+                file.truncate(0)
+                _sign(file)
+                return cls(file)
+            file.close()  # another process removed the file before the lock was ours
+
+    @classmethod
+    def join(cls, folder: Path) -> "RunLock | None":
+        """Share the folder with the run that has it; None where there is no lock, or one process holds it alone.
+
+        Raises: OSError.
+        """
+        if not (folder / LOCK).exists():
+            return None
+        file = _open(folder)
+        if not _lock(file, fcntl.LOCK_SH):
+            file.close()
+            return None
+        _sign(file)
+        return cls(file)
+
+    def share(self) -> bool:
+        """Let the ranks of this run hold the folder, too; false if another process came first."""
+        return _lock(self.file, fcntl.LOCK_SH)
+
+    def remove(self) -> None:
+        """Remove the file, for a folder in which no run began."""
+        with suppress(OSError):
+            os.unlink(self.file.name)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def holder_of(folder: Path) -> str:
+    """Return which process holds a folder, for a message; empty if none does."""
+    try:
+        file = (folder / LOCK).open("rb", buffering=0)
+    except OSError:
+        return ""  # every run makes the file
+    with file:
+        if _lock(file, fcntl.LOCK_EX):
+            return ""
+        lines = [line.split() for line in file.read(4096).decode(errors="replace").splitlines()]
+    holders = [(int(words[0]), words[1]) for words in lines if len(words) == 2 and words[0].isdecimal()]
+    here = socket.gethostname()
+    alive = [pid for pid, host in holders if host == here and _is_alive(pid)]
+    elsewhere = [f"process {pid} on {host}" for pid, host in holders if host != here]
+    return f"process {alive[0]}" if alive else (elsewhere or ["another process"])[0]
+
+
+def _open(folder: Path) -> FileIO:
+    return (folder / LOCK).open("a+b", buffering=0)
+
+
+def _lock(file: FileIO, operation: int) -> bool:
+    """Take a lock without waiting; where the file system has none, warn and go on."""
+    try:
+        fcntl.flock(file, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise
+        warnings.warn(
+            "this file system has no locks; do not start two runs in one folder", PenstockWarning, stacklevel=3
+        )
+    return True
+
+
+def _is_in_place(file: FileIO) -> bool:
+    """Return whether the name still stands for this file."""
+    try:
+        return os.path.samestat(os.stat(file.name), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _sign(file: FileIO) -> None:
+    file.write(f"{os.getpid()} {socket.gethostname()}\n".encode())
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # of another user
+    return True

@@ -1,0 +1,1 @@
+"""What layers and channels take, and the split that follows from it."""

@@ -1,0 +1,196 @@
+"""What decides the split of a run's model; where that is measured seconds, they stay in the run folder.
+
+They are measured once for a model, a microbatch and a kind of device. So a run that goes on, a profile of it and the
+next run in the folder are split alike, although no two measurements are equal.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from penstock.errors import FormatError, PenstockError
+from penstock.execute.batch.cutting import BatchRule
+from penstock.execute.control.collectives import Control
+from penstock.execute.transport.protocol import Transport
+from penstock.models import LayerSpec
+from penstock.show.text import format_seconds
+from penstock.train.data.batches import Batch, Dataset
+from penstock.train.devices import device_of_rank
+from penstock.train.folder.run_folder import LAYER_TIMES, RunFolder
+from penstock.train.measuring.measure import LayerTimes, measure_layers
+from penstock.train.model_source import loss_of
+from penstock.train.optimizing.precision import Precision
+from penstock.train.settings.config import RunConfig
+from penstock.train.together import failing_together
+
+Seconds = list[Annotated[float, Field(ge=0)]]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRule:
+    """How `Pipeline` is to split the layers, the same on every rank."""
+
+    split: tuple[int, ...] | None = None
+    """Layers per stage, where they are given."""
+    weights: tuple[float, ...] | None = None
+    """Relative cost per layer; None: what the layers declare."""
+    note: str = ""
+    """A line that says where measured weights come from."""
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Subject(_Document):
+    """What layers were measured of; the split of another subject needs times of its own."""
+
+    model: dict[str, Any]
+    """The section of the configuration."""
+    vocabulary: int
+    microbatch: Annotated[list[int], Field(min_length=2, max_length=2)]
+    """Its sequences, and the tokens of each."""
+    device: str
+    """The kind: cpu, cuda."""
+
+
+class StoredTimes(_Document):
+    """What each layer took."""
+
+    format: Literal["penstock-layer-times"] = "penstock-layer-times"
+    version: Literal[1] = 1
+    of: Subject
+    names: list[str]
+    forward_s: Seconds
+    backward_s: Seconds
+
+    @model_validator(mode="after")
+    def _has_all_of_each_layer(self) -> Self:
+        counts = [len(self.names), len(self.forward_s), len(self.backward_s)]
+        if len(set(counts)) > 1:
+            raise ValueError(f"names, forward_s and backward_s have {counts} entries, which should be equal")
+        return self
+
+    @property
+    def times(self) -> LayerTimes:
+        return LayerTimes(tuple(self.names), tuple(self.forward_s), tuple(self.backward_s))
+
+
+def choose_split(
+    config: RunConfig, layers: Sequence[LayerSpec], dataset: Dataset, folder: RunFolder, transport: Transport
+) -> SplitRule:
+    """Return what `pipeline.split` asks for; every rank calls it, and all use what rank 0 keeps or measures.
+
+    Raises:
+        FormatError, PenstockError: on every rank, if kept times cannot be read, or new ones not be written.
+        PipelineError: on the other ranks, if rank 0 could not measure.
+    """
+    match config.pipeline.split:
+        case "declared":
+            return SplitRule()
+        case "even":
+            return SplitRule(weights=(1.0,) * len(layers))
+        case "measured":
+            return _measured_split(config, layers, dataset, folder, transport)
+        case sizes:
+            return SplitRule(split=sizes)
+
+
+def _measured_split(
+    config: RunConfig, layers: Sequence[LayerSpec], dataset: Dataset, folder: RunFolder, transport: Transport
+) -> SplitRule:
+    subject = _subject(config, dataset)
+    path = folder.path / LAYER_TIMES
+    times = _kept_times(path, subject, transport)
+    if times is not None:
+        return SplitRule(
+            weights=times.weights, note=f"{_told(times)} when they were measured: {path}; delete it to measure anew"
+        )
+    times = _measured_times(config, layers, dataset, transport)
+    with failing_together(transport):
+        if transport.rank == 0:
+            folder.write(LAYER_TIMES, _stored(subject, times).model_dump_json(indent=2).encode())
+    return SplitRule(weights=times.weights, note=f"{_told(times)}, measured now: {path}")
+
+
+def times_of_layers(
+    config: RunConfig, layers: Sequence[LayerSpec], dataset: Dataset, folder: RunFolder, transport: Transport
+) -> LayerTimes:
+    """Return what each layer takes of a microbatch: as it was kept for the split, or measured now. A collective.
+
+    Raises:
+        FormatError, PenstockError: on every rank, if kept times cannot be read.
+        PipelineError: on the other ranks, if rank 0 could not measure.
+    """
+    kept = _kept_times(folder.path / LAYER_TIMES, _subject(config, dataset), transport)
+    return _measured_times(config, layers, dataset, transport) if kept is None else kept
+
+
+def _measured_times(
+    config: RunConfig, layers: Sequence[LayerSpec], dataset: Dataset, transport: Transport
+) -> LayerTimes:
+    first = _first_microbatch(config, dataset)
+    device, loss = device_of_rank(config), loss_of(config, dataset.vocabulary)
+    with Precision(config.precision).region(device):
+        return measure_layers(layers, first.args, target=first.target, loss=loss, transport=transport, device=device)
+
+
+def _subject(config: RunConfig, dataset: Dataset) -> Subject:
+    return Subject(
+        model=config.model.model_dump() | _precision_of(config),
+        vocabulary=dataset.vocabulary,
+        microbatch=list(_first_microbatch(config, dataset).args[0].shape),
+        device=device_of_rank(config).type,
+    )
+
+
+def _precision_of(config: RunConfig) -> dict[str, Any]:
+    """Return what the precision changes of the layers' times; nothing where the model's own type is computed in."""
+    precision = config.precision
+    return {} if precision.compute == "model" else {"compute": precision.compute, "autocast": precision.autocast}
+
+
+def _first_microbatch(config: RunConfig, dataset: Dataset) -> Batch:
+    batch = dataset.batch(0)
+    rule = BatchRule(config.pipeline.microbatches, allow_ragged=config.batch.allow_ragged)
+    first = rule.microbatches(batch.args, batch.kwargs, batch.target)[0]
+    return Batch(*first.args, target=first.target, **first.kwargs)
+
+
+def _kept_times(path: Path, subject: Subject, transport: Transport) -> LayerTimes | None:
+    """Return what rank 0 finds in the folder, where it was measured of the same; a collective."""
+    found: StoredTimes | None = None
+    with failing_together(transport):
+        if transport.rank == 0:
+            found = _read(path)
+    own = found.model_dump_json() if found is not None and found.of == subject else ""
+    text = str(Control(transport).all_gather_object(own)[0])
+    return StoredTimes.model_validate_json(text).times if text else None
+
+
+def _read(path: Path) -> StoredTimes | None:
+    if not path.exists():
+        return None
+    try:
+        return StoredTimes.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise PenstockError(
+            f"{path}: cannot be read: {error.strerror}. See to its permissions, or delete it to measure the layers anew"
+        ) from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "$"
+        raise FormatError(f"{place}: {first['msg']}; delete it to measure the layers anew", file=str(path)) from None
+
+
+def _stored(subject: Subject, times: LayerTimes) -> StoredTimes:
+    return StoredTimes(
+        of=subject, names=list(times.names), forward_s=list(times.forward_s), backward_s=list(times.backward_s)
+    )
+
+
+def _told(times: LayerTimes) -> str:
+    return f"split by what layers take of a microbatch, {format_seconds(sum(times.weights))} in all"

@@ -1,0 +1,158 @@
+"""The optimizer of a run: any class of torch.optim, its groups, and whether its options can be used.
+
+The keys that most classes share have names of their own (`KEYS`); a class gets those that its signature has, and what
+`optimizer.options` says besides. Whether it takes them is tried on two small parameters before a run begins.
+"""
+
+import inspect
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from penstock.errors import ConfigError, nearest
+from penstock.execute.stages.gradient_norm import distinct
+from penstock.train.optimizing.main_weights import MainWeightOptimizer
+from penstock.train.settings.sections import OptimizerSection
+
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "lr": ("learning_rate",),
+    "weight_decay": ("weight_decay",),
+    "betas": ("beta1", "beta2"),
+    "eps": ("epsilon",),
+}
+"""By argument of a class of torch.optim, the keys of a run file that set it."""
+
+
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    options: OptimizerSection,
+    *,
+    has_main_weights: bool = False,
+    embeddings: Collection[str] = (),
+    device: torch.device | None = None,
+) -> Optimizer:
+    """Make the optimizer of one rank's parameters; a rank without any gets one that does nothing.
+
+    Which group a parameter is in depends on its shape and on whether its name is among the `embeddings` alone, so the
+    copies of a tied weight on several ranks are decayed alike and stay equal. With `has_main_weights`, it steps float32
+    copies of the parameters.
+    """
+    groups = _groups(named_parameters, options, embeddings)
+    found, arguments = optimizer_class(options), _arguments(options)
+    if device is not None and device.type != "cpu" and _may_be_fused(found, options):
+        arguments["fused"] = True
+    if has_main_weights:
+        return MainWeightOptimizer(groups, found, **arguments)
+    made: Optimizer = found(groups, **arguments)
+    return made
+
+
+def optimizer_class(options: OptimizerSection) -> Any:
+    """Return the class that a configuration names. Raises: ConfigError."""
+    known = [name for name, each in vars(torch.optim).items() if _is_optimizer(each)]
+    if options.name not in known:
+        raise ConfigError(
+            f"torch.optim has no optimizer {options.name!r}.{nearest(options.name, known)} It has {', '.join(known)}",
+            key="optimizer.name",
+        )
+    return getattr(torch.optim, options.name)
+
+
+def check_optimizer(options: OptimizerSection) -> None:
+    """Refuse a class of torch.optim, or options of one, that cannot train; nothing of a run is touched.
+
+    Raises:
+        ConfigError: an unknown class or option, an option that has a key of its own, or what torch refuses.
+    """
+    found = optimizer_class(options)
+    _refuse_unknown_options(found, options)
+    _refuse_unused_keys(found, options)
+    parameters = [("matrix", nn.Parameter(torch.ones(2, 2))), ("vector", nn.Parameter(torch.ones(2)))]
+    for _, parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    try:
+        build_optimizer(parameters, options).step()
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"{options.name} cannot train with these options: {reason}. See to optimizer.options, or take another "
+            "class of torch.optim",
+            key="optimizer.name",
+        ) from error
+
+
+def _groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], options: OptimizerSection, embeddings: Collection[str]
+) -> list[dict[str, Any]]:
+    """Put what decays into one group and the rest into another; neither is empty, unless there is nothing to train."""
+    trained = distinct((name, parameter) for name, parameter in named_parameters if parameter.requires_grad)
+
+    def decays(name: str, parameter: nn.Parameter) -> bool:
+        is_matrix = parameter.dim() >= 2 or options.decay_vectors
+        return is_matrix and (options.decay_embeddings or name not in embeddings)
+
+    decayed = [(name, parameter) for name, parameter in trained if decays(name, parameter)]
+    others = [(name, parameter) for name, parameter in trained if not decays(name, parameter)]
+    has_decay = "weight_decay" in _taken(optimizer_class(options))
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others}]
+    for group, decay in zip(groups, (options.weight_decay, 0.0), strict=True):
+        if has_decay:
+            group["weight_decay"] = decay
+    return [group for group in groups if group["params"]] or [{"params": []}]
+
+
+def _arguments(options: OptimizerSection) -> dict[str, Any]:
+    """Return what a class is made with, but for the weight decay of each group."""
+    taken = _taken(optimizer_class(options))
+    found: dict[str, Any] = {"lr": options.learning_rate}
+    if "betas" in taken:
+        found["betas"] = (options.beta1, options.beta2)
+    if _takes_epsilon(taken):
+        found["eps"] = options.epsilon
+    return found | options.options
+
+
+def _refuse_unknown_options(found: Any, options: OptimizerSection) -> None:
+    taken = [name for name in _taken(found) if name not in KEYS]
+    for name in options.options:
+        key = f"optimizer.options.{name}"
+        if name in KEYS:
+            keys = " and ".join(f"optimizer.{each}" for each in KEYS[name])
+            raise ConfigError(f"not an option of its own; set {keys}", key=key)
+        if name not in taken:
+            raise ConfigError(
+                f"{options.name} has no argument {name!r}.{nearest(name, taken)} It takes {', '.join(taken)}", key=key
+            )
+
+
+def _refuse_unused_keys(found: Any, options: OptimizerSection) -> None:
+    """Refuse a key that was changed although the class does not take it."""
+    taken = _taken(found)
+    is_taken = {name: name in taken for name in KEYS} | {"eps": _takes_epsilon(taken)}
+    for name, keys in KEYS.items():
+        for key in keys:
+            is_changed = getattr(options, key) != OptimizerSection.model_fields[key].default
+            if is_changed and not is_taken[name]:
+                raise ConfigError(f"{options.name} does not take it; drop the key", key=f"optimizer.{key}")
+
+
+def _may_be_fused(found: Any, options: OptimizerSection) -> bool:
+    decided = {"fused", "foreach", "differentiable"} & set(options.options)
+    return "fused" in _taken(found) and not decided
+
+
+def _taken(found: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the arguments of a class, but for the parameters to train."""
+    return {name: each for name, each in inspect.signature(found).parameters.items() if name != "params"}
+
+
+def _takes_epsilon(taken: Mapping[str, inspect.Parameter]) -> bool:
+    # Adafactor has two of them under this name; they are given as its defaults have them.
+    return "eps" in taken and isinstance(taken["eps"].default, float)
+
+
+def _is_optimizer(found: object) -> bool:
+    return isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer

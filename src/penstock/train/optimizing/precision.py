@@ -1,0 +1,89 @@
+"""The types that a run computes in, and how its layers, gradients and losses follow from them."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from penstock.models import LayerSpec
+from penstock.train.settings.sections import ModelSection, PrecisionSection
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What `[precision]` asks for."""
+
+    options: PrecisionSection = field(default_factory=PrecisionSection)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type to compute in; None: that of the model."""
+        return _DTYPES.get(self.options.compute)
+
+    @property
+    def has_main_weights(self) -> bool:
+        """Whether weights are rounded copies of float32 main weights."""
+        return self.dtype is not None and not self.options.autocast
+
+    @property
+    def scales_losses(self) -> bool:
+        """Whether gradients would underflow without a scale."""
+        return self.dtype is torch.float16
+
+    def cast(self, layers: Iterable[LayerSpec]) -> list[LayerSpec]:
+        """Return layers whose parameters are in the type to compute in; buffers stay as they are."""
+        if self.dtype is None or not self.has_main_weights:
+            return list(layers)
+        return [replace(layer, build=partial(_built_in, self.dtype, layer.build)) for layer in layers]
+
+    def region(self, device: torch.device) -> AbstractContextManager[object]:
+        """Return the context in which forwards and backwards run."""
+        if not self.options.autocast:
+            return nullcontext()
+        return torch.autocast(device.type, self.dtype)
+
+    def describe(self, model: ModelSection) -> str:
+        """Say in a few words what is computed in which type."""
+        if self.dtype is None:
+            return model.dtype
+        name = self.options.compute
+        return f"{name} by autocast" if self.options.autocast else f"{name} with float32 main weights"
+
+
+class LossScaler(GradScaler):
+    """Scales the loss of a batch to its share in an optimizer step; with float16, also against underflow.
+
+    The share may differ from batch to batch. Disabled, as a `GradScaler` is, it does the first only.
+    """
+
+    share = 1.0
+    """Of the batch that runs, in its optimizer step."""
+
+    def scale_mean(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale and the share."""
+        scaled: Tensor = self.scale(loss)
+        return scaled if self.share == 1 else scaled * self.share
+
+
+def loss_scaler(precision: Precision, device: torch.device) -> LossScaler:
+    """Make the scaler of one rank."""
+    options = precision.options
+    return LossScaler(
+        device.type,
+        init_scale=options.loss_scale,
+        growth_interval=options.loss_scale_growth_steps,
+        enabled=precision.scales_losses,
+    )
+
+
+def _built_in(dtype: torch.dtype, build: Callable[[], nn.Module]) -> nn.Module:
+    module = build()
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return module

@@ -1,0 +1,246 @@
+"""A run's configuration: typed and frozen, from a TOML file with dotted overrides."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import tomlkit
+import tomlkit.items
+from pydantic import ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from penstock.errors import ConfigError, nearest
+from penstock.train.settings.batch_plan import BatchPlan
+from penstock.train.settings.overrides import apply_overrides, read_toml
+from penstock.train.settings.rules import (
+    Problem,
+    batch_problems,
+    config_error,
+    data_problems,
+    model_problems,
+    optimizer_problems,
+    pipeline_problems,
+    precision_problems,
+    profile_problems,
+    ramp_problems,
+)
+from penstock.train.settings.sections import (
+    LISTED,
+    NAMED,
+    BatchSection,
+    CheckpointSection,
+    DataSection,
+    DebugSection,
+    MetricsSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    PrecisionSection,
+    ProfileSection,
+    RunSection,
+    SampleSection,
+    Section,
+    SourceSection,
+)
+
+MAX_VALUE_CHARACTERS = 80
+
+
+class RunConfig(Section):
+    """Everything that decides what a run does.
+
+    Raises:
+        ConfigError: settings contradict each other (all contradictions at once).
+        pydantic.ValidationError: a value of the wrong type, when built directly; `config_from_table` names the key.
+    """
+
+    run: RunSection
+    pipeline: PipelineSection = PipelineSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    batch: BatchSection = BatchSection()
+    precision: PrecisionSection = PrecisionSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    metrics: MetricsSection = MetricsSection()
+    sample: SampleSection = SampleSection()
+    profile: ProfileSection = ProfileSection()
+    debug: DebugSection = DebugSection()
+
+    @model_validator(mode="after")
+    def _keep_the_rules(self) -> Self:
+        problems = [
+            *batch_problems(self.batch, self.pipeline),
+            *ramp_problems(self.batch),
+            *pipeline_problems(self.pipeline),
+            *model_problems(self.model, self.batch),
+            *data_problems(self.data, self.model, self.run),
+            *precision_problems(self.precision, self.model),
+            *optimizer_problems(self.optimizer, self.run),
+            *profile_problems(self.profile, self.run),
+        ]
+        if problems:
+            raise config_error(problems)
+        return self
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence of the model, in tokens."""
+        return self.model.length or self.batch.length
+
+    @property
+    def recorded_step(self) -> int:
+        """The step, counted from 1, whose timeline is recorded; 0 where none is."""
+        return min(self.run.record_step, self.run.steps)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step sees, behind the ramp-up."""
+        return self.batch.size * self.batch.length * self.batch_plan.full
+
+    @property
+    def batch_plan(self) -> BatchPlan:
+        """Which batches each optimizer step adds up."""
+        batch = self.batch
+        sequences = batch.samples or batch.tokens // batch.length
+        full = sequences // batch.size if sequences else batch.accumulate
+        return BatchPlan(full, batch.ramp_from or full, batch.ramp_steps)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML file, apply `section.key=value` overrides, and check everything.
+
+    Raises:
+        ConfigError: the file cannot be read, or settings are wrong (all of them in one message).
+        FormatError: the file is not TOML; says line and column.
+    """
+    table = apply_overrides(read_toml(Path(path)), overrides)
+    try:
+        return config_from_table(table)
+    except ConfigError as error:
+        if not error.key:
+            raise ConfigError(f"{path}: {error}") from error
+        problem = str(error).removeprefix(f"{error.key}: ")
+        raise ConfigError(f"{problem} (in {path} and its overrides)", key=error.key) from error
+
+
+def config_from_table(table: Mapping[str, object]) -> RunConfig:
+    """Check nested tables of plain values.
+
+    Raises:
+        ConfigError: settings are wrong (all of them in one message).
+    """
+    try:
+        return RunConfig.model_validate(table)
+    except ValidationError as error:
+        raise config_error(_problems_of(error)) from error
+
+
+def config_to_toml(config: RunConfig) -> str:
+    """Return every setting with its meaning as a comment; `load_config` reads it back to an equal value."""
+    document = tomlkit.document()
+    for name, section in config:
+        document.add(name, _table_of(section))
+    return tomlkit.dumps(document)
+
+
+def _table_of(section: Section) -> tomlkit.items.Table:
+    table = tomlkit.table()
+    for key, value in section:
+        if value is not None:
+            table.add(tomlkit.comment(str(type(section).model_fields[key].description)))
+            table.add(key, _toml_value(value))
+    return table
+
+
+def _toml_value(value: Any) -> Any:
+    """Return a value as the right side of `key = value`: tables within a section are inline ones."""
+    if isinstance(value, tuple):
+        return [_toml_value(each) for each in value]
+    if not isinstance(value, (dict, Section)):
+        return value
+    table = tomlkit.inline_table()
+    for key, inner in dict(value).items():
+        table.add(key, _toml_value(inner))
+    return table
+
+
+def _problems_of(error: ValidationError) -> list[Problem]:
+    # A union reports one error per member, all for the same key: the first speaks for them.
+    found: dict[str, Problem] = {}
+    for detail in error.errors(include_url=False):
+        names, field = _resolve(detail["loc"])
+        key = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).lstrip(".")
+        found.setdefault(key, Problem(key, _describe(detail, names, field)))
+    return list(found.values())
+
+
+def _resolve(location: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], FieldInfo | None]:
+    """Return the names that a user wrote, without pydantic's names of union members, and the field they mean."""
+    names = tuple(name for name in location if name not in (NAMED, LISTED))
+    if names[1:2] == ("sources",) and len(names) > 3:
+        return names[:4], SourceSection.model_fields.get(str(names[3]))
+    names = names[:3]
+    fields = _fields_of(str(names[0]))
+    return names, fields.get(str(names[1])) if len(names) > 1 else None
+
+
+def _fields_of(section: str) -> dict[str, FieldInfo]:
+    """Return the fields of a section by name; none for an unknown one."""
+    field = RunConfig.model_fields.get(section)
+    if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, Section):
+        return {}
+    return field.annotation.model_fields
+
+
+def _describe(detail: ErrorDetails, names: tuple[int | str, ...], field: FieldInfo | None) -> str:
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key.{_known_keys(names)}"
+    meaning = f" ({field.description})" if field else ""
+    if detail["type"] == "missing":
+        return f"is missing{meaning}; set it"
+    expected = _expected(detail, names)
+    value = detail["input"]
+    shown = repr(value)
+    if len(shown) > MAX_VALUE_CHARACTERS:
+        shown = shown[:MAX_VALUE_CHARACTERS] + "..."
+    hint = nearest(value, _choices(detail)) if isinstance(value, str) else ""
+    return f"got {shown}, expected {expected}{meaning}" + (f".{hint}" if hint else "")
+
+
+def _expected(detail: ErrorDetails, names: tuple[int | str, ...]) -> str:
+    """Return in TOML's words what pydantic expected."""
+    if names[1:2] == ("options",) and len(names) == 3:
+        return "a string, a number, true or false"
+    match detail["type"]:
+        case "model_type" | "dict_type":
+            return "a table of settings"
+        case "tuple_type":
+            return "a list"
+        case _:
+            return detail["msg"].removeprefix("Input should be ").removeprefix("Input should have ")
+
+
+def _choices(detail: ErrorDetails) -> list[str]:
+    """Return the quoted words of pydantic's list of allowed values."""
+    if detail["type"] != "literal_error":
+        return []
+    return str(detail.get("ctx", {}).get("expected", "")).split("'")[1::2]
+
+
+def _known_keys(names: tuple[int | str, ...]) -> str:
+    """Return what an unknown key may have meant: a near neighbour, the same name elsewhere, or all neighbours."""
+    leaf = str(names[-1])
+    if len(names) > 3:
+        return nearest(leaf, SourceSection.model_fields) or f" Known here: {', '.join(SourceSection.model_fields)}."
+    keys = {section: list(_fields_of(section)) for section in RunConfig.model_fields}
+    siblings = list(keys) if len(names) == 1 else keys[str(names[0])]
+    elsewhere = [f"{section}.{leaf}" for section, known in keys.items() if leaf in known]
+    if elsewhere:
+        return f" Did you mean {' or '.join(repr(key) for key in elsewhere)}?"
+    prefix = "" if len(names) == 1 else f"{names[0]}."
+    near = nearest(leaf, siblings)
+    if near and prefix:
+        return near.replace(" '", f" '{prefix}")
+    return near or f" Known here: {', '.join(siblings)}."

@@ -1,0 +1,96 @@
+"""Optional packages that a run file asks for: each is looked up before any process starts.
+
+A package that is missed only where it is first used ends a run at its first save, or after its last step.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+from penstock.train.settings.config import RunConfig
+from penstock.train.settings.rules import Problem, config_error
+
+
+@dataclass(frozen=True, slots=True)
+class OptionalPackage:
+    """A package that only some settings need."""
+
+    name: str
+    module: str
+    """What is imported of it."""
+    extra: str
+    """Of Penstock, which installs it."""
+    key: str
+    """The setting that asks for it."""
+    is_needed: Callable[[RunConfig], bool]
+    alternative: str
+    """The setting that does without it."""
+
+    def problem(self) -> str:
+        """Say why it cannot be imported, and how to install it; empty where it can."""
+        try:
+            import_module(self.module)
+        except ImportError as error:
+            install = f"pip install '.[{self.extra}]' in Penstock's clone"
+            return f"needs the {self.name} package ({error}): {install}, or {self.alternative}"
+        return ""
+
+
+OPTIONAL_PACKAGES = (
+    OptionalPackage(
+        "tensorboard",
+        "torch.utils.tensorboard",
+        "tensorboard",
+        "metrics.tensorboard",
+        lambda config: config.metrics.tensorboard,
+        "set metrics.tensorboard = false",
+    ),
+    OptionalPackage(
+        "wandb",
+        "wandb",
+        "wandb",
+        "metrics.wandb",
+        lambda config: config.metrics.wandb != "off",
+        "set metrics.wandb = 'off'",
+    ),
+    OptionalPackage(
+        "tokenizers",
+        "tokenizers",
+        "tokenizers",
+        "data.tokenizer",
+        lambda config: config.data.tokenizer != "bytes",
+        "set data.tokenizer = 'bytes'",
+    ),
+    OptionalPackage(
+        "datasets",
+        "datasets",
+        "datasets",
+        "data.corpus",
+        lambda config: any(source.corpus == "datasets" for source in config.data.all_sources),
+        "save the texts as files",
+    ),
+)
+"""Whoever adds a setting that needs another package adds a line."""
+PICTURES = OptionalPackage(
+    "matplotlib",
+    "matplotlib.figure",
+    "plot",
+    "run.record_step",
+    lambda config: config.recorded_step > 0,
+    "set run.record_step = 0",
+)
+"""No run needs it: without it, one has no picture of its recorded step."""
+
+
+def require_packages(config: RunConfig) -> None:
+    """Refuse a run that asks for packages which cannot be imported. Raises: ConfigError, for all of them at once."""
+    wanted = [package for package in OPTIONAL_PACKAGES if package.is_needed(config)]
+    problems = [Problem(package.key, problem) for package in wanted if (problem := package.problem())]
+    if problems:
+        raise config_error(problems)
+
+
+def describe_missing_pictures(config: RunConfig) -> str:
+    """Say that a run will have no picture, where that is so."""
+    problem = PICTURES.problem() if PICTURES.is_needed(config) else ""
+    return f"note: there will be no picture of step {config.recorded_step}: {problem}" if problem else ""

@@ -1,0 +1,1 @@
+"""What is shown, written and found out about the steps of a run."""

@@ -1,0 +1,126 @@
+"""What can be found out about a recorded step: where its time went, and what would take less."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.ir.action import Kind
+from penstock.ir.timeline import Timeline
+from penstock.schedules import is_family_name
+from penstock.searching.what_if import Change, MeasuredRun, Setting, what_if
+from penstock.simulation import simulate
+from penstock.simulation.causes import Cause, IdleTimes, idle_times
+from penstock.simulation.costs.fit import HALVES, SplitShares, costs_from_timelines
+from penstock.simulation.critical import Piece, critical_path
+from penstock.simulation.losses import Loss, losses_of
+from penstock.simulation.message_latency import Transfers, with_true_arrivals
+from penstock.simulation.prologue import begin_of, idle_before
+from penstock.train.settings.config import RunConfig
+from penstock.train.watching.recorded_step import RecordedStep
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """The seconds of one sort on the critical path."""
+
+    what: str
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Diagnosis:
+    """Everything that is reported of a recorded step."""
+
+    recorded: RecordedStep
+    timeline: Timeline
+    """As measured, but that messages arrive when they did and not when they were noticed."""
+    predicted: Timeline
+    idle: IdleTimes
+    """From when each rank was free for the step to its end."""
+    losses: list[Loss]
+    path: list[Contribution]
+    changes: list[Change]
+    knows_shares: bool
+    """Whether it was measured what backwards take in two parts."""
+
+    @property
+    def step_s(self) -> float:
+        """From when the first rank was free for the step to the last computation's end."""
+        rows = self.timeline.program.is_compute
+        return float(self.timeline.end_s[rows].max()) - begin_of(self.timeline, self.recorded.lead_ins)
+
+    @property
+    def chief_loss(self) -> Loss | None:
+        """The dearest cause that is not the schedule's own order; None where there is none."""
+        found = next((loss for loss in self.losses if loss.cause is not Cause.DEPENDENCY), None)
+        return found if found is not None and found.duration_s > 0 else None
+
+
+def diagnose(
+    recorded: RecordedStep,
+    setting: Setting,
+    *,
+    shares: SplitShares | None = None,
+    memory_limit: int | Sequence[int] | None = None,
+) -> Diagnosis:
+    """Find out all about a recorded step.
+
+    `shares` say what was measured of backwards in two parts; without them they are taken to be halves. `memory_limit`
+    counts activations.
+    """
+    timeline = with_true_arrivals(recorded.timeline)
+    costs = costs_from_timelines([timeline], message_bytes=recorded.message_bytes, shares=shares or HALVES)
+    schedule = timeline.program.actions()
+    early = {stage: found.share for stage, found in recorded.early_weights.items()}
+    run = MeasuredRun(schedule, costs, recorded.layers_of_stage, recorded.layer_weights, early)
+    before = idle_before(timeline, recorded.lead_ins)
+    within = idle_times(timeline, costs, memory_limit=memory_limit)
+    return Diagnosis(
+        recorded,
+        timeline,
+        simulate(timeline.program, costs),
+        IdleTimes(before.by_rank + within.by_rank),
+        losses_of(timeline, costs, recorded.lead_ins),
+        _contributions(timeline),
+        what_if(run, setting),
+        shares is not None,
+    )
+
+
+def setting_of(config: RunConfig) -> Setting:
+    """Return how a run was set up."""
+    pipeline = config.pipeline
+    return Setting(
+        batch_size=config.batch.size,
+        family=pipeline.schedule if is_family_name(pipeline.schedule) else None,
+        options=pipeline.options,
+        stages_per_rank=pipeline.stages_per_rank or None,
+    )
+
+
+def _contributions(timeline: Timeline) -> list[Contribution]:
+    """What the critical path consists of, the longest first."""
+    transfers = Transfers.of(timeline.program)
+    sender_of = dict(zip(transfers.consumers.tolist(), transfers.senders.tolist(), strict=True))
+    total_s: dict[str, float] = {}
+    for piece in critical_path(timeline):
+        what = _text(piece, timeline, sender_of)
+        total_s[what] = total_s.get(what, 0.0) + piece.duration_s
+    found = [Contribution(what, duration_s) for what, duration_s in total_s.items()]
+    return sorted(found, key=lambda contribution: -contribution.duration_s)
+
+
+def _text(piece: Piece, timeline: Timeline, sender_of: dict[int, int]) -> str:
+    program = timeline.program
+    match piece.doing:
+        case "compute":
+            kind = Kind(int(program.op[piece.row])).name.lower().replace("_", " ")
+            return f"{kind} of stage {program.stage[piece.row]}"
+        case "transfer":
+            sender = sender_of.get(piece.row, sender_of.get(piece.row + 1))  # of a pair, the other may have waited
+            return f"messages from rank {sender} to rank {piece.rank}"
+        case "collective":
+            return f"rank {piece.rank} in collectives"
+        case "data":
+            return f"rank {piece.rank} waiting for the data of a microbatch"
+        case "pause":
+            return f"rank {piece.rank} between computations"

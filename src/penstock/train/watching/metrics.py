@@ -1,0 +1,195 @@
+"""Writing what each step was like: to the terminal, as JSON lines, for TensorBoard and W&B."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import median, median_high
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+import orjson
+
+from penstock.errors import FormatError
+from penstock.files import naming_storage
+from penstock.train.folder.run_folder import METRICS, TENSORBOARD
+from penstock.train.settings.sections import MetricsSection
+from penstock.train.watching.progress import SECONDS_BETWEEN_LINES, Display, Pace, StepMetrics, open_display
+from penstock.train.watching.sinks import Sink, open_jsonl, open_tensorboard, open_wandb
+from penstock.train.watching.utilization import Utilization
+
+__all__ = ["MetricsWriter", "StepMetrics"]
+
+NUM_RECENT_STEPS = 20
+PEAK_BYTES = "peak_bytes_rank"
+"""Of the numbers with the memory of each rank, before its rank."""
+ROW_BEGIN = b'{"step":'
+"""Of every line of a `metrics.jsonl`, also of one that was cut off."""
+
+
+class MetricsWriter:
+    """Writes every step to the sinks that the configuration asks for; use it in a `with` block, on one rank.
+
+    Files: `metrics.jsonl` and `tensorboard/` in `folder`. They are only appended to: for a step that a run which was
+    interrupted has written, too, the last line counts. `first_step` is the first that is written now. Lines for people
+    go to `output`. `utilization` is None where the devices' peak is not known.
+
+    Raises:
+        ConfigError: TensorBoard is asked for but not installed.
+        PenstockError: a file cannot be written (disk full, no permission): path and reason.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        options: MetricsSection,
+        *,
+        num_steps: int,
+        output: TextIO,
+        first_step: int = 1,
+        utilization: Utilization | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder = folder
+        self._options = options
+        self._num_steps = num_steps
+        self._first_step = first_step
+        self._output = output
+        self._clock = clock
+        self._shown_at_s = -math.inf
+        self._utilization = utilization
+        self._bubble_fraction: float | None = None
+        self._peak_bytes: Sequence[int] = ()
+        self._recent: deque[StepMetrics] = deque(maxlen=NUM_RECENT_STEPS)
+        self._stack = ExitStack()
+        self._sinks: list[Sink] = []
+        self._display: Display | None = None
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            with naming_storage(self._folder):
+                self._folder.mkdir(parents=True, exist_ok=True)
+            self._sinks = [stack.enter_context(sink) for sink in self._wanted_sinks()]
+            self._display = stack.enter_context(open_display(self._output, self._num_steps))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._display = None
+        self._stack.__exit__(kind, error, trace)
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Write one finished step; the files have it when this returns (TensorBoard within seconds)."""
+        assert self._display is not None, "used outside its with block"
+        pace = self._pace(metrics)
+        numbers = _numbers(metrics, pace)
+        for sink in self._sinks:
+            sink.write(metrics.step, numbers)
+        shown = self._with_last_measured(metrics)
+        self._display.update(shown, pace)
+        if self._is_shown(metrics):
+            self._display.show(shown, pace)
+            self._shown_at_s = self._clock()
+
+    def _wanted_sinks(self) -> Iterator[AbstractContextManager[Sink]]:
+        if self._options.tensorboard:  # first: where it is missing, nothing has been made yet
+            yield open_tensorboard(self._folder / TENSORBOARD, self._first_step)
+        if self._options.jsonl:
+            yield open_jsonl(self._folder / METRICS)
+        if self._options.wandb != "off":
+            yield open_wandb(self._folder, self._options, self._tell)
+
+    def _tell(self, problem: str) -> None:
+        self._output.write(f"{problem}\n")
+
+    def _pace(self, metrics: StepMetrics) -> Pace:
+        """Expect each remaining step to be like the middle one of the last steps: a slow one counts little.
+
+        Recording and profiling take time, so such a step counts only where there is no other.
+        """
+        if not metrics.is_slowed:
+            self._recent.append(metrics)
+        recent = self._recent or [metrics]
+        left_s = (self._num_steps - metrics.step) * median_high([each.duration_s for each in recent])
+        tokens_per_s = median([each.tokens_per_s for each in recent])
+        share = None if self._utilization is None else self._utilization.share(tokens_per_s)
+        return Pace(tokens_per_s, left_s, share)
+
+    def _with_last_measured(self, metrics: StepMetrics) -> StepMetrics:
+        """Return what people see: the last measured bubble and memory; the files hold them where they were measured."""
+        if metrics.bubble_fraction is not None:
+            self._bubble_fraction = metrics.bubble_fraction
+        self._peak_bytes = metrics.peak_bytes or self._peak_bytes
+        return replace(metrics, bubble_fraction=self._bubble_fraction, peak_bytes=self._peak_bytes)
+
+    def _is_shown(self, metrics: StepMetrics) -> bool:
+        every = self._options.every
+        is_late = self._clock() - self._shown_at_s >= SECONDS_BETWEEN_LINES and not self._output.isatty()
+        is_due = metrics.step % every == 0 if every else is_late
+        return is_due or metrics.step in (self._first_step, self._num_steps) or metrics.held_out_loss is not None
+
+
+def _numbers(metrics: StepMetrics, pace: Pace) -> dict[str, float]:
+    measured = {
+        "model_flops_utilization": pace.utilization,
+        "bubble_fraction": metrics.bubble_fraction,
+        "predicted_bubble_fraction": metrics.predicted_bubble_fraction,
+        "held_out_loss": metrics.held_out_loss,
+        "loss_scale": metrics.loss_scale,
+        "num_skipped": metrics.num_skipped or None,
+    }
+    return {
+        "loss": metrics.loss,
+        "num_tokens": metrics.num_tokens,
+        "tokens_per_s": pace.tokens_per_s,
+        "duration_s": metrics.duration_s,
+        "data_wait_s": metrics.data_wait_s,
+        "learning_rate": metrics.learning_rate,
+        "gradient_norm": metrics.gradient_norm,
+        "left_s": pace.left_s,
+        **{name: value for name, value in measured.items() if value is not None},
+        **{f"{PEAK_BYTES}{rank}": size for rank, size in enumerate(metrics.peak_bytes)},
+    }
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Return the numbers of every step of a `metrics.jsonl`, in their order: of a step written twice, the last line.
+
+    A number that was not finite, which JSON does not have, is left out; and so is a line that was not written whole.
+
+    Raises:
+        OSError: the file cannot be read.
+        FormatError: a line is not of such a file.
+    """
+    rows: dict[int, dict[str, float]] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if _is_cut_off(line):
+            continue
+        row = _loaded(line)
+        if not _is_row(row):
+            raise FormatError("not the numbers of a step; remove the line", file=str(path), line=number)
+        rows[row["step"]] = {key: value for key, value in row.items() if value is not None}
+    return [rows[step] for step in sorted(rows)]
+
+
+def _is_cut_off(line: bytes) -> bool:
+    """Whether a process was killed while it wrote this line."""
+    return line.startswith(ROW_BEGIN[: len(line)]) and not line.endswith(b"}")
+
+
+def _loaded(line: bytes) -> Any:
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return False
+    return all(value is None or isinstance(value, int | float) for value in row.values())

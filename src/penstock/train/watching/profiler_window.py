@@ -1,0 +1,93 @@
+"""`ProfilerWindow`: some steps of a run under torch's profiler, with a trace of each rank in the run folder."""
+
+import gzip
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import orjson
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from penstock.errors import PenstockError
+from penstock.execute.undocumented import memory_counters
+from penstock.files import atomic_file, naming_storage
+from penstock.train.folder.run_folder import MEMORY, PROFILE
+from penstock.train.settings.sections import ProfileSection
+
+LOG = logging.getLogger("penstock")
+
+
+class ProfilerWindow:
+    """Profiles the steps that `[profile]` asks for; every rank has one, and writes its own files.
+
+    A run that is interrupted within the window, or begins there, keeps what there is. Files that cannot be written are
+    told by a warning: a run does not end for them.
+    """
+
+    def __init__(self, options: ProfileSection, folder: Path, rank: int, device: torch.device) -> None:
+        self._options = options
+        self._folder = folder
+        self._rank = rank
+        self._device = device
+        self._profiler: profile | None = None
+
+    def has(self, step: int) -> bool:
+        """Whether a step is in the window."""
+        return bool(self._options.steps) and self._options.steps[0] <= step <= self._options.steps[1]
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Run a step, in a range of its name if it is profiled; write the profile behind the last one."""
+        if not self.has(step):
+            yield
+            return
+        if self._profiler is None:
+            self._profiler = self._started()
+        with record_function(f"step {step}"):
+            yield
+        if step == self._options.steps[1]:
+            self.close()
+
+    def close(self) -> None:
+        """End the profile, if there is one, and write it."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        profiler.stop()
+        try:
+            self._write(profiler)
+        except PenstockError as error:
+            LOG.warning("rank %d: the profile is lost: %s", self._rank, error)
+
+    def _started(self) -> profile:
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        profiler = profile(activities=activities, profile_memory=self._options.memory)
+        profiler.start()
+        return profiler
+
+    def _write(self, profiler: profile) -> None:
+        with naming_storage(self._folder), TemporaryDirectory() as scratch:
+            path = Path(scratch) / "trace.json"
+            profiler.export_chrome_trace(str(path))
+            trace = path.read_bytes()
+        if self._options.memory:
+            trace = _with_memory(trace)
+        self._put(PROFILE, trace)
+        if self._options.memory and self._device.type == "cuda":
+            self._put(MEMORY, orjson.dumps(torch.cuda.memory_snapshot(), default=str))  # type: ignore[no-untyped-call]
+
+    def _put(self, name: str, content: bytes) -> None:
+        with atomic_file(self._folder / name.replace("*", str(self._rank))) as file:
+            file.write(gzip.compress(content, compresslevel=6))
+
+
+def _with_memory(trace: bytes) -> bytes:
+    """Add the bytes that tensors take as curves over the ranges."""
+    document = orjson.loads(trace)
+    document["traceEvents"] += memory_counters(document["traceEvents"])
+    return orjson.dumps(document)

@@ -1,0 +1,148 @@
+"""What a run leaves behind to look at: its timeline, measured and predicted, a summary, and where to find all that."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import orjson
+
+from penstock.checkpoints.weight_files import INDEX, WHOLE
+from penstock.errors import ConfigError
+from penstock.files import naming_storage
+from penstock.ir.timeline import Timeline
+from penstock.show.chart import draw_overlay
+from penstock.show.text import format_seconds, format_share
+from penstock.show.trace import to_trace
+from penstock.simulation import simulate
+from penstock.simulation.costs.fit import costs_from_timeline
+from penstock.train.folder.run_folder import (
+    CONFIG,
+    LAYER_TIMES,
+    LOG,
+    MEMORY,
+    METRICS,
+    PICTURE,
+    PROFILE,
+    SCHEDULE,
+    SUMMARY,
+    TENSORBOARD,
+    TIMELINE,
+    TRACE,
+    RunFolder,
+)
+from penstock.train.watching.progress import duration_text
+
+Timelines = Mapping[str, Timeline]
+"""By name: "predicted" and "measured"; empty where no step was recorded."""
+
+MEANING = {
+    CONFIG: "every setting of the run, with its meaning",
+    WHOLE: "the trained weights, with the names of the unsplit model",
+    INDEX: "which of the files weights-* holds which of the trained weights",
+    SCHEDULE: "the schedule that ran, one row per rank",
+    LAYER_TIMES: "what each layer took when it was measured: the split uses it",
+    SUMMARY: "the last losses, and the timelines in figures",
+    METRICS: "one line of numbers per step",
+    TIMELINE: "the recorded step as it was measured: penstock doctor says where its time went",
+    PICTURE: "the recorded step, rank by rank: predicted above measured",
+    TRACE: "the same with every message: open it at https://ui.perfetto.dev",
+    PROFILE: "the profiled steps of each rank: open it at https://ui.perfetto.dev",
+    MEMORY: "what the GPU of each rank held at the end of these steps",
+    LOG: "what rank 0 logged (debug.log); each rank has such a file",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    num_steps: int
+    duration_s: float
+    """Of the whole run, reading the text and evaluation included."""
+    loss: float
+    """Of the last step."""
+    held_out_loss: float | None
+    recorded_step: int
+
+
+def predict_again(measured: Timeline | None) -> Timelines:
+    """Return the measured timeline, and what the simulator makes of its costs."""
+    if measured is None:
+        return {}
+    return {"predicted": simulate(measured.program, costs_from_timeline(measured)), "measured": measured}
+
+
+def write_report(folder: RunFolder, outcome: Outcome, timelines: Timelines) -> Iterator[str]:
+    """Write summary, trace and picture; yield the lines that say what came out, and where.
+
+    Without matplotlib there is no picture, and a line says so.
+
+    Raises:
+        PenstockError: a file cannot be written.
+    """
+    folder.write(SUMMARY, orjson.dumps(_summary(outcome, timelines), option=orjson.OPT_INDENT_2))
+    yield from _findings(outcome, timelines)
+    if timelines:
+        folder.write(TRACE, to_trace(timelines))
+        yield from _draw(folder, timelines)
+    yield f"\nIn {folder.path}:"
+    yield from _listing(folder)
+
+
+def _draw(folder: RunFolder, timelines: Timelines) -> Iterator[str]:
+    path = folder.path / PICTURE
+    try:
+        with naming_storage(path):
+            draw_overlay(timelines["measured"], timelines["predicted"], path)
+    except ConfigError as error:
+        yield f"{PICTURE} was not made: {error}"
+    except BaseException:
+        path.unlink(missing_ok=True)  # half a picture shows nothing
+        raise
+
+
+def _findings(outcome: Outcome, timelines: Timelines) -> Iterator[str]:
+    held_out = "" if outcome.held_out_loss is None else f"held-out loss {outcome.held_out_loss:.4f} nats per token, "
+    yield f"\n{held_out}loss {outcome.loss:.4f}, {outcome.num_steps} steps in {duration_text(outcome.duration_s)}"
+    for name, timeline in timelines.items():
+        yield (
+            f"{name + ':':<10} makespan {format_seconds(timeline.makespan_s)}, "
+            f"bubble {format_share(timeline.bubble_fraction)} (step {outcome.recorded_step})"
+            f"{_uncertainty_text(timeline)}"
+        )
+
+
+def _uncertainty_text(timeline: Timeline) -> str:
+    uncertainty_s = timeline.clock_uncertainty_s
+    return f"; times of different hosts within {format_seconds(uncertainty_s)} of each other" if uncertainty_s else ""
+
+
+def _listing(folder: RunFolder) -> Iterator[str]:
+    present = {name: meaning for name, meaning in MEANING.items() if any(folder.path.glob(name))}
+    width = max(map(len, present))
+    for name, meaning in present.items():
+        yield f"  {name:<{width}}  {meaning}"
+    if (folder.path / TENSORBOARD).exists():
+        yield f"  {TENSORBOARD:<{width}}  curves: tensorboard --logdir {folder.path / TENSORBOARD}"
+
+
+def _summary(outcome: Outcome, timelines: Timelines) -> dict[str, object]:
+    figures = {
+        name: {
+            "makespan_s": timeline.makespan_s,
+            "span_s": timeline.span_s,
+            "bubble_fraction": timeline.bubble_fraction,
+            "bubble_rate": timeline.bubble_rate,
+            "seconds_by_operation": [
+                {op.name.lower(): seconds for op, seconds in of_rank.items()} for of_rank in timeline.seconds_by_op()
+            ],
+        }
+        for name, timeline in timelines.items()
+    }
+    return {
+        "num_steps": outcome.num_steps,
+        "duration_s": outcome.duration_s,
+        "loss": outcome.loss,
+        "held_out_loss": outcome.held_out_loss,
+        "recorded_step": outcome.recorded_step if timelines else None,
+        "timelines": figures,
+    }

@@ -1,0 +1,118 @@
+"""The runs in a folder side by side: how far each has come, what it reached, and what it was set to."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.train.folder.run_folder import CONFIG, METRICS, SUMMARY
+from penstock.train.folder.run_lock import holder_of
+from penstock.train.settings.config import RunConfig, load_config
+from penstock.train.watching.metrics import PEAK_BYTES, read_metrics
+
+SKIPPED_STEPS = 3
+"""At a run's begin, which take longer than later ones."""
+ASIDE = ("run", "checkpoint", "metrics", "sample", "profile", "debug")
+"""Sections that decide nothing of what is learned or how fast, but for the seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """One run."""
+
+    name: str
+    state: str
+    """finished, running or interrupted."""
+    config: RunConfig
+    rows: Sequence[Mapping[str, float]]
+    """Of its `metrics.jsonl`, by step."""
+
+    @property
+    def step(self) -> int:
+        """The last one."""
+        return int(self.rows[-1]["step"]) if self.rows else 0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The median over all steps but the first ones."""
+        found = [row["tokens_per_s"] for row in self.rows[SKIPPED_STEPS:] or self.rows if "tokens_per_s" in row]
+        return median(found) if found else None
+
+    @property
+    def peak_bytes(self) -> list[float]:
+        """The most memory of each rank, as it was last gathered; empty where it was not."""
+        gathered = [row for row in self.rows if f"{PEAK_BYTES}0" in row]
+        return [value for key, value in gathered[-1].items() if key.startswith(PEAK_BYTES)] if gathered else []
+
+    def last(self, key: str) -> float | None:
+        """Return the last number of this name; None where there is none."""
+        return next((row[key] for row in reversed(self.rows) if key in row), None)
+
+    def curve(self, key: str) -> tuple[list[int], list[float]]:
+        """Return the steps that have a number of this name, and the numbers."""
+        found = [(int(row["step"]), row[key]) for row in self.rows if key in row]
+        return [step for step, _ in found], [value for _, value in found]
+
+
+@dataclass(frozen=True, slots=True)
+class RunList:
+    """The runs of a folder."""
+
+    runs: Sequence[RunRecord]
+    """In the order of their names; at least one."""
+    unreadable: Sequence[str] = ()
+    """What is wrong with those whose files cannot be read, a line for each."""
+
+
+def list_runs(folder: Path) -> RunList:
+    """Return the run in a folder, or else all runs in the folders directly below.
+
+    Raises:
+        ConfigError: there is none, or none can be read.
+        FormatError, PenstockError: the files of the only one cannot be read.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; give a run's folder, or one that holds such", key="DIR")
+    if (folder / CONFIG).is_file():
+        return RunList([_record_of(folder, folder.name or str(folder))])
+    places = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+    if not places:
+        raise ConfigError(f"{folder} holds no run: neither it nor a folder in it has a {CONFIG}", key="DIR")
+    runs, unreadable = [], []
+    for place in places:
+        try:
+            runs.append(_record_of(place, place.name))
+        except PenstockError as error:
+            unreadable.append(f"run {place.name} is left out: {error}")
+    if not runs:
+        raise ConfigError("\n".join([f"no run in {folder} can be read:", *unreadable]), key="DIR")
+    return RunList(runs, unreadable)
+
+
+def _record_of(folder: Path, name: str) -> RunRecord:
+    config = load_config(folder / CONFIG)
+    try:
+        rows = read_metrics(folder / METRICS)
+    except FileNotFoundError:
+        rows = []  # metrics.jsonl = false, or no step has ended
+    except OSError as error:
+        raise PenstockError(f"{folder / METRICS} cannot be read: {error.strerror}") from error
+    is_finished = (folder / SUMMARY).exists()
+    state = "finished" if is_finished else "running" if holder_of(folder) else "interrupted"
+    return RunRecord(name, state, config, rows)
+
+
+def differences(runs: Sequence[RunRecord]) -> list[list[str]]:
+    """Return, per run, the settings that decide what it learns in which not all agree, such as `batch.size=32`."""
+    settings = [dict(_settings_of(run.config)) for run in runs]
+    keys = [key for key in settings[0] if len({str(own[key]) for own in settings}) > 1]
+    return [[f"{key}={own[key]}" for key in keys] for own in settings]
+
+
+def _settings_of(config: RunConfig) -> Iterator[tuple[str, object]]:
+    yield "run.seed", config.run.seed
+    for section, values in config:
+        if section in ASIDE:
+            continue
+        yield from ((f"{section}.{key}", value) for key, value in values)

@@ -1,0 +1,238 @@
+"""Batches on the way to a rank's steps."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.train.activation_checkpoints import with_checkpointing
+from penstock.train.data.batches import Batch, BatchReader, Wants, on_device
+from penstock.train.data.dataset import BatchOptions, TokenDataset
+from penstock.train.data.sequences import Source
+from penstock.train.settings.sections import OptimizerSection
+from penstock.train.step import Trainer
+from tests.train.local_ranks import VOCABULARY, error_of, on_ranks, small_layers, small_pipeline
+
+WAIT_S = 10.0
+
+
+def batch_of(number):
+    return Batch(torch.tensor([number]), target=torch.tensor([-number]))
+
+
+def numbers_of(reader, numbers):
+    return [int(reader.get(number).args[0]) for number in numbers]
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 2, 7])
+def test_batches_come_in_order_and_each_is_read_once(num_ahead):
+    read = []
+    reader = BatchReader(lambda number: read.append(number) or batch_of(number), 3, 9, num_ahead=num_ahead)
+
+    found = []
+    for first in (3, 5, 7):
+        reader.begin(first)
+        found += numbers_of(reader, [first, first + 1, first])  # a step that is not finite is run again
+    reader.close()
+
+    assert found == [3, 4, 3, 5, 6, 5, 7, 8, 7]
+    assert read == [3, 4, 5, 6, 7, 8]
+
+
+def test_no_more_batches_are_read_ahead_than_are_asked_for():
+    read, is_read = [], threading.Semaphore(0)
+
+    def record(number):
+        read.append(number)
+        is_read.release()
+        return batch_of(number)
+
+    reader = BatchReader(record, 0, 100, num_ahead=2)
+    for _ in range(2):
+        assert is_read.acquire(timeout=WAIT_S)
+    assert read == [0, 1]
+    reader.get(0)
+    assert is_read.acquire(timeout=WAIT_S)
+    reader.close()
+
+    assert read == [0, 1, 2]
+
+
+def test_the_next_batch_is_prepared_while_a_step_runs():
+    is_read = threading.Event()
+
+    def record(number):
+        if number == 1:
+            is_read.set()
+        return batch_of(number)
+
+    reader = BatchReader(record, 0, 9, num_ahead=1)
+    reader.get(0)
+
+    assert is_read.wait(WAIT_S)  # and nobody has asked for it
+    reader.close()
+
+
+@pytest.mark.parametrize("num_ahead", [0, 2])
+def test_an_error_comes_with_its_batch_and_comes_again(num_ahead):
+    def fail(number):
+        if number == 1:
+            raise ConfigError("batch 1 is damaged", key="data.files")
+        return batch_of(number)
+
+    reader = BatchReader(fail, 0, 9, num_ahead=num_ahead)
+
+    assert numbers_of(reader, [0]) == [0]
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="batch 1 is damaged"):
+            reader.get(1)
+    reader.close()
+
+
+def test_a_batch_that_takes_too_long_is_named_and_does_not_block_the_end():
+    go_on = threading.Event()
+    reader = BatchReader(lambda number: go_on.wait(WAIT_S) and batch_of(number), 0, 9, num_ahead=1, limit_s=0.05)
+
+    with pytest.raises(PenstockError, match=r"batch 0 was not ready after 0\.05 s"):
+        reader.get(0)
+    go_on.set()
+    reader.close()
+
+
+@pytest.mark.parametrize("num_taken", [0, 1, 3])
+def test_the_thread_ends_with_the_reader(num_taken):
+    before = threading.active_count()
+    reader = BatchReader(batch_of, 0, 3, num_ahead=1)
+    numbers_of(reader, range(num_taken))
+
+    reader.close()
+
+    end_s = time.monotonic() + WAIT_S
+    while threading.active_count() > before and time.monotonic() < end_s:
+        time.sleep(0.001)
+    assert threading.active_count() == before
+
+
+def test_tensors_of_all_parts_are_moved():
+    batch = Batch(torch.ones(1), "text", target=[torch.ones(2)], mask=torch.ones(3))
+
+    found = on_device(batch, torch.device("meta"))
+
+    assert [found.args[0].device.type, found.args[1]] == ["meta", "text"]
+    assert [found.target[0].device.type, found.kwargs["mask"].device.type] == ["meta", "meta"]
+
+
+OPTIONS = OptimizerSection(warmup_steps=0)
+
+
+class CountedReads:
+    """A data set that notes what each batch was read for."""
+
+    def __init__(self):
+        tokens = torch.arange(2000).numpy() % VOCABULARY
+        self.dataset = TokenDataset([Source(tokens, length=8)], BatchOptions(8, 8), vocabulary=VOCABULARY)
+        self.wants = []
+
+    def batch(self, number, wants):
+        self.wants.append((wants.inputs, wants.target))
+        return self.dataset.batch(number, wants)
+
+
+def train_counted(transport, schedule, reads_everything):
+    pipeline = small_pipeline(transport, schedule=schedule)
+    wants = Wants() if reads_everything else Wants.of(pipeline)
+    dataset, trainer = CountedReads(), Trainer(pipeline, OPTIONS, num_steps=3)
+    losses = [trainer.step(step, [dataset.batch(step, wants)]).loss for step in range(1, 4)]
+    weights = {name: value.clone() for name, value in pipeline.state_dict().items()}
+    pipeline.close()
+    return dataset.wants, losses, weights
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("1f1b", [(True, False), (False, False), (False, True)]),
+        ("zbv", [(True, True), (False, False), (False, False)]),
+        ("dualpipe", None),
+    ],
+)
+def test_only_ranks_that_take_inputs_or_targets_read_them_and_no_bit_changes(schedule, expected):
+    num_ranks = 3 if expected else 2
+    found = on_ranks(num_ranks, train_counted, schedule, False)
+    whole = on_ranks(num_ranks, train_counted, schedule, True)
+
+    if expected:
+        assert [wants for wants, _, _ in found] == [[each] * 3 for each in expected]
+    else:
+        assert [wants for wants, _, _ in found] == [[(True, True)] * 3] * 2  # a route begins and ends on both
+    for (_, losses, weights), (_, other_losses, other_weights) in zip(found, whole, strict=True):
+        assert losses == other_losses
+        assert all(torch.equal(weights[name], other_weights[name]) for name in other_weights)
+
+
+def train_packed(transport, options, checkpointing="none"):
+    layers = with_checkpointing(small_layers("float64", takes_positions=True), [checkpointing] * 7)
+    pipeline = small_pipeline(transport, layers, **options)
+    tokens = torch.arange(2000).numpy() ** 2 % VOCABULARY
+    source = Source(tokens, length=8, ends=np.cumsum([1, 2, 3, 5, 7, 11] * 60))
+    dataset = TokenDataset([source], BatchOptions(8, 8, packing="documents"), vocabulary=VOCABULARY)
+    trainer, wants = Trainer(pipeline, OPTIONS, num_steps=3), Wants.of(pipeline)
+    losses = [trainer.step(step, [dataset.batch(step, wants)]).loss for step in range(1, 4)]
+    losses.append(trainer.evaluate([dataset.batch(9, wants)]))
+    pipeline.close()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options", "checkpointing"),
+    [
+        (2, {"schedule": "1f1b"}, "full"),
+        (3, {"schedule": "zbv"}, "none"),
+        (2, {"schedule": "dualpipe"}, "none"),
+        (2, {"schedule": "1f1b", "recompute": True}, "selective"),
+    ],
+)
+def test_packed_documents_train_the_same_on_any_layout(num_ranks, options, checkpointing):
+    [expected] = on_ranks(1, train_packed, {"schedule": "gpipe"})
+
+    for losses in on_ranks(num_ranks, train_packed, options, checkpointing):
+        assert losses == expected
+
+
+@pytest.mark.parametrize("slices", [2, 4])
+def test_packed_documents_go_on_in_the_next_slice(slices):
+    [expected] = on_ranks(1, train_packed, {"schedule": "gpipe"})
+
+    for losses in on_ranks(2, train_packed, {"schedule": "seq1f1b", "slices": slices}):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+class Missing:
+    """The batches of a step that one rank cannot read."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        if self.rank == 1:
+            raise ConfigError("a.py:3: ValueError: no more", key="data.source")
+        return Batch(torch.zeros(8, 8, dtype=torch.int64))
+
+
+def step_without_data(transport):
+    pipeline = small_pipeline(transport)
+    error = error_of(Trainer(pipeline, OPTIONS, num_steps=3).step, 1, Missing(transport.rank))
+    pipeline.close()
+    return str(error)
+
+
+def test_a_rank_that_cannot_read_its_batch_ends_the_step_on_all_ranks_with_its_words():
+    errors = on_ranks(2, step_without_data)
+
+    assert all("a.py:3: ValueError: no more" in error for error in errors)

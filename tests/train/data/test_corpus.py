@@ -1,0 +1,127 @@
+"""Finding and reading the documents of a corpus."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.train.data import corpus
+from penstock.train.data.corpus import Document, TextFiles, find_documents, find_standard_library
+
+
+def names_of(documents):
+    return [document.path.name for document in documents]
+
+
+def pieces_of(path):
+    return list(TextFiles([Document(path, 0, 0)]).pieces(0))
+
+
+def test_folders_are_searched_by_suffix_in_sorted_order(tmp_path):
+    for name in ("b.txt", "a/c.txt", "a/d.py", "e.bin", ".hidden.txt", ".git/f.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name)
+
+    documents = find_documents([str(tmp_path)], [".txt", ".py"])
+
+    assert names_of(documents) == ["c.txt", "d.py", "b.txt"]
+
+
+def test_a_named_file_is_taken_whatever_its_suffix_and_only_once(tmp_path):
+    (tmp_path / "a.bin").write_text("text")
+    (tmp_path / "b.txt").write_text("text")
+
+    documents = find_documents([str(tmp_path / "a.bin"), str(tmp_path), str(tmp_path / "a.bin")], [".txt"])
+
+    assert names_of(documents) == ["a.bin", "b.txt"]
+
+
+def test_pipes_in_folders_are_left_out_and_named_ones_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "a.txt").write_text("text")
+
+    assert names_of(find_documents([str(tmp_path)], [".txt"])) == ["a.txt"]
+    with pytest.raises(ConfigError, match=r"pipe\.txt is neither a file nor a folder"):
+        find_documents([str(tmp_path / "pipe.txt")], [".txt"])
+
+
+@pytest.mark.parametrize("name", ["none.txt", "broken.txt", "nul\0.txt"])
+def test_a_missing_file_is_refused_by_name(tmp_path, name):
+    (tmp_path / "broken.txt").symlink_to(tmp_path / "nowhere")
+
+    with pytest.raises(ConfigError, match=r"cannot be read") as caught:
+        find_documents([str(tmp_path / name)], [".txt"])
+
+    assert caught.value.key == "data.files"
+    assert name in str(caught.value)
+
+
+def test_an_empty_search_says_what_was_searched(tmp_path):
+    with pytest.raises(ConfigError, match=r"no file ending in \.txt, \.md lies below") as caught:
+        find_documents([str(tmp_path)], [".txt", ".md"])
+
+    assert caught.value.key == "data.files"
+
+
+def test_a_file_that_is_not_utf8_is_named_with_the_offset(tmp_path):
+    path = tmp_path / "latin.txt"
+    path.write_bytes("né".encode() + b"\xe9t\xe9")
+
+    with pytest.raises(ConfigError, match=r"latin\.txt: byte 0xe9 at offset 3 is not UTF-8") as caught:
+        pieces_of(path)
+
+    assert caught.value.key == "data.files"
+
+
+def test_reading_a_folder_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        pieces_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("one\ntwo three\nfour five", ["one\n", "two", " three\n", "four", " five"]),
+        ("onewordofmany", ["onewordo", "fmany"]),
+        (" wordwordword", [" wordwor", "dword"]),
+        ("aéaéaéaé", ["aéaéa", "éaé"]),
+        ("short", ["short"]),
+        ("", []),
+    ],
+)
+def test_a_piece_ends_behind_a_line_else_before_a_space_else_between_characters(tmp_path, monkeypatch, text, expected):
+    monkeypatch.setattr(corpus, "PIECE_BYTES", 8)
+    path = tmp_path / "a.txt"
+    path.write_text(text)
+
+    assert "".join(piece.decode() for piece in pieces_of(path)) == text
+    assert [piece.decode() for piece in pieces_of(path)] == expected
+
+
+@pytest.mark.parametrize(("content", "offset"), [(b"0123456\nabc\xff", 11), ("0123456é".encode()[:-1] + b"x", 7)])
+def test_an_offset_counts_from_the_begin_of_the_file_not_of_a_piece(tmp_path, monkeypatch, content, offset):
+    monkeypatch.setattr(corpus, "PIECE_BYTES", 8)
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+
+    with pytest.raises(ConfigError, match=rf"at offset {offset} is not UTF-8"):
+        pieces_of(path)
+
+
+def test_a_character_that_the_end_cuts_off_is_no_utf8(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("é".encode()[:1])
+
+    with pytest.raises(ConfigError, match=r"byte 0xc3 at offset 0 is not UTF-8"):
+        pieces_of(path)
+
+
+def test_the_standard_library_is_megabytes_of_sources_without_tests():
+    documents = find_standard_library()
+
+    assert sum(document.size_bytes for document in documents) > 5_000_000
+    assert {"os.py", "tokenize.py"} <= set(names_of(documents))
+    assert not any({"test", "site-packages"} & set(document.path.parts) for document in documents)
+    assert all(isinstance(document.path, Path) and document.path.suffix == ".py" for document in documents)

@@ -1,0 +1,360 @@
+"""Windows and batches."""
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.errors import ConfigError
+from penstock.train.data import sequences
+from penstock.train.data.batches import Wants
+from penstock.train.data.dataset import BatchOptions, TokenDataset, open_dataset
+from penstock.train.data.sequences import Source
+from penstock.train.settings.config import config_from_table
+
+COUNTING = np.arange(1001, dtype=np.uint16)
+
+
+def pair(batch):
+    return *batch.args, batch.target
+
+
+def parts_of(dataset):
+    """The tokens to train on, and those that are held out."""
+    (source,) = dataset.sources
+    return source.tokens[: source.num_train_tokens], source.tokens[source.held_out.begin :]
+
+
+def dataset_of(tokens=COUNTING, batch_size=4, length=10, held_out_fraction=0.1, seed=0, end_of_document=None):
+    source = Source(
+        tokens, length=length, held_out_fraction=held_out_fraction, end_of_document=end_of_document, seed=seed
+    )
+    return TokenDataset([source], BatchOptions(batch_size, length, seed))
+
+
+def config_of(tmp_path, **sections):
+    return config_from_table(
+        {
+            "run": {"folder": "unused", "seed": 3},
+            "data": {"files": [str(tmp_path / "a.txt")], "held_out_fraction": 0.2},
+            "batch": {"size": 4, "length": 8},
+            **sections,
+        }
+    )
+
+
+def test_the_target_is_the_next_token():
+    tokens, target = pair(dataset_of().batch(0))
+
+    assert tokens.shape == target.shape == (4, 10)
+    assert tokens.dtype == target.dtype == torch.int64
+    assert torch.equal(target, tokens + 1)
+
+
+def test_an_epoch_visits_every_training_window_once():
+    dataset = dataset_of(batch_size=9)
+    num_steps = dataset.num_sequences // 9
+
+    starts = torch.cat([dataset.batch(step).args[0][:, 0] for step in range(num_steps)])
+
+    assert dataset.num_sequences == num_steps * 9 == 90
+    assert sorted(starts.tolist()) == list(range(0, 900, 10))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    def order(dataset, first):
+        return torch.cat([dataset.batch(step).args[0][:, 0] for step in range(first, first + 10)]).tolist()
+
+    dataset = dataset_of(batch_size=9)
+
+    orders = [order(dataset, 0), order(dataset, 10), order(dataset_of(batch_size=9, seed=1), 0)]
+
+    assert len({tuple(each) for each in orders}) == 3
+    assert len({tuple(sorted(each)) for each in orders}) == 1
+
+
+def test_batches_are_the_same_in_any_order_and_on_any_rank():
+    forward = [dataset_of().batch(step).args[0] for step in range(30)]
+    other = dataset_of()
+
+    backward = [other.batch(step).args[0] for step in reversed(range(30))]
+
+    assert all(torch.equal(one, two) for one, two in zip(forward, reversed(backward), strict=True))
+
+
+def test_held_out_tokens_are_never_trained_on():
+    dataset = dataset_of()
+
+    trained = {int(token) for step in range(60) for part in pair(dataset.batch(step)) for token in part.flatten()}
+    held_out = {
+        int(token) for batch in dataset.held_out_batches(100) for part in pair(batch) for token in part.flatten()
+    }
+
+    assert trained == set(range(901))
+    assert held_out == set(range(901, 982))
+
+
+class UnreadTokens(np.ndarray):
+    """Tokens that may be cut into parts, but not read any more when `is_cut`."""
+
+    is_cut = False
+
+    def __getitem__(self, index):
+        assert not self.is_cut, "a token was read"
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("wants", [Wants(), Wants(target=False), Wants(inputs=False)])
+def test_a_rank_is_given_what_it_wants(wants):
+    tokens, target = pair(dataset_of().batch(3))
+
+    found = dataset_of().batch(3, wants)
+
+    assert len(found.args) == wants.inputs
+    assert all(torch.equal(part, tokens) for part in found.args)
+    assert (found.target is not None) == wants.target
+    assert found.target is None or torch.equal(found.target, target)
+    assert (found.target is None) == (dataset_of().held_out_batches(1, wants)[0].target is None)
+
+
+def test_a_rank_that_wants_nothing_reads_nothing(monkeypatch):
+    dataset = dataset_of(COUNTING.view(UnreadTokens))
+    monkeypatch.setattr(UnreadTokens, "is_cut", True)
+
+    for batch in (dataset.batch(3, Wants(False, False)), *dataset.held_out_batches(2, Wants(False, False))):
+        assert (batch.args, batch.target) == ((), None)
+    with pytest.raises(AssertionError, match="a token was read"):
+        dataset.batch(3, Wants(inputs=False))
+
+
+def test_held_out_batches_are_fixed_and_spread_over_the_whole_part():
+    dataset = dataset_of(held_out_fraction=0.5, seed=1)
+
+    few = dataset.held_out_batches(2)
+
+    starts = torch.cat([batch.args[0][:, 0] for batch in few]).tolist()
+    same = dataset_of(held_out_fraction=0.5).held_out_batches(2)
+    again = torch.cat([batch.args[0][:, 0] for batch in same]).tolist()
+    assert starts == again == [501, 561, 621, 681, 741, 801, 861, 921]
+
+
+def test_held_out_part_gives_fewer_batches_where_it_does_not_suffice():
+    assert len(dataset_of().held_out_batches(100)) == 2
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.03])
+def test_held_out_part_below_one_batch_is_refused(fraction):
+    with pytest.raises(ConfigError, match=r"fewer than batch\.size = 4") as caught:
+        dataset_of(held_out_fraction=fraction).held_out_batches(1)
+
+    assert caught.value.key == "data.held_out_fraction"
+
+
+@pytest.mark.parametrize(("num_tokens", "is_enough"), [(10, False), (11, True)])
+def test_a_corpus_shorter_than_one_window_is_refused(num_tokens, is_enough):
+    tokens = COUNTING[:num_tokens]
+    if is_enough:
+        assert dataset_of(tokens, held_out_fraction=0.0, batch_size=1).num_sequences == 1
+        return
+
+    with pytest.raises(ConfigError, match=r"10 tokens to train on, but one sequence .* needs 11") as caught:
+        dataset_of(tokens, held_out_fraction=0.0)
+
+    assert caught.value.key == "data.files"
+
+
+@pytest.mark.parametrize("look_at_once", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("ends", "first"),
+    [
+        ((850, 910, 950), 911),  # the first end after the cut at 901 tokens
+        ((900,), 901),  # the document before ends at the cut
+        ((901,), 902),
+        ((950, 1000), 951),
+        ((951, 1000), 901),  # the document at the cut would leave less than half
+        ((), 901),
+    ],
+)
+def test_held_out_tokens_begin_with_a_document(ends, first, look_at_once, monkeypatch):
+    monkeypatch.setattr(sequences, "LOOK_AT_ONCE", look_at_once)
+    tokens = COUNTING + 7
+    tokens[list(ends)] = 3
+
+    found = dataset_of(tokens, end_of_document=3)
+
+    assert found.num_train_tokens == 901
+    assert np.array_equal(parts_of(found)[1], tokens[first:])
+    assert np.array_equal(parts_of(dataset_of(tokens))[1], tokens[901:])
+
+
+def test_no_document_of_a_corpus_is_in_both_parts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(100):
+        (folder / f"{number}.txt").write_text(f"<{number}>" + "x" * 40)
+    files = {"files": [str(folder)], "held_out_fraction": 0.2}
+
+    found = open_dataset(config_of(tmp_path, data=files), tmp_path / "cache")
+
+    train, held_out = (bytes(part).split(b"\0") for part in parts_of(found))
+    assert all(each.startswith(b"<") for each in held_out if each)
+    assert not {each.partition(b">")[0] for each in train[:-1]} & {each.partition(b">")[0] for each in held_out}
+    assert len(held_out) > 15
+
+
+def test_a_configuration_opens_its_files(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(chr(97 + place % 26) for place in range(500)))
+
+    dataset = open_dataset(config_of(tmp_path), tmp_path / "cache")
+    tokens, target = pair(dataset.batch(7))
+
+    assert tokens.shape == (4, 8)
+    assert torch.equal((tokens - 97 + 1) % 26, target - 97)
+    assert dataset.vocabulary == 256
+    assert len(dataset.digest) == 64
+    assert len(parts_of(dataset)[1]) == 100
+
+
+def test_the_model_may_have_more_ids_than_the_tokenizer_but_not_fewer(tmp_path):
+    (tmp_path / "a.txt").write_text("text " * 100)
+
+    config = config_of(tmp_path, model={"vocabulary": 300})
+
+    assert open_dataset(config, tmp_path / "cache").vocabulary == 300
+
+
+def test_a_vocabulary_below_that_of_the_tokenizer_file_is_refused(tmp_path):
+    import tokenizers
+
+    path = tmp_path / "words.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 9}, unk_token="a")).save(str(path))
+    config = config_of(
+        tmp_path, model={"vocabulary": 5}, data={"files": [str(tmp_path / "a.txt")], "tokenizer": str(path)}
+    )
+
+    with pytest.raises(ConfigError, match=r"5 is smaller than the 10 ids") as caught:
+        open_dataset(config, tmp_path / "cache")
+
+    assert caught.value.key == "model.vocabulary"
+
+
+@pytest.mark.slow
+def test_the_standard_library_is_a_corpus_of_megabytes(tmp_path):
+    config = config_of(tmp_path, data={"corpus": "stdlib"})
+
+    dataset = open_dataset(config, tmp_path / "cache")
+
+    assert dataset.num_train_tokens > 5_000_000
+    assert bytes(parts_of(dataset)[0][:100_000]).count(b"def ") > 100
+
+
+def source_of(tokens, number=0, held_out_fraction=0.1, **options):
+    return Source(tokens, length=10, held_out_fraction=held_out_fraction, number=number, **options)
+
+
+def test_a_batch_that_would_have_a_sequence_twice_is_refused():
+    with pytest.raises(ConfigError, match=r"has 3 sequences to train on, fewer than batch\.size = 4") as caught:
+        dataset_of(COUNTING[:31], held_out_fraction=0.0)
+
+    assert caught.value.key == "data.files"
+
+
+def test_sources_are_drawn_by_weight_and_each_has_epochs_of_its_own():
+    sources = [source_of(COUNTING), source_of(COUNTING[:401] + 2000, number=1)]
+    dataset = TokenDataset(sources, BatchOptions(8, 10), weights=[1, 3])
+
+    starts = torch.cat([dataset.batch(number).args[0][:, 0] for number in range(45)]).tolist()
+
+    second = [start for start in starts if start >= 2000]
+    first = [start for start in starts if start < 2000]
+    assert (len(first), len(second)) == (90, 270)
+    assert sorted(first) == list(range(0, 900, 10))  # one epoch
+    assert all(sorted(second[at : at + 36]) == list(range(2000, 2360, 10)) for at in range(0, 252, 36))
+    assert second[:36] != second[36:72]
+
+
+def test_any_stretch_of_batches_has_the_shares_of_the_weights():
+    dataset = TokenDataset([source_of(COUNTING), source_of(COUNTING + 2000)], BatchOptions(8, 10), weights=[1, 3])
+
+    for number in (0, 7, 10_000, 8_191):
+        assert sum(start >= 2000 for start in dataset.batch(number).args[0][:, 0].tolist()) == 6
+
+
+def test_held_out_sequences_have_the_shares_of_the_weights_and_are_spread_over_each_source():
+    sources = [source_of(COUNTING, held_out_fraction=0.5), source_of(COUNTING + 2000, held_out_fraction=0.5)]
+    dataset = TokenDataset(sources, BatchOptions(8, 10), weights=[1, 3])
+
+    starts = torch.cat([batch.args[0][:, 0] for batch in dataset.held_out_batches(2)]).tolist()
+
+    assert sorted(start for start in starts if start < 2000) == [501 + 10 * (at * 49 // 4) for at in range(4)]
+    assert sorted(start for start in starts if start >= 2000) == [2501 + 10 * (at * 49 // 12) for at in range(12)]
+    assert dataset.held_out_weights(2) is None
+
+
+def test_a_source_without_held_out_text_is_named():
+    dataset = TokenDataset([source_of(COUNTING), source_of(COUNTING[:50])], BatchOptions(4, 10), weights=[1, 1])
+
+    with pytest.raises(ConfigError, match=r"the held-out part of data\.sources\[1\] is shorter than one sequence"):
+        dataset.held_out_batches(1)
+
+
+def test_a_source_that_is_too_short_is_named():
+    with pytest.raises(ConfigError, match=r"data\.sources\[1\] has 8 tokens to train on"):
+        TokenDataset([source_of(COUNTING), source_of(COUNTING[:8])], BatchOptions(4, 10), weights=[1, 1])
+
+
+ENDS = np.array([3, 4, 40, 45, 60])
+
+
+def test_documents_are_cut_or_padded_and_what_pads_is_no_target():
+    source = source_of(COUNTING[:60], held_out_fraction=0.0, ends=ENDS, by_document=True)
+    dataset = TokenDataset([source], BatchOptions(4, 10, packing="none"))
+
+    tokens, target = pair(dataset.batch(0))
+
+    rows = sorted((row[0].item(), goal[goal >= 0].tolist()) for row, goal in zip(tokens, target, strict=True))
+    assert rows == [
+        (0, [1, 2]),
+        (4, list(range(5, 15))),  # longer than a sequence; the document of one token has nothing to predict
+        (40, [41, 42, 43, 44]),
+        (45, list(range(46, 56))),
+    ]
+    assert set(target[target < 0].tolist()) == {-100}
+    assert dataset.num_targets(0) == int((target >= 0).sum()) == 26
+    assert dataset.shares(0, 2) == [0.5, 0.5]
+
+
+def test_documents_are_in_one_part_only():
+    source = source_of(COUNTING[:60], held_out_fraction=0.4, ends=ENDS, by_document=True)  # from token 36 on
+
+    assert [source.train[index] for index in range(len(source.train))] == [(0, 3), (4, 15)]
+    assert [source.held_out[index] for index in range(len(source.held_out))] == [(40, 45), (45, 56)]
+
+
+def test_positions_begin_anew_with_each_document_and_with_the_sequence():
+    source = source_of(COUNTING[:60], ends=ENDS)
+
+    assert source.positions((0, 11)).tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4, 5]
+    assert source.positions((20, 31)).tolist() == list(range(10))
+    assert source.positions((30, 41)).tolist() == list(range(10))
+    assert source.positions((38, 49)).tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 2]
+    assert source.positions((49, 60)).tolist() == list(range(10))
+
+
+def test_a_configuration_opens_several_sources(tmp_path):
+    for name, letter in (("a.txt", "a"), ("b.txt", "b")):
+        (tmp_path / name).write_text(letter * 1000)
+    one, two = (
+        {"files": [str(tmp_path / name)], "weight": weight} for name, weight in (("a.txt", 1.0), ("b.txt", 3.0))
+    )
+
+    found = [
+        open_dataset(config_of(tmp_path, data={"sources": sources, "held_out_fraction": 0.2}), tmp_path / "cache")
+        for sources in ([one, two], [two, one], [one, {**two, "weight": 2.0}], [one])
+    ]
+
+    letters = found[0].batch(0).args[0][:, 0].tolist()
+    assert (letters.count(ord("a")), letters.count(ord("b"))) == (1, 3)
+    assert len({dataset.digest for dataset in found}) == 4
+    plain = open_dataset(config_of(tmp_path), tmp_path / "cache")
+    assert found[3].digest == plain.digest
+    assert torch.equal(found[3].batch(5).args[0], plain.batch(5).args[0])

@@ -1,0 +1,263 @@
+"""The token cache."""
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.train.data import corpus as corpus_module
+from penstock.train.data.corpus import TextFiles, find_documents
+from penstock.train.data.tokenizer import Tokenizer, load_tokenizer
+from penstock.train.data.tokens import tokenize
+
+BYTES = load_tokenizer("bytes")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name, text in {"a.txt": "first", "b.txt": "second", "c.txt": "first", "d.txt": ""}.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def documents_of(folder):
+    return TextFiles(find_documents([str(folder)], [".txt"]))
+
+
+def counting_tokenizer(calls):
+    def encode(content):
+        calls.append(content)
+        return BYTES.encode(content)
+
+    return Tokenizer("bytes", 256, encode, str, 0)
+
+
+def test_each_distinct_document_is_kept_once(corpus, tmp_path):
+    found = tokenize(documents_of(corpus), BYTES, tmp_path / "cache")
+
+    assert sorted(bytes(found.tokens()).split(b"\0")) == [b"", b"first", b"second"]
+    assert (found.manifest.num_documents, found.manifest.num_duplicates) == (2, 2)
+    assert found.manifest.num_tokens == len("first" + "second") + 2
+
+
+def test_tokens_and_digest_do_not_depend_on_where_the_files_lie(corpus, tmp_path):
+    elsewhere = tmp_path / "z"
+    elsewhere.mkdir()
+    (elsewhere / "x.txt").write_text("second")
+    (elsewhere / "y.txt").write_text("first")
+
+    first = tokenize(documents_of(corpus), BYTES, tmp_path / "cache")
+    second = tokenize(documents_of(elsewhere), BYTES, tmp_path / "cache")
+
+    assert first.path != second.path
+    assert first.manifest.digest == second.manifest.digest
+    assert np.array_equal(first.tokens(), second.tokens())
+
+
+def test_progress_is_told_after_each_piece_in_bytes(corpus, tmp_path):
+    told = []
+
+    tokenize(documents_of(corpus), BYTES, tmp_path / "cache", tell=lambda *numbers: told.append(numbers))
+
+    assert told[:3] == [("reading", 5, 16), ("reading", 11, 16), ("reading", 16, 16)]
+    assert told[3:] in (  # each text once, in the order of hashes
+        [("tokenizing", 5, 11), ("tokenizing", 11, 11)],
+        [("tokenizing", 6, 11), ("tokenizing", 11, 11)],
+    )
+
+
+def test_the_second_run_tokenizes_nothing(corpus, tmp_path):
+    calls = []
+    tokenizer = counting_tokenizer(calls)
+
+    first = tokenize(documents_of(corpus), tokenizer, tmp_path / "cache")
+    num_calls = len(calls)
+    second = tokenize(documents_of(corpus), tokenizer, tmp_path / "cache")
+
+    assert num_calls == len(calls) == 2
+    assert first == second
+
+
+def test_tokens_that_another_cache_holds_are_taken_from_there(corpus, tmp_path):
+    made = tokenize(documents_of(corpus), BYTES, tmp_path / "first")
+
+    calls = []
+    others = [tmp_path / "missing", tmp_path / "first"]
+    found = tokenize(documents_of(corpus), counting_tokenizer(calls), tmp_path / "second", others=others)
+
+    assert (calls, found.path) == ([], made.path)
+    assert not (tmp_path / "second").exists()
+
+
+def test_a_changed_file_is_tokenized_again(corpus, tmp_path):
+    before = tokenize(documents_of(corpus), BYTES, tmp_path / "cache")
+    (corpus / "a.txt").write_text("third word")
+
+    after = tokenize(documents_of(corpus), BYTES, tmp_path / "cache")
+
+    assert before.manifest.digest != after.manifest.digest
+    assert b"third word" in bytes(after.tokens())
+
+
+@pytest.mark.parametrize(
+    ("suffix", "damage"),
+    [("json", b"{"), ("json", b""), ("tokens", b"short"), ("tokens", None), ("json", None)],
+)
+def test_a_damaged_cache_is_made_again(corpus, tmp_path, suffix, damage):
+    intact = tokenize(documents_of(corpus), BYTES, tmp_path / "cache")
+    content = bytes(intact.tokens())
+    path = intact.path.with_suffix(f".{suffix}")
+    path.unlink() if damage is None else path.write_bytes(damage)
+
+    again = tokenize(documents_of(corpus), BYTES, tmp_path / "cache")
+
+    assert bytes(again.tokens()) == content
+
+
+def test_writers_that_race_agree(corpus, tmp_path):
+    documents = documents_of(corpus)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: tokenize(documents, BYTES, tmp_path / "cache"), range(8)))
+
+    assert len({bytes(file.tokens()) for file in found}) == 1
+    assert sorted(name.split(".")[1] for name in os.listdir(tmp_path / "cache")) == ["ends", "json", "tokens"]
+
+
+@pytest.mark.parametrize(("vocabulary", "item_bytes"), [(256, 1), (257, 2), (65_536, 2), (65_537, 4)])
+def test_tokens_take_the_smallest_type_that_holds_the_vocabulary(corpus, tmp_path, vocabulary, item_bytes):
+    tokenizer = Tokenizer("largest", vocabulary, lambda content: np.array([vocabulary - 1], dtype=np.uint32), str, None)
+
+    found = tokenize(documents_of(corpus), tokenizer, tmp_path / "cache")
+
+    assert found.tokens().tolist() == [vocabulary - 1] * 2
+    assert found.manifest.item_bytes == item_bytes
+
+
+def test_an_empty_corpus_is_refused_and_leaves_nothing(tmp_path):
+    (tmp_path / "a.txt").touch()
+
+    with pytest.raises(ConfigError, match="the corpus is empty: its 1 files hold no text") as caught:
+        tokenize(documents_of(tmp_path), BYTES, tmp_path / "cache")
+
+    assert caught.value.key == "data.files"
+    assert os.listdir(tmp_path / "cache") == []
+
+
+def test_a_cache_that_cannot_be_created_is_named(corpus, tmp_path):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(ConfigError, match=r"file/cache: the folder for tokens cannot be created: Not a directory"):
+        tokenize(documents_of(corpus), BYTES, tmp_path / "file" / "cache")
+
+
+def test_a_document_that_changes_between_the_two_readings_is_refused(corpus, tmp_path):
+    def encode(content):
+        for name in ("a.txt", "b.txt", "c.txt"):
+            (corpus / name).write_text("other")
+        return BYTES.encode(content)
+
+    with pytest.raises(ConfigError, match="changed while it was read"):
+        tokenize(documents_of(corpus), Tokenizer("bytes", 256, encode, str, 0), tmp_path / "cache")
+
+
+def test_ends_say_where_each_document_ends(corpus, tmp_path):
+    found = tokenize(documents_of(corpus), BYTES, tmp_path / "cache")
+
+    lengths = np.diff(found.ends(), prepend=0).tolist()
+    assert sorted(lengths) == [len("first") + 1, len("second") + 1]
+    assert all(found.tokens()[end - 1] == 0 for end in found.ends())
+
+
+def test_a_tokenization_that_is_interrupted_goes_on_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "PIECE_BYTES", 64)
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.txt").write_text(f"line of {number}\n" * 40)
+    whole = bytes(tokenize(documents_of(folder), BYTES, tmp_path / "whole").tokens())
+    calls = []
+
+    def stop(what, num_done, num_all):
+        if what == "tokenizing" and num_done > num_all / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenize(documents_of(folder), BYTES, tmp_path / "cache", tell=stop)
+    found = tokenize(documents_of(folder), counting_tokenizer(calls), tmp_path / "cache")
+
+    assert bytes(found.tokens()) == whole
+    assert 0 < sum(map(len, calls)) < len(whole) / 2
+    assert len(os.listdir(tmp_path / "cache")) == 3
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from penstock.train.data import corpus, unfinished
+from penstock.train.data.tokenizer import load_tokenizer
+from penstock.train.data.tokens import tokenize
+
+unfinished.SECONDS_BETWEEN_PLACES = 0.0
+
+def die(what, num_done, num_all):
+    if what == "tokenizing" and num_done > num_all / 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+files = corpus.TextFiles(corpus.find_documents([sys.argv[1]], [".txt"]))
+tokenize(files, load_tokenizer("bytes"), Path(sys.argv[2]), tell=die)
+"""
+
+
+@pytest.mark.slow
+def test_a_tokenization_that_is_killed_goes_on_where_it_was(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("a line of some length\n" * 400_000)
+
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path), str(tmp_path / "cache")])
+    calls = []
+    found = tokenize(documents_of(path), counting_tokenizer(calls), tmp_path / "cache")
+
+    assert done.returncode == -signal.SIGKILL
+    assert bytes(found.tokens()) == path.read_bytes() + b"\0"
+    assert 0 < sum(map(len, calls)) < path.stat().st_size * 0.6
+
+
+MEASURED = """
+import resource, sys
+from pathlib import Path
+from penstock.train.data import corpus
+from penstock.train.data.tokenizer import load_tokenizer
+from penstock.train.data.tokens import tokenize
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+files = corpus.TextFiles(corpus.find_documents([sys.argv[1]], [".txt"]))
+tokenizer = load_tokenizer(sys.argv[3])
+tokenizer.encode(b"warm up ")
+before = peak()
+tokenize(files, tokenizer, Path(sys.argv[2]))
+print((peak() - before) >> 10)
+"""
+
+
+@pytest.mark.slow
+def test_a_document_that_is_larger_than_the_memory_it_may_take_is_tokenized(tmp_path):
+    allowed_mib, path = 48, tmp_path / "a.txt"
+    line = b"a line of some length, and then another one\n"
+    with path.open("wb") as file:
+        for _ in range(160):
+            file.write(line * ((1 << 20) // len(line)))
+    assert path.stat().st_size > 3 * allowed_mib << 20
+
+    command = [sys.executable, "-c", MEASURED, str(path), str(tmp_path / "cache"), "bytes"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert int(done.stdout) < allowed_mib

@@ -1,0 +1,159 @@
+"""A run on a user's own data: it trains, and resumes where it was."""
+
+import io
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock.checkpoints.manifest import read_manifest
+from penstock.errors import CheckpointError, ConfigError, StepRefused
+from penstock.train.data.batches import Wants
+from penstock.train.data.user_data import UserDataset
+from penstock.train.loop import train
+from penstock.train.settings.config import config_from_table
+
+MINE = """
+import torch
+
+READ = []
+
+def batch_of(number, size, length, seed):
+    generator = torch.Generator().manual_seed(1000 * seed + number)
+    tokens = torch.randint(97, 123, (size, length + 1), generator=generator)
+    READ.append(number)
+    return tokens[:, :-1], tokens[:, 1:]
+
+class Stateful:
+    def __init__(self, batch_size, length, seed, split="train"):
+        self.options, self.at = (batch_size, length, seed + (split == "held_out")), 0
+    def __iter__(self):
+        while True:
+            self.at += 1
+            yield batch_of(self.at - 1, *self.options)
+    def state_dict(self):
+        return {"at": self.at}
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+def plain(batch_size, length, seed, split="train"):
+    number = 0
+    while True:
+        yield batch_of(number, batch_size, length, seed + (split == "held_out"))
+        number += 1
+
+def unsplit(batch_size, length, seed):
+    return plain(batch_size, length, seed)
+
+def ends(batch_size, length, seed):
+    for number in range(4):
+        yield batch_of(number, batch_size, length, seed)
+    raise OSError("the disk is gone")
+"""
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+
+    def make(function, folder="run", **sections):
+        table = {
+            "run": {"folder": folder, "steps": 6, "evaluate_every": 3, "evaluate_batches": 2, "record_step": 0},
+            "pipeline": {"ranks": 1, "microbatches": 2},
+            "model": {"width": 16, "layers": 1, "heads": 2, "key_value_heads": 1, "hidden": 16},
+            "data": {"source": f"mine.py:{function}"},
+            "batch": {"size": 4, "length": 8, "accumulate": 2},
+            "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1, "learning_rate_schedule": "constant"},
+            "checkpoint": {"every": 2},
+        }
+        return table | {name: table.get(name, {}) | given for name, given in sections.items()}
+
+    return make
+
+
+def run(table):
+    output = io.StringIO()
+    result = train(config_from_table(table), output=output)
+    return result, output.getvalue()
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("function", ["Stateful", "plain"])
+def test_a_run_resumes_with_the_batches_that_it_has_not_seen(table, tmp_path, function, prefetch):
+    data = {"source": f"mine.py:{function}", "prefetch": prefetch}
+    expected, _ = run(table(function, "whole", data=data))
+
+    run(table(function, data=data, run={"steps": 3}))
+    result, printed = run(table(function, data=data))
+
+    assert (result.loss, result.held_out_loss) == (expected.loss, expected.held_out_loss)
+    weights, others = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "run"))
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    passed = "mine.py:plain has no state_dict: 6 batches were passed over"
+    assert printed.count(passed) == (function == "plain")
+
+
+def test_a_state_is_that_behind_the_steps_that_ran_not_behind_what_is_read_ahead(table, tmp_path):
+    run(table("Stateful", run={"steps": 3}))
+
+    manifests = [read_manifest(tmp_path / "run" / "checkpoints" / f"step-{step}") for step in (2, 3)]
+    assert [manifest.extra["source"] for manifest in manifests] == [{"at": 4}, {"at": 6}]
+
+
+def test_other_data_are_refused_when_a_run_resumes(table, tmp_path):
+    run(table("plain", run={"steps": 3}))
+    (tmp_path / "mine.py").write_text(MINE.replace("97, 123", "97, 122"))
+
+    with pytest.raises(CheckpointError, match=r"data\.tokenizer or data\.source have changed"):
+        run(table("plain"))
+
+
+def test_nothing_is_evaluated_without_a_split_which_is_said_once(table):
+    result, printed = run(table("unsplit"))
+
+    assert result.held_out_loss is None
+    assert printed.count("nothing is evaluated, since mine.py:unsplit takes no parameter `split`") == 1
+    with pytest.raises(ConfigError, match=r"run\.patience: needs evaluations, but mine\.py:unsplit takes no parameter"):
+        run(table("unsplit", run={"patience": 1}))
+
+
+def test_an_error_of_the_source_ends_the_step_that_needs_it_with_file_and_line(table):
+    with pytest.raises(StepRefused, match=r"mine\.py:\d+: data\.source = 'mine\.py:ends' failed: OSError: the disk"):
+        run(table("ends", batch={"accumulate": 1}))
+
+
+def test_a_rank_between_reads_only_the_first_batch(table):
+    dataset = UserDataset(config_from_table(table("plain")))
+    read = dataset._source._function.__globals__["READ"]
+
+    for number in range(5):
+        assert dataset.batch(number, Wants(False, False)).args == ()
+    assert read == [0]
+    dataset.batch(2, Wants(target=False))
+    assert read == [0, 1, 2]
+
+
+def test_an_earlier_batch_is_the_same_again(table):
+    dataset = UserDataset(config_from_table(table("plain")))
+
+    first = [dataset.batch(number).args[0] for number in (0, 1, 2, 3)]
+    again = [dataset.batch(number).args[0] for number in (1, 0, 3)]
+
+    assert all(torch.equal(first[number], found) for number, found in zip((1, 0, 3), again, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("data", "key"),
+    [
+        ({"files": ["a"]}, "data.source"),
+        ({"corpus": "stdlib"}, "data.source"),
+        ({"sources": [{"corpus": "stdlib"}]}, "data.source"),
+        ({"packing": "none"}, "data.packing"),
+    ],
+)
+def test_a_source_stands_alone(table, data, key):
+    with pytest.raises(ConfigError) as caught:
+        config_from_table(table("plain", data=data))
+
+    assert caught.value.key == key

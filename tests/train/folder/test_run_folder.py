@@ -1,0 +1,190 @@
+"""The run folder is there and writable before a run begins, and files of earlier runs are kept apart."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.train.folder.run_folder import RunFolder, numbered_folders, run_path
+from penstock.train.settings.config import config_from_table, config_to_toml, load_config
+from tests.test_files import largest_file
+
+
+def config_in(folder):
+    return config_from_table({"run": {"folder": str(folder)}, "data": {"corpus": "stdlib"}})
+
+
+def test_the_resolved_configuration_reads_back(tmp_path):
+    config = config_in(tmp_path / "runs" / "first")
+
+    RunFolder(tmp_path / "runs" / "first").begin(config)
+
+    assert load_config(tmp_path / "runs" / "first" / "config.toml") == config
+
+
+RESULTS = [
+    "config.toml",
+    "metrics.jsonl",
+    "rank0.log",
+    "rank12.log",
+    "schedule.csv",
+    "summary.json",
+    "timeline.json",
+    "timeline.png",
+    "timeline.trace.json",
+    "weights.safetensors",
+]
+SHARED = [".lock", "costs.toml", "layer_times.json"]
+
+
+def leave_a_run(folder, *others):
+    """Write what a run leaves behind."""
+    config = config_to_toml(config_in(folder))
+    (folder / "tensorboard").mkdir(parents=True, exist_ok=True)
+    (folder / "tensorboard" / "events.out.tfevents.7").touch()
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    (folder / "tokens").mkdir(exist_ok=True)
+    (folder / "tokens" / "a.tokens").touch()
+    for name in {*RESULTS, *SHARED, *others} - {"tensorboard", "checkpoints", "tokens"}:
+        (folder / name).write_text(config if name == "config.toml" else "old")
+
+
+def test_a_run_that_continues_keeps_its_files_and_counts_as_unfinished_once_it_goes_on(tmp_path):
+    leave_a_run(tmp_path, "notes.txt", "metrics.jsonl.1.partial")
+    (tmp_path / "checkpoints" / "step-4").mkdir()
+    (tmp_path / "checkpoints" / "step-5.0123456789ab.partial").mkdir()
+
+    left = {*RESULTS, *SHARED, "tensorboard", "tokens", "checkpoints", "notes.txt"}
+
+    assert RunFolder(tmp_path).begin(config_in(tmp_path / "moved")) == ""
+    assert sorted(os.listdir(tmp_path)) == sorted(left)
+    assert "moved" not in (tmp_path / "config.toml").read_text()
+
+    RunFolder(tmp_path).go_on(config_in(tmp_path / "moved"))
+    assert sorted(os.listdir(tmp_path)) == sorted(left - {"summary.json"})
+    assert "moved" in (tmp_path / "config.toml").read_text()
+    assert (tmp_path / "metrics.jsonl").read_text() == "old"
+    assert RunFolder(tmp_path).checkpoints.steps() == [4]
+    assert len(os.listdir(tmp_path / "checkpoints")) == 1
+
+
+def test_a_run_that_is_forced_removes_what_runs_have_left(tmp_path):
+    leave_a_run(tmp_path)
+    RunFolder(tmp_path).begin(config_in(tmp_path))
+    leave_a_run(tmp_path)
+
+    RunFolder(tmp_path).begin(config_in(tmp_path), is_forced=True)
+
+    assert sorted(os.listdir(tmp_path)) == [".lock", "config.toml", "tokens"]
+
+
+def test_what_wandb_keeps_in_a_folder_of_its_own_is_removed_too(tmp_path):
+    leave_a_run(tmp_path)
+    (tmp_path / "wandb").unlink(missing_ok=True)
+    (tmp_path / "wandb" / "offline-run-1" / "files").mkdir(parents=True)
+    (tmp_path / "wandb" / "offline-run-1" / "files" / "any").touch()
+
+    RunFolder(tmp_path).begin(config_in(tmp_path), is_forced=True)
+
+    assert sorted(os.listdir(tmp_path)) == [".lock", "config.toml", "tokens"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "notes.txt",
+        "tokens/photo.jpg",
+        "earlier-1/thesis.tex",
+        "tensorboard/a/b",
+        "rank.d/x",
+        "checkpoints/step-1/thesis.tex",
+    ],
+)
+def test_a_folder_with_files_that_no_run_wrote_is_never_emptied(tmp_path, name):
+    leave_a_run(tmp_path)
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("precious")
+    before = sorted(tmp_path.rglob("*"))
+
+    with pytest.raises(
+        ConfigError, match=rf"holds what no run wrote \({name.partition('/')[0]}.*set another run\.folder"
+    ):
+        RunFolder(tmp_path).begin(config_in(tmp_path), is_forced=True)
+
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_config_of_another_program_is_never_removed(tmp_path):
+    (tmp_path / "config.toml").write_text("[theirs]\nkey = 1\n")
+
+    with pytest.raises(ConfigError, match=r"config\.toml is not of a run\. "):
+        RunFolder(tmp_path).begin(config_in(tmp_path), is_forced=True)
+
+    assert "theirs" in (tmp_path / "config.toml").read_text()
+
+
+def test_links_are_removed_and_not_followed(tmp_path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "events.out.tfevents.1").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tensorboard").symlink_to(tmp_path / "far")
+
+    RunFolder(tmp_path / "run").begin(config_in(tmp_path / "run"), is_forced=True)
+
+    assert os.listdir(tmp_path / "run") == ["config.toml"]
+    assert os.listdir(tmp_path / "far") == ["events.out.tfevents.1"]
+
+
+def test_numbers_are_read_as_numbers_and_other_names_are_left_alone(tmp_path):
+    for name in ("run", "run-2", "run-10", "run-1", "run-02", "run-x", "run-3.zip", "runs-7"):
+        (tmp_path / name).mkdir()
+
+    found = numbered_folders(tmp_path / "run")
+
+    assert found == {1: tmp_path / "run", 2: tmp_path / "run-2", 10: tmp_path / "run-10"}
+    assert numbered_folders(tmp_path / "none") == {}
+    assert numbered_folders(tmp_path / "missing" / "none") == {}
+
+
+def test_the_caches_of_the_other_numbers_are_known(tmp_path):
+    for name in ("run", "run-2", "run-3"):
+        (tmp_path / name).mkdir()
+
+    assert RunFolder(tmp_path / "run-3").other_tokens == [tmp_path / "run-2" / "tokens", tmp_path / "run" / "tokens"]
+    assert RunFolder(tmp_path / "elsewhere").other_tokens == []
+
+
+def test_a_folder_has_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    assert run_path("a/b/") == Path("a/b")
+    assert run_path(".") == tmp_path
+    assert run_path("a/..").name == tmp_path.name
+
+
+def test_a_file_in_place_of_the_folder_is_named(tmp_path):
+    (tmp_path / "run").write_text("")
+
+    with pytest.raises(PenstockError, match=r"run: cannot be written: File exists\. .*choose another folder"):
+        RunFolder(tmp_path / "run").begin(config_in(tmp_path))
+
+
+def test_a_file_among_the_parents_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(PenstockError, match=r"file/run: cannot be written: Not a directory"):
+        RunFolder(tmp_path / "file" / "run").begin(config_in(tmp_path))
+
+
+def test_a_full_disk_is_met_before_training(tmp_path):
+    with largest_file(10), pytest.raises(PenstockError, match=r"config\.toml: cannot be written"):
+        RunFolder(tmp_path).begin(config_in(tmp_path))
+
+    assert os.listdir(tmp_path) == []
+
+
+def test_written_files_hold_their_content(tmp_path):
+    RunFolder(tmp_path).write("a.txt", b"text")
+
+    assert (tmp_path / "a.txt").read_bytes() == b"text"

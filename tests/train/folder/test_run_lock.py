@@ -1,0 +1,128 @@
+"""The lock tells whether a process of a run is there, however that process ended."""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+
+import pytest
+
+from penstock.errors import PenstockWarning
+from penstock.train.folder.run_lock import RunLock, holder_of
+
+HOLD = """
+import sys
+from pathlib import Path
+from penstock.train.folder.run_lock import RunLock
+lock = RunLock.{how}(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def hold(tmp_path):
+    """Start processes that hold the folder until they are killed."""
+    started = []
+
+    def start(how="take"):
+        command = [sys.executable, "-c", HOLD.format(how=how), str(tmp_path)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def end(process):
+    process.kill()
+    process.wait()
+
+
+def test_one_process_holds_a_folder_and_is_named(tmp_path, hold):
+    process = hold()
+
+    assert RunLock.take(tmp_path) is None
+    assert holder_of(tmp_path) == f"process {process.pid}"
+
+
+def test_a_killed_process_holds_nothing(tmp_path, hold):
+    end(hold())
+
+    assert holder_of(tmp_path) == ""
+    lock = RunLock.take(tmp_path)
+    assert lock is not None
+    lock.close()
+
+
+def test_a_folder_is_held_until_the_last_rank_of_a_killed_run_has_ended(tmp_path, hold):
+    """The process that began the run is gone, and one of its ranks is not yet."""
+    lock = RunLock.take(tmp_path)
+    assert lock.share()
+    rank = hold("join")
+    lock.close()
+
+    assert RunLock.take(tmp_path) is None
+    end(rank)
+    after = RunLock.take(tmp_path)
+    assert after is not None
+    after.close()
+
+
+def test_the_holder_that_is_named_is_one_that_lives(tmp_path, hold):
+    first, second = hold("take"), None
+    end(first)
+    lock = RunLock.take(tmp_path)
+    assert lock.share()
+    second = hold("join")
+    text = (tmp_path / ".lock").read_text()
+    lock.close()
+
+    assert [int(line.split()[0]) for line in text.splitlines()] == [os.getpid(), second.pid]
+    (tmp_path / ".lock").write_text(f"{first.pid} {text.split()[1]}\n{second.pid} {text.split()[1]}\n")
+    assert holder_of(tmp_path) == f"process {second.pid}"
+
+
+def test_a_holder_on_another_host_is_named_with_its_host(tmp_path, hold):
+    hold()
+    (tmp_path / ".lock").write_text("17 elsewhere\n")
+
+    assert holder_of(tmp_path) == "process 17 on elsewhere"
+
+
+def test_a_lock_file_that_was_removed_meanwhile_is_not_held(tmp_path, monkeypatch):
+    """Whoever removes the file holds it, and another process may have opened it before."""
+
+    def lock_late(file, operation, flock=fcntl.flock):
+        monkeypatch.undo()
+        os.unlink(file.name)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    lock = RunLock.take(tmp_path)
+
+    assert (tmp_path / ".lock").read_text().startswith(f"{os.getpid()} ")
+    assert RunLock.take(tmp_path) is None
+    lock.close()
+
+
+def test_a_folder_without_a_lock_is_joined_without_one(tmp_path):
+    assert RunLock.join(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+    assert holder_of(tmp_path) == ""
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
+    def refuse(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+    with pytest.warns(PenstockWarning, match="this file system has no locks"):
+        lock = RunLock.take(tmp_path)
+    lock.close()

@@ -1,0 +1,165 @@
+"""The optimizer: its class, its groups, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from penstock.errors import ConfigError
+from penstock.models import embedding_names
+from penstock.train.optimizing.optim import build_optimizer, check_optimizer
+from penstock.train.settings.sections import OptimizerSection
+from tests.train.local_ranks import small_layers
+
+OPTIONS = OptimizerSection(learning_rate=1e-2, warmup_steps=4, minimum_fraction=0.1)
+
+
+def test_only_matrices_decay():
+    model = nn.Sequential(nn.Embedding(3, 2), nn.LayerNorm(2), nn.Linear(2, 3))
+
+    optimizer = build_optimizer(model.named_parameters(), OPTIONS)
+
+    decay = {name: group["weight_decay"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert decay == {"0.weight": 0.1, "2.weight": 0.1, "1.weight": 0.0, "1.bias": 0.0, "2.bias": 0.0}
+
+
+def test_the_options_reach_adamw():
+    parameter = nn.Parameter(torch.tensor([2.0]))
+    options = OptimizerSection(learning_rate=0.5, beta1=0.8, beta2=0.7, epsilon=0.25)
+    optimizer = build_optimizer([("a", parameter)], options)
+    parameter.grad = torch.tensor([3.0])
+
+    optimizer.step()
+
+    # the first step's means are corrected to the gradient and its square
+    assert parameter.item() == pytest.approx(2 - 0.5 * 3 / (3 + 0.25))
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.7)
+
+
+def test_copies_of_a_tied_weight_stay_equal_on_separate_ranks():
+    values, gradient = torch.randn(5, 3), torch.randn(5, 3)
+    embedding, head = (nn.Parameter(values.clone()) for _ in range(2))
+    optimizers = [
+        build_optimizer([("embedding.weight", embedding)], OPTIONS),
+        build_optimizer([("norm.weight", nn.Parameter(torch.ones(3))), ("head.weight", head)], OPTIONS),
+    ]
+
+    for optimizer, parameter in zip(optimizers, (embedding, head), strict=True):
+        parameter.grad = gradient.clone()
+        optimizer.step()
+
+    assert torch.equal(embedding, head)
+    assert not torch.equal(embedding, values)
+
+
+def test_shared_and_frozen_parameters_and_empty_ranks_are_fine():
+    shared = nn.Parameter(torch.ones(2, 2))
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    optimizer = build_optimizer([("a", shared), ("b", shared), ("c", frozen)], OPTIONS)
+
+    assert [group["param_names"] for group in optimizer.param_groups] == [["a"]]
+    build_optimizer([], OPTIONS).step()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("learning_rate", 0.0),
+        ("learning_rate", 1e39),
+        ("learning_rate", math.nan),
+        ("warmup_steps", -1),
+        ("minimum_fraction", 1.5),
+        ("beta1", 1.0),
+        ("beta2", -0.1),
+        ("weight_decay", math.inf),
+        ("epsilon", -1.0),
+        ("clip_norm", -1.0),
+    ],
+)
+def test_options_out_of_range_are_refused(key, value):
+    with pytest.raises(ValidationError, match=key):
+        OptimizerSection(**{key: value})
+
+
+# ---- classes of torch
+
+
+CLASSES = [("SGD", {"momentum": 0.9}), ("Adafactor", {}), ("RMSprop", {"alpha": 0.5})]
+
+
+@pytest.mark.parametrize(("name", "options"), CLASSES)
+def test_a_class_of_torch_gets_the_keys_that_it_takes_and_its_own(name, options):
+    section = OptimizerSection(name=name, options=options, learning_rate=0.25, weight_decay=0.5)
+
+    check_optimizer(section)
+    optimizer = build_optimizer([("a", nn.Parameter(torch.ones(2, 2)))], section)
+
+    assert type(optimizer) is getattr(torch.optim, name)
+    assert optimizer.defaults["lr"] == 0.25
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5
+    assert {key: optimizer.defaults[key] for key in options} == options
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "message"),
+    [
+        ({"name": "AdmaW"}, "optimizer.name", "Did you mean 'AdamW'"),
+        ({"name": "Optimizer"}, "optimizer.name", "torch.optim has no optimizer 'Optimizer'"),
+        ({"options": {"amsgrads": True}}, "optimizer.options.amsgrads", "Did you mean 'amsgrad'"),
+        ({"options": {"lr": 0.1}}, "optimizer.options.lr", "set optimizer.learning_rate"),
+        ({"options": {"betas": 0.1}}, "optimizer.options.betas", "set optimizer.beta1 and optimizer.beta2"),
+        ({"name": "SGD", "beta2": 0.5}, "optimizer.beta2", "SGD does not take it"),
+        ({"name": "Adafactor", "epsilon": 0.5}, "optimizer.epsilon", "Adafactor does not take it"),
+        ({"name": "SGD", "options": {"momentum": -1.0}}, "optimizer.name", "Invalid momentum value: -1.0"),
+        ({"name": "SGD", "options": {"momentum": "x"}}, "optimizer.name", "SGD cannot train with these options"),
+        ({"name": "LBFGS"}, "optimizer.name", "LBFGS cannot train with these options"),
+        ({"name": "Muon"}, "optimizer.name", "only supports 2D parameters"),
+        ({"name": "SparseAdam"}, "optimizer.name", "does not support dense gradients"),
+    ],
+)
+def test_what_cannot_train_is_refused_before_a_run(given, key, message):
+    with pytest.raises(ConfigError) as caught:
+        check_optimizer(OptimizerSection(**given))
+
+    assert caught.value.key == key
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_fused"),
+    [({}, True), ({"name": "SGD"}, True), ({"options": {"foreach": False}}, None), ({"name": "RMSprop"}, "absent")],
+)
+def test_a_gpu_gets_the_fused_implementation_where_there_is_one(given, is_fused):
+    """The parameters are on the CPU, which has it too: which one is made depends on the device that is named alone."""
+    named = [("a", nn.Parameter(torch.ones(2, 2)))]
+
+    on_gpu, on_cpu = (
+        build_optimizer(named, OptimizerSection(**given), device=torch.device(kind)) for kind in ("cuda", "cpu")
+    )
+
+    assert on_gpu.param_groups[0].get("fused", "absent") == is_fused
+    assert not on_cpu.param_groups[0].get("fused", False) or is_fused == "absent"
+
+
+# ---- decay
+
+
+def decay_of(optimizer):
+    return {name: group["weight_decay"] for group in optimizer.param_groups for name in group["param_names"]}
+
+
+def test_embeddings_can_be_left_without_decay_and_vectors_with_it():
+    model = nn.Sequential(nn.Embedding(3, 2), nn.LayerNorm(2), nn.Linear(2, 3))
+    options = OptimizerSection(decay_embeddings=False, decay_vectors=True)
+
+    optimizer = build_optimizer(model.named_parameters(), options, embeddings={"0.weight"})
+
+    assert decay_of(optimizer) == {"0.weight": 0.0, "1.weight": 0.1, "1.bias": 0.1, "2.weight": 0.1, "2.bias": 0.1}
+
+
+def test_a_head_that_is_tied_to_the_embedding_is_one_for_the_decay():
+    assert embedding_names(small_layers()) == {"embedding.weight"}
+    assert embedding_names(small_layers(tied_head=True)) == {"embedding.weight", "head.weight"}

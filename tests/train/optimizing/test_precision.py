@@ -1,0 +1,59 @@
+"""What a precision makes of layers, losses and regions."""
+
+import pytest
+import torch
+
+from penstock.train.optimizing.precision import Precision, loss_scaler
+from penstock.train.settings.sections import ModelSection, PrecisionSection
+from tests.train.local_ranks import small_layers
+
+CPU = torch.device("cpu")
+
+
+def precision(compute="model", **options):
+    return Precision(PrecisionSection(compute=compute, **options))
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+def test_layers_are_cast_with_the_values_of_float32_and_their_tables_stay(compute):
+    for plain, cast in zip(small_layers(), precision(compute).cast(small_layers()), strict=True):
+        expected, found = dict(plain().named_parameters()), cast()
+        assert (cast.name, cast.weight, cast.tied) == (plain.name, plain.weight, plain.tied)
+        assert expected.keys() == dict(found.named_parameters()).keys()
+        for name, parameter in found.named_parameters():
+            assert torch.equal(parameter, expected[name].to(getattr(torch, compute)))
+        assert all(buffer.dtype is torch.float32 for buffer in found.buffers())
+
+
+def test_only_a_cast_has_main_weights_and_only_float16_a_scale():
+    cases = [precision(), precision("bfloat16"), precision("float16"), precision("float16", autocast=True)]
+
+    assert [each.has_main_weights for each in cases] == [False, True, True, False]
+    assert [each.scales_losses for each in cases] == [False, False, True, True]
+    assert all(layer().weight.dtype is torch.float32 for layer in cases[3].cast(small_layers()[:1]))
+
+
+@pytest.mark.parametrize(("autocast", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_a_region_casts_only_where_it_was_asked_for(autocast, dtype):
+    ones = torch.ones(2, 2)
+
+    with precision("bfloat16", autocast=autocast).region(CPU):
+        assert (ones @ ones).dtype is dtype
+
+
+def test_each_is_described():
+    model = ModelSection()
+
+    assert precision().describe(model) == "float32"
+    assert precision("bfloat16").describe(model) == "bfloat16 with float32 main weights"
+    assert precision("float16", autocast=True).describe(model) == "float16 by autocast"
+
+
+def test_a_loss_is_scaled_to_its_share_and_against_underflow_only_in_float16():
+    loss = torch.tensor(3.0, requires_grad=True)
+    plain, scaled = (loss_scaler(precision(compute, loss_scale=8.0), CPU) for compute in ("bfloat16", "float16"))
+
+    assert [plain.scale_mean(loss).item(), scaled.scale_mean(loss).item()] == [3.0, 24.0]
+    plain.share = scaled.share = 0.25
+    assert [plain.scale_mean(loss).item(), scaled.scale_mean(loss).item()] == [0.75, 6.0]
+    assert (plain.is_enabled(), scaled.is_enabled()) == (False, True)

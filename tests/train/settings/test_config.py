@@ -1,0 +1,209 @@
+"""The configuration of a run."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError
+from penstock.train.settings.config import config_from_table, config_to_toml, load_config
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MINIMAL = {"run": {"folder": "runs/x"}, "data": {"corpus": "stdlib"}}
+
+
+def table_with(**sections):
+    return {name: {**MINIMAL.get(name, {}), **sections.get(name, {})} for name in {**MINIMAL, **sections}}
+
+
+def refusal_of(table):
+    with pytest.raises(ConfigError) as caught:
+        config_from_table(table)
+    return caught.value
+
+
+def test_the_demo_loads_and_overrides_change_it():
+    config = load_config(EXAMPLES / "demo.toml", ["batch.size=32", "model.dtype=bfloat16", "pipeline.split=[3, 4]"])
+
+    assert config.run.folder == "runs/demo"
+    assert config.batch.size == 32
+    assert config.model.dtype == "bfloat16"
+    assert config.pipeline.split == (3, 4)
+
+
+@pytest.mark.parametrize("split", ["declared", "even", "measured"])
+def test_the_rule_of_the_split_can_be_named(split):
+    config = load_config(EXAMPLES / "demo.toml", [f"pipeline.split={split}"])
+
+    assert config.pipeline.split == split
+    assert f'\nsplit = "{split}"\n' in config_to_toml(config)
+
+
+def test_the_defaults_are_a_valid_run():
+    config = config_from_table(MINIMAL)
+
+    assert config.max_length == config.batch.length
+    assert config.tokens_per_step == config.batch.size * config.batch.length
+    assert config_from_table(table_with(model={"length": 512})).max_length == 512
+
+
+def test_the_last_step_is_recorded_where_the_run_is_shorter():
+    recorded = [
+        config_from_table(
+            table_with(run={"steps": steps, "record_step": 20}, optimizer={"warmup_steps": 0})
+        ).recorded_step
+        for steps in (5, 50)
+    ]
+
+    assert recorded == [5, 20]
+
+
+@pytest.mark.slow
+@given(
+    folder=st.text(min_size=1).filter(lambda text: text.isprintable() or "\x7f" in text),
+    rate=st.floats(min_value=1e-300, max_value=1000),
+    files=st.lists(st.text(min_size=1, alphabet="a\"\\\n\x7f\x00é😀'"), min_size=1, max_size=3),
+    options=st.dictionaries(st.text(max_size=5), st.one_of(st.booleans(), st.integers(-9, 9), st.text(max_size=5))),
+)
+def test_resolved_configuration_reads_back_as_it_was(tmp_path_factory, folder, rate, files, options):
+    config = config_from_table(
+        {
+            "run": {"folder": folder},
+            "optimizer": {"learning_rate": rate},
+            "data": {"files": files},
+            "pipeline": {"options": options, "split": [2, 1]},
+        }
+    )
+    path = tmp_path_factory.getbasetemp() / "resolved.toml"
+
+    path.write_text(config_to_toml(config), encoding="utf-8", newline="")
+
+    assert load_config(path) == config
+
+
+def test_resolved_configuration_says_what_each_key_means():
+    text = config_to_toml(config_from_table(MINIMAL))
+
+    assert "# sequences per batch\nsize = 16\n" in text
+    assert text.startswith("[run]\n")
+    assert text.endswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "hint"),
+    [
+        (table_with(batch={"sise": 3}), "batch.sise", "Did you mean 'batch.size'?"),
+        (table_with(bach={"size": 3}), "bach", "Did you mean 'batch'?"),
+        ({**MINIMAL, "learning_rate": 1.0}, "learning_rate", "Did you mean 'optimizer.learning_rate'?"),
+        (table_with(metrics={"zzz": 1}), "metrics.zzz", "Known here: jsonl, tensorboard, wandb, wandb_project, every"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_known_one(table, key, hint):
+    error = refusal_of(table)
+
+    assert error.key == key
+    assert hint in str(error)
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "message"),
+    [
+        (
+            table_with(batch={"size": "many"}),
+            "batch.size",
+            "got 'many', expected a valid integer (sequences per batch)",
+        ),
+        (table_with(batch={"size": 0}), "batch.size", "got 0, expected greater than or equal to 1"),
+        (table_with(batch={"size": 8.0}), "batch.size", "got 8.0, expected a valid integer"),
+        (table_with(run={"seed": True}), "run.seed", "got True"),
+        (table_with(run={"folder": ""}), "run.folder", "at least 1 character"),
+        (table_with(optimizer={"beta1": True}), "optimizer.beta1", "got True"),
+        (table_with(optimizer={"epsilon": float("nan")}), "optimizer.epsilon", "expected a finite number"),
+        (table_with(model={"dtype": "float23"}), "model.dtype", "Did you mean 'float32'"),
+        (table_with(data={"files": "a.txt"}), "data.files", "got 'a.txt', expected a list"),
+        (table_with(data={"files": [1]}), "data.files[0]", "got 1, expected a valid string"),
+        (table_with(pipeline={"split": [2, 0]}), "pipeline.split[1]", "got 0"),
+        (
+            table_with(pipeline={"split": "mesured"}),
+            "pipeline.split",
+            "got 'mesured', expected 'declared', 'even' or 'measured' ('declared': even by the weights that layers",
+        ),
+        (table_with(pipeline={"split": "mesured"}), "pipeline.split", "Did you mean 'measured' or 'declared'?"),
+        (table_with(pipeline={"split": 3}), "pipeline.split", "got 3, expected a list ('declared'"),
+        (table_with(pipeline={"options": {"a": [1]}}), "pipeline.options.a", "expected a string, a number, true or"),
+        (table_with(pipeline={"options": 3}), "pipeline.options", "expected a table"),
+        ({**MINIMAL, "batch": 3}, "batch", "got 3, expected a table"),
+        ({"data": {"corpus": "stdlib"}}, "run", "is missing"),
+        ({**MINIMAL, "run": {}}, "run.folder", "is missing (folder for everything that the run writes)"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_key_and_what_was_expected(table, key, message):
+    error = refusal_of(table)
+
+    assert error.key == key
+    assert message in str(error)
+
+
+def test_all_mistakes_of_a_file_come_in_one_message(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[run]\nfolder = 'x'\nsteps = 'a'\n[batch]\nsise = 3\n[optimizer]\nbeta1 = 2\n")
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["model.width=-1"])
+
+    message = str(caught.value)
+    assert message.startswith(f"{path}: 4 settings cannot be used:")
+    assert all(key in message for key in ("run.steps", "batch.sise", "optimizer.beta1", "model.width"))
+
+
+def test_a_single_mistake_names_file_and_key(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[run]\nfolder = 'x'\n[data]\ncorpus = 'stdlib'\n")
+
+    with pytest.raises(ConfigError, match=r"^batch\.size: .*run\.toml") as caught:
+        load_config(path, ["batch.size=x"])
+
+    assert caught.value.key == "batch.size"
+
+
+SOURCES = [{"files": ["a.txt"], "weight": 2.0}, {"corpus": "stdlib"}]
+
+
+def test_sources_are_tables_and_are_written_and_read_again(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[run]\nfolder = "runs/x"\n[[data.sources]]\nfiles = ["a.txt"]\nweight = 2.0\n'
+        '[[data.sources]]\ncorpus = "stdlib"\n'
+    )
+
+    config = load_config(path)
+
+    assert config == config_from_table({"run": {"folder": "runs/x"}, "data": {"sources": SOURCES}})
+    assert [(each.files, each.weight) for each in config.data.all_sources] == [(("a.txt",), 2.0), ((), 1.0)]
+    path.write_text(config_to_toml(config))
+    assert load_config(path) == config
+
+
+@pytest.mark.parametrize(
+    ("source", "key", "problem"),
+    [
+        ({"files": ["a"], "weight": 0.0}, "data.sources[1].weight", "got 0.0, expected greater than 0"),
+        ({"files": ["a"], "weight": -1.0}, "data.sources[1].weight", "got -1.0, expected greater than 0"),
+        ({"files": ["a"], "wieght": 1.0}, "data.sources[1].wieght", "unknown key. Did you mean 'weight'?"),
+        ({}, "data.sources[1].files", "no file or folder is named"),
+        ({"corpus": "stdlib", "files": ["a"]}, "data.sources[1].files", "files are named although"),
+        ({"files": ["a"], "suffixes": []}, "data.sources[1].suffixes", "the list is empty"),
+    ],
+)
+def test_a_wrong_key_of_a_source_is_named(source, key, problem):
+    error = refusal_of({"run": {"folder": "x"}, "data": {"sources": [{"corpus": "stdlib"}, source]}})
+
+    assert error.key == key
+    assert problem in str(error)
+
+
+def test_sources_replace_the_files_of_the_section():
+    error = refusal_of({"run": {"folder": "x"}, "data": {"sources": SOURCES, "files": ["b.txt"]}})
+
+    assert error.key == "data.sources"

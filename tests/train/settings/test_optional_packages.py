@@ -1,0 +1,105 @@
+"""Packages that a run asks for are looked up before it begins."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.train.settings.config import config_from_table
+from penstock.train.settings.optional_packages import (
+    OPTIONAL_PACKAGES,
+    PICTURES,
+    describe_missing_pictures,
+    require_packages,
+)
+
+# What each package's line of the table is asked by.
+ASKED = {
+    "tensorboard": {"metrics": {"tensorboard": True}},
+    "wandb": {"metrics": {"wandb": "offline"}},
+    "tokenizers": {"data": {"corpus": "stdlib", "tokenizer": "words.json"}},
+    "datasets": {"data": {"corpus": "datasets", "files": ["saved"]}},
+}
+
+BLOCKED = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {packages}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+from penstock.cli.entry import main
+sys.exit(main({arguments}))
+"""
+
+
+def config_of(**sections):
+    return config_from_table({"run": {"folder": "run"}, "data": {"corpus": "stdlib"}} | sections)
+
+
+@pytest.fixture
+def blocked(monkeypatch):
+    for package in (*OPTIONAL_PACKAGES, PICTURES):
+        monkeypatch.setitem(sys.modules, package.module, None)
+
+
+def test_every_package_has_a_setting_here():
+    assert {package.name for package in OPTIONAL_PACKAGES} == set(ASKED)
+
+
+@pytest.mark.parametrize("package", OPTIONAL_PACKAGES, ids=lambda package: package.name)
+def test_a_missing_package_is_refused_where_the_run_asks_for_it(package, blocked):
+    require_packages(config_of())
+
+    with pytest.raises(ConfigError) as caught:
+        require_packages(config_of(**ASKED[package.name]))
+
+    assert caught.value.key == package.key
+    message = str(caught.value)
+    assert f"needs the {package.name} package" in message
+    assert f"pip install '.[{package.extra}]' in Penstock's clone, or {package.alternative}" in message
+
+
+def test_several_are_told_at_once(blocked):
+    with pytest.raises(ConfigError, match=r"(?s)2 settings cannot be used:.*metrics.tensorboard:.*data.tokenizer:"):
+        require_packages(config_of(**ASKED["tensorboard"], **ASKED["tokenizers"]))
+
+
+def test_packages_that_can_be_imported_are_no_problem():
+    require_packages(config_of(**ASKED["tensorboard"], **ASKED["tokenizers"]))
+    assert describe_missing_pictures(config_of()) == ""
+
+
+def test_a_missing_picture_is_told_where_a_step_is_recorded(blocked):
+    assert describe_missing_pictures(config_of()).startswith("note: there will be no picture of step 20: needs the mat")
+    assert describe_missing_pictures(config_of(run={"folder": "run", "record_step": 0})) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "environment", [{}, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}]
+)
+def test_the_command_ends_before_a_process_starts_or_the_text_is_read(tmp_path, environment):
+    (tmp_path / "run.toml").write_text('[run]\nfolder = "run"\n[data]\nfiles = ["no such file"]\n')
+    ranks = 1 if environment else 2
+    arguments = ["train", "run.toml", "--set=metrics.tensorboard=true", f"--set=pipeline.ranks={ranks}"]
+    script = BLOCKED.format(packages={"tensorboard"}, arguments=arguments)
+
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("penstock: metrics.tensorboard: needs the tensorboard package (")
+    assert "starting 2 ranks" not in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.toml"]

@@ -1,0 +1,96 @@
+"""Rules between settings."""
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.train.settings.config import config_from_table
+
+MINIMAL = {"run": {"folder": "runs/x"}, "data": {"corpus": "stdlib"}}
+
+
+def table_with(**sections):
+    return {name: {**MINIMAL.get(name, {}), **sections.get(name, {})} for name in {**MINIMAL, **sections}}
+
+
+def refusal_of(table):
+    with pytest.raises(ConfigError) as caught:
+        config_from_table(table)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "message"),
+    [
+        ({"batch": {"size": 18}}, "batch.size", "use 16 or 20, or set batch.allow_ragged"),
+        ({"batch": {"size": 3, "allow_ragged": True}}, "batch.size", "at least one sequence per microbatch"),
+        ({"model": {"heads": 3, "key_value_heads": 3}}, "model.heads", "do not divide model.width = 160"),
+        ({"model": {"width": 12, "heads": 4}}, "model.heads", "must be even"),
+        ({"model": {"key_value_heads": 3}}, "model.key_value_heads", "does not divide model.heads = 4"),
+        ({"model": {"length": 64}}, "batch.length", "more than model.length = 64"),
+        ({"model": {"vocabulary": 100}}, "model.vocabulary", "too small for bytes"),
+        ({"data": {"corpus": "files"}}, "data.files", "no file or folder is named"),
+        ({"data": {"files": ["a"]}}, "data.files", "drop one of the two"),
+        ({"data": {"suffixes": []}}, "data.suffixes", "is empty"),
+        ({"data": {"held_out_fraction": 0}}, "data.held_out_fraction", "nothing to evaluate on"),
+        ({"pipeline": {"split": []}}, "pipeline.split", "is empty"),
+        (
+            {"pipeline": {"compile": "inducter"}},
+            "pipeline.compile",
+            "no such backend: 'inducter'. Did you mean 'inductor'? Use true, false, 'inductor' or 'aot_eager'",
+        ),
+        ({"profile": {"memory": True}}, "profile.memory", "set profile.steps = [FIRST, LAST]"),
+        ({"profile": {"steps": [3]}}, "profile.steps", "give the first and the last step"),
+        ({"profile": {"steps": [7, 6]}}, "profile.steps", "give the first and the last step"),
+        ({"profile": {"steps": [500, 501]}}, "profile.steps", "[500, 501] goes beyond run.steps = 500"),
+        ({"batch": {"samples": 24}}, "batch.samples", "24 is not a multiple of batch.size = 16; use 16 or 32"),
+        (
+            {"batch": {"tokens": 2049}},
+            "batch.tokens",
+            "not a multiple of batch.size * batch.length = 2048",
+        ),
+        ({"batch": {"samples": 8}}, "batch.samples", "8 is not a multiple of batch.size = 16; use 16"),
+        ({"batch": {"samples": 32, "accumulate": 2}}, "batch.samples", "batch.accumulate says already"),
+        ({"batch": {"ramp_from": 2}}, "batch.ramp_from", "needs batch.ramp_steps too"),
+        ({"batch": {"ramp_steps": 2}}, "batch.ramp_steps", "needs batch.ramp_from too"),
+        ({"batch": {"ramp_from": 2, "ramp_steps": 9}}, "batch.ramp_from", "more than the 1 that it grows to"),
+        ({"precision": {"autocast": True}}, "precision.autocast", "set precision.compute"),
+        (
+            {"precision": {"compute": "bfloat16"}, "model": {"dtype": "float64"}},
+            "precision.compute",
+            "leave model.dtype at 'float32'",
+        ),
+        ({"optimizer": {"decay_steps": 5}}, "optimizer.decay_steps", "only 'wsd' has them"),
+        (
+            {"run": {"steps": 30}, "optimizer": {"learning_rate_schedule": "wsd", "decay_steps": 15}},
+            "optimizer.decay_steps",
+            "20 steps of warm-up and 15 of decay do not fit into run.steps = 30",
+        ),
+        ({"run": {"patience": 2, "evaluate_every": 0}}, "run.patience", "needs evaluations"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(sections, key, message):
+    error = refusal_of(table_with(**sections))
+
+    assert error.key == key
+    assert message in str(error)
+
+
+@pytest.mark.parametrize("batch", [{"accumulate": 3}, {"samples": 48}, {"tokens": 6144}])
+def test_how_many_batches_a_step_adds_up_may_be_said_in_three_ways(batch):
+    config = config_from_table(table_with(batch={**batch, "ramp_from": 1, "ramp_steps": 4}))
+
+    assert [config.batch_plan.count(step) for step in range(1, 6)] == [1, 1, 2, 2, 3]
+    assert config.tokens_per_step == 6144
+
+
+def test_a_ragged_batch_is_allowed_on_request():
+    config = config_from_table(table_with(batch={"size": 18, "allow_ragged": True}))
+
+    assert config.batch.size == 18
+
+
+def test_all_contradictions_come_at_once():
+    error = refusal_of(table_with(batch={"size": 18}, model={"heads": 3, "key_value_heads": 3}, pipeline={"split": []}))
+
+    assert str(error).startswith("3 settings cannot be used:")
+    assert error.key == ""

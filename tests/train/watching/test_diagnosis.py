@@ -1,0 +1,172 @@
+"""Planted causes are named, every idle microsecond has a cause, and the critical path is told whole."""
+
+import random
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.ir.timeline import Timeline
+from penstock.lowering import lower
+from penstock.schedules import build
+from penstock.searching.what_if import Setting
+from penstock.simulation import simulate
+from penstock.simulation.causes import Cause
+from penstock.simulation.prologue import Prologue
+from penstock.train.settings.config import config_from_table
+from penstock.train.watching.diagnosis import diagnose, setting_of
+from penstock.train.watching.recorded_step import RecordedStep
+from tests.cli.recorded_steps import recorded_step as simulated_step
+from tests.planted import Planted
+from tests.simulation.events import uneven_costs
+from tests.strategies import schedules
+
+NUM_TRIALS = 5
+
+
+def some_shape(chance):
+    num_ranks = chance.choice([2, 3, 4])
+    return {
+        "schedule": chance.choice(["1f1b", "gpipe", "zb-h1"]),
+        "num_ranks": num_ranks,
+        "num_microbatches": 2 * num_ranks,
+    }
+
+
+def slow_stage(chance):
+    shape = some_shape(chance)
+    stage = chance.randrange(shape["num_ranks"])
+    return Planted(**shape, slow_stages={stage: 4.0}), f"stage {stage} on rank {stage}, "
+
+
+def slow_channel(chance):
+    shape = some_shape(chance)
+    lower_rank = chance.randrange(shape["num_ranks"] - 1)
+    sender, receiver = chance.choice([(lower_rank, lower_rank + 1), (lower_rank + 1, lower_rank)])
+    return Planted(**shape, slow_channels={(sender, receiver): 0.04}), f"rank {sender} to rank {receiver}, "
+
+
+def late_rank(chance):
+    shape = some_shape(chance)
+    rank = chance.randrange(shape["num_ranks"])
+    return Planted(**shape, late_ranks={rank: 0.06}), f"rank {rank}, late"
+
+
+def slow_data(chance):
+    shape = some_shape(chance)
+    rank = chance.randrange(shape["num_ranks"])
+    return Planted(**shape, slow_data={rank: 0.06}), f"rank {rank}"
+
+
+def slow_stream(chance):
+    """One microbatch inside the step comes late, to the first or the last rank."""
+    shape = some_shape(chance)
+    rank = chance.choice([0, shape["num_ranks"] - 1])
+    late = (rank, chance.randrange(1, shape["num_microbatches"]))
+    return Planted(**shape, slow_streams={late: 0.06}), f"rank {rank}, for microbatches"
+
+
+def slow_first_microbatch(chance):
+    shape = some_shape(chance)
+    rank = chance.choice([0, shape["num_ranks"] - 1])
+    return Planted(**shape, slow_streams={(rank, 0): 0.06}), f"rank {rank}"
+
+
+CAUSES = {
+    slow_stage: Cause.IMBALANCE,
+    slow_channel: Cause.TRANSFER,
+    late_rank: Cause.STRAGGLER,
+    slow_data: Cause.DATA,
+    slow_stream: Cause.DATA,
+    slow_first_microbatch: Cause.DATA,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(300)
+def test_27_of_30_single_recordings_name_the_planted_cause_and_its_culprit():
+    """A machine that stalls for longer than what was planted is rightly told to have stalled, so not all 30 have to."""
+    missed = []
+    for plant, trial in product(CAUSES, range(NUM_TRIALS)):
+        planted, culprit = plant(random.Random(trial))
+        diagnosis = diagnose(planted.record(), planted.setting)
+        found = (diagnosis.chief_loss.cause, diagnosis.chief_loss.culprit[: len(culprit)])
+        if found != (CAUSES[plant], culprit):
+            missed.append((plant.__name__, trial, diagnosis.losses[:3]))
+
+    print(f"\n{NUM_TRIALS * len(CAUSES) - len(missed)} of {NUM_TRIALS * len(CAUSES)} recordings name the planted cause")
+    assert len(missed) <= 3, missed
+
+
+def test_an_unfavourable_split_is_cured_by_moving_a_layer_out_of_the_slow_stage():
+    """Four layers take twice as long as the other four: with three of them, 1.5 against 1.25."""
+    recorded = simulated_step(build("1f1b", ranks=2, microbatches=6), forward_s=(1.0, 2.0))
+
+    diagnosis = diagnose(recorded, Setting(batch_size=6, family="1f1b", stages_per_rank=1))
+
+    [move] = [change for change in diagnosis.changes if change.text == "move one layer from stage 1 to stage 0"]
+    assert -0.25 < move.step_change < -0.15
+    assert "move one layer from stage 0 to stage 1" not in [change.text for change in diagnosis.changes]
+
+
+def recorded_step(schedule, seed):
+    """A simulated step that passes for a measured one, with uneven costs and ranks that come at different times."""
+    program, chance = lower(schedule), np.random.default_rng(seed)
+    timeline = simulate(program, uneven_costs(program, seed))
+    measured = Timeline(program, "measured", timeline.start_s, timeline.end_s)
+    moments = np.sort(chance.uniform(-9, -1, (program.num_ranks, 3)))
+    parts = [range(2 * place, 2 * place + 2) for place in range(len(program.placement.routes[0]))]
+    place_of = {stage: place for route in program.placement.routes for place, stage in enumerate(route)}
+    return RecordedStep(
+        3,
+        measured,
+        (0,) * program.num_stages,
+        tuple(parts[place_of[stage]] for stage in range(program.num_stages)),
+        (1.0,) * (2 * len(parts)),
+        tuple(Prologue(*row) for row in moments.tolist()),
+    )
+
+
+@given(schedules(), st.integers(0, 2**32))
+def test_the_causes_add_up_to_all_idle_time_from_when_a_rank_was_free_to_the_end(schedule, seed):
+    recorded = recorded_step(schedule, seed)
+    timeline = recorded.timeline
+    if timeline.makespan_s == 0:
+        return
+
+    idle = diagnose(recorded, Setting(batch_size=schedule.num_microbatches)).idle
+
+    end_s = timeline.end_s[timeline.program.is_compute].max()
+    expected = [end_s - lead_in.free_s - timeline.work_s[rank] for rank, lead_in in enumerate(recorded.lead_ins)]
+    assert idle.idle_s == pytest.approx(expected, abs=1e-6)
+
+
+@given(schedules(), st.integers(0, 2**32))
+def test_the_contributions_to_the_critical_path_add_up_to_the_makespan(schedule, seed):
+    recorded = recorded_step(schedule, seed)
+    if recorded.timeline.makespan_s == 0:
+        return
+
+    diagnosis = diagnose(recorded, Setting(batch_size=schedule.num_microbatches))
+
+    durations = [contribution.duration_s for contribution in diagnosis.path]
+    assert sum(durations) == pytest.approx(recorded.timeline.makespan_s, abs=1e-6)
+    assert durations == sorted(durations, reverse=True)
+
+
+def test_the_setting_of_a_run_is_that_of_its_configuration():
+    table = {
+        "run": {"folder": "run"},
+        "data": {"corpus": "stdlib"},
+        "batch": {"size": 24},
+        "pipeline": {"schedule": "1f1b", "options": {"warmup": "eager"}, "stages_per_rank": 1},
+    }
+    file = table | {"pipeline": {"schedule": "mine.csv"}}
+
+    assert setting_of(config_from_table(table)) == Setting(
+        batch_size=24, family="1f1b", options={"warmup": "eager"}, stages_per_rank=1
+    )
+    assert setting_of(config_from_table(file)).family is None

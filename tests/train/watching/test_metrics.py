@@ -1,0 +1,223 @@
+"""The record of a run's steps."""
+
+import io
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from penstock.errors import ConfigError, FormatError, PenstockError
+from penstock.train.settings.sections import MetricsSection
+from penstock.train.watching.metrics import MetricsWriter, StepMetrics, read_metrics
+from penstock.train.watching.utilization import Utilization
+from tests.test_files import largest_file
+
+
+def step_of(step, duration_s=0.5, **optional):
+    return StepMetrics(step, 2.0 + step, 100, duration_s, 1e-3, 0.5, **optional)
+
+
+def write_all(folder, steps, num_steps=10, **options):
+    output = io.StringIO()
+    with MetricsWriter(folder, MetricsSection(**options), num_steps=num_steps, output=output) as writer:
+        for step in steps:
+            writer.write(step)
+    return output.getvalue()
+
+
+def objects_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_step_is_one_json_object(tmp_path):
+    write_all(tmp_path / "run", [step_of(1), step_of(2, bubble_fraction=0.25, held_out_loss=2.5)])
+
+    first, second = objects_of(tmp_path / "run")
+    assert first == {
+        "step": 1,
+        "loss": 3.0,
+        "num_tokens": 100,
+        "tokens_per_s": 200.0,
+        "duration_s": 0.5,
+        "data_wait_s": 0.0,
+        "learning_rate": 1e-3,
+        "gradient_norm": 0.5,
+        "left_s": 4.5,
+    }
+    assert (second["bubble_fraction"], second["held_out_loss"]) == (0.25, 2.5)
+
+
+def test_what_was_measured_of_the_ranks_has_a_number_for_each(tmp_path):
+    step = step_of(1, peak_bytes=(7, 5), data_wait_s=0.25, bubble_fraction=0.2, predicted_bubble_fraction=0.1)
+    write_all(tmp_path / "run", [step])
+
+    [row] = objects_of(tmp_path / "run")
+    assert (row["peak_bytes_rank0"], row["peak_bytes_rank1"], row["data_wait_s"]) == (7, 5, 0.25)
+    assert row["predicted_bubble_fraction"] == 0.1
+    assert "model_flops_utilization" not in row
+
+
+def test_recorded_steps_do_not_count_in_tokens_per_second_and_what_is_left(tmp_path):
+    recorded = step_of(1, duration_s=4.0, bubble_fraction=0.2, is_slowed=True)
+    write_all(tmp_path / "run", [recorded, step_of(2), replace(recorded, step=3), step_of(4, duration_s=0.25)])
+
+    rows = objects_of(tmp_path / "run")
+    assert [row["tokens_per_s"] for row in rows] == [25.0, 200.0, 200.0, 300.0]
+    assert [row["left_s"] for row in rows] == [36.0, 4.0, 3.5, 3.0]
+    assert [row["duration_s"] for row in rows] == [4.0, 0.5, 4.0, 0.25]
+
+
+def test_utilization_follows_from_tokens_per_second(tmp_path):
+    utilization = Utilization(flops_per_token=6.0, flops_per_s=2400.0)
+    writer = MetricsWriter(tmp_path, MetricsSection(), num_steps=2, output=io.StringIO(), utilization=utilization)
+    with writer:
+        writer.write(step_of(1))
+
+    [row] = objects_of(tmp_path)
+    assert row["model_flops_utilization"] == 0.5
+
+
+def test_people_see_the_last_memory_that_was_gathered(tmp_path):
+    shown = write_all(tmp_path, [step_of(1), step_of(2, peak_bytes=(2**30,)), step_of(3)], every=1)
+
+    assert ["memory 1.00 GiB" in line for line in shown.splitlines()] == [False, True, True]
+
+
+def test_a_line_is_in_the_file_before_the_next_step(tmp_path):
+    with MetricsWriter(tmp_path, MetricsSection(), num_steps=2, output=io.StringIO()) as writer:
+        writer.write(step_of(1))
+
+        assert [each["step"] for each in objects_of(tmp_path)] == [1]
+
+
+def test_numbers_that_are_not_finite_stay_json(tmp_path):
+    write_all(tmp_path, [StepMetrics(1, float("nan"), 1, 1.0, 1e-3, float("inf"))])
+
+    (only,) = objects_of(tmp_path)
+    assert (only["loss"], only["gradient_norm"]) == (None, None)
+
+
+def test_one_slow_step_hardly_moves_the_time_left(tmp_path):
+    write_all(tmp_path, [step_of(1, 9.0), step_of(2, 1.0), step_of(3, 1.0)])
+
+    assert objects_of(tmp_path)[-1]["left_s"] == 7.0
+
+
+def test_terminal_shows_first_last_due_and_evaluated_steps(tmp_path):
+    steps = [step_of(step, held_out_loss=1.0 if step == 3 else None) for step in range(1, 11)]
+
+    shown = write_all(tmp_path, steps, every=4)
+
+    assert [int(line.split()[1].split("/")[0]) for line in shown.splitlines()] == [1, 3, 4, 8, 10]
+    assert len(objects_of(tmp_path)) == 10
+
+
+def test_a_pipe_gets_a_line_every_few_seconds(tmp_path):
+    """Steps of 0.5 s: the first, every tenth after it, the last."""
+    output, now_s = io.StringIO(), [0.0]
+
+    writer = MetricsWriter(tmp_path, MetricsSection(), num_steps=35, output=output, clock=lambda: now_s[0])
+    with writer:
+        for step in range(1, 36):
+            now_s[0] += 0.5
+            writer.write(step_of(step))
+
+    assert [int(line.split()[1].split("/")[0]) for line in output.getvalue().splitlines()] == [1, 11, 21, 31, 35]
+
+
+def test_nothing_is_written_to_the_folder_when_nothing_is_asked_for(tmp_path):
+    shown = write_all(tmp_path, [step_of(1)], jsonl=False)
+
+    assert shown.startswith("step  1/10  loss 3.0000")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_tensorboard_files_hold_the_numbers(tmp_path):
+    write_all(tmp_path, [step_of(1), step_of(2)], tensorboard=True)
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.0), (2, 4.0)]
+    assert "tokens_per_s" in events.Tags()["scalars"]
+
+
+def test_missing_tensorboard_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+
+    with pytest.raises(ConfigError, match=r"pip install '\.\[tensorboard\]' in Penstock's clone") as caught:
+        write_all(tmp_path, [], tensorboard=True)
+
+    assert caught.value.key == "metrics.tensorboard"
+
+
+def test_a_full_disk_names_the_path_and_the_reason(tmp_path):
+    with largest_file(10), pytest.raises(PenstockError, match=r"metrics\.jsonl: cannot be written: File too large"):
+        write_all(tmp_path, [step_of(1)])
+
+
+def test_metrics_are_appended_to_and_the_last_line_of_a_step_counts(tmp_path):
+    write_all(tmp_path, [step_of(1), step_of(2), step_of(3)])
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step":4,"lo')  # killed
+
+    write_all(tmp_path, [replace(step_of(3), loss=7.0), step_of(4)])
+
+    assert (tmp_path / "metrics.jsonl").read_bytes().startswith(before)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[2]["loss"] == 7.0
+
+
+def test_a_number_that_was_not_finite_is_left_out_when_it_is_read(tmp_path):
+    write_all(tmp_path, [replace(step_of(1), loss=float("nan"))])
+
+    [row] = read_metrics(tmp_path / "metrics.jsonl")
+    assert "loss" not in row
+    assert row["gradient_norm"] == 0.5
+
+
+@pytest.mark.parametrize("line", ["step 2", "[1]", '{"loss":2.0}', '{"step":2,"loss":"low"}', '{"step":2.5}', "null"])
+def test_a_line_that_is_no_step_is_named(tmp_path, line):
+    write_all(tmp_path, [step_of(1)])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+
+    with pytest.raises(FormatError, match="not the numbers of a step") as caught:
+        read_metrics(tmp_path / "metrics.jsonl")
+
+    assert caught.value.line == 2
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(PenstockError, match=r"file/run: cannot be written: Not a directory"):
+        write_all(tmp_path / "file" / "run", [])
+
+
+def test_a_failure_inside_the_block_comes_out_as_it_is(tmp_path):
+    def steps():
+        yield step_of(1)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_all(tmp_path, steps())
+
+    assert len(objects_of(tmp_path)) == 1
+
+
+def test_people_see_the_last_measured_bubble_and_the_files_only_what_was_measured(tmp_path):
+    output = io.StringIO()
+    steps = [step_of(1), step_of(2, bubble_fraction=0.25), step_of(3)]
+
+    with MetricsWriter(tmp_path, MetricsSection(tensorboard=False, every=1), num_steps=3, output=output) as writer:
+        for step in steps:
+            writer.write(step)
+
+    lines = output.getvalue().splitlines()
+    assert [("bubble     -" in line, "bubble 25.0%" in line) for line in lines] == [(True, False), *[(False, True)] * 2]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert ["bubble_fraction" in row for row in rows] == [False, True, False]

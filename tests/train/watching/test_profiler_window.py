@@ -1,0 +1,95 @@
+"""Steps under torch's profiler: which, and what is left of them."""
+
+import gzip
+import json
+import logging
+
+import pytest
+import torch
+
+from penstock.train.settings.sections import ProfileSection
+from penstock.train.watching.profiler_window import ProfilerWindow
+
+CPU = torch.device("cpu")
+
+
+def window_of(folder, rank=0, device=CPU, **options):
+    return ProfilerWindow(ProfileSection(**options), folder, rank, device)
+
+
+def run(window, steps):
+    for step in steps:
+        with window.around(step):
+            torch.ones(100, 100) @ torch.ones(100, 100)
+
+
+def events_of(path):
+    return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+
+
+def steps_of(path):
+    return sorted({event["name"] for event in events_of(path) if event.get("name", "").startswith("step ")})
+
+
+def test_the_steps_of_the_window_are_in_the_trace_which_is_there_after_the_last(tmp_path):
+    window = window_of(tmp_path, rank=1, steps=[2, 3])
+
+    run(window, [1, 2])
+    assert list(tmp_path.iterdir()) == []
+    run(window, [3])
+
+    assert [path.name for path in tmp_path.iterdir()] == ["profile-rank1.json.gz"]
+    assert steps_of(tmp_path / "profile-rank1.json.gz") == ["step 2", "step 3"]
+    run(window, [4, 5])
+    window.close()
+    assert steps_of(tmp_path / "profile-rank1.json.gz") == ["step 2", "step 3"]
+
+
+@pytest.mark.parametrize(("steps", "profiled"), [([1, 2], ["step 2"]), ([3, 4], ["step 3"]), ([4, 5], None)])
+def test_a_run_that_ends_or_begins_within_the_window_keeps_what_there_is(tmp_path, steps, profiled):
+    window = window_of(tmp_path, steps=[2, 3])
+
+    run(window, steps)
+    window.close()
+
+    path = tmp_path / "profile-rank0.json.gz"
+    assert (steps_of(path) if path.exists() else None) == profiled
+
+
+def test_without_steps_nothing_is_profiled(tmp_path):
+    window = window_of(tmp_path)
+
+    run(window, [1, 2])
+    window.close()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_with_memory_the_trace_has_curves_of_what_tensors_take(tmp_path):
+    run(window_of(tmp_path, steps=[1, 1], memory=True), [1])
+    run(window_of(tmp_path, rank=1, steps=[1, 1]), [1])
+
+    curve, none = [
+        [event["args"]["bytes"] for event in events_of(tmp_path / f"profile-rank{rank}.json.gz") if event["ph"] == "C"]
+        for rank in (0, 1)
+    ]
+    assert max(curve) - min(curve) >= 80_000
+    assert none == []
+
+
+def test_on_cuda_the_blocks_of_the_allocator_are_kept_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"device": 0, "total_size": 512}])
+
+    run(window_of(tmp_path, device=torch.device("cuda", 0), steps=[1, 1], memory=True), [1])
+
+    assert json.loads(gzip.decompress((tmp_path / "memory-rank0.json.gz").read_bytes())) == [
+        {"device": 0, "total_size": 512}
+    ]
+
+
+def test_a_profile_that_cannot_be_written_is_told_and_ends_nothing(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "penstock"):
+        run(window_of(tmp_path / "none", steps=[1, 1]), [1, 2])
+
+    assert "rank 0: the profile is lost: " in caplog.text
+    assert "No such file or directory" in caplog.text

@@ -1,0 +1,111 @@
+"""Lines and bars on the terminal."""
+
+import io
+import re
+from dataclasses import replace
+
+import pytest
+
+from penstock.tables import NO_SCREEN
+from penstock.train.watching.progress import (
+    Pace,
+    ShareLines,
+    StepMetrics,
+    duration_text,
+    open_display,
+    screen_of,
+    step_line,
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+METRICS = StepMetrics(7, 2.34567, 2048, 0.1, 3e-4, 0.83, bubble_fraction=0.1234, held_out_loss=2.5)
+PACE = Pace(20480.0, 59.3)
+
+
+def test_a_line_holds_every_number():
+    line = step_line(METRICS, PACE, num_steps=600)
+
+    assert line == (
+        "step   7/600  loss 2.3457  held-out 2.5000  left 0:59   20,480 tokens/s  0.100 s/step  bubble 12.3%  "
+        "lr 3.00e-04  norm 0.83"
+    )
+
+
+def test_what_was_not_measured_is_a_dash_or_left_out():
+    line = step_line(StepMetrics(1, 2.0, 10, 0.0, 1e-3, 1.0), Pace(0.0, 0.0), num_steps=1)
+
+    assert "bubble     -" in line
+    assert "held-out" not in line
+    assert "0 tokens/s" in line
+
+
+def test_what_only_some_runs_have_is_at_the_end():
+    more = {"predicted_bubble_fraction": 0.1, "peak_bytes": (2**20, 3 * 2**30), "num_skipped": 2, "data_wait_s": 0.025}
+
+    line = step_line(replace(METRICS, **more), replace(PACE, utilization=0.412), num_steps=600)
+
+    assert line.endswith(
+        "norm 0.83  MFU 41.2%  memory 3.00 GiB  data wait 0.025 s  skipped 2  "
+        "recorded: not in tokens/s; predicted bubble 10.0%"
+    )
+
+
+def test_a_wait_for_data_is_shown_where_it_is_a_part_of_the_step():
+    waiting = [step_line(replace(METRICS, data_wait_s=wait_s), PACE, num_steps=600) for wait_s in (0.0019, 0.0021)]
+
+    assert ["data wait" in line for line in waiting] == [False, True]
+
+
+def test_only_a_terminal_has_a_width(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+
+    assert screen_of(Terminal()).width == 40
+    assert screen_of(io.StringIO()) == NO_SCREEN
+
+
+@pytest.mark.parametrize(("duration_s", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3661, "1:01:01")])
+def test_durations_read_like_a_clock(duration_s, text):
+    assert duration_text(duration_s) == text
+
+
+def test_a_pipe_gets_plain_lines_that_stay():
+    output = io.StringIO()
+
+    with open_display(output, 600) as display:
+        display.update(METRICS, replace(PACE, left_s=60.0))
+        display.show(METRICS, PACE)
+
+    assert output.getvalue() == step_line(METRICS, PACE, num_steps=600) + "\n"
+
+
+@pytest.mark.parametrize("width", ["40", "80", "250"])
+def test_a_terminal_gets_one_line_in_place_and_whole_lines_above_it(monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", width)
+    output = Terminal()
+
+    with open_display(output, 600) as display:
+        display.show(METRICS, PACE)
+        for step in range(8, 20):
+            display.update(replace(METRICS, step=step, held_out_loss=None), PACE)
+
+    assert step_line(METRICS, PACE, num_steps=600) in output.getvalue()
+    lines = re.split(r"[\r\n]|\x1b\[[?\d]*[A-Za-z]", output.getvalue())
+    live = [line for line in lines if line.startswith("step  19/600")]
+    assert live
+    assert all(len(line) <= int(width) for line in live)
+    assert output.getvalue().count("\n") <= 2
+
+
+def test_shares_of_a_long_preparation_are_told_every_five_seconds_and_of_a_short_one_never():
+    output, seconds = io.StringIO(), iter([0.0, 1.0, 4.9, 5.0, 9.0, 10.5])
+    lines = ShareLines(output, clock=lambda: next(seconds))
+
+    for num_done in (10, 20, 30, 40, 200):
+        lines.tell("tokenizing", num_done, 200)
+
+    assert output.getvalue() == "tokenizing: 15%\ntokenizing: 100%\n"

@@ -1,0 +1,113 @@
+"""The report: figures, trace, picture, and lines that say where they are."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from penstock.errors import PenstockError
+from penstock.ir.instruction import Op
+from penstock.ir.timeline import Timeline
+from penstock.lowering import lower
+from penstock.schedules import build
+from penstock.simulation import Costs, simulate
+from penstock.train.folder.run_folder import RunFolder
+from penstock.train.watching.report import Outcome, predict_again, write_report
+
+OUTCOME = Outcome(num_steps=40, duration_s=65.0, loss=1.5, held_out_loss=1.75, recorded_step=20)
+
+
+def measured_timeline():
+    program = lower(build("1f1b", ranks=2, microbatches=4))
+    played = simulate(program, Costs.uniform(forward=1e-3, backward=2e-3, transfer=1e-4))
+    return Timeline(program, "measured", played.start_s, played.end_s, played.sizes)
+
+
+def report_lines(folder, outcome=OUTCOME, measured=None):
+    return list(write_report(RunFolder(folder), outcome, predict_again(measured)))
+
+
+def uncertainty_lines(measured):
+    """Which timelines are said to be uncertain."""
+    with TemporaryDirectory() as folder:
+        lines = report_lines(Path(folder), measured=measured)
+    told = [line for line in lines if "times of different hosts within 12.0 µs of each other" in line]
+    return [line.partition(":")[0] for line in told]
+
+
+def test_a_prediction_from_the_measured_costs_comes_near_the_measurement():
+    timelines = predict_again(measured_timeline())
+
+    assert [timeline.source for timeline in timelines.values()] == ["predicted", "measured"]
+    assert timelines["predicted"].makespan_s == pytest.approx(timelines["measured"].makespan_s, rel=0.01)
+
+
+@pytest.mark.slow
+def test_the_report_holds_figures_trace_and_picture(tmp_path):
+    measured = measured_timeline()
+
+    report_lines(tmp_path, measured=measured)
+
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["loss"], summary["held_out_loss"], summary["recorded_step"]) == (1.5, 1.75, 20)
+    seconds = summary["timelines"]["measured"].pop("seconds_by_operation")
+    assert [of_rank["forward"] for of_rank in seconds] == [each[Op.FORWARD] for each in measured.seconds_by_op()]
+    summary["timelines"]["predicted"].pop("seconds_by_operation")
+    assert summary["timelines"]["measured"] == {
+        "makespan_s": measured.makespan_s,
+        "span_s": measured.span_s,
+        "bubble_fraction": measured.bubble_fraction,
+        "bubble_rate": measured.bubble_rate,
+    }
+    assert summary["timelines"]["predicted"].keys() == summary["timelines"]["measured"].keys()
+    events = json.loads((tmp_path / "timeline.trace.json").read_text())["traceEvents"]
+    assert {event["args"]["timeline"] for event in events if event["ph"] == "X"} == {"predicted", "measured"}
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_lines_name_the_files_that_are_there_and_no_others(tmp_path):
+    (tmp_path / "tensorboard").mkdir()
+
+    text = "\n".join(report_lines(tmp_path, measured=measured_timeline()))
+
+    assert "held-out loss 1.7500 nats per token, loss 1.5000, 40 steps in 1:05" in text
+    assert "measured:  makespan" in text
+    for name in ("summary.json", "timeline.png", "timeline.trace.json"):
+        assert f"  {name} " in text
+    assert f"tensorboard --logdir {tmp_path / 'tensorboard'}" in text
+    assert "weights.safetensors" not in text
+
+
+def test_what_the_clocks_of_several_hosts_leave_uncertain_is_told():
+    measured = replace(measured_timeline(), clock_uncertainty_s=12e-6)
+
+    assert uncertainty_lines(measured) == ["measured"]
+    assert uncertainty_lines(measured_timeline()) == []
+
+
+def test_without_matplotlib_one_line_says_what_is_missing_and_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+    lines = report_lines(tmp_path, measured=measured_timeline())
+
+    [line] = [line for line in lines if "timeline.png" in line]
+    assert line.startswith("timeline.png was not made: ")
+    assert "pip install" in line
+    assert (tmp_path / "timeline.trace.json").exists()
+
+
+def test_without_a_recorded_step_there_is_a_summary_only(tmp_path):
+    text = "\n".join(report_lines(tmp_path, Outcome(4, 1.0, 1.5, None, 0)))
+
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+    assert json.loads((tmp_path / "summary.json").read_text())["timelines"] == {}
+    assert "held-out" not in text
+
+
+def test_a_report_that_cannot_be_written_names_the_file(tmp_path):
+    with pytest.raises(PenstockError, match=r"summary\.json: cannot be written: No such file"):
+        report_lines(tmp_path / "missing")
