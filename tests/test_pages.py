@@ -45,10 +45,10 @@ def test_pictures_exist_in_light_and_dark(name):
     assert 2 * len(light) == len(set(pictures))
 
 
-def test_there_are_20_tasks_and_each_names_its_page():
+def test_there_are_20_tasks_or_more_and_each_names_its_page():
     rows = re.findall(r"^\| (?!I want to|---)(.+?) \| (.+) \|$", text_of("docs/tasks.md"), re.MULTILINE)
 
-    assert len(rows) == 20
+    assert len(rows) >= 20
     links = [re.findall(r"\]\(([^)]+)\)", pages) for _, pages in rows]
     assert all(links)
 

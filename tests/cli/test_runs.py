@@ -6,7 +6,7 @@ import re
 import pytest
 
 from penstock.cli.entry import main
-from tests.train.test_run_list import write_run
+from tests.train.watching.test_run_list import write_run
 
 HEADINGS = [
     "run",

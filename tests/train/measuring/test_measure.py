@@ -18,7 +18,7 @@ from penstock.train.measuring.measure import LayerTimes, measure_layers
 from tests.local_pipelines import error_of, on_ranks, square_loss, token_layers, token_loss
 
 WIDTH = 3
-PAGE = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "performance.md").read_text(encoding="utf-8")
 
 
 class FakeClock:

@@ -37,7 +37,7 @@ def is_unchanged(pipeline, before):
 
 def run_step(pipeline, update):
     tokens, target = random_batch(0)
-    update.begin(1)
+    update.begin_batch(1.0)
     pipeline.step(tokens, target=target)
     return update.measure()
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.errors import ConfigError
 from penstock.train.settings.config import config_from_table, config_to_toml, load_config
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 MINIMAL = {"run": {"folder": "runs/x"}, "data": {"corpus": "stdlib"}}
 
 
