@@ -65,6 +65,28 @@ def entries(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
+def test_another_tokenizer_file_is_refused_where_a_run_would_continue_and_old_folders_go_on(base):
+    def data(digest):
+        return {"data": {"tokenizer": "words.json", "tokenizer_digest": digest}}
+
+    def refusal(**sections):
+        return str(error_of(lambda: run_in(base, **sections)))
+
+    run_in(base, is_finished=False, **data("a" * 64))
+    (base / "checkpoints" / "step-4").mkdir(parents=True)
+    before = entries(base)
+
+    assert refusal(**data("b" * 64)) == (
+        f"{base}: data.tokenizer: words.json has changed since the run began: its sha256 begins with bbbbbbbbbbbb, "
+        "expected aaaaaaaaaaaa. Put the file back, or begin in the next folder with --fresh"
+    )
+    assert entries(base) == before
+    assert run_in(base, start=Start.FRESH, **data("b" * 64))[0] == "run-2"
+    shutil.rmtree(base.with_name("run-2"))
+    (base / "config.toml").write_text((base / "config.toml").read_text().replace("a" * 64, ""))
+    assert run_in(base, is_finished=False, **data("b" * 64))[0] == "run"
+
+
 def test_a_run_begins_where_nothing_is(base):
     assert run_in(base / "deep") == ("deep", f"run folder: {base}/deep (new)")
 

@@ -11,7 +11,7 @@ from penstock.cli.entry import main
 from penstock.errors import ConfigError, PenstockError
 from penstock.models import LayerSpec
 from penstock.train.loop import train
-from penstock.train.model_source import build_layers, loss_of, with_digest
+from penstock.train.model_source import build_layers, loss_of, source_digest
 from penstock.train.settings.config import config_from_table, load_config
 from penstock.train.setup import check_plan
 from tests.ranks import RankPool
@@ -228,7 +228,7 @@ def test_a_loss_of_ones_own_is_used(files):
 def test_a_run_knows_its_file_and_continues_only_with_it(files):
     run(run={"steps": 2}, checkpoint={"every": 2})
     digest = load_config(files / "run" / "config.toml").model.source_digest
-    assert digest == with_digest(config_of()).model.source_digest != ""
+    assert digest == source_digest(config_of()) != ""
 
     _, printed = run(run={"steps": 3}, checkpoint={"every": 2})
     assert "continuing after step 2" in printed

@@ -11,6 +11,7 @@ import tokenizers
 from safetensors.torch import load_file, save_file
 
 from penstock.checkpoints.manifest import MANIFEST
+from penstock.cli.entry import main
 from penstock.errors import CheckpointError, PenstockError
 from penstock.train import loop
 from penstock.train.claim import Start
@@ -186,16 +187,39 @@ def save_tokenizer(path, words):
 
 
 @pytest.mark.slow
-def test_a_tokenizer_file_that_does_not_match_the_checkpoint_is_refused(here):
+def test_a_tokenizer_file_that_does_not_match_the_checkpoint_is_refused_by_train_and_generate(here, capsys):
     words = sorted(set(TEXT.replace(".", " .").split()))
     how = {"data": {"files": [str(here / "text.txt")], "tokenizer": str(here / "words.json")}}
     save_tokenizer(here / "words.json", words)
     run(here, stop=2, **how)
+    generate = ["generate", str(here / "run"), "--prompt", words[0], "--tokens", "2"]
+    assert main(generate) == 0
     save_tokenizer(here / "words.json", words[::-1])  # as many tokens, but others
 
+    assert main(generate) == 1
+    assert f"data.tokenizer: {here}/words.json has changed since the run began" in capsys.readouterr().err
     error = error_of(lambda: run(here, **how))
 
     assert isinstance(error, CheckpointError)
+    assert f"{here}/run: data.tokenizer: {here}/words.json has changed since the run began: its sha256" in str(error)
+    assert "begin in the next folder with --fresh" in str(error)
+
+
+@pytest.mark.slow
+def test_a_run_without_a_digest_of_its_tokenizer_continues_with_that_tokenizer_only(here):
+    """As folders from before there were digests."""
+    words = sorted(set(TEXT.replace(".", " .").split()))
+    how = {"data": {"files": [str(here / "text.txt")], "tokenizer": str(here / "words.json")}}
+    save_tokenizer(here / "words.json", words)
+    run(here, stop=2, **how)
+    config = here / "run" / "config.toml"
+    config.write_text(re.sub('tokenizer_digest = ".+"', 'tokenizer_digest = ""', config.read_text()))
+
+    assert "continuing after step 2" in run(here, run={"steps": 3}, **how)
+    config.write_text(re.sub('tokenizer_digest = ".+"', 'tokenizer_digest = ""', config.read_text()))
+    save_tokenizer(here / "words.json", words[::-1])
+    error = error_of(lambda: run(here, run={"steps": 4}, **how))
+
     assert "was trained on another text, or with another tokenizer" in str(error)
 
 

@@ -30,13 +30,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     from penstock.errors import ConfigError
-    from penstock.train.data.tokenizer import load_tokenizer
+    from penstock.train.data.tokenizer import tokenizer_of
     from penstock.train.generation import load_trained, obstacle_to_sampling, prompt_tokens, sample
 
     config = _config_of(arguments)
-    prompt = prompt_tokens(
-        load_tokenizer(config.data.tokenizer, config.data.end_of_document), arguments.prompt, key="--prompt"
-    )
+    prompt = prompt_tokens(tokenizer_of(config), arguments.prompt, key="--prompt")
     with load_trained(config) as pipeline:
         obstacle = obstacle_to_sampling(config, pipeline)
         if obstacle:

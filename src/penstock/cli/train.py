@@ -47,12 +47,14 @@ def _train(arguments: Namespace, stop: Any, config: Any) -> None:
 def _hold_folder(arguments: Namespace, config: Any) -> Iterator[Any]:
     """Hold the run's folder while its ranks run, and tidy it up after them."""
     from penstock.train.claim import claimed
+    from penstock.train.data.tokenizer import tokenizer_of
     from penstock.train.folder.run_folder import RunFolder, run_path
-    from penstock.train.model_source import with_digest
     from penstock.train.settings.optional_packages import require_packages
+    from penstock.train.setup import with_digests
 
     require_packages(config)
-    config = with_digest(config)
+    tokenizer_of(config)
+    config = with_digests(config)
     with claimed(config, _start_of(arguments)) as claim:
         folder = RunFolder(run_path(claim.config.run.folder))
         say_at_once(claim.note)

@@ -23,6 +23,7 @@ from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 from penstock.files import naming_storage
+from penstock.train.data.tokenizer import TOKENIZER_KEY, describe_change
 from penstock.train.folder.run_folder import CONFIG, LOCK, SUMMARY, RunFolder, numbered_folders, remove_empty, run_path
 from penstock.train.folder.run_lock import RunLock, holder_of
 from penstock.train.settings.config import RunConfig, load_config
@@ -32,8 +33,8 @@ from penstock.train.together import failing_together
 KEY = "run.folder"
 SAME_SECTIONS = ("model", "data", "batch", "precision", "optimizer")
 """With the seed, what a run must share with an earlier one to continue it."""
-MAY_DIFFER: Mapping[str, Mapping[str, Any]] = {"data": {"prefetch": 0}}
-"""Keys of these sections that change no bit, with a value for the comparison."""
+MAY_DIFFER: Mapping[str, Mapping[str, Any]] = {"data": {"prefetch": 0, "tokenizer_digest": ""}}
+"""Keys of these sections that change no bit, with a value for the comparison; another digest is refused by itself."""
 MOST_ATTEMPTS = 100
 
 
@@ -171,7 +172,18 @@ def _choose(base: Path, config: RunConfig, start: Start) -> _Choice:
     if not steps:
         _refuse_resuming(start, path, "its run has no checkpoint")
         return _Choice(path, "its unfinished run has the same settings and no checkpoint, and begins at step 0")
+    _require_same_tokenizer(path, config)
     return _Choice(path, f"its run has the same settings and continues after step {steps[0]}")
+
+
+def _require_same_tokenizer(path: Path, config: RunConfig) -> None:
+    """Refuse a tokenizer file that is not that of the checkpoints. Raises: CheckpointError."""
+    found, expected = config.data.tokenizer_digest, load_config(path / CONFIG).data.tokenizer_digest
+    if found and expected and found != expected:
+        raise CheckpointError(
+            f"{path}: {TOKENIZER_KEY}: {describe_change(config.data.tokenizer, found, expected)}. Put the file back, "
+            "or begin in the next folder with --fresh"
+        )
 
 
 def _refuse_resuming(start: Start, path: Path, reason: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.checkpoints.pretrained import load_weights
 from penstock.errors import ConfigError, described
 from penstock.pipeline import Pipeline
-from penstock.train.data.tokenizer import Tokenizer, load_tokenizer
+from penstock.train.data.tokenizer import Tokenizer, tokenizer_of
 from penstock.train.devices import device_of_rank
 from penstock.train.model_source import build_layers
 from penstock.train.optimizing.precision import Precision
@@ -93,7 +93,7 @@ def obstacle_to_sampling(config: RunConfig, pipeline: Pipeline) -> str:
     """
     if not config.model.source:
         return ""  # the decoder can
-    length, vocabulary = config.batch.length, _tokenizer_of(config).vocabulary
+    length, vocabulary = config.batch.length, tokenizer_of(config).vocabulary
     rows = torch.zeros(2, 1, length, dtype=torch.int64, device=pipeline.device)
     rows[1, :, length // 2 :] = 1
     precision, found = Precision(config.precision), []
@@ -120,7 +120,7 @@ def sample_prompt(config: RunConfig) -> list[int]:
     """Return the tokens that the run's sample begins with; empty where it has none. Raises: ConfigError."""
     if not config.sample.prompt:
         return []
-    return prompt_tokens(_tokenizer_of(config), config.sample.prompt, key="sample.prompt")
+    return prompt_tokens(tokenizer_of(config), config.sample.prompt, key="sample.prompt")
 
 
 def sample(config: RunConfig, pipeline: Pipeline, prompt: Sequence[int]) -> Iterator[str]:
@@ -128,7 +128,7 @@ def sample(config: RunConfig, pipeline: Pipeline, prompt: Sequence[int]) -> Iter
     obstacle = obstacle_to_sampling(config, pipeline)
     if obstacle:
         return iter([f" ... the model of {config.model.source} writes no text: {obstacle}"])
-    tokenizer, section = _tokenizer_of(config), config.sample
+    tokenizer, section = tokenizer_of(config), config.sample
     sampling = Sampling(section.temperature, section.top_k, config.run.seed)
     length = config.batch.length  # of the sequences that it was trained on
     tokens = generate(
@@ -143,10 +143,6 @@ def sample(config: RunConfig, pipeline: Pipeline, prompt: Sequence[int]) -> Iter
     return as_text(tokens, tokenizer.decode)
 
 
-def _tokenizer_of(config: RunConfig) -> Tokenizer:
-    return load_tokenizer(config.data.tokenizer, config.data.end_of_document)
-
-
 @contextmanager
 def load_trained(config: RunConfig) -> Iterator[Pipeline]:
     """Make the model of a run on this rank alone: with its weights, or those of its newest checkpoint.
@@ -154,7 +150,7 @@ def load_trained(config: RunConfig) -> Iterator[Pipeline]:
     Raises:
         CheckpointError: there are none, or they cannot be read, or are another model's.
     """
-    vocabulary = config.model.vocabulary or _tokenizer_of(config).vocabulary
+    vocabulary = config.model.vocabulary or tokenizer_of(config).vocabulary
     layers = build_layers(config, vocabulary)
     with closing(Pipeline(layers, "gpipe", 1, device=device_of_rank(config))) as pipeline:
         load_weights(Path(config.run.folder), pipeline)

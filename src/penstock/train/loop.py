@@ -16,11 +16,12 @@ from penstock.ir.timeline import Timeline
 from penstock.pipeline import Pipeline
 from penstock.train.claim import Start, claimed_together, joined
 from penstock.train.data.batches import Dataset
+from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.folder.run_folder import SCHEDULE, TIMELINE, RunFolder
 from penstock.train.folder.run_log import run_log
 from penstock.train.generation import sample, sample_prompt
 from penstock.train.measuring.split import choose_split
-from penstock.train.model_source import build_layers, with_digest
+from penstock.train.model_source import build_layers
 from penstock.train.opening import device_line, opening_lines
 from penstock.train.optimizing.early_stop import EarlyStop
 from penstock.train.resuming import Progress, RunCheckpoints, begin_with_weights
@@ -31,6 +32,7 @@ from penstock.train.setup import (
     build_trainer,
     check_together,
     prepare_together,
+    with_digests,
 )
 from penstock.train.step_runner import StepRunner
 from penstock.train.stopping import StopRequest
@@ -90,8 +92,8 @@ def train(
         with closing(default_transport(None, PREPARING_DEADLINE_S)) as transport:
             if transport.rank:
                 output = stack.enter_context(open(os.devnull, "w"))
-            config = with_digest(config)
-            check_together(config, transport, require_packages)
+            config = with_digests(config)
+            check_together(config, transport, require_packages, tokenizer_of)
             if not is_claimed:
                 config = stack.enter_context(claimed_together(config, transport, start, output))
             folder = RunFolder(Path(config.run.folder))

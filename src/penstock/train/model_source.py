@@ -45,18 +45,10 @@ def loss_of(config: RunConfig, vocabulary: int) -> Loss:
     return partial(_token_loss, vocabulary) if config.model.source else cross_entropy_loss
 
 
-def with_digest(config: RunConfig) -> RunConfig:
-    """Return the configuration with the digest of the user's files, which decide what a run is.
-
-    Raises: ConfigError: they cannot be read.
-    """
-    if not config.model.source or config.model.source_digest:
-        return config
-    model = config.model.model_copy(update={"source_digest": _digest_of(config)})
-    return config.model_copy(update={"model": model})
-
-
-def _digest_of(config: RunConfig) -> str:
+def source_digest(config: RunConfig) -> str:
+    """Return the digest of the files of a user's model; empty for the decoder. Raises: ConfigError: one is missing."""
+    if not config.model.source:
+        return ""
     digest = hashlib.sha256()
     for key, place in ((KEY, config.model.source), ("model.loss", config.model.loss)):
         file = place.rpartition(":")[0]
@@ -69,7 +61,7 @@ def _digest_of(config: RunConfig) -> str:
 
 def _layers_of_source(config: RunConfig, vocabulary: int) -> list[LayerSpec]:
     place, options = config.model.source, config.model.options
-    if config.model.source_digest not in ("", _digest_of(config)):
+    if config.model.source_digest not in ("", source_digest(config)):
         raise ConfigError(
             f"the files of {place} have changed since the run began; put them back, or begin another run", key=KEY
         )

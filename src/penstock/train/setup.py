@@ -22,12 +22,12 @@ from penstock.simulation.costs.file import read_costs
 from penstock.train.activation_checkpoints import kinds_of_layers, with_checkpointing
 from penstock.train.data.batches import Dataset
 from penstock.train.data.dataset import open_dataset
-from penstock.train.data.tokenizer import load_tokenizer
+from penstock.train.data.tokenizer import tokenizer_digest, tokenizer_of
 from penstock.train.data.user_data import UserDataset
 from penstock.train.devices import device_of_rank
 from penstock.train.folder.run_folder import RunFolder
 from penstock.train.measuring.split import SplitRule
-from penstock.train.model_source import build_layers, loss_of
+from penstock.train.model_source import build_layers, loss_of, source_digest
 from penstock.train.optimizing.optim import check_optimizer
 from penstock.train.optimizing.precision import Precision, loss_scaler
 from penstock.train.settings.config import RunConfig
@@ -40,7 +40,18 @@ from penstock.train.watching.progress import ShareLines
 SET_ELSEWHERE = ("ranks", "microbatches", "slices", "stages_per_rank")
 
 
-def check_together(config: RunConfig, transport: Transport, *more: Callable[[RunConfig], None]) -> None:
+def with_digests(config: RunConfig) -> RunConfig:
+    """Return the configuration with the digests of the user's files, by which a run knows them again.
+
+    Those that the configuration has stay. Raises: ConfigError: the files of the model cannot be read.
+    """
+    model, data = config.model, config.data
+    own = {"source_digest": model.source_digest or source_digest(config)}
+    tokenizer = {"tokenizer_digest": data.tokenizer_digest or tokenizer_digest(data.tokenizer)}
+    return config.model_copy(update={"model": model.model_copy(update=own), "data": data.model_copy(update=tokenizer)})
+
+
+def check_together(config: RunConfig, transport: Transport, *more: Callable[[RunConfig], object]) -> None:
     """Check the plan before anything is read or written, and what `more` checks; every rank calls it.
 
     Raises:
@@ -128,8 +139,7 @@ def check_plan(config: RunConfig) -> None:
 
 def _require_weights(config: RunConfig) -> None:
     """Compare the weights to begin with with the model. Raises: CheckpointError, ConfigError."""
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
-    layers = build_layers(config, vocabulary=config.model.vocabulary or tokenizer.vocabulary)
+    layers = build_layers(config, vocabulary=config.model.vocabulary or tokenizer_of(config).vocabulary)
     require_weights(Path(config.checkpoint.load), saved_shapes(layers))
 
 

@@ -1,12 +1,14 @@
 """Bytes and tokenizer files."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import tokenizers
 
 from penstock.errors import ConfigError
-from penstock.train.data.tokenizer import load_tokenizer
+from penstock.train.data.tokenizer import load_tokenizer, tokenizer_digest, tokenizer_of
+from penstock.train.settings.config import config_from_table
 
 SPECIAL = [("red", 1), ("green", 0)]
 
@@ -76,6 +78,33 @@ def test_identity_follows_the_content_of_the_file(tmp_path):
     first, second = (save_tokenizer(tmp_path / name) for name in ("a.json", "b.json"))
 
     assert load_tokenizer(first).identity == load_tokenizer(second).identity != load_tokenizer("bytes").identity
+
+
+def config_with(**keys):
+    return config_from_table({"run": {"folder": "run"}, "data": {"corpus": "stdlib", **keys}})
+
+
+def test_a_run_knows_its_tokenizer_file_again(tmp_path):
+    path = save_tokenizer(tmp_path / "words.json")
+    began = config_with(tokenizer=path, tokenizer_digest=tokenizer_digest(path))
+
+    assert tokenizer_of(began).vocabulary == 70_001
+    Path(path).write_text(Path(path).read_text().replace("blue", "grey"))  # as many tokens
+    with pytest.raises(
+        ConfigError, match=r"words.json has changed since the run began: its sha256 begins with"
+    ) as caught:
+        tokenizer_of(began)
+
+    assert caught.value.key == "data.tokenizer"
+    assert tokenizer_of(config_with(tokenizer=path)).vocabulary == 70_001, "a run from before there were digests"
+
+
+def test_bytes_have_no_digest_and_a_file_that_is_gone_is_named_by_who_loads_it(tmp_path):
+    assert tokenizer_digest("bytes") == tokenizer_digest(str(tmp_path / "none.json")) == ""
+    with pytest.raises(ConfigError, match="bytes have no tokenizer file") as caught:
+        config_with(tokenizer_digest="ab")
+
+    assert caught.value.key == "data.tokenizer_digest"
 
 
 @pytest.mark.parametrize(

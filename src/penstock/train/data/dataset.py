@@ -22,7 +22,7 @@ from penstock.train.data.corpus import FILES_KEY, Corpus, TextFiles, find_docume
 from penstock.train.data.mixture import Mixture
 from penstock.train.data.saved_dataset import SavedDataset, id_tokenizer
 from penstock.train.data.sequences import Source, Span
-from penstock.train.data.tokenizer import Tokenizer, load_tokenizer
+from penstock.train.data.tokenizer import Tokenizer, tokenizer_of
 from penstock.train.data.tokens import Tell, TokenFile, tokenize
 from penstock.train.settings.config import RunConfig
 from penstock.train.settings.sections import SourceKeys
@@ -202,7 +202,7 @@ def open_dataset(
         PenstockError: the cache cannot be written.
     """
     data = config.data
-    tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
+    tokenizer = tokenizer_of(config)
     if 0 < config.model.vocabulary < tokenizer.vocabulary:
         raise ConfigError(
             f"{config.model.vocabulary} is smaller than the {tokenizer.vocabulary} ids of tokenizer {data.tokenizer}; "
@@ -211,7 +211,7 @@ def open_dataset(
         )
     vocabulary = config.model.vocabulary or tokenizer.vocabulary
     corpora = [_corpus(each) for each in data.all_sources]
-    tokenizers = [_tokenizer_of(corpus, tokenizer, vocabulary) for corpus in corpora]
+    tokenizers = [_tokenizer_for(corpus, tokenizer, vocabulary) for corpus in corpora]
     pairs = list(zip(corpora, tokenizers, strict=True))
     files = [tokenize(corpus, own, cache, others=others, tell=tell) for corpus, own in pairs]
     sources = [
@@ -234,7 +234,7 @@ def _corpus(keys: SourceKeys) -> Corpus:
     return TextFiles(documents)
 
 
-def _tokenizer_of(corpus: Corpus, tokenizer: Tokenizer, vocabulary: int) -> Tokenizer:
+def _tokenizer_for(corpus: Corpus, tokenizer: Tokenizer, vocabulary: int) -> Tokenizer:
     """Return what makes tokens of a corpus, which may have token ids already."""
     has_ids = isinstance(corpus, SavedDataset) and corpus.has_ids
     return id_tokenizer(vocabulary) if has_ids else tokenizer

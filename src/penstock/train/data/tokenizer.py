@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
+from penstock.train.settings.config import RunConfig
 
 TOKENIZER_KEY = "data.tokenizer"
 END_OF_DOCUMENT = 0
@@ -52,6 +53,36 @@ class Tokenizer:
         if not is_last or self.end_of_document is None:
             return ids
         return np.append(ids, np.uint32(self.end_of_document))
+
+
+def tokenizer_of(config: RunConfig) -> Tokenizer:
+    """Return the tokenizer of a run.
+
+    Raises:
+        ConfigError: as `load_tokenizer` does, or the file is another one than that which the run began with.
+    """
+    data = config.data
+    tokenizer, found = load_tokenizer(data.tokenizer, data.end_of_document), tokenizer_digest(data.tokenizer)
+    if data.tokenizer_digest not in ("", found):
+        raise ConfigError(
+            f"{describe_change(data.tokenizer, found, data.tokenizer_digest)}. Put the file back; for a new run, "
+            "remove data.tokenizer_digest",
+            key=TOKENIZER_KEY,
+        )
+    return tokenizer
+
+
+def tokenizer_digest(name: str) -> str:
+    """Return the digest of a tokenizer file; empty for bytes, and for a file that cannot be read."""
+    try:
+        return "" if name == "bytes" else hashlib.sha256(Path(name).read_bytes()).hexdigest()
+    except (OSError, ValueError):
+        return ""  # `load_tokenizer` says why
+
+
+def describe_change(name: str, found: str, expected: str) -> str:
+    """Say that a tokenizer file is another one than a run began with."""
+    return f"{name} has changed since the run began: its sha256 begins with {found[:12]}, expected {expected[:12]}"
 
 
 def load_tokenizer(name: str, end_of_document: str = "") -> Tokenizer:

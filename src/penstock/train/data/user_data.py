@@ -11,7 +11,7 @@ from penstock.errors import ConfigError
 from penstock.execute.batch.stream import Part
 from penstock.models.decoder import count_target_tokens
 from penstock.train.data.batches import Batch, Wants
-from penstock.train.data.tokenizer import load_tokenizer
+from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.data.user_source import UserSource
 from penstock.train.settings.config import RunConfig
 from penstock.train.together import Beat
@@ -34,7 +34,7 @@ class UserDataset:
         """
         self.vocabulary = config.model.vocabulary
         if not self.vocabulary:
-            self.vocabulary = load_tokenizer(config.data.tokenizer, config.data.end_of_document).vocabulary
+            self.vocabulary = tokenizer_of(config).vocabulary
         self._plan, self._num_ahead = config.batch_plan, config.data.prefetch
         self._source = UserSource(config, self.vocabulary)
         if config.run.patience and not self._source.has_held_out:

@@ -185,6 +185,8 @@ def data_problems(data: DataSection, model: ModelSection, run: RunSection) -> It
         yield Problem("run.patience", "needs evaluations; set run.evaluate_every and run.evaluate_batches")
     if data.tokenizer == "bytes" and 0 < model.vocabulary < 256:
         yield Problem("model.vocabulary", f"{model.vocabulary} is too small for bytes; use 0, or 256 and more")
+    if data.tokenizer == "bytes" and data.tokenizer_digest:
+        yield Problem("data.tokenizer_digest", "bytes have no tokenizer file; leave it empty, or name the file")
     if data.tokenizer == "bytes" and data.end_of_document:
         yield Problem("data.end_of_document", "bytes have no named tokens; leave it empty, or name a tokenizer file")
     if run.evaluate_batches and data.held_out_fraction == 0:

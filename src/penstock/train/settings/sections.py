@@ -176,6 +176,7 @@ class DataSection(SourceKeys):
         "'none': a document, cut to batch.length or filled up with padding, which no loss counts",
     )
     tokenizer: str = Field(default="bytes", min_length=1, description="'bytes', or the path of a tokenizers JSON file")
+    tokenizer_digest: str = Field(default="", description="of the file of data.tokenizer; a run fills it in")
     end_of_document: str = Field(
         default="",
         description="token that ends a document, such as '<|endoftext|>'; empty: one of the usual names that the "
