@@ -99,7 +99,8 @@ class PipelineOptions:
     ranges: bool = False
     """Whether every instruction is a named range for torch.profiler, and for NVTX on CUDA."""
     run_ahead: int | None = None
-    """On CUDA, how many computations the host may have queued that have not ended; None: any number."""
+    """On CUDA, how many computations the host may have queued that have not ended, receives then waited for by the
+    stream; None: the host waits for each receive."""
     observers: Sequence[Observer] = ()
     """What else looks at every step: subclasses of `penstock.Observer`."""
     overlap: Overlap | None = None

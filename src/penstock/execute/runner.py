@@ -210,7 +210,9 @@ class Runner:
         self._num_attempts = batch.agreed.attempt + 1
         if is_training:
             gradients.agree_on_tied(batch.agreed.trained)
-        self._messenger.begin(batch.agreed.signature)
+        # A recording needs the moments of arrivals, an overlapped pair its inputs before its own streams begin.
+        is_ahead = self._options.run_ahead is not None and self._options.overlap is None and not call.record
+        self._messenger.begin(batch.agreed.signature, follows=is_ahead)
         return batch
 
     def _make_step(self, mode: Mode, batch: Batch) -> Step:

@@ -5,8 +5,9 @@ import torch
 
 from penstock.errors import ConfigError, DeadlineExceeded
 from penstock.execute.observing.observer import observed
-from penstock.execute.observing.run_ahead import Throttle, await_marker, throttle_for
+from penstock.execute.observing.run_ahead import Throttle, throttle_for
 from penstock.execute.step import Bound
+from penstock.execute.transport import LocalTransport
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
@@ -113,9 +114,22 @@ def test_a_device_that_stands_still_is_an_error_in_time():
 
 
 def test_a_cpu_is_not_throttled_and_no_limit_throttles_nothing():
-    assert throttle_for(torch.device("cpu"), 2, rank=0, deadline_s=1.0) is None
-    assert throttle_for(CUDA, None, rank=0, deadline_s=1.0) is None
-    assert isinstance(throttle_for(CUDA, 2, rank=0, deadline_s=1.0), Throttle)
+    [transport] = LocalTransport.create(1)
+
+    assert throttle_for(torch.device("cpu"), 2, transport) is None
+    assert throttle_for(CUDA, None, transport) is None
+    assert isinstance(throttle_for(CUDA, 2, transport), Throttle)
+
+
+def test_while_the_device_waits_for_a_peer_its_own_deadline_does_not_count():
+    device, program = Device(moves=False), program_of()
+    _, bounds = throttled(device, 1, program, deadline_s=2.0, is_held_up=lambda: device.now_s < 5.0)
+    bounds[0].call(None)
+
+    error = error_of(bounds[1].call, None)
+
+    assert isinstance(error, DeadlineExceeded)
+    assert 6.9 < device.now_s < 7.2
 
 
 @pytest.mark.parametrize("limit", [0, -1, 1.5])
@@ -137,30 +151,3 @@ def test_on_a_gpu_a_throttled_step_gives_the_same_bits():
         losses.append(pipeline.step(*[each.to(CUDA) for each in task.inputs], target=task.target.to(CUDA)).loss)
 
     assert torch.equal(*losses)
-
-
-class MarkerStandIn:
-    """Reached after so many looks."""
-
-    def __init__(self, num_looks):
-        self.num_looks_left = num_looks
-
-    def query(self):
-        self.num_looks_left -= 1
-        return self.num_looks_left < 0
-
-
-def test_the_wait_ends_when_the_device_has_come_there():
-    marker = MarkerStandIn(3)
-
-    await_marker(marker, rank=0, deadline_s=20.0)
-
-    assert marker.num_looks_left == -1
-
-
-def test_a_device_that_stands_still_ends_the_wait_at_the_deadline():
-    with pytest.raises(DeadlineExceeded, match=r"rank 2: waited .* for its device .* the deadline is 0.01 s") as caught:
-        await_marker(MarkerStandIn(10**9), rank=2, deadline_s=0.01)
-
-    assert caught.value.rank == 2
-    assert caught.value.waited_s > 0.01

@@ -8,6 +8,7 @@ import torch
 from penstock.errors import PipelineError
 from penstock.execute.transport import Ticket
 from penstock.execute.transport.agreed_layouts import MAX_LAYOUTS
+from penstock.execute.transport.device_queue import DeviceQueue
 from penstock.execute.transport.messages import Messenger
 from tests.local_pipelines import error_of, on_ranks, values
 
@@ -400,3 +401,80 @@ def exchange_static(messenger, rank):
         receive_all(messenger, [FIRST])
     messenger.begin("batch")
     return []
+
+
+class OnADevice(Counting):
+    """Says that its messages are in a device's queue; those of `left` have left."""
+
+    def __init__(self, transport):
+        super().__init__(transport)
+        self.followed, self.waited, self.left = [], [], set()
+        self.device_queue = QueueStandIn(self, {}, None)
+
+    def wait(self, ticket):
+        self.waited.append(ticket.serial)
+        self._transport.wait(ticket)
+
+
+class QueueStandIn(DeviceQueue):
+    def follow(self, ticket):
+        self._transport.followed.append(ticket.serial)
+        self._transport._transport.wait(ticket)
+
+    def has_left(self, ticket):
+        return ticket.serial in self._transport.left
+
+    def settle(self):
+        self._transport.waited.append("settled")
+
+
+def test_a_device_waits_for_tensors_and_the_host_for_the_numbers_that_it_reads():
+    tree = {"x": values(0, 2, 3), "scale": 0.5}
+
+    def case(wires):
+        device = OnADevice(wires)
+        messenger = Messenger(device, CPU)
+        for _ in range(2):
+            device.followed, device.waited = [], []
+            messenger.begin("batch", follows=True)
+            if wires.rank == 0:
+                messenger.layouts.note_outputs(FIRST, tree, "0F0")
+                messenger.sender.send_forward(1, FIRST, tree)
+            else:
+                found = messenger.receiver.take_tree(messenger.receiver.post_forward(0, FIRST))
+                assert (found["scale"], torch.equal(found["x"], tree["x"])) == (0.5, True)
+            messenger.finish()
+        return len(device.followed), device.waited.index("settled"), len(device.waited)
+
+    (sender, receiver) = on_ranks(2, case)
+
+    assert sender == (0, 0, 3)  # settled before the host waits for what it has sent: the scale and the tensor
+    assert receiver == (1, 1, 2)  # the host has waited for the scale alone
+
+
+def test_where_a_device_follows_only_what_has_left_is_released():
+    trees = {FIRST: values(0, 2), SECOND: [values(1, 2), values(2, 2)]}
+
+    def case(wires):
+        device = OnADevice(wires)
+        messenger = Messenger(device, CPU)
+        if wires.rank == 1:
+            return [receive_all(messenger, list(trees)) for _ in range(2)]
+        send_all(messenger, trees)
+        messenger.begin("batch", follows=True)
+        for key, tree in trees.items():
+            messenger.layouts.note_outputs(key, tree, "0F")
+            messenger.sender.send_forward(1, key, tree)
+        first, second, third = [each.serial for one in messenger.sender._leaving[1] for each in one.tickets]
+        device.waited, counts = [], []
+        for left in ({second, third}, {first, third}, {first, second, third}):
+            device.left = left
+            messenger.sender.release(1, 2)
+            counts.append(len(device.waited))
+        messenger.finish()
+        return counts, len(device.waited)
+
+    (counts, num_waited), _ = on_ranks(2, case)
+
+    assert counts == [0, 1, 3]  # the first holds up the second, whose two tensors must both have left
+    assert num_waited == 4  # with the settling

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from penstock.execute.control.collectives import Control
 from penstock.execute.observing.clock import Alignment, Clock, ClockComparison
 from penstock.execute.observing.observer import Around, Observer
-from penstock.execute.observing.run_ahead import Marker, await_marker
 from penstock.execute.split.plan import EarlyWeights
 from penstock.execute.step import Bound, Step
+from penstock.execute.transport.device_queue import Marker, await_device
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
@@ -69,11 +69,11 @@ class DeviceRecorder(Recorder):
     ) -> None:
         super().__init__(rows, clock)
         self._make_event = make_event
-        self._await = partial(await_marker, rank=rank, deadline_s=deadline_s)
+        self._await = partial(await_device, rank=rank, deadline_s=deadline_s)
         self._events: dict[int, tuple[TimedEvent, TimedEvent]] = {}
         self._origin = make_event()
         self._origin.record()
-        self._await(self._origin)
+        self._await(self._origin.query)
         self._origin_s = clock.read()
 
     @contextmanager
@@ -86,7 +86,7 @@ class DeviceRecorder(Recorder):
 
     def end(self, step: Step, failed: bool) -> None:
         for row, (start, end) in () if failed else self._events.items():
-            self._await(end)
+            self._await(end.query)
             start_s, arrival_s = self._time_s(start), float(self.end_s[row])
             # The end of a receive is its arrival, which the host saw, maybe before the device came to its posting.
             self.start_s[row] = min(start_s, arrival_s) if arrival_s else start_s

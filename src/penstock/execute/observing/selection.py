@@ -48,7 +48,7 @@ def observers_for(
     if ranges:
         found.append(Ranges(device))
     found += own
-    throttle = throttle_for(device, run_ahead, rank=transport.rank, deadline_s=transport.deadline_s)
+    throttle = throttle_for(device, run_ahead, transport)
     return found if throttle is None else [*found, throttle]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.execute.transport.agreed_layouts import AgreedLayouts, Key
+from penstock.execute.transport.device_queue import DeviceQueue, device_queue_of
 from penstock.execute.transport.protocol import Messages, Ticket
 from penstock.execute.values.layouts import Layout, decode_layout, encode_layout
 from penstock.execute.values.tensors import empty_in_order, memory_order, stored
@@ -59,13 +60,21 @@ class Messenger:
         self.layouts = AgreedLayouts(transport.rank, has_variable_shapes=has_variable_shapes)
         self.sender = Sender(transport, device, self.layouts)
         self.receiver = Receiver(transport, device, self.layouts)
+        self._queued = device_queue_of(transport)
+        self._following: DeviceQueue | None = None
 
-    def begin(self, signature: str) -> None:
-        """Start a step with a batch of this layout; every rank passes the same signature."""
+    def begin(self, signature: str, *, follows: bool = False) -> None:
+        """Start a step with a batch of this layout; every rank passes the same signature.
+
+        Where it `follows`, a device waits for received tensors by itself, if the transport can let it.
+        """
         self.layouts.begin(signature)
+        self._following = self.sender.following = self.receiver.following = self._queued if follows else None
 
     def finish(self) -> None:
-        """Wait until everything is sent; from now on this batch layout is known."""
+        """Wait until everything is received and sent; from now on this batch layout is known."""
+        if self._following is not None:
+            self._following.settle()
         self.sender.finish()
         self.layouts.finish()
 
@@ -86,6 +95,8 @@ class Sender:
         """Per peer, messages of this step."""
         self._leaving: dict[int, deque[_Leaving]] = {}
         """Per peer, what may not have arrived yet."""
+        self.following: DeviceQueue | None = None
+        """Set in a step whose receives devices wait for."""
         self.forget()
 
     def forget(self) -> None:
@@ -96,6 +107,7 @@ class Sender:
 
     def finish(self) -> None:
         """Wait until everything is sent."""
+        self.following = None  # from here on the host waits
         for peer, num_sent in self._num_sent.items():
             self.release(peer, num_sent)
             self._num_sent[peer] = 0
@@ -135,19 +147,24 @@ class Sender:
         self._send(peer, gradients, key)
 
     def release(self, peer: int, num_messages: int) -> None:
-        """Let go of the first messages of this step to a peer, which are known to have arrived.
+        """Let go of the first messages of this step to a peer, which its host has used.
+
+        Where devices wait for receives, a host is ahead of its device, so only of those that have left.
 
         Raises:
             PipelineError: if an output was changed in place on its way.
         """
         # A send counts messages also where it left at once, so numbers may be missing here, but they rise.
         leaving = self._leaving[peer]
-        while leaving and leaving[0].number < num_messages:
+        while leaving and leaving[0].number < num_messages and self._has_left(leaving[0]):
             message = leaving.popleft()
             for ticket in message.tickets:
                 self._transport.wait(ticket)
             stage, microbatch, _ = message.key
             message.outputs.checked(f"stage {stage}, microbatch {microbatch}")
+
+    def _has_left(self, message: _Leaving) -> bool:
+        return self.following is None or all(map(self.following.has_left, message.tickets))
 
     def _send(self, peer: int, tensors: Sequence[Tensor], key: Key) -> None:
         # The transport keeps the tensors until their tickets have been waited for.
@@ -169,6 +186,8 @@ class Receiver:
         self._transport = transport
         self._device = device
         self._layouts = layouts
+        self.following: DeviceQueue | None = None
+        """Set in a step whose receives the device waits for."""
         self._not_posted: dict[int, deque[Incoming]] = {}
         """Per peer, the receives that are due but of a shape that is not known yet, in the order of the channel."""
         self.forget()
@@ -222,8 +241,12 @@ class Receiver:
         waiting = self._not_posted[incoming.peer]
         while not incoming.is_posted:
             self._resolve(waiting.popleft())
-        for ticket in incoming.tickets:
-            self._transport.wait(ticket)
+        tickets = iter(incoming.tickets)
+        if incoming.numbers is not None:
+            self._transport.wait(next(tickets))  # the host reads them
+        take = self._transport.wait if self.following is None else self.following.follow
+        for ticket in tickets:
+            take(ticket)
 
     def _post(self, incoming: Incoming) -> Incoming:
         waiting = self._not_posted[incoming.peer]

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
@@ -16,6 +17,11 @@ SHORTEST_WAIT_S = 0.001
 """Torch counts milliseconds and takes 0 for `without limit`."""
 PAUSE_S = 20e-6
 """Between two looks at a device."""
+
+
+def never() -> bool:
+    """What a device is that waits for no peer by itself."""
+    return False
 
 
 class Pending(Protocol):
@@ -54,9 +60,15 @@ class QueuedMessage:
 
     work: dist.Work
     tensor: Tensor
+    is_held_up: Callable[[], bool] = never
+    """Whether the device waits for another message meanwhile, which has a deadline of its own."""
+
+    def has_ended(self) -> bool:
+        """Look, without blocking, whether it has been sent or received, well or not."""
+        return self.work.is_completed()
 
     def is_over(self) -> bool:
-        if not self.work.is_completed():
+        if not self.has_ended():
             return False
         self.work.wait()  # raises what went wrong; otherwise, the current stream goes on behind the message
         return True
@@ -64,7 +76,9 @@ class QueuedMessage:
     def wait(self, deadline_s: float) -> None:
         end_s = time.monotonic() + deadline_s
         while not self.is_over():
-            if time.monotonic() >= end_s:
+            if self.is_held_up():
+                end_s = time.monotonic() + deadline_s
+            elif time.monotonic() >= end_s:
                 raise MessageLate
             time.sleep(PAUSE_S)
 

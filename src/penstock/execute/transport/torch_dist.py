@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import PeerLost, PipelineError
+from penstock.execute.transport.device_queue import DeviceQueue
 from penstock.execute.transport.pending import DirectReceive, GlooMessage, Pending, QueuedMessage
 from penstock.execute.transport.protocol import (
     Tag,
@@ -95,6 +96,10 @@ class TorchTransport:
         self._sockets = NO_SOCKETS
         self._observer: WaitObserver | None = None
         self._open: dict[int, Pending] = {}
+        self.device_queue: DeviceQueue | None = None
+        """Which messages are in, where the device is a GPU."""
+        if self._is_queued(Tag.DATA):
+            self.device_queue = DeviceQueue(self, self._open, torch.cuda.Event)
         self._next_serial = 0
         self._first_serial = 0
         store = self._connect(Rendezvous(PrefixStore("penstock", store_of(own)), self.rank, self.num_ranks))
@@ -146,6 +151,8 @@ class TorchTransport:
 
     def watch(self, observer: WaitObserver) -> None:
         self._observer = observer
+        if self.device_queue is not None:
+            self.device_queue.observer = observer
 
     def abort(self) -> None:
         self._sockets.close()
@@ -171,6 +178,8 @@ class TorchTransport:
         self._links = NO_LINKS
         self._sockets = NO_SOCKETS
         self._open.clear()
+        if self.device_queue is not None:
+            self.device_queue.forget()
         self._first_serial = self._next_serial
         return links
 
@@ -219,7 +228,9 @@ class TorchTransport:
         except RuntimeError as error:
             del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
             raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
-        return self._opened(ticket, (QueuedMessage if self._is_queued(tag) else GlooMessage)(work, tensor))
+        if self.device_queue is not None and self._is_queued(tag):
+            return self._opened(ticket, QueuedMessage(work, tensor, self.device_queue.is_held_up))
+        return self._opened(ticket, GlooMessage(work, tensor))
 
     def _send_directly(self, direct: DirectSocket, peer: int, sent: Tensor) -> Ticket:
         ticket = Ticket(peer, True, self._next_serial, is_over=True)

@@ -107,7 +107,8 @@ class PipelineSection(Section):
         "'aot_eager', which makes no kernels; or one of these two by name",
     )
     run_ahead: NotNegative = Field(
-        default=0, description="on CUDA, computations that may be queued and not ended; 0: any number"
+        default=0,
+        description="on CUDA, computations that may be queued and not ended; 0: the host waits for each message",
     )
 
 

@@ -1,0 +1,165 @@
+"""Receives that a device waits for by itself, and the host's own waits for the device.
+
+    host     follow R0  queue F0  follow R1  queue F1 ...
+    device   ...        waits for R0  F0  waits for R1  F1 ...
+
+Guarantees: a host that waits for its device (`await_device`) learns in time that the device waits for a peer that is
+late or lost. The time against that peer begins when the device has come to the receive, not when the host queued it.
+Relies on: without a deadline, torch's `Work.wait` lets the current stream wait and the host go on.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.errors import DeadlineExceeded
+from penstock.execute.transport.pending import Pending, QueuedMessage, never
+from penstock.execute.transport.protocol import (
+    Messages,
+    Ticket,
+    Transport,
+    WaitObserver,
+    deadline_exceeded,
+    peer_lost,
+)
+
+PAUSE_S = 50e-6
+
+
+class Marker(Protocol):
+    """A place in a device's queue, such as `torch.cuda.Event`."""
+
+    def record(self) -> None:
+        """Put it behind all that is queued."""
+        ...
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Followed:
+    """A receive that the device waits for, once it has come there."""
+
+    ticket: Ticket
+    message: QueuedMessage
+    reached: Marker
+
+
+class DeviceQueue:
+    """The receives of one rank that its device waits for, in the order in which it comes to them."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        posted: MutableMapping[int, Pending],
+        make_marker: Callable[[], Marker],
+        *,
+        read_clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`posted` has the transport's messages by serial, until somebody waits for them."""
+        self._transport = transport
+        self._posted = posted
+        self._make_marker = make_marker
+        self._read_clock = read_clock
+        self._followed: deque[_Followed] = deque()
+        self._held_up_since_s: float | None = None
+        self.observer: WaitObserver | None = None
+
+    def follow(self, ticket: Ticket) -> None:
+        """Let what the current stream runs from now on wait for a receive; the host goes on. Raises: PeerLost."""
+        message = self._posted.get(ticket.serial)
+        if not isinstance(message, QueuedMessage):
+            return self._transport.wait(ticket)
+        del self._posted[ticket.serial]
+        reached = self._make_marker()
+        reached.record()
+        try:
+            message.work.wait()
+        except RuntimeError as error:
+            raise peer_lost(self._transport.rank, ticket, 0.0, str(error)) from error.with_traceback(None)
+        self._followed.append(_Followed(ticket, message, reached))
+
+    def has_left(self, ticket: Ticket) -> bool:
+        """Look, without blocking, whether a wait for this send would return at once."""
+        message = self._posted.get(ticket.serial)
+        return not isinstance(message, QueuedMessage) or message.has_ended()
+
+    def is_held_up(self) -> bool:
+        """Look whether the device waits for a peer now. Raises: PeerLost, DeadlineExceeded."""
+        while self._followed and self._has_come(self._followed[0]):
+            self._followed.popleft()
+            if self._held_up_since_s is not None and self.observer is not None:
+                self.observer.note_run()
+            self._held_up_since_s = None
+        if not self._followed or not self._followed[0].reached.query():
+            return False
+        ticket = self._followed[0].ticket
+        if self._held_up_since_s is None:
+            self._held_up_since_s = self._read_clock()
+            if self.observer is not None:
+                self.observer.note_wait(ticket.peer)
+        waited_s, deadline_s = self._waited_s(), self._transport.deadline_s
+        if waited_s >= deadline_s:
+            raise deadline_exceeded(self._transport.rank, ticket, waited_s, deadline_s)
+        return True
+
+    def settle(self) -> None:
+        """Let the host wait until all followed receives are there. Raises: PeerLost, DeadlineExceeded."""
+        rank, deadline_s = self._transport.rank, self._transport.deadline_s
+        await_device(lambda: not self._followed, rank=rank, deadline_s=deadline_s, is_held_up=self.is_held_up)
+
+    def forget(self) -> None:
+        """Forget all receives."""
+        self._followed.clear()
+        self._held_up_since_s = None
+
+    def _has_come(self, followed: _Followed) -> bool:
+        try:
+            return followed.message.is_over()
+        except RuntimeError as error:
+            reason = str(error)
+        # Frames live as long as the error, and a work kept alive would keep the connections open.
+        raise peer_lost(self._transport.rank, followed.ticket, self._waited_s(), reason)
+
+    def _waited_s(self) -> float:
+        return 0.0 if self._held_up_since_s is None else self._read_clock() - self._held_up_since_s
+
+
+def device_queue_of(transport: Messages) -> DeviceQueue | None:
+    """Return the queue that a transport's messages are in; None where its receives are for the host to wait for."""
+    queue = getattr(transport, "device_queue", None)
+    return queue if isinstance(queue, DeviceQueue) else None
+
+
+def await_device(
+    is_reached: Callable[[], bool],
+    *,
+    rank: int,
+    deadline_s: float,
+    is_held_up: Callable[[], bool] = never,
+    read_clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Let the host wait until its device has come somewhere.
+
+    While `is_held_up`, the device waits for a peer, whose own deadline counts then.
+
+    Raises: DeadlineExceeded, and what `is_held_up` raises.
+    """
+    begin_s = read_clock()
+    while not is_reached():
+        if is_held_up():
+            begin_s = read_clock()
+        waited_s = read_clock() - begin_s
+        if waited_s > deadline_s:
+            raise DeadlineExceeded(
+                f"rank {rank}: waited {waited_s:.2f} s for its device to end a computation, the deadline is "
+                f"{deadline_s:g} s. Find out what the device waits for, or allow more time",
+                rank=rank,
+                waited_s=waited_s,
+            )
+        pause(PAUSE_S)
