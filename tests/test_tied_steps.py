@@ -11,6 +11,7 @@ from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import (
     WIDTH,
+    error_of,
     float_layers,
     named,
     on_ranks,
@@ -134,6 +135,46 @@ def test_one_object_has_one_name_the_first_of_the_unsplit_model(way):
     assert copied == {PAIR[1]}
     assert [num_first, num_second] == [len(set(first)), len(set(second))]
     assert [name for name in names_of_one_process() if name in first] == first
+
+
+def test_within_no_sync_without_ties_each_rank_keeps_its_own_sum_and_steps_after_it_are_as_ever():
+    task = TASKS[0]
+
+    def run(wires):
+        pipeline = Pipeline(tied_specs(), "1f1b", 4, token_loss, transport=wires)
+        weight = next(parameter for name, parameter in pipeline.named_parameters() if name in PAIR)
+
+        def gradient():
+            pipeline.step(*task.inputs, target=task.target)
+            return weight.grad.clone()
+
+        with pipeline.no_sync():
+            summed = gradient()
+        weight.grad = None
+        with pipeline.no_sync(tied=False):
+            own, twice = gradient(), gradient()
+        weight.grad = None
+        return summed, own, twice, gradient()
+
+    (summed, first, twice, after), (_, second, _, after_too) = on_ranks(2, run)
+
+    torch.testing.assert_close(first + second, summed)
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(twice, 2 * first)
+    assert torch.equal(after, summed)
+    assert torch.equal(after_too, summed)
+
+
+def test_a_rank_alone_without_ties_is_refused_and_named():
+    task = TASKS[0]
+
+    def run(wires):
+        pipeline = Pipeline(tied_specs(), "1f1b", 4, token_loss, transport=wires)
+        with pipeline.no_sync(tied=wires.rank == 0):
+            return error_of(pipeline.step, *task.inputs, target=task.target)
+
+    for error in on_ranks(2, run):
+        assert "rank 1 is within no_sync(tied=False), rank 0 is not; enter it on every rank alike" in str(error)
 
 
 def test_dualpipe_names_a_tied_weight_alike_on_both_ranks_that_hold_it():

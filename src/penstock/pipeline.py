@@ -119,12 +119,13 @@ class Pipeline(ModelPart):
         """
         return self._train(Mode.TRAIN, Call(args, kwargs, target, return_outputs, record))
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    def no_sync(self, *, tied: bool = True) -> AbstractContextManager[None]:
         """Within it, steps add up gradients and average none over replicas: neither DDP's nor in `reduce_stage`.
 
-        For all steps before an optimizer step but the last; every rank enters it for the same steps.
+        For all steps before an optimizer step but the last; every rank enters it for the same steps. Without `tied`,
+        those of tied parameters are not summed over their ranks either: for steps whose gradients are thrown away.
         """
-        return self._runner.no_sync()
+        return self._runner.no_sync(tied=tied)
 
     def evaluate(
         self, *args: Any, target: Any = None, return_outputs: bool = False, record: bool = False, **kwargs: Any

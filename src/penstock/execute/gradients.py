@@ -89,6 +89,8 @@ class Gradients:
         self._trained = 0
         self.is_synced = True
         """Whether steps average gradients over replicas; not within `Pipeline.no_sync()`."""
+        self.sums_tied = True
+        """Whether steps sum those of tied parameters over ranks; not within `Pipeline.no_sync(tied=False)`."""
         self._main_gradients = self._accumulate_beside() if options.main_gradients else None
         scaler = grad_scaler_of(options.scale_loss)
         self._scaler = None if scaler is None else SharedScaler(scaler, control, device, attribute)
@@ -129,7 +131,7 @@ class Gradients:
         """Run a step in here."""
         beside = self._main_gradients if is_training else None
         with self._ddp.step(is_synced=self.is_synced), nullcontext() if beside is None else beside.accumulating():
-            for copy in self._copies.values() if is_training else ():
+            for copy in self._copies.values() if is_training and self.sums_tied else ():
                 copy.begin_step()
             yield
 
@@ -145,7 +147,7 @@ class Gradients:
             copy = self._copies[group]
             for peer in copy.ranks:
                 messenger.receiver.post_waiting(peer)  # the exchange goes behind them, on the same channels
-            copy.reduce(transport)
+            copy.reduce(transport, sums=self.sums_tied)
 
         return Hooks(self._reduce_stage(program), reduce_tied, self._optimizer_step)
 
@@ -160,7 +162,7 @@ class Gradients:
         last_of_copies = {layers[stage]: stage for stage in stages}.values()
 
         def reduce(stage: int) -> None:
-            if stage in last_of_copies:
+            if stage in last_of_copies and self.sums_tied:
                 self._ddp.reduce(stage)
                 if self.is_synced:
                     hook(stage)
@@ -177,7 +179,7 @@ class Gradients:
             self._options.optimizer_step()
 
     def _require_whole_sums(self) -> None:
-        if not self.is_synced and self._copies and self._options.reduce_stage is not None:
+        if not self.is_synced and self.sums_tied and self._copies and self._options.reduce_stage is not None:
             raise ConfigError(
                 "no_sync() does not go with reduce_stage and parameters that are tied over ranks: while a step runs, "
                 "their gradients of the steps before are set aside, so reduce_stage would not see them. Average in "

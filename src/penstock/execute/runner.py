@@ -140,13 +140,15 @@ class Runner:
         return self._with_outputs(result, step)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Average no gradients over replicas in the steps within."""
-        was_synced, self._gradients.is_synced = self._gradients.is_synced, False
+    def no_sync(self, *, tied: bool) -> Iterator[None]:
+        """Average no gradients over replicas in the steps within; without `tied`, sum none over ranks either."""
+        gradients = self._gradients
+        before = gradients.is_synced, gradients.sums_tied
+        gradients.is_synced, gradients.sums_tied = False, gradients.sums_tied and tied
         try:
             yield
         finally:
-            self._gradients.is_synced = was_synced
+            gradients.is_synced, gradients.sums_tied = before
 
     def close(self) -> None:
         """Leave the others; no step can be run any more."""
@@ -202,6 +204,7 @@ class Runner:
             trained=gradients.trained() if is_training else 0,
             scale=gradients.scale if is_training else 0.0,
             is_synced=gradients.is_synced,
+            sums_tied=gradients.sums_tied,
             extra=_extra_of(call, memory),
             num_compilations=self._compilations.told(),
         )

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -28,8 +29,8 @@ class StepOutcome:
 
     loss: float
     """Mean of the pipeline's losses over the batches."""
-    gradient_norm: float
-    """Over all ranks, before clipping."""
+    gradient_norm: float | None
+    """Over all ranks, before clipping; None in a dry run, in which no gradient is whole."""
     learning_rate: float
     recorded: RecordedStep | None = None
     """What was measured in the last pipeline step, if it was to be recorded."""
@@ -99,14 +100,15 @@ class Trainer:
 
         `shares` of the batches in the loss of the step add up to 1; by default they are equal, others need a
         `scale_loss` that is `scale_mean`. `record` measures the pipeline step of the last batch; `skip_update` changes
-        no weight.
+        no weight, and reduces no gradient over ranks.
 
         Raises:
             NotFinite: on every rank, if the loss or the gradient norm is not finite, and the precision says to stop or
                 too many steps in a row were skipped; the weights stay as they were.
         """
         rate, scale = learning_rate_at(number, self._options, self._num_steps), self.update.loss_scale
-        losses, moments_s = self._accumulate(batches, shares, record)
+        with self.pipeline.no_sync(tied=False) if skip_update else nullcontext():
+            losses, moments_s = self._accumulate(batches, shares, record)
         loss = losses.mean
         recorded = self._gather(number, moments_s) if record else None
         norm = self.update.measure()
@@ -118,7 +120,8 @@ class Trainer:
         else:
             self.update.skip(is_overflow=not is_finite)
         is_updated, wait_s = is_finite and not skip_update, losses.data_wait_s
-        return StepOutcome(loss, norm, rate, recorded, losses.named_means, is_updated, scale, wait_s)
+        whole_norm = None if skip_update else norm
+        return StepOutcome(loss, whole_norm, rate, recorded, losses.named_means, is_updated, scale, wait_s)
 
     def evaluate(
         self, batches: Sequence[Batch | tuple[Tensor, Tensor]], weights: Sequence[float] | None = None

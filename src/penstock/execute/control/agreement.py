@@ -82,6 +82,8 @@ class StepProposal:
     """The scale of the rank's GradScaler; 0 where it has none."""
     is_synced: bool = True
     """Whether gradients are averaged over replicas; not within `no_sync()`."""
+    sums_tied: bool = True
+    """Whether gradients of tied parameters are summed over their ranks; not within `no_sync(tied=False)`."""
     num_compilations: int = 0
     """What it says of its compilations (`Compilations.told`); 0 where none of its layers are compiled."""
     refusal: str = ""
@@ -137,6 +139,7 @@ def agree_on_step(control: Control, own: StepProposal) -> list[StepProposal]:
     _require_same("step_number", everyone, _on_draws)
     _require_same("scale", everyone, _on_scales)
     _require_same("is_synced", everyone, _on_sync)
+    _require_same("sums_tied", everyone, _on_tied)
     _require_given("inputs", everyone, "inputs")
     _require_given("keywords", everyone, "keyword arguments")
     is_refused = any(each.refusal for each in everyone)
@@ -218,6 +221,12 @@ def _on_sync(everyone: Sequence[StepProposal], one: int, other: int) -> str:
     """The replicas of some stages would have the mean of all steps, those of others only of the last."""
     within, outside = (one, other) if everyone[other].is_synced else (other, one)
     return f"rank {within} is within no_sync(), rank {outside} is not; enter it on every rank for the same steps"
+
+
+def _on_tied(everyone: Sequence[StepProposal], one: int, other: int) -> str:
+    """Some would wait for gradients that the others do not send."""
+    within, outside = (one, other) if everyone[other].sums_tied else (other, one)
+    return f"rank {within} is within no_sync(tied=False), rank {outside} is not; enter it on every rank alike"
 
 
 def _require_given(name: str, proposals: Sequence[StepProposal], what: str) -> None:

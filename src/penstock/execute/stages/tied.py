@@ -62,9 +62,12 @@ class TiedCopy:
             self.before[name] = getattr(parameter, self.attribute)
             setattr(parameter, self.attribute, None)
 
-    def reduce(self, transport: Messages) -> None:
-        """Sum this step's gradients over all holders; a frozen parameter has none, and one that nobody used neither."""
-        if trained := self._trained():
+    def reduce(self, transport: Messages, *, sums: bool = True) -> None:
+        """Sum this step's gradients over all holders, and take the owner's statistics; without `sums`, these alone.
+
+        A frozen parameter has no gradient, and one that nobody used neither.
+        """
+        if sums and (trained := self._trained()):
             names, parameters = list(trained), list(trained.values())
             gradients = [getattr(parameter, self.attribute) for parameter in parameters]
             for index, total in sum_over(transport, self.ranks, gradients, list(map(self._like, parameters))):

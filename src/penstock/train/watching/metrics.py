@@ -135,15 +135,7 @@ class MetricsWriter:
 
 
 def _numbers(metrics: StepMetrics, pace: Pace) -> dict[str, float]:
-    measured = {
-        "model_flops_utilization": pace.utilization,
-        "bubble_fraction": metrics.bubble_fraction,
-        "predicted_bubble_fraction": metrics.predicted_bubble_fraction,
-        "held_out_loss": metrics.held_out_loss,
-        "loss_scale": metrics.loss_scale,
-        "num_skipped": metrics.num_skipped or None,
-    }
-    return {
+    numbers = {
         "loss": metrics.loss,
         "num_tokens": metrics.num_tokens,
         "tokens_per_s": pace.tokens_per_s,
@@ -152,9 +144,15 @@ def _numbers(metrics: StepMetrics, pace: Pace) -> dict[str, float]:
         "learning_rate": metrics.learning_rate,
         "gradient_norm": metrics.gradient_norm,
         "left_s": pace.left_s,
-        **{name: value for name, value in measured.items() if value is not None},
-        **{f"{PEAK_BYTES}{rank}": size for rank, size in enumerate(metrics.peak_bytes)},
+        "model_flops_utilization": pace.utilization,
+        "bubble_fraction": metrics.bubble_fraction,
+        "predicted_bubble_fraction": metrics.predicted_bubble_fraction,
+        "held_out_loss": metrics.held_out_loss,
+        "loss_scale": metrics.loss_scale,
+        "num_skipped": metrics.num_skipped or None,
     }
+    memory = {f"{PEAK_BYTES}{rank}": size for rank, size in enumerate(metrics.peak_bytes)}
+    return {name: value for name, value in numbers.items() if value is not None} | memory
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

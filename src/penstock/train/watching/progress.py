@@ -31,8 +31,8 @@ class StepMetrics:
     num_tokens: int
     duration_s: float
     learning_rate: float
-    gradient_norm: float
-    """Over all ranks, before clipping."""
+    gradient_norm: float | None
+    """Over all ranks, before clipping; absent in a dry run."""
     bubble_fraction: float | None = None
     """Measured share of idle time; absent where it was not measured."""
     held_out_loss: float | None = None
@@ -107,8 +107,9 @@ def step_line(metrics: StepMetrics, pace: Pace, *, num_steps: int) -> str:
         f"{metrics.duration_s:.3f} s/step",
         f"bubble {bubble:>5}",
         f"lr {metrics.learning_rate:.2e}",
-        f"norm {metrics.gradient_norm:.2f}",
     ]
+    if metrics.gradient_norm is not None:
+        parts.append(f"norm {metrics.gradient_norm:.2f}")
     if pace.utilization is not None:
         parts.append(f"MFU {pace.utilization:.1%}")
     if metrics.peak_bytes:
