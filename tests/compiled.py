@@ -67,12 +67,10 @@ def context_of(program, rank=0, said=None, *, passes=None, row_of=None):
 
 
 def step_for(context):
-    """Return a step with the data `data M` for microbatch M, and empty registers for the rows of a context."""
+    """Return a step with the data `data M` for microbatch M."""
     program = context.program
     slices = [
         [Microbatch(index, (f"data {index}.{part}",), {"mask": index}, None, 1) for part in range(program.num_slices)]
         for index in range(program.num_microbatches)
     ]
-    step = Step(slices, StepLosses(program.num_microbatches, program.num_slices))
-    step.make_registers(context.rows.counts)
-    return step
+    return Step(slices, StepLosses(program.num_microbatches, program.num_slices))

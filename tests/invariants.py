@@ -1,10 +1,8 @@
 """What must hold of a rank's registers after every call of a step: they hold what the program says, and nothing else.
 
     saved      from the forward of a place to its whole backward, or its weight gradient
-    received   from posting a receive to its wait
-    inputs     from that wait to the computation on it
-    outgoing   from the computation that makes a message to its send
-    local      from a computation to the one on another stage of this rank that uses what it made
+    received   from posting a receive to the computation on the message, with the wait in between
+    made       from a computation to the send of what it made, or to the one on another stage of this rank that uses it
     carried    of a stage and microbatch, from its first slice's forward to that slice's backward (or the last forward)
 
 The model here follows the rows of the program and knows nothing of how calls move values. `tests/conftest.py` has it
@@ -15,15 +13,13 @@ import threading
 from contextlib import contextmanager
 from functools import partial
 
-import numpy as np
-
 from penstock.execute.observing.observer import Observer
 from penstock.execute.stages.recompute import Checkpoint
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
 
-COLUMNS = ("saved", "received", "inputs", "outgoing", "local", "carried")
-MAY_BE_EMPTY = ("inputs", "carried")
+COLUMNS = ("saved", "received", "made", "carried")
+MAY_BE_EMPTY = ("received", "carried")
 """A stage may give nothing but None to the next one, and its layers may carry nothing."""
 
 
@@ -51,7 +47,7 @@ class Invariants(Observer):
 
     def around(self, program, bound):
         if self._rules is None or self._rules.program is not program:
-            self._rules = Rules(program, int(program.rank_of_row[bound.row]))
+            self._rules = Rules(program)
         return partial(self._following, str(program.instruction(bound.row)), list(self._rules.effects(bound)))
 
     @contextmanager
@@ -96,8 +92,8 @@ class Invariants(Observer):
                 raise Wrong(f"{when} saved[{slot}] still holds the graph of its forward")
 
 
-CHANGES = {("checkpoint", "activation"), ("activation", "weight gradient inputs")}
-"""What a slot of `saved` may hold after what, while it is filled."""
+CHANGES = {("checkpoint", "activation"), ("activation", "weight gradient inputs"), ("posted", "message")}
+"""What a slot may hold after what, while it is filled."""
 
 
 def filled(column):
@@ -107,32 +103,26 @@ def filled(column):
 
 
 class Rules:
-    """What each call of one rank fills and frees, from the program alone."""
+    """What each call fills and frees, from the program alone."""
 
-    def __init__(self, program, rank):
+    def __init__(self, program):
         self.program = program
-        self.rows = range(*map(int, program.offsets[rank : rank + 2]))
         self.sources = predecessors(program)[:, 0]
         self.is_training = not program.is_forward_only
         self.checkpointed = set(self.sources[program.op == Op.RECOMPUTE].tolist())
-        own = np.arange(self.rows.start, self.rows.stop)
-        sends = own[np.isin(program.op[own], (Op.SEND_FORWARD, Op.SEND_BACKWARD))]
-        self.send_of = dict(zip(self.sources[sends].tolist(), sends.tolist(), strict=True))
 
     def effects(self, bound):
         """List what a call does: (column, key, what it then holds or None)."""
         row = bound.row
         instruction = self.program.instruction(row)
         if bound.receive_row is not None:
-            slot = int(self.program.slot[bound.receive_row])
-            yield "received", slot, None
-            yield "inputs", slot, "message"
+            yield "received", int(self.program.slot[bound.receive_row]), "message"
             return
         op, slot = instruction.op, instruction.slot
         if op.is_send:
-            yield "outgoing", slot, None
+            yield "made", int(self.sources[row]), None
         elif op.is_receive:
-            yield "received", slot, "message"
+            yield "received", slot, "posted"
         elif op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
             yield from self._takes(row)
             yield from self._makes(row, instruction)
@@ -161,17 +151,13 @@ class Rules:
         if source == NONE:
             return
         if Op(int(self.program.op[source])).is_receive:
-            yield "inputs", int(self.program.slot[source]), None
+            yield "received", int(self.program.slot[source]), None
         else:
-            yield "local", source, None
+            yield "made", source, None
 
     def _makes(self, row, instruction):
         placement = self.program.placement
         neighbours = placement.next_stage if instruction.op is Op.FORWARD else placement.previous_stage
         if neighbours[instruction.stage] == NONE:
             return
-        send = self.send_of.get(row)
-        if send is None:
-            yield "local", row, "value"
-        else:
-            yield "outgoing", int(self.program.slot[send]), "message"
+        yield "made", row, "value"

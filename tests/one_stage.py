@@ -4,19 +4,17 @@ from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.losses.loss import LossShares
 from penstock.execute.losses.step_losses import StepLosses
 from penstock.execute.stages.passes import PassOptions, StagePasses
-from penstock.execute.step import RegisterCounts, Step
+from penstock.execute.step import Step
 
 PLACE = (0, 0)
 
 
 def step_of(loss=None, *, num_slices=1, auxiliary=1.0, **options):
-    """Make a step of one microbatch whose registers have two places of each kind."""
+    """Make a step of one microbatch."""
     fractions = [[1 / num_slices] * num_slices]
     shares, auxiliary_shares = LossShares([1.0], fractions), LossShares([auxiliary], fractions)
     losses = StepLosses(1, num_slices, loss, shares, auxiliary_shares, **options)
-    step = Step([[Microbatch(0, (), {}, None, 1) for _ in range(num_slices)]], losses)
-    step.make_registers(RegisterCounts(2, 2, 2))
-    return step
+    return Step([[Microbatch(0, (), {}, None, 1) for _ in range(num_slices)]], losses)
 
 
 class OneStage:

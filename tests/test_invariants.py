@@ -56,24 +56,24 @@ class _Entering:
 
 
 def drop_saved(step):
-    if step.saved[0] is not None and step.saved[1] is not None:
-        step.saved[0] = None
+    if len(step.saved) == 2:
+        del step.saved[0]
 
 
 def plant_output(step):
-    step.local[99] = "what nobody made"
+    step.made[99] = "what nobody made"
 
 
 def plant_message(step):
-    step.outgoing.append("what nobody sends")
+    step.received[99] = "what nobody sends"
 
 
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
         (drop_saved, "saved holds"),
-        (plant_output, "local holds [99], the program says []"),
-        (plant_message, "outgoing holds"),
+        (plant_output, "made holds [0, 99], the program says [0]"),
+        (plant_message, "received holds [99]"),
     ],
 )
 def test_registers_that_do_not_follow_the_program_fail_the_step(spoil, text):

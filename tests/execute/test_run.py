@@ -171,8 +171,7 @@ class Weighing(nn.Module):
         self.seen = seen
 
     def forward(self, x):
-        saved = self.step().saved
-        self.seen.append((1 + sum(each is not None for each in saved), len(saved)))
+        self.seen.append(1 + len(self.step().saved))
         return self.inner(x)
 
 
@@ -201,8 +200,7 @@ def test_a_rank_keeps_as_many_activations_alive_as_the_check_counts(schedule):
 
     peaks = on_ranks(schedule.num_ranks, case)
 
-    assert [peak for peak, _ in peaks] == peak_activations(schedule)
-    assert [slots for _, slots in peaks] == peak_activations(schedule)
+    assert peaks == peak_activations(schedule)
 
 
 def test_a_failed_step_keeps_nothing_alive_though_its_error_is_kept():

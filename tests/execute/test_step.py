@@ -5,32 +5,22 @@ import torch
 
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.losses.step_losses import StepLosses
-from penstock.execute.step import RegisterCounts, Step
+from penstock.execute.step import Step
 
 
 def step_of():
     microbatches = BatchRule(2).microbatches((torch.arange(4),), {}, None)
-    step = Step([[microbatch] for microbatch in microbatches], StepLosses(2, 1), keeps_outputs=True)
-    step.make_registers(RegisterCounts(saved=3, received=2, outgoing=1))
-    return step
+    return Step([[microbatch] for microbatch in microbatches], StepLosses(2, 1), keeps_outputs=True)
 
 
 def fill(step):
-    step.saved[0] = step.received[1] = step.inputs[1] = step.outgoing[0] = "something"
-    step.outputs[0, 0] = step.local[3] = step.carried[1, 3] = step.first_gradients[0] = "something"
+    step.saved[0] = step.received[1] = step.made[3] = "something"
+    step.outputs[0, 0] = step.carried[1, 3] = step.first_gradients[0] = "something"
 
 
 def held(step):
-    columns = (step.saved, step.received, step.inputs, step.outgoing)
-    dicts = (step.outputs, step.local, step.carried, step.first_gradients)
-    return sum(value is not None for column in columns for value in column) + sum(map(len, dicts))
-
-
-def test_there_is_an_empty_register_for_every_slot():
-    step = step_of()
-
-    assert [len(column) for column in (step.saved, step.received, step.inputs, step.outgoing)] == [3, 2, 2, 1]
-    assert held(step) == 0
+    columns = (step.saved, step.received, step.made, step.outputs, step.carried, step.first_gradients)
+    return sum(map(len, columns))
 
 
 def test_two_steps_collect_apart():
@@ -38,7 +28,7 @@ def test_two_steps_collect_apart():
 
     fill(first)
 
-    assert held(first) == 8
+    assert held(first) == 6
     assert held(second) == 0
 
 
@@ -61,7 +51,7 @@ def test_a_step_that_succeeds_keeps_what_it_has():
     with step_of() as step:
         fill(step)
 
-    assert held(step) == 8
+    assert held(step) == 6
     assert len(step.slices) == 2
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any
 
 import torch
 
@@ -10,7 +9,7 @@ from penstock.errors import MAX_SHOWN, PipelineError
 from penstock.execute.compile.data import with_data_calls
 from penstock.execute.compile.program import CompiledProgram
 from penstock.execute.step import Bound, Step
-from penstock.ir.operations import BEGINS_KEEPING, IS_RECEIVE, IS_SEND, Flags
+from penstock.ir.operations import BEGINS_KEEPING, IS_RECEIVE, Flags
 
 Note = Callable[[int], None]
 """Called with the number of each row, from 0, before it runs."""
@@ -26,7 +25,6 @@ def run_step(compiled: CompiledProgram, step: Step, note: Note, bounds: Sequence
     if step.prefetcher is not None:
         bounds = with_data_calls(bounds, compiled.data_rows)
     is_training, first = not compiled.program.is_forward_only, compiled.rows.start
-    step.make_registers(compiled.counts)
     if is_training:
         for passes in compiled.passes:
             passes.begin(step)
@@ -53,18 +51,13 @@ def _require_empty(compiled: CompiledProgram, step: Step) -> None:
 
 def _leftovers(compiled: CompiledProgram, step: Step) -> Iterator[str]:
     """Name what is held after all rows have run, each by the instruction that left it there."""
-    columns: tuple[tuple[str, Flags, Sequence[Any]], ...] = (
-        ("saved activation", BEGINS_KEEPING, step.saved),
-        ("received message", IS_RECEIVE, step.received),
-        ("received message", IS_RECEIVE, step.inputs),
-        ("unsent message", IS_SEND, step.outgoing),
-    )
-    for what, flags, column in columns:
-        for slot, value in enumerate(column):
-            if value is not None:
-                yield f"{what} of {_last_user(compiled, flags, slot)}"
-    for row in step.local:
-        yield f"local output of {compiled.program.instruction(row)}"
+    for slot, saved in step.saved.items():
+        if saved is not None:  # as a forward of an evaluation leaves it
+            yield f"saved activation of {_last_user(compiled, BEGINS_KEEPING, slot)}"
+    for slot in step.received:
+        yield f"received message of {_last_user(compiled, IS_RECEIVE, slot)}"
+    for row in step.made:
+        yield f"result of {compiled.program.instruction(row)}"
     for stage, microbatch in step.carried:
         yield f"what slices of microbatch {microbatch} carried on stage {stage}"
 

@@ -16,22 +16,13 @@ from penstock.execute.batch.stream import Prefetcher
 from penstock.execute.losses.step_losses import StepLosses
 
 
-@dataclass(frozen=True, slots=True)
-class RegisterCounts:
-    """How many places the slots of one rank's program need."""
-
-    saved: int = 0
-    received: int = 0
-    outgoing: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class Step:
     """One batch on its way through the stages of one rank.
 
-    Its registers hold what one instruction leaves for another: lists by slot of the program, dicts by what they say. A
-    program that frees what it makes leaves them empty. As a context, a step drops all that it holds if it fails, so
-    that whoever keeps the error does not keep activations alive.
+    Its registers hold what one instruction leaves for another. A program that frees what it makes leaves them empty. As
+    a context, a step drops all that it holds if it fails, so that whoever keeps the error does not keep activations
+    alive.
     """
 
     slices: Sequence[Sequence[Microbatch]]
@@ -50,26 +41,16 @@ class Step:
     """Counts the steps that were tried, of all modes, from 0; the same on every rank."""
     is_training: bool = False
 
-    saved: list[Any] = field(default_factory=list)
+    saved: dict[int, Any] = field(default_factory=dict)
     """Per slot, the `SavedForward` that waits for its backward."""
-    received: list[Any] = field(default_factory=list)
-    """Per slot, the posted receive of a message."""
-    inputs: list[Any] = field(default_factory=list)
-    """Per slot of a receive, what has arrived."""
-    outgoing: list[Any] = field(default_factory=list)
-    """Per slot, what waits for its send."""
-    local: dict[int, Any] = field(default_factory=dict)
-    """Per row, what it made for another stage of this rank."""
+    received: dict[int, Any] = field(default_factory=dict)
+    """Per slot, the posted receive of a message; once that was waited for, what has arrived."""
+    made: dict[int, Any] = field(default_factory=dict)
+    """Per row, what it made for its send, or for another stage of this rank."""
     carried: dict[tuple[int, int], Any] = field(default_factory=dict)
     """Per stage and microbatch, what slices carry to later slices."""
     first_gradients: dict[int, Any] = field(default_factory=dict)
     """Per stage, its parameters to which no gradient has come yet."""
-
-    def make_registers(self, counts: RegisterCounts) -> None:
-        """Have empty places for all slots."""
-        self.saved = [None] * counts.saved
-        self.received, self.inputs = [None] * counts.received, [None] * counts.received
-        self.outgoing = [None] * counts.outgoing
 
     def again(self) -> "Step":
         """Return this step for a forward that runs again: it has the same registers, but what it notes is dropped."""
@@ -81,9 +62,7 @@ class Step:
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
         if kind is not None:
             self.slices, self.prefetcher = (), None
-            for column in (self.saved, self.received, self.inputs, self.outgoing):
-                column.clear()
-            for values in (self.outputs, self.local, self.carried, self.first_gradients):
+            for values in (self.saved, self.received, self.made, self.outputs, self.carried, self.first_gradients):
                 values.clear()
 
 

@@ -5,10 +5,8 @@ import torch
 
 import penstock as ps
 from penstock.errors import PipelineError
-from penstock.execute.compile import compute
 from penstock.execute.compile.compute import (
     compile_backward,
-    compile_backward_input,
     compile_backward_weight,
     compile_forward,
     compile_recompute,
@@ -17,7 +15,7 @@ from penstock.execute.stages.recompute import Checkpoint, RecomputedPasses
 from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedules import build
-from tests.compiled import context_of, row_of, step_for
+from tests.compiled import SayingPasses, context_of, row_of, step_for
 from tests.execute.test_run import drawn
 
 
@@ -36,7 +34,7 @@ def test_a_forward_of_the_batch_saves_and_puts_its_outputs_out():
 
     assert said[0] == ("forward", (1, 0), ("data 1.0",), {"mask": 1})
     assert step.saved[program.slot[row]] == "saved"
-    assert [each.value for each in step.outgoing if each is not None] == ["outputs"]
+    assert step.made[row].value == "outputs"
 
 
 def test_a_forward_of_a_message_waits_for_it_in_a_call_of_its_own():
@@ -52,7 +50,7 @@ def test_a_forward_of_a_message_waits_for_it_in_a_call_of_its_own():
     forward.call(step)
 
     assert said[-1] == ("forward", (0, 0), ("take_tree",), {"mask": 0})
-    assert step.outgoing.count(None) == len(step.outgoing)  # a last stage has nobody to send to
+    assert step.made == step.received == {}  # a last stage has nobody to send to
 
 
 def test_a_whole_backward_frees_its_activation_when_it_has_run():
@@ -64,8 +62,8 @@ def test_a_whole_backward_frees_its_activation_when_it_has_run():
     run(compile_backward(context, row), step)
 
     assert said == [("backward", "saved", ())]
-    assert step.saved == [None] * len(step.saved)
-    assert "gradients" in step.outgoing
+    assert step.saved == {}
+    assert step.made == {row: "gradients"}
 
 
 def test_the_first_part_of_a_backward_leaves_what_the_second_needs():
@@ -75,12 +73,12 @@ def test_the_first_part_of_a_backward_leaves_what_the_second_needs():
     slot = program.slot[first]
     step.saved[slot] = "saved"
 
-    run(compile_backward_input(context, first), step)
+    run(compile_backward(context, first), step)
     assert step.saved[slot] == "saved"
     run(compile_backward_weight(context, row_of(program, "1W0", 1)), step)
 
     assert said == [("backward input", "saved", ()), ("backward weight", "saved")]
-    assert step.saved[slot] is None
+    assert step.saved == {}
 
 
 class Again(RecomputedPasses):
@@ -115,58 +113,71 @@ def test_a_recomputation_of_a_stage_that_keeps_no_inputs_is_refused():
 LOCAL = lower(drawn(Placement.explicit([0, 0]), "0F0 1F0 1B0 0B0"))
 
 
-def test_outputs_and_gradients_of_a_stage_on_this_rank_stay_here():
+class Giving(SayingPasses):
+    """Returns the same outputs from every forward."""
+
+    def __init__(self, outputs, said):
+        super().__init__(said)
+        self._outputs = outputs
+
+    def forward(self, step, place, inputs, keywords):
+        super().forward(step, place, inputs, keywords)
+        return self._outputs, "saved"
+
+
+def local_stages(outputs):
+    """Return what compiles rows of `LOCAL` whose stages return these outputs, what runs them, and what is said."""
     said = []
-    context = context_of(LOCAL, 0, said)
-    step, value = step_for(context), torch.ones(2, requires_grad=True)
+    passes = Giving(outputs, said)
+    context = context_of(LOCAL, 0, said, passes={0: passes, 1: passes})
+    step = step_for(context)
 
-    compute._put_outputs(context, row_of(LOCAL, "0F0"))(step, value)
-    take, waits = compute._take_inputs(context, row_of(LOCAL, "1F0"))
-    [found] = take(step)
-    compute._put_gradients(context, row_of(LOCAL, "1B0"))(step, ["gradient"])
+    def run_row(compile_row, text):
+        run(compile_row(context, row_of(LOCAL, text)), step)
 
-    assert waits == ()
-    assert said == [("note_outputs", (0, 0, 0), value, "0F0")]
-    assert found.is_leaf
-    assert found.requires_grad
+    return run_row, step, said
+
+
+def test_outputs_and_gradients_of_a_stage_on_this_rank_stay_here():
+    value = torch.ones(2, requires_grad=True)
+    run_row, step, said = local_stages(value)
+
+    run_row(compile_forward, "0F0")
+    assert said[1:] == [("note_outputs", (0, 0, 0), value, "0F0")]
+    run_row(compile_forward, "1F0")
+    [(_, _, [found], _)] = said[2:]
+    assert (found.is_leaf, found.requires_grad) == (True, True)
     assert torch.equal(found, value)
-    assert compute._take_gradients(context, row_of(LOCAL, "0B0"))[0](step) == ["gradient"]
-    assert step.local == {}
+
+    assert step.made == {}  # a last stage has nobody to make outputs for, and nothing comes to its backward
+    run_row(compile_backward, "1B0")
+    run_row(compile_backward, "0B0")
+    assert said[3:] == [("backward", "saved", ()), ("backward", "saved", "gradients")]
+    assert step.made == step.saved == {}  # nor has a first stage anybody to make gradients for
 
 
 def test_an_output_that_was_changed_meanwhile_is_refused():
-    context = context_of(LOCAL)
-    step, value = step_for(context), torch.ones(2)
-    compute._put_outputs(context, row_of(LOCAL, "0F0"))(step, value)
+    value = torch.ones(2)
+    run_row, _, _ = local_stages(value)
+    run_row(compile_forward, "0F0")
 
     value += 1
 
     with pytest.raises(PipelineError, match="0F0: a tensor of its output was changed in place"):
-        compute._take_inputs(context, row_of(LOCAL, "1F0"))[0](step)
+        run_row(compile_forward, "1F0")
 
 
 def test_a_message_that_has_come_is_taken_once_and_releases_what_has_arrived():
     program, said = lower(build("1f1b", ranks=2, microbatches=2)), []
     context = context_of(program, 0, said)
-    step, receive = step_for(context), row_of(program, "0RECV_B1")
-    slot = program.slot[receive]
-    step.received[slot] = "posted"
+    step, receive, row = step_for(context), row_of(program, "0RECV_B1"), row_of(program, "0B1")
+    step.received[program.slot[receive]] = "posted"
+    step.saved[program.slot[row]] = "saved"
 
-    take, [wait] = compute._take_gradients(context, row_of(program, "0B1"))
+    wait, backward = compile_backward(context, row)
     wait.call(step)
-
     assert said == [("take_gradients", "posted"), ("release", 1, 2)]
-    assert step.received[slot] is None
-    assert take(step) == "take_gradients"
-    assert step.inputs[slot] is None
+    backward.call(step)
 
-
-def test_at_both_ends_of_a_route_nothing_is_put_anywhere():
-    context = context_of(LOCAL)
-    step = step_for(context)
-
-    compute._put_outputs(context, row_of(LOCAL, "1F0"))(step, "outputs")
-    compute._put_gradients(context, row_of(LOCAL, "0B0"))(step, "gradients")
-
-    assert step.local == {}
-    assert compute._take_gradients(context, row_of(LOCAL, "1B0"))[0](step) == ()
+    assert said[2:] == [("backward", "saved", "take_gradients")]
+    assert step.received == {}

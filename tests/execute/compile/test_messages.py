@@ -22,10 +22,10 @@ def sent(compile_row, text, rank, value, *, at=None):
     said = []
     context = context_of(PROGRAM, rank, said, row_of=None if at is None else lambda peer: at)
     step, row = step_for(context), row_of(PROGRAM, text, rank)
-    step.outgoing[PROGRAM.slot[row]] = value
+    step.made[context.rows.source(row)] = value
     [bound] = compile_row(context, row)
     bound.call(step)
-    assert step.outgoing == [None] * len(step.outgoing)
+    assert step.made == {}
     return said
 
 

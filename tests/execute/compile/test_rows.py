@@ -4,7 +4,6 @@ import pytest
 
 from penstock.execute.compile.rows import RankRows, arrived_before, used_after
 from penstock.ir.deps import NONE, predecessors
-from penstock.ir.operations import Op
 from penstock.lowering import lower
 from penstock.schedules import build
 
@@ -15,18 +14,6 @@ def texts(program, rows):
     return [str(program.instruction(row)) if row != NONE else "" for row in rows]
 
 
-def test_there_are_as_many_registers_as_slots():
-    counts = RankRows.of(PROGRAM, 1).counts
-
-    assert counts.saved == 2  # the middle rank of 3 keeps two activations
-    for number, ops in [
-        (counts.received, (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD)),
-        (counts.outgoing, (Op.SEND_FORWARD, Op.SEND_BACKWARD)),
-    ]:
-        slots = {row.slot for row in PROGRAM[1] if row.op in ops}
-        assert slots == set(range(number))
-
-
 def test_each_row_has_the_row_of_this_rank_that_its_data_come_from():
     program = lower(build("1f1b", ranks=2, microbatches=1))
     rows = RankRows.of(program, 1)
@@ -34,18 +21,6 @@ def test_each_row_has_the_row_of_this_rank_that_its_data_come_from():
     found = dict(zip(texts(program, rows.rows), texts(program, map(rows.source, rows.rows)), strict=True))
 
     assert found == {"1RECV_F0": "", "1F0": "1RECV_F0", "1B0": "", "1SEND_B0": "1B0", "1REDUCE_GRAD": ""}
-
-
-def test_a_computation_whose_result_stays_has_no_send():
-    program = lower(build("1f1b", ranks=2, microbatches=2))
-
-    first, last = (RankRows.of(program, rank).sends for rank in range(2))
-
-    assert dict(zip(texts(program, first), texts(program, first.values()), strict=True)) == {
-        "0F0": "0SEND_F0",
-        "0F1": "0SEND_F1",
-    }
-    assert texts(program, last) == ["1B0", "1B1"]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe", "gpipe", "chimera"])

@@ -2,22 +2,17 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from penstock.execute.batch.microbatch import Place
 from penstock.execute.compile.rows import RankRows
 from penstock.execute.stages.passes import StagePasses
-from penstock.execute.step import Bound, Step
+from penstock.execute.step import Bound
 from penstock.execute.transport.agreed_layouts import Key
 from penstock.execute.transport.messages import Messenger
 from penstock.ir.program import Program
 
 RowOf = Callable[[int], int]
 """How far another rank is in a step: the row that it is at, from 0."""
-Take = Callable[[Step], Any]
-"""Gets what a row works on."""
-Put = Callable[[Step, Any], None]
-"""Leaves what a row has made where its user finds it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,13 +10,12 @@ from penstock.ir.operations import Op
 
 def compile_send_forward(context: CompileContext, row: int) -> Iterator[Bound]:
     """Send a stage's outputs, unless they were changed in place since."""
-    peer, key, slot = context.peer(row), context.key(row), context.slot(row)
-    action, send = context.text(context.rows.source(row)), context.messenger.sender.send_forward
+    peer, key, source = context.peer(row), context.key(row), context.rows.source(row)
+    action, send = context.text(source), context.messenger.sender.send_forward
     release_arrived = _release_arrived(context, peer)
 
     def send_forward(step: Step) -> None:
-        outputs, step.outgoing[slot] = step.outgoing[slot], None
-        send(peer, key, outputs.checked(action))
+        send(peer, key, step.made.pop(source).checked(action))
         release_arrived()  # after the send, which must not wait for it
 
     yield Bound(row, send_forward)
@@ -24,12 +23,11 @@ def compile_send_forward(context: CompileContext, row: int) -> Iterator[Bound]:
 
 def compile_send_backward(context: CompileContext, row: int) -> Iterator[Bound]:
     """Send the gradients of a stage's inputs."""
-    peer, key, slot = context.peer(row), context.key(row), context.slot(row)
+    peer, key, source = context.peer(row), context.key(row), context.rows.source(row)
     send, release_arrived = context.messenger.sender.send_backward, _release_arrived(context, peer)
 
     def send_backward(step: Step) -> None:
-        gradients, step.outgoing[slot] = step.outgoing[slot], None
-        send(peer, gradients, key)
+        send(peer, step.made.pop(source), key)
         release_arrived()
 
     yield Bound(row, send_backward)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from penstock.execute.compile.compute import (
     compile_backward,
-    compile_backward_input,
     compile_backward_weight,
     compile_forward,
     compile_recompute,
@@ -18,14 +17,14 @@ from penstock.execute.compile.data import rows_that_take_data
 from penstock.execute.compile.messages import compile_receive, compile_send_backward, compile_send_forward
 from penstock.execute.observing.observer import Observer, observed
 from penstock.execute.stages.passes import StagePasses
-from penstock.execute.step import Bound, Call, Change, RegisterCounts
+from penstock.execute.step import Bound, Call, Change
 from penstock.ir.operations import Op
 from penstock.ir.program import Program
 
 _COMPILE: dict[Op, CompileRow] = {
     Op.FORWARD: compile_forward,
     Op.BACKWARD: compile_backward,
-    Op.BACKWARD_INPUT: compile_backward_input,
+    Op.BACKWARD_INPUT: compile_backward,
     Op.BACKWARD_WEIGHT: compile_backward_weight,
     Op.RECOMPUTE: compile_recompute,
     Op.SEND_FORWARD: compile_send_forward,
@@ -49,7 +48,6 @@ class CompiledProgram:
     changes: Sequence[Change]
     bounds: Sequence[Bound]
     """The calls with observers and changes, as they run in every step."""
-    counts: RegisterCounts
     data_rows: Mapping[int, int]
     """Per row that takes something of the batch, its microbatch."""
 
@@ -76,7 +74,6 @@ def compile_program(
         observers,
         changes,
         _around(program, bounds, observers, changes),
-        context.rows.counts,
         rows_that_take_data(program, rows, stages),
     )
 

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.execute.step import RegisterCounts
 from penstock.ir.deps import NONE, predecessors
-from penstock.ir.operations import BEGINS_KEEPING, IS_MESSAGE, IS_RECEIVE, IS_SEND
+from penstock.ir.operations import IS_MESSAGE, IS_RECEIVE, IS_SEND
 from penstock.ir.program import Program
 
 Before = NDArray[np.int32]
@@ -31,11 +30,8 @@ class RankRows:
     """The rows of one rank; all rows are numbers in the whole program."""
 
     rows: range
-    counts: RegisterCounts
     sources: list[int]
     """Per row, from 0, the row of this rank that it gets its data from, else NONE."""
-    sends: Mapping[int, int]
-    """Per row whose result is sent, the send."""
     arrived: Mapping[int, tuple[int, int]]
     """Per receive: its peer, and how many messages to that peer have arrived for certain once this one is here."""
     used: Mapping[int, list[int]]
@@ -51,13 +47,9 @@ class RankRows:
         own_first, own_end = part.offsets[rank : rank + 2].tolist()
         own, shift = before[own_first:own_end], first - own_first
         is_local = (own >= own_first) & (own < own_end)
-        sources = np.where(is_local, own + shift, NONE)
-        sends = np.flatnonzero(IS_SEND[program.op[first:end]])
         return cls(
             range(first, end),
-            _register_counts(program, slice(first, end)),
-            sources.tolist(),
-            dict(zip(sources[sends].tolist(), (sends + first).tolist(), strict=True)),
+            np.where(is_local, own + shift, NONE).tolist(),
             {row + shift: found for row, found in arrived_before(part, before, rank).items()},
             used_after(part, before, rank),
         )
@@ -73,12 +65,6 @@ def _rows_nearby(program: Program, rank: int) -> NDArray[np.intp]:
     stages = np.unique(program.peer[rows][IS_MESSAGE[program.op[rows]]])
     ranks = {rank, *(program.placement.rank_of_stage[stage] for stage in stages.tolist())}
     return np.concatenate([np.arange(*program.offsets[each : each + 2], dtype=np.intp) for each in sorted(ranks)])
-
-
-def _register_counts(program: Program, rows: slice) -> RegisterCounts:
-    op, slot = program.op[rows], program.slot[rows]
-    counts = (int(slot[flags[op]].max(initial=-1)) + 1 for flags in (BEGINS_KEEPING, IS_RECEIVE, IS_SEND))
-    return RegisterCounts(*counts)
 
 
 def arrived_before(program: Program, before: Before, rank: int) -> dict[int, tuple[int, int]]:

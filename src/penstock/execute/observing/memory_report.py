@@ -24,6 +24,7 @@ from penstock.execute.observing.saved_tensors import SavedTensorTracker, Storage
 from penstock.execute.stages.recompute import Checkpoint
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Bound, Step
+from penstock.execute.transport.messages import Incoming
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.operations import IS_BACKWARD, RUNS_AUTOGRAD, RUNS_FORWARD
 from penstock.ir.program import Program
@@ -167,7 +168,7 @@ class MemoryWatch(Observer):
         if is_backward and Moment.AFTER_WARM_UP not in self.points:
             self._look(step, Moment.AFTER_WARM_UP)
         yield
-        saved = None if slot is None else step.saved[slot]
+        saved = None if slot is None else step.saved.get(slot)
         if saved is not None and saved.deferred is not None:
             self.sizes.note_contexts(saved.deferred)
         self._look(step)
@@ -196,7 +197,7 @@ class MemoryWatch(Observer):
         gradient_bytes = {stage: counter.add([*map(gradients_of, own)]) for stage, own in parameters.items()}
         activation_bytes = {stage: counter.add_storages(self._tracker.held(stage)) for stage in parameters}
         num_activations, context_bytes = dict.fromkeys(parameters, 0), dict.fromkeys(parameters, 0)
-        for slot, saved in enumerate(step.saved):
+        for slot, saved in step.saved.items():
             if saved is None:
                 continue
             stage = self._stage_of_slot[slot]
@@ -209,11 +210,11 @@ class MemoryWatch(Observer):
             column = context_bytes if is_context else activation_bytes
             column[stage] += counter.add(() if saved.deferred is None else saved.deferred.kept)
         columns = (parameter_bytes, gradient_bytes, num_activations, activation_bytes, context_bytes)
-        received = [incoming.tensors for incoming in step.received if incoming is not None]
+        received = [each.tensors if isinstance(each, Incoming) else each for each in step.received.values()]
         return RankMemory(
             stages=tuple(StageMemory(stage, *(column[stage] for column in columns)) for stage in parameters),
-            received_bytes=counter.add([received, step.inputs]),
-            unsent_bytes=counter.add([step.outgoing, list(step.local.values())]),
+            received_bytes=counter.add(received),
+            unsent_bytes=counter.add(list(step.made.values())),
         )
 
 
