@@ -7,6 +7,11 @@ from torch import nn
 from penstock.errors import PipelineError
 from penstock.execute.stages.keywords import run_layers
 from penstock.execute.stages.signatures import TakenKeywords
+from penstock.execute.stages.stage import Stage
+
+
+def stage_of(*layers):
+    return Stage(0, {str(index): layer for index, layer in enumerate(layers)})
 
 
 class Masked(nn.Module):
@@ -20,19 +25,19 @@ class Variadic(nn.Module):
 
 
 def test_every_layer_that_names_a_keyword_gets_it():
-    layers = [Masked(), nn.ReLU(), Masked()]
+    stage = stage_of(Masked(), nn.ReLU(), Masked())
 
-    result = run_layers(layers, (torch.tensor([3.0, -1.0]),), {"mask": torch.tensor([2.0, 1.0]), "scale": 10.0})
+    result = run_layers(stage, (torch.tensor([3.0, -1.0]),), {"mask": torch.tensor([2.0, 1.0]), "scale": 10.0})
 
     assert result.tolist() == [1200.0, 0.0]
 
 
 def test_the_first_layer_gets_all_positional_arguments():
-    assert run_layers([Variadic(), Masked()], (1, 2, 3), {"scale": 2}) == 24
+    assert run_layers(stage_of(Variadic(), Masked()), (1, 2, 3), {"scale": 2}) == 24
 
 
 def test_an_input_may_come_by_keyword_for_the_first_layer_only():
-    assert run_layers([Masked(), Masked()], (), {"x": 5, "scale": 2}) == 20
+    assert run_layers(stage_of(Masked(), Masked()), (), {"x": 5, "scale": 2}) == 20
 
 
 def test_a_tuple_is_one_argument_of_the_next_layer():
@@ -40,7 +45,7 @@ def test_a_tuple_is_one_argument_of_the_next_layer():
         def forward(self, x):
             return (x, x)
 
-    assert run_layers([Pair(), nn.Identity()], (1,), {}) == (1, 1)
+    assert run_layers(stage_of(Pair(), nn.Identity()), (1,), {}) == (1, 1)
 
 
 class InPlace(nn.Module):
@@ -52,14 +57,14 @@ def test_a_layer_that_changes_another_stages_output_in_place_is_named_with_the_w
     features = torch.ones(2, requires_grad=True)
 
     with pytest.raises(PipelineError, match=r"a InPlace fails with: .* may not change it in place"):
-        run_layers([InPlace()], (features,), {})
+        run_layers(stage_of(InPlace()), (features,), {})
 
-    assert run_layers([InPlace()], (features.clone(),), {}).tolist() == [2.0, 2.0]
+    assert run_layers(stage_of(InPlace()), (features.clone(),), {}).tolist() == [2.0, 2.0]
 
 
 def test_what_a_layer_raises_for_other_reasons_stays_what_it_is():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        run_layers([nn.Linear(3, 2)], (torch.ones(1, 4),), {})
+        run_layers(stage_of(nn.Linear(3, 2)), (torch.ones(1, 4),), {})
 
 
 def test_whoever_asks_is_told_before_each_layer_which_one_it_is():
@@ -70,7 +75,7 @@ def test_whoever_asks_is_told_before_each_layer_which_one_it_is():
             seen.append("layer")
             return x
 
-    run_layers([Noting(), Noting()], (torch.ones(1),), {}, seen.append)
+    run_layers(stage_of(Noting(), Noting()), (torch.ones(1),), {}, seen.append)
 
     assert seen == [0, "layer", 1, "layer"]
 
@@ -87,17 +92,18 @@ class Handing(nn.Module):
 
 
 def test_a_layer_that_may_use_any_keyword_gets_all():
-    assert run_layers([Handing(Variadic()), Variadic()], (2,), {"scale": 3}) == 18
+    assert run_layers(stage_of(Handing(Variadic()), Variadic()), (2,), {"scale": 3}) == 18
 
 
 def test_a_keyword_too_many_is_one_error_that_names_layer_and_fix():
     with pytest.raises(
         PipelineError, match=r"a Handing fails with: .*'mask'.*given every keyword.*\['mask', 'scale'\]"
     ):
-        run_layers([Handing(Variadic()), Variadic()], (2,), {"scale": 3, "mask": 1})
+        run_layers(stage_of(Handing(Variadic()), Variadic()), (2,), {"scale": 3, "mask": 1})
 
 
 def test_what_is_known_of_the_layers_is_not_looked_at_again():
-    nothing = TakenKeywords({})
+    nothing, stage = TakenKeywords({}), stage_of(Masked())
+    stage.taken_keywords = [nothing]
 
-    assert run_layers([Masked()], (3,), {"scale": 2}, taken=[nothing]) == 3
+    assert run_layers(stage, (3,), {"scale": 2}) == 3

@@ -1,13 +1,14 @@
 """How a batch's arguments reach the layers of a stage: the first layer's by position, keywords by parameter name."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from penstock.errors import PipelineError
 from penstock.execute.control.error_notes import note_place
-from penstock.execute.stages.signatures import TakenKeywords, taken_keywords
+from penstock.execute.stages.signatures import TakenKeywords
+from penstock.execute.stages.stage import Stage
 from penstock.execute.undocumented import is_leaf_changed_in_place
 
 _IN_PLACE = (
@@ -25,35 +26,28 @@ _EVERY = (
 
 
 def run_layers(
-    layers: Sequence[nn.Module],
+    stage: Stage,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     before_layer: Callable[[int], None] | None = None,
-    *,
-    names: Sequence[str] = (),
-    taken: Sequence[TakenKeywords] = (),
-    first_layer: int = 0,
 ) -> Any:
-    """Call the layers in order; what one returns is the single positional argument of the next.
+    """Call the layers of a stage in order; what one returns is the single positional argument of the next.
 
-    `before_layer` is called before each one with its number, from `first_layer`. With `names`, an error that a layer
-    raises notes which layer it was. `taken` says what each layer takes.
+    `before_layer` is called before each one with its place in the unsplit model. An error that a layer raises notes
+    which layer it was.
 
     Raises:
         PipelineError: a layer changes an input in place whose gradient another stage waits for, or it passes on a
             keyword to what does not take it.
     """
-    if kwargs and not taken:
-        taken = list(map(taken_keywords, layers))
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(stage.modules):
         if before_layer is not None:
-            before_layer(first_layer + index)
+            before_layer(stage.first_layer + index)
         try:
-            args = (layer(*args, **(taken[index].select(kwargs, len(args)) if kwargs else {})),)
+            args = (layer(*args, **(stage.taken_keywords[index].select(kwargs, len(args)) if kwargs else {})),)
         except Exception as error:
-            told = _told(error, layer, kwargs, taken[index] if kwargs else None)
-            if names:
-                note_place(told, layer_place(names[index], layer))
+            told = _told(error, layer, kwargs, stage.taken_keywords[index])
+            note_place(told, layer_place(stage.names[index], layer))
             if told is error:
                 raise
             raise told from error
@@ -65,10 +59,10 @@ def layer_place(name: str, layer: object) -> str:
     return f"layer {name if name.isdecimal() else repr(name)} ({type(layer).__name__})"
 
 
-def _told(error: Exception, layer: nn.Module, kwargs: Mapping[str, Any], taken: TakenKeywords | None) -> Exception:
+def _told(error: Exception, layer: nn.Module, kwargs: Mapping[str, Any], taken: TakenKeywords) -> Exception:
     """The error, or one that says more of it."""
     if is_leaf_changed_in_place(error):
         return PipelineError(_IN_PLACE.format(layer=type(layer).__name__, error=error))
-    if isinstance(error, TypeError) and _KEYWORD in str(error) and taken is not None and taken.takes_every:
+    if kwargs and isinstance(error, TypeError) and _KEYWORD in str(error) and taken.takes_every:
         return PipelineError(_EVERY.format(layer=type(layer).__name__, error=error, names=sorted(kwargs)))
     return error

@@ -127,7 +127,7 @@ class StagePasses:
             tensors = [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
             deferred = stage.split_plan.start(sum([tensor.numel() for tensor in tensors]))
         if deferred is None and not parts:
-            return run_layers(stage.modules, inputs, keywords, names=stage.names, taken=stage.taken_keywords), None
+            return run_layers(stage, inputs, keywords), None
         for part in parts:
             inputs = part.arrive(inputs)
             before_layer = part.before_layer or before_layer
@@ -136,15 +136,7 @@ class StagePasses:
                 stack.enter_context(part.around_forward())
             if deferred is not None:
                 stack.enter_context(deferred.around_forward())
-            outputs = run_layers(
-                stage.modules,
-                inputs,
-                keywords,
-                before_layer,
-                names=stage.names,
-                taken=stage.taken_keywords,
-                first_layer=stage.first_layer,
-            )
+            outputs = run_layers(stage, inputs, keywords, before_layer)
         for part in reversed(parts):  # the first feature is outermost: the first to see inputs, the last to see outputs
             outputs = part.leave(outputs)
         return outputs, deferred
