@@ -47,11 +47,6 @@ class CarriedOut:
     gradients: list[Tensor] = field(default_factory=list)
     """One per edge: the sum over the later slices whose backward has run; empty before the first."""
 
-    @classmethod
-    def of(cls, value: Any) -> "CarriedOut":
-        """Detach what was left."""
-        return cls(as_graph_leaves(value), _edges_of(value))
-
     def add_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Add the gradients from one later slice."""
         if self.gradients:
@@ -67,11 +62,6 @@ class CarriedIn:
     value: Any
     leaves: list[Tensor]
     """Of the value, the tensors that need a gradient."""
-
-    @classmethod
-    def of(cls, source: CarriedOut) -> "CarriedIn":
-        """Take what is there."""
-        return cls(source, source.value, needing_gradient(source.value))
 
 
 Latest = list[CarriedOut | None]
@@ -99,7 +89,7 @@ class CarryFeature:
         is_last = place[1] == self._num_slices - 1
         if is_last:
             del step.carried[key]
-        taken = [None if left is None else CarriedIn.of(left) for left in latest]
+        taken = [None if left is None else CarriedIn(left, left.value, needing_gradient(left.value)) for left in latest]
         return CarryPart(self.modules, taken, latest, is_last=is_last)
 
 
@@ -128,7 +118,7 @@ class CarryPart(ForwardPart):
     def leave(self, outputs: Any) -> Any:
         """Put what this slice left in the place of what was there, of which only the gradients are still needed."""
         found, self._found = self._found, []
-        self.left = [None if value is None else CarriedOut.of(value) for value in found]
+        self.left = [None if value is None else CarriedOut(as_graph_leaves(value), _edges_of(value)) for value in found]
         for index, (new, old) in enumerate(zip(self.left, self._latest, strict=True)):
             # No later slice takes the old value now, and the slices that took it hold it themselves. From here on `old`
             # only collects the gradients that they send back.
@@ -155,11 +145,10 @@ class CarryPart(ForwardPart):
 
     def take_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Give the gradients of what this slice took to those that left it."""
-        first = 0
+        remaining = iter(gradients)
         for taken in self._taken:
             if taken is not None:
-                taken.source.add_gradients(gradients[first : first + len(taken.leaves)])
-                first += len(taken.leaves)
+                taken.source.add_gradients([next(remaining) for _ in taken.leaves])
 
     def again(self) -> ForwardPart:
         return _CarryAgain(self._modules, self._taken, self.left, is_last=self._is_last)
