@@ -93,6 +93,7 @@ class Plan:
         self.layers_of_stage = split_over(placement, len(layers), weights=self.layer_weights, split=request.split)
         own_stages = placement.stages_of_rank[joined.transport.rank]
         own = dict.fromkeys(index for stage in own_stages for index in self.layers_of_stage[stage])
+        self.layers = layers
         self.built: BuiltLayers = build_own(layers, self.layer_names, list(own))
 
     def setup(self) -> Setup:
@@ -211,12 +212,13 @@ def _assembled(joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemor
     transport, options, schedule = joined.transport, plan.options, plan.schedule
     refuse_shared_objects(agreed.shared, transport)
     assembly = assemble(
-        plan.built.layers,
+        plan.layers,
         schedule.placement,
         plan.layers_of_stage,
         transport.rank,
         device=plan.device,
         names=plan.layer_names,
+        built=plan.built.own,
         tied=[*options.tied, *agreed.shared],
         shares_modules=shares_process(transport),
     )

@@ -6,6 +6,7 @@ parameter, and where routes run copies of one stage on different ranks.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -69,12 +70,14 @@ def assemble(
     *,
     device: torch.device,
     names: Sequence[str] = (),
+    built: Mapping[int, nn.Module] = MappingProxyType({}),
     tied: Iterable[tuple[str, str]] = (),
     shares_modules: bool = False,
 ) -> Assembly:
     """Build the stages of a rank; `layers_of_stage[stage]` are the indices of the stage's layers.
 
-    `names` are those of `layer_names`, which need be given only where a container has named the layers.
+    `names` are those of `layer_names`, which need be given only where a container has named the layers. `built` are
+    layers of this rank, by index, that have been built already.
 
     Every route runs a whole copy of the model. Copies of a layer on one rank are one module; on several ranks their
     parameters are tied. `shares_modules` says that ranks may hold the very same modules, as threads of one process do:
@@ -84,50 +87,43 @@ def assemble(
         PartitionError: if a layer is neither a module nor builds one, or a tie names an unknown layer or parameter.
     """
     names = names or layer_names(layers)
-    built: dict[str, nn.Module] = {}
+    here: dict[str, nn.Module] = {}
     stages = []
-    copying = _Copying(layers, placement, layers_of_stage, rank) if shares_modules else None
+    copied = _copied_layers(layers, placement, layers_of_stage, rank) if shares_modules else set()
+    memory: dict[int, Any] = {}  # one for all deep copies, so that what shares a parameter goes on sharing it
     for stage in placement.stages_of_rank[rank]:
         for index in layers_of_stage[stage]:
-            if names[index] not in built:
-                memory = None if copying is None else copying.memory_for(layers[index], stage)
-                built[names[index]] = build_layer(layers[index], names[index], memory).to(device)
-        own = {names[index]: built[names[index]] for index in layers_of_stage[stage]}
+            if names[index] not in here:
+                layer = built.get(index, layers[index])
+                module = build_layer(layer, names[index], memory if index in copied else None)
+                here[names[index]] = module.to(device)
+        own = {names[index]: here[names[index]] for index in layers_of_stage[stage]}
         stages.append(Stage(stage, own, layers_of_stage[stage].start))
     stages_of_layer: dict[str, list[int]] = {}
     for stage in (stage for route in placement.routes for stage in route):
         for index in layers_of_stage[stage]:
             stages_of_layer.setdefault(names[index], []).append(stage)
-    return _Ties(stages_of_layer, placement, rank, built).assembly(stages, _tied_names(layers, names, tied))
+    return _Ties(stages_of_layer, placement, rank, here).assembly(stages, _tied_names(layers, names, tied))
 
 
-class _Copying:
-    """Which modules a rank must copy, since another rank, a thread of the same process, uses them in place.
+def _copied_layers(
+    layers: Sequence[Layer], placement: Placement, layers_of_stage: Sequence[range], rank: int
+) -> set[int]:
+    """Which layers a rank must copy, since another rank, a thread of the same process, uses them in place.
 
-    One memory holds all deep copies, so that modules that share a parameter go on sharing it.
+    Those are the layers whose first copy is another rank's, and those that share a parameter with one.
     """
-
-    def __init__(
-        self, layers: Sequence[Layer], placement: Placement, layers_of_stage: Sequence[range], rank: int
-    ) -> None:
-        self._placement = placement
-        self._rank = rank
-        self._rank_of: dict[int, int] = {}
-        """By id of a parameter, the rank that uses it in place: that of the first stage that has it."""
-        self._copied: dict[int, Any] = {}
-        for stage in placement.routes[0]:
-            for layer in (layers[index] for index in layers_of_stage[stage]):
-                for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
-                    self._rank_of.setdefault(id(parameter), placement.rank_of_stage[stage])
-
-    def memory_for(self, layer: Layer, stage: int) -> dict[int, Any] | None:
-        """Return the memory of copies with which to copy a layer, None if it is used in place."""
-        if not isinstance(layer, nn.Module):
-            return None
-        if self._placement.rank_of_stage[_copies(self._placement, stage)[0]] != self._rank:
-            return self._copied
-        is_other = any(self._rank_of[id(parameter)] != self._rank for parameter in layer.parameters())
-        return self._copied if is_other else None
+    rank_of: dict[int, int] = {}  # by id of a parameter, the rank that uses it in place: the first stage's that has it
+    copied = set()
+    for stage in placement.routes[0]:
+        owner = placement.rank_of_stage[stage]
+        for index in layers_of_stage[stage]:
+            layer = layers[index]
+            parameters = layer.parameters() if isinstance(layer, nn.Module) else ()
+            owners = {rank_of.setdefault(id(parameter), owner) for parameter in parameters}
+            if isinstance(layer, nn.Module) and owners | {owner} != {rank}:
+                copied.add(index)
+    return copied
 
 
 def with_skips(

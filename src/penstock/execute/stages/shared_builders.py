@@ -4,8 +4,8 @@
     layers = [LayerSpec("in", lambda: Embedding(table)), ..., LayerSpec("out", lambda: Head(table))]
 
 On one rank both layers hold the one `table`. On two ranks each process builds one of them, with a `table` of its own.
-A builder that refers to no tensor, module or cache shares nothing. Where one of this rank does, the builders of the
-other ranks' layers that do too are asked, on the meta device, which parameters they would give.
+A builder that refers to no tensor, module or cache shares nothing. The builders of other ranks' layers that do are
+asked, on the meta device, which parameters they would give.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,29 +30,12 @@ _MAX_OBJECTS = 10_000
 """Among so many that a builder refers to, a shared one is taken to be."""
 
 
-class _BuiltOnce:
-    """A layer's builder that builds at its first call and then gives the same module; else it is like the builder."""
-
-    def __init__(self, builder: Any) -> None:
-        self._builder = builder
-        self._module: Any = None
-
-    def __call__(self) -> Any:
-        if self._module is None:
-            self._module = self._builder()
-        return self._module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._builder, name)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class BuiltLayers:
-    """A model's layers, of which those of one rank are built."""
+    """Those layers of a model that one rank has built."""
 
-    layers: Sequence[Layer]
     own: Mapping[int, nn.Module]
-    """Those of the rank, by index."""
+    """By index."""
     shared: Sequence[Pair]
     """Names of one parameter: that of a layer of this rank, and that of another rank's."""
 
@@ -63,13 +46,11 @@ def build_own(layers: Sequence[Layer], names: Sequence[str], own: Collection[int
     Raises:
         PartitionError: a layer cannot be built.
     """
-    lazy = [index for index in own if not isinstance(layers[index], nn.Module)]
-    layers = [_BuiltOnce(layer) if index in lazy else layer for index, layer in enumerate(layers)]
     built = {index: build_layer(layers[index], names[index]) for index in own}
     kept: dict[int, str] = {}
-    for index in lazy if len(own) < len(layers) else ():
-        if _may_share(layers[index]):
-            kept |= {id(parameter): name for name, parameter in _named_parameters(built[index], names[index])}
+    for index, module in built.items() if len(own) < len(layers) else ():
+        if not isinstance(layers[index], nn.Module):
+            kept |= {id(parameter): name for name, parameter in _named_parameters(module, names[index])}
     others = [index for index, layer in enumerate(layers) if kept and index not in own and _may_share(layer)]
     shared = [
         (kept[id(parameter)], name)
@@ -77,7 +58,7 @@ def build_own(layers: Sequence[Layer], names: Sequence[str], own: Collection[int
         for name, parameter in _named_parameters(_glance(layers[index]), names[index])
         if id(parameter) in kept
     ]
-    return BuiltLayers(layers, built, shared)
+    return BuiltLayers(built, shared)
 
 
 def refuse_shared_objects(shared: Sequence[Pair], transport: Transport) -> None:
