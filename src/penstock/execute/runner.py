@@ -39,7 +39,8 @@ from penstock.execute.outputs import collect_outputs, merge_slices_and_microbatc
 from penstock.execute.overlap import overlapping
 from penstock.execute.run import run_step
 from penstock.execute.stages.assemble import Assembly
-from penstock.execute.stages.auxiliary import auxiliary_modules
+from penstock.execute.stages.auxiliary import Auxiliary
+from penstock.execute.stages.feature import modules_with
 from penstock.execute.stages.main_gradients import ATTRIBUTE
 from penstock.execute.step import Change, Step
 from penstock.execute.transport.messages import Messenger
@@ -80,7 +81,7 @@ class Runner:
         control = Control(transport)
         self._gradients = Gradients(control, device, assembly, options)
         self._exchange = LossExchange(control, device)
-        self._auxiliary = auxiliary_modules(own_layers)
+        self._auxiliary: list[Auxiliary] = modules_with(own_layers, Auxiliary)
         self._program_of = program_of
         self._compiled: dict[tuple[Mode, int], CompiledProgram] = {}
         self._active: Program | None = None

@@ -6,15 +6,16 @@ from torch import nn
 
 import penstock as ps
 from penstock.execute.compile.features import StageSettings, compose_stages
-from penstock.execute.stages.auxiliary import AddedLossFeature
-from penstock.execute.stages.carried import CarryFeature
+from penstock.execute.stages.auxiliary import AddedLossPart
+from penstock.execute.stages.carried import CarryPart
 from penstock.execute.stages.passes import StagePasses
-from penstock.execute.stages.randomness import ReplayedRandomness, SeededRandomness
-from penstock.execute.stages.skips import StageSkips
+from penstock.execute.stages.randomness import RandomPart
+from penstock.execute.stages.skips import SkipPart, StageSkips
 from penstock.execute.stages.stage import Stage
 from penstock.lowering import lower
 from penstock.models import AuxiliaryLoss, Carry
 from penstock.schedules import build
+from tests.one_stage import PLACE, step_of
 
 SETTINGS = StageSettings({}, torch.device("cpu"))
 
@@ -30,7 +31,7 @@ def composed(schedule, settings=SETTINGS, layer=None):
 
 
 def kinds(passes):
-    return [type(feature) for feature in passes[1]._features]
+    return [type(part) for part in passes[1].begin_parts(step_of(), PLACE)]
 
 
 def test_a_plain_stage_has_no_features():
@@ -46,20 +47,20 @@ def test_features_come_in_the_order_of_autograds_roots():
 
     passes = composed(build("seq1f1b", ranks=2, microbatches=2, slices=2), settings, layer)
 
-    assert kinds(passes) == [AddedLossFeature, CarryFeature, StageSkips, SeededRandomness]
+    assert kinds(passes) == [AddedLossPart, CarryPart, SkipPart, RandomPart]
 
 
 def test_nothing_is_carried_where_sequences_are_whole():
-    assert kinds(composed(build("1f1b", ranks=2, microbatches=2), layer=Everything())) == [AddedLossFeature]
+    assert kinds(composed(build("1f1b", ranks=2, microbatches=2), layer=Everything())) == [AddedLossPart]
 
 
-@pytest.mark.parametrize(("seed", "expected"), [(None, ReplayedRandomness), (3, SeededRandomness)])
-def test_forwards_that_run_again_draw_again(seed, expected):
+@pytest.mark.parametrize("seed", [None, 3])
+def test_forwards_that_run_again_draw_again(seed):
     schedule = ps.with_recompute(build("1f1b", ranks=2, microbatches=2), stages=[1])
 
     passes = composed(schedule, StageSettings({}, torch.device("cpu"), seed))
 
-    assert kinds(passes) == [expected]
+    assert kinds(passes) == [RandomPart]
 
 
 def test_only_the_forwards_that_have_a_recomputation_run_again():

@@ -9,6 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from penstock.errors import PartitionError, StepRefused
 from penstock.execute.stages.assemble import assemble, num_parameters, with_skips
+from penstock.execute.stages.skips import SkipPart
 from penstock.models import Skip
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
@@ -431,7 +432,7 @@ def test_every_stage_is_told_of_the_skips_that_go_past_it_though_others_hold_the
         if stage.index == 2:
             return assembly.skips[2]
         x = torch.ones(1)
-        one = OneStage(stage, features=[assembly.skips[stage.index]])
+        one = OneStage(stage, features=[lambda step, place: SkipPart(assembly.skips[stage.index])])
         return one.forward(x if stage.index == 0 else (x, {"a": x}))[0]
 
     first, middle, last = on_ranks(3, case)

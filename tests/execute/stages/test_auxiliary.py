@@ -6,7 +6,8 @@ from torch import nn
 
 from penstock.errors import PipelineError
 from penstock.execute.losses.output import ALL_TOGETHER, LossName
-from penstock.execute.stages.auxiliary import AddedLossFeature, auxiliary_modules, take_all
+from penstock.execute.stages.auxiliary import AddedLossPart, Auxiliary, take_all
+from penstock.execute.stages.feature import modules_with
 from penstock.execute.stages.stage import Stage
 from penstock.models import AuxiliaryLoss
 from tests.local_pipelines import WIDTH, settle, values
@@ -36,8 +37,13 @@ def stage_and_step(weight=0.25, **options):
     return at_work(stage, step_of(auxiliary=weight, **options))
 
 
+def adding(modules):
+    """The feature of a stage with these modules."""
+    return lambda step, place: AddedLossPart(modules, step.losses, place)
+
+
 def at_work(stage, step, **options):
-    one = OneStage(stage, features=[AddedLossFeature(auxiliary_modules(stage.modules))], step=step, **options)
+    one = OneStage(stage, features=[adding(modules_with(stage.modules, Auxiliary))], step=step, **options)
     return one, step.losses
 
 
@@ -49,7 +55,7 @@ def test_every_module_is_found_once_however_deep():
     shared = AuxiliaryLoss("shared")
     layers = [nn.Sequential(Probed(0), nn.ModuleDict({"x": shared})), shared, nn.Linear(2, 2)]
 
-    assert [module.name for module in auxiliary_modules(layers)] == ["squares", "mean", "shared"]
+    assert [module.name for module in modules_with(layers, Auxiliary)] == ["squares", "mean", "shared"]
 
 
 def test_its_backward_is_that_of_the_output_and_of_what_was_added():
@@ -61,7 +67,7 @@ def test_its_backward_is_that_of_the_output_and_of_what_was_added():
     alone = stage_and_step()[0].stage
     other = leaf()
     output = nn.Sequential(*alone.modules)(other)
-    added = take_all(auxiliary_modules(alone.modules)).total
+    added = take_all(modules_with(alone.modules, Auxiliary)).total
     torch.autograd.backward([output, added * 0.25], [gradient, None])
     assert torch.equal(found, other.grad)
     pairs = zip(one.stage.named_parameters(), alone.named_parameters(), strict=True)
@@ -122,7 +128,7 @@ def test_what_is_not_trained_is_noted_alone(reason):
 
 def test_a_forward_that_adds_nothing_notes_nothing():
     stage = Stage(0, {"a": nn.Sequential(nn.Linear(WIDTH, WIDTH))})
-    one = OneStage(stage, features=[AddedLossFeature([AuxiliaryLoss("never")])])
+    one = OneStage(stage, features=[adding([AuxiliaryLoss("never")])])
 
     saved = one.saved(leaf())
 
@@ -141,7 +147,7 @@ def test_a_forward_that_fails_leaves_nothing_in_the_modules():
     with pytest.raises(RuntimeError, match="broken"):
         one.forward(leaf())
 
-    assert [module.take() for module in auxiliary_modules(stage.modules)] == [None] * 2
+    assert [module.take() for module in modules_with(stage.modules, Auxiliary)] == [None] * 2
 
 
 def test_a_forward_that_runs_again_notes_nothing_and_begins_its_backward_alike():

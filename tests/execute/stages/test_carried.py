@@ -2,13 +2,15 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.execute.stages.carried import CarryFeature, carrying_modules, refuse_layers_that_look_back
+from penstock.execute.stages.carried import Carrying, begin_slice, refuse_layers_that_look_back
+from penstock.execute.stages.feature import modules_with
 from penstock.execute.stages.stage import Stage
 from penstock.models import Carry
 from tests.local_pipelines import error_of, values
@@ -40,8 +42,8 @@ class Slices:
 
     def __init__(self, layer, **options):
         stage = Stage(4, {"0": layer})
-        self.modules = carrying_modules(stage)
-        feature = CarryFeature(4, self.modules, NUM_SLICES)
+        self.modules = modules_with(stage.modules, Carrying)
+        feature = partial(begin_slice, 4, self.modules, NUM_SLICES)
         self.one = OneStage(stage, features=[feature], step=step_of(num_slices=NUM_SLICES), **options)
         self.carried = self.one.step.carried
         self.saved = {}
@@ -197,7 +199,7 @@ def test_every_module_that_carries_is_found_once():
     shared = Mixing()
     stage = Stage(0, {"a": nn.Sequential(nn.Linear(2, 2), shared), "b": nn.ModuleList([shared]), "c": Mixing()})
 
-    found = carrying_modules(stage)
+    found = modules_with(stage.modules, Carrying)
 
     assert found == [shared.carry, stage.layers["c"].carry]
 

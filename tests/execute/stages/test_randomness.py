@@ -7,15 +7,19 @@ import pytest
 import torch
 
 from penstock.errors import DeadlineExceeded
-from penstock.execute.stages.randomness import LOSS, ReplayedRandomness, SeededRandomness, generator_seed
-from tests.one_stage import step_of
+from penstock.execute.stages.randomness import LOSS, Randomness, RandomPart, default_generators, generator_seed
 
 CPU = torch.device("cpu")
 
 
+def seeded(seed, device=CPU, **options):
+    return Randomness(seed, default_generators(device), **options)
+
+
 def draw(randomness, place, layer, size=4, *, step=0):
-    with randomness.drawing(step, place) as before_layer:
-        before_layer(layer)
+    part = RandomPart(randomness, step, place)
+    with part.around_forward():
+        part.before_layer(layer)
         return torch.rand(size)
 
 
@@ -33,21 +37,22 @@ def test_where_a_layer_begins_is_the_same_in_every_process_and_version():
 
 
 def test_a_layer_draws_the_same_whatever_was_drawn_before():
-    randomness = SeededRandomness(7, CPU)
+    randomness = seeded(7)
     expected = draw(randomness, (2, 0), 5)
 
-    with randomness.drawing(0, (2, 0)) as before_layer:
-        before_layer(4)
+    part = RandomPart(randomness, 0, (2, 0))
+    with part.around_forward():
+        part.before_layer(4)
         torch.rand(100)
-        before_layer(5)
+        part.before_layer(5)
         found = torch.rand(4)
 
     assert torch.equal(found, expected)
-    assert not torch.equal(draw(SeededRandomness(8, CPU), (2, 0), 5), expected)
+    assert not torch.equal(draw(seeded(8), (2, 0), 5), expected)
 
 
 def test_another_step_draws_something_else():
-    randomness = SeededRandomness(7, CPU)
+    randomness = seeded(7)
     first = draw(randomness, (0, 0), 0)
 
     assert not torch.equal(draw(randomness, (0, 0), 0, step=1), first)
@@ -58,17 +63,17 @@ def test_the_callers_generator_stands_afterwards_where_it_stood():
     expected = torch.rand(4)
     torch.manual_seed(3)
 
-    draw(SeededRandomness(7, CPU), (0, 0), 0)
+    draw(seeded(7), (0, 0), 0)
     with pytest.raises(TypeError):
-        draw(SeededRandomness(7, CPU), (0, 0), 0, size="wrong")
+        draw(seeded(7), (0, 0), 0, size="wrong")
 
     assert torch.equal(torch.rand(4), expected)
 
 
 def test_a_loss_draws_by_the_same_rule():
-    randomness = SeededRandomness(7, CPU)
+    randomness = seeded(7)
 
-    with randomness.begin(step_of(), (0, 0)).around_loss():
+    with RandomPart(randomness, 0, (0, 0)).around_loss():
         found = torch.rand(1)
 
     assert torch.equal(found, draw(randomness, (0, 0), LOSS, 1))
@@ -76,12 +81,14 @@ def test_a_loss_draws_by_the_same_rule():
 
 def test_without_a_seed_a_forward_that_runs_again_and_its_loss_draw_what_they_drew():
     torch.manual_seed(3)
-    part = ReplayedRandomness(CPU).begin(step_of(), (0, 0))
+    part = RandomPart(seeded(None), 0, (0, 0))
     contexts = (part.around_forward, part.around_loss)
     first = []
     for context in contexts:
+        began = torch.get_rng_state()
         with context():
             first.append(torch.rand(4))
+        assert not torch.equal(torch.get_rng_state(), began)  # the caller's draws go on behind it
         torch.rand(7)  # somebody else
     before = torch.get_rng_state()
 
@@ -95,12 +102,13 @@ def test_without_a_seed_a_forward_that_runs_again_and_its_loss_draw_what_they_dr
 
 
 def test_threads_take_turns_at_the_one_generator():
-    expected = [draw(SeededRandomness(7, CPU), (microbatch, 0), 0) for microbatch in range(2)]
+    expected = [draw(seeded(7), (microbatch, 0), 0) for microbatch in range(2)]
     found = {}
-    other = threading.Thread(target=lambda: found.update(other=draw(SeededRandomness(7, CPU), (1, 0), 0)))
+    other = threading.Thread(target=lambda: found.update(other=draw(seeded(7), (1, 0), 0)))
 
-    with SeededRandomness(7, CPU).drawing(0, (0, 0)) as before_layer:
-        before_layer(0)
+    part = RandomPart(seeded(7), 0, (0, 0))
+    with part.around_forward():
+        part.before_layer(0)
         other.start()
         other.join(0.05)  # it cannot end before its turn, however long it is waited for
         is_waiting = other.is_alive()
@@ -117,11 +125,11 @@ def test_nobody_waits_for_a_turn_longer_than_the_deadline():
 
     def wait():
         try:
-            draw(SeededRandomness(7, CPU, patience_s=0.01), (0, 0), 0)
+            draw(seeded(7, patience_s=0.01), (0, 0), 0)
         except DeadlineExceeded as error:
             found.append(error)
 
-    with SeededRandomness(7, CPU).drawing(0, (0, 0)):
+    with RandomPart(seeded(7), 0, (0, 0)).around_forward():
         other = threading.Thread(target=wait)
         other.start()
         other.join()
@@ -133,15 +141,16 @@ def test_nobody_waits_for_a_turn_longer_than_the_deadline():
 @pytest.mark.gpu
 def test_on_a_gpu_its_generator_stands_by_the_same_rule():
     device = torch.device("cuda")
-    randomness = SeededRandomness(7, device)
+    randomness = seeded(7, device)
     torch.cuda.manual_seed(3)
     expected = torch.rand(4, device=device)
     torch.cuda.manual_seed(3)
 
     found = []
     for _ in range(2):
-        with randomness.drawing(0, (0, 0)) as before_layer:
-            before_layer(0)
+        part = RandomPart(randomness, 0, (0, 0))
+        with part.around_forward():
+            part.before_layer(0)
             found.append((torch.rand(4), torch.rand(4, device=device)))
 
     assert torch.equal(found[0][0], found[1][0])

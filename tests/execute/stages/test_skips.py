@@ -38,6 +38,12 @@ class Gets(nn.Module):
         return x + sum(skip.get() for skip in self.skips)
 
 
+def skipping(layers, arriving, leaving):
+    """The feature of a stage with these layers."""
+    skips = StageSkips(layers, arriving, leaving)
+    return lambda step, place: SkipPart(skips)
+
+
 def run(skips, layers, inputs, part=None):
     part = part or SkipPart(skips)
     inputs = part.arrive(inputs)
@@ -100,7 +106,7 @@ def test_a_stage_hands_on_what_goes_past_it():
 def test_a_stage_may_get_and_hand_on_the_same_value():
     layers = [Gets("a")]
     a = torch.ones(1, requires_grad=True)
-    stage = OneStage(Stage(1, {"0": layers[0]}), features=[StageSkips(layers, ["a"], ["a"])])
+    stage = OneStage(Stage(1, {"0": layers[0]}), features=[skipping(layers, ["a"], ["a"])])
 
     saved = stage.saved((torch.ones(1, requires_grad=True), {"a": a}))
 
@@ -129,7 +135,7 @@ def test_a_value_that_is_not_got_on_its_stage_is_free_as_soon_as_it_is_handed_on
 
 
 def test_of_a_value_that_only_goes_past_a_stage_nothing_is_kept_but_the_way_of_its_gradient():
-    stage = OneStage(Stage(1, {"0": nn.Tanh()}), features=[StageSkips([nn.Tanh()], ["a"], ["a"])])
+    stage = OneStage(Stage(1, {"0": nn.Tanh()}), features=[skipping([nn.Tanh()], ["a"], ["a"])])
     inputs = (torch.zeros(2, requires_grad=True), {"a": (torch.ones(2, requires_grad=True), torch.ones(2), "b")})
 
     outputs, saved = stage.forward(inputs)

@@ -2,18 +2,19 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from penstock.execute.batch.microbatch import Place
-from penstock.execute.stages.auxiliary import AddedLossFeature, auxiliary_modules
-from penstock.execute.stages.carried import CarryFeature, carrying_modules
-from penstock.execute.stages.feature import StageFeature
+from penstock.execute.stages.auxiliary import AddedLossPart, Auxiliary
+from penstock.execute.stages.carried import Carrying, begin_slice
+from penstock.execute.stages.feature import StageFeature, modules_with
 from penstock.execute.stages.passes import PassOptions, StagePasses
-from penstock.execute.stages.randomness import ReplayedRandomness, SeededRandomness
+from penstock.execute.stages.randomness import Randomness, RandomPart, default_generators
 from penstock.execute.stages.recompute import RecomputedPasses
-from penstock.execute.stages.skips import StageSkips
+from penstock.execute.stages.skips import SkipPart, StageSkips
 from penstock.execute.stages.stage import Stage
 from penstock.ir.deps import NONE
 from penstock.ir.operations import Op
@@ -36,7 +37,6 @@ def compose_stages(
     program: Program, rank: int, stages: Sequence[Stage], settings: StageSettings
 ) -> dict[int, StagePasses]:
     """Return how the stages of a rank run in a program."""
-    randomness = _randomness(program, settings)
     rows = slice(*program.offsets[rank : rank + 2])
     split = frozenset(program.stage[rows][program.op[rows] == Op.BACKWARD_INPUT].tolist())
     again = _recomputed_places(program, rows)
@@ -50,7 +50,7 @@ def compose_stages(
             is_training=not program.is_forward_only,
             is_split=index in split,
         )
-        features = [*_features(program, stage, settings), *randomness]
+        features = list(_features(program, stage, settings))
         if index in again:
             passes[index] = RecomputedPasses(stage, options, features, again[index])
         else:
@@ -69,18 +69,14 @@ def _recomputed_places(program: Program, rows: slice) -> dict[int, set[Place]]:
 
 def _features(program: Program, stage: Stage, settings: StageSettings) -> Iterator[StageFeature]:
     """The features of a stage, outermost first: their order is that of autograd's roots."""
-    if added := auxiliary_modules(stage.modules):
-        yield AddedLossFeature(added)
-    carrying = carrying_modules(stage) if program.num_slices > 1 else []
+    if adding := modules_with(stage.modules, Auxiliary):
+        yield lambda step, place: AddedLossPart(adding, step.losses, place)
+    carrying = modules_with(stage.modules, Carrying) if program.num_slices > 1 else []
     if carrying:
-        yield CarryFeature(stage.index, carrying, program.num_slices)
-    if stage.index in settings.skips:
-        yield settings.skips[stage.index]
-
-
-def _randomness(program: Program, settings: StageSettings) -> list[StageFeature]:
-    if program.is_forward_only:
-        return []
-    if settings.seed is not None:
-        return [SeededRandomness(settings.seed, settings.device, settings.patience_s)]
-    return [ReplayedRandomness(settings.device, settings.patience_s)] if Op.RECOMPUTE in program.ops else []
+        yield partial(begin_slice, stage.index, carrying, program.num_slices)
+    if skips := settings.skips.get(stage.index):
+        yield lambda step, place: SkipPart(skips)
+    is_replayed = settings.seed is None and Op.RECOMPUTE in program.ops
+    if not program.is_forward_only and (settings.seed is not None or is_replayed):
+        randomness = Randomness(settings.seed, default_generators(settings.device), settings.patience_s)
+        yield lambda step, place: RandomPart(randomness, step.number, place)

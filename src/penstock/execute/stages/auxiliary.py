@@ -7,17 +7,16 @@ gradient, it is there from the start. So every schedule and both ways of running
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.execute.batch.microbatch import Place
 from penstock.execute.losses.output import ALL_TOGETHER, LossName
 from penstock.execute.losses.step_losses import StepLosses
-from penstock.execute.stages.feature import ForwardPart, has_methods
-from penstock.execute.step import Step
+from penstock.execute.stages.feature import ForwardPart
 
 
 class Auxiliary(Protocol):
@@ -49,12 +48,6 @@ class AddedLosses:
     """0-dim, with its graph: the sum of weight x value; None where nothing was added."""
 
 
-def auxiliary_modules(layers: Sequence[nn.Module]) -> list[Auxiliary]:
-    """Return the modules of some layers that losses are added to, each once."""
-    modules = dict.fromkeys(module for layer in layers for module in layer.modules())
-    return [cast(Auxiliary, module) for module in modules if has_methods(module, Auxiliary)]
-
-
 def take_all(modules: Sequence[Auxiliary]) -> AddedLosses:
     """Take what was added since the modules' `begin`."""
     values: dict[LossName, Tensor] = {}
@@ -67,17 +60,6 @@ def take_all(modules: Sequence[Auxiliary]) -> AddedLosses:
         weighted = value * module.weight
         total = weighted if total is None else total + weighted
     return AddedLosses(values, total)
-
-
-class AddedLossFeature:
-    """Losses that the layers of one stage add."""
-
-    def __init__(self, modules: Sequence[Auxiliary]) -> None:
-        self.modules = modules
-
-    def begin(self, step: Step, place: Place) -> "AddedLossPart":
-        """Return what to do in a forward."""
-        return AddedLossPart(self.modules, step.losses, place)
 
 
 class AddedLossPart(ForwardPart):

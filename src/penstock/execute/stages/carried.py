@@ -11,7 +11,7 @@ there.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -68,29 +68,15 @@ Latest = list[CarriedOut | None]
 """Per module, what the slices of one microbatch have left last; `Step.carried` has it until the last slice has run."""
 
 
-def carrying_modules(stage: Stage) -> list[Carrying]:
-    """Return the modules of a stage that carry something, each once."""
-    modules = [module for layer in stage.layers.values() for module in layer.modules()]
-    return [cast(Carrying, module) for module in dict.fromkeys(modules) if has_methods(module, Carrying)]
-
-
-class CarryFeature:
-    """What the layers of one stage carry from slice to slice."""
-
-    def __init__(self, stage: int, modules: Sequence[Carrying], num_slices: int) -> None:
-        self.stage = stage
-        self.modules = modules
-        self._num_slices = num_slices
-
-    def begin(self, step: Step, place: Place) -> "CarryPart":
-        """Return what to do in the forward of one slice."""
-        key = self.stage, place[0]
-        latest: Latest = step.carried.setdefault(key, [None] * len(self.modules))
-        is_last = place[1] == self._num_slices - 1
-        if is_last:
-            del step.carried[key]
-        taken = [None if left is None else CarriedIn(left, left.value, needing_gradient(left.value)) for left in latest]
-        return CarryPart(self.modules, taken, latest, is_last=is_last)
+def begin_slice(stage: int, modules: Sequence[Carrying], num_slices: int, step: Step, place: Place) -> "CarryPart":
+    """Return what to do in the forward of one slice; `modules` are those of the stage that carry something."""
+    key = stage, place[0]
+    latest: Latest = step.carried.setdefault(key, [None] * len(modules))
+    is_last = place[1] == num_slices - 1
+    if is_last:
+        del step.carried[key]
+    taken = [None if left is None else CarriedIn(left, left.value, needing_gradient(left.value)) for left in latest]
+    return CarryPart(modules, taken, latest, is_last=is_last)
 
 
 class CarryPart(ForwardPart):

@@ -8,9 +8,9 @@ something around it. A stage has its features in one order, which is that of aut
 one is outermost. A stage without features does none of this.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
@@ -74,12 +74,14 @@ class ForwardPart:
         return self
 
 
-class StageFeature(Protocol):
-    """A feature of one stage."""
+StageFeature = Callable[[Step, Place], ForwardPart]
+"""A feature of one stage: returns what to do in the forward of a microbatch (or slice)."""
 
-    def begin(self, step: Step, place: Place) -> ForwardPart:
-        """Return what to do in the forward of a microbatch (or slice)."""
-        ...
+
+def modules_with(layers: Iterable[nn.Module], protocol: type) -> list[Any]:
+    """Return the modules of some layers that have all methods of a protocol, each once."""
+    modules = dict.fromkeys(module for layer in layers for module in layer.modules())
+    return [module for module in modules if has_methods(module, protocol)]
 
 
 def has_methods(module: nn.Module, protocol: type) -> bool:

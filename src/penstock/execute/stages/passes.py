@@ -116,7 +116,7 @@ class StagePasses:
 
     def begin_parts(self, step: Step, place: Place) -> list[ForwardPart]:
         """Return the parts of one forward, one per feature."""
-        return [feature.begin(step, place) for feature in self._features]
+        return [begin(step, place) for begin in self._features]
 
     def run_layers(
         self, parts: Sequence[ForwardPart], inputs: Inputs, keywords: Keywords

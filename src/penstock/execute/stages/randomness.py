@@ -13,6 +13,7 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 
@@ -22,7 +23,6 @@ from torch import Tensor
 from penstock.errors import DeadlineExceeded
 from penstock.execute.batch.microbatch import Place
 from penstock.execute.stages.feature import BeforeLayer, ForwardPart
-from penstock.execute.step import Step
 
 # Ranks that are threads share torch's one generator per process and device, so they take turns at it. A backward does,
 # too, because a recomputation in it draws. Re-entrant, because a layer may run a pipeline of its own.
@@ -38,112 +38,70 @@ def generator_seed(seed: int, step: int, layer: int, place: Place) -> int:
     return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
-class SeededRandomness:
-    """What the layers of a rank draw while they run forward in training; `patience_s` is for the generator lock."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Randomness:
+    """What the layers of a rank and its loss function draw from while they run forward in training."""
 
-    def __init__(self, seed: int, device: torch.device, patience_s: float = 60.0) -> None:
-        self._seed = seed
-        self._patience_s = patience_s
-        self._generators = default_generators(device)
-
-    def begin(self, step: Step, place: Place) -> "SeededPart":
-        """Return what to do in a forward."""
-        return SeededPart(self, step.number, place)
-
-    @contextmanager
-    def drawing(self, step: int, place: Place) -> Iterator[BeforeLayer]:
-        """Yield what to call before each layer with its place in the unsplit model; then set back the generators.
-
-        Raises:
-            DeadlineExceeded: another thread has kept the generators for too long.
-        """
-        with generator_lock(self._patience_s), set_back(self._generators):
-            yield partial(self.begin_layer, step, place)
-
-    def begin_layer(self, step: int, place: Place, layer: int) -> None:
-        """Put the generators where a layer begins."""
-        start = generator_seed(self._seed, step, layer, place)
-        for generator in self._generators:
-            generator.manual_seed(start)
-
-    def lock(self) -> AbstractContextManager[None]:
-        """Keep others from the generators."""
-        return generator_lock(self._patience_s)
+    seed: int | None
+    """Without one, a forward that runs again draws what it drew at first, and nothing else is changed."""
+    generators: Sequence[torch.Generator]
+    patience_s: float = 60.0
+    """For the generator lock: the ranks of a process take turns, so that nobody draws within another's forward."""
 
 
-class SeededPart(ForwardPart):
-    """The random numbers of one forward."""
+class RandomPart(ForwardPart):
+    """Where the generators stand when the layers, and the loss function, of one forward begin."""
 
-    def __init__(self, randomness: SeededRandomness, step: int, place: Place) -> None:
+    def __init__(self, randomness: Randomness, step: int, place: Place, first: "RandomPart | None" = None) -> None:
+        """`step` is the number of one; `first` is the part of a forward that runs again."""
         self._randomness = randomness
         self._step = step
         self._place = place
-
-    @property
-    def before_layer(self) -> BeforeLayer:
-        return partial(self._randomness.begin_layer, self._step, self._place)
-
-    def around_forward(self) -> AbstractContextManager[object]:
-        return self._randomness.drawing(self._step, self._place)
-
-    @contextmanager
-    def around_loss(self) -> Iterator[None]:
-        with self._randomness.drawing(self._step, self._place) as before_layer:
-            before_layer(LOSS)
-            yield
-
-    def around_backward(self) -> AbstractContextManager[None]:
-        return self._randomness.lock()
-
-
-class ReplayedRandomness:
-    """Without a seed, has a forward that runs again draw what it drew at first.
-
-    The ranks of a process take turns at its generators, so that nobody draws within another's forward.
-    """
-
-    def __init__(self, device: torch.device, patience_s: float = 60.0) -> None:
-        self.generators = default_generators(device)
-        self.patience_s = patience_s
-
-    def begin(self, step: Step, place: Place) -> "ReplayedPart":
-        """Return what to do in a forward."""
-        return ReplayedPart(self)
-
-
-class ReplayedPart(ForwardPart):
-    """Where the generators stand when the layers, and the loss function, of one forward begin."""
-
-    def __init__(self, randomness: ReplayedRandomness, first: "ReplayedPart | None" = None) -> None:
-        """`first` has the states to begin with, and then to set back, if the forward runs again."""
-        self._randomness = randomness
         self._first = first
         self._states: dict[str, list[Tensor]] = {}
 
-    def around_forward(self) -> AbstractContextManager[None]:
+    @property
+    def before_layer(self) -> BeforeLayer | None:
+        return None if self._randomness.seed is None else partial(self._begin_layer, self._randomness.seed)
+
+    def around_forward(self) -> AbstractContextManager[object]:
         return self._drawing("layers")
 
-    def around_loss(self) -> AbstractContextManager[None]:
-        return self._drawing("loss")
+    @contextmanager
+    def around_loss(self) -> Iterator[None]:
+        with self._drawing("loss"):
+            if self.before_layer is not None:
+                self.before_layer(LOSS)
+            yield
 
     def around_backward(self) -> AbstractContextManager[None]:
         return generator_lock(self._randomness.patience_s)
 
     def again(self) -> ForwardPart:
-        return ReplayedPart(self._randomness, self)
+        return RandomPart(self._randomness, self._step, self._place, self)
 
     @contextmanager
     def _drawing(self, what: str) -> Iterator[None]:
-        generators = self._randomness.generators
-        with generator_lock(self._randomness.patience_s):
-            if self._first is None:
-                self._states[what] = [generator.get_state() for generator in generators]
+        """Keep others from the generators, and leave these as they are, but for what an unseeded forward draws first.
+
+        Raises:
+            DeadlineExceeded: another thread has kept the generators for too long.
+        """
+        randomness = self._randomness
+        with generator_lock(randomness.patience_s):
+            if randomness.seed is None and self._first is None:
+                self._states[what] = [generator.get_state() for generator in randomness.generators]
                 yield
                 return
-            with set_back(generators):
-                for generator, state in zip(generators, self._first._states[what], strict=True):
-                    generator.set_state(state)
+            with set_back(randomness.generators):
+                if randomness.seed is None and self._first is not None:
+                    _set_states(randomness.generators, self._first._states[what])
                 yield
+
+    def _begin_layer(self, seed: int, layer: int) -> None:
+        start = generator_seed(seed, self._step, layer, self._place)
+        for generator in self._randomness.generators:
+            generator.manual_seed(start)
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:
@@ -163,8 +121,12 @@ def set_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
     try:
         yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        _set_states(generators, states)
+
+
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
 
 
 @contextmanager

@@ -11,15 +11,13 @@ the first step: of the layers that hold a name, the first puts and the others ge
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
-from penstock.execute.batch.microbatch import Place
-from penstock.execute.stages.feature import ForwardPart, has_methods
-from penstock.execute.step import Step
+from penstock.execute.stages.feature import ForwardPart, modules_with
 from penstock.execute.values.tree import flatten, map_leaves
 
 
@@ -123,16 +121,12 @@ class StageSkips:
         self.arriving = arriving
         self.leaving = leaving
         self.place = place
-        self._modules = list(dict.fromkeys(module for layer in layers for module in _skipping(layer)))
+        self._modules: list[Skipping] = modules_with(layers, Skipping)
 
     @property
     def is_empty(self) -> bool:
         """Whether the stage has nothing to do with skips."""
         return not (self._modules or self.arriving or self.leaving)
-
-    def begin(self, step: Step, place: Place) -> "SkipPart":
-        """Return what to do in a forward."""
-        return SkipPart(self)
 
     @contextmanager
     def on(self, buffer: SkipBuffer) -> Iterator[None]:
@@ -188,11 +182,7 @@ class SkipPart(ForwardPart):
 
 def skip_names(layer: nn.Module) -> list[str]:
     """Return the names of the skips that a layer holds, each once."""
-    return list(dict.fromkeys(module.name for module in _skipping(layer)))
-
-
-def _skipping(layer: nn.Module) -> list[Skipping]:
-    return [cast(Skipping, module) for module in layer.modules() if has_methods(module, Skipping)]
+    return list(dict.fromkeys(module.name for module in modules_with([layer], Skipping)))
 
 
 def open_at(border: int, holders: Mapping[str, Sequence[int]]) -> list[str]:

@@ -21,7 +21,8 @@ from penstock.errors import ConfigError, PartitionError, PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.losses.loss import Loss
 from penstock.execute.losses.output import takes_weight
-from penstock.execute.stages.auxiliary import auxiliary_modules, take_all
+from penstock.execute.stages.auxiliary import Auxiliary, take_all
+from penstock.execute.stages.feature import modules_with
 from penstock.execute.stages.layers import Layer, layer_names
 from penstock.execute.stages.signatures import taken_keywords
 from penstock.execute.stages.skips import SkipBuffer, StageSkips, skip_names
@@ -195,7 +196,7 @@ class _LayerWork:
         self._finish = finish
         self._own_skips = skip_names(module)
         self._skips = StageSkips([module])
-        self._auxiliary = auxiliary_modules([module])
+        self._auxiliary: list[Auxiliary] = modules_with([module], Auxiliary)
         self._buffer = SkipBuffer({}, "")
         self.output: Any = None
         """Of the last forward, without its graph."""
