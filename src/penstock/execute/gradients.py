@@ -15,6 +15,7 @@ from penstock.execute.options import PipelineOptions
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.data_parallel import DdpReduction
 from penstock.execute.stages.main_gradients import ATTRIBUTE, MainGradients
+from penstock.execute.stages.stage import modules_of
 from penstock.execute.stages.tied import agree_on_copies
 from penstock.execute.transport.messages import Messenger
 from penstock.execute.transport.protocol import Messages
@@ -50,11 +51,9 @@ class OwnParameters:
         return True
 
     def _look(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        layers = [layer for stage in self._assembly.stages for layer in stage.layers.values()]
-        modules = {id(module): module for layer in layers for module in layer.modules()}.values()
         return [
             (module, name, parameter)
-            for module in modules
+            for module in modules_of(layer for stage in self._assembly.stages for layer in stage.modules)
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         ]
 

@@ -27,7 +27,9 @@ class Positions(nn.Module):
 
 def stage_of(*layers, is_split):
     layer = settle(nn.Sequential(*layers), 0)
-    return OneStage(Stage(0, {"0": layer}, split_plan=SplitPlan([layer], small=0)), is_split=is_split)
+    stage = Stage(0, {"0": layer})
+    stage.split_plan = SplitPlan([layer], small=0)
+    return OneStage(stage, is_split=is_split)
 
 
 def forward(stage, seed):

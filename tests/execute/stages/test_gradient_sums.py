@@ -6,14 +6,13 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.execute.stages.gradient_sums import Form, added, common_form, sum_over
+from penstock.execute.stages.gradient_sums import added, sum_over
 from penstock.execute.stages.tied import TiedCopy
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import WIDTH, on_ranks, settle, square_loss, values
 
 FLOAT64 = torch.float64
 LIKE = torch.empty((), dtype=FLOAT64).expand(5, 2)
-ABSENT, DENSE = -2, -1
 
 
 def sparse(rows, seed=1):
@@ -33,20 +32,6 @@ def sums(*per_rank, ranks=None, likes=None):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "form"),
-    [
-        ([ABSENT, ABSENT], Form.NONE),
-        ([ABSENT, DENSE], Form.DENSE),
-        ([3, DENSE, ABSENT], Form.DENSE),
-        ([3, ABSENT, 0], Form.SPARSE),
-        ([0, 0], Form.SPARSE),
-    ],
-)
-def test_one_dense_gradient_makes_all_dense_and_none_makes_none(sizes, form):
-    assert common_form(sizes) is form
-
-
-@pytest.mark.parametrize(
     "gradients",
     [
         [None, None],
@@ -54,7 +39,10 @@ def test_one_dense_gradient_makes_all_dense_and_none_makes_none(sizes, form):
         [None, values(1, 5, 2, dtype=FLOAT64), None],
         [values(1, 5, 2, dtype=FLOAT64), sparse([0, 3, 3])],
         [sparse([4, 1]), None, sparse([1, 1, 2], 2)],
+        [sparse([0, 3]), values(1, 5, 2, dtype=FLOAT64), None],
         [sparse([]), sparse([2])],
+        [sparse([0, 2, 3]), None, sparse([])],
+        [sparse([]), sparse([])],
         [sparse([0]), sparse([2]), sparse([1]), values(1, 5, 2, dtype=FLOAT64)],
     ],
 )

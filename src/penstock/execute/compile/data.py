@@ -7,9 +7,10 @@ delays no message that could leave before it. An action that needs a later micro
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from penstock.execute.stages.stage import Stage
-from penstock.execute.step import Bound, Call, Step
+from penstock.execute.step import Bound, Step
 from penstock.ir.operations import RUNS_FORWARD
 from penstock.ir.program import Program
 
@@ -27,27 +28,21 @@ def with_data_calls(bounds: Sequence[Bound], needs: Mapping[int, int]) -> list[B
     pulls, releases = _moments(bounds, needs)
     found: list[Bound] = []
     for position, bound in enumerate(bounds):
-        found += [Bound(bound.row, _pull(microbatch)) for microbatch in pulls.get(position, ())]
+        found += [Bound(bound.row, partial(_pull, microbatch)) for microbatch in pulls.get(position, ())]
         found.append(bound)
         if position in releases:
-            found.append(Bound(bound.row, _release(releases[position])))
+            found.append(Bound(bound.row, partial(_release, releases[position])))
     return found
 
 
-def _pull(microbatch: int) -> Call:
-    def pull(step: Step) -> None:
-        assert step.prefetcher is not None
-        step.prefetcher.pull(microbatch)
-
-    return pull
+def _pull(microbatch: int, step: Step) -> None:
+    assert step.prefetcher is not None
+    step.prefetcher.pull(microbatch)
 
 
-def _release(microbatch: int) -> Call:
-    def release(step: Step) -> None:
-        assert step.prefetcher is not None
-        step.prefetcher.release(microbatch)
-
-    return release
+def _release(microbatch: int, step: Step) -> None:
+    assert step.prefetcher is not None
+    step.prefetcher.release(microbatch)
 
 
 def _moments(bounds: Sequence[Bound], needs: Mapping[int, int]) -> tuple[dict[int, list[int]], dict[int, int]]:

@@ -17,7 +17,7 @@ from penstock.errors import PartitionError, nearest
 from penstock.execute.split.plan import EarlyWeights
 from penstock.execute.stages.layers import Layer, build_layer, layer_names, spec_attribute
 from penstock.execute.stages.skips import StageSkips, open_at
-from penstock.execute.stages.stage import Stage
+from penstock.execute.stages.stage import Stage, distinct
 from penstock.execute.stages.tied import TiedCopy
 from penstock.execute.undocumented import has_hooks
 from penstock.execute.values.tensors import is_dtensor
@@ -55,11 +55,8 @@ class Assembly:
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's parameters in the order of the unsplit model, each once and under its first name there."""
-        found: dict[int, tuple[str, nn.Parameter]] = {}
-        for stage in sorted(self.stages, key=lambda stage: stage.first_layer):
-            for name, parameter in stage.named_parameters():
-                found.setdefault(id(parameter), (name, parameter))
-        return list(found.values())
+        stages = sorted(self.stages, key=lambda stage: stage.first_layer)
+        return distinct(named for stage in stages for named in stage.named_parameters())
 
 
 def assemble(
@@ -222,7 +219,10 @@ class _Ties:
             if parameter is not None:
                 copies[len(tied_groups)] = TiedCopy({here[0]: parameter}, list(holders))
             tied_groups.append(tuple(holders.values()))
-        for holders in self._holders_of_copied_stages():
+        for copied in self.placement.routes[0]:
+            holders = self._holders(_copies(self.placement, copied))
+            if len(holders) < 2:
+                continue
             if self.rank in holders:
                 stage = next(stage for stage in stages if stage.index == holders[self.rank])
                 copies[len(tied_groups)] = _copy_of_stage(stage, copies.values(), list(holders))
@@ -239,11 +239,6 @@ class _Ties:
         for stage in stages:
             holders.setdefault(self.placement.rank_of_stage[stage], stage)
         return holders
-
-    def _holders_of_copied_stages(self) -> list[dict[int, int]]:
-        """The holders of every stage that has copies on other ranks."""
-        found = [self._holders(_copies(self.placement, stage)) for stage in self.placement.routes[0]]
-        return [holders for holders in found if len(holders) > 1]
 
     def _layer(self, name: str) -> str:
         return _layer_of(name, list(self.stages_of_layer))

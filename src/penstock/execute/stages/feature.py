@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from penstock.execute.batch.microbatch import Place
+from penstock.execute.stages.stage import modules_of
 from penstock.execute.step import Step
 
 BeforeLayer = Callable[[int], None]
@@ -80,8 +81,7 @@ StageFeature = Callable[[Step, Place], ForwardPart]
 
 def modules_with(layers: Iterable[nn.Module], protocol: type) -> list[Any]:
     """Return the modules of some layers that have all methods of a protocol, each once."""
-    modules = dict.fromkeys(module for layer in layers for module in layer.modules())
-    return [module for module in modules if has_methods(module, protocol)]
+    return [module for module in modules_of(layers) if has_methods(module, protocol)]
 
 
 def has_methods(module: nn.Module, protocol: type) -> bool:

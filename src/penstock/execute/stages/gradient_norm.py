@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from penstock.execute.stages.stage import distinct
 from penstock.execute.values.tensors import is_dtensor
-
-T = TypeVar("T")
 
 
 def clip_gradients(
@@ -41,14 +40,6 @@ def clip_gradients(
         for _, gradient in distinct(gradients):
             gradient.mul_(scale)
     return total
-
-
-def distinct(named: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
-    """Drop what was already listed under another name, as a weight that two layers of this rank share."""
-    found: dict[int, tuple[str, T]] = {}
-    for name, item in named:
-        found.setdefault(id(item), (name, item))
-    return list(found.values())
 
 
 def _values(gradient: Tensor) -> Tensor:

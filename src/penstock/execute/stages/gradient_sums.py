@@ -12,7 +12,6 @@ uses all give sparse gradients gets a sparse one, as `torch.optim.SparseAdam` wa
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -21,14 +20,7 @@ from penstock.execute.transport.protocol import Messages, Ticket
 
 _ABSENT = -2
 _DENSE = -1
-
-
-class Form(Enum):
-    """How a gradient travels between its holders."""
-
-    NONE = "none"
-    DENSE = "dense"
-    SPARSE = "sparse"
+"""In the place of how many rows a sparse gradient has."""
 
 
 def sum_over(
@@ -41,15 +33,15 @@ def sum_over(
     """
     gradients[:] = [_settled(gradient) for gradient in gradients]
     sizes = _exchange_sizes(transport, ranks, gradients, likes[0].device)
-    forms = [common_form(column) for column in zip(*sizes, strict=True)]
-    for index, form in enumerate(forms):
-        if form is Form.NONE:
+    dense = []
+    for index, rows in enumerate(zip(*sizes, strict=True)):
+        if _DENSE in rows:
+            dense.append(index)  # with the others: one dense gradient makes all dense
+        elif max(rows) == _ABSENT:
             yield index, None
-        if form is Form.SPARSE:
-            rows = [told[index] for told in sizes]
+        else:
             own, gradients[index] = gradients[index], None
             yield index, _sum_of_sparse(transport, ranks, own, likes[index], rows)
-    dense = [index for index, form in enumerate(forms) if form is Form.DENSE]
     yield from _sums_of_dense(transport, ranks, dense, gradients, likes)
 
 
@@ -65,13 +57,6 @@ def added(before: Tensor | None, total: Tensor | None) -> Tensor | None:
 def dense(gradient: Tensor) -> Tensor:
     """Return a gradient with all its values written out."""
     return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def common_form(sizes: Sequence[int]) -> Form:
-    """Return how a gradient travels, from what each holder has told of its own."""
-    if _DENSE in sizes:
-        return Form.DENSE
-    return Form.NONE if all(size == _ABSENT for size in sizes) else Form.SPARSE
 
 
 def _settled(gradient: Tensor | None) -> Tensor | None:

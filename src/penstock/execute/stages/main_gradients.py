@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import ConfigError
+from penstock.execute.stages.stage import distinct
 
 ATTRIBUTE = "main_grad"
 """Of a parameter: the sum in float32 (float64 stays float64), or None."""
@@ -22,7 +23,7 @@ class MainGradients:
     """Adds up the gradients of some parameters in `.main_grad`, until the caller sets it to None."""
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self._parameters = list({id(parameter): parameter for _, parameter in named_parameters}.values())
+        self._parameters = [parameter for _, parameter in distinct(named_parameters)]
         for parameter in self._parameters:
             if not hasattr(parameter, ATTRIBUTE):
                 setattr(parameter, ATTRIBUTE, None)

@@ -9,7 +9,7 @@ Guarantees: nothing is changed before every rank has found the state right. Reli
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ def scatter_state(
     device: torch.device,
 ) -> dict[str, Tensor]:
     """Return what `full` on rank `root` has for this rank, in this rank's types; every rank calls it."""
-    given = set(map(str, _texts(Control(transport).all_gather_object(sorted(full))[root])))
+    given = set(cast("list[str]", Control(transport).all_gather_object(sorted(full))[root]))
     found: dict[str, Tensor] = {}
     for rank, entry in _in_turns([[entry for entry in theirs if entry.name in given] for theirs in everyone]):
         if transport.rank == root != rank:
@@ -142,10 +142,6 @@ def _receive(transport: Transport, peer: int, entry: Entry, device: torch.device
     if content.numel():
         transport.wait(transport.post_receive(peer, content))
     return value
-
-
-def _texts(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
 
 
 def _listed(names: Sequence[str]) -> str:

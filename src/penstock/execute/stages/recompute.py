@@ -23,7 +23,7 @@ from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import Place
 from penstock.execute.stages.feature import StageFeature
 from penstock.execute.stages.passes import Inputs, Keywords, PassOptions, SavedForward, StagePasses
-from penstock.execute.stages.stage import Stage
+from penstock.execute.stages.stage import Stage, modules_of
 from penstock.execute.step import Step
 from penstock.execute.undocumented import version_of
 from penstock.execute.values.version_guard import VersionGuard
@@ -132,7 +132,7 @@ def on_copied_buffers(stage: Stage, checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def _buffers(stage: Stage) -> dict[Where, Tensor]:
-    modules = dict.fromkeys(module for layer in stage.layers.values() for module in layer.modules())
+    modules = modules_of(stage.modules)
     return {(module, name): buffer for module in modules for name, buffer in module.named_buffers(recurse=False)}
 
 

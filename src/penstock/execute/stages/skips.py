@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.execute.stages.feature import ForwardPart, modules_with
-from penstock.execute.values.tree import flatten, map_leaves
+from penstock.execute.values.tree import map_leaves, needing_gradient
 
 
 class Skipping(Protocol):
@@ -75,7 +75,7 @@ class SkipBuffer:
                 f"{self._place}: the skip {name!r} is got before it is put (there are: {there}); the first layer that "
                 "holds a Skip of a name must put, once in each forward, and only later ones can get"
             )
-        if _needs_gradient(self._values[name]) and not self._is_closed:
+        if needing_gradient(self._values[name]) and not self._is_closed:
             self._require_gradients(name, "got")
         self.got.add(name)
         return self._values[name]
@@ -199,7 +199,3 @@ def _without_values(leaf: Any) -> Any:
     if not (isinstance(leaf, Tensor) and leaf.requires_grad):
         return leaf
     return leaf.detach().new_zeros(()).expand(leaf.shape).requires_grad_()
-
-
-def _needs_gradient(tree: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flatten(tree)[0])

@@ -1,12 +1,15 @@
 """`Stage`: the layers of one consecutive part of the model on one rank. How they run is for `passes`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from torch import nn
 
 from penstock.execute.split.own_weight_gradients import OwnWeightGradients
 from penstock.execute.split.plan import SplitPlan
 from penstock.execute.stages.signatures import taken_keywords
+
+T = TypeVar("T")
 
 
 class Stage:
@@ -16,14 +19,7 @@ class Stage:
     first one in the unsplit model.
     """
 
-    def __init__(
-        self,
-        index: int,
-        layers: Mapping[str, nn.Module],
-        first_layer: int = 0,
-        *,
-        split_plan: SplitPlan | None = None,
-    ) -> None:
+    def __init__(self, index: int, layers: Mapping[str, nn.Module], first_layer: int = 0) -> None:
         self.index = index
         self.layers = dict(layers)
         self.first_layer = first_layer
@@ -31,16 +27,15 @@ class Stage:
         self.names = list(self.layers)
         self.taken_keywords = list(map(taken_keywords, self.modules))
         # What split backwards have learned of the layers; it holds for every program that splits them.
-        self.split_plan = split_plan or SplitPlan(self.modules)
+        self.split_plan = SplitPlan(self.modules)
         self.own_weight_gradients = OwnWeightGradients(self.modules)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters with the unsplit model's names; a parameter used twice is listed once."""
-        found: dict[int, tuple[str, nn.Parameter]] = {}
-        for layer_name, module in self.layers.items():
-            for name, parameter in module.named_parameters():
-                found.setdefault(id(parameter), (f"{layer_name}.{name}", parameter))
-        return list(found.values())
+        layers = self.layers.items()
+        return distinct(
+            (f"{layer}.{name}", each) for layer, module in layers for name, each in module.named_parameters()
+        )
 
     def keyword_names(self) -> set[str]:
         """Return the keyword arguments that the layers can take; `EVERY` among them if one may take any."""
@@ -55,3 +50,16 @@ class Stage:
         """Switch all layers between training and evaluation."""
         for module in self.modules:
             module.train(is_training)
+
+
+def distinct(named: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
+    """Drop what was already listed under another name, as a weight that two layers of this rank share."""
+    found: dict[int, tuple[str, T]] = {}
+    for name, item in named:
+        found.setdefault(id(item), (name, item))
+    return list(found.values())
+
+
+def modules_of(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return all modules of some layers, each once, the layers themselves included."""
+    return list(dict.fromkeys(module for layer in layers for module in layer.modules()))

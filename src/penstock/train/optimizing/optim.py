@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError, nearest
-from penstock.execute.stages.gradient_norm import distinct
+from penstock.execute.stages.stage import distinct
 from penstock.train.optimizing.main_weights import MainWeightOptimizer
 from penstock.train.settings.sections import OptimizerSection
 
