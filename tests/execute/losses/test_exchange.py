@@ -162,21 +162,26 @@ def test_without_losses_of_layers_the_total_is_the_loss():
     assert result.total is result.loss
 
 
-def test_names_are_exchanged_once_for_each_set():
+def test_losses_of_any_names_take_one_gather_each_step():
     def case(wires):
         exchange = LossExchange(counted := Counted(wires), CPU)
         steps = [["a"], ["a"], [], ["a", "b"], ["b"], ["b", "a"]]
         found = []
         for names in steps:
-            counted.names = []
             own = [(name, True, 0, 1.0) for name in names] if wires.rank else []
-            found.append((sorted(exchange.share(named_losses_of(own)).named_losses), counted.names))
-        return found
+            found.append(sorted(exchange.share(named_losses_of(own)).named_losses))
+        return found, counted.names
 
-    once, more = ["all_reduce"], ["all_reduce", "all_gather_object", "all_reduce"]
-    for found in on_ranks(2, case):
-        assert [names for names, _ in found] == [["a"], ["a"], [], ["a", "b"], ["b"], ["a", "b"]]
-        assert [collectives for _, collectives in found] == [more, once, once, more, once, once]
+    for found, collectives in on_ranks(2, case):
+        assert found == [["a"], ["a"], [], ["a", "b"], ["b"], ["a", "b"]]
+        assert collectives == 6 * ["all_gather_object"]
+
+
+def test_losses_of_several_types_keep_theirs():
+    losses = [torch.tensor(1.5, dtype=torch.float64), torch.tensor(2.5), torch.tensor(3.5, dtype=torch.float64)]
+
+    for result in on_ranks(2, share, losses, [0.25, 0.25, 0.5], (0, 1)):
+        assert [(float(loss), loss.dtype) for loss in result.losses] == [(float(loss), loss.dtype) for loss in losses]
 
 
 def test_a_batch_in_which_nothing_counts_has_losses_of_0():
