@@ -78,45 +78,24 @@ class LossWeights:
         Raises:
             PipelineError: a count is negative or not finite, or the slices do not count what their microbatch does.
         """
-        wholes = self._counts(microbatches)
-        weights = self._weights(microbatches, wholes)
-        if wholes is None:
-            return LossShares(weights, [self._fractions([part.length for part in parts]) for parts in slices])
-        counts = [self._counts_of_slices(*pair) for pair in zip(wholes, slices, strict=True)]
-        return LossShares(weights, [self._fractions(each) for each in counts], counts)
+        if self.count is None:
+            sizes, lengths = [each.size for each in microbatches], [[each.length for each in row] for row in slices]
+            return LossShares(self._parts_of_one(sizes), [self._parts_of_one(row) for row in lengths])
+        wholes = [_counted(self.count, microbatch) for microbatch in microbatches]
+        counts = [_counted_slices(self.count, *pair) for pair in zip(wholes, slices, strict=True)]
+        weights = self._parts_of_one(wholes) if any(wholes) else [0.0] * len(wholes)
+        # Where nothing counts, the losses of the slices are shown as they are: not a number.
+        return LossShares(weights, [self._parts_of_one(row) for row in counts], counts)
 
     def shares_of_rows(self, microbatches: Sequence[Microbatch], slices: Sequence[Sequence[Microbatch]]) -> LossShares:
         """Return the factors of losses that no target counts for, which every rank knows: by rows and lengths."""
         return LossWeights(self.reduction).shares(microbatches, slices)
 
-    def _counts(self, microbatches: Sequence[Microbatch]) -> list[float] | None:
-        if self.count is None:
-            return None
-        return [_counted(self.count, microbatch) for microbatch in microbatches]
-
-    def _counts_of_slices(self, whole: float, parts: Sequence[Microbatch]) -> list[float]:
-        if len(parts) == 1:
-            return [whole]
-        assert self.count is not None
-        counts = [_counted(self.count, part) for part in parts]
-        _require_additive(whole, counts, parts[0].index)
-        return counts
-
-    def _weights(self, microbatches: Sequence[Microbatch], counts: Sequence[float] | None) -> list[float]:
+    def _parts_of_one(self, shares: Sequence[float]) -> list[float]:
+        """What has these shares makes up a whole, for a mean; parts without any share are alike."""
         if self.reduction == "sum":
-            return [1.0] * len(microbatches)
-        shares = counts
-        if shares is None:
-            shares = [float(microbatch.size) for microbatch in microbatches]
-            shares = shares if any(shares) else [1.0] * len(microbatches)
-        total = sum(shares) or 1.0
-        return [share / total for share in shares]
-
-    def _fractions(self, shares: Sequence[float]) -> list[float]:
-        if len(shares) == 1 or self.reduction == "sum":
             return [1.0] * len(shares)
         total = sum(shares)
-        # Where nothing counts, the losses of the slices are shown as they are: not a number.
         return [share / total for share in shares] if total else [1.0 / len(shares)] * len(shares)
 
 
@@ -134,12 +113,16 @@ def _counted(count: Count, microbatch: Microbatch) -> float:
     return share
 
 
-def _require_additive(whole: float, parts: Sequence[float], microbatch: int) -> None:
-    if not math.isclose(whole, sum(parts), rel_tol=1e-9):
+def _counted_slices(count: Count, whole: float, slices: Sequence[Microbatch]) -> list[float]:
+    if len(slices) == 1:
+        return [whole]
+    counts = [_counted(count, each) for each in slices]
+    if not math.isclose(whole, sum(counts), rel_tol=1e-9):
         raise PipelineError(
-            f"microbatch {microbatch}: count returned {whole:g} for its target, but {parts} for the targets of its "
-            "slices, which is not the same in all; count what the loss of a slice is the mean of, such as tokens"
+            f"microbatch {slices[0].index}: count returned {whole:g} for its target, but {counts} for the targets of "
+            "its slices, which is not the same in all; count what the loss of a slice is the mean of, such as tokens"
         )
+    return counts
 
 
 def loss_scale(scale: float | Scale | None) -> Scale | None:
