@@ -103,7 +103,6 @@ class Runner:
         self._clocks = ClockComparison(transport, device, options.clock, agreed.each("clock_host"))
         self._admission = Admission(
             control,
-            device,
             options.batch_rule(schedule),
             InputNeeds.of(assembly.keyword_names(), schedule.placement, agreed.keywords, has_loss=loss is not None),
             stream_rules=options.stream_rules(),

@@ -13,12 +13,10 @@ from penstock.execute.control.collectives import Control
 from penstock.placement import Placement
 from tests.local_pipelines import error_of, on_ranks
 
-CPU = torch.device("cpu")
-
 
 def admit(wires, calls, *, keywords=frozenset(), keywords_of_all=None, last_ranks=(), **rule):
     needs = InputNeeds(wires.rank == 0, wires.rank in last_ranks, keywords, keywords_of_all)
-    admission = Admission(Control(wires), CPU, BatchRule(**{"num_microbatches": 2} | rule), needs)
+    admission = Admission(Control(wires), BatchRule(**{"num_microbatches": 2} | rule), needs)
     call = calls[wires.rank]
     return admission.admit(Mode.TRAIN, call if isinstance(call, Call) else Call(*call))
 
@@ -63,7 +61,7 @@ def test_ragged_sizes_reach_ranks_that_were_given_nothing():
 
 def test_all_ranks_know_by_the_batch_whether_one_of_them_trains_other_parameters():
     def case(wires):
-        admission = Admission(Control(wires), CPU, BatchRule(2), InputNeeds(inputs=True, target=False))
+        admission = Admission(Control(wires), BatchRule(2), InputNeeds(inputs=True, target=False))
         steps = [(7, 8), (7, 8), (7, 9)]
         return [admission.admit(Mode.TRAIN, Call((ROWS,)), trained=pair[wires.rank]) for pair in steps]
 
@@ -178,7 +176,7 @@ def test_every_rank_with_a_last_stage_needs_the_target_where_another_has_it():
 
 def test_all_ranks_know_who_wants_outputs():
     def ask(wires):
-        admission = Admission(Control(wires), CPU, BatchRule(2), InputNeeds(inputs=False, target=False))
+        admission = Admission(Control(wires), BatchRule(2), InputNeeds(inputs=False, target=False))
         return admission.admit(Mode.EVALUATE, Call((ROWS,), return_outputs=wires.rank == 1)).agreed.wanting_outputs
 
     assert on_ranks(3, ask) == [frozenset({1})] * 3
@@ -201,7 +199,7 @@ def test_a_rank_wants_what_its_stages_take():
 def streamed(wires, streams):
     """Two steps; return what was admitted, after what the calls of a step would do."""
     needs = InputNeeds(wires.rank == 0, wires.rank == 2)
-    admission = Admission(Control(wires), CPU, BatchRule(2), needs)
+    admission = Admission(Control(wires), BatchRule(2), needs)
     batches = []
     for _ in range(2):
         batch = admission.admit(Mode.TRAIN, Call((streams[wires.rank],)))

@@ -5,8 +5,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from penstock.errors import PenstockError, PipelineError, StepRefused, nearest
 from penstock.execute.batch.cutting import BatchRule, with_sizes
 from penstock.execute.batch.microbatch import EVERY, Microbatch, PreSplit
@@ -110,7 +108,6 @@ class Admission:
     def __init__(
         self,
         control: Control,
-        device: torch.device,
         rule: BatchRule,
         needs: InputNeeds,
         *,
@@ -119,7 +116,6 @@ class Admission:
         read: Callable[[], float] = time.monotonic,
     ) -> None:
         self._control = control
-        self._device = device
         self._rule = rule
         self._needs = needs
         self._stream_rules = stream_rules
@@ -223,7 +219,7 @@ class Admission:
             takes_target=self._needs.target,
             wants_outputs=call.return_outputs,
             position=given.position,
-            values=() if values is None else values.digests(self._device).tolist(),
+            values=() if values is None else values.digests(),
             **({} if refusal is None else refusing(refusal)),
             **proposed,
         )
