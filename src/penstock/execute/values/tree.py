@@ -149,44 +149,31 @@ def needing_gradient(value: Any) -> list[Tensor]:
 def _collect(value: Any, leaves: list[Any]) -> TreeSpec:
     if value is None:
         return NONE
-    names = _child_names(value)
-    if names is None:
+    found = None if isinstance(value, Tensor) else _children(value)
+    if found is None:
         leaves.append(value)
         return LEAF
     before = len(leaves)
-    children = tuple(_collect(child, leaves) for child in _child_values(value, names))
+    names, values = found
+    children = tuple(_collect(child, leaves) for child in values)
     return TreeSpec(type(value), names, children, len(leaves) - before)
 
 
-def _child_names(value: Any) -> tuple[Name, ...] | None:
-    """Return the names of a branch's children, or None for a leaf."""
+def _children(value: Any) -> tuple[tuple[Name, ...], Iterable[Any]] | None:
+    """Return the names of a branch's children, and the children; None for a leaf."""
     container = type(value)
-    if isinstance(value, Tensor):
-        return None
     if container is tuple or container is list:
-        return tuple(range(len(value)))
+        return tuple(range(len(value))), value
     if container is dict or container is OrderedDict:
-        return _dict_names(value)
-    return field_names(container)
-
-
-def _child_values(value: Any, names: tuple[Name, ...]) -> Iterable[Any]:
-    if isinstance(value, (tuple, list)):
-        return value
-    if type(value) is dict or type(value) is OrderedDict:
-        values: Iterable[Any] = value.values()
-        return values
-    return [getattr(value, str(name)) for name in names]
-
-
-def _dict_names(value: dict[Any, Any]) -> tuple[Name, ...]:
-    for key in value:
-        if type(key) is not str and type(key) is not int:
-            raise PipelineError(
-                f"a dict of the batch or of a stage's output has the key {key!r} of type {type(key).__name__}; "
-                "expected str or int keys. Rename the key, or pass the values in a tuple or dataclass"
-            )
-    return tuple(value)
+        for key in value:
+            if type(key) is not str and type(key) is not int:
+                raise PipelineError(
+                    f"a dict of the batch or of a stage's output has the key {key!r} of type {type(key).__name__}; "
+                    "expected str or int keys. Rename the key, or pass the values in a tuple or dataclass"
+                )
+        return tuple(value), value.values()
+    names = field_names(container)
+    return None if names is None else (names, [getattr(value, name) for name in names])
 
 
 def field_names(container: type) -> tuple[str, ...] | None:
@@ -199,24 +186,23 @@ def field_names(container: type) -> tuple[str, ...] | None:
 
 
 def _build(spec: TreeSpec, leaves: Iterator[Any]) -> Any:
-    if spec.container is object:
+    container: Any = spec.container
+    if container is object:
         return next(leaves)
-    if spec.container is NoneType:
+    if container is NoneType:
         return None
     values = [_build(child, leaves) for child in spec.children]
-    if spec.container is list or spec.container is tuple:
-        return spec.container(values)
-    if is_dataclass(spec.container):
-        return _build_dataclass(spec.container, dict(zip(map(str, spec.names), values, strict=True)))
-    if issubclass(spec.container, dict):
-        return spec.container(zip(spec.names, values, strict=True))
-    container: Any = spec.container
-    return container._make(values)
+    if container is list or container is tuple:
+        return container(values)
+    if not spec.has_fields:
+        return container(zip(spec.names, values, strict=True))
+    return _build_dataclass(container, spec.names, values) if is_dataclass(container) else container._make(values)
 
 
-def _build_dataclass(container: type, named: dict[str, Any]) -> Any:
-    late = [item.name for item in fields(container) if not item.init]
-    instance = container(**{name: value for name, value in named.items() if name not in late})
-    for name in late:
-        object.__setattr__(instance, name, named[name])  # the dataclass may be frozen
+def _build_dataclass(container: Any, names: Sequence[Any], values: Sequence[Any]) -> Any:
+    named = dict(zip(names, values, strict=True))
+    late = {item.name: named.pop(item.name) for item in fields(container) if not item.init}
+    instance = container(**named)
+    for name, value in late.items():
+        object.__setattr__(instance, name, value)  # the dataclass may be frozen
     return instance
