@@ -11,13 +11,12 @@ import torch
 from penstock import Observer
 from penstock.errors import ConfigError, PipelineError
 from penstock.execute.observing.checked_values import ValueChecks
-from penstock.execute.observing.layer_sizes import LayerSizes
+from penstock.execute.observing.layer_sizes import LayerSizes, SavedTensorTracker
 from penstock.execute.observing.log import MessageLog
 from penstock.execute.observing.memory_report import MemoryWatch
 from penstock.execute.observing.observer import observed, observing
 from penstock.execute.observing.ranges import Ranges
 from penstock.execute.observing.recorder import Recorder
-from penstock.execute.observing.saved_tensors import SavedTensorTracker
 from penstock.execute.step import Bound
 from penstock.pipeline import Pipeline
 from tests.house.source import ROOT

@@ -1,19 +1,22 @@
-"""`LayerSizes`: the bytes that each layer of a rank makes and keeps of one microbatch, measured as a step runs."""
+"""Counts bytes by storage, as a step runs: what autograd keeps of forwards, and what each layer makes and keeps."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from penstock.execute.control.collectives import Control
-from penstock.execute.observing.saved_tensors import StorageCounter, storages
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.stages.main_gradients import ATTRIBUTE
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
+from penstock.execute.undocumented import repeats
 from penstock.execute.values.tensors import local_part
 from penstock.execute.values.tree import flatten
 
@@ -51,7 +54,9 @@ class LayerSizes:
 
     @contextmanager
     def watching(self, attempt: Callable[..., object]) -> Iterator[None]:
-        """Note which layer runs, and the sizes of its inputs and outputs; `attempt` keeps errors from the layers."""
+        """Note which layer runs in a stage's forward, and the sizes of its inputs and outputs; `attempt` keeps errors
+        from the layers."""
+        self._saved = {}
         with ExitStack() as stack:
             for layer, module in self._layers.items():
                 for handle in (
@@ -60,10 +65,6 @@ class LayerSizes:
                 ):
                     stack.callback(handle.remove)
             yield
-
-    def begin_forward(self) -> None:
-        """Say that the forward of a stage begins."""
-        self._saved = {}
 
     def note_saved(self, tensor: Tensor) -> None:
         """Count a tensor whose storage no one had saved yet."""
@@ -111,6 +112,83 @@ class LayerSizes:
 
     def _grow(self, layer: int, field: str, num_bytes: int) -> None:
         self._found[layer][field] = max(self._found[layer][field], num_bytes)
+
+
+class SavedTensorTracker:
+    """Knows the storages that forwards have left for their backwards, from when autograd saves them until it frees
+    them; `but` are there anyway."""
+
+    def __init__(self, but: Iterable[Tensor], note: Callable[[Tensor], object]) -> None:
+        """`note` gets each tensor whose storage is new to a stage."""
+        self._but = {local_part(tensor).untyped_storage().data_ptr() for tensor in but}
+        self._kept: dict[int, WeakValueDictionary[int, _Storage]] = {}
+        """Per stage, by address, what autograd holds."""
+        self._note = note
+
+    @contextmanager
+    def of_stage(self, stage: int, attempt: Callable[..., Any]) -> Iterator[None]:
+        """Track what a forward of a stage, run in this thread meanwhile, leaves behind.
+
+        `attempt` makes the calls within the forward, and returns None where they fail.
+        """
+        kept = self._kept.setdefault(stage, WeakValueDictionary())
+
+        def pack(tensor: Tensor) -> Any:
+            held = attempt(self._save, kept, tensor)
+            return tensor if held is None else held
+
+        with saved_tensors_hooks(pack, _unwrapped):
+            yield
+
+    def held(self, stage: int) -> Mapping[int, int]:
+        """Return the bytes of each storage, by its address, that is kept for backwards of a stage."""
+        return {address: storage.num_bytes for address, storage in self._kept.get(stage, {}).items()}
+
+    def _save(self, kept: "WeakValueDictionary[int, _Storage]", tensor: Tensor) -> Any:
+        storage = local_part(tensor).untyped_storage()
+        if storage.data_ptr() in self._but:
+            return tensor
+        noted = kept.get(storage.data_ptr())
+        if noted is None:
+            noted = kept[storage.data_ptr()] = _Storage(storage.nbytes())
+            self._note(tensor)
+        # An output that its own node saves would keep the node, and so itself, alive where no backward runs.
+        return tensor.detach(), noted
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class _Storage:
+    """A storage in autograd's hands: gone, and so forgotten, with the last saved tensor that has it."""
+
+    num_bytes: int
+
+
+@repeats
+def _unwrapped(saved: Any) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved[0]
+
+
+def storages(tree: Any) -> dict[int, int]:
+    """Return the bytes of each storage, by its address, that holds a tensor of a tree."""
+    found = (local_part(leaf).untyped_storage() for leaf in flatten(tree)[0] if isinstance(leaf, Tensor))
+    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+
+
+class StorageCounter:
+    """Adds up storages, each once; those at the addresses in `seen` not at all."""
+
+    def __init__(self, seen: Iterable[int] = ()) -> None:
+        self._seen = set(seen)
+
+    def add(self, tree: Any) -> int:
+        """Return the bytes of the storages of a tree that had not been seen."""
+        return self.add_storages(storages(tree))
+
+    def add_storages(self, bytes_at: Mapping[int, int]) -> int:
+        """The same of storages by address."""
+        new = {address: num_bytes for address, num_bytes in bytes_at.items() if address not in self._seen}
+        self._seen.update(new)
+        return sum(new.values())
 
 
 def gather_sizes(transport: Transport, own: Mapping[str, Mapping[str, int]]) -> LayerBytes:

@@ -18,9 +18,15 @@ from torch.optim import Optimizer
 from penstock.errors import PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.losses.results import StepResult
-from penstock.execute.observing.layer_sizes import LayerBytes, LayerSizes, gather_sizes, gradients_of
+from penstock.execute.observing.layer_sizes import (
+    LayerBytes,
+    LayerSizes,
+    SavedTensorTracker,
+    StorageCounter,
+    gather_sizes,
+    gradients_of,
+)
 from penstock.execute.observing.observer import Around, Observer
-from penstock.execute.observing.saved_tensors import SavedTensorTracker, StorageCounter
 from penstock.execute.stages.recompute import Checkpoint
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Bound, Step
@@ -157,7 +163,6 @@ class MemoryWatch(Observer):
     @contextmanager
     def _watching_forward(self, stage: int, slot: int, step: Step) -> Iterator[None]:
         self._stage_of_slot[slot] = stage
-        self.sizes.begin_forward()
         with self._tracker.of_stage(stage, self.attempt), self.sizes.watching(self.attempt):
             yield
         self._look(step)
