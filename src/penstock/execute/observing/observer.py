@@ -12,9 +12,8 @@ leaving belongs to the call (or the thread), not to the observer.
 """
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
@@ -120,13 +119,11 @@ def _observed(observer: Observer, program: Program, bound: Bound) -> Bound:
             return call(step)
         try:
             call(step)
-        except BaseException:
-            # The call's error, not the one that leaving raises, ends the step.
-            _leave(observer, context, *sys.exc_info())
+        except BaseException as error:
+            with suppress(Exception):  # the call's error, not the one that leaving raises, ends the step
+                observer._guarded(_leave, context, error)
             raise
-        found = _leave(observer, context, None, None, None)
-        if found is not None:
-            raise found
+        observer._guarded(_leave, context)
 
     return replace(bound, call=observed_call)
 
@@ -137,19 +134,11 @@ def _entered(around: Around, step: Step) -> AbstractContextManager[object]:
     return context
 
 
-def _leave(
-    observer: Observer,
-    context: AbstractContextManager[object],
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-) -> Exception | None:
-    """Leave a context, also of an observer that was removed meanwhile; return an error that ends the step."""
+def _leave(context: AbstractContextManager[object], error: BaseException | None = None) -> None:
+    """Leave a context behind a call, which may have raised an error that goes through it."""
+    details = (None, None, None) if error is None else (type(error), error, error.__traceback__)
     try:
-        context.__exit__(kind, error, trace)
+        context.__exit__(*details)
     except Exception as found:
-        if isinstance(found, PipelineError) or observer.needs_all_ranks:
-            return found
         if found is not error:
-            observer._remove(found)
-    return None
+            raise

@@ -1,7 +1,7 @@
 """Names every instruction in a profiler's trace: a range of torch.profiler, and of NVTX on a CUDA device."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -13,9 +13,6 @@ from penstock.execute.step import Bound, Step
 from penstock.ir.instruction import Instruction
 from penstock.ir.operations import OPERATIONS
 from penstock.ir.program import Program
-
-Open = Callable[[str], AbstractContextManager[object]]
-"""Opens a range of this name."""
 
 
 def range_name(instruction: Instruction) -> str:
@@ -30,9 +27,9 @@ class Ranges(Observer):
     """Runs every call in a range; a wait for a message is told from posting its receive."""
 
     def __init__(self, device: torch.device) -> None:
-        self._opens: list[Open] = [record_function]
-        if device.type == "cuda":
-            self._opens.append(nvtx.range)
+        self._on_device: Callable[[str], AbstractContextManager[object]] = (
+            nvtx.range if device.type == "cuda" else nullcontext
+        )
 
     def around(self, program: Program, bound: Bound) -> Around:
         if bound.receive_row is None:
@@ -41,7 +38,5 @@ class Ranges(Observer):
 
     @contextmanager
     def _in_ranges(self, name: str, step: Step) -> Iterator[None]:
-        with ExitStack() as stack:
-            for open_range in self._opens:
-                stack.enter_context(open_range(name))
+        with record_function(name), self._on_device(name):
             yield
