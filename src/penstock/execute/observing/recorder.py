@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from penstock.execute.observing.clock import Alignment, Clock, ClockComparison
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.split.plan import EarlyWeights
 from penstock.execute.step import Bound, Step
-from penstock.execute.transport.device_queue import Marker, await_device
+from penstock.execute.transport.device_queue import await_device
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
@@ -50,14 +50,6 @@ class Recorder(Observer):
         self.end_s[row] = self._read()
 
 
-class TimedEvent(Marker, Protocol):
-    """A place in a device's queue that knows when the device came to it."""
-
-    def elapsed_time(self, end_event: Any, /) -> float:
-        """Milliseconds from this event to a later one."""
-        ...
-
-
 class DeviceRecorder(Recorder):
     """The same of a GPU, where the host only queues what is to run: by events in the device's queue.
 
@@ -65,12 +57,12 @@ class DeviceRecorder(Recorder):
     """
 
     def __init__(
-        self, rows: range, clock: Clock, make_event: Callable[[], TimedEvent], *, rank: int, deadline_s: float
+        self, rows: range, clock: Clock, make_event: Callable[[], torch.Event], *, rank: int, deadline_s: float
     ) -> None:
         super().__init__(rows, clock)
         self._make_event = make_event
         self._await = partial(await_device, rank=rank, deadline_s=deadline_s)
-        self._events: dict[int, tuple[TimedEvent, TimedEvent]] = {}
+        self._events: dict[int, tuple[torch.Event, torch.Event]] = {}
         self._origin = make_event()
         self._origin.record()
         self._await(self._origin.query)
@@ -93,7 +85,7 @@ class DeviceRecorder(Recorder):
             self.end_s[row] = arrival_s or self._time_s(end)
         self._events.clear()
 
-    def _time_s(self, event: TimedEvent) -> float:
+    def _time_s(self, event: torch.Event) -> float:
         return self._origin_s + self._origin.elapsed_time(event) * MILLISECONDS
 
 
@@ -187,9 +179,9 @@ class StepRecording(Observer):
             end_s - origin_s,
             clock_uncertainty_s=alignment.uncertainty_s,
             data_waits=tuple(
-                wait
+                DataWait(rank, microbatch, *(alignment.to_common(rank, np.array(times_s)) - origin_s).tolist())
                 for rank, row in enumerate(everyone)
-                for wait in _on_timeline(row["data_waits"], rank, alignment, origin_s)
+                for microbatch, *times_s in row["data_waits"]
             ),
         )
         bytes_of_stage = {stage: num_bytes for row in everyone for stage, num_bytes in row["output_bytes"].items()}
@@ -200,12 +192,3 @@ class StepRecording(Observer):
             for stage, (share, names, rungs) in row["early_weights"].items()
         }
         return Recording(timeline, message_bytes, early, self._transport.rank, alignment, origin_s)
-
-
-def _on_timeline(
-    rows: Sequence[tuple[int, float, float]], rank: int, alignment: Alignment, origin_s: float
-) -> Iterator[DataWait]:
-    """A rank's waits for data, as microbatch, begin and end on its clock, at the timeline's times."""
-    for microbatch, *times_s in rows:
-        begin_s, end_s = (alignment.to_common(rank, np.array(times_s)) - origin_s).tolist()
-        yield DataWait(rank, microbatch, begin_s, end_s)

@@ -17,7 +17,7 @@ import torch
 
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.step import Bound, Step
-from penstock.execute.transport.device_queue import Marker, await_device, device_queue_of
+from penstock.execute.transport.device_queue import await_device, device_queue_of
 from penstock.execute.transport.pending import never
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.operations import IS_COMPUTE
@@ -30,7 +30,7 @@ class Throttle(Observer):
     def __init__(
         self,
         limit: int,
-        make_marker: Callable[[], Marker],
+        make_marker: Callable[[], torch.Event],
         *,
         rank: int = 0,
         deadline_s: float = 60.0,
@@ -43,7 +43,7 @@ class Throttle(Observer):
         self._await = partial(
             await_device, rank=rank, deadline_s=deadline_s, is_held_up=is_held_up, read_clock=read_clock, pause=pause
         )
-        self._pending: deque[Marker] = deque()
+        self._pending: deque[torch.Event] = deque()
 
     def begin(self, step: Step) -> None:
         self._pending.clear()  # of an earlier step that failed

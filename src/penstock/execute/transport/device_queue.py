@@ -12,7 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Protocol
+
+import torch
 
 from penstock.errors import DeadlineExceeded
 from penstock.execute.transport.pending import Pending, QueuedMessage, never
@@ -28,25 +29,13 @@ from penstock.execute.transport.protocol import (
 PAUSE_S = 50e-6
 
 
-class Marker(Protocol):
-    """A place in a device's queue, such as `torch.cuda.Event`."""
-
-    def record(self) -> None:
-        """Put it behind all that is queued."""
-        ...
-
-    def query(self) -> bool:
-        """Whether the device has come to it."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Followed:
     """A receive that the device waits for, once it has come there."""
 
     ticket: Ticket
     message: QueuedMessage
-    reached: Marker
+    reached: torch.Event
 
 
 class DeviceQueue:
@@ -56,7 +45,7 @@ class DeviceQueue:
         self,
         transport: Transport,
         posted: MutableMapping[int, Pending],
-        make_marker: Callable[[], Marker],
+        make_marker: Callable[[], torch.Event],
         *,
         read_clock: Callable[[], float] = time.monotonic,
     ) -> None:
