@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.errors import PipelineError
-from penstock.execute.observing.copies import gradient_of, require_equal_copies, value_of
+from penstock.execute.observing.copies import require_equal_copies
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import error_of, on_ranks, step_task, token_task
 
@@ -64,13 +64,13 @@ def test_gradients_of_copies_are_compared_too_and_none_counts_as_zero():
     def case(wires):
         pipeline = pipeline_on(wires, task, tied=TIED)
         copies = pipeline._assembly.tied_copies
-        require_equal_copies(wires, copies, "the gradient of", gradient_of("grad"))
+        require_equal_copies(wires, copies, "grad")
         parameter = next(iter(copies[0].parameters.values()))
         parameter.grad = torch.zeros_like(parameter)
         if wires.rank == 1:
             parameter.grad[1, 2] = -3.0
-        require_equal_copies(wires, copies, "parameter", value_of)
-        require_equal_copies(wires, copies, "the gradient of", gradient_of("grad"))
+        require_equal_copies(wires, copies)
+        require_equal_copies(wires, copies, "grad")
 
     error = error_of(on_ranks, 2, case)
 
@@ -89,7 +89,7 @@ def test_main_gradients_are_compared_where_they_are_kept():
         assert parameter.main_grad.dtype == torch.float32
         if wires.rank:
             parameter.main_grad[0, 0] += 1.0
-        require_equal_copies(wires, pipeline._assembly.tied_copies, "the gradient of", gradient_of("main_grad"))
+        require_equal_copies(wires, pipeline._assembly.tied_copies, "main_grad")
 
     error = error_of(on_ranks, 2, case)
 

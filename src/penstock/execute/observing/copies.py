@@ -3,7 +3,7 @@
 Each copy is changed by its own rank's optimizer, so copies stay equal only as long as all of them are treated alike.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +15,6 @@ from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.tied import TiedCopy, dense_gradient
 from penstock.execute.step import Step
 from penstock.execute.transport.protocol import Transport
-
-Read = Callable[[nn.Parameter], Tensor]
-"""What is compared of a parameter."""
-
-
-def value_of(parameter: nn.Parameter) -> Tensor:
-    """Return what a parameter is."""
-    return parameter.detach()
-
-
-def gradient_of(attribute: str) -> Read:
-    """Return what reads the gradient that has been accumulated in an attribute of a parameter; zeros where none has."""
-    return lambda parameter: dense_gradient(parameter, attribute).detach()
 
 
 class CopyChecks(Observer):
@@ -41,13 +28,12 @@ class CopyChecks(Observer):
         self._gradient_attribute = gradient_attribute
 
     def begin(self, step: Step) -> None:
-        require_equal_copies(self._transport, self._assembly.tied_copies, "parameter", value_of)
+        require_equal_copies(self._transport, self._assembly.tied_copies)
 
     def end(self, step: Step, failed: bool) -> None:
         if failed or not step.is_training:
             return
-        gradient = gradient_of(self._gradient_attribute)
-        require_equal_copies(self._transport, self._assembly.tied_copies, "the gradient of", gradient)
+        require_equal_copies(self._transport, self._assembly.tied_copies, self._gradient_attribute)
         log_norms(
             self._transport,
             step.serial,
@@ -57,25 +43,32 @@ class CopyChecks(Observer):
         )
 
 
-def require_equal_copies(transport: Transport, copies: Mapping[int, TiedCopy], what: str, read: Read) -> None:
-    """Compare, bit for bit, what `read` gives of this rank's copies with what the owners have; all holders call it.
+def require_equal_copies(transport: Transport, copies: Mapping[int, TiedCopy], gradient: str = "") -> None:
+    """Compare, bit for bit, this rank's copies of parameters with their owners'; all holders call it.
+
+    With the name of an attribute, the gradients accumulated there are compared instead; zeros where there are none.
 
     Raises:
         PipelineError: on a rank whose copy differs: which parameter, on which ranks, and by how much at most.
     """
     sends = [
-        transport.post_send(peer, read(parameter))
+        transport.post_send(peer, _compared(parameter, gradient))
         for copy in copies.values()
         if copy.ranks[0] == transport.rank
         for peer in copy.ranks[1:]
         for parameter in copy.parameters.values()
     ]
+    what = "the gradient of" if gradient else "parameter"
     for copy in copies.values():
         if copy.ranks[0] != transport.rank:
             for name, parameter in copy.parameters.items():
-                _require_equal(transport, copy.ranks[0], read(parameter), f"{what} {name!r}")
+                _require_equal(transport, copy.ranks[0], _compared(parameter, gradient), f"{what} {name!r}")
     for ticket in sends:
         transport.wait(ticket)
+
+
+def _compared(parameter: nn.Parameter, gradient: str) -> Tensor:
+    return dense_gradient(parameter, gradient).detach() if gradient else parameter.detach()
 
 
 def _require_equal(transport: Transport, owner: int, mine: Tensor, what: str) -> None:
