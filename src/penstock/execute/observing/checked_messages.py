@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,12 +35,10 @@ from penstock.ir.program import Program
 _NO_OP = -1
 _NOTHING = -1
 """In place of a number of values: the header goes alone."""
-_NUM_FIELDS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class _What:
-    """What a message is, as both ends know it from their own instruction."""
+class _Header(NamedTuple):
+    """What goes in front of a message, and up to `position`, what both ends know of it from their own instruction."""
 
     op: int = _NO_OP
     """Of the sending instruction; `_NO_OP` beside all instructions."""
@@ -49,39 +48,26 @@ class _What:
     slice: int = 0
     position: int = -1
     """The sender's instruction, counted from 0; -1 where the receiver cannot know it."""
+    step: int = 0
+    part: int = 0
+    """[1]"""
+    numel: int = _NOTHING
 
-    def __str__(self) -> str:
+    @property
+    def instruction(self) -> str:
         if self.op == _NO_OP:
             return "a message outside all instructions"
         if self.op == Op.REDUCE_TIED:
             return f"a gradient of tied group {self.stage}"
         return str(Instruction(Op(self.op), self.stage, self.microbatch, self.slice, self.stage, 0))
 
-
-@dataclass(frozen=True, slots=True)
-class _Header:
-    """What goes in front of a message."""
-
-    step: int
-    what: _What
-    part: int
-    """[1]"""
-    numel: int
-
-    def to_tensor(self, device: torch.device) -> Tensor:
-        what = self.what
-        place = [what.op, what.stage, what.microbatch, what.slice, what.position]
-        return torch.tensor([self.step, *place, self.part, self.numel], device=device)
-
-    @classmethod
-    def from_tensor(cls, tensor: Tensor) -> "_Header":
-        step, *place, part, numel = tensor.tolist()
-        return cls(step, _What(*place), part, numel)
-
     def __str__(self) -> str:
-        place = f"instruction {self.what.position}, " if self.what.position >= 0 else ""
+        place = f"instruction {self.position}, " if self.position >= 0 else ""
         size = "nothing" if self.numel == _NOTHING else f"{self.numel} values"
-        return f"{self.what} ({place}step {self.step}, part {self.part}, {size})"
+        return f"{self.instruction} ({place}step {self.step}, part {self.part}, {size})"
+
+
+_OUTSIDE = _Header()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +76,7 @@ class _Awaited:
 
     serial: int
     tensor: Tensor
-    what: _What | None
+    what: _Header | None
     """None: of the announced receives, the one whose turn it is [2]."""
 
 
@@ -99,16 +85,16 @@ class _Channel:
     """What is to come from one rank, in order."""
 
     awaited: deque[_Awaited] = field(default_factory=deque)
-    announced: deque[_What] = field(default_factory=deque)
-    current: _What = field(default_factory=_What)
+    announced: deque[_Header] = field(default_factory=deque)
+    current: _Header = _OUTSIDE
     """Of the announced receives, the one whose parts are coming."""
     part: int = -1
     """Of that, the last one that has come."""
 
-    def turn_to(self, part: int) -> _What:
+    def turn_to(self, part: int) -> _Header:
         """Return whose part is next: a part 0 begins another message."""
         if part == 0 or part != self.part + 1:
-            self.current = self.announced.popleft() if self.announced else _What()
+            self.current = self.announced.popleft() if self.announced else _OUTSIDE
         self.part = part
         return self.current
 
@@ -124,12 +110,9 @@ class CheckedMessages(Observer):
         self._transport = transport
         self._device = device
         self._step = 0
-        self._sending = _What()
-        self._receiving: _What | None = _What()
         self._part = 0
+        self._receiving: _Header | None = _OUTSIDE
         self._serials = count()
-        self._sends: dict[int, list[Ticket]] = {}
-        self._channels: dict[int, _Channel] = {}
         self._program: Program | None = None
         self._senders: dict[int, int] = {}
         """Of the program that was compiled last."""
@@ -176,29 +159,29 @@ class CheckedMessages(Observer):
     # ---- which instruction a message belongs to
 
     @contextmanager
-    def _sending_to(self, peer: int, what: _What, step: Step) -> Iterator[None]:
+    def _sending_to(self, peer: int, what: _Header, step: Step) -> Iterator[None]:
         self._sending, self._part = what, 0
         yield
         if self._part == 0:  # [1]
             self._leaving(peer, self._post_header(peer, _NOTHING))
-        self._sending = _What()
+        self._sending = _OUTSIDE
 
     @contextmanager
-    def _receiving_from(self, peer: int, what: _What, is_wait: bool, step: Step) -> Iterator[None]:
+    def _receiving_from(self, peer: int, what: _Header, is_wait: bool, step: Step) -> Iterator[None]:
         announced = self._channels[peer].announced
         if not is_wait:
             announced.append(what)
         self._receiving = None
         yield
-        self._receiving = _What()
+        self._receiving = _OUTSIDE
         while is_wait and what in announced:  # [1] nothing was taken of it
             self._take_next(peer)
 
     @contextmanager
-    def _reducing(self, what: _What, step: Step) -> Iterator[None]:
+    def _reducing(self, what: _Header, step: Step) -> Iterator[None]:
         self._sending = self._receiving = what
         yield
-        self._sending = self._receiving = _What()
+        self._sending = self._receiving = _OUTSIDE
 
     def _senders_of(self, program: Program) -> dict[int, int]:
         """Return, per receive of this rank, the row that sends what it takes."""
@@ -220,45 +203,46 @@ class CheckedMessages(Observer):
         return ticket
 
     def _post_header(self, peer: int, numel: int) -> Ticket:
-        header = _Header(self._step, self._sending, self._part, numel)
+        header = self._sending._replace(step=self._step, part=self._part, numel=numel)
         self._part += 1
-        return self._transport.post_send(peer, header.to_tensor(self._device))
+        return self._transport.post_send(peer, torch.tensor(header, device=self._device))
 
     def _take_next(self, peer: int) -> None:
         """Take the next message of a channel: the values that are awaited first, or a header alone.
 
         Its values are taken here even if it is another message that is needed: they arrive before that one [2].
         """
-        fields = torch.zeros(_NUM_FIELDS, dtype=torch.int64, device=self._device)
+        fields = torch.tensor(_OUTSIDE, device=self._device)
         self._transport.wait(self._transport.post_receive(peer, fields))
-        found = _Header.from_tensor(fields)
+        found = _Header(*fields.tolist())
         channel = self._channels[peer]
         awaited = None if found.numel == _NOTHING or not channel.awaited else channel.awaited.popleft()
         what = None if awaited is None else awaited.what
         numel = _NOTHING if awaited is None else awaited.tensor.numel()
-        expected = _Header(self._step, what or channel.turn_to(found.part), found.part, numel)
+        expected = what or channel.turn_to(found.part)
+        expected = expected._replace(step=self._step, part=found.part, numel=numel)
         if found != expected:
             raise PipelineError(
                 f"rank {self.rank}: expected {expected} next from rank {peer}, but {found} came. The two ranks do not "
                 "send and take their messages in one order: run the same program on both, or look for a transport that "
                 "changes it",
                 rank=self.rank,
-                instruction=str(expected.what),
+                instruction=expected.instruction,
                 peer=peer,
             )
         if awaited is not None:
             self._transport.wait(self._transport.post_receive(peer, awaited.tensor))
 
     def _forget(self) -> None:
-        self._sends.clear()
+        self._sends: dict[int, list[Ticket]] = {}
         self._channels = {peer: _Channel() for peer in range(self.num_ranks)}
-        self._sending = self._receiving = _What()
+        self._sending = self._receiving = _OUTSIDE
 
 
-def _what(program: Program, row: int) -> _What:
+def _what(program: Program, row: int) -> _Header:
     """Return what the messages of a row are."""
     instruction = program.instruction(row)
     if instruction.op is Op.REDUCE_TIED:
-        return _What(Op.REDUCE_TIED, instruction.peer)
+        return _Header(Op.REDUCE_TIED, instruction.peer)
     position = row - int(program.offsets[program.rank_of_row[row]])
-    return _What(instruction.op, instruction.stage, instruction.microbatch, instruction.slice, position)
+    return _Header(instruction.op, instruction.stage, instruction.microbatch, instruction.slice, position)
