@@ -156,6 +156,7 @@ def test_the_lines_tell_what_is_trained_how_it_went_and_where_to_look(finished):
     assert printed.count("heaviest: stage 0") == 1
     assert "step 6/6" in printed
     assert f"held-out loss {result.held_out_loss:.4f} nats per token" in printed
+    assert "\nrank  computing  bubble  predicted  most memory\n" in printed
     assert f"In {folder}:" in printed
 
 

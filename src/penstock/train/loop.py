@@ -3,6 +3,7 @@
 import os
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,8 @@ class TrainingResult:
     """After the last step, in nats per token; None where it was not asked for."""
     recorded: RecordedStep | None
     """What was measured at the step to record; None where none was."""
+    peak_bytes: Sequence[int] = ()
+    """The most memory of each rank; empty where it was not gathered."""
 
     @property
     def timeline(self) -> Timeline | None:
@@ -156,6 +159,7 @@ def _run_steps(
     progress = checkpoints.resume()
     first_step = progress.step + 1
     runner.recorded = recorded_before(folder.path, first_step, config.recorded_step)
+    peak_bytes: Sequence[int] = ()
     _say(output, "first step ...")
     with ExitStack() as stack:
         writer = None
@@ -175,6 +179,7 @@ def _run_steps(
         stack.enter_context(stop.watched(2 * config.run.deadline_s))
         for step in range(first_step, config.run.steps + 1):
             metrics = runner.run(step)
+            peak_bytes = metrics.peak_bytes or peak_bytes
             if writer is not None:
                 writer.write(metrics)
             if pipeline.rank == 0 and runner.recorded is not None and runner.recorded.step == step:
@@ -188,10 +193,13 @@ def _run_steps(
                 break
         checkpoints.finish()
     assert progress.loss is not None, "a run has at least one step"
-    return TrainingResult(progress.step, progress.loss, progress.held_out_loss, runner.recorded)
+    return TrainingResult(progress.step, progress.loss, progress.held_out_loss, runner.recorded, peak_bytes)
 
 
 def _report(config: RunConfig, result: TrainingResult, folder: RunFolder, output: TextIO, *, duration_s: float) -> None:
-    outcome = Outcome(result.num_steps, duration_s, result.loss, result.held_out_loss, config.recorded_step)
-    for line in write_report(folder, outcome, predict_again(result.timeline)):
-        output.write(f"{screen_of(output).wrapped(line)}\n")
+    outcome = Outcome(
+        result.num_steps, duration_s, result.loss, result.held_out_loss, config.recorded_step, result.peak_bytes
+    )
+    screen = screen_of(output)
+    for line in write_report(folder, outcome, predict_again(result.timeline), screen):
+        output.write(f"{screen.wrapped(line)}\n")

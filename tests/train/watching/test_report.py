@@ -14,6 +14,7 @@ from penstock.ir.timeline import Timeline
 from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
+from penstock.tables import Screen
 from penstock.train.folder.run_folder import RunFolder
 from penstock.train.watching.report import Outcome, predict_again, write_report
 
@@ -80,6 +81,40 @@ def test_the_lines_name_the_files_that_are_there_and_no_others(tmp_path):
         assert f"  {name} " in text
     assert f"tensorboard --logdir {tmp_path / 'tensorboard'}" in text
     assert "weights.safetensors" not in text
+
+
+def table_in(lines):
+    """The rows of the table of ranks, each as its words."""
+    found = [line for line in lines if line.startswith("\nrank")]
+    return [row.split() for row in found[0].strip().splitlines()] if found else []
+
+
+def test_a_row_per_rank_tells_what_it_took(tmp_path):
+    measured = measured_timeline()
+    outcome = replace(OUTCOME, peak_bytes=(1 << 20, 3 << 20))
+
+    heading, _, *rows = table_in(report_lines(tmp_path, outcome, measured))
+
+    assert heading == ["rank", "computing", "bubble", "predicted", "most", "memory"]
+    # 12 ms of 15.4 ms, in which the other rank has a pair to itself, and four transfers
+    assert rows == [
+        ["0", "12.0", "ms", "22.1", "%", "22.1", "%", "1.00", "MiB"],
+        ["1", "12.0", "ms", "22.1", "%", "22.1", "%", "3.00", "MiB"],
+    ]
+
+
+def test_a_table_has_what_was_measured_also_of_other_ranks_and_fits_the_terminal(tmp_path):
+    outcome = replace(OUTCOME, peak_bytes=(1 << 20, 3 << 20, 2 << 20))
+
+    assert table_in(report_lines(tmp_path)) == []
+    assert [row[0] for row in table_in(report_lines(tmp_path, outcome))][2:] == ["0", "1", "2"]
+    assert table_in(report_lines(tmp_path, outcome, measured_timeline()))[-1] == ["2", "2.00", "MiB"]
+    [table] = [
+        line
+        for line in write_report(RunFolder(tmp_path), outcome, predict_again(measured_timeline()), Screen(30))
+        if line.startswith("\nrank")
+    ]
+    assert max(map(len, table.splitlines())) <= 30
 
 
 def test_what_the_clocks_of_several_hosts_leave_uncertain_is_told():

@@ -1,7 +1,8 @@
 """What a run leaves behind to look at: its timeline, measured and predicted, a summary, and where to find all that."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import orjson
 
@@ -10,10 +11,11 @@ from penstock.errors import ConfigError
 from penstock.files import naming_storage
 from penstock.ir.timeline import Timeline
 from penstock.show.chart import draw_overlay
-from penstock.show.text import format_seconds, format_share
+from penstock.show.text import format_bytes, format_seconds, format_share
 from penstock.show.trace import to_trace
 from penstock.simulation import simulate
 from penstock.simulation.costs.fit import costs_from_timeline
+from penstock.tables import NO_SCREEN, Column, Screen, table_text
 from penstock.train.folder.run_folder import (
     CONFIG,
     LAYER_TIMES,
@@ -62,6 +64,8 @@ class Outcome:
     """Of the last step."""
     held_out_loss: float | None
     recorded_step: int
+    peak_bytes: Sequence[int] = ()
+    """The most memory of each rank; empty where it was not gathered."""
 
 
 def predict_again(measured: Timeline | None) -> Timelines:
@@ -71,8 +75,10 @@ def predict_again(measured: Timeline | None) -> Timelines:
     return {"predicted": simulate(measured.program, costs_from_timeline(measured)), "measured": measured}
 
 
-def write_report(folder: RunFolder, outcome: Outcome, timelines: Timelines) -> Iterator[str]:
-    """Write summary, trace and picture; yield the lines that say what came out, and where.
+def write_report(
+    folder: RunFolder, outcome: Outcome, timelines: Timelines, screen: Screen = NO_SCREEN
+) -> Iterator[str]:
+    """Write summary, trace and picture; yield the lines that say what came out, what each rank took, and where it is.
 
     Without matplotlib there is no picture, and a line says so.
 
@@ -81,6 +87,7 @@ def write_report(folder: RunFolder, outcome: Outcome, timelines: Timelines) -> I
     """
     folder.write(SUMMARY, orjson.dumps(_summary(outcome, timelines), option=orjson.OPT_INDENT_2))
     yield from _findings(outcome, timelines)
+    yield from _table_of_ranks(outcome, timelines, screen)
     if timelines:
         folder.write(TRACE, to_trace(timelines))
         yield from _draw(folder, timelines)
@@ -109,6 +116,26 @@ def _findings(outcome: Outcome, timelines: Timelines) -> Iterator[str]:
             f"bubble {format_share(timeline.bubble_fraction)} (step {outcome.recorded_step})"
             f"{_uncertainty_text(timeline)}"
         )
+
+
+def _table_of_ranks(outcome: Outcome, timelines: Timelines, screen: Screen) -> Iterator[str]:
+    """Yield a row per rank; nothing where nothing was measured of them."""
+    cells: dict[str, list[str]] = {}
+    if timelines:
+        cells["computing"] = [format_seconds(float(each)) for each in timelines["measured"].work_s]
+        cells["bubble"] = _bubbles(timelines["measured"])
+        cells["predicted"] = _bubbles(timelines["predicted"])
+    if outcome.peak_bytes:
+        cells["most memory"] = [format_bytes(each) for each in outcome.peak_bytes]
+    if cells:
+        # A run that has continued may have recorded its step on another number of ranks.
+        rows = [[str(rank), *row] for rank, row in enumerate(zip_longest(*cells.values(), fillvalue=""))]
+        columns = [Column(heading, drop_order=place) for place, heading in enumerate(("rank", *cells))]
+        yield f"\n{table_text(columns, rows, screen)}"
+
+
+def _bubbles(timeline: Timeline) -> list[str]:
+    return [format_share(1 - float(each) / timeline.makespan_s) for each in timeline.work_s]
 
 
 def _uncertainty_text(timeline: Timeline) -> str:
