@@ -105,7 +105,10 @@ def test_weights_of_another_model_are_refused_and_nothing_is_changed(weights, tm
     cases = {
         "is of another model: it has no 'norm.weight'": {n: v for n, v in weights.items() if n != "norm.weight"},
         "is of another model, which also has 'more'": {**weights, "more": torch.zeros(1)},
-        "'norm.weight' has the shape (3,); expected (16,)": {**weights, "norm.weight": torch.zeros(3)},
+        "'norm.weight' has the shape (3,); expected (16,). Make the same model": {
+            **weights,
+            "norm.weight": torch.zeros(3),
+        },
     }
     pipeline = small_pipeline(None)
     before = {name: value.clone() for name, value in pipeline.state_dict().items()}

@@ -139,7 +139,7 @@ def test_all_are_named_where_none_verifies(folder):
 
     assert [type(error) for error in errors] == [CheckpointError] * 2
     assert str(errors[0]) == str(errors[1])
-    assert "none of 2 checkpoints is as it was written" in str(errors[0])
+    assert "none of 2 checkpoints is as it was written. Put back a copy that is whole" in str(errors[0])
     assert "step-1: holds no checkpoint.json" in str(errors[0])
 
 

@@ -370,5 +370,8 @@ def test_an_optimizer_and_checkpointing_of_the_run_file_are_used(tmp_path, text)
     checkpointed, _ = run(tmp_path / "kept", text, optimizer=given, pipeline=kept)
     other, _ = run(tmp_path / "other", text, optimizer=given | {"options": {}})
 
-    assert plain.loss == checkpointed.loss
+    recomputed, _ = run(tmp_path / "again", text, optimizer=given, pipeline={"options": {"recompute": True}})
+
+    assert plain.loss == checkpointed.loss == recomputed.loss
+    assert "0R0,0B0" in (tmp_path / "again" / "schedule.csv").read_text().replace(" ", "")
     assert plain.loss != other.loss

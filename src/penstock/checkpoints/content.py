@@ -4,8 +4,9 @@ Several ranks may hold one tensor: the two copies of a stage where a schedule ha
 every rank saves its share. Of tied parameters, the owner's is saved, under the owner's name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -13,13 +14,15 @@ from torch.optim import Optimizer
 
 from penstock.checkpoints.optimizer_state import OptimizerContent, optimizer_content
 from penstock.checkpoints.shards import dtype_name
-from penstock.errors import CheckpointError
+from penstock.errors import MAX_SHOWN, CheckpointError, nearest
 from penstock.execute.model_part import ModelPart
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 """The parts of a checkpoint that are files, and how the names of those files begin."""
 SEPARATOR = ":"
 """Between a parameter's name and the optimizer's name for what it keeps of it, in files."""
+SAME_MODEL = "Make the same model, or name weights of this one"
+"""What to do about weights of another model."""
 
 
 class Described(TypedDict):
@@ -113,6 +116,21 @@ def names_in_checkpoint(model: ModelPart, everyone: Sequence[Mapping[str, str]])
         saved = model.owner_names.get(name, name)
         found[name] = further.get(saved, saved) if name in model.owner_names else name
     return found
+
+
+def require_same_names(where: Path, found: Collection[str], wanted: Collection[str]) -> None:
+    """Refuse tensors whose names are not those of the model, of all ranks together. Raises: CheckpointError."""
+    if missing := sorted(set(wanted) - set(found)):
+        raise CheckpointError(
+            f"{where}: is of another model: it has no {_listed(missing)}.{nearest(missing[0], found)} {SAME_MODEL}"
+        )
+    if strange := sorted(set(found) - set(wanted)):
+        raise CheckpointError(f"{where}: is of another model, which also has {_listed(strange)}. {SAME_MODEL}")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return f"{', '.join(map(repr, names[:MAX_SHOWN]))}{more}"
 
 
 def _description(name: str, tensor: Tensor) -> tuple[str, list[int]]:

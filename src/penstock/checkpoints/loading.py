@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock.checkpoints.agreement import gather_results
-from penstock.checkpoints.content import SEPARATOR, names_in_checkpoint
+from penstock.checkpoints.content import SAME_MODEL, SEPARATOR, names_in_checkpoint, require_same_names
 from penstock.checkpoints.manifest import Manifest, TensorEntry
 from penstock.checkpoints.optimizer_state import load_optimizer, require_loadable
 from penstock.checkpoints.random_state import restore_random_state
 from penstock.checkpoints.shards import dtype_name, read_tensors
 from penstock.checkpoints.verification import Found, find_newest
 from penstock.checkpoints.work import run_together
-from penstock.errors import MAX_SHOWN, CheckpointError, PenstockWarning, nearest
+from penstock.errors import CheckpointError, PenstockWarning
 from penstock.pipeline import Pipeline
 
 
@@ -89,12 +89,7 @@ class _Reader:
         Raises: CheckpointError, which names what differs.
         """
         saved = self._manifest.weights
-        if missing := sorted(wanted - saved.keys()):
-            raise CheckpointError(
-                f"{self._path}: is of another model: it has no {_listed(missing)}.{nearest(missing[0], saved)}"
-            )
-        if strange := sorted(saved.keys() - wanted):
-            raise CheckpointError(f"{self._path}: is of another model, which also has {_listed(strange)}")
+        require_same_names(self._path, saved, wanted)
         for name, tensor in self._pipeline.state_dict().items():
             _require_alike(self._path, self._own[name], saved[self._own[name]], tensor)
         if self._optimizer is not None:
@@ -139,10 +134,5 @@ def _require_alike(path: Path, name: str, saved: TensorEntry, tensor: Tensor) ->
     if own != (saved.dtype, saved.shape):
         raise CheckpointError(
             f"{path}: is of another model: {name!r} is {saved.dtype} {tuple(saved.shape)} in it, but {own[0]} "
-            f"{tuple(own[1])} in the model"
+            f"{tuple(own[1])} in the model. {SAME_MODEL}"
         )
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-    return f"{', '.join(map(repr, names[:MAX_SHOWN]))}{more}"

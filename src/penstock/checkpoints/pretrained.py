@@ -8,20 +8,20 @@ run folder                                              its weights, else its ne
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
 
 from penstock.checkpoints.agreement import gather_results
-from penstock.checkpoints.content import names_in_checkpoint
+from penstock.checkpoints.content import SAME_MODEL, names_in_checkpoint, require_same_names
 from penstock.checkpoints.manifest import read_manifest
 from penstock.checkpoints.shards import pickles_in, read_tensors, shapes_of
 from penstock.checkpoints.verification import candidates, find_newest, require_known_format
 from penstock.checkpoints.weight_files import INDEX, WHOLE
 from penstock.checkpoints.work import run_together
-from penstock.errors import MAX_SHOWN, CheckpointError, nearest
+from penstock.errors import CheckpointError
 from penstock.pipeline import Pipeline
 
 WITHIN_RUNS = "checkpoints"
@@ -85,7 +85,7 @@ def require_weights(path: Path, expected: Shapes) -> None:
         if not checkpoints:
             raise
         return  # a damaged checkpoint is named when it is loaded, and an older one taken
-    _require_names(where, found, set(expected))
+    require_same_names(where, found, expected)
     for name, shape in expected.items():
         _require_shape(where, name, found[name], shape)
 
@@ -126,7 +126,7 @@ def _read(
     where: Path, files: Mapping[str, str], own: Mapping[str, str], wanted: set[str], pipeline: Pipeline
 ) -> dict[str, Tensor]:
     """Return this rank's tensors by its own names. Raises: CheckpointError."""
-    _require_names(where, files, wanted)
+    require_same_names(where, files, wanted)
     by_file: dict[str, list[str]] = {}
     for name in set(own.values()):
         by_file.setdefault(files[name], []).append(name)
@@ -147,27 +147,14 @@ def _shapes_of_files(files: Mapping[str, str]) -> Shapes:
     return {name: shapes[name] for name in files if name in shapes}
 
 
-def _require_names(where: Path, found: Collection[str], wanted: set[str]) -> None:
-    if missing := sorted(wanted - set(found)):
-        raise CheckpointError(
-            f"{where}: is of another model: it has no {_listed(missing)}.{nearest(missing[0], found)}"
-        )
-    if strange := sorted(set(found) - wanted):
-        raise CheckpointError(f"{where}: is of another model, which also has {_listed(strange)}")
-
-
 def _require_shape(where: Path, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if found != expected:
         raise CheckpointError(
-            f"{where}: is of another model or tokenizer: {name!r} has the shape {found}; expected {expected}"
+            f"{where}: is of another model or tokenizer: {name!r} has the shape {found}; expected {expected}. "
+            f"{SAME_MODEL}"
         )
 
 
 def _size(file: str) -> int:
     path = Path(file)
     return path.stat().st_size if path.exists() else 0
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-    return f"{', '.join(map(repr, names[:MAX_SHOWN]))}{more}"

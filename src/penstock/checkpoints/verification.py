@@ -95,11 +95,14 @@ def find_newest(control: Control, folder: Path) -> Found:
         if is_final:
             raise UnreadableFormat(problem)
         damaged.append(problem)
-    raise CheckpointError("\n".join(damaged) if len(damaged) == 1 else _none_verifies(folder, damaged))
+    raise CheckpointError(_none_verifies(folder, damaged))
 
 
 def _none_verifies(folder: Path, damaged: Sequence[str]) -> str:
-    return "\n  ".join([f"{folder}: none of {len(damaged)} checkpoints is as it was written:", *damaged])
+    hint = "Put back a copy that is whole, or begin the training anew"
+    if len(damaged) == 1:
+        return f"{damaged[0]}. {hint}"
+    return "\n  ".join([f"{folder}: none of {len(damaged)} checkpoints is as it was written. {hint}:", *damaged])
 
 
 def _first_problem(control: Control, path: Path) -> tuple[str, bool]:
