@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge, save_on_cpu
+from torch.autograd.graph import GradientEdge, get_gradient_edge, save_on_cpu
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -36,7 +36,7 @@ def left_by(output):
     for product in survey.deferred:
         product.watch(late)
     ends = [end for product in survey.deferred if (end := product.end()) is not None]
-    inputs = [get_gradient_edge(leaf) for leaf in survey.immediate] + ends
+    inputs = [GradientEdge(node, 0) for node in survey.immediate] + ends
     torch.autograd.backward(edges, [torch.ones_like(output)], inputs=inputs)
     for product in survey.deferred:
         product.release()

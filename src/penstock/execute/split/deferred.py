@@ -115,12 +115,14 @@ def _by_parameter(deferred: Sequence[Deferred]) -> Iterable[list[Deferred]]:
     """Put together what shares a parameter."""
     groups: dict[int, list[Deferred]] = {}  # by id of a parameter
     for each in deferred:
-        joined = [*{id(found): found for key in map(id, each.parameters) if (found := groups.get(key))}.values()]
+        keys = [id(parameter) for parameter in each.parameters]
+        joined = [*{id(found): found for key in keys if (found := groups.get(key))}.values()]
         group = joined[0] if joined else []
         for other in joined[1:]:
             group += other
+            keys += [id(parameter) for member in other for parameter in member.parameters]
         group.append(each)
-        groups |= {id(parameter): group for member in group for parameter in member.parameters}
+        groups |= dict.fromkeys(keys, group)
     return {id(group): group for group in groups.values()}.values()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
@@ -111,7 +111,7 @@ class DeferredWeights:
 
     def _run_without(self, survey: Survey, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
         # Edges, since a mode sees a call with tensors and is off until it returns: then it would miss what runs again.
-        inputs: list[Any] = [get_gradient_edge(leaf) for leaf in survey.immediate]
+        inputs: list[Any] = [GradientEdge(node, 0) for node in survey.immediate]
         for product in survey.deferred:
             product.watch(self.products)
             if (end := product.end()) is not None:  # otherwise no backward would come to the product
@@ -124,7 +124,7 @@ class DeferredWeights:
 
     def _run_to_branches(self, survey: Survey, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
         """Run a backward that hands over the gradients at its ends, those of leaves and branches among them."""
-        leaves = [get_gradient_edge(leaf) for leaf in survey.immediate]
+        leaves = [GradientEdge(node, 0) for node in survey.immediate]
         ends = [(each, end) for each in survey.deferred if (end := each.handover()) is not None]
         branches = [(branch, edge) for branch in survey.branches for edge in branch.edges()]
         inputs: list[Any] = [*leaves, *[edge for _, edge in ends], *[edge for _, edge in branches]]
@@ -135,7 +135,7 @@ class DeferredWeights:
             each.watch(found)
         try:
             captured = iter(torch.autograd.grad(edges, inputs, gradients, allow_unused=True))
-            _accumulate([(leaf, edge, next(captured)) for leaf, edge in zip(survey.immediate, leaves, strict=True)])
+            _accumulate([(leaf, node, next(captured)) for node, leaf in survey.immediate.items()])
             for each, _ in ends:
                 if (gradient := next(captured)) is not None:
                     each.take([gradient])
@@ -161,19 +161,21 @@ class DeferredWeights:
             self._mode.is_in_backward = False
 
 
-def _accumulate(found: Sequence[tuple[Tensor, GradientEdge, Tensor | None]]) -> None:
+def _accumulate(found: Sequence[tuple[Tensor, Node, Tensor | None]]) -> None:
     """Add gradients that a backward has handed over to those of leaves."""
-    plain: list[tuple[Any, Tensor]] = []
-    for leaf, edge, gradient in found:
+    edges: list[Any] = []
+    gradients: list[Tensor] = []
+    for leaf, node, gradient in found:
         if gradient is None:
             continue
         if has_hooks(leaf):  # they have seen the gradient when it was handed over
             with torch.no_grad():
-                run_node(edge.node, [gradient], [])
+                run_node(node, [gradient], [])
         else:
-            plain.append((edge, gradient))
-    if plain:
-        torch.autograd.backward([edge for edge, _ in plain], [gradient for _, gradient in plain])
+            edges.append(GradientEdge(node, 0))
+            gradients.append(gradient)
+    if edges:
+        torch.autograd.backward(edges, gradients)
 
 
 class NestedBackwards(TorchFunctionMode):

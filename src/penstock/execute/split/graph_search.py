@@ -47,6 +47,8 @@ _READERS: dict[str, Callable[[Node], Deferred | None]] = NODES | {
 }
 _NEVER_ENTERED = frozenset({LEAF, SPLIT_PRODUCT, COMPILED, HOOKED_MODULE})
 """Kinds that W cannot run by themselves: some have hooks that only a backward runs."""
+_PLAIN = frozenset({LEAF, TRANSPOSITION})
+"""Kinds of nodes that cost W nothing."""
 _MAX_COMMUTING = 2
 """So many gradients have one sum, in whichever order they come."""
 
@@ -61,8 +63,8 @@ class Survey:
     """The nodes whose weight gradients are deferred, entries of branches apart."""
     branches: list[WeightBranch] = field(default_factory=list)
     """Those that are deferred."""
-    immediate: list[Tensor] = field(default_factory=list)
-    """The leaves whose gradients are computed in I, the stage's inputs among them."""
+    immediate: dict[Node, Tensor] = field(default_factory=dict)
+    """The leaves whose gradients are computed in I, the stage's inputs among them, by their nodes."""
     sizes: dict[int, float] = field(default_factory=dict)
     """Per id of a weight, the multiplications of its gradients as far as they might be deferred."""
     hooked: set[int] = field(default_factory=set)
@@ -93,7 +95,6 @@ def search(
     found.walk([(edge.node, edge.output_nr) for edge in edges])
     found.settle()
     found.survey.branches = list(found.branches.values())
-    found.survey.immediate = list({id(leaf): leaf for leaf in found.leaves.values()}.values())
     return found.survey
 
 
@@ -104,7 +105,6 @@ class _Search:
         self.survey = Survey()
         self.branches: dict[Node, WeightBranch] = {}
         """By their entries."""
-        self.leaves: dict[Node, Tensor] = {}
         self._small = small
         self._asking = asking
         self._finds_branches = finds_branches
@@ -120,25 +120,29 @@ class _Search:
 
     def walk(self, waiting: list[Edge]) -> None:
         """Walk on from some edges."""
+        seen = self._seen
         while waiting:
             node, number = waiting.pop()
-            if node is None or node in self._seen:
+            if node is None or node in seen:
                 continue
             if self._finds_branches and (node in self.branches or self._enters(node)):
                 self.branches[node].add_output(number)
                 continue
-            self._seen.add(node)
+            seen.add(node)
             kind = kind_of(node)
             if kind == LEAF:
-                self.leaves[node] = leaf_of(node)
+                self.survey.immediate[node] = leaf_of(node)
                 continue
-            self.survey.is_opaque |= is_reentrant_checkpoint(kind)
-            followed = node.next_functions
-            product = self._read(node, kind)
-            if product is not None and self._may_defer(product):
-                self.survey.deferred.append(product)
-                followed = tuple(each for place, each in enumerate(followed) if place not in product.places)
-            waiting.extend(followed)
+            if (reader := _READERS.get(kind)) is not None:
+                product = reader(node)
+            else:
+                product = self._read_function(node, kind) if is_function(node) else None
+            if product is None or not self._may_defer(product):
+                waiting.extend(node.next_functions)
+                continue
+            self.survey.deferred.append(product)
+            places = product.places
+            waiting.extend([each for place, each in enumerate(node.next_functions) if place not in places])
 
     def settle(self) -> None:
         """Defer nothing that leads to where I comes too, and nothing whose sums W would add up in another order.
@@ -157,13 +161,8 @@ class _Search:
                 else:
                     self.walk([(root.node, root.output_nr) for root in each.roots])
 
-    def _read(self, node: Node, kind: str) -> Deferred | None:
-        reader = _READERS.get(kind)
-        if reader is not None:
-            return reader(node)
-        return self._read_function(node) if is_function(node) else None
-
-    def _read_function(self, node: Node) -> Deferred | None:
+    def _read_function(self, node: Node, kind: str) -> Deferred | None:
+        self.survey.is_opaque |= is_reentrant_checkpoint(kind)
         function = function_of(node)
         self.survey.functions.add(function)
         if function not in self._asking or runs_once(function) or is_any_hooked(node):
@@ -179,7 +178,7 @@ class _Search:
             return False
         product.parameters, nodes = found
         # What it takes to lead the gradient on through other nodes is not known.
-        is_plain = all(kind_of(node) in (LEAF, TRANSPOSITION) for node in nodes)
+        is_plain = _PLAIN.issuperset(map(kind_of, nodes))
         ids = self._note_size(product, product.num_multiplications if is_plain else math.inf)
         if product.rung is Rung.PRODUCT and not is_plain:
             product.rung = Rung.BRANCH
@@ -239,8 +238,8 @@ class _Search:
         A node gets gradients from what is deferred first and then from other nodes; in a whole backward they may come
         in turn.
         """
-        uses = Counter(id(parameter) for each in every for parameter in each.parameters)
-        if not any(number > 1 for number in uses.values()):
+        used = [id(parameter) for each in every for parameter in each.parameters]
+        if len(set(used)) == len(used):
             return set()
         nodes = {node for each in every for node in self._leading_to[each]}
         first = Counter(root.node for each in every for root in each.roots)

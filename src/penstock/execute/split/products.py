@@ -79,7 +79,11 @@ def _node_reader(
         operands = read(node, needed) if needed else None
         if operands is None:
             return None
-        return DeferredProduct(node, *operands, needed, lambda node: saved(node, name), is_hooked(node, name))
+        return DeferredProduct(node, *operands, needed, activations, is_hooked(node, name))
+
+    def activations(node: Node) -> Tensor:
+        tensor: Tensor = saved(node, name)
+        return tensor
 
     return read_node
 

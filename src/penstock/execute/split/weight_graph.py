@@ -11,7 +11,7 @@ product, so are look-ups, all such functions, and all operations whose output ha
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
@@ -24,6 +24,7 @@ from penstock.execute.undocumented import (
     LEAF,
     LOOKUPS,
     MM,
+    TRANSPOSITION,
     VIEWS,
     is_any_hooked,
     is_function,
@@ -60,7 +61,7 @@ def makes_weights(node: Node) -> bool:
 
 
 def find_parameters(
-    roots: Iterable[Node], others: set[Node], belongs: Callable[[Node], bool] = may_make_weights
+    roots: Sequence[Node], others: set[Node], belongs: Callable[[Node], bool] = may_make_weights
 ) -> tuple[list[nn.Parameter], list[Node]] | None:
     """Find the parameters that weights are made of, and the nodes that lead to them, both ends included.
 
@@ -68,6 +69,8 @@ def find_parameters(
     search that comes to it ends there. None, too, where what a node has saved is kept elsewhere, such as under
     checkpointing: W would have it computed once more.
     """
+    if len(roots) == 1 and (plain := _plain_weight(roots[0])) is not None:
+        return plain
     nodes: dict[Node, None] = {}
     path: list[Node] = []
     waiting: list[Iterator[Node]] = [iter(roots)]
@@ -87,6 +90,15 @@ def find_parameters(
         return None
     parameters = {id(leaf): leaf for node in nodes if kind_of(node) == LEAF and (leaf := leaf_of(node)) is not None}
     return [each for each in parameters.values() if isinstance(each, nn.Parameter)], list(nodes)
+
+
+def _plain_weight(node: Node) -> tuple[list[nn.Parameter], list[Node]] | None:
+    """What `find_parameters` finds for a parameter as it is or transposed, as most weights are; None for others."""
+    nodes = [node]
+    if kind_of(node) == TRANSPOSITION:
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    leaf = leaf_of(nodes[-1]) if kind_of(nodes[-1]) == LEAF else None
+    return ([leaf], nodes) if isinstance(leaf, nn.Parameter) else None
 
 
 def num_multiplications(nodes: Sequence[Node]) -> float:

@@ -26,13 +26,14 @@ class FirstGradients:
         if self._waiting:
             self._waiting = [parameter for parameter in self._waiting if parameter.grad is None]
 
+    def have_come(self) -> bool:
+        """Whether any came in a backward: not in most, where to list what is needed takes longer than to find this."""
+        return any(parameter.grad is not None for parameter in self._waiting)
+
     def unalias(self, needed: Sequence[Tensor]) -> None:
         """After a backward: give gradients that have just come memory of their own, where it is that of `needed`."""
-        new = [parameter for parameter in self._waiting if parameter.grad is not None]
-        if not new:
-            return  # as in most backwards: to list the memory that is needed takes longer than to find this
         memory = {_memory(tensor) for tensor in needed if tensor.layout is torch.strided}
-        for parameter in new:
+        for parameter in self._waiting:
             gradient = parameter.grad
             if gradient is not None and gradient.layout is torch.strided and _memory(gradient) in memory:
                 parameter.grad = gradient.clone()

@@ -231,8 +231,9 @@ class StagePasses:
             results.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
             leaf.grad = None
         # All of these outlive the backward; a first gradient in the memory of one of them would change it later.
-        kept = [] if saved.deferred is None else saved.deferred.kept
-        first_gradients.unalias([*gradients, *results, *kept])
+        if first_gradients.have_come():
+            kept = [] if saved.deferred is None else saved.deferred.kept
+            first_gradients.unalias([*gradients, *results, *kept])
         saved.inputs, saved.edges, saved.loss_gradients = [], [], []
         if is_whole:
             self.backward_weight(saved)
