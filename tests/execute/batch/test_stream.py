@@ -250,7 +250,6 @@ def test_only_the_first_slow_pull_of_a_step_is_warned_of():
 def test_every_wait_is_noted_with_its_microbatch_when_it_was():
     moments = iter([0.0, 0.25, 0.5, 1.0, 1.5, 2.0])  # begin, got, ready of each of two pulls
     reader = reader_of([item(2)] * 2, read=lambda: next(moments))
-    assert reader.waits == [DataWait(1, 0, 0.0, 0.5)]
 
     for index in range(2):
         reader.next(index)
@@ -268,7 +267,6 @@ def test_a_wait_of_a_step_that_was_refused_is_none_of_the_next_one():
     for index in range(2):
         readers[1].next(index)
 
-    assert [wait.microbatch for wait in readers[0].waits] == [0]
     assert [wait.microbatch for wait in readers[1].waits] == [1]
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.errors import PenstockError, PipelineError, StepRefused, nearest
-from penstock.execute.batch.cutting import BatchRule, with_sizes
+from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.microbatch import EVERY, Microbatch, PreSplit
-from penstock.execute.batch.stream import Prefetcher, Reader, Stream, StreamRules, without_data
+from penstock.execute.batch.stream import Part, Prefetcher, Reader, Stream, StreamRules, without_data
 from penstock.execute.batch.values import NUM_PARTS, BatchValues, refuse_other_values
 from penstock.execute.control.agreement import (
     AgreedStep,
@@ -49,8 +49,8 @@ class InputNeeds:
     inputs: bool
     target: bool
     keywords: frozenset[str] = frozenset()
-    keywords_of_all: frozenset[str] | None = None
-    """What the layers of any rank take, `EVERY` among them if one may take any; None: not known."""
+    keywords_of_all: frozenset[str] = frozenset({EVERY})
+    """What the layers of any rank take, `EVERY` among them if one may take any."""
 
     @classmethod
     def of(
@@ -96,8 +96,8 @@ class _LocalBatch:
     target: int = 0
     position: int = 0
     reader: Reader | None = None
-    call: Call = Call()
-    """Of a stream, the first microbatch."""
+    data: Call | Part = Call()
+    """What was given; of a stream, the first microbatch."""
     spent: list[PreSplit] = field(default_factory=list)
     """What releases its parts when they have been used."""
 
@@ -141,7 +141,21 @@ class Admission:
         except PenstockError as error:
             refusal = refusal or error
         values = self._values(mode, given) if refusal is None else None
-        own = self._proposal(mode, call, given, values, refusal, proposed)
+        own = StepProposal(
+            mode=mode,
+            inputs=given.inputs,
+            keywords=given.keywords,
+            target=given.target,
+            sizes=_unless_zero([microbatch.size for microbatch in given.microbatches]),
+            lengths=_unless_zero([each.length for row in given.slices for each in row]),
+            takes_keywords=bool(self._needs.keywords),
+            takes_target=self._needs.target,
+            wants_outputs=call.return_outputs,
+            position=given.position,
+            values=() if values is None else values.digests(),
+            **({} if refusal is None else refusing(refusal)),
+            **proposed,
+        )
         try:
             proposals = agree_on_step(self._control, own)
             refuse_other_values(self._control, values, [each.values or (0,) * NUM_PARTS for each in proposals])
@@ -164,8 +178,7 @@ class Admission:
         if not self._checks_values:
             return None
         is_due = self._num_admitted[mode.is_training] % VALUES_EVERY == 0 and given.reader is None
-        call = given.call
-        return BatchValues(call.args, call.kwargs, call.target, reads_all=is_due)
+        return BatchValues(given.data.args, given.data.kwargs, given.data.target, reads_all=is_due)
 
     def _whole(self, call: Call, mode: Mode) -> _LocalBatch:
         self._check(call)
@@ -175,7 +188,7 @@ class Admission:
             microbatches,
             [self._rule.slices(microbatch) for microbatch in microbatches],
             *_digests(self._rule, call),
-            call=call,
+            data=call,
             spent=[each for each in flatten((call.args, dict(call.kwargs), call.target))[0] if _is_spent(each)],
         )
 
@@ -185,8 +198,7 @@ class Admission:
         if not (self._needs.inputs or self._needs.target or self._needs.keywords):
             return self._whole(Call(), Mode.TRAIN)
         reader = Reader(stream, self._control.rank, self._rule, self._stream_rules, read=self._read)
-        part, slices = reader.begin()
-        first = Call(part.args, part.kwargs, part.target)
+        first, slices = reader.begin()
         self._check(first)
         rule = replace(self._rule, num_microbatches=1)
         empty_slices = [without_data(one) for one in slices]
@@ -199,31 +211,6 @@ class Admission:
             first,
         )
 
-    def _proposal(
-        self,
-        mode: Mode,
-        call: Call,
-        given: _LocalBatch,
-        values: BatchValues | None,
-        refusal: PenstockError | None,
-        proposed: Mapping[str, Any],
-    ) -> StepProposal:
-        return StepProposal(
-            mode=mode,
-            inputs=given.inputs,
-            keywords=given.keywords,
-            target=given.target,
-            sizes=_unless_zero([microbatch.size for microbatch in given.microbatches]),
-            lengths=_unless_zero([each.length for row in given.slices for each in row]),
-            takes_keywords=bool(self._needs.keywords),
-            takes_target=self._needs.target,
-            wants_outputs=call.return_outputs,
-            position=given.position,
-            values=() if values is None else values.digests(),
-            **({} if refusal is None else refusing(refusal)),
-            **proposed,
-        )
-
     def _agreed(self, given: _LocalBatch, agreed: AgreedStep) -> Batch:
         width = self._rule.num_slices
         rows = agreed.sizes or (0,) * self._rule.num_microbatches
@@ -234,13 +221,10 @@ class Admission:
                 f"nothing in the batch has a dimension {self._rule.slice_dim} to cut into {width} slices; give "
                 "slice_dim the dimension of the sequence, or use a schedule with 1 slice"
             )
-        sized = [
-            part if part.size == rows[part.index] else replace(part, size=rows[part.index])
-            for part in given.microbatches[:num_microbatches]
-        ]
+        sized = [_with_size(each, rows[each.index], each.length) for each in given.microbatches[:num_microbatches]]
         parts = [
-            with_sizes(slices, rows[index], lengths[index * width : (index + 1) * width])
-            for index, slices in enumerate(given.slices[:num_microbatches])
+            [_with_size(each, rows[each.index], lengths[each.index * width + each.slice]) for each in slices]
+            for slices in given.slices[:num_microbatches]
         ]
         # Only once all ranks run the step: a batch that was refused is the caller's to use again.
         for presplit in given.spent:
@@ -248,14 +232,14 @@ class Admission:
         prefetcher = Prefetcher(parts, given.reader) if given.reader is not None or given.spent else None
         return Batch(sized, parts, agreed, bool(given.target), prefetcher)
 
-    def _check(self, call: Call) -> None:
+    def _check(self, call: Call | Part) -> None:
         if self._needs.inputs and not (call.args or call.kwargs):
             raise PipelineError(
                 f"rank {self._control.rank} holds the first stage and was given no inputs; pass it the batch"
             )
         known = self._needs.keywords_of_all
         for name in call.kwargs:
-            if known is not None and name not in known and EVERY not in known:
+            if name not in known and EVERY not in known:
                 raise PipelineError(
                     f"no layer's forward names {name!r}.{nearest(name, known)} The layers take the "
                     f"keywords {sorted(known)}; rename or drop it"
@@ -274,13 +258,18 @@ def _stream_of(call: Call) -> Stream | None:
     )
 
 
-def _digests(rule: BatchRule, call: Call, kind: str = "") -> tuple[int, int, int]:
+def _digests(rule: BatchRule, call: Call | Part, kind: str = "") -> tuple[int, int, int]:
     """What stands for the layouts of inputs, keyword arguments and target; 0 for what was not given."""
     return (
         digest(kind + rule.signature(call.args, {}, None)) if call.args else 0,
         digest(kind + rule.signature((), call.kwargs, None)) if call.kwargs else 0,
         digest(kind + rule.signature((), {}, call.target)) if call.target is not None else 0,
     )
+
+
+def _with_size(microbatch: Microbatch, size: int, length: int) -> Microbatch:
+    has_it = (microbatch.size, microbatch.length) == (size, length)
+    return microbatch if has_it else replace(microbatch, size=size, length=length)
 
 
 def _is_spent(value: object) -> bool:

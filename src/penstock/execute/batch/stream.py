@@ -228,8 +228,6 @@ class Reader:
                 "a Stream brings one after another; pass the batch whole (as PreSplit), or use reduction='sum'"
             )
         pull = self._stream.begin_step(self._rank, self._rule.num_microbatches, self._read)
-        if pull.is_of_this_step:
-            self._note_wait(0, pull)
         self._layout = pull.part.layout()
         self._waiting = self._cut(0, pull.part)
         self._sizes = _sizes(self._waiting)
@@ -246,17 +244,18 @@ class Reader:
         if index == 0:
             first, self._waiting = self._waiting, []
             return first
-        self._note_wait(index, pull)
         layout = pull.part.layout()
         slices = self._cut(index, pull.part)
+        cannot_be_weighed = _sizes(slices) != self._sizes and not self._rules.is_sum
         if layout != self._layout and not self._rules.has_variable_shapes:
+            and_sums = " and reduction='sum': a mean needs all sizes before the first backward"
             raise PipelineError(
                 f"microbatch {index} of the stream is {layout}, microbatch 0 of the step was {self._layout}; "
                 f"expected one layout for all. Yield equal shapes, or create the pipeline with variable_shapes=True"
-                f"{self._and_sums(slices)}",
+                f"{and_sums * cannot_be_weighed}",
                 rank=self._rank,
             )
-        if self._differs(slices) and not self._rules.is_sum:
+        if cannot_be_weighed:
             raise PipelineError(
                 f"microbatch {index} of the stream has {_said(_sizes(slices))}, microbatch 0 of the step had "
                 f"{_said(self._sizes)} ({layout}, and {self._layout}); a mean weighs losses by these numbers, which "
@@ -270,18 +269,9 @@ class Reader:
         (found,) = replace(self._rule, num_microbatches=1).microbatches(part.args, part.kwargs, part.target)
         return self._rule.slices(replace(found, index=index))
 
-    def _differs(self, slices: Sequence[Microbatch]) -> bool:
-        return _sizes(slices) != self._sizes
-
-    def _and_sums(self, slices: Sequence[Microbatch]) -> str:
-        if self._rules.is_sum or not self._differs(slices):
-            return ""
-        return " and reduction='sum': a mean needs all sizes before the first backward"
-
-    def _note_wait(self, index: int, pull: Pull) -> None:
-        self.waits.append(DataWait(self._rank, index, pull.begin_s, pull.end_s))
-
     def _note(self, index: int, pull: Pull) -> None:
+        if pull.is_of_this_step:
+            self.waits.append(DataWait(self._rank, index, pull.begin_s, pull.end_s))
         self.times.waited_s += pull.times.waited_s
         self.times.prepared_s += pull.times.prepared_s
         took_s, limit_s = pull.times.waited_s + pull.times.prepared_s, self._rules.warn_s

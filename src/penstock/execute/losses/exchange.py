@@ -5,7 +5,6 @@ other ranks with the same bits. Names, types and shares travel with the losses.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +21,8 @@ from penstock.execute.losses.step_losses import StepLosses
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Types travel as indices."""
+_Losses = tuple[Tensor, MicrobatchLosses]
+"""One loss of a batch, and of each microbatch."""
 
 
 class LossExchange:
@@ -42,17 +43,18 @@ class LossExchange:
         everyone = cast(list[dict[str, Any]], self._control.all_gather_object(_told(own)))
         main, shares = self._main([_Computed(*row) for theirs in everyone for row in theirs["computed"]], own)
         named = dict(self._named([row for theirs in everyone for row in theirs["named"]], own, shares))
-        added = named.pop(ALL_TOGETHER, None)
+        loss, losses = main or (None, MicrobatchLosses())
+        added, _ = named.pop(ALL_TOGETHER, (None, None))
         return StepResult(
-            loss=None if main is None else main.of_batch,
-            losses=MicrobatchLosses([] if main is None else main.of_microbatches),
-            named_losses=NamedLosses({name: losses.of_batch for name, losses in named.items()}),
-            named_microbatch_losses=NamedLosses({name: losses.of_microbatches for name, losses in named.items()}),
-            total=None if main is None else main.of_batch if added is None else main.of_batch + added.of_batch,
+            loss=loss,
+            losses=losses,
+            named_losses=NamedLosses({name: of_batch for name, (of_batch, _) in named.items()}),
+            named_microbatch_losses=NamedLosses({name: each for name, (_, each) in named.items()}),
+            total=loss if loss is None or added is None else loss + added,
             reported=reported_by_microbatch(own),
         )
 
-    def _main(self, rows: "Sequence[_Computed]", own: StepLosses) -> "tuple[_Losses | None, LossShares]":
+    def _main(self, rows: "Sequence[_Computed]", own: StepLosses) -> tuple[_Losses | None, LossShares]:
         """What the loss function gave, None where it was not called, and the shares of its losses."""
         if len(rows) < own.num_microbatches * own.num_slices:
             return None, own.shares
@@ -61,11 +63,11 @@ class LossExchange:
         of_type = {dtype: exact.to(_DTYPES[dtype]).unbind() for dtype in {row.dtype for row in rows}}
         weights = [row.weight for row in rows if row.slice == 0]
         shares = LossShares(weights, _by_microbatch([row.fraction for row in rows], own.num_slices))
-        return _Losses.combined([of_type[row.dtype][index] for index, row in enumerate(rows)], shares), shares
+        return _combined([of_type[row.dtype][index] for index, row in enumerate(rows)], shares), shares
 
     def _named(
         self, rows: Sequence[Sequence[Any]], own: StepLosses, shares: LossShares
-    ) -> "Iterator[tuple[str, _Losses]]":
+    ) -> Iterator[tuple[str, _Losses]]:
         """Each loss that any rank has under a name; of several types the sum, in the wider one."""
         found: dict[LossName, dict[Place, float]] = {}
         for text, is_auxiliary, dtype, cells in rows:
@@ -83,7 +85,7 @@ class LossExchange:
             sums[name.name] = values, dtype
         for text, (values, dtype) in sums.items():
             own_shares = own.auxiliary_shares if self._is_auxiliary[text] else shares
-            yield text, _Losses.combined(values.to(dtype).unbind(), own_shares)
+            yield text, _combined(values.to(dtype).unbind(), own_shares)
 
     def _exact(self, losses: Sequence[float]) -> Tensor:
         return torch.tensor(losses, dtype=torch.float64, device=self._device)
@@ -107,20 +109,12 @@ class _Computed(NamedTuple):
     fraction: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Losses:
-    """One loss of a batch, and of each microbatch."""
-
-    of_batch: Tensor
-    of_microbatches: MicrobatchLosses
-
-    @classmethod
-    def combined(cls, values: Sequence[Tensor], shares: LossShares) -> "_Losses":
-        """Put together the losses of all slices of all microbatches."""
-        width = len(shares.fractions[0])
-        pairs = zip(_by_microbatch(values, width), shares.fractions, strict=True)
-        losses = [row[0] if width == 1 else combine_losses(row, fractions) for row, fractions in pairs]
-        return cls(combine_losses(losses, shares.weights), MicrobatchLosses(losses))
+def _combined(values: Sequence[Tensor], shares: LossShares) -> _Losses:
+    """Put together the losses of all slices of all microbatches."""
+    width = len(shares.fractions[0])
+    pairs = zip(_by_microbatch(values, width), shares.fractions, strict=True)
+    losses = [row[0] if width == 1 else combine_losses(row, fractions) for row, fractions in pairs]
+    return combine_losses(losses, shares.weights), MicrobatchLosses(losses)
 
 
 def _told(own: StepLosses) -> dict[str, object]:
