@@ -5,7 +5,7 @@ later slices need of this one (`carried.py`). The losses of slices make up their
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class BatchRule:
         if self.num_microbatches < 1:
             raise PipelineError(f"num_microbatches is {self.num_microbatches}; expected at least 1")
         batch = (tuple(args), dict(kwargs), target)
-        leaves = [_of_samples(place, value, mark) for _, place, value, mark in _marked(batch, self.specs)]
+        leaves = [_leaf_along(_SAMPLES, place, value, mark, 0) for _, place, value, mark in _marked(batch, self.specs)]
         sizes = self._sizes(leaves) or [0] * self.num_microbatches
         parts = _cut(batch, leaves, sizes)
         return [Microbatch(index, *part, size) for index, (part, size) in enumerate(zip(parts, sizes, strict=True))]
@@ -125,20 +125,16 @@ class BatchRule:
         return _even_sizes(whole, num_parts, _SAMPLES, self.allow_ragged or self.takes_any_size)
 
     def _of_sequence(self, place: str, value: Any, mark: _Mark, outer_mark: _Mark, root: str) -> "_Leaf":
-        is_whole = isinstance(mark, Replicate) or (mark is None and isinstance(outer_mark, Replicate))
-        if not isinstance(value, Tensor) or is_whole:
+        if mark is None and isinstance(outer_mark, Replicate):
             return _Leaf(place, value, None)
-        if isinstance(mark, Split):
-            return _Leaf(place, value, _checked_dim(place, value, mark.dim, _SEQUENCE))
-        if _has_dim(value, self.slice_dim):
-            return _Leaf(place, value, self.slice_dim)
-        if root == "target" and value.dim() > 0:
+        leaf = _leaf_along(_SEQUENCE, place, value, mark, self.slice_dim)
+        if leaf.dim is None and mark is None and root == "target" and isinstance(value, Tensor) and value.dim() > 0:
             raise PipelineError(
                 f"{place} of shape {tuple(value.shape)} has no dimension {self.slice_dim} to cut into slices, so every "
                 "slice's loss would count all of it. Give slice_dim, or Split(dim) in slice_specs, the dimension of "
                 "the sequence; or mark it Replicate() if the loss of a slice needs the whole target"
             )
-        return _Leaf(place, value, None)
+        return leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +164,6 @@ class _Leaf:
         return f"{self.place} (shape {tuple(self.value.shape)}, split on dim {self.dim})"
 
 
-def with_sizes(slices: Sequence[Microbatch], size: int, lengths: Sequence[int]) -> list[Microbatch]:
-    """Return the slices of a microbatch with the sizes on which all ranks agreed."""
-    return [
-        each if (each.size, each.length) == (size, length) else replace(each, size=size, length=length)
-        for each, length in zip(slices, lengths, strict=True)
-    ]
-
-
 def _marked(parts: _Parts, specs: BatchSpec | None) -> Iterator[tuple[str, str, Any, _Mark]]:
     """Each value of a batch with the name of its part, its place and its marker."""
     for root, value in zip(("args", "kwargs", "target"), parts, strict=True):
@@ -186,12 +174,13 @@ def _marked(parts: _Parts, specs: BatchSpec | None) -> Iterator[tuple[str, str, 
             yield root, place, leaf, mark
 
 
-def _of_samples(place: str, value: Any, mark: _Mark) -> _Leaf:
-    is_cut = isinstance(value, PreSplit) or (isinstance(value, Tensor) and (mark is not None or value.dim() > 0))
-    if not is_cut or isinstance(mark, Replicate):
+def _leaf_along(axis: _Axis, place: str, value: Any, mark: _Mark, default_dim: int) -> _Leaf:
+    if isinstance(mark, Replicate) or not isinstance(value, (Tensor, PreSplit)):
         return _Leaf(place, value, None)
-    dim = 0 if mark is None else mark.dim
-    return _Leaf(place, value, _checked_dim(place, value, dim, _SAMPLES) if isinstance(value, Tensor) else dim)
+    dim = default_dim if mark is None else mark.dim
+    if isinstance(value, PreSplit) or _has_dim(value, dim):
+        return _Leaf(place, value, dim)
+    return _Leaf(place, value, None if mark is None else _checked_dim(place, value, dim, axis))
 
 
 def _given_sizes(leaf: _Leaf, num_microbatches: int) -> tuple[int, ...]:
