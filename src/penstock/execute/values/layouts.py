@@ -169,14 +169,13 @@ def _leaf_to_json(leaf: Any, place: str) -> object:
         return [info.shape, str(info.dtype).removeprefix("torch."), info.requires_grad, info.order]
     if type(leaf) is float:
         return {"float": leaf.hex()}  # exact, and JSON has no nan
-    if type(leaf) in (int, bool, str):
-        scalar: object = leaf
-        return scalar
-    raise PipelineError(
-        f"{place} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which cannot travel between ranks; expected "
-        "tensors, int, float, bool, str or None in tuples, lists, dicts, named tuples or dataclasses. "
-        "Take it apart into these, or build it inside the stage that needs it"
-    )
+    if type(leaf) not in (int, bool, str):
+        raise PipelineError(
+            f"{place} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which cannot travel between ranks; "
+            "expected tensors, int, float, bool, str or None in tuples, lists, dicts, named tuples or dataclasses. "
+            "Take it apart into these, or build it inside the stage that needs it"
+        )
+    return leaf
 
 
 def _leaf_from_json(encoded: Any) -> TensorInfo | Scalar:
