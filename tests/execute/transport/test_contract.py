@@ -257,44 +257,6 @@ def test_a_tensor_with_a_graph_is_sent_by_value(on_ranks):
 # --- collectives
 
 
-def reduce_in_place(transport):
-    total = torch.tensor([1.0, 10.0]) * (transport.rank + 1)
-    Control(transport).all_reduce(total)
-    strided = torch.full((2, 2), float(transport.rank)).t()
-    Control(transport).all_reduce(strided)
-    count = torch.tensor(transport.rank, dtype=torch.int64)
-    Control(transport).all_reduce(count)
-    return [total.tolist(), strided.tolist(), count.item()]
-
-
-def test_all_reduce_sums_in_place(on_ranks):
-    answers = on_ranks(3, reduce_in_place)
-
-    assert answers == [[[6.0, 60.0], [[3.0, 3.0], [3.0, 3.0]], 3]] * 3
-
-
-def reduce_lazy_values(transport):
-    total = torch.tensor([1 + 2j]).conj()
-    Control(transport).all_reduce(total)
-    return total.item()
-
-
-def test_collectives_of_what_is_conjugated_when_it_is_read_are_right(on_ranks):
-    assert on_ranks(2, reduce_lazy_values) == [2 - 4j] * 2
-
-
-def reduce_in_rank_order(transport):
-    values = torch.tensor([[1e8], [1.0], [-1e8]][transport.rank], dtype=torch.float32)
-    Control(transport).all_reduce(values)
-    return values.item()
-
-
-def test_all_reduce_adds_in_rank_order_so_that_all_ranks_get_the_same_bits(on_ranks):
-    in_order = torch.tensor(1e8) + torch.tensor(1.0) + torch.tensor(-1e8)
-
-    assert on_ranks(3, reduce_in_rank_order) == [in_order.item()] * 3
-
-
 def gather_values(transport):
     return Control(transport).all_gather_object(
         {"rank": transport.rank, "loss": math.inf, "name": "ä" * transport.rank, "no": None}
@@ -331,14 +293,12 @@ def test_collectives_do_not_take_the_messages_of_receives_posted_ahead(on_ranks)
     assert on_ranks(2, collective_between_posted_messages) == [[[0, 1], 7.0]] * 2
 
 
-def lonely_collectives(transport):
-    total = torch.tensor([4.0])
-    Control(transport).all_reduce(total)
-    return [total.item(), Control(transport).all_gather_object("me")]
+def lonely_collective(transport):
+    return Control(transport).all_gather_object("me")
 
 
 def test_a_single_rank_is_a_group_too(on_ranks):
-    assert on_ranks(1, lonely_collectives) == [[4.0, ["me"]]]
+    assert on_ranks(1, lonely_collective) == [["me"]]
 
 
 # --- failures

@@ -1,10 +1,10 @@
-"""`Control`: the collectives of a pipeline's ranks, made of messages between their hosts.
+"""`Control`: the collective of a pipeline's ranks, made of messages between their hosts.
 
-Why not the backend's own: their deadline is fixed when a group is created, a stuck one blocks the group's end, and the
-order of additions depends on the backend. Here every wait has the deadline of the moment, and sums are in rank order.
+Why not the backend's own: their deadline is fixed when a group is created, and a stuck one blocks the group's end. Here
+every wait has the deadline of the moment.
 
-Every collective is one all-gather: each rank sends its part to every other one and receives theirs, all at once. A star
-through one rank has fewer messages, but that rank handles just as many, one peer after another, and twice the way.
+It is an all-gather: each rank sends its values to every other one and receives theirs, all at once. A star through one
+rank has fewer messages, but that rank handles just as many, one peer after another, and twice the way.
 """
 
 import json
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from penstock.errors import PipelineError
 from penstock.execute.transport.protocol import Tag, Ticket, Transport
-from penstock.execute.values.tensors import written_out
 
 HEAD_BYTES = 1024
 """The first message of an object: its length, and as much of it as has room. Most objects need no second one."""
@@ -26,8 +25,8 @@ LENGTH = Struct("<q")
 class Control:
     """The collectives of one rank; it keeps nothing, so several may be made of one transport.
 
-    All ranks call them in the same order. Tensors of any device travel through the memory of the CPU. Each is limited
-    by `limit_s` as a whole, by default the deadline of the transport, and raises PeerLost and DeadlineExceeded.
+    All ranks call them in the same order. Each is limited by `limit_s` as a whole, by default the deadline of the
+    transport, and raises PeerLost and DeadlineExceeded.
     """
 
     def __init__(self, transport: Transport, *, limit_s: float | None = None) -> None:
@@ -35,15 +34,6 @@ class Control:
         self._limit_s = limit_s
         self.rank = transport.rank
         self.num_ranks = transport.num_ranks
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Replace the tensor by the sum over all ranks, added in rank order, so that all ranks get the same bits."""
-        # One addition after another, in rank order: a ring or a tree of ranks would add up other bits.
-        first, *others = self._gather(_on_host(tensor))
-        total = first.clone()
-        for part in others:
-            total += part
-        tensor.detach().copy_(total)
 
     def all_gather_object(self, value: object) -> list[object]:
         """Give every rank the plain values of all ranks, in rank order.
@@ -73,16 +63,6 @@ class Control:
         for ticket in sends:
             self._wait(ticket, end_s)
         return texts
-
-    def _gather(self, own: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, which have one shape and type."""
-        end_s = self._end_s()
-        parts = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.num_ranks)]
-        sends = [self._send(peer, own) for peer in self._others]
-        receives = [self.transport.post_receive(peer, parts[peer], Tag.CONTROL) for peer in self._others]
-        for ticket in (*receives, *sends):
-            self._wait(ticket, end_s)
-        return parts
 
     @property
     def _others(self) -> list[int]:
@@ -116,8 +96,3 @@ class Control:
 
 def _tensor_of(text: bytes) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """The values in the memory of the CPU, without gaps; the tensor itself where it is so."""
-    return written_out(tensor.detach()).to("cpu").contiguous()

@@ -56,9 +56,7 @@ class SharedScaler:
         """
         found = [getattr(parameter, self._attribute, None) for parameter in parameters]
         gradients = [gradient for gradient in found if gradient is not None]
-        num_overflows = torch.tensor([0 if _are_finite(gradients) else 1])
-        self._control.all_reduce(num_overflows)
-        overflows = bool(num_overflows)
+        overflows = not all(self._control.all_gather_object(_are_finite(gradients)))
         if not gradients:
             self._check_stand_in(overflows)
         elif overflows:
