@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -157,8 +158,13 @@ def test_weights_of_another_model_are_found_by_names_and_shapes_before_a_model_i
             assert words in str(error_of(require_weights, path, expected))
 
 
-def test_a_damaged_checkpoint_is_left_to_those_who_load(weights, tmp_path):
+def test_the_newest_checkpoint_that_can_be_read_is_compared(weights, tmp_path):
+    shapes = {name: tuple(value.shape) for name, value in weights.items()}
     train_on(1, 0, 1, save=tmp_path)
-    (tmp_path / "step-1" / "checkpoint.json").write_bytes(b"{}")
+    shutil.copytree(tmp_path / "step-1", tmp_path / "step-2")
+    (tmp_path / "step-2" / "checkpoint.json").write_bytes(b"{}")
 
-    require_weights(tmp_path, {})
+    require_weights(tmp_path, shapes)
+    assert "step-1: is of another model" in str(error_of(require_weights, tmp_path, {}))
+    (tmp_path / "step-1" / "checkpoint.json").unlink()
+    assert "none of 2 checkpoints is as it was written" in str(error_of(require_weights, tmp_path, shapes))

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.checkpoints import manifest
 from penstock.checkpoints.manifest import MANIFEST, UnreadableFormat, manifest_bytes, read_manifest
-from penstock.checkpoints.verification import candidates, find_newest, require_known_format, verify
+from penstock.checkpoints.verification import candidates, find_newest, newest_readable, verify
 from penstock.errors import CheckpointError
 from penstock.execute.control.collectives import Control
 from tests.checkpoints.training import train, train_on
@@ -163,21 +163,26 @@ def test_a_pickle_in_the_newest_is_refused_and_no_older_one_taken(folder):
 def test_a_pickle_and_a_newer_format_are_found_without_reading_tensors(folder, name, monkeypatch):
     for file in (folder / "step-2").glob("*.safetensors"):
         file.write_bytes(b"")
-    require_known_format(folder)
+    assert newest_readable(folder) == folder / "step-2"
 
     (folder / "step-2" / name).write_bytes(pickle.dumps({}))
-    assert f"holds a pickle ({name})" in str(error_of(lambda: require_known_format(folder)))
+    assert f"holds a pickle ({name})" in str(error_of(lambda: newest_readable(folder)))
     (folder / "step-2" / name).unlink()
     monkeypatch.setattr(manifest, "FORMAT_VERSION", 2)
-    error = error_of(lambda: require_known_format(folder))
+    error = error_of(lambda: newest_readable(folder))
     assert isinstance(error, UnreadableFormat)
     assert "has format penstock-checkpoint 1" in str(error)
 
 
 def test_a_damaged_newest_one_may_still_have_an_older_one_that_is_taken(folder):
     (folder / "step-2" / MANIFEST).write_bytes(b"{}")
+    assert newest_readable(folder) == folder / "step-1"
 
-    require_known_format(folder)
+    (folder / "step-1" / MANIFEST).unlink()
+    error = error_of(lambda: newest_readable(folder))
+
+    assert "none of 2 checkpoints is as it was written. Put back a copy that is whole" in str(error)
+    assert newest_readable(folder / "none") is None
 
 
 def test_a_half_written_one_is_no_candidate(folder):

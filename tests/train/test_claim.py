@@ -11,6 +11,7 @@ from threading import Barrier
 
 import pytest
 
+from penstock.checkpoints.manifest import MANIFEST, Manifest, manifest_bytes
 from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.train.claim import Start, claimed, claimed_together, joined
 from penstock.train.folder.run_folder import RunFolder
@@ -61,6 +62,16 @@ def holder(base):
     process.communicate()
 
 
+def checkpoint(folder, *steps):
+    """Put checkpoints there that can be read and hold nothing."""
+    rest = {"pipeline_steps": 0, "ranks": 1, "schedule": "1f1b", "extra": {}, "random": [{}]}
+    for step in steps:
+        path = folder / "checkpoints" / f"step-{step}"
+        path.mkdir(parents=True)
+        held = Manifest(penstock="0.1.0", step=step, weights={}, optimizer=None, files={}, **rest)
+        (path / MANIFEST).write_bytes(manifest_bytes(held))
+
+
 def entries(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
@@ -73,7 +84,7 @@ def test_another_tokenizer_file_is_refused_where_a_run_would_continue_and_old_fo
         return str(error_of(lambda: run_in(base, **sections)))
 
     run_in(base, is_finished=False, **data("a" * 64))
-    (base / "checkpoints" / "step-4").mkdir(parents=True)
+    checkpoint(base, 4)
     before = entries(base)
 
     assert refusal(**data("b" * 64)) == (
@@ -121,11 +132,6 @@ def test_a_higher_number_decides_where_the_folder_itself_is_missing(base):
 
     assert run_in(base)[0] == "run-3"
     assert not base.exists()
-
-
-def checkpoint(folder, *steps):
-    for step in steps:
-        (folder / "checkpoints" / f"step-{step}").mkdir(parents=True)
 
 
 def test_an_unfinished_run_without_a_checkpoint_begins_again_in_place(base):
@@ -225,6 +231,20 @@ def test_a_checkpoint_with_a_pickle_is_refused_before_anything_changes(base, sta
 
     assert isinstance(error, CheckpointError)
     assert "step-5: holds a pickle (model.pt)" in str(error)
+    assert entries(base) == before
+
+
+def test_checkpoints_of_which_none_can_be_read_are_refused_before_anything_changes(base):
+    run_in(base, is_finished=False)
+    checkpoint(base, 5, 6)
+    for step in (5, 6):
+        (base / "checkpoints" / f"step-{step}" / MANIFEST).unlink()
+    before = entries(base)
+
+    error = error_of(lambda: run_in(base))
+
+    assert isinstance(error, CheckpointError)
+    assert "none of 2 checkpoints is as it was written" in str(error)
     assert entries(base) == before
 
 

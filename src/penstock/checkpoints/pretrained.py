@@ -18,7 +18,7 @@ from penstock.checkpoints.agreement import gather_results
 from penstock.checkpoints.content import SAME_MODEL, names_in_checkpoint, require_same_names
 from penstock.checkpoints.manifest import read_manifest
 from penstock.checkpoints.shards import pickles_in, read_tensors, shapes_of
-from penstock.checkpoints.verification import candidates, find_newest, require_known_format
+from penstock.checkpoints.verification import candidates, find_newest, newest_readable
 from penstock.checkpoints.weight_files import INDEX, WHOLE
 from penstock.checkpoints.work import run_together
 from penstock.errors import CheckpointError
@@ -75,16 +75,11 @@ def find_weights(path: Path) -> Path:
 def require_weights(path: Path, expected: Shapes) -> None:
     """Refuse a path that names no weights, or those of another model; no tensor is read. Raises: CheckpointError."""
     where = find_weights(path)
-    checkpoints = candidates(where)
-    if checkpoints:
-        where = checkpoints[0]
-        require_known_format(where)
-    try:
-        found = _saved_shapes(where) if checkpoints else _shapes_of_files(files_of(where))
-    except CheckpointError:
-        if not checkpoints:
-            raise
-        return  # a damaged checkpoint is named when it is loaded, and an older one taken
+    checkpoint = newest_readable(where)
+    if checkpoint is None:
+        found = _shapes_of_files(files_of(where))
+    else:
+        where, found = checkpoint, _saved_shapes(checkpoint)
     require_same_names(where, found, expected)
     for name, shape in expected.items():
         _require_shape(where, name, found[name], shape)

@@ -58,20 +58,26 @@ def verify(folder: Path, *, turn: int = 0, num_turns: int = 1) -> Manifest:
     return manifest
 
 
-def require_known_format(folder: Path) -> None:
-    """Refuse a newest checkpoint that loading would refuse, as far as its text says so; no file of tensors is read.
+def newest_readable(folder: Path) -> Path | None:
+    """Return the newest checkpoint whose manifest can be read; None where there is no checkpoint.
 
-    A damaged one passes, since an older one may be taken. Raises: UnreadableFormat.
+    No file of tensors is read, so it may still be damaged. Raises: as `find_newest`, as far as manifests say so.
     """
-    for path in candidates(folder)[:1]:
+    damaged: list[str] = []
+    for path in candidates(folder):
         try:
             manifest = read_manifest(path)
         except UnreadableFormat:
             raise
-        except CheckpointError:
-            return
+        except CheckpointError as error:
+            damaged.append(str(error))
+            continue
         if pickles := pickles_in(path, manifest.files):
             raise holds_pickles(path, pickles)
+        return path
+    if damaged:
+        raise CheckpointError(_none_verifies(folder, damaged))
+    return None
 
 
 def find_newest(control: Control, folder: Path) -> Found:

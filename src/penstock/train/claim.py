@@ -18,7 +18,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any, TextIO
 
-from penstock.checkpoints.verification import require_known_format
+from penstock.checkpoints.verification import newest_readable
 from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
@@ -80,7 +80,8 @@ def claimed(config: RunConfig, start: Start = Start.BY_RULE) -> Iterator[Claim]:
 
     Raises:
         ConfigError: a process holds the folder, or `Start.FORCE` meets files that no run wrote.
-        CheckpointError: the run would continue from a checkpoint of a newer format, or with a pickle in it.
+        CheckpointError: the run would continue, but no checkpoint of it can be read, or the newest is of a newer format
+            or holds a pickle; or the tokenizer file is another one.
         PenstockError: the folder cannot be made or written.
     """
     base = run_path(config.run.folder)
@@ -167,7 +168,7 @@ def _choose(base: Path, config: RunConfig, start: Start) -> _Choice:
         _refuse_resuming(start, path, "holds no run yet")
         return _Choice(path, "holds no run yet")
     checkpoints = RunFolder(path).checkpoints
-    require_known_format(checkpoints.path)
+    newest_readable(checkpoints.path)
     steps = checkpoints.steps()
     if not steps:
         _refuse_resuming(start, path, "its run has no checkpoint")
