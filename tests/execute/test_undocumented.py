@@ -201,9 +201,10 @@ def test_a_node_shows_that_hooks_bring_back_what_it_saved_as_often_as_it_is_aske
     found = []
     for hook in (unpack, lambda kept: kept):
         with saved_tensors_hooks(lambda tensor: tensor, hook):
-            found.append(undocumented.is_any_hooked(torch.exp(leaf(3)).grad_fn))
+            node = torch.exp(leaf(3)).grad_fn
+            found.append((undocumented.is_any_hooked(node), undocumented.is_hooked(node, "result")))
 
-    assert found == [False, True]
+    assert found == [(False, False), (True, True)]
 
 
 def test_the_node_of_a_function_in_python_has_what_its_context_was_given():

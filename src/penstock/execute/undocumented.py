@@ -91,8 +91,8 @@ def saved_padding(node: Node) -> int:
 
 
 def is_hooked(node: Node, name: str) -> bool:
-    """Whether a tensor that a node saved is kept by others (`saved_tensors_hooks`), such as checkpointing."""
-    return getattr(node, f"_raw_saved_{name}").unpack_hook is not None
+    """Whether a tensor that a node saved is kept by others, such as checkpointing, who bring it back only once."""
+    return _is_brought_once(getattr(node, f"_raw_saved_{name}"))
 
 
 def repeats(unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
@@ -103,12 +103,12 @@ def repeats(unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
 
 def is_any_hooked(node: Node) -> bool:
     """Whether any of the tensors that a node saved is kept by others, who may be asked for it only once."""
-    for name in _raw_names(type(node)):
-        found = getattr(node, name)
-        hooks = [each.unpack_hook for each in _listed(found) if each is not None]
-        if any(hook is not None and not hasattr(hook, _REPEATS) for hook in hooks):
-            return True
-    return False
+    found = [each for name in _raw_names(type(node)) for each in _listed(getattr(node, name))]
+    return any(_is_brought_once(each) for each in found if each is not None)
+
+
+def _is_brought_once(saved: Any) -> bool:
+    return saved.unpack_hook is not None and not hasattr(saved.unpack_hook, _REPEATS)
 
 
 def _listed(found: Any) -> Sequence[Any]:
