@@ -13,9 +13,9 @@ from tests.local_pipelines import WIDTH, settle
 class Plain(nn.Module):
     """A linear layer without bias, and a curve."""
 
-    def __init__(self, dtype=torch.float32):
+    def __init__(self, dtype=torch.float32, *, width=WIDTH):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=dtype))
+        self.weight = nn.Parameter(torch.zeros(width, width, dtype=dtype))
 
     def forward(self, features):
         return torch.tanh(F.linear(features, self.weight))
@@ -50,8 +50,8 @@ def weight_gradient(gradient, features):
 class Fused(_LaterLayer):
     """Has a queue, as fused layers have; a call replaces the gradient, and calls no hooks."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
         self.queue = deque()
         self.is_delayed = True
 
@@ -92,8 +92,8 @@ class Closing(_LaterLayer):
 class Building(_LaterLayer):
     """Collects in its backward what a builder takes, as torch's `dw_builder` does."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
         self.kept = []
 
     def keep(self, gradient, features):

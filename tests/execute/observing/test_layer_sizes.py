@@ -10,6 +10,7 @@ from penstock.execute.observing.layer_sizes import FIELDS, SavedTensorTracker, s
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.local_pipelines import on_ranks, settle, values
+from tests.own_weight_gradients import Building, Closing, Fused
 
 FLOAT = 4
 ROWS, WIDTH = 64, 256
@@ -20,15 +21,17 @@ def mean_square(output, target):
     return ((output - target) ** 2).mean()
 
 
-def sizes_of(make_layers, *, schedule="1f1b", num_ranks=1, split_backwards=False, optimizer=None, microbatches=2):
-    """Return the sizes that every rank gets, from a second step."""
+def sizes_of(
+    make_layers, *, schedule="1f1b", num_ranks=1, split_backwards=False, optimizer=None, microbatches=2, num_steps=2
+):
+    """Return the sizes that every rank gets, from the last of some steps."""
     inputs, target = (values(seed, microbatches * ROWS, WIDTH) for seed in (1, 2))
 
     def case(wires):
         order = build(schedule, ranks=num_ranks, microbatches=microbatches)
         pipeline = Pipeline(make_layers(), order, loss=mean_square, transport=wires)
         own = None if optimizer is None else optimizer(list(pipeline.parameters()))
-        for _ in range(2):
+        for _ in range(num_steps):
             report = pipeline.memory_report(inputs, target=target, optimizer=own, split_backwards=split_backwards)
             if own is not None:
                 own.step()
@@ -93,11 +96,17 @@ def test_what_weights_wait_for_is_measured_where_backwards_are_split():
         assert sizes["weight_context_bytes"] == (OUTPUT, 2 * OUTPUT)
 
 
+def test_the_first_report_sees_what_every_step_keeps():
+    """To look at what products save does not change how their weights wait."""
+    assert sizes_of(linears(), split_backwards=True, num_steps=1)["weight_context_bytes"] == (OUTPUT, 2 * OUTPUT)
+
+
 class Asking(torch.autograd.Function):
     """A product whose backward asks which half is wanted; it keeps twice the input as an attribute."""
 
     @staticmethod
     def forward(ctx, hidden, weight):
+        ctx.save_for_backward(weight)
         ctx.doubled, ctx.weight = hidden * 2, weight
         return hidden @ weight
 
@@ -128,6 +137,31 @@ def test_what_functions_and_branches_hold_for_their_weights_is_measured_too():
     # Of the first layer a gradient, of the function gradient and attribute, of the branch the gradient of a row and two
     # results that were saved.
     assert sizes["weight_context_bytes"] == (OUTPUT, 2 * OUTPUT, FLOAT * WIDTH + 2 * matrix)
+    # Of the branch, too, the sum that the loss saves; of the first layer the batch, which is the caller's.
+    assert sizes["activation_bytes"] == (0, OUTPUT, 2 * matrix + OUTPUT)
+
+
+class Bounded(nn.Linear):
+    """Makes its weight by two functions, each of which saves its result."""
+
+    def forward(self, hidden):
+        return torch.nn.functional.linear(hidden, torch.tanh(torch.sigmoid(self.weight)))
+
+
+def test_what_is_saved_between_a_product_and_its_parameter_waits_with_it():
+    sizes = sizes_of(lambda: [*linears(1)(), settle(Bounded(WIDTH, WIDTH), 1)], split_backwards=True)
+
+    assert sizes["weight_context_bytes"][1] == 2 * OUTPUT + 2 * FLOAT * WIDTH * WIDTH
+
+
+@pytest.mark.parametrize("kind", [Fused, Closing, Building])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_what_layers_leave_for_later_by_themselves_is_measured(kind, schedule):
+    """Of each microbatch alone, although a queue has entries of several; the first layer's input is the caller's."""
+    own = {"schedule": schedule, "num_ranks": 1 + (schedule == "zb-h1"), "split_backwards": schedule == "1f1b"}
+    sizes = sizes_of(lambda: [settle(kind(width=WIDTH), seed) for seed in (0, 1)], microbatches=4, **own)
+
+    assert sizes["weight_context_bytes"] == (OUTPUT, 2 * OUTPUT)
 
 
 def test_the_state_of_an_optimizer_belongs_to_the_layers_of_its_parameters():
@@ -250,3 +284,49 @@ def test_what_no_backward_comes_by_is_gone_with_its_graph():
     del output
 
     assert tracker.held(0) == {}
+
+
+class Attributed(torch.autograd.Function):
+    """Keeps two tensors as attributes, one of them in a list, and a number."""
+
+    @staticmethod
+    def forward(ctx, features):
+        ctx.scale, ctx.kept, ctx.listed = 2, features * 2, [features * 3]
+        return ctx.kept + 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.scale
+
+
+def test_attributes_of_a_custom_function_are_held_as_long_as_its_node():
+    noted = []
+    tracker, features = SavedTensorTracker([], note=noted.append), torch.ones(5, requires_grad=True)
+
+    with tracker.of_stage(1, attempt):
+        output = Attributed.apply(features * 1)
+        tracker.note_functions(1, [output, 3])
+        tracker.note_functions(1, {"again": output})
+
+    assert (total(tracker, 1), len(noted)) == (2 * FLOAT * 5, 2)
+    del output
+    noted.clear()
+    assert total(tracker, 1) == 0
+
+
+def test_an_attribute_that_is_saved_too_or_a_parameter_is_not_counted_again():
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, features, weight):
+            ctx.save_for_backward(features)
+            ctx.features, ctx.weight = features, weight
+            return features * weight
+
+    weight = nn.Parameter(torch.ones(5))
+    tracker = SavedTensorTracker([weight], note=ignore)
+    with tracker.of_stage(0, attempt):
+        output = Own.apply(torch.ones(5), weight)
+        tracker.note_functions(0, output)
+
+    assert output.requires_grad
+    assert total(tracker, 0) == FLOAT * 5

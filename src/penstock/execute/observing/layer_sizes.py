@@ -5,18 +5,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.optim import Optimizer
 
 from penstock.execute.control.collectives import Control
+from penstock.execute.observing.held_tensors import reached_by, saved_behind
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.stages.main_gradients import ATTRIBUTE
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.undocumented import repeats
+from penstock.execute.undocumented import is_function, repeats
 from penstock.execute.values.tensors import local_part
 from penstock.execute.values.tree import flatten
 
@@ -44,7 +45,8 @@ class LayerSizes:
             for layer in sorted(self._layers, reverse=True)
             for parameter in self._layers[layer].parameters()
         }
-        """By id of a parameter, the first layer that has it."""
+        """By id of a parameter, the first layer that has it; by that of a module, its layer."""
+        self._layer_of |= {id(each): layer for layer, module in self._layers.items() for each in module.modules()}
         buffers = [buffer for module in self._layers.values() for buffer in module.buffers()]
         self._given = set(storages(buffers))
         """Addresses of what no forward makes: buffers, and the batch."""
@@ -53,15 +55,15 @@ class LayerSizes:
         """By layer, the bytes that the forward now running has saved."""
 
     @contextmanager
-    def watching(self, attempt: Callable[..., object]) -> Iterator[None]:
+    def watching(self, attempt: Callable[..., object], note_outputs: Callable[[Any], object]) -> Iterator[None]:
         """Note which layer runs in a stage's forward, and the sizes of its inputs and outputs; `attempt` keeps errors
-        from the layers."""
+        from the layers. `note_outputs` gets the outputs of each layer before the next one runs."""
         self._saved = {}
         with ExitStack() as stack:
             for layer, module in self._layers.items():
                 for handle in (
                     module.register_forward_pre_hook(partial(attempt, self._begin, layer)),
-                    module.register_forward_hook(partial(attempt, self._end, layer)),
+                    module.register_forward_hook(partial(attempt, self._end, layer, note_outputs)),
                 ):
                     stack.callback(handle.remove)
             yield
@@ -78,13 +80,22 @@ class LayerSizes:
         self._saved[self._layer] = self._saved.get(self._layer, 0) + num_bytes
         self._grow(self._layer, ACTIVATION, self._saved[self._layer])
 
-    def note_contexts(self, deferred: DeferredWeights) -> None:
-        """Measure what the first part of a backward has left for the gradients of weights."""
+    def note_contexts(self, stage: Stage, deferred: DeferredWeights, before: Iterable[int] = ()) -> None:
+        """Measure what the first part of a backward has left for the gradients of weights.
+
+        `before` are addresses of what was in queues of layers before it.
+        """
         held: dict[int, int] = {}
-        counter = StorageCounter(self._given)
+        counter = StorageCounter({*self._given, *before})
+        counter.add([parameter for module in self._layers.values() for parameter in module.parameters()])
         for product in deferred.products:
             layer = self._layer_of[id(product.parameters[0])]
-            held[layer] = held.get(layer, 0) + counter.add(product.kept)
+            held[layer] = held.get(layer, 0) + counter.add([*product.kept, *saved_behind(product.roots)])
+        for closure in deferred.closures:
+            found = reached_by(closure)
+            layers = [self._layer_of[id(each)] for each in found.owners if id(each) in self._layer_of]
+            layer = layers[0] if layers else stage.first_layer  # no one knows, but it is of this stage
+            held[layer] = held.get(layer, 0) + counter.add(found.tensors)
         for layer, num_bytes in held.items():
             self._grow(layer, CONTEXT, num_bytes)
 
@@ -107,7 +118,10 @@ class LayerSizes:
         else:
             self._grow(layer, CHECKPOINT, _bytes_of(inputs))
 
-    def _end(self, layer: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _end(
+        self, layer: int, note_outputs: Callable[[Any], object], module: nn.Module, inputs: Any, outputs: Any
+    ) -> None:
+        note_outputs(outputs)
         self._grow(layer, MESSAGE, _bytes_of(outputs))
 
     def _grow(self, layer: int, field: str, num_bytes: int) -> None:
@@ -124,6 +138,8 @@ class SavedTensorTracker:
         self._kept: dict[int, WeakValueDictionary[int, _Storage]] = {}
         """Per stage, by address, what autograd holds."""
         self._note = note
+        self._walked: set[Node] = set()
+        """Nodes of the forward now running."""
 
     @contextmanager
     def of_stage(self, stage: int, attempt: Callable[..., Any]) -> Iterator[None]:
@@ -137,23 +153,38 @@ class SavedTensorTracker:
             held = attempt(self._save, kept, tensor)
             return tensor if held is None else held
 
-        with saved_tensors_hooks(pack, _unwrapped):
-            yield
+        try:
+            with saved_tensors_hooks(pack, _unwrapped):
+                yield
+        finally:
+            self._walked.clear()
+
+    def note_functions(self, stage: int, outputs: Any) -> None:
+        """Track what custom functions that lead to some outputs hold as attributes: no hook of autograd shows it."""
+        kept = self._kept.setdefault(stage, WeakValueDictionary())
+        for tensor in _attributes_behind(outputs, self._walked):
+            noted = self._noted(kept, tensor)
+            if noted is not None:  # it goes with the attribute
+                finalize(tensor, lambda _: None, noted).atexit = False
 
     def held(self, stage: int) -> Mapping[int, int]:
         """Return the bytes of each storage, by its address, that is kept for backwards of a stage."""
         return {address: storage.num_bytes for address, storage in self._kept.get(stage, {}).items()}
 
     def _save(self, kept: "WeakValueDictionary[int, _Storage]", tensor: Tensor) -> Any:
+        noted = self._noted(kept, tensor)
+        # An output that its own node saves would keep the node, and so itself, alive where no backward runs.
+        return tensor if noted is None else (tensor.detach(), noted)
+
+    def _noted(self, kept: "WeakValueDictionary[int, _Storage]", tensor: Tensor) -> "_Storage | None":
         storage = local_part(tensor).untyped_storage()
         if storage.data_ptr() in self._but:
-            return tensor
+            return None
         noted = kept.get(storage.data_ptr())
         if noted is None:
             noted = kept[storage.data_ptr()] = _Storage(storage.nbytes())
             self._note(tensor)
-        # An output that its own node saves would keep the node, and so itself, alive where no backward runs.
-        return tensor.detach(), noted
+        return noted
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -166,6 +197,20 @@ class _Storage:
 @repeats
 def _unwrapped(saved: Any) -> Tensor:
     return saved if isinstance(saved, Tensor) else saved[0]
+
+
+def _attributes_behind(outputs: Any, walked: set[Node]) -> Iterator[Tensor]:
+    """Return the tensors that custom functions behind some outputs have as attributes; `walked` nodes are done."""
+    leaves = [leaf for leaf in flatten(outputs)[0] if isinstance(leaf, Tensor)]
+    waiting: list[Node | None] = [leaf.grad_fn for leaf in leaves]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in walked:
+            continue
+        walked.add(node)
+        if is_function(node):
+            yield from [each for each in flatten([*vars(node).values()])[0] if isinstance(each, Tensor)]
+        waiting += [following for following, _ in node.next_functions]
 
 
 def storages(tree: Any) -> dict[int, int]:

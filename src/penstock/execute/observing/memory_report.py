@@ -1,6 +1,6 @@
 """What the ranks hold in memory during a step: counted tensor by tensor, so that it says which stage holds what.
 
-A storage counts once, under the first of: parameters, gradients, activations, contexts for weight gradients, received
+A storage counts once, under the first of: parameters, gradients, contexts for weight gradients, activations, received
 messages, unsent messages. It is looked at between instructions. What an instruction takes and gives back by itself is
 not seen here; on a CUDA device, torch's own counters beside these figures have it.
 """
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from penstock.errors import PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.losses.results import StepResult
+from penstock.execute.observing.held_tensors import held_by, queued
 from penstock.execute.observing.layer_sizes import (
     LayerBytes,
     LayerSizes,
@@ -25,6 +26,7 @@ from penstock.execute.observing.layer_sizes import (
     StorageCounter,
     gather_sizes,
     gradients_of,
+    storages,
 )
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.stages.recompute import Checkpoint
@@ -129,6 +131,7 @@ class MemoryWatch(Observer):
         parameters = (parameter for stage in stages for _, parameter in stage.named_parameters())
         self._tracker = SavedTensorTracker(parameters, self.sizes.note_saved)
         self._peak = RankMemory()
+        self._stages = {stage.index: stage for stage in stages}
         self._stage_of_slot: dict[int, int] = {}
 
     def begin(self, step: Step) -> None:
@@ -163,7 +166,8 @@ class MemoryWatch(Observer):
     @contextmanager
     def _watching_forward(self, stage: int, slot: int, step: Step) -> Iterator[None]:
         self._stage_of_slot[slot] = stage
-        with self._tracker.of_stage(stage, self.attempt), self.sizes.watching(self.attempt):
+        note_outputs = partial(self._tracker.note_functions, stage)
+        with self._tracker.of_stage(stage, self.attempt), self.sizes.watching(self.attempt, note_outputs):
             yield
         self._look(step)
 
@@ -172,10 +176,12 @@ class MemoryWatch(Observer):
         """Of what runs autograd, `slot` is where the forward's activations are."""
         if is_backward and Moment.AFTER_WARM_UP not in self.points:
             self._look(step, Moment.AFTER_WARM_UP)
+        stage = None if slot is None else self._stages[self._stage_of_slot[slot]]
+        before = {} if stage is None else storages(queued(stage.own_weight_gradients.fused))
         yield
         saved = None if slot is None else step.saved.get(slot)
-        if saved is not None and saved.deferred is not None:
-            self.sizes.note_contexts(saved.deferred)
+        if stage is not None and saved is not None and saved.deferred is not None:
+            self.sizes.note_contexts(stage, saved.deferred, before)
         self._look(step)
 
     def _look(self, step: Step, moment: Moment | None = None) -> None:
@@ -200,20 +206,16 @@ class MemoryWatch(Observer):
         parameters = {stage.index: [each for _, each in stage.named_parameters()] for stage in self.stages}
         parameter_bytes = {stage: counter.add(own) for stage, own in parameters.items()}
         gradient_bytes = {stage: counter.add([*map(gradients_of, own)]) for stage, own in parameters.items()}
-        activation_bytes = {stage: counter.add_storages(self._tracker.held(stage)) for stage in parameters}
         num_activations, context_bytes = dict.fromkeys(parameters, 0), dict.fromkeys(parameters, 0)
-        for slot, saved in step.saved.items():
-            if saved is None:
-                continue
-            stage = self._stage_of_slot[slot]
-            if isinstance(saved, Checkpoint):
-                activation_bytes[stage] += counter.add([saved.arguments, saved.keywords])
-                continue
-            num_activations[stage] += 1
-            activation_bytes[stage] += counter.add(saved.inputs)
-            is_context = not saved.edges  # the first part of its backward has run
-            column = context_bytes if is_context else activation_bytes
-            column[stage] += counter.add(() if saved.deferred is None else saved.deferred.kept)
+        forwards = [(self._stage_of_slot[slot], saved) for slot, saved in step.saved.items() if saved is not None]
+        for stage, saved in forwards:
+            if not isinstance(saved, Checkpoint):
+                num_activations[stage] += 1
+                context_bytes[stage] += counter.add([] if saved.deferred is None else held_by(saved.deferred))
+        activation_bytes = {stage: counter.add_storages(self._tracker.held(stage)) for stage in parameters}
+        for stage, saved in forwards:
+            own = [saved.arguments, saved.keywords] if isinstance(saved, Checkpoint) else saved.inputs
+            activation_bytes[stage] += counter.add(own)
         columns = (parameter_bytes, gradient_bytes, num_activations, activation_bytes, context_bytes)
         received = [each.tensors if isinstance(each, Incoming) else each for each in step.received.values()]
         return RankMemory(

@@ -81,7 +81,8 @@ class OwnWeightGradients:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         """A layer that stands there twice has a backward, and an entry in its queue, for each time."""
-        self._fused = [found for layer in layers for found in fused_layers(layer)]
+        self.fused = [found for layer in layers for found in fused_layers(layer)]
+        """Those with a queue."""
         builders: list[Any] = [getattr(layer, "dw_builder", None) for layer in layers]
         self._builders = [build for build in builders if callable(build)]
         self._entries: list[Any] = []
@@ -89,12 +90,12 @@ class OwnWeightGradients:
         self._is_running = False
 
     def __bool__(self) -> bool:
-        return bool(self._fused or self._builders)
+        return bool(self.fused or self._builders)
 
     @property
     def has_queues(self) -> bool:
         """Whether any layer has a queue now, which asks for W in the order of I."""
-        return any(layer.need_backward_dw() for layer in self._fused)
+        return any(layer.need_backward_dw() for layer in self.fused)
 
     def begin_step(self) -> None:
         """Throw away what a failed step has left in the queues.
@@ -117,7 +118,7 @@ class OwnWeightGradients:
         self._is_running = True
         yield
         self._is_running = False  # not if it fails
-        queues = [layer for layer in self._fused if layer.need_backward_dw()]
+        queues = [layer for layer in self.fused if layer.need_backward_dw()]
         self._entries += queues
         closures: list[Closure] = [*(partial(self._take_entry, layer) for layer in queues)]
         closures += [build() for build in self._builders]
