@@ -24,6 +24,7 @@ from tests.local_pipelines import (
     step_task,
     values,
 )
+from tests.own_weight_gradients import Building, Closing, Fused
 from tests.test_gradients import SMALL, schedules_of, task_for
 
 FLOAT = 4
@@ -136,6 +137,19 @@ def test_after_the_first_part_of_a_backward_only_what_weights_need_is_held():
     last = report.ranks[1].stages[0]
     assert (last.num_activations, last.activation_bytes) == (2, 0)
     assert last.context_bytes == 2 * (2 * FLOAT * rows * width)
+
+
+@pytest.mark.parametrize("kind", [Fused, Closing, Building])
+def test_what_layers_leave_for_later_by_themselves_is_held_too(kind):
+    """Like the products; their curves save an output more, so the peak has one activation and one that waits for W."""
+    rows, width = 64, 256
+    inputs, target = (values(seed, 8 * rows, width) for seed in (1, 2))
+    task = Task(lambda: [settle(kind(width=width), seed) for seed in (0, 1)], (inputs,), target)
+
+    report, _ = report_of(build("zb-h1", ranks=2, microbatches=8), task, keeps_gradients=True)[0]
+
+    last = report.ranks[1].stages[0]
+    assert (last.num_activations, last.context_bytes) == (2, 2 * FLOAT * rows * width)
 
 
 class Shift(nn.Module):
