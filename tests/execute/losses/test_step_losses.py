@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional
 
 from penstock import LossOutput
 from penstock.errors import PipelineError
@@ -34,6 +35,18 @@ def test_losses_of_one_name_and_place_are_added_up_without_their_graph():
 
     assert losses.named == {NAME: {(1, 0): torch.tensor(3.0, dtype=torch.float64)}}
     assert not losses.named[NAME][1, 0].requires_grad
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "l1_loss", "smooth_l1_loss"])
+def test_what_a_step_keeps_of_a_loss_is_as_large_as_the_loss(name):
+    """Some of torch's means lie in the memory of what they are the mean of."""
+    losses = empty(loss=getattr(functional, name), shares=LossShares([1.0], [[1.0]]))
+
+    losses.compute((0, 0), torch.ones(64, 64, requires_grad=True), torch.zeros(64, 64), is_training=True)
+
+    kept = losses.computed[0, 0]
+    assert not kept.requires_grad
+    assert kept.untyped_storage().nbytes() == kept.nbytes
 
 
 def test_a_backward_begins_at_the_loss_times_its_factor_and_the_scale():

@@ -11,6 +11,7 @@ from penstock.execute.batch.microbatch import Place
 from penstock.execute.control.error_notes import note_place, without_target
 from penstock.execute.losses.loss import Loss, LossShares, Scale, apply_scale
 from penstock.execute.losses.output import LossName, LossParts, read_loss
+from penstock.execute.values.tensors import local_part
 from penstock.execute.values.tree import needing_gradient
 
 NO_SHARES = LossShares([], [])
@@ -50,7 +51,7 @@ class StepLosses:
             return None
         factor = self.shares.factor(*place)
         parts = self._parts(self.loss, place, outputs, target, factor)
-        self.computed[place] = parts.loss.detach()
+        self.computed[place] = _in_own_memory(parts.loss.detach())
         for name, loss in parts.named.items():
             self.note(LossName(name, False, loss.dtype), place, loss)
         if parts.reported is not None:
@@ -91,3 +92,9 @@ class StepLosses:
             note_place(error, without_target("the loss function", target))
             raise
         return read_loss(value, place[0], self.shares.count(*place))
+
+
+def _in_own_memory(loss: Tensor) -> Tensor:
+    """Return a loss without the memory of more: several of torch's means, as mse_loss, keep that of all elements."""
+    is_alone = local_part(loss).untyped_storage().nbytes() <= local_part(loss).nbytes
+    return loss if is_alone else loss.clone()
