@@ -2,9 +2,14 @@
 
     python bench/memory.py [--families 1f1b,zbv] [--ranks 4] [--microbatches 64] [--blocks 1] [--output FILE.json]
     python bench/memory.py --predicted [--families 1f1b,zb-h1,zbv] [--ranks 4] [--microbatches 16] [--blocks 1]
+    python bench/memory.py --held
 
 With --predicted, how far the peaks that the model of memory has are from those that `memory_report` counts, of all that
-a rank holds. The sizes of layers are measured under the first family, and predict them all.
+a rank holds. The sizes of layers are measured under the first family, and predict them all. Next to them, the peaks of
+what the allocator has given out: between instructions, and at any moment, with what an instruction takes for itself.
+
+With --held, what is held between I and W, on every rung that a weight can be on: given out and not got back by the
+allocator, and as the model has it.
 
 torch's profiler notes every allocation and every release of the CPU allocator, of Python's tensors and of those that
 autograd keeps alike. Their sum is taken from before the first step, gradients and batch being there already, so that
@@ -12,31 +17,37 @@ buffers that a runtime keeps between steps count; the peak is that of the second
 nothing went by unnoticed: the losses, and what a runtime keeps.
 """
 
-import gc
-import json
 import os
 import sys
-import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from allocations import allocations_of
 from in_torch import COUNTERPARTS, torch_step
 from on_ranks import Table, become_rank, bench_parser, comma_separated, give_rows, rows_of_ranks, write_rows
+from rung_layers import LAYERS, ROWS, WIDTH
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 import penstock
+from penstock.errors import PenstockWarning
+from penstock.execute.observing.memory_report import MemoryReport
+from penstock.execute.observing.ranges import range_name
+from penstock.ir.action import Action, Kind
+from penstock.ir.live import left_bytes
+from penstock.ir.operations import Op
 from penstock.ir.schedule import Schedule
 from penstock.models import DecoderConfig, cross_entropy_loss, decoder_layers
 from penstock.pipeline import Pipeline
+from penstock.placement import Placement
 from penstock.planning import predict_peaks
 from penstock.schedules import build
+from penstock.simulation import LayerCosts
 
 LENGTH = 128
 DECODER = DecoderConfig(vocabulary=256, width=256, layers=1, heads=4, key_value_heads=4, hidden=688, length=LENGTH)
@@ -51,9 +62,15 @@ COLUMNS = {"family": 17, "Penstock, rank by rank": RANK_BY_RANK, "torch, rank by
 COLUMNS |= {"left": LEFT, "left by torch": LEFT, "": 6}
 PREDICTED_BUDGET = 0.05
 """On every rank."""
+SCALARS = 1024
+"""Bytes of losses and the like."""
 RECOMPUTED = "+recompute"
 """Behind a family's name: all its forwards run again."""
-PREDICTED_COLUMNS = {"schedule": 17, "measured, rank by rank": 28, "predicted": 28, "furthest off": 12, "": 6}
+PREDICTED_COLUMNS = {"schedule": 17, "counted, rank by rank": 23, "given out": 23, "at any moment": 23, "predicted": 23}
+PREDICTED_COLUMNS |= {"furthest off": 12, "": 6}
+HELD_COLUMNS = {"weights": 33, "measured": 9, "predicted": 9, "ratio": 6, "": 6}
+NUM_HELD, NUM_BEFORE = 3, 4
+"""Microbatches that wait for W at once, and steps before the one that is measured, which find out what waits."""
 QUIET = "99"
 """The level of torch's profiler that says nothing."""
 
@@ -80,13 +97,35 @@ class PredictedRow:
 
     schedule: str
     measured_bytes: list[int]
+    allocated_bytes: list[int]
+    """Between instructions, by the allocator."""
+    peak_bytes: list[int]
+    """The same, at any moment."""
     predicted_bytes: list[int]
 
     @property
     def error(self) -> float:
-        """Of the rank where it is largest."""
-        pairs = zip(self.predicted_bytes, self.measured_bytes, strict=True)
+        """Of what is counted and what is given out between instructions, on the rank where it is largest."""
+        pairs = [*zip(self.predicted_bytes * 2, self.measured_bytes + self.allocated_bytes, strict=True)]
         return max((predicted / measured - 1 for predicted, measured in pairs), key=abs)
+
+
+@dataclass(frozen=True)
+class HeldRow:
+    """One rung; bytes of some microbatches between I and W."""
+
+    weights: str
+    measured_bytes: int
+    predicted_bytes: int
+
+    @property
+    def ratio(self) -> float | None:
+        """None where no weight waits, and only losses are held."""
+        return self.predicted_bytes / self.measured_bytes if self.predicted_bytes else None
+
+    @property
+    def is_within_budget(self) -> bool:
+        return self.measured_bytes < SCALARS if self.ratio is None else abs(self.ratio - 1) <= PREDICTED_BUDGET
 
 
 def predict(names: Sequence[str], num_microbatches: int, num_blocks: int) -> Iterator[dict[str, Any]]:
@@ -97,7 +136,7 @@ def predict(names: Sequence[str], num_microbatches: int, num_blocks: int) -> Ite
     layer_bytes: dict[str, Any] = {}
     for name, schedule in schedules.items():
         specs = decoder_layers(DECODER.model_copy(update={"layers": num_blocks * most_stages}))
-        with closing(Pipeline(specs, schedule, loss=cross_entropy_loss)) as pipeline:
+        with closing(Pipeline(specs, schedule, loss=cross_entropy_loss, ranges=True)) as pipeline:
             zero([layer for stage in pipeline.stages for layer in stage.layers.values()])
             report = pipeline.memory_report(tokens, target=target)
             if not layer_bytes:
@@ -106,7 +145,41 @@ def predict(names: Sequence[str], num_microbatches: int, num_blocks: int) -> Ite
             else:  # the first step of a schedule that splits backwards still keeps what later ones do not
                 report = pipeline.memory_report(tokens, target=target)
             predicted = predict_peaks(pipeline.program, pipeline.layers_of_stage, layer_bytes)
-        yield asdict(PredictedRow(name, [rank.counted_bytes for rank in report.ranks], list(predicted)))
+            between, peaks = allocated(pipeline, report, lambda: pipeline.step(tokens, target=target))
+        yield asdict(PredictedRow(name, [rank.counted_bytes for rank in report.ranks], between, peaks, list(predicted)))
+
+
+def allocated(pipeline: Pipeline, report: MemoryReport, step: Callable[[], object]) -> tuple[list[int], list[int]]:
+    """Per rank, the peaks of a step between instructions and at any moment, parameters and gradients included."""
+    rank, program = pipeline.rank, pipeline.program
+    found = allocations_of(step)
+    names = {range_name(program.instruction(row)) for row in range(*program.offsets[rank : rank + 2])}
+    static = sum(stage.parameter_bytes + stage.gradient_bytes for stage in report.ranks[rank].stages)
+    peaks = found.peak_bytes_after(names & found.ranges.keys()), max(num_bytes for _, num_bytes in found.levels)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [static + peak for peak in peaks])
+    between, at_any_moment = zip(*everyone, strict=True)
+    return list(between), list(at_any_moment)
+
+
+def held() -> Iterator[HeldRow]:
+    """Measure and predict what is held between I and W, rung by rung."""
+    kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    order = [Action(kind, 0, microbatch) for kind in kinds for microbatch in range(NUM_HELD)]
+    schedule = Schedule.from_actions("in phases", Placement.line(1), [order], num_microbatches=NUM_HELD)
+    inputs, target = torch.randn(NUM_HELD * ROWS, WIDTH), torch.randn(NUM_HELD * ROWS, WIDTH)
+    for name, make_layer in LAYERS.items():
+        narrow = nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH))  # too small to wait
+        layers = [narrow, make_layer()]
+        with closing(Pipeline(layers, schedule, loss=nn.functional.mse_loss, ranges=True)) as pipeline:
+            for _ in range(NUM_BEFORE):
+                report = pipeline.memory_report(inputs, target=target)
+            found = allocations_of(lambda pipeline=pipeline: pipeline.step(inputs, target=target))
+            program, parts = pipeline.program, pipeline.layers_of_stage
+        last = program.op.tolist().index(Op.BACKWARD_WEIGHT) - 1
+        sizes = LayerCosts(**dict(report.layer_bytes)).of_stages(parts).stage_bytes(program.placement, NUM_HELD)
+        measured = found.bytes_after(range_name(program.instruction(last)))
+        yield HeldRow(name, measured, int(left_bytes(program, sizes)[last]))
 
 
 def schedule_named(name: str, num_microbatches: int) -> Schedule:
@@ -157,24 +230,16 @@ def gathered(step: Callable[[], object]) -> tuple[list[int], list[int]]:
 
 def peak_and_rest_bytes(step: Callable[[], object]) -> tuple[int, int]:
     """Count all that is allocated and released from the first step on."""
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        for _ in range(NUM_STEPS - 1):
-            step()
-        with record_function(MARK):
-            step()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    begin = next(event["ts"] for event in events if event.get("name") == MARK)
-    changes = [(event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]"]
-    peak = alive = 0
-    for moment, num_bytes in sorted(changes, key=itemgetter(0)):
-        alive += num_bytes
-        if moment >= begin:
-            peak = max(peak, alive)
-    return peak, alive
+    found = allocations_of(lambda: run_steps(step))
+    return found.peak_bytes_in(MARK), found.rest_bytes
+
+
+def run_steps(step: Callable[[], object]) -> None:
+    """Run some steps, the last one in a range."""
+    for _ in range(NUM_STEPS - 1):
+        step()
+    with record_function(MARK):
+        step()
 
 
 def cells_of(row: Row) -> list[str]:
@@ -184,14 +249,22 @@ def cells_of(row: Row) -> list[str]:
 
 
 def predicted_cells(row: PredictedRow) -> list[str]:
-    peaks = [" ".join(f"{each / MIB:.1f}" for each in peaks) for peaks in (row.measured_bytes, row.predicted_bytes)]
+    columns = (row.measured_bytes, row.allocated_bytes, row.peak_bytes, row.predicted_bytes)
+    peaks = [" ".join(f"{each / MIB:.1f}" for each in peaks) for peaks in columns]
     return [row.schedule, *peaks, f"{row.error:+.1%}", "" if abs(row.error) <= PREDICTED_BUDGET else "MISSED"]
+
+
+def held_cells(row: HeldRow) -> list[str]:
+    sizes = [f"{num_bytes / MIB:.3f}" for num_bytes in (row.measured_bytes, row.predicted_bytes)]
+    ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
+    return [row.weights, *sizes, ratio, "" if row.is_within_budget else "MISSED"]
 
 
 def main() -> int:
     """Print one line per schedule; return 1 when a budget is missed."""
     parser = bench_parser(__doc__)
     parser.add_argument("--predicted", action="store_true", help="compare predicted peaks with measured ones")
+    parser.add_argument("--held", action="store_true", help="compare what is held between I and W, rung by rung")
     parser.add_argument("--families", type=comma_separated)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int)
@@ -206,10 +279,12 @@ def main() -> int:
         work = predict if arguments.predicted else measure
         give_rows(arguments.rows, work(families, microbatches, arguments.blocks))
         return 0
+    os.environ["KINETO_LOG_LEVEL"] = QUIET
+    if arguments.held:
+        return show_held(arguments.output)
     print(f"torch {torch.__version__}; MiB; {microbatches} microbatches, {arguments.blocks} blocks a stage\n")
     words = ["--families", ",".join(families), "--microbatches", str(microbatches), "--blocks", str(arguments.blocks)]
     words += ["--predicted"] * arguments.predicted
-    os.environ["KINETO_LOG_LEVEL"] = QUIET
     found = rows_of_ranks(__file__, words, num_ranks=arguments.ranks)
     return show_predicted(found, arguments.output) if arguments.predicted else show(found, arguments.output)
 
@@ -220,6 +295,18 @@ def show_predicted(found: Sequence[dict[str, Any]], output: str | None) -> int:
         table.print(predicted_cells(row))
     write_rows(output, [asdict(row) | {"error": row.error} for row in rows])
     return int(any(abs(row.error) > PREDICTED_BUDGET for row in rows))
+
+
+def show_held(output: str | None) -> int:
+    warnings.simplefilter("ignore", PenstockWarning)  # some weights are meant not to wait
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}; MiB; {NUM_HELD} microbatches of [{ROWS}, {WIDTH}]\n")
+    table, rows = Table(HELD_COLUMNS), list[HeldRow]()
+    for row in held():
+        table.print(held_cells(row))
+        rows.append(row)
+    write_rows(output, [asdict(row) | {"ratio": row.ratio} for row in rows])
+    return int(not all(row.is_within_budget for row in rows))
 
 
 def show(found: Sequence[dict[str, Any]], output: str | None) -> int:

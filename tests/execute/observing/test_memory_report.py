@@ -141,15 +141,16 @@ def test_after_the_first_part_of_a_backward_only_what_weights_need_is_held():
 
 @pytest.mark.parametrize("kind", [Fused, Closing, Building])
 def test_what_layers_leave_for_later_by_themselves_is_held_too(kind):
-    """Like the products; their curves save an output more, so the peak has one activation and one that waits for W."""
+    """Like the products. At the peak one or both of two microbatches wait for W: a message may be under way or not."""
     rows, width = 64, 256
     inputs, target = (values(seed, 8 * rows, width) for seed in (1, 2))
     task = Task(lambda: [settle(kind(width=width), seed) for seed in (0, 1)], (inputs,), target)
 
     report, _ = report_of(build("zb-h1", ranks=2, microbatches=8), task, keeps_gradients=True)[0]
 
-    last = report.ranks[1].stages[0]
-    assert (last.num_activations, last.context_bytes) == (2, 2 * FLOAT * rows * width)
+    last, one = report.ranks[1].stages[0], 2 * FLOAT * rows * width
+    assert last.num_activations == 2
+    assert last.context_bytes in (one, 2 * one)
 
 
 class Shift(nn.Module):
