@@ -58,14 +58,10 @@ def require_schedule(schedule: Any) -> None:
     Raises:
         ConfigError: it is something else.
     """
-    if isinstance(schedule, str | Path | Schedule | Program):
-        return
-    advice = ""
-    if callable(schedule):
-        advice = ". penstock.build(function, ranks=..., microbatches=...) makes a schedule of a function"
-    raise ConfigError(
-        f"{described(schedule)}; expected a name, a Schedule, a Program, or the path of a file{advice}", key="schedule"
-    )
+    is_right = isinstance(schedule, str | Path | Schedule | Program)
+    advice = ". penstock.build(function, ranks=..., microbatches=...) makes a schedule of a function"
+    expected = f"a name, a Schedule, a Program, or the path of a file{advice if callable(schedule) else ''}"
+    require("schedule", schedule, is_right, expected)
 
 
 def require_split(split: Any) -> None:

@@ -6,7 +6,7 @@ run whole, exactly as torch's backends of these names.
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -56,21 +56,13 @@ def penstock(
     if not all(map(_has_inductor, devices)):
         return aot_eager(graph, inputs)
     settings = {**(options_of_mode(mode) if mode else {}), **(options or {})}
-    return compile_inductor(graph, inputs, _inductor_compiler(settings), settings)
+    return compile_inductor(graph, inputs, _splitting(partial(compile_kernels, options=settings)), settings)
 
 
 def aot_eager(graph: fx.GraphModule, inputs: Sequence[Any], **others: Any) -> Any:
     """Compile a graph as "aot_eager" does."""
-    is_tensor: list[bool] = []
-
-    def forward(module: fx.GraphModule, examples: Sequence[Any]) -> Run:
-        is_tensor[:] = [isinstance(each, Tensor) for each in examples]
-        return _interpreted(module, examples)
-
-    def backward(module: fx.GraphModule, examples: Sequence[Any]) -> Run:
-        return BlockBackward(module, examples, is_tensor, _interpreted, _interpreted).function()
-
-    return compile_aot_eager(graph, inputs, forward, backward)
+    compile_one = _splitting(_interpreted)
+    return compile_aot_eager(graph, inputs, compile_one, partial(compile_one, is_backward=True))
 
 
 _BACKENDS: Mapping[bool | str, Backend] = {
@@ -81,19 +73,15 @@ _BACKENDS: Mapping[bool | str, Backend] = {
 }
 
 
-def _inductor_compiler(settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return what compiles the forward of one graph, then its backward."""
+def _splitting(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what compiles the forward of one graph, then its backward so that it can be run in two parts."""
     is_tensor: list[bool] = []
 
     def compile_one(module: fx.GraphModule, examples: Sequence[Any], **arguments: Any) -> Any:
-        def whole(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
-            return compile_kernels(module, examples, settings, **arguments)
-
-        def half(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
-            # Which inputs never move is said by their place in the whole graph.
-            return compile_kernels(module, examples, settings, **arguments | {"static_input_idxs": ()})
-
+        whole = partial(compile_graph, **arguments)
         if arguments.get("is_backward"):
+            # Which inputs never move is said by their place in the whole graph.
+            half = partial(compile_graph, **arguments | {"static_input_idxs": ()})
             return BlockBackward(module, examples, is_tensor, whole, half).function()
         is_tensor[:] = [isinstance(each, Tensor) for each in examples]
         return whole(module, examples)
@@ -101,7 +89,7 @@ def _inductor_compiler(settings: Mapping[str, Any]) -> Callable[..., Any]:
     return compile_one
 
 
-def _interpreted(module: fx.GraphModule, examples: Sequence[Any]) -> Run:
+def _interpreted(module: fx.GraphModule, examples: Sequence[Any], **others: Any) -> Run:
     def run(arguments: list[Any]) -> Any:
         return fx.Interpreter(module).boxed_run(arguments)
 
