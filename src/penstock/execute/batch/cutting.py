@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import BatchSpec, Microbatch, PreSplit, Replicate, Split
 from penstock.execute.values.layouts import leaf_text
-from penstock.execute.values.tree import flatten
+from penstock.execute.values.tree import flatten, tensors_of
 
 _MAX_SHOWN_DIVISORS = 10
 _Mark = Split | Replicate | None
@@ -195,7 +195,7 @@ def _given_sizes(leaf: _Leaf, num_microbatches: int) -> tuple[int, ...]:
         )
     if leaf.dim is None:
         return ()
-    firsts = [next((x for x in flatten(part)[0] if isinstance(x, Tensor) and x.dim()), None) for part in parts]
+    firsts = [next((tensor for tensor in tensors_of(part) if tensor.dim()), None) for part in parts]
     rows = [
         first.shape[_checked_dim(f"{leaf.place}.parts[{index}]", first, leaf.dim, _SAMPLES)]
         for index, first in enumerate(firsts)

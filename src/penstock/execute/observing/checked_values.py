@@ -25,7 +25,7 @@ from penstock.errors import PipelineError
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Bound, Step
-from penstock.execute.values.tree import flatten
+from penstock.execute.values.tree import tensors_of
 from penstock.ir.deps import NONE
 from penstock.ir.instruction import Instruction
 from penstock.ir.operations import IS_COMPUTE, RUNS_AUTOGRAD, RUNS_FORWARD, Op
@@ -124,7 +124,7 @@ class ValueChecks(Observer):
         if action is None:
             return
         backward = self._here.backward
-        for tensor in _tensors(inputs):
+        for tensor in tensors_of(inputs):
             if is_first:
                 self._check(tensor, action, f"an input of layer {name!r}, the stage's first,")
             if backward and tensor.requires_grad and torch.is_grad_enabled():
@@ -140,7 +140,7 @@ class ValueChecks(Observer):
     def _look_at_output(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
         action = self._action()
         if action is not None:
-            for tensor in _tensors(outputs):
+            for tensor in tensors_of(outputs):
                 self._check(tensor, action, f"the output of layer {name!r}")
 
     def _action(self) -> str | None:
@@ -200,7 +200,3 @@ def _stored_values(tensor: Tensor) -> Tensor:
     if tensor.layout in _COMPRESSED:
         return tensor.values()
     return tensor.float() if tensor.element_size() == 1 else tensor
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]

@@ -19,7 +19,7 @@ from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.undocumented import is_function, repeats
 from penstock.execute.values.tensors import local_part
-from penstock.execute.values.tree import flatten
+from penstock.execute.values.tree import tensors_of
 
 ACTIVATION, CONTEXT, CHECKPOINT, MESSAGE = (
     "activation_bytes", "weight_context_bytes", "checkpoint_bytes", "message_bytes",
@@ -215,7 +215,7 @@ def _attributes_behind(outputs: Any, walked: set[Node]) -> Iterator[Tensor]:
 
 def storages(tree: Any) -> dict[int, int]:
     """Return the bytes of each storage, by its address, that holds a tensor of a tree."""
-    found = (local_part(leaf).untyped_storage() for leaf in flatten(tree)[0] if isinstance(leaf, Tensor))
+    found = (local_part(tensor).untyped_storage() for tensor in tensors_of(tree))
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
 
 
@@ -253,4 +253,4 @@ def gradients_of(parameter: nn.Parameter) -> list[Tensor]:
 
 
 def _bytes_of(tree: Any) -> int:
-    return sum(local_part(leaf).nbytes for leaf in flatten(tree)[0] if isinstance(leaf, Tensor))
+    return sum(local_part(tensor).nbytes for tensor in tensors_of(tree))

@@ -26,7 +26,7 @@ from penstock.execute.stages.first_gradients import FirstGradients
 from penstock.execute.stages.keywords import run_layers
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Step
-from penstock.execute.values.tree import detached, flatten, needing_gradient
+from penstock.execute.values.tree import detached, needing_gradient, tensors_of
 
 Inputs = tuple[Any, ...]
 Keywords = Mapping[str, Any]
@@ -124,7 +124,7 @@ class StagePasses:
         """Return what leaves the stage, and what the backward will leave for later."""
         stage, deferred, before_layer = self.stage, None, None
         if self.options.is_split:
-            tensors = [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
+            tensors = tensors_of(inputs)
             deferred = stage.split_plan.start(sum([tensor.numel() for tensor in tensors]))
         if deferred is None and not parts:
             return run_layers(stage, inputs, keywords), None

@@ -141,9 +141,14 @@ def as_graph_leaves(value: Any) -> Any:
     )
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of a tree, in order."""
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
 def needing_gradient(value: Any) -> list[Tensor]:
     """Return the tensors of a tree that need a gradient, in order."""
-    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [tensor for tensor in tensors_of(value) if tensor.requires_grad]
 
 
 def _collect(value: Any, leaves: list[Any]) -> TreeSpec:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.errors import PipelineError
 from penstock.execute.undocumented import version_of
-from penstock.execute.values.tree import as_graph_leaves, flatten
+from penstock.execute.values.tree import as_graph_leaves, tensors_of
 
 
 @dataclass(slots=True, eq=False)
@@ -51,4 +51,4 @@ class VersionGuard:
 def _versions(value: Any) -> list[int]:
     if isinstance(value, Tensor):  # most outputs; this runs for every message
         return [version_of(value)]
-    return [version_of(leaf) for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+    return [version_of(tensor) for tensor in tensors_of(value)]
