@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -151,14 +151,8 @@ class StepRecording(Observer):
             "start_s": recorder.start_s.tolist(),
             "end_s": recorder.end_s.tolist(),
             "output_bytes": {str(stage): num_bytes for stage, num_bytes in self._output_bytes().items()},
-            "early_weights": {
-                str(stage): [found.share, list(found.names), dict(found.rungs)]
-                for stage, found in self._early_weights().items()
-            },
-            "data_waits": [
-                [wait.microbatch, wait.begin_s, wait.end_s]
-                for wait in (() if step.prefetcher is None else step.prefetcher.waits)
-            ],
+            "early_weights": {str(stage): astuple(found) for stage, found in self._early_weights().items()},
+            "data_waits": [astuple(wait) for wait in (() if step.prefetcher is None else step.prefetcher.waits)],
         }
         everyone = cast(list[dict[str, Any]], Control(self._transport).all_gather_object(own))
         if all(row["is_complete"] for row in everyone):
@@ -180,8 +174,8 @@ class StepRecording(Observer):
             clock_uncertainty_s=alignment.uncertainty_s,
             data_waits=tuple(
                 DataWait(rank, microbatch, *(alignment.to_common(rank, np.array(times_s)) - origin_s).tolist())
-                for rank, row in enumerate(everyone)
-                for microbatch, *times_s in row["data_waits"]
+                for row in everyone
+                for rank, microbatch, *times_s in row["data_waits"]
             ),
         )
         bytes_of_stage = {stage: num_bytes for row in everyone for stage, num_bytes in row["output_bytes"].items()}
