@@ -201,15 +201,14 @@ def _unwrapped(saved: Any) -> Tensor:
 
 def _attributes_behind(outputs: Any, walked: set[Node]) -> Iterator[Tensor]:
     """Return the tensors that custom functions behind some outputs have as attributes; `walked` nodes are done."""
-    leaves = [leaf for leaf in flatten(outputs)[0] if isinstance(leaf, Tensor)]
-    waiting: list[Node | None] = [leaf.grad_fn for leaf in leaves]
+    waiting: list[Node | None] = [tensor.grad_fn for tensor in tensors_of(outputs)]
     while waiting:
         node = waiting.pop()
         if node is None or node in walked:
             continue
         walked.add(node)
         if is_function(node):
-            yield from [each for each in flatten([*vars(node).values()])[0] if isinstance(each, Tensor)]
+            yield from tensors_of([*vars(node).values()])
         waiting += [following for following, _ in node.next_functions]
 
 
