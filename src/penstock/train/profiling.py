@@ -161,7 +161,7 @@ def _measure_memory(pipeline: Pipeline, batch: Batch, *, split_backwards: bool =
 
 def _layer_bytes(pipeline: Pipeline, batch: Batch, report: MemoryReport, optimizer: OptimizerSection) -> dict[str, Any]:
     """What was measured of each layer, with the contexts of split backwards and the state of an optimizer."""
-    # Only from the second such step on do products whose activations are watched leave their weights for later.
+    # Only from the second such step on do custom functions and layers that run again leave their weights for later.
     split = [_measure_memory(pipeline, batch, split_backwards=_runs_wholes(pipeline)) for _ in range(2)][-1]
     has_main_weights = pipeline.options.main_gradients
     found = state_bytes(pipeline.stages, optimizer, has_main_weights=has_main_weights)
