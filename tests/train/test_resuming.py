@@ -206,6 +206,20 @@ def test_a_tokenizer_file_that_does_not_match_the_checkpoint_is_refused_by_train
 
 
 @pytest.mark.slow
+def test_weights_of_a_run_with_another_tokenizer_file_are_taken_with_a_note(here):
+    words = sorted(set(TEXT.replace(".", " .").split()))
+    how = {"data": {"files": [str(here / "text.txt")], "tokenizer": str(here / "words.json")}, "run": {"steps": 1}}
+    save_tokenizer(here / "words.json", words)
+    run(here, **how)
+    how |= {"checkpoint": {"load": str(here / "run")}}
+    note = f"note: they were trained with another tokenizer file than {here}/words.json"
+
+    assert note not in run(here, start=Start.FRESH, **how)
+    save_tokenizer(here / "words.json", words[::-1])
+    assert note in run(here, start=Start.FRESH, **how)
+
+
+@pytest.mark.slow
 def test_a_run_without_a_digest_of_its_tokenizer_continues_with_that_tokenizer_only(here):
     """As folders from before there were digests."""
     words = sorted(set(TEXT.replace(".", " .").split()))

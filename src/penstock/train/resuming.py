@@ -16,14 +16,14 @@ from penstock.checkpoints.loading import load_newest
 from penstock.checkpoints.pretrained import load_weights
 from penstock.checkpoints.weight_files import require_saveable
 from penstock.checkpoints.writer import CheckpointWriter
-from penstock.errors import CheckpointError, NotSaved
+from penstock.errors import CheckpointError, NotSaved, PenstockError
 from penstock.files import naming_storage
 from penstock.pipeline import Pipeline
 from penstock.show.text import format_bytes
 from penstock.train.data.batches import Dataset
-from penstock.train.folder.run_folder import RunFolder
+from penstock.train.folder.run_folder import CONFIG, RunFolder
 from penstock.train.optimizing.early_stop import EarlyStop
-from penstock.train.settings.config import RunConfig
+from penstock.train.settings.config import RunConfig, load_config
 from penstock.train.step import Trainer
 from penstock.train.stopping import StopRequest
 from penstock.train.together import failing_together, working_together
@@ -48,6 +48,20 @@ def begin_with_weights(config: RunConfig, folder: RunFolder, pipeline: Pipeline,
         found = load_weights(Path(config.checkpoint.load), pipeline)
         if pipeline.rank == 0:
             output.write(f"the weights are those of {found}\n")
+            if _has_other_tokenizer(Path(config.checkpoint.load), config):
+                output.write(
+                    f"note: they were trained with another tokenizer file than {config.data.tokenizer}; a token may "
+                    "stand for other text than before\n"
+                )
+
+
+def _has_other_tokenizer(path: Path, config: RunConfig) -> bool:
+    """Whether a path is the folder of a run that had another one; other weights say nothing of a tokenizer."""
+    try:
+        before = load_config(path / CONFIG).data.tokenizer_digest
+    except PenstockError:
+        return False
+    return before not in ("", config.data.tokenizer_digest)
 
 
 class RunCheckpoints:

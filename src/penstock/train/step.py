@@ -115,13 +115,21 @@ class Trainer:
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         if not is_finite:
             self._require_tolerable(loss, norm, number, rate, batches)
-        if is_finite and not skip_update:
+        is_updated = is_finite and not skip_update
+        if is_updated:
             self.update.apply(rate)
         else:
             self.update.skip(is_overflow=not is_finite)
-        is_updated, wait_s = is_finite and not skip_update, losses.data_wait_s
-        whole_norm = None if skip_update else norm
-        return StepOutcome(loss, whole_norm, rate, recorded, losses.named_means, is_updated, scale, wait_s)
+        return StepOutcome(
+            loss=loss,
+            gradient_norm=None if skip_update else norm,
+            learning_rate=rate,
+            recorded=recorded,
+            named_losses=losses.named_means,
+            is_updated=is_updated,
+            loss_scale=scale,
+            data_wait_s=losses.data_wait_s,
+        )
 
     def evaluate(
         self, batches: Sequence[Batch | tuple[Tensor, Tensor]], weights: Sequence[float] | None = None
