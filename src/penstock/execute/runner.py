@@ -12,7 +12,7 @@ import torch
 from penstock.errors import StepRefused
 from penstock.execute.batch.admission import Admission, Batch, Call, InputNeeds
 from penstock.execute.compile.context import CompileContext
-from penstock.execute.compile.features import StageSettings, compose_stages
+from penstock.execute.compile.features import compose_stages
 from penstock.execute.compile.program import CompiledProgram, compile_program
 from penstock.execute.compile.rows import RankRows
 from penstock.execute.control.agreement import Extra, Mode
@@ -42,6 +42,7 @@ from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.auxiliary import Auxiliary
 from penstock.execute.stages.feature import modules_with
 from penstock.execute.stages.main_gradients import ATTRIBUTE
+from penstock.execute.stages.randomness import Randomness, default_generators
 from penstock.execute.step import Change, Step
 from penstock.execute.transport.messages import Messenger
 from penstock.execute.transport.protocol import Transport
@@ -163,13 +164,13 @@ class Runner:
         if key not in self._compiled:
             program, rank, options = self._program_of(*key), self._transport.rank, self._options
             patience_s = COMPILE_DEADLINE_S if self._compilations.has_compiled_layers else options.deadline_s
-            settings = StageSettings(self._assembly.skips, self._device, options.seed, patience_s)
+            randomness = Randomness(options.seed, default_generators(self._device), patience_s)
             hooks = self._gradients.hooks(program, self._messenger, self._message_transport)
             context = CompileContext(
                 program,
                 rank,
                 RankRows.of(program, rank),
-                compose_stages(program, rank, self._assembly.stages, settings),
+                compose_stages(program, rank, self._assembly.stages, self._assembly.skips, randomness),
                 self._messenger,
                 hooks,
                 self._failures.board.row_of,

@@ -5,19 +5,17 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.execute.compile.features import StageSettings, compose_stages
+from penstock.execute.compile.features import compose_stages
 from penstock.execute.stages.auxiliary import AddedLossPart
 from penstock.execute.stages.carried import CarryPart
 from penstock.execute.stages.passes import StagePasses
-from penstock.execute.stages.randomness import RandomPart
+from penstock.execute.stages.randomness import Randomness, RandomPart
 from penstock.execute.stages.skips import SkipPart, StageSkips
 from penstock.execute.stages.stage import Stage
 from penstock.lowering import lower
 from penstock.models import AuxiliaryLoss, Carry
 from penstock.schedules import build
 from tests.one_stage import PLACE, step_of
-
-SETTINGS = StageSettings({}, torch.device("cpu"))
 
 
 class Everything(nn.Module):
@@ -26,8 +24,9 @@ class Everything(nn.Module):
         self.carry, self.loss = Carry(), AuxiliaryLoss("a")
 
 
-def composed(schedule, settings=SETTINGS, layer=None):
-    return compose_stages(lower(schedule), 1, [Stage(1, {"0": layer or nn.Linear(2, 2)})], settings)
+def composed(schedule, layer=None, *, skips=None, seed=None):
+    stage = Stage(1, {"0": layer or nn.Linear(2, 2)})
+    return compose_stages(lower(schedule), 1, [stage], skips or {}, Randomness(seed, [torch.default_generator]))
 
 
 def kinds(passes):
@@ -43,9 +42,9 @@ def test_a_plain_stage_has_no_features():
 
 def test_features_come_in_the_order_of_autograds_roots():
     layer = Everything()
-    settings = StageSettings({1: StageSkips([layer], ["x"], ["x"])}, torch.device("cpu"), seed=3)
+    skips = {1: StageSkips([layer], ["x"], ["x"])}
 
-    passes = composed(build("seq1f1b", ranks=2, microbatches=2, slices=2), settings, layer)
+    passes = composed(build("seq1f1b", ranks=2, microbatches=2, slices=2), layer, skips=skips, seed=3)
 
     assert kinds(passes) == [AddedLossPart, CarryPart, SkipPart, RandomPart]
 
@@ -58,7 +57,7 @@ def test_nothing_is_carried_where_sequences_are_whole():
 def test_forwards_that_run_again_draw_again(seed):
     schedule = ps.with_recompute(build("1f1b", ranks=2, microbatches=2), stages=[1])
 
-    passes = composed(schedule, StageSettings({}, torch.device("cpu"), seed))
+    passes = composed(schedule, seed=seed)
 
     assert kinds(passes) == [RandomPart]
 

@@ -1,18 +1,16 @@
 """Which features the stages of a program have, and so how they run."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
 
 from penstock.execute.batch.microbatch import Place
 from penstock.execute.stages.auxiliary import AddedLossPart, Auxiliary
 from penstock.execute.stages.carried import Carrying, begin_slice
 from penstock.execute.stages.feature import StageFeature, modules_with
 from penstock.execute.stages.passes import PassOptions, StagePasses
-from penstock.execute.stages.randomness import Randomness, RandomPart, default_generators
+from penstock.execute.stages.randomness import Randomness, RandomPart
 from penstock.execute.stages.recompute import RecomputedPasses
 from penstock.execute.stages.skips import SkipPart, StageSkips
 from penstock.execute.stages.stage import Stage
@@ -21,22 +19,10 @@ from penstock.ir.operations import Op
 from penstock.ir.program import Program
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StageSettings:
-    """What decides, beside the program, how the stages of a rank run."""
-
-    skips: Mapping[int, StageSkips]
-    """By stage, where skips concern it."""
-    device: torch.device
-    seed: int | None = None
-    patience_s: float = 60.0
-    """How long a rank may wait for other ranks of its process that draw random numbers."""
-
-
 def compose_stages(
-    program: Program, rank: int, stages: Sequence[Stage], settings: StageSettings
+    program: Program, rank: int, stages: Sequence[Stage], skips: Mapping[int, StageSkips], randomness: Randomness
 ) -> dict[int, StagePasses]:
-    """Return how the stages of a rank run in a program."""
+    """Return how the stages of a rank run in a program; `skips` are by stage, where any concern it."""
     rows = slice(*program.offsets[rank : rank + 2])
     split = frozenset(program.stage[rows][program.op[rows] == Op.BACKWARD_INPUT].tolist())
     again = _recomputed_places(program, rows)
@@ -50,7 +36,7 @@ def compose_stages(
             is_training=not program.is_forward_only,
             is_split=index in split,
         )
-        features = list(_features(program, stage, settings))
+        features = list(_features(program, stage, skips.get(index), randomness))
         if index in again:
             passes[index] = RecomputedPasses(stage, options, features, again[index])
         else:
@@ -67,16 +53,16 @@ def _recomputed_places(program: Program, rows: slice) -> dict[int, set[Place]]:
     return found
 
 
-def _features(program: Program, stage: Stage, settings: StageSettings) -> Iterator[StageFeature]:
+def _features(
+    program: Program, stage: Stage, skips: StageSkips | None, randomness: Randomness
+) -> Iterator[StageFeature]:
     """The features of a stage, outermost first: their order is that of autograd's roots."""
     if adding := modules_with(stage.modules, Auxiliary):
         yield lambda step, place: AddedLossPart(adding, step.losses, place)
     carrying = modules_with(stage.modules, Carrying) if program.num_slices > 1 else []
     if carrying:
         yield partial(begin_slice, stage.index, carrying, program.num_slices)
-    if skips := settings.skips.get(stage.index):
+    if skips is not None:
         yield lambda step, place: SkipPart(skips)
-    is_replayed = settings.seed is None and Op.RECOMPUTE in program.ops
-    if not program.is_forward_only and (settings.seed is not None or is_replayed):
-        randomness = Randomness(settings.seed, default_generators(settings.device), settings.patience_s)
+    if not program.is_forward_only and (randomness.seed is not None or Op.RECOMPUTE in program.ops):
         yield lambda step, place: RandomPart(randomness, step.number, place)
