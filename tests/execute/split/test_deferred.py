@@ -46,6 +46,17 @@ def test_what_shares_a_parameter_with_two_others_joins_them():
     assert seen == [2.0, 2.0]
 
 
+def test_what_comes_after_two_groups_have_joined_joins_them_too():
+    first, second, third = parameters(400_000, 400_000, 400_000)
+    seen = []
+    for parameter in (first, second, third):
+        parameter.register_hook(lambda gradient: seen.append(gradient[0].item()))
+
+    add_weight_gradients([Late(first), Late(second, third), Late(first, second), Late(third)])
+
+    assert seen == [2.0, 2.0, 2.0]
+
+
 @pytest.mark.parametrize(
     ("size", "expected"), [(3, ["finished"] * 2 + ["added"] * 2), (400_000, ["finished", "added"] * 2)]
 )
