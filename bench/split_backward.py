@@ -279,7 +279,8 @@ def show_border(device: torch.device) -> None:
     print(f"{'multiplications':<24}{'all':>8}")
     for num_rows, width in itertools.product((64, 256), (32, 64, 96, 128, 192, 256)):
         layer = nn.Sequential(*(nn.Linear(width, width) for _ in range(NUM_CHAINED))).to(device)
-        stage = Stage(0, {"0": layer}, split_plan=SplitPlan([layer], small=0))
+        stage = Stage(0, {"0": layer})
+        stage.split_plan = SplitPlan([layer], small=0)
         inputs = torch.randn(num_rows, width, device=device)
         case, row = Case(stage, inputs, torch.randn_like(inputs)), Row("")
         for number in range(-NUM_WARM_UP_ROUNDS, 3 * NUM_ROUNDS):

@@ -73,9 +73,9 @@ def is_reentrant_checkpoint(kind: str) -> bool:
     return kind == _REENTRANT_CHECKPOINT
 
 
-def leaf_of(node: Node) -> Tensor:
+def leaf_of(node: Any) -> Tensor:
     """Return the leaf that a node of kind LEAF adds gradients to."""
-    variable: Tensor = cast(Any, node).variable
+    variable: Tensor = node.variable
     return variable
 
 

@@ -40,7 +40,7 @@ _MULTIPLICATIONS_PER_ELEMENT = 32
 
 def has_constants(node: Node) -> bool:
     """Whether a tensor without gradient comes to a node, such as data, or a number."""
-    return any(following is None for following, _ in node.next_functions)
+    return None in [following for following, _ in node.next_functions]
 
 
 def may_make_weights(node: Node) -> bool:
