@@ -33,20 +33,16 @@ class Rung(StrEnum):
 
 
 class Deferred(Protocol):
-    """The weight gradients of one node of a graph, such as a product, between I and W.
+    """Weight gradients of a graph between I and W.
 
-    It holds the node until I has run, then what W needs, and nothing afterwards.
+    They hold a node until I has run, then what W needs, and nothing afterwards.
     """
 
     node: Any
-    places: Sequence[int]
-    """Which of the node's next functions are those of weights that need a gradient."""
     roots: Sequence[GradientEdge]
-    """Where the weight gradients enter the graph that leads to the parameters: the next functions at `places`."""
+    """Where the weight gradients enter the graph that leads to the parameters."""
     parameters: Sequence[Tensor]
-    """What the weights are made of, often themselves; set by the search."""
-    is_hooked: bool
-    """Whether what W needs is kept by others, such as checkpointing: then it can be asked for only once."""
+    """What the weights are made of, often themselves."""
     rung: Rung
 
     @property
@@ -59,6 +55,29 @@ class Deferred(Protocol):
         """The tensors that are held between I and W, parameters apart."""
         ...
 
+    def take(self, gradients: Sequence[Tensor | None]) -> None:
+        """Keep what W needs, with the gradients that have come to the node, or were handed over."""
+        ...
+
+    def release(self) -> None:
+        """Forget the node; called once I has run."""
+        ...
+
+    def finish(self) -> Sequence[Tensor | None]:
+        """Compute the gradients, one per root, None where none came, and release everything."""
+        ...
+
+
+class DeferredNode(Deferred, Protocol):
+    """Those of one node that I runs or ends at, such as a product."""
+
+    places: Sequence[int]
+    """Which of the node's next functions are those of weights that need a gradient; the roots are these."""
+    parameters: Sequence[Tensor]
+    """Set by the search."""
+    is_hooked: bool
+    """Whether what W needs is kept by others, such as checkpointing: then it can be asked for only once."""
+
     def end(self) -> GradientEdge | None:
         """Return where the output's gradient arrives, if the weights are all that the node leads to."""
         ...
@@ -70,20 +89,8 @@ class Deferred(Protocol):
         """
         ...
 
-    def watch(self, found: "list[Deferred]") -> None:
+    def watch(self, found: list[Deferred]) -> None:
         """Have the backward that comes through the node keep what W needs (`take`), and add this to a list then."""
-        ...
-
-    def take(self, gradients: Sequence[Tensor | None]) -> None:
-        """Keep what W needs, with the gradients that have come to the node, or were handed over."""
-        ...
-
-    def release(self) -> None:
-        """Forget the node; called once I has run."""
-        ...
-
-    def finish(self) -> Sequence[Tensor | None]:
-        """Compute the gradients, one per root, None where none came, and release everything."""
         ...
 
 

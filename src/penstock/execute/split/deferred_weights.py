@@ -124,22 +124,22 @@ class DeferredWeights:
 
     def _run_to_branches(self, survey: Survey, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
         """Run a backward that hands over the gradients at its ends, those of leaves and branches among them."""
-        leaves = [GradientEdge(node, 0) for node in survey.immediate]
-        ends = [(each, end) for each in survey.deferred if (end := each.handover()) is not None]
-        branches = [(branch, edge) for branch in survey.branches for edge in branch.edges()]
-        inputs: list[Any] = [*leaves, *[edge for _, edge in ends], *[edge for _, edge in branches]]
+        ends = [(product, end) for product in survey.deferred if (end := product.handover()) is not None]
+        inputs: list[Any] = [GradientEdge(node, 0) for node in survey.immediate]
+        inputs += [end for _, end in ends]
+        inputs += [edge for branch in survey.branches for edge in branch.edges()]
         every: list[Deferred] = [*survey.deferred, *survey.branches]
         orders = {id(each): order_of(each.node) for each in every}
         found: list[Deferred] = []
-        for each in survey.deferred:
-            each.watch(found)
+        for product in survey.deferred:
+            product.watch(found)
         try:
             captured = iter(torch.autograd.grad(edges, inputs, gradients, allow_unused=True))
             _accumulate([(leaf, node, next(captured)) for node, leaf in survey.immediate.items()])
-            for each, _ in ends:
+            for product, _ in ends:
                 if (gradient := next(captured)) is not None:
-                    each.take([gradient])
-                    found.append(each)
+                    product.take([gradient])
+                    found.append(product)
             for branch in survey.branches:
                 arrived = [next(captured) for _ in branch.outputs]
                 if any(gradient is not None for gradient in arrived):

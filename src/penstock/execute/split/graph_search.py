@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from penstock.execute.split.compiled_block import read_compiled_block
 from penstock.execute.split.custom_function import CustomFunction
-from penstock.execute.split.deferred import Deferred, Rung
+from penstock.execute.split.deferred import Deferred, DeferredNode, Rung
 from penstock.execute.split.products import NODES
 from penstock.execute.split.weight_branch import WeightBranch
 from penstock.execute.split.weight_grad_mode import SPLIT_PRODUCT, read_split_product
@@ -41,7 +41,7 @@ from penstock.execute.undocumented import (
 )
 from penstock.execute.undocumented_compiler import COMPILED
 
-_READERS: dict[str, Callable[[Node], Deferred | None]] = NODES | {
+_READERS: dict[str, Callable[[Node], DeferredNode | None]] = NODES | {
     SPLIT_PRODUCT: read_split_product,
     COMPILED: read_compiled_block,
 }
@@ -59,7 +59,7 @@ Edge = tuple[Node | None, int]
 class Survey:
     """What a graph consists of, as far as splitting its backward goes."""
 
-    deferred: list[Deferred] = field(default_factory=list)
+    deferred: list[DeferredNode] = field(default_factory=list)
     """The nodes whose weight gradients are deferred, entries of branches apart."""
     branches: list[WeightBranch] = field(default_factory=list)
     """Those that are deferred."""
@@ -161,7 +161,7 @@ class _Search:
                 else:
                     self.walk([(root.node, root.output_nr) for root in each.roots])
 
-    def _read_function(self, node: Node, kind: str) -> Deferred | None:
+    def _read_function(self, node: Node, kind: str) -> DeferredNode | None:
         self.survey.is_opaque |= is_reentrant_checkpoint(kind)
         function = function_of(node)
         self.survey.functions.add(function)
@@ -172,7 +172,7 @@ class _Search:
         places = [place for place, each in needed if find_parameters([each], self._not_weights) is not None]
         return CustomFunction(node, places) if 0 < len(places) < len(needed) else None
 
-    def _may_defer(self, product: Deferred) -> bool:
+    def _may_defer(self, product: DeferredNode) -> bool:
         found = find_parameters([root.node for root in product.roots], self._not_weights)
         if found is None:
             return False

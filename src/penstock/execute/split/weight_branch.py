@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from penstock.execute.split.deferred import Deferred, Rung, fitted
+from penstock.execute.split.deferred import Rung, fitted
 from penstock.execute.split.wanted import Part, want
 from penstock.execute.undocumented import is_function, metadata_at, num_outputs, run_node, saved_tensors
 
@@ -32,16 +32,12 @@ class WeightBranch:
     rung: Rung = Rung.BRANCH
     outputs: list[int] = field(default_factory=list)
     """Which outputs of the entry others use."""
-    places: Sequence[int] = ()
     roots: Sequence[GradientEdge] = ()
-    is_hooked: bool = False
     gradients: list[Tensor | None] = field(default_factory=list)
     """Those of all outputs of the entry, between I and W."""
 
     def __post_init__(self) -> None:
-        following = self.node.next_functions
-        self.places = [place for place, (node, _) in enumerate(following) if node is not None]
-        self.roots = [GradientEdge(*following[place]) for place in self.places]
+        self.roots = [GradientEdge(node, number) for node, number in self.node.next_functions if node is not None]
 
     @property
     def kept(self) -> list[Tensor]:
@@ -65,15 +61,6 @@ class WeightBranch:
         """Return where the gradients arrive."""
         return [GradientEdge(self.node, number) for number in self.outputs]
 
-    def end(self) -> None:
-        """Return None: its gradients are handed over, at `edges`."""
-
-    def handover(self) -> None:
-        """Return None, likewise."""
-
-    def watch(self, found: list[Deferred]) -> None:
-        """Do nothing: a branch is handed its gradients by `take`."""
-
     def take(self, gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients of `edges`."""
         self.gradients = [None] * num_outputs(self.node)
@@ -92,7 +79,8 @@ class WeightBranch:
         if is_function(node):
             want(node, Part.WEIGHT)
             gradients = [_zeros(node, number) if each is None else each for number, each in enumerate(gradients)]
-        found = run_node(node, gradients, self.places)
+        places = [place for place, (following, _) in enumerate(node.next_functions) if following is not None]
+        found = run_node(node, gradients, places)
         return [fitted(gradient, root) for gradient, root in zip(found, self.roots, strict=True)]
 
 
