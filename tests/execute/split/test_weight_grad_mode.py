@@ -214,3 +214,32 @@ def test_layers_that_run_again_for_a_backward_within_a_forward_are_split_alike(h
     found, expected = split(module, values(1, WIDTH, WIDTH)), other(values(1, WIDTH, WIDTH))
 
     assert torch.equal(found, expected)
+
+
+class Casting(nn.Linear):
+    """Computes in another type than that of its weight."""
+
+    def forward(self, inputs):
+        return nn.functional.linear(inputs.double(), self.weight.double())
+
+
+def test_a_copy_of_a_weight_is_not_kept_for_its_gradient():
+    module, inputs = settle(Casting(WIDTH, WIDTH), 1), hidden()
+    _, expected, _ = gradients(module, inputs, lambda module, leaf: module(leaf))
+
+    (left,) = left_by(split(module, inputs))
+
+    assert sorted(each.numel() for each in left.kept) == [0, inputs.numel(), inputs.numel()]
+    (found,) = left.finish()
+    assert found.dtype == torch.float64
+    assert torch.equal(found.float(), expected)
+
+
+def test_a_kernel_is_kept_for_its_gradient():
+    module, inputs = settle(weight_norm(nn.Conv1d(3, 3, 3)), 1), values(1, 2, 3, 8).requires_grad_()
+    made = module.weight.numel()
+
+    (left,) = left_by(split(module, inputs))
+
+    assert made in [each.numel() for each in left.kept]
+    assert left.finish()[0].shape == (3, 3, 3)

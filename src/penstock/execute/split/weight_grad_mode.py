@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.overrides import TorchFunctionMode
 
 from penstock.execute.split.deferred_product import DeferredProduct, weight_gradients
-from penstock.execute.split.formulas import Formula, Weights
+from penstock.execute.split.formulas import Convolution, Formula, Weights
 from penstock.execute.split.products import FUNCTIONS, CalledProduct, read_call
 from penstock.execute.split.weight_graph import find_parameters
 from penstock.execute.undocumented import arguments_of_backward, kind_of_function, version_of
@@ -219,7 +219,14 @@ def read_split_product(node: Any) -> DeferredProduct | None:
     num_weights = sum([weight is not None for weight in call.weights])
     places = range(len(following) - num_weights, len(following))
     needed = [place for place in places if following[place][0] is not None]
-    return DeferredProduct(node, call.formula, call.weights, needed, _open)
+    return DeferredProduct(node, call.formula, _for_weight_gradients(call), needed, _open)
+
+
+def _for_weight_gradients(call: _Call) -> Weights:
+    """Return the weights for W: of a made one, such as a cast copy, only its type, unless it is a kernel."""
+    if isinstance(call.formula, Convolution):
+        return call.weights
+    return [each if each is None or isinstance(each, nn.Parameter) else each.new_empty(0) for each in call.weights]
 
 
 def _is_split(node: Any) -> bool:
