@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from penstock.execute.split.weight_graph import find_parameters, makes_weights, num_multiplications
 from tests.local_pipelines import WIDTH, values
@@ -66,6 +67,18 @@ def test_behind_a_product_a_function_with_constants_keeps_the_shape_of_its_weigh
 
     assert find_parameters([same.grad_fn], set()) is not None
     assert find_parameters([other.grad_fn], set()) is None
+
+
+@pytest.mark.parametrize("make", [lambda w: w, lambda w: w.t(), lambda w: w.t().t()])
+def test_a_leaf_is_a_weight_if_it_is_a_parameter(make):
+    inputs, w = values(1, WIDTH, WIDTH).requires_grad_(), weight()
+    of_inputs, of_weight = get_gradient_edge(make(inputs)).node, get_gradient_edge(make(w)).node
+
+    parameters, nodes = find_parameters([of_weight], set())
+
+    assert find_parameters([of_inputs], set()) is None
+    assert (len(parameters), parameters[0] is w) == (1, True)
+    assert (nodes[0], nodes[-1]) == (of_weight, get_gradient_edge(w).node)
 
 
 def test_a_search_finds_each_parameter_and_each_node_once():
