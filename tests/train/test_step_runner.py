@@ -8,10 +8,12 @@ import pytest
 from penstock.models import cross_entropy_loss
 from penstock.pipeline import Pipeline
 from penstock.train.data.dataset import TokenDataset, open_dataset
+from penstock.train.folder.run_folder import CONFIG, TIMELINE
 from penstock.train.model_source import build_layers
 from penstock.train.settings.config import config_from_table
 from penstock.train.setup import build_trainer
 from penstock.train.step_runner import StepRunner
+from penstock.train.watching.recorded_step import recorded_step_to_json
 
 STEPS = 6
 
@@ -23,7 +25,7 @@ def text(tmp_path):
     return path
 
 
-def runner_of(text, pipelines, **sections):
+def runner_of(text, pipelines, microbatches=2, **sections):
     table = {
         "run": {"folder": str(text.parent / "run"), "steps": STEPS, "record_step": 0, "evaluate_batches": 0},
         "pipeline": {"ranks": 1, "microbatches": 2},
@@ -33,7 +35,7 @@ def runner_of(text, pipelines, **sections):
     }
     config = config_from_table(table | {name: table.get(name, {}) | given for name, given in sections.items()})
     dataset = open_dataset(config, text.parent / "tokens")
-    pipeline = Pipeline(build_layers(config, dataset.vocabulary), microbatches=2, loss=cross_entropy_loss)
+    pipeline = Pipeline(build_layers(config, dataset.vocabulary), microbatches=microbatches, loss=cross_entropy_loss)
     pipelines.enter_context(closing(pipeline))
     runner = StepRunner(config, dataset, build_trainer(config, pipeline))
     pipelines.enter_context(runner.reading(1))
@@ -118,3 +120,38 @@ def test_steps_are_evaluated_where_it_is_due_and_the_last_always(text, pipelines
     metrics = [runner.run(step) for step in range(1, STEPS + 1)]
 
     assert [each.step for each in metrics if each.held_out_loss is not None] == [4, 6]
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "is_lost", "recorded"),
+    [(2, False, [2]), (4, False, [5]), (2, True, [5])],
+    ids=["the same", "another program", "lost"],
+)
+def test_a_run_that_continues_in_another_way_records_a_step_again(text, pipelines, microbatches, is_lost, recorded):
+    folder = text.parent / "run"
+    folder.mkdir()
+    before = runner_of(text, pipelines, run={"record_step": 2})
+    before.run(1)
+    before.run(2)
+    (folder / CONFIG).touch()
+    (folder / TIMELINE).write_bytes(b"half" if is_lost else recorded_step_to_json(before.recorded))
+
+    runner = runner_of(text, pipelines, microbatches, run={"record_step": 2})
+    runner.continue_recording(4)
+    found = [] if runner.recorded is None else [runner.recorded.step]
+    for step in range(4, STEPS + 1):
+        if runner.run(step).bubble_fraction is not None:
+            found.append(step)
+
+    assert found == recorded
+    assert (runner.recorded.step, runner.recorded.timeline.program.num_microbatches) == (recorded[0], microbatches)
+
+
+@pytest.mark.parametrize(("record_step", "first_step"), [(0, 4), (5, 4)])
+def test_a_run_that_records_nothing_or_has_not_come_to_it_keeps_to_that(text, pipelines, record_step, first_step):
+    runner = runner_of(text, pipelines, run={"record_step": record_step})
+
+    runner.continue_recording(first_step)
+
+    recorded = [step for step in range(first_step, STEPS + 1) if runner.run(step).bubble_fraction is not None]
+    assert recorded == ([record_step] if record_step else [])

@@ -40,7 +40,7 @@ from penstock.train.stopping import StopRequest
 from penstock.train.together import failing_together
 from penstock.train.watching.metrics import MetricsWriter
 from penstock.train.watching.progress import screen_of
-from penstock.train.watching.recorded_step import RecordedStep, recorded_before, recorded_step_to_json
+from penstock.train.watching.recorded_step import RecordedStep, recorded_step_to_json
 from penstock.train.watching.report import Outcome, predict_again, write_report
 from penstock.train.watching.utilization import utilization_of
 
@@ -158,7 +158,7 @@ def _run_steps(
     checkpoints = RunCheckpoints(config, folder, runner.trainer, early_stop, stop, data=dataset, output=output)
     progress = checkpoints.resume()
     first_step = progress.step + 1
-    runner.recorded = recorded_before(folder.path, first_step, config.recorded_step)
+    runner.continue_recording(first_step)
     peak_bytes: Sequence[int] = ()
     _say(output, "first step ...")
     with ExitStack() as stack:
@@ -197,9 +197,8 @@ def _run_steps(
 
 
 def _report(config: RunConfig, result: TrainingResult, folder: RunFolder, output: TextIO, *, duration_s: float) -> None:
-    outcome = Outcome(
-        result.num_steps, duration_s, result.loss, result.held_out_loss, config.recorded_step, result.peak_bytes
-    )
+    recorded_step = 0 if result.recorded is None else result.recorded.step
+    outcome = Outcome(result.num_steps, duration_s, result.loss, result.held_out_loss, recorded_step, result.peak_bytes)
     screen = screen_of(output)
     for line in write_report(folder, outcome, predict_again(result.timeline), screen):
         output.write(f"{screen.wrapped(line)}\n")

@@ -15,7 +15,7 @@ from penstock.train.step import StepOutcome, Trainer, require_finite
 from penstock.train.watching.profiler_window import ProfilerWindow
 from penstock.train.watching.progress import StepMetrics
 from penstock.train.watching.rank_memory import peak_bytes
-from penstock.train.watching.recorded_step import RecordedStep
+from penstock.train.watching.recorded_step import RecordedStep, recorded_before
 from penstock.train.watching.report import predict_again
 
 
@@ -41,7 +41,8 @@ class StepRunner:
         """Read what is evaluated; training batches follow in `reading`."""
         self.trainer = trainer
         self.recorded: RecordedStep | None = None
-        """The step to record, `run.record_step`, once it has run."""
+        """What was measured in the step to record, once it has run."""
+        self._recorded_step = config.recorded_step
         self._config = config
         self._dataset = dataset
         pipeline, folder = trainer.pipeline, Path(config.run.folder)
@@ -51,6 +52,22 @@ class StepRunner:
         self._held_out = dataset.held_out_batches(num_held_out, self._wants) if num_held_out else []
         self._held_out_weights = dataset.held_out_weights(num_held_out) if num_held_out else None
         self._reader: BatchReader | None = None
+
+    def continue_recording(self, first_step: int) -> None:
+        """Keep what the run recorded before `first_step`, unless it ran otherwise then: with other ranks, for example.
+
+        Where that was so, or its timeline is lost, another step is recorded, as if the run began here; a collective.
+        """
+        if not 0 < self._recorded_step < first_step:
+            return
+        pipeline, run = self.trainer.pipeline, self._config.run
+        before = recorded_before(Path(run.folder))
+        now = pipeline.program, tuple(pipeline.layers_of_stage)
+        is_same = before is not None and (before.timeline.program, before.layers_of_stage) == now
+        if pipeline.control.all_gather_object(is_same)[0]:  # rank 0 writes the file
+            self.recorded = before
+        else:
+            self._recorded_step = min(first_step - 1 + run.record_step, run.steps)
 
     @contextmanager
     def reading(self, first_step: int) -> Iterator[None]:
@@ -84,7 +101,7 @@ class StepRunner:
                 skip_update=self._config.run.skip_updates,
             )
             duration_s = time.monotonic() - begin_s
-        if step == self._config.recorded_step:
+        if step == self._recorded_step:
             self.recorded = outcome.recorded
         return StepMetrics(
             step=step,
@@ -105,7 +122,7 @@ class StepRunner:
 
     def _is_recorded(self, step: int) -> bool:
         every = self._config.metrics.bubble_every
-        return step == self._config.recorded_step or (every > 0 and step % every == 0)
+        return step == self._recorded_step or (every > 0 and step % every == 0)
 
     def _predicted_bubble(self, outcome: StepOutcome) -> float | None:
         """Return, on the rank that writes it, what the simulator makes of the costs of a recorded step."""

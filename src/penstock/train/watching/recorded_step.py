@@ -203,10 +203,8 @@ def read_recorded_step(folder: Path) -> RecordedStep:
     return recorded_step_from_json(text, file=str(path))
 
 
-def recorded_before(folder: Path, first_step: int, recorded_step: int) -> RecordedStep | None:
+def recorded_before(folder: Path) -> RecordedStep | None:
     """Return the step that a run recorded before it was interrupted; None where it was lost, or none was."""
-    if not (0 < recorded_step < first_step and (folder / TIMELINE).exists()):
-        return None
     try:
         return read_recorded_step(folder)
     except PenstockError:
