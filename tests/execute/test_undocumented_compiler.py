@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 from torch import fx, nn
+from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ConfigError
 from penstock.execute import undocumented_compiler as undocumented
@@ -119,6 +121,31 @@ def test_a_node_shows_what_its_compiler_has_returned_and_runs_it():
     assert ran == [node]
     assert undocumented.running_node() is None
     assert undocumented.backward_of(torch.ones(1, requires_grad=True).exp().grad_fn) is None
+
+
+class _Looks(TorchDispatchMode):
+    """Notes at each operation what torch keeps for the whole process while it traces."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.found.append(traceback.current_meta.get("custom"))
+        return function(*args, **(kwargs or {}))
+
+
+def test_traced_code_empties_its_arguments_and_leaves_the_tracing_of_another_thread_alone():
+    module = traced(lambda x: x.exp().tanh(), torch.ones(ROWS, WIDTH))
+    run, arguments = undocumented.traced_code(module, []), [torch.ones(ROWS, WIDTH)]
+
+    with traceback.preserve_node_meta(), traceback.annotate({"of": "another"}), _Looks() as looks:
+        result = run(arguments)
+
+    assert torch.equal(result, torch.ones(ROWS, WIDTH).exp().tanh())
+    assert arguments == []
+    assert run._boxed_call
+    assert looks.found[:2] == [{"of": "another"}] * 2
 
 
 @pytest.mark.slow

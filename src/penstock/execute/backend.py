@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, fx
 
 from penstock.errors import ConfigError, PenstockWarning, nearest
-from penstock.execute.split.compiled_block import BlockBackward, Run
+from penstock.execute.split.compiled_block import BlockBackward
 from penstock.execute.undocumented_compiler import (
     compile_aot_eager,
     compile_inductor,
     compile_kernels,
     has_inductor,
     options_of_mode,
+    traced_code,
 )
 
 Backend = Callable[..., Any]
@@ -61,7 +62,7 @@ def penstock(
 
 def aot_eager(graph: fx.GraphModule, inputs: Sequence[Any], **others: Any) -> Any:
     """Compile a graph as "aot_eager" does."""
-    compile_one = _splitting(_interpreted)
+    compile_one = _splitting(traced_code)
     return compile_aot_eager(graph, inputs, compile_one, partial(compile_one, is_backward=True))
 
 
@@ -87,14 +88,6 @@ def _splitting(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         return whole(module, examples)
 
     return compile_one
-
-
-def _interpreted(module: fx.GraphModule, examples: Sequence[Any], **others: Any) -> Run:
-    def run(arguments: list[Any]) -> Any:
-        return fx.Interpreter(module).boxed_run(arguments)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
 
 
 @cache

@@ -88,6 +88,15 @@ def compile_kernels(graph: fx.GraphModule, inputs: Sequence[Any], options: Any, 
         return _part("torch._inductor.compile_fx.compile_fx_inner")(graph, inputs, **arguments)
 
 
+def traced_code(graph: fx.GraphModule, inputs: Sequence[Any], **arguments: Any) -> Any:
+    """Return a traced graph as code, which runs it as it is.
+
+    `fx.Interpreter` would do the same, but changes what torch keeps for the whole process while it traces: where ranks
+    are threads, one of them may trace meanwhile.
+    """
+    return _part("torch._dynamo.backends.debugging.boxed_nop")(graph, inputs)
+
+
 def keep_strides(graph: fx.Graph) -> None:
     """Have Inductor return all outputs of a graph with the strides that the graph says."""
     output = graph.output_node()
