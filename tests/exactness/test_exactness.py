@@ -107,6 +107,7 @@ def mistakes(combination):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # of hundreds of combinations, dozens of them compiled
 @pytest.mark.filterwarnings("ignore::penstock.errors.PenstockWarning")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_exact_with_every_loss_and_feature(family, tally, is_full):
