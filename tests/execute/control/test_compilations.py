@@ -12,6 +12,7 @@ from penstock.execute.control.agreement import AgreedStep, Mode, StepProposal
 from penstock.execute.control.compilations import COMPILE_DEADLINE_S, MANY, Compilations
 from penstock.execute.control.positions import State, boards_of_threads
 from penstock.execute.transport import LocalTransport
+from penstock.execute.transport.agreed_layouts import MAX_LAYOUTS
 
 DEADLINE_S = 3.0
 
@@ -104,6 +105,29 @@ def test_a_rank_waits_for_others_that_compile():
     ranks = Ranks(Layer())
 
     assert [ranks.step(other=told) for told in (1, 3, 3, 3)] == [COMPILE_DEADLINE_S] * 2 + [DEADLINE_S] * 2
+
+
+def test_only_the_last_layouts_are_kept_and_none_where_nothing_is_compiled():
+    plain, ranks = Ranks(Layer()), Ranks(Layer())
+    for inputs in range(MAX_LAYOUTS + 44):
+        plain.step(inputs=inputs)
+        ranks.step(other=1, inputs=inputs)
+    ranks.step(other=1, inputs=100)
+
+    assert not plain.own._settled
+    assert len(ranks.own._settled) == MAX_LAYOUTS
+    assert [ranks.step(other=1, inputs=inputs) for inputs in (100, 43, 200)] == [
+        DEADLINE_S,
+        COMPILE_DEADLINE_S,  # ran longest ago
+        DEADLINE_S,
+    ]
+
+
+def test_layouts_that_ran_before_anything_was_compiled_may_compile():
+    ranks = Ranks(Layer())
+
+    assert [ranks.step(inputs=inputs) for inputs in (1, 2, 3)] == [DEADLINE_S] * 3
+    assert ranks.step(other=1, inputs=1) == COMPILE_DEADLINE_S
 
 
 def test_a_failed_step_shows_nothing():

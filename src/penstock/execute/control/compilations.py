@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from penstock.errors import PenstockWarning
 from penstock.execute.control.agreement import AgreedStep
 from penstock.execute.control.positions import PositionBoard, State
+from penstock.execute.transport.agreed_layouts import MAX_LAYOUTS
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import shares_process
 from penstock.execute.undocumented_compiler import is_compiled, watch_compilations
@@ -39,8 +40,8 @@ class Compilations:
         self._layers = layers
         self._shares_process = shares_process(transport)
         self._num_begun = 0
-        self._settled: set[str] = set()
-        """Batch layouts of which the last step compiled nothing on any rank."""
+        self._settled: dict[str, None] = {}
+        """The last batch layouts in whose last step no rank compiled anything, in the order of these steps."""
         self._last: tuple[str, Sequence[int]] | None = None
         """Layout of the last step, and all ranks' numbers before it."""
         self._recent: deque[str] = deque(maxlen=MANY)
@@ -73,11 +74,17 @@ class Compilations:
             self._note_step(given, has_compiled=self._num_begun > num_before)
 
     def _may_compile(self, agreed: AgreedStep) -> bool:
+        if not any(agreed.compilations):
+            return False
         if self._last is not None:
             layout, before = self._last
-            (self._settled.add if before == agreed.compilations else self._settled.discard)(layout)
+            self._settled.pop(layout, None)  # the newest comes last
+            if before == agreed.compilations:
+                self._settled[layout] = None
+            if len(self._settled) > MAX_LAYOUTS:  # waiting too long for a forgotten one does no harm
+                del self._settled[next(iter(self._settled))]
         self._last = agreed.signature, agreed.compilations
-        return any(agreed.compilations) and agreed.signature not in self._settled
+        return agreed.signature not in self._settled
 
     def _watch(self) -> Callable[[], None]:
         if "torch._dynamo" not in sys.modules:  # nothing can be compiled before it is loaded, which takes seconds
