@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PipelineError
 from penstock.execute.control.collectives import Control
@@ -174,9 +175,10 @@ def test_losses_of_any_names_take_one_gather_each_step():
 
 
 def test_losses_of_several_types_keep_theirs():
-    losses = [torch.tensor(1.5, dtype=torch.float64), torch.tensor(2.5), torch.tensor(3.5, dtype=torch.float64)]
+    dtypes = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+    losses = [(torch.rand((), dtype=torch.float64) / 3).to(dtype) for dtype in (*dtypes, *reversed(dtypes))]
 
-    for result in on_ranks(2, share, losses, [0.25, 0.25, 0.5], (0, 1)):
+    for result in on_ranks(2, share, losses, [0.125] * 8, (0, 0, 1, 1)):
         assert [(float(loss), loss.dtype) for loss in result.losses] == [(float(loss), loss.dtype) for loss in losses]
 
 
@@ -186,6 +188,46 @@ def test_a_batch_in_which_nothing_counts_has_losses_of_0():
     result = on_ranks(1, lambda wires: LossExchange(Control(wires), CPU).share(own))[0]
 
     assert (float(result.loss), numbers(result.named_losses)) == (0.0, {"a": 0.0})
+
+
+class CpuAsGpu(TorchFunctionMode):
+    """Lets the CPU stand in for a GPU: notes what is brought to it, and each wait for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.brought, self.num_waits = [], 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        is_pinned = kwargs.pop("pin_memory", False)
+        to_gpu = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.device) and each.type == "cuda"]
+        if to_gpu:
+            is_from_pinned = function is torch.Tensor.to and getattr(args[0], "is_as_pinned", False)
+            self.brought.append(bool(is_from_pinned and kwargs.get("non_blocking")))
+            args, kwargs = [each for each in args if each not in to_gpu], {"dtype": kwargs.get("dtype")}
+            if function is torch.Tensor.to:
+                return args[0]
+        self.num_waits += function in (torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__float__)
+        value = function(*args, **kwargs)
+        if is_pinned:
+            value.is_as_pinned = True
+        return value
+
+
+def test_losses_of_a_step_are_brought_to_a_gpu_at_once_and_are_waited_for_once_where_they_are():
+    def case(wires):
+        own = [(name, False, b, 4.0) for name in ("a", "b") for b in range(2)] if wires.rank else [("z", True, 0, 1.0)]
+        with CpuAsGpu() as gpu:
+            exchange = LossExchange(Control(wires), torch.device("cuda"))
+            result = exchange.share(named_losses_of(own if wires.rank < 2 else []))
+        with CpuAsGpu() as without:
+            exchange.share(named_losses_of())
+        return numbers(result.named_losses), gpu.brought, gpu.num_waits, without.brought, without.num_waits
+
+    results = on_ranks(3, case)
+
+    assert [each[1:] for each in results] == [([True], 1, [], 0), ([True], 1, [], 0), ([True], 0, [], 0)]
+    assert [each[0] for each in results] == [{"z": 0.5, "a": 4.0, "b": 4.0}] * 3
 
 
 def test_one_name_for_two_losses_is_refused_on_every_rank_every_time():

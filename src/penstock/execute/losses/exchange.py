@@ -4,7 +4,7 @@ All of them travel in one gather, as numbers in JSON: float64 holds every loss e
 other ranks with the same bits. Names, types and shares travel with the losses.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple, cast
 
@@ -41,33 +41,24 @@ class LossExchange:
             PipelineError: on every rank, if a layer and the loss function use one name for two losses.
         """
         everyone = cast(list[dict[str, Any]], self._control.all_gather_object(_told(own)))
-        main, shares = self._main([_Computed(*row) for theirs in everyone for row in theirs["computed"]], own)
-        named = dict(self._named([row for theirs in everyone for row in theirs["named"]], own, shares))
-        loss, losses = main or (None, MicrobatchLosses())
-        added, _ = named.pop(ALL_TOGETHER, (None, None))
+        main = _main(sorted(row for theirs in everyone for row in theirs["computed"]), own)
+        shares = own.shares if main is None else main.shares
+        named = self._named([row for theirs in everyone for row in theirs["named"]], own, shares)
+        given = [] if main is None else [main]
+        combined = self._combined([*given, *named.values()])
+        loss, losses = combined.pop(0) if given else (None, MicrobatchLosses())
+        of_name = dict(zip(named, combined, strict=True))
+        added, _ = of_name.pop(ALL_TOGETHER, (None, None))
         return StepResult(
             loss=loss,
             losses=losses,
-            named_losses=NamedLosses({name: of_batch for name, (of_batch, _) in named.items()}),
-            named_microbatch_losses=NamedLosses({name: each for name, (_, each) in named.items()}),
+            named_losses=NamedLosses({name: of_batch for name, (of_batch, _) in of_name.items()}),
+            named_microbatch_losses=NamedLosses({name: each for name, (_, each) in of_name.items()}),
             total=loss if loss is None or added is None else loss + added,
             reported=reported_by_microbatch(own),
         )
 
-    def _main(self, rows: "Sequence[_Computed]", own: StepLosses) -> tuple[_Losses | None, LossShares]:
-        """What the loss function gave, None where it was not called, and the shares of its losses."""
-        if len(rows) < own.num_microbatches * own.num_slices:
-            return None, own.shares
-        rows = sorted(rows)  # by place
-        exact = self._exact([row.loss for row in rows])
-        of_type = {dtype: exact.to(_DTYPES[dtype]).unbind() for dtype in {row.dtype for row in rows}}
-        weights = [row.weight for row in rows if row.slice == 0]
-        shares = LossShares(weights, _by_microbatch([row.fraction for row in rows], own.num_slices))
-        return _combined([of_type[row.dtype][index] for index, row in enumerate(rows)], shares), shares
-
-    def _named(
-        self, rows: Sequence[Sequence[Any]], own: StepLosses, shares: LossShares
-    ) -> Iterator[tuple[str, _Losses]]:
+    def _named(self, rows: Sequence[Sequence[Any]], own: StepLosses, shares: LossShares) -> dict[str, "_Column"]:
         """Each loss that any rank has under a name; of several types the sum, in the wider one."""
         found: dict[LossName, dict[Place, float]] = {}
         for text, is_auxiliary, dtype, cells in rows:
@@ -75,20 +66,27 @@ class LossExchange:
             for *place, loss in cells:
                 noted[tuple(place)] = noted.get(tuple(place), 0.0) + loss
         places = list(product(range(own.num_microbatches), range(own.num_slices)))
-        sums: dict[str, tuple[Tensor, torch.dtype]] = {}
+        columns: dict[str, _Column] = {}
         for name in sorted(found, key=lambda name: name.is_auxiliary):
             self._require_one_meaning(name)
-            values, dtype = self._exact([found[name].get(place, 0.0) for place in places]), name.dtype
-            if name.name in sums:
-                others, other = sums[name.name]
-                values, dtype = others + values, torch.promote_types(other, dtype)
-            sums[name.name] = values, dtype
-        for text, (values, dtype) in sums.items():
-            own_shares = own.auxiliary_shares if self._is_auxiliary[text] else shares
-            yield text, _combined(values.to(dtype).unbind(), own_shares)
+            values, dtype = [found[name].get(place, 0.0) for place in places], name.dtype
+            if name.name in columns:
+                others = columns[name.name]
+                values = [other + value for other, value in zip(others.losses, values, strict=True)]
+                dtype = torch.promote_types(others.dtypes[0], dtype)
+            its_shares = own.auxiliary_shares if name.is_auxiliary else shares
+            columns[name.name] = _Column(values, [dtype] * len(places), its_shares)
+        return columns
 
-    def _exact(self, losses: Sequence[float]) -> Tensor:
-        return torch.tensor(losses, dtype=torch.float64, device=self._device)
+    def _combined(self, columns: "Sequence[_Column]") -> list[_Losses]:
+        """Bring all losses to the device at once, and put together each of them there."""
+        if not columns:
+            return []
+        # Pinned, so that the copy to a GPU is queued: from other memory the host would wait for all that was queued.
+        is_gpu = self._device.type == "cuda"
+        on_host = torch.tensor([each.losses for each in columns], dtype=torch.float64, pin_memory=is_gpu)
+        exact = on_host.to(self._device, non_blocking=is_gpu).unbind()
+        return [_losses_of(column, values) for column, values in zip(columns, exact, strict=True)]
 
     def _require_one_meaning(self, name: LossName) -> None:
         if self._is_auxiliary.setdefault(name.name, name.is_auxiliary) != name.is_auxiliary:
@@ -98,19 +96,28 @@ class LossExchange:
             )
 
 
-class _Computed(NamedTuple):
-    """A loss of the loss function as it travels."""
+class _Column(NamedTuple):
+    """One loss of a batch as it was in each slice of each microbatch, in order."""
 
-    microbatch: int
-    slice: int
-    loss: float
-    dtype: int
-    weight: float
-    fraction: float
+    losses: Sequence[float]
+    dtypes: Sequence[torch.dtype]
+    shares: LossShares
 
 
-def _combined(values: Sequence[Tensor], shares: LossShares) -> _Losses:
-    """Put together the losses of all slices of all microbatches."""
+def _main(rows: Sequence[Sequence[Any]], own: StepLosses) -> _Column | None:
+    """What the loss function gave, of rows by place; None where it was not called."""
+    if len(rows) < own.num_microbatches * own.num_slices:
+        return None
+    _, _, losses, dtypes, weights, fractions = zip(*rows, strict=True)
+    shares = LossShares(weights[:: own.num_slices], _by_microbatch(fractions, own.num_slices))
+    return _Column(losses, [_DTYPES[dtype] for dtype in dtypes], shares)
+
+
+def _losses_of(column: _Column, exact: Tensor) -> _Losses:
+    """Put together the losses of all slices of all microbatches; `exact` has them on the device."""
+    of_type = {dtype: exact.to(dtype).unbind() for dtype in set(column.dtypes)}
+    values = [of_type[dtype][index] for index, dtype in enumerate(column.dtypes)]
+    shares = column.shares
     width = len(shares.fractions[0])
     pairs = zip(_by_microbatch(values, width), shares.fractions, strict=True)
     losses = [row[0] if width == 1 else combine_losses(row, fractions) for row, fractions in pairs]
@@ -118,17 +125,20 @@ def _combined(values: Sequence[Tensor], shares: LossShares) -> _Losses:
 
 
 def _told(own: StepLosses) -> dict[str, object]:
-    """What a rank tells the others: the losses that it has computed."""
+    """What a rank tells the others: the losses that it has computed.
+
+    One of the loss function is (microbatch, slice, loss, index of its type, weight, fraction).
+    """
     losses = [loss for column in (own.computed, *own.named.values()) for loss in column.values()]
-    # The only time in a step that the host waits for the device.
-    exact = iter(torch.stack([loss.to(torch.float64) for loss in losses]).tolist() if losses else ())
+    # Here the host waits for the device, the only time in the exchange. Of several types torch makes the wider one.
+    exact = iter(torch.stack(losses).to(torch.float64).tolist() if losses else ())
     weights, fractions = own.shares.weights, own.shares.fractions
     computed = [
-        _Computed(part, index, next(exact), _DTYPES.index(loss.dtype), weights[part], fractions[part][index])
+        (part, index, next(exact), _DTYPES.index(loss.dtype), weights[part], fractions[part][index])
         for (part, index), loss in own.computed.items()
     ]
     named = [
-        [name.name, name.is_auxiliary, _DTYPES.index(name.dtype), [[*place, next(exact)] for place in column]]
+        (name.name, name.is_auxiliary, _DTYPES.index(name.dtype), [(*place, next(exact)) for place in column])
         for name, column in own.named.items()
     ]
     return {"computed": computed, "named": named}
