@@ -1,6 +1,7 @@
 """The files of src/penstock, parsed, and the measures that the house tests apply to them."""
 
 import ast
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -56,6 +57,19 @@ def modules():
         found.append(parse(path.read_text(encoding="utf-8"), name, path))
     assert found, f"no source files under {SOURCE}"
     return tuple(found)
+
+
+def map_of_execute():
+    """Return the numbered lines of the map in execute/__init__.py, and what follows on the order of the parts."""
+    (found,) = (module for module in modules() if module.name == "penstock.execute")
+    way, heading, order = ast.get_docstring(found.tree).partition("From below to above")
+    assert heading, "the map in execute/__init__.py has lost its heading"
+    return re.findall(r"^ *([1-9])  (.*)$", way, re.MULTILINE), order
+
+
+def parts_of_map():
+    """List the folders and files directly in execute/ as its map has them, from below to above."""
+    return re.findall(r"(\w+)(?:/|\.py)", map_of_execute()[1])
 
 
 def functions(module):

@@ -7,7 +7,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from tests.house.source import SOURCE, imports, modules, parse
+from tests.house.source import SOURCE, imports, modules, parse, parts_of_map
 
 # Every room (a folder or file directly in src/penstock), its floor, and the floors that it may import.
 ROOMS = {
@@ -64,10 +64,6 @@ OF_TORCH = {
     *("summon_full_params", "set_requires_gradient_sync"),
 }
 SAVED_BY_NODES = ("_saved_", "_raw_saved_")
-# Between folders and files of execute/: the imports (from, to) against the order that its map gives, and why.
-UPWARD = {
-    ("options", "observing"),  # the clock is an option
-}
 NAMES = {module.name for module in modules()}
 
 
@@ -198,13 +194,13 @@ def test_imports_have_no_cycle():
 
 
 def parts_of(package):
-    """Return, per folder or file directly in a package, those that it imports, but for the known exceptions."""
+    """Return, per folder or file directly in a package, those that it imports."""
     graph = {}
     for module in modules():
         part = part_in(package, module.name)
         if part is not None:
             targets = {part_in(package, own_target(item.target)) for item in imports(module)} - {None, part}
-            graph.setdefault(part, set()).update(target for target in targets if (part, target) not in UPWARD)
+            graph.setdefault(part, set()).update(targets)
     return graph
 
 
@@ -213,21 +209,35 @@ def part_in(package, name):
     return name.removeprefix(prefix).split(".")[0] if name and name.startswith(prefix) else None
 
 
-@pytest.mark.parametrize("package", ["execute", "train"])
-def test_the_folders_of_a_package_stand_one_on_the_other(package):
+def wrong_order(order, graph):
+    """List the parts that `order`, from below to above, lacks or has besides, and the imports against it."""
+    found = [f"{part} is not in the map" for part in graph if order.count(part) != 1]
+    found += [f"{part} of the map is not there" for part in order if part not in graph]
+    places = {part: place for place, part in enumerate(order)}
+    return found + [
+        f"{part} imports {target}, which the map has above it"
+        for part, targets in graph.items()
+        for target in targets
+        if places.get(target, -1) > places.get(part, len(order))
+    ]
+
+
+def test_the_folders_of_train_stand_one_on_the_other():
     try:
-        TopologicalSorter(parts_of(package)).prepare()
+        TopologicalSorter(parts_of("train")).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-def test_every_import_upward_in_execute_is_still_there():
-    found = {
-        (part_in("execute", module.name), part_in("execute", own_target(item.target)))
-        for module in modules()
-        for item in imports(module)
-    }
-    assert UPWARD - found == set()
+def test_the_parts_of_execute_stand_in_the_order_of_its_map():
+    assert_none(wrong_order(parts_of_map(), parts_of("execute")))
+
+
+@pytest.mark.parametrize(
+    ("order", "num_wrong"), [("abc", 0), ("acb", 1), ("cba", 2), ("ab", 1), ("abcd", 1), ("abbc", 1)]
+)
+def test_a_wrong_order_of_parts_is_found(order, num_wrong):
+    assert len(wrong_order(list(order), {"a": set(), "b": {"a"}, "c": {"b"}})) == num_wrong
 
 
 def test_planning_floors_do_without_torch_and_other_heavy_packages():

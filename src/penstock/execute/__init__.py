@@ -1,11 +1,11 @@
-"""Executes a program on one rank. `runner.py` is the way of a step, in these numbered lines:
+"""Executes a program on one rank. `runner.py` is the way of a step, in these numbered lines, as its files say too:
 
-    1  begin        control/    after a failed step, all ranks start afresh; watchdog, positions, errors
-    2  admit        batch/      what the caller passes, cut into microbatches and slices; control/ agrees on the step
-    3  make a step  step.py     the data, the losses, the registers: all that the step works on, and nothing beside it
-    4  observe      observing/  what looks at the calls of this step: recorder, ranges, checks, memory
-    5  run          run.py      the loop over bound calls
-    6  share        losses/     every rank gets the losses; outputs.py moves the outputs to one rank
+    1  begin        control/failures.py     after a failed step, all ranks start afresh; position, watchdog
+    2  admit        batch/admission.py      what the caller passes, cut; control/agreement.py: all run the same step
+    3  make a step  step.py                 the data, the losses, the registers: all that the step works on
+    4  observe      observing/selection.py  what looks at the calls of a step: recorder, ranges, checks, memory
+    5  run          run.py                  the loop over bound calls; outputs.py moves the outputs to one rank
+    6  share        losses/exchange.py      every rank gets the losses
 
 A bound call of 5 is a row of the program, compiled once: compile/ has one small file per role of a row (compute,
 messages, collectives), and calls stages/ and transport/.
@@ -13,15 +13,19 @@ messages, collectives), and calls stages/ and transport/.
     runner -> run_step -> forward -> StagePasses.forward -> run_layers -> the layer           a forward
     runner -> run_step -> send_forward -> Sender.send_forward -> Transport.post_send          a send
 
-From below to above; a part imports those before it:
+From below to above; a part imports those before it, and no others:
 
     undocumented.py, undocumented_compiler.py           what torch does not promise
     values/          trees of tensors, layouts, version guard
     transport/       messages                           control/    collectives, agreement, what stops a step
     batch/           microbatches, slices, streams      losses/     loss functions, weights, results
     step.py          `Step`, and `Bound`, one call of it
-    split/           which weight gradients wait        stages/     layers, their passes, their features
-    backend.py       torch.compile for split backwards
+    split/           which weight gradients wait        backend.py  torch.compile for split backwards
+    stages/          layers, their passes, their features
     observing/       what looks at calls                compile/    rows -> bound calls
-    run.py           the loop                           gradients.py, outputs.py, runner.py
+    run.py           the loop                           overlap.py  overlapped pairs, by the caller's hook
+    arguments.py     looks at what the caller passes    options.py  what `Pipeline` takes by keyword
+    joining.py       how a rank joins its group         model_part.py  what one rank holds, as a module
+    gradients.py     sums, and reductions over ranks    outputs.py  outputs, on one rank
+    runner.py        the way of a step
 """
