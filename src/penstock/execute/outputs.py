@@ -1,4 +1,4 @@
-"""Brings the outputs of a step to one rank, and puts them together."""
+"""Brings the outputs of a step to one rank behind the loop (part 5 of a step), and puts them together."""
 
 from functools import partial
 from itertools import product

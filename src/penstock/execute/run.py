@@ -1,4 +1,4 @@
-"""The loop: runs the bound calls of one rank on one step."""
+"""The loop: runs the bound calls of one rank on one step (part 5 of a step)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice

@@ -1,4 +1,4 @@
-"""`Step`: all that one step of one rank works on, and `Bound`: one call of a step.
+"""`Step`: all that one step of one rank works on (part 3 of a step), and `Bound`: one call of it.
 
 Every call of a step gets the `Step`, and nothing of it lives elsewhere. A row that computes on a received message is
 two calls, the wait and the computation. What takes part in a step, such as the hook for overlapped pairs, changes the

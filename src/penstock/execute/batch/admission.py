@@ -1,4 +1,4 @@
-"""The admission of a batch: it is cut, and runs only if all ranks run the same step on the same batch."""
+"""Admits a batch: it is cut, and runs only if all ranks run the same step on the same batch (part 2 of a step)."""
 
 import time
 from collections.abc import Callable, Collection, Mapping

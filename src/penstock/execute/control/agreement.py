@@ -1,4 +1,7 @@
-"""The agreement on a step: every rank proposes what it is about to run, and all of them run it or refuse it alike."""
+"""The agreement on a step: every rank proposes what it is about to run, and all of them run it or refuse it alike.
+
+It ends the admission of a batch (part 2 of a step).
+"""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence

@@ -4,6 +4,10 @@ A first compilation takes a minute and more, and only its own rank sees that it 
 says in the agreement on each step how many compilations it has begun. As all ranks know these numbers, all of them know
 which batch layouts have run without one. In a step of any other layout every wait lasts up to `COMPILE_DEADLINE_S`;
 a rank that dies meanwhile closes its connections, which its peers see at once.
+
+Guarantees: all ranks wait equally long in a step, and a rank counts its own compilations only, also where ranks are
+threads. Relies on: torch calls back on the thread that compiles, and a backward on the CPU is compiled on the thread
+that runs it.
 """
 
 import sys

@@ -1,4 +1,7 @@
-"""What a rank does when a step fails: finds out why, tells the others, and makes a fresh start possible."""
+"""What a rank does when a step fails: finds out why, tells the others, and makes a fresh start possible.
+
+Each step begins here, afresh if the one before failed (part 1 of a step).
+"""
 
 import traceback
 import weakref

@@ -1,6 +1,9 @@
 """Which host a process runs on, as far as its processes share clocks and understand each other's process ids.
 
 Looked up once per process: each look is a call into the system, and every pipeline needs it.
+
+Guarantees: processes with equal texts share what the text is of; those that share it may have other texts, and are then
+taken for strangers. Relies on: Linux tells boots and namespaces apart under /proc; elsewhere, that host names differ.
 """
 
 import os

@@ -5,6 +5,10 @@ to a rank that stands still. The memory is anonymous (`memfd_create` of Linux): 
 nothing stays behind, however a rank ends. What a rank wrote stays readable after its death.
 
     slot of one rank:  pid epoch step | state row peer since | moment of the verdict | failure | stack | verdict
+
+Guarantees: noting a position waits for nobody, and a rank that stands still is read as it is, also after its death.
+Relies on: one thread of a rank writes at a time, but for the stack, which its watchdog alone writes during a step; the
+ranks of a host share the clock that dates positions.
 """
 
 import mmap

@@ -2,6 +2,9 @@
 
 A rank that hangs cannot say where. Its watchdog can: once an instruction has lasted a quarter of the deadline, the
 stack of the rank's thread goes to the position board, in time for the peers, whose own waits end at the deadline.
+
+Guarantees: no error in it ends a step, and it ends with its process or with `stop`. Relies on: the instruction leaves
+Python's lock to other threads from time to time; one that keeps it, as in a call into C, shows no stack.
 """
 
 import faulthandler

@@ -1,4 +1,4 @@
-"""Brings the losses of a step from the ranks that computed them to all ranks; it is also the end of the step.
+"""Brings the losses from the ranks that computed them to all, which ends the step (part 6 of a step).
 
 All of them travel in one gather, as numbers in JSON: float64 holds every loss exactly, and JSON brings one to the
 other ranks with the same bits. Names, types and shares travel with the losses.

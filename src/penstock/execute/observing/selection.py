@@ -1,4 +1,4 @@
-"""Which observers look at every step of a pipeline, as its options ask for; see `Observer` for what they do.
+"""Which observers look at every step of a pipeline, as its options ask for (part 4 of a step); see `Observer`.
 
     innermost   what tests add
     values      debug="values": are all values finite, and all copies equal

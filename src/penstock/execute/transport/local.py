@@ -6,6 +6,10 @@ receive has been filled. So a program that runs here does not rely on buffering 
 With an `order_seed` messages move in an order drawn from it, any that keeps each channel's: a message moves only when
 every rank waits, has closed its transport or recovers, and then the next channel is drawn. As each rank does the same
 between two waits, the order depends on the seed alone, and not on the system's scheduling of threads.
+
+Guarantees: each channel delivers its messages once and in order, and a wait ends by its limit, or at once when a rank
+aborts or the peer closes and nothing more of it is to come. Relies on: each rank is used from one thread of its own;
+what they share is touched only under the lock of `_Hub.changed`.
 """
 
 import time

@@ -1,4 +1,9 @@
-"""Posted messages, each kind with its own way to wait."""
+"""Posted messages, each kind with its own way to wait.
+
+Guarantees: Ctrl-C ends a wait in the main thread at once, and what gloo may still write into lives on until gloo's own
+wait has ended. Relies on: gloo's wait may run on another thread than the one that posted the message, and ends by its
+limit; Python runs handlers of signals in the main thread alone.
+"""
 
 import threading
 import time

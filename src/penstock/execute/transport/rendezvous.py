@@ -6,6 +6,10 @@
 
 A listener has a name that belongs to no file; a rank that connects shows a secret and must be of the same user. Ranks
 that cannot reach each other so, such as those of other hosts, stay with gloo for everything.
+
+Guarantees: ranks that come to a round get the same empty store, both ends of a pair agree whether they have sockets,
+and each wait for a peer has a deadline. Relies on: the store adds to a counter in one piece; one thread of a rank at a
+time enters a round; the system tells the truth on the user at the other end of a socket.
 """
 
 import json

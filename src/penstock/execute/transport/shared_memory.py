@@ -5,6 +5,10 @@ So a message has left when it is posted, and costs two copies and a packet, wher
 interface in pieces, with a thread at both ends. A message that is larger than a piece goes as several, which the
 receiver puts together. The memory has no name (`memfd_create` of Linux): it is handed over with the socket and gone
 with the last of both processes, however they end.
+
+Guarantees: a place is written again only after the receiver has copied it out, and a receiver reads only what is there
+whole. Relies on: each half has one process that writes it and one that reads it; the copy is over before the packet
+that tells its place is sent, and a processor stores the 8 bytes of the count at once.
 """
 
 import ctypes

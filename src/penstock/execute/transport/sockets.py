@@ -5,6 +5,10 @@ ten times what the kernel takes to hand it over. Here the sender writes once and
 as packets of the socket, larger ones through memory that both ends see (`shared_memory.py`). Which of the two a message
 takes is decided by its size alone, which both ends know, so both look for it in the same place; each way keeps its own
 order. How ranks find each other stands in `rendezvous.py`.
+
+Guarantees: no post waits, and the messages of a socket arrive in the order of posting; a thread sends those for which
+there was no room. Relies on: a socket is used by one thread besides that one, which writes only while messages wait for
+room; nobody changes or frees the memory of a message before it has left, or has arrived.
 """
 
 import ctypes
