@@ -34,7 +34,10 @@ GROUPS = {
         "Ask in the backward of a custom function which half of a split backward runs.",
         ["wants_input_gradient", "wants_weight_gradient"],
     ),
-    "Batches": ("Say how a batch is cut.", ["BatchSpec", "Split", "Replicate", "PreSplit", "Stream"]),
+    "Batches": (
+        "Say how a batch is cut, and its outputs are merged.",
+        ["BatchSpec", "Split", "Replicate", "PreSplit", "Stream", "Part", "Concat", "Stack", "Sum"],
+    ),
     "Observe": ("See what a step did.", ["Observer"]),
     "Values": ("What the functions above take and return.", ["Schedule", "Program", "Action", "Kind", "Placement"]),
 }

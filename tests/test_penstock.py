@@ -1,5 +1,6 @@
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,7 @@ def test_planning_a_small_schedule_loads_neither_torch_nor_numba():
 
 def test_every_public_name_is_there():
     assert [name for name in ps.__all__ if not hasattr(ps, name)] == []
-    assert len(ps.__all__) <= 44  # a loop of your own saves and loads, and a custom function asks what is wanted
+    assert len(ps.__all__) <= 48  # also what options and errors tell users to pass, such as merge rules
     assert dir(ps) == sorted(ps.__all__)
 
 
@@ -46,6 +47,18 @@ def test_type_checkers_read_the_same_names_from_the_same_modules():
 
     assert {node.names[0].asname: node.module for node in lines} == ps._HOMES
     assert [node.names[0].name for node in lines] == [node.names[0].asname for node in lines]
+
+
+def test_texts_name_what_is_public_by_its_short_name():
+    classes = "|".join(name for name in ps._HOMES if name[0].isupper())
+    long = re.compile(rf"penstock(?:\.[a-z_]+)+\.({classes})\b")
+    root = Path(__file__).parents[1]
+    for path in [*root.glob("src/**/*.py"), *root.glob("docs/**/*.md"), root / "README.md"]:
+        text = path.read_text(encoding="utf-8")
+
+        assert not long.findall(text), path
+        if path.suffix == ".py":
+            assert set(re.findall(r"\bps\.([A-Za-z_]+)", text)) <= set(ps.__all__), path
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -182,7 +182,7 @@ def test_layers_that_look_back_and_carry_nothing_are_refused_on_every_rank_befor
     for error in on_ranks(2, case):
         assert isinstance(error, ConfigError)
         assert "looks back over the sequence and carries nothing" in str(error)
-        assert "in a penstock.models.Carry" in str(error)
+        assert "in a ps.Carry" in str(error)
 
 
 def test_ranks_that_cut_on_different_dimensions_say_so_everywhere():

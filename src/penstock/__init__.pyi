@@ -16,9 +16,13 @@ from penstock.errors import PipelineError as PipelineError
 from penstock.errors import ScheduleError as ScheduleError
 from penstock.errors import StepRefused as StepRefused
 from penstock.execute.batch.microbatch import BatchSpec as BatchSpec
+from penstock.execute.batch.microbatch import Concat as Concat
 from penstock.execute.batch.microbatch import PreSplit as PreSplit
 from penstock.execute.batch.microbatch import Replicate as Replicate
 from penstock.execute.batch.microbatch import Split as Split
+from penstock.execute.batch.microbatch import Stack as Stack
+from penstock.execute.batch.microbatch import Sum as Sum
+from penstock.execute.batch.stream import Part as Part
 from penstock.execute.batch.stream import Stream as Stream
 from penstock.execute.losses.output import LossOutput as LossOutput
 from penstock.execute.observing.observer import Observer as Observer

@@ -56,7 +56,7 @@ class Pipeline(ModelPart):
     Gradients accumulate in `.grad` until the caller zeroes them. With two routes every stage has a copy on another
     rank, whose parameters start equal and end every step with the same total in `.grad`: whoever changes a parameter
     does the same to it on both ranks, as every optimizer does. With slices, layers must treat each position of the
-    sequence alone, or carry what they need of earlier slices in a `penstock.models.Carry`.
+    sequence alone, or carry what they need of earlier slices in a `ps.Carry`.
 
     Raises:
         ScheduleError, PartitionError, ConfigError: if the schedule, the split or a setting is wrong.

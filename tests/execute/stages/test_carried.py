@@ -211,7 +211,7 @@ def test_layers_that_look_back_are_refused():
 
     assert isinstance(error, ConfigError)
     assert "layer 'layer.1' (GRU) looks back" in str(error)
-    assert "in a penstock.models.Carry, or use a schedule with 1 slice" in str(error)
+    assert "in a ps.Carry, or use a schedule with 1 slice" in str(error)
 
 
 class Holder(nn.Module):

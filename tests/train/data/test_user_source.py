@@ -46,11 +46,11 @@ def test_a_function_gets_what_it_names(source_of):
 
 def test_a_batch_may_be_a_pair_a_part_or_a_dict_with_keywords(source_of):
     body = """
-        import penstock.execute.batch.stream as stream
+        import penstock as ps
         def batches():
             yield ones(), 2 * ones()
             yield [ones(), 2 * ones()]
-            yield stream.Part(ones(), target=2 * ones(), positions=ones())
+            yield ps.Part(ones(), target=2 * ones(), positions=ones())
             yield {"tokens": ones(), "target": 2 * ones(), "positions": ones()}
         """
     source = source_of(body)

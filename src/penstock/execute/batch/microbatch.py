@@ -106,8 +106,8 @@ Reducer = Callable[[list[Any]], Any]
 def merge_outputs(outputs: Sequence[Any], spec: Any = None, *, part: str = "microbatch") -> Any:
     """Merge the outputs of the microbatches (or another `part`), trees of one form, leaf by leaf and in order.
 
-    `spec` is a rule or a tree of rules: `Concat`, `Stack`, `Sum` or any callable that gets the list of leaves. By
-    default tensors are concatenated on dim 0, 0-dim tensors stacked, and other values collected in a list.
+    `spec` is a rule or a tree of rules: `ps.Concat`, `ps.Stack`, `ps.Sum` or any callable that gets the list of
+    leaves. By default tensors are concatenated on dim 0, 0-dim tensors stacked, and other values collected in a list.
 
     Raises:
         PipelineError: the outputs differ in form, or a rule cannot merge them.

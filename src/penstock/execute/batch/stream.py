@@ -21,7 +21,7 @@ Preprocess = Callable[[Any], Any]
 
 
 class Part:
-    """What a stream yields for one microbatch, in the words of `Pipeline.step`: `Part(tokens, mask=mask, target=t)`."""
+    """What a stream yields for one microbatch, as `Pipeline.step` takes it: `ps.Part(tokens, mask=mask, target=t)`."""
 
     __slots__ = ("args", "kwargs", "target")
 
@@ -69,7 +69,7 @@ class Stream:
         for _ in range(num_steps):
             pipeline.step(stream)                 takes the next `microbatches` of them
 
-    The iterator gives one microbatch at a time: a tuple or list `(input, ..., target)`, or a `Part`, which may have
+    The iterator gives one microbatch at a time: a tuple or list `(input, ..., target)`, or a `ps.Part`, which may have
     keywords, or no target. `preprocess`, if any, is called with each and returns one of these. What a step does not
     take stays for the next one. A rank with neither a first nor a last stage, nor layers that take keywords, needs
     none.
@@ -181,7 +181,7 @@ def as_part(item: Any) -> Part:
     found = f"a {type(item).__name__}" + (f" of {len(item)}" if isinstance(item, (tuple, list)) else "")
     raise PipelineError(
         f"a stream yielded {found} for a microbatch; expected a tuple or list (input, ..., target), or "
-        "penstock.execute.batch.stream.Part(input, ..., target=..., keyword=...)"
+        "ps.Part(input, ..., target=..., keyword=...)"
     )
 
 

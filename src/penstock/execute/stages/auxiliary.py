@@ -20,7 +20,7 @@ from penstock.execute.stages.feature import ForwardPart
 
 
 class Auxiliary(Protocol):
-    """A module of a layer to which the layer adds losses, such as `penstock.models.AuxiliaryLoss`."""
+    """A module of a layer to which the layer adds losses, such as `ps.AuxiliaryLoss`."""
 
     name: str
     weight: float

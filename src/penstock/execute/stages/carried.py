@@ -25,7 +25,7 @@ from penstock.execute.values.tree import as_graph_leaves, needing_gradient
 
 
 class Carrying(Protocol):
-    """A module of a layer that holds what goes from slice to slice, such as `penstock.models.Carry`."""
+    """A module of a layer that holds what goes from slice to slice, such as `ps.Carry`."""
 
     def begin_slice(self, before: Any, *, keeps: bool) -> None:
         """Begin a forward after slices that left `before`, None at first; or its recomputation, which keeps nothing."""
@@ -175,7 +175,7 @@ def refuse_layers_that_look_back(stages: Sequence[Stage], kinds: tuple[type[nn.M
         raise ConfigError(
             f"the schedule cuts sequences into slices, but layer {found[0]} looks back over the sequence and carries "
             "nothing from slice to slice, so its gradients would be wrong; hold it in a module that keeps its keys and "
-            "values, or its state, in a penstock.models.Carry, or use a schedule with 1 slice",
+            "values, or its state, in a ps.Carry, or use a schedule with 1 slice",
             key="schedule",
         )
 

@@ -1,4 +1,4 @@
-"""Values that layers send past the layers between them (`penstock.models.Skip`), on their way over the stages.
+"""Values that layers send past the layers between them (`ps.Skip`), on their way over the stages.
 
     stage 0 --(output, {"a": a})--> stage 1 --(output, {"a": a})--> stage 2
        puts a                        relays a                          gets a
@@ -22,7 +22,7 @@ from penstock.execute.values.tree import map_leaves, needing_gradient
 
 
 class Skipping(Protocol):
-    """A module of a layer that hands something on to later layers, such as `penstock.models.Skip`."""
+    """A module of a layer that hands something on to later layers, such as `ps.Skip`."""
 
     name: str
 
