@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 
 from penstock.construction import Request, construct
@@ -38,9 +37,6 @@ from penstock.planning import (
     predict_peaks,
 )
 from penstock.tables import Screen
-
-_LOOKING_BACK = (nn.MultiheadAttention, nn.RNNBase)
-"""What is known to need more of the sequence than the slice at hand, and cannot carry it by itself."""
 
 
 class Pipeline(ModelPart):

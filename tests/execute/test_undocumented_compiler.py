@@ -104,9 +104,8 @@ def test_a_node_shows_what_its_compiler_has_returned_and_runs_it():
             ran.append(undocumented.running_node())
             return fx.Interpreter(module).boxed_run(arguments)
 
-        run._boxed_call = True
         run.mark = "own"
-        return run
+        return undocumented.boxed(run)
 
     def compile_one(module, examples):
         return undocumented.compile_aot_eager(module, examples, lambda own, _: own.forward, compile_backward)
@@ -255,12 +254,14 @@ def test_a_module_is_taken_out_of_what_torch_compile_returned_and_stays_compiled
 
     for layer in (Layer(), nn.Sequential(Layer())):
         graphs.clear()
-        inner, compiler = undocumented.unwrapped(torch.compile(layer, backend=noting))
+        compiled = torch.compile(layer, backend=noting)
+        inner, compiler = undocumented.unwrapped(compiled)
         undocumented.compile_module(inner, compiler)
         inner(torch.ones(ROWS, WIDTH))
         inner(torch.ones(ROWS, WIDTH))
 
         assert inner is layer
+        assert list(dict(compiled.named_children())) == [undocumented.WRAPPED]
         assert len(graphs) == 1
     assert undocumented.unwrapped(Layer()) is None
 

@@ -17,6 +17,7 @@ from torch.autograd.graph import Node
 from penstock.errors import ConfigError
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 Compiler = Callable[..., Any]
 
 # ---- traced graphs
@@ -97,6 +98,12 @@ def traced_code(graph: fx.GraphModule, inputs: Sequence[Any], **arguments: Any) 
     return _part("torch._dynamo.backends.debugging.boxed_nop")(graph, inputs)
 
 
+def boxed(run: F) -> F:
+    """Mark a backward that takes all its arguments in one list, and may empty it."""
+    cast(Any, run)._boxed_call = True
+    return run
+
+
 def keep_strides(graph: fx.Graph) -> None:
     """Have Inductor return all outputs of a graph with the strides that the graph says."""
     output = graph.output_node()
@@ -161,6 +168,9 @@ def watch_compilations(begin: Callable[[], None], end: Callable[[], None]) -> Ca
 
 # ---- compiled modules
 
+WRAPPED = "_orig_mod"
+"""The name by which a module that torch.compile has returned holds the one that it was given."""
+
 
 def is_compiled(function: Any) -> bool:
     """Whether a function or module is one that torch.compile has returned, or a module compiled in place."""
@@ -171,7 +181,7 @@ def is_compiled(function: Any) -> bool:
 
 def unwrapped(module: nn.Module) -> tuple[nn.Module, Compiler] | None:
     """Return the module within one that torch.compile has returned, and its compiler; None of others."""
-    inner = module._modules.get("_orig_mod")
+    inner = module._modules.get(WRAPPED)
     return None if inner is None else (inner, cast(Any, module).dynamo_ctx)
 
 

@@ -22,7 +22,7 @@ from penstock.execute.split.deferred import Deferred, Rung
 from penstock.execute.split.graph_cut import BackwardGraph, Cut, Half
 from penstock.execute.split.weight_graph import find_parameters
 from penstock.execute.undocumented import version_of
-from penstock.execute.undocumented_compiler import backward_of, continuing, running_node, without_autocast
+from penstock.execute.undocumented_compiler import backward_of, boxed, continuing, running_node, without_autocast
 
 Run = Callable[[list[Any]], Sequence[Tensor | None]]
 """Something compiled; it empties the list of its arguments, so that they are free as soon as they have been used."""
@@ -61,9 +61,8 @@ class BlockBackward:
             asked: DeferredBlock | None = getattr(running_node(), _ASKED, None)
             return self.run_whole(arguments) if asked is None else asked.run(arguments)
 
-        run._boxed_call = True  # type: ignore[attr-defined]
         setattr(run, _ATTRIBUTE, self)
-        return run
+        return boxed(run)
 
     def run_whole(self, arguments: list[Any]) -> Sequence[Tensor | None]:
         """Return the gradients of all inputs."""

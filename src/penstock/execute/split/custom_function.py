@@ -110,7 +110,7 @@ class CustomFunction:
                     f"{version}. Save a copy (clone()), or run a schedule with whole backwards"
                 )
         ctx = SimpleNamespace(**self.attributes)
-        ctx.saved_tensors, ctx._forward_cls = tuple(self.saved), self.function
+        ctx.saved_tensors = tuple(self.saved)
         ctx.needs_input_grad = tuple(number in self.arguments for number in range(self.num_arguments))
         want(ctx, Part.WEIGHT)
         results = _listed(backward_of(self.function)(ctx, *self.gradients))

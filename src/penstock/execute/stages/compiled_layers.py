@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.execute.backend import find_backend
 from penstock.execute.stages.stage import Stage
-from penstock.execute.undocumented_compiler import compile_module, is_compiled, unwrapped
+from penstock.execute.undocumented_compiler import WRAPPED, compile_module, is_compiled, unwrapped
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ def without_wrappers(layer: T) -> T | nn.Module:
         return layer
     for module in layer.modules():
         for name, child in module.named_children():
-            if (found := unwrapped(child)) is not None and name != "_orig_mod":
+            if (found := unwrapped(child)) is not None and name != WRAPPED:
                 setattr(module, name, _in_place(*found))
     found = unwrapped(layer)
     return layer if found is None else _in_place(*found)
