@@ -8,12 +8,14 @@ import torch
 import penstock
 from penstock.errors import PipelineError
 from penstock.execute.compile.messages import compile_receive, compile_send_backward, compile_send_forward
+from penstock.execute.transport import TorchTransport, torch_dist
 from penstock.execute.values.version_guard import VersionGuard
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.compiled import context_of, row_of, step_for
 from tests.local_pipelines import float_task, on_ranks, step_task
+from tests.ranks import run_ranks
 
 PROGRAM = lower(build("gpipe", ranks=2, microbatches=3))
 
@@ -78,8 +80,19 @@ MAX_FRAMES = 6
 OWN_FILES = penstock.__path__[0]
 
 
+def frames_from_the_loop():
+    """Count the frames of ours from the loop to the caller of the function that asks; 0 outside of the loop."""
+    num_frames, frame = 0, sys._getframe(2)
+    while frame is not None:
+        num_frames += frame.f_code.co_filename.startswith(OWN_FILES)
+        if frame.f_code.co_name == "run_step":
+            return num_frames
+        frame = frame.f_back
+    return 0
+
+
 class Looking:
-    """Passes everything on to a transport, and notes how many frames of ours end in each send of a step."""
+    """Passes everything on to a transport or backend, and notes how many frames of ours end in each send of a step."""
 
     def __init__(self, transport):
         self._transport = transport
@@ -88,14 +101,18 @@ class Looking:
     def __getattr__(self, name):
         return getattr(self._transport, name)
 
-    def post_send(self, peer, tensor, *lane):
-        names, frame = [], sys._getframe(1)
-        while frame is not None and frame.f_code.co_name != "run_step":
-            names.append(frame.f_code.co_filename)
-            frame = frame.f_back
-        if frame is not None:
-            self.seen.append(2 + sum(name.startswith(OWN_FILES) for name in names))  # both ends count
-        return self._transport.post_send(peer, tensor, *lane)
+    def note(self, num_frames):
+        if num_frames:
+            self.seen.append(num_frames)
+
+    def post_send(self, *message):
+        num_frames = frames_from_the_loop()
+        self.note(num_frames and num_frames + 1)  # both ends count
+        return self._transport.post_send(*message)
+
+    def send(self, *message):
+        self.note(frames_from_the_loop())
+        return self._transport.send(*message)
 
 
 @pytest.mark.as_users_run_it
@@ -111,3 +128,21 @@ def test_a_send_is_a_few_frames_from_the_loop():
     for seen in on_ranks(2, case):
         assert len(seen) == 2
         assert max(seen) <= MAX_FRAMES
+
+
+def test_a_send_over_gloo_is_no_more_frames_from_the_loop():
+    for seen in run_ranks(2, over_gloo):
+        assert len(seen) == 2
+        assert max(seen) <= MAX_FRAMES
+
+
+def over_gloo(rank):
+    transport, task = TorchTransport(deadline_s=30.0, is_direct=False), float_task(4)
+    link = Looking(transport._links.upward)
+    transport._links = torch_dist._Links(link, link, link)
+    pipeline = Pipeline(task.make_layers(), "1f1b", 2, task.loss, transport=transport)
+    step_task(pipeline, task)
+    link.seen.clear()
+    step_task(pipeline, task)  # from now on without headers
+    pipeline.close()
+    return link.seen
