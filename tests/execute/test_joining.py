@@ -1,5 +1,8 @@
 """A mistake of one rank reaches the others at once, and leaves the process group usable."""
 
+import os
+import signal
+import threading
 import time
 
 import pytest
@@ -8,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock as ps
-from penstock.errors import ConfigError, DeadlineExceeded, PenstockError, PipelineError
+from penstock.errors import ConfigError, DeadlineExceeded, PeerLost, PenstockError
 from penstock.execute.control.collectives import Control
 from penstock.execute.joining import join
 from penstock.execute.transport import LocalTransport
@@ -30,6 +33,7 @@ MISTAKES = {
     "group": {"group": "pipeline"},
     "unknown": {"deadlin_s": 3},
     "deadline_s": {"deadline_s": 0},
+    "deadline_s without an end": {"deadline_s": 1e15},
     "transport": {"transport": "gloo"},
     "device": {"device": "gpu"},
     "weights": {"weights": [1]},
@@ -103,6 +107,40 @@ def test_a_rank_that_missed_a_construction_meets_the_others_in_the_next():
     assert loss == other_loss == TASK.reference(2)[0].loss.item()
 
 
+def joins_another_group(rank):
+    group = dist.new_group([0, 1])
+    return type(error_of(make, process_group="pipeline" if rank else group, deadline_s=2.0))
+
+
+@pytest.mark.slow
+def test_a_rank_with_a_wrong_group_hears_what_is_wrong_though_the_others_met_in_theirs():
+    assert run_ranks(2, joins_another_group) == [DeadlineExceeded, ConfigError]
+
+
+def is_interrupted_at_first(rank):
+    """Ctrl-C comes to rank 0 in its first construction, to which rank 1 comes later."""
+    error, took_s = None, 0.0
+    if rank == 0:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        begin_s = time.monotonic()
+        try:
+            make(deadline_s=DEADLINE_S)
+        except KeyboardInterrupt as raised:
+            error, took_s = raised, time.monotonic() - begin_s
+    dist.barrier()
+    pipeline = make(deadline_s=DEADLINE_S)
+    return type(error), took_s, step_task(pipeline, TASK).result.loss.item()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_construction_at_once_and_the_next_one_works():
+    (kind, took_s, loss), (_, _, other_loss) = run_ranks(2, is_interrupted_at_first, timeout_s=DEADLINE_S)
+
+    assert kind is KeyboardInterrupt
+    assert took_s < DEADLINE_S / 3
+    assert loss == other_loss == TASK.reference(2)[0].loss.item()
+
+
 def test_threads_hear_of_a_mistake_too_and_may_use_their_transports_again():
     def case(wires):
         error = error_of(make, "run_ahead" if wires.rank else None, transport=wires)
@@ -135,5 +173,5 @@ def test_an_error_of_one_rank_alone_ends_the_waits_of_the_others():
 
     first, second = on_ranks(2, lambda wires: error_of(case, wires), deadline_s=DEADLINE_S)
 
-    assert isinstance(first, PipelineError)
+    assert isinstance(first, PeerLost)  # not DeadlineExceeded
     assert isinstance(second, ZeroDivisionError)

@@ -1,5 +1,7 @@
 """Options of a pipeline and options of its schedule."""
 
+import math
+
 import pytest
 
 from penstock.errors import ConfigError
@@ -25,7 +27,7 @@ def test_a_misspelt_option_names_the_nearest_of_either(given, meant):
 
 
 WRONG = {
-    "deadline_s": [0, "60"],
+    "deadline_s": [0, "60", 1e9, math.inf, math.nan],
     "transport": ["gloo", 3],
     "device": ["gpu", object()],
     "count": [3],
@@ -37,7 +39,7 @@ WRONG = {
     "slice_dim": ["sequence"],
     "seed": [-1, 2**63, 1.0, "1", True],
     "run_ahead": [0, -1, 1.5, True],
-    "data_warn_s": [0, "1"],
+    "data_warn_s": [0, "1", 1e9],
     "clock": [print],
     "debug": ["value", 2],
 }
@@ -51,7 +53,9 @@ def test_an_option_of_another_kind_is_refused_by_its_name(key):
         assert caught.value.key == key
 
 
-@pytest.mark.parametrize("given", [{"seed": 0}, {"seed": 2**63 - 1}, {"device": "cpu"}, {"run_ahead": 1}])
+@pytest.mark.parametrize(
+    "given", [{"seed": 0}, {"seed": 2**63 - 1}, {"device": "cpu"}, {"run_ahead": 1}, {"deadline_s": 1e6}]
+)
 def test_what_may_be_given_passes(given):
     PipelineOptions(**given)
 

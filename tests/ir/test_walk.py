@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.ir import walk as walk_file
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.schedule import Schedule
 from penstock.ir.walk import NOT_RUN, walk
@@ -80,6 +81,14 @@ def test_the_order_in_which_ranks_are_looked_at_changes_nothing(schedule, chance
 
     assert result.start.tolist() == usual.start.tolist()
     assert result.end.tolist() == usual.end.tolist()
+
+
+def test_what_goes_there_and_back_takes_a_few_rounds_on_any_number_of_ranks(monkeypatch):
+    visit_all, num_rounds = walk_file._visit_all, []
+    monkeypatch.setattr(walk_file, "_visit_all", lambda *columns: num_rounds.append(1) or visit_all(*columns))
+
+    assert walked(build("1f1b", ranks=200, microbatches=1)).is_complete
+    assert len(num_rounds) < 5
 
 
 def test_an_order_that_blocks_itself_stops_where_it_blocks():

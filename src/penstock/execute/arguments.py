@@ -1,7 +1,6 @@
 """Looks at what `Pipeline` was given before anything is made of it, and says what was expected instead."""
 
 import inspect
-import math
 from collections.abc import Callable, Collection
 from operator import index
 from pathlib import Path
@@ -123,10 +122,15 @@ def is_whole_number(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+LONGEST_TIME_S = 1_000_000
+"""The system counts milliseconds in 32 bits."""
+A_TIME = f"a number of seconds larger than 0, at most {LONGEST_TIME_S:,}"
+
+
 def is_time(value: Any) -> bool:
-    """Whether a value is a number of seconds larger than 0."""
+    """Whether a value is a number of seconds that something can wait."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value > 0
+    return is_number and 0 < value <= LONGEST_TIME_S
 
 
 def take_process_group(

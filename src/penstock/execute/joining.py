@@ -87,7 +87,7 @@ def join(process_group: Any, group: Any, given: Mapping[str, Any], options_of_fa
     `process_group` and `group` are as for `Pipeline`; with a wrong one, the rank joins the default group.
 
     Raises:
-        PeerLost, DeadlineExceeded: if a rank does not come.
+        PeerLost, DeadlineExceeded: if a rank does not come; on a rank whose options are wrong, what is wrong with them.
     """
     try:
         options, family_options = split_options(given)
@@ -95,7 +95,12 @@ def join(process_group: Any, group: Any, given: Mapping[str, Any], options_of_fa
         refusal = None
     except PenstockError as error:
         options, family_options, taken, refusal = _usable(given), {}, None, error
-    transport = options.transport or default_transport(taken, options.deadline_s)
+    try:
+        transport = options.transport or default_transport(taken, options.deadline_s)
+    except (PeerLost, DeadlineExceeded) as error:
+        if refusal is not None:  # with a wrong group, the others met in another one
+            raise refusal from error
+        raise
     return Joined(options, family_options, taken, transport, refusal)
 
 

@@ -54,6 +54,8 @@ def walk(
     start, end = np.full((2, num_rows), NOT_RUN, of_time)
     result = Walk(start, end, offsets[:-1].astype(np.int64))
     turns = np.arange(len(offsets) - 1) if visits is None else visits
+    # There and back, since what goes against the turns would get one rank further in each round.
+    turns = np.concatenate([turns, turns[::-1]])
     columns = map(frozen, (offsets, predecessors, joined, duration, lag_of_edge, turns))
     times = (result.start, result.end, result.reached, np.zeros(len(offsets) - 1, of_time))
     if compiled:

@@ -1,12 +1,24 @@
 """The state of a rank's layers and of the whole model: taken, gathered, scattered, loaded or refused."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import WIDTH, block, error_of, float_layers, on_ranks, settle, square_loss, two_routes
+from tests.local_pipelines import (
+    WIDTH,
+    block,
+    error_of,
+    float_layers,
+    float_task,
+    on_ranks,
+    settle,
+    square_loss,
+    step_task,
+    two_routes,
+)
 
 
 class Normed(nn.Module):
@@ -121,6 +133,8 @@ def test_tied_copies_are_equal_after_loading_whatever_the_state_says():
         (lambda state: state.pop("3.weight"), "it lacks '3.weight'"),
         (lambda state: state.update({"3.wait": torch.zeros(1)}), "is named '3.wait'. Did you mean '3.weight'?"),
         (lambda state: state.update({"3.bias": torch.zeros(2)}), r"'3.bias' has the shape \(2,\); expected \(6,\)"),
+        (lambda state: state.update({"3.bias": np.zeros(6)}), "'3.bias' is a ndarray; expected a tensor"),
+        (lambda state: state.update({3: torch.zeros(6)}), "it has the key 3; expected names"),
         (lambda state: None, "a NoneType; expected tensors by name"),
     ],
 )
@@ -133,6 +147,7 @@ def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all_and_changes_not
             state = state if is_state else None
         error = error_of(pipeline.load_state_dict, state, from_rank=from_rank)
         assert_same_state(pipeline.state_dict(on_rank=wires.rank * 0), {} if wires.rank else whole)
+        step_task(pipeline, float_task(8))  # nothing is left on the way
         return error
 
     whole = nn.Sequential(*layers_of(0)).state_dict()

@@ -97,14 +97,18 @@ def require_fitting(given: Any, wanted: Iterable[Entry], known: Iterable[Entry],
     """Make sure that a state can be loaded as a whole.
 
     Raises:
-        ConfigError: it is none; a tensor has another shape than wanted; or, if it is strict, one that is wanted is
-            missing, or one is not known in the whole model.
+        ConfigError: it is none; what is wanted is no tensor or has another shape; or, if it is strict, one that is
+            wanted is missing, or one is not known in the whole model.
     """
     if not isinstance(given, Mapping):
         raise ConfigError(f"a {type(given).__name__}; expected tensors by name, as state_dict() returns", key=KEY)
+    if other := [key for key in given if not isinstance(key, str)]:
+        raise ConfigError(f"it has the key {other[0]!r}; expected names, as state_dict() returns", key=KEY)
     shapes = {entry.name: entry.shape for entry in wanted}
     for name, shape in shapes.items():
         found = given.get(name)
+        if name in given and not isinstance(found, Tensor):
+            raise ConfigError(f"{name!r} is a {type(found).__name__}; expected a tensor", key=KEY)
         if isinstance(found, Tensor) and tuple(found.shape) != shape:
             raise ConfigError(f"{name!r} has the shape {tuple(found.shape)}; expected {shape}", key=KEY)
     if not is_strict:

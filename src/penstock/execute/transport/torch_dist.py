@@ -211,9 +211,9 @@ class TorchTransport:
                 "See whether all of them still run; if they do not, start all ranks again",
                 waited_s=time.monotonic() - begin_s,
             ) from error.with_traceback(None)  # its frames hold links
-        except PipelineError:
-            rendezvous.give_up(CONNECTED, LINKED)
+        except BaseException:  # Ctrl-C too: the others are not to wait for a rank that has left
             self.abort()
+            rendezvous.give_up(ADDRESSES, CONNECTED, LINKED)
             raise
         return store
 

@@ -57,7 +57,12 @@ class RunSection(Section):
     skip_updates: bool = Field(
         default=False, description="whether steps run but change no weight: a dry run of forwards and backwards"
     )
-    deadline_s: float = Field(default=60.0, gt=0, description="seconds after which a wait on another rank is given up")
+    deadline_s: float = Field(
+        default=60.0,
+        gt=0,
+        le=1_000_000,
+        description="seconds after which a wait on another rank is given up",
+    )
     evaluate_every: NotNegative = Field(
         default=100, description="optimizer steps between evaluations; 0: only after the last"
     )
