@@ -34,6 +34,7 @@ _HOMES = {
     "LayerSpec": "penstock.models",
     "LossOutput": "penstock.execute.losses.output",
     "NotFinite": "penstock.errors",
+    "NotSaved": "penstock.errors",
     "Observer": "penstock.execute.observing.observer",
     "Part": "penstock.execute.batch.stream",
     "PartitionError": "penstock.errors",

@@ -8,6 +8,7 @@ from penstock.errors import DeadlineExceeded as DeadlineExceeded
 from penstock.errors import EndOfData as EndOfData
 from penstock.errors import FormatError as FormatError
 from penstock.errors import NotFinite as NotFinite
+from penstock.errors import NotSaved as NotSaved
 from penstock.errors import PartitionError as PartitionError
 from penstock.errors import PeerLost as PeerLost
 from penstock.errors import PenstockError as PenstockError
