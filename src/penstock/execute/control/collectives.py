@@ -72,7 +72,7 @@ class Control:
         return self.transport.post_send(peer, tensor, Tag.CONTROL)
 
     def _receive(self, peer: int, num_bytes: int) -> tuple[Ticket, Tensor]:
-        values = torch.empty(num_bytes, dtype=torch.uint8)
+        values = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return self.transport.post_receive(peer, values, Tag.CONTROL), values
 
     def _end_s(self) -> float:

@@ -84,7 +84,7 @@ class LossExchange:
             return []
         # Pinned, so that the copy to a GPU is queued: from other memory the host would wait for all that was queued.
         is_gpu = self._device.type == "cuda"
-        on_host = torch.tensor([each.losses for each in columns], dtype=torch.float64, pin_memory=is_gpu)
+        on_host = torch.tensor([each.losses for each in columns], dtype=torch.float64, device="cpu", pin_memory=is_gpu)
         exact = on_host.to(self._device, non_blocking=is_gpu).unbind()
         return [_losses_of(column, values) for column, values in zip(columns, exact, strict=True)]
 
