@@ -148,3 +148,7 @@ def defined_names(module):
         elif isinstance(node, ast.alias):
             found.append((node.asname or "", node))
     return [(name, node) for name, node in found if name]
+
+
+def assert_none(found):
+    assert not found, "\n" + "\n".join(found)

@@ -7,7 +7,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from tests.house.source import SOURCE, imports, modules, parse, parts_of_map
+from tests.house.source import SOURCE, assert_none, imports, modules, parse, parts_of_map
 
 # Every room (a folder or file directly in src/penstock), its floor, and the floors that it may import.
 ROOMS = {
@@ -157,10 +157,6 @@ def undocumented_torch(module):
         if owner not in ("self", "cls") and (is_of_node or name in OF_TORCH or f"{owner}.{name}" == "torch.ops"):
             found.append(f"{module.at(node)}: {name} is no documented part of torch; use it in {UNDOCUMENTED[0]}")
     return [] if module.name in UNDOCUMENTED else found
-
-
-def assert_none(found):
-    assert not found, "\n" + "\n".join(found)
 
 
 def loaded_by(statement):
