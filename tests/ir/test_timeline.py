@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from penstock.errors import ConfigError
 from penstock.ir.action import Action, Kind, OverlappedPair
 from penstock.ir.instruction import Op
 from penstock.ir.live import StageBytes
@@ -109,6 +110,26 @@ def test_what_is_always_in_memory_is_apart_from_the_peak():
     assert timeline.static_bytes == (24, 35)
     assert timeline.peak_bytes == [20, 10]
     assert timeline_of(two_ranks(), [(0, 1), (7, 9), (2, 3), (3, 5)]).static_bytes == ()
+
+
+@pytest.mark.parametrize("key", ["start_s", "end_s"])
+@pytest.mark.parametrize(
+    ("times", "found"),
+    [
+        (np.zeros(3), r"an array of shape \(3,\)"),
+        (np.zeros(5), r"an array of shape \(5,\)"),
+        (np.zeros((4, 1)), r"an array of shape \(4, 1\)"),
+        ([0.0] * 4, "of type list"),
+    ],
+    ids=["too few", "too many", "of two dimensions", "a list"],
+)
+def test_times_that_are_not_one_for_each_instruction_are_refused(key, times, found):
+    columns = {"start_s": np.zeros(4), "end_s": np.zeros(4)} | {key: times}
+
+    with pytest.raises(ConfigError, match=f"{found}; expected a numpy array of 4 seconds, one for each") as caught:
+        Timeline(two_ranks(), "measured", **columns)
+
+    assert caught.value.key == key
 
 
 def test_times_cannot_be_changed_and_the_callers_arrays_stay_its_own():

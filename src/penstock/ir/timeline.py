@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.errors import ConfigError, described
 from penstock.ir.hot import frozen
 from penstock.ir.live import StageBytes, peak_activations, peak_bytes
 from penstock.ir.operations import Op
@@ -32,6 +33,9 @@ class Timeline:
 
     A computation starts when its inputs are there and the host has launched it, so launches are idle time. A receive
     ends when its message has arrived, a send when it has left.
+
+    Raises:
+        ConfigError: the times are not one for each instruction of the program.
     """
 
     program: Program
@@ -46,8 +50,14 @@ class Timeline:
     """Each rank's in their order. The first microbatch is waited for before the step's instructions, so below 0."""
 
     def __post_init__(self) -> None:
+        num_rows = self.program.num_rows
         for name in ("start_s", "end_s"):
-            object.__setattr__(self, name, frozen(getattr(self, name)))
+            column = getattr(self, name)
+            if getattr(column, "shape", None) != (num_rows,):
+                found = f"an array of shape {column.shape}" if isinstance(column, np.ndarray) else described(column)
+                expected = f"a numpy array of {num_rows} seconds, one for each instruction of {self.program.name!r}"
+                raise ConfigError(f"{found}; expected {expected}", key=name)
+            object.__setattr__(self, name, frozen(column))
 
     @cached_property
     def _bounds_s(self) -> tuple[Floats, Floats]:
