@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.execute.batch.cutting import BatchRule
-from penstock.execute.batch.microbatch import BatchSpec, Replicate, Split
+from penstock.execute.batch.microbatch import BatchSpec, Concat, Replicate, Split, Sum
 from penstock.execute.batch.stream import StreamRules
 from penstock.execute.options import PipelineOptions, refuse_unknown, split_options
 from penstock.schedules import build
@@ -34,6 +34,14 @@ WRONG = {
     "reduce_stage": ["stage"],
     "optimizer_step": [1],
     "overlap": [True],
+    "allow_ragged": ["x", 1, None],
+    "check_batches": ["x", 0],
+    "variable_shapes": ["x", None],
+    "main_gradients": ["x", 1],
+    "ranges": ["x", 3],
+    "merge": [3, "cat", [print, 3], {"logits": "cat"}],
+    "merge_slices": [3, "cat"],
+    "tied": [3, "0.weight", ["0.weight", "5.weight"], [("0.weight",)], [("0.weight", 5)]],
     "specs": [Replicate()],
     "slice_specs": [{}],
     "slice_dim": ["sequence"],
@@ -53,9 +61,19 @@ def test_an_option_of_another_kind_is_refused_by_its_name(key):
         assert caught.value.key == key
 
 
-@pytest.mark.parametrize(
-    "given", [{"seed": 0}, {"seed": 2**63 - 1}, {"device": "cpu"}, {"run_ahead": 1}, {"deadline_s": 1e6}]
-)
+MAY_BE_GIVEN = [
+    {"seed": 0},
+    {"seed": 2**63 - 1},
+    {"device": "cpu"},
+    {"run_ahead": 1},
+    {"deadline_s": 1e6},
+    {"merge": Concat(1), "merge_slices": [list, None, {"logits": Sum()}]},
+    {"tied": [("0.weight", "5.weight"), ["0.bias", "5.bias"]]},
+    {"tied": {("0.weight", "5.weight")}},
+]
+
+
+@pytest.mark.parametrize("given", MAY_BE_GIVEN)
 def test_what_may_be_given_passes(given):
     PipelineOptions(**given)
 

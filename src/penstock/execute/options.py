@@ -10,7 +10,7 @@ from penstock.errors import ConfigError, nearest
 from penstock.execute.arguments import A_TIME, is_time, is_whole_number, require, require_device
 from penstock.execute.backend import find_backend
 from penstock.execute.batch.cutting import BatchRule
-from penstock.execute.batch.microbatch import BatchSpec
+from penstock.execute.batch.microbatch import BatchSpec, is_merge_spec
 from penstock.execute.batch.stream import StreamRules
 from penstock.execute.losses.loss import Count, Scale
 from penstock.execute.observing.clock import Clock
@@ -23,6 +23,7 @@ DEBUG_LEVELS = ("off", "messages", "values")
 DEFAULT_DEADLINE_S = 60.0
 _MAX_SEED = 2**63 - 1
 _FUNCTIONS = ("count", "reduce_stage", "optimizer_step", "overlap")
+_FLAGS = ("allow_ragged", "check_batches", "variable_shapes", "main_gradients", "ranges")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,8 @@ class PipelineOptions:
     reduction: str = "mean"
     """What the loss function returns of a microbatch: its mean, or "sum"."""
     count: Count | None = None
-    """count(target) -> what the mean is taken over, such as tokens; default: rows of the batch."""
+    """count(target) -> what the mean is taken over, such as tokens; default: rows of the batch. Ranks without a last
+    stage need none."""
     scale_loss: float | Scale | None = None
     """What every loss is multiplied by where its backward begins, those that layers add included: a number, or a
     function. Gradients are scaled then, what is reported is not. Where it is a method of a `torch.amp.GradScaler`, the
@@ -87,7 +89,7 @@ class PipelineOptions:
     """Called with a stage's index when its gradients are whole: where data parallelism reduces. Of copies of a stage on
     one rank, once; of copies on several ranks, on each, before their gradients are summed."""
     optimizer_step: Callable[[], None] | None = None
-    """Called at the end of each training step's program."""
+    """Called at the end of each training step's program; given on every rank, or on none."""
 
     main_gradients: bool = False
     """Whether gradients are added up in `.main_grad`, in float32 where weights have fewer bits, and `.grad` is left as
@@ -118,9 +120,17 @@ class PipelineOptions:
         for name in _FUNCTIONS:
             value = getattr(self, name)
             require(name, value, value is None or callable(value), "a function, or None")
+        for name in _FLAGS:
+            value = getattr(self, name)
+            require(name, value, isinstance(value, bool), "True or False")
         for name in ("specs", "slice_specs"):
             value = getattr(self, name)
             require(name, value, value is None or isinstance(value, BatchSpec), "a BatchSpec, or None")
+        for name in ("merge", "merge_slices"):
+            value = getattr(self, name)
+            expected = "a function of the list of outputs, such as ps.Concat(), a dict, tuple or list of them, or None"
+            require(name, value, is_merge_spec(value), expected)
+        require("tied", self.tied, _are_pairs(self.tied), "a list of pairs of parameter names")
         require("slice_dim", self.slice_dim, isinstance(self.slice_dim, int), "the number of a dimension")
         is_seed = self.seed is None or (is_whole_number(self.seed, 0) and self.seed <= _MAX_SEED)
         require("seed", self.seed, is_seed, "a whole number from 0 to 2**63 - 1, or None")
@@ -161,6 +171,14 @@ def split_options(given: Mapping[str, Any]) -> tuple[PipelineOptions, dict[str, 
     known = {option.name for option in fields(PipelineOptions)}
     own = {name: value for name, value in given.items() if name in known}
     return PipelineOptions(**own), {name: value for name, value in given.items() if name not in known}
+
+
+def _are_pairs(value: object) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, str) and all(map(_is_pair, value))
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(name, str) for name in value)
 
 
 def _is_transport(value: object) -> bool:

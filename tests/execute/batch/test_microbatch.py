@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from penstock.errors import PipelineError
-from penstock.execute.batch.microbatch import Concat, Stack, Sum, merge_outputs
+from penstock.execute.batch.microbatch import (
+    BatchSpec,
+    Concat,
+    Replicate,
+    Split,
+    Stack,
+    Sum,
+    describe_specs,
+    is_merge_spec,
+    merge_outputs,
+)
 
 
 def rows(num_rows, *others):
@@ -50,3 +60,22 @@ def test_one_rule_holds_for_all_leaves():
 def test_outputs_that_cannot_be_merged_are_an_error(outputs, message):
     with pytest.raises(PipelineError, match=message):
         merge_outputs(outputs)
+
+
+@pytest.mark.parametrize("spec", [None, list, Sum(), [Sum(), None], (list,), {"a": {"b": Concat(1)}}])
+def test_a_rule_and_a_tree_of_rules_can_merge(spec):
+    assert is_merge_spec(spec)
+
+
+@pytest.mark.parametrize("spec", [3, "cat", [Sum(), 3], {"a": ["cat"]}, {list}])
+def test_nothing_else_can_merge(spec):
+    assert not is_merge_spec(spec)
+
+
+def test_specs_are_described_by_what_they_mean():
+    specs = BatchSpec(args=(Split(1),), kwargs={"b": Replicate(), "a": None})
+    reordered = BatchSpec(args=(Split(1),), kwargs={"a": None, "b": Replicate()})
+
+    assert describe_specs(specs) == "args=(Split(dim=1),), kwargs={'a': None, 'b': Replicate()}"
+    assert describe_specs(reordered) == describe_specs(specs)
+    assert describe_specs(None) == describe_specs(BatchSpec()) == "none"

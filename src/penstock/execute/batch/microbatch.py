@@ -1,7 +1,8 @@
 """Microbatches, the markers by which a batch is cut into them, and the rules by which their outputs are merged."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pprint import saferepr
 from typing import Any
 
 import torch
@@ -55,6 +56,12 @@ class BatchSpec:
     target: Any = None
 
 
+def describe_specs(specs: BatchSpec | None) -> str:
+    """Return one line that is the same for specs that split a batch alike, in whatever order they name its parts."""
+    given = {field.name: getattr(specs, field.name, None) for field in fields(BatchSpec)}
+    return ", ".join(f"{name}={saferepr(mark)}" for name, mark in given.items() if mark is not None) or "none"
+
+
 @dataclass(frozen=True, slots=True)
 class Microbatch:
     """One part of the batch, or one slice of such a part; its tensors are views of the batch's.
@@ -101,6 +108,14 @@ class Sum:
 
 
 Reducer = Callable[[list[Any]], Any]
+
+
+def is_merge_spec(spec: Any) -> bool:
+    """Whether this is a merge rule, or a tree of rules, as `merge_outputs` takes it."""
+    if spec is None or callable(spec):
+        return True
+    rules = spec.values() if isinstance(spec, dict) else spec
+    return isinstance(spec, (dict, tuple, list)) and all(map(is_merge_spec, rules))
 
 
 def merge_outputs(outputs: Sequence[Any], spec: Any = None, *, part: str = "microbatch") -> Any:
