@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, PartitionError, PipelineError
+from penstock.execute.batch.microbatch import BatchSpec, Replicate, Split
 from penstock.execute.control.collectives import Control
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import error_of, float_layers, float_task, on_ranks, square_loss, step_task, token_task
@@ -86,6 +87,106 @@ def test_a_setup_that_differs_is_found_before_anything_is_assembled():
     for error in on_ranks(2, case):
         assert type(error) is PipelineError
         assert "the ranks disagree on split: rank 0 has 2, 2, rank 1 has 1, 3" in str(error)
+
+
+def weighted(target):
+    """Counts so that the microbatches of `float_task` weigh differently."""
+    return 1 + 3 * int(target.sum() > 0)
+
+
+def do_nothing(*args):
+    return None
+
+
+TIED = ("0.1.weight", "4.1.weight")
+DIFFERENT = {
+    "count": ("dualpipe", {}, {"count": weighted}, "none", "a function"),
+    "allow_ragged": ("1f1b", {}, {"allow_ragged": True}, "False", "True"),
+    "specs": ("1f1b", {}, {"specs": BatchSpec(args=Split(-2))}, "none", "args=Split(dim=-2)"),
+    "slice_specs": (
+        "1f1b",
+        {"slice_specs": BatchSpec(target=Split(1))},
+        {"slice_specs": BatchSpec(target=Replicate())},
+        "target=Split(dim=1)",
+        "target=Replicate()",
+    ),
+    "tied": (
+        "1f1b",
+        {"tied": [TIED]},
+        {"tied": [("0.1.weight", "3.1.weight")]},
+        "0.1.weight = 4.1.weight",
+        "0.1.weight = 3.1.weight",
+    ),
+    "tied in another order": (
+        "1f1b",
+        {"tied": [TIED, ("1.1.weight", "3.1.weight")]},
+        {"tied": [("1.1.weight", "3.1.weight"), TIED]},
+        "0.1.weight = 4.1.weight, 1.1.weight = 3.1.weight",
+        "1.1.weight = 3.1.weight, 0.1.weight = 4.1.weight",
+    ),
+    "optimizer_step": ("1f1b", {}, {"optimizer_step": do_nothing}, "none", "a function"),
+    "reduce_stage": ("dualpipe", {}, {"reduce_stage": do_nothing}, "none", "a function"),
+}
+
+
+@pytest.mark.parametrize("differing_rank", [0, 1])
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_an_option_that_ranks_must_share_is_compared_before_anything_runs(name, differing_rank):
+    schedule, usual, other, *shown = DIFFERENT[name]
+    shown_by_rank = shown if differing_rank else shown[::-1]
+    task = float_task(8)
+
+    def case(wires):
+        def make(**options):
+            return Pipeline(task.make_layers(), schedule, 4, task.loss, transport=wires, **options)
+
+        error = error_of(make, **(other if wires.rank == differing_rank else usual))
+        make(**other).close()  # on all ranks it is no mistake
+        return error
+
+    for error in on_ranks(2, case):
+        assert type(error) is PipelineError
+        field = name.partition(" ")[0]
+        assert f"disagree on {field}: rank 0 has {shown_by_rank[0]}, rank 1 has {shown_by_rank[1]}. " in str(error)
+
+
+def test_reductions_are_compared_only_where_ranks_hold_copies():
+    """Elsewhere the stages of a rank are its own, and may have no replicas."""
+
+    def case(wires):
+        options = {} if wires.rank else {"reduce_stage": do_nothing}
+        Pipeline(float_layers(), "1f1b", 4, square_loss, transport=wires, **options).close()
+
+    on_ranks(2, case)
+
+
+@pytest.mark.parametrize("counting_ranks", [[1], [0, 1]])
+def test_only_ranks_that_compute_losses_need_a_count(counting_ranks):
+    task = float_task(8)
+    task.options = {"count": weighted}
+    expected, _ = task.reference(4)
+
+    def case(wires):
+        options = {"count": weighted} if wires.rank in counting_ranks else {}
+        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, **options)
+        return step_task(pipeline, task).result.loss
+
+    assert all(torch.equal(loss, expected.loss) for loss in on_ranks(2, case))
+    task.options = {}
+    assert not torch.equal(expected.loss, task.reference(4)[0].loss)
+
+
+def test_either_name_of_a_tied_pair_may_come_first():
+    task = float_task(8)
+
+    def case(wires):
+        tied = [TIED[::-1] if wires.rank else TIED]
+        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, tied=tied)
+        return step_task(pipeline, task).gradients
+
+    first, last = on_ranks(2, case)
+
+    assert torch.equal(first[TIED[0]], last[TIED[1]])
 
 
 def test_a_pipeline_is_equal_to_one_process_in_whichever_order_messages_arrive():

@@ -19,6 +19,7 @@ from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.execute.arguments import (
+    describe_function,
     layer_list,
     names_of_children,
     require_loss,
@@ -26,6 +27,7 @@ from penstock.execute.arguments import (
     require_slices,
     require_split,
 )
+from penstock.execute.batch.microbatch import describe_specs
 from penstock.execute.control.agreement import Mode
 from penstock.execute.control.handshake import Agreed, Found, Setup, Told, require_equal, told_of
 from penstock.execute.control.hosts import host_of_processes
@@ -92,6 +94,7 @@ class Plan:
         placement = self.schedule.placement
         self.layers_of_stage = split_over(placement, len(layers), weights=self.layer_weights, split=request.split)
         own_stages = placement.stages_of_rank[joined.transport.rank]
+        self.computes_losses = any(placement.next_stage[stage] < 0 for stage in own_stages)
         own = dict.fromkeys(index for stage in own_stages for index in self.layers_of_stage[stage])
         self.layers = layers
         self.built: BuiltLayers = build_own(layers, self.layer_names, list(own))
@@ -104,10 +107,17 @@ class Plan:
             schedule=f"{self.given!r} #{self.given.digest()[:12]}",
             layers=", ".join(self.layer_names),
             split=", ".join(str(len(layers)) for layers in self.layers_of_stage),
-            loss="none" if self.loss is None else "a function",
+            loss=describe_function(self.loss),
             reduction=options.reduction,
+            count=describe_function(options.count) if self.computes_losses else None,
             scale_loss=describe_scale(options.scale_loss),
+            allow_ragged=str(options.allow_ragged),
+            specs=describe_specs(options.specs),
             slice_dim=str(options.slice_dim),
+            slice_specs=describe_specs(options.slice_specs),
+            # In the order of the caller, by which tied groups are numbered.
+            tied=", ".join(" = ".join(sorted(pair)) for pair in options.tied) or "none",
+            optimizer_step=describe_function(options.optimizer_step),
             seed=str(options.seed),
             check_batches=str(options.check_batches),
             variable_shapes=str(options.variable_shapes),
@@ -178,10 +188,12 @@ class Construction:
 
     def told(self) -> Told:
         """Return what the other ranks must hear of it."""
-        stages = range(self.plan.schedule.num_stages)
+        stages, copies = range(self.plan.schedule.num_stages), self.assembly.tied_copies
+        # A copy that is not averaged over replicas would spoil the sum of those that are.
+        reduce_stage = describe_function(self.plan.options.reduce_stage) if copies else None
         return {
-            "setup": {"tied": f"stages {self.assembly.tied_groups}"},
-            "copies": described_copies(self.assembly.tied_copies),
+            "setup": {"tied": f"stages {self.assembly.tied_groups}", "reduce_stage": reduce_stage},
+            "copies": described_copies(copies),
             "unsplittable": unsplittable(self.assembly.stages, stages, "split_backwards=True"),
         }
 

@@ -11,6 +11,7 @@ from torch import nn
 import penstock as ps
 from penstock.errors import ConfigError
 from penstock.execute.arguments import (
+    describe_function,
     is_time,
     is_whole_number,
     layer_list,
@@ -130,6 +131,11 @@ def test_an_option_says_what_was_expected():
     require("run_ahead", 1, True, "a number")
 
     refused("run_ahead: 0 of type int; expected a number", "run_ahead", require, "run_ahead", 0, False, "a number")
+
+
+def test_a_function_is_described_alike_whichever_it_is():
+    assert describe_function(compute) == describe_function(nn.MSELoss()) == "a function"
+    assert describe_function(None) == "none"
 
 
 def test_a_number_as_group_is_an_option_of_a_family_that_knows_one():

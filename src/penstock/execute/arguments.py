@@ -117,6 +117,11 @@ def require_device(device: Any) -> None:
         raise ConfigError(f"{described(device)} is no device of torch: {reason}", key="device") from error
 
 
+def describe_function(function: Any) -> str:
+    """Say whether a function is given, in a text that is the same on ranks that were given one function."""
+    return "none" if function is None else "a function"
+
+
 def is_whole_number(value: Any, least: int) -> bool:
     """Whether a value is a whole number of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -78,6 +78,17 @@ def test_a_setup_that_differs_is_named_by_its_field_and_its_ranks_everywhere(nam
         assert f"disagree on {name}: rank 0 has 1, rank 1 has 1, 2 (and so do ranks 2)" in str(error)
 
 
+def test_ranks_that_do_not_use_a_setting_are_not_compared_in_it():
+    setups = [{"count": None}, {"count": "none"}, {"count": None}, {"count": "a function"}]
+
+    require_equal([*setups[:3], {"count": "none"}])
+    require_equal([{"count": None}] * 2)
+    error = error_of(require_equal, setups)
+
+    assert "disagree on count: rank 1 has none, rank 3 has a function." in str(error)
+    assert error.rank == 3
+
+
 def test_a_rank_of_another_version_that_says_other_things_is_told_so():
     old = {"setup": {"version": "0.1"}, "found": {"something": 3}}
     new = told_of(replace(SETUP, version="0.2"), Found())

@@ -23,7 +23,10 @@ _FAILURE = "failure"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How a rank was set up; each field must be equal on all ranks, and its name is what a mismatch is named by."""
+    """How a rank was set up; each field must be equal on all ranks, and its name is what a mismatch is named by.
+
+    A field that may be None must be equal on the ranks where it is not: the others do not use what it describes.
+    """
 
     version: str
     schedule: str
@@ -31,8 +34,15 @@ class Setup:
     split: str
     loss: str
     reduction: str
+    count: str | None
+    """None where no loss is computed."""
     scale_loss: str
+    allow_ragged: str
+    specs: str
     slice_dim: str
+    slice_specs: str
+    tied: str
+    optimizer_step: str
     seed: str
     check_batches: str
     variable_shapes: str
@@ -135,18 +145,21 @@ def together(control: Control, make: Callable[[], T]) -> T:
 
 
 def require_equal(everyone: Sequence[Told]) -> None:
-    """Compare what the ranks say, name by name.
+    """Compare what the ranks say, name by name; None need not be equal to what others say.
 
     Raises:
         PipelineError: naming what differs and the ranks; the same on every rank.
     """
     for name in everyone[0]:
         values = [theirs.get(name, "nothing") for theirs in everyone]
-        odd = [rank for rank, value in enumerate(values) if value != values[0]]
+        saying = [rank for rank, value in enumerate(values) if value is not None]
+        odd = [rank for rank in saying if values[rank] != values[saying[0]]]
         if odd:
+            first = saying[0]
             others = f" (and so do ranks {', '.join(map(str, odd[1:]))})" if len(odd) > 1 else ""
             raise PipelineError(
-                f"the ranks disagree on {name}: rank 0 has {values[0]}, rank {odd[0]} has {values[odd[0]]}{others}. "
+                f"the ranks disagree on {name}: rank {first} has {values[first]}, rank {odd[0]} has "
+                f"{values[odd[0]]}{others}. "
                 "Start every rank with the same arguments and the same version",
                 rank=odd[0],
             )
