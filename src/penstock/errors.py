@@ -111,6 +111,8 @@ class PipelineError(PenstockError):
     for each other in a cycle, or all were given the same wrong arguments. A rank that cannot see where the others are,
     on other hosts or while a pipeline is created, blames the rank that it waited for. `instruction`, `peer` and
     `waited_s` are those of the rank that raises: what it ran, for which rank it waited, and for how many seconds.
+    `finding` is where the first value that is not finite was made, the same text on every rank that can see it, if that
+    is why the step failed; else empty.
     """
 
     def __init__(
@@ -121,11 +123,13 @@ class PipelineError(PenstockError):
         instruction: str = "",
         peer: int | None = None,
         waited_s: float | None = None,
+        finding: str = "",
     ) -> None:
         self.rank = rank
         self.instruction = instruction
         self.peer = peer
         self.waited_s = waited_s
+        self.finding = finding
         super().__init__(message)
 
 

@@ -21,7 +21,6 @@ from penstock.execute.joining import join
 from penstock.execute.losses.loss import Loss
 from penstock.execute.losses.results import StepResult
 from penstock.execute.model_part import ModelPart
-from penstock.execute.observing.checked_values import describe_finding
 from penstock.execute.observing.memory_report import MemoryReport, MemoryWatch, gather_memory
 from penstock.execute.observing.recorder import Recording
 from penstock.execute.stages.layers import Layer
@@ -193,10 +192,9 @@ class Pipeline(ModelPart):
         try:
             self._train(Mode.TRAIN, Call(args, kwargs, target, checks_values=True))
         except PipelineError as error:
-            finding = describe_finding(error)
-            if not finding:
+            if not error.finding:
                 raise
-            return finding
+            return error.finding
         return ""
 
     @property

@@ -92,13 +92,15 @@ def test_the_first_failure_is_blamed_with_its_traceback():
     boards[0].note(0)
     boards[0].note_wait(1)
     boards[2].note(6)
-    boards[2].note_failure(Failure("ValueError: planted", "layer 3 (Linear)", "  File model.py\n    raise ValueError"))
-    boards[1].note_failure(Failure("KeyError: 'later'", "", "  File other.py"))
+    calls = "  File model.py\n    raise ValueError"
+    boards[2].note_failure(Failure("ValueError: planted", "layer 3 (Linear)", "where it is", calls))
+    boards[1].note_failure(Failure("KeyError: 'later'", "", "", "  File other.py"))
 
     verdict = diagnose(boards[0], describe)
 
     assert verdict.culprit == 2
     assert verdict.reason == "in instruction 6 of rank 2, in layer 3 (Linear), it raised ValueError: planted"
+    assert verdict.finding == "where it is"
     assert "rank 2 was here:\n  File model.py" in verdict.text
     table = verdict.positions.splitlines()
     assert [line.split()[0] for line in table[:-1]] == ["rank", "0", "1", "2"]
@@ -111,15 +113,15 @@ def test_a_verdict_of_another_rank_is_adopted_word_for_word():
     boards[0].note_wait(1)
     boards[2].note_wait(0)
     first = diagnose(boards[0], describe)
-    boards[1].note_failure(Failure("too late to matter", "", ""))
+    boards[1].note_failure(Failure("too late to matter", "", "", ""))
 
     assert diagnose(boards[2], describe) == first
 
 
 def test_a_verdict_survives_the_board_field_by_field_and_of_too_long_a_one_the_end_is_lost():
     first, second = boards_of_threads(2)
-    verdict = Verdict(1, Cause.GONE, "reason\nof two lines", "table", "stack\n\n1 2")
-    long = Verdict(None, Cause.CYCLE, "reason", "table " * VERDICT_BYTES, "stack")
+    verdict = Verdict(1, Cause.GONE, "reason\nof two lines", "finding", "table", "stack\n\n1 2")
+    long = Verdict(None, Cause.CYCLE, "reason", "", "table " * VERDICT_BYTES, "stack")
 
     first.note_verdict(verdict.packed())
     read = Verdict.unpacked(first_verdict(read_all(second)))
@@ -134,7 +136,7 @@ def test_a_verdict_survives_the_board_field_by_field_and_of_too_long_a_one_the_e
 def test_of_ranks_that_diagnose_at_the_same_time_all_take_the_earliest_verdict():
     boards = boards_of_threads(2)
     boards[0].note(0)
-    verdict_of_rank_1 = Verdict(1, Cause.STILL, "reason of rank 1", "positions", "")
+    verdict_of_rank_1 = Verdict(1, Cause.STILL, "reason of rank 1", "", "positions", "")
 
     def describe_while_another_finishes(rank, row):
         if not first_verdict(read_all(boards[1])):
@@ -203,7 +205,7 @@ def test_a_process_is_seen_running_stopped_dead_and_reaped(sleeper):
 
 def test_a_failure_is_blamed_before_the_end_of_the_process_that_followed_it(sleeper):
     boards = boards_of_threads(2)
-    boards[1].note_failure(Failure("MemoryError: planted", "", ""))
+    boards[1].note_failure(Failure("MemoryError: planted", "", "", ""))
     sleeper.kill()
     sleeper.wait()
     pack_into("<q", boards[1]._memory, SLOT_BYTES, sleeper.pid)
@@ -221,7 +223,7 @@ def linger_in_layer():
 
 def misbehave(fault, board):
     if fault == "raise":
-        board.note_failure(Failure("ZeroDivisionError: planted", "", "  File model.py"))
+        board.note_failure(Failure("ZeroDivisionError: planted", "", "", "  File model.py"))
         return
     if fault in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)

@@ -111,6 +111,29 @@ def test_the_batch_and_the_loss_are_looked_at():
     assert "rank 1, 1F0: PipelineError: 1F0: the loss has" in str(of_loss)
 
 
+def test_every_rank_is_told_where_a_value_that_is_not_finite_was_made_and_other_errors_tell_nothing():
+    def find(breaks, wires):
+        task = float_task(8)
+        layers = layers_with(2, breaks())
+        pipeline = Pipeline(layers, build("1f1b", ranks=2, microbatches=4), loss=task.loss, transport=wires)
+        try:
+            return pipeline.find_not_finite(*task.inputs, target=task.target)
+        except PipelineError as error:
+            return error.finding, "which looks like a finding" in str(error)
+
+    found = on_ranks(2, lambda wires: find(lambda: Breaks(3, INF), wires))
+    others = on_ranks(2, lambda wires: find(Misleads, wires))
+
+    told = "rank 1, stage 1, microbatch 2, in 1F2: the output of layer '2.1' has 0 NaN and 12 infinite of its 12 values"
+    assert found == [told, told]
+    assert others == [("", True)] * 2
+
+
+class Misleads(nn.Module):
+    def forward(self, x):
+        raise ValueError("1F0: the text, which looks like a finding, the first here that are not finite")
+
+
 def test_a_loss_without_weight_may_be_anything():
     """Its microbatch has no tokens, so it trains nothing."""
     inputs, target = values(1, 8, 6), values(2, 8, 6)

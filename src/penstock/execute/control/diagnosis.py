@@ -50,6 +50,8 @@ class Verdict:
     cause: Cause
     reason: str
     """One line about the culprit."""
+    finding: str = ""
+    """`PipelineError.finding` of what the culprit raised."""
     positions: str = ""
     """Where all ranks were, with the legend."""
     stack: str = ""
@@ -80,13 +82,13 @@ class Verdict:
     def packed(self) -> str:
         """Return all fields as one text; if its end is lost, so is the end of the stack."""
         culprit = "" if self.culprit is None else str(self.culprit)
-        return SEPARATOR.join((culprit, self.cause.value, self.reason, self.positions, self.stack))
+        return SEPARATOR.join((culprit, self.cause.value, self.reason, self.finding, self.positions, self.stack))
 
     @classmethod
     def unpacked(cls, text: str) -> "Verdict":
         """Return what was packed."""
-        culprit, cause, reason, positions, stack = [*text.split(SEPARATOR), "", ""][:5]
-        return cls(int(culprit) if culprit else None, Cause(cause), reason, positions, stack)
+        culprit, cause, *texts = [*text.split(SEPARATOR), "", "", ""][:6]
+        return cls(int(culprit) if culprit else None, Cause(cause), *texts)
 
 
 def diagnose(board: PositionBoard, describe: Describe, *, peer: int | None = None) -> Verdict:
@@ -142,7 +144,7 @@ def _failed(positions: list[RankPosition], describe: Describe) -> Verdict | None
     assert first.failure is not None
     within = f", in {first.failure.place}," if first.failure.place else ""
     reason = f"{place_of(first, describe)}{within} it raised {first.failure.summary}"
-    return Verdict(first.rank, Cause.RAISED, reason)
+    return Verdict(first.rank, Cause.RAISED, reason, first.failure.finding)
 
 
 def _broken(positions: list[RankPosition], describe: Describe) -> Verdict | None:

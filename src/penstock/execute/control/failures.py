@@ -65,7 +65,8 @@ class FailureReporter:
         position = self.board.read(self.board.rank)  # before the state becomes FAILED
         if not isinstance(error, (PeerLost, DeadlineExceeded)):
             calls = "".join(traceback.format_exception(error, limit=-NUM_CALLS))
-            self.board.note_failure(Failure(_summary(error), noted_place(error), calls))
+            finding = error.finding if isinstance(error, PipelineError) else ""
+            self.board.note_failure(Failure(_summary(error), noted_place(error), finding, calls))
         peer = error.peer if isinstance(error, PipelineError) else None
         verdict = diagnose(self.board, self._describe, peer=peer)
         # Last. It wakes the ranks that wait for this one, and they look for a culprit: by now they find this rank's
@@ -83,7 +84,7 @@ class FailureReporter:
         instruction = self._describe(rank, position.row) if position.row >= 0 else ""
         if not isinstance(error, (PeerLost, DeadlineExceeded)):
             words = self._own_words(error, instruction, verdict)
-            return PipelineError(words, rank=verdict.culprit, instruction=instruction)
+            return PipelineError(words, rank=verdict.culprit, instruction=instruction, finding=verdict.finding)
         noticed = "went on when the others had given up"
         if verdict.culprit != rank:
             noticed = f"waited {error.waited_s or 0.0:.2f} s for rank {error.peer}"
@@ -96,6 +97,7 @@ class FailureReporter:
             instruction=instruction,
             peer=error.peer,
             waited_s=error.waited_s,
+            finding=verdict.finding,
         )
 
     def _own_words(self, error: BaseException, instruction: str, verdict: Verdict) -> str:

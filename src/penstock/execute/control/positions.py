@@ -71,8 +71,10 @@ class Failure(NamedTuple):
     """One line."""
     place: str
     """In what of the user's code, or nothing."""
+    finding: str
+    """Where it found the first value that is not finite, or nothing."""
     calls: str
-    """The end of the traceback."""
+    """The end of the traceback. Last, since the end of a long text is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +230,7 @@ class PositionBoard:
             row=row,
             peer=peer if state == State.WAITING else None,
             since_s=since_s,
-            failure=Failure(*[*failure.split(SEPARATOR), "", ""][:3]) if failure else None,
+            failure=Failure(*[*failure.split(SEPARATOR), "", "", ""][:4]) if failure else None,
             stack=stack,
             verdict=verdict,
             verdict_s=verdict_s,

@@ -11,7 +11,6 @@ Relies on: each computation runs in one thread, whose action is noted there; tor
 own, and layers that run again in them are not looked at.
 """
 
-import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,10 +31,10 @@ from penstock.ir.operations import IS_COMPUTE, RUNS_AUTOGRAD, RUNS_FORWARD, Op
 from penstock.ir.program import Program
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_FIRST = "the first here that are not finite"
-_FOUND = re.compile(rf"((?:([0-9]+)[A-Z]+([0-9]+)\S*|(?:before|after) the step): (?:an|the) [^\n]*), {_FIRST}")
 _Place = tuple[int, int, int]
 """Stage, microbatch, slice."""
+_Action = Instruction | str
+"""What ran, or "before the step" and "after the step"."""
 
 
 class ValueChecks(Observer):
@@ -47,7 +46,7 @@ class ValueChecks(Observer):
         self._gradient_attribute = gradient_attribute
         self._hooks = ExitStack()
         self._program: Program | None = None
-        self._backwards: dict[_Place, str] = {}
+        self._backwards: dict[_Place, Instruction] = {}
         """Of the program that was compiled last."""
         self._here = threading.local()
         """`action`: what runs in this thread, and `backward`: what will run backward through it."""
@@ -63,7 +62,7 @@ class ValueChecks(Observer):
         if bound.receive_row is not None or not IS_COMPUTE[instruction.op]:
             return None
         place = (instruction.stage, instruction.microbatch, instruction.slice)
-        backward = self._backwards_of(program).get(place, "") if RUNS_FORWARD[instruction.op] else None
+        backward = self._backwards_of(program).get(place) if RUNS_FORWARD[instruction.op] else None
         has_loss = instruction.op is Op.FORWARD and program.placement.next_stage[instruction.stage] == NONE
         return lambda step: self._checking(step, instruction, backward, has_loss=has_loss)
 
@@ -76,34 +75,33 @@ class ValueChecks(Observer):
 
     @contextmanager
     def _checking(
-        self, step: Step, instruction: Instruction, backward: str | None, *, has_loss: bool
+        self, step: Step, instruction: Instruction, backward: Instruction | None, *, has_loss: bool
     ) -> Iterator[None]:
-        action = str(instruction)
-        self._here.action, self._here.backward = action, backward
+        self._here.action, self._here.backward = instruction, backward
         try:
             yield
         finally:
             self._here.action = self._here.backward = None
         if has_loss:
-            self._check_loss(step, (instruction.microbatch, instruction.slice), action)
+            self._check_loss(step, (instruction.microbatch, instruction.slice), instruction)
         if not RUNS_FORWARD[instruction.op]:
-            self._check_parameters([self._stages[instruction.stage]], action)
+            self._check_parameters([self._stages[instruction.stage]], instruction)
 
-    def _backwards_of(self, program: Program) -> dict[_Place, str]:
+    def _backwards_of(self, program: Program) -> dict[_Place, Instruction]:
         """Name, per place, what runs autograd's backward through the graph of a forward there."""
         if program is not self._program:
             first, end = (int(offset) for offset in program.offsets[self._rank : self._rank + 2])
             found = (program.instruction(row) for row in range(first, end) if RUNS_AUTOGRAD[program.op[row]])
             self._program = program
-            self._backwards = {(each.stage, each.microbatch, each.slice): str(each) for each in found}
+            self._backwards = {(each.stage, each.microbatch, each.slice): each for each in found}
         return self._backwards
 
-    def _check_loss(self, step: Step, place: tuple[int, int], action: str) -> None:
+    def _check_loss(self, step: Step, place: tuple[int, int], action: _Action) -> None:
         loss = step.losses.computed.get(place)
         if loss is not None and step.losses.shares.factor(*place):  # else it may be anything
             self._check(loss, action, "the loss")
 
-    def _check_parameters(self, stages: Iterable[Stage], action: str) -> None:
+    def _check_parameters(self, stages: Iterable[Stage], action: _Action) -> None:
         for name, parameter in (named for stage in stages for named in stage.named_parameters()):
             gradient = getattr(parameter, self._gradient_attribute, None)
             if gradient is not None:
@@ -134,7 +132,7 @@ class ValueChecks(Observer):
                 look = partial(self.attempt, self._look_at_gradient, backward, name)
                 tensor.register_hook(look)  # type: ignore[no-untyped-call]
 
-    def _look_at_gradient(self, action: str, name: str, gradient: Tensor) -> None:
+    def _look_at_gradient(self, action: _Action, name: str, gradient: Tensor) -> None:
         self._check(gradient, action, f"the gradient that layer {name!r} gives its input")
 
     def _look_at_output(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -143,34 +141,27 @@ class ValueChecks(Observer):
             for tensor in tensors_of(outputs):
                 self._check(tensor, action, f"the output of layer {name!r}")
 
-    def _action(self) -> str | None:
+    def _action(self) -> Instruction | None:
         """What runs; None in a function that is being compiled, and where torch runs a backward in a thread of its own,
         which may compute a forward again."""
         if torch.compiler.is_compiling():
             return None
         return getattr(self._here, "action", None)
 
-    def _check(self, tensor: Tensor, action: str, what: str) -> None:
+    def _check(self, tensor: Tensor, action: _Action, what: str) -> None:
         found = not_finite(tensor)
-        if found:
-            raise PipelineError(
-                f"{action}: {what} {found}, {_FIRST}. Look at what this layer was given and at its parameters; a lower "
-                "learning rate, clipping or a wider type may help",
-                rank=self._rank,
-                instruction=action,
-            )
-
-
-def describe_finding(error: PipelineError) -> str:
-    """Return rank, stage, microbatch and tensor that an error of a step is about; empty if it is no finding of these.
-
-    Every rank has it, also those that were told of it by another one.
-    """
-    found = _FOUND.search(str(error))
-    if found is None:
-        return ""
-    place = f"stage {found[2]}, microbatch {found[3]}, in " if found[2] else ""
-    return f"rank {error.rank}, {place}{found[1]}"
+        if not found:
+            return
+        place = ""
+        if isinstance(action, Instruction):
+            place = f"stage {action.stage}, microbatch {action.microbatch}, in "
+        raise PipelineError(
+            f"{action}: {what} {found}, the first here that are not finite. Look at what this layer was given and at "
+            "its parameters; a lower learning rate, clipping or a wider type may help",
+            rank=self._rank,
+            instruction=str(action),
+            finding=f"rank {self._rank}, {place}{action}: {what} {found}",
+        )
 
 
 def not_finite(tensor: Tensor) -> str:
