@@ -3,11 +3,9 @@
 A failure names what has changed. Mend `execute/undocumented.py`, or what relies on it (named in the docstring below).
 """
 
-import json
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from itertools import pairwise
 from threading import Event
 
 import pytest
@@ -24,11 +22,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from penstock.execute import undocumented
+from penstock.execute.stages.wrappers import is_first_fsdp, is_sharded
 
 SHORT_S = 0.2
 LONG_S = 20.0
@@ -119,7 +117,7 @@ def test_the_node_of_a_leaf_knows_it():
 def test_only_the_node_of_reentrant_checkpointing_has_its_name(use_reentrant):
     output = checkpoint(torch.tanh, leaf(3), use_reentrant=use_reentrant)
 
-    assert undocumented.is_reentrant_checkpoint(undocumented.kind_of(output.grad_fn)) == use_reentrant
+    assert (undocumented.kind_of(output.grad_fn) == undocumented.REENTRANT_CHECKPOINT) == use_reentrant
 
 
 @pytest.mark.parametrize(
@@ -474,17 +472,6 @@ class Seen(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_mode_gets_the_arguments_of_a_backward_by_keyword():
-    loss, given = leaf(3).sum(), torch.ones(())
-    with Seen() as seen:
-        loss.backward(given, True)
-
-    (kwargs,) = [kwargs for func, kwargs in seen.calls if func is torch.Tensor.backward]
-    found = undocumented.arguments_of_backward(kwargs)
-    assert found.pop("grad_tensors") is given
-    assert found == {"retain_graph": True, "create_graph": False, "inputs": None}
-
-
 def test_a_mode_gets_the_gradients_of_a_backward_by_keyword_and_the_tensors_by_place():
     """`split/deferred_weights.py` reads them of the backward within reentrant checkpointing."""
     output, given = leaf(3) * 2, torch.ones(3)
@@ -757,7 +744,7 @@ def test_dtensors_within_ddp_are_known(world):
     assert not undocumented.has_dtensors(wrapped())
 
 
-WRAPPERS = [undocumented.is_sharded, undocumented.is_replicated, undocumented.is_first_fsdp]
+WRAPPERS = [is_sharded, undocumented.is_replicated, is_first_fsdp]
 
 
 @pytest.mark.parametrize(
@@ -765,30 +752,13 @@ WRAPPERS = [undocumented.is_sharded, undocumented.is_replicated, undocumented.is
     [
         (nn.Identity, None),
         (wrapped, None),
-        (lambda: fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,))), undocumented.is_sharded),
-        (lambda: replicate(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,))), undocumented.is_sharded),
+        (lambda: fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,))), is_sharded),
+        (lambda: replicate(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,))), is_sharded),
         (lambda: replicate_by_ddp(nn.Linear(2, 2)), undocumented.is_replicated),
-        (lambda: FullyShardedDataParallel(nn.Linear(2, 2), device_id="cpu"), undocumented.is_first_fsdp),
+        (lambda: FullyShardedDataParallel(nn.Linear(2, 2), device_id="cpu"), is_first_fsdp),
     ],
 )
 def test_what_wraps_a_module_is_known(world, make, expected):
     module = make()
 
     assert [each for each in WRAPPERS if each(module)] == ([] if expected is None else [expected])
-
-
-def test_allocations_in_a_trace_tell_what_tensors_take(tmp_path):
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        held = torch.ones(1000)
-        more = torch.ones(500)
-        del held
-    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-
-    counters = undocumented.memory_counters(events)
-
-    assert len(counters) >= 3
-    assert {(counter["ph"], counter["name"]) for counter in counters} == {("C", "allocated, CPU")}
-    sizes = [counter["args"]["bytes"] for counter in sorted(counters, key=lambda counter: counter["ts"])]
-    assert [later - earlier for earlier, later in pairwise(sizes)][:2] == [2000, -4000]
-    assert more.nbytes == 2000

@@ -61,7 +61,7 @@ OF_TORCH = {
     *("_version", "_base", "_is_view", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks"),
     *("AccumulateGrad", "unpack_hook", "get_group_store", "ProcessGroupGloo", "ProcessGroupNCCL"),
     *("_st_info", "_comm_hooks", "_delay_all_reduce_params", "require_backward_grad_sync", "parameters_to_ignore"),
-    *("summon_full_params", "set_requires_gradient_sync", "_boxed_call", "_forward_cls", "_orig_mod"),
+    *("set_requires_gradient_sync", "_boxed_call", "_forward_cls", "_orig_mod"),
 }
 SAVED_BY_NODES = ("_saved_", "_raw_saved_")
 NAMES = {module.name for module in modules()}

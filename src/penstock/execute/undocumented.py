@@ -4,7 +4,7 @@ The rest of the package reaches these things through the two files alone (a hous
 own in tests/execute/test_undocumented.py, so that a new torch that changes one fails there first, and says which.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any, NamedTuple, Protocol, cast
@@ -53,7 +53,8 @@ LOOKUPS = frozenset(
 )
 """Kinds that pick by numbers, to which no edge leads."""
 HOOKED_MODULE = "BackwardHookFunctionBackward"
-_REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
+REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
+"""Of `checkpoint(use_reentrant=True)`, which runs a backward of its own."""
 _UNSIGNED = 2**64
 _REPEATS = "penstock_repeats"
 
@@ -66,11 +67,6 @@ def kind_of(node: Node) -> str:
 def kind_of_function(function: type[torch.autograd.Function]) -> str:
     """Return how autograd names the nodes of a function that is written in Python."""
     return f"{function.__name__}Backward"
-
-
-def is_reentrant_checkpoint(kind: str) -> bool:
-    """Whether nodes of a kind are those of `checkpoint(use_reentrant=True)`, which run a backward of their own."""
-    return kind == _REENTRANT_CHECKPOINT
 
 
 def leaf_of(node: Any) -> Tensor:
@@ -248,25 +244,13 @@ EXPENSIVE = [
 attention."""
 
 
-# ---- modules and modes
+# ---- modules
 
 
 def traced_arguments(forward: Any) -> list[str] | None:
     """Name the arguments of a forward that torch.jit has traced or loaded; None for others."""
     schema = getattr(forward, "schema", None)
     return None if schema is None else [argument.name for argument in schema.arguments[1:]]
-
-
-_BACKWARD = {"gradient": "grad_tensors"} | {name: name for name in ("retain_graph", "create_graph", "inputs")}
-"""By the names of `Tensor.backward`, those of `torch.autograd.backward`."""
-
-
-def arguments_of_backward(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `torch.autograd.backward` for those with which a mode saw `Tensor.backward`.
-
-    A mode gets all of them by keyword, whatever the caller wrote.
-    """
-    return {other: kwargs[name] for name, other in _BACKWARD.items()}
 
 
 # ---- backends of torch.distributed
@@ -356,45 +340,6 @@ def has_dtensors(module: DistributedDataParallel) -> bool:
     return any(hasattr(parameter, "_st_info") for parameter in module.parameters())
 
 
-# By their methods, since torch.distributed.fsdp takes half a second to import.
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` has been applied to a module itself."""
-    return hasattr(module, "set_requires_gradient_sync") and hasattr(module, "unshard")
-
-
 def is_replicated(module: nn.Module) -> bool:
     """Whether `torch.distributed._composable.replicate` has been."""
     return hasattr(module, "set_requires_gradient_sync") and not hasattr(module, "unshard")
-
-
-def is_first_fsdp(module: nn.Module) -> bool:
-    """Whether a module is a FullyShardedDataParallel, the wrapper before `fully_shard`."""
-    return hasattr(module, "summon_full_params")
-
-
-# ---- the profiler's trace
-
-
-def memory_counters(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return counters of the bytes that tensors take, one per device, from the allocations in a profiler's trace.
-
-    Viewers of traces draw a counter as a curve.
-    """
-    return [
-        {
-            "ph": "C",
-            "name": f"allocated, {_device_name(event['args'])}",
-            "pid": event["pid"],
-            "ts": event["ts"],
-            "args": {"bytes": event["args"]["Total Allocated"]},
-        }
-        for event in events
-        if event.get("name") == "[memory]"
-    ]
-
-
-def _device_name(arguments: Mapping[str, Any]) -> str:
-    number = arguments["Device Id"]
-    return "CPU" if number < 0 else f"device {number}"

@@ -204,6 +204,7 @@ def take(energy, place):
     [
         take,
         lambda energy, place: energy.backward(inputs=[place]),
+        lambda energy, place: energy.backward(torch.tensor(2.0), True, False, [place]),
         lambda energy, place: torch.autograd.backward(energy, inputs=place),
         lambda energy, place: torch.autograd.backward([energy], [torch.ones(())], inputs=[place]),
     ],
@@ -214,6 +215,7 @@ def test_layers_that_run_again_for_a_backward_within_a_forward_are_split_alike(h
     found, expected = split(module, values(1, WIDTH, WIDTH)), other(values(1, WIDTH, WIDTH))
 
     assert torch.equal(found, expected)
+    assert [parameter.grad for parameter in module.parameters()] == [None, None]
 
 
 class Casting(nn.Linear):

@@ -3,12 +3,14 @@
 import gzip
 import json
 import logging
+from itertools import pairwise
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from penstock.train.settings.sections import ProfileSection
-from penstock.train.watching.profiler_window import ProfilerWindow
+from penstock.train.watching.profiler_window import ProfilerWindow, memory_counters
 
 CPU = torch.device("cpu")
 
@@ -93,3 +95,20 @@ def test_a_profile_that_cannot_be_written_is_told_and_ends_nothing(tmp_path, cap
 
     assert "rank 0: the profile is lost: " in caplog.text
     assert "No such file or directory" in caplog.text
+
+
+def test_allocations_in_a_trace_tell_what_tensors_take(tmp_path):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        held = torch.ones(1000)
+        more = torch.ones(500)
+        del held
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+    counters = memory_counters(events)
+
+    assert len(counters) >= 3
+    assert {(counter["ph"], counter["name"]) for counter in counters} == {("C", "allocated, CPU")}
+    sizes = [counter["args"]["bytes"] for counter in sorted(counters, key=lambda counter: counter["ts"])]
+    assert [later - earlier for earlier, later in pairwise(sizes)][:2] == [2000, -4000]
+    assert more.nbytes == 2000

@@ -30,11 +30,11 @@ from penstock.execute.split.weight_graph import find_parameters, has_constants, 
 from penstock.execute.undocumented import (
     HOOKED_MODULE,
     LEAF,
+    REENTRANT_CHECKPOINT,
     TRANSPOSITION,
     function_of,
     is_any_hooked,
     is_function,
-    is_reentrant_checkpoint,
     kind_of,
     leaf_of,
     runs_once,
@@ -45,7 +45,7 @@ _READERS: dict[str, Callable[[Node], DeferredNode | None]] = NODES | {
     SPLIT_PRODUCT: read_split_product,
     COMPILED: read_compiled_block,
 }
-_NEVER_ENTERED = frozenset({LEAF, SPLIT_PRODUCT, COMPILED, HOOKED_MODULE})
+_NEVER_ENTERED = frozenset({LEAF, SPLIT_PRODUCT, COMPILED, HOOKED_MODULE, REENTRANT_CHECKPOINT})
 """Kinds that W cannot run by themselves: some have hooks that only a backward runs."""
 _PLAIN = frozenset({LEAF, TRANSPOSITION})
 """Kinds of nodes that cost W nothing."""
@@ -162,7 +162,7 @@ class _Search:
                     self.walk([(root.node, root.output_nr) for root in each.roots])
 
     def _read_function(self, node: Node, kind: str) -> DeferredNode | None:
-        self.survey.is_opaque |= is_reentrant_checkpoint(kind)
+        self.survey.is_opaque |= kind == REENTRANT_CHECKPOINT
         function = function_of(node)
         self.survey.functions.add(function)
         if function not in self._asking or runs_once(function) or is_any_hooked(node):
@@ -193,7 +193,7 @@ class _Search:
     def _enters(self, node: Node) -> bool:
         """Whether a branch begins at a node that I comes to, and is to be deferred."""
         kind = kind_of(node)
-        if kind in _NEVER_ENTERED or is_reentrant_checkpoint(kind) or node in self._refused:
+        if kind in _NEVER_ENTERED or node in self._refused:
             return False
         roots, rung = [node], Rung.BRANCH
         if is_function(node) and has_constants(node):

@@ -33,7 +33,7 @@ from penstock.execute.split.deferred_product import DeferredProduct, weight_grad
 from penstock.execute.split.formulas import Convolution, Formula, Weights
 from penstock.execute.split.products import FUNCTIONS, CalledProduct, read_call
 from penstock.execute.split.weight_graph import find_parameters
-from penstock.execute.undocumented import arguments_of_backward, kind_of_function, version_of
+from penstock.execute.undocumented import kind_of_function, version_of
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -77,7 +77,7 @@ class WeightGradMode(TorchFunctionMode):
         if func in FUNCTIONS and not torch.compiler.is_compiling():  # what is compiled is not split
             return self.run(func, *args, **kwargs)
         if func is Tensor.backward:
-            func, kwargs = torch.autograd.backward, arguments_of_backward(kwargs)
+            func, args, kwargs = torch.autograd.backward, args[:1], _of_tensors(*args[1:], **kwargs)
         if func is torch.autograd.grad or func is torch.autograd.backward:
             return self._run_backward(func, args, kwargs)
         return func(*args, **kwargs)
@@ -280,3 +280,15 @@ def _parameters_behind(tensor: Tensor) -> Sequence[Tensor] | None:
         return None
     parameters, nodes = found
     return None if any(map(_is_split, nodes)) else parameters
+
+
+def _of_tensors(
+    gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+) -> dict[str, Any]:
+    """Return the arguments of `torch.autograd.backward` for those of `Tensor.backward`."""
+    return {
+        "grad_tensors": gradient,
+        "retain_graph": retain_graph,
+        "create_graph": create_graph,
+        "inputs": inputs,
+    }

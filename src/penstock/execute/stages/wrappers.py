@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.errors import ConfigError
 from penstock.execute.stages.keywords import layer_place
 from penstock.execute.stages.stage import Stage
-from penstock.execute.undocumented import has_dtensors, is_first_fsdp, is_replicated, is_sharded, special_options
+from penstock.execute.undocumented import has_dtensors, is_replicated, special_options
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 
@@ -56,6 +56,19 @@ def reshard(stages: Sequence[Stage]) -> None:
     for _, _, module in _modules(stages):
         if is_sharded(module):
             module.reshard()  # type: ignore[operator]
+
+
+# The next two by their methods, since torch.distributed.fsdp takes half a second to import.
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` has been applied to a module itself."""
+    return hasattr(module, "reshard") and hasattr(module, "unshard")
+
+
+def is_first_fsdp(module: nn.Module) -> bool:
+    """Whether a module is a FullyShardedDataParallel, the wrapper before `fully_shard`."""
+    return hasattr(module, "summon_full_params")
 
 
 def _modules(stages: Sequence[Stage]) -> Iterator[tuple[Stage, str, nn.Module]]:

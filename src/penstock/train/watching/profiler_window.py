@@ -2,17 +2,17 @@
 
 import gzip
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import orjson
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from penstock.errors import PenstockError
-from penstock.execute.undocumented import memory_counters
 from penstock.files import atomic_file, naming_storage
 from penstock.train.folder.run_folder import MEMORY, PROFILE
 from penstock.train.settings.sections import ProfileSection
@@ -91,3 +91,26 @@ def _with_memory(trace: bytes) -> bytes:
     document = orjson.loads(trace)
     document["traceEvents"] += memory_counters(document["traceEvents"])
     return orjson.dumps(document)
+
+
+def memory_counters(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return counters of the bytes that tensors take, one per device, from the allocations in a trace of Kineto.
+
+    Viewers of traces draw a counter as a curve.
+    """
+    return [
+        {
+            "ph": "C",
+            "name": f"allocated, {_device_name(event['args'])}",
+            "pid": event["pid"],
+            "ts": event["ts"],
+            "args": {"bytes": event["args"]["Total Allocated"]},
+        }
+        for event in events
+        if event.get("name") == "[memory]"
+    ]
+
+
+def _device_name(arguments: Mapping[str, Any]) -> str:
+    number = arguments["Device Id"]
+    return "CPU" if number < 0 else f"device {number}"
