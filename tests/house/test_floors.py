@@ -56,12 +56,12 @@ LATE = {
     ("penstock.schedules.registry", "importlib"),  # its metadata takes as long to load as a tenth of all else
 }
 # The files that may use what torch's documentation does not promise, and names of such things.
-UNDOCUMENTED = ("penstock.execute.undocumented", "penstock.execute.undocumented_compiler")
+UNDOCUMENTED = tuple(f"penstock.execute.undocumented{part}" for part in ("", "_compiler", "_modules"))
 OF_TORCH = {
     *("_version", "_base", "_is_view", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks"),
     *("AccumulateGrad", "unpack_hook", "get_group_store", "ProcessGroupGloo", "ProcessGroupNCCL"),
     *("_st_info", "_comm_hooks", "_delay_all_reduce_params", "require_backward_grad_sync", "parameters_to_ignore"),
-    *("set_requires_gradient_sync", "_boxed_call", "_forward_cls", "_orig_mod"),
+    *("set_requires_gradient_sync", "_boxed_call", "_forward_cls", "_orig_mod", "_parameters", "_modules"),
 }
 SAVED_BY_NODES = ("_saved_", "_raw_saved_")
 NAMES = {module.name for module in modules()}

@@ -15,7 +15,7 @@ messages, collectives), and calls stages/ and transport/.
 
 From below to above; a part imports those before it, and no others:
 
-    undocumented.py, undocumented_compiler.py           what torch does not promise
+    undocumented.py, undocumented_compiler.py, undocumented_modules.py    what torch does not promise
     values/          trees of tensors, layouts, version guard
     transport/       messages                           control/    collectives, agreement, what stops a step
     batch/           microbatches, slices, streams      losses/     loss functions, weights, results

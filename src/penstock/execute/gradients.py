@@ -19,6 +19,7 @@ from penstock.execute.stages.stage import modules_of
 from penstock.execute.stages.tied import agree_on_copies
 from penstock.execute.transport.messages import Messenger
 from penstock.execute.transport.protocol import Messages
+from penstock.execute.undocumented_modules import ModuleSnapshot
 from penstock.ir.operations import Op
 from penstock.ir.program import Program
 
@@ -33,9 +34,10 @@ class OwnParameters:
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
+        self._layers = [layer for stage in assembly.stages for layer in stage.modules]
         self.named = assembly.named_parameters()
         """Each once, with its name in the unsplit model."""
-        self._held = self._look()
+        self._snapshot, self._held = ModuleSnapshot(self._layers), self._look()
 
     def refresh(self) -> bool:
         """Look which parameters were replaced since the last look; return whether any was.
@@ -43,17 +45,20 @@ class OwnParameters:
         Raises:
             ConfigError: a tied one was, so that its copies are tied no more.
         """
+        if self._snapshot.is_current():
+            return False
         if all(getattr(module, name, None) is parameter for module, name, parameter in self._held):
+            self._snapshot = ModuleSnapshot(self._layers)  # of other modules, with which nothing was made
             return False
         self._require_ties()
         self.named = self._assembly.named_parameters()
-        self._held = self._look()
+        self._snapshot, self._held = ModuleSnapshot(self._layers), self._look()
         return True
 
     def _look(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
         return [
             (module, name, parameter)
-            for module in modules_of(layer for stage in self._assembly.stages for layer in stage.modules)
+            for module in modules_of(self._layers)
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         ]
 

@@ -1,6 +1,6 @@
-"""Every use of torch that its documentation does not promise; those of torch.compile are in `undocumented_compiler.py`.
+"""What torch's documentation does not promise; but for torch.compile and modules, which have such files too.
 
-The rest of the package reaches these things through the two files alone (a house test looks). Each has a test of its
+The rest of the package reaches these things through such files alone (a house test looks). Each has a test of its
 own in tests/execute/test_undocumented.py, so that a new torch that changes one fails there first, and says which.
 """
 

@@ -73,8 +73,7 @@ class StagePasses:
         """Begin a training step: how backwards are split is decided anew, and stays for all of the step."""
         self.stage.split_plan.begin_step()
         self.stage.own_weight_gradients.begin_step()
-        parameters = (parameter for module in self.stage.modules for parameter in module.parameters())
-        step.first_gradients[self.stage.index] = FirstGradients(parameters)
+        step.first_gradients[self.stage.index] = FirstGradients(self.stage.parameters())
 
     def forward(self, step: Step, place: Place, inputs: Inputs, keywords: Keywords) -> tuple[Any, SavedForward | None]:
         """Run the layers one after another; the first gets all inputs, the others the result before them.

@@ -1,6 +1,6 @@
 """`Stage`: the layers of one consecutive part of the model on one rank. How they run is for `passes`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from torch import nn
@@ -8,6 +8,7 @@ from torch import nn
 from penstock.execute.split.own_weight_gradients import OwnWeightGradients
 from penstock.execute.split.plan import SplitPlan
 from penstock.execute.stages.signatures import taken_keywords
+from penstock.execute.undocumented_modules import ModuleSnapshot
 
 T = TypeVar("T")
 
@@ -29,6 +30,13 @@ class Stage:
         # What split backwards have learned of the layers; it holds for every program that splits them.
         self.split_plan = SplitPlan(self.modules)
         self.own_weight_gradients = OwnWeightGradients(self.modules)
+        self._snapshot: ModuleSnapshot | None = None  # not yet: tied parameters are put in place after this
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Return the parameters that the layers hold now; walks their modules only where they have changed."""
+        if self._snapshot is None or not self._snapshot.is_current():
+            self._snapshot = ModuleSnapshot(self.modules)
+        return self._snapshot.parameters
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters with the unsplit model's names; a parameter used twice is listed once."""
