@@ -93,7 +93,7 @@ def test_what_was_accumulated_stays_and_is_sparse_only_with_sparse():
     assert added(dense, None) is dense
     assert added(None, dense) is dense
     assert added(sparse([1]), sparse([1, 2])).is_sparse
-    torch.testing.assert_close(added(dense, sparse([1])), dense + sparse([1]).to_dense())
+    torch.testing.assert_close(added(dense.clone(), sparse([1])), dense + sparse([1]).to_dense())
     torch.testing.assert_close(added(sparse([1]), dense.clone()), dense + sparse([1]).to_dense())
 
 

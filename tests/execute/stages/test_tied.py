@@ -173,6 +173,29 @@ def test_copies_of_a_layer_start_with_the_owners_buffers_and_keep_saved_ones_equ
 # ---- in a pipeline
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
+@pytest.mark.parametrize("attribute", ["grad", "main_grad"])
+def test_gradients_that_are_views_of_a_flat_buffer_stay_there(schedule, attribute):
+    task = token_task(8, FLOAT64)
+
+    def run(wires, is_flat):
+        options = {**task.options, "main_gradients": attribute == "main_grad"}
+        pipeline = Pipeline(tied_modules(), schedule, 4, token_loss, transport=wires, **options)
+        parameters = list(pipeline.parameters())
+        flat = torch.zeros(sum(parameter.numel() for parameter in parameters), dtype=FLOAT64)
+        if is_flat:
+            parts = flat.split([parameter.numel() for parameter in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                setattr(parameter, attribute, part.view_as(parameter))
+        for _ in range(2):
+            pipeline.step(*task.inputs, target=task.target)
+        pipeline.close()
+        return flat if is_flat else torch.cat([getattr(parameter, attribute).flatten() for parameter in parameters])
+
+    for found, expected in zip(on_ranks(2, run, True), on_ranks(2, run, False), strict=True):
+        assert torch.equal(found, expected)
+
+
 def tied_specs():
     """An embedding whose weight is the head's too, by specs."""
     layers = [LayerSpec("embedding", partial(nn.Embedding, VOCABULARY, WIDTH, dtype=FLOAT64), seed=5)]

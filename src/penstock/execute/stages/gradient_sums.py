@@ -46,12 +46,15 @@ def sum_over(
 
 
 def added(before: Tensor | None, total: Tensor | None) -> Tensor | None:
-    """Return what was accumulated before with a sum on top of it, in the memory of the sum; sparse if both are."""
+    """Return what was accumulated before with a sum on top of it; sparse if both are.
+
+    A dense one stays in its memory, as in autograd: a caller may have put a view of a flat buffer there.
+    """
     if before is None or total is None:
         return total if before is None else before
-    if total.is_sparse:
-        return before + total
-    return torch.add(dense(before), total, out=total)
+    if before.is_sparse:
+        return before + total if total.is_sparse else torch.add(dense(before), total, out=total)
+    return before.add_(total)
 
 
 def dense(gradient: Tensor) -> Tensor:
