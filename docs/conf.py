@@ -12,17 +12,25 @@ from penstock.version import VERSION
 project = "Penstock"
 author = "the authors of Penstock"
 version = release = VERSION
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx_copybutton"]
 exclude_patterns = ["_static"]
 nitpicky = True
 
 myst_heading_anchors = 4  # the anchors that GitHub makes of headings: page.md#a-heading
 highlight_language = "text"
+copybutton_prompt_text = "$ "  # of a console's block, what was typed is copied and what was printed is not
+copybutton_exclude = ".linenos, .gp"
 
 html_theme = "furo"
 html_title = f"Penstock {VERSION}"
 html_static_path = ["_static"]
-html_css_files = ["wide.css"]
+html_css_files = ["penstock.css"]
+html_logo = "_static/mark.svg"
+html_favicon = "_static/mark.svg"
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#0B5C8A", "color-brand-content": "#0B69A3"},
+    "dark_css_variables": {"color-brand-primary": "#7CC4F5", "color-brand-content": "#7CC4F5"},
+}
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False
@@ -50,6 +58,11 @@ def link_other_files(app: Sphinx, docname: str, source: list[str]) -> None:
 def _as_file(app: Sphinx, docname: str, link: re.Match[str]) -> str:
     target = (Path(app.srcdir) / docname).parent.joinpath(link[1]).resolve()
     return link[0] if target.is_relative_to(Path(app.srcdir)) else f"](path:{link[1]}"
+
+
+def name_pages(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Call links by the titles of their pages: in a repository, `page.md` is the name that a reader sees in the tree."""
+    source[0] = re.sub(r"\[[\w/]+\.md\](?=\((?!\.\./\.\.)[\w./]+\.md\))", "[]", source[0])
 
 
 def show_pictures(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -87,6 +100,7 @@ def matching(folder: Path, pattern: str) -> list[str]:
 
 def setup(app: Sphinx) -> None:
     app.connect("source-read", link_other_files)
+    app.connect("source-read", name_pages)
     app.connect("source-read", show_pictures)
     app.connect("source-read", add_contents)
     app.connect("build-finished", copy_pictures)
