@@ -61,7 +61,7 @@ def _as_file(app: Sphinx, docname: str, link: re.Match[str]) -> str:
 
 
 def name_pages(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Call links by the titles of their pages: in a repository, `page.md` is the name that a reader sees in the tree."""
+    """Call links by the titles of their pages; a repository shows the names of files."""
     source[0] = re.sub(r"\[[\w/]+\.md\](?=\((?!\.\./\.\.)[\w./]+\.md\))", "[]", source[0])
 
 

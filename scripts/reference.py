@@ -25,12 +25,15 @@ WIDTH = 100
 
 # Every public name, in the group of the task that it is for.
 GROUPS = {
-    "Plan": ("Make a schedule, and a program of it.", ["build", "plan", "lower", "with_recompute"]),
-    "Prove": ("Find every place where a schedule or program cannot run.", ["check"]),
-    "Simulate": ("Predict time and memory.", ["simulate", "Costs", "LayerCosts", "measure_layers"]),
-    "Train": ("Run a schedule on a model.", ["Pipeline", "LayerSpec", "Skip", "Carry", "AuxiliaryLoss", "LossOutput"]),
-    "Save": ("Save and load a training.", ["save_checkpoint", "load_checkpoint"]),
-    "Layers": (
+    "Make a schedule": ("Make a schedule, and a program of it.", ["build", "plan", "lower", "with_recompute"]),
+    "Prove a schedule": ("Find every place where a schedule or program cannot run.", ["check"]),
+    "Costs and simulation": ("Predict time and memory.", ["simulate", "Costs", "LayerCosts", "measure_layers"]),
+    "Pipeline and layers": (
+        "Run a schedule on a model.",
+        ["Pipeline", "LayerSpec", "Skip", "Carry", "AuxiliaryLoss", "LossOutput"],
+    ),
+    "Checkpoints": ("Save and load a training.", ["save_checkpoint", "load_checkpoint"]),
+    "Custom backwards": (
         "Ask in the backward of a custom function which half of a split backward runs.",
         ["wants_input_gradient", "wants_weight_gradient"],
     ),
@@ -38,8 +41,19 @@ GROUPS = {
         "Say how a batch is cut, and its outputs are merged.",
         ["BatchSpec", "Split", "Replicate", "PreSplit", "Stream", "Part", "Concat", "Stack", "Sum"],
     ),
-    "Observe": ("See what a step did.", ["Observer"]),
-    "Values": ("What the functions above take and return.", ["Schedule", "Program", "Action", "Kind", "Placement"]),
+    "Observers": ("See what a step did.", ["Observer"]),
+    "Schedules and programs": (
+        "What the functions above take and return.",
+        ["Schedule", "Program", "Action", "Kind", "Placement"],
+    ),
+}
+# Methods that steps call on the objects that a user makes, and that no user calls.
+CALLED_BY_STEPS = {
+    "Skip": {"begin_skips", "end_skips", "extra_repr"},
+    "Carry": {"begin_slice", "end_slice"},
+    "AuxiliaryLoss": {"begin", "take", "end"},
+    "Stream": {"begin_step", "undo_begin", "take"},
+    "Part": {"layout"},
 }
 ERRORS = [name for name in ps.__all__ if name in vars(errors)]
 GENERATED = "<!-- written by scripts/reference.py -->"
@@ -47,7 +61,7 @@ GENERATED = "<!-- written by scripts/reference.py -->"
 
 def pages() -> dict[str, str]:
     """Return the text of every generated page by its path in the folder."""
-    groups = {f"api/{group.lower()}.md": group_page(group) for group in GROUPS}
+    groups = {f"api/{file_of(group)}": group_page(group) for group in GROUPS}
     return groups | {
         "api/README.md": api_page(),
         "command_line.md": command_line_page(),
@@ -59,9 +73,13 @@ def pages() -> dict[str, str]:
 # ---- Python
 
 
+def file_of(group: str) -> str:
+    return f"{group.lower().replace(' ', '_')}.md"
+
+
 def api_page() -> str:
     rows = [
-        f"| [{group}]({group.lower()}.md) | {purpose} | {', '.join(_linked(group, name) for name in names)} |"
+        f"| [{group}]({file_of(group)}) | {purpose} | {', '.join(_linked(group, name) for name in names)} |"
         for group, (purpose, names) in GROUPS.items()
     ]
     raised = ", ".join(f"[{name}](../errors.md#{name.lower()})" for name in ERRORS)
@@ -82,7 +100,7 @@ def api_page() -> str:
 
 
 def _linked(group: str, name: str) -> str:
-    return f"[{name}]({group.lower()}.md#ps{name.lower()})"
+    return f"[{name}]({file_of(group)}#ps{name.lower()})"
 
 
 def group_page(group: str) -> str:
@@ -105,8 +123,11 @@ def documented(title: str, value: Any) -> str:
 
 
 def members(owner: type) -> Iterator[tuple[str, Any]]:
-    """Yield the public methods and properties that have a docstring, those of the class before those of its bases."""
-    seen = set()
+    """Yield the public methods and properties that have a docstring, those of the class before those of its bases.
+
+    Without those that steps alone call.
+    """
+    seen = set(CALLED_BY_STEPS.get(owner.__name__, ()))
     for base in owner.__mro__:
         if not base.__module__.startswith("penstock"):
             continue

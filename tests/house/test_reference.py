@@ -58,3 +58,12 @@ def test_the_errors_of_a_docstring_are_a_list():
         reference.docstring(fails)
         == "Fail.\n\nRaises:\n\n* `ValueError, KeyError`: always, and at once.\n* `OSError`: never."
     )
+
+
+def test_methods_that_steps_call_are_left_out_and_exist():
+    for name, methods in reference.CALLED_BY_STEPS.items():
+        owner = getattr(ps, name)
+
+        assert {method for method in methods if not hasattr(owner, method)} == set()
+        assert not methods & {shown for shown, _ in reference.members(owner)}
+    assert "### begin_skips" not in reference.pages()["api/pipeline_and_layers.md"]
