@@ -10,7 +10,7 @@ from typing import Protocol
 from penstock.cli import check, compare, completion, convert, doctor, generate, profile, runs, schedules, show, train
 from penstock.cli.arguments import Parser
 from penstock.cli.compiling import compiling_reported
-from penstock.cli.output import complain, forget_stdout, replace_unknown_characters
+from penstock.cli.output import complain, forget_stdout, open_closed_streams, replace_unknown_characters
 from penstock.cli.status import MEANINGS, ExitStatus, message_of, status_of
 from penstock.errors import nearest
 from penstock.version import VERSION
@@ -28,7 +28,14 @@ Train a small model on two processes:
 All commands: penstock --help
 """
 """What is printed without a command."""
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FREE_SPACE = "Free some space where it goes"
+CURE_OF_OUTPUT = {
+    errno.ENOSPC: FREE_SPACE,
+    errno.EDQUOT: FREE_SPACE,
+    errno.EFBIG: FREE_SPACE,
+    errno.EBADF: "It is not open for writing: redirect it to a file",
+}
+"""By the reason why standard output cannot be written."""
 
 
 class Command(Protocol):
@@ -94,6 +101,7 @@ def _parse(argv: Sequence[str]) -> Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; `argv` is what follows the program's name."""
+    open_closed_streams()
     replace_unknown_characters()
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
@@ -109,9 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitStatus.FINE
     except Exception as error:
         # Files of ours fail with their names; what fails without one is standard output.
-        if isinstance(error, OSError) and error.filename is None and error.errno in FULL_DISK:
+        if isinstance(error, OSError) and error.filename is None and error.errno in CURE_OF_OUTPUT:
             forget_stdout()
-            complain(f"standard output cannot be written: {error.strerror}. Free some space where it goes")
+            complain(f"standard output cannot be written: {error.strerror}. {CURE_OF_OUTPUT[error.errno]}")
             return ExitStatus.WRONG_INPUT
         complain(message_of(error))
         return status_of(error)

@@ -52,6 +52,15 @@ def stdout_screen() -> Screen:
     return screen_of(sys.stdout, os.environ)
 
 
+def open_closed_streams() -> None:
+    """Point standard streams that are closed at nothing: files would get their numbers, and their text, otherwise."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(nowhere, True)
+            setattr(sys, name, os.fdopen(nowhere, mode))
+
+
 def replace_unknown_characters() -> None:
     """Let standard streams write text that their encoding cannot hold, instead of failing."""
     codecs.register_error("spelled", _spelled)
