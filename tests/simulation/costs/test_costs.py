@@ -168,6 +168,19 @@ def test_bytes_are_whole_and_finite():
         Costs.uniform(message_bytes=(float("inf"),))
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"activation_bytes": (2**55,)},
+        {"message_bytes": (1,), "microbatch_bytes_factor": (1e300,)},
+        {"parameter_bytes": (2**54,), "gradient_bytes": (2**54,)},
+    ],
+)
+def test_bytes_whose_sum_64_bits_cannot_hold_are_refused(given):
+    with pytest.raises(ConfigError, match=r"^costs: they add up to more than 72057594037927936 bytes; give fewer$"):
+        Costs(**given).stage_bytes(Placement.line(4), 4)
+
+
 @pytest.mark.parametrize("key", PER_MICROBATCH)
 def test_factors_are_one_for_each_microbatch_or_one_for_all(key):
     assert Costs(**{key: (2.0,)}).per_microbatch(key, 3).tolist() == [2, 2, 2]

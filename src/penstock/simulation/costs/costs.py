@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from penstock.ir.live import StageBytes
 from penstock.ir.operations import NUM_OPS, Kind
 from penstock.placement import Placement
 from penstock.simulation.costs.analytic import Machine, figures
-from penstock.simulation.costs.rules import require_cost, require_costs
+from penstock.simulation.costs.rules import MOST_BYTES, require_cost, require_costs
 from penstock.simulation.costs.transformer import Transformer
 
 PerStage = tuple[float, ...]
@@ -222,16 +222,24 @@ class Costs(SharedCosts):
         """Return what the stages of a placement make and keep, for what is alive when."""
         names = [name for name in (*VALUE_BYTES, *STATIC_BYTES) if getattr(self, name)]
         known = {name: np.array(self.spread_out(name, placement.num_stages, "stage"), np.int64) for name in names}
+        factor = self.per_microbatch("microbatch_bytes_factor", num_microbatches)
+        self._require_countable(known, factor)
         if not self.checkpoint_bytes:
             previous = np.array(placement.previous_stage)
             known["checkpoint_bytes"] = np.where(previous < 0, 0, known["message_bytes"][previous])
-        factor = self.per_microbatch("microbatch_bytes_factor", num_microbatches)
         return StageBytes(
             **{name.removesuffix("_bytes"): known[name] for name in VALUE_BYTES},
             static=np.sum([known[name] for name in STATIC_BYTES], axis=0),
             microbatch_factor=factor if (factor != 1).any() else None,
             not_given=tuple(name for name, sizes in known.items() if not sizes.any()),
         )
+
+    def _require_countable(self, known: Mapping[str, NDArray[np.int64]], factor: NDArray[np.float64]) -> None:
+        """Refuse bytes whose sum over all stages and microbatches could leave the range of 64 bits."""
+        of_microbatch = sum(float(known[name].sum()) for name in VALUE_BYTES if name in known)
+        always = sum(float(known[name].sum()) for name in STATIC_BYTES)
+        if of_microbatch * float(factor.max()) * len(factor) + always > MOST_BYTES:
+            raise self.error(f"they add up to more than {MOST_BYTES} bytes; give fewer", "costs")
 
     def per_stage(self, name: str, num_stages: int) -> NDArray[np.float64]:
         """[num_stages] one of the fields that have an entry per stage."""

@@ -24,10 +24,11 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
-from penstock.errors import ConfigError, FormatError
+from penstock.errors import ConfigError, FormatError, shortened
 from penstock.ir.action import KIND_OF_LETTER, Kind
 from penstock.simulation.costs.costs import Channel, Costs, Spread
 from penstock.simulation.costs.layer_costs import SECONDS, LayerCosts
+from penstock.simulation.costs.rules import as_float, not_a_cost
 from penstock.simulation.costs.text import EXAMPLE, costs_from_text
 from penstock.simulation.costs.units import Unit, resolve_key
 
@@ -168,7 +169,7 @@ def _read(value: object, wanted: Any, key: str, unit: Unit) -> Any:
         return number
     if number != math.inf and number == int(number):
         return int(number)
-    raise ConfigError(f"{value!r} is not a whole number", key=key)
+    raise ConfigError(f"{shortened(value)} is not a whole number", key=key)
 
 
 def _read_list(value: object, wanted: Any, key: str, unit: Unit) -> tuple[Any, ...]:
@@ -185,8 +186,8 @@ def _read_list(value: object, wanted: Any, key: str, unit: Unit) -> tuple[Any, .
 def _number(value: object, key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{_shown(value)} is no number", key=key)
-    if not value >= 0:  # NaN is not
-        raise ConfigError(f"{value!r} is negative or not a number; costs are finite and 0 or more", key=key)
+    if not value >= 0 or (isinstance(value, int) and as_float(value) == math.inf):  # NaN is not >= 0
+        raise not_a_cost(value, key)
     return value
 
 

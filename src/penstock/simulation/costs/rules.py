@@ -4,10 +4,12 @@ import math
 
 import numpy as np
 
-from penstock.errors import ConfigError, described
+from penstock.errors import ConfigError, described, shortened
 
 NUMBERS = (int, float, np.integer, np.floating)
 MAY_BE_INFINITE = "bandwidth_bytes_per_s"
+MOST_BYTES = 2**56
+"""Bytes are counted in 64 bits; this leaves room for as many slices as a step may have."""
 
 
 def require_costs(entries: object, key: str, *, may_be_empty: bool = False) -> None:
@@ -31,10 +33,28 @@ def require_cost(entry: object, key: str) -> None:
         ConfigError: with the key.
     """
     may_be_infinite = key.endswith(MAY_BE_INFINITE)
-    is_number = isinstance(entry, NUMBERS) and entry >= 0 and (may_be_infinite or entry != math.inf)
-    if not is_number:  # NaN is not >= 0 either
-        raise ConfigError(f"{entry!r} is negative or not a number; costs are finite and 0 or more", key=key)
-    if key.endswith("_bytes") and entry != int(entry):  # type: ignore[call-overload]
-        raise ConfigError(f"{entry!r} is not a whole number of bytes", key=key)
+    number = as_float(entry) if isinstance(entry, NUMBERS) else math.nan
+    if not (number >= 0 and (may_be_infinite or number != math.inf)):  # NaN is not >= 0 either
+        raise not_a_cost(entry, key)
+    if key.endswith("_bytes"):
+        if number != int(number):
+            raise ConfigError(f"{entry!r} is not a whole number of bytes", key=key)
+        if number > MOST_BYTES:
+            raise ConfigError(f"{shortened(entry)} bytes are more than {MOST_BYTES}; give fewer", key=key)
     if may_be_infinite and entry == 0:
         raise ConfigError("0 bytes per second never delivers; leave it out for an infinite one", key=key)
+
+
+def not_a_cost(entry: object, key: str) -> ConfigError:
+    """Return the error for what is no finite number of 0 or more."""
+    is_large = isinstance(entry, int) and entry > 0
+    problem = "is more than a number can hold" if is_large else "is negative or not a number"
+    return ConfigError(f"{shortened(entry)} {problem}; costs are finite and 0 or more", key=key)
+
+
+def as_float(entry: object) -> float:
+    """Return a number as a float; one that no float can hold is refused like an infinite one."""
+    try:
+        return float(entry)  # type: ignore[arg-type]
+    except OverflowError:
+        return math.inf if entry > 0 else -math.inf  # type: ignore[operator]

@@ -1,5 +1,6 @@
 """Units in the keys of a file with costs: `forward_ms` is `forward_s` in milliseconds."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,7 +19,8 @@ class Unit:
     def convert(self, number: float) -> float:
         """Return the number in the unit that the code uses; bytes are rounded where the unit is larger than one."""
         if self.is_bytes:
-            return round(number * self.times) if self.times > 1 else number
+            converted = number * self.times
+            return round(converted) if self.times > 1 and math.isfinite(converted) else converted
         return number * self.times / self.over
 
 
