@@ -77,10 +77,23 @@ def test_a_picture_goes_by_its_suffix_and_replaces_nothing_unasked(capsys, folde
     assert b"<svg" in printed_by(capsys, folder, "--to", "svg", "--theme", "dark").encode()
 
 
+def test_several_folders_and_patterns_are_one_table_and_one_picture(capsys, folder, tmp_path):
+    write_run(tmp_path / "more" / "c", size=32)
+
+    rows = printed_by(capsys, folder / "b", tmp_path / "mo*" / "c").splitlines()[2:]
+    svg = printed_by(capsys, folder / "*", tmp_path / "more", "--to", "svg")
+
+    assert [row.split()[0] for row in rows] == ["b", "c"]
+    assert {"3 runs", "a   batch.size=8", "b   batch.size=16", "c   batch.size=32"} <= set(
+        re.findall(r">([^<>]+)</text>", svg)
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "text"),
     [
         (["none"], 1, "DIR: none is no folder"),
+        (["no*"], 1, "DIR: no folder that 'no*' matches holds a run"),
         ([".", "--theme", "dark"], 1, "--theme: only for svg, png"),
         ([".", "--output", "x.html"], 1, "--output: x.html has none of the suffixes .svg, .png, .json"),
         ([], 2, "the following arguments are required: DIR"),

@@ -87,11 +87,20 @@ def test_collectives_are_told_from_all_that_they_may_lie_on(eye):
     assert min(difference(COLLECTIVE_COLOUR, colour, eye) for colour in [*blocks, *papers]) > 10
 
 
+@pytest.mark.parametrize("eye", EYES)
+@pytest.mark.parametrize("theme", THEMES.values(), ids=list(THEMES))
+def test_every_eye_tells_the_curves_of_runs_apart(eye, theme):
+    least = 20 if eye == "usual" else 7
+
+    assert min(difference(*pair, eye) for pair in combinations(theme.runs, 2)) > least
+
+
 @pytest.mark.parametrize("theme", THEMES.values(), ids=list(THEMES))
 def test_texts_have_contrast(theme):
     assert contrast(theme.ink, theme.background) > 12
     assert contrast(theme.faint, theme.background) > 4.5
     assert min(contrast(colour, theme.background) for colour in theme.ranks) > 2.5
+    assert min(contrast(colour, theme.background) for colour in theme.runs) >= 2.9
 
 
 @pytest.mark.parametrize("num_shades", [1, 2, 3, 4])

@@ -1,6 +1,8 @@
 """Curves of runs: every number of every run is in the picture."""
 
 import re
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -27,12 +29,51 @@ def test_an_svg_names_the_runs_and_the_axes():
     )
 
 
-def test_runs_have_different_colours_and_the_same_runs_give_the_same_bytes():
+def drawn(svg, gid):
+    """The colour and the dashes of a curve."""
+    [style] = re.findall(rf'<g id="{gid}">\s*<path [^>]*style="([^"]*)"', svg)
+    return re.findall(r"stroke: (#\w+)", style)[0], re.findall(r"stroke-dasharray: ([\d.,]+)", style)
+
+
+def test_runs_that_follow_each_other_differ_in_colour_and_dash_and_twenty_in_both_together():
+    svg = run_curves([curve(f"run {number}") for number in range(20)], "").decode()
+
+    styles = [drawn(svg, f"loss-{number}") for number in range(20)]
+    assert all(first[0] != second[0] and first[1] != second[1] for first, second in pairwise(styles))
+    assert len({str(style) for style in styles}) == 20
+
+
+def test_the_curve_that_is_drawn_last_has_gaps_for_an_equal_one_below_it():
+    svg = run_curves([curve("a"), curve("b")], "").decode()
+
+    assert svg.index('id="loss-0"') < svg.index('id="loss-1"')
+    assert [bool(drawn(svg, f"loss-{number}")[1]) for number in (0, 1)] == [False, True]
+    assert [bool(drawn(svg, f"held-out-{number}")[1]) for number in (0, 1)] == [False, True]
+
+
+def test_the_legend_has_the_settings_of_each_run_and_is_below_the_plots():
+    runs = [replace(curve("_a"), settings="batch.size=8"), replace(curve("b$x$"), settings="batch.size=16")]
+
+    svg = run_curves(runs, "").decode()
+
+    height = float(re.findall(r'viewBox="0 0 [\d.]+ ([\d.]+)"', svg)[0])
+    places = {text: float(y) for y, text in re.findall(r'y="([\d.]+)"[^>]*>([^<>]+)</text>', svg)}
+    assert places["step"] < places[" _a   batch.size=8"] < places["b$x$   batch.size=16"] < height
+
+
+def test_a_long_legend_is_written_smaller():
+    def size_of(settings):
+        svg = run_curves([replace(curve("a"), settings=settings), curve("b")], "").decode()
+        return float(re.findall(r"font-size: ([\d.]+)px;[^>]*>a   x", svg)[0])
+
+    assert size_of("x=" + "1" * 300) < 0.6 * size_of("x=1")
+
+
+def test_the_same_runs_give_the_same_bytes():
     runs = [curve("a"), curve("b"), curve("c")]
 
     svg = run_curves(runs, "").decode()
 
-    assert all(colour in svg for colour in ("#0b3c68", "#d98200"))
     assert run_curves(runs, "").decode() == svg != run_curves(runs, "", theme="dark").decode()
     assert run_curves(runs, "", format="png").startswith(b"\x89PNG")
 

@@ -1,6 +1,7 @@
-"""`penstock runs`: the runs in a folder side by side, as a table or as curves."""
+"""`penstock runs`: runs side by side, as a table or as curves."""
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.cli.arguments import add_format
@@ -8,7 +9,7 @@ from penstock.cli.output import complain, say, stdout_screen
 from penstock.cli.pictures import TABLE, add_picture_arguments, refuse_useless, result_path, wanted_format, write_result
 from penstock.cli.status import ExitStatus
 
-SUMMARY = "List the runs in a folder side by side, or draw their losses."
+SUMMARY = "List runs side by side, or draw their losses."
 CURVES = ("svg", "png")
 MOST_SHOWN = 5
 """Settings of a run; JSON has all."""
@@ -16,21 +17,24 @@ SUFFIXES = {".svg": "svg", ".png": "png"}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="a run's folder, or one that holds the folders of runs")
+    parser.add_argument(
+        "folders",
+        metavar="DIR",
+        nargs="+",
+        help="a run's folder, one that holds the folders of runs, or a pattern in quotes, such as 'runs/lr-*'",
+    )
     text = "default: table, or by the suffix of PATH. svg, png: curves of the losses"
     add_format(parser, (TABLE, "json", *CURVES), text)
     add_picture_arguments(parser)
 
 
 def run(arguments: Namespace) -> int:
-    from pathlib import Path
-
     from penstock.train.watching.run_list import list_runs
 
     format = wanted_format(arguments, SUFFIXES | {".json": "json"}, TABLE)
     refuse_useless(arguments, "theme", format, CURVES)
     path = result_path(arguments)
-    found = list_runs(Path(arguments.folder))
+    found = list_runs(arguments.folders)
     for problem in found.unreadable:
         complain(problem)
     runs = found.runs
@@ -77,7 +81,7 @@ def _table(runs: Any, *, in_terminal: bool) -> str:
             _shown(each.tokens_per_s, ",.0f"),
             _shown(each.last("bubble_fraction"), ".1%"),
             format_bytes(int(max(each.peak_bytes))) if each.peak_bytes else "-",
-            " ".join(settings[:MOST_SHOWN]) + f" and {len(settings) - MOST_SHOWN} more" * (len(settings) > MOST_SHOWN),
+            _shortened(settings),
         ]
         for each, settings in zip(runs, found, strict=True)
     ]
@@ -90,12 +94,18 @@ def _shown(value: float | None, format: str) -> str:
     return "-" if value is None else f"{value:{format}}"
 
 
+def _shortened(settings: Sequence[str]) -> str:
+    more = f" and {len(settings) - MOST_SHOWN} more" if len(settings) > MOST_SHOWN else ""
+    return " ".join(settings[:MOST_SHOWN]) + more
+
+
 def _json(runs: Any) -> bytes:
     import orjson
 
     rows = [
         {
             "name": each.name,
+            "folder": str(each.folder),
             "state": each.state,
             "step": each.step,
             "num_steps": each.config.run.steps,
@@ -115,9 +125,14 @@ def _json(runs: Any) -> bytes:
 
 def _curves(runs: Any, arguments: Namespace, format: str) -> bytes:
     from penstock.show.run_curves import RunCurve, run_curves
+    from penstock.train.watching.run_list import differences
 
     curves = [
-        RunCurve(each.name, each.curve("loss"), each.curve("held_out_loss"), each.curve("tokens_per_s"))
-        for each in runs
+        RunCurve(
+            each.name, each.curve("loss"), each.curve("held_out_loss"), each.curve("tokens_per_s"), _shortened(own)
+        )
+        for each, own in zip(runs, differences(runs), strict=True)
     ]
-    return run_curves(curves, f"Runs in {arguments.folder}", format=format, theme=arguments.theme)
+    [place, *more] = arguments.folders
+    title = f"{len(runs)} runs" if more else f"Runs in {place}"
+    return run_curves(curves, title, format=format, theme=arguments.theme)

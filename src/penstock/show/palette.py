@@ -28,6 +28,8 @@ class Theme:
     line: str
     ranks: tuple[str, ...]
     """Stops of the ramp for the memory curves, from the first rank to the last."""
+    runs: tuple[str, ...]
+    """Of curves without an order, such as those of several runs; a test computes how far apart every eye sees them."""
 
 
 THEMES = {
@@ -36,10 +38,12 @@ THEMES = {
         Theme(
             "light", "#FFFFFF", "#1F2328", "#646973", "#E8E9ED", "#D5D7DD",
             ranks=("#0B3C68", "#0072B2", "#009E73", "#D98200"),
+            runs=("#0072B2", "#CC4A14", "#84A03C", "#4A1258", "#C870E8"),
         ),
         Theme(
             "dark", "#14161A", "#E8E9EC", "#9DA2AD", "#32363F", "#3E424C",
             ranks=("#8FB8FF", "#3FA7E8", "#3CC79A", "#F5B041"),
+            runs=("#4AA8F0", "#F28A3D", "#1F8434", "#C8F59A", "#A83FEF"),
         ),
     )
 }  # fmt: skip

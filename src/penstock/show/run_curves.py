@@ -1,24 +1,36 @@
 """Curves of several runs in one picture: the loss over the steps above, the tokens per second below.
 
-A dot is a held-out loss. Losses of single steps jump, so the line is their running mean; they themselves are pale.
+A marked line is the held-out loss. Losses of single steps jump, so a line without marks is their running mean; they
+themselves are pale. Of runs that follow each other, the color and the dash differ, so that equal curves show both.
+The legend is below the plots: it has the settings of a run, and covers no curve.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
-from penstock.show.palette import blend, find_theme
+from penstock.show.palette import find_theme
 from penstock.show.sheet import Sheet
 
-WIDTH, HEIGHT = 8.2, 6.4
-TOP, GAP, BOTTOM = 0.75, 0.35, 0.6
-SPEED_HEIGHT = 1.4
+WIDTH = 8.2
+TOP, GAP, BOTTOM = 0.75, 0.35, 0.8
+LOSS_HEIGHT, SPEED_HEIGHT = 3.3, 1.4
+LEGEND_ROW, HANDLE = 0.21, 0.8
 """In inches, as are those above."""
+LEGEND_SIZE = 8.5
+"""In points."""
+LETTER = 0.56
+"""Width of a letter of the legend, as a share of its size."""
 MEANS_PER_CURVE = 40
 """A mean is over this part of a curve's steps."""
+DASHES: tuple[Any, ...] = ("-", (0, (5, 4)), (0, (1.5, 2)), (0, (7, 2, 1.5, 2)))
+"""Their number and that of the colors have no common divisor, so the first 20 runs differ."""
+MARKS = "os^D"
+"""Hollow and of different sizes, so that those at one place show each other."""
 
 Floats = NDArray[np.float64]
 
@@ -32,6 +44,12 @@ class RunCurve:
     """In nats per token."""
     held_out: tuple[Sequence[int], Sequence[float]]
     tokens_per_s: tuple[Sequence[int], Sequence[float]]
+    settings: str = ""
+    """Those that differ among the runs."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}   {self.settings}".rstrip()
 
 
 def run_curves(runs: Sequence[RunCurve], title: str, *, format: str = "svg", theme: str | None = None) -> bytes:
@@ -42,28 +60,63 @@ def run_curves(runs: Sequence[RunCurve], title: str, *, format: str = "svg", the
     """
     if not any(run.losses[0] for run in runs):
         raise ConfigError("no run has finished a step with metrics.jsonl = true; there is nothing to draw")
-    sheet = Sheet.of(WIDTH, HEIGHT, find_theme(theme or "light"), format)
-    low = BOTTOM + SPEED_HEIGHT + GAP
-    loss, speed = sheet.add_axes(low, HEIGHT - TOP - low), sheet.add_axes(BOTTOM, SPEED_HEIGHT)
+    legend = LEGEND_ROW * len(runs)
+    low = legend + BOTTOM + SPEED_HEIGHT + GAP
+    sheet = Sheet.of(WIDTH, low + LOSS_HEIGHT + TOP, find_theme(theme or "light"), format)
+    loss, speed = sheet.add_axes(low, LOSS_HEIGHT), sheet.add_axes(legend + BOTTOM, SPEED_HEIGHT)
     for number, run in enumerate(runs):
-        colour = blend(sheet.theme.ranks, number / max(len(runs) - 1, 1))
-        steps, losses = run.losses
-        loss.plot(steps, losses, color=colour, linewidth=0.6, alpha=0.25)
-        loss.plot(steps, _running_mean(losses), color=colour, linewidth=1.6, label=run.name)
-        loss.plot(*run.held_out, "o", color=colour, markersize=4, markeredgecolor=sheet.theme.background)
-        speed.plot(run.tokens_per_s[0], _running_mean(run.tokens_per_s[1]), color=colour, linewidth=1.6)
+        _draw(loss, speed, run, number, sheet)
     for axes, name in ((loss, "loss (nats per token)"), (speed, "tokens per second")):
         axes.grid(color=sheet.theme.line, linewidth=0.7)
         axes.set_axisbelow(True)
         axes.set_ylabel(name, fontsize=9.5, color=sheet.theme.ink)
     loss.sharex(speed)
     loss.tick_params(labelbottom=False)
-    speed.set_ylim(bottom=0)
+    speed.set_ylim(0, 1.05 * speed.get_ylim()[1])
     speed.set_xlabel("step", fontsize=9.5, color=sheet.theme.ink)
-    loss.legend(frameon=False, fontsize=8.5, labelcolor=sheet.theme.ink)
+    _add_legend(sheet, loss, [run.label for run in runs])
     sheet.write(title, 0.3, size=13, is_bold=True)
-    sheet.write("line: running mean; dot: held-out loss", 0.55, size=8.5, is_faint=True)
+    sheet.write("line: running mean of the loss; marked line: held-out loss", 0.55, size=8.5, is_faint=True)
     return sheet.to_bytes()
+
+
+def _draw(loss: Any, speed: Any, run: RunCurve, number: int, sheet: Sheet) -> None:
+    colour = sheet.theme.runs[number % len(sheet.theme.runs)]
+    style = {"color": colour, "linestyle": DASHES[number % len(DASHES)]}
+    steps, losses = run.losses
+    loss.plot(steps, losses, color=colour, linewidth=0.6, alpha=0.25)
+    loss.plot(steps, _running_mean(losses), linewidth=1.6, gid=f"loss-{number}", **style)
+    loss.plot(
+        *run.held_out,
+        linewidth=0.9,
+        marker=MARKS[number % len(MARKS)],
+        markersize=5 + number % len(MARKS),
+        markerfacecolor="none",
+        markeredgewidth=1.3,
+        gid=f"held-out-{number}",
+        **style,
+    )
+    speed.plot(run.tokens_per_s[0], _running_mean(run.tokens_per_s[1]), linewidth=1.6, **style)
+
+
+def _add_legend(sheet: Sheet, loss: Any, labels: Sequence[str]) -> None:
+    """Write a row for each run below the plots, all so small that the longest one fits."""
+    room = 72 * (sheet.width * (1 - sheet.left) - HANDLE)
+    found = sheet.figure.legend(
+        [line for line in loss.lines if str(line.get_gid()).startswith("held-out")],
+        # matplotlib leaves names that begin with an underscore out of a legend
+        [f" {label}" if label.startswith("_") else label for label in labels],
+        loc="lower left",
+        bbox_to_anchor=(sheet.left, 0.1 / sheet.height),
+        frameon=False,
+        borderaxespad=0,
+        borderpad=0.4,
+        fontsize=min(LEGEND_SIZE, room / (LETTER * max(map(len, labels)))),
+        labelcolor=sheet.theme.ink,
+        handlelength=4,
+    )
+    for text in found.get_texts():
+        text.set_parse_math(False)
 
 
 def _running_mean(values: Sequence[float]) -> Floats:

@@ -33,7 +33,7 @@ def write_run(folder, rows=ROWS, *, is_finished=False, **batch):
 
 
 def test_a_run_is_known_by_its_files(tmp_path):
-    [run] = list_runs(write_run(tmp_path / "one", is_finished=True)).runs
+    [run] = list_runs([write_run(tmp_path / "one", is_finished=True)]).runs
 
     assert (run.name, run.state, run.step, run.config.run.steps) == ("one", "finished", 5, 5)
     assert (run.last("loss"), run.last("held_out_loss"), run.last("bubble_fraction")) == (2.0, 4.5, None)
@@ -48,15 +48,15 @@ def test_all_runs_of_a_folder_are_listed_by_name_and_other_folders_left_out(tmp_
         write_run(tmp_path / name)
     (tmp_path / "tokens").mkdir()
 
-    assert [run.name for run in list_runs(tmp_path).runs] == ["a", "b", "c"]
+    assert [run.name for run in list_runs([tmp_path]).runs] == ["a", "b", "c"]
 
 
 def test_a_run_that_a_process_holds_is_running_and_any_other_unfinished_one_interrupted(tmp_path):
     folder = tmp_path / "one"
     with claimed(config_of(folder)) as claim:
         (folder / "config.toml").write_text(config_to_toml(claim.config))
-        assert [run.state for run in list_runs(folder).runs] == ["running"]
-    assert [run.state for run in list_runs(folder).runs] == ["interrupted"]
+        assert [run.state for run in list_runs([folder]).runs] == ["running"]
+    assert [run.state for run in list_runs([folder]).runs] == ["interrupted"]
 
 
 def test_of_a_step_written_twice_the_last_line_counts_and_a_broken_line_none(tmp_path):
@@ -65,7 +65,7 @@ def test_of_a_step_written_twice_the_last_line_counts_and_a_broken_line_none(tmp
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
 
-    [run] = list_runs(folder).runs
+    [run] = list_runs([folder]).runs
 
     assert run.curve("loss") == ([1, 2, 3, 4, 5], [5.0, 4.0, 3.0, 2.25, 2.0])
 
@@ -74,7 +74,7 @@ def test_a_run_without_metrics_has_no_numbers(tmp_path):
     folder = write_run(tmp_path / "one")
     (folder / "metrics.jsonl").unlink()
 
-    [run] = list_runs(folder).runs
+    [run] = list_runs([folder]).runs
 
     assert (run.step, run.last("loss"), run.tokens_per_s) == (0, None, None)
 
@@ -83,11 +83,11 @@ def test_only_settings_that_decide_what_is_learned_count_as_differences(tmp_path
     write_run(tmp_path / "a", size=8)
     write_run(tmp_path / "b", size=16, length=64)
 
-    assert differences(list_runs(tmp_path).runs) == [
+    assert differences(list_runs([tmp_path]).runs) == [
         ["batch.size=8", "batch.length=128"],
         ["batch.size=16", "batch.length=64"],
     ]
-    assert differences(list_runs(tmp_path / "a").runs) == [[]]
+    assert differences(list_runs([tmp_path / "a"]).runs) == [[]]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_only_settings_that_decide_what_is_learned_count_as_differences(tmp_path
 )
 def test_where_no_run_is_the_folder_is_named(tmp_path, name, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        list_runs(tmp_path / name)
+        list_runs([tmp_path / name])
 
     assert caught.value.key == "DIR"
 
@@ -105,11 +105,11 @@ def test_a_broken_configuration_or_metrics_file_of_the_only_run_is_named(tmp_pat
     (folder / "metrics.jsonl").unlink()
     (folder / "metrics.jsonl").mkdir()
     with pytest.raises(PenstockError, match=r"metrics.jsonl cannot be read: Is a directory"):
-        list_runs(folder)
+        list_runs([folder])
 
     (folder / "config.toml").write_text("[run]\nfolder = 3\n")
     with pytest.raises(PenstockError, match=r"config\.toml"):
-        list_runs(folder)
+        list_runs([folder])
 
 
 def test_runs_that_cannot_be_read_are_named_and_the_others_listed(tmp_path):
@@ -118,7 +118,7 @@ def test_runs_that_cannot_be_read_are_named_and_the_others_listed(tmp_path):
     (tmp_path / "b" / "config.toml").write_text("[run\n")
     (tmp_path / "c" / "metrics.jsonl").write_text('{"step":1,"loss":2.0}\nloss 2.0\n')
 
-    found = list_runs(tmp_path)
+    found = list_runs([tmp_path])
 
     assert [run.name for run in found.runs] == ["a", "d"]
     of_config, of_metrics = found.unreadable
@@ -132,5 +132,42 @@ def test_where_no_run_can_be_read_all_are_named(tmp_path):
     for name in ("a", "b"):
         (write_run(tmp_path / name) / "config.toml").write_text("[run\n")
 
-    with pytest.raises(ConfigError, match=r"(?s)no run in .* can be read:\nrun a is left out: .*\nrun b is left out: "):
-        list_runs(tmp_path)
+    with pytest.raises(ConfigError, match=r"(?s)no run can be read:\nrun a is left out: .*\nrun b is left out: "):
+        list_runs([tmp_path])
+
+
+def test_places_may_be_folders_of_runs_runs_and_patterns_and_a_run_counts_once(tmp_path, monkeypatch):
+    for name in ("old/z", "new/lr-2", "new/lr-1", "new/other"):
+        write_run(tmp_path / name)
+    (tmp_path / "new" / "lr-tokens").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    found = list_runs(["old", "new/lr-*", "new/other", "old/z", "new/lr-[12]"]).runs
+
+    assert [run.name for run in found] == ["z", "lr-1", "lr-2", "other"]
+    assert [str(run.folder) for run in found] == ["old/z", "new/lr-1", "new/lr-2", "new/other"]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path, monkeypatch):
+    for name in ("a/demo", "b/demo", "b/x"):
+        write_run(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+
+    assert [run.name for run in list_runs(["a/demo", "b"]).runs] == ["a/demo", "b/demo", "x"]
+    assert [run.name for run in list_runs(["a/demo"]).runs] == ["demo"]
+
+
+def test_a_folder_whose_name_looks_like_a_pattern_is_taken_as_it_is(tmp_path):
+    write_run(tmp_path / "lr[1]")
+
+    assert [run.name for run in list_runs([tmp_path / "lr[1]"]).runs] == ["lr[1]"]
+
+
+def test_a_pattern_without_runs_and_one_folder_that_is_none_are_refused(tmp_path):
+    write_run(tmp_path / "a")
+    (tmp_path / "empty").mkdir()
+
+    with pytest.raises(ConfigError, match=r"no folder that '.*e\*' matches holds a run; give folders of runs"):
+        list_runs([tmp_path / "a", tmp_path / "e*"])
+    with pytest.raises(ConfigError, match=r"gone is no folder"):
+        list_runs([tmp_path / "a", tmp_path / "gone"])

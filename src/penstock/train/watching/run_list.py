@@ -1,7 +1,8 @@
-"""The runs in a folder side by side: how far each has come, what it reached, and what it was set to."""
+"""Runs side by side: how far each has come, what it reached, and what it was set to."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from statistics import median
 
@@ -16,12 +17,15 @@ SKIPPED_STEPS = 3
 ASIDE = ("run", "checkpoint", "metrics", "sample", "profile", "debug")
 """Sections that decide nothing of what is learned or how fast, but for the seed."""
 
+PATTERN_SIGNS = "*?["
+
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     """One run."""
 
     name: str
+    folder: Path
     state: str
     """finished, running or interrupted."""
     config: RunConfig
@@ -57,37 +61,64 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunList:
-    """The runs of a folder."""
+    """The runs at some places."""
 
     runs: Sequence[RunRecord]
-    """In the order of their names; at least one."""
+    """In the order of the places, and of their names at each; at least one."""
     unreadable: Sequence[str] = ()
     """What is wrong with those whose files cannot be read, a line for each."""
 
 
-def list_runs(folder: Path) -> RunList:
-    """Return the run in a folder, or else all runs in the folders directly below.
+def list_runs(places: Sequence[str | Path]) -> RunList:
+    """Return the runs at places: each is a run's folder, one that holds such, or a pattern of these (`runs/lr-*`).
 
     Raises:
-        ConfigError: there is none, or none can be read.
+        ConfigError: a place has none, or none can be read.
         FormatError, PenstockError: the files of the only one cannot be read.
     """
+    named = _named([folder for place in places for folder in _folders_at(str(place))])
+    runs, unreadable = [], []
+    for name, folder in named.items():
+        try:
+            runs.append(_record_of(folder, name))
+        except PenstockError as error:
+            if len(named) == 1:
+                raise
+            unreadable.append(f"run {name} is left out: {error}")
+    if not runs:
+        raise ConfigError("\n".join(["no run can be read:", *unreadable]), key="DIR")
+    return RunList(runs, unreadable)
+
+
+def _folders_at(place: str) -> list[Path]:
+    """Return the folders of the runs at one place, by name; at least one. Raises: ConfigError."""
+    folder = Path(place)
+    if not folder.exists() and any(sign in place for sign in PATTERN_SIGNS):
+        found = sorted(run for path in glob(place, recursive=True) for run in _runs_in(Path(path)))
+        if not found:
+            raise ConfigError(f"no folder that {place!r} matches holds a run; give folders of runs", key="DIR")
+        return found
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; give a run's folder, or one that holds such", key="DIR")
-    if (folder / CONFIG).is_file():
-        return RunList([_record_of(folder, folder.name or str(folder))])
-    places = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
-    if not places:
+    found = _runs_in(folder)
+    if not found:
         raise ConfigError(f"{folder} holds no run: neither it nor a folder in it has a {CONFIG}", key="DIR")
-    runs, unreadable = [], []
-    for place in places:
-        try:
-            runs.append(_record_of(place, place.name))
-        except PenstockError as error:
-            unreadable.append(f"run {place.name} is left out: {error}")
-    if not runs:
-        raise ConfigError("\n".join([f"no run in {folder} can be read:", *unreadable]), key="DIR")
-    return RunList(runs, unreadable)
+    return found
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    if (folder / CONFIG).is_file():
+        return [folder]
+    return sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+
+
+def _named(folders: Sequence[Path]) -> dict[str, Path]:
+    """Name each folder once, by its own name, or by its path where another one is called the same."""
+    once: dict[Path, Path] = {}
+    for folder in folders:
+        once.setdefault(folder.resolve(), folder)
+    names = [path.name for path in once]
+    return {path.name if names.count(path.name) == 1 else str(folder): folder for path, folder in once.items()}
 
 
 def _record_of(folder: Path, name: str) -> RunRecord:
@@ -100,7 +131,7 @@ def _record_of(folder: Path, name: str) -> RunRecord:
         raise PenstockError(f"{folder / METRICS} cannot be read: {error.strerror}") from error
     is_finished = (folder / SUMMARY).exists()
     state = "finished" if is_finished else "running" if holder_of(folder) else "interrupted"
-    return RunRecord(name, state, config, rows)
+    return RunRecord(name, folder, state, config, rows)
 
 
 def differences(runs: Sequence[RunRecord]) -> list[list[str]]:
