@@ -91,6 +91,37 @@ def test_outputs_that_a_rule_cannot_merge_are_an_error_that_names_them():
     assert "cannot merge [(2, 6), (3, 6)]" in str(error)
 
 
+def refusing_rule(parts):
+    raise KeyError("logits")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v"])
+@pytest.mark.parametrize("merge", [refusing_rule, Stack(9)])
+def test_outputs_that_cannot_be_merged_fail_the_step_on_all_ranks(schedule, num_ranks, merge):
+    """With the documented loop an error on one rank alone is half an update: the others go on to their optimizers."""
+    task = float_task(8)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), schedule, 4, task.loss, merge=merge, transport=wires)
+        error = error_of(pipeline.step, *task.inputs, target=task.target, return_outputs=True)
+        for parameter in pipeline.parameters():
+            parameter.grad = None
+        result = pipeline.step(*task.inputs, target=task.target)
+        return error, pipeline.step_number, result.loss, gradients_of(pipeline.named_parameters())
+
+    found = on_ranks(num_ranks, case)
+    output_rank = build(schedule, ranks=num_ranks, microbatches=4).placement.rank_of_stage[-1]
+    result, gradients = task.reference(4)
+
+    assert all(isinstance(error, PipelineError) and error.rank == output_rank for error, *_ in found)
+    assert "in the merge of the outputs" in str(found[output_rank][0])
+    for _, step_number, loss, own in found:
+        assert step_number == 1  # the failed step does not count on any rank
+        assert torch.equal(loss, result.loss)
+        assert all(torch.allclose(own[name], gradients[name]) for name in own)
+
+
 # ---- parts that the caller made
 
 

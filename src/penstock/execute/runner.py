@@ -6,6 +6,7 @@ Whatever goes wrong on the way ends the step on all ranks, as one error, and lea
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from penstock.execute.compile.rows import RankRows
 from penstock.execute.control.agreement import Extra, Mode
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.compilations import COMPILE_DEADLINE_S, Compilations
+from penstock.execute.control.error_notes import note_place
 from penstock.execute.control.failures import FailureReporter
 from penstock.execute.control.handshake import Agreed
 from penstock.execute.control.positions import PositionBoard
@@ -138,7 +140,7 @@ class Runner:
                 result = self._share(step, of_step)  # 6 every rank gets the losses
             self._failures.end()
         self.step_number += mode.is_training
-        return self._with_outputs(result, step)
+        return result
 
     @contextmanager
     def no_sync(self, *, tied: bool) -> Iterator[None]:
@@ -274,17 +276,21 @@ class Runner:
             self._messenger.finish()
 
     def _share(self, step: Step, of_step: Sequence[Observer]) -> StepResult:
-        result = self._exchange.share(step.losses)
+        outputs = self._merged_outputs(step)  # before the exchange: a rule that raises must fail the step on all ranks
+        result = replace(self._exchange.share(step.losses), outputs=outputs)
         for recording in (each for each in of_step if isinstance(each, StepRecording)):
             self.recording = recording.recording
         return result if step.prefetcher is None else replace(result, data_times=step.prefetcher.times)
 
-    def _with_outputs(self, result: StepResult, step: Step) -> StepResult:
+    def _merged_outputs(self, step: Step) -> Any:
         if not step.outputs:
-            return result
+            return None
         options = self._options
-        merged = merge_slices_and_microbatches(step, options.merge, options.merge_slices, options.slice_dim)
-        return replace(result, outputs=merged)
+        try:
+            return merge_slices_and_microbatches(step, options.merge, options.merge_slices, options.slice_dim)
+        except Exception as error:
+            note_place(error, "the merge of the outputs")
+            raise
 
     # ---- failures
 
