@@ -3,6 +3,7 @@
 import copy
 import gc
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -259,6 +260,61 @@ def test_evaluate_between_steps_changes_nothing():
     assert torch.equal(torch.get_rng_state(), random_state)
     step_task(pipeline, task)
     assert [layer.num_calls for layer in layers] == [12, 12]  # 4 microbatches x (step, evaluate, step)
+
+
+class Adapted(nn.Linear):
+    """A linear layer with a low-rank adapter that `train()` merges into the weight, as loralib's does."""
+
+    def __init__(self, seed):
+        super().__init__(WIDTH, WIDTH)
+        self.weight.requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.empty(2, WIDTH)), nn.Parameter(torch.empty(WIDTH, 2))
+        self.is_merged = False
+        settle(self, seed)
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.is_merged is mode:
+            self.weight.data += (self.up @ self.down) * (-1 if mode else 1)
+            self.is_merged = not mode
+        return self
+
+    def forward(self, x):
+        hidden = super().forward(x)
+        return hidden if self.is_merged else hidden + x @ self.down.T @ self.up.T
+
+
+ONE_ROUTE = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v"]
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), [*product(ONE_ROUTE, (1, 2)), ("dualpipe", 2), ("chimera", 2)])
+def test_adapters_that_train_merges_into_their_weights_train_on_after_an_evaluation(schedule, num_ranks):
+    task = float_task(8)
+
+    def layers():
+        return [Adapted(seed) for seed in range(4)]
+
+    def case(wires):
+        pipeline = Pipeline(layers(), schedule, 4, task.loss, transport=wires)
+        evaluated = pipeline.evaluate(*task.inputs, target=task.target).loss
+        loss = pipeline.step(*task.inputs, target=task.target).loss
+        return evaluated, loss, pipeline.state_dict(), gradients_of(pipeline.named_parameters())
+
+    plain = layers()
+    nn.Sequential(*plain).eval()
+    options = {"loss": task.loss, "num_microbatches": 4}
+    merged = reference_evaluate(plain, task.inputs, {}, task.target, **options).loss
+    nn.Sequential(*plain).train()
+    expected = reference_step(plain, task.inputs, {}, task.target, **options).loss
+    state, gradients = nn.ModuleList(plain).state_dict(), gradients_of(named(plain))
+
+    for evaluated, loss, own, own_gradients in on_ranks(num_ranks, case):
+        assert torch.equal(evaluated, merged)
+        assert torch.equal(loss, expected)
+        assert all(torch.equal(own[name], state[name]) for name in own)
+        for name, gradient in own_gradients.items():
+            wanted = gradients[name]
+            assert gradient is wanted is None or torch.allclose(gradient, wanted)
 
 
 def test_evaluate_builds_no_graph():

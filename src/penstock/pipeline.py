@@ -24,7 +24,7 @@ from penstock.execute.model_part import ModelPart
 from penstock.execute.observing.memory_report import MemoryReport, MemoryWatch, gather_memory
 from penstock.execute.observing.recorder import Recording
 from penstock.execute.stages.layers import Layer
-from penstock.execute.stages.stage import Stage
+from penstock.execute.stages.stage import Stage, evaluating
 from penstock.execute.stages.wrappers import reshard
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.timeline import Timeline
@@ -129,17 +129,11 @@ class Pipeline(ModelPart):
 
         A batch may have any number of rows: fewer than microbatches make a microbatch each.
         """
-        # Per submodule: a user may keep some of them, such as a frozen BatchNorm, in evaluation mode while training.
-        layers = [layer for stage in self.stages for layer in stage.layers.values()]
-        modes = [(module, module.training) for layer in layers for module in layer.modules()]
-        for stage in self.stages:
-            stage.set_training(False)
-        try:
-            return self._run(Mode.EVALUATE, Call(args, kwargs, target, return_outputs, record))
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            reshard(self.stages)
+        with evaluating(self.stages):
+            try:
+                return self._run(Mode.EVALUATE, Call(args, kwargs, target, return_outputs, record))
+            finally:
+                reshard(self.stages)
 
     def refuse(self, error: PenstockError, mode: Mode = Mode.TRAIN) -> NoReturn:
         """Refuse the step that the other ranks begin now, because this rank cannot run it; they are told why.
