@@ -65,3 +65,29 @@ def test_a_page_needs_no_network_and_a_png_is_a_png():
 def test_nothing_to_draw_is_refused():
     with pytest.raises(ConfigError, match="no schedule can be compared"):
         sweep_picture({}, "ranks", CAPTION)
+
+
+def test_lines_of_equal_values_take_turns_and_the_axis_of_a_constant_begins_at_zero():
+    equal = {
+        "a": [SweptPoint(4, 2.0, 4.0), SweptPoint(8, 1.0, 4.0)],
+        "b": [SweptPoint(4, 3.0, 4.0), SweptPoint(8, 1.0, 4.0)],
+    }
+
+    picture = sweep_picture(equal, "microbatches", CAPTION).decode()
+
+    dashes = {
+        gid: re.findall(r"stroke-dasharray: ([\d.,]+); stroke-dashoffset: ([-\d.]+)", part)
+        for gid, part in lines_of(picture)
+    }
+    assert len(dashes["line-0"]) == len(dashes["line-1"]) == 1  # in the panel of memory, and not in that of time
+    assert dashes["line-0"][0][0] == dashes["line-1"][0][0]
+    assert dashes["line-0"][0][1] != dashes["line-1"][0][1]
+    assert {"0", "1", "2", "3", "4", "5"} <= set(texts_of(picture.encode()))
+
+
+def lines_of(picture):
+    """Both drawings of each line, in one text, by its name."""
+    found = {}
+    for gid, part in re.findall(r'<g id="(line-\d)">(.*?)</g>', picture, re.DOTALL):
+        found[gid] = found.get(gid, "") + part
+    return found.items()

@@ -24,6 +24,8 @@ COLORS = ("#0072B2", "#D98200", "#009E73", "#CC79A7")
 MAX_TICKS = 10
 DASHES = ("-", "--", ":", "-.")
 MARKERS = "osD^vP"
+DASH = 6.0
+"""In line widths, where lines take turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +76,18 @@ def _panel(sheet: Sheet, bottom: float, height: float, lines: Mapping[str, Seque
     found = [(point.size, value(point)) for line in lines.values() for point in line]
     for name, values in zip("xy", np.array(found, np.float64).T, strict=True):
         scale_axis(axes, name, values)
-    for index, (name, line) in enumerate(lines.items()):
+    drawn: list[list[tuple[int, float]]] = [[(point.size, value(point)) for point in line] for line in lines.values()]
+    for index, (name, line) in enumerate(zip(lines, drawn, strict=True)):
         round_of_colors, color = divmod(index, len(COLORS))
+        shared, place = drawn.count(line), drawn[:index].count(line)
+        style = DASHES[round_of_colors % len(DASHES)]
         axes.plot(
-            [point.size for point in line],
-            [value(point) for point in line],
+            *zip(*line, strict=True),
             color=COLORS[color],
-            linestyle=DASHES[round_of_colors % len(DASHES)],
+            # Lines of equal values take turns, dash by dash, and their markers show around each other.
+            linestyle=style if shared == 1 else (DASH * place, (DASH, DASH * (shared - 1))),
             marker=MARKERS[index % len(MARKERS)],
-            markersize=4.5,
+            markersize=4.5 + 3 * (shared - 1 - place),
             linewidth=1.5,
             # matplotlib leaves names that begin with an underscore out of a legend
             label=f" {name}" if name.startswith("_") else name,
@@ -92,6 +97,8 @@ def _panel(sheet: Sheet, bottom: float, height: float, lines: Mapping[str, Seque
     if len(sizes) <= MAX_TICKS:
         axes.set_xticks(sizes)
     axes.margins(0.05, 0.1)
+    if len({height for _, height in found}) == 1:
+        axes.set_ylim(0, 1.3 * found[0][1])  # else the axis would show 3.8 to 4.2 around a constant 4
     axes.grid(color=sheet.theme.line, linewidth=0.7)
     axes.set_axisbelow(True)
     return axes
