@@ -169,3 +169,13 @@ def test_unknown_formats_and_themes_are_refused():
         pareto_picture(FOUR, CAPTION, format="pdf")
     with pytest.raises(ConfigError, match="theme: 'blue'"):
         pareto_picture(FOUR, CAPTION, format="html", theme="blue")
+
+
+def test_a_page_lists_the_figures_the_fastest_first():
+    page = pareto_picture(FOUR, CAPTION, format="html").decode()
+
+    rows = re.findall(r'<tr class="(.*?)"><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>', page)
+    fastest = sorted(FOUR, key=lambda one: (one.step_s, one.memory))
+    assert [unescape(name) for _, name, _, _ in rows] == [one.label for one in fastest]
+    assert [kind == "front" for kind, *_ in rows] == [one.is_on_front for one in fastest]
+    assert [float(memory) for *_, memory in rows] == [one.memory for one in fastest]

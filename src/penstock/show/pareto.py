@@ -39,9 +39,14 @@ PAGE = """<!DOCTYPE html>
 <style>
 {themes}
 body {{ margin: 0; background: var(--background); }}
-svg {{ display: block; width: 100%; height: 100vh; }}
+svg {{ display: block; width: 100%; height: auto; max-height: 92vh; }}
+table {{ margin: 0 auto 3rem; border-collapse: collapse; font: 14px system-ui, sans-serif; color: var(--ink); }}
+th {{ text-align: left; color: var(--faint); font-weight: 500; }}
+th, td {{ padding: 0.35rem 1.2rem; border-bottom: 1px solid var(--line); font-variant-numeric: tabular-nums; }}
+.front {{ font-weight: 600; }}
 </style>
 {svg}
+{table}
 </html>
 """
 
@@ -126,7 +131,7 @@ def pareto_picture(
     if format == "png":
         return picture
     svg = _with_titles(picture.decode(), points, caption.memory_name)
-    return (page_of(svg, caption.title, theme) if is_page else svg).encode()
+    return (page_of(svg, caption.title, theme, _table(candidates, caption)) if is_page else svg).encode()
 
 
 def _points_of(candidates: Sequence[Candidate]) -> list[_Point]:
@@ -213,10 +218,23 @@ def _with_titles(svg: str, points: Sequence[_Point], memory_name: str) -> str:
     return re.sub(r'<g id="(?:point|name)-(\d+)">', with_title, svg)
 
 
-def page_of(svg: str, title: str, theme: str | None) -> str:
-    """Put an SVG of the light theme on a page; its colours become variables of the page's themes."""
+def _table(candidates: Sequence[Candidate], caption: Caption) -> str:
+    """Return the figures as a table, the fastest first; those on the front are bold."""
+    rows = [
+        f'<tr class="{"front" * one.is_on_front}"><td>{escape(one.label)}</td><td>{format_seconds(one.step_s)}</td>'
+        f"<td>{one.memory:.6g}</td></tr>"
+        for one in sorted(candidates, key=lambda one: (one.step_s, one.memory))
+    ]
+    head = f"<tr><th>schedule</th><th>step time</th><th>{escape(caption.memory_name)}</th></tr>"
+    return "\n".join(["<table>", head, *rows, "</table>"])
+
+
+def page_of(svg: str, title: str, theme: str | None, table: str = "") -> str:
+    """Put an SVG of the light theme on a page, a table below it; its colours become variables of the page's themes."""
     drawing = svg[svg.index("<svg") :]
     for name, colour in variables_of(THEMES["light"]).items():
         drawing = drawing.replace(f": {colour.lower()}", f": var(--{name})")
     attributes = f' data-theme="{theme}"' if theme else ""
-    return PAGE.format(attributes=attributes, title=escape(title), themes="\n".join(style_of_themes()), svg=drawing)
+    return PAGE.format(
+        attributes=attributes, title=escape(title), themes="\n".join(style_of_themes()), svg=drawing, table=table
+    )
