@@ -25,11 +25,11 @@ def test_a_timeline_names_its_ranks_kinds_figures_and_units():
     texts = texts_of(timeline_chart(timeline_of(4, 8)))
 
     assert {"rank 0", "rank 1", "rank 2", "rank 3"} <= set(texts)
-    assert {"F forward", "B backward", "bubble", "time (ms)", "(activations)"} <= set(texts)
+    assert {"F forward", "B backward", "bubble", "time (ms)", "(microbatches)"} <= set(texts)
     assert "1f1b, 4 ranks, 8 microbatches, predicted" in texts
     figures = next(text for text in texts if text.startswith("makespan"))
     assert re.fullmatch(
-        r"makespan 3\d\d ms +· +span 3\d\d ms +· +bubble fraction \d\d\.\d % +· +peak 4 activations", figures
+        r"makespan 3\d\d ms +· +span 3\d\d ms +· +bubble fraction \d\d\.\d % +· +peak 4 microbatches", figures
     )
 
 
@@ -98,7 +98,7 @@ def test_the_suffix_tells_the_format(tmp_path):
 @pytest.mark.parametrize(
     ("name", "shape", "told"),
     [
-        ("zbv", (8, 32), "31"),
+        ("zbv", (8, 32), "blocks are too narrow or too many for the numbers"),
         ("1f1b", (30, 199), "rank 29"),
         ("zbv", (64, 512), "too many blocks to draw: a column is"),
         ("1f1b", (130, 140), "a lane is the mean of 3 ranks"),
@@ -109,6 +109,30 @@ def test_large_timelines_stay_small_files(name, shape, told):
 
     assert len(svg) < MAX_SVG_BYTES
     assert any(text.startswith(told) for text in texts_of(svg))
+
+
+@pytest.mark.slow
+def test_a_picture_fits_a_wide_screen_and_has_no_number_where_only_some_would_fit():
+    svg = timeline_chart(timeline_of(8, 32, "zbv"))
+
+    (width,) = re.findall(r'<svg[^>]*? width="([\d.]+)pt"', svg.decode())
+    assert float(width) < 1400
+    assert not {"7", "31"} & set(texts_of(svg))
+
+
+def test_memory_is_counted_in_microbatches_whatever_stages_a_rank_has():
+    """As `penstock compare` counts: two stages of a rank hold half of a microbatch's activations each."""
+    timeline = timeline_of(4, 8, "zbv")
+
+    assert max(timeline.peak_activations) == 8
+    assert any(text.endswith("peak 4 microbatches") for text in texts_of(timeline_chart(timeline)))
+
+
+def test_an_svg_is_set_in_the_fonts_of_its_reader():
+    svg = timeline_chart(timeline_of(2, 3)).decode()
+
+    assert "font-family: system-ui" in svg
+    assert "font-family: 'DejaVu Sans'" not in svg
 
 
 def test_a_schedule_of_one_block_has_a_picture():

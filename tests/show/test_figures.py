@@ -12,14 +12,14 @@ def test_the_four_figures_have_their_units():
         "makespan": "33.0 s",
         "span": "33.0 s",
         "bubble fraction": "27.3 %",
-        "peak": "4 activations",
+        "peak": "4 microbatches",
     }
 
 
 def test_the_peak_is_in_bytes_too_where_these_are_known():
     costs = Costs.uniform(activation_bytes=(2**20,))
 
-    assert figures_of(timeline_of(1, 2, costs=costs))["peak"] == "1 activation (1.00 MiB)"
+    assert figures_of(timeline_of(1, 2, costs=costs))["peak"] == "1 microbatch (1.00 MiB)"
 
 
 def test_clocks_of_several_hosts_are_told_with_what_is_uncertain():

@@ -59,8 +59,10 @@ def test_few_blocks_are_numbered_many_are_plain_and_very_many_are_merged():
 def test_blocks_narrower_than_can_be_seen_are_merged():
     timeline = timeline_of(2, 400)
 
-    assert choose_detail(lanes_of(timeline), timeline.makespan_s, 26.0) is Detail.NUMBERED
-    assert choose_detail(lanes_of(timeline), timeline.makespan_s, 8.0) is Detail.MERGED
+    widths = (200.0, 26.0, 8.0)
+    details = [choose_detail(lanes_of(timeline), timeline.makespan_s, width) for width in widths]
+
+    assert details == [Detail.NUMBERED, Detail.PLAIN, Detail.MERGED]
 
 
 def test_lanes_of_several_ranks_are_merged():

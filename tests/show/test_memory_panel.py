@@ -60,7 +60,7 @@ def test_very_many_steps_are_merged_without_losing_the_peak():
 
 @pytest.mark.parametrize(
     ("costs", "unit"),
-    [(UNIT, "activations"), (Costs.uniform(activation_bytes=(2**20,)), "MiB")],
+    [(UNIT, "microbatches"), (Costs.uniform(activation_bytes=(2**20,)), "MiB")],
 )
 def test_the_unit_is_named(costs, unit):
     assert drawn(timeline_of(2, 4, costs=costs)).get_ylabel() == f"alive\n({unit})"

@@ -87,7 +87,7 @@ def test_the_page_tells_its_figures_and_legend_as_text():
     words = " ".join(text.split())
     assert words == (
         "1f1b, 4 ranks, 8 microbatches, predicted makespan 33.0 s span 33.0 s bubble fraction 27.3 % "
-        "peak 4 activations F forward B backward bubble"
+        "peak 4 microbatches F forward B backward bubble"
     )
 
 
@@ -157,7 +157,7 @@ def test_the_viewer_says_what_a_block_is_and_what_it_waited_for():
     assert found == [
         {
             "title": "0F0 forward",
-            "lines": ["rank 0, stage 0, microbatch 0", "0 s to 1 s, takes 1 s", "memory of the rank: 1 activation"],
+            "lines": ["rank 0, stage 0, microbatch 0", "0 s to 1 s, takes 1 s", "memory of the rank: 1 microbatch"],
             "more": ["no idle time before it"],
         },
         {
@@ -165,7 +165,7 @@ def test_the_viewer_says_what_a_block_is_and_what_it_waited_for():
             "lines": [
                 "rank 0, stage 0, microbatch 0",
                 "4.5 s to 6.5 s, takes 2 s",
-                "memory of the rank: 2 activations",
+                "memory of the rank: 2 microbatches",
             ],
             "more": [
                 "2.5 s idle before it:",
@@ -179,7 +179,7 @@ def test_the_viewer_says_what_a_block_is_and_what_it_waited_for():
             "lines": [
                 "rank 1, stage 1, microbatch 0",
                 "2.25 s to 4.25 s, takes 2 s",
-                "memory of the rank: 1 activation",
+                "memory of the rank: 1 microbatch",
             ],
             "more": ["no idle time before it"],
         },

@@ -22,7 +22,7 @@ from penstock.ir.operations import KIND_INDEX
 from penstock.ir.timeline import Timeline
 from penstock.show.bars import bars_of_rank, last_end_s
 from penstock.show.columns import tick_for, whole_ticks
-from penstock.show.curve import MemoryLevels, knows_bytes, memory_levels
+from penstock.show.curve import MemoryLevels, knows_bytes, memory_levels, per_microbatch
 from penstock.show.idle import IdleGaps, idle_gaps
 from penstock.show.layout import Blocks, blocks_of_rank
 from penstock.show.waits import Waits, waits_of
@@ -54,7 +54,7 @@ class BlockTable:
     lanes: list[TableLane]
     tick_s: float
     is_bytes: bool
-    """Whether `held` and `kept` are bytes; else activations."""
+    """Whether `held` and `kept` are bytes; else microbatches, of which a stage and slice have a share."""
     bar_names: list[tuple[str, int]]
     """Instruction and sort of bars; the column `bar_name` has indices into this list."""
 
@@ -151,7 +151,7 @@ def _columns(facts: _Facts, blocks: Blocks, tick_s: float, *, in_bytes: bool) ->
     producer = facts.waits.producer[rows]
     made = whole_ticks(facts.timeline.end_s[producer], tick_s)
     transfer = whole_ticks(facts.waits.arrival_s[rows], tick_s) - made
-    amount = np.float64 if in_bytes else np.uint32
+    unit = 1.0 if in_bytes else per_microbatch(program)
     return {
         "gap": (begin - np.append(0, end[:-1])[: len(end)]).astype(np.int32),
         "duration": (end - begin).astype(np.uint32),
@@ -163,7 +163,7 @@ def _columns(facts: _Facts, blocks: Blocks, tick_s: float, *, in_bytes: bool) ->
         "slice": program.slice[rows].astype(np.uint32),
         "producer": np.where(producer == NONE, NONE, facts.index_of_row[producer]).astype(np.int32),
         "transfer": np.where(producer == NONE, 0, transfer).astype(np.int32),
-        "held": facts.levels.held[rows].astype(amount),
-        "kept": facts.levels.kept[rows].astype(amount),
+        "held": facts.levels.held[rows] / unit,
+        "kept": facts.levels.kept[rows] / unit,
         "critical": facts.is_critical[rows].astype(np.uint8),
     }

@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock.ir.timeline import Timeline
 from penstock.show.bars import last_end_s, window_s
-from penstock.show.figures import idle_share, legend_of
+from penstock.show.figures import idle_share, legend_of, peak_microbatches
 from penstock.show.lanes import Detail, Lane, TimeScale, columns_for
 from penstock.show.layout import describe_shades
 from penstock.show.sheet import Sheet, scale_of
@@ -28,7 +28,11 @@ def notes_on(lanes: Sequence[Lane], detail: Detail, scale: TimeScale, inner_widt
         edges_s = columns_for(lanes, scale.end_s, inner_width)
         width = format_seconds(float(edges_s[1] - edges_s[0]))
         notes.append(f"too many blocks to draw: a column is {width} of a rank's time, stacked by what it went to")
-    elif program.joined.any():
+    if detail is Detail.PLAIN and program.is_compute.any():
+        notes.append(
+            "blocks are too narrow or too many for the numbers of their microbatches; the HTML page shows them"
+        )
+    if detail is not Detail.MERGED and program.joined.any():
         notes.append("upper and lower half of a block: two actions that overlap")
     if len(lanes[0].ranks) > 1:
         notes.append(f"a lane is the mean of {len(lanes[0].ranks)} ranks")
@@ -93,7 +97,7 @@ def add_lane_figures(axes: Any, lanes: Sequence[Lane], scale: TimeScale, sheet: 
     theme = sheet.theme
     for lane in lanes:
         share = format_share(idle_share(lane.timeline, lane.ranks))
-        peak = max(lane.timeline.peak_activations[rank] for rank in lane.ranks)
+        peak = peak_microbatches(lane.timeline, lane.ranks)
         text = f"{lane.timeline.source}  {share} idle" if names_source else f"{share} idle, peak {peak}"
         axes.annotate(
             text,

@@ -30,7 +30,7 @@ from penstock.show.palette import find_theme
 from penstock.show.sheet import FORMATS, MARGIN_BOTTOM, Sheet, scale_of
 from penstock.show.text import format_seconds, format_share
 
-MIN_WIDTH, MAX_WIDTH, MERGED_WIDTH = 8.0, 26.0, 13.0
+MIN_WIDTH, MAX_WIDTH, MERGED_WIDTH = 8.0, 16.0, 13.0
 """Of the lanes, in inches."""
 DIGIT_ROOM = 0.1
 """What a digit of a typical block's number takes, in inches."""

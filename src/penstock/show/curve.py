@@ -6,7 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.live import left_bytes, live_bytes, one_each
+from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
+from penstock.simulation.costs.equal_work import stages_per_rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +49,11 @@ def memory_levels(timeline: Timeline, *, in_bytes: bool | None = None) -> Memory
 def knows_bytes(timeline: Timeline) -> bool:
     """Whether a timeline says how large activations are."""
     return timeline.sizes is not None and bool(timeline.sizes.activation.any())
+
+
+def per_microbatch(program: Program) -> float:
+    """Return how many activations a microbatch leaves on a rank, in the mean: one of each of its stages and slices."""
+    return float(stages_per_rank(program) * program.num_slices)
 
 
 def memory_curves(timeline: Timeline, *, in_bytes: bool | None = None) -> list[MemoryCurve]:

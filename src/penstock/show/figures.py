@@ -1,9 +1,12 @@
 """What is written above every picture of a timeline: its title, its four figures and its legend."""
 
+from collections.abc import Iterable
+
 from penstock.ir.operations import Kind
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.show.bars import COLLECTIVE, NAMES, sorts_used
+from penstock.show.curve import per_microbatch
 from penstock.show.layout import kinds_used, num_shades
 from penstock.show.palette import COLLECTIVE_COLOUR, block_colours, legend_name
 from penstock.show.text import count_of, format_bytes, format_seconds, format_share
@@ -57,7 +60,14 @@ def idle_share(timeline: Timeline, ranks: range) -> float:
     return max(1 - work_s / makespan_s, 0.0) if makespan_s else 0.0
 
 
+def peak_microbatches(timeline: Timeline, ranks: Iterable[int]) -> str:
+    """Return the most that one of the ranks holds, in all activations that a microbatch leaves on a rank."""
+    peak = max(timeline.peak_activations[rank] for rank in ranks)
+    return f"{peak / per_microbatch(timeline.program):.4g}"
+
+
 def _peak(timeline: Timeline) -> str:
     peak_bytes = max(timeline.peak_bytes)
-    text = count_of(max(timeline.peak_activations), "activation")
+    number = peak_microbatches(timeline, range(timeline.num_ranks))
+    text = f"{number} {'microbatch' if number == '1' else 'microbatches'}"
     return f"{text} ({format_bytes(peak_bytes)})" if peak_bytes else text

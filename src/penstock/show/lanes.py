@@ -16,6 +16,7 @@ from penstock.show.layout import (
     Blocks,
     block_numbers,
     blocks_of_rank,
+    longest_number,
     num_blocks,
     num_shades,
     period_s,
@@ -89,7 +90,9 @@ def choose_detail(lanes: Sequence[Lane], end_s: float, inner_width: float) -> De
     dots = DOTS_PER_INCH * inner_width * typical_block_s(timelines) / end_s if end_s else 0.0
     if number > MAX_DRAWN_BLOCKS or dots < MIN_BLOCK_DOTS or any(len(lane.ranks) > 1 for lane in lanes):
         return Detail.MERGED if number else Detail.PLAIN
-    return Detail.NUMBERED if number <= MAX_NUMBERED_BLOCKS else Detail.PLAIN
+    room = DIGIT_WIDTH * MIN_FONT_SIZE * max(longest_number(timeline.program) for timeline in timelines)
+    has_room = 72 * dots / DOTS_PER_INCH >= room
+    return Detail.NUMBERED if has_room and number <= MAX_NUMBERED_BLOCKS else Detail.PLAIN
 
 
 def columns_for(lanes: Sequence[Lane], end_s: float, inner_width: float) -> NDArray[np.float64]:

@@ -17,7 +17,7 @@ from penstock.ir.timeline import Timeline
 from penstock.show.bars import COLLECTIVE, FOOT, NAMES, last_end_s, window_s
 from penstock.show.block_table import BlockTable, block_table
 from penstock.show.columns import Packed, pack
-from penstock.show.figures import describe_shape, figures_of, idle_share, legend_of
+from penstock.show.figures import describe_shape, figures_of, idle_share, legend_of, peak_microbatches
 from penstock.show.html import VARIABLES, bundle, fill, read, style_of_themes
 from penstock.show.idle import NAME_OF_CAUSE
 from penstock.show.layout import describe_shades, num_blocks, num_shades, period_s, typical_block_s
@@ -137,7 +137,7 @@ def _header(timelines: Mapping[str, Timeline], table: BlockTable, packed: Packed
         "typical_ticks": typical_block_s(shown) / table.tick_s,
         "num_slices": max(timeline.program.num_slices for timeline in shown),
         "is_bytes": table.is_bytes,
-        "most_held": int(table.columns["held"].max(initial=0)),
+        "most_held": float(table.columns["held"].max(initial=0)),
         "kinds": [
             {
                 "letter": kind.letter,
@@ -168,7 +168,7 @@ def _lane(names: list[str], timelines: list[Timeline], table: BlockTable, index:
     return {
         "name": f"rank {rank}" if is_alone else f"{rank} {names[lane.timeline]}",
         "full_name": f"rank {rank}" if is_alone else f"rank {rank} {names[lane.timeline]}",
-        "figures": f"{idle} idle, peak {timeline.peak_activations[rank]}",
+        "figures": f"{idle} idle, peak {peak_microbatches(timeline, [rank])}",
         "first": lane.first,
         "count": lane.count,
         "first_bar": lane.first_bar,

@@ -3,6 +3,7 @@
 matplotlib is loaded when the first sheet is made, and needed for nothing else.
 """
 
+import re
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -14,6 +15,8 @@ FORMATS = ("svg", "png")
 DOTS_PER_INCH = 120
 MARGIN_LEFT, MARGIN_RIGHT, MARGIN_BOTTOM = 0.95, 1.45, 0.6
 """Around the drawing, in inches of a sheet of scale 1."""
+FONTS = b"system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif;"
+"""Of an SVG: the reader's own. matplotlib measures in DejaVu Sans, which is wider than these, so texts have room."""
 USUAL_WIDTH, MAX_SCALE = 13.0, 1.8
 
 
@@ -100,4 +103,4 @@ class Sheet:
         metadata = {"Date": None} if self.format == "svg" else {"Software": None}
         with rc_context({"svg.fonttype": "none", "svg.hashsalt": "penstock"}):
             self.figure.savefig(buffer, format=self.format, metadata=metadata)
-        return buffer.getvalue()
+        return re.sub(rb"font-family: 'DejaVu Sans'[^;]*;", b"font-family: " + FONTS, buffer.getvalue())

@@ -140,7 +140,7 @@ function seconds(table, ticks, digits = 4, like = ticks) {
 
 /** @type {(table: Table, value: number) => string} */
 function amount(table, value) {
-  if (!table.is_bytes) return `${value} activation${value === 1 ? "" : "s"}`;
+  if (!table.is_bytes) return `${+value.toPrecision(4)} microbatch${value === 1 ? "" : "es"}`;
   const [size, name] = unitFor(BYTES, value);
   return `${+(value / size).toPrecision(3)} ${name}`;
 }

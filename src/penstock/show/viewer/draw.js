@@ -171,7 +171,7 @@ function labelBlock({ pen, table, frame }, block, [x, y, width, height], colour)
   const room = (right - left - 3) / 0.62;
   const text = room >= largest * whole.length ? whole : number;
   const size = Math.min(largest, room / text.length);
-  if (size >= 8) write(pen, text, (left + right) / 2, y + height / 2 + 0.5, { size, colour, align: "center" });
+  if (size >= 6.5) write(pen, text, (left + right) / 2, y + height / 2 + 0.5, { size, colour, align: "center" });
 }
 
 /** Blocks too narrow to be seen: columns of whole periods, stacked by what their time went to. @type {DrawStrip} */
@@ -240,7 +240,7 @@ function drawMemory(/** @type {Scene} */ scene) {
   const { pen, table, frame, state, colours } = scene;
   const { memoryTop: top, memoryHeight: height } = frame;
   const highest = table.most_held || 1;
-  const [unit, name] = table.is_bytes ? unitFor(BYTES, highest) : [1, "activations"];
+  const [unit, name] = table.is_bytes ? unitFor(BYTES, highest) : [1, "microbatches"];
   const y = (/** @type {number} */ value) => top + height - (value / highest) * (height - 14);
   const step = Math.max(niceStep(highest / unit / 5), table.is_bytes ? 0 : 1);
   for (let value = 0; value <= highest / unit + 1e-9; value += step) {

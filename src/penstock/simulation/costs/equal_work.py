@@ -5,6 +5,7 @@ from fractions import Fraction
 from typing import Any
 
 from penstock.ir.schedule import Schedule
+from penstock.ir.table import Table
 from penstock.simulation.costs.costs import COMPUTE_FIELDS, STATIC_BYTES, VALUE_BYTES, Costs
 
 SHARED_BY_STAGES = (
@@ -31,6 +32,6 @@ def share_of_rank(costs: Costs, schedule: Schedule) -> Costs:
     return replace(costs, **changed)
 
 
-def stages_per_rank(schedule: Schedule) -> Fraction:
+def stages_per_rank(schedule: Table) -> Fraction:
     """Return how many stages of a rank a microbatch visits, in the mean: one where each rank has one stage."""
     return Fraction(max(len(route) for route in schedule.placement.routes), schedule.num_ranks)
