@@ -1,6 +1,5 @@
-"""Every optimizer steps a tied weight once, also where one rank holds both of its uses; buffers are each rank's own."""
+"""Every optimizer steps a tied weight once, also where one rank holds both of its uses."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -10,17 +9,13 @@ from torch import nn
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import (
-    WIDTH,
     error_of,
     float_layers,
     named,
     on_ranks,
-    settle,
-    square_loss,
     token_layers,
     token_loss,
     token_task,
-    values,
 )
 from tests.reference import reference_step
 
@@ -185,29 +180,3 @@ def test_dualpipe_names_a_tied_weight_alike_on_both_ranks_that_hold_it():
     first, second = on_ranks(2, case)
 
     assert first == second == names_of_one_process()
-
-
-def test_each_rank_updates_the_buffers_of_a_module_that_several_hold_by_its_own_uses():
-    def make_layers():
-        norm, linear = nn.BatchNorm1d(WIDTH, dtype=FLOAT64), settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT64), 3)
-        return [norm, linear, norm, nn.Identity()]
-
-    inputs = values(1, 8, WIDTH, dtype=FLOAT64)
-    norm, linear, _, _ = make_layers()
-    own, between = [copy.deepcopy(norm) for _ in range(2)], []
-    for part in inputs.chunk(2):
-        between.append(linear(own[0](part)))
-        own[1](between[-1])
-
-    def case(wires):
-        pipeline = Pipeline(make_layers(), "1f1b", 2, square_loss, transport=wires)
-        pipeline.step(inputs, target=torch.zeros_like(inputs))
-        (held,) = [each for layer in pipeline.stages[0].modules for each in layer.modules() if type(each) is type(norm)]
-        return held.running_mean, held.weight.grad
-
-    found = on_ranks(2, case)
-
-    for (mean, gradient), expected in zip(found, own, strict=True):
-        torch.testing.assert_close(mean, expected.running_mean, rtol=1e-12, atol=1e-12)
-        assert torch.equal(gradient, found[0][1])
-    assert not torch.equal(found[0][0], found[1][0])

@@ -11,7 +11,7 @@ fail runs within the two exchanges, by which it fails on all ranks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from penstock.execute.control.positions import PositionMemory
 from penstock.execute.joining import Joined
 from penstock.execute.losses.grad_scaler import describe_scale, grad_scaler_of
 from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
+from penstock.execute.observing.shared_buffers import shared_buffers
 from penstock.execute.options import PipelineOptions, refuse_unknown
 from penstock.execute.runner import Runner
 from penstock.execute.stages.assemble import Assembly, assemble, num_parameters, with_skips
@@ -42,7 +43,7 @@ from penstock.execute.stages.carried import refuse_layers_that_look_back
 from penstock.execute.stages.compiled_layers import compile_layers, without_wrappers
 from penstock.execute.stages.layers import Layer, layer_names, spec_attribute
 from penstock.execute.stages.main_gradients import require_shapes
-from penstock.execute.stages.shared_builders import BuiltLayers, build_own, refuse_shared_objects
+from penstock.execute.stages.shared_builders import build_own, refuse_shared_objects
 from penstock.execute.stages.signatures import taken_keywords
 from penstock.execute.stages.skips import skip_names
 from penstock.execute.stages.tied import described_copies, require_equal_kinds
@@ -97,7 +98,12 @@ class Plan:
         self.computes_losses = any(placement.next_stage[stage] < 0 for stage in own_stages)
         own = dict.fromkeys(index for stage in own_stages for index in self.layers_of_stage[stage])
         self.layers = layers
-        self.built: BuiltLayers = build_own(layers, self.layer_names, list(own))
+        built = build_own(layers, self.layer_names, list(own))
+        self.built, self.shared_parameters = built.own, built.shared
+        rank_of_layer = [
+            placement.rank_of_stage[stage] for stage in placement.routes[0] for _ in self.layers_of_stage[stage]
+        ]
+        self.shared_buffers = shared_buffers({**built.seen, **built.own}, own, self.layer_names, rank_of_layer)
 
     def setup(self) -> Setup:
         """Return what must be equal on all ranks."""
@@ -128,12 +134,12 @@ class Plan:
 
     def found(self, memory: PositionMemory) -> Found:
         """Return what this rank contributes to what all know."""
-        own = self.built.own
+        own = self.built
         return Found(
             keywords=sorted({name for layer in own.values() for name in taken_keywords(layer).names()}),
             skips={str(index): skip_names(layer) for index, layer in own.items()},  # JSON has texts as keys
             num_parameters={self.layer_names[index]: num_parameters(layer) for index, layer in own.items()},
-            shared=self.built.shared,
+            shared=self.shared_parameters,
             host=host_of_processes(),
             clock_host=self.options.clock.host,
             positions=memory.path,
@@ -230,10 +236,11 @@ def _assembled(joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemor
         transport.rank,
         device=plan.device,
         names=plan.layer_names,
-        built=plan.built.own,
+        built=plan.built,
         tied=[*options.tied, *agreed.shared],
         shares_modules=shares_process(transport),
     )
+    assembly = replace(assembly, shared_buffers=plan.shared_buffers)
     assembly = with_skips(assembly, plan.layers_of_stage, agreed.skips)
     refuse_wrappers(assembly.stages, schedule, joined.ranks_of_group())
     compile_layers(assembly.stages, options.compile)

@@ -1,6 +1,7 @@
 """Which observers look at every step of a pipeline, as its options ask for (part 4 of a step); see `Observer`.
 
     innermost   what tests add
+    buffers     has the step changed a buffer that several ranks hold; only where there is one
     values      debug="values": are all values finite, and all copies equal
     messages    debug="messages" or "values": does each message say what is expected
     ranges      ranges=True: names for profilers
@@ -20,6 +21,7 @@ from penstock.execute.observing.copies import CopyChecks
 from penstock.execute.observing.observer import Observer
 from penstock.execute.observing.ranges import Ranges
 from penstock.execute.observing.run_ahead import throttle_for
+from penstock.execute.observing.shared_buffers import SharedBuffers
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.transport.protocol import Messages, Transport
 
@@ -40,6 +42,8 @@ def observers_for(
 ) -> list[Observer]:
     """Return the observers of one rank, the innermost first; the keywords are those of `Pipeline`."""
     found = [make() for make in OF_TESTS]
+    if assembly.shared_buffers:
+        found.append(SharedBuffers(assembly.stages, assembly.shared_buffers))
     if debug == "values":
         found.append(CopyChecks(transport, assembly, gradient_attribute))
         found.append(ValueChecks(transport.rank, assembly.stages, gradient_attribute))

@@ -38,6 +38,8 @@ class Assembly:
     ranks' names for it, which its owner may list under yet another one."""
     skips: Mapping[int, StageSkips] = field(default_factory=dict)
     """By index of a stage, the skips that its layers hold or that go past it, if any."""
+    shared_buffers: Sequence[tuple[str, str]] = ()
+    """Names of buffers of this rank that layers of other ranks hold too, each with a name there."""
 
     @property
     def copied_names(self) -> frozenset[str]:

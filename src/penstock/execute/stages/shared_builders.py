@@ -38,6 +38,8 @@ class BuiltLayers:
     """By index."""
     shared: Sequence[Pair]
     """Names of one parameter: that of a layer of this rank, and that of another rank's."""
+    seen: Mapping[int, Any]
+    """Layers of other ranks that may share something with this rank's, by index."""
 
 
 def build_own(layers: Sequence[Layer], names: Sequence[str], own: Collection[int]) -> BuiltLayers:
@@ -51,14 +53,16 @@ def build_own(layers: Sequence[Layer], names: Sequence[str], own: Collection[int
     for index, module in built.items() if len(own) < len(layers) else ():
         if not isinstance(layers[index], nn.Module):
             kept |= {id(parameter): name for name, parameter in _named_parameters(module, names[index])}
-    others = [index for index, layer in enumerate(layers) if kept and index not in own and _may_share(layer)]
+    looks = bool(kept) or any(True for module in built.values() for _ in module.buffers())
+    others = [index for index, layer in enumerate(layers) if looks and index not in own and _may_share(layer)]
+    seen = {index: _glance(layers[index]) for index in others}
     shared = [
         (kept[id(parameter)], name)
-        for index in others
-        for name, parameter in _named_parameters(_glance(layers[index]), names[index])
+        for index, layer in seen.items()
+        for name, parameter in _named_parameters(layer, names[index])
         if id(parameter) in kept
     ]
-    return BuiltLayers(built, shared)
+    return BuiltLayers(built, shared, seen)
 
 
 def refuse_shared_objects(shared: Sequence[Pair], transport: Transport) -> None:
