@@ -56,7 +56,7 @@ FLAGS = {
     "profile": ["RUN.toml", "--force", "--output", "--port", "--set", "--steps"],
     "doctor": ["RUN_DIR", "--memory-limit", "--system", "--to"],
     "runs": ["--to", "--force", "--output", "--theme"],
-    "generate": ["--prompt", "--seed", "--temperature", "--tokens", "--top-k"],
+    "generate": ["--function", "--prompt", "--seed", "--temperature", "--tokens", "--top-k"],
     "completion": [],
 }
 

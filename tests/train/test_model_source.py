@@ -11,7 +11,7 @@ from penstock.cli.entry import main
 from penstock.errors import ConfigError, PenstockError
 from penstock.models import LayerSpec
 from penstock.train.loop import train
-from penstock.train.model_source import build_layers, loss_of, source_digest
+from penstock.train.model_source import build_layers, loss_of, source_digest, with_named_source
 from penstock.train.settings.config import config_from_table, load_config
 from penstock.train.setup import check_plan
 from tests.ranks import RankPool
@@ -245,13 +245,39 @@ def test_a_causal_model_writes_text_and_another_says_why_it_does_not(files, caps
     _, written = run(sample=sample)
     assert "writes no text" not in written
     assert len(written.rpartition("\nsample:\n")[2]) >= len("it is ")
-    assert main(["generate", "run", "--prompt", "it is ", "--tokens", "3"]) == 0
+    given = ["--function", "mine.py:recurrent"]
+    assert main(["generate", "run", "--prompt", "it is ", "--tokens", "3", *given]) == 0
     capsys.readouterr()
 
     _, refused = run("mixer", run={"folder": "mixed"}, sample=sample)
     assert "the model of mine.py:mixer writes no text: a position of it reads tokens behind it" in refused
-    assert main(["generate", "mixed", "--prompt", "it is "]) == 1
+    assert main(["generate", "mixed", "--prompt", "it is ", "--function", "mine.py:mixer"]) == 1
     assert "model.source: mine.py:mixer writes no text" in capsys.readouterr().err
+
+
+def test_code_that_a_run_folder_names_does_not_run_unless_its_reader_names_it(files, capsys):
+    run(run={"steps": 1})
+    (files / "mine.py").write_text("open('has_run', 'w').close()\n" + MODELS)
+    config = files / "run" / "config.toml"
+    config.write_text(config.read_text().replace(load_config(config).model.source_digest, ""))
+
+    for command in (["generate", "run", "--prompt", "it "], ["doctor", "run"], ["runs", "run"]):
+        main(command)
+        assert not (files / "has_run").exists()
+    main(["generate", "run", "--prompt", "it "])
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "penstock: model.source: the layers of this run come from Python code, 'mine.py:recurrent', and a run folder "
+        "may come from anyone: no code that it names is run. If you trust that file, name it: --function "
+        "FILE.py:FUNCTION"
+    )
+
+    assert main(["generate", "run", "--prompt", "it ", "--tokens", "1", "--function", "mine.py:recurrent"]) == 0
+    assert (files / "has_run").exists()
+
+
+def test_a_function_is_refused_where_the_model_is_the_decoder():
+    with pytest.raises(ConfigError, match=r"--function: got 'mine.py:recurrent', but the run's model is the decoder"):
+        with_named_source(config_of(model={"source": ""}), "mine.py:recurrent")
 
 
 @pytest.mark.slow

@@ -25,6 +25,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="K",
         help="of how many of the likeliest tokens one is drawn; 0: of all (default: sample.top_k)",
     )
+    parser.add_argument(
+        "--function",
+        default="",
+        metavar="FILE:NAME",
+        help="the code of the run's model.source, which is run only where it is named here too",
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="of the draws (default: run.seed)")
 
 
@@ -52,6 +58,7 @@ def _config_of(arguments: Namespace) -> Any:
 
     from penstock.errors import ConfigError
     from penstock.train.folder.run_folder import CONFIG
+    from penstock.train.model_source import with_named_source
     from penstock.train.settings.config import load_config
 
     path = Path(arguments.run_folder, CONFIG)
@@ -64,5 +71,6 @@ def _config_of(arguments: Namespace) -> Any:
         "sample.top_k": arguments.top_k,
     }
     config = load_config(path, [f"{key}={value}" for key, value in given.items() if value is not None])
+    config = with_named_source(config, arguments.function)
     run = config.run.model_copy(update={"folder": arguments.run_folder})
     return config.model_copy(update={"run": run})

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError, PenstockError, described
+from penstock.errors import ConfigError, PenstockError, described, shortened
 from penstock.models import LayerSpec, cross_entropy_loss, decoder_layers
 from penstock.schedules.third_party import run_third_party
 from penstock.train.optimizing.precision import Precision
@@ -19,6 +19,7 @@ from penstock.train.settings.config import RunConfig
 from penstock.train.settings.user_function import load_function
 
 KEY = "model.source"
+FUNCTION = "--function"
 EXPECTED = "a list of torch.nn.Module or of LayerSpec, in the order in which they run"
 Loss = Callable[[Any, Any], Tensor]
 
@@ -57,6 +58,24 @@ def source_digest(config: RunConfig) -> str:
         except OSError as error:
             raise ConfigError(f"{file}: cannot be read ({error.strerror}); give FILE.py:FUNCTION", key=key) from error
     return digest.hexdigest()
+
+
+def with_named_source(config: RunConfig, function: str) -> RunConfig:
+    """Return the configuration of a run folder with the code that its reader names, which must be what the run had.
+
+    A folder may come from anyone, and so may a digest in it: the code that it names runs only where the reader has
+    named it too. Raises: ConfigError.
+    """
+    source = config.model.source
+    if not function and source:
+        raise ConfigError(
+            f"the layers of this run come from Python code, {shortened(source)}, and a run folder may come from "
+            "anyone: no code that it names is run. If you trust that file, name it: --function FILE.py:FUNCTION",
+            key=KEY,
+        )
+    if function and not source:
+        raise ConfigError(f"got {shortened(function)}, but the run's model is the decoder; leave it out", key=FUNCTION)
+    return config.model_copy(update={"model": config.model.model_copy(update={"source": function})})
 
 
 def _layers_of_source(config: RunConfig, vocabulary: int) -> list[LayerSpec]:
