@@ -90,3 +90,72 @@ def test_wrong_usage_is_met_before_any_rank_starts(tmp_path, ranks):
     assert found == ExitStatus.USAGE
     assert complained.startswith("penstock train: unknown option --fesh. Did you mean '--fresh'")
     assert not (tmp_path / "run").exists()
+
+
+LEAVING = """
+import os, sys
+import torch
+from torch import nn
+from penstock.models import cross_entropy_loss
+
+class Leaving(nn.Module):
+    calls = 0
+
+    def forward(self, features):
+        Leaving.calls += self.training
+        if Leaving.calls == 7:  # 2 microbatches a step
+            sys.exit(0)
+        return features
+
+def layers(vocabulary, length):
+    return [nn.Embedding(vocabulary, 8), nn.Linear(8, vocabulary), Leaving()]
+
+def plain_layers(vocabulary, length):
+    return [nn.Embedding(vocabulary, 8), nn.Linear(8, vocabulary)]
+
+def batches(batch_size, length):
+    for number in range(100):
+        if number == 4:
+            os._exit(0)
+        yield torch.zeros(batch_size, length, dtype=torch.int64), torch.ones(batch_size, length, dtype=torch.int64)
+"""
+
+
+def write_leaving(folder):
+    write_tiny_run(folder)
+    (folder / "leaving.py").write_text(LEAVING)
+    text = (folder / "run.toml").read_text()
+    (folder / "run.toml").write_text(re.sub(r"(?s)\[model\].*?(?=\[data\])", "", text))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_layer_that_calls_sys_exit_is_a_failure_with_its_step(tmp_path, ranks):
+    write_leaving(tmp_path)
+    given = settings(f"pipeline.ranks={ranks}", "model.source=leaving.py:layers", "run.evaluate_batches=0")
+
+    found, complained = ended(tmp_path, [*PENSTOCK, "train", "run.toml", *given], {})
+
+    assert found == ExitStatus.RANK_FAILED, complained
+    assert "step 4: sys.exit(0) at leaving.py:13 ended the run before it was over" in complained
+    assert complained.count("penstock: ") == 1
+    assert not (tmp_path / "run" / "weights.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_ranks_that_end_with_0_amid_a_run_are_a_failure_with_its_step(tmp_path):
+    write_leaving(tmp_path)
+    given = settings(
+        "pipeline.ranks=2",
+        "model.source=leaving.py:plain_layers",
+        "run.evaluate_batches=0",
+        "data.source=leaving.py:batches",
+        "data.files=[]",
+        "data.prefetch=0",
+    )
+
+    found, complained = ended(tmp_path, [*PENSTOCK, "train", "run.toml", *given], {})
+
+    assert found == ExitStatus.RANK_FAILED, complained
+    assert re.match(r"penstock: rank \d ended with status 0 before the run was over", complained), complained
+    assert "The last step in run/metrics.jsonl is 4 of 6\n" in complained

@@ -4,7 +4,7 @@ import signal
 
 import torch.distributed as dist
 
-from penstock.cli.failure import RankFailure, first_cause, read_failures, write_failure
+from penstock.cli.failure import RankFailure, first_cause, read_failures, unfinished, write_failure, write_finished
 from penstock.errors import ConfigError, PeerLost
 
 
@@ -72,3 +72,15 @@ def test_failures_travel_through_the_store():
     assert read_failures(store, 4) == [sent]
     assert sent.is_consequence
     assert sent.raised_at_s > 0
+
+
+def test_a_rank_that_has_not_told_that_it_has_finished_is_a_failure():
+    store = dist.HashStore()
+    write_finished(store, 0)
+
+    failure = unfinished(store, 2)
+
+    assert (failure.rank, failure.status, failure.is_silent) == (1, 4, True)
+    assert failure.shown.startswith("rank 1 ended with status 0 before the run was over")
+    write_finished(store, 1)
+    assert unfinished(store, 2) is None

@@ -27,6 +27,8 @@ class RankFailure:
     """Seconds of the system's monotonic clock, which the processes of one machine share."""
     culprit: int | None = None
     """The rank that the error blames; None where it blames none."""
+    is_silent: bool = False
+    """True where the rank wrote no message, so that nobody knows what it did last."""
 
     @property
     def shown(self) -> str:
@@ -79,7 +81,27 @@ def _explain_silence(rank: int, exit_code: int, reported: Sequence[RankFailure])
         return RankFailure(rank, ExitStatus.INTERRUPTED, "")
     if exit_code < 0:
         return _killed(rank, -exit_code, reported)
-    return RankFailure(rank, ExitStatus.RANK_FAILED, f"rank {rank} ended with status {exit_code} and left no message")
+    message = f"rank {rank} ended with status {exit_code} and left no message"
+    return RankFailure(rank, ExitStatus.RANK_FAILED, message, is_silent=True)
+
+
+def write_finished(store: dist.Store, rank: int) -> None:
+    """Tell the launcher that a rank has done all that it was started for."""
+    store.set(_finished_key(rank), "")
+
+
+def unfinished(store: dist.Store, num_ranks: int) -> RankFailure | None:
+    """Return the failure of the first rank that ended with status 0 in the midst of its work; None where none did."""
+    rank = next((rank for rank in range(num_ranks) if not store.check([_finished_key(rank)])), None)
+    if rank is None:
+        return None
+    return RankFailure(
+        rank,
+        ExitStatus.RANK_FAILED,
+        f"rank {rank} ended with status 0 before the run was over: the model, its loss, the source of the data or a "
+        "library ended the process, as os._exit does. Raise an error there",
+        is_silent=True,
+    )
 
 
 def _killed(rank: int, number: int, reported: Sequence[RankFailure]) -> RankFailure:
@@ -96,3 +118,7 @@ def _killed(rank: int, number: int, reported: Sequence[RankFailure]) -> RankFail
 
 def _key(rank: int) -> str:
     return f"penstock/failure/{rank}"
+
+
+def _finished_key(rank: int) -> str:
+    return f"penstock/finished/{rank}"

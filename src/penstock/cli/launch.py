@@ -3,7 +3,7 @@
     launcher                           rank 0 .. P-1
     listens on 127.0.0.1 [1]
     starts the ranks  ---------------> join_ranks: connects to [1], gloo on the loopback interface
-    waits                              runs; a failure is written to [1] (see rank.py)
+    waits                              runs; a failure is written to [1] (see rank.py), and that all is done
     a rank ended badly: ends the rest, reads the failures from [1], picks the first cause
 
 torch's own rendezvous listens on every address and re-uses its store across restarts, so that a restarted rank may read
@@ -27,7 +27,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from penstock.cli.failure import RankFailure, first_cause, read_failures
+from penstock.cli.failure import RankFailure, first_cause, read_failures, unfinished
 from penstock.cli.lifetime import end_stragglers, interrupts_handled_by, run_id_of
 from penstock.errors import ConfigError, PipelineError
 from penstock.train import devices
@@ -103,7 +103,7 @@ def launch_ranks(
     if interrupt.is_passed_on:
         raise KeyboardInterrupt
     if not result.is_failed():
-        return None
+        return unfinished(rendezvous.store, num_ranks)
     exit_codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
     return first_cause(exit_codes, read_failures(rendezvous.store, num_ranks))
 

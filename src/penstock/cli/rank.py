@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from penstock.cli.failure import RankFailure, write_failure
+from penstock.cli.failure import RankFailure, write_failure, write_finished
 from penstock.cli.launch import attempt_prefix, connect_store
 from penstock.cli.lifetime import launcher_of
 from penstock.cli.output import complain
@@ -27,6 +27,8 @@ def run_rank(body: Callable[[], None], *, environment: Mapping[str, str]) -> Exi
         body()
         if dist.is_initialized():
             dist.destroy_process_group()
+        if launcher_of(environment) is not None:
+            write_finished(connect_store(environment, TELL_TIMEOUT), int(environment["RANK"]))
     except BaseException as error:
         _fail(error, environment)
     return ExitStatus.FINE

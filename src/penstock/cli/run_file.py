@@ -4,7 +4,8 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import Any
 
 from penstock.cli.lifetime import (
@@ -18,8 +19,8 @@ from penstock.cli.lifetime import (
 )
 from penstock.cli.output import complain, forget_stdout, say_at_once
 from penstock.cli.status import ExitStatus
-from penstock.errors import ConfigError
-from penstock.train.stopping import StopRequest
+from penstock.errors import ConfigError, PenstockError
+from penstock.train.stopping import StopRequest, refusing_exit
 
 MAX_PORT = 65535
 
@@ -69,7 +70,7 @@ def run_on_ranks(
             return _launch(arguments, command, config, hold, may_stop=stop is not None)
         _use_one_thread_unless(os.environ)
         try:
-            with interrupts_handled_by(stop_or_raise(stop)), hold(config) as held:
+            with interrupts_handled_by(stop_or_raise(stop)), hold(config) as held, refusing_exit():
                 body(held)
         except BrokenPipeError:
             forget_stdout()
@@ -108,8 +109,20 @@ def _launch(arguments: Namespace, command: Sequence[str], config: Any, hold: Hol
     if failure is None:
         return ExitStatus.FINE
     if failure.status != ExitStatus.INTERRUPTED:
-        complain(failure.shown)
+        complain(f"{failure.shown}{_last_step(held) if failure.is_silent else ''}")
     return failure.status
+
+
+def _last_step(config: Any) -> str:
+    """Say which step of a run was the last one, as far as its metrics tell."""
+    from penstock.train.folder.run_folder import METRICS
+    from penstock.train.watching.metrics import read_metrics
+
+    path = Path(config.run.folder) / METRICS
+    with suppress(OSError, PenstockError):
+        rows = read_metrics(path)
+        return f"\nThe last step in {path} is {rows[-1]['step']:.0f} of {config.run.steps}" if rows else ""
+    return ""
 
 
 def _path_flags() -> list[str]:
@@ -134,7 +147,8 @@ def _join_and_run(arguments: Namespace, body: Body, environment: Mapping[str, st
     config = load_config(arguments.run_file, arguments.set)
     check_world_size(read_number(environment, "WORLD_SIZE"), config.pipeline.ranks)
     join_ranks(environment, device=config.run.device)
-    body(config)
+    with refusing_exit():
+        body(config)
 
 
 def check_world_size(world_size: int, num_ranks: int) -> None:

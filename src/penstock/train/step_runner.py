@@ -12,6 +12,7 @@ from penstock.errors import PenstockError
 from penstock.train.data.batches import Batch, BatchReader, Dataset, Wants
 from penstock.train.settings.config import RunConfig
 from penstock.train.step import StepOutcome, Trainer, require_finite
+from penstock.train.stopping import refusing_exit
 from penstock.train.watching.profiler_window import ProfilerWindow
 from penstock.train.watching.progress import StepMetrics
 from penstock.train.watching.rank_memory import peak_bytes
@@ -91,7 +92,7 @@ class StepRunner:
         self._reader.begin(plan.begin(step))
         batches = _Batches(self._reader, plan.begin(step), plan.count(step))
         is_recorded = self._is_recorded(step)
-        with self._profiler.around(step):
+        with refusing_exit(f"step {step}"), self._profiler.around(step):
             begin_s = time.monotonic()
             outcome = self.trainer.step(
                 step,

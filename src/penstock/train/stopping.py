@@ -1,8 +1,30 @@
-"""A wish that training stops, from a signal: it is fulfilled between two steps, when a checkpoint can be saved."""
+"""A wish that training stops, from a signal: it is fulfilled between two steps, when a checkpoint can be saved.
 
+User code that ends the process in the midst of a run is no such wish, but a failure.
+"""
+
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Event
+
+from penstock.errors import PipelineError, shortened
+
+
+@contextmanager
+def refusing_exit(when: str = "") -> Iterator[None]:
+    """Turn a `sys.exit` of user code in the block into a failure: the run is not over, whatever the status says.
+
+    Raises: PipelineError, which begins with `when`.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise PipelineError(
+            f"{when}{': ' if when else ''}sys.exit({shortened(error.code)}) at {frame.filename}:{frame.lineno} ended "
+            "the run before it was over. Raise an error there; to end a run early, set run.steps or run.patience"
+        ) from error
 
 
 class StopRequest:
