@@ -73,7 +73,7 @@ def test_a_damaged_one_makes_room(folder):
 def test_the_last_ones_and_every_nth_stay(folder, keep, left):
     announce(folder, 10, 20, 30, 40, 50)
 
-    folder.retain(**keep)
+    folder.retain(50, **keep)
 
     assert folder.steps() == left
     assert len(names(folder)) == len(left)
@@ -109,6 +109,6 @@ def test_a_checkpoint_that_is_half_removed_is_none(folder, monkeypatch):
 
     monkeypatch.setattr("penstock.checkpoints.folder.shutil.rmtree", die)
     with pytest.raises(KeyboardInterrupt):
-        folder.retain(keep_last=1, keep_every=0)
+        folder.retain(2, keep_last=1, keep_every=0)
 
     assert folder.steps() == [2]

@@ -16,7 +16,7 @@ from penstock.checkpoints.loading import load_checkpoint
 from penstock.checkpoints.manifest import MANIFEST, read_manifest
 from penstock.checkpoints.shards import write_shard
 from penstock.checkpoints.writer import INDEX, CheckpointWriter, save_checkpoint
-from penstock.errors import CheckpointError, NotSaved, PipelineError
+from penstock.errors import CheckpointError, NotSaved, PenstockWarning, PipelineError
 from tests.checkpoints.training import adamw, assert_equal, train_on
 from tests.ranks import run_ranks, run_ranks_with_deaths
 from tests.train.local_ranks import error_of, on_ranks, random_batch, small_layers, small_pipeline
@@ -252,6 +252,23 @@ def test_the_last_ones_stay(tmp_path):
     checkpoints.finish()
 
     assert names(tmp_path) == ["step-3", "step-5", "step-6"]
+    pipeline.close()
+
+
+def test_what_was_just_saved_stays_where_there_are_later_steps(tmp_path):
+    pipeline, _, checkpoints = on_one_rank(tmp_path)
+    for step in (98, 99, 100):
+        checkpoints.save(step)
+    checkpoints.finish()
+
+    set_back = CheckpointWriter(tmp_path, pipeline, keep_last=2)
+    with pytest.warns(PenstockWarning, match="step-100 is of a later step than 60, which is saved now") as warned:
+        for step in (60, 70, 80):
+            set_back.save(step)
+        set_back.finish()
+
+    assert len(warned) == 1
+    assert names(tmp_path) == ["step-100", "step-70", "step-80", "step-98", "step-99"]
     pipeline.close()
 
 

@@ -76,12 +76,14 @@ class CheckpointFolder:
         flush_folder(self.path)
         return aside
 
-    def retain(self, *, keep_last: int, keep_every: int) -> None:
-        """Remove all but the last checkpoints and those of steps that `keep_every` divides. Raises: OSError.
+    def retain(self, saved: int, *, keep_last: int, keep_every: int) -> None:
+        """Remove all but the last checkpoints up to step `saved`, and those that `keep_every` divides. Raises: OSError.
 
-        No number (0) keeps all of them, and no others, respectively.
+        No number (0) keeps all of them, and no others, respectively. Those of later steps are of another training,
+        such as one that was set back to an earlier step, and stay.
         """
-        for step in self.steps()[keep_last:] if keep_last else []:
+        earlier = [step for step in self.steps() if step <= saved]
+        for step in earlier[keep_last:] if keep_last else []:
             if keep_every and step % keep_every == 0:
                 continue
             partial = self._unused_name(step)

@@ -11,6 +11,7 @@ killed at any instant leaves a folder under another name, or a whole checkpoint.
 
 import json
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -38,7 +39,7 @@ from penstock.checkpoints.staging import Staging
 from penstock.checkpoints.verification import verify
 from penstock.checkpoints.weight_files import INDEX, index_bytes
 from penstock.checkpoints.work import longest_s, run_in_thread, wait_together
-from penstock.errors import CheckpointError, NotSaved, described
+from penstock.errors import CheckpointError, NotSaved, PenstockWarning, described
 from penstock.pipeline import Pipeline
 from penstock.version import VERSION
 
@@ -49,7 +50,8 @@ Files = dict[str, tuple[int, str]]
 class CheckpointWriter:
     """The checkpoints of one training; every rank has one and calls it alike.
 
-    `keep_last` checkpoints stay, and those of steps that `keep_every` divides; 0 keeps all of them, and no others. With
+    `keep_last` checkpoints stay, and those of steps that `keep_every` divides; 0 keeps all of them, and no others. Those
+    of later steps than the one that is saved stay, too, and are warned of, since they are loaded before it. With
     `asynchronous`, `save` returns when the tensors are copied, and what goes wrong later is raised by the next call.
     """
 
@@ -70,6 +72,7 @@ class CheckpointWriter:
         self._is_asynchronous = asynchronous
         self._staging = Staging()
         self._save: _Save | None = None
+        self._has_warned = False
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Save all that continuing after `step` needs; `extra` is JSON, the same on all ranks.
@@ -157,6 +160,7 @@ class CheckpointWriter:
             return
         if save.announced is not None:
             self._save = None
+            self._warn_of_later(save.step)
             return
         files = {name: entry for state in _dicts(everyone) for name, entry in state["files"].items()}
         save.announced = run_in_thread(lambda: self._announce(save, files) if save.manifest else None)
@@ -172,9 +176,20 @@ class CheckpointWriter:
             flush_file(path / MANIFEST)
             self._make_room(save.step)
             self.folder.announce(path, save.step)
-            self.folder.retain(**self._keep)
+            self.folder.retain(save.step, **self._keep)
         except OSError as error:
             raise cannot_write(Path(error.filename or path), error) from error
+
+    def _warn_of_later(self, step: int) -> None:
+        newest = max(self.folder.steps(), default=step) if self._pipeline.rank == 0 else step
+        if newest > step and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self.folder.of_step(newest)} is of a later step than {step}, which is saved now, and will be loaded "
+                "instead of it. Remove the later ones, or save in another folder",
+                PenstockWarning,
+                stacklevel=5,
+            )
 
     def _make_room(self, step: int) -> None:
         """Set a damaged checkpoint of the same step aside; one that verifies stays, and is not written over."""
