@@ -1,7 +1,10 @@
 """Saving: what is written, when it counts, and what becomes of errors."""
 
+import errno
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -31,6 +34,12 @@ def step_with(pipeline, optimizer, seed=0):
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
+
+
+def save_all(checkpoints, *steps):
+    for step in steps:
+        checkpoints.save(step)
+    checkpoints.finish()
 
 
 def on_one_rank(folder, **options):
@@ -255,17 +264,32 @@ def test_the_last_ones_stay(tmp_path):
     pipeline.close()
 
 
+def test_an_old_one_that_cannot_be_removed_is_warned_of_once_and_ends_nothing(tmp_path, monkeypatch):
+    pipeline, _, checkpoints = on_one_rank(tmp_path, keep_last=1)
+
+    def refuse(path):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.warns(PenstockWarning) as warned:
+        save_all(checkpoints, 1, 2, 3)
+    monkeypatch.undo()
+
+    assert re.match(rf"{tmp_path}/step-1\.\w+\.partial: cannot be removed: Directory not empty", str(warned[0].message))
+    assert len(warned) == 1
+    assert checkpoints.folder.steps() == [3]
+    save_all(checkpoints, 4)
+    assert checkpoints.folder.steps() == [4]
+    pipeline.close()
+
+
 def test_what_was_just_saved_stays_where_there_are_later_steps(tmp_path):
     pipeline, _, checkpoints = on_one_rank(tmp_path)
-    for step in (98, 99, 100):
-        checkpoints.save(step)
-    checkpoints.finish()
+    save_all(checkpoints, 98, 99, 100)
 
     set_back = CheckpointWriter(tmp_path, pipeline, keep_last=2)
     with pytest.warns(PenstockWarning, match="step-100 is of a later step than 60, which is saved now") as warned:
-        for step in (60, 70, 80):
-            set_back.save(step)
-        set_back.finish()
+        save_all(set_back, 60, 70, 80)
 
     assert len(warned) == 1
     assert names(tmp_path) == ["step-100", "step-70", "step-80", "step-98", "step-99"]

@@ -76,19 +76,25 @@ class CheckpointFolder:
         flush_folder(self.path)
         return aside
 
-    def retain(self, saved: int, *, keep_last: int, keep_every: int) -> None:
-        """Remove all but the last checkpoints up to step `saved`, and those that `keep_every` divides. Raises: OSError.
+    def retain(self, saved: int, *, keep_last: int, keep_every: int) -> str:
+        """Remove all but the last checkpoints up to step `saved`, and those of steps that `keep_every` divides.
 
-        No number (0) keeps all of them, and no others, respectively. Those of later steps are of another training,
-        such as one that was set back to an earlier step, and stay.
+        Return what is wrong where one cannot be removed, or nothing; it is tried again with the next save. No number
+        (0) keeps all of them, and no others, respectively. Those of later steps are of another training, such as one
+        that was set back to an earlier step, and stay.
         """
+        problem = ""
         earlier = [step for step in self.steps() if step <= saved]
         for step in earlier[keep_last:] if keep_last else []:
             if keep_every and step % keep_every == 0:
                 continue
-            partial = self._unused_name(step)
-            os.rename(self.of_step(step), partial)  # from here on it is no checkpoint: nobody reads half of one
-            shutil.rmtree(partial)
+            path, partial = self.of_step(step), self._unused_name(step)
+            try:
+                os.rename(path, partial)  # from here on it is no checkpoint: nobody reads half of one
+                shutil.rmtree(partial)
+            except OSError as error:
+                problem = problem or f"{error.filename or path}: cannot be removed: {error.strerror or error}"
+        return problem
 
     def sweep(self, *, older_than_s: float = 0.0) -> None:
         """Remove what writers that were killed have left, if nobody has written to it for so long."""

@@ -50,8 +50,8 @@ Files = dict[str, tuple[int, str]]
 class CheckpointWriter:
     """The checkpoints of one training; every rank has one and calls it alike.
 
-    `keep_last` checkpoints stay, and those of steps that `keep_every` divides; 0 keeps all of them, and no others. Those
-    of later steps than the one that is saved stay, too, and are warned of, since they are loaded before it. With
+    `keep_last` checkpoints stay, and those of steps that `keep_every` divides; 0 keeps all of them, and no others.
+    Those of later steps than the one that is saved stay, and are warned of, since they are loaded before it. With
     `asynchronous`, `save` returns when the tensors are copied, and what goes wrong later is raised by the next call.
     """
 
@@ -72,7 +72,7 @@ class CheckpointWriter:
         self._is_asynchronous = asynchronous
         self._staging = Staging()
         self._save: _Save | None = None
-        self._has_warned = False
+        self._warned: set[str] = set()
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Save all that continuing after `step` needs; `extra` is JSON, the same on all ranks.
@@ -160,13 +160,13 @@ class CheckpointWriter:
             return
         if save.announced is not None:
             self._save = None
-            self._warn_of_later(save.step)
+            self._warn(save.announced.result())
             return
         files = {name: entry for state in _dicts(everyone) for name, entry in state["files"].items()}
-        save.announced = run_in_thread(lambda: self._announce(save, files) if save.manifest else None)
+        save.announced = run_in_thread(lambda: self._announce(save, files) if save.manifest else {})
 
-    def _announce(self, save: "_Save", files: Files) -> None:
-        """Make the checkpoint whole and give it its name."""
+    def _announce(self, save: "_Save", files: Files) -> dict[str, str]:
+        """Make the checkpoint whole and give it its name; return what to warn of, by its sort."""
         path = save.partial
         try:
             for name, (num_bytes, _) in files.items():
@@ -176,20 +176,30 @@ class CheckpointWriter:
             flush_file(path / MANIFEST)
             self._make_room(save.step)
             self.folder.announce(path, save.step)
-            self.folder.retain(save.step, **self._keep)
         except OSError as error:
             raise cannot_write(Path(error.filename or path), error) from error
+        return {"kept": self._tidy_up(save.step), "later": self._later_than(save.step)}
 
-    def _warn_of_later(self, step: int) -> None:
-        newest = max(self.folder.steps(), default=step) if self._pipeline.rank == 0 else step
-        if newest > step and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"{self.folder.of_step(newest)} is of a later step than {step}, which is saved now, and will be loaded "
-                "instead of it. Remove the later ones, or save in another folder",
-                PenstockWarning,
-                stacklevel=5,
-            )
+    def _tidy_up(self, step: int) -> str:
+        """Remove old checkpoints. The new one is whole, so what cannot be removed is no reason to end a training."""
+        problem = self.folder.retain(step, **self._keep)
+        return f"{problem}. It stays; later saves try again, and warn no more. Remove it yourself" if problem else ""
+
+    def _later_than(self, step: int) -> str:
+        newest = max(self.folder.steps(), default=step)
+        if newest <= step:
+            return ""
+        return (
+            f"{self.folder.of_step(newest)} is of a later step than {step}, which is saved now, and will be loaded "
+            "instead of it. Remove the later ones, or save in another folder"
+        )
+
+    def _warn(self, found: Mapping[str, str]) -> None:
+        """Warn of each sort once."""
+        for sort, problem in found.items():
+            if problem and sort not in self._warned:
+                self._warned.add(sort)
+                warnings.warn(problem, PenstockWarning, stacklevel=5)
 
     def _make_room(self, step: int) -> None:
         """Set a damaged checkpoint of the same step aside; one that verifies stays, and is not written over."""
@@ -227,7 +237,7 @@ class _Save:
         self.step = step
         self.num_bytes = num_bytes
         self.written: Future[Files] = Future()
-        self.announced: Future[None] | None = None
+        self.announced: Future[dict[str, str]] | None = None
         self.manifest: dict[str, Any] | None = None
         """On rank 0."""
 
