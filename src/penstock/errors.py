@@ -22,6 +22,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 MAX_SHOWN = 10
+MAX_KEY_CHARACTERS = 80
+MAX_PATH_CHARACTERS = 300
+MAX_MEANT_CHARACTERS = 60
+"""Nothing that is longer is taken for a misspelt name."""
 
 
 class PenstockError(Exception):
@@ -85,7 +89,7 @@ class ConfigError(PenstockError):
 
     def __init__(self, problem: str, *, key: str = "") -> None:
         self.key = key
-        super().__init__(f"{key}: {problem}" if key else problem)
+        super().__init__(f"{cut(key, MAX_KEY_CHARACTERS)}: {problem}" if key else problem)
 
 
 class PartitionError(PenstockError):
@@ -153,10 +157,14 @@ class PenstockWarning(UserWarning):
     """Something runs, but not as its user would want it to."""
 
 
-def shortened(value: object) -> str:
+def cut(text: str, most: int) -> str:
+    """Return a text with its end left out where it has more characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def shortened(value: object, most: int = 40) -> str:
     """Return a value as a message quotes it, cut where it is long."""
-    shown = repr(value)
-    return shown if len(shown) <= 40 else f"{shown[:37]}..."
+    return cut(repr(value), most)
 
 
 def described(value: object) -> str:
@@ -172,6 +180,8 @@ def count_of(number: int, noun: str) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the closest known names, or an empty string."""
+    if len(name) > MAX_MEANT_CHARACTERS:
+        return ""
     close = get_close_matches(name, list(known), n=3, cutoff=0.5)
     if not close:
         return ""

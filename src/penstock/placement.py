@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, shortened
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,19 @@ class Placement:
         ranks = set(self.rank_of_stage)
         if not ranks or ranks != set(range(len(ranks))):
             raise ScheduleError(
-                f"placement {self.rank_of_stage}: every rank from 0 to the largest must hold a stage; "
+                f"placement {shortened(self.rank_of_stage)}: every rank from 0 to the largest must hold a stage; "
                 "number the ranks 0, 1, ... without gaps"
             )
         if () in self.routes:
             raise ScheduleError(
-                f"routes {self.routes}: route {self.routes.index(())} has no stages, so nothing would compute its "
-                "microbatches; drop it, or give it stages"
+                f"routes {shortened(self.routes)}: route {self.routes.index(())} has no stages, so nothing would "
+                "compute its microbatches; drop it, or give it stages"
             )
         visited = sorted(stage for route in self.routes for stage in route)
         if visited != list(range(self.num_stages)):
             raise ScheduleError(
-                f"routes {self.routes}: each of the stages 0..{self.num_stages - 1} must lie on exactly one route"
+                f"routes {shortened(self.routes)}: each of the stages 0..{self.num_stages - 1} must lie on exactly "
+                "one route"
             )
 
     @property

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from penstock.cli.completion import names_and_files
 from penstock.cli.status import ExitStatus
-from penstock.errors import ConfigError, nearest
+from penstock.errors import MAX_KEY_CHARACTERS, ConfigError, cut, nearest, shortened
 
 NAME = (
     "a family (`penstock schedules` lists them), with its own options as NAME:key=value,key=value; or a schedule "
@@ -82,22 +82,22 @@ class Parser(ArgumentParser):
                 self.exit(ExitStatus.USAGE, f"{self.prog}: {word} is gone: {REPLACED[word][1]}\n")
         options = [word for word in words if word.startswith("-")]
         if options:
-            self.error(f"unknown option {options[0]}.{nearest(options[0], known)}")
-        self.error(f"unexpected argument {unknown[0]!r}")
+            self.error(f"unknown option {cut(options[0], MAX_KEY_CHARACTERS)}.{nearest(options[0], known)}")
+        self.error(f"unexpected argument {shortened(unknown[0])}")
 
 
 def _whole_number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not a whole number") from None
+        raise ArgumentTypeError(f"{shortened(text)} is not a whole number") from None
 
 
 def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not a number") from None
+        raise ArgumentTypeError(f"{shortened(text)} is not a number") from None
 
 
 def add_one_schedule(parser: ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from penstock.cli.arguments import Parser
 from penstock.cli.compiling import compiling_reported
 from penstock.cli.output import complain, forget_stdout, open_closed_streams, replace_unknown_characters
 from penstock.cli.status import MEANINGS, ExitStatus, message_of, status_of
-from penstock.errors import nearest
+from penstock.errors import nearest, shortened
 from penstock.version import VERSION
 
 FIRST_COMMANDS = """\
@@ -92,7 +92,7 @@ def _parse(argv: Sequence[str]) -> Namespace:
         completion.complete(parser)
     names = [_name_of(command) for command in COMMANDS]
     if argv and not argv[0].startswith("-") and argv[0] not in names:
-        parser.error(f"unknown command {argv[0]!r}; known: {', '.join(names)}.{nearest(argv[0], names)}")
+        parser.error(f"unknown command {shortened(argv[0])}; known: {', '.join(names)}.{nearest(argv[0], names)}")
     arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.exit(ExitStatus.USAGE, FIRST_COMMANDS)

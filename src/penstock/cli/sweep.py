@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from penstock.cli.wanted import Wanted, wanted_schedules
-from penstock.errors import ConfigError, nearest
+from penstock.errors import ConfigError, nearest, shortened
 from penstock.proofs import Limit
 from penstock.show.text import count_of
 
@@ -48,10 +48,10 @@ def read_sweep(texts: Sequence[str]) -> Sweep:
         key, equals, values = (part.strip() for part in text.partition("="))
         key = key.replace("-", "_")
         if not equals:
-            raise ConfigError(f"{text!r} is not of the form KEY=VALUES, such as {EXAMPLE}", key="--sweep")
+            raise ConfigError(f"{shortened(text)} is not of the form KEY=VALUES, such as {EXAMPLE}", key="--sweep")
         if key not in KEYS:
             known = ", ".join(KEYS)
-            raise ConfigError(f"{key!r} cannot be swept; known: {known}.{nearest(key, KEYS)}", key="--sweep")
+            raise ConfigError(f"{shortened(key)} cannot be swept; known: {known}.{nearest(key, KEYS)}", key="--sweep")
         if key in found:
             raise ConfigError(f"{key} is given twice; put all values into one", key="--sweep")
         found[key] = _read_limits(values) if key == LIMITS else _read_values(values, key)
@@ -103,7 +103,8 @@ def _read_values(text: str, key: str) -> tuple[int, ...]:
     values = _between(ends) if ends else _listed(text)
     if not values or min(values) < 1:
         raise ConfigError(
-            f"{key}: expected numbers from 1, such as 8..64 (doubled), 8..64:8 (in steps) or 8,16,24, got {text!r}",
+            f"{key}: expected numbers from 1, such as 8..64 (doubled), 8..64:8 (in steps) or 8,16,24, "
+            f"got {shortened(text)}",
             key="--sweep",
         )
     return tuple(dict.fromkeys(values))

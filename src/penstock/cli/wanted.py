@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.check import read_text
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, shortened
 from penstock.ir.reading import read_table
 from penstock.ir.schedule import Schedule
 from penstock.proofs import check
@@ -73,7 +73,7 @@ def find_wanted(text: str, arguments: Namespace) -> Wanted:
         return Wanted(text, False, partial(_as_asked, _read(name), name, arguments, options))
     family, colon, _ = name.partition(":")
     if colon and family in FAMILIES:
-        raise ConfigError(f"there is no schedule {name!r}; options of {family} are written {family}:key=value")
+        raise ConfigError(f"there is no schedule {shortened(name)}; options of {family} are written {family}:key=value")
     find_family(name)
     return Wanted(text, name in FAMILIES, _builder(name, arguments, options))
 
@@ -153,7 +153,7 @@ def parse_options(texts: list[str], *, before: str = "--set ") -> dict[str, str]
         key, equals, value = (part.strip() for part in text.partition("="))
         name = key.replace("-", "_")
         if not equals or not name.isidentifier():
-            raise ConfigError(f"{before}{text!r} is not of the form key=value, such as {before}warmup=eager")
+            raise ConfigError(f"{before}{shortened(text)} is not of the form key=value, such as {before}warmup=eager")
         if name in options:
             both = f"{before}{name}={options[name]} and {before}{name}={value}"
             raise ConfigError(f"{name} is given twice, {both}; keep one")
@@ -163,5 +163,5 @@ def parse_options(texts: list[str], *, before: str = "--set ") -> dict[str, str]
 
 def _number(key: str, text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"{text!r} is not a number; give a whole number of 1 or more", key=key)
+        raise ConfigError(f"{shortened(text)} is not a number; give a whole number of 1 or more", key=key)
     return int(text)

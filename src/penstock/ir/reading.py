@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.errors import ConfigError, nearest
+from penstock.errors import MAX_PATH_CHARACTERS, ConfigError, nearest, shortened
 from penstock.ir.formats import deepspeed, megatron
 from penstock.ir.formats.json_text import PROGRAM_FORMAT, kind_of_json
 from penstock.ir.grid import from_grid
@@ -32,7 +32,7 @@ def read_table(
     if chosen not in READERS:
         known = ", ".join(READERS)
         raise ConfigError(
-            f"{chosen!r} is none that can be read; known: {known}.{nearest(chosen, READERS)}", key="format"
+            f"{shortened(chosen)} is none that can be read; known: {known}.{nearest(chosen, READERS)}", key="format"
         )
     return READERS[chosen](text, file, name)
 
@@ -61,7 +61,7 @@ def read_file(path: Path) -> Schedule | Program:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"byte {error.start} is not UTF-8"
-        problem = f"cannot read {str(path)!r}: {reason}; give the path of a schedule file"
+        problem = f"cannot read {shortened(str(path), MAX_PATH_CHARACTERS)}: {reason}; give the path of a schedule file"
         raise ConfigError(problem, key="schedule") from None
     return read_table(text, file=str(path), name=path.stem)
 

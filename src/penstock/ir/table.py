@@ -20,12 +20,13 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ScheduleError, described
+from penstock.errors import ScheduleError, cut, described, shortened
 from penstock.ir.hot import blocks, frozen
 from penstock.ir.operations import IS_BACKWARD, IS_COMPUTE, NUM_OPS, Flags, Op
 from penstock.placement import Placement
 
 Ints = NDArray[np.integer[Any]]
+MAX_NAME_CHARACTERS = 200
 Part = slice
 """Rows that follow one another; a table has a column of the name."""
 
@@ -38,6 +39,7 @@ class Table(ABC):
     WHAT: ClassVar[str] = "table"
 
     name: str
+    """A label; messages and pictures have all of it, so it is cut to `MAX_NAME_CHARACTERS`."""
     placement: Placement
     num_microbatches: int
     num_slices: int
@@ -52,6 +54,7 @@ class Table(ABC):
     offsets: Ints
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", cut(str(self.name), MAX_NAME_CHARACTERS))
         # Views, since a column that is locked would lock the array of whoever made the table.
         for name in (*self.COLUMNS, "offsets", "route_of_microbatch"):
             column = getattr(self, name)
@@ -216,8 +219,8 @@ class Table(ABC):
         lengths = np.diff(self.offsets)
         if len(lengths) != self.placement.num_ranks or (lengths < 0).any() or self.offsets[0] != 0:
             raise ScheduleError(
-                f"{self.name}: the offsets {self.offsets.tolist()} are not those of {self.placement.num_ranks} ranks; "
-                "expected 0 and, for each rank, the end of its rows"
+                f"{self.name}: the offsets {shortened(self.offsets.tolist())} are not those of "
+                f"{self.placement.num_ranks} ranks; expected 0 and, for each rank, the end of its rows"
             )
         for name in self.COLUMNS:
             column = getattr(self, name)

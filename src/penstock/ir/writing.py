@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from penstock.errors import ConfigError, nearest
+from penstock.errors import ConfigError, nearest, shortened
 from penstock.ir.formats.deepspeed import to_deepspeed
 from penstock.ir.formats.megatron import to_megatron
 from penstock.ir.grid import to_grid
@@ -23,7 +23,7 @@ def write_table(table: Table, format: str) -> str:
     if format not in WRITERS:
         known = ", ".join(WRITERS)
         raise ConfigError(
-            f"{format!r} is none that can be written; known: {known}.{nearest(format, WRITERS)}", key="format"
+            f"{shortened(format)} is none that can be written; known: {known}.{nearest(format, WRITERS)}", key="format"
         )
     text = WRITERS[format](table)
     return text if text.endswith("\n") else f"{text}\n"

@@ -107,10 +107,10 @@ def _read_amount(given: Any, key: str) -> tuple[int, bool]:
         unit = found[2].lower() or "bytes"
         if unit not in UNITS and unit not in ("activation", "activations"):
             known = ", ".join(UNITS)
-            raise ConfigError(f"{given!r} has no known unit; expected one of {known} or activations", key=key)
+            raise ConfigError(f"{shortened(given)} has no known unit; expected one of {known} or activations", key=key)
         amount = math.floor(Fraction(found[1]) * UNITS.get(unit, 1))
     if amount < 1:
-        raise ConfigError(f"{given!r}; give a limit of 1 or more", key=key)
+        raise ConfigError(f"{shortened(given)}; give a limit of 1 or more", key=key)
     return amount, unit in UNITS
 
 

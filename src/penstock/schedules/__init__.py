@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from operator import index
 
-from penstock.errors import ConfigError, count_of, described, nearest
+from penstock.errors import ConfigError, count_of, described, nearest, shortened
 from penstock.ir.formats.cells import MAX_SLICE
 from penstock.ir.schedule import Schedule
 from penstock.schedules import (
@@ -89,11 +89,11 @@ def find_family(name: str) -> Family:
     if name in STREAMS:
         flags = "--lowered" if name == STREAMS[0] else "--forward-only --lowered"
         raise ConfigError(
-            f"there is no schedule {name!r}: it is how DeepSpeed runs 1f1b, which `penstock show 1f1b {flags} --to "
-            "deepspeed` writes"
+            f"there is no schedule {shortened(name)}: it is how DeepSpeed runs 1f1b, which `penstock show 1f1b {flags} "
+            "--to deepspeed` writes"
         )
     known = [*FAMILIES, *sorted({plug_in.name for plug_in in plug_ins()} - set(FAMILIES))]
-    raise ConfigError(f"there is no schedule {name!r}; known: {', '.join(known)}.{nearest(name, known)}")
+    raise ConfigError(f"there is no schedule {shortened(name)}; known: {', '.join(known)}.{nearest(name, known)}")
 
 
 def installed_families() -> tuple[dict[str, Family], list[str]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from penstock.errors import ConfigError, described
+from penstock.errors import ConfigError, described, shortened
 from penstock.ir.schedule import Schedule
 from penstock.schedules.family import with_common
 from penstock.schedules.options import COMMON, Options, require_known
@@ -132,7 +132,7 @@ def _read(value: object, default: object, key: str) -> object:
         return type(default)(value)
     except (KeyError, ValueError):
         kind = {bool: "true or false", int: "a whole number"}.get(type(default), "a number")
-        raise ConfigError(f"{value!r} is not a value of it; give {kind}", key=key) from None
+        raise ConfigError(f"{shortened(value)} is not a value of it; give {kind}", key=key) from None
 
 
 def _first_line(function: ScheduleFunction) -> str:

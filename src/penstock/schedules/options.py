@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from penstock.errors import ConfigError, nearest
+from penstock.errors import ConfigError, nearest, shortened
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Choice:
 
     def read(self, text: str, key: str) -> str:
         if text not in self.choices:
-            raise ConfigError(f"{text!r} is not a value of it; choose {' or '.join(self.choices)}", key=key)
+            raise ConfigError(f"{shortened(text)} is not a value of it; choose {' or '.join(self.choices)}", key=key)
         return text
 
 
@@ -29,7 +29,7 @@ class Number:
 
     def read(self, text: str, key: str) -> int:
         if not (text.isascii() and text.isdigit() and 0 < len(text) < 10 and int(text) > 0):
-            raise ConfigError(f"{text!r} is not a value of it; give a whole number of 1 or more", key=key)
+            raise ConfigError(f"{shortened(text)} is not a value of it; give a whole number of 1 or more", key=key)
         return int(text)
 
 
@@ -55,7 +55,8 @@ def require_known(name: str, key: str, known: Collection[str]) -> None:
     """Refuse an option that a family or function does not have. Raises: ConfigError."""
     if key not in known:
         raise ConfigError(
-            f"{name} has no option {key!r}; its options: {', '.join(known) or 'none'}.{nearest(key, [*known, *SIZES])}",
+            f"{name} has no option {shortened(key)}; its options: {', '.join(known) or 'none'}."
+            f"{nearest(key, [*known, *SIZES])}",
             key=key,
         )
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ScheduleError, count_of, described
+from penstock.errors import ScheduleError, count_of, described, shortened
 from penstock.ir.action import Action, Kind
 
 RANK = -1
@@ -147,7 +147,7 @@ def phases(*parts: Phase, microbatches: int | None = None, slices: int = 1, orde
         if not isinstance(part, Phase):
             raise ScheduleError(f"phases: {described(part)}; expected phases such as repeat(1, f(0))")
     if order not in ("ascending", "descending"):
-        raise ScheduleError(f"phases: order={order!r}; expected 'ascending' or 'descending'")
+        raise ScheduleError(f"phases: order={shortened(order)}; expected 'ascending' or 'descending'")
     parts = tuple(part for part in parts if part.times)
     counts = _counts(parts)
     _require_balance(counts, slices, microbatches)

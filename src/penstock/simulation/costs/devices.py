@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.errors import ConfigError, nearest
+from penstock.errors import ConfigError, nearest, shortened
 from penstock.simulation.costs.transformer import DataType
 
 FILE = Path(__file__).with_name("devices.toml")
@@ -80,7 +80,7 @@ def _make(made: type[Made], name: str) -> Made:
     if name not in known:
         names = ", ".join(known)
         raise ConfigError(
-            f"there is no {word} {name!r}; known: {names}.{nearest(name, known)} Or describe your own with "
+            f"there is no {word} {shortened(name)}; known: {names}.{nearest(name, known)} Or describe your own with "
             f"{made.__name__}(...)",
             key=word,
         )

@@ -24,7 +24,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
-from penstock.errors import ConfigError, FormatError, shortened
+from penstock.errors import MAX_PATH_CHARACTERS, ConfigError, FormatError, shortened
 from penstock.ir.action import KIND_OF_LETTER, Kind
 from penstock.simulation.costs.costs import Channel, Costs, Spread
 from penstock.simulation.costs.layer_costs import SECONDS, LayerCosts
@@ -66,7 +66,9 @@ def read_costs(path: Path) -> AnyCosts:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
         raise ConfigError(
-            f"cannot read {str(path)!r}: {reason}; give a TOML or JSON file, or such as {EXAMPLE}", key="costs"
+            f"cannot read {shortened(str(path), MAX_PATH_CHARACTERS)}: {reason}; give a TOML or JSON file, or such as "
+            f"{EXAMPLE}",
+            key="costs",
         ) from None
     read = costs_from_json if path.suffix == ".json" else costs_from_toml
     return read(text, file=str(path))
@@ -112,7 +114,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} is given twice; keep one")
+        raise ValueError(f"{shortened(twice)} is given twice; keep one")
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import ConfigError, described
+from penstock.errors import ConfigError, described, shortened
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.simulation.costs.costs import COMPUTE_FIELDS, Costs, PerStage, SharedCosts, entries_of
@@ -145,13 +145,15 @@ def _parts(split: Sequence[int | range]) -> list[range]:
         raise ConfigError(f"{described(split)}; expected layers per stage, such as [3, 2]", key="split")
     sizes = [len(part) if isinstance(part, range) else int(part) for part in plain]
     if not sizes or min(sizes) < 1:
-        raise ConfigError(f"{list(split)}; give every stage a layer or more", key="split")
+        raise ConfigError(f"{shortened(list(split))}; give every stage a layer or more", key="split")
     bounds = pairwise(accumulate(sizes, initial=0))
     parts = [part if isinstance(part, range) else range(*ends) for part, ends in zip(split, bounds, strict=True)]
     found = {layer for part in parts for layer in part}
     missing = set(range(max(found))) - found
     if missing:
-        raise ConfigError(f"{list(split)}; no stage has layer {min(missing)}, give every layer to one", key="split")
+        raise ConfigError(
+            f"{shortened(list(split))}; no stage has layer {min(missing)}, give every layer to one", key="split"
+        )
     return parts
 
 

@@ -38,7 +38,7 @@ def require_cost(entry: object, key: str) -> None:
         raise not_a_cost(entry, key)
     if key.endswith("_bytes"):
         if number != int(number):
-            raise ConfigError(f"{entry!r} is not a whole number of bytes", key=key)
+            raise ConfigError(f"{shortened(entry)} is not a whole number of bytes", key=key)
         if number > MOST_BYTES:
             raise ConfigError(f"{shortened(entry)} bytes are more than {MOST_BYTES}; give fewer", key=key)
     if may_be_infinite and entry == 0:

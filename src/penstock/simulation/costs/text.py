@@ -9,7 +9,7 @@ times their sum, 1 unless given.
 import math
 from typing import Any
 
-from penstock.errors import ConfigError, nearest
+from penstock.errors import ConfigError, nearest, shortened
 from penstock.ir.operations import Kind
 from penstock.simulation.costs.costs import FIELD_OF_KIND, Costs
 
@@ -32,11 +32,13 @@ def costs_from_text(text: str) -> Costs:
     for part in text.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals:
-            raise ConfigError(f"{part!r} is not of the form key=value; expected such as {EXAMPLE}", key="costs")
+            raise ConfigError(
+                f"{shortened(part)} is not of the form key=value; expected such as {EXAMPLE}", key="costs"
+            )
         if key not in FIELD_OF_KEY:
             known = ", ".join(FIELD_OF_KEY)
             close = nearest(key.upper() if len(key) == 1 else key, FIELD_OF_KEY)
-            raise ConfigError(f"there is no cost {key!r}; known: {known}.{close}", key="costs")
+            raise ConfigError(f"there is no cost {shortened(key)}; known: {known}.{close}", key="costs")
         if key in values:
             raise ConfigError(f"{key} is given twice; keep one", key="costs")
         values[key] = _read_value(key, value)
@@ -59,5 +61,5 @@ def _read_value(key: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:  # NaN is neither
-        raise ConfigError(f"{key} is {text!r}; give a finite number of 0 or more", key="costs")
+        raise ConfigError(f"{key} is {shortened(text)}; give a finite number of 0 or more", key="costs")
     return value

@@ -12,7 +12,7 @@ feed-forward parts and other types.
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, shortened
 
 DataType = Literal["bf16", "fp16", "tf32", "fp32"]
 
@@ -58,7 +58,7 @@ class Transformer:
             raise ConfigError(f"{heads} does not divide the {self.num_heads} heads", key="num_key_value_heads")
         if self.data_type not in BYTES_OF_TYPE:
             known = ", ".join(BYTES_OF_TYPE)
-            raise ConfigError(f"there is no type {self.data_type!r}; known: {known}", key="data_type")
+            raise ConfigError(f"there is no type {shortened(self.data_type)}; known: {known}", key="data_type")
 
     @property
     def tokens(self) -> int:

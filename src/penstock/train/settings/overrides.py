@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from penstock.errors import ConfigError, FormatError
+from penstock.errors import MAX_KEY_CHARACTERS, MAX_PATH_CHARACTERS, ConfigError, FormatError, cut, shortened
 
 Table = dict[str, object]
 
@@ -21,7 +21,9 @@ def read_toml(path: Path) -> Table:
         content = path.read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{path}: cannot be read: {reason}. Give the path of a TOML file") from error
+        raise ConfigError(
+            f"{cut(str(path), MAX_PATH_CHARACTERS)}: cannot be read: {reason}. Give the path of a TOML file"
+        ) from error
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -69,10 +71,12 @@ def apply_overrides(table: Mapping[str, object], overrides: Sequence[str]) -> Ta
         key, equals, text = override.partition("=")
         names = [name.strip() for name in key.split(".")]
         if not equals or not all(names):
-            raise ConfigError(f"override {override!r} is not of the form section.key=value, as in batch.size=32")
+            problem = f"override {shortened(override)} is not of the form section.key=value"
+            raise ConfigError(f"{problem}, as in batch.size=32")
         name, value = ".".join(names), text.strip()
         if name in given:
-            raise ConfigError(f"is set twice, {name}={given[name]} and {name}={value}; keep one", key=name)
+            both = (cut(f"{name}={each}", MAX_KEY_CHARACTERS) for each in (given[name], value))
+            raise ConfigError(f"is set twice, {' and '.join(both)}; keep one", key=name)
         given[name] = value
         result = _with_value(result, names, _parse_value(value, name), ())
     return result
@@ -86,7 +90,7 @@ def _with_value(table: Table, names: Sequence[str], value: object, above: tuple[
     inner = table.get(name, {})
     if not isinstance(inner, dict):
         here = ".".join((*above, name))
-        raise ConfigError(f"holds {inner!r}, not a table, so {here}.{'.'.join(rest)} cannot be set", key=here)
+        raise ConfigError(f"holds {shortened(inner)}, not a table, so {here}.{'.'.join(rest)} cannot be set", key=here)
     return {**table, name: _with_value(inner, rest, value, (*above, name))}
 
 
@@ -95,6 +99,6 @@ def _parse_value(text: str, key: str) -> object:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError) as error:
         if text[:1] in ("[", "{", '"', "'"):
-            raise ConfigError(f"{text} is not a TOML value: {error}", key=key) from error
+            raise ConfigError(f"{cut(text, MAX_KEY_CHARACTERS)} is not a TOML value: {error}", key=key) from error
         return text
     return parsed["value"] if len(parsed) == 1 else text

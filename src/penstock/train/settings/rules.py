@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.errors import ConfigError, nearest
+from penstock.errors import MAX_KEY_CHARACTERS, MAX_SHOWN, ConfigError, cut, nearest, shortened
 from penstock.models.decoder_config import DecoderConfig
 from penstock.train.settings.learning_rate import decay_steps_of
 from penstock.train.settings.sections import (
@@ -34,8 +34,9 @@ def config_error(problems: list[Problem]) -> ConfigError:
     """Return one error that lists every problem; its `key` is set where there is only one."""
     if len(problems) == 1:
         return ConfigError(problems[0].text, key=problems[0].key)
-    lines = [f"  {problem.key}: {problem.text}" for problem in problems]
-    return ConfigError("\n".join([f"{len(problems)} settings cannot be used:", *lines]))
+    lines = [f"  {cut(problem.key, MAX_KEY_CHARACTERS)}: {problem.text}" for problem in problems[:MAX_SHOWN]]
+    more = [f"  ... {len(problems)} settings in all"] if len(problems) > MAX_SHOWN else []
+    return ConfigError("\n".join([f"{len(problems)} settings cannot be used:", *lines, *more]))
 
 
 def batch_problems(batch: BatchSection, pipeline: PipelineSection) -> Iterator[Problem]:
@@ -121,10 +122,10 @@ def pipeline_problems(pipeline: PipelineSection) -> Iterator[Problem]:
     if pipeline.split == ():
         yield Problem("pipeline.split", "the list is empty; give the layers of each stage, or drop the key")
     if isinstance(pipeline.compile, str) and pipeline.compile not in COMPILERS:
-        hint = nearest(pipeline.compile, COMPILERS)
+        problem = f"no such backend: {shortened(pipeline.compile)}.{nearest(pipeline.compile, COMPILERS)}"
         yield Problem(
             "pipeline.compile",
-            f"no such backend: {pipeline.compile!r}.{hint} Use true, false, {' or '.join(map(repr, COMPILERS))}",
+            f"{problem} Use true, false, {' or '.join(map(repr, COMPILERS))}",
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from penstock.errors import ConfigError, FormatError, nearest
+from penstock.errors import ConfigError, FormatError, nearest, shortened
 from penstock.schedules.third_party import run_third_party
 
 
@@ -21,7 +21,7 @@ def load_function(place: str, key: str = "--function") -> Callable[..., Any]:
     """
     file, colon, name = place.rpartition(":")
     if not colon or not file or not name.isidentifier():
-        raise ConfigError(f"{place!r} is not of the form FILE:NAME, such as mine.py:zigzag", key=key)
+        raise ConfigError(f"{shortened(place)} is not of the form FILE:NAME, such as mine.py:zigzag", key=key)
     path = Path(file)
     module = _run(path, _compiled(path, key))
     function = getattr(module, name, None)
@@ -33,7 +33,7 @@ def load_function(place: str, key: str = "--function") -> Callable[..., Any]:
         ]
         listed = ", ".join(functions) or "none"
         raise ConfigError(
-            f"{file} has no function {name!r}; its functions: {listed}.{nearest(name, functions)}", key=key
+            f"{file} has no function {shortened(name)}; its functions: {listed}.{nearest(name, functions)}", key=key
         )
     return function  # type: ignore[no-any-return]
 
