@@ -46,7 +46,7 @@ from penstock.execute.stages.main_gradients import require_shapes
 from penstock.execute.stages.shared_builders import build_own, refuse_shared_objects
 from penstock.execute.stages.signatures import taken_keywords
 from penstock.execute.stages.skips import skip_names
-from penstock.execute.stages.tied import described_copies, require_equal_kinds
+from penstock.execute.stages.tied import described_copies, refuse_renormalized, require_equal_kinds
 from penstock.execute.stages.wrappers import refuse_wrappers, unsplittable
 from penstock.execute.transport.world import default_device, shares_process
 from penstock.ir.program import Program
@@ -242,6 +242,8 @@ def _assembled(joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemor
     )
     assembly = replace(assembly, shared_buffers=plan.shared_buffers)
     assembly = with_skips(assembly, plan.layers_of_stage, agreed.skips)
+    named_layers = [named for stage in assembly.stages for named in stage.layers.items()]
+    refuse_renormalized(named_layers, assembly.tied_copies.values())
     refuse_wrappers(assembly.stages, schedule, joined.ranks_of_group())
     compile_layers(assembly.stages, options.compile)
     queued = [stage.index for stage in assembly.stages if stage.own_weight_gradients.has_queues]

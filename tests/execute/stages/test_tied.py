@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import PipelineError
+from penstock.errors import PartitionError, PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.stages.tied import TiedCopy, agree_on_copies
 from penstock.ir.schedule import Schedule
@@ -171,6 +171,24 @@ def test_copies_of_a_layer_start_with_the_owners_buffers_and_keep_saved_ones_equ
 
 
 # ---- in a pipeline
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_table_that_its_lookups_renormalize_is_not_tied_over_ranks(kind, schedule):
+    def layers():
+        first = kind(VOCABULARY, WIDTH, max_norm=0.5, dtype=FLOAT64)
+        last = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=FLOAT64)
+        last.weight = first.weight
+        return [nn.Sequential(first), nn.Tanh(), nn.Tanh(), last]
+
+    def case(wires):
+        return error_of(Pipeline, layers(), schedule, 4, token_loss, transport=wires)
+
+    for error in on_ranks(2, case):
+        assert isinstance(error, PartitionError)
+        assert f"layer '0' has an {kind.__name__} with max_norm=0.5 whose weight other ranks hold too" in str(error)
+    Pipeline(layers(), schedule="gpipe", microbatches=2, loss=token_loss).close()  # one rank has one table
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])

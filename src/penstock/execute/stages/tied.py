@@ -112,6 +112,25 @@ class TiedCopy:
             value.copy_(received)
 
 
+def refuse_renormalized(named_layers: Iterable[tuple[str, nn.Module]], copies: Iterable[TiedCopy]) -> None:
+    """Refuse tables that a lookup changes in place: on each rank the rows that it looks up itself.
+
+    Raises:
+        PartitionError: naming the layer.
+    """
+    tied = {id(parameter) for copy in copies for parameter in copy.parameters.values()}
+    for name, layer in named_layers:
+        for module in layer.modules():
+            is_changed = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+            if is_changed and id(module.weight) in tied:
+                raise PartitionError(
+                    f"layer {name!r} has an {type(module).__name__} with max_norm={module.max_norm:g} whose weight "
+                    "other ranks hold too: each lookup would scale rows of this rank's copy alone. Leave max_norm out "
+                    "and limit the rows after each optimizer step, with torch.renorm on every rank, or split the model "
+                    "so that one rank holds all uses"
+                )
+
+
 def agree_on_copies(control: Control, copies: Mapping[int, TiedCopy]) -> None:
     """Make sure that all holders of a tied parameter hold the same kind of tensor; a collective over all ranks.
 
