@@ -54,6 +54,19 @@ def described(vocabulary, length):
     return [embedding, LayerSpec("head", lambda: nn.Linear(8, vocabulary))]
 
 
+class Normed(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, features):
+        return features + self.norm(features.transpose(1, 2)).transpose(1, 2)
+
+
+def normed(vocabulary, length, width=8):
+    return [nn.Embedding(vocabulary, width), Normed(width), Normed(width), nn.Linear(width, vocabulary)]
+
+
 def tied(vocabulary, length):
     first, last = nn.Embedding(vocabulary, 8), nn.Linear(8, vocabulary, bias=False)
     last.weight = first.weight
@@ -135,6 +148,17 @@ def test_a_recurrent_model_trains_the_same_bits_on_1_2_and_3_ranks(files, kept):
     assert "1.gru.weight_hh_l0" in load_file(files / "run" / "weights.safetensors")
     rows = [json.loads(line) for line in (files / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+def test_a_model_with_batch_norms_trains_in_low_precision_and_is_evaluated(files, compute):
+    result, _ = run("normed", precision={"compute": compute})
+
+    weights = load_file(files / "run" / "weights.safetensors")
+    assert 0 < result.held_out_loss < 10
+    assert weights["1.norm.running_mean"].dtype is torch.float32
+    assert weights["1.norm.num_batches_tracked"] == 8
+    assert weights["1.norm.weight"].ne(1).any()
 
 
 def test_layers_come_with_vocabulary_length_and_options(files):

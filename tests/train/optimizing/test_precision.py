@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
+from penstock.models import LayerSpec
 from penstock.train.optimizing.precision import Precision, loss_scaler
 from penstock.train.settings.sections import ModelSection, PrecisionSection
 from tests.train.local_ranks import small_layers
@@ -23,6 +25,24 @@ def test_layers_are_cast_with_the_values_of_float32_and_their_tables_stay(comput
         for name, parameter in found.named_parameters():
             assert torch.equal(parameter, expected[name].to(getattr(torch, compute)))
         assert all(buffer.dtype is torch.float32 for buffer in found.buffers())
+
+
+@pytest.mark.parametrize("model_type", [torch.float32, torch.float64])
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_batch_norm_computes_with_weights_and_statistics_in_float32(compute, affine, model_type):
+    def build():
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=affine), nn.Linear(4, 2)).to(model_type)
+
+    (layer,) = precision(compute).cast([LayerSpec("0", build)])
+    module, dtype = layer(), getattr(torch, compute)
+    norm = module[1]
+
+    assert module(torch.randn(8, 4, dtype=dtype)).dtype is dtype
+    assert {each.dtype for each in (module[0].weight, module[2].bias)} == {dtype}
+    assert {each.dtype for each in (*norm.parameters(), norm.running_mean)} == {torch.float32}
+    assert norm.num_batches_tracked == 1
+    assert module.eval()(torch.randn(8, 4, dtype=dtype)).dtype is dtype
 
 
 def test_only_a_cast_has_main_weights_and_only_float16_a_scale():

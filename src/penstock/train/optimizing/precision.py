@@ -12,6 +12,8 @@ from torch.amp import GradScaler
 from penstock.models import LayerSpec
 from penstock.train.settings.sections import ModelSection, PrecisionSection
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""They take inputs of fewer bits than their weights, but no statistics of more; and averages need the bits."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -37,7 +39,10 @@ class Precision:
         return self.dtype is torch.float16
 
     def cast(self, layers: Iterable[LayerSpec]) -> list[LayerSpec]:
-        """Return layers whose parameters are in the type to compute in; buffers stay as they are."""
+        """Return layers whose parameters are in the type to compute in; buffers stay as they are.
+
+        A BatchNorm is all in float32, its running statistics too.
+        """
         if self.dtype is None or not self.has_main_weights:
             return list(layers)
         return [replace(layer, build=partial(_built_in, self.dtype, layer.build)) for layer in layers]
@@ -84,6 +89,11 @@ def loss_scaler(precision: Precision, device: torch.device) -> LossScaler:
 
 def _built_in(dtype: torch.dtype, build: Callable[[], nn.Module]) -> nn.Module:
     module = build()
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)
+    for each in module.modules():
+        is_norm = isinstance(each, _BATCH_NORMS)
+        for parameter in each.parameters(recurse=False):
+            parameter.data = parameter.data.to(torch.float32 if is_norm else dtype)
+        for name, buffer in each.named_buffers(recurse=False) if is_norm else ():
+            if buffer.is_floating_point():
+                setattr(each, name, buffer.float())
     return module
