@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import PartitionError, PipelineError
+from penstock.errors import ConfigError, PartitionError, PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.stages.tied import TiedCopy, agree_on_copies
 from penstock.ir.schedule import Schedule
@@ -186,7 +186,7 @@ def test_a_table_that_its_lookups_renormalize_is_not_tied_over_ranks(kind, sched
         return error_of(Pipeline, layers(), schedule, 4, token_loss, transport=wires)
 
     for error in on_ranks(2, case):
-        assert isinstance(error, PartitionError)
+        assert isinstance(error, PartitionError | ConfigError)  # its own rank, and the other
         assert f"layer '0' has an {kind.__name__} with max_norm=0.5 whose weight other ranks hold too" in str(error)
     Pipeline(layers(), schedule="gpipe", microbatches=2, loss=token_loss).close()  # one rank has one table
 
