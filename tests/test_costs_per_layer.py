@@ -1,6 +1,7 @@
 """One file per layer serves any number of ranks, stages, microbatches and slices."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -33,13 +34,27 @@ def test_costs_per_stage_stay_as_they_are():
     assert stage_costs(costs, schedule()) is costs
 
 
-@pytest.mark.parametrize(("ranks", "forward_s"), [(1, (21,)), (2, (6, 15)), (4, (3, 7, 5, 6))])
-def test_layers_are_split_evenly_over_the_stages(ranks, forward_s):
+@pytest.mark.parametrize(("ranks", "forward_s"), [(1, (21,)), (2, (10, 11)), (4, (3, 7, 5, 6))])
+def test_layers_are_balanced_over_the_stages_by_their_seconds(ranks, forward_s):
     assert stage_costs(LAYERS, schedule(ranks=ranks)).forward_s == forward_s
 
 
 def test_both_copies_of_a_bidirectional_schedule_have_all_layers():
-    assert stage_costs(LAYERS, schedule("chimera")).forward_s == (6, 15, 6, 15)
+    assert stage_costs(LAYERS, schedule("chimera")).forward_s == (10, 11, 10, 11)
+
+
+def test_a_split_that_comes_with_the_costs_counts_where_it_has_as_many_stages():
+    costs = replace(LAYERS, split=(2, 4))
+
+    assert stage_costs(costs, schedule()).forward_s == (3, 18)
+    assert stage_costs(costs, schedule("chimera")).forward_s == (3, 18, 3, 18)
+    assert stage_costs(costs, schedule(ranks=4)) == stage_costs(LAYERS, schedule(ranks=4))
+
+
+def test_costs_without_seconds_are_split_evenly():
+    costs = LayerCosts(activation_bytes=[10, 20, 30, 40, 50, 60])
+
+    assert stage_costs(costs, schedule()).activation_bytes == (60, 150)
 
 
 def test_channels_of_ranks_that_are_not_there_are_left_out():
@@ -50,9 +65,9 @@ def test_channels_of_ranks_that_are_not_there_are_left_out():
 def test_a_slice_takes_its_share_of_a_microbatch_but_parameters_are_whole():
     found = stage_costs(LAYERS, schedule("seq1f1b", slices=2))
 
-    assert found.forward_s == (3.0, 7.5)
-    assert (found.activation_bytes, found.message_bytes) == ((30, 75), (4, 4))
-    assert found.parameter_bytes == (300, 300)
+    assert found.forward_s == (5.0, 5.5)
+    assert (found.activation_bytes, found.message_bytes) == ((50, 55), (4, 4))
+    assert found.parameter_bytes == (400, 200)
 
 
 def test_more_stages_than_layers_and_an_unknown_number_of_layers_are_refused():

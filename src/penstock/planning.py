@@ -15,6 +15,7 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.lowering import assign_slots, lower
 from penstock.partition.split import split_over
+from penstock.placement import Placement
 from penstock.proofs import NO_DEMAND, Demand, prove
 from penstock.schedules import build, find_family, is_family_name
 from penstock.simulation import Costs, LayerCosts, simulate
@@ -145,17 +146,30 @@ def _require_fit(
 
 
 def stage_costs(costs: Costs | LayerCosts, table: Schedule | Program) -> Costs:
-    """Return what the stages of a schedule or program cost.
+    """Return what the stages of a schedule or program cost; costs per layer are added up as `layers_of_stages` says.
 
-    Layers are split evenly over the stages, as `Pipeline` does.
+    Raises:
+        PartitionError, ConfigError: as `layers_of_stages`.
+    """
+    if isinstance(costs, Costs):
+        return costs
+    return costs.of_table(table, layers_of_stages(costs, table.placement))
+
+
+def layers_of_stages(costs: LayerCosts, placement: Placement) -> tuple[range, ...]:
+    """Return the layers of each stage for which costs per layer are added up.
+
+    The split that the costs come with counts where it has as many stages as a route of the placement. Otherwise what a
+    forward and a backward of each layer take is balanced over the stages, as `Pipeline` balances measured weights.
 
     Raises:
         PartitionError: if there are more stages than layers.
         ConfigError: if the costs do not say how many layers there are.
     """
-    if isinstance(costs, Costs):
-        return costs
-    return costs.of_table(table, split_over(table.placement, costs.num_layers))
+    num_layers = costs.num_layers
+    if costs.split and len(costs.split) == len(placement.routes[0]):
+        return split_over(placement, num_layers, split=costs.split)
+    return split_over(placement, num_layers, weights=costs.seconds_of_layers.sum(axis=0).tolist())
 
 
 def memory_demand(

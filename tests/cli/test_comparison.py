@@ -58,6 +58,7 @@ def test_json_has_these_keys_in_the_order_of_the_names():
         "peak_activations": [4, 1],
         "peak_bytes": None,
         "num_microbatches": 3,
+        "split": None,
         "is_on_front": False,
         "messages": 6,
     }

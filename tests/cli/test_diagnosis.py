@@ -10,7 +10,7 @@ from penstock.cli.diagnosis import chief_finding, to_json, to_text
 from penstock.execute.split.plan import EarlyWeights
 from penstock.schedules import build
 from penstock.searching.what_if import Setting
-from penstock.simulation.costs.fit import HALVES
+from penstock.simulation import Costs
 from penstock.train.watching.diagnosis import diagnose
 from tests.cli.recorded_steps import recorded_step
 
@@ -31,7 +31,7 @@ def test_the_first_block_says_what_was_measured_and_predicted():
     lines = to_text(diagnosis_of()).split("\n")[:4]
 
     assert lines == [
-        "step 20: 1f1b, 4 ranks, 4 stages, 8 microbatches",
+        "step 20: 1f1b, 4 ranks, 4 stages, 8 microbatches, split 4,4,4,4",
         "measured:   makespan 33.0 s, bubble 27.3 %, and 3.00 s before its first computation",
         "predicted:  makespan 33.0 s, bubble 27.3 % (+0.0 %)",
         "Beside the schedule's own order, data loading costs most: 2.8 % of the step (rank 0).",
@@ -85,10 +85,12 @@ def test_changes_that_help_are_listed_with_their_price_in_memory():
 
 def test_assumptions_behind_a_change_are_told_where_it_is_listed():
     text = to_text(diagnosis_of(forward_s=(1.0, 1.0, 1.0, 2.0)))
-    measured = to_text(diagnose(recorded_step(), SETTING, shares=HALVES))
+    measured = to_text(diagnose(recorded_step(), SETTING, profiled=Costs.uniform(backward=2.0)))
 
     assert "move one layer from stage 3 to stage 2" in text
-    assert "\n  a stage's measured seconds are shared among its layers by their weights" in text
+    assert (
+        "\n  a stage's measured seconds are shared among its layers by what was profiled, or by their weights" in text
+    )
     assert "\n  backwards in two parts are taken to be halves that cost nothing more; penstock profile" in text
     assert "halves" not in measured
 
@@ -143,8 +145,8 @@ def test_json_holds_the_same_with_seconds_that_add_up():
     document = json.loads(to_json(diagnosis))
 
     assert list(document) == [
-        "step", "schedule", "step_s", "measured", "predicted", "clock_uncertainty_s", "finding", "idle_s", "losses",
-        "early_weights", "critical_path", "changes",
+        "step", "schedule", "split", "step_s", "measured", "predicted", "clock_uncertainty_s", "finding", "idle_s",
+        "losses", "early_weights", "critical_path", "changes",
     ]  # fmt: skip
     assert document["step_s"] == 33.0 + 9.0
     assert document["clock_uncertainty_s"] == 2e-5

@@ -41,9 +41,11 @@ def test_one_rank_is_profiled_in_this_process(run_file, capsys):
     assert main(["profile", run_file, "--steps", "1"]) == 0
 
     text = capsys.readouterr().out
-    assert text.startswith("1f1b, 1 recorded step\n")
+    assert text.startswith("1f1b, 1 recorded step, split 5\n")
     assert "costs written to run/costs.toml: penstock compare NAME ... --costs run/costs.toml\n" in text
-    assert sum(read_costs(Path("run/costs.toml")).forward) > 0
+    costs = read_costs(Path("run/costs.toml"))
+    assert sum(costs.forward) > 0
+    assert costs.split == (costs.num_layers,)
 
 
 @pytest.mark.slow
@@ -60,7 +62,8 @@ def test_two_ranks_write_costs_that_other_commands_read(tmp_path):
     assert printed.count("costs written to mine.toml") == 1
     assert "bottleneck" in printed
     costs = read_costs(tmp_path / "mine.toml")
-    assert len(costs.forward) == len(costs.backward) == costs.num_layers > 2
+    assert len(costs.forward) == len(costs.backward) == costs.num_layers == sum(costs.split)
+    assert len(costs.split) == 2
     assert min(costs.message_bytes) > 0
     command = [*PENSTOCK, "compare", "1f1b", "zbv", "--ranks", "1", "--microbatches", "5", "--costs", "mine.toml"]
     compared = start(command, tmp_path)

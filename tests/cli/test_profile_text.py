@@ -27,14 +27,16 @@ CHANNELS = (ChannelSpeed(0, 1, 3e-5, 2.0 * 2**30), ChannelSpeed(1, 0, 4e-5, floa
 
 def profile_of(costs=COSTS, channels=CHANNELS, name="1f1b", **shape):
     program = lower(build(name, **({"ranks": 2, "microbatches": 4} | shape)))
-    return Profile(rank=0, costs=costs, layer_costs=LayerCosts(), program=program, num_steps=5, channels=channels)
+    return Profile(
+        rank=0, costs=costs, layer_costs=LayerCosts(split=(3, 4)), program=program, num_steps=5, channels=channels
+    )
 
 
 def test_everything_that_was_measured_is_told_with_its_unit():
     lines = profile_text(profile_of()).split("\n")
 
     assert [line.split() for line in lines if set(line) != {"─"}] == [
-        ["1f1b,", "5", "recorded", "steps"],
+        ["1f1b,", "5", "recorded", "steps,", "split", "3,4"],
         ["stage", "rank", "kind", "usual", "median", "middle", "half", "within"],
         ["0", "0", "forward", "10.0", "ms", "9.80", "ms", "500", "µs"],
         ["0", "0", "backward", "20.0", "ms", "20.0", "ms", "0.00", "ms"],

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError
-from penstock.partition.split import describe_split, split_layers, split_over
+from penstock.partition.split import describe_split, split_layers, split_over, split_text
 from penstock.placement import Placement
 from penstock.tables import Screen
 
@@ -151,3 +151,10 @@ def test_shares_of_weight_gradients_that_wait_have_a_column_where_they_are_known
     assert rows[0][-4:] == ["wait", "for", "W", "names"]
     assert [row[-2] for row in rows[2:4]] == ["25%", "100%"]
     assert "wait for W" not in describe_split(stages, ["a", "b"], [1.0, 1.0], counts)
+
+
+def test_a_split_in_a_few_words_lists_the_layers_of_few_stages():
+    assert split_text((3, 4)) == "split 3,4"
+    assert split_text((7,)) == "split 7"
+    assert split_text((2, 3) * 16) == "split into 32 stages of 2 to 3 layers"
+    assert split_text((1,) * 32) == "split into 32 stages of 1 layer"

@@ -83,6 +83,7 @@ def test_costs_per_layer_add_up_to_those_of_the_stages(profiled):
     stages = found.layer_costs.of_stages([3, 4])  # embedding and two blocks; two blocks, norm and head
 
     assert found.layer_costs.num_layers == 7
+    assert found.layer_costs.split == (3, 4)
     for name in ("forward_s", "backward_s", "backward_input_s", "backward_weight_s", "split_forward_s"):
         assert getattr(stages, name) == pytest.approx(getattr(found.costs, name))
     for name in ("activation_bytes", "weight_context_bytes", "parameter_bytes", "gradient_bytes", "optimizer_bytes"):

@@ -163,6 +163,16 @@ def add_output(parser: ArgumentParser, what: str, *, metavar: str = "PATH") -> N
     parser.add_argument("--force", action="store_true", help=f"replace {metavar} if it exists")
 
 
+def add_split(parser: ArgumentParser) -> None:
+    """Add how the layers of costs per layer are split over the stages."""
+    parser.add_argument(
+        "--split",
+        metavar="LAYERS",
+        help="layers of each stage, such as 3,4, for COSTS per layer (default: the split in COSTS where it has as many "
+        "stages, else the layers are balanced by their seconds)",
+    )
+
+
 # ---- --memory-limit
 
 

@@ -4,7 +4,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from penstock.cli.arguments import add_memory_limit, memory_limit_of
+from penstock.cli.arguments import add_memory_limit, add_split, memory_limit_of
 from penstock.cli.output import say, stdout_screen
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError
@@ -24,6 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "schedule is lowered for it first",
     )
     parser.add_argument("--costs", metavar="COSTS", help="how large activations and all else are, for a limit in bytes")
+    add_split(parser)
     add_memory_limit(parser)
     parser.add_argument(
         "--weight-order",
@@ -34,12 +35,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     from penstock.cli.conversion import describe_plan, read_plan
+    from penstock.cli.given_costs import costs_of_table
     from penstock.ir.program import Program
     from penstock.ir.transports import POSTED
     from penstock.lowering import lower
-    from penstock.planning import stage_costs
     from penstock.proofs import check
-    from penstock.simulation.costs.file import load_costs
 
     file = "<stdin>" if arguments.file == "-" else arguments.file
     plan = read_plan(read_text(arguments.file), file=file, name=file)
@@ -49,7 +49,9 @@ def run(arguments: Namespace) -> int:
             "or a file with one line per rank",
             key="--ranks",
         )
-    costs = None if arguments.costs is None else stage_costs(load_costs(arguments.costs), plan)
+    if arguments.split is not None and arguments.costs is None:
+        raise ConfigError("there are no costs to split; give --costs FILE with costs per layer", key="--split")
+    costs, split = (None, "") if arguments.costs is None else costs_of_table(arguments, arguments.costs, plan)
     limit = memory_limit_of(arguments, None if costs is None else costs.activation_bytes)
     demands = {"costs": costs, "memory_limit": limit, "weight_order": arguments.weight_order}
     transport = arguments.transport or str(POSTED)
@@ -59,7 +61,8 @@ def run(arguments: Namespace) -> int:
         plan = lower(plan, transport)
         facts = check(plan, transport, **demands)
     proved = f"; ends under {', '.join(facts.transports)}" if facts.transports else ""
-    say(stdout_screen().wrapped(f"ok: {describe_plan(plan, facts)}{proved}"))
+    shown = f"; {split}" if split else ""
+    say(stdout_screen().wrapped(f"ok: {describe_plan(plan, facts)}{shown}{proved}"))
     return ExitStatus.FINE
 
 

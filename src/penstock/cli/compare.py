@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from penstock.cli.arguments import add_format, add_memory_limit, add_schedules
+from penstock.cli.arguments import add_format, add_memory_limit, add_schedules, add_split
 from penstock.cli.pictures import (
     CHARTS,
     add_picture_arguments,
@@ -27,6 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "(the default), B=2 if that is not I + W, transfer=0.1 between ranks, overlap=0.8 times the sum for actions "
         "that overlap; or a TOML or JSON file: the same, per stage, or per layer (`penstock profile`)",
     )
+    add_split(parser)
     parser.add_argument(
         "--per-action",
         action="store_true",

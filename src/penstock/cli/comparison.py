@@ -8,19 +8,21 @@ from fractions import Fraction
 from functools import cached_property, partial
 
 from penstock.cli.arguments import memory_limit_of
+from penstock.cli.given_costs import given_costs, require_split_used
 from penstock.cli.sweep import LABELS, LIMITS, read_sweep, swept_schedules
 from penstock.errors import ConfigError, count_of
+from penstock.partition.split import split_text
 from penstock.proofs import Limit
 from penstock.searching.comparison import Comparison, Refusal, are_on_front, compare, equal_work_s, fastest_within
 from penstock.show.pareto import Candidate, Caption, pareto_picture
 from penstock.show.sweep_lines import SweptPoint, sweep_picture
 from penstock.show.text import format_bytes
 from penstock.simulation import LayerCosts
-from penstock.simulation.costs.file import load_costs
 from penstock.tables import NO_SCREEN, Column, Screen, table_text
 
 FIGURES = (
     "makespan_s", "span_s", "bubble_fraction", "bubble_rate", "peak_activations", "peak_bytes", "num_microbatches",
+    "split",
 )  # fmt: skip
 """The members of a comparison in JSON, next to its messages."""
 MEMORY_NAME = "peak activations of a rank, in those of one microbatch"
@@ -34,6 +36,8 @@ class Compared:
     costs: str
     """As they were written."""
     per_layer: bool = False
+    named_split: Mapping[tuple[int, ...], str] = field(default_factory=dict)
+    """Where a split comes from that is not balanced."""
     per_action: bool = False
     limit: Limit | None = None
     """What does not fit is on no front."""
@@ -79,7 +83,7 @@ def compared_by(arguments: Namespace) -> Compared:
     Raises:
         ConfigError, FormatError: for schedules, costs, sweeps or limits that are none.
     """
-    costs = load_costs(arguments.costs)
+    costs = given_costs(arguments, arguments.costs)
     per_layer = isinstance(costs, LayerCosts)
     if arguments.per_action and per_layer:
         raise ConfigError(f"{arguments.costs} has costs per layer, not per action; leave it out", key="--per-action")
@@ -88,9 +92,14 @@ def compared_by(arguments: Namespace) -> Compared:
     for swept in swept_limits:
         swept.require_sizes(costs.activation_bytes, "--sweep")
     schedules = swept_schedules(arguments, sweep)
+    rows = [compare(each.text, each.make, costs, per_action=arguments.per_action) for each in schedules]
+    require_split_used(arguments, {row.name: row.split for row in rows if isinstance(row, Comparison) and row.split})
     return Compared(
-        rows=[compare(each.text, each.make, costs, per_action=arguments.per_action) for each in schedules],
+        rows=rows,
         costs=arguments.costs,
+        named_split={costs.split: "as given" if arguments.split else "as in the costs"}
+        if isinstance(costs, LayerCosts)
+        else {},
         per_layer=per_layer,
         per_action=arguments.per_action,
         limit=limit,
@@ -188,12 +197,26 @@ def basis(compared: Compared) -> str:
     """Say in a line what the rows have in common: equal work, unless costs are per action."""
     costs = compared.costs
     if compared.per_layer:
-        return f"Equal work: {costs} is per layer, and a stage has the costs of its layers."
+        return "\n".join(
+            [f"Equal work: {costs} is per layer, and a stage has the costs of its layers.", *_splits(compared)]
+        )
     if compared.per_action:
         return f"Costs per action: {costs} for each stage and slice, however many a rank has."
     return (
         f"Equal work: {costs} is all that a rank does for a microbatch; its stages and slices share it (--per-action)."
     )
+
+
+def _splits(compared: Compared) -> list[str]:
+    """Name the rows that have each split, so that the table says which one it shows."""
+    names: dict[tuple[int, ...], list[str]] = {}
+    for row in compared.found:
+        names.setdefault(row.split or (), []).append(row.name)
+    return [
+        f"  {split_text(split)}, {compared.named_split.get(split, 'balanced by the costs')}: {', '.join(shared)}"
+        for split, shared in names.items()
+        if split
+    ]
 
 
 def notes(compared: Compared) -> list[list[str]]:

@@ -7,10 +7,12 @@ import numpy as np
 
 from penstock.errors import MAX_SHOWN
 from penstock.ir.timeline import Timeline
+from penstock.partition.split import split_text
 from penstock.searching.what_if import Change, Sort
 from penstock.show.idle import NAME_OF_CAUSE
 from penstock.show.text import count_of, format_seconds, format_share, time_unit
 from penstock.simulation.causes import Cause
+from penstock.simulation.costs.layer_costs import split_sizes
 from penstock.simulation.losses import Loss
 from penstock.tables import NO_SCREEN, Column, Screen, table_text
 from penstock.train.watching.diagnosis import Diagnosis
@@ -23,7 +25,7 @@ SMALLEST_SHARE = 0.001
 SMALLEST_EARLY_SHARE = 0.05
 """Of a stage's weights; small ones are always computed in I."""
 NOTES = {
-    "split": "a stage's measured seconds are shared among its layers by their weights",
+    "split": "a stage's measured seconds are shared among its layers by what was profiled, or by their weights",
     "weights": "half of what an I and a W take is taken to be weight gradients",
     "microbatches": "computing and sending a microbatch is taken to be in proportion to its size",
 }
@@ -56,7 +58,8 @@ def _title(diagnosis: Diagnosis) -> str:
     program = diagnosis.timeline.program
     return (
         f"step {diagnosis.recorded.step}: {program.name}, {count_of(program.num_ranks, 'rank')}, "
-        f"{count_of(program.num_stages, 'stage')}, {count_of(program.num_microbatches, 'microbatch')}"
+        f"{count_of(program.num_stages, 'stage')}, {count_of(program.num_microbatches, 'microbatch')}, "
+        f"{split_text(split_sizes(diagnosis.recorded.layers_of_stage))}"
     )
 
 
@@ -180,6 +183,7 @@ def to_json(diagnosis: Diagnosis) -> str:
     document = {
         "step": diagnosis.recorded.step,
         "schedule": diagnosis.timeline.program.name,
+        "split": list(split_sizes(diagnosis.recorded.layers_of_stage)),
         "step_s": step_s,
         "measured": _timeline(diagnosis.timeline),
         "predicted": _timeline(diagnosis.predicted),

@@ -27,7 +27,6 @@ def run(arguments: Namespace) -> int:
         return _examine_system()
     from penstock.cli.diagnosis import to_json, to_text
     from penstock.simulation.costs.file import read_costs
-    from penstock.simulation.costs.fit import SplitShares
     from penstock.train.folder.run_folder import CONFIG, COSTS
     from penstock.train.settings.config import load_config
     from penstock.train.watching.diagnosis import diagnose, setting_of
@@ -38,8 +37,7 @@ def run(arguments: Namespace) -> int:
     recorded = read_recorded_step(folder)
     setting = setting_of(load_config(folder / CONFIG))
     profiled = read_costs(folder / COSTS) if (folder / COSTS).exists() else None
-    shares = None if profiled is None else SplitShares.of(profiled)
-    diagnosis = diagnose(recorded, setting, shares=shares, memory_limit=limit and limit.amounts[0])
+    diagnosis = diagnose(recorded, setting, profiled=profiled, memory_limit=limit and limit.amounts[0])
     say(to_json(diagnosis) if arguments.format == "json" else to_text(diagnosis, stdout_screen()))
     return ExitStatus.FINE
 

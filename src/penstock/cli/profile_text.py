@@ -7,6 +7,7 @@ import numpy as np
 
 from penstock.execute.observing.memory_report import MemoryPoint, RankMemory
 from penstock.ir.action import Kind
+from penstock.partition.split import split_text
 from penstock.show.text import count_of, format_bytes, format_seconds, time_unit
 from penstock.simulation.costs.costs import Spread
 from penstock.simulation.costs.messages import BACKWARD, FORWARD, message_costs
@@ -61,7 +62,8 @@ def _stages(profile: Profile, screen: Screen) -> str:
         if costs.split_forward_s:
             prepared_s = float(costs.per_stage("split_forward_s", program.num_stages)[stage])
             rows.append([str(stage), str(rank), f"forward{NOT_RUN}", format_seconds(prepared_s), "", ""])
-    title = f"{program.name}, {count_of(profile.num_steps, 'recorded step')}"
+    split = split_text(profile.layer_costs.split)
+    title = f"{program.name}, {count_of(profile.num_steps, 'recorded step')}, {split}"
     columns = [
         Column("stage"),
         Column("rank"),

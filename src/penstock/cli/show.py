@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from penstock.cli.arguments import add_format, add_one_schedule
+from penstock.cli.arguments import add_format, add_one_schedule, add_split
 from penstock.cli.pictures import (
     CHARTS,
     PICTURES,
@@ -35,6 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="of a picture: seconds per action of one stage (and slice), such as F=1,I=1,W=1,transfer=0.1 "
         f"(default: {DEFAULT_COSTS}), or a TOML or JSON file",
     )
+    add_split(parser)
     add_picture_arguments(parser)
 
 
@@ -47,6 +48,7 @@ def run(arguments: Namespace) -> int:
 
     format = wanted_format(arguments, FORMAT_OF_SUFFIX | SUFFIXES, "grid")
     refuse_useless(arguments, "costs", format, PICTURES)
+    refuse_useless(arguments, "split", format, PICTURES)
     refuse_useless(arguments, "theme", format, CHARTS)
     path = result_path(arguments)
     if format in PICTURES:
@@ -64,21 +66,20 @@ def run(arguments: Namespace) -> int:
 
 def _picture(format: str, arguments: Namespace) -> bytes:
     """Draw the timeline that the lowered schedule has under the costs."""
+    from penstock.cli.given_costs import costs_of_table
     from penstock.cli.wanted import wanted_schedule
     from penstock.lowering import lower
-    from penstock.planning import stage_costs
     from penstock.show.chart import timeline_chart
     from penstock.show.figures import describe_shape
     from penstock.show.page import to_page
     from penstock.show.trace import to_trace
     from penstock.simulation import simulate
-    from penstock.simulation.costs.file import load_costs
 
     schedule = wanted_schedule(arguments)
     text = arguments.costs or DEFAULT_COSTS
-    costs = stage_costs(load_costs(text), schedule)
+    costs, split = costs_of_table(arguments, text, schedule)
     timeline = simulate(lower(schedule), costs)
-    title = f"{describe_shape(timeline.program)}, predicted with {text}"
+    title = f"{describe_shape(timeline.program)}, predicted with {text}" + f", {split}" * bool(split)
     if format == "trace":
         return to_trace({"predicted": timeline})
     if format == "html":

@@ -3,10 +3,13 @@
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from penstock.errors import PartitionError
+from penstock.errors import PartitionError, count_of
 from penstock.partition.balance import balance
 from penstock.placement import Placement
 from penstock.tables import NO_SCREEN, Column, Screen, table_text
+
+MOST_LISTED = 16
+"""Stages whose numbers of layers are listed one by one."""
 
 
 def split_over(
@@ -108,6 +111,15 @@ def describe_split(
     ratio = shares[heaviest] * len(shares)
     last = screen.wrapped(f"heaviest: stage {labels[heaviest]}, {ratio:.2f} times the mean")
     return f"{table_text(columns, rows, screen)}\n{last}\n"
+
+
+def split_text(sizes: Sequence[int]) -> str:
+    """Return a split in a few words: `split 3,4`; of many stages, only how many layers they have."""
+    if len(sizes) <= MOST_LISTED:
+        return f"split {','.join(map(str, sizes))}"
+    least, most = min(sizes), max(sizes)
+    layers = count_of(most, "layer") if least == most else f"{least} to {most} layers"
+    return f"split into {len(sizes)} stages of {layers}"
 
 
 def _late_share(shares: Mapping[int, float], label: str) -> str:

@@ -10,11 +10,12 @@ from penstock.errors import PenstockError
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
-from penstock.planning import plan, stage_costs
+from penstock.planning import layers_of_stages, plan, stage_costs
 from penstock.proofs import Limit
 from penstock.searching.front import pareto_front
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.equal_work import share_of_rank, stages_per_rank
+from penstock.simulation.costs.layer_costs import split_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class Comparison:
     """Stages and slices that a rank runs for one microbatch, in the mean."""
     peak_bytes: list[int] | None = None
     """Per rank, with what is always there; None where the costs do not say how large activations are."""
+    split: tuple[int, ...] | None = None
+    """Layers of each stage along a route; None where costs are not per layer."""
 
     def fits(self, limit: Limit) -> bool:
         """Whether no rank holds more than it may; False for bytes where these are not known."""
@@ -82,6 +85,7 @@ def compare(
         num_microbatches=schedule.num_microbatches,
         num_parts=stages_per_rank(schedule) * schedule.num_slices,
         peak_bytes=totals if any(own_costs.activation_bytes) else None,
+        split=split_sizes(layers_of_stages(costs, schedule.placement)) if isinstance(costs, LayerCosts) else None,
     )
 
 

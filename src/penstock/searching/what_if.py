@@ -15,7 +15,8 @@ from penstock.ir.action import Kind
 from penstock.ir.live import StageBytes, peak_bytes
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
-from penstock.partition.split import split_over
+from penstock.partition.split import split_over, split_text
+from penstock.planning import layers_of_stages
 from penstock.schedules import FAMILIES, build
 from penstock.simulation import Costs, LayerCosts, simulate
 
@@ -63,6 +64,12 @@ class MeasuredRun:
     """Relative cost per layer, by which a stage's seconds are shared among its layers."""
     early_weights: Mapping[int, float] = field(default_factory=dict)
     """By stage whose backwards are split, the share of its weight gradients that I computes."""
+    backward_weights: tuple[float, ...] | None = None
+    """As `layer_weights`, for backwards, where these differ."""
+
+    def per_layer(self, costs: Costs) -> LayerCosts:
+        """Share costs of its stages among their layers."""
+        return LayerCosts.from_stages(costs, self.layers_of_stage, self.layer_weights, self.backward_weights)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +84,7 @@ class _Plan:
 
 def what_if(run: MeasuredRun, setting: Setting) -> list[Change]:
     """Simulate every change of one thing, and return what each does, the most helpful first."""
-    per_layer = LayerCosts.from_stages(run.costs, run.layers_of_stage, run.layer_weights)
+    per_layer = run.per_layer(run.costs)
     now = _Plan("schedule", run.schedule.name, run.schedule, run.layers_of_stage)
     num_parts = run.schedule.num_microbatches * run.schedule.num_slices
     now_s, now_bytes = _predict(now, per_layer, num_parts)
@@ -90,7 +97,7 @@ def what_if(run: MeasuredRun, setting: Setting) -> list[Change]:
     ]
     found = []
     if any(run.early_weights.values()):
-        waiting = LayerCosts.from_stages(_all_waiting(run), run.layers_of_stage, run.layer_weights)
+        waiting = run.per_layer(_all_waiting(run))
         makespan_s, _ = _predict(now, waiting, num_parts)
         found.append(Change("weights", "all weight gradients wait for W", makespan_s / now_s - 1, 0.0))
     for plan in plans:
@@ -133,7 +140,7 @@ def _other_splits(now: _Plan, per_layer: LayerCosts) -> Iterator[_Plan]:
     route = now.schedule.placement.routes[0]
     sizes = [len(now.layers_of_stage[stage]) for stage in route]
     tried = {tuple(sizes)}
-    layers_s = _seconds_of_layers(per_layer)
+    layers_s = per_layer.seconds_of_layers.sum(axis=0).tolist()
     stages_s = [sum(layers_s[layer] for layer in now.layers_of_stage[stage]) for stage in route]
     for source, target in _moves(sizes, stages_s):
         moved = sizes.copy()
@@ -144,7 +151,7 @@ def _other_splits(now: _Plan, per_layer: LayerCosts) -> Iterator[_Plan]:
     even = split_over(now.schedule.placement, sum(sizes), weights=layers_s)
     even_sizes = [len(even[stage]) for stage in route]
     if tuple(even_sizes) not in tried:
-        yield _resplit(now, f"split {','.join(map(str, even_sizes))}", even_sizes)
+        yield _resplit(now, split_text(even_sizes), even_sizes)
 
 
 def _moves(sizes: list[int], seconds: list[float]) -> Iterator[tuple[int, int]]:
@@ -164,20 +171,17 @@ def _resplit(now: _Plan, text: str, sizes: list[int]) -> _Plan:
 
 def _other_schedules(now: _Plan, per_layer: LayerCosts, setting: Setting) -> Iterator[_Plan]:
     """All families that can have as many ranks and microbatches; equal orders under several names count once."""
-    weights = _seconds_of_layers(per_layer)
     known = [now.schedule]
     for text, found in _built(now.schedule, setting):
         if found.is_forward_only or any(found == other for other in known):
             continue
         try:
-            parts = split_over(found.placement, len(weights), weights=weights)
+            parts = layers_of_stages(per_layer, found.placement)
         except PartitionError:
             continue  # more stages than layers
         known.append(found)
-        routes = found.placement.routes
-        note = ", with a second copy of the weights" if len(routes) > 1 else ""
-        keeps_split = routes == now.schedule.placement.routes
-        yield _Plan("schedule", f"{text}{note}", found, now.layers_of_stage if keeps_split else parts)
+        note = ", with a second copy of the weights" if len(found.placement.routes) > 1 else ""
+        yield _Plan("schedule", f"{text}{note}", found, parts)
 
 
 def _built(like: Schedule, setting: Setting) -> Iterator[tuple[str, Schedule]]:
@@ -213,10 +217,3 @@ def _other_microbatches(now: _Plan, setting: Setting) -> Iterator[_Plan]:
         except ConfigError:
             continue
         yield _Plan("microbatches", f"{int(count)} microbatches", schedule, now.layers_of_stage)
-
-
-def _seconds_of_layers(per_layer: LayerCosts) -> list[float]:
-    """What a forward and a backward of each layer take."""
-    num_layers = len(per_layer.message_bytes)
-    table = np.nan_to_num(per_layer.of_stages([1] * num_layers).durations_s(num_layers))
-    return [float(seconds) for seconds in table[Kind.FORWARD] + table[Kind.BACKWARD]]

@@ -206,6 +206,15 @@ def test_costs_per_layer_say_so():
         ('per = "layer"\nforward_ms = [1, -1]', r"^forward_ms: -1 is negative"),
         ('per = "layer"\nforward = [1]', r"^forward: has no unit that is known; end it in one of s, ms, us"),
         ('per = "layer"\nspreads = []', r"^spreads: is no key here"),
+        (
+            'per = "layer"\nforward_s = [1, 2]\nsplit = [1, 2]',
+            r"^split: \[1, 2\] adds up to 3 layers, but the costs have 2",
+        ),
+        (
+            'per = "layer"\nforward_s = [1, 2]\nsplit = [2, 0]',
+            r"^split: \[2, 0\]; expected layers per stage, 1 or more each",
+        ),
+        ("forward_s = [1, 2]\nsplit = [1, 1]", r"^split: is no key here"),
     ],
 )
 def test_what_is_wrong_per_layer_is_said_with_its_key(text, told):

@@ -10,7 +10,7 @@ from penstock.ir.instruction import Op
 from penstock.ir.timeline import Timeline
 from penstock.lowering import lower
 from penstock.schedules import build
-from penstock.simulation import Costs, simulate
+from penstock.simulation import Costs, LayerCosts, simulate
 from penstock.simulation.costs.costs import Channel, Spread
 from penstock.simulation.costs.fit import SplitShares, costs_from_timeline, costs_from_timelines
 from tests.simulation.slow_data import with_slow_data
@@ -132,6 +132,25 @@ def test_shares_are_those_of_measured_costs():
     assert SplitShares.of(replace(costs, split_forward_s=())) == SplitShares(1.0, 0.75, 0.5)
     assert SplitShares.of(replace(costs, backward_s=())) is None
     assert SplitShares.of(Costs(forward_s=(1.0,), backward_s=(2.0,))) is None
+
+
+def test_costs_per_layer_say_the_shares_of_each_stage():
+    layers = LayerCosts(
+        forward=[1.0, 1.0, 2.0], backward=[2.0, 2.0, 4.0], backward_input=[1.0, 1.0, 3.0], backward_weight=1.0
+    )
+
+    assert SplitShares.of(layers, [range(2), range(2, 3)]) == SplitShares((1.0, 1.0), (0.5, 0.75), (0.5, 0.25))
+    assert SplitShares.of(layers) == SplitShares(1.0, 0.625, 0.375)
+    assert SplitShares.of(layers, [range(4)]) == SplitShares(1.0, 0.625, 0.375)  # a split of other layers
+
+
+def test_shares_of_each_stage_count_for_it():
+    shares = SplitShares((1.0, 1.5, 1.0), (0.75, 0.5, 0.5), (0.25, 0.5, 0.5))
+
+    costs = costs_from_timelines([simulated("1f1b", UNEVEN)], shares=shares)
+
+    assert costs.backward_input_s == pytest.approx(np.multiply((0.75, 0.5, 0.5), UNEVEN.backward_s))
+    assert costs.split_forward_s == pytest.approx(np.multiply((1.0, 1.5, 1.0), UNEVEN.forward_s))
 
 
 def test_a_channel_that_is_slower_than_the_usual_one_is_told_apart():

@@ -97,6 +97,38 @@ def test_a_split_that_does_not_fit_is_refused(split, told):
         LAYERS.of_stages(split)
 
 
+@pytest.mark.parametrize(
+    ("split", "told"),
+    [
+        ([3, 4], "split: [3, 4] adds up to 7 layers, but the costs have 4; make it add up to 4, or leave it out"),
+        ([4, 0], "split: [4, 0]; expected layers per stage, 1 or more each, such as [3, 2]"),
+        ([2.5, 1.5], "split: [2.5, 1.5]; expected layers per stage, 1 or more each, such as [3, 2]"),
+    ],
+)
+def test_a_split_of_other_layers_is_refused_with_the_costs(split, told):
+    with pytest.raises(ConfigError) as caught:
+        LayerCosts(forward=[1.0, 2.0, 3.0, 4.0], split=split)
+    assert str(caught.value) == told
+
+
+def test_a_split_says_how_many_layers_there_are():
+    assert LayerCosts(forward=1.0, split=[3, 4]).num_layers == 7
+
+
+def test_costs_of_stages_remember_their_split():
+    costs = Costs.uniform(forward=4.0)
+
+    assert LayerCosts.from_stages(costs, [range(3), range(3, 4)], [1.0] * 4).split == (3, 1)
+    assert LayerCosts.from_stages(costs, [range(1), range(1, 4)] * 2, [1.0] * 4).split == (1, 3)
+
+
+def test_seconds_of_a_layer_are_those_of_its_forward_and_its_backward():
+    layers = LayerCosts(forward=[1.0, 2.0], backward_input=[3.0, 4.0], backward_weight=1.0)
+
+    assert layers.seconds_of_layers.tolist() == [[1.0, 2.0], [4.0, 5.0]]
+    assert LayerCosts(activation_bytes=[3, 4]).seconds_of_layers.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
 def test_a_split_may_be_an_array():
     assert LAYERS.of_stages(np.array([1, 3])) == LAYERS.of_stages([1, 3])
 

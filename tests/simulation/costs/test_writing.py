@@ -37,13 +37,15 @@ def test_whatever_is_known_is_written(costs):
     assert costs_from_toml(costs_to_toml(costs)) == costs
 
 
-LAYERS = LayerCosts(forward=[1.0, 2.0], recompute=0.5, activation_bytes=[3, 4], launch_s=1.0, source="a profile")
+LAYERS = LayerCosts(
+    split=[1, 1], forward=[1.0, 2.0], recompute=0.5, activation_bytes=[3, 4], launch_s=1.0, source="a profile"
+)
 
 
 def test_costs_per_layer_read_back_as_they_were():
     assert costs_from_toml(costs_to_toml(LAYERS)) == LAYERS
     assert costs_to_toml(LAYERS) == (
-        '# a profile\nper = "layer"\nforward_s = [1.0, 2.0]\nrecompute_s = 0.5\nlaunch_s = 1.0\n'
+        '# a profile\nper = "layer"\nsplit = [1, 1]\nforward_s = [1.0, 2.0]\nrecompute_s = 0.5\nlaunch_s = 1.0\n'
         "activation_bytes = [3, 4]\n"
     )
 

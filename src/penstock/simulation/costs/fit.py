@@ -13,7 +13,7 @@ from penstock.ir.operations import NUM_OPS, Kind, Op
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.simulation.costs.costs import Channel, Costs, PerStage, Spread
-from penstock.simulation.costs.layer_costs import LayerCosts
+from penstock.simulation.costs.layer_costs import LayerCosts, split_sizes
 from penstock.simulation.data_waits import data_ready_s
 from penstock.simulation.durations import IS_BUSY
 from penstock.simulation.message_latency import Transfers, message_latency_s, robust_mean
@@ -24,24 +24,36 @@ class SplitShares:
     """What running backwards in two parts takes, in shares of a whole one and of the forward before it.
 
     Unless it was measured, halves are taken, as of the products of matrices, and a forward that is no longer for it.
+    One number is for all stages; otherwise there is one per stage.
     """
 
-    forward: float = 1.0
+    forward: float | PerStage = 1.0
     """What a forward that prepares a split backward takes of another."""
-    input: float = 0.5
-    weight: float = 0.5
+    input: float | PerStage = 0.5
+    weight: float | PerStage = 0.5
 
     @classmethod
-    def of(cls, costs: Costs | LayerCosts) -> "SplitShares | None":
-        """Return what costs say of it; None where they do not know both whole backwards and their parts."""
+    def of(cls, costs: Costs | LayerCosts, layers_of_stage: Sequence[range] = ()) -> "SplitShares | None":
+        """Return what costs say of it; None where they do not know both whole backwards and their parts.
+
+        Costs per layer say it of each stage where `layers_of_stage` is a split of their layers.
+        """
         if isinstance(costs, LayerCosts):
-            costs = costs.of_stages([costs.num_layers])
+            is_split = sum(split_sizes(layers_of_stage)) == costs.num_layers
+            costs = costs.of_stages(layers_of_stage if is_split else [costs.num_layers])
+        else:
+            is_split = False
         if not (costs.backward_s and costs.backward_input_s and costs.backward_weight_s and sum(costs.forward_s)):
             return None
-        forward, whole = sum(costs.forward_s), sum(costs.backward_s)
-        prepared = sum(costs.split_forward_s) if costs.split_forward_s else forward
-        parts = sum(costs.backward_input_s), sum(costs.backward_weight_s)
-        return cls(prepared / forward, parts[0] / whole, parts[1] / whole) if whole else None
+        prepared = costs.split_forward_s or costs.forward_s
+        inputs, weights = costs.backward_input_s, costs.backward_weight_s
+        if not sum(costs.backward_s):
+            return None
+        pairs = ((prepared, costs.forward_s), (inputs, costs.backward_s), (weights, costs.backward_s))
+        of_all = cls(*(sum(part) / sum(whole) for part, whole in pairs))
+        if not is_split or not min(*costs.forward_s, *costs.backward_s):
+            return of_all
+        return cls(*(tuple(np.divide(part, whole).tolist()) for part, whole in pairs))
 
 
 HALVES = SplitShares()
@@ -81,11 +93,12 @@ def costs_from_timelines(
     for (kind, stage), seconds in samples.items():
         found[kind, stage] = robust_mean(seconds)
     forward, whole, inputs, weights = found[: Kind.BACKWARD_WEIGHT + 1]
-    prepared = np.where(np.isnan(inputs), forward * shares.forward, forward)
-    forward = np.where(np.isnan(inputs), forward, forward / shares.forward)
-    whole = np.where(np.isnan(whole), (inputs + weights) / (shares.input + shares.weight), whole)
-    inputs = np.where(np.isnan(inputs), whole * shares.input, inputs)
-    weights = np.where(np.isnan(weights), whole * shares.weight, weights)
+    of_forward, of_input, of_weight = map(np.array, (shares.forward, shares.input, shares.weight))
+    prepared = np.where(np.isnan(inputs), forward * of_forward, forward)
+    forward = np.where(np.isnan(inputs), forward, forward / of_forward)
+    whole = np.where(np.isnan(whole), (inputs + weights) / (of_input + of_weight), whole)
+    inputs = np.where(np.isnan(inputs), whole * of_input, inputs)
+    weights = np.where(np.isnan(weights), whole * of_weight, weights)
     transfers, sizes = Transfers.of(program), tuple(message_bytes) or (0,)
     latency_s = message_latency_s(timelines, transfers)
     launch_s = _launch_s(timelines, transfers, latency_s)
@@ -95,7 +108,7 @@ def costs_from_timelines(
     default = Channel(0, 0, _median(latencies_s), float(np.median(speeds)) if len(speeds) else inf, bool(bandwidths))
     return Costs(
         forward_s=_per_stage(forward),
-        split_forward_s=_per_stage(prepared) if shares.forward != 1 else (),
+        split_forward_s=_per_stage(prepared) if (of_forward != 1).any() else (),
         backward_s=_per_stage(whole),
         backward_input_s=_per_stage(inputs),
         backward_weight_s=_per_stage(weights),

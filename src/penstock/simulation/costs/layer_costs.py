@@ -13,8 +13,10 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, described, shortened
+from penstock.ir.action import Kind
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.simulation.costs.costs import COMPUTE_FIELDS, Costs, PerStage, SharedCosts, entries_of
@@ -34,6 +36,8 @@ class LayerCosts(SharedCosts):
     A list, an array or one number for all layers will do wherever there is an entry per layer.
     """
 
+    split: tuple[int, ...] = ()
+    """Layers of each stage in the run that was measured; empty where none was."""
     forward: PerLayer = ()
     backward_input: PerLayer = ()
     backward_weight: PerLayer = ()
@@ -51,6 +55,8 @@ class LayerCosts(SharedCosts):
             if isinstance(each.default, tuple) and each.name != "channels":
                 object.__setattr__(self, each.name, entries_of(getattr(self, each.name)))
         SharedCosts.__post_init__(self)
+        if self.split:
+            self._require_split()
 
     @property
     def num_layers(self) -> int:
@@ -59,10 +65,17 @@ class LayerCosts(SharedCosts):
         Raises:
             ConfigError: if no field has more than one entry, which is then the same for any number of layers.
         """
-        found = max(len(getattr(self, name)) for name in _PER_LAYER)
+        found = max(sum(self.split), *(len(getattr(self, name)) for name in _PER_LAYER))
         if found < 2:
             raise self.error("one number for all layers does not say how many there are; give one per layer", "forward")
         return found
+
+    @property
+    def seconds_of_layers(self) -> NDArray[np.float64]:
+        """[2, num_layers] what a forward and a backward of each layer take; their sum balances layers over stages."""
+        count = self.num_layers
+        table = self.of_stages([1] * count).durations_s(count)
+        return np.nan_to_num(table[[Kind.FORWARD, Kind.BACKWARD]])
 
     def of_stages(self, split: Sequence[int | range]) -> Costs:
         """Return what stages cost that have so many layers each, or that have these layers.
@@ -115,6 +128,7 @@ class LayerCosts(SharedCosts):
 
         Backwards have their own weights where these are given.
         Layers of which there are two copies, on the two routes of a bidirectional placement, get the mean of both.
+        The result remembers how many layers each stage had.
         Bytes but those of messages, and the seconds of collectives and the optimizer, do not follow the same weights
         and are left out.
         """
@@ -130,7 +144,28 @@ class LayerCosts(SharedCosts):
                 for part, seconds in zip(layers_of_stage, of_stages, strict=True):
                     total[list(part)] += seconds * _shares([of_layers[layer] for layer in part])
                 known[name.removesuffix("_s")] = total / num_copies
-        return cls(**known, message_bytes=_outputs_of_layers(costs, layers_of_stage, num_layers))
+        return cls(
+            **known,
+            message_bytes=_outputs_of_layers(costs, layers_of_stage, num_layers),
+            split=split_sizes(layers_of_stage),
+        )
+
+    def _require_split(self) -> None:
+        """Refuse a split that is not of these layers. Raises: ConfigError."""
+        if not all(isinstance(count, int) and count > 0 for count in self.split):
+            problem = f"{shortened(list(self.split))}; expected layers per stage, 1 or more each, such as [3, 2]"
+            raise self.error(problem, "split")
+        num_layers, total = max(len(getattr(self, name)) for name in _PER_LAYER), sum(self.split)
+        if num_layers > 1 and total != num_layers:
+            problem = (
+                f"{shortened(list(self.split))} adds up to {shortened(total)} layers, but the costs have {num_layers}"
+            )
+            raise self.error(f"{problem}; make it add up to {num_layers}, or leave it out", "split")
+
+
+def split_sizes(layers_of_stage: Sequence[range]) -> tuple[int, ...]:
+    """Return the number of layers of each stage along a route; stages with copies of the same layers count once."""
+    return tuple(len(part) for part in sorted(set(layers_of_stage), key=lambda part: part.start))
 
 
 _PER_LAYER = (*SECONDS, *SUMMED_BYTES, "message_bytes", "checkpoint_bytes")

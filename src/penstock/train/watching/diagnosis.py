@@ -7,7 +7,7 @@ from penstock.ir.action import Kind
 from penstock.ir.timeline import Timeline
 from penstock.schedules import is_family_name
 from penstock.searching.what_if import Change, MeasuredRun, Setting, what_if
-from penstock.simulation import simulate
+from penstock.simulation import Costs, LayerCosts, simulate
 from penstock.simulation.causes import Cause, IdleTimes, idle_times
 from penstock.simulation.costs.fit import HALVES, SplitShares, costs_from_timelines
 from penstock.simulation.critical import Piece, critical_path
@@ -59,19 +59,21 @@ def diagnose(
     recorded: RecordedStep,
     setting: Setting,
     *,
-    shares: SplitShares | None = None,
+    profiled: Costs | LayerCosts | None = None,
     memory_limit: int | Sequence[int] | None = None,
 ) -> Diagnosis:
     """Find out all about a recorded step.
 
-    `shares` say what was measured of backwards in two parts; without them they are taken to be halves. `memory_limit`
-    counts activations.
+    `profiled` are costs that were measured of the same model: they say what backwards take in two parts, else halves,
+    and, per layer, what each layer takes of its stage, else its weight. `memory_limit` counts activations.
     """
+    shares = None if profiled is None else SplitShares.of(profiled, recorded.layers_of_stage)
     timeline = with_true_arrivals(recorded.timeline)
     costs = costs_from_timelines([timeline], message_bytes=recorded.message_bytes, shares=shares or HALVES)
     schedule = timeline.program.actions()
     early = {stage: found.share for stage, found in recorded.early_weights.items()}
-    run = MeasuredRun(schedule, costs, recorded.layers_of_stage, recorded.layer_weights, early)
+    forward_weights, backward_weights = _layer_weights(recorded, profiled)
+    run = MeasuredRun(schedule, costs, recorded.layers_of_stage, forward_weights, early, backward_weights)
     before = idle_before(timeline, recorded.lead_ins)
     within = idle_times(timeline, costs, memory_limit=memory_limit)
     return Diagnosis(
@@ -84,6 +86,13 @@ def diagnose(
         what_if(run, setting),
         shares is not None,
     )
+
+
+def _layer_weights(recorded: RecordedStep, profiled: Costs | LayerCosts | None) -> list[tuple[float, ...]]:
+    """By which forwards and backwards of a stage are shared among its layers: a profile's seconds, else the weights."""
+    if isinstance(profiled, LayerCosts) and profiled.num_layers == len(recorded.layer_weights):
+        return [tuple(seconds) for seconds in profiled.seconds_of_layers.tolist()]
+    return [recorded.layer_weights] * 2
 
 
 def setting_of(config: RunConfig) -> Setting:

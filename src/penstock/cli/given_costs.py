@@ -1,0 +1,78 @@
+"""The costs that a command was given, and how costs per layer are split over stages: `--costs` and `--split`."""
+
+import re
+from argparse import Namespace
+from collections.abc import Iterable
+from dataclasses import replace
+
+from penstock.errors import ConfigError, count_of, cut, shortened
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.partition.split import split_text
+from penstock.planning import layers_of_stages, stage_costs
+from penstock.simulation import Costs, LayerCosts
+from penstock.simulation.costs.file import AnyCosts, load_costs
+from penstock.simulation.costs.layer_costs import split_sizes
+
+SPLIT = "--split"
+
+_NUMBER = re.compile(r"0*[1-9][0-9]{0,8}")
+
+
+def given_costs(arguments: Namespace, text: str) -> AnyCosts:
+    """Read costs; those per layer get the split that `--split` gives instead of their own.
+
+    Raises:
+        ConfigError, FormatError: for costs that are none, and a split that is none of their layers.
+    """
+    costs = load_costs(text)
+    if arguments.split is None:
+        return costs
+    if not isinstance(costs, LayerCosts):
+        problem = f"{text} has no costs per layer, so it cannot be split"
+        raise ConfigError(f"{problem}; give a file that penstock profile RUN.toml wrote, or leave it out", key=SPLIT)
+    try:
+        return replace(costs, split=read_split(arguments.split))
+    except ConfigError as error:
+        raise ConfigError(str(error).removeprefix(f"{error.key}: "), key=SPLIT) from None
+
+
+def read_split(text: str) -> tuple[int, ...]:
+    """Read layers per stage, such as `3,4`. Raises: ConfigError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(_NUMBER.fullmatch(part) for part in parts):
+        raise ConfigError(f"{shortened(text)}; expected the number of layers of each stage, such as 3,4", key=SPLIT)
+    return tuple(map(int, parts))
+
+
+def costs_of_table(arguments: Namespace, text: str, table: Schedule | Program) -> tuple[Costs, str]:
+    """Return what the stages of one table cost, and `split 3,4` where the costs are per layer, else nothing.
+
+    Raises:
+        ConfigError, FormatError, PartitionError: for costs or a split that are none, or none of this table.
+    """
+    costs = given_costs(arguments, text)
+    if not isinstance(costs, LayerCosts):
+        return stage_costs(costs, table), ""
+    sizes = split_sizes(layers_of_stages(costs, table.placement))
+    require_split_used(arguments, {table.name: sizes})
+    return stage_costs(costs, table), split_text(sizes)
+
+
+def require_split_used(arguments: Namespace, sizes_of_name: dict[str, tuple[int, ...]]) -> None:
+    """Refuse `--split` where none of these schedules has as many stages. Raises: ConfigError."""
+    if arguments.split is None:
+        return
+    count = len(read_split(arguments.split))
+    counts = {name: len(sizes) for name, sizes in sizes_of_name.items()}
+    if counts and count not in counts.values():
+        raise ConfigError(
+            f"{cut(arguments.split, 40)} is for {count_of(count, 'stage')}, but {', '.join(counts)} "
+            f"{'has' if len(counts) == 1 else 'have'} {_numbers(counts.values())}; give the layers of each stage, or "
+            "leave it out",
+            key=SPLIT,
+        )
+
+
+def _numbers(counts: Iterable[int]) -> str:
+    return " or ".join(map(str, sorted(set(counts))))

@@ -1,0 +1,135 @@
+"""What `--costs` and `--split` give together, on every command that takes them."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.entry import main
+from penstock.cli.given_costs import costs_of_table, given_costs, read_split
+from penstock.errors import ConfigError
+from penstock.schedules import build
+from penstock.simulation import Costs
+from penstock.simulation.costs.file import read_costs
+
+LAYERS = """per = "layer"
+split = [3, 4]
+forward_s = [1, 4, 4, 4, 4, 3, 2]
+backward_input_s = [1, 4, 4, 4, 4, 3, 2]
+backward_weight_s = [1, 4, 4, 4, 4, 3, 2]
+activation_bytes = [1, 2, 4, 8, 16, 32, 64]
+"""
+UNIT = Costs(forward_s=(1.0,), backward_input_s=(1.0,), backward_weight_s=(1.0,))
+SIZE = ["--ranks", "2", "--microbatches", "4"]
+
+
+@pytest.fixture
+def costs(tmp_path):
+    path = tmp_path / "layers.toml"
+    path.write_text(LAYERS)
+    return str(path)
+
+
+@pytest.fixture
+def schedule(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(build("1f1b", ranks=2, microbatches=4).to_json())
+    return str(path)
+
+
+def asked(split=None):
+    return Namespace(split=split)
+
+
+def test_costs_per_layer_get_the_split_that_is_given(costs):
+    assert given_costs(asked(), costs) == read_costs(Path(costs))
+    assert given_costs(asked("4,3"), costs).split == (4, 3)
+    assert given_costs(asked(), "F=1,I=1,W=1") == UNIT
+
+
+def test_a_table_gets_its_costs_and_the_name_of_their_split(costs):
+    table = build("1f1b", ranks=2, microbatches=4)
+
+    assert costs_of_table(asked(), "F=1,I=1,W=1", table) == (UNIT, "")
+    for split, forward_s, told in ((None, (9, 13), "split 3,4"), ("2, 5", (5, 17), "split 2,5")):
+        found, name = costs_of_table(asked(split), costs, table)
+        assert (found.forward_s, name) == (forward_s, told)
+    assert costs_of_table(asked(), costs, build("zbv", ranks=2, microbatches=4))[1] == "split 2,2,2,1"
+
+
+@pytest.mark.parametrize("text", ["", "3,", "3,x", "3;4", "0,7", "-1,8", "3.0,4", "\u0663,4"])
+def test_what_is_no_split_is_refused(text):
+    with pytest.raises(ConfigError, match=r"^--split: .*; expected the number of layers of each stage, such as 3,4$"):
+        read_split(text)
+
+
+@pytest.mark.parametrize(
+    ("split", "told"),
+    [
+        ("3,x", "--split: '3,x'; expected the number of layers of each stage, such as 3,4"),
+        ("4,4", "--split: [4, 4] adds up to 8 layers, but the costs have 7; make it add up to 7, or leave it out"),
+        ("2,2,3", "--split: 2,2,3 is for 3 stages, but {name} has 2; give the layers of each stage, or leave it out"),
+    ],
+)
+@pytest.mark.parametrize("command", ["compare", "show", "check"])
+def test_a_split_that_does_not_fit_is_one_message(command, split, told, costs, schedule, capsys):
+    words = {
+        "compare": ["compare", "1f1b", *SIZE],
+        "show": ["show", "1f1b", *SIZE, "--to", "trace"],
+        "check": ["check", schedule],
+    }[command]
+
+    assert main([*words, "--costs", costs, "--split", split]) == 1
+
+    said, complained = capsys.readouterr()
+    assert (said, len(complained.splitlines())) == ("", 1)
+    assert told.format(name="1f1b") in complained
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        (["compare", "1f1b", *SIZE], 1, "--split: F=1,I=1,W=1 has no costs per layer, so it cannot be split; give a f"),
+        (["show", "1f1b", *SIZE, "--to", "svg"], 1, "--split: F=1,I=1,W=1 has no costs per layer"),
+        (["show", "1f1b", *SIZE], 1, "--split: only for svg, png, html, trace; leave it out for grid"),
+        (["check", "-"], 1, "--split: there are no costs to split; give --costs FILE with costs per layer"),
+        (["compare", "1f1b", *SIZE, "--split", "4,3"], 2, "--split is given twice; keep one"),
+    ],
+)
+def test_a_split_that_nothing_can_use_is_one_message(words, status, told, schedule, capsys):
+    words = [schedule if word == "-" else word for word in words]
+
+    assert main([*words, "--split", "3,4"]) == status
+    said, complained = capsys.readouterr()
+    assert said == ""
+    assert told in complained
+
+
+def test_every_command_says_which_split_it_shows(costs, schedule, capsys):
+    shown = []
+    for words in (
+        ["compare", "1f1b", "chimera", "zbv", *SIZE],
+        ["show", "1f1b", *SIZE, "--to", "svg"],
+        ["check", schedule],
+    ):
+        assert main([*words, "--costs", costs]) == 0
+        assert main([*words, "--costs", costs, "--split", "4,3"]) == 0
+        shown.append(capsys.readouterr().out)
+
+    compared, picture, checked = shown
+    assert "\n  split 3,4, as in the costs: 1f1b, chimera\n  split 2,2,2,1, balanced by the costs: zbv\n" in compared
+    assert "\n  split 4,3, as given: 1f1b, chimera\n  split 2,2,2,1, balanced by the costs: zbv\n" in compared
+    assert f"predicted with {costs}, split 3,4<" in picture
+    assert f"predicted with {costs}, split 4,3<" in picture
+    assert "peak bytes per rank 14 B, 120 B (" in checked  # of rank 0 two microbatches of layers 0 to 2
+    assert [line for line in ("; split 3,4;", "; split 4,3;") if line not in checked] == []
+
+
+def test_json_has_the_split_of_each_schedule(costs, capsys):
+    main(["compare", "1f1b", "zbv", *SIZE, "--costs", costs, "--to", "json"])
+    main(["compare", "1f1b", *SIZE, "--to", "json"])
+
+    per_layer, end = json.JSONDecoder().raw_decode(text := capsys.readouterr().out)
+    assert [row["split"] for row in per_layer] == [[3, 4], [2, 2, 2, 1]]
+    assert json.loads(text[end:])[0]["split"] is None
