@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.execute import undocumented
 from penstock.execute.stages.wrappers import is_first_fsdp, is_sharded
+from penstock.execute.undocumented_modules import is_replicated
 
 SHORT_S = 0.2
 LONG_S = 20.0
@@ -70,6 +71,24 @@ def test_a_parameter_without_a_gradient_takes_over_the_memory_of_the_first_one()
     torch.autograd.backward(parameter.view(2, 2), gradient)
 
     assert parameter.grad.data_ptr() == gradient.data_ptr()
+
+
+def test_who_holds_the_memory_of_a_tensor_is_counted():
+    """`stages/first_gradients.py` copies what others hold too."""
+    parameter, hidden = leaf(4), leaf(1, 4)
+    tensor = torch.ones(2, 2)
+    assert undocumented.num_holders(tensor) == 1
+
+    view = tensor.view(4)
+    assert undocumented.num_holders(tensor) == undocumented.num_holders(view) == 2
+    del view
+    assert undocumented.num_holders(tensor) == 1
+
+    ((hidden.view(1, 4) + parameter[None]) * 2).sum().backward()
+    gradient = hidden.grad
+    assert undocumented.num_holders(gradient) == 2
+    parameter.grad = None
+    assert undocumented.num_holders(gradient) == 1
 
 
 # ---- the nodes of autograd's graph
@@ -744,7 +763,7 @@ def test_dtensors_within_ddp_are_known(world):
     assert not undocumented.has_dtensors(wrapped())
 
 
-WRAPPERS = [is_sharded, undocumented.is_replicated, is_first_fsdp]
+WRAPPERS = [is_sharded, is_replicated, is_first_fsdp]
 
 
 @pytest.mark.parametrize(
@@ -754,7 +773,7 @@ WRAPPERS = [is_sharded, undocumented.is_replicated, is_first_fsdp]
         (wrapped, None),
         (lambda: fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,))), is_sharded),
         (lambda: replicate(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,))), is_sharded),
-        (lambda: replicate_by_ddp(nn.Linear(2, 2)), undocumented.is_replicated),
+        (lambda: replicate_by_ddp(nn.Linear(2, 2)), is_replicated),
         (lambda: FullyShardedDataParallel(nn.Linear(2, 2), device_id="cpu"), is_first_fsdp),
     ],
 )

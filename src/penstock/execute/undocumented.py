@@ -7,6 +7,7 @@ own in tests/execute/test_undocumented.py, so that a new torch that changes one 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -18,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 # ---- tensors
 
+_NUM_HOLDERS = attrgetter("_C._storage_Use_Count")(torch)
+
 
 def version_of(tensor: Tensor) -> int:
     """Count the changes in place of a tensor and its views; those of inference mode are not counted."""
@@ -25,6 +28,11 @@ def version_of(tensor: Tensor) -> int:
         return tensor._version
     except RuntimeError:
         return 0
+
+
+def num_holders(tensor: Tensor) -> int:
+    """Count who holds the memory of a tensor: 1 where it does alone, without views or tensors that took it over."""
+    return int(_NUM_HOLDERS(tensor.untyped_storage()._cdata)) - 1  # the storage of this call holds it
 
 
 def has_hooks(parameter: Tensor) -> bool:
@@ -338,8 +346,3 @@ def broadcast_buffers(module: DistributedDataParallel) -> list[Tensor]:
 def has_dtensors(module: DistributedDataParallel) -> bool:
     """Whether DDP has found DTensors among the parameters, which it replaces by their local parts."""
     return any(hasattr(parameter, "_st_info") for parameter in module.parameters())
-
-
-def is_replicated(module: nn.Module) -> bool:
-    """Whether `torch.distributed._composable.replicate` has been."""
-    return hasattr(module, "set_requires_gradient_sync") and not hasattr(module, "unshard")

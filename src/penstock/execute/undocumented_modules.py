@@ -1,4 +1,4 @@
-"""What torch does not document of modules: the tables in which each holds its parameters and its submodules."""
+"""What torch does not document of modules: the tables with their parameters and submodules, and what wraps one."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -38,6 +38,11 @@ class ModuleSnapshot:
     def _tables(self) -> list[Any]:
         # Anew each time, since a table may be replaced as a whole.
         return [table for tables_of in _TABLES for table in map(tables_of, self._modules)]
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether `torch.distributed._composable.replicate` has been applied to a module."""
+    return hasattr(module, "set_requires_gradient_sync") and not hasattr(module, "unshard")
 
 
 def _names_in(tables: Sequence[Any]) -> chain[str]:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from penstock.execute.split.plan import SplitPlan
-from penstock.execute.stages.first_gradients import FirstGradients
+from penstock.execute.stages.first_gradients import FirstGradients, in_own_memory, unalias
 from penstock.execute.stages.main_gradients import MainGradients
 from penstock.execute.stages.stage import Stage
 from tests.local_pipelines import WIDTH, settle, values
@@ -86,7 +86,7 @@ def test_only_what_is_new_and_shared_is_copied():
 
     first.grad, second.grad = needed[:2], torch.ones(2)
     others = second.grad, third.grad
-    gradients.unalias([needed])
+    unalias(gradients.come(), [needed])
     needed += 1
 
     assert first.grad.tolist() == [1.0, 1.0]
@@ -101,6 +101,30 @@ def test_sparse_gradients_are_left_alone():
 
     table(torch.tensor([1, 2])).sum().backward()
     before = table.weight.grad
-    gradients.unalias([torch.ones(2)])
+    unalias(gradients.come(), [torch.ones(2)])
 
     assert table.weight.grad is before
+
+
+def test_a_split_backward_finds_leaves_that_the_stage_does_not_list():
+    prompt = values(5, 2).requires_grad_()
+    gradients = FirstGradients([nn.Parameter(torch.zeros(2))])
+    gradients.begin_backward()
+    dy = torch.ones(1, 2)
+
+    torch.autograd.backward(prompt[None], dy)
+    assert gradients.come() == []
+    unalias(gradients.come([prompt]), [dy])
+    torch.autograd.backward(prompt[None], dy)
+
+    assert dy.tolist() == [[1.0, 1.0]]
+    assert prompt.grad.tolist() == [2.0, 2.0]
+
+
+def test_the_gradient_of_an_input_is_copied_only_where_others_hold_its_memory():
+    alone, held = torch.ones(2), torch.ones(2)
+    other = held[:1]
+
+    assert in_own_memory(alone) is alone
+    assert in_own_memory(held) is not held
+    assert in_own_memory(held).untyped_storage().data_ptr() != other.untyped_storage().data_ptr()

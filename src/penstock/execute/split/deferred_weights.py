@@ -39,6 +39,7 @@ class DeferredWeights:
         """`search` finds what can be deferred, if anything; products of `weights` are split in the forward."""
         self.products: list[Deferred] = []
         """In the order in which a whole backward would come to them; filled by I."""
+        self._leaves: list[Tensor] = []
         self.closures: list[Closure] = []
         """What layers have handed over to be called in W."""
         self._search = search
@@ -55,6 +56,14 @@ class DeferredWeights:
     def kept(self) -> list[Tensor]:
         """What I has kept for W, parameters apart; it must not be changed before."""
         return [tensor for product in self.products for tensor in product.kept]
+
+    def take_leaves(self) -> list[Tensor]:
+        """Return the leaves that I has come to, the stage's inputs among them, and forget them; none if nothing waits.
+
+        Where a graph was not searched, nothing waits for W that has memory of the graph.
+        """
+        leaves, self._leaves = self._leaves, []
+        return leaves
 
     @contextmanager
     def around_forward(self) -> Iterator[None]:
@@ -88,6 +97,8 @@ class DeferredWeights:
 
     def _run_backward(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
         survey = None if self._search is None else self._search(edges, self._mode.seen)
+        if survey is not None:
+            self._leaves += survey.immediate.values()
         if survey is not None and survey.is_opaque:
             with NestedBackwards(self._run_backward):
                 torch.autograd.backward(edges, gradients)

@@ -5,6 +5,10 @@
 
 A parameter without a gradient takes over the first one that comes if nobody holds that very tensor, without a look at
 who holds its memory. In a plain loop nobody does; here a backward leaves tensors that outlive it.
+
+So does every other leaf: a keyword of the batch that is trained, a tensor that a layer holds unregistered, a parameter
+of the loss function. A split backward, which searches its graph anyway, finds them all. A whole one keeps nothing but
+the gradients of its inputs, and copies those whose memory somebody else holds.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,6 +16,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from penstock.execute.undocumented import num_holders
 from penstock.execute.values.tensors import local_part
 
 
@@ -20,23 +25,36 @@ class FirstGradients:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._waiting = [parameter for parameter in parameters if parameter.requires_grad]
+        self._known = set(map(id, self._waiting))
+        """Ids of those that needed a gradient when the step began."""
 
     def begin_backward(self) -> None:
         """Forget those that have a gradient by now, to which others are added."""
         if self._waiting:
             self._waiting = [parameter for parameter in self._waiting if parameter.grad is None]
 
-    def have_come(self) -> bool:
-        """Whether any came in a backward: not in most, where to list what is needed takes longer than to find this."""
-        return any(parameter.grad is not None for parameter in self._waiting)
+    def come(self, leaves: Iterable[Tensor] = ()) -> list[Tensor]:
+        """Return what may have got its first gradient in a backward that came to `leaves`: in most, nothing."""
+        waiting = [parameter for parameter in self._waiting if parameter.grad is not None]
+        # Of others it is not known whether they had one before. Then it shares no memory with what this backward made.
+        others = [leaf for leaf in leaves if leaf.grad is not None and id(leaf) not in self._known]
+        return waiting + others
 
-    def unalias(self, needed: Sequence[Tensor]) -> None:
-        """After a backward: give gradients that have just come memory of their own, where it is that of `needed`."""
-        memory = {_memory(tensor) for tensor in needed if tensor.layout is torch.strided}
-        for parameter in self._waiting:
-            gradient = parameter.grad
-            if gradient is not None and gradient.layout is torch.strided and _memory(gradient) in memory:
-                parameter.grad = gradient.clone()
+
+def unalias(leaves: Iterable[Tensor], needed: Sequence[Tensor]) -> None:
+    """After a backward: give gradients of leaves memory of their own, where it is that of `needed`."""
+    memory = {_memory(tensor) for tensor in needed if tensor.layout is torch.strided}
+    for leaf in leaves:
+        gradient = leaf.grad
+        if gradient is not None and gradient.layout is torch.strided and _memory(gradient) in memory:
+            leaf.grad = gradient.clone()
+
+
+def in_own_memory(gradient: Tensor) -> Tensor:
+    """Return the gradient of an input, as a copy if somebody else holds its memory, who might change it."""
+    if type(gradient) is Tensor and (gradient.layout is not torch.strided or num_holders(gradient) == 1):
+        return gradient
+    return gradient.clone()  # of subclasses, such as DTensor, nobody knows who holds their parts
 
 
 def _memory(tensor: Tensor) -> int:

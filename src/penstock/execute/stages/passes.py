@@ -22,7 +22,7 @@ from penstock.execute.batch.microbatch import Place
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.split.own_weight_gradients import WEIGHT_GRADIENTS
 from penstock.execute.stages.feature import ForwardPart, StageFeature
-from penstock.execute.stages.first_gradients import FirstGradients
+from penstock.execute.stages.first_gradients import FirstGradients, in_own_memory, unalias
 from penstock.execute.stages.keywords import run_layers
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Step
@@ -226,13 +226,13 @@ class StagePasses:
             _run_autograd(self.stage, saved, gradients)
         results = []
         for leaf in saved.inputs:
+            gradient, leaf.grad = leaf.grad, None
             # Zeros, since the stage before waits for a message, whatever this stage has used of its input.
-            results.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
-            leaf.grad = None
-        # All of these outlive the backward; a first gradient in the memory of one of them would change it later.
-        if first_gradients.have_come():
-            kept = [] if saved.deferred is None else saved.deferred.kept
-            first_gradients.unalias([*gradients, *results, *kept])
+            results.append(torch.zeros_like(leaf) if gradient is None else in_own_memory(gradient))
+        # These outlive the backward too; a first gradient in the memory of one of them would change it later.
+        deferred = saved.deferred
+        if come := first_gradients.come(() if deferred is None else deferred.take_leaves()):
+            unalias(come, [*gradients, *([] if deferred is None else deferred.kept)])
         saved.inputs, saved.edges, saved.loss_gradients = [], [], []
         if is_whole:
             self.backward_weight(saved)
