@@ -3,10 +3,14 @@
 import pytest
 
 from penstock.lowering import lower
+from penstock.partition.split import split_over
 from penstock.schedules import build
 from penstock.searching.what_if import MeasuredRun, Setting, what_if
-from penstock.simulation import Costs, simulate
+from penstock.simulation import Costs, LayerCosts, simulate
 from penstock.simulation.costs.fit import HALVES, SplitShares, costs_from_timelines
+from penstock.train.settings.config import config_from_table
+from penstock.train.settings.overrides import apply_overrides
+from penstock.train.watching.diagnosis import setting_of
 from tests.cli.recorded_steps import recorded_step
 
 SETTING = Setting(batch_size=16, family="1f1b", stages_per_rank=1)
@@ -123,7 +127,54 @@ def test_families_with_more_stages_than_layers_are_left_out():
 
 
 def test_two_copies_of_the_weights_are_told():
-    assert "chimera, with a second copy of the weights" in changes(recorded_step())
+    found = changes(recorded_step())
+    from_two = changes(recorded_step(build("chimera", ranks=4, microbatches=8)), Setting(batch_size=8))
+
+    assert {text for text, change in found.items() if change.copies_weights} >= {"chimera", "dualpipe"}
+    assert not found["zb-h1"].copies_weights
+    assert not any(change.copies_weights for change in from_two.values())
+
+
+def test_each_change_names_the_keys_that_make_it():
+    found = changes(recorded_step(forward_s=UNEVEN))
+    options = Setting(batch_size=16, family="1f1b", options={"warmup": "eager"}, stages_per_rank=1)
+
+    assert found["move one layer from stage 3 to stage 2"].settings == ("pipeline.split=[4,4,5,3]",)
+    assert found["zb-h1"].settings == ("pipeline.schedule=zb-h1",)
+    assert found["16 microbatches"].settings == ("pipeline.microbatches=16",)
+    assert found["hanayo"].settings == (
+        "pipeline.schedule=hanayo", "pipeline.stages_per_rank=2", "pipeline.split=[3,3,3,2,2,1,1,1]",
+    )  # fmt: skip
+    assert changes(recorded_step(), options)["zb-h1"].settings == ("pipeline.schedule=zb-h1", "pipeline.options={}")
+
+
+def test_a_run_with_the_keys_of_a_change_takes_what_was_simulated_of_it():
+    """Also of a run whose options its new schedule does not have."""
+    table = {
+        "run": {"folder": "run"},
+        "data": {"corpus": "stdlib"},
+        "batch": {"size": 16},
+        "pipeline": {"ranks": 4, "microbatches": 8, "schedule": "1f1b", "options": {"warmup": "eager"}},
+    }
+    each = tuple(seconds / 4 for seconds in UNEVEN for _ in range(4))
+    per_layer = LayerCosts(forward=each, backward_input=each, backward_weight=each)
+    recorded = recorded_step(build("1f1b", ranks=4, microbatches=8, warmup="eager"), forward_s=UNEVEN)
+
+    def step_s(settings):
+        pipeline = config_from_table(apply_overrides(table, settings)).pipeline
+        shape = {"ranks": pipeline.ranks, "microbatches": pipeline.microbatches}
+        schedule = build(
+            pipeline.schedule, **shape, stages_per_rank=pipeline.stages_per_rank or None, **pipeline.options
+        )
+        split = pipeline.split if isinstance(pipeline.split, tuple) else (4, 4, 4, 4)
+        costs = per_layer.of_stages(split_over(schedule.placement, 16, split=split))
+        return simulate(lower(schedule), costs.of_share(8 / pipeline.microbatches)).makespan_s
+
+    found = changes(recorded, setting_of(config_from_table(table))).values()
+
+    assert {change.sort for change in found} == {"schedule", "split", "microbatches"}
+    for change in found:
+        assert step_s(change.settings) / step_s([]) - 1 == pytest.approx(change.step_change), change
 
 
 def test_fewer_and_more_microbatches_of_the_same_batch_are_tried():

@@ -4,7 +4,7 @@ A stage's measured seconds are shared among its layers by their weights, so that
 a smaller microbatch are assumed to be in proportion to its size.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -38,6 +38,10 @@ class Change:
     """-0.04: the step takes 4 % less."""
     memory_change: float
     """Of the activations on the fullest rank."""
+    settings: tuple[str, ...] = ()
+    """What to give `penstock train` with --set; empty where no key does it."""
+    copies_weights: bool = False
+    """Whether each rank then holds a second copy of weights, gradients and optimizer state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,12 @@ class _Plan:
     text: str
     schedule: Schedule
     layers_of_stage: tuple[range, ...]
+    settings: tuple[str, ...] = ()
+
+    @property
+    def num_copies(self) -> int:
+        """Of the weights."""
+        return len(self.schedule.placement.routes)
 
 
 def what_if(run: MeasuredRun, setting: Setting) -> list[Change]:
@@ -102,7 +112,9 @@ def what_if(run: MeasuredRun, setting: Setting) -> list[Change]:
         found.append(Change("weights", "all weight gradients wait for W", makespan_s / now_s - 1, 0.0))
     for plan in plans:
         makespan_s, num_bytes = _predict(plan, per_layer, num_parts)
-        found.append(Change(plan.sort, plan.text, makespan_s / now_s - 1, num_bytes / now_bytes - 1))
+        saved = makespan_s / now_s - 1, num_bytes / now_bytes - 1
+        copies_weights = plan.num_copies > now.num_copies
+        found.append(Change(plan.sort, plan.text, *saved, plan.settings, copies_weights))
     return sorted(found, key=lambda change: change.step_change)
 
 
@@ -138,7 +150,7 @@ def _predict(plan: _Plan, per_layer: LayerCosts, num_measured_parts: int) -> tup
 def _other_splits(now: _Plan, per_layer: LayerCosts) -> Iterator[_Plan]:
     """One layer moved across a boundary of two stages, and the split that measured seconds make most even."""
     route = now.schedule.placement.routes[0]
-    sizes = [len(now.layers_of_stage[stage]) for stage in route]
+    sizes = _sizes(now.schedule, now.layers_of_stage)
     tried = {tuple(sizes)}
     layers_s = per_layer.seconds_of_layers.sum(axis=0).tolist()
     stages_s = [sum(layers_s[layer] for layer in now.layers_of_stage[stage]) for stage in route]
@@ -166,13 +178,18 @@ def _moves(sizes: list[int], seconds: list[float]) -> Iterator[tuple[int, int]]:
 
 
 def _resplit(now: _Plan, text: str, sizes: list[int]) -> _Plan:
-    return _Plan("split", text, now.schedule, split_over(now.schedule.placement, sum(sizes), split=sizes))
+    parts = split_over(now.schedule.placement, sum(sizes), split=sizes)
+    return _Plan("split", text, now.schedule, parts, (_split_setting(sizes),))
+
+
+def _split_setting(sizes: Sequence[int]) -> str:
+    return f"pipeline.split=[{','.join(map(str, sizes))}]"
 
 
 def _other_schedules(now: _Plan, per_layer: LayerCosts, setting: Setting) -> Iterator[_Plan]:
     """All families that can have as many ranks and microbatches; equal orders under several names count once."""
     known = [now.schedule]
-    for text, found in _built(now.schedule, setting):
+    for text, found, settings in _built(now.schedule, setting):
         if found.is_forward_only or any(found == other for other in known):
             continue
         try:
@@ -180,12 +197,20 @@ def _other_schedules(now: _Plan, per_layer: LayerCosts, setting: Setting) -> Ite
         except PartitionError:
             continue  # more stages than layers
         known.append(found)
-        note = ", with a second copy of the weights" if len(found.placement.routes) > 1 else ""
-        yield _Plan("schedule", f"{text}{note}", found, parts)
+        sizes = _sizes(found, parts)
+        split = () if sizes == _sizes(now.schedule, now.layers_of_stage) else (_split_setting(sizes),)
+        yield _Plan("schedule", text, found, parts, (*settings, *split))
 
 
-def _built(like: Schedule, setting: Setting) -> Iterator[tuple[str, Schedule]]:
-    """Families with their default number of stages per rank, with as many as now, and with two."""
+def _sizes(schedule: Schedule, layers_of_stage: Sequence[range]) -> list[int]:
+    """Layers per stage, along a route."""
+    return [len(layers_of_stage[stage]) for stage in schedule.placement.routes[0]]
+
+
+def _built(like: Schedule, setting: Setting) -> Iterator[tuple[str, Schedule, tuple[str, ...]]]:
+    """Families with their default number of stages per rank, with as many as now, and with two; and their settings."""
+    dropped = ["pipeline.options={}"] if setting.options else []
+    dropped += ["pipeline.slices=0"] if like.num_slices > 1 else []
     for name, family in FAMILIES.items():
         default = family.default_stages_per_rank(family.read_options({}))
         for number in dict.fromkeys((default, setting.stages_per_rank or default, 2)):
@@ -194,7 +219,8 @@ def _built(like: Schedule, setting: Setting) -> Iterator[tuple[str, Schedule]]:
                 found = build(name, ranks=like.num_ranks, microbatches=like.num_microbatches, stages_per_rank=number)
             except ConfigError:
                 continue
-            yield text, found
+            stages = [] if number == (setting.stages_per_rank or default) else [f"pipeline.stages_per_rank={number}"]
+            yield text, found, (f"pipeline.schedule={name}", *stages, *dropped)
 
 
 def _other_microbatches(now: _Plan, setting: Setting) -> Iterator[_Plan]:
@@ -216,4 +242,5 @@ def _other_microbatches(now: _Plan, setting: Setting) -> Iterator[_Plan]:
             )
         except ConfigError:
             continue
-        yield _Plan("microbatches", f"{int(count)} microbatches", schedule, now.layers_of_stage)
+        settings = (f"pipeline.microbatches={int(count)}",)
+        yield _Plan("microbatches", f"{int(count)} microbatches", schedule, now.layers_of_stage, settings)
