@@ -5,23 +5,22 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from penstock.cli.conclusion import busy_line, headline, next_step, options_of, who_of
 from penstock.errors import MAX_SHOWN
 from penstock.ir.timeline import Timeline
 from penstock.partition.split import split_text
-from penstock.searching.what_if import Change, Sort
+from penstock.searching.advice import Advice, advice_of
 from penstock.show.idle import NAME_OF_CAUSE
 from penstock.show.text import count_of, format_seconds, format_share, time_unit
 from penstock.simulation.causes import Cause
 from penstock.simulation.costs.layer_costs import split_sizes
-from penstock.simulation.losses import Loss
+from penstock.simulation.costs.variation import largest_variation
 from penstock.tables import NO_SCREEN, Column, Screen, table_text
 from penstock.train.watching.diagnosis import Diagnosis
 
 NUM_ON_PATH = 6
-NUM_CHANGES: dict[Sort, int] = {"schedule": 6, "split": 2, "microbatches": 2, "weights": 1}
-"""That are listed, of each sort: one sort alone would crowd out the others."""
 SMALLEST_SHARE = 0.001
-"""Of the step: what saves less is not worth a line."""
+"""Of the step, or of the idle time: what costs less is not worth a line."""
 SMALLEST_EARLY_SHARE = 0.05
 """Of a stage's weights; small ones are always computed in I."""
 NOTES = {
@@ -32,26 +31,18 @@ NOTES = {
 
 
 def to_text(diagnosis: Diagnosis, screen: Screen = NO_SCREEN) -> str:
-    """Return what was found, from the whole to the single: figures, idle time, causes, critical path, changes."""
+    """Return what was found, from the whole to the single, and last what to do."""
+    advice = advice_of(diagnosis.changes)
     parts = [
         screen.wrapped("\n".join([_title(diagnosis), *_figures(diagnosis)])),
+        _causes_table(diagnosis, screen),
         _idle_table(diagnosis, screen),
-        _losses_table(diagnosis, screen),
         _path_table(diagnosis, screen),
         *_early_weights_table(diagnosis, screen),
-        _changes_table(diagnosis, screen),
+        *_changes_tables(diagnosis, advice, screen),
+        screen.wrapped(next_step(diagnosis, advice)),
     ]
     return "\n\n".join(parts)
-
-
-def chief_finding(diagnosis: Diagnosis) -> str:
-    """Say in a line what costs most of all that is not the schedule's own order."""
-    loss = diagnosis.chief_loss
-    if loss is None or loss.duration_s < SMALLEST_SHARE * diagnosis.step_s:
-        return "Nothing but the schedule's own order costs time worth mentioning."
-    who = f" ({loss.culprit})" if loss.culprit else ""
-    share = format_share(loss.duration_s / diagnosis.step_s)
-    return f"Beside the schedule's own order, {NAME_OF_CAUSE[loss.cause]} costs most: {share} of the step{who}."
 
 
 def _title(diagnosis: Diagnosis) -> str:
@@ -70,11 +61,31 @@ def _figures(diagnosis: Diagnosis) -> Iterator[str]:
     yield f"predicted:  makespan {_figure(predicted)} ({_percent(predicted.makespan_s / measured.makespan_s - 1)})"
     if measured.clock_uncertainty_s:
         yield f"times of different hosts are within {format_seconds(measured.clock_uncertainty_s)} of each other"
-    yield chief_finding(diagnosis)
+    yield headline(diagnosis)
+    yield from filter(None, [busy_line(diagnosis.spreads, measured.program.placement.rank_of_stage)])
 
 
 def _figure(timeline: Timeline) -> str:
     return f"{format_seconds(timeline.makespan_s)}, bubble {format_share(timeline.bubble_fraction)}"
+
+
+def _causes_table(diagnosis: Diagnosis, screen: Screen) -> str:
+    """One row per cause, the dearest first."""
+    idle_s = float(diagnosis.idle.by_rank.sum())
+    rows = []
+    for loss in diagnosis.losses:
+        share = loss.duration_s / diagnosis.step_s
+        of_idle = diagnosis.idle.total(loss.cause) / idle_s if idle_s else 0.0
+        if max(share, of_idle) >= SMALLEST_SHARE:
+            rows.append([_percent(0.0 - share), format_share(of_idle), NAME_OF_CAUSE[loss.cause], who_of(loss)])
+    columns = [
+        Column("step"),
+        Column("of idle time", drop_order=1),
+        Column("cause", is_text=True),
+        Column("who", is_text=True),
+    ]
+    title = screen.wrapped("the step without each cause, and the idle time that has it (one wait can hide another)")
+    return f"{title}\n{table_text(columns, rows, screen)}"
 
 
 def _idle_table(diagnosis: Diagnosis, screen: Screen) -> str:
@@ -92,21 +103,6 @@ def _idle_table(diagnosis: Diagnosis, screen: Screen) -> str:
     columns = [Column(NAME_OF_CAUSE[cause], drop_order=1 + largest_first.index(cause)) for cause in causes]
     title = screen.wrapped(f"idle time of each rank by its cause, in {unit}")
     return f"{title}\n{table_text([Column('rank'), *columns, Column('idle')], rows, screen)}"
-
-
-def _losses_table(diagnosis: Diagnosis, screen: Screen) -> str:
-    rows = []
-    for loss in diagnosis.losses:
-        share = loss.duration_s / diagnosis.step_s
-        if share >= SMALLEST_SHARE:
-            rows.append([_percent(-share), NAME_OF_CAUSE[loss.cause], _culprit(loss)])
-    columns = [Column("step"), Column("cause", is_text=True), Column("who", is_text=True)]
-    title = screen.wrapped("the step without each cause (some seconds have two)")
-    return f"{title}\n{table_text(columns, rows, screen)}"
-
-
-def _culprit(loss: Loss) -> str:
-    return f"the order of {loss.culprit}" if loss.cause is Cause.DEPENDENCY else loss.culprit
 
 
 def _path_table(diagnosis: Diagnosis, screen: Screen) -> str:
@@ -148,29 +144,34 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_SHOWN]) + more
 
 
-def _changes_table(diagnosis: Diagnosis, screen: Screen) -> str:
-    helpful = _helpful(diagnosis.changes)
-    if not helpful:
-        tried = count_of(len(diagnosis.changes), "change")
-        return screen.wrapped(f"no other split, schedule or number of microbatches helps: {tried} simulated")
-    rows = [[_percent(change.step_change), _percent(change.memory_change), change.text] for change in helpful]
-    notes = [f"  {NOTES[sort]}" for sort in dict.fromkeys(change.sort for change in helpful) if sort in NOTES]
-    if not diagnosis.knows_shares:
+def _changes_tables(diagnosis: Diagnosis, advice: Advice, screen: Screen) -> Iterator[str]:
+    """One table of each group of changes that save enough, with what is assumed of them."""
+    groups = [
+        ("what would help, each simulated", advice.worth),
+        ("what would help for more memory than it is worth, each simulated", advice.costly),
+        ("what would help with a second copy of the weights, each simulated", advice.second_copy),
+    ]
+    columns = [
+        Column("step", style="green"),
+        Column("memory"),
+        Column("change", is_text=True),
+        Column("how", is_text=True, drop_order=1),
+    ]
+    listed = [change for _, changes in groups for change in changes]
+    for title, changes in groups:
+        rows = [
+            [_percent(change.step_change), _percent(change.memory_change), change.text, options_of(change)]
+            for change in changes
+        ]
+        if rows:
+            yield f"{screen.wrapped(title)}\n{table_text(columns, rows, screen)}"
+    notes = [f"  {NOTES[sort]}" for sort in dict.fromkeys(change.sort for change in listed) if sort in NOTES]
+    if listed and not diagnosis.knows_shares:
         notes.append(
             "  backwards in two parts are taken to be halves that cost nothing more; penstock profile measures it"
         )
-    columns = [Column("step", style="green"), Column("memory"), Column("change", is_text=True)]
-    lines = ["what would help, each simulated", table_text(columns, rows, screen), *map(screen.wrapped, notes)]
-    return "\n".join(lines)
-
-
-def _helpful(changes: Sequence[Change]) -> list[Change]:
-    """The best of each sort, in their order."""
-    found = []
-    for sort, count in NUM_CHANGES.items():
-        helps = [change for change in changes if change.sort == sort and change.step_change <= -SMALLEST_SHARE]
-        found += helps[:count]
-    return sorted(found, key=lambda change: change.step_change)
+    if notes:
+        yield "\n".join(["what is assumed of them", *map(screen.wrapped, notes)])
 
 
 def _percent(share: float) -> str:
@@ -179,7 +180,7 @@ def _percent(share: float) -> str:
 
 def to_json(diagnosis: Diagnosis) -> str:
     """Return everything as one object; seconds, and shares of the step."""
-    step_s = diagnosis.step_s
+    step_s, variation = diagnosis.step_s, largest_variation(diagnosis.spreads)
     document = {
         "step": diagnosis.recorded.step,
         "schedule": diagnosis.timeline.program.name,
@@ -188,7 +189,9 @@ def to_json(diagnosis: Diagnosis) -> str:
         "measured": _timeline(diagnosis.timeline),
         "predicted": _timeline(diagnosis.predicted),
         "clock_uncertainty_s": diagnosis.timeline.clock_uncertainty_s,
-        "finding": chief_finding(diagnosis),
+        "finding": headline(diagnosis),
+        "spread": variation and variation.share,
+        "advice": next_step(diagnosis, advice_of(diagnosis.changes)),
         "idle_s": [
             {"rank": rank, "idle": float(row.sum())} | {NAME_OF_CAUSE[cause]: float(row[cause]) for cause in Cause}
             for rank, row in enumerate(diagnosis.idle.by_rank)
@@ -213,6 +216,8 @@ def to_json(diagnosis: Diagnosis) -> str:
                 "change": change.text,
                 "step_change": change.step_change,
                 "memory_change": change.memory_change,
+                "settings": change.settings,
+                "copies_weights": change.copies_weights,
             }
             for change in diagnosis.changes
         ],

@@ -9,7 +9,9 @@ from penstock.schedules import is_family_name
 from penstock.searching.what_if import Change, MeasuredRun, Setting, what_if
 from penstock.simulation import Costs, LayerCosts, simulate
 from penstock.simulation.causes import Cause, IdleTimes, idle_times
+from penstock.simulation.costs.costs import Spread
 from penstock.simulation.costs.fit import HALVES, SplitShares, costs_from_timelines
+from penstock.simulation.costs.variation import largest_variation
 from penstock.simulation.critical import Piece, critical_path
 from penstock.simulation.losses import Loss, losses_of
 from penstock.simulation.message_latency import Transfers, with_true_arrivals
@@ -39,6 +41,8 @@ class Diagnosis:
     losses: list[Loss]
     path: list[Contribution]
     changes: list[Change]
+    spreads: tuple[Spread, ...]
+    """How much equal computations of the step differ."""
     knows_shares: bool
     """Whether it was measured what backwards take in two parts."""
 
@@ -47,6 +51,12 @@ class Diagnosis:
         """From when the first rank was free for the step to the last computation's end."""
         rows = self.timeline.program.is_compute
         return float(self.timeline.end_s[rows].max()) - begin_of(self.timeline, self.recorded.lead_ins)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether equal computations differ so much that something else ran on the machine."""
+        variation = largest_variation(self.spreads)
+        return variation is not None and variation.is_busy
 
     @property
     def chief_loss(self) -> Loss | None:
@@ -84,6 +94,7 @@ def diagnose(
         losses_of(timeline, costs, recorded.lead_ins),
         _contributions(timeline),
         what_if(run, setting),
+        costs.spreads,
         shares is not None,
     )
 

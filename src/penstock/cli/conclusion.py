@@ -1,0 +1,110 @@
+"""What a diagnosis says in a line: the largest cause, whether the machine was busy, and what to do next."""
+
+import shlex
+from collections.abc import Sequence
+
+from penstock.searching.advice import WORTH_SHARE, Advice
+from penstock.searching.what_if import Change
+from penstock.show.idle import NAME_OF_CAUSE
+from penstock.show.text import count_of, format_share
+from penstock.simulation.causes import Cause
+from penstock.simulation.costs.costs import Spread
+from penstock.simulation.costs.variation import BUSY_SHARE, largest_variation
+from penstock.simulation.losses import Loss
+from penstock.train.watching.diagnosis import Diagnosis
+
+FIXES = {
+    Cause.TRANSFER: "use a faster link between neighbours, or fewer stages per rank",
+    Cause.STRAGGLER: "look for other programs, clocks and thermal limits (penstock doctor --system)",
+    Cause.LAUNCH: "use larger microbatches, or compile the layers",
+    Cause.DATA: "load the data sooner, with workers or ps.Stream",
+}
+"""Of causes that another split, schedule or number of microbatches does not remove."""
+
+
+def headline(diagnosis: Diagnosis) -> str:
+    """Name the largest cause, as it is in the first row of the table, and the second."""
+    costly = [loss for loss in diagnosis.losses if loss.duration_s >= WORTH_SHARE * diagnosis.step_s]
+    if not costly:
+        return f"no cause costs {100 * WORTH_SHARE:.0f} % of the step"
+    first, *others = [_cause_text(diagnosis, loss) for loss in costly[:2]]
+    return f"largest cause: {'; then '.join([first, *others])}"
+
+
+def _cause_text(diagnosis: Diagnosis, loss: Loss) -> str:
+    who = f" ({who_of(loss)})" if loss.culprit else ""
+    return f"{NAME_OF_CAUSE[loss.cause]}, {format_share(loss.duration_s / diagnosis.step_s)} of the step{who}"
+
+
+def who_of(loss: Loss) -> str:
+    return f"the order of {loss.culprit}" if loss.cause is Cause.DEPENDENCY else loss.culprit
+
+
+def busy_line(spreads: Sequence[Spread], rank_of_stage: Sequence[int]) -> str:
+    """Say that the machine was busy while it was measured; empty where it was not."""
+    found = largest_variation(spreads)
+    if found is None or not found.is_busy:
+        return ""
+    where = f"stage {found.stage} on rank {rank_of_stage[found.stage]}"
+    return (
+        f"busy machine: the middle half of equal computations of {where} spreads over {format_share(found.share)} of "
+        f"their median (expected: under {100 * BUSY_SHARE:.0f} %); measure again on an idle machine"
+    )
+
+
+def next_step(diagnosis: Diagnosis, advice: Advice) -> str:
+    """Say what to do, or that nothing is worth doing."""
+    steps = [*_fix(diagnosis, advice), *([_with_cost(advice.best)] if advice.best else [])]
+    text = "; then ".join(steps) if steps else _nothing(diagnosis, advice)
+    more = _more_for_memory(advice) if advice.best else ""
+    if diagnosis.is_busy:
+        return f"do next: measure again on an idle machine. If the result is the same: {text}{more}"
+    return f"do next: {text}{more}"
+
+
+def _fix(diagnosis: Diagnosis, advice: Advice) -> list[str]:
+    """What removes the largest cause that no change of plan removes, if it costs more than the best change saves."""
+    least = max(WORTH_SHARE, -advice.best.step_change if advice.best else 0.0)
+    fixable = (loss for loss in diagnosis.losses if loss.cause in FIXES)  # the largest comes first
+    loss = next((loss for loss in fixable if loss.duration_s > least * diagnosis.step_s), None)
+    if loss is None:
+        return []
+    who = f", {loss.culprit}" if loss.culprit else ""
+    cost = f"{format_share(loss.duration_s / diagnosis.step_s)} of the step{who}"
+    return [f"against {NAME_OF_CAUSE[loss.cause]} ({cost}): {FIXES[loss.cause]}"]
+
+
+def _with_cost(change: Change) -> str:
+    command = f"penstock train RUN.toml {options_of(change)}" if change.settings else change.text
+    more = f", {format_share(change.memory_change)} more activations" if change.memory_change > 0 else ""
+    what = f"{change.text}: " if change.settings else ""
+    return f"{command} ({what}{format_share(-change.step_change)} less step time{more})"
+
+
+def options_of(change: Change) -> str:
+    """Return what makes a change on the command line."""
+    return " ".join(f"--set {shlex.quote(setting)}" for setting in change.settings)
+
+
+def _more_for_memory(advice: Advice) -> str:
+    """Name what saves notably more than the best change, with what it costs."""
+    assert advice.best is not None
+    enough = advice.best.step_change - WORTH_SHARE
+    found = [change for change in advice.costly if change.step_change <= enough]
+    return f". For more memory: {_saving(found[0])}" if found else ""
+
+
+def _nothing(diagnosis: Diagnosis, advice: Advice) -> str:
+    if advice.costly:
+        return f"nothing, unless memory is left over: {_saving(advice.costly[0])}"
+    if advice.second_copy:
+        return f"nothing, unless memory is left over: {_saving(advice.second_copy[0])}"
+    tried = count_of(len(diagnosis.changes), "simulated change")
+    return f"nothing; of {tried} none saves {100 * WORTH_SHARE:.0f} % of the step"
+
+
+def _saving(change: Change) -> str:
+    price = f"{format_share(change.memory_change)} more activations"
+    if change.copies_weights:
+        price = "a second copy of the weights" + (f" and {price}" if change.memory_change > 0 else "")
+    return f"{change.text} saves {format_share(-change.step_change)} of the step with {price}"

@@ -1,0 +1,103 @@
+"""One line each: the largest cause, a busy machine, and what to do next."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.cli.conclusion import busy_line, headline, next_step
+from penstock.ir.action import Kind
+from penstock.schedules import build
+from penstock.searching.advice import advice_of
+from penstock.searching.what_if import Change, Setting
+from penstock.simulation.costs.costs import Spread
+from penstock.train.watching.diagnosis import diagnose
+from tests.cli.recorded_steps import recorded_step
+
+SETTING = Setting(batch_size=16, family="1f1b", stages_per_rank=1)
+SPLIT = Change("split", "split 4,3", -0.06, 0.0, ("pipeline.split=[4,3]",))
+ZBV = Change("schedule", "zbv", -0.2, 0.8, ("pipeline.schedule=zbv",))
+CHIMERA = Change("schedule", "chimera", -0.3, 0.4, ("pipeline.schedule=chimera",), copies_weights=True)
+SMALL = Change("schedule", "gpipe", -0.002, 0.5, ("pipeline.schedule=gpipe",))
+NOISY = (Spread(Kind.FORWARD, 1, 0.010, 0.0041),)
+
+
+def diagnosis_of(*changes, spreads=(), schedule=None, **step):
+    found = diagnose(recorded_step(schedule, **step), SETTING)
+    return replace(found, changes=list(changes), spreads=spreads)
+
+
+def line_of(*changes, **more):
+    diagnosis = diagnosis_of(*changes, **more)
+    return next_step(diagnosis, advice_of(diagnosis.changes))
+
+
+def test_the_headline_names_cause_share_and_culprit():
+    assert headline(diagnosis_of(forward_s=(1.0, 1.0, 1.0, 2.0))) == (
+        "largest cause: imbalance, 26.2 % of the step (stage 3 on rank 3, 1.60 times the mean); "
+        "then dependency, 18.8 % of the step (the order of 1f1b)"
+    )
+
+
+def test_the_last_line_gives_the_command_and_what_it_saves():
+    """Data loading costs 2.8 %, which is less."""
+    assert line_of(SPLIT, SMALL) == (
+        "do next: penstock train RUN.toml --set 'pipeline.split=[4,3]' (split 4,3: 6.0 % less step time)"
+    )
+
+
+def test_what_takes_more_memory_than_it_saves_is_not_advised_but_named():
+    line = line_of(SPLIT, ZBV)
+
+    assert "--set 'pipeline.split=[4,3]'" in line
+    assert line.endswith(". For more memory: zbv saves 20.0 % of the step with 80.0 % more activations")
+
+
+def test_more_memory_is_said_with_the_advice():
+    assert "(split 4,3: 6.0 % less step time, 5.0 % more activations)" in line_of(replace(SPLIT, memory_change=0.05))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([SMALL], "nothing; of 1 simulated change none saves 2 % of the step"),
+        (
+            [ZBV, CHIMERA],
+            "nothing, unless memory is left over: zbv saves 20.0 % of the step with 80.0 % more activations",
+        ),
+        (
+            [CHIMERA],
+            "nothing, unless memory is left over: chimera saves 30.0 % of the step with a second copy of the weights "
+            "and 40.0 % more activations",
+        ),
+    ],
+)
+def test_where_nothing_is_worth_doing_that_is_said(changes, expected):
+    schedule = build("1f1b", ranks=4, microbatches=32)  # in which nothing else costs 2 %
+
+    assert line_of(*changes, schedule=schedule) == f"do next: {expected}"
+
+
+def test_a_cause_that_costs_more_than_the_best_change_saves_comes_first():
+    """Rank 1 comes 60 s late for a step of 33 s."""
+    line = line_of(SPLIT, late_s=60.0)
+
+    assert line.startswith("do next: against straggler (62.5 % of the step, rank 1, late for the step): look for other")
+    assert "; then penstock train RUN.toml --set 'pipeline.split=[4,3]'" in line
+
+
+def test_on_a_busy_machine_the_first_thing_is_to_measure_again():
+    line = line_of(SPLIT, spreads=NOISY)
+
+    assert line.startswith("do next: measure again on an idle machine. If the result is the same: penstock train")
+
+
+def test_a_busy_machine_is_named_with_its_figure():
+    assert busy_line(NOISY, (0, 3)) == (
+        "busy machine: the middle half of equal computations of stage 1 on rank 3 spreads over 41.0 % of their median "
+        "(expected: under 15 %); measure again on an idle machine"
+    )
+
+
+@pytest.mark.parametrize("spreads", [(), (Spread(Kind.FORWARD, 0, 0.010, 0.0014),)])
+def test_an_idle_machine_is_not_mentioned(spreads):
+    assert busy_line(spreads, (0,)) == ""
