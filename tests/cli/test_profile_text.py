@@ -65,6 +65,15 @@ def test_the_bottleneck_is_the_stage_that_takes_longest():
     )
 
 
+def test_a_profile_of_a_busy_machine_says_so_before_its_bottleneck():
+    noisy = replace(COSTS, spreads=(Spread(Kind.FORWARD, 1, 0.014, 0.005),))
+
+    lines = profile_text(profile_of(noisy)).split("\n\n")
+
+    assert lines[-2].startswith("busy machine: the middle half of equal computations of stage 1 on rank 1 spreads")
+    assert "busy machine" not in profile_text(profile_of())
+
+
 def test_even_stages_have_no_bottleneck():
     even = replace(COSTS, forward_s=(0.010, 0.0101), backward_s=(0.020,))
 

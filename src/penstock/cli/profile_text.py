@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from penstock.cli.conclusion import busy_line
 from penstock.execute.observing.memory_report import MemoryPoint, RankMemory
 from penstock.ir.action import Kind
 from penstock.partition.split import split_text
@@ -23,7 +24,8 @@ def profile_text(profile: Profile, screen: Screen = NO_SCREEN) -> str:
     """Return everything that was measured, for people."""
     memory = [memory_text(profile.memory, profile.predicted_bytes, screen)] if profile.memory else []
     launch = f"launch: {format_seconds(profile.costs.launch_s)} of the host for each instruction"
-    last = [screen.wrapped(launch), screen.wrapped(bottleneck(profile))]
+    busy = busy_line(profile.costs.spreads, profile.program.placement.rank_of_stage)
+    last = [screen.wrapped(line) for line in (launch, busy, bottleneck(profile)) if line]
     parts = [_stages(profile, screen), *_channels(profile, screen), *memory, *last]
     return "\n\n".join(parts)
 
