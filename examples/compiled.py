@@ -8,13 +8,9 @@ Without an argument Inductor is taken where its compiler is found. Each block is
 import sys
 
 import torch
-import torch.distributed as dist
 
 import penstock as ps
 from penstock.models import DecoderConfig, cross_entropy_loss, decoder_layers
-
-if dist.is_torchelastic_launched() and not dist.is_initialized():
-    dist.init_process_group("gloo")
 
 torch.manual_seed(0)
 decoder = DecoderConfig(vocabulary=64, width=64, layers=4, heads=4, key_value_heads=4, hidden=176, length=32)
@@ -32,5 +28,3 @@ for _ in range(20):
 if pipeline.rank == 0:
     print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 pipeline.close()
-if dist.is_initialized():
-    dist.destroy_process_group()

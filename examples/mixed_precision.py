@@ -4,13 +4,9 @@ torchrun --standalone --nproc-per-node 2 examples/mixed_precision.py
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import penstock as ps
-
-if dist.is_torchelastic_launched() and not dist.is_initialized():
-    dist.init_process_group("gloo")
 
 torch.manual_seed(0)
 layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]
@@ -34,5 +30,3 @@ for _ in range(20):
 if pipeline.rank == 0:
     print(f"loss {history[0][0]:.4f} -> {history[-1][0]:.4f}, scale {history[0][1]:g} -> {history[-1][1]:g}")
 pipeline.close()
-if dist.is_initialized():
-    dist.destroy_process_group()

@@ -47,7 +47,7 @@ from penstock.execute.stages.shared_builders import build_own, refuse_shared_obj
 from penstock.execute.stages.signatures import taken_keywords
 from penstock.execute.stages.skips import skip_names
 from penstock.execute.stages.tied import described_copies, refuse_renormalized, require_equal_kinds
-from penstock.execute.stages.wrappers import refuse_wrappers, unsplittable
+from penstock.execute.stages.wrappers import averages_gradients, refuse_wrappers, unsplittable
 from penstock.execute.transport.world import default_device, shares_process
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
@@ -245,6 +245,9 @@ def _assembled(joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemor
     named_layers = [named for stage in assembly.stages for named in stage.layers.items()]
     refuse_renormalized(named_layers, assembly.tied_copies.values())
     refuse_wrappers(assembly.stages, schedule, joined.ranks_of_group())
+    is_trained = plan.loss is not None and not schedule.is_forward_only
+    if is_trained and options.reduce_stage is None:
+        joined.require_one_model(is_averaged=averages_gradients(assembly.stages))
     compile_layers(assembly.stages, options.compile)
     queued = [stage.index for stage in assembly.stages if stage.own_weight_gradients.has_queues]
     if queued:

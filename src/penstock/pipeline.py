@@ -7,7 +7,7 @@ step is then one agreement between the ranks, one run of this rank's instruction
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -44,9 +44,14 @@ class Pipeline(ModelPart):
     `layers`: modules, or callables that build one (`LayerSpec`); those of the own stages are used in place. `schedule`:
     a name, a `Schedule`, a `Program`, or the path of a file. `microbatches`: 8 for a name, else what the schedule is
     for. `loss`: takes the output and the target of a microbatch, and returns one loss, a dict of named ones, a sum with
-    its weight, or a `LossOutput`. `split`: layers per stage. `process_group`: the ranks, the default group if None;
-    it may be given as `group` too, where a whole number is the option `group` of the schedule's family. Further
-    keywords are those of `PipelineOptions`, then options of the schedule's family.
+    its weight, or a `LossOutput`. `split`: layers per stage. `process_group`: the ranks, all of them if None; it may be
+    given as `group` too, where a whole number is the option `group` of the schedule's family. `ranks`: how many there
+    must be; 1 without a group is a model of its own in this process. Further keywords are those of `PipelineOptions`,
+    then options of the schedule's family.
+
+    All ranks are those of torch's default group. Where torchrun started the processes and there is no default group,
+    the first pipeline makes it: with gloo, and with NCCL for a CUDA `device`. The last pipeline that is closed destroys
+    it. As a context manager, a pipeline closes itself.
 
     Gradients accumulate in `.grad` until the caller zeroes them. With two routes every stage has a copy on another
     rank, whose parameters start equal and end every step with the same total in `.grad`: whoever changes a parameter
@@ -70,9 +75,10 @@ class Pipeline(ModelPart):
         split: Sequence[int] | None = None,
         process_group: dist.ProcessGroup | None = None,
         group: dist.ProcessGroup | int | None = None,
+        ranks: int | None = None,
         **options: Any,
     ) -> None:
-        joined = join(process_group, group, options, options_of_family(schedule))
+        joined = join(process_group, group, options, options_of_family(schedule), ranks)
         request = Request(
             layers=layers,
             schedule=schedule,
@@ -95,6 +101,13 @@ class Pipeline(ModelPart):
         advice = few_microbatches(self.program)
         if advice is not None and self.rank == 0:
             warnings.warn(advice, PenstockWarning, stacklevel=2)
+
+    def __enter__(self) -> Self:
+        """Return the pipeline, which is closed at the end of the block, also by an error."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     # ---- the calls of a training loop
 
@@ -252,6 +265,8 @@ class Pipeline(ModelPart):
 
     def close(self) -> None:
         """End the watchdog and close the connections; the modules stay as they are, but no step can be run any more."""
+        if self._is_closed:
+            return
         self._is_closed = True
         self._runner.close()
 

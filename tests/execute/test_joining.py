@@ -32,6 +32,8 @@ MISTAKES = {
     "split": {"split": [9]},
     "process_group": {"process_group": "pipeline"},
     "group": {"group": "pipeline"},
+    "ranks": {"ranks": 3},
+    "ranks that are no number": {"ranks": "all"},
     "unknown": {"deadlin_s": 3},
     "deadline_s": {"deadline_s": 0},
     "deadline_s without an end": {"deadline_s": 1e15},
@@ -190,3 +192,53 @@ def test_an_error_of_one_rank_alone_ends_the_waits_of_the_others():
 
     assert isinstance(first, PeerLost)  # not DeadlineExceeded
     assert isinstance(second, ZeroDivisionError)
+
+
+def make_with(rank, options, *, is_group_of_one=True):
+    groups = [dist.new_group([each]) for each in range(2)]
+    given = {"process_group": groups[rank]} if is_group_of_one else {}
+    try:
+        with make(**given, **options) as pipeline:
+            return pipeline.transport.num_ranks, step_task(pipeline, TASK).result.loss.item()
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_separate_models_are_refused_unless_they_are_asked_for_or_averaged():
+    advice = "Pass process_group=None for one pipeline of all ranks, or ranks=1 if separate models are what you want"
+    alone = f"process_group: it has this rank alone, so each of the 2 ranks would train a separate model. {advice}"
+    loss = TASK.reference(2)[0].loss.item()
+
+    assert run_ranks(2, make_with, {}) == [alone] * 2
+    assert run_ranks(2, make_with, {"ranks": 1}) == [(1, loss)] * 2
+    assert run_ranks(2, make_averaged) == [(1, loss)] * 2
+    assert run_ranks(2, make_without_loss) == [1, 1]
+
+
+def make_averaged(rank):
+    return make_with(rank, {"reduce_stage": lambda stage: None})
+
+
+def make_without_loss(rank):
+    groups = [dist.new_group([each]) for each in range(2)]
+    with make(process_group=groups[rank], loss=None) as pipeline:
+        return pipeline.transport.num_ranks
+
+
+def make_alone(rank):
+    with make(ranks=1) as pipeline:
+        return pipeline.transport.num_ranks, step_task(pipeline, TASK).result.loss.item(), dist.get_world_size()
+
+
+@pytest.mark.slow
+def test_one_rank_asked_for_is_a_model_of_its_own_also_within_a_default_group():
+    assert run_ranks(2, make_alone) == [(1, TASK.reference(2)[0].loss.item(), 2)] * 2
+
+
+def test_another_number_of_ranks_than_there_are_is_refused_with_how_to_start_them():
+    error = error_of(make, ranks=2)
+
+    assert str(error) == (
+        "ranks: 2, but the pipeline has 1 rank here; start them with torchrun --nproc-per-node 2, or leave it out"
+    )

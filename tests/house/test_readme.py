@@ -35,11 +35,15 @@ def test_the_first_screen_ends_within_its_lines():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", blocks("python"))
-def test_python_runs_alone_in_an_empty_folder(code, tmp_path):
-    done = run([sys.executable, "-c", code], tmp_path)
+def test_python_runs_alone_and_under_torchrun_with_equal_losses(code, tmp_path):
+    (tmp_path / "train.py").write_text(code, encoding="utf-8")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
 
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"loss \d\.\d{3}\n", done.stdout)
+    alone, pair = (run([sys.executable, *words], tmp_path) for words in (["train.py"], torchrun))
+
+    assert (alone.returncode, pair.returncode) == (0, 0), alone.stderr + pair.stderr
+    assert re.fullmatch(r"loss \d\.\d{3}\n", alone.stdout)
+    assert pair.stdout == alone.stdout
 
 
 def test_blocks_that_do_not_run_say_why():

@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from penstock.errors import DeadlineExceeded, PeerLost, PenstockError
-from penstock.execute.arguments import is_time, take_process_group
+from penstock.errors import ConfigError, DeadlineExceeded, PeerLost, PenstockError, count_of
+from penstock.execute.arguments import PROCESS_GROUP, is_time, is_whole_number, require, take_process_group
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.handshake import Told, exchange, together
 from penstock.execute.options import DEFAULT_DEADLINE_S, PipelineOptions, split_options
+from penstock.execute.transport.local import LocalTransport
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.torch_dist import TorchTransport
 from penstock.execute.transport.world import default_transport, ranks_of
@@ -33,6 +34,8 @@ class Joined:
     transport: Transport
     refusal: PenstockError | None
     """What is wrong with this rank's options."""
+    is_alone_on_purpose: bool = False
+    """Whether the caller says that the model is this rank's own, and no part of one of several ranks."""
 
     @property
     def control(self) -> Control:
@@ -71,6 +74,20 @@ class Joined:
             self.transport.abort()
             raise
 
+    def require_one_model(self, *, is_averaged: bool) -> None:
+        """Refuse that every rank trains a model of its own by mistake; right where it `is_averaged` over them.
+
+        Raises:
+            ConfigError: the process group has this rank alone, though there are others.
+        """
+        if self.is_alone_on_purpose or is_averaged or len(self.ranks_of_group()) != 1 or dist.get_world_size() == 1:
+            return
+        raise ConfigError(
+            f"it has this rank alone, so each of the {dist.get_world_size()} ranks would train a separate model. Pass "
+            "process_group=None for one pipeline of all ranks, or ranks=1 if separate models are what you want",
+            key=PROCESS_GROUP,
+        )
+
     def ranks_of_group(self) -> list[int]:
         """Return the ranks as the default group counts them; none where they are not of torch.distributed."""
         return ranks_of(self.process_group) if isinstance(self.transport, TorchTransport) else []
@@ -81,10 +98,12 @@ class Joined:
         return make()
 
 
-def join(process_group: Any, group: Any, given: Mapping[str, Any], options_of_family: Collection[str]) -> Joined:
+def join(
+    process_group: Any, group: Any, given: Mapping[str, Any], options_of_family: Collection[str], ranks: Any = None
+) -> Joined:
     """Connect to the other ranks, whatever is wrong with the options; every rank of the group calls it.
 
-    `process_group` and `group` are as for `Pipeline`; with a wrong one, the rank joins the default group.
+    `process_group`, `group` and `ranks` are as for `Pipeline`; with a wrong one, the rank joins the default group.
 
     Raises:
         PeerLost, DeadlineExceeded: if a rank does not come; on a rank whose options are wrong, what is wrong with them.
@@ -92,16 +111,34 @@ def join(process_group: Any, group: Any, given: Mapping[str, Any], options_of_fa
     try:
         options, family_options = split_options(given)
         taken = take_process_group(process_group, group, family_options, options_of_family)
+        require("ranks", ranks, ranks is None or is_whole_number(ranks, 1), "a whole number, 1 or larger, or None")
         refusal = None
     except PenstockError as error:
         options, family_options, taken, refusal = _usable(given), {}, None, error
+    is_alone = ranks == 1 and taken is None and refusal is None
     try:
-        transport = options.transport or default_transport(taken, options.deadline_s)
+        transport = options.transport or _transport(taken, options, is_alone=is_alone)
     except (PeerLost, DeadlineExceeded) as error:
         if refusal is not None:  # with a wrong group, the others met in another one
             raise refusal from error
         raise
-    return Joined(options, family_options, taken, transport, refusal)
+    refusal = refusal or _wrong_number(ranks, transport.num_ranks)
+    return Joined(options, family_options, taken, transport, refusal, is_alone_on_purpose=ranks == 1)
+
+
+def _transport(group: dist.ProcessGroup | None, options: PipelineOptions, *, is_alone: bool) -> Transport:
+    if is_alone:
+        return LocalTransport.create(1, options.deadline_s)[0]
+    return default_transport(group, options.deadline_s, device=options.device)
+
+
+def _wrong_number(ranks: int | None, found: int) -> ConfigError | None:
+    if ranks in (None, found):
+        return None
+    advice = f"start them with torchrun --nproc-per-node {ranks}" if found == 1 else f"give a process group of {ranks}"
+    return ConfigError(
+        f"{ranks}, but the pipeline has {count_of(found, 'rank')} here; {advice}, or leave it out", key="ranks"
+    )
 
 
 def _usable(given: Mapping[str, Any]) -> PipelineOptions:

@@ -213,6 +213,7 @@ class Engine:
             split=split,
             group=self._group,
             transport=local.transport,
+            ranks=local.transport.num_ranks,
             **options,
         )
 

@@ -132,8 +132,10 @@ class LocalStages:
         options = dict(self.options)
         if shared:
             options["tied"] = [*options.get("tied", ()), *shared]
-        group = self.joined.process_group
-        return Pipeline(layers, schedule, loss=loss, group=group, transport=self.transport, **options)
+        group, transport = self.joined.process_group, self.transport
+        return Pipeline(
+            layers, schedule, loss=loss, group=group, ranks=transport.num_ranks, transport=transport, **options
+        )
 
 
 def require_parts(schedule: Schedule, num_parts: int, key: str) -> None:

@@ -152,7 +152,7 @@ def load_trained(config: RunConfig) -> Iterator[Pipeline]:
     """
     vocabulary = config.model.vocabulary or tokenizer_of(config).vocabulary
     layers = build_layers(config, vocabulary)
-    with closing(Pipeline(layers, "gpipe", 1, device=device_of_rank(config))) as pipeline:
+    with closing(Pipeline(layers, "gpipe", 1, ranks=1, device=device_of_rank(config))) as pipeline:
         load_weights(Path(config.run.folder), pipeline)
         yield pipeline
 

@@ -1,12 +1,10 @@
 """A pipeline runs alone unless torch.distributed has a group."""
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.errors import PenstockWarning
+from penstock.errors import ConfigError
 from penstock.execute.transport import LocalTransport, TorchTransport
 from penstock.execute.transport.world import carries_cuda, default_device, default_transport, shares_process
 from tests.ranks import run_ranks
@@ -18,6 +16,14 @@ def test_without_torch_distributed_one_process_is_the_whole_world():
     assert isinstance(transport, LocalTransport)
     assert (transport.rank, transport.num_ranks, transport.deadline_s) == (0, 1, 7.0)
     assert default_device(None) == torch.device("cpu")
+
+
+def test_variables_of_torchrun_that_are_wrong_are_refused(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "?"}.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(ConfigError, match=r"^MASTER_PORT: the environment variable is '\?'; expected a whole number"):
+        default_transport(None, 7.0)
 
 
 def test_only_nccl_for_cuda_puts_stages_on_a_gpu():
@@ -43,21 +49,6 @@ def test_with_nccl_stages_are_on_the_gpu_whatever_the_groups_backend_is_called(b
 
 def own_device(rank):
     return str(default_device(None))
-
-
-def test_a_process_of_torchrun_without_a_group_is_warned_that_it_is_alone(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
-
-    with pytest.warns(PenstockWarning, match=r"runs the whole pipeline alone.* Call torch.distributed.init_process_"):
-        default_transport(None, 7.0)
-
-
-def test_a_process_of_its_own_is_not_warned(monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        default_transport(None, 7.0)
 
 
 def test_ranks_share_a_process_only_as_threads_of_it():

@@ -17,6 +17,7 @@ from penstock.execute.stages.keywords import layer_place
 from penstock.execute.stages.stage import Stage
 from penstock.execute.undocumented import has_dtensors, special_options
 from penstock.execute.undocumented_modules import is_replicated
+from penstock.execute.values.tensors import is_dtensor
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 
@@ -50,6 +51,14 @@ def unsplittable(stages: Sequence[Stage], split_stages: Collection[int], schedul
                 "backwards, such as 1f1b or interleaved-1f1b, or wrap the layer in DistributedDataParallel"
             )
     return ""
+
+
+def averages_gradients(stages: Sequence[Stage]) -> bool:
+    """Whether a layer averages its gradients over other ranks by itself."""
+    return any(
+        isinstance(module, DistributedDataParallel) or is_sharded(module) or any(map(is_dtensor, module.parameters()))
+        for _, _, module in _modules(stages)
+    )
 
 
 def reshard(stages: Sequence[Stage]) -> None:

@@ -7,6 +7,7 @@ backend and every `Work` of it are gone. Hence tickets hold no `Work`, and error
 """
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -71,6 +72,7 @@ class TorchTransport:
 
     All ranks of the group make their transports in the same order. A CPU device means gloo, a CUDA device NCCL. Between
     CPUs of one host messages go past gloo (`sockets.py`) unless `is_direct` is False; where all do, there is no gloo.
+    `on_close` is called once, by the first `close`.
     Raises: DeadlineExceeded if a rank of the group does not come, PipelineError if there is no group.
     """
 
@@ -81,6 +83,7 @@ class TorchTransport:
         deadline_s: float = 60.0,
         device: torch.device | str = "cpu",
         is_direct: bool = True,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
         own = group or dist.group.WORLD
         if own is None:
@@ -90,6 +93,7 @@ class TorchTransport:
         self.rank = dist.get_rank(own)
         self.num_ranks = dist.get_world_size(own)
         self.deadline_s = deadline_s
+        self._on_close = on_close
         self._device = torch.device(device)
         self._direct_tags = [tag for tag in Tag if is_direct and not self._is_queued(tag)]
         self._links = NO_LINKS  # also from an abort to the next recovery
@@ -167,6 +171,9 @@ class TorchTransport:
         self._sockets.close()
         for link in self._forget():
             link.shutdown()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
 
     def _is_queued(self, tag: Tag) -> bool:
         """Whether messages of this tag are in a queue of a GPU."""

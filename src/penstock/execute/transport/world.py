@@ -1,33 +1,30 @@
 """Finds out in which world a pipeline runs: this process alone, or a group of torch.distributed."""
 
-import warnings
-
 import torch
 import torch.distributed as dist
 
-from penstock.errors import PenstockWarning
 from penstock.execute.transport.local import LocalTransport
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.torch_dist import TorchTransport
+from penstock.execute.transport.torchrun import OF_PROCESS, join_default_group
 
 
-def default_transport(group: dist.ProcessGroup | None, deadline_s: float) -> Transport:
+def default_transport(
+    group: dist.ProcessGroup | None, deadline_s: float, *, device: torch.device | str | None = None
+) -> Transport:
     """Return a transport within the group, or in the default group if there is one, else for one rank.
 
-    A process that torchrun has started and that has no group is warned: every one of them would train by itself.
+    Where torchrun has started this process and nobody has made the default group, it is made, for messages between
+    tensors on `device`; the last transport that is closed destroys it.
+
+    Raises:
+        ConfigError: torchrun's variables are wrong. PeerLost, DeadlineExceeded, PipelineError: a rank does not come.
     """
+    join_default_group(torch.device(device or "cpu"), deadline_s)
     if not _is_distributed():
-        # Asked of torch: nothing here reads the environment.
-        if dist.is_available() and dist.is_torchelastic_launched():
-            warnings.warn(
-                "torchrun has started this process, but torch.distributed has no process group, so that it runs the "
-                "whole pipeline alone, and so does every other process. Call torch.distributed.init_process_group() "
-                "before Pipeline is made",
-                PenstockWarning,
-                stacklevel=3,
-            )
         return LocalTransport.create(1, deadline_s)[0]
-    return TorchTransport(group, deadline_s=deadline_s, device=default_device(group))
+    # A rank that is not met alone leaves the group as it is: the others do not know of it, and may try again.
+    return TorchTransport(group, deadline_s=deadline_s, device=default_device(group), on_close=OF_PROCESS.enter())
 
 
 def shares_process(transport: Transport) -> bool:

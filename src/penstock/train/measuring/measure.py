@@ -87,7 +87,7 @@ def measure_layers(
         walk = _Walk(tuple(args), kwargs or {}, own_device, num_rounds=num_rounds, clock=clock)
         return walk.times(layers, _last_call(loss, target, own_device))
 
-    wires = transport or default_transport(group, PATIENCE_S)
+    wires = transport or default_transport(group, PATIENCE_S, device=device)
     try:
         return _broadcast_from_rank0(wires, measure)
     finally:

@@ -1,0 +1,238 @@
+"""Pipelines join what torchrun started by themselves, share the group, and leave nothing behind."""
+
+import textwrap
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError, DeadlineExceeded
+from penstock.execute.transport.torchrun import DefaultGroup, Launch, _backend_for
+from tests.page_ranks import run_script
+from tests.pages import environment
+
+SET = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+BEGIN = """\
+import sys
+
+import torch
+import torch.distributed as dist
+
+import penstock as ps
+
+torch.manual_seed(0)
+layers = [torch.nn.Linear(8, 8) for _ in range(4)]
+inputs, target = torch.randn(8, 8), torch.randn(8, 8)
+
+
+def make(**options):
+    return ps.Pipeline(layers, "1f1b", 4, torch.nn.functional.mse_loss, **options)
+
+
+def line(*words):
+    sys.stdout.write(" ".join(map(str, words)) + chr(10))  # in one piece: the ranks share the output
+    sys.stdout.flush()
+
+"""
+
+
+def run(script, folder, num_ranks=2):
+    """Run a script as torchrun does; return its status and its lines, sorted."""
+    (folder / "train.py").write_text(BEGIN + textwrap.dedent(script), encoding="utf-8")
+    done = run_script(num_ranks, ["train.py"], folder, environment(), 60)
+    return done.returncode, sorted(done.stdout.splitlines())
+
+
+def test_what_torchrun_sets_is_read():
+    assert Launch.read(SET) == Launch(1, 2, "127.0.0.1", 29500)
+    restarted = {"TORCHELASTIC_RESTART_COUNT": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert Launch.read(SET | restarted) == Launch(1, 2, "127.0.0.1", 29500, "3", has_store=True)
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"WORLD_SIZE": "2"}, {"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "1"}, SET | {"RANK": ""}]
+)
+def test_a_process_that_no_launcher_started_is_alone(environment):
+    assert Launch.read(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": "one"}, "RANK: the environment variable is 'one'; expected a whole number. Start every rank with"),
+        ({"RANK": "2"}, "RANK: RANK is 2, but WORLD_SIZE is 2; ranks count from 0. Start every rank with torchrun"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT: the environment variable is 'x'; expected a whole number"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT: WORLD_SIZE is 2, but MASTER_PORT is not set, so the ranks cannot meet"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "MASTER_ADDR: WORLD_SIZE is 2, but MASTER_ADDR and MASTER_PORT are "),
+    ],
+)
+def test_variables_that_cannot_be_right_are_named(change, message):
+    with pytest.raises(ConfigError) as caught:
+        Launch.read(SET | change)
+
+    assert str(caught.value).startswith(message)
+
+
+def test_the_backend_is_the_one_for_the_device():
+    assert _backend_for(torch.device("cpu")) == "gloo"
+    assert _backend_for(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_deadline():
+    group, port = DefaultGroup(), _free_port()
+
+    with pytest.raises(DeadlineExceeded, match=r"rank 0: waited 0\.\d+ s .*, but ranks \[1, 2\] did not come"):
+        group.join(Launch(0, 3, "127.0.0.1", port), torch.device("cpu"), 0.3)
+    assert group.enter() is None
+
+
+def _free_port():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_pipelines_share_one_group_which_the_last_one_destroys(tmp_path):
+    script = """
+        with make() as pipeline:
+            other = make()
+            line("both", dist.get_world_size(), dist.get_backend(), pipeline.rank == dist.get_rank())
+        dist.barrier()
+        line("one", pipeline.step is not None, dist.is_initialized())
+        loss = other.step(inputs, target=target).loss
+        other.close()
+        other.close()
+        line("none", dist.is_initialized())
+        with make() as again:
+            line("again", torch.equal(again.step(inputs, target=target).loss, loss))
+        line("end", dist.is_initialized())
+    """
+
+    one = ["again True", "both 2 gloo True", "end False", "none False", "one True True"]
+    assert run(script, tmp_path) == (0, sorted(one * 2))
+
+
+@pytest.mark.slow
+def test_a_group_of_the_caller_is_used_and_left_as_it_is(tmp_path):
+    script = """
+        dist.init_process_group("gloo")
+        with make() as pipeline:
+            line(pipeline.transport.num_ranks)
+        line(dist.is_initialized())
+        dist.destroy_process_group()
+    """
+
+    assert run(script, tmp_path) == (0, ["2", "2", "True", "True"])
+
+
+@pytest.mark.slow
+def test_a_group_that_the_caller_destroys_is_made_again(tmp_path):
+    script = """
+        first = make()
+        dist.destroy_process_group()
+        second = make()
+        first.close()
+        line(dist.is_initialized(), second.transport.num_ranks)
+        second.close()
+        line(dist.is_initialized())
+    """
+
+    assert run(script, tmp_path) == (0, ["False", "False", "True 2", "True 2"])
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_nobody_closes_does_not_hold_up_the_end(tmp_path):
+    assert run("line(make().step(inputs, target=target).loss.item() > 0)", tmp_path) == (0, ["True", "True"])
+
+
+@pytest.mark.slow
+def test_joining_sets_nothing_but_the_group(tmp_path):
+    script = """
+        import os
+        def look():
+            return dict(os.environ), torch.get_num_threads(), torch.get_default_device(), torch.get_default_dtype()
+        before = look()
+        with make():
+            line(look() == before)
+    """
+
+    assert run(script, tmp_path) == (0, ["True", "True"])
+
+
+@pytest.mark.slow
+def test_a_block_that_raises_closes_the_pipeline_and_the_other_rank_hears_of_it(tmp_path):
+    script = """
+        try:
+            with make() as pipeline:
+                pipeline.step(inputs, target=target)
+                if pipeline.rank == 0:
+                    raise RuntimeError("mine")
+                pipeline.step(inputs, target=target)
+        except (RuntimeError, ps.PeerLost) as error:
+            line(type(error).__name__, dist.is_initialized())
+    """
+
+    assert run(script, tmp_path) == (0, ["PeerLost False", "RuntimeError False"])
+
+
+@pytest.mark.slow
+def test_a_mistake_destroys_the_group_on_all_ranks_and_the_next_pipeline_joins_again(tmp_path):
+    script = """
+        try:
+            make(split=[9])
+        except ps.PenstockError as error:
+            line(type(error).__name__, dist.is_initialized())
+        with make() as pipeline:
+            line(pipeline.transport.num_ranks)
+    """
+
+    assert run(script, tmp_path) == (0, ["2", "2", "PartitionError False", "PartitionError False"])
+
+
+@pytest.mark.slow
+def test_a_rank_that_comes_too_late_meets_the_others_when_they_try_again(tmp_path):
+    script = """
+        import os, time
+        late = os.environ["RANK"] == "1"
+        if late:
+            time.sleep(2)
+        for _ in range(1 if late else 20):
+            try:
+                with make(deadline_s=20 if late else 0.5) as pipeline:
+                    break
+            except ps.DeadlineExceeded as error:
+                line("late")
+            except ps.PipelineError as error:
+                line("disagree" if "deadline_s" in str(error) else error)
+                break
+    """
+
+    status, lines = run(script, tmp_path)
+
+    assert (status, set(lines), lines.count("disagree")) == (0, {"late", "disagree"}, 2), lines
+
+
+@pytest.mark.slow
+def test_layers_are_measured_by_the_first_rank_before_any_pipeline(tmp_path):
+    script = """
+        times = ps.measure_layers(layers, (inputs,), num_rounds=1)
+        with make(weights=times.weights) as pipeline:
+            line(pipeline.transport.num_ranks)
+    """
+
+    assert run(script, tmp_path) == (0, ["2", "2"])
+
+
+@pytest.mark.slow
+def test_checkpoints_are_saved_and_loaded_over_the_group(tmp_path):
+    script = """
+        with make() as pipeline:
+            pipeline.step(inputs, target=target)
+            optimizer = torch.optim.AdamW(pipeline.parameters())
+            optimizer.step()
+            ps.save_checkpoint("saved", pipeline, optimizer, step=1, extra={"step": 1})
+            line(ps.load_checkpoint("saved", pipeline, optimizer))
+    """
+
+    assert run(script, tmp_path) == (0, ["{'step': 1}"] * 2)
