@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from safetensors.torch import load_file, save_file
 
+from penstock.checkpoints.folder import CheckpointFolder
 from penstock.checkpoints.manifest import MANIFEST
 from penstock.cli.entry import main
 from penstock.errors import CheckpointError, PenstockError
@@ -95,6 +96,75 @@ def test_a_run_saves_when_it_is_due_and_at_the_end(here):
     run(here, run={"steps": 5}, checkpoint={"every": 2, "keep_last": 20})
 
     assert steps_in(here) == [2, 4, 5]
+
+
+class Acting(StopRequest):
+    """Does something behind the last computation of a step, before what is due is saved."""
+
+    def __init__(self, step, act):
+        super().__init__()
+        self.left, self.act = step, act
+
+    @property
+    def is_requested(self):
+        self.left -= 1
+        if self.left == 0:
+            self.act()
+        return False
+
+
+def ended_by(folder, stop, **sections):
+    return str(error_of(lambda: train(config_in(folder, **sections), output=io.StringIO(), stop=stop)))
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("every", [2, 0])
+def test_a_run_whose_folder_is_renamed_ends_with_a_checkpoint_there(here, whole, asynchronous, every):
+    how = {"every": every, "keep_last": 20, "asynchronous": asynchronous}
+
+    told = ended_by(here, Acting(5, lambda: (here / "run").rename(here / "kept")), checkpoint=how)
+
+    assert told == (
+        f"{here}/run was renamed during the run, which ends here. Step 5 is saved in {here}/kept: continue with --set "
+        f"run.folder={here}/kept"
+    )
+    assert not (here / "run").exists()
+    assert (here / "kept" / "checkpoints" / "step-5" / MANIFEST).exists()
+    run(here, run={"folder": str(here / "kept"), "steps": NUM_STEPS, "evaluate_batches": 1, "record_step": 2})
+    (here / "kept").rename(here / "run")
+    assert_same_end(here, whole)
+
+
+def test_a_folder_that_is_renamed_while_a_checkpoint_is_written_keeps_it(here, monkeypatch):
+    begin = CheckpointFolder.begin
+
+    def rename_then_begin(self, step):
+        if step == 4 and (here / "run").exists():
+            partial = begin(self, step)
+            (here / "run").rename(here / "kept")
+            return partial
+        return begin(self, step)
+
+    monkeypatch.setattr(CheckpointFolder, "begin", rename_then_begin)
+    told = ended_by(here, StopRequest(), checkpoint={"every": 2, "asynchronous": False})
+
+    assert "was renamed during the run" in told
+    assert (here / "kept" / "checkpoints" / "step-4" / MANIFEST).exists()
+    assert not (here / "run").exists()
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_run_whose_folder_is_removed_ends_with_a_checkpoint_in_a_new_one(here, is_taken):
+    def remove():
+        shutil.rmtree(here / "run")
+        if is_taken:
+            (here / "run").mkdir()
+
+    told = ended_by(here, Acting(5, remove))
+
+    place = here / ("run-2" if is_taken else "run")
+    assert told.startswith(f"{here}/run was removed during the run, which ends here. Step 5 is saved in {place}: ")
+    assert f"continuing after step 5 from {place}" in run(here)
 
 
 @pytest.mark.slow

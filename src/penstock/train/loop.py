@@ -191,7 +191,7 @@ def _run_steps(
             if is_last and step < config.run.steps:
                 _say(output, f"stopped early: {early_stop.describe()}")
                 break
-        checkpoints.finish()
+        checkpoints.finish(progress)
     assert progress.loss is not None, "a run has at least one step"
     return TrainingResult(progress.step, progress.loss, progress.held_out_loss, runner.recorded, peak_bytes)
 

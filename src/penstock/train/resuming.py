@@ -5,10 +5,12 @@ checkpoint are the last losses, what the optimizer step keeps beside tensors, an
 """
 
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO, cast
 from uuid import uuid4
 
 from penstock.checkpoints.folder import step_of
@@ -21,7 +23,8 @@ from penstock.files import naming_storage
 from penstock.pipeline import Pipeline
 from penstock.show.text import format_bytes
 from penstock.train.data.batches import Dataset
-from penstock.train.folder.run_folder import CONFIG, RunFolder
+from penstock.train.folder.held_folder import HeldFolder
+from penstock.train.folder.run_folder import CONFIG, RunFolder, next_folder
 from penstock.train.optimizing.early_stop import EarlyStop
 from penstock.train.settings.config import RunConfig, load_config
 from penstock.train.step import Trainer
@@ -93,14 +96,8 @@ class RunCheckpoints:
         self._data = data
         self._output = output
         self._saved = 0
-        self._writer = CheckpointWriter(
-            folder.checkpoints.path,
-            self._pipeline,
-            self._update.optimizer,
-            keep_last=self._options.keep_last,
-            keep_every=self._options.keep_every,
-            asynchronous=self._options.asynchronous,
-        )
+        self._held = HeldFolder(folder.path) if self._pipeline.rank == 0 else None
+        self._writer = self._writer_to(folder)
         num_bytes = require_saveable(self._pipeline)
         with failing_together(self._pipeline.transport):
             if self._pipeline.rank == 0 and self._options.every:
@@ -138,19 +135,69 @@ class RunCheckpoints:
         Raises:
             KeyboardInterrupt: on every rank, if one was asked to stop; the checkpoint is saved then.
             CheckpointError: on every rank, if one cannot be written.
+            PenstockError: on every rank, if the run folder was renamed or removed; the checkpoint is saved then.
         """
-        is_stopped = any(self._pipeline.control.all_gather_object(self._stop.is_requested))
+        asked = [self._stop.is_requested, self._is_moved]
+        told = cast("list[list[bool]]", self._pipeline.control.all_gather_object(asked))
+        is_stopped = any(is_requested for is_requested, _ in told)
+        if told[0][1]:
+            self._leave_moved(progress)
         every, step = self._options.every, progress.step
         if every and (step % every == 0 or is_last or is_stopped):
-            self._save(progress)
+            self._unless_moved(progress, lambda: self._save(progress))
         else:
-            self._writer.poll()
+            self._unless_moved(progress, self._writer.poll)
         if is_stopped:
             self._finish_stopped(progress)
 
-    def finish(self) -> None:
-        """Wait until the last checkpoint is announced; every rank calls it. Raises: CheckpointError."""
+    def finish(self, progress: Progress) -> None:
+        """Wait until the last checkpoint is announced; every rank calls it. Raises: as `after_step`."""
+        self._unless_moved(progress, self._writer.finish)
+
+    def _writer_to(self, folder: RunFolder) -> CheckpointWriter:
+        return CheckpointWriter(
+            folder.checkpoints.path,
+            self._pipeline,
+            self._update.optimizer,
+            keep_last=self._options.keep_last,
+            keep_every=self._options.keep_every,
+            asynchronous=self._options.asynchronous,
+        )
+
+    @property
+    def _is_moved(self) -> bool:
+        """Whether the run folder was renamed or removed; rank 0 knows it."""
+        return self._held is not None and not self._held.is_in_place
+
+    def _unless_moved(self, progress: Progress, save: Callable[[], object]) -> None:
+        try:
+            save()
+        except NotSaved:  # on every rank
+            if self._pipeline.control.all_gather_object(self._is_moved)[0]:
+                self._leave_moved(progress)
+            raise
+
+    def _leave_moved(self, progress: Progress) -> NoReturn:
+        """Save what there is where the run folder is now, and end the run: other files of it have lost their place.
+
+        A folder that was removed is made again, or the next number where the name is taken. Raises: PenstockError.
+        """
+        with suppress(CheckpointError):
+            self._writer.finish(limit_s=self._limit_s)  # what is being written lies in the folder that is gone
+        found = self._held.found() if self._held is not None else None
+        place = found or next_folder(self._folder.path)
+        with failing_together(self._pipeline.transport):
+            if self._pipeline.rank == 0 and not found:
+                RunFolder(place).begin(self._config)
+        told = self._pipeline.control.all_gather_object([str(place), "renamed" if found else "removed"])
+        folder, what = cast("list[str]", told[0])
+        self._writer, self._saved = self._writer_to(RunFolder(Path(folder))), 0
+        self._save(progress)
         self._writer.finish()
+        raise PenstockError(
+            f"{self._folder.path} was {what} during the run, which ends here. Step {progress.step} is saved in "
+            f"{folder}: continue with --set run.folder={folder}"
+        )
 
     def _save(self, progress: Progress) -> None:
         if progress.step == self._saved:

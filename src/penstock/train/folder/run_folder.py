@@ -101,6 +101,12 @@ def numbered_folders(base: Path) -> dict[int, Path]:
     return found | ({1: base} if os.path.lexists(base) else {})
 
 
+def next_folder(base: Path) -> Path:
+    """Return the first of DIR, DIR-2, DIR-3, ... behind all that exist."""
+    found = numbered_folders(base)
+    return base.with_name(f"{base.name}-{max(found) + 1}") if found else base
+
+
 def remove_empty(folders: Sequence[Path]) -> None:
     """Remove these folders, each before its parent, unless something lies in them."""
     for folder in folders:
