@@ -98,6 +98,19 @@ def test_a_damaged_file_is_named_and_the_next_older_one_taken(folder, damage, nu
     assert str(path) in found[0].damaged[0] or (path.name == MANIFEST and "holds no" in found[0].damaged[0])
 
 
+@pytest.mark.parametrize("name", ["extra", MANIFEST, "weights-00001-of-00002.safetensors"])
+@pytest.mark.parametrize("target", ["nothing", "itself"])
+def test_a_link_to_nothing_in_the_newest_lets_the_older_one_be_taken(folder, name, target):
+    link = folder / "step-2" / name
+    link.unlink(missing_ok=True)
+    link.symlink_to(link if target == "itself" else folder / target)
+
+    found = find(folder)[0]
+
+    assert found.path == folder / ("step-2" if name == "extra" else "step-1")
+    assert len(found.damaged) == (name != "extra")
+
+
 def test_files_that_are_exchanged_are_found(folder):
     names = [name for name in files_of(folder / "step-2") if name.startswith("weights-")]
     first, second = (folder / "step-2" / name for name in names)

@@ -1,6 +1,7 @@
 """Finding a checkpoint that is as it was written: every byte is read, the work shared by all ranks."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -123,11 +124,19 @@ def _first_problem(control: Control, path: Path) -> tuple[str, bool]:
             return f"{path}: cannot be read: {error.strerror or error}", False
         return "", False
 
-    num_bytes = sum(file.stat().st_size for file in path.glob("*")) if path.is_dir() else 0
-    own = run_together(control, check, num_bytes=num_bytes, what=str(path))
+    own = run_together(control, check, num_bytes=_size_of(path), what=str(path))
     everyone = cast(list[tuple[str, bool]], control.all_gather_object(own))
     found = sorted((not is_final, rank, problem) for rank, (problem, is_final) in enumerate(everyone) if problem)
     return (found[0][2], not found[0][0]) if found else ("", False)
+
+
+def _size_of(folder: Path) -> int:
+    """Return how many bytes the files of a folder have; what cannot be read, such as a link to nothing, has none."""
+    total = 0
+    for file in folder.glob("*"):
+        with suppress(OSError):
+            total += file.stat().st_size
+    return total
 
 
 def _require_tensors(folder: Path, manifest: Manifest) -> None:
