@@ -1,7 +1,9 @@
 """Loading into any number of ranks, schedule, split and placement."""
 
+import os
 import pickle
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -250,3 +252,14 @@ def test_another_reader_of_such_files_reads_the_weights(tmp_path):
     load(found, storage_reader=HuggingFaceStorageReader(str(tmp_path / "step-1")), no_dist=True)
 
     assert_equal(found, weights)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_path_that_is_not_utf8_saves_and_loads(tmp_path, num_ranks):
+    folder = Path(os.fsdecode(bytes(tmp_path) + b"/caf\xe9"))
+    _, weights, _ = train_on(num_ranks, 0, 2, save=folder)
+
+    _, found, extra = train_on(num_ranks, 2, 2, load=folder)
+
+    assert_equal(found, weights)
+    assert extra == {"at": 2}

@@ -61,6 +61,16 @@ def test_a_checkpoint_itself_may_be_named(folder):
     assert find(renamed)[0].path == renamed
 
 
+def test_a_folder_of_checkpoints_may_be_named_as_one(folder):
+    within = folder.rename(folder.with_name("step-7"))
+
+    assert candidates(within) == [within / "step-2", within / "step-1"]
+    assert find(within)[0].path == within / "step-2"
+    assert candidates(within / "step-2") == [within / "step-2"]
+    (within / "step-2" / MANIFEST).unlink()
+    assert candidates(within / "step-2") == [within / "step-2"], "a damaged one is not left out in silence"
+
+
 @pytest.mark.slow
 def test_any_of_1000_flipped_bits_is_found_and_its_file_named(folder):
     checkpoint, chance = folder / "step-2", random.Random(2)

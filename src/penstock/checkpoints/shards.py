@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -145,7 +146,7 @@ def problem_of(path: Path, expected: FileRecord) -> str:
 def read_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
     """Read some tensors of a file, and no others. Raises: CheckpointError naming the file."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with _opened(path) as file:
             return {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read as a safetensors file: {error}") from error
@@ -154,13 +155,29 @@ def read_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
 def shapes_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the type and shape of every tensor of a file. Raises: CheckpointError naming the file."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with _opened(path) as file:
             names: list[str] = list(file.keys())
             slices = [file.get_slice(name) for name in names]
             shapes = [(part.get_dtype(), tuple(part.get_shape())) for part in slices]
             return dict(zip(names, shapes, strict=True))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read as a safetensors file: {error}") from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file with the safetensors library, which takes no path that is not UTF-8. Raises: OSError."""
+    with path.open("rb") as file:
+        name = str(path) if _is_utf8(path) else f"/dev/fd/{file.fileno()}"
+        with safe_open(name, framework="pt") as tensors:
+            yield tensors
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        return bool(str(path).encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def pickles_in(folder: Path, known: Iterable[str] = ()) -> list[str]:

@@ -35,10 +35,12 @@ class Found:
 
 def candidates(folder: Path) -> list[Path]:
     """Return the checkpoints that a path names, the newest first: itself, or those in it."""
-    if (folder / MANIFEST).exists() or step_of(folder) is not None:
+    if (folder / MANIFEST).exists():
         return [folder]
     within = CheckpointFolder(folder)
-    return [within.of_step(step) for step in within.steps()]
+    found = [within.of_step(step) for step in within.steps()]
+    # A folder of this name without a manifest is a damaged checkpoint, or somebody has put checkpoints into it.
+    return found or ([folder] if step_of(folder) is not None else [])
 
 
 def verify(folder: Path, *, turn: int = 0, num_turns: int = 1) -> Manifest:
