@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pickle
 import random
 
@@ -34,6 +35,11 @@ def small_manifest(**changes):
 
 def write(folder, content):
     (folder / MANIFEST).write_bytes(content)
+
+
+def write_signed(folder, body):
+    """Write text with a digest that is right, as anyone can."""
+    write(folder, b'{"sha256":"' + manifest._digest(body) + b'","checkpoint":' + body + b"}\n")
 
 
 def test_it_reads_back_as_it_was(tmp_path):
@@ -76,10 +82,29 @@ def test_a_newer_format_is_told_from_damage(tmp_path, monkeypatch):
 
 
 def test_a_key_that_is_wrong_is_named(tmp_path):
-    body = json.dumps(small_manifest().model_dump() | {"step": -1}, separators=(",", ":")).encode()
-    write(tmp_path, b'{"sha256":"' + manifest._digest(body) + b'","checkpoint":' + body + b"}\n")
+    write_signed(tmp_path, json.dumps(small_manifest().model_dump() | {"step": -1}).encode())
 
     with pytest.raises(CheckpointError, match=r"checkpoint\.json: step: Input should be greater"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../../x", "/dev/zero", "a/b", "..", "", "a\0b"])
+def test_a_file_outside_of_the_folder_is_refused(tmp_path, name):
+    entry = {"dtype": "F32", "shape": [2], "file": name}
+    whole = small_manifest().model_dump()
+    for change in ({"weights": {"w": entry}}, {"files": {name: {"num_bytes": 80, "sha256": "0" * 64}}}):
+        write_signed(tmp_path, json.dumps(whole | change).encode())
+
+        with pytest.raises(CheckpointError, match="is not the name of a file in the same folder"):
+            read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_file_is_not_read(tmp_path, kind):
+    path = tmp_path / MANIFEST
+    {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "folder": os.mkdir}[kind](path)
+
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json: cannot be read: is not a regular file"):
         read_manifest(tmp_path)
 
 

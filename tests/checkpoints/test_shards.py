@@ -1,6 +1,7 @@
 """Files of tensors, and how damage to them is found."""
 
 import errno
+import os
 import pickle
 import random
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from penstock.checkpoints.shards import (
     DTYPE_NAMES,
+    FileRecord,
     cannot_write,
     dtype_name,
     pickles_in,
@@ -73,6 +75,16 @@ def test_a_file_that_is_cut_or_gone_is_named(path):
     assert problem_of(path, record) == f"{path}: is missing"
     path.mkdir()
     assert str(path) in problem_of(path, record)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_can_be_read_without_end_is_not_read(path, make):
+    make(path)
+
+    assert problem_of(path, FileRecord(0, "")) == f"{path}: cannot be read: is not a regular file"
+    for read in (lambda: read_tensors(path, ["a"]), lambda: shapes_of(path)):
+        with pytest.raises(CheckpointError, match="is not a regular file"):
+            read()
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100])

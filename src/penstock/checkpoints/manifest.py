@@ -11,9 +11,9 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from penstock.checkpoints.shards import DIGEST, ITEM_BYTES, FileRecord, pickles_in
+from penstock.checkpoints.shards import DIGEST, ITEM_BYTES, FileRecord, pickles_in, require_file_name, require_regular
 from penstock.errors import CheckpointError
 
 MANIFEST = "checkpoint.json"
@@ -23,6 +23,7 @@ _HEAD, _MIDDLE, _TAIL = b'{"sha256":"', b'","checkpoint":', b"}\n"
 _DIGEST_CHARACTERS = 64
 
 NotNegative = Annotated[int, Field(ge=0)]
+FileName = Annotated[str, AfterValidator(require_file_name)]
 
 
 class UnreadableFormat(CheckpointError):
@@ -49,7 +50,7 @@ class TensorEntry(_Part):
 
     dtype: str
     shape: list[NotNegative]
-    file: str
+    file: FileName
 
     @property
     def num_bytes(self) -> int:
@@ -96,7 +97,7 @@ class Manifest(_Part):
     """Per rank, where its generators were."""
     weights: dict[str, TensorEntry]
     optimizer: OptimizerEntry | None
-    files: dict[str, FileEntry]
+    files: dict[FileName, FileEntry]
 
     @property
     def num_bytes(self) -> int:
@@ -119,6 +120,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
+        require_regular(path)
         content = path.read_bytes()
     except FileNotFoundError:
         raise _without_manifest(folder) from None

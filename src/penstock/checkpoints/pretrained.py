@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.checkpoints.agreement import gather_results
 from penstock.checkpoints.content import SAME_MODEL, names_in_checkpoint, require_same_names
 from penstock.checkpoints.manifest import read_manifest
-from penstock.checkpoints.shards import pickles_in, read_tensors, shapes_of
+from penstock.checkpoints.shards import pickles_in, read_tensors, require_file_name, require_regular, shapes_of
 from penstock.checkpoints.verification import candidates, find_newest, newest_readable
 from penstock.checkpoints.weight_files import INDEX, WHOLE
 from penstock.checkpoints.work import run_together
@@ -109,12 +109,12 @@ def files_of(where: Path) -> dict[str, str]:
 
 def _weight_map(index: Path) -> Mapping[str, str]:
     try:
+        require_regular(index)
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files = {name: require_file_name(file) for name, file in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: cannot be read as an index of weights: {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(file, str) and "/" not in file for file in found.values()):
-        raise CheckpointError(f"{index}: weight_map is not a table from names to files of its folder")
-    return found
+    return files
 
 
 def _read(

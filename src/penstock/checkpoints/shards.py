@@ -8,6 +8,7 @@ import errno
 import hashlib
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.errors import CheckpointError, NotSaved
+from penstock.errors import CheckpointError, NotSaved, shortened
 from penstock.files import FULL
 
 DTYPE_NAMES = {
@@ -108,6 +109,19 @@ def _error_number(text: str) -> int | None:
     return int(found[1]) if found and int(found[1]) in errno.errorcode else None
 
 
+def require_file_name(name: str) -> str:
+    """Return what is the name of a file in a folder, and no path to another one. Raises: ValueError."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"{shortened(name)} is not the name of a file in the same folder")
+    return name
+
+
+def require_regular(path: Path) -> None:
+    """Refuse what can be read without end, such as a device or a pipe. Raises: OSError."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+
+
 def require_visible(path: Path, num_bytes: int | None = None) -> None:
     """Refuse a file of another rank that this one does not see as it was written. Raises: NotSaved."""
     if not path.exists() or (num_bytes is not None and path.stat().st_size != num_bytes):
@@ -119,6 +133,7 @@ def require_visible(path: Path, num_bytes: int | None = None) -> None:
 
 def record_of(path: Path) -> FileRecord:
     """Read a file as a whole and describe it. Raises: OSError."""
+    require_regular(path)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, DIGEST).hexdigest()
         return FileRecord(file.tell(), digest)
@@ -167,6 +182,7 @@ def shapes_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """Open a file with the safetensors library, which takes no path that is not UTF-8. Raises: OSError."""
+    require_regular(path)
     with path.open("rb") as file:
         name = str(path) if _is_utf8(path) else f"/dev/fd/{file.fileno()}"
         with safe_open(name, framework="pt") as tensors:
