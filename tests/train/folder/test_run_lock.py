@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from penstock.errors import PenstockWarning
+from penstock.errors import PenstockError, PenstockWarning
 from penstock.train.folder.run_lock import RunLock, holder_of
 
 HOLD = """
@@ -109,6 +109,30 @@ def test_a_lock_file_that_was_removed_meanwhile_is_not_held(tmp_path, monkeypatc
     assert (tmp_path / ".lock").read_text().startswith(f"{os.getpid()} ")
     assert RunLock.take(tmp_path) is None
     lock.close()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_in_its_place_is_refused_and_its_target_left_alone(tmp_path, is_there):
+    target = tmp_path / "thesis.tex"
+    if is_there:
+        target.write_text("all of it")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(target)
+
+    with pytest.raises(PenstockError, match=r"run/\.lock: is not a regular file, as runs make it; remove it"):
+        RunLock.take(tmp_path / "run")
+
+    assert holder_of(tmp_path / "run") == ""
+    assert (target.read_text() if is_there else target.exists()) == ("all of it" if is_there else False)
+
+
+def test_a_pipe_in_its_place_is_refused(tmp_path):
+    os.mkfifo(tmp_path / ".lock")
+
+    for look in (RunLock.take, RunLock.join):
+        with pytest.raises(PenstockError, match="is not a regular file"):
+            look(tmp_path)
+    assert holder_of(tmp_path) == ""
 
 
 def test_a_folder_without_a_lock_is_joined_without_one(tmp_path):

@@ -11,13 +11,14 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from penstock.errors import PenstockWarning
+from penstock.errors import PenstockError, PenstockWarning
 from penstock.train.folder.run_folder import LOCK
 
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
@@ -32,7 +33,7 @@ class RunLock:
 
     @classmethod
     def take(cls, folder: Path) -> "RunLock | None":
-        """Hold an existing folder alone; None if another process holds it. Raises: OSError."""
+        """Hold an existing folder alone; None if another process holds it. Raises: PenstockError, OSError."""
         while True:
             file = _open(folder)
             if not _lock(file, fcntl.LOCK_EX):
@@ -48,7 +49,7 @@ class RunLock:
     def join(cls, folder: Path) -> "RunLock | None":
         """Share the folder with the run that has it; None where there is no lock, or one process holds it alone.
 
-        Raises: OSError.
+        Raises: PenstockError, OSError.
         """
         if not (folder / LOCK).exists():
             return None
@@ -75,7 +76,7 @@ class RunLock:
 def holder_of(folder: Path) -> str:
     """Return which process holds a folder, for a message; empty if none does."""
     try:
-        file = (folder / LOCK).open("rb", buffering=0)
+        file = FileIO(folder / LOCK, "rb", opener=_without_following)
     except OSError:
         return ""  # every run makes the file
     with file:
@@ -90,7 +91,16 @@ def holder_of(folder: Path) -> str:
 
 
 def _open(folder: Path) -> FileIO:
-    return (folder / LOCK).open("a+b", buffering=0)
+    """Raises: PenstockError, where the name stands for something that no run made; OSError."""
+    path = folder / LOCK
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        raise PenstockError(f"{path}: is not a regular file, as runs make it; remove it")
+    return FileIO(path, "a+", opener=_without_following)
+
+
+def _without_following(path: str, flags: int) -> int:
+    """Open a file, but none that a link names: what is written must not land elsewhere."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _lock(file: FileIO, operation: int) -> bool:
