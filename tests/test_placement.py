@@ -1,5 +1,7 @@
 """Placements: which rank holds which stage, and what comes before what on a route."""
 
+from fractions import Fraction
+
 import pytest
 from hypothesis import given
 
@@ -78,3 +80,10 @@ def test_a_stage_on_no_route_or_on_two_is_refused(routes):
 def test_a_route_without_stages_is_refused(routes):
     with pytest.raises(ScheduleError, match=rf"route {routes.index([])} has no stages.*drop it"):
         Placement.explicit([0, 1], routes)
+
+
+def test_a_microbatch_visits_one_stage_of_each_rank_unless_it_returns():
+    assert Placement.line(4).stages_per_rank == 1
+    assert Placement.loop(4, 8).stages_per_rank == 2
+    assert Placement.loop(2, 3).stages_per_rank == Fraction(3, 2)
+    assert Placement.bidirectional(4).stages_per_rank == 1

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
 
@@ -48,6 +49,11 @@ class Placement:
     @cached_property
     def num_ranks(self) -> int:
         return max(self.rank_of_stage) + 1
+
+    @property
+    def stages_per_rank(self) -> Fraction:
+        """How many stages of a rank a microbatch visits, in the mean: one where each rank has one stage."""
+        return Fraction(max(len(route) for route in self.routes), self.num_ranks)
 
     @cached_property
     def stages_of_rank(self) -> tuple[tuple[int, ...], ...]:

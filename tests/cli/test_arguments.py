@@ -86,5 +86,5 @@ def test_where_activations_are_only_counted_bytes_are_refused_as_such():
 
     assert counted_limit_of(parser.parse_args([])) is None
     assert counted_limit_of(parser.parse_args(["--memory-limit", "3 activations"])).amounts == (3,)
-    with pytest.raises(ConfigError, match=r"20GiB is a number of bytes, .* count them: '12 activations'"):
+    with pytest.raises(ConfigError, match=r"20GiB is a number of bytes, .* count them: '6 microbatches'"):
         counted_limit_of(parser.parse_args(["--memory-limit", "20GiB"]))

@@ -125,7 +125,7 @@ def test_a_limit_in_bytes_is_proved_of_the_program_with_costs_of_layers(file, ca
     ("limit", "told"),
     [
         ("3", "--memory-limit: 3 is a number of bytes, but there are no costs"),
-        ("3 GB", 'or count: "12 activations"'),
+        ("3 GB", 'or count: "6 microbatches"'),
         ("3 Gbit", "--memory-limit: '3 Gbit' has no known unit; expected one of bytes, b, kb"),
     ],
 )

@@ -145,6 +145,22 @@ def test_a_note_tells_of_different_numbers_of_microbatches():
     assert told == ["note: the rows run different numbers of microbatches:", "  3 in a", "  4 in b"]
 
 
+def test_a_limit_in_activations_is_warned_of_where_they_differ_in_size():
+    rows = [comparison("a"), comparison("b", 2)]
+
+    (told,) = notes(compared(*rows, limit=activations(8)))
+
+    assert told == [
+        "warning: activations are of unequal size; a microbatch leaves so many on a rank:",
+        "  1 in a",
+        "  2 in b",
+        "  Give the limit in microbatches, such as '8 microbatches'.",
+    ]
+    assert notes(compared(*rows, swept_limits=[activations(8)])) == [told]
+    assert notes(compared(*rows, limit=Limit.read("8 microbatches"))) == []
+    assert notes(compared(rows[0], comparison("c"), limit=activations(8))) == []
+
+
 def test_names_that_tell_their_numbers_need_no_note():
     rows = [comparison("a, 3 microbatches"), comparison("a, 4 microbatches", num_microbatches=4)]
 

@@ -58,9 +58,10 @@ def test_costs_of_a_profile_in_the_folder_tell_how_backwards_split(folder, capsy
     assert "halves" not in measured
 
 
-def test_with_a_limit_of_memory_what_waits_for_it_is_told(folder, capsys):
+@pytest.mark.parametrize("limit", ["4 activations", "4 microbatches"])
+def test_with_a_limit_of_memory_what_waits_for_it_is_told(folder, limit, capsys):
     """Rank 0 of 1F1B holds 4 activations and waits with the fifth forward for a backward to free one."""
-    main(["doctor", str(folder), "--to", "json", "--memory-limit", "4 activations"])
+    main(["doctor", str(folder), "--to", "json", "--memory-limit", limit])
     limited = json.loads(capsys.readouterr().out)["idle_s"][0]
     main(["doctor", str(folder), "--to", "json"])
     free = json.loads(capsys.readouterr().out)["idle_s"][0]

@@ -23,6 +23,12 @@ def test_a_column_is_short_where_its_numbers_are(largest, expected):
     assert short_type(largest) is expected
 
 
+def test_a_microbatch_leaves_an_activation_for_each_stage_and_slice_of_a_rank():
+    assert build("1f1b", ranks=2, microbatches=2).parts_per_rank == 1
+    assert build("seq1f1b", ranks=2, microbatches=2, slices=3).parts_per_rank == 3
+    assert lower(build("breadth-depth", ranks=2, microbatches=2, slices=2, stages_per_rank=2)).parts_per_rank == 4
+
+
 @given(schedule=feasible_schedules())
 def test_the_last_backwards_are_those_after_which_a_stage_has_none(schedule):
     found = schedule.last_backwards()

@@ -1,6 +1,7 @@
 """Limits hold at every position, and a slot that is overwritten while alive is refused where that happens."""
 
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -103,39 +104,70 @@ def test_bytes_are_unknown_without_costs():
 
 
 @pytest.mark.parametrize(
-    ("text", "amount", "in_bytes"),
+    ("text", "amount", "unit"),
     [
-        ("20GiB", 20 * 2**30, True),
-        ("20 GiB", 20 * 2**30, True),
-        ("1.5 kb", 1500, True),
-        ("2tib", 2**41, True),
-        ("7B", 7, True),
-        ("7", 7, True),
-        (7, 7, True),
-        (np.int32(7), 7, True),
-        ("12 activations", 12, False),
-        ("1activation", 1, False),
+        ("20GiB", 20 * 2**30, "bytes"),
+        ("20 GiB", 20 * 2**30, "bytes"),
+        ("1.5 kb", 1500, "bytes"),
+        ("2tib", 2**41, "bytes"),
+        ("7B", 7, "bytes"),
+        ("7", 7, "bytes"),
+        (7, 7, "bytes"),
+        (np.int32(7), 7, "bytes"),
+        ("12 activations", 12, "activations"),
+        ("1activation", 1, "activations"),
+        ("6 microbatches", 6, "microbatches"),
+        ("2.5 Microbatches", Fraction(5, 2), "microbatches"),
+        ("1 microbatch", 1, "microbatches"),
     ],
 )
-def test_limits_are_bytes_with_a_unit_or_activations(text, amount, in_bytes):
+def test_limits_are_bytes_with_a_unit_or_counts(text, amount, unit):
     limit = Limit.read(text)
 
-    assert (limit.amounts, limit.in_bytes) == ((amount,), in_bytes)
+    assert (limit.amounts, limit.unit, limit.in_bytes) == ((amount,), unit, unit == "bytes")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "held"),
+    [
+        ("1f1b", {}, 4),
+        ("zbv", {}, 8),
+        ("interleaved-1f1b", {"stages_per_rank": 2}, 11),
+        ("seq1f1b", {"slices": 2}, 5),
+    ],
+)
+def test_a_limit_in_microbatches_counts_what_each_leaves_on_a_rank(name, shape, held):
+    schedule = build(name, ranks=4, microbatches=8, **shape)
+    num_parts = {"1f1b": 1}.get(name, 2)
+    limit = f"{held / num_parts} microbatches"
+    less = f"{(held - 0.5) / num_parts} microbatches"
+
+    assert max(check(schedule, memory_limit=limit).peak_activations) == held
+    error = refusal(schedule, memory_limit=less)
+    assert f"needs {held} activations alive at once; the limit of rank 0 is {held - 1} ({less})" in str(error)
+
+
+def test_a_limit_in_microbatches_may_be_one_per_rank():
+    schedule = build("zbv", ranks=2, microbatches=4)
+
+    assert check(schedule, memory_limit=["2 microbatches", "3 microbatches"]).peak_activations == [4, 4]
+    assert {each.rank for each in refusal(schedule, memory_limit=["2 microbatches", "1 microbatch"]).violations} == {1}
 
 
 def test_limits_may_be_larger_than_any_memory():
     largest = np.iinfo(np.int64).max
 
-    assert Limit.read([10**30, 7]).of_ranks(2).tolist() == [largest, 7]
+    assert Limit.read([10**30, 7]).of_ranks(2, Fraction(1)).tolist() == [largest, 7]
 
 
 @pytest.mark.parametrize(
     ("limit", "told"),
     [
         ("20Gbit", "memory_limit: '20Gbit' has no known unit; expected one of bytes, b, kb, kib, mb"),
-        ("12 microbatches", "has no known unit; expected one of"),
+        ("12 batches", "has no known unit; expected one of"),
         ("much", "memory_limit: 'much'; give \"20GiB\""),
         (-1, "memory_limit: -1; give a limit of 1 or more"),
+        ("0 microbatches", "'0 microbatches'; give a limit of 1 or more"),
         ("0 activations", "'0 activations'; give a limit of 1 or more"),
         (2.5, "2.5 of type float; give"),
         (True, "True of type bool; give"),
@@ -144,7 +176,7 @@ def test_limits_may_be_larger_than_any_memory():
         ("3 activations " * 2, 'give "20GiB"'),
         (activations(1, 2, 3), "3 values for 2 ranks; give one, or one per rank"),
         (4096, "4096 is a number of bytes, but there are no costs to say how large activations are"),
-        ("20GiB", 'or count: "12 activations"'),
+        ("20GiB", 'or count: "6 microbatches"'),
     ],
 )
 def test_limits_that_say_nothing_are_refused_with_what_was_expected(limit, told):

@@ -145,6 +145,16 @@ def test_the_fastest_within_a_limit_is_of_those_that_fit():
     assert [fastest_within(rows, activations(most)) for most in (2, 4, 8)] == [None, rows[0], FAST]
 
 
+def test_a_limit_in_microbatches_is_that_of_the_peak_in_microbatches():
+    """Of 4 activations of half a rank, two microbatches are left."""
+    row = comparison(num_parts=2)
+
+    assert row.peak_microbatches == 2
+    assert row.fits(Limit.read("2 microbatches"))
+    assert not row.fits(Limit.read("1.9 microbatches"))
+    assert not comparison(num_parts=1).fits(Limit.read("3 microbatches"))
+
+
 def test_bytes_that_are_not_known_fit_no_limit_of_bytes():
     assert not comparison().fits(Limit.read("1GiB"))
     assert fastest_within([comparison()], Limit.read("1GiB")) is None

@@ -21,11 +21,11 @@ REPLACED = {"--per-rank": ("--per-action", "costs are per rank by default; --per
 MEMORY_LIMIT = "--memory-limit"
 LIMIT = (
     "what a rank may hold at once: 20GiB, or a number of bytes, with costs that say how large activations are; "
-    "or '12 activations'"
+    "or '6 microbatches', by their share of the stages and slices of a rank; or '12 activations'"
 )
 COUNTED_LIMIT = (
-    "what a rank may hold at once, as '12 activations': report what waits for it; a recorded step does not say how "
-    "large activations are, so no bytes"
+    "what a rank may hold at once, as '6 microbatches' or '12 activations': report what waits for it; a recorded step "
+    "does not say how large activations are, so no bytes"
 )
 
 
@@ -202,7 +202,7 @@ def counted_limit_of(arguments: Namespace) -> Any:
     limit = _read_limit(arguments)
     if limit is not None and limit.in_bytes:
         problem = "is a number of bytes, but a recorded step does not say how large activations are"
-        raise ConfigError(f"{limit} {problem}; count them: '12 activations'", key=MEMORY_LIMIT)
+        raise ConfigError(f"{limit} {problem}; count them: '6 microbatches'", key=MEMORY_LIMIT)
     return limit
 
 

@@ -230,6 +230,11 @@ def notes(compared: Compared) -> list[list[str]]:
         heading = "note: the rows run different numbers of microbatches:"
         counts = compared.by_number(lambda row: row.num_microbatches)
         found.append([heading, *(f"  {number} in {names}" for number, names in counts.items())])
+    counted = [limit for limit in (compared.limit, *compared.swept_limits) if limit and limit.unit == "activations"]
+    if counted and len(parts) > 1:
+        heading = "warning: activations are of unequal size; a microbatch leaves so many on a rank:"
+        fix = f"  Give the limit in microbatches, such as '{counted[0].text.split()[0]} microbatches'."
+        found.append([heading, *(f"  {number} in {names}" for number, names in parts.items()), fix])
     return found
 
 

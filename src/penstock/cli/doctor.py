@@ -37,7 +37,9 @@ def run(arguments: Namespace) -> int:
     recorded = read_recorded_step(folder)
     setting = setting_of(load_config(folder / CONFIG))
     profiled = read_costs(folder / COSTS) if (folder / COSTS).exists() else None
-    diagnosis = diagnose(recorded, setting, profiled=profiled, memory_limit=limit and limit.amounts[0])
+    program = recorded.timeline.program
+    activations = limit and limit.of_ranks(program.num_ranks, program.parts_per_rank).tolist()
+    diagnosis = diagnose(recorded, setting, profiled=profiled, memory_limit=activations)
     say(to_json(diagnosis) if arguments.format == "json" else to_text(diagnosis, stdout_screen()))
     return ExitStatus.FINE
 

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar, Self
@@ -79,6 +80,11 @@ class Table(ABC):
     @property
     def num_stages(self) -> int:
         return self.placement.num_stages
+
+    @property
+    def parts_per_rank(self) -> Fraction:
+        """Stages and slices that a rank runs for one microbatch, in the mean; each makes an activation."""
+        return self.placement.stages_per_rank * self.num_slices
 
     @property
     def num_rows(self) -> int:

@@ -90,7 +90,8 @@ def check(
 
     A program is proved under the model `transport` of how messages travel (`ir.transports`): `posted`, `rendezvous`,
     `buffered(n)`, `pair_fifo`, `coalesced`, or `all` of them. `memory_limit` is what a rank may hold, for all ranks or
-    one per rank: bytes, as `"20GiB"` or a number, for which `costs` say how large activations are; or
+    one per rank: bytes, as `"20GiB"` or a number, for which `costs` say how large activations are;
+    `"6 microbatches"`, of which each leaves an activation for every stage and slice that a rank runs of it; or
     `"12 activations"`. Bytes that costs do not give count as 0, and those of messages are counted in programs alone.
     `weight_order` adds what fused layers with delayed weight gradients need: every stage's `W` in the order of its `I`.
 

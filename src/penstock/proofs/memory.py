@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,14 @@ POOL = IS_RECEIVE + np.int8(2) * IS_SEND
 """[NUM_OPS] by the operation whose row holds the number of a slot: 0 activations, 1 received, 2 unsent messages."""
 UNITS = {"bytes": 1, "b": 1} | BYTES_OF_UNIT
 """Bytes by unit, in small letters."""
-SPELLINGS = '"20GiB" or a number of bytes, with costs; or "12 activations"'
+LimitUnit = Literal["bytes", "activations", "microbatches"]
+COUNTED: dict[str, LimitUnit] = {
+    "activation": "activations",
+    "activations": "activations",
+    "microbatch": "microbatches",
+    "microbatches": "microbatches",
+}
+SPELLINGS = '"20GiB" or a number of bytes, with costs; or "12 activations" or "6 microbatches"'
 
 _LIMIT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
@@ -46,40 +53,48 @@ class CostsOfStages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The most that a rank may hold: activations, by number, or bytes."""
+    """The most that a rank may hold: bytes, activations by number, or what microbatches leave on a rank."""
 
-    amounts: tuple[int, ...]
+    amounts: tuple[int | Fraction, ...]
     """One per rank, or one for all."""
-    in_bytes: bool
+    unit: LimitUnit
     text: str
     """As it was given."""
 
     @classmethod
     def read(cls, given: Any, key: str = "memory_limit") -> "Limit":
-        """Read `"20GiB"`, a number of bytes, or `"12 activations"`; or a list of such, one per rank.
+        """Read `"20GiB"`, a number of bytes, `"12 activations"` or `"6 microbatches"`; or a list of such, one per rank.
 
         Raises:
-            ConfigError: for an unknown unit, anything but a number of 1 or more, and a list of bytes and activations.
+            ConfigError: for an unknown unit, anything but a number of 1 or more, and a list of several units.
         """
         if isinstance(given, Limit):
             return given
         plain = given.tolist() if isinstance(given, (np.ndarray, np.generic)) else given
         several = plain if isinstance(plain, (list, tuple)) else [plain]
         read = [_read_amount(each, key) for each in several]
-        if len({in_bytes for _, in_bytes in read}) != 1:
+        if len({unit for _, unit in read}) != 1:
             raise ConfigError(f"{described(given)}; give {SPELLINGS}, for all ranks alike or per rank", key=key)
         return cls(tuple(amount for amount, _ in read), read[0][1], str(plain))
 
-    def of_ranks(self, num_ranks: int, key: str = "memory_limit") -> NDArray[np.int64]:
-        """[num_ranks] the limit of each rank.
+    @property
+    def in_bytes(self) -> bool:
+        return self.unit == "bytes"
+
+    def of_ranks(self, num_ranks: int, parts_per_rank: Fraction, key: str = "memory_limit") -> NDArray[np.int64]:
+        """[num_ranks] the limit of each rank: bytes, or activations.
+
+        A microbatch leaves an activation for each stage and slice that a rank runs of it, `parts_per_rank` in the mean.
 
         Raises:
             ConfigError: if there are neither as many limits as ranks nor a single one.
         """
         if len(self.amounts) not in (1, num_ranks):
             raise ConfigError(f"{len(self.amounts)} values for {num_ranks} ranks; give one, or one per rank", key=key)
+        factor = parts_per_rank if self.unit == "microbatches" else 1
         largest = int(np.iinfo(np.int64).max)
-        return np.resize(np.array([min(amount, largest) for amount in self.amounts], np.int64), num_ranks)
+        limits = [min(math.floor(amount * factor), largest) for amount in self.amounts]
+        return np.resize(np.array(limits, np.int64), num_ranks)
 
     def require_sizes(self, activation_bytes: Sequence[float] | NDArray[Any] | None, key: str = "memory_limit") -> None:
         """Refuse bytes where no one knows how large activations are; None: there are no costs. Raises: ConfigError."""
@@ -87,7 +102,7 @@ class Limit:
             lack = "there are no costs" if activation_bytes is None else "the costs have no activation_bytes"
             raise ConfigError(
                 f"{self} is a number of bytes, but {lack} to say how large activations are. Give costs with "
-                'activation_bytes, which penstock profile RUN.toml measures, or count: "12 activations"',
+                'activation_bytes, which penstock profile RUN.toml measures, or count: "6 microbatches"',
                 key=key,
             )
 
@@ -95,23 +110,24 @@ class Limit:
         return self.text
 
 
-def _read_amount(given: Any, key: str) -> tuple[int, bool]:
-    """A number, and whether it counts bytes."""
+def _read_amount(given: Any, key: str) -> tuple[int | Fraction, LimitUnit]:
+    """A number, and what it counts."""
     if isinstance(given, int) and not isinstance(given, bool):
-        amount, unit = given, "bytes"
+        number, unit = Fraction(given), "bytes"
     else:
         found = _LIMIT.fullmatch(given) if isinstance(given, str) else None
         if found is None:
             shown = shortened(given) if isinstance(given, str) else described(given)
             raise ConfigError(f"{shown}; give {SPELLINGS}", key=key)
-        unit = found[2].lower() or "bytes"
-        if unit not in UNITS and unit not in ("activation", "activations"):
-            known = ", ".join(UNITS)
-            raise ConfigError(f"{shortened(given)} has no known unit; expected one of {known} or activations", key=key)
-        amount = math.floor(Fraction(found[1]) * UNITS.get(unit, 1))
-    if amount < 1:
+        number, unit = Fraction(found[1]), found[2].lower() or "bytes"
+        if unit not in UNITS and unit not in COUNTED:
+            known = ", ".join((*UNITS, "activations"))
+            raise ConfigError(f"{shortened(given)} has no known unit; expected one of {known} or microbatches", key=key)
+    counts = COUNTED.get(unit, "bytes")
+    amount = number if counts == "microbatches" else math.floor(number * UNITS.get(unit, 1))
+    if amount <= 0:
         raise ConfigError(f"{shortened(given)}; give a limit of 1 or more", key=key)
-    return amount, unit in UNITS
+    return amount, counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +210,8 @@ def _prove_limit(
     findings: Findings,
 ) -> None:
     """Note the first row of each rank that needs more than its limit; `live` has an entry for each of the rows."""
-    limits = limit.of_ranks(findings.subject.table.num_ranks)
+    table = findings.subject.table
+    limits = limit.of_ranks(table.num_ranks, table.parts_per_rank)
     if (limits >= peaks).all():  # the column of all rows is made only where one of them is over its limit
         return
     rank, held = findings.subject.rank[row], live()
@@ -204,7 +221,7 @@ def _prove_limit(
         findings.add(
             int(row[index]),
             f"needs {count_of(int(held[index]), unit)} alive at once; the limit of rank {rank[index]} is "
-            f"{limits[rank[index]]}",
+            f"{limits[rank[index]]}{f' ({limit})' * (limit.unit == 'microbatches')}",
             "Run a backward before it, take a schedule with fewer forwards in flight, or raise the limit",
         )
 

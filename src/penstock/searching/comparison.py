@@ -14,7 +14,7 @@ from penstock.planning import layers_of_stages, plan, stage_costs
 from penstock.proofs import Limit
 from penstock.searching.front import pareto_front
 from penstock.simulation import Costs, LayerCosts
-from penstock.simulation.costs.equal_work import share_of_rank, stages_per_rank
+from penstock.simulation.costs.equal_work import share_of_rank
 from penstock.simulation.costs.layer_costs import split_sizes
 
 
@@ -40,7 +40,7 @@ class Comparison:
     def fits(self, limit: Limit) -> bool:
         """Whether no rank holds more than it may; False for bytes where these are not known."""
         peaks = self.peak_bytes if limit.in_bytes else self.peak_activations
-        return peaks is not None and bool((limit.of_ranks(len(peaks)) >= peaks).all())
+        return peaks is not None and bool((limit.of_ranks(len(peaks), self.num_parts) >= peaks).all())
 
     @property
     def peak_microbatches(self) -> Fraction:
@@ -83,7 +83,7 @@ def compare(
         peak_activations=timeline.peak_activations,
         num_messages=count_messages(planned.program),
         num_microbatches=schedule.num_microbatches,
-        num_parts=stages_per_rank(schedule) * schedule.num_slices,
+        num_parts=schedule.parts_per_rank,
         peak_bytes=totals if any(own_costs.activation_bytes) else None,
         split=split_sizes(layers_of_stages(costs, schedule.placement)) if isinstance(costs, LayerCosts) else None,
     )

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from penstock.ir.live import left_bytes, live_bytes, one_each
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
-from penstock.simulation.costs.equal_work import stages_per_rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +52,7 @@ def knows_bytes(timeline: Timeline) -> bool:
 
 def per_microbatch(program: Program) -> float:
     """Return how many activations a microbatch leaves on a rank, in the mean: one of each of its stages and slices."""
-    return float(stages_per_rank(program) * program.num_slices)
+    return float(program.parts_per_rank)
 
 
 def memory_curves(timeline: Timeline, *, in_bytes: bool | None = None) -> list[MemoryCurve]:

@@ -5,7 +5,6 @@ from fractions import Fraction
 from typing import Any
 
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Table
 from penstock.simulation.costs.costs import COMPUTE_FIELDS, STATIC_BYTES, VALUE_BYTES, Costs
 
 SHARED_BY_STAGES = (
@@ -21,7 +20,7 @@ def share_of_rank(costs: Costs, schedule: Schedule) -> Costs:
     The stages that a microbatch visits on a rank share a cost that is the same for all stages; entries per stage are
     those of the stages already. Slices share both.
     """
-    of_stage, of_slice = 1 / stages_per_rank(schedule), Fraction(1, schedule.num_slices)
+    of_stage, of_slice = 1 / schedule.placement.stages_per_rank, Fraction(1, schedule.num_slices)
     changed: dict[str, Any] = {}
     for name in dict.fromkeys((*SHARED_BY_STAGES, *SHARED_BY_SLICES)):
         entries = getattr(costs, name)
@@ -30,8 +29,3 @@ def share_of_rank(costs: Costs, schedule: Schedule) -> Costs:
         is_size = name.endswith("_bytes")
         changed[name] = tuple(round(share * each) if is_size else float(share) * each for each in entries)
     return replace(costs, **changed)
-
-
-def stages_per_rank(schedule: Table) -> Fraction:
-    """Return how many stages of a rank a microbatch visits, in the mean: one where each rank has one stage."""
-    return Fraction(max(len(route) for route in schedule.placement.routes), schedule.num_ranks)

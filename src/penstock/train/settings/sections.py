@@ -97,8 +97,8 @@ class PipelineSection(Section):
     )
     memory_limit: int | str = Field(
         default="",
-        description="most that a rank may hold: '20GiB' or a number of bytes, which need pipeline.costs; or "
-        "'12 activations'; empty: any amount",
+        description="most that a rank may hold: '20GiB' or a number of bytes, which need pipeline.costs; "
+        "'6 microbatches', or '12 activations'; empty: any amount",
     )
     costs: str = Field(default="", description="a file of costs, as penstock profile writes it, for a limit in bytes")
     activation_checkpointing: Checkpointing = Field(
