@@ -6,13 +6,14 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import PipelineError
+from penstock.execute.batch.microbatch import BatchSpec, Replicate
 from penstock.ir.operations import Op
 from penstock.models import AuxiliaryLoss
 from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES, build
 from tests.exactness.combinations import schedule_of
 from tests.exactness.features import LOSSES, MODELS, batch, options
-from tests.local_pipelines import WIDTH, block, gradients_of, on_ranks, square_loss, values
+from tests.local_pipelines import WIDTH, block, error_of, gradients_of, on_ranks, square_loss, values
 from tests.test_carried_steps import CarriedAttention, CarriedGRU, RunningSum, carrying_task, decoder_task, mistakes
 
 TRAINING = [name for name in FAMILIES if name != "forward-only"]
@@ -177,8 +178,53 @@ def test_inputs_that_a_layer_changes_in_place_cannot_run_again():
     def layer(seed):
         return Doubling(seed) if seed == 2 else block(seed)
 
-    with pytest.raises(PipelineError, match=r"1F0: .*an input of the stage was changed in place"):
+    with pytest.raises(PipelineError, match=r"1F0: .*an input of the stage, or the target, was changed in place"):
         trained(layer, schedule)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"])
+def test_a_target_that_the_loss_changes_in_place_cannot_be_used_again(name, num_ranks):
+    """Classes that are counted from 1 are often made to count from 0 so."""
+    schedule = build(name, ranks=num_ranks, microbatches=4, recompute=True)
+    inputs, classes = values(1, 8, WIDTH), torch.arange(8) % WIDTH
+
+    def careless(output, target):
+        target -= 1
+        return nn.functional.cross_entropy(output, target)
+
+    def case(wires):
+        layers = [block(seed) for seed in range(schedule.num_stages)]
+        pipeline = Pipeline(layers, schedule, loss=careless, transport=wires)
+        return error_of(pipeline.step, inputs, target=classes + 1)
+
+    errors = on_ranks(num_ranks, case)
+
+    assert all(isinstance(error, PipelineError) for error in errors)
+    assert len({error.rank for error in errors}) == 1
+    assert any("the loss function changed its target in place" in str(error) for error in errors)
+
+
+def test_a_target_that_somebody_else_changes_before_it_is_used_again_is_refused():
+    """All microbatches share it, and a layer changes it between their losses and their backwards."""
+    shared = torch.zeros(WIDTH)
+
+    class Shifting(nn.Linear):
+        num_calls = 0
+
+        def forward(self, x):
+            self.num_calls += 1
+            if self.num_calls == 3:  # two microbatches have computed their losses by now
+                shared.add_(1)
+            return super().forward(x)
+
+    schedule = build("gpipe", ranks=1, microbatches=4, recompute=True)
+    specs = BatchSpec(target=Replicate())
+    pipeline = Pipeline([Shifting(WIDTH, WIDTH)], schedule, loss=square_loss, specs=specs)
+
+    error = error_of(pipeline.step, values(1, 8, WIDTH), target=shared)
+
+    assert "or the target, was changed in place" in str(error)
 
 
 def test_dropout_without_a_seed_draws_again_what_it_drew():

@@ -7,7 +7,8 @@
 So R is the forward of any stage, with its skips, losses and slices, and the backward never knows. What the first run
 has noted, such as losses, is not noted again; buffers that layers change, such as the vectors of a spectral norm,
 change once, since R runs on copies, which have the values that F began with. Inputs that a layer changes in place are
-refused. Without a seed for the step (`randomness`), R sets the generators back to where F began.
+refused, and so is a target that the loss function changes. Without a seed for the step (`randomness`), R sets the
+generators back to where F began.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,6 +28,11 @@ from penstock.execute.stages.stage import Stage, modules_of
 from penstock.execute.step import Step
 from penstock.execute.undocumented import version_of
 from penstock.execute.values.version_guard import VersionGuard
+
+_LOSS_CHANGES = (
+    "the loss function changed its target in place, or an input of the stage, so that its recomputation would begin "
+    "with other values. Let it compute from a clone(), as in target - 1, or take the stage out of the recomputation"
+)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -84,16 +90,19 @@ class RecomputedPasses(StagePasses):
     def forward(self, step: Step, place: Place, inputs: Inputs, keywords: Keywords) -> tuple[Any, SavedForward | None]:
         if place not in self._again:
             return super().forward(step, place, inputs, keywords)
-        buffers, before = self._copier.copies(), VersionGuard.of((inputs, keywords))
+        target = step.slices[place[0]][place[1]].target if self.options.is_last else None
+        buffers, before = self._copier.copies(), VersionGuard.of((inputs, keywords, target))
         parts = self.begin_parts(step, place)
         with saved_tensors_hooks(_drop, _refuse):
             outputs, deferred = self.run_layers(parts, inputs, keywords)
         _refuse_changed(before)
         self.finish(step, place, parts, inputs, outputs, deferred)  # refuses what cannot be trained now, not in R
+        if self.options.is_last and before.is_changed:
+            raise PipelineError(_LOSS_CHANGES)
         # The values of skips that only pass are not kept: a later stage has them, and R needs their shapes alone.
         for part in parts:
             inputs, _ = part.without_passing(inputs, outputs)
-        guard = VersionGuard.of((inputs, keywords))
+        guard = VersionGuard.of((inputs, keywords, target))
         again = [part.again() for part in parts]
         return outputs, Checkpoint([], [], [], None, again, inputs, keywords, buffers, guard)
 
@@ -139,8 +148,8 @@ def _buffers(stage: Stage) -> dict[Where, Tensor]:
 def _refuse_changed(called_with: VersionGuard) -> None:
     if called_with.is_changed:
         raise PipelineError(
-            "an input of the stage was changed in place, so that its recomputation would begin with other values. Let "
-            "the layers work on a clone(), or take the stage out of the recomputation"
+            "an input of the stage, or the target, was changed in place, so that its recomputation would begin with "
+            "other values. Let the layers and the loss work on a clone(), or take the stage out of the recomputation"
         )
 
 
