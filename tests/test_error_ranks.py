@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock import LayerSpec, Pipeline
-from penstock.errors import DeadlineExceeded, PeerLost, PipelineError, StepRefused
+from penstock.errors import DeadlineExceeded, EndOfData, PeerLost, PipelineError, StepRefused
 from penstock.execute.transport import LocalTransport, TorchTransport
 from tests.faults import NUM_MICROBATCHES, NUM_RANKS, Fault, FaultyRank, FaultyThreads
 from tests.local_pipelines import error_of, float_layers, float_task, on_ranks, square_loss
@@ -212,3 +212,67 @@ def test_a_rank_whose_layers_cannot_be_built_blames_itself_and_the_others_name_i
 
     assert own.rank == NUM_RANKS - 1
     assert all(str(error).startswith(f"rank {NUM_RANKS - 1}: ") for error in others)
+
+
+# ---- refusals of the user's own code
+
+
+class Refusing(nn.Linear):
+    """Raises in its forward once what a pipeline of its own would raise."""
+
+    def __init__(self, error):
+        super().__init__(6, 6)
+        self.errors = [error]
+
+    def forward(self, x):
+        if self.errors:
+            raise self.errors.pop()
+        return super().forward(x)
+
+
+def refused_within():
+    """Return what a pipeline raises whose step is refused; this one has been given no inputs."""
+    [transport] = LocalTransport.create(1, PATIENCE_S)
+    return error_of(Pipeline(float_layers(), "gpipe", 2, square_loss, transport=transport).step, target=torch.zeros(4))
+
+
+@pytest.mark.parametrize("make_error", [refused_within, lambda: EndOfData("no data are left")])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+def test_a_refusal_out_of_a_layer_is_a_failure_of_its_rank(make_error, schedule, num_ranks, call):
+    task = float_task(8)
+    error = make_error()
+    assert isinstance(error, StepRefused)
+
+    def case(wires):
+        layers = task.make_layers()
+        layers[2] = Refusing(error)
+        pipeline = Pipeline(layers, schedule, 4, task.loss, transport=wires)
+        holds = any("2" in stage.layers for stage in pipeline.stages)
+        failed = error_of(getattr(pipeline, call), *task.inputs, target=task.target)
+        return failed, holds, getattr(pipeline, call)(*task.inputs, target=task.target).loss
+
+    found = on_ranks(num_ranks, case, deadline_s=PATIENCE_S)
+
+    [culprit] = [rank for rank, (_, holds, _) in enumerate(found) if holds]
+    assert [error.rank for error, *_ in found] == [culprit] * num_ranks
+    assert not any(isinstance(error, StepRefused) for error, *_ in found)
+    assert f"{type(error).__name__}: {error}" in str(found[culprit][0])
+    assert len({float(loss) for *_, loss in found}) == 1  # the next one works
+
+
+def test_a_refusal_out_of_the_loss_the_count_or_the_merge_is_a_failure():
+    def refuse(*_):
+        raise EndOfData("no data are left")
+
+    task = float_task(8)
+    for options in ({"loss": refuse}, {"loss": square_loss, "count": refuse}, {"loss": square_loss, "merge": refuse}):
+
+        def case(wires, options=options):
+            pipeline = Pipeline(task.make_layers(), "1f1b", 4, transport=wires, **options)
+            return error_of(pipeline.step, *task.inputs, target=task.target, return_outputs=True)
+
+        errors = on_ranks(2, case)
+        assert [error.rank for error in errors] == [1, 1]
+        assert type(errors[1]) is PipelineError

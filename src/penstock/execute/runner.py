@@ -297,12 +297,15 @@ class Runner:
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
         """Turn any error into one that every rank raises, and leave nothing of the step behind."""
+        attempt = self._num_attempts
         try:
             yield
-        except StepRefused:
-            self._failures.end()
-            raise
         except BaseException as error:
+            # Only before the ranks have agreed do all of them refuse. Later it comes from the user's code on this rank,
+            # such as a layer with a pipeline of its own, and is an error like any other.
+            if isinstance(error, StepRefused) and self._num_attempts == attempt:
+                self._failures.end()
+                raise
             report = self._failures.report(error)
             # Only after the report, which has aborted the transport: nobody waits for these messages any more.
             self._messenger.reset()
