@@ -8,7 +8,7 @@ from penstock.ir.timeline import DataWait
 from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
-from penstock.simulation.causes import Cause
+from penstock.simulation.causes import Cause, idle_times
 from penstock.simulation.costs.costs import Channel
 from penstock.simulation.losses import evened, losses_of
 from penstock.simulation.prologue import Prologue
@@ -68,8 +68,23 @@ def test_launches_cost_what_a_host_without_delay_would_save():
 
     found = losses(launched)
 
-    assert found[Cause.LAUNCH].duration_s == pytest.approx(measured(launched).makespan_s - measured(EVEN).makespan_s)
-    assert found[Cause.TRANSFER].duration_s == found[Cause.IMBALANCE].duration_s == 0
+    both_s = found[Cause.LAUNCH].duration_s + found[Cause.TRANSFER].duration_s
+    assert both_s == pytest.approx(measured(launched).makespan_s - measured(EVEN).makespan_s)
+    assert found[Cause.LAUNCH].duration_s > 2 * found[Cause.TRANSFER].duration_s
+    assert found[Cause.IMBALANCE].duration_s == 0
+
+
+def test_messages_cost_their_share_where_the_fitted_latency_is_hidden_in_the_launches():
+    """Messages take 0.2 s, and the fit has found that a launch does: launches were blamed for all of it."""
+    timeline = measured(replace(EVEN, latency_s=0.2))
+    fitted = replace(EVEN, launch_s=0.2)
+
+    found = {loss.cause: loss for loss in losses_of(timeline, fitted)}
+    idle = idle_times(timeline, fitted)
+
+    assert idle.total(Cause.TRANSFER) > idle.total(Cause.LAUNCH)
+    assert found[Cause.TRANSFER].duration_s > found[Cause.LAUNCH].duration_s
+    assert found[Cause.TRANSFER].culprit.endswith("200 ms a message")
 
 
 def test_what_is_longer_than_predicted_is_put_down_to_the_rank_that_was_slower_than_usual():

@@ -1,6 +1,7 @@
 """What each cause costs a measured step: by how much the step would be shorter without it, and who is to blame.
 
-Inside the step each cause is taken out of the costs, and the step simulated again:
+Inside the step each cause is taken out of the costs, and the step simulated again. Launches and messages are taken out
+together, and share what that saves as they share the idle time:
 
     predicted      [==========================]
     even stages    [====================]           the difference is what imbalance costs
@@ -22,7 +23,7 @@ from penstock.ir.operations import Kind
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.simulation.blocks import blocks_of
-from penstock.simulation.causes import Cause
+from penstock.simulation.causes import Cause, idle_times
 from penstock.simulation.costs.costs import FIELD_OF_KIND, Costs
 from penstock.simulation.costs.messages import hops, message_costs
 from penstock.simulation.engine import simulate
@@ -57,16 +58,29 @@ def losses_of(timeline: Timeline, costs: Costs, prologues: Sequence[Prologue] = 
     even = evened(costs, program.num_stages)
     free = replace(costs, latency_s=0.0, bandwidth_bytes_per_s=inf, channels=())
     ideal = replace(even, latency_s=0.0, bandwidth_bytes_per_s=inf, channels=(), launch_s=0.0)
+    in_messages = _share_of_messages(timeline, costs)
+    host_and_messages_s = without(replace(free, launch_s=0.0))
     found = [
         Loss(Cause.DEPENDENCY, _bubble_s(simulate(program, ideal)), program.name),
-        Loss(Cause.TRANSFER, without(free), _slowest_channel(program, costs)),
+        Loss(Cause.TRANSFER, in_messages * host_and_messages_s, _slowest_channel(program, costs)),
         Loss(Cause.IMBALANCE, without(even), _heaviest_stage(program, costs)),
-        Loss(Cause.LAUNCH, without(replace(costs, launch_s=0.0)), ""),
+        Loss(Cause.LAUNCH, (1 - in_messages) * host_and_messages_s, ""),
         _straggler(timeline, costs, max(without_data_waits_s - predicted_s, 0.0), prologues),
         _data(timeline, timeline.makespan_s - without_data_waits_s, prologues),
         Loss(Cause.SYNCHRONISATION, _agreement_s(timeline, prologues), ""),
     ]
     return sorted(found, key=lambda loss: -loss.duration_s)
+
+
+def _share_of_messages(timeline: Timeline, costs: Costs) -> float:
+    """Of the idle time in which messages were on their way or the host launched, the share of the former.
+
+    Costs cannot tell both apart: where a launch takes longer than a message, the fitted latency is 0, and all that
+    messages take is launch time of their sends and receives.
+    """
+    idle = idle_times(timeline, costs)
+    messages_s, launches_s = idle.total(Cause.TRANSFER), idle.total(Cause.LAUNCH)
+    return messages_s / (messages_s + launches_s) if messages_s else 0.0
 
 
 def evened(costs: Costs, num_stages: int) -> Costs:
@@ -102,7 +116,7 @@ def _slowest_channel(program: Program, costs: Costs) -> str:
     trip_s: dict[tuple[int, int], float] = {}
     for direction, stage, neighbour in hops(program.placement):
         pair = (ranks[stage], ranks[neighbour])
-        seconds = float(table.latency_s[direction, stage] + table.wire_s[direction, stage])
+        seconds = float(table.latency_s[direction, stage] + table.wire_s[direction, stage]) + costs.launch_s
         trip_s[pair] = max(trip_s.get(pair, 0.0), seconds)
     if not trip_s:
         return ""
