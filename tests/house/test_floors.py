@@ -16,6 +16,7 @@ ROOMS = {
     "tables": (0, {0}),
     "version": (0, {0}),
     "files": (0, {0}),
+    "running_time": (0, {0}),
     "ir": (1, {0}),
     "schedules": (2, {0, 1}),
     "proofs": (2, {0, 1}),

@@ -6,7 +6,6 @@
 A disk may take minutes where a step's deadline is seconds. A rank that is lost is still noticed within the deadline.
 """
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from threading import Thread
@@ -15,6 +14,7 @@ from typing import TypeVar
 from penstock.checkpoints.agreement import gather_results
 from penstock.errors import CheckpointError
 from penstock.execute.control.collectives import Control
+from penstock.running_time import running_s, wait_in_parts
 
 T = TypeVar("T")
 GATHERS_PER_DEADLINE = 4
@@ -50,10 +50,10 @@ def wait_together(control: Control, own: Future[T], *, limit_s: float) -> bool:
     Raises: PipelineError where a rank is lost; never what the work raised.
     """
     pause_s = control.transport.deadline_s / GATHERS_PER_DEADLINE
-    end_s = time.monotonic() + limit_s
+    end_s = running_s() + limit_s
     while True:
-        left_s = end_s - time.monotonic()
-        wait([own], timeout=max(min(pause_s, left_s), 0.0))
+        left_s = end_s - running_s()
+        wait_in_parts(lambda part_s: wait([own], timeout=part_s).done, min(pause_s, left_s))
         told = control.all_gather_object([own.done(), left_s <= 0])
         if all(is_over for is_over, _ in _pairs(told)):
             return True

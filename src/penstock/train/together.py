@@ -1,6 +1,5 @@
 """Failing together: what stops one rank stops all of them, with the same words. Long work of one does not stop any."""
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from penstock.checkpoints.work import run_in_thread
 from penstock.errors import PenstockError
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
+from penstock.running_time import running_s, wait_in_parts
 
 
 @contextmanager
@@ -81,16 +81,16 @@ class _Beats:
 
 def _wait_for_all(control: Control, ended: Future[T], beats: _Beats, pause_s: float) -> None:
     seen: list[object] = []
-    changed_s = time.monotonic()
+    changed_s = running_s()
     while True:
-        wait([ended], timeout=pause_s)
+        wait_in_parts(lambda part_s: wait([ended], timeout=part_s).done, pause_s)
         told = control.all_gather_object([ended.done(), beats.count])
         if all(isinstance(each, list) and each[0] for each in told):
             return
         if told != seen:
-            seen, changed_s = told, time.monotonic()
+            seen, changed_s = told, running_s()
         # Rank 0's clock alone decides, so that all ranks give up together.
-        if control.all_gather_object(time.monotonic() - changed_s > STALLED_AFTER_S)[0]:
+        if control.all_gather_object(running_s() - changed_s > STALLED_AFTER_S)[0]:
             raise PenstockError(f"the text: no rank has read or written any of it for {STALLED_AFTER_S:g} s")
 
 

@@ -8,7 +8,6 @@ rank has fewer messages, but that rank handles just as many, one peer after anot
 """
 
 import json
-import time
 from struct import Struct
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from penstock.errors import PipelineError
 from penstock.execute.transport.protocol import Tag, Ticket, Transport
+from penstock.running_time import running_s
 
 HEAD_BYTES = 1024
 """The first message of an object: its length, and as much of it as has room. Most objects need no second one."""
@@ -76,11 +76,11 @@ class Control:
         return self.transport.post_receive(peer, values, Tag.CONTROL), values
 
     def _end_s(self) -> float:
-        """`time.monotonic()` at which a collective that begins now must be over."""
-        return time.monotonic() + (self.transport.deadline_s if self._limit_s is None else self._limit_s)
+        """`running_s()` at which a collective that begins now must be over."""
+        return running_s() + (self.transport.deadline_s if self._limit_s is None else self._limit_s)
 
     def _wait(self, ticket: Ticket, end_s: float) -> None:
-        self.transport.wait(ticket, max(end_s - time.monotonic(), 0.0))
+        self.transport.wait(ticket, max(end_s - running_s(), 0.0))
 
     def _encoded(self, value: object) -> bytes:
         # The standard library's JSON keeps NaN and infinities, which a loss may well be; orjson turns them into null.

@@ -7,7 +7,6 @@ that nothing uses yet, and cuts the allocator's into pieces. Where computations 
 there is nothing to bound.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from penstock.execute.transport.pending import never
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.operations import IS_COMPUTE
 from penstock.ir.program import Program
+from penstock.running_time import pause, running_s
 
 
 class Throttle(Observer):
@@ -35,8 +35,8 @@ class Throttle(Observer):
         rank: int = 0,
         deadline_s: float = 60.0,
         is_held_up: Callable[[], bool] = never,
-        read_clock: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], None] = time.sleep,
+        read_clock: Callable[[], float] = running_s,
+        pause: Callable[[float], None] = pause,
     ) -> None:
         self._limit = limit
         self._make_marker = make_marker

@@ -7,7 +7,6 @@ Averages are linear, and the average of equal values is that value. So it does n
 has accumulated once more, or a parameter that two stages of this rank share at the end of each.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -23,6 +22,7 @@ from penstock.execute.stages.tied import TiedCopy, dense_gradient
 from penstock.execute.transport.pending import GlooMessage, QueuedMessage
 from penstock.execute.transport.sockets import MessageLate
 from penstock.execute.undocumented import averaged_parameters, averages, broadcast_buffers
+from penstock.running_time import running_s
 
 
 class DdpReduction:
@@ -106,12 +106,12 @@ class DdpReduction:
         self, stage: int, group: dist.ProcessGroup, collective: Callable[..., dist.Work], tensors: Sequence[Tensor]
     ) -> None:
         limit_s = self._limit_s()
-        end_s = time.monotonic() + limit_s
+        end_s = running_s() + limit_s
         works = [collective(tensor, group=group, async_op=True) for tensor in tensors]
         for work, tensor in zip(works, tensors, strict=True):
             pending = (QueuedMessage if tensor.is_cuda else GlooMessage)(work, tensor)
             try:
-                pending.wait(end_s - time.monotonic())
+                pending.wait(end_s - running_s())
             except (RuntimeError, MessageLate) as error:
                 raise PipelineError(
                     f"stage {stage}: its gradients were not averaged over ranks "

@@ -27,6 +27,7 @@ from torch import Tensor
 from penstock.errors import DeadlineExceeded
 from penstock.execute.batch.microbatch import Place
 from penstock.execute.stages.feature import BeforeLayer, ForwardPart
+from penstock.running_time import wait_in_parts
 
 # Ranks that are threads share torch's one generator per process and device, so they take turns at it. A backward does,
 # too, because a recomputation in it draws. Re-entrant, because a layer may run a pipeline of its own.
@@ -136,7 +137,7 @@ def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor])
 @contextmanager
 def generator_lock(patience_s: float) -> Iterator[None]:
     """Keep other ranks of this process from the generators. Raises: DeadlineExceeded, if one of them keeps them."""
-    if not _GENERATORS.acquire(timeout=patience_s):
+    if not wait_in_parts(lambda part_s: _GENERATORS.acquire(timeout=part_s), patience_s):
         raise DeadlineExceeded(
             f"another rank of this process has drawn random numbers for {patience_s:g} s; look at what its "
             "layers do, or raise deadline_s",

@@ -8,7 +8,6 @@ late or lost. The time against that peer begins when the device has come to the 
 Relies on: without a deadline, torch's `Work.wait` lets the current stream wait and the host go on.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from penstock.execute.transport.protocol import (
     deadline_exceeded,
     peer_lost,
 )
+from penstock.running_time import pause, running_s
 
 PAUSE_S = 50e-6
 
@@ -47,7 +47,7 @@ class DeviceQueue:
         posted: MutableMapping[int, Pending],
         make_marker: Callable[[], torch.Event],
         *,
-        read_clock: Callable[[], float] = time.monotonic,
+        read_clock: Callable[[], float] = running_s,
     ) -> None:
         """`posted` has the transport's messages by serial, until somebody waits for them."""
         self._transport = transport
@@ -130,8 +130,8 @@ def await_device(
     rank: int,
     deadline_s: float,
     is_held_up: Callable[[], bool] = never,
-    read_clock: Callable[[], float] = time.monotonic,
-    pause: Callable[[float], None] = time.sleep,
+    read_clock: Callable[[], float] = running_s,
+    pause: Callable[[float], None] = pause,
 ) -> None:
     """Let the host wait until its device has come somewhere.
 

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from threading import Condition
 
@@ -31,6 +32,7 @@ from penstock.execute.transport.protocol import (
     peer_lost,
     require_contiguous,
 )
+from penstock.running_time import LONGEST_PART_S, running_s, wait_in_parts
 
 Delay = Callable[[int, int], float]
 PATIENCE_S = 0.05
@@ -196,7 +198,7 @@ class LocalTransport:
         return self._post(tag, ticket, tensor)
 
     def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
-        begin_s = time.monotonic()
+        begin_s = running_s()
         if ticket.serial < self._first_serial:
             raise peer_lost(self.rank, ticket, 0.0, "recover() forgot this message")
         if ticket.serial not in self._open:
@@ -237,7 +239,7 @@ class LocalTransport:
             hub.recovering.add(self.rank)
             if len(hub.recovering) == self.num_ranks:
                 hub.start_afresh()  # the last rank to come does it for all; the others see the new generation
-            hub.changed.wait_for(lambda: hub.generation > generation, self.deadline_s)
+            wait_in_parts(partial(hub.changed.wait_for, lambda: hub.generation > generation), self.deadline_s)
             if hub.generation == generation:
                 missing = hub.missing_since(begin_s)
                 hub.recovering.discard(self.rank)
@@ -272,7 +274,7 @@ class LocalTransport:
         while not message.is_done:
             hub.waiting[self.rank] = message
             hub.deliver(channel)
-            now_s = time.monotonic()
+            now_s = running_s()
             if message.is_done:
                 return
             # In a drawn order, what a rank posted before it closed may still be to come.
@@ -280,8 +282,10 @@ class LocalTransport:
                 raise peer_lost(self.rank, ticket, now_s - begin_s, trouble)
             if now_s >= end_s:
                 raise deadline_exceeded(self.rank, ticket, now_s - begin_s, self.deadline_s)
-            next_s = min(end_s, channel.next_ready_s() if hub.order_seed is None else now_s + PATIENCE_S)
-            was_told = hub.changed.wait(next_s - now_s)
+            patience_s = PATIENCE_S
+            if hub.order_seed is None:
+                patience_s = min(channel.next_ready_s() - time.monotonic(), LONGEST_PART_S)
+            was_told = wait_in_parts(hub.changed.wait, min(end_s - now_s, patience_s))
             # Nothing has changed for a while: a rank that neither waits nor ends must not hold up a drawn order.
             if not was_told and hub.order_seed is not None and hub.deliver_one():
                 hub.changed.notify_all()

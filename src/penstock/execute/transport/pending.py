@@ -6,7 +6,6 @@ limit; Python runs handlers of signals in the main thread alone.
 """
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.execute.transport.sockets import Arriving, DirectSocket, MessageLate
+from penstock.running_time import pause, running_s
 
 SHORTEST_WAIT_S = 0.001
 """Torch counts milliseconds and takes 0 for `without limit`."""
@@ -79,13 +79,13 @@ class QueuedMessage:
         return True
 
     def wait(self, deadline_s: float) -> None:
-        end_s = time.monotonic() + deadline_s
+        end_s = running_s() + deadline_s
         while not self.is_over():
             if self.is_held_up():
-                end_s = time.monotonic() + deadline_s
-            elif time.monotonic() >= end_s:
+                end_s = running_s() + deadline_s
+            elif running_s() >= end_s:
                 raise MessageLate
-            time.sleep(PAUSE_S)
+            pause(PAUSE_S)
 
 
 @dataclass(slots=True, eq=False)
@@ -99,9 +99,9 @@ class DirectReceive:
         return self.socket.has_arrived(self.arriving)
 
     def wait(self, deadline_s: float) -> None:
-        end_s = time.monotonic() + deadline_s
+        end_s = running_s() + deadline_s
         while not self.socket.has_arrived(self.arriving):
-            self.socket.wait_readable(max(end_s - time.monotonic(), 0.0))
+            self.socket.wait_readable(max(end_s - running_s(), 0.0))
 
 
 @dataclass(slots=True, eq=False)

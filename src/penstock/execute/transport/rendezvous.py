@@ -18,7 +18,6 @@ import os
 import secrets
 import socket
 import struct
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -31,6 +30,7 @@ from penstock.execute.transport import shared_memory
 from penstock.execute.transport.protocol import missing_ranks
 from penstock.execute.transport.shared_memory import SharedMemory
 from penstock.execute.transport.sockets import DirectSocket
+from penstock.running_time import pause, running_s
 
 MAX_PACKET_BYTES = 65536
 """Of a small message: of larger ones too few would have room at once in what systems give a socket."""
@@ -79,18 +79,18 @@ class Rendezvous:
 
         Raises: DeadlineExceeded, naming the ranks that did not come; PeerLost where one gave up.
         """
-        begin_s = time.monotonic()
+        begin_s = running_s()
         keys = [f"{self._round}/{name}/{rank}" for rank in range(self._num_ranks)]
         self._store.set(keys[self._rank], own)
         # Looked for by hand, since the store's own wait stays in C++ until the deadline, and holds Ctrl-C as long.
         pause_s = SHORTEST_PAUSE_S
         while not self._store.check(keys):
-            waited_s = time.monotonic() - begin_s
+            waited_s = running_s() - begin_s
             if waited_s >= deadline_s:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 self.give_up()
                 raise missing_ranks(self._rank, missing, waited_s)
-            time.sleep(min(pause_s, deadline_s - waited_s))
+            pause(min(pause_s, deadline_s - waited_s))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         texts = [text.decode() for text in self._store.multi_get(keys)]
         if GAVE_UP in texts:

@@ -18,11 +18,14 @@ import socket
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from threading import Condition, Thread
 from typing import Protocol
 from weakref import WeakSet
 
 from torch import Tensor
+
+from penstock.running_time import wait_in_parts
 
 SEND_FLAGS = int(socket.MSG_DONTWAIT)
 RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_TRUNC)
@@ -161,8 +164,11 @@ class DirectSocket:
 
     def wait_readable(self, deadline_s: float) -> None:
         """Block until something can be read. Raises: MessageLate."""
-        if not self._poll.poll(deadline_s * 1000):
+        if not wait_in_parts(self._poll_for, deadline_s):
             raise MessageLate
+
+    def _poll_for(self, limit_s: float) -> list[tuple[int, int]]:
+        return self._poll.poll(limit_s * 1000)
 
     def close(self) -> None:
         """Close the socket, which wakes whoever waits at either end."""
@@ -201,7 +207,8 @@ class _Overflow:
 
     def wait(self, leaving: Leaving, deadline_s: float) -> None:
         with self._changed:
-            is_over = self._changed.wait_for(lambda: leaving.is_done or bool(self._problem), deadline_s)
+            has_ended = partial(self._changed.wait_for, lambda: leaving.is_done or bool(self._problem))
+            is_over = wait_in_parts(has_ended, deadline_s)
             if leaving.is_done:
                 return
             raise SocketClosed(self._problem) if is_over else MessageLate

@@ -6,7 +6,6 @@ wait that runs out of time makes the connection unusable; the sockets close, and
 backend and every `Work` of it are gone. Hence tickets hold no `Work`, and errors leave none behind in their traceback.
 """
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from penstock.execute.transport.rendezvous import NO_SOCKETS, Listener, Rendezvo
 from penstock.execute.transport.sockets import DirectSocket, MessageLate, SizesDiffer, SocketClosed
 from penstock.execute.undocumented import Backend, gloo, is_timeout, nccl, store_of
 from penstock.execute.values.tensors import written_out
+from penstock.running_time import running_s
 
 ADDRESSES, CONNECTED, LINKED = "addresses", "connected", "linked"
 """What the ranks exchange in a round of their rendezvous; the last one only where there are backends."""
@@ -134,7 +134,7 @@ class TorchTransport:
         pending = self._open.pop(ticket.serial, None)
         if pending is None:
             return
-        begin_s = time.monotonic()
+        begin_s = running_s()
         try:
             if pending.is_over():
                 return  # nothing was waited for, so there is nothing to note
@@ -146,7 +146,7 @@ class TorchTransport:
         except (RuntimeError, SocketClosed, MessageLate) as error:
             del pending  # frames live as long as the error, and a work kept alive would keep the sockets open
             error.with_traceback(None)
-            waited_s = time.monotonic() - begin_s
+            waited_s = running_s() - begin_s
             if isinstance(error, MessageLate) or waited_s >= deadline_s or is_timeout(error):
                 raise deadline_exceeded(self.rank, ticket, waited_s, self.deadline_s) from error
             raise peer_lost(self.rank, ticket, waited_s, str(error)) from error
@@ -191,7 +191,7 @@ class TorchTransport:
         return links
 
     def _connect(self, rendezvous: Rendezvous) -> Store:
-        begin_s, store = time.monotonic(), rendezvous.enter()
+        begin_s, store = running_s(), rendezvous.enter()
 
         def exchange(name: str, own: str) -> list[str]:
             return rendezvous.exchange(name, own, self.deadline_s)
@@ -216,7 +216,7 @@ class TorchTransport:
             raise PeerLost(
                 f"rank {self.rank}: could not connect to the other ranks of the group: {error or 'no answer in time'}. "
                 "See whether all of them still run; if they do not, start all ranks again",
-                waited_s=time.monotonic() - begin_s,
+                waited_s=running_s() - begin_s,
             ) from error.with_traceback(None)  # its frames hold links
         except BaseException:  # Ctrl-C too: the others are not to wait for a rank that has left
             self.abort()

@@ -10,6 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from threading import Condition, Thread
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from penstock.errors import PenstockError
 from penstock.execute.batch.stream import Part
 from penstock.execute.values.tree import map_leaves
 from penstock.pipeline import Pipeline
+from penstock.running_time import wait_in_parts
 
 Batch = Part
 """Inputs, target and keywords of one batch; a rank whose stages do not take some of them is given none of these."""
@@ -166,7 +168,7 @@ class BatchReader:
         if self._thread is None:
             return self._read(number)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._ready, self._limit_s):
+            if not wait_in_parts(partial(self._changed.wait_for, lambda: self._ready), self._limit_s):
                 raise PenstockError(
                     f"batch {number} was not ready after {self._limit_s:g} s (run.deadline_s); see to the disk or the "
                     "source of the data, or raise it"
