@@ -17,6 +17,8 @@
 A message says where, what, what was expected, and the fix.
 """
 
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -160,6 +162,17 @@ class PenstockWarning(UserWarning):
 def cut(text: str, most: int) -> str:
     """Return a text with its end left out where it has more characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+_INTERNAL = ("penstock", "torch", "contextlib")
+
+
+def warn(message: str) -> None:
+    """Give a `PenstockWarning` at the innermost line that is neither Penstock's nor torch's: the user's."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, PenstockWarning, stacklevel=level)
 
 
 def shortened(value: object, most: int = 40) -> str:

@@ -4,7 +4,6 @@ What runs is planned once: the schedule is built (or read), proved, lowered and 
 step is then one agreement between the ranks, one run of this rank's instructions, and one exchange of losses.
 """
 
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Self
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from penstock.construction import Request, construct
-from penstock.errors import ConfigError, PenstockError, PenstockWarning, PipelineError
+from penstock.errors import ConfigError, PenstockError, PipelineError, warn
 from penstock.execute.batch.admission import Call
 from penstock.execute.control.agreement import Mode
 from penstock.execute.control.collectives import Control
@@ -100,7 +99,7 @@ class Pipeline(ModelPart):
         self._is_closed = False
         advice = few_microbatches(self.program)
         if advice is not None and self.rank == 0:
-            warnings.warn(advice, PenstockWarning, stacklevel=2)
+            warn(advice)
 
     def __enter__(self) -> Self:
         """Return the pipeline, which is closed at the end of the block, also by an error."""

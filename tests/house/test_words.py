@@ -48,6 +48,10 @@ def test_nothing_below_the_command_line_reads_the_environment():
     assert [place for module in below for place in environment_reads(module)] == []
 
 
+def test_warnings_are_given_at_the_users_line_by_the_one_function_for_it():
+    assert [module.name for module in modules() if "warnings.warn(" in module.text] == ["penstock.errors"]
+
+
 @pytest.mark.parametrize("text", ["TODO", "FIXME", "XXX", "NotImplementedError"])
 def test_nothing_is_left_unfinished(text):
     pattern = re.compile(rf"\b{text}\b")

@@ -1,6 +1,5 @@
 """Loading a checkpoint into any number of ranks, schedule, split and placement: a rank reads what it holds."""
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from penstock.checkpoints.random_state import restore_random_state
 from penstock.checkpoints.shards import dtype_name, read_tensors
 from penstock.checkpoints.verification import Found, find_newest
 from penstock.checkpoints.work import run_together
-from penstock.errors import CheckpointError, PenstockWarning
+from penstock.errors import CheckpointError, warn
 from penstock.pipeline import Pipeline
 
 
@@ -48,7 +47,7 @@ def load_checkpoint(folder: str | Path, pipeline: Pipeline, optimizer: Optimizer
     loaded = load_newest(Path(folder), pipeline, optimizer)
     if pipeline.rank == 0:
         for problem in loaded.damaged:
-            warnings.warn(f"{problem}. {loaded.path} is loaded instead", PenstockWarning, stacklevel=2)
+            warn(f"{problem}. {loaded.path} is loaded instead")
     return loaded.extra
 
 

@@ -11,7 +11,6 @@ killed at any instant leaves a folder under another name, or a whole checkpoint.
 
 import json
 import shutil
-import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -39,7 +38,7 @@ from penstock.checkpoints.staging import Staging
 from penstock.checkpoints.verification import verify
 from penstock.checkpoints.weight_files import INDEX, index_bytes
 from penstock.checkpoints.work import longest_s, run_in_thread, wait_together
-from penstock.errors import CheckpointError, NotSaved, PenstockWarning, described
+from penstock.errors import CheckpointError, NotSaved, described, warn
 from penstock.pipeline import Pipeline
 from penstock.version import VERSION
 
@@ -199,7 +198,7 @@ class CheckpointWriter:
         for sort, problem in found.items():
             if problem and sort not in self._warned:
                 self._warned.add(sort)
-                warnings.warn(problem, PenstockWarning, stacklevel=5)
+                warn(problem)
 
     def _make_room(self, step: int) -> None:
         """Set a damaged checkpoint of the same step aside; one that verifies stays, and is not written over."""

@@ -4,7 +4,6 @@ Inductor makes kernels, "aot_eager" runs the traced operations one by one. Both 
 run whole, exactly as torch's backends of these names.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from penstock.errors import ConfigError, PenstockWarning, nearest
+from penstock.errors import ConfigError, nearest, warn
 from penstock.execute.split.compiled_block import BlockBackward
 from penstock.execute.undocumented_compiler import (
     compile_aot_eager,
@@ -96,10 +95,8 @@ def _has_inductor(device: str) -> bool:
     if has_inductor(device):
         return True
     needed = "a C++ compiler such as g++" if device == "cpu" else "Triton"
-    warnings.warn(
+    warn(
         f"Inductor finds no compiler for {device}, so compiled layers run as aot_eager, one operation after "
-        f"another; install {needed}",
-        PenstockWarning,
-        stacklevel=2,
+        f"another; install {needed}"
     )
     return False

@@ -4,12 +4,11 @@ A `Reader` takes one step's microbatches off a stream: it checks that they are a
 `Prefetcher` has the data of one step: pulled when they are needed, dropped after their last use (see `compile.data`).
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.errors import ConfigError, EndOfData, PenstockWarning, PipelineError, described
+from penstock.errors import ConfigError, EndOfData, PipelineError, described, warn
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.values.layouts import leaf_text
@@ -278,12 +277,10 @@ class Reader:
         if limit_s is None or took_s <= limit_s or self._has_warned:
             return
         self._has_warned = True
-        warnings.warn(
+        warn(
             f"rank {self._rank} waited {pull.times.waited_s * 1e3:.0f} ms for the data of microbatch {index} and "
             f"prepared them for {pull.times.prepared_s * 1e3:.0f} ms, more than data_warn_s = {limit_s:g}; have them "
-            "ready earlier, as a data loader with workers does",
-            PenstockWarning,
-            stacklevel=2,
+            "ready earlier, as a data loader with workers does"
         )
 
 

@@ -12,7 +12,6 @@ that runs it.
 
 import sys
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.errors import PenstockWarning
+from penstock.errors import warn
 from penstock.execute.control.agreement import AgreedStep
 from penstock.execute.control.positions import PositionBoard, State
 from penstock.execute.transport.agreed_layouts import MAX_LAYOUTS
@@ -114,12 +113,10 @@ class Compilations:
         self._recent.append(" and ".join(shapes) or "known to other ranks")
         if len(self._recent) == MANY and not self._is_warned:
             self._is_warned = True
-            warnings.warn(
+            warn(
                 f"rank {self._board.rank}: compiled layers were compiled again in each of the last {MANY} steps, whose "
                 f"batches had the shapes {'; '.join(self._recent)}. Pad batches to a few shapes, mark what varies by "
-                "torch._dynamo.mark_dynamic, or see why with TORCH_LOGS=recompiles",
-                PenstockWarning,
-                stacklevel=2,
+                "torch._dynamo.mark_dynamic, or see why with TORCH_LOGS=recompiles"
             )
 
 

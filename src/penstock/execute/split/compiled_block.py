@@ -8,7 +8,6 @@ The halves are compiled when they are first run: which outputs are gradients of 
 leads on from the node, and a schedule with whole backwards needs neither.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge
 
-from penstock.errors import PenstockWarning, PipelineError
+from penstock.errors import PipelineError, warn
 from penstock.execute.split.deferred import Deferred, Rung
 from penstock.execute.split.graph_cut import BackwardGraph, Cut, Half
 from penstock.execute.split.weight_graph import find_parameters
@@ -110,11 +109,9 @@ class BlockBackward:
     def _warn(self, trouble: str) -> None:
         if not self._is_warned:
             self._is_warned = True
-            warnings.warn(
+            warn(
                 f"a compiled block's backward is not split: {trouble}. Its weight gradients are computed in I; they "
-                "are right, but leave W less to do",
-                PenstockWarning,
-                stacklevel=2,
+                "are right, but leave W less to do"
             )
 
 

@@ -5,7 +5,6 @@ W   backward(stand-in for ctx, dy) -> None, dw
 """
 
 import inspect
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from penstock.errors import PenstockWarning, PipelineError
+from penstock.errors import PipelineError, warn
 from penstock.execute.split.deferred import Deferred, Rung, fitted
 from penstock.execute.split.wanted import Part, want
 from penstock.execute.undocumented import (
@@ -140,12 +139,10 @@ def _warn_of(function: Any, argument: int, part: Part) -> None:
         return
     warned.add((argument, part))
     question = "wants_weight_gradient" if part is Part.INPUT else "wants_input_gradient"
-    warnings.warn(
+    warn(
         f"{function.__name__}.backward: in the `{part.value}` of a split backward it returned a gradient for "
         f"{_name_of(function, argument)}, which was not wanted there. It is dropped; the gradients are right, but this "
-        f"one was computed twice. Expected None where ps.{question}(ctx) is False",
-        PenstockWarning,
-        stacklevel=2,
+        f"one was computed twice. Expected None where ps.{question}(ctx) is False"
     )
 
 

@@ -13,7 +13,6 @@ order of the schedule stay, and only what the split was to gain is lost. If that
 
 import logging
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from penstock.errors import MAX_SHOWN, PenstockWarning
+from penstock.errors import MAX_SHOWN, warn
 from penstock.execute.split.deferred import Rung
 from penstock.execute.split.deferred_weights import DeferredWeights, Watch
 from penstock.execute.split.graph_search import Survey, search
@@ -242,14 +241,12 @@ def _warn_of(stage: int, early: Sequence[str], matrices: Mapping[str, nn.Paramet
     if share <= LARGE_SHARE:
         return
     more = f" and {len(early) - MAX_SHOWN} more" if len(early) > MAX_SHOWN else ""
-    warnings.warn(
+    warn(
         f"stage {stage}: {share:.0%} of its weights take their gradients in the `I` of a split backward: "
         f"{', '.join(early[:MAX_SHOWN])}{more}. They are right, but leave `W` less to do, which a schedule "
         "with split backwards lives on. Expected weights that are the right side of products, convolutions or tables "
         "alone, or custom functions whose backward asks ps.wants_weight_gradient(ctx); or use a schedule with whole "
-        "backwards. docs/explanations/split_backward.md says for each layer what can wait",
-        PenstockWarning,
-        stacklevel=2,
+        "backwards. docs/explanations/split_backward.md says for each layer what can wait"
     )
 
 

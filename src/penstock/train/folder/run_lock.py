@@ -12,13 +12,12 @@ import fcntl
 import os
 import socket
 import stat
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from penstock.errors import PenstockError, PenstockWarning
+from penstock.errors import PenstockError, warn
 from penstock.train.folder.run_folder import LOCK
 
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
@@ -112,9 +111,7 @@ def _lock(file: FileIO, operation: int) -> bool:
     except OSError as error:
         if error.errno not in WITHOUT_LOCKS:
             raise
-        warnings.warn(
-            "this file system has no locks; do not start two runs in one folder", PenstockWarning, stacklevel=3
-        )
+        warn("this file system has no locks; do not start two runs in one folder")
     return True
 
 
