@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from penstock.cli.drawing import COLORS, colored, in_blocks, on_screen
+from penstock.cli.drawing import COLORS, colored, in_blocks, on_screen, require_readable
+from penstock.errors import ConfigError
 from penstock.ir.grid import from_grid, to_grid
 from penstock.lowering import lower
 from penstock.schedules import build
@@ -71,3 +72,13 @@ def test_actions_have_the_color_of_their_kind_and_go_on_in_it():
             (" ", COLORS["F"], "(0F7;7B3)"),
         ]
     )
+
+
+def test_what_is_too_large_to_read_is_refused_with_what_to_ask_for():
+    require_readable(build("1f1b", ranks=64, microbatches=512))
+
+    wide = r"^1f1b is too large to read as a grid, with 600 lines of 1821 columns\. List it with --output FILE\.csv, "
+    with pytest.raises(ConfigError, match=wide):
+        require_readable(build("1f1b", ranks=600, microbatches=8))
+    with pytest.raises(ConfigError, match=r"--output FILE\.html, or ask for it with --to grid$"):
+        require_readable(lower(build("gpipe", ranks=500, microbatches=400)))

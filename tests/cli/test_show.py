@@ -215,3 +215,13 @@ def test_wrong_wishes_for_pictures_are_one_message(capsys, arguments, told):
 def test_costs_that_lack_what_the_schedule_uses_are_one_message(capsys):
     assert main(["show", "zb-h1", *SHAPE, "--to", "svg", "--costs", "F=1,B=2"]) == 1
     assert "backward_input_s" in capsys.readouterr().err
+
+
+def test_a_grid_that_is_too_large_to_read_is_drawn_on_request_alone(capsys, monkeypatch):
+    monkeypatch.setattr("penstock.cli.drawing.MAX_CELLS", 10)
+
+    assert main(["show", "1f1b", *SHAPE]) == 1
+    said, complained = capsys.readouterr()
+    assert (said, complained.count("penstock: ")) == ("", 1)
+    assert "0F0" in printed_by(capsys, "1f1b", *SHAPE, "--to", "grid")
+    assert "0F0" in printed_by(capsys, "1f1b", *SHAPE, "--to", "csv")

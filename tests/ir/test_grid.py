@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import FormatError
-from penstock.ir.grid import from_grid, to_grid
+from penstock.ir.grid import from_grid, grid_columns, to_grid
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.placement import Placement
@@ -211,3 +211,12 @@ def test_a_failed_comparison_shows_both_grids_and_the_difference():
     assert "rank 1: 1F0 1F1 1B0 1B1" in shown
     assert "- rank 1" in shown
     assert "+ rank 1" in shown
+
+
+@given(feasible_schedules())
+def test_the_columns_of_a_drawing_are_known_before_it_is_made(schedule):
+    program = lower(schedule)
+    assert grid_columns(program) == max(len(to_row) for to_row in program)
+
+    words = [line.partition(": ")[2].split() for line in to_grid(schedule).splitlines()]
+    assert grid_columns(schedule) == max(map(len, words))

@@ -3,6 +3,10 @@
 import re
 from math import ceil
 
+from penstock.errors import ConfigError
+from penstock.ir.grid import grid_columns
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
 from penstock.tables import Screen
 
 COLORS = {"F": "34", "B": "32", "I": "36", "W": "33", "R": "35"}
@@ -11,9 +15,26 @@ FAINT = "2"
 LINES_AROUND = 4
 """Of a terminal's height, kept for the prompt and what is below a drawing."""
 
+MAX_CELLS = 1_000_000
+"""Of a drawing that nobody has asked for by name; a cell takes up to ten characters."""
+
 _WORD = re.compile(r"\S+")
 _ACTION = re.compile(r"\(?[0-9]+([FBIWR])[0-9]")
 _LABEL = re.compile(r"\s*rank +[0-9]+:")
+
+
+def require_readable(table: Schedule | Program) -> None:
+    """Refuse to draw as text what nobody can read, and what takes minutes to draw.
+
+    Raises:
+        ConfigError: with what to ask for instead.
+    """
+    num_columns = grid_columns(table)
+    if num_columns * table.num_ranks > MAX_CELLS:
+        raise ConfigError(
+            f"{table.name} is too large to read as a grid, with {table.num_ranks} lines of {num_columns} columns. "
+            "List it with --output FILE.csv, draw it as a page with --output FILE.html, or ask for it with --to grid"
+        )
 
 
 def on_screen(drawing: str, screen: Screen) -> str:

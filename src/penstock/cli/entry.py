@@ -12,6 +12,7 @@ from penstock.cli.arguments import Parser
 from penstock.cli.compiling import compiling_reported
 from penstock.cli.output import complain, forget_stdout, open_closed_streams, replace_unknown_characters
 from penstock.cli.status import MEANINGS, ExitStatus, message_of, status_of
+from penstock.cli.waiting import waiting_reported
 from penstock.errors import nearest, shortened
 from penstock.version import VERSION
 
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     replace_unknown_characters()
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
-        with compiling_reported():
+        with compiling_reported(), waiting_reported(arguments):
             status = int(arguments.run(arguments))
         sys.stdout.flush()
     except SystemExit as error:

@@ -40,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    from penstock.cli.drawing import on_screen
+    from penstock.cli.drawing import on_screen, require_readable
     from penstock.cli.output import say, stdout_screen
     from penstock.cli.wanted import wanted_schedule
     from penstock.ir.writing import write_table
@@ -55,7 +55,10 @@ def run(arguments: Namespace) -> int:
         write_result(_picture(format, arguments), format, path)
         return ExitStatus.FINE
     schedule = wanted_schedule(arguments)
-    text = write_table(lower(schedule) if arguments.lowered else schedule, format)
+    table = lower(schedule) if arguments.lowered else schedule
+    if arguments.format is None and path is None:
+        require_readable(table)
+    text = write_table(table, format)
     screen = stdout_screen()
     if format == "grid" and path is None and screen.width:
         say(on_screen(text.rstrip("\n"), screen))

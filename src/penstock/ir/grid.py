@@ -91,6 +91,18 @@ def to_grid(
     return "\n".join(lines)
 
 
+def grid_columns(table: Schedule | Program) -> int:
+    """Return how many columns a drawing of the table has: the units of its time, or the rows of its longest rank.
+
+    A drawing has a line per rank, and a cell of some characters in each column; large ones take long to make.
+    """
+    if isinstance(table, Schedule):
+        times = walk_untimed(table, predecessors(table))
+        if times.is_complete:
+            return int(times.end.max(initial=0))
+    return int(np.diff(table.offsets).max(initial=0))
+
+
 def from_grid(text: str, *, file: str = "<text>", name: str = "from a grid") -> Schedule:
     """Read a drawing, timed or plain, with or without `rank 0:` labels and `|` between columns.
 
