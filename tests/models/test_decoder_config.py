@@ -36,3 +36,8 @@ def test_problems_name_keys_of_a_section():
         ("model.heads", "5 heads do not divide model.width = 16"),
         ("model.key_value_heads", "3 does not divide model.heads = 5"),
     ]
+
+
+def test_more_blocks_than_any_model_has_are_refused():
+    with pytest.raises(ValidationError, match="less than or equal to 100000"):
+        DecoderConfig(vocabulary=2, length=2, layers=10**14)

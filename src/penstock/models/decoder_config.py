@@ -23,7 +23,7 @@ class DecoderConfig(BaseModel):
 
     vocabulary: Positive = Field(description="number of token ids")
     width: Positive = Field(default=160, description="features per token between the blocks")
-    layers: Positive = Field(default=4, description="decoder blocks")
+    layers: Positive = Field(default=4, le=100_000, description="decoder blocks")
     heads: Positive = Field(default=4, description="attention heads per block")
     key_value_heads: Positive = Field(default=4, description="heads of keys and values per block")
     hidden: Positive = Field(default=432, description="features inside the feed-forward part")

@@ -50,6 +50,13 @@ def refusal_of(table):
         ),
         ({"batch": {"samples": 8}}, "batch.samples", "8 is not a multiple of batch.size = 16; use 16"),
         ({"batch": {"samples": 32, "accumulate": 2}}, "batch.samples", "batch.accumulate says already"),
+        (
+            {"batch": {"accumulate": 99999999999999}},
+            "batch.accumulate",
+            "99999999999999 batches in one optimizer step take too long; use at most 100000",
+        ),
+        ({"batch": {"samples": 16 * 10**12}}, "batch.samples", "take too long; use at most 1600000"),
+        ({"batch": {"tokens": 2048 * 10**12}}, "batch.tokens", "use at most 204800000"),
         ({"batch": {"ramp_from": 2}}, "batch.ramp_from", "needs batch.ramp_steps too"),
         ({"batch": {"ramp_steps": 2}}, "batch.ramp_steps", "needs batch.ramp_from too"),
         ({"batch": {"ramp_from": 2, "ramp_steps": 9}}, "batch.ramp_from", "more than the 1 that it grows to"),

@@ -18,6 +18,8 @@ from penstock.train.settings.sections import (
     SourceKeys,
 )
 
+MOST_BATCHES = 100_000
+"""In one optimizer step; of more, the first step would not end."""
 COMPILERS = ("inductor", "aot_eager")
 """The backends of torch.compile whose backwards can be split."""
 
@@ -71,6 +73,12 @@ def ramp_problems(batch: BatchSection) -> Iterator[Problem]:
             yield Problem(f"batch.{name}", f"{value} is not a multiple of {size} = {unit}; use {hint}")
             return
     full = max(batch.accumulate, batch.samples // batch.size, batch.tokens // tokens)
+    if full > MOST_BATCHES:
+        name = said[0]
+        unit = {"accumulate": 1, "samples": batch.size, "tokens": tokens}[name]
+        problem = f"{full} batches in one optimizer step take too long; use at most {MOST_BATCHES * unit}"
+        yield Problem(f"batch.{name}", problem)
+        return
     if bool(batch.ramp_from) != bool(batch.ramp_steps):
         key, other = ("ramp_from", "ramp_steps") if batch.ramp_from else ("ramp_steps", "ramp_from")
         yield Problem(f"batch.{key}", f"a ramp-up needs batch.{other} too; set both, or neither")
