@@ -177,6 +177,7 @@ def test_a_stopped_run_comes_to_the_same_end(here, whole, asynchronous):
     assert "stopped by a signal after step 5; its checkpoint is saved\n" in printed
     assert f"run folder: {here}/run (its run has the same settings and continues after step 5)\n" in again
     assert f"continuing after step 5 from {here}/run/checkpoints/step-5\n" in again
+    assert re.search(r"loss \d\.\d+, \d of \d steps in 0:", again)
     assert_same_end(here, whole)
     assert (here / "run" / "timeline.trace.json").exists(), "the recorded step of before is reported"
 

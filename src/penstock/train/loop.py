@@ -54,7 +54,7 @@ class TrainingResult:
     """What a run came to, on every rank alike."""
 
     num_steps: int
-    """Optimizer steps that ran."""
+    """Optimizer steps of the whole run."""
     loss: float
     """Of the last step, in nats per token."""
     held_out_loss: float | None
@@ -63,6 +63,8 @@ class TrainingResult:
     """What was measured at the step to record; None where none was."""
     peak_bytes: Sequence[int] = ()
     """The most memory of each rank; empty where it was not gathered."""
+    num_earlier: int = 0
+    """Steps that ran before this run was continued."""
 
     @property
     def timeline(self) -> Timeline | None:
@@ -193,12 +195,22 @@ def _run_steps(
                 break
         checkpoints.finish(progress)
     assert progress.loss is not None, "a run has at least one step"
-    return TrainingResult(progress.step, progress.loss, progress.held_out_loss, runner.recorded, peak_bytes)
+    return TrainingResult(
+        progress.step, progress.loss, progress.held_out_loss, runner.recorded, peak_bytes, first_step - 1
+    )
 
 
 def _report(config: RunConfig, result: TrainingResult, folder: RunFolder, output: TextIO, *, duration_s: float) -> None:
     recorded_step = 0 if result.recorded is None else result.recorded.step
-    outcome = Outcome(result.num_steps, duration_s, result.loss, result.held_out_loss, recorded_step, result.peak_bytes)
+    outcome = Outcome(
+        num_steps=result.num_steps,
+        num_earlier=result.num_earlier,
+        duration_s=duration_s,
+        loss=result.loss,
+        held_out_loss=result.held_out_loss,
+        recorded_step=recorded_step,
+        peak_bytes=result.peak_bytes,
+    )
     screen = screen_of(output)
     for line in write_report(folder, outcome, predict_again(result.timeline), screen):
         output.write(f"{screen.wrapped(line)}\n")

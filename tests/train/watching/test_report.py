@@ -146,3 +146,9 @@ def test_without_a_recorded_step_there_is_a_summary_only(tmp_path):
 def test_a_report_that_cannot_be_written_names_the_file(tmp_path):
     with pytest.raises(PenstockError, match=r"summary\.json: cannot be written: No such file"):
         report_lines(tmp_path / "missing")
+
+
+def test_a_continued_run_counts_the_steps_that_took_the_time(tmp_path):
+    continued = replace(OUTCOME, num_earlier=15)
+
+    assert "loss 1.5000, 25 of 40 steps in 1:05" in "\n".join(report_lines(tmp_path, continued))

@@ -7,7 +7,7 @@ from itertools import zip_longest
 import orjson
 
 from penstock.checkpoints.weight_files import INDEX, WHOLE
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, count_of
 from penstock.files import naming_storage
 from penstock.ir.timeline import Timeline
 from penstock.show.chart import draw_overlay
@@ -66,6 +66,14 @@ class Outcome:
     recorded_step: int
     peak_bytes: Sequence[int] = ()
     """The most memory of each rank; empty where it was not gathered."""
+    num_earlier: int = 0
+    """Of the steps, those that ran before the run was continued; the duration is without them."""
+
+    @property
+    def steps_text(self) -> str:
+        """Say how many steps took the duration: `80 steps`, or `60 of 80 steps` of a run that was continued."""
+        of_all = count_of(self.num_steps, "step")
+        return f"{self.num_steps - self.num_earlier} of {of_all}" if self.num_earlier else of_all
 
 
 def predict_again(measured: Timeline | None) -> Timelines:
@@ -109,7 +117,7 @@ def _draw(folder: RunFolder, timelines: Timelines) -> Iterator[str]:
 
 def _findings(outcome: Outcome, timelines: Timelines) -> Iterator[str]:
     held_out = "" if outcome.held_out_loss is None else f"held-out loss {outcome.held_out_loss:.4f} nats per token, "
-    yield f"\n{held_out}loss {outcome.loss:.4f}, {outcome.num_steps} steps in {duration_text(outcome.duration_s)}"
+    yield f"\n{held_out}loss {outcome.loss:.4f}, {outcome.steps_text} in {duration_text(outcome.duration_s)}"
     for name, timeline in timelines.items():
         yield (
             f"{name + ':':<10} makespan {format_seconds(timeline.makespan_s)}, "
