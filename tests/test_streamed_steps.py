@@ -66,6 +66,38 @@ def stream_on(pipeline, items, **options):
     return (Stream(items, **options),) if needs_data(pipeline) else ()
 
 
+def refilled(items, write):
+    """Give each item in the same memory, as a loader does that reads into one buffer."""
+    buffers = [tensor.clone() for tensor in items[0]]
+    for item in items:
+        for buffer, tensor in zip(buffers, item, strict=True):
+            write(buffer, tensor)
+        yield tuple(buffers)
+
+
+def write_by_torch(buffer, tensor):
+    buffer.copy_(tensor)
+
+
+def write_by_numpy(buffer, tensor):
+    """As readinto() does, of which torch does not know."""
+    buffer.numpy()[:] = tensor.numpy()
+
+
+@pytest.mark.parametrize("write", [write_by_torch, write_by_numpy])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("schedule", [name for name in FAMILIES if name != "dualpipe"])
+def test_a_loader_may_fill_one_buffer_again_and_again(schedule, num_ranks, write):
+    task = deep_task(M)
+
+    def case(wires):
+        pipeline = pipeline_of(wires, task, schedule)
+        result = pipeline.step(*stream_on(pipeline, refilled(pieces(task), write)), return_outputs=True)
+        return outcome_of(pipeline, result)
+
+    assert difference(on_ranks(num_ranks, case), task.reference(M), tolerance=1e-12, loss_tolerance=1e-12) == []
+
+
 def outcome_of(pipeline, result):
     return Outcome(result, gradients_of(pipeline.named_parameters()))
 

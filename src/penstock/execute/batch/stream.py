@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from penstock.errors import ConfigError, EndOfData, PipelineError, described, warn
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.values.layouts import leaf_text
-from penstock.execute.values.tree import flatten
+from penstock.execute.values.tree import flatten, map_leaves
 from penstock.ir.timeline import DataWait
 
 Preprocess = Callable[[Any], Any]
@@ -28,6 +30,11 @@ class Part:
         self.args = args
         self.kwargs = kwargs
         self.target = target
+
+    def copied(self) -> "Part":
+        """Return the same with tensors in memory of their own; one that needs a gradient stays the caller's leaf."""
+        args, kwargs, target = map_leaves(_copied, (self.args, self.kwargs, self.target))
+        return Part(*args, target=target, **kwargs)
 
     def layout(self) -> str:
         """Say what it has; equal texts mean equal shapes on every stage."""
@@ -45,7 +52,7 @@ class DataTimes:
     waited_s: float = 0.0
     """Until the iterator had given what was asked of it."""
     prepared_s: float = 0.0
-    """In the `preprocess` of the stream."""
+    """In the `preprocess` of the stream, and in copying."""
 
 
 @dataclass(slots=True)
@@ -71,7 +78,7 @@ class Stream:
     The iterator gives one microbatch at a time: a tuple or list `(input, ..., target)`, or a `ps.Part`, which may have
     keywords, or no target. `preprocess`, if any, is called with each and returns one of these. What a step does not
     take stays for the next one. A rank with neither a first nor a last stage, nor layers that take keywords, needs
-    none.
+    none. Its tensors are copied, so the iterator may fill the same ones again.
 
     A stream is one rank's: ranks that are threads of one process need one each. After a step that failed, what is left
     of its microbatches is passed over, so that all ranks go on with the same ones.
@@ -165,9 +172,16 @@ class Stream:
         got_s = read()
         item = self._unprepared[0]
         part = as_part(item if self._preprocess is None else self._preprocess(item))
+        # Copied, since a loader may fill one buffer again for each item, while microbatches before it wait for their
+        # backward. Writes by numpy or a file leave the version of a tensor as it is, so that a guard would miss them.
+        part = part.copied()
         self._unprepared = []
         end_s = read()
         return Pull(part, DataTimes(got_s - begin_s, end_s - got_s), begin_s, end_s)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
 
 
 def as_part(item: Any) -> Part:
