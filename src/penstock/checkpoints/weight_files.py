@@ -87,7 +87,7 @@ def require_saveable(pipeline: Pipeline) -> int:
     Raises: NotSaved, on every rank.
     """
     names = {name: theirs for theirs in _described(pipeline) for name in theirs["weights"]}
-    return sum(_entry(theirs, name, "").num_bytes for name, theirs in names.items())
+    return sum(_num_bytes(theirs, name) for name, theirs in names.items())
 
 
 def index_bytes(entries: Mapping[str, TensorEntry]) -> bytes:
@@ -108,7 +108,7 @@ def _shards(folder: Path, everyone: Sequence[Described], token: str) -> list[_Sh
         names: list[str] = []
         held = 0
         for name in sorted(owned):
-            num_bytes = _entry(theirs, name, "").num_bytes
+            num_bytes = _num_bytes(theirs, name)
             if names and held + num_bytes > FILE_BYTES:
                 found.append((rank, names, held))
                 names, held = [], 0
@@ -125,6 +125,11 @@ def _shards(folder: Path, everyone: Sequence[Described], token: str) -> list[_Sh
 
 def _entries(shards: Sequence[_Shard], everyone: Sequence[Described]) -> dict[str, TensorEntry]:
     return {name: _entry(everyone[each.rank], name, each.path.name) for each in shards for name in each.names}
+
+
+def _num_bytes(described: Described, name: str) -> int:
+    """Bytes of a tensor, whichever file it goes to."""
+    return _entry(described, name, WHOLE).num_bytes
 
 
 def _entry(described: Described, name: str, file: str) -> TensorEntry:
