@@ -32,6 +32,7 @@ CONTRADICTIONS = {
         ["generate", "run", "--prompt", "a", "--temperature", "hot"],
         "--temperature: 'hot' is not a number",
     ),
+    "a word as step": (["evaluate", "run", "--checkpoint", "last"], "--checkpoint: 'last' is not a whole number"),
     "an empty name": (["show", "", *SIZE], "NAME is empty"),
     "an empty file": (["check", ""], "FILE is empty"),
     "an empty output": (["compare", "1f1b", *SIZE, "-o", ""], "-o is empty"),

@@ -57,6 +57,7 @@ FLAGS = {
     "doctor": ["RUN_DIR", "--memory-limit", "--system", "--to"],
     "runs": ["--to", "--force", "--output", "--theme"],
     "generate": ["--function", "--prompt", "--seed", "--temperature", "--tokens", "--top-k"],
+    "evaluate": ["--checkpoint", "--data", "--function", "--port", "--set", "--to"],
     "completion": [],
 }
 

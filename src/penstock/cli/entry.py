@@ -7,7 +7,20 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Protocol
 
-from penstock.cli import check, compare, completion, convert, doctor, generate, profile, runs, schedules, show, train
+from penstock.cli import (
+    check,
+    compare,
+    completion,
+    convert,
+    doctor,
+    evaluate,
+    generate,
+    profile,
+    runs,
+    schedules,
+    show,
+    train,
+)
 from penstock.cli.arguments import Parser
 from penstock.cli.compiling import compiling_reported
 from penstock.cli.output import complain, forget_stdout, open_closed_streams, replace_unknown_characters
@@ -62,6 +75,7 @@ COMMANDS: tuple[Command, ...] = (
     doctor,
     runs,
     generate,
+    evaluate,
     completion,
 )
 

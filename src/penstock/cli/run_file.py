@@ -31,8 +31,13 @@ Hold = Callable[[Any], AbstractContextManager[Any]]
 
 
 def add_run_arguments(parser: ArgumentParser) -> None:
-    """Add the run file, and what changes it or how its ranks are started."""
+    """Add the run file, and what `add_rank_arguments` adds."""
     parser.add_argument("run_file", metavar="RUN.toml", help="the configuration of the run")
+    add_rank_arguments(parser)
+
+
+def add_rank_arguments(parser: ArgumentParser) -> None:
+    """Add what changes a configuration, and how its ranks are started."""
     parser.add_argument(
         "--set",
         action="append",
@@ -46,18 +51,25 @@ def add_run_arguments(parser: ArgumentParser) -> None:
 
 
 def run_on_ranks(
-    arguments: Namespace, command: Sequence[str], body: Body, hold: Hold, stop: StopRequest | None = None
+    arguments: Namespace,
+    command: Sequence[str],
+    body: Body,
+    hold: Hold,
+    stop: StopRequest | None = None,
+    *,
+    is_quiet: bool = False,
 ) -> int:
     """Run `body` on every rank and return the exit status; a rank that is started here gets `command`.
 
-    While the body looks at `stop`, the first interrupt asks it to stop, and the next one ends it.
+    While the body looks at `stop`, the first interrupt asks it to stop, and the next one ends it. `is_quiet` leaves
+    standard output to the body.
     """
     if not 0 <= arguments.port <= MAX_PORT:
         raise ConfigError(f"{arguments.port} is no port; give a number from 1 to {MAX_PORT}", key="--port")
     if is_rank(os.environ):
         return _run_as_rank(arguments, body, os.environ, stop)
     with interrupts_handled_by(leave_at_once):
-        if sys.stdout.isatty():  # in a pipe, the first line of a run names its folder
+        if sys.stdout.isatty() and not is_quiet:  # in a pipe, the first line of a run names its folder
             say_at_once("loading torch ...")
         from penstock.train import devices
         from penstock.train.settings.config import load_config
@@ -67,7 +79,7 @@ def run_on_ranks(
         check_plan(config)
         devices.choose_device(config.run.device, config.pipeline.ranks, devices.look())
         if config.pipeline.ranks > 1:
-            return _launch(arguments, command, config, hold, may_stop=stop is not None)
+            return _launch(arguments, command, config, hold, may_stop=stop is not None, is_quiet=is_quiet)
         _use_one_thread_unless(os.environ)
         try:
             with interrupts_handled_by(stop_or_raise(stop)), hold(config) as held, refusing_exit():
@@ -91,7 +103,9 @@ def _use_one_thread_unless(environment: Mapping[str, str]) -> None:
         torch.set_num_threads(1)
 
 
-def _launch(arguments: Namespace, command: Sequence[str], config: Any, hold: Hold, *, may_stop: bool) -> int:
+def _launch(
+    arguments: Namespace, command: Sequence[str], config: Any, hold: Hold, *, may_stop: bool, is_quiet: bool
+) -> int:
     """Start one process per rank; each runs the command again and finds its rank in the environment."""
     import tomlkit
 
@@ -101,7 +115,8 @@ def _launch(arguments: Namespace, command: Sequence[str], config: Any, hold: Hol
         folder = tomlkit.string(held.run.folder).as_string()
         kept = [each for each in arguments.set if each.partition("=")[0].replace(" ", "") != "run.folder"]
         overrides = [f"--set={override}" for override in (*kept, f"run.folder={folder}")]
-        say_at_once(f"starting {config.pipeline.ranks} ranks ...")
+        if not is_quiet:
+            say_at_once(f"starting {config.pipeline.ranks} ranks ...")
         words = ["-m", "penstock", *command, *overrides, "--", arguments.run_file]
         num_ranks = config.pipeline.ranks
         command = [sys.executable, *_path_flags(), *words]

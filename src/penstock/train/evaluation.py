@@ -1,6 +1,6 @@
 """The loss on text that the model was not trained on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -10,14 +10,16 @@ from penstock.train.data.batches import Batch, on_device
 
 
 def mean_loss(
-    pipeline: Pipeline, batches: Sequence[Batch | tuple[Tensor, Tensor]], weights: Sequence[float] | None = None
+    pipeline: Pipeline, batches: Iterable[Batch | tuple[Tensor, Tensor]], weights: Sequence[float] | None = None
 ) -> float:
     """Return the mean of the pipeline's loss over batches, without gradients; the same on every rank.
 
     `weights` are what each loss is the mean of; by default they are equal.
     """
     total = 0.0
-    weights = weights or [1.0] * len(batches)
+    if not weights:
+        batches = list(batches)
+        weights = [1.0] * len(batches)
     for each, weight in zip(batches, weights, strict=True):
         batch = on_device(as_part(each), pipeline.device)
         result = pipeline.evaluate(*batch.args, target=batch.target, **batch.kwargs)

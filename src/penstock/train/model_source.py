@@ -1,7 +1,7 @@
 """The model of a run: the decoder, or layers that a user's function returns (`model.source`), and its loss."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -76,6 +76,27 @@ def with_named_source(config: RunConfig, function: str) -> RunConfig:
     if function and not source:
         raise ConfigError(f"got {shortened(function)}, but the run's model is the decoder; leave it out", key=FUNCTION)
     return config.model_copy(update={"model": config.model.model_copy(update={"source": function})})
+
+
+def require_named_code(config: RunConfig, functions: Collection[str]) -> None:
+    """Refuse a run folder's configuration whose code, of layers, loss or data, its reader has not named likewise.
+
+    See `with_named_source` for the reason. Raises: ConfigError.
+    """
+    model, data = config.model, config.data
+    named = {KEY: model.source, "model.loss": model.loss, "data.source": data.source}
+    unnamed = {key: place for key, place in named.items() if place and place not in functions}
+    if unnamed:
+        found = ", ".join(f"{shortened(place)} ({key})" for key, place in unnamed.items())
+        flags = " ".join(f"{FUNCTION} {place}" for place in dict.fromkeys(filter(None, named.values())))
+        raise ConfigError(
+            f"this run uses Python code, {found}, and a run folder may come from anyone: no code that it names is run. "
+            f"If you trust these files, name them: {flags}",
+            key=next(iter(unnamed)),
+        )
+    unused = [place for place in functions if place not in named.values()]
+    if unused:
+        raise ConfigError(f"got {shortened(unused[0])}, which the run does not use; leave it out", key=FUNCTION)
 
 
 def _layers_of_source(config: RunConfig, vocabulary: int) -> list[LayerSpec]:

@@ -63,8 +63,12 @@ def check_together(config: RunConfig, transport: Transport, *more: Callable[[Run
             check_one(config)
 
 
-def prepare_together(config: RunConfig, folder: RunFolder, transport: Transport, output: TextIO) -> Dataset:
+def prepare_together(
+    config: RunConfig, folder: RunFolder, transport: Transport, output: TextIO, *, may_be_small: bool = False
+) -> Dataset:
     """Open the data on every rank: rank 0 first, which tells its progress; the others then find the tokens made.
+
+    `may_be_small` is that of `open_dataset`.
 
     This may take any time, as long as it goes on; a rank that is lost meanwhile is noticed within the run's deadline.
 
@@ -73,7 +77,7 @@ def prepare_together(config: RunConfig, folder: RunFolder, transport: Transport,
     """
     dataset: Dataset | None = None
     for turn in (transport.rank == 0, transport.rank != 0):
-        work = partial(_open_dataset, config, folder, ShareLines(output)) if turn else None
+        work = partial(_open_dataset, config, folder, ShareLines(output), may_be_small) if turn else None
         dataset = working_together(transport, work, limit_s=config.run.deadline_s) or dataset
     assert dataset is not None
     digests = Control(transport).all_gather_object(dataset.digest)
@@ -85,7 +89,7 @@ def prepare_together(config: RunConfig, folder: RunFolder, transport: Transport,
     return dataset
 
 
-def _open_dataset(config: RunConfig, folder: RunFolder, lines: ShareLines, beat: Beat) -> Dataset:
+def _open_dataset(config: RunConfig, folder: RunFolder, lines: ShareLines, may_be_small: bool, beat: Beat) -> Dataset:
     def tell(what: str, num_done: int, num_all: int) -> None:
         beat()
         lines.tell(what, num_done, num_all)
@@ -95,7 +99,8 @@ def _open_dataset(config: RunConfig, folder: RunFolder, lines: ShareLines, beat:
         if config.data.source:
             dataset = UserDataset(config)
         else:
-            dataset = open_dataset(config, folder.tokens, others=folder.other_tokens, tell=tell)
+            others = folder.other_tokens
+            dataset = open_dataset(config, folder.tokens, others=others, tell=tell, may_be_small=may_be_small)
         if config.run.evaluate_batches and not dataset.held_out_batches(1):
             lines.say(f"note: nothing is evaluated, since {config.data.source} takes no parameter `split`")
     return dataset

@@ -7,8 +7,9 @@ counts from 0 at the begin of each document.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from penstock.train.data.batches import Batch, Position, Wants
 from penstock.train.data.corpus import FILES_KEY, Corpus, TextFiles, find_documents, find_standard_library
 from penstock.train.data.mixture import Mixture
 from penstock.train.data.saved_dataset import SavedDataset, id_tokenizer
-from penstock.train.data.sequences import Source, Span
+from penstock.train.data.sequences import Source, Span, Spans
 from penstock.train.data.tokenizer import Tokenizer, tokenizer_of
 from penstock.train.data.tokens import Tell, TokenFile, tokenize
 from penstock.train.settings.config import RunConfig
@@ -67,6 +68,7 @@ class TokenDataset:
         self.position: Position | None = None
         self.vocabulary = vocabulary
         self.digest = digest
+        self.batch_size = options.batch_size
         self._options = options
         self._mixture = Mixture(weights, seed=options.seed)
         for number, source in enumerate(self.sources):
@@ -101,7 +103,7 @@ class TokenDataset:
 
     def batch(self, number: int, wants: Wants = EVERYTHING) -> Batch:
         """Return a batch, counted from 0; any one, in any order, is found in the same time."""
-        return self._gather(self._spans(number), wants)
+        return self.gather(self._spans(number), wants)
 
     def num_targets(self, number: int) -> int:
         """Return how many tokens the loss of a batch is the mean of; no token is read for it."""
@@ -124,7 +126,7 @@ class TokenDataset:
         Raises:
             ConfigError: the held-out sequences do not fill one batch, or a source has none.
         """
-        return [self._gather(spans, wants) for spans in self._held_out_spans(num_batches)]
+        return [self.gather(spans, wants) for spans in self._held_out_spans(num_batches)]
 
     def held_out_weights(self, num_batches: int) -> list[float] | None:
         """Return how many targets each of these batches has; None where they have equally many."""
@@ -162,7 +164,8 @@ class TokenDataset:
             found.append((source, source.held_out[within * len(source.held_out) // counts[number]]))
         return [found[at : at + size] for at in range(0, num_wanted, size)]
 
-    def _gather(self, spans: Sequence[tuple[Source, Span]], wants: Wants) -> Batch:
+    def gather(self, spans: Sequence[tuple[Source, Span]], wants: Wants) -> Batch:
+        """Read some sequences, as much of them as is wanted."""
         keywords: dict[str, Any] = {}
         if self._options.packing == "documents":
             keywords["positions"] = self._positions(spans)
@@ -185,16 +188,34 @@ class TokenDataset:
         return what if len(self.sources) == 1 else f"data.sources[{number}]"
 
 
+def whole_text(dataset: TokenDataset, wants: Wants = EVERYTHING) -> tuple[Iterator[Batch], list[float]]:
+    """Return batches of every sequence that is not held out, once and in the order of the text, and their targets.
+
+    The last batch may be smaller. A batch is read when it is asked for.
+    """
+    spans = [(source, source.train) for source in dataset.sources]
+    counts = [float(sum(end - begin - 1 for _, (begin, end) in each)) for each in _cut(spans, dataset.batch_size)]
+    return (dataset.gather(each, wants) for each in _cut(spans, dataset.batch_size)), counts
+
+
+def _cut(sequences: Sequence[tuple[Source, Spans]], size: int) -> Iterator[list[tuple[Source, Span]]]:
+    found = ((source, spans[index]) for source, spans in sequences for index in range(len(spans)))
+    while batch := list(islice(found, size)):
+        yield batch
+
+
 def open_dataset(
     config: RunConfig,
     cache: Path,
     *,
     others: Sequence[Path] = (),
     tell: Tell | None = None,
+    may_be_small: bool = False,
 ) -> TokenDataset:
     """Find, tokenize (once, into the cache folder) and cut the text that a configuration names.
 
-    Tokens that one of the `others` holds are taken from there; `tell` is that of `tokenize`.
+    Tokens that one of the `others` holds are taken from there; `tell` is that of `tokenize`. Text that `may_be_small`
+    is only evaluated: its batches are as large as it allows.
 
     Raises:
         ConfigError: a file is missing, unreadable or not UTF-8; there is too little text; the model's vocabulary is
@@ -218,9 +239,11 @@ def open_dataset(
         _source(config, file, own, number) for number, (file, own) in enumerate(zip(files, tokenizers, strict=True))
     ]
     weights = [each.weight for each in data.all_sources]
+    num_sequences = sum(len(source.train) for source in sources)
+    size = min(config.batch.size, max(num_sequences, 1)) if may_be_small else config.batch.size
     return TokenDataset(
         sources,
-        BatchOptions(config.batch.size, config.batch.length, config.run.seed, data.packing),
+        BatchOptions(size, config.batch.length, config.run.seed, data.packing),
         weights=weights,
         vocabulary=vocabulary,
         digest=_digest([file.manifest.digest for file in files], weights),

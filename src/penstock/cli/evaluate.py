@@ -1,0 +1,119 @@
+"""`penstock evaluate`: the loss of a run's weights on its held-out text, or on another one."""
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.arguments import add_format
+from penstock.cli.lifetime import launcher_of
+from penstock.cli.run_file import add_rank_arguments, run_on_ranks
+from penstock.errors import ConfigError
+
+SUMMARY = "Evaluate the weights of a run, or of one of its checkpoints, on held-out text."
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run_folder", metavar="RUN_FOLDER", help="the folder of a run")
+    parser.add_argument(
+        "--data",
+        metavar="PATH",
+        help="a text file, or a folder of such, to evaluate on as a whole (default: what the run held out, "
+        "run.evaluate_batches batches of it)",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=int,
+        metavar="STEP",
+        help="of which step (default: the weights of the run, or of its newest checkpoint)",
+    )
+    parser.add_argument(
+        "--function",
+        dest="functions",
+        action="append",
+        default=[],
+        metavar="FILE:NAME",
+        help="the code of the run's model.source, model.loss or data.source, which is run only where it is named here "
+        "too; may be repeated",
+    )
+    add_rank_arguments(parser)
+    add_format(parser, ("text", "json"), "default: text", default="text")
+
+
+def run(arguments: Namespace) -> int:
+    from penstock.train.folder.run_folder import CONFIG
+    from penstock.train.model_source import require_named_code
+    from penstock.train.settings.config import load_config
+
+    path = Path(arguments.run_folder)
+    path = path if path.name == CONFIG else path / CONFIG  # ranks that are started here get the file
+    if not path.is_file():
+        raise ConfigError(f"{arguments.run_folder} holds no {CONFIG}; give the folder of a run", key="RUN_FOLDER")
+    command = ["evaluate", f"--to={arguments.format}", *(f"--function={place}" for place in arguments.functions)]
+    command += [] if arguments.data is None else [f"--data={arguments.data}"]
+    command += [] if arguments.checkpoint is None else [f"--checkpoint={arguments.checkpoint}"]
+    if launcher_of(os.environ) is None:  # else what started this rank has done so
+        arguments.set = [*arguments.set, *_settings(arguments, path.parent)]
+    arguments.run_file = str(path)
+    require_named_code(load_config(path, arguments.set), arguments.functions)
+    is_quiet = arguments.format == "json"
+    return run_on_ranks(arguments, command, partial(_evaluate, arguments), _hold_nothing, is_quiet=is_quiet)
+
+
+def _settings(arguments: Namespace, folder: Path) -> list[str]:
+    """Return what is set otherwise than the run had it."""
+    import tomlkit
+
+    from penstock.train.run_evaluation import checkpoint_of
+
+    def quoted(value: object) -> str:
+        return tomlkit.string(str(value)).as_string()
+
+    weights = folder if arguments.checkpoint is None else checkpoint_of(folder, arguments.checkpoint)
+    found = [f"run.folder={quoted(folder)}", f"checkpoint.load={quoted(weights)}"]
+    if arguments.data is None:
+        return found
+    whole = ["data.corpus=files", "data.sources=[]", 'data.source=""', "data.held_out_fraction=0"]
+    no_held_out = ["run.evaluate_batches=0", "run.evaluate_every=0", "run.patience=0"]
+    return [*found, f"data.files=[{quoted(arguments.data)}]", *whole, *no_held_out]
+
+
+@contextmanager
+def _hold_nothing(config: Any) -> Iterator[Any]:
+    """Hold nothing: an evaluation leaves a run as it is, and may read one that goes on."""
+    yield config
+
+
+def _evaluate(arguments: Namespace, config: Any) -> None:
+    from penstock.cli.output import say
+    from penstock.train.run_evaluation import evaluate_run
+
+    found = evaluate_run(config, sys.stderr, is_whole=arguments.data is not None)
+    if found.rank == 0:
+        say(_as_json(found, arguments) if arguments.format == "json" else _as_text(found, arguments))
+
+
+def _as_text(found: Any, arguments: Namespace) -> str:
+    text = "held-out text" if arguments.data is None else arguments.data
+    perplexity = "" if found.perplexity is None else f", perplexity {found.perplexity:.4g}"
+    batches = f"{found.num_batches} {'batch' if found.num_batches == 1 else 'batches'}"
+    return f"{found.weights}: loss {found.loss:.4f}{perplexity} on {text} ({found.num_targets:,} tokens, {batches})"
+
+
+def _as_json(found: Any, arguments: Namespace) -> str:
+    import orjson
+
+    row = {
+        "weights": str(found.weights),
+        "step": found.step,
+        "data": arguments.data,
+        "loss": found.loss,
+        "perplexity": found.perplexity,
+        "num_tokens": found.num_targets,
+        "num_batches": found.num_batches,
+    }
+    return orjson.dumps(row, option=orjson.OPT_INDENT_2).decode()

@@ -1,0 +1,127 @@
+"""Evaluating a run: its weights, or those of a checkpoint, on its held-out text or on all of another one."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from itertools import chain
+from math import exp, inf, isfinite
+from pathlib import Path
+from typing import TextIO
+
+from penstock.checkpoints.folder import step_of
+from penstock.checkpoints.manifest import read_manifest
+from penstock.checkpoints.pretrained import load_weights
+from penstock.checkpoints.verification import newest_readable
+from penstock.errors import CheckpointError, ConfigError, NotFinite, PenstockWarning
+from penstock.execute.transport.world import default_transport
+from penstock.train.data.batches import Batch, Dataset, Wants
+from penstock.train.data.dataset import TokenDataset, whole_text
+from penstock.train.data.tokenizer import tokenizer_of
+from penstock.train.evaluation import mean_loss
+from penstock.train.folder.run_folder import RunFolder, run_path
+from penstock.train.loop import PREPARING_DEADLINE_S
+from penstock.train.measuring.split import choose_split
+from penstock.train.model_source import build_layers
+from penstock.train.optimizing.precision import Precision
+from penstock.train.settings.config import RunConfig
+from penstock.train.setup import build_pipeline, check_together, prepare_together
+from penstock.train.together import failing_together
+
+MAX_EXPONENT = 700.0
+"""Of a float, nearly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What an evaluation found, on every rank alike but for `rank`."""
+
+    rank: int
+    weights: Path
+    """The file or checkpoint that the weights came from."""
+    step: int | None
+    """Of that checkpoint; None for weights without a step."""
+    loss: float
+    """Mean over the targets; in nats per token, unless the loss is the user's own."""
+    perplexity: float | None
+    """None where the loss is the user's own."""
+    num_batches: int
+    num_targets: int
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    """Return the checkpoint of a step. Raises: CheckpointError, with the steps that a run has."""
+    checkpoints = RunFolder(folder).checkpoints
+    steps = checkpoints.steps()
+    if step not in steps:
+        found = f"it has {', '.join(map(str, reversed(steps)))}" if steps else "it has no checkpoint"
+        raise CheckpointError(f"{folder}: has no checkpoint of step {step}; {found}")
+    return checkpoints.of_step(step)
+
+
+def evaluate_run(config: RunConfig, output: TextIO, *, is_whole: bool) -> Evaluation:
+    """Evaluate the weights that `checkpoint.load` names as one of the ranks of a run.
+
+    `is_whole` takes all that is not held out of the text, every sequence once; otherwise `run.evaluate_batches` batches
+    of the held-out part, as the run did. No file of the run changes, but for a cache of tokens. What is under way goes
+    to `output`. torch.distributed is initialized where there are several ranks.
+
+    Raises:
+        CheckpointError: there are no weights, or they are of another model.
+        ConfigError: the held-out part is empty, or the run was trained on another text than is there now.
+        NotFinite: the loss is not finite.
+        PenstockError: as when the run is trained.
+    """
+    folder = RunFolder(run_path(config.run.folder))
+    with closing(default_transport(None, PREPARING_DEADLINE_S)) as transport:
+        check_together(config, transport, tokenizer_of)
+        dataset = prepare_together(config, folder, transport, output, may_be_small=is_whole)
+        with failing_together(transport):
+            if transport.rank == 0 and not is_whole:
+                _require_same_text(dataset, folder)
+        layers = build_layers(config, dataset.vocabulary)
+        rule = choose_split(config, layers, dataset, folder, transport)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PenstockWarning)  # of training
+            pipeline = build_pipeline(config, layers, rule, dataset.vocabulary)
+    with closing(pipeline), Precision(config.precision).region(pipeline.device):
+        where = load_weights(Path(config.checkpoint.load), pipeline)
+        batches, counts = _batches(config, dataset, Wants.of(pipeline), is_whole=is_whole)
+        loss = mean_loss(pipeline, batches, counts)
+    if not isfinite(loss):
+        raise NotFinite(f"{where}: the loss is {loss}; expected a finite number. Evaluate an earlier checkpoint")
+    perplexity = None if config.model.loss else exp(loss) if loss < MAX_EXPONENT else inf
+    return Evaluation(pipeline.rank, where, step_of(where), loss, perplexity, len(counts), int(sum(counts)))
+
+
+def _batches(
+    config: RunConfig, dataset: Dataset, wants: Wants, *, is_whole: bool
+) -> tuple[Iterator[Batch], Sequence[float]]:
+    """Return the batches, and how many targets each has."""
+    if is_whole:
+        assert isinstance(dataset, TokenDataset), "a text is given"
+        return whole_text(dataset, wants)
+    num_batches = config.run.evaluate_batches
+    batches = dataset.held_out_batches(num_batches, wants) if num_batches else []
+    if not batches:
+        reason = f"{config.data.source} takes no parameter `split`" if num_batches else "run.evaluate_batches is 0"
+        raise ConfigError(
+            f"the run holds out nothing: {reason}. Give a text with --data PATH, or --set run.evaluate_batches=16",
+            key="run.evaluate_batches",
+        )
+    equal = [float(dataset.num_targets(0))] * len(batches)
+    return chain(batches), dataset.held_out_weights(num_batches) or equal
+
+
+def _require_same_text(dataset: Dataset, folder: RunFolder) -> None:
+    """Refuse a text that is not the one of the checkpoints: its held-out part may have been trained on."""
+    saved = None
+    with suppress(CheckpointError):
+        saved = newest_readable(folder.checkpoints.path)
+    digest = None if saved is None else read_manifest(saved).extra.get("data")
+    if digest not in (None, dataset.digest):
+        raise ConfigError(
+            "the text has changed since the run was trained, so that its held-out part may have been trained on. Put "
+            "the files back, or give another text with --data PATH",
+            key="data.files",
+        )
