@@ -210,6 +210,24 @@ def test_weights_alone_may_be_loaded(folder):
     pipeline.close()
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_random_numbers_that_are_none_are_refused_before_weights_change(tmp_path, num_ranks):
+    train_on(num_ranks, 0, 2, save=tmp_path)
+    manifest = read_manifest(tmp_path / "step-2")
+    manifest.random[-1] = {}
+    (tmp_path / "step-2" / MANIFEST).write_bytes(manifest_bytes(manifest))
+
+    def case(transport):
+        pipeline = small_pipeline(transport)
+        before = {name: value.clone() for name, value in pipeline.state_dict().items()}
+        error = error_of(lambda: load_checkpoint(tmp_path, pipeline))
+        assert_equal(dict(pipeline.state_dict()), before)
+        pipeline.close()
+        return error
+
+    assert all("step-2: `random` is not what generators" in str(error) for error in on_ranks(num_ranks, case))
+
+
 def test_a_moment_that_is_missing_is_named(folder):
     manifest = read_manifest(folder / "step-2")
     del manifest.optimizer.state["norm.weight"].tensors["exp_avg_sq"]

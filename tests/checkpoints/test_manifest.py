@@ -108,6 +108,14 @@ def test_what_is_no_file_is_not_read(tmp_path, kind):
         read_manifest(tmp_path)
 
 
+@pytest.mark.parametrize("body", [b"[]", b"null", b"3", b"[" * 100_000, b'{"a":' * 100_000, b"{", b"\xff"])
+def test_text_that_is_no_object_is_refused(tmp_path, body):
+    write_signed(tmp_path, body)
+
+    with pytest.raises(CheckpointError, match=r"json: (holds .*; expected an object|cannot be read as JSON)"):
+        read_manifest(tmp_path)
+
+
 def test_a_folder_without_it_is_not_whole(tmp_path):
     with pytest.raises(CheckpointError, match=r"holds no checkpoint\.json, which is written last"):
         read_manifest(tmp_path)

@@ -4,9 +4,11 @@ import json
 import random
 
 import numpy as np
+import pytest
 import torch
 
-from penstock.checkpoints.random_state import random_state, restore_random_state
+from penstock.checkpoints.random_state import random_state, random_state_restorer
+from penstock.errors import CheckpointError
 
 CPU = torch.device("cpu")
 
@@ -22,6 +24,40 @@ def test_all_generators_continue_after_json():
     expected = draws()
 
     random.seed(9), np.random.seed(9), torch.manual_seed(9)
-    restore_random_state(state, CPU)
+    random_state_restorer(state, CPU)()
 
     assert draws() == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("python", None),
+        ("python", [3, [1, 2], None]),
+        ("python", [3, ["a"] * 625, None]),
+        ("numpy", ["MT19937", [1] * 624, 10**9, 0, 0.0]),
+        ("numpy", ["MT19937", [1] * 624, -1, 0, 0.0]),
+        ("numpy", ["MT19937", [-1] * 3, 0, 0, 0.0]),
+        ("numpy", ["PCG64", [1] * 624, 1, 0, 0.0]),
+        ("torch", ""),
+        ("torch", "AAAA"),
+        ("torch", 7),
+    ],
+)
+def test_what_is_no_state_is_refused_and_nothing_changed(key, value):
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    state = random_state(CPU)
+
+    with pytest.raises(CheckpointError, match="`random` is not what generators of random numbers hold: "):
+        random_state_restorer(state | {key: value}, CPU)
+
+    assert random_state(CPU) == state
+
+
+@pytest.mark.parametrize("key", ["python", "numpy", "torch"])
+def test_a_state_that_is_missing_is_refused(key):
+    state = random_state(CPU)
+    del state[key]
+
+    with pytest.raises(CheckpointError, match=key):
+        random_state_restorer(state, CPU)

@@ -1,6 +1,6 @@
 """Loading a checkpoint into any number of ranks, schedule, split and placement: a rank reads what it holds."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +12,7 @@ from penstock.checkpoints.agreement import gather_results
 from penstock.checkpoints.content import SAME_MODEL, SEPARATOR, names_in_checkpoint, require_same_names
 from penstock.checkpoints.manifest import Manifest, TensorEntry
 from penstock.checkpoints.optimizer_state import load_optimizer, require_loadable
-from penstock.checkpoints.random_state import restore_random_state
+from penstock.checkpoints.random_state import random_state_restorer
 from penstock.checkpoints.shards import dtype_name, read_tensors
 from penstock.checkpoints.verification import Found, find_newest
 from penstock.checkpoints.work import run_together
@@ -76,6 +76,7 @@ class _Reader:
         self._optimizer = optimizer
         self._own = own_names
         """Of every tensor of this rank, its name in the checkpoint."""
+        self._restore_random: Callable[[], None] | None = None
         self._parameters = {id(parameter): own_names[name] for name, parameter in pipeline.named_parameters()}
 
     def wanted(self) -> list[str]:
@@ -83,7 +84,7 @@ class _Reader:
         return list(self._own.values())
 
     def require_fitting(self, wanted: set[str]) -> None:
-        """Compare the checkpoint with the model, of which all ranks together want these names.
+        """Compare the checkpoint with the model, of which all ranks together want these names; change nothing yet.
 
         Raises: CheckpointError, which names what differs.
         """
@@ -93,6 +94,12 @@ class _Reader:
             _require_alike(self._path, self._own[name], saved[self._own[name]], tensor)
         if self._optimizer is not None:
             require_loadable(self._optimizer, self._manifest.optimizer, self._parameters, self._path)
+        if len(self._manifest.random) == self._pipeline.control.num_ranks:
+            state = self._manifest.random[self._pipeline.rank]
+            try:
+                self._restore_random = random_state_restorer(state, self._pipeline.device)
+            except CheckpointError as error:
+                raise CheckpointError(f"{self._path}: {error}") from error
 
     def read(self) -> dict[str, Tensor]:
         """Return this rank's tensors by their names in files. Raises: CheckpointError."""
@@ -124,8 +131,8 @@ class _Reader:
                 pipeline.control,
                 lambda: load_optimizer(self._optimizer, manifest.optimizer, state, self._parameters),  # type: ignore[arg-type]
             )
-        if len(manifest.random) == pipeline.control.num_ranks:
-            restore_random_state(manifest.random[pipeline.rank], pipeline.device)
+        if self._restore_random is not None:
+            self._restore_random()
 
 
 def _require_alike(path: Path, name: str, saved: TensorEntry, tensor: Tensor) -> None:

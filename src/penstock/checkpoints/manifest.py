@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.checkpoints.shards import DIGEST, ITEM_BYTES, FileRecord, pickles_in, require_file_name, require_regular
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, described
 
 MANIFEST = "checkpoint.json"
 FORMAT: Literal["penstock-checkpoint"] = "penstock-checkpoint"
@@ -150,7 +150,12 @@ def _parsed(content: bytes, path: Path) -> Manifest:
     digest, body = content[len(_HEAD) : begin - len(_MIDDLE)], content[begin : len(content) - len(_TAIL)]
     if content != _HEAD + digest + _MIDDLE + body + _TAIL or digest != _digest(body):
         raise CheckpointError(f"{path}: was changed or damaged, its {DIGEST} is not that of its content")
-    found = json.loads(body)
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: holds {described(found)}; expected an object with the keys of a checkpoint")
     if found.get("format") != FORMAT or found.get("version") != FORMAT_VERSION:
         raise UnreadableFormat(
             f"{path}: has format {found.get('format')} {found.get('version')}, written by Penstock "

@@ -2,11 +2,14 @@
 
 import base64
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from penstock.errors import CheckpointError
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -23,15 +26,40 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put the generators of this process back where they were; what the process does not have is left out."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, np.uint32), int(position), int(has_gauss), cached))
-    torch.set_rng_state(_state_of(state["torch"]))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(_state_of(state["cuda"]), device)
+def random_state_restorer(state: dict[str, Any], device: torch.device) -> Callable[[], None]:
+    """Return what puts the generators of this process back where they were; the process may lack a device of them.
+
+    All of it is tried on other generators before. Raises: CheckpointError, where it is no state of generators.
+    """
+    try:
+        python, numpy = _python_state(*state["python"]), _numpy_state(*state["numpy"])
+        random.Random().setstate(python)
+        np.random.RandomState().set_state(numpy)
+        states = {torch.device("cpu"): _state_of(state["torch"])}
+        if device.type == "cuda" and "cuda" in state:
+            states[device] = _state_of(state["cuda"])
+        for place, own in states.items():
+            torch.Generator(place).set_state(own)
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"`random` is not what generators of random numbers hold: {error}") from error
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for place, own in states.items():
+            torch.set_rng_state(own) if place.type == "cpu" else torch.cuda.set_rng_state(own, place)
+
+    return restore
+
+
+def _python_state(version: int, internal: list[int], gauss: float | None) -> tuple[Any, ...]:
+    return version, tuple(internal), None if gauss is None else float(gauss)
+
+
+def _numpy_state(kind: str, keys: list[int], position: float, has_gauss: float, cached: float) -> tuple[Any, ...]:
+    if not 0 <= position <= len(keys):
+        raise ValueError(f"numpy is at {position:g} of {len(keys)} numbers")  # it would read other memory
+    return kind, np.array(keys, np.uint32), int(position), int(has_gauss), float(cached)
 
 
 def _text_of(state: Tensor) -> str:
