@@ -18,6 +18,7 @@ from penstock.checkpoints import writer
 from penstock.checkpoints.loading import load_checkpoint
 from penstock.checkpoints.manifest import MANIFEST, read_manifest
 from penstock.checkpoints.shards import write_shard
+from penstock.checkpoints.weight_files import save_weights
 from penstock.checkpoints.writer import INDEX, CheckpointWriter, save_checkpoint
 from penstock.errors import CheckpointError, NotSaved, PenstockWarning, PipelineError
 from tests.checkpoints.training import adamw, assert_equal, train_on
@@ -251,6 +252,23 @@ def test_a_checkpoint_is_not_written_over_unless_it_is_damaged(tmp_path):
 
     assert "step-1.damaged-1" in names(tmp_path)
     assert load_checkpoint(tmp_path, pipeline, optimizer) == {}
+    pipeline.close()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
+def test_all_files_follow_the_umask(tmp_path, umask, mode):
+    pipeline, optimizer, checkpoints = on_one_rank(tmp_path)
+    step_with(pipeline, optimizer)
+    before = os.umask(umask)
+    try:
+        save_all(checkpoints, 1)
+        save_weights(tmp_path, pipeline)
+    finally:
+        os.umask(before)
+
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.name: path.stat().st_mode & 0o777 for path in files} == {path.name: mode for path in files}
+    assert len(files) == 5
     pipeline.close()
 
 

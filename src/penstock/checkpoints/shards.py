@@ -72,8 +72,12 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write as `write_shard` does, without a digest. Raises: OSError, SafetensorError."""
+    # The library makes files that only their owner reads. The umask is seen in a file: a thread must not change it.
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
     # One key: the library writes several in an order that changes from process to process.
     save_file(dict(tensors), path, metadata={"format": "pt"})
+    path.chmod(mode)
     flush_file(path)
 
 
