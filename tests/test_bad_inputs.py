@@ -265,12 +265,47 @@ def test_a_last_stage_whose_output_needs_no_gradient_is_an_error_and_not_a_step_
         assert "its outputs need no gradient, so that nothing would be trained" in str(error)
 
 
-def test_a_model_that_is_frozen_as_a_whole_trains_nothing_and_says_nothing():
+FROZEN_ON = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("schedule", FROZEN_ON)
+def test_a_model_that_is_frozen_as_a_whole_is_refused_until_something_is_unfrozen(schedule, num_ranks):
     task = task_of(lambda: [Body(seed).requires_grad_(False) for seed in range(4)])
 
-    outcomes = on_ranks(2, lambda wires: twice(wires, task, "1f1b"))
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), schedule, M, task.loss, transport=wires)
+        error = error_of(step_task, pipeline, task)
+        evaluated = pipeline.evaluate(*task.inputs, target=task.target).loss
+        for name, parameter in pipeline.named_parameters():
+            parameter.requires_grad_(name.startswith("0."))  # on one rank: the other stays frozen, as with adapters
+        return error, evaluated, step_task(pipeline, task).gradients
 
-    assert all(gradient is None for outcome in outcomes for gradient in outcome.gradients.values())
+    found = on_ranks(num_ranks, case)
+
+    for error, evaluated, _ in found:
+        assert isinstance(error, PipelineError)
+        assert "all parameters of the model are frozen, on all ranks" in str(error)
+        assert torch.isfinite(evaluated)
+    assert len({error.rank for error, *_ in found}) == 1
+    trained = {name: gradient for *_, own in found for name, gradient in own.items()}
+    assert all((gradient is not None) is name.startswith("0.") for name, gradient in trained.items())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("schedule", FROZEN_ON)
+def test_a_frozen_model_may_train_a_parameter_of_the_loss(schedule, num_ranks):
+    task = task_of(lambda: [Body(seed).requires_grad_(False) for seed in range(4)])
+
+    def case(wires):
+        scale = torch.ones((), requires_grad=True)
+        pipeline = Pipeline(
+            task.make_layers(), schedule, M, lambda output, target: task.loss(output * scale, target), transport=wires
+        )
+        step_task(pipeline, task)
+        return scale.grad
+
+    assert sum(gradient is not None for gradient in on_ranks(num_ranks, case)) == 1
 
 
 # ---- what may go wrong in a layer or a loss

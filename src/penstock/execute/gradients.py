@@ -8,7 +8,7 @@ from torch import nn
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.execute.compile.context import Hooks
-from penstock.execute.control.agreement import digest
+from penstock.execute.control.agreement import ALL_FROZEN, digest
 from penstock.execute.control.collectives import Control
 from penstock.execute.losses.grad_scaler import SharedScaler, grad_scaler_of
 from penstock.execute.options import PipelineOptions
@@ -121,8 +121,12 @@ class Gradients:
         return None
 
     def trained(self) -> int:
-        """Return a digest of which parameters need gradients, which callers may change between steps."""
-        return digest("".join(["01"[parameter.requires_grad] for _, parameter in self._own.named]))
+        """Return a digest of which parameters need gradients, which callers may change between steps.
+
+        `ALL_FROZEN` if none does, 0 without parameters.
+        """
+        needed = "".join(["01"[parameter.requires_grad] for _, parameter in self._own.named])
+        return digest(needed) if "1" in needed else ALL_FROZEN * bool(needed)
 
     def agree_on_tied(self, trained: int) -> None:
         """Compare the copies of tied parameters once more if any rank trains others than in the step before."""

@@ -244,6 +244,7 @@ class Runner:
             number=self.step_number,
             serial=batch.agreed.attempt,
             is_training=mode.is_training,
+            is_frozen=batch.agreed.is_frozen,
         )
 
     def _observers_of_step(self, compiled: CompiledProgram, call: Call, memory: MemoryWatch | None) -> list[Observer]:

@@ -40,6 +40,8 @@ class Step:
     serial: int = 0
     """Counts the steps that were tried, of all modes, from 0; the same on every rank."""
     is_training: bool = False
+    is_frozen: bool = False
+    """Whether all parameters of all ranks are frozen."""
 
     saved: dict[int, Any] = field(default_factory=dict)
     """Per slot, the `SavedForward` that waits for its backward."""

@@ -14,6 +14,8 @@ from penstock.execute.control.collectives import Control
 
 _DIGEST_BYTES = 7
 """Leaves 0 for "nothing given"."""
+ALL_FROZEN = 1
+"""Stands for parameters of which none needs a gradient; smaller than what stands for others."""
 
 
 class Mode(IntEnum):
@@ -79,7 +81,7 @@ class StepProposal:
     step_number: int = 0
     """What the step draws its random numbers by; 0 where it draws none."""
     trained: int = 0
-    """Stands for which of the rank's parameters need gradients; 0 where none is to get one."""
+    """Stands for which of the rank's parameters need gradients; 0 without parameters, and where none is to get one."""
     extra: Extra = Extra.NOTHING
     scale: float = 0.0
     """The scale of the rank's GradScaler; 0 where it has none."""
@@ -111,6 +113,8 @@ class AgreedStep:
         """A number that no step of these ranks has had before."""
         self.trained = digest(str([each.trained for each in proposals])) if any(e.trained for e in proposals) else 0
         """Stands for all parameters of all ranks that need gradients; 0 where none is to get one."""
+        self.is_frozen = max(each.trained for each in proposals) == ALL_FROZEN
+        """Whether a training step has parameters, but none on any rank that needs a gradient."""
         given = [max(getattr(each, name) for each in proposals) for name in ("inputs", "keywords", "target")]
         self.compilations = [each.num_compilations for each in proposals]
         """By rank."""

@@ -155,7 +155,7 @@ class StagePasses:
             if not self.options.is_training:
                 return None
             saved = self._saved(parts, inputs, loss, deferred)
-            self._require_training(saved, loss)
+            self._require_training(step, saved, loss)
             saved.loss_gradients = [torch.ones_like(root) for root in needing_gradient(loss)]
             return saved
         return self._saved(parts, inputs, outputs, deferred) if self.options.is_training else None
@@ -180,9 +180,15 @@ class StagePasses:
                 stack.enter_context(part.around_loss())
             return step.losses.compute(place, outputs, target, is_training=self.options.is_training)
 
-    def _require_training(self, saved: SavedForward, loss: Tensor | None) -> None:
+    def _require_training(self, step: Step, saved: SavedForward, loss: Tensor | None) -> None:
         begins = any(part.begins_backwards for part in saved.parts)
         is_idle = loss is not None and not loss.requires_grad and not begins
+        if is_idle and step.is_frozen:
+            # Not before the step: a soft prompt or a parameter of the loss may be all that is trained.
+            raise PipelineError(
+                "all parameters of the model are frozen, on all ranks, and the loss needs no gradient either, so that "
+                "the step would train nothing; set requires_grad_(True) for what is to be trained, or call evaluate"
+            )
         if is_idle and (saved.inputs or self.stage.is_trainable):
             raise PipelineError(
                 f"stage {self.stage.index}: its outputs need no gradient, so that nothing would be trained, though its "
