@@ -1,9 +1,13 @@
 """`python -m penstock`, the way in which ranks start."""
 
+import errno
+import os
 import subprocess
 import sys
 
 import pytest
+
+from penstock.cli import main
 
 
 @pytest.mark.slow
@@ -46,6 +50,25 @@ def test_what_a_command_writes_does_not_end_up_in_files_without_standard_streams
     done = run_without("0 1 2", "show", "1f1b", "--ranks=2", "--microbatches=2", "--output", str(chart))
     assert done.returncode == 0
     assert chart.read_text() == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+@pytest.mark.parametrize(("is_full", "what"), [(True, "standard output"), (False, "a file of this command")])
+def test_a_write_without_a_name_is_blamed_on_standard_output_only_where_that_can_be_full(
+    is_full, what, monkeypatch, capsys
+):
+    def refuse(arguments):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr("penstock.cli.schedules.run", refuse)
+    reading, writing = os.pipe()
+    with open(reading), open(writing, "w") as pipe, open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full if is_full else pipe)
+        status = main(["schedules"])
+
+    assert status == 1
+    assert capsys.readouterr().err == (
+        f"penstock: {what} cannot be written: Disk quota exceeded. Free some space where it goes\n"
+    )
 
 
 @pytest.mark.slow

@@ -180,6 +180,11 @@ def shortened(value: object, most: int = 40) -> str:
     return cut(repr(value), most)
 
 
+def hint_of_limit(reason: str) -> str:
+    """Return what helps where the system says that a process has too many files open; empty where it says another."""
+    return ". Raise the limit of open files (ulimit -n)" if "Too many open files" in reason else ""
+
+
 def described(value: object) -> str:
     """Return a value as a message about a wrong one names it: shortened, and with its type."""
     return "None" if value is None else f"{shortened(value)} of type {type(value).__name__}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 from uuid import uuid4
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, hint_of_limit
 
 PARTIAL_SUFFIX = ".partial"
 ABANDONED_AFTER_S = 3600.0
@@ -24,7 +24,8 @@ def naming_storage(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         cure = "Free some space" if error.errno in FULL else "See to its name and permissions"
-        raise PenstockError(f"{path}: cannot be written: {reason}. {cure}, or choose another folder") from error
+        cure = hint_of_limit(reason) or f". {cure}, or choose another folder"
+        raise PenstockError(f"{path}: cannot be written: {reason}{cure}") from error
 
 
 @contextmanager

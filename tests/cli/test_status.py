@@ -51,6 +51,17 @@ def test_a_message_is_plain_unless_it_is_a_bug():
     assert "ValueError: x\n\nThis is a bug in Penstock" in message_of(ValueError("x"))
 
 
+def test_a_limit_of_the_system_is_named_with_the_command_that_raises_it():
+    with pytest.raises(MemoryError) as failed:
+        _ = bytearray(2**62)
+
+    pattern = r"no memory is left at .*test_status.py:\d+\. Raise the limit \(ulimit -v\), .*"
+    assert re.fullmatch(pattern, message_of(failed.value))
+    assert message_of(OSError(24, "Too many open files", "file")) == (
+        "file: Too many open files. Raise the limit of open files (ulimit -n)"
+    )
+
+
 def test_the_page_of_exit_codes_lists_every_one():
     page = (ROOT / "docs" / "reference" / "exit_codes.md").read_text(encoding="utf-8")
     listed = {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)}

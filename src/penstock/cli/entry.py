@@ -23,7 +23,7 @@ from penstock.cli import (
 )
 from penstock.cli.arguments import Parser
 from penstock.cli.compiling import compiling_reported
-from penstock.cli.output import complain, forget_stdout, open_closed_streams, replace_unknown_characters
+from penstock.cli.output import complain, forget_stdout, may_be_full, open_closed_streams, replace_unknown_characters
 from penstock.cli.status import MEANINGS, ExitStatus, message_of, status_of
 from penstock.cli.waiting import waiting_reported
 from penstock.errors import nearest, shortened
@@ -131,10 +131,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         forget_stdout()
         return ExitStatus.FINE
     except Exception as error:
-        # Files of ours fail with their names; what fails without one is standard output.
+        # A write that fails names no file; neither does standard output.
         if isinstance(error, OSError) and error.filename is None and error.errno in CURE_OF_OUTPUT:
-            forget_stdout()
-            complain(f"standard output cannot be written: {error.strerror}. {CURE_OF_OUTPUT[error.errno]}")
+            what = "standard output"
+            if may_be_full(sys.stdout):
+                forget_stdout()
+            else:
+                what = "a file of this command"
+            complain(f"{what} cannot be written: {error.strerror}. {CURE_OF_OUTPUT[error.errno]}")
             return ExitStatus.WRONG_INPUT
         complain(message_of(error))
         return status_of(error)

@@ -3,6 +3,7 @@
 import codecs
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -97,3 +98,12 @@ def forget_stdout() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
+
+
+def may_be_full(stream: TextIO) -> bool:
+    """Whether a stream goes to a file or a device that can refuse what is written; a pipe or a terminal cannot."""
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+        return not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stream.isatty())
+    except (OSError, ValueError):  # closed, or no file of the system's
+        return True

@@ -3,7 +3,15 @@
 import traceback
 from enum import IntEnum
 
-from penstock.errors import CheckpointError, DeadlineExceeded, NotFinite, NotSaved, PenstockError, PipelineError
+from penstock.errors import (
+    CheckpointError,
+    DeadlineExceeded,
+    NotFinite,
+    NotSaved,
+    PenstockError,
+    PipelineError,
+    hint_of_limit,
+)
 
 
 class ExitStatus(IntEnum):
@@ -63,7 +71,14 @@ def message_of(error: BaseException) -> str:
     if isinstance(error, PenstockError):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+        return f"{error.filename}: {error.strerror}{hint_of_limit(str(error))}"
+    if isinstance(error, MemoryError):
+        frame = traceback.extract_tb(error.__traceback__)[-1:]
+        place = f" at {frame[0].filename}:{frame[0].lineno}" if frame else ""
+        return (
+            f"no memory is left{place}{f' ({error})' if str(error) else ''}. Raise the limit (ulimit -v), use a "
+            "smaller model or batch, or put fewer ranks on this machine"
+        )
     trace = "".join(traceback.format_exception(error)).rstrip()
     return f"{trace}\n\n{REPORT}" if status_of(error) is ExitStatus.BUG else trace
 

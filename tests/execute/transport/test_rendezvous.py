@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import socket
 import tempfile
 import threading
@@ -16,6 +17,7 @@ from penstock.errors import PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport import TorchTransport, rendezvous, shared_memory
 from penstock.execute.transport.rendezvous import MAX_PACKET_BYTES, Listener, SocketKey, connect_all
+from penstock.pipeline import Pipeline
 from tests.ranks import RankPool
 
 PATIENCE_S = 20.0
@@ -282,6 +284,27 @@ def send_and_look(rank, size):
 
 
 @pytest.mark.parametrize("size", SIZES[:2])
+def step_under_limit(rank, kind, number):
+    """Make a pipeline and run steps whose messages are large, where the system grants less."""
+    layers = [torch.nn.Linear(64, 64) for _ in range(4)]
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (number, before[1]))
+    try:
+        pipeline = Pipeline(layers, "1f1b", 2, torch.nn.functional.mse_loss)
+        loss = pipeline.step(torch.ones(2048, 64), target=torch.ones(2048, 64)).loss
+        pipeline.close()
+        return float(loss)
+    finally:
+        resource.setrlimit(kind, before)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 30_000, 60_000, 2**20])
+def test_a_limit_of_the_size_of_files_leaves_gloo_for_large_messages(pool, num_bytes):
+    first, second = pool.run(step_under_limit, resource.RLIMIT_FSIZE, num_bytes)
+
+    assert first == second > 0
+
+
 def test_a_tensor_has_left_and_is_let_go_of_before_the_peer_takes_it(pool, size):
     assert pool.run(send_and_look, size)[0] == (True, False)
 

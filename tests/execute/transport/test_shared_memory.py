@@ -1,6 +1,7 @@
 """Memory that two ranks share: where messages lie, what is used again, and that it ends with its processes."""
 
 import os
+import resource
 import socket
 from contextlib import suppress
 
@@ -22,6 +23,19 @@ def pair():
     os.close(file)
     for connection in connections:
         connection.close()
+
+
+def test_memory_that_a_limit_refuses_leaves_no_file_open():
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            shared_memory.make_memory()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_both_directions_are_there_and_do_not_meet(pair):

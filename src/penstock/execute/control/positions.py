@@ -20,6 +20,8 @@ from enum import IntEnum
 from struct import Struct
 from typing import NamedTuple
 
+from penstock.execute.transport.shared_memory import memory_file
+
 PAGE_BYTES = 4096
 IDENTITY = Struct("<qqq")
 POSITION = Struct("<qqqd")
@@ -112,10 +114,9 @@ class PositionMemory:
         """Empty where there is no such memory."""
         self._num_ranks = num_ranks
         try:
-            self._file = os.memfd_create("penstock-positions")
+            self._file = memory_file("penstock-positions", num_ranks * SLOT_BYTES)
         except (AttributeError, OSError):  # no Linux, or no file left: a run does not end for its diagnosis
             return
-        os.ftruncate(self._file, num_ranks * SLOT_BYTES)
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def __enter__(self) -> "PositionMemory":

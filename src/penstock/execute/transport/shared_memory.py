@@ -39,8 +39,20 @@ MILLISECONDS_BETWEEN_LOOKS = 1
 
 def make_memory() -> int:
     """Return the file of a memory for both directions. Raises: AttributeError, OSError where there is none."""
-    file = os.memfd_create("penstock")
-    os.ftruncate(file, 2 * HALF_BYTES)
+    return memory_file("penstock", 2 * HALF_BYTES)
+
+
+def memory_file(name: str, num_bytes: int) -> int:
+    """Return a file that is memory and has no path. Raises: AttributeError, OSError: no such, or a limit of its size.
+
+    Such files count for the limit of files (`ulimit -f`), too.
+    """
+    file = os.memfd_create(name)
+    try:
+        os.ftruncate(file, num_bytes)
+    except BaseException:
+        os.close(file)
+        raise
     return file
 
 

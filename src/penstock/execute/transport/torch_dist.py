@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from penstock.errors import PeerLost, PipelineError
+from penstock.errors import PeerLost, PipelineError, hint_of_limit
 from penstock.execute.transport.device_queue import DeviceQueue
 from penstock.execute.transport.pending import DirectReceive, GlooMessage, Pending, QueuedMessage
 from penstock.execute.transport.protocol import (
@@ -213,9 +213,10 @@ class TorchTransport:
         except (RuntimeError, OSError) as error:
             self.abort()
             rendezvous.give_up(CONNECTED, LINKED)
+            cure = ". See whether all of them still run; if they do not, start all ranks again"
             raise PeerLost(
-                f"rank {self.rank}: could not connect to the other ranks of the group: {error or 'no answer in time'}. "
-                "See whether all of them still run; if they do not, start all ranks again",
+                f"rank {self.rank}: could not connect to the other ranks of the group: {error or 'no answer in time'}"
+                f"{hint_of_limit(str(error)) or cure}",
                 waited_s=running_s() - begin_s,
             ) from error.with_traceback(None)  # its frames hold links
         except BaseException:  # Ctrl-C too: the others are not to wait for a rank that has left
