@@ -189,8 +189,9 @@ class Pipeline(ModelPart):
     def find_not_finite(self, *args: Any, target: Any = None, **kwargs: Any) -> str:
         """Run one training step and say where its first value that is not finite was made; empty if all are finite.
 
-        The text names rank, stage, microbatch and tensor, the same on every rank. Gradients hold a part of the batch
-        afterwards, so zero them, before this call too. It waits for the device at every value, which takes time.
+        The text names rank, stage, microbatch and tensor, the same on every rank. A gradient that was not finite before
+        the step is named as such, instead of what the step makes. Gradients hold a part of the batch afterwards, so
+        zero them, before this call too. It waits for the device at every value, which takes time.
 
         Raises:
             PipelineError: on every rank, if the step fails for another reason.

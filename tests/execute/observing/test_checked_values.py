@@ -129,6 +129,35 @@ def test_every_rank_is_told_where_a_value_that_is_not_finite_was_made_and_other_
     assert others == [("", True)] * 2
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"])
+def test_a_gradient_that_an_earlier_step_has_left_is_not_blamed_on_this_one(schedule, num_ranks):
+    task = float_task(8)
+    name = "1.1.weight"
+
+    def case(wires):
+        pipeline = Pipeline(float_layers(num_layers=4), schedule, 4, task.loss, transport=wires)
+        own = dict(pipeline.named_parameters())
+        if name in own:
+            own[name].grad = torch.full_like(own[name], NAN)
+        found = pipeline.find_not_finite(*task.inputs, target=task.target)
+        gradients = [parameter.grad for parameter in own.values() if parameter.grad is not None]
+        for parameter in own.values():
+            parameter.grad = None
+        return name in own, found, len(gradients), pipeline.find_not_finite(*task.inputs, target=task.target)
+
+    ranks = on_ranks(num_ranks, case)
+
+    [holder] = [rank for rank, (holds, *_) in enumerate(ranks) if holds]
+    told = (
+        f"rank {holder}, before the step: the gradient of '{name}' has 36 NaN and 0 infinite of its 36 values, left "
+        "over from an earlier step or backward, not made by this one: zero the gradients, then run it again"
+    )
+    assert [found for _, found, *_ in ranks] == [told] * num_ranks
+    assert ranks[holder][2] == 1  # the step has added nothing there
+    assert [again for *_, again in ranks] == [""] * num_ranks
+
+
 class Misleads(nn.Module):
     def forward(self, x):
         raise ValueError("1F0: the text, which looks like a finding, the first here that are not finite")

@@ -31,6 +31,12 @@ from penstock.ir.operations import IS_COMPUTE, RUNS_AUTOGRAD, RUNS_FORWARD, Op
 from penstock.ir.program import Program
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_BEFORE = "before the step"
+_LEFT_OVER = "left over from an earlier step or backward, not made by this one: zero the gradients, then run it again"
+_ADVICE = (
+    ", the first here that are not finite. Look at what this layer was given and at its parameters; a lower learning "
+    "rate, clipping or a wider type may help"
+)
 _Place = tuple[int, int, int]
 """Stage, microbatch, slice."""
 _Action = Instruction | str
@@ -55,7 +61,7 @@ class ValueChecks(Observer):
         for handle in (handle for stage in self._stages.values() for handle in self._hooked(stage)):
             self._hooks.callback(handle.remove)
         if step.is_training:
-            self._check_parameters(self._stages.values(), "before the step")
+            self._check_parameters(self._stages.values(), _BEFORE)
 
     def around(self, program: Program, bound: Bound) -> Around | None:
         instruction = program.instruction(bound.row)
@@ -155,12 +161,14 @@ class ValueChecks(Observer):
         place = ""
         if isinstance(action, Instruction):
             place = f"stage {action.stage}, microbatch {action.microbatch}, in "
+        finding, advice = f"{what} {found}", _ADVICE
+        if action == _BEFORE:
+            finding, advice = f"{finding}, {_LEFT_OVER}", ""
         raise PipelineError(
-            f"{action}: {what} {found}, the first here that are not finite. Look at what this layer was given and at "
-            "its parameters; a lower learning rate, clipping or a wider type may help",
+            f"{action}: {finding}{advice}",
             rank=self._rank,
             instruction=str(action),
-            finding=f"rank {self._rank}, {place}{action}: {what} {found}",
+            finding=f"rank {self._rank}, {place}{action}: {finding}",
         )
 
 
