@@ -153,17 +153,60 @@ def test_bytes_are_compared_where_costs_have_them(capsys, tmp_path):
     assert text.splitlines()[2].split()[8:10] == ["8.00", "GiB"]
 
 
-@pytest.mark.parametrize("arguments", [[], SIZE, ["1f1b", "--ranks", "4"]])
+@pytest.mark.parametrize("arguments", [[], SIZE, ["1f1b", "--ranks", "4"], ["all", "--ranks", "4"]])
 def test_what_is_left_out_is_wrong_usage(arguments, capsys):
     assert main(["compare", *arguments]) == 2
 
 
 @pytest.mark.slow
-def test_every_family_can_be_compared(capsys):
-    found = objects_by(capsys, *FAMILIES, *SIZE)
+def test_all_compares_every_family_that_trains(capsys):
+    found = objects_by(capsys, "all", *SIZE)
 
-    assert [row["name"] for row in found] == list(FAMILIES)
+    assert [row["name"] for row in found] == [name for name in FAMILIES if name != "forward-only"]
     assert [row for row in found if "error" in row] == []
+    assert {row["name"] for row in found if row["copies"] == 2} == {"dualpipe", "chimera"}
+
+
+BEST = "best that fits: zbv, 25.5 s, 96 messages\n"
+
+
+@pytest.mark.slow
+def test_all_names_the_best_that_fits_last(capsys):
+    text = printed_by(capsys, "all", *SIZE)
+    limited = printed_by(capsys, "all", *SIZE, "--memory-limit", "3 microbatches")
+
+    assert text.endswith("\n\n" + "best with two copies of the weights: dualpipe, 26 s, 48 messages\n" + BEST)
+    assert limited.endswith("\n\nbest that fits: v-half, 26.5 s, 96 messages\n")
+    assert "warning" not in limited
+
+
+def test_all_takes_options_and_keeps_what_is_named_besides(capsys):
+    found = objects_by(capsys, "1f1b:recompute=true", "all:recompute=true", *SIZE, "--slices", "2")
+
+    names = [row["name"] for row in found]
+    assert names[:2] == ["1f1b:recompute=true", "sequential:recompute=true"]
+    assert len(names) == len(set(names)) == len(FAMILIES) - 1
+    assert [row["name"] for row in found if "error" not in row] == [
+        "seq1f1b:recompute=true", "breadth-depth:recompute=true",
+    ]  # fmt: skip
+
+
+def test_costs_per_stage_that_suit_few_families_are_said_once(capsys, tmp_path):
+    file = tmp_path / "stages.toml"
+    file.write_text("forward_s = [1, 1, 1, 2]\nbackward_input_s = 1\nbackward_weight_s = 1\n")
+
+    text = printed_by(capsys, "1f1b", "zbv", "hanayo", "v-min", *SIZE, "--costs", str(file))
+
+    assert (
+        "\nnot compared:\n  zbv, hanayo, v-min: forward_s: 4 entries for 8 stages; give one per stage, or one for all, "
+        f"or costs per layer for any number of stages (in {file})\n\n"
+    ) in text
+
+
+def test_an_option_of_all_that_a_family_lacks_is_its_reason(capsys):
+    found = objects_by(capsys, "all:warmup=eager", *SIZE)
+
+    assert [row["name"] for row in found if "error" not in row] == ["1f1b:warmup=eager"]
 
 
 @pytest.mark.slow
@@ -181,7 +224,7 @@ def test_what_is_not_in_the_picture_is_told(capsys, tmp_path):
     assert main(["compare", "1f1b", "dualpipe", *shape]) == 0
     printed = capsys.readouterr()
     assert "<!DOCTYPE html>" in printed.out
-    assert "dualpipe is not in the picture: microbatches: dualpipe sends half" in printed.err
+    assert "not in the picture: dualpipe: microbatches: dualpipe sends half" in printed.err
 
     assert main(["compare", "dualpipe", *shape, "--output", str(tmp_path / "none.html")]) == 1
     assert "none of these schedules can be compared" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from penstock.cli.comparison import MEMORY_NAME, Compared, basis, notes, to_json, to_picture, to_table
+from penstock.cli.comparison import MEMORY_NAME, Compared, basis, grouped_refusals, notes, to_json, to_picture, to_table
 from penstock.errors import ConfigError
 from penstock.proofs import Limit
 from penstock.searching.comparison import Comparison, Refusal
@@ -59,6 +59,7 @@ def test_json_has_these_keys_in_the_order_of_the_names():
         "peak_bytes": None,
         "num_microbatches": 3,
         "split": None,
+        "copies": 1,
         "is_on_front": False,
         "messages": 6,
     }
@@ -81,10 +82,11 @@ def test_the_table_aligns_figures_and_lists_what_is_refused_below_it():
             *("name", "makespan", "s", "span", "s", "bubble", "fraction", "bubble", "rate", "peak", "activations"),
             *("peak", "microbatches", "messages", "front"),
         ],
-        ["longer", "10", "9", "0.2500", "0.2000", "4", "2", "6"],
         ["c", "10", "9", "0.2500", "0.2000", "2", "1", "6", "*"],
+        ["longer", "10", "9", "0.2500", "0.2000", "4", "2", "6"],
     ]
-    assert lines[4:] == ["", "not compared:", "  b: broken: first", "", basis(compared(costs="c.toml", per_layer=True))]
+    below = ["", "not compared:", "  b: broken: first", "", basis(compared(costs="c.toml", per_layer=True))]
+    assert lines[4:] == [*below, "", "best that fits: c, 10 s, 6 messages"]
 
 
 def test_a_narrow_screen_keeps_makespan_and_memory():
@@ -120,7 +122,75 @@ def test_a_limit_adds_whether_each_fits():
     lines = to_table(compared(comparison("a"), comparison("b", peak=2), limit=activations(2))).splitlines()
 
     assert [line.split()[-4:-1] for line in lines[:1]] == [["fits", "2", "activations"]]
-    assert [line.split()[8:] for line in lines[2:4]] == [["no"], ["yes", "*"]]
+    assert [line.split()[8:] for line in lines[2:4]] == [["yes", "*"], ["no"]]
+
+
+TWICE = Comparison("twice", 4.0, 4.0, 0.0, 0.0, [1], 2, 3, Fraction(1), num_copies=2)
+
+
+def names_of(table):
+    return [line.split()[0] if line else "" for line in table.split("\n\nEqual work")[0].splitlines()[2:]]
+
+
+def test_rows_stand_by_step_time_and_those_with_two_copies_of_the_weights_apart():
+    rows = [TWICE, comparison("slow"), FAST, comparison("thin", peak=2)]
+
+    table = to_table(compared(*rows))
+
+    assert names_of(table) == ["fast", "thin", "slow", "", "twice"]
+    assert table.splitlines()[0].split()[1] == "copies"
+    assert [line.split()[1] for line in table.splitlines()[2:5]] == ["1"] * 3
+    assert table.splitlines()[6].split()[1] == "2"
+    assert "copies" not in to_table(compared(FAST))
+    assert [row["copies"] for row in json.loads(to_json(compared(*rows)))] == [2, 1, 1, 1]
+
+
+def test_the_last_line_names_the_best_that_fits():
+    rows = [comparison("slow"), FAST, Refusal("r", "no"), TWICE]
+
+    def last(*rows, count=1, **others):
+        return to_table(compared(*rows, **others)).splitlines()[-count:]
+
+    assert last(*rows[:3]) == ["best that fits: fast, 5 s, 0 messages"]
+    assert last(*rows, count=2) == [
+        "best with two copies of the weights: twice, 4 s, 2 messages",
+        "best that fits: fast, 5 s, 0 messages",
+    ]
+    assert last(*rows[:3], limit=activations(4)) == ["best that fits: slow, 10 s, 6 messages"]
+    assert last(*rows[:3], limit=activations(1)) == ["best that fits: none of 2 within 1 activations"]
+    assert last(*rows, limit=activations(1)) == [
+        "best that fits: twice, 4 s, 2 messages, with two copies of the weights"
+    ]
+    assert last(FAST) == [basis(compared())]  # one alone is no best
+    unequal = compared(comparison("a"), comparison("b", 2), per_action=True)
+    assert "best" not in to_table(unequal)
+    assert "best" not in to_table(compared(*rows, swept_sizes={"ranks": (2, 4)}))
+
+
+def test_swept_sizes_keep_their_order():
+    rows = [comparison("slow, 2 ranks"), point("fast, 4 ranks", 5.0, 8)]
+
+    assert names_of(to_table(compared(*rows, swept_sizes={"ranks": (2, 4)}))) == ["slow,", "fast,"]
+
+
+def test_equal_reasons_are_told_once_with_the_names():
+    refused = [
+        Refusal("a", "slices: a does not cut, got 2; use 1 slice, or such as c"),
+        Refusal("b", "slices: b does not cut, got 2; use 1 slice, or such as d"),
+        Refusal("other", "broken:\n  first\n  second"),
+        Refusal("a:key=value,more=1", "slices: a does not cut, got 2; use 1 slice"),
+    ]
+
+    assert grouped_refusals(refused[:3]) == [
+        ("a, b", "slices: does not cut, got 2; for a: use 1 slice, or such as c"),
+        ("other", "broken: first"),
+    ]
+    assert grouped_refusals(refused[::3]) == [
+        ("a; a:key=value,more=1", "slices: does not cut, got 2; for a: use 1 slice, or such as c")
+    ]
+    twins = [Refusal(name, "7 layers for 8 stages; use 7 (in a file)") for name in ("a", "b")]
+    assert grouped_refusals(twins) == [("a, b", "7 layers for 8 stages; use 7 (in a file)")]
+    assert grouped_refusals(refused[:1]) == [("a", "slices: a does not cut, got 2; use 1 slice, or such as c")]
 
 
 def test_rounding_shows_no_negative_bubble():
@@ -182,7 +252,7 @@ def test_steps_of_different_length_get_a_column_of_seconds_for_equal_work():
 
     table = to_table(compared(short, long)).splitlines()
 
-    assert [line.split()[-2:] for line in table[2:4]] == [["6", "20"], ["18", "*"]]
+    assert [line.split()[-2:] for line in table[2:4]] == [["18", "*"], ["6", "20"]]
     assert "s for 6  front" in table[0]
 
 

@@ -1,5 +1,6 @@
 """What is predicted of schedules side by side: figures by hand, equal work, the front, refusals."""
 
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
@@ -9,7 +10,15 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.ir.schedule import Schedule
 from penstock.proofs import Limit
 from penstock.schedules import build
-from penstock.searching.comparison import Comparison, Refusal, are_on_front, compare, equal_work_s, fastest_within
+from penstock.searching.comparison import (
+    Comparison,
+    Refusal,
+    are_on_front,
+    by_step_time,
+    compare,
+    equal_work_s,
+    fastest_within,
+)
 from penstock.simulation import Costs
 
 UNIT = Costs.uniform()
@@ -128,6 +137,27 @@ def test_the_front_is_what_no_other_beats_in_step_time_and_memory():
     assert are_on_front(rows, activations(4)) == [True, True, False, False]
     assert are_on_front(rows, activations(1)) == [False] * 4
     assert are_on_front([], None) == []
+
+
+def test_two_copies_of_the_weights_beat_no_single_one():
+    single, twice = comparison("single"), replace(FAST, name="twice", peak_activations=[2], num_copies=2)
+
+    assert are_on_front([single, twice], None) == [True, True]
+    assert are_on_front([FAST, replace(twice, makespan_s=6.0)], None) == [True, True]
+    assert are_on_front([FAST, replace(twice, makespan_s=6.0, peak_activations=[8])], None) == [True, False]
+
+
+def test_rows_are_ordered_by_copies_then_time_then_memory_then_messages():
+    twice = replace(FAST, name="twice", makespan_s=1.0, num_copies=2)
+    few = replace(comparison("few"), num_messages=2)
+    rounded = replace(comparison("small", peak=3), makespan_s=10.0 + 1e-12)
+
+    assert by_step_time([twice, comparison("slow"), few, rounded, FAST]) == [4, 3, 2, 1, 0]
+
+
+def test_a_bidirectional_placement_has_two_copies_of_the_weights():
+    assert compare("chimera", made("chimera", microbatches=4), UNIT).num_copies == 2
+    assert compare("zbv", made("zbv", microbatches=4), UNIT).num_copies == 1
 
 
 def test_steps_of_different_length_are_compared_for_equal_work():

@@ -109,7 +109,7 @@ def add_one_schedule(parser: ArgumentParser) -> None:
 
 def add_schedules(parser: ArgumentParser) -> None:
     """Add the names of several schedules, and the shape that all of them get."""
-    _add_name(parser, "names", nargs="*")
+    _add_name(parser, "names", nargs="*", more="; or all, which stands for every family that trains")
     parser.add_argument(
         "--function",
         dest="functions",
@@ -121,8 +121,8 @@ def add_schedules(parser: ArgumentParser) -> None:
     add_shape_arguments(parser)
 
 
-def _add_name(parser: ArgumentParser, dest: str, *, nargs: str) -> None:
-    name = parser.add_argument(dest, metavar="NAME", nargs=nargs, help=NAME)
+def _add_name(parser: ArgumentParser, dest: str, *, nargs: str, more: str = "") -> None:
+    name = parser.add_argument(dest, metavar="NAME", nargs=nargs, help=NAME + more)
     setattr(name, "completer", names_and_files)  # noqa: B010  # where argcomplete looks
 
 

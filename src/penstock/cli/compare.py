@@ -51,7 +51,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    from penstock.cli.comparison import compared_by, to_json, to_picture, to_table
+    from penstock.cli.comparison import compared_by, grouped_refusals, to_json, to_picture, to_table
     from penstock.cli.output import complain, stdout_screen
     from penstock.tables import NO_SCREEN
 
@@ -62,7 +62,7 @@ def run(arguments: Namespace) -> int:
     if format == "json":
         write_result(f"{to_json(compared)}\n".encode(), format, path)
     if not compared.found:
-        reasons = [f"\n  {row.name}: {row.reason}" for row in compared.refused]
+        reasons = [f"\n  {names}: {reason}" for names, reason in grouped_refusals(compared.refused)]
         complain("none of these schedules can be compared" + "".join(reasons))
         return ExitStatus.WRONG_INPUT
     if format == "table":
@@ -71,6 +71,6 @@ def run(arguments: Namespace) -> int:
     if format in CHARTS:
         shape = {"rank": arguments.ranks, "microbatch": arguments.microbatches}
         write_result(to_picture(compared, shape, format=format, theme=arguments.theme), format, path)
-        for row in compared.refused:
-            complain(f"{row.name} is not in the picture: {row.reason}")
+        for names, reason in grouped_refusals(compared.refused):
+            complain(f"not in the picture: {names}: {reason}")
     return ExitStatus.FINE

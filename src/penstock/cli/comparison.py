@@ -1,6 +1,7 @@
 """What `penstock compare` writes: a table, JSON, or the picture of step time against memory."""
 
 import json
+import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,15 @@ from penstock.cli.sweep import LABELS, LIMITS, read_sweep, swept_schedules
 from penstock.errors import ConfigError, count_of
 from penstock.partition.split import split_text
 from penstock.proofs import Limit
-from penstock.searching.comparison import Comparison, Refusal, are_on_front, compare, equal_work_s, fastest_within
+from penstock.searching.comparison import (
+    Comparison,
+    Refusal,
+    are_on_front,
+    by_step_time,
+    compare,
+    equal_work_s,
+    fastest_within,
+)
 from penstock.show.pareto import Candidate, Caption, pareto_picture
 from penstock.show.sweep_lines import SweptPoint, sweep_picture
 from penstock.show.text import format_bytes
@@ -62,6 +71,11 @@ class Compared:
     def front(self) -> list[bool]:
         """Whether each that was found is on the front."""
         return are_on_front(self.found, self.limit)
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Places of those that were found, as the table has them: by step time, or by size where sizes are swept."""
+        return list(range(len(self.found))) if self.swept_sizes else by_step_time(self.found)
 
     @property
     def differs_unsaid(self) -> bool:
@@ -117,7 +131,8 @@ def to_json(compared: Compared) -> str:
     objects = []
     for row in compared.rows:
         members: dict[str, object] = {"name": row.name} | {key: getattr(row, key, None) for key in FIGURES}
-        members |= {"messages": getattr(row, "num_messages", None), "is_on_front": is_on_front.get(id(row))}
+        members |= {"copies": getattr(row, "num_copies", None), "messages": getattr(row, "num_messages", None)}
+        members["is_on_front"] = is_on_front.get(id(row))
         if compared.limit is not None or compared.swept_limits:
             members["fits"] = _fits_of(row, compared)
         objects.append(members | ({"error": row.reason} if isinstance(row, Refusal) else {}))
@@ -138,27 +153,78 @@ def _fits_of(row: Comparison | Refusal, compared: Compared) -> object:
 def to_table(compared: Compared, screen: Screen = NO_SCREEN) -> str:
     """Return the figures in a table; below it the refused schedules, and lines that say what is compared.
 
-    A star marks the front: no other row is better in both step time and memory.
+    The fastest comes first, unless sizes are swept. Rows with two copies of the weights are apart, below an empty line.
+    A star marks the front: no other row is better in both step time and memory. The last line names the best.
     """
-    writers = _writers(compared)
-    cells = [[write(index, row) for write in writers.values()] for index, row in enumerate(compared.found)]
-    refused = [f"  {row.name}: {_shortly(row.reason)}" for row in compared.refused]
+    writers, order = _writers(compared), compared.order
+    cells = [[write(place, compared.found[place]) for write in writers.values()] for place in order]
+    styles = ["green" * compared.front[place] for place in order]
+    first = next((index for index, place in enumerate(order) if compared.found[place].num_copies > 1), 0)
+    if first and not compared.swept_sizes:
+        cells.insert(first, [""] * len(writers))
+        styles.insert(first, "")
+    refused = [f"  {names}: {reason}" for names, reason in grouped_refusals(compared.refused)]
     parts = [
         ["not compared:", *refused] if refused else [],
         [_fastest(compared, limit) for limit in compared.swept_limits],
         [basis(compared)],
         *notes(compared),
+        _best(compared),
     ]
     below = ["\n".join(lines) for lines in parts if lines]
-    table = table_text(list(writers), cells, screen, row_styles=["green" * is_on for is_on in compared.front])
+    table = table_text(list(writers), cells, screen, row_styles=styles)
     return "\n\n".join([table, *map(screen.wrapped, below)])
+
+
+def grouped_refusals(refused: Sequence[Refusal]) -> list[tuple[str, str]]:
+    """Return the names of all that have the same reason, and the reason, shortly.
+
+    Reasons are equal if their problems are, apart from the own name. Of fixes that differ, the first is shown.
+    """
+    groups: dict[str, dict[str, str]] = {}
+    for row in refused:
+        own = rf"(?<![\w-]){re.escape(re.split('[:,]', row.name)[0])} "
+        problem, _, fix = _shortly(row.reason).partition("; ")
+        groups.setdefault(re.sub(own, "", problem), {})[row.name] = fix
+    first_of = {row.name: _shortly(row.reason) for row in refused}
+    found = []
+    for problem, fixes in groups.items():
+        first, between = next(iter(fixes)), "; " if any("," in name for name in fixes) else ", "
+        whose = f"for {first}: " if len(set(fixes.values())) > 1 else ""
+        shared = "; ".join(filter(None, (problem, f"{whose}{fixes[first]}" if fixes[first] else "")))
+        found.append((between.join(fixes), first_of[first] if len(fixes) == 1 else shared))
+    return found
+
+
+def _best(compared: Compared) -> list[str]:
+    """Name the fastest row that fits; one with two copies of the weights only where none has fewer."""
+    is_unfair = compared.per_action and len({row.num_parts for row in compared.found}) > 1
+    if len(compared.found) < 2 or compared.swept_sizes or compared.swept_limits or is_unfair:
+        return []
+    fitting = [
+        place for place in compared.order if compared.limit is None or compared.found[place].fits(compared.limit)
+    ]
+    if not fitting:
+        return [f"best that fits: none of {len(compared.found)} within {compared.limit}"]
+    best, twice = fitting[0], next((place for place in fitting if compared.found[place].num_copies > 1), None)
+    if best == twice:
+        return [f"best that fits: {_figures(compared, best)}, with two copies of the weights"]
+    others = [] if twice is None else [f"best with two copies of the weights: {_figures(compared, twice)}"]
+    return [*others, f"best that fits: {_figures(compared, best)}"]
+
+
+def _figures(compared: Compared, place: int) -> str:
+    row = compared.found[place]
+    return f"{row.name}, {compared.seconds[place]:.6g} s, {count_of(row.num_messages, 'message')}"
 
 
 def _writers(compared: Compared) -> dict[Column, Callable[[int, Comparison], str]]:
     """The columns of the table, and what each shows of a row and its place."""
     counts = {row.num_microbatches for row in compared.found}
+    has_copies = any(row.num_copies > 1 for row in compared.found)
     writers: dict[Column, Callable[[int, Comparison], str]] = {
         Column("name", is_text=True): lambda _, row: row.name,
+        **({Column("copies"): lambda _, row: str(row.num_copies)} if has_copies else {}),
         Column("makespan s"): lambda _, row: f"{row.makespan_s:.6g}",
         Column("span s", drop_order=8): lambda _, row: f"{row.span_s:.6g}",
         # rounding may leave -1e-16
@@ -268,6 +334,7 @@ def _candidate(compared: Compared, place: int) -> Candidate:
     row, limit = compared.found[place], compared.limit
     label = row.name if limit is None or row.fits(limit) else f"{row.name} (over the limit)"
     label += f", {row.num_microbatches} microbatches" * compared.differs_unsaid
+    label += ", two copies of the weights" * (row.num_copies > 1)
     return Candidate(label, compared.seconds[place], float(row.peak_microbatches), compared.front[place])
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from penstock.cli.wanted import Wanted, wanted_schedules
+from penstock.cli.wanted import Wanted, names_wanted, wanted_schedules
 from penstock.errors import ConfigError, nearest, shortened
 from penstock.proofs import Limit
 from penstock.show.text import count_of
@@ -69,7 +69,7 @@ def swept_schedules(arguments: Namespace, sweep: Sweep) -> list[Wanted]:
         if getattr(arguments, key) is not None:
             option = f"--{key.replace('_', '-')}"
             raise ConfigError(f"{key} is swept and given as {option} too; leave one out", key="--sweep")
-    num_names = len(arguments.names) + len(arguments.functions)
+    num_names = len(names_wanted(arguments)) + len(arguments.functions)
     count = num_names
     for values in sizes.values():
         count *= len(values)

@@ -15,13 +15,16 @@ from penstock.errors import ConfigError, shortened
 from penstock.ir.reading import read_table
 from penstock.ir.schedule import Schedule
 from penstock.proofs import check
-from penstock.schedules import FAMILIES, build, find_family, is_family_name
+from penstock.schedules import FAMILIES, build, find_family, installed_families, is_family_name
 from penstock.train.settings.user_function import load_function
 
 Options = Mapping[str, str]
 STDIN = "-"
+ALL = "all"
+"""Every family that trains; with options, each gets them."""
 SHAPE_KEYS = ("stages_per_rank", "stages", "slices")
 """What a single NAME may say of its shape, beside the options of its family."""
+FORWARD_ONLY = "forward-only"
 RESERVED = ("name", "ranks", "microbatches", "forward_only")
 """What `build` takes as well, but all NAMEs have in common."""
 
@@ -59,8 +62,25 @@ def wanted_schedules(arguments: Namespace) -> list[Wanted]:
     """
     if not arguments.names and not arguments.functions:
         arguments.wrong_usage("give at least one NAME or --function FILE:NAME")
-    found = [find_wanted(text, arguments) for text in arguments.names]
+    names = names_wanted(arguments)
+    if names != arguments.names and None in (arguments.ranks, arguments.microbatches):
+        arguments.wrong_usage(f"{ALL} needs --ranks P and --microbatches M")
+    found = [find_wanted(text, arguments) for text in names]
     return found + [find_function(text, arguments) for text in arguments.functions]
+
+
+def names_wanted(arguments: Namespace) -> list[str]:
+    """Return the NAMEs, with those of all families, installed ones among them, in the place of `all`."""
+    found: list[str] = []
+    for text in arguments.names:
+        name, colon, options = text.partition(":")
+        if name != ALL:
+            found.append(text)
+            continue
+        families = [*FAMILIES, *installed_families()[0]]
+        wanted = [each for each in families if arguments.forward_only or each != FORWARD_ONLY]
+        found += [each + colon + options for each in wanted if each + colon + options not in arguments.names]
+    return found
 
 
 def find_wanted(text: str, arguments: Namespace) -> Wanted:

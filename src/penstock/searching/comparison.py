@@ -36,6 +36,8 @@ class Comparison:
     """Per rank, with what is always there; None where the costs do not say how large activations are."""
     split: tuple[int, ...] | None = None
     """Layers of each stage along a route; None where costs are not per layer."""
+    num_copies: int = 1
+    """Of the weights: a bidirectional placement has two."""
 
     def fits(self, limit: Limit) -> bool:
         """Whether no rank holds more than it may; False for bytes where these are not known."""
@@ -85,6 +87,7 @@ def compare(
         num_microbatches=schedule.num_microbatches,
         num_parts=schedule.parts_per_rank,
         peak_bytes=totals if any(own_costs.activation_bytes) else None,
+        num_copies=len(schedule.placement.routes),
         split=split_sizes(layers_of_stages(costs, schedule.placement)) if isinstance(costs, LayerCosts) else None,
     )
 
@@ -101,12 +104,32 @@ def equal_work_s(rows: Sequence[Comparison]) -> list[float]:
 
 
 def are_on_front(rows: Sequence[Comparison], limit: Limit | None) -> list[bool]:
-    """Say of each row whether it fits and no other one that fits beats it in step time (for equal work) and memory."""
+    """Say of each row whether it fits and no other one that fits beats it in step time (for equal work) and memory.
+
+    Memory is that of activations. So a row with two copies of the weights beats none with one.
+    """
     seconds = equal_work_s(rows)
     fitting = [index for index, row in enumerate(rows) if limit is None or row.fits(limit)]
-    front = pareto_front([(seconds[index], float(rows[index].peak_microbatches)) for index in fitting])
-    places = {fitting[place] for place in front}
+    places = set()
+    for num_copies in {row.num_copies for row in rows}:
+        known = [index for index in fitting if rows[index].num_copies <= num_copies]
+        front = pareto_front([(seconds[index], float(rows[index].peak_microbatches)) for index in known])
+        places |= {known[place] for place in front if rows[known[place]].num_copies == num_copies}
     return [index in places for index in range(len(rows))]
+
+
+def by_step_time(rows: Sequence[Comparison]) -> list[int]:
+    """Return the places of the rows: those with one copy of the weights first, then the fastest for equal work.
+
+    Of equally fast ones, the one that holds less comes first, then the one with fewer messages.
+    """
+    seconds = equal_work_s(rows)
+
+    def order(place: int) -> tuple[float, ...]:
+        row = rows[place]
+        return (row.num_copies, float(f"{seconds[place]:.9g}"), float(row.peak_microbatches), row.num_messages)
+
+    return sorted(range(len(rows)), key=order)
 
 
 def fastest_within(rows: Sequence[Comparison], limit: Limit) -> Comparison | None:

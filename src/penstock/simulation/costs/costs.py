@@ -134,7 +134,9 @@ class SharedCosts:
             return entries * count
         if len(entries) != count:
             words = f"{word}es" if word.endswith("ch") else f"{word}s"
-            raise self.error(f"{len(entries)} entries for {count} {words}; give one per {word}, or one for all", name)
+            more = ", or costs per layer for any number of stages" if word == "stage" else ""
+            problem = f"{len(entries)} entries for {count} {words}; give one per {word}, or one for all{more}"
+            raise self.error(problem, name)
         return entries
 
 
