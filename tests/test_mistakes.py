@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-from penstock.errors import ConfigError, PartitionError
+from penstock.errors import ConfigError, PartitionError, StepRefused
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import WIDTH, block, error_of, on_ranks, settle, square_loss, values
@@ -148,6 +148,63 @@ def test_a_loss_that_needs_a_target_says_that_none_was_given():
     place = "in the loss function (no target was given; pass step(..., target=...))"
     assert str(own).startswith(f"rank 1, 1F0, {place}: AttributeError: 'NoneType' object has no attribute 'size'\n")
     assert str(other).startswith(f"rank 1 is the culprit: in 1F0, {place}, it raised AttributeError: 'NoneType'")
+
+
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_target_that_is_given_by_position_leads_to_the_keyword(num_ranks, call):
+    def case(wires):
+        pipeline = Pipeline([block(0), block(1)], "1f1b", M, square_loss, transport=wires)
+        return error_of(getattr(pipeline, call), BATCH, TARGET)
+
+    own = str(on_ranks(num_ranks, case)[0])
+
+    assert "Sequential.forward() takes 2 positional arguments but 3 were given. The first layer gets all" in own
+    assert "as target=, as in step(x, target=y)" in own
+
+
+@pytest.mark.parametrize("name", ["y", "label", "labels", "targets"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_target_under_a_name_of_other_libraries_leads_to_the_keyword(num_ranks, name):
+    def case(wires):
+        return error_of(Pipeline(blocks(), "1f1b", M, square_loss, transport=wires).step, BATCH, **{name: TARGET})
+
+    for error in on_ranks(num_ranks, case):
+        assert isinstance(error, StepRefused)
+        assert f"no layer's forward names '{name}'. Pass what the loss compares the output with as target=" in str(
+            error
+        )
+
+
+class Graded(nn.Linear):
+    """Takes what elsewhere would be the target."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        settle(self, 0)
+
+    def forward(self, x, labels):
+        return super().forward(x) - labels
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_layers_that_take_two_arguments_or_labels_get_them(num_ranks):
+    def case(wires):
+        pipeline = Pipeline([Graded(), block(1)], "1f1b", M, lambda output, _: output.square().mean(), transport=wires)
+        return pipeline.step(BATCH, TARGET).loss, pipeline.step(BATCH, labels=TARGET).loss
+
+    for by_position, by_name in on_ranks(num_ranks, case):
+        assert torch.equal(by_position, by_name)
+
+
+def test_a_mistake_within_a_first_layer_of_two_arguments_is_no_matter_of_the_target():
+    class Mistaken(nn.Linear):
+        def forward(self, x, scale):
+            return torch.relu(x, scale=scale)
+
+    error = error_of(Pipeline([Mistaken(2, 2)], "gpipe", M, square_loss).step, BATCH, TARGET)
+
+    assert "target=" not in str(error)
 
 
 def test_a_loss_that_needs_no_target_gets_none():

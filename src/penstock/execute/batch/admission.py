@@ -26,6 +26,9 @@ VALUES_EVERY = 100
 """The values of the first batch, and of each so many after it, are compared between the ranks; those of training
 steps and of evaluations apart."""
 
+_MEANT_AS_TARGET = frozenset({"y", "label", "labels", "targets"})
+"""Keywords by which other libraries take the target."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
@@ -240,10 +243,10 @@ class Admission:
         known = self._needs.keywords_of_all
         for name in call.kwargs:
             if name not in known and EVERY not in known:
-                raise PipelineError(
-                    f"no layer's forward names {name!r}.{nearest(name, known)} The layers take the "
-                    f"keywords {sorted(known)}; rename or drop it"
-                )
+                fix = f"{nearest(name, known)} The layers take the keywords {sorted(known)}; rename or drop it"
+                if name in _MEANT_AS_TARGET and call.target is None:
+                    fix = " Pass what the loss compares the output with as target=, as in step(x, target=y)"
+                raise PipelineError(f"no layer's forward names {name!r}.{fix}")
 
 
 def _stream_of(call: Call) -> Stream | None:

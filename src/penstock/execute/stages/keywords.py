@@ -18,6 +18,12 @@ _IN_PLACE = (
 )
 _KEYWORD = "keyword argument"
 """What Python says of a keyword that a function does not take."""
+_TOO_MANY = " were given"
+"""What Python says of more positional arguments than a function takes."""
+_TARGET = (
+    "a {layer} fails with: {error}. The first layer gets all positional arguments of the call, here {number}. Pass "
+    "what the loss compares the output with as target=, as in step(x, target=y)"
+)
 _EVERY = (
     "a {layer} fails with: {error}. Its forward has **kwargs and may use them itself, so it was given every keyword of "
     "the batch that is not filled by position: {names}. Let its forward name the keywords that it takes, or use "
@@ -46,7 +52,7 @@ def run_layers(
         try:
             args = (layer(*args, **(stage.taken_keywords[index].select(kwargs, len(args)) if kwargs else {})),)
         except Exception as error:
-            told = _told(error, layer, kwargs, stage.taken_keywords[index])
+            told = _told(error, layer, args, kwargs, stage.taken_keywords[index])
             note_place(told, layer_place(stage.names[index], layer))
             if told is error:
                 raise
@@ -59,10 +65,14 @@ def layer_place(name: str, layer: object) -> str:
     return f"layer {name if name.isdecimal() else repr(name)} ({type(layer).__name__})"
 
 
-def _told(error: Exception, layer: nn.Module, kwargs: Mapping[str, Any], taken: TakenKeywords) -> Exception:
+def _told(
+    error: Exception, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], taken: TakenKeywords
+) -> Exception:
     """The error, or one that says more of it."""
     if is_leaf_changed_in_place(error):
         return PipelineError(_IN_PLACE.format(layer=type(layer).__name__, error=error))
+    if len(args) > 1 and isinstance(error, TypeError) and str(error).endswith(_TOO_MANY):
+        return PipelineError(_TARGET.format(layer=type(layer).__name__, error=error, number=len(args)))
     if kwargs and isinstance(error, TypeError) and _KEYWORD in str(error) and taken.takes_every:
         return PipelineError(_EVERY.format(layer=type(layer).__name__, error=error, names=sorted(kwargs)))
     return error
