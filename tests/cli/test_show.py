@@ -13,6 +13,8 @@ from penstock.ir.formats.deepspeed import to_deepspeed
 from penstock.ir.formats.megatron import to_megatron
 from penstock.ir.schedule import Schedule
 from penstock.schedules import build
+from penstock.train.watching.recorded_step import recorded_step_to_json
+from tests.cli.recorded_steps import recorded_step
 
 SHAPE = ["--ranks", "2", "--microbatches", "3"]
 
@@ -225,3 +227,49 @@ def test_a_grid_that_is_too_large_to_read_is_drawn_on_request_alone(capsys, monk
     assert (said, complained.count("penstock: ")) == ("", 1)
     assert "0F0" in printed_by(capsys, "1f1b", *SHAPE, "--to", "grid")
     assert "0F0" in printed_by(capsys, "1f1b", *SHAPE, "--to", "csv")
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    path = tmp_path / "timeline.json"
+    path.write_bytes(recorded_step_to_json(recorded_step()))
+    return path
+
+
+def test_a_recorded_step_opens_as_a_page_measured_above_predicted(capsys, recorded, tmp_path):
+    assert main(["show", str(recorded), "-o", str(tmp_path / "step.html")]) == 0
+
+    page = (tmp_path / "step.html").read_text()
+    assert "1f1b, 4 ranks, 8 microbatches, step 20: measured above predicted" in page
+    assert page.index('"0 measured"') < page.index('"0 predicted"') < page.index('"1 measured"')
+
+
+def test_a_recorded_step_is_drawn_in_every_format(capsys, recorded):
+    svg = printed_by(capsys, str(recorded), "--to", "svg", "--theme", "dark")
+    events = json.loads(printed_by(capsys, str(recorded), "--to", "trace"))["traceEvents"]
+
+    assert "measured: bubble" in svg
+    assert {event["args"]["timeline"] for event in events if event["ph"] == "X"} == {"predicted", "measured"}
+    assert printed_by(capsys, str(recorded)) == printed_by(capsys, "1f1b", "--ranks", "4", "--microbatches", "8")
+    assert "SEND_F" in printed_by(capsys, str(recorded), "--lowered")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [(["--ranks", "4"], "--ranks"), (["--costs", "F=1"], "--costs"), (["--set", "warmup=eager"], "--set")],
+)
+def test_a_recorded_step_has_its_own_shape_and_costs(capsys, recorded, arguments, key):
+    assert main(["show", str(recorded), "--to", "svg", *arguments]) == 1
+
+    error = capsys.readouterr().err
+    assert (
+        error
+        == f"penstock: {key}: {recorded} is a step that a run recorded, with its own shape and times; leave it out\n"
+    )
+
+
+def test_a_recorded_step_that_is_cut_short_is_refused(capsys, recorded):
+    recorded.write_bytes(recorded.read_bytes()[:-100])
+
+    assert main(["show", str(recorded), "--to", "html"]) == 1
+    assert f"{recorded}:1:" in capsys.readouterr().err

@@ -73,6 +73,15 @@ def test_the_page_holds_the_timeline():
     assert columns["gap"][first] * tick_s == pytest.approx([0, 0.011, 0.022])
 
 
+@pytest.mark.parametrize(("main", "pale"), [(None, [True, False]), ("a", [False, True]), ("b", [True, False])])
+def test_all_but_the_main_timeline_are_pale(main, pale):
+    timeline = timeline_of(1, 2, "sequential")
+
+    data = Packed(to_page({"a": timeline, "b": timeline}, main=main))
+
+    assert [lane["is_pale"] for lane in data.header["lanes"]] == pale
+
+
 def test_the_page_needs_no_network():
     page = to_page({"predicted": timeline_of(2, 4)}).decode()
 

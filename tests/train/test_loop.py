@@ -127,6 +127,7 @@ def test_the_folder_holds_all_that_is_promised(finished):
         "metrics.jsonl",
         "schedule.csv",
         "summary.json",
+        "timeline.html",
         "timeline.json",
         "timeline.png",
         "timeline.trace.json",

@@ -1,6 +1,9 @@
 """`penstock show`: a schedule as text, lowered or not, in some format, or its timeline as a picture."""
 
 from argparse import ArgumentParser, Namespace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from penstock.cli.arguments import add_format, add_one_schedule, add_split
 from penstock.cli.pictures import (
@@ -14,9 +17,25 @@ from penstock.cli.pictures import (
     write_result,
 )
 from penstock.cli.status import ExitStatus
+from penstock.errors import ConfigError
 from penstock.ir.formats import FORMAT_OF_SUFFIX, WRITABLE
 
-SUMMARY = "Print a schedule, or the program it is lowered to, or draw its timeline."
+SUMMARY = "Print a schedule, or the program it is lowered to, or draw its timeline, or a recorded step's."
+OF_SCHEDULES = (
+    "function",
+    "ranks",
+    "microbatches",
+    "stages_per_rank",
+    "stages",
+    "slices",
+    "forward_only",
+    "options",
+    "costs",
+    "split",
+)
+"""Arguments that a recorded step does not take."""
+MOST_BEGIN = 100
+"""Bytes of a file, in which its format is named."""
 DEFAULT_COSTS = "F=1,I=1,W=1"
 FORMAT_HELP = (
     "default: grid, or by the suffix of PATH. svg, png: the timeline as a chart; html: as a page to zoom and point at; "
@@ -51,11 +70,14 @@ def run(arguments: Namespace) -> int:
     refuse_useless(arguments, "split", format, PICTURES)
     refuse_useless(arguments, "theme", format, CHARTS)
     path = result_path(arguments)
+    recorded = _recorded_step(arguments)
     if format in PICTURES:
-        write_result(_picture(format, arguments), format, path)
+        draw = _picture if recorded is None else partial(_picture_of_step, recorded)
+        write_result(draw(format, arguments), format, path)
         return ExitStatus.FINE
-    schedule = wanted_schedule(arguments)
-    table = lower(schedule) if arguments.lowered else schedule
+    program = None if recorded is None else recorded.timeline.program
+    schedule = wanted_schedule(arguments) if program is None else program.actions()
+    table = (program or lower(schedule)) if arguments.lowered else schedule
     if arguments.format is None and path is None:
         require_readable(table)
     text = write_table(table, format)
@@ -65,6 +87,42 @@ def run(arguments: Namespace) -> int:
     else:
         write_result(text.encode(), format, path)
     return ExitStatus.FINE
+
+
+def _recorded_step(arguments: Namespace) -> Any:
+    """Return the `RecordedStep` that NAME is the file of; None of anything else. Raises: ConfigError, FormatError."""
+    name = arguments.name
+    if name is None or not name.endswith(".json") or not Path(name).is_file():
+        return None
+    from penstock.train.watching.recorded_step import FORMAT, recorded_step_from_json
+
+    with Path(name).open("rb") as file:
+        begin = file.read(MOST_BEGIN)
+        if FORMAT.encode() not in begin:
+            return None
+        text = begin + file.read()
+    for key in OF_SCHEDULES:
+        if getattr(arguments, key):
+            option = "--set" if key == "options" else f"--{key.replace('_', '-')}"
+            raise ConfigError(
+                f"{name} is a step that a run recorded, with its own shape and times; leave it out", key=option
+            )
+    return recorded_step_from_json(text, file=name)
+
+
+def _picture_of_step(recorded: Any, format: str, arguments: Namespace) -> bytes:
+    """Draw a step as it was measured, and as it is predicted with its own costs."""
+    from penstock.show.chart import overlay_chart
+    from penstock.show.trace import to_trace
+    from penstock.train.watching.report import page_of_step, predict_again
+
+    timelines = predict_again(recorded.timeline)
+    if format == "trace":
+        return to_trace(timelines)
+    if format == "html":
+        return page_of_step(timelines, recorded.step, theme=arguments.theme)
+    measured, predicted = timelines["measured"], timelines["predicted"]
+    return overlay_chart(measured, predicted, format=format, theme=arguments.theme or "light")
 
 
 def _picture(format: str, arguments: Namespace) -> bytes:

@@ -45,11 +45,14 @@ def to_page(
     timelines: Mapping[str, Timeline],
     *,
     costs: Mapping[str, Costs] | None = None,
+    main: str | None = None,
     title: str | None = None,
     theme: str | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> bytes:
-    """Return a page that shows the named timelines, rank by rank below each other; all but the last are drawn pale.
+    """Return a page that shows the named timelines, rank by rank below each other; all but `main` are drawn pale.
+
+    By default, `main` is the last one.
 
     `costs` are what timelines were predicted with, by their names. The causes of idle time are based on them, or
     where they are not given, on the timeline's own typical durations. Without a theme the page follows the reader's
@@ -77,7 +80,7 @@ def to_page(
         legend=_legend(shown),
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in _notes(shown)),
         script=bundle(MODULES),
-        header=_as_script(_header(timelines, table, packed)),
+        header=_as_script(_header(timelines, table, packed, main or list(timelines)[-1])),
         data=packed.text,
     ).encode()
     if len(page) > max_bytes:
@@ -125,7 +128,7 @@ def _notes(timelines: list[Timeline]) -> list[str]:
     return [note for note in notes if note]
 
 
-def _header(timelines: Mapping[str, Timeline], table: BlockTable, packed: Packed) -> dict[str, Any]:
+def _header(timelines: Mapping[str, Timeline], table: BlockTable, packed: Packed, main: str) -> dict[str, Any]:
     shown = list(timelines.values())
     shades = sorted({num_shades(timeline.program) for timeline in shown})
     colours = {str(count): block_colours(count) for count in shades}
@@ -154,12 +157,12 @@ def _header(timelines: Mapping[str, Timeline], table: BlockTable, packed: Packed
         "foot": FOOT,
         "themes": {name: {key: getattr(theme, key) for key in ("name", *VARIABLES)} for name, theme in THEMES.items()},
         "causes": [NAME_OF_CAUSE[cause] for cause in Cause],
-        "lanes": [_lane(list(timelines), shown, table, lane) for lane in range(len(table.lanes))],
+        "lanes": [_lane(list(timelines), shown, table, lane, main) for lane in range(len(table.lanes))],
         "columns": packed.contents,
     }
 
 
-def _lane(names: list[str], timelines: list[Timeline], table: BlockTable, index: int) -> dict[str, Any]:
+def _lane(names: list[str], timelines: list[Timeline], table: BlockTable, index: int, main: str) -> dict[str, Any]:
     lane = table.lanes[index]
     timeline = timelines[lane.timeline]
     rank = lane.rank
@@ -176,7 +179,7 @@ def _lane(names: list[str], timelines: list[Timeline], table: BlockTable, index:
         "begin": window_s(timeline)[0] / table.tick_s,
         "end": window_s(timeline)[1] / table.tick_s,
         "shades": num_shades(timeline.program),
-        "is_pale": lane.timeline < len(timelines) - 1,
+        "is_pale": names[lane.timeline] != main,
         "colour": {
             name: to_hex(blend(theme.ranks, rank / max(timeline.num_ranks - 1, 1))) for name, theme in THEMES.items()
         },

@@ -30,6 +30,7 @@ RESULTS = [
     "rank12.log",
     "schedule.csv",
     "summary.json",
+    "timeline.html",
     "timeline.json",
     "timeline.png",
     "timeline.trace.json",

@@ -1,6 +1,7 @@
 """The report: figures, trace, picture, and lines that say where they are."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from penstock.ir.instruction import Op
 from penstock.ir.timeline import Timeline
 from penstock.lowering import lower
 from penstock.schedules import build
+from penstock.show import page
 from penstock.simulation import Costs, simulate
 from penstock.tables import Screen
 from penstock.train.folder.run_folder import RunFolder
@@ -77,10 +79,31 @@ def test_the_lines_name_the_files_that_are_there_and_no_others(tmp_path):
 
     assert "held-out loss 1.7500 nats per token, loss 1.5000, 40 steps in 1:05" in text
     assert "measured:  makespan" in text
-    for name in ("summary.json", "timeline.png", "timeline.trace.json"):
+    for name in ("summary.json", "timeline.png", "timeline.html", "timeline.trace.json"):
         assert f"  {name} " in text
     assert f"tensorboard --logdir {tmp_path / 'tensorboard'}" in text
     assert "weights.safetensors" not in text
+
+
+def test_the_page_shows_each_rank_measured_above_predicted(tmp_path):
+    report_lines(tmp_path, measured=measured_timeline())
+
+    text = (tmp_path / "timeline.html").read_text()
+    header = json.loads(re.search(r'^start\((.*), "[A-Za-z0-9+/=]*"\);$', text, re.MULTILINE)[1])
+    assert [(lane["name"], lane["is_pale"]) for lane in header["lanes"]] == [
+        ("0 measured", False), ("0 predicted", True), ("1 measured", False), ("1 predicted", True),
+    ]  # fmt: skip
+    assert "step 20: measured above predicted" in text
+
+
+def test_a_step_that_no_page_holds_ends_no_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "MAX_BLOCKS", 3)
+
+    lines = report_lines(tmp_path, measured=measured_timeline())
+
+    [line] = [line for line in lines if "timeline.html" in line]
+    assert line.startswith("timeline.html was not made: ")
+    assert (tmp_path / "timeline.trace.json").exists()
 
 
 def table_in(lines):

@@ -24,6 +24,7 @@ CHECKPOINTS = "checkpoints"
 TIMELINE = "timeline.json"
 TRACE = "timeline.trace.json"
 PICTURE = "timeline.png"
+PAGE = "timeline.html"
 SUMMARY = "summary.json"
 LOG = "rank0.log"
 """Of rank 0; the others have their own number."""
@@ -50,6 +51,7 @@ RESULTS = (
     TIMELINE,
     TRACE,
     PICTURE,
+    PAGE,
     SUMMARY,
     WHOLE,
     INDEX,

@@ -18,6 +18,8 @@ from penstock.ir.timeline import DataWait, Timeline
 from penstock.simulation.prologue import Prologue
 from penstock.train.folder.run_folder import CONFIG, TIMELINE
 
+FORMAT: Literal["penstock-recorded-step"] = "penstock-recorded-step"
+"""At the begin of the file."""
 Moments = Annotated[list[float], Field(min_length=3, max_length=3)]
 NotNegative = Annotated[int, Field(ge=0)]
 
@@ -61,7 +63,7 @@ class _EarlyWeights(BaseModel):
 class _Document(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    format: Literal["penstock-recorded-step"] = "penstock-recorded-step"
+    format: Literal["penstock-recorded-step"] = FORMAT
     version: Literal[1] = 1
     step: Annotated[int, Field(ge=1)]
     start_s: list[float]

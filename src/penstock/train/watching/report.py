@@ -11,6 +11,8 @@ from penstock.errors import ConfigError, count_of
 from penstock.files import naming_storage
 from penstock.ir.timeline import Timeline
 from penstock.show.chart import draw_overlay
+from penstock.show.figures import describe_shape
+from penstock.show.page import to_page
 from penstock.show.text import format_bytes, format_seconds, format_share
 from penstock.show.trace import to_trace
 from penstock.simulation import simulate
@@ -22,6 +24,7 @@ from penstock.train.folder.run_folder import (
     LOG,
     MEMORY,
     METRICS,
+    PAGE,
     PICTURE,
     PROFILE,
     SCHEDULE,
@@ -46,6 +49,7 @@ MEANING = {
     METRICS: "one line of numbers per step",
     TIMELINE: "the recorded step as it was measured: penstock doctor says where its time went",
     PICTURE: "the recorded step, rank by rank: predicted above measured",
+    PAGE: "the same, measured above predicted, to zoom and point at: open it in a browser",
     TRACE: "the same with every message: open it at https://ui.perfetto.dev",
     PROFILE: "the profiled steps of each rank: open it at https://ui.perfetto.dev",
     MEMORY: "what the GPU of each rank held at the end of these steps",
@@ -86,7 +90,7 @@ def predict_again(measured: Timeline | None) -> Timelines:
 def write_report(
     folder: RunFolder, outcome: Outcome, timelines: Timelines, screen: Screen = NO_SCREEN
 ) -> Iterator[str]:
-    """Write summary, trace and picture; yield the lines that say what came out, what each rank took, and where it is.
+    """Write summary, trace, picture and page; yield lines on what came out, what each rank took, and where it is.
 
     Without matplotlib there is no picture, and a line says so.
 
@@ -99,6 +103,7 @@ def write_report(
     if timelines:
         folder.write(TRACE, to_trace(timelines))
         yield from _draw(folder, timelines)
+        yield from _write_page(folder, timelines, outcome.recorded_step)
     yield f"\nIn {folder.path}:"
     yield from _listing(folder)
 
@@ -113,6 +118,24 @@ def _draw(folder: RunFolder, timelines: Timelines) -> Iterator[str]:
     except BaseException:
         path.unlink(missing_ok=True)  # half a picture shows nothing
         raise
+
+
+def page_of_step(timelines: Timelines, step: int, *, theme: str | None = None) -> bytes:
+    """Return a page that shows a recorded step, rank by rank measured above predicted.
+
+    Raises:
+        ConfigError: an unknown theme, or more computations than a page holds.
+    """
+    title = f"{describe_shape(timelines['measured'].program)}, step {step}: measured above predicted"
+    shown = {name: timelines[name] for name in ("measured", "predicted")}
+    return to_page(shown, main="measured", title=title, theme=theme)
+
+
+def _write_page(folder: RunFolder, timelines: Timelines, step: int) -> Iterator[str]:
+    try:
+        folder.write(PAGE, page_of_step(timelines, step))
+    except ConfigError as error:
+        yield f"{PAGE} was not made: {error}"
 
 
 def _findings(outcome: Outcome, timelines: Timelines) -> Iterator[str]:
