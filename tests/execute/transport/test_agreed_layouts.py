@@ -90,3 +90,25 @@ def test_after_forgetting_nothing_is_agreed():
     layouts.begin("batch")
 
     assert not layouts.is_static
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "names_autocast"),
+    [
+        (torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16), True),
+        ((torch.zeros(2, dtype=torch.float16), 3), (torch.zeros(2), 3), True),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int64), False),
+        (torch.zeros(2), torch.zeros(3, dtype=torch.bfloat16), False),
+        (torch.zeros(2), torch.zeros(2, requires_grad=True), False),
+        ((torch.zeros(2), "a"), (torch.zeros(2), "b"), False),
+    ],
+)
+def test_outputs_that_differ_in_a_floating_point_type_alone_point_at_autocast(before, after, names_autocast):
+    layouts = AgreedLayouts(0, has_variable_shapes=False)
+    step_of(layouts, "batch", {FIRST: before})
+
+    with pytest.raises(PipelineError) as failed:
+        step_of(layouts, "batch", {FIRST: after})
+
+    assert ("Run every step within torch.autocast of the same type, or none" in str(failed.value)) is names_autocast
+    assert str(failed.value).endswith("; or create the pipeline with variable_shapes=True")

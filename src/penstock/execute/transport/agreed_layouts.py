@@ -67,8 +67,7 @@ class AgreedLayouts:
         if not is_alike(layout, agreed):
             raise PipelineError(
                 f"{action}: the output is {layout}, but the ranks agreed on {agreed} for batches of "
-                "this layout. Return the same shapes, types and texts for equal batches, whatever the numbers in them, "
-                "and let the same tensors need a gradient; or create the pipeline with variable_shapes=True",
+                f"this layout. {_cure(layout, agreed)}; or create the pipeline with variable_shapes=True",
                 rank=self._rank,
                 instruction=action,
             )
@@ -79,3 +78,24 @@ class AgreedLayouts:
         for (stage, _, _), agreed in self.produced.items():
             largest[stage] = max(largest.get(stage, 0), agreed.num_bytes)
         return largest
+
+
+def _cure(layout: Layout, agreed: Layout) -> str:
+    """Say what to change; where floating-point types alone differ, autocast was most likely switched."""
+    if layout.spec.to_text() == agreed.spec.to_text() and _types_apart(layout) == _types_apart(agreed):
+        return (
+            "Run every step within torch.autocast of the same type, or none, and let layers return the same types for "
+            "equal batches"
+        )
+    return (
+        "Return the same shapes, types and texts for equal batches, whatever the numbers in them, and let the same "
+        "tensors need a gradient"
+    )
+
+
+def _types_apart(layout: Layout) -> list[object]:
+    """Return the leaves, those in a floating-point type without it."""
+    return [
+        (leaf.shape, leaf.requires_grad) if isinstance(leaf, TensorInfo) and leaf.dtype.is_floating_point else leaf
+        for leaf in layout.leaves
+    ]
