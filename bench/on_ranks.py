@@ -11,13 +11,15 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from penstock.cli.launch import join_ranks, launch_ranks
+from penstock.cli.failure import write_finished
+from penstock.cli.launch import connect_store, join_ranks, launch_ranks
 from penstock.errors import PenstockWarning
 
 NUM_WARM_UP_ROUNDS = 2
@@ -43,7 +45,9 @@ def give_rows(path: str, rows: Iterable[Mapping[str, Any]]) -> None:
         for row in rows:
             file.write(json.dumps(row) + "\n")
             file.flush()
+    rank = dist.get_rank()
     dist.destroy_process_group()  # a thread of gloo that outlives Python ends the process with an abort
+    write_finished(connect_store(os.environ, timedelta(seconds=2)), rank)
 
 
 def become_rank(*, measures_time: bool = True) -> None:

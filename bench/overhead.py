@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 from torch.nn.functional import mse_loss
 
-from penstock.cli.launch import join_ranks, launch_ranks
+from penstock.cli.failure import write_finished
+from penstock.cli.launch import connect_store, join_ranks, launch_ranks
 from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.compile.context import CompileContext, Hooks
 from penstock.execute.compile.program import compile_program
@@ -166,6 +168,7 @@ def run_as_rank(arguments: argparse.Namespace) -> int:
     if os.environ["RANK"] == "0":
         Path(arguments.times).write_text(json.dumps(times))
     dist.barrier()
+    write_finished(connect_store(os.environ, timedelta(seconds=2)), dist.get_rank())
     return 0
 
 
