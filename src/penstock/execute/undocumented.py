@@ -32,7 +32,8 @@ def version_of(tensor: Tensor) -> int:
 
 def num_holders(tensor: Tensor) -> int:
     """Count who holds the memory of a tensor: 1 where it does alone, without views or tensors that took it over."""
-    return int(_NUM_HOLDERS(tensor.untyped_storage()._cdata)) - 1  # the storage of this call holds it
+    held: int = _NUM_HOLDERS(tensor.untyped_storage()._cdata)
+    return held - 1  # the storage of this call holds it too
 
 
 def has_hooks(parameter: Tensor) -> bool:

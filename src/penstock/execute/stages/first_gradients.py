@@ -33,8 +33,10 @@ class FirstGradients:
         if self._waiting:
             self._waiting = [parameter for parameter in self._waiting if parameter.grad is None]
 
-    def come(self, leaves: Iterable[Tensor] = ()) -> list[Tensor]:
+    def come(self, leaves: Sequence[Tensor] = ()) -> list[Tensor]:
         """Return what may have got its first gradient in a backward that came to `leaves`: in most, nothing."""
+        if not self._waiting and not leaves:
+            return []
         waiting = [parameter for parameter in self._waiting if parameter.grad is not None]
         # Of others it is not known whether they had one before. Then it shares no memory with what this backward made.
         others = [leaf for leaf in leaves if leaf.grad is not None and id(leaf) not in self._known]
@@ -52,9 +54,9 @@ def unalias(leaves: Iterable[Tensor], needed: Sequence[Tensor]) -> None:
 
 def in_own_memory(gradient: Tensor) -> Tensor:
     """Return the gradient of an input, as a copy if somebody else holds its memory, who might change it."""
-    if type(gradient) is Tensor and (gradient.layout is not torch.strided or num_holders(gradient) == 1):
-        return gradient
-    return gradient.clone()  # of subclasses, such as DTensor, nobody knows who holds their parts
+    # Of subclasses, such as DTensor, nobody knows who holds their parts.
+    is_alone = type(gradient) is Tensor and (gradient.layout is not torch.strided or num_holders(gradient) == 1)
+    return gradient if is_alone else gradient.clone()
 
 
 def _memory(tensor: Tensor) -> int:
