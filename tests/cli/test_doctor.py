@@ -114,3 +114,36 @@ def test_the_table_names_everything_that_training_needs(capsys):
     ]  # fmt: skip
     optional = ["matplotlib", "tensorboard", "wandb", "tokenizers", "datasets"]
     assert subjects[8:] == ["disk, this folder", "disk, temporary", *optional]
+
+
+@pytest.mark.parametrize("split", ["2,4,5,5", "4, 4, 4, 4", "5,3,4,4"])
+def test_it_says_what_an_asked_split_would_do(folder, split, capsys):
+    text = "split " + split.replace(" ", "")
+
+    assert main(["doctor", str(folder), "--split", split]) == 0
+    told = capsys.readouterr().out
+    main(["doctor", str(folder), "--split", split, "--to", "json"])
+    [change] = [each for each in json.loads(capsys.readouterr().out)["changes"] if each["change"] == text]
+
+    [line] = [line for line in told.splitlines() if line.startswith(text)]
+    assert line == f"{text}, as asked: step {100 * change['step_change']:+.1f} %, memory " + (
+        f"{100 * change['memory_change']:+.1f} %"
+    )
+    assert (change["step_change"] > 0.05) == (split != "4, 4, 4, 4")
+    assert "as asked" not in told.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        (["--split", "4,4,4,x"], 1, "--split: '4,4,4,x'; expected the number of layers of each stage, such as 3,4"),
+        (["--split", "8,8"], 1, "split [8, 8] names 2 stages, but the schedule has 4; give 4 numbers"),
+        (["--split", "4,4,4,5"], 1, "split [4, 4, 4, 5] adds up to 17 layers, but the model has 16; take 1 away"),
+        (["--split", "4,4,4,4", "--split", "4,4,4,4"], 2, "--split is given twice; keep one"),
+    ],
+)
+def test_a_split_that_does_not_fit_the_run_is_one_message(folder, words, status, told, capsys):
+    assert main(["doctor", str(folder), *words]) == status
+    said, complained = capsys.readouterr()
+    assert said == ""
+    assert told in complained

@@ -10,6 +10,7 @@ from penstock.errors import MAX_SHOWN
 from penstock.ir.timeline import Timeline
 from penstock.partition.split import split_text
 from penstock.searching.advice import Advice, advice_of
+from penstock.searching.what_if import Change
 from penstock.show.idle import NAME_OF_CAUSE
 from penstock.show.text import count_of, format_seconds, format_share, time_unit
 from penstock.simulation.causes import Cause
@@ -30,8 +31,8 @@ NOTES = {
 }
 
 
-def to_text(diagnosis: Diagnosis, screen: Screen = NO_SCREEN) -> str:
-    """Return what was found, from the whole to the single, and last what to do."""
+def to_text(diagnosis: Diagnosis, screen: Screen = NO_SCREEN, *, asked: Sequence[int] = ()) -> str:
+    """Return what was found, from the whole to the single, what the `asked` split would do, and last what to do."""
     advice = advice_of(diagnosis.changes)
     parts = [
         screen.wrapped("\n".join([_title(diagnosis), *_figures(diagnosis)])),
@@ -40,9 +41,15 @@ def to_text(diagnosis: Diagnosis, screen: Screen = NO_SCREEN) -> str:
         _path_table(diagnosis, screen),
         *_early_weights_table(diagnosis, screen),
         *_changes_tables(diagnosis, advice, screen),
+        *(screen.wrapped(_asked_split(each)) for each in diagnosis.changes if asked and each.text == split_text(asked)),
         screen.wrapped(next_step(diagnosis, advice)),
     ]
     return "\n\n".join(parts)
+
+
+def _asked_split(change: Change) -> str:
+    step, memory = _percent(change.step_change), _percent(change.memory_change)
+    return f"{change.text}, as asked: step {step}, memory {memory}"
 
 
 def _title(diagnosis: Diagnosis) -> str:

@@ -1,6 +1,7 @@
 """`penstock doctor`: where the time of a recorded step went and what would take less; or what this machine has."""
 
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.cli.arguments import COUNTED_LIMIT, add_format, add_memory_limit, counted_limit_of
@@ -14,6 +15,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.set_defaults(wrong_usage=parser.error)
     parser.add_argument("folder", metavar="RUN_DIR", nargs="?", help="the folder of a run that recorded a step")
     parser.add_argument("--system", action="store_true", help="instead, look at this machine")
+    parser.add_argument(
+        "--split", metavar="LAYERS", help="say what this split would do: layers of each stage, such as 3,4"
+    )
     add_memory_limit(parser, COUNTED_LIMIT)
     add_format(parser, ("text", "json"), "default: text")
 
@@ -21,11 +25,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     if arguments.system == (arguments.folder is not None):
         arguments.wrong_usage("give either RUN_DIR or --system")
-    if arguments.system and (arguments.format is not None or arguments.memory_limit is not None):
-        arguments.wrong_usage("--to and --memory-limit are for a RUN_DIR, not for --system")
+    if arguments.system and any(
+        each is not None for each in (arguments.format, arguments.memory_limit, arguments.split)
+    ):
+        arguments.wrong_usage("--to, --memory-limit and --split are for a RUN_DIR, not for --system")
     if arguments.system:
         return _examine_system()
     from penstock.cli.diagnosis import to_json, to_text
+    from penstock.cli.given_costs import read_split
+    from penstock.partition.split import split_over
     from penstock.simulation.costs.file import read_costs
     from penstock.train.folder.run_folder import CONFIG, COSTS
     from penstock.train.settings.config import load_config
@@ -38,9 +46,12 @@ def run(arguments: Namespace) -> int:
     setting = setting_of(load_config(folder / CONFIG))
     profiled = read_costs(folder / COSTS) if (folder / COSTS).exists() else None
     program = recorded.timeline.program
+    if arguments.split is not None:
+        setting = replace(setting, split=read_split(arguments.split))
+        split_over(program.placement, len(recorded.layer_weights), split=setting.split)  # refuses one that does not fit
     activations = limit and limit.of_ranks(program.num_ranks, program.parts_per_rank).tolist()
     diagnosis = diagnose(recorded, setting, profiled=profiled, memory_limit=activations)
-    say(to_json(diagnosis) if arguments.format == "json" else to_text(diagnosis, stdout_screen()))
+    say(to_json(diagnosis) if arguments.format == "json" else to_text(diagnosis, stdout_screen(), asked=setting.split))
     return ExitStatus.FINE
 
 

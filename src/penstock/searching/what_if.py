@@ -50,6 +50,8 @@ class Setting:
 
     batch_size: int
     """Sequences per pipeline step."""
+    split: tuple[int, ...] = ()
+    """Layers per stage to try as well; empty: only splits that are near."""
     family: str | None = None
     """The family that its schedule comes from; None where it is none by name."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -101,7 +103,7 @@ def what_if(run: MeasuredRun, setting: Setting) -> list[Change]:
     if not now_s:
         return []  # nothing to save
     plans = [
-        *_other_splits(now, per_layer),
+        *_other_splits(now, per_layer, setting.split),
         *_other_schedules(now, per_layer, setting),
         *_other_microbatches(now, setting),
     ]
@@ -147,17 +149,22 @@ def _predict(plan: _Plan, per_layer: LayerCosts, num_measured_parts: int) -> tup
     return timeline.makespan_s, max(peak_bytes(timeline.program, sizes))
 
 
-def _other_splits(now: _Plan, per_layer: LayerCosts) -> Iterator[_Plan]:
-    """One layer moved across a boundary of two stages, and the split that measured seconds make most even."""
+def _other_splits(now: _Plan, per_layer: LayerCosts, asked: tuple[int, ...]) -> Iterator[_Plan]:
+    """The asked one, one layer moved across a boundary of two stages, and the one that measured seconds make even."""
     route = now.schedule.placement.routes[0]
     sizes = _sizes(now.schedule, now.layers_of_stage)
     tried = {tuple(sizes)}
     layers_s = per_layer.seconds_of_layers.sum(axis=0).tolist()
     stages_s = [sum(layers_s[layer] for layer in now.layers_of_stage[stage]) for stage in route]
+    if asked:
+        tried.add(asked)
+        yield _resplit(now, split_text(asked), list(asked))
     for source, target in _moves(sizes, stages_s):
         moved = sizes.copy()
         moved[source] -= 1
         moved[target] += 1
+        if tuple(moved) == asked:
+            continue
         tried.add(tuple(moved))
         yield _resplit(now, f"move one layer from stage {route[source]} to stage {route[target]}", moved)
     even = split_over(now.schedule.placement, sum(sizes), weights=layers_s)
