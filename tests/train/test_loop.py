@@ -241,7 +241,10 @@ def test_without_matplotlib_the_first_lines_say_that_there_will_be_no_picture(tm
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_the_step_and_no_weights(tmp_path, text):
-    with pytest.raises(PenstockError, match=r"step [2-6]: .* (nan|inf).*lower optimizer\.learning_rate"):
+    with pytest.raises(
+        PenstockError,
+        match=r"step [2-6]: .* (nan|inf).*lower optimizer\.learning_rate, .* clip with optimizer\.clip_norm = 1",
+    ):
         run(
             tmp_path,
             text,

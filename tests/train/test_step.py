@@ -280,6 +280,7 @@ def test_numbers_that_are_not_finite_stop_every_rank_and_change_no_weight(value,
     assert len({str(error) for error in errors}) == 1
     assert str(errors[0]).startswith(f"step 3: {what} is ")
     assert "lower optimizer.learning_rate" in str(errors[0])
+    assert "or lower optimizer.clip_norm, which is 0.5" in str(errors[0])
 
 
 def ragged_batch(seed, lengths):

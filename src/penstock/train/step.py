@@ -144,8 +144,8 @@ class Trainer:
         is_overflow = self.update.loss_scale is not None and math.isfinite(loss)
         where = "" if is_overflow else self._find_first(batches)
         if not is_overflow and options.not_finite == "stop":
-            require_finite("the loss", loss, number, rate, where)
-            require_finite("the gradient norm", norm, number, rate, where)
+            require_finite("the loss", loss, number, self._advice(rate), where)
+            require_finite("the gradient norm", norm, number, self._advice(rate), where)
         if where and self.pipeline.rank == 0:
             logging.getLogger("penstock").warning("step %d is skipped. %s", number, where)
         if self.update.num_skipped_in_a_row + 1 >= options.most_skipped:
@@ -153,8 +153,11 @@ class Trainer:
             fallen = "" if scale is None else f" The loss scale fell to {scale:g}."
             raise NotFinite(
                 f"step {number}: {options.most_skipped} steps in a row were skipped (precision.most_skipped), the loss "
-                f"is {loss} and the gradient norm {norm}.{fallen} {_advice(rate)}"
+                f"is {loss} and the gradient norm {norm}.{fallen} {self._advice(rate)}"
             )
+
+    def _advice(self, rate: float) -> str:
+        return advice_on(rate, self._options.clip_norm)
 
     def _find_first(self, batches: Batches) -> str:
         """Run the step's batches again and say where the first value that is not finite comes from; a collective.
@@ -256,15 +259,15 @@ class _Losses:
         return {name: total / self.weights for name, total in self.named.items()}
 
 
-def require_finite(what: str, value: float, step: int, learning_rate: float, where: str = "") -> None:
+def require_finite(what: str, value: float, step: int, advice: str, where: str = "") -> None:
     """Stop a run that has gone astray; `where` is what is known of it. Raises: NotFinite."""
     if not math.isfinite(value):
-        parts = [f"step {step}: {what} is {value}; expected a finite number.", where, _advice(learning_rate)]
+        parts = [f"step {step}: {what} is {value}; expected a finite number.", where, advice]
         raise NotFinite(" ".join(part for part in parts if part))
 
 
-def _advice(learning_rate: float) -> str:
-    return (
-        f"The learning rate was {learning_rate:g}: lower optimizer.learning_rate, raise optimizer.warmup_steps, or "
-        "lower optimizer.clip_norm (0 means no clipping)"
-    )
+def advice_on(learning_rate: float, clip_norm: float) -> str:
+    """Say what may keep a loss and its gradients finite."""
+    clip = f"lower optimizer.clip_norm, which is {clip_norm:g}" if clip_norm else "clip with optimizer.clip_norm = 1.0"
+    rate = f"The learning rate was {learning_rate:g}: lower optimizer.learning_rate, raise optimizer.warmup_steps"
+    return f"{rate}, or {clip}"

@@ -11,7 +11,7 @@ from typing import cast
 from penstock.errors import PenstockError
 from penstock.train.data.batches import Batch, BatchReader, Dataset, Wants
 from penstock.train.settings.config import RunConfig
-from penstock.train.step import StepOutcome, Trainer, require_finite
+from penstock.train.step import StepOutcome, Trainer, advice_on, require_finite
 from penstock.train.stopping import refusing_exit
 from penstock.train.watching.profiler_window import ProfilerWindow
 from penstock.train.watching.progress import StepMetrics
@@ -148,5 +148,7 @@ class StepRunner:
         if not (self._held_out and is_due):
             return None
         loss = self.trainer.evaluate(self._held_out, self._held_out_weights)
-        require_finite("the held-out loss", loss, step, outcome.learning_rate)
+        require_finite(
+            "the held-out loss", loss, step, advice_on(outcome.learning_rate, self._config.optimizer.clip_norm)
+        )
         return loss
