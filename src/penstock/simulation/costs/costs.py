@@ -67,6 +67,7 @@ class Spread:
 class SharedCosts:
     """The costs that are given alike per stage and per layer.
 
+    A field with several entries takes any sequence of numbers, an array too, or one number for all; it is a tuple then.
     A transfer takes `latency_s` plus `message_bytes` / `bandwidth_bytes_per_s`. On an serialized link messages follow
     one another; otherwise the channel is infinitely wide and a transfer is pure delay.
     """
@@ -106,6 +107,8 @@ class SharedCosts:
 
     def __post_init__(self) -> None:
         for each in fields(self):
+            if isinstance(each.default, tuple):
+                object.__setattr__(self, each.name, entries_of(getattr(self, each.name)))
             value = getattr(self, each.name)
             if each.name in NO_COSTS:
                 continue
@@ -142,7 +145,10 @@ class SharedCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs(SharedCosts):
-    """Seconds and bytes per stage; per microbatch, or per slice of one where the sequence is cut."""
+    """Seconds and bytes per stage; per microbatch, or per slice of one where the sequence is cut.
+
+    A list, an array or one number for all stages will do wherever there is an entry per stage.
+    """
 
     forward_s: PerStage = ()
     """Of the kinds, those without entries are unknown: a program that runs them is refused."""
@@ -253,6 +259,7 @@ class Costs(SharedCosts):
 
 
 def entries_of(value: Any) -> tuple[Any, ...]:
-    """Return a number as the only entry, a list or an array as a tuple."""
-    plain = value.tolist() if isinstance(value, np.ndarray) else value
-    return tuple(plain) if isinstance(plain, (list, tuple)) else (plain,)
+    """Return one value as the only entry, and a sequence, an array or a tensor as a tuple."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)

@@ -19,7 +19,7 @@ from penstock.errors import ConfigError, described, shortened
 from penstock.ir.action import Kind
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
-from penstock.simulation.costs.costs import COMPUTE_FIELDS, Costs, PerStage, SharedCosts, entries_of
+from penstock.simulation.costs.costs import COMPUTE_FIELDS, Costs, PerStage, SharedCosts
 
 PerLayer = PerStage
 """One entry per layer, or a single one that counts for every layer."""
@@ -51,9 +51,6 @@ class LayerCosts(SharedCosts):
     """As many as `activation_bytes` unless given."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if isinstance(each.default, tuple) and each.name != "channels":
-                object.__setattr__(self, each.name, entries_of(getattr(self, each.name)))
         SharedCosts.__post_init__(self)
         if self.split:
             self._require_split()

@@ -1,10 +1,11 @@
 """What a cost may be: seconds, bytes and factors are finite numbers of 0 or more, bytes are whole."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.errors import ConfigError, described, shortened
+from penstock.errors import ConfigError, shortened
 
 NUMBERS = (int, float, np.integer, np.floating)
 MAY_BE_INFINITE = "bandwidth_bytes_per_s"
@@ -12,14 +13,12 @@ MOST_BYTES = 2**56
 """Bytes are counted in 64 bits; this leaves room for as many slices as a step may have."""
 
 
-def require_costs(entries: object, key: str, *, may_be_empty: bool = False) -> None:
-    """Refuse anything but a tuple of costs that holds at least one, unless they may be unknown.
+def require_costs(entries: Sequence[object], key: str, *, may_be_empty: bool = False) -> None:
+    """Refuse anything but costs, of which there is at least one, unless they may be unknown.
 
     Raises:
         ConfigError: with the key.
     """
-    if not isinstance(entries, tuple):
-        raise ConfigError(f"{described(entries)}; give a tuple: one number for each, or (x,) for all", key=key)
     if not entries and not may_be_empty:
         raise ConfigError("is empty; give one number for each, or one for all", key=key)
     for entry in entries:
