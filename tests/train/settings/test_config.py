@@ -1,5 +1,6 @@
 """The configuration of a run."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,7 @@ def test_an_unknown_key_names_the_nearest_known_one(table, key, hint):
         (table_with(optimizer={"beta1": True}), "optimizer.beta1", "got True"),
         (table_with(optimizer={"epsilon": float("nan")}), "optimizer.epsilon", "expected a finite number"),
         (table_with(model={"dtype": "float23"}), "model.dtype", "Did you mean 'float32'"),
-        (table_with(data={"files": "a.txt"}), "data.files", "got 'a.txt', expected a list"),
+        (table_with(data={"files": 3}), "data.files", "got 3, expected a list, such as ['a.txt', 'b.txt']"),
         (table_with(data={"files": [1]}), "data.files[0]", "got 1, expected a valid string"),
         (table_with(pipeline={"split": [2, 0]}), "pipeline.split[1]", "got 0"),
         (
@@ -207,3 +208,28 @@ def test_sources_replace_the_files_of_the_section():
     error = refusal_of({"run": {"folder": "x"}, "data": {"sources": SOURCES, "files": ["b.txt"]}})
 
     assert error.key == "data.sources"
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("batchsize", "'batch.size'"),
+        ("batch_size", "'batch.size'"),
+        ("lr", "'optimizer.learning_rate'"),
+        ("optimizer.lr", "'optimizer.learning_rate'"),
+        ("model.num_layers", "'model.layers'"),
+        ("dat", "'data'"),
+    ],
+)
+def test_a_key_that_is_spelt_as_elsewhere_leads_to_ours(key, meant):
+    section, _, name = key.rpartition(".")
+    table = {**table_with(), section: {name: 1}} if section else {**table_with(), name: 1}
+
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}: unknown key\. Did you mean {meant}"):
+        config_from_table(table)
+
+
+def test_one_text_is_a_list_of_one():
+    config = config_from_table(table_with(data={"corpus": "files", "files": "a.txt", "suffixes": ".md"}))
+
+    assert (config.data.files, config.data.suffixes) == (("a.txt",), (".md",))

@@ -45,6 +45,18 @@ from penstock.train.settings.sections import (
 )
 
 MAX_VALUE_CHARACTERS = 80
+SYNONYMS = {
+    "lr": "optimizer.learning_rate",
+    "epochs": "run.steps",
+    "seq_len": "batch.length",
+    "sequence_length": "batch.length",
+    "num_layers": "model.layers",
+    "hidden_size": "model.width",
+    "world_size": "pipeline.ranks",
+    "gradient_accumulation_steps": "batch.accumulate",
+    "max_grad_norm": "optimizer.clip_norm",
+}
+"""What other programs call a key, by the name that is written."""
 
 
 class RunConfig(Section):
@@ -217,7 +229,7 @@ def _expected(detail: ErrorDetails, names: tuple[int | str, ...]) -> str:
         case "model_type" | "dict_type":
             return "a table of settings"
         case "tuple_type":
-            return "a list"
+            return "a list, such as ['a.txt', 'b.txt']" if names[-1] == "files" else "a list"
         case _:
             return detail["msg"].removeprefix("Input should be ").removeprefix("Input should have ")
 
@@ -235,6 +247,11 @@ def _known_keys(names: tuple[int | str, ...]) -> str:
     if len(names) > 3:
         return nearest(leaf, SourceSection.model_fields) or f" Known here: {', '.join(SourceSection.model_fields)}."
     keys = {section: list(_fields_of(section)) for section in RunConfig.model_fields}
+    whole = [f"{section}.{key}" for section, known in keys.items() for key in known]
+    meant = [key for key in whole if key.replace(".", "") == leaf.replace("_", "").lower()]
+    meant += [SYNONYMS[leaf]] if leaf in SYNONYMS else []
+    if meant:
+        return f" Did you mean {' or '.join(repr(key) for key in meant)}?"
     siblings = list(keys) if len(names) == 1 else keys[str(names[0])]
     elsewhere = [f"{section}.{leaf}" for section, known in keys.items() if leaf in known]
     if elsewhere:

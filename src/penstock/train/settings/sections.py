@@ -2,15 +2,21 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from penstock.models.decoder_config import DecoderConfig, Positive
 
 NotNegative = Annotated[int, Field(ge=0)]
 Scalar = bool | int | float | str
 
-# A TOML array arrives as a list; the frozen value is a tuple. Only this step is lenient, the items stay strict.
-Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+# A TOML array arrives as a list; the frozen value is a tuple. Only this step is lenient, the items stay strict. A text
+# is a list of one, so that data.files=a.txt will do on a command line.
+Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False), BeforeValidator(_as_list)]
 Sizes = Annotated[tuple[Positive, ...], Field(strict=False)]
 
 Kept = Literal["none", "full", "selective"]
