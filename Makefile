@@ -10,6 +10,9 @@ BIN := .venv/bin
 
 demo: .venv/.demo
 	$(BIN)/penstock train examples/demo.toml
+	@echo
+	@echo "Next: $(BIN)/penstock doctor runs/demo"
+	@echo "For plain penstock in this shell: source $(BIN)/activate"
 
 test: .venv/.stamp
 	scripts/test $(PYTEST_ARGS)

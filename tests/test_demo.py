@@ -17,13 +17,24 @@ TOLERANCE = 0.05
 FEW = ("run.steps=4", "run.evaluate_every=2", "run.record_step=2", "batch.length=32", "optimizer.warmup_steps=1")
 
 
-def demo_arguments():
-    """What `make demo` passes to penstock, by make's own account of what it would run."""
+def demo_commands():
+    """The words of the commands of `make demo`, by make's own account of what it would run."""
     command = ["make", "-n", "--no-print-directory", "demo"]  # without the word of a make that runs the tests
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    words = shlex.split(printed.strip().splitlines()[-1])
-    assert words[0].endswith("/penstock"), printed
-    return words[1:]
+    return [shlex.split(line) for line in printed.strip().splitlines()]
+
+
+def demo_arguments():
+    """What `make demo` passes to penstock."""
+    (found,) = [words[1:] for words in demo_commands() if words[0].endswith("/penstock")]
+    return found
+
+
+def test_the_demo_ends_with_how_to_call_penstock():
+    *_, following, plain = demo_commands()
+
+    assert following == ["echo", "Next: .venv/bin/penstock doctor runs/demo"]
+    assert plain == ["echo", "For plain penstock in this shell: source .venv/bin/activate"]
 
 
 @pytest.mark.slow
