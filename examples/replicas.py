@@ -25,7 +25,7 @@ def reduce_stage(stage):
 torch.manual_seed(0)
 layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]
 own = {"process_group": mesh.get_group("pipeline"), "reduce_stage": reduce_stage}
-pipeline = ps.Pipeline(layers, "1f1b", 4, nn.functional.mse_loss, **own)
+pipeline = ps.Pipeline(layers, "1f1b", 4, nn.functional.mse_loss, frees_other_stages=True, **own)
 stages = {stage.index: stage for stage in pipeline.stages}
 
 inputs, target = torch.randn(32, 16), torch.rand(32, 16)

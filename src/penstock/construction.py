@@ -43,6 +43,7 @@ from penstock.execute.stages.carried import refuse_layers_that_look_back
 from penstock.execute.stages.compiled_layers import compile_layers, without_wrappers
 from penstock.execute.stages.layers import Layer, layer_names, spec_attribute
 from penstock.execute.stages.main_gradients import require_shapes
+from penstock.execute.stages.other_layers import OtherLayers
 from penstock.execute.stages.shared_builders import build_own, refuse_shared_objects
 from penstock.execute.stages.signatures import taken_keywords
 from penstock.execute.stages.skips import skip_names
@@ -82,6 +83,11 @@ class Plan:
         self.options = options = joined.options
         self.deadline_s = joined.transport.deadline_s
         self.device = default_device(joined.process_group) if options.device is None else torch.device(options.device)
+        if options.frees_other_stages and shares_process(joined.transport):
+            raise ConfigError(
+                "the ranks are threads of one process and share the layers, so none can be freed; leave it out",
+                key="frees_other_stages",
+            )
         self.loss = request.loss
         require_loss(self.loss)
         self.loss_weights = LossWeights(options.reduction, options.count)
@@ -191,6 +197,8 @@ class Construction:
     """Per layer of the whole model, in order."""
     unsplittable: str = ""
     """Why backwards may not be split on some rank; empty where they may be on all."""
+    num_kept: int = 0
+    """How many numbers this rank keeps of parameters that only other ranks use."""
 
     def told(self) -> Told:
         """Return what the other ranks must hear of it."""
@@ -222,6 +230,10 @@ def construct(joined: Joined, request: Request) -> Construction:
     made.unsplittable = next((str(theirs["unsplittable"]) for theirs in everyone if theirs["unsplittable"]), "")
     for copy in made.assembly.tied_copies.values():
         copy.share_values(joined.transport)
+    others = OtherLayers(plan.layers, plan.layer_names, plan.built)
+    if plan.options.frees_other_stages:
+        others.free()
+    made.num_kept = 0 if shares_process(joined.transport) else others.num_parameters()
     return made
 
 

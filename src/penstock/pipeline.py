@@ -97,9 +97,21 @@ class Pipeline(ModelPart):
         self.rank = self._transport.rank
         self._has_main_gradients = self.options.main_gradients
         self._is_closed = False
+        if self.rank == 0:
+            self._advise()
+
+    def _advise(self) -> None:
         advice = few_microbatches(self.program)
-        if advice is not None and self.rank == 0:
+        if advice is not None:
             warn(advice)
+        if self._made.num_kept and self.options.frees_other_stages is None:
+            warn(
+                f"every rank keeps the whole model: on rank 0, {self._made.num_kept:,} parameters are of other ranks' "
+                "layers and are not trained here. The state_dict() of the layers on one rank, and torch's "
+                "clip_grad_norm_, would be wrong without an error. Pass frees_other_stages=True to free them; call "
+                "pipeline.state_dict(on_rank=0) and pipeline.clip_grad_norm_. Pass False to keep them without this "
+                "warning"
+            )
 
     def __enter__(self) -> Self:
         """Return the pipeline, which is closed at the end of the block, also by an error."""

@@ -64,6 +64,7 @@ MISTAKES = {
     "debug": {"debug": "all"},
     "run_ahead": {"run_ahead": 0},
     "overlap": {"overlap": 1},
+    "frees_other_stages": {"frees_other_stages": "x"},
     "main_gradients": {"layers": [nn.LazyLinear(6) for _ in range(5)]},
 }
 

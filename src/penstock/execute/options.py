@@ -79,6 +79,9 @@ class PipelineOptions:
     """`Costs` or `LayerCosts`, for a limit in bytes."""
     device: torch.device | str | None = None
     """Where this rank's stages live; default: the CPU, or the current CUDA device under NCCL."""
+    frees_other_stages: bool | None = None
+    """Whether layers that other ranks run, if they are modules, are moved to the meta device: their memory is freed,
+    and their state or gradients cannot be taken for the whole model's. None: they are kept, and rank 0 is warned."""
     transport: Transport | None = None
     """What carries messages; default: torch.distributed where it is initialised, else this process alone."""
     data_warn_s: float | None = 1.0
@@ -123,6 +126,8 @@ class PipelineOptions:
         for name in _FLAGS:
             value = getattr(self, name)
             require(name, value, isinstance(value, bool), "True or False")
+        is_choice = self.frees_other_stages is None or isinstance(self.frees_other_stages, bool)
+        require("frees_other_stages", self.frees_other_stages, is_choice, "True, False or None")
         for name in ("specs", "slice_specs"):
             value = getattr(self, name)
             require(name, value, value is None or isinstance(value, BatchSpec), "a BatchSpec, or None")

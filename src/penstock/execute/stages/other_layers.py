@@ -1,0 +1,89 @@
+"""Layers of other ranks that the caller gave as modules: this rank has them, but no step of it uses or trains them.
+
+Freed ones are on the meta device, where tensors have shapes but no memory. Two mistakes then are errors, which with
+kept ones give wrong results without a message: the state of the whole model taken from one rank, and gradients clipped
+by their norm on one rank. What layers of this rank use too stays as it is.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from penstock.errors import ConfigError
+from penstock.execute.stages.layers import Layer
+
+
+class OtherLayers:
+    """The modules of other ranks' layers, by the name of the layer."""
+
+    def __init__(self, layers: Sequence[Layer], names: Sequence[str], own: Mapping[int, nn.Module]) -> None:
+        self._own = {id(each) for module in own.values() for each in (*module.modules(), *_tensors(module))}
+        self._modules = {
+            names[index]: layer
+            for index, layer in enumerate(layers)
+            if index not in own and isinstance(layer, nn.Module) and id(layer) not in self._own
+        }
+
+    def num_parameters(self) -> int:
+        """Return how many numbers their parameters hold here, besides what layers of this rank use."""
+        found = {id(each): each for module in self._modules.values() for each in module.parameters()}
+        return sum(each.numel() for key, each in found.items() if key not in self._own and not _is_free(each))
+
+    def free(self) -> None:
+        """Move their parameters and buffers to the meta device, in place.
+
+        Parameters get a gradient there, so that a norm over gradients of both kinds is an error.
+        """
+        freed: dict[int, Tensor] = {}
+        for module in self._modules.values():
+            for part in module.modules():
+                for name, tensor in _tensors_of_part(part, self._own):
+                    setattr(part, name, freed.setdefault(id(tensor), _on_meta(tensor)))
+            module.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(_refuse_loading)  # type: ignore[no-untyped-call]
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _tensors_of_part(part: nn.Module, own: Collection[int]) -> list[tuple[str, Tensor]]:
+    if id(part) in own:
+        return []
+    found = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+    return [(name, tensor) for name, tensor in found if id(tensor) not in own and not _is_free(tensor)]
+
+
+def _is_free(tensor: Tensor) -> bool:
+    return tensor.is_meta or is_lazy(tensor)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    values = torch.empty_like(tensor, device="meta")
+    if not isinstance(tensor, nn.Parameter):
+        return values
+    freed = nn.Parameter(values, requires_grad=tensor.requires_grad)
+    if freed.requires_grad:
+        freed.grad = torch.empty_like(values)
+    return freed
+
+
+def _refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise ConfigError(
+        f"the layer at {prefix.rstrip('.') or 'the top'!r} is another rank's, which freed it here: this rank does not "
+        "have the state of the whole model. Call pipeline.state_dict(on_rank=0) on every rank; it returns the whole "
+        "state on rank 0",
+        key="frees_other_stages",
+    )
+
+
+def _refuse_loading(module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
+    raise ConfigError(
+        f"the layer at {prefix.rstrip('.') or 'the top'!r} is another rank's, and was freed here, so it cannot be "
+        "loaded. Call pipeline.load_state_dict(state) on every rank; each takes its part",
+        key="frees_other_stages",
+    )
