@@ -54,7 +54,15 @@ def pytest_xdist_make_scheduler(config, log):
     return FilesOrTests(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-def pytest_collection_modifyitems(items):
+def runs_in_full():
+    return settings().max_examples > settings.get_profile("quick").max_examples
+
+
+def pytest_collection_modifyitems(config, items):
+    left_out = [] if runs_in_full() else [item for item in items if item.get_closest_marker("full")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))  # stable: all others stay in their order
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
@@ -79,7 +87,7 @@ def invariants(request, monkeypatch):
 @pytest.fixture
 def is_full():
     """Whether all of a test is to run, as in `make test-full`, and not a sample of it."""
-    return settings().max_examples > settings.get_profile("quick").max_examples
+    return runs_in_full()
 
 
 @pytest.fixture(autouse=True)

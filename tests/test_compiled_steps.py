@@ -33,7 +33,12 @@ from tests.tiny_run import start_training, write_tiny_run
 
 NUM_MICROBATCHES, NUM_LAYERS, WIDTH, ROWS = 6, 8, 32, 24
 SPLIT = ("zb-h1", "zbv", "interleaved-zb", "dualpipe-v")
-BACKENDS = [pytest.param("aot_eager"), pytest.param("inductor", marks=pytest.mark.slow)]
+OFTEN = {("zb-h1", "inductor"), ("zbv", "aot_eager"), ("dualpipe-v", "aot_eager")}
+SPLIT_BY = [
+    pytest.param(family, backend, marks=() if (family, backend) in OFTEN else pytest.mark.full)
+    for family in SPLIT
+    for backend in ("aot_eager", "inductor")
+]
 DEADLINE_S, COMPILE_S = 2.0, 5.0
 
 
@@ -137,8 +142,7 @@ def built(family):
     return build(family, ranks=2, microbatches=NUM_MICROBATCHES)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("family", SPLIT)
+@pytest.mark.parametrize(("family", "backend"), SPLIT_BY)
 def test_split_backwards_of_compiled_layers_are_whole_ones_bit_for_bit(two_ranks, family, backend):
     schedule, steps = built(family), [ROWS, ROWS]
     found = two_ranks.run(train, blocks, backend, schedule, steps, {})

@@ -51,7 +51,7 @@ def ended(folder, arguments, environment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize(("error", "status", "message"), CAUSES.values(), ids=CAUSES)
 def test_a_cause_has_one_code_and_one_message_on_any_number_of_ranks(tmp_path, error, status, message, ranks):
     environment = planted(tmp_path, error)

@@ -109,7 +109,15 @@ def learn_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(2, "1f1b"), (3, "1f1b"), (2, "zbv"), (2, "dualpipe")], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (3, "1f1b"),
+        (2, "zbv"),
+        *(pytest.param(shape, marks=pytest.mark.full) for shape in ((2, "1f1b"), (2, "dualpipe"))),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_builders_that_share_a_parameter_tie_it_over_processes(way, shape):
     found = run_ranks(shape[0], learn_on_rank, way, shape[1])
