@@ -26,7 +26,7 @@ CAUSES = {
     "an error of a rank": (
         'errors.PipelineError("rank 0: planted", rank=0)', ExitStatus.RANK_FAILED, "penstock: rank 0: planted\n",
     ),
-    "no memory": ('MemoryError("planted")', ExitStatus.RANK_FAILED, r"(?s)penstock: .*MemoryError: planted\n"),
+    "no memory": ('MemoryError("planted")', ExitStatus.RANK_FAILED, r"penstock: .*no memory is left .*[(]planted.*\n"),
     "a deadline": ('errors.DeadlineExceeded("rank 0: planted")', ExitStatus.HANG_ENDED, "penstock: rank 0: planted\n"),
     "not finite": ('errors.NotFinite("planted")', ExitStatus.NOT_FINITE, "penstock: planted\n"),
     "a bug": ('IndexError("planted")', ExitStatus.BUG, r"(?s)penstock: .*IndexError: planted\n\nThis is a bug.*\n"),
