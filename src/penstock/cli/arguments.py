@@ -16,6 +16,15 @@ NAME = (
 FUNCTION = "a schedule of your own: the function NAME in the Python file FILE makes it"
 RENAMED = {"--option": "--set", "--format": "--to", "--from": "--function"}
 """Old spellings, in the commands that have the new one."""
+SETTINGS = {
+    "--ranks": "pipeline.ranks",
+    "--microbatches": "pipeline.microbatches",
+    "--schedule": "pipeline.schedule",
+    "--batch-size": "batch.size",
+    "--device": "run.device",
+    "--lr": "optimizer.learning_rate",
+}
+"""Options that are looked for where a run file has a key."""
 REPLACED = {"--per-rank": ("--per-action", "costs are per rank by default; --per-action makes them per action")}
 """Old options whose meaning is the default: the option for the other meaning, and what to say."""
 MEMORY_LIMIT = "--memory-limit"
@@ -81,7 +90,11 @@ class Parser(ArgumentParser):
             if word in REPLACED and REPLACED[word][0] in known:
                 self.exit(ExitStatus.USAGE, f"{self.prog}: {word} is gone: {REPLACED[word][1]}\n")
         options = [word for word in words if word.startswith("-")]
+        run_file = any(action.dest == "run_file" for action in self._actions)
+        if run_file and options and options[0] in SETTINGS:
+            self.error(f"unknown option {options[0]}; a run file sets it: --set {SETTINGS[options[0]]}=VALUE")
         if options:
+            known = [option for option in known if option.startswith("--")] if len(options[0]) == 2 else known
             self.error(f"unknown option {cut(options[0], MAX_KEY_CHARACTERS)}.{nearest(options[0], known)}")
         self.error(f"unexpected argument {shortened(unknown[0])}")
 
