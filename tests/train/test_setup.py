@@ -1,23 +1,26 @@
 """What a configuration is turned into, and what is refused before training, on all ranks alike."""
 
 import io
+import json
 from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError, PartitionError, PenstockError, ScheduleError
+from penstock.errors import ConfigError, FormatError, PartitionError, PenstockError, ScheduleError
+from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.train.folder.run_folder import RunFolder
 from penstock.train.model_source import build_layers
 from penstock.train.settings.config import config_from_table
 from penstock.train.setup import (
-    build_schedule,
+    build_plan,
     check_plan,
     check_ranks,
     load_costs,
     memory_limit,
     prepare_together,
 )
+from tests.tiny_run import start_training, write_tiny_run
 from tests.train.local_ranks import error_of, on_ranks
 
 BATCH = {"size": 4, "length": 8}
@@ -35,15 +38,61 @@ def with_pipeline(**settings):
 def test_the_named_schedule_is_built_with_its_options():
     config = with_pipeline(schedule="1f1b", options={"warmup": "eager"})
 
-    assert build_schedule(config)[0] == build("1f1b", ranks=2, microbatches=4, warmup="eager")[0]
+    assert build_plan(config)[0] == build("1f1b", ranks=2, microbatches=4, warmup="eager")[0]
 
 
 def test_a_schedule_may_come_from_a_file(tmp_path):
     (tmp_path / "mine.csv").write_text(build("gpipe", ranks=2, microbatches=4).to_csv())
 
-    schedule = build_schedule(with_pipeline(schedule=str(tmp_path / "mine.csv")))
+    schedule = build_plan(with_pipeline(schedule=str(tmp_path / "mine.csv")))
 
     assert schedule[1] == build("gpipe", ranks=2, microbatches=4)[1]
+
+
+def test_a_file_may_hold_a_program_which_is_proved_and_limited_as_a_schedule_is(tmp_path):
+    program = lower(build("1f1b", ranks=2, microbatches=4))
+    path = tmp_path / "program.csv"
+    path.write_text(program.to_csv())
+    text = tmp_path / "text"
+    text.write_text("text " * 2000)
+    config = config_of(files=[text], pipeline={"ranks": 2, "microbatches": 4, "schedule": str(path)})
+
+    assert build_plan(config).to_csv() == program.to_csv()
+    check_plan(config)
+    limited = config.pipeline.model_copy(update={"memory_limit": "1 activation"})
+    with pytest.raises(ScheduleError, match=r"the limit of rank 0 is 1"):
+        check_plan(config.model_copy(update={"pipeline": limited}))
+
+    path.write_text(program.to_csv().replace("0SEND_F1,", ""))
+    with pytest.raises((ScheduleError, FormatError), match=r"F1"):
+        check_plan(config)
+
+
+def test_a_program_without_backwards_teaches_nothing(tmp_path):
+    path = tmp_path / "program.csv"
+    path.write_text(lower(build("forward-only", ranks=2, microbatches=4)).to_csv())
+
+    with pytest.raises(ConfigError, match=r"pipeline.schedule: program has no backwards"):
+        build_plan(with_pipeline(schedule=str(path)))
+
+
+@pytest.mark.slow
+def test_a_program_trains_as_its_schedule_does_bit_for_bit(tmp_path):
+    write_tiny_run(tmp_path)
+    schedule = build("1f1b", ranks=2, microbatches=2)
+    (tmp_path / "program.csv").write_text(lower(schedule).to_csv())
+    losses = []
+    for name in ("1f1b", "program.csv"):
+        ranks, folder = ("pipeline.ranks=2", f"pipeline.schedule={name}"), f"run.folder=run-{name}"
+        training = start_training(tmp_path, *ranks, folder, "run.steps=3", "run.record_step=2")
+        output, errors = training.communicate(timeout=240)
+        assert training.returncode == 0, output + errors
+        rows = (tmp_path / f"run-{name}" / "metrics.jsonl").read_text().splitlines()
+        losses.append([(row["loss"], row["gradient_norm"], row.get("held_out_loss")) for row in map(json.loads, rows)])
+
+    assert losses[0] == losses[1]
+    found = (tmp_path / "run-program.csv" / "schedule.csv").read_text()
+    assert found.split() == schedule.to_csv().split()
 
 
 @pytest.mark.parametrize(
@@ -74,13 +123,13 @@ def test_a_limit_in_bytes_goes_with_a_file_of_costs(tmp_path):
 def test_the_named_schedule_is_built_for_as_many_slices():
     config = with_pipeline(schedule="seq1f1b", slices=2)
 
-    assert build_schedule(config) == build("seq1f1b", ranks=2, microbatches=4, slices=2)
-    assert build_schedule(with_pipeline(schedule="seq1f1b")).num_slices == 1
+    assert build_plan(config) == build("seq1f1b", ranks=2, microbatches=4, slices=2)
+    assert build_plan(with_pipeline(schedule="seq1f1b")).num_slices == 1
 
 
 def test_a_schedule_that_cuts_no_sequences_takes_no_slices():
     with pytest.raises(ConfigError, match=r"^pipeline\.slices: 1f1b does not cut microbatches, got 2"):
-        build_schedule(with_pipeline(schedule="1f1b", slices=2))
+        build_plan(with_pipeline(schedule="1f1b", slices=2))
 
 
 def test_a_file_brings_its_own_number_of_slices(tmp_path):
@@ -88,9 +137,9 @@ def test_a_file_brings_its_own_number_of_slices(tmp_path):
     (tmp_path / "mine.csv").write_text(build("seq1f1b", ranks=2, microbatches=4, slices=2).to_csv())
 
     for given in (0, 2):
-        assert build_schedule(with_pipeline(schedule=path, slices=given)).num_slices == 2
+        assert build_plan(with_pipeline(schedule=path, slices=given)).num_slices == 2
     with pytest.raises(ConfigError, match=r"^pipeline\.slices: 4, but .* is for 2 slices; make them equal"):
-        build_schedule(with_pipeline(schedule=path, slices=4))
+        build_plan(with_pipeline(schedule=path, slices=4))
 
 
 def test_the_length_must_fill_the_slices_evenly_unless_told_otherwise():
@@ -108,19 +157,19 @@ def test_the_length_must_fill_the_slices_evenly_unless_told_otherwise():
 @pytest.mark.parametrize("name", ["ranks", "microbatches", "slices", "stages_per_rank"])
 def test_an_option_that_is_a_setting_is_refused(name):
     with pytest.raises(ConfigError, match=rf"pipeline\.options\.{name}: .*set pipeline\.{name}"):
-        build_schedule(with_pipeline(options={name: 2}))
+        build_plan(with_pipeline(options={name: 2}))
 
 
 def test_a_schedule_for_other_microbatches_is_refused(tmp_path):
     (tmp_path / "mine.csv").write_text(build("gpipe", ranks=2, microbatches=2).to_csv())
 
     with pytest.raises(ConfigError, match=r"pipeline\.microbatches: 4, but .* is for 2 microbatches"):
-        build_schedule(with_pipeline(schedule=str(tmp_path / "mine.csv")))
+        build_plan(with_pipeline(schedule=str(tmp_path / "mine.csv")))
 
 
 def test_a_schedule_without_backwards_is_refused():
     with pytest.raises(ConfigError, match="nothing would be learned"):
-        build_schedule(with_pipeline(schedule="forward-only"))
+        build_plan(with_pipeline(schedule="forward-only"))
 
 
 def test_a_split_is_checked_for_one_copy_of_the_model():

@@ -9,12 +9,13 @@ from penstock.checkpoints.pretrained import require_weights
 from penstock.errors import ConfigError, count_of
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
+from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.models import LayerSpec, embedding_names, saved_shapes
 from penstock.models.decoder import count_target_tokens
 from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
-from penstock.planning import resolve_schedule
+from penstock.planning import resolve_plan
 from penstock.proofs import Limit, check
 from penstock.schedules import FAMILIES, is_family_name
 from penstock.simulation import Costs, LayerCosts
@@ -129,12 +130,13 @@ def check_plan(config: RunConfig) -> None:
     loss_of(config, _some_vocabulary(config))
     num_layers = len(build_layers(config, _some_vocabulary(config)))
     _require_layers(config, num_layers)
-    schedule = build_schedule(config)
+    plan = build_plan(config)
+    schedule = plan.actions()
     limit, costs = memory_limit(config), load_costs(config)
     if limit is not None:
         limit.require_sizes(None if costs is None else costs.activation_bytes, "pipeline.memory_limit")
     # Bytes depend on the split: the pipeline proves them when it is made.
-    check(schedule, memory_limit=None if limit is None or limit.in_bytes else limit)
+    check(plan, memory_limit=None if limit is None or limit.in_bytes else limit)
     _require_tokens(config, schedule.num_slices)
     split = config.pipeline.split
     stages = split_over(schedule.placement, num_layers, split=None if isinstance(split, str) else split)
@@ -196,7 +198,7 @@ def _require_tokens(config: RunConfig, num_slices: int) -> None:
 
 
 def _with_checkpointing(
-    config: RunConfig, layers: list[LayerSpec], rule: SplitRule, schedule: Schedule
+    config: RunConfig, layers: list[LayerSpec], rule: SplitRule, schedule: Schedule | Program
 ) -> list[LayerSpec]:
     weights = rule.weights or [layer.weight for layer in layers]
     stages = split_over(
@@ -205,8 +207,8 @@ def _with_checkpointing(
     return with_checkpointing(layers, kinds_of_layers(config.pipeline.activation_checkpointing, stages))
 
 
-def build_schedule(config: RunConfig) -> Schedule:
-    """Return the schedule that the configuration names.
+def build_plan(config: RunConfig) -> Schedule | Program:
+    """Return the schedule that the configuration names, or the program, which is a schedule with its communication.
 
     Raises:
         ConfigError, FormatError: an unknown name, option or file; a schedule for other numbers, or without backwards.
@@ -217,7 +219,7 @@ def build_schedule(config: RunConfig) -> Schedule:
             raise ConfigError(f"not an option of a schedule; set pipeline.{name}", key=f"pipeline.options.{name}")
     slices = {"slices": pipeline.slices} if pipeline.slices and is_family_name(pipeline.schedule) else {}
     try:
-        schedule = resolve_schedule(
+        plan = resolve_plan(
             pipeline.schedule,
             ranks=pipeline.ranks,
             microbatches=pipeline.microbatches,
@@ -226,14 +228,14 @@ def build_schedule(config: RunConfig) -> Schedule:
         )
     except ConfigError as error:
         raise _under_its_full_key(error, pipeline) from error
-    if pipeline.slices not in (0, schedule.num_slices):
+    if pipeline.slices not in (0, plan.num_slices):
         raise ConfigError(
-            f"{pipeline.slices}, but {schedule.name} is for {schedule.num_slices} slices; make them equal",
+            f"{pipeline.slices}, but {plan.name} is for {plan.num_slices} slices; make them equal",
             key="pipeline.slices",
         )
-    if schedule.is_forward_only:
-        raise ConfigError(f"{schedule.name} has no backwards, so nothing would be learned", key="pipeline.schedule")
-    return schedule
+    if plan.actions().is_forward_only:
+        raise ConfigError(f"{plan.name} has no backwards, so nothing would be learned", key="pipeline.schedule")
+    return plan
 
 
 def _under_its_full_key(error: ConfigError, pipeline: PipelineSection) -> ConfigError:
@@ -245,7 +247,7 @@ def _under_its_full_key(error: ConfigError, pipeline: PipelineSection) -> Config
 
 def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule, vocabulary: int) -> Pipeline:
     """Build this rank's part of the model; every rank calls it."""
-    schedule, precision, device = build_schedule(config), Precision(config.precision), device_of_rank(config)
+    schedule, precision, device = build_plan(config), Precision(config.precision), device_of_rank(config)
     plan = config.batch_plan
     # Batches of documents have other numbers of targets each, so their shares in a step differ.
     is_uneven = config.data.packing == "none"

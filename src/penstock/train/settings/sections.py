@@ -87,7 +87,9 @@ class PipelineSection(Section):
     """How the model is spread over ranks, and the order of the work."""
 
     ranks: Positive = Field(default=2, description="ranks (processes) of the pipeline")
-    schedule: str = Field(default="1f1b", min_length=1, description="name of a schedule, or a schedule file")
+    schedule: str = Field(
+        default="1f1b", min_length=1, description="name of a schedule, or a file with a schedule or program"
+    )
     options: dict[str, Scalar] = Field(default_factory=dict, description="options of the named schedule")
     microbatches: Positive = Field(default=4, description="microbatches per batch")
     slices: NotNegative = Field(
