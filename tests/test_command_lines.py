@@ -16,7 +16,7 @@ SIZE = ["--ranks", "2", "--microbatches", "4"]
 SCHEDULE = build("1f1b", ranks=2, microbatches=4)
 NAMES = [command.__name__.rpartition(".")[2] for command in COMMANDS]
 
-NEEDS_MORE = [name for name in NAMES if name != "schedules"]
+NEEDS_MORE = [name for name in NAMES if name not in ("init", "schedules")]
 CONTRADICTIONS = {
     "two schedules": (["show", "1f1b", "--function", "mine.py:f", *SIZE], "give either NAME or --function"),
     "a folder and the machine": (["doctor", "run", "--system"], "give either RUN_DIR or --system"),

@@ -13,6 +13,7 @@ from penstock.errors import ConfigError, DeadlineExceeded, NotFinite, PipelineEr
 from penstock.version import VERSION
 
 FLAGS = {
+    "init": ["--force"],
     "train": ["--force", "--fresh", "RUN.toml", "--port", "--resume", "--set"],
     "schedules": ["NAME", "--to"],
     "show": [
@@ -147,7 +148,7 @@ def test_a_bug_shows_its_traceback_and_how_to_report_it(run_command, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["shw"], "penstock: unknown command 'shw'; known: train, schedules, .*Did you mean 'show'"),
+        (["shw"], "penstock: unknown command 'shw'; known: init, train, schedules, .*Did you mean 'show'"),
         (["--verson"], "penstock: unknown option --verson. Did you mean '--version'"),
         (["show"], "penstock show: give either NAME or --function FILE:NAME"),
         (["show", "1f1b", "--rank", "4"], "penstock show: unknown option --rank. Did you mean '--ranks'"),

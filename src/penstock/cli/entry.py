@@ -15,6 +15,7 @@ from penstock.cli import (
     doctor,
     evaluate,
     generate,
+    init,
     profile,
     runs,
     schedules,
@@ -65,6 +66,7 @@ class Command(Protocol):
 
 
 COMMANDS: tuple[Command, ...] = (
+    init,
     train,
     schedules,
     show,

@@ -1,0 +1,88 @@
+"""`penstock init`: what it writes runs as it is, and nothing is replaced unasked."""
+
+import json
+import re
+
+import pytest
+
+from penstock.cli.entry import main
+from penstock.train.settings.config import load_config
+from penstock.train.setup import check_plan
+from tests.tiny_run import PENSTOCK, TORCHRUN, settings, start
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tmp").mkdir()
+    return tmp_path
+
+
+def done(process):
+    output, errors = process.communicate(timeout=280)
+    assert process.returncode == 0, output + errors
+    return output
+
+
+def test_without_arguments_a_run_file_is_written_and_the_next_command_said(capsys, place):
+    assert main(["init"]) == 0
+
+    assert capsys.readouterr().out == "RUN.toml is written; next: penstock train RUN.toml\n"
+    check_plan(load_config("RUN.toml"))
+
+
+def test_a_file_may_have_another_name_which_its_text_has_too(capsys, place):
+    assert main(["init", "script", "mine.py"]) == 0
+    assert main(["init", "run", "mine.toml"]) == 0
+
+    assert "torchrun --standalone --nproc-per-node 2 mine.py" in (place / "mine.py").read_text()
+    assert "penstock train mine.toml" in (place / "mine.toml").read_text()
+    assert "RUN.toml" not in (place / "mine.toml").read_text()
+
+
+@pytest.mark.slow
+def test_the_run_file_trains_as_it_is(place):
+    main(["init"])
+
+    output = done(start([*PENSTOCK, "train", "RUN.toml", *settings("run.steps=22")], place))
+
+    rows = [json.loads(line) for line in (place / "runs/first/metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert (place / "runs/first/timeline.html").exists()
+    assert "on 2 ranks" in output
+
+
+@pytest.mark.slow
+def test_the_script_runs_on_one_process_and_under_torchrun_with_equal_losses(place):
+    main(["init", "script"])
+
+    found = [done(start(command, place)) for command in (["train.py"], [*TORCHRUN, "2", "train.py"])]
+
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", found[0])]
+    assert found[0] == found[1]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] / 2
+
+
+def test_a_file_that_exists_is_replaced_only_with_force(capsys, place):
+    (place / "train.py").write_text("mine")
+
+    assert main(["init", "script"]) == 1
+    error = capsys.readouterr().err
+    assert error == "penstock: PATH: train.py exists; give another name, or --force to replace it\n"
+    assert (place / "train.py").read_text() == "mine"
+    assert main(["init", "script", "--force"]) == 0
+    assert "ps.Pipeline(" in (place / "train.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (["mine.toml"], 2, "invalid choice: 'mine.toml'"),
+        (["run", "nowhere/RUN.toml"], 1, "PATH: nowhere is not a folder; make it first"),
+        (["run", "."], 1, "is not a regular file; give another name"),
+    ],
+)
+def test_wrong_arguments_are_refused(capsys, place, arguments, status, text):
+    assert main(["init", *arguments]) == status
+    assert text in capsys.readouterr().err
