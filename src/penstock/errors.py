@@ -33,6 +33,9 @@ MAX_MEANT_CHARACTERS = 60
 class PenstockError(Exception):
     """Base of every error raised on purpose: catching it catches them all."""
 
+    exit_status = 1
+    """What a process ends with that nobody catches it in; `penstock` commands too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Violation:
@@ -101,13 +104,19 @@ class PartitionError(PenstockError):
 class NotFinite(PenstockError):
     """A loss or a gradient norm is infinite or not a number, so a run ends before its weights change."""
 
+    exit_status = 7
+
 
 class CheckpointError(PenstockError):
     """A checkpoint, or a file of weights, cannot be read or written, or there is none."""
 
+    exit_status = 6
+
 
 class NotSaved(CheckpointError):
     """A checkpoint, or a file of weights, cannot be written; those of before are as they were."""
+
+    exit_status = 1
 
 
 class PipelineError(PenstockError):
@@ -120,6 +129,8 @@ class PipelineError(PenstockError):
     `finding` is where the first value that is not finite was made, the same text on every rank that can see it, if that
     is why the step failed; else empty.
     """
+
+    exit_status = 4
 
     def __init__(
         self,
@@ -153,6 +164,8 @@ class PeerLost(PipelineError):
 
 class DeadlineExceeded(PipelineError):
     """A wait took longer than its deadline."""
+
+    exit_status = 5
 
 
 class PenstockWarning(UserWarning):

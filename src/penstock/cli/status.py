@@ -4,12 +4,7 @@ import traceback
 from enum import IntEnum
 
 from penstock.errors import (
-    CheckpointError,
-    DeadlineExceeded,
-    NotFinite,
-    NotSaved,
     PenstockError,
-    PipelineError,
     hint_of_limit,
 )
 
@@ -50,16 +45,8 @@ def status_of(error: BaseException) -> ExitStatus:
     match error:
         case KeyboardInterrupt() | BrokenPipeError():
             return ExitStatus.INTERRUPTED
-        case DeadlineExceeded():
-            return ExitStatus.HANG_ENDED
-        case PipelineError():
-            return ExitStatus.RANK_FAILED
-        case NotFinite():
-            return ExitStatus.NOT_FINITE
-        case CheckpointError() if not isinstance(error, NotSaved):
-            return ExitStatus.NO_CHECKPOINT
         case PenstockError():
-            return ExitStatus.WRONG_INPUT
+            return ExitStatus(error.exit_status)
         case OSError() if error.filename is not None:
             return ExitStatus.WRONG_INPUT
         case _:

@@ -21,12 +21,16 @@ import torch.distributed as dist
 
 from penstock.errors import ConfigError, PipelineError
 from penstock.execute.transport.protocol import missing_ranks
+from penstock.execute.transport.uncaught import install
 
 LOG = logging.getLogger("penstock")
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _RESTART_COUNT, _AGENT_HAS_STORE = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"
 LONGEST_PAUSE_S = 0.02
 """Between two looks into the store."""
+PATIENCE_S = 2.0
+"""How long the other ranks leave it to the one to blame to report an error."""
 _FIX = "Start every rank with torchrun, or unset RANK and WORLD_SIZE to train in this process alone"
 
 
@@ -42,6 +46,8 @@ class Launch:
     """How often the launcher has restarted the ranks."""
     has_store: bool = False
     """Whether the launcher listens at the address; else rank 0 does."""
+    error_file: str = ""
+    """Where the launcher looks for the reason why this process failed, if it does."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> "Launch | None":
@@ -71,6 +77,7 @@ class Launch:
             _number(environment, "MASTER_PORT"),
             environment.get(_RESTART_COUNT, "0"),
             environment.get(_AGENT_HAS_STORE) == "True",
+            environment.get(_ERROR_FILE, ""),
         )
 
 
@@ -87,6 +94,7 @@ class DefaultGroup:
     def __init__(self) -> None:
         self._store: dist.Store | None = None  # kept: it is where the ranks meet again for a second group
         self._group: dist.ProcessGroup | None = None
+        self._launch: Launch | None = None
         self._num_groups = 0
         self._num_users = 0
 
@@ -108,9 +116,25 @@ class DefaultGroup:
                 f"{launch.port} within {timeout_s:g} s ({error}). Check that every rank was started and reaches "
                 "that address"
             ) from error
-        self._group, self._num_users = dist.group.WORLD, 0
+        if self._launch is None:
+            install(self._claims, launch.error_file)
+        self._group, self._num_users, self._launch = dist.group.WORLD, 0, launch
         atexit.register(self._destroy)  # of pipelines that nobody closes
         LOG.info("rank %d joined the %d ranks that torchrun started, over %s", launch.rank, launch.num_ranks, backend)
+
+    def _claims(self, rank_to_blame: int | None) -> bool:
+        """Whether this rank is to report why all ranks end: the one to blame, or the first to ask if that is silent."""
+        launch, store = self._launch, self._store
+        if launch is None or store is None:
+            return True
+        key = f"penstock/attempt{launch.attempt}/reported"
+        try:
+            end_s = time.monotonic() + (PATIENCE_S if rank_to_blame not in (None, launch.rank) else 0.0)
+            while not store.check([key]) and time.monotonic() < end_s:
+                time.sleep(LONGEST_PAUSE_S)
+            return bool(store.add(key, 1) == 1)
+        except RuntimeError:  # the process with the store has ended
+            return True
 
     def enter(self) -> Callable[[], None] | None:
         """Note one more user, and return what notes that it has left; None if the default group is another one.

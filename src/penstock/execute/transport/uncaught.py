@@ -1,0 +1,87 @@
+"""What a rank prints about an error of Penstock that nobody caught: of all ranks one prints it, without our own frames.
+
+Installed by a pipeline that joins the ranks of torchrun, since the process is its own then. Errors of other kinds go to
+the hook that was there before. The whole traceback is kept: in the file that torchrun names in its table, and in the
+log (logger `penstock`, at debug).
+"""
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from penstock import errors
+from penstock.errors import PenstockError, PipelineError
+
+LOG = logging.getLogger("penstock")
+_HIDDEN = (contextlib.__file__, *(f"{Path(file).parent}{os.sep}" for file in (errors.__file__, torch.__file__)))
+"""Files, and folders of files, whose frames say nothing to the user."""
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def install(claims: Callable[[int | None], bool], error_file: str) -> None:
+    """Print uncaught errors of Penstock once: on the rank for which `claims(rank to blame)` is true.
+
+    `error_file` is where torchrun looks for a reason, if it does.
+    """
+    before: Hook = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, PenstockError):
+            before(kind, error, trace)
+            return
+        is_first = claims(error.rank if isinstance(error, PipelineError) else None)
+        if is_first:
+            sys.stderr.write(text_of(error))
+        LOG.debug("the rank ends by an error", exc_info=error)
+        if error_file:
+            _write(Path(error_file), error, is_first=is_first)
+        raise SystemExit(error.exit_status)
+
+    sys.excepthook = report
+
+
+def text_of(error: BaseException) -> str:
+    """Return the traceback without frames of Penstock and torch, and without causes that have no other frames."""
+    found = traceback.TracebackException.from_exception(error)
+    _keep_users(found)
+    return "".join(found.format())
+
+
+def _keep_users(found: traceback.TracebackException) -> None:
+    while True:
+        found.stack = traceback.StackSummary.from_list([frame for frame in found.stack if _is_users(frame)])
+        cause = _cause(found)
+        while cause is not None and not any(map(_is_users, cause.stack)):
+            cause = _cause(cause)
+        found.__cause__, found.__context__ = cause, None
+        if cause is None:
+            return
+        found = cause
+
+
+def _cause(found: traceback.TracebackException) -> traceback.TracebackException | None:
+    return found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+
+
+def _is_users(frame: traceback.FrameSummary) -> bool:
+    return not frame.filename.startswith(_HIDDEN)
+
+
+def _write(path: Path, error: PenstockError, *, is_first: bool) -> None:
+    """Write what torchrun's table shows; it takes the earliest as the root cause, by whole seconds."""
+    shown = str(error).partition("\n")[0] if is_first else "another rank has said why"
+    when = int(time.time()) + (0 if is_first else 1)
+    extra = {"timestamp": str(when), "penstock_traceback": "".join(traceback.format_exception(error))}
+    try:
+        path.write_text(json.dumps({"message": {"message": shown, "extraInfo": extra}}), encoding="utf-8")
+    except OSError as failure:
+        LOG.warning("%s cannot be written: %s", path, failure)

@@ -1,0 +1,130 @@
+"""An uncaught error of Penstock is printed by one rank, with the user's lines only, and ends all with its status."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.errors import ConfigError, NotFinite, PipelineError
+from penstock.execute.transport.uncaught import install, text_of
+from tests.local_pipelines import error_of
+from tests.page_ranks import _free_port, _settings_of
+from tests.pages import environment
+
+SCRIPT = """\
+import sys
+import torch
+import penstock as ps
+
+class Bad(torch.nn.Module):
+    def forward(self, hidden):
+        if sys.argv[1] == "layer":
+            raise ValueError("mine")
+        return hidden
+
+layers = [torch.nn.Linear(4, 4), Bad()]
+split = [9] if sys.argv[1] == "split" else None
+pipeline = ps.Pipeline(layers, "1f1b", 2, torch.nn.functional.mse_loss, split=split, frees_other_stages=True)
+if sys.argv[1] == "other" and pipeline.rank:
+    raise KeyError("own")
+pipeline.step(torch.ones(8, 4), target=torch.ones(8, 4))
+"""
+
+
+def run(case, folder):
+    """Run the script as two ranks; return their exit statuses and what both printed. A fork has no excepthook."""
+    (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
+    port = _free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "train.py", case],
+            cwd=folder,
+            env=environment() | _settings_of(rank, 2, port),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    texts = [rank.communicate(timeout=60)[1] for rank in ranks]
+    return [rank.returncode for rank in ranks], "".join(texts)
+
+
+@pytest.mark.slow
+def test_the_rank_to_blame_prints_the_users_lines_once(tmp_path):
+    status, text = run("layer", tmp_path)
+
+    assert status == [4, 4]
+    assert text.count("PipelineError: rank 1, 1F0, in layer 1 (Bad): ValueError: mine") == 1
+    assert text.count('train.py", line') == 2
+    assert "in forward" in text
+    assert not any(hidden in text for hidden in ("site-packages", "src/penstock", "contextlib.py"))
+
+
+@pytest.mark.slow
+def test_what_all_ranks_refuse_is_printed_by_one(tmp_path):
+    status, text = run("split", tmp_path)
+
+    assert status == [1, 1]
+    assert text.count("split [9] names 1 stages") == 1
+    assert "src/penstock" not in text
+
+
+@pytest.mark.slow
+def test_an_error_of_the_users_own_is_printed_as_before_and_the_others_say_whom_they_lost(tmp_path):
+    status, text = run("other", tmp_path)
+
+    assert status == [4, 1]
+    assert text.count("KeyError: 'own'") == 1
+    assert text.count("penstock.errors.PeerLost: ") == 1
+
+
+@pytest.fixture
+def hook(monkeypatch, tmp_path):
+    """Install the hook over one that notes what it gets; return both."""
+    passed = []
+    monkeypatch.setattr(sys, "excepthook", lambda *found: passed.append(found[0]))
+
+    def end_with(error, claims=lambda rank: True):
+        install(claims, str(tmp_path / "error.json"))
+        with pytest.raises(SystemExit) as ended:
+            sys.excepthook(type(error), error, error.__traceback__)
+        return ended.value.code
+
+    return end_with, passed
+
+
+def test_the_file_of_torchrun_has_the_first_line_and_the_whole_traceback(hook, tmp_path):
+    end_with, _ = hook
+    error = error_of(ps.Pipeline, [nn.Linear(2, 2)], "1f1bb", 2)
+
+    assert end_with(error) == 1
+    found = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert found["message"] == str(error).partition("\n")[0]
+    assert "construction.py" in found["extraInfo"]["penstock_traceback"]
+
+
+def test_a_rank_that_may_not_report_is_silent_and_ends_with_the_same_status(hook, capsys, tmp_path):
+    end_with, _ = hook
+    asked = []
+
+    assert end_with(PipelineError("x", rank=3), lambda rank: asked.append(rank)) == 4
+    assert (asked, capsys.readouterr().err) == ([3], "")
+    assert "another rank" in (tmp_path / "error.json").read_text()
+
+
+def test_other_errors_keep_the_hook_of_before(hook):
+    end_with, passed = hook
+    assert end_with(NotFinite("x")) == 7
+
+    sys.excepthook(ValueError, ValueError("x"), None)
+
+    assert passed == [ValueError]
+
+
+def test_an_error_without_a_line_of_the_users_is_its_message():
+    assert text_of(ConfigError("wrong", key="split")) == "penstock.errors.ConfigError: split: wrong\n"
+    assert torch.__path__[0] not in text_of(error_of(nn.Linear(2, 2), "x"))
