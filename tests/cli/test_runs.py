@@ -80,7 +80,7 @@ def test_a_picture_goes_by_its_suffix_and_replaces_nothing_unasked(capsys, folde
 def test_several_folders_and_patterns_are_one_table_and_one_picture(capsys, folder, tmp_path):
     write_run(tmp_path / "more" / "c", size=32)
 
-    rows = printed_by(capsys, folder / "b", tmp_path / "mo*" / "c").splitlines()[2:]
+    rows = printed_by(capsys, folder / "b", "--to", "table", tmp_path / "mo*" / "c").splitlines()[2:]
     svg = printed_by(capsys, folder / "*", tmp_path / "more", "--to", "svg")
 
     assert [row.split()[0] for row in rows] == ["b", "c"]

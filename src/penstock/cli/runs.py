@@ -18,7 +18,7 @@ SUFFIXES = {".svg": "svg", ".png": "png"}
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "folders",
+        "names",
         metavar="DIR",
         nargs="+",
         help="a run's folder, one that holds the folders of runs, or a pattern in quotes, such as 'runs/lr-*'",
@@ -34,7 +34,7 @@ def run(arguments: Namespace) -> int:
     format = wanted_format(arguments, SUFFIXES | {".json": "json"}, TABLE)
     refuse_useless(arguments, "theme", format, CURVES)
     path = result_path(arguments)
-    found = list_runs(arguments.folders)
+    found = list_runs(arguments.names)
     for problem in found.unreadable:
         complain(problem)
     runs = found.runs
@@ -133,6 +133,6 @@ def _curves(runs: Any, arguments: Namespace, format: str) -> bytes:
         )
         for each, own in zip(runs, differences(runs), strict=True)
     ]
-    [place, *more] = arguments.folders
+    [place, *more] = arguments.names
     title = f"{len(runs)} runs" if more else f"Runs in {place}"
     return run_curves(curves, title, format=format, theme=arguments.theme)
