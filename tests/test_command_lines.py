@@ -20,7 +20,10 @@ NEEDS_MORE = [name for name in NAMES if name not in ("init", "schedules")]
 CONTRADICTIONS = {
     "two schedules": (["show", "1f1b", "--function", "mine.py:f", *SIZE], "give either NAME or --function"),
     "a folder and the machine": (["doctor", "run", "--system"], "give either RUN_DIR or --system"),
-    "a format of the machine": (["doctor", "--system", "--to", "json"], "--to and --memory-limit are for a RUN_DIR"),
+    "a format of the machine": (
+        ["doctor", "--system", "--to", "json"],
+        "--to, --memory-limit and --split are for a RUN_DIR",
+    ),
     "two folders": (["train", "run.toml", "--fresh", "--force"], "--force: not allowed with argument --fresh"),
     "lowered and not": (["convert", "a", "b", "--lowered", "--compute-only"], "--compute-only: not allowed with"),
     "a number twice": (["compare", "1f1b", *SIZE, "--ranks", "4"], "--ranks is given twice; keep one"),
