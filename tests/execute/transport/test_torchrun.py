@@ -25,7 +25,7 @@ inputs, target = torch.randn(8, 8), torch.randn(8, 8)
 
 
 def make(**options):
-    return ps.Pipeline(layers, "1f1b", 4, torch.nn.functional.mse_loss, **options)
+    return ps.Pipeline(layers, "1f1b", 4, torch.nn.functional.mse_loss, frees_other_stages=False, **options)
 
 
 def line(*words):
