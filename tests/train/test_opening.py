@@ -41,3 +41,14 @@ def test_notes_follow_the_split_and_fit_the_terminal(monkeypatch):
     assert note == "the split uses measured seconds"
     assert missing.startswith("note: there will be no picture of step\n2: ")
     assert max(map(len, missing.splitlines())) <= 40
+
+
+def test_a_type_that_this_cpu_emulates_is_noted(monkeypatch):
+    seconds_of = {"torch.float32": 1.0, "torch.bfloat16": 4.0}
+    name = "penstock.train.optimizing.precision._product_s"
+    monkeypatch.setattr(name, lambda dtype: seconds_of[str(dtype)])
+
+    *_, note = lines_of(config_of(precision={"compute": "bfloat16"}))
+
+    assert note.startswith("note: bfloat16 is slower than float32 on this CPU: 4.0 times")
+    assert len(lines_of()) == 2

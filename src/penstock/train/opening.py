@@ -7,7 +7,7 @@ from penstock.pipeline import Pipeline
 from penstock.planning import few_microbatches
 from penstock.tables import Screen
 from penstock.train.devices import describe_devices, device_of_rank
-from penstock.train.optimizing.precision import Precision
+from penstock.train.optimizing.precision import Precision, note_on_speed
 from penstock.train.settings.config import RunConfig
 from penstock.train.settings.optional_packages import describe_missing_pictures
 
@@ -31,8 +31,8 @@ def opening_lines(
     yield pipeline.describe_split(width=screen.width).removesuffix("\n")
     if note:
         yield screen.wrapped(note)
-    advice = few_microbatches(pipeline.program)
-    if advice:
+    slow_type = note_on_speed(Precision(config.precision), pipeline.device)
+    for advice in filter(None, (few_microbatches(pipeline.program), slow_type)):
         yield screen.wrapped(f"note: {advice}")
     missing = describe_missing_pictures(config)
     if missing:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from penstock.models import LayerSpec
-from penstock.train.optimizing.precision import Precision, loss_scaler
+from penstock.train.optimizing.precision import Precision, loss_scaler, note_on_speed
 from penstock.train.settings.sections import ModelSection, PrecisionSection
 from tests.train.local_ranks import small_layers
 
@@ -77,3 +77,38 @@ def test_a_loss_is_scaled_to_its_share_and_against_underflow_only_in_float16():
     plain.share = scaled.share = 0.25
     assert [plain.scale_mean(loss).item(), scaled.scale_mean(loss).item()] == [0.75, 6.0]
     assert (plain.is_enabled(), scaled.is_enabled()) == (False, True)
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+def test_a_type_that_is_slower_on_this_cpu_is_noted(compute):
+    """As measured on a CPU that emulates the type, and on one that has it."""
+    emulated, native = ({torch.float32: 1e-4, getattr(torch, compute): other} for other in (4.3e-4, 0.6e-4))
+
+    assert note_on_speed(precision(compute), CPU, emulated.__getitem__) == (
+        f"{compute} is slower than float32 on this CPU: 4.3 times for a matrix product. "
+        "Leave precision.compute out to train faster"
+    )
+    assert note_on_speed(precision(compute), CPU, native.__getitem__) == ""
+
+
+def test_speed_is_measured_on_a_cpu_only_and_for_other_types_only():
+    def refuse(dtype):
+        raise AssertionError("nothing to measure")
+
+    assert note_on_speed(precision(), CPU, refuse) == ""
+    assert note_on_speed(precision("bfloat16"), torch.device("cuda", 0), refuse) == ""
+
+
+def test_the_measured_seconds_are_those_of_the_type(monkeypatch):
+    """Products of a type that the CPU emulates take longer; the clock counts them here."""
+    now_s, seconds_of = [0.0], {torch.float32: 1.0, torch.float16: 3.0}
+    product = torch.mm
+
+    def slow(left, right):
+        now_s[0] += seconds_of[left.dtype]
+        return product(left, right)
+
+    monkeypatch.setattr(torch, "mm", slow)
+    monkeypatch.setattr("time.perf_counter", lambda: now_s[0])
+
+    assert "3.0 times" in note_on_speed(precision("float16"), CPU)

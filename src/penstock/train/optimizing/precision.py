@@ -1,5 +1,6 @@
 """The types that a run computes in, and how its layers, gradients and losses follow from them."""
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,12 @@ from penstock.train.settings.sections import ModelSection, PrecisionSection
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """They take inputs of fewer bits than their weights, but no statistics of more; and averages need the bits."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_NUM_PRODUCTS = 5
+"""Of which the fastest counts: other processes may disturb the rest."""
+_SIDE = 128
+"""Rows and columns of the matrices: some milliseconds where a CPU emulates the type."""
+_SLOWER = 1.5
+"""How many times the seconds of float32 are worth a note; the same work varies by less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,37 @@ def loss_scaler(precision: Precision, device: torch.device) -> LossScaler:
         growth_interval=options.loss_scale_growth_steps,
         enabled=precision.scales_losses,
     )
+
+
+def note_on_speed(
+    precision: Precision, device: torch.device, product_s: Callable[[torch.dtype], float] | None = None
+) -> str:
+    """Return what to tell users whose CPU computes slower in fewer bits than in float32; empty where it does not.
+
+    Both types are measured by a small matrix product: which CPUs and libraries emulate a type changes with torch's
+    version. `product_s` returns the seconds of one product.
+    """
+    if precision.dtype is None or device.type != "cpu":
+        return ""
+    measure = product_s or _product_s
+    factor = measure(precision.dtype) / measure(torch.float32)
+    if factor < _SLOWER:
+        return ""
+    return (
+        f"{precision.options.compute} is slower than float32 on this CPU: {factor:.1f} times for a matrix product. "
+        "Leave precision.compute out to train faster"
+    )
+
+
+def _product_s(dtype: torch.dtype) -> float:
+    matrix = torch.ones(_SIDE, _SIDE, dtype=dtype, device="cpu")
+    durations_s = []
+    with torch.no_grad():
+        for _ in range(_NUM_PRODUCTS):
+            begin_s = time.perf_counter()
+            torch.mm(matrix, matrix)
+            durations_s.append(time.perf_counter() - begin_s)
+    return min(durations_s)
 
 
 def _built_in(dtype: torch.dtype, build: Callable[[], nn.Module]) -> nn.Module:
