@@ -25,7 +25,7 @@ def text(tmp_path):
     return path
 
 
-def runner_of(text, pipelines, microbatches=2, **sections):
+def runner_of(text, pipelines, microbatches=2, compile=False, **sections):
     table = {
         "run": {"folder": str(text.parent / "run"), "steps": STEPS, "record_step": 0, "evaluate_batches": 0},
         "pipeline": {"ranks": 1, "microbatches": 2},
@@ -35,7 +35,8 @@ def runner_of(text, pipelines, microbatches=2, **sections):
     }
     config = config_from_table(table | {name: table.get(name, {}) | given for name, given in sections.items()})
     dataset = open_dataset(config, text.parent / "tokens")
-    pipeline = Pipeline(build_layers(config, dataset.vocabulary), microbatches=microbatches, loss=cross_entropy_loss)
+    layers = build_layers(config, dataset.vocabulary)
+    pipeline = Pipeline(layers, microbatches=microbatches, loss=cross_entropy_loss, compile=compile)
     pipelines.enter_context(closing(pipeline))
     runner = StepRunner(config, dataset, build_trainer(config, pipeline))
     pipelines.enter_context(runner.reading(1))
@@ -112,6 +113,20 @@ def test_recorded_and_profiled_steps_are_slowed(text, pipelines):
     runner = runner_of(text, pipelines, run={"record_step": 1}, profile={"steps": [3, 4]})
 
     assert [runner.run(step).is_slowed for step in range(1, STEPS + 1)] == [True, False, True, True, False, False]
+
+
+@pytest.mark.slow
+def test_a_compilation_is_told_while_it_lasts(text, pipelines):
+    run = {"evaluate_batches": 1, "evaluate_every": 2}
+    runner, told = runner_of(text, pipelines, compile="aot_eager", run=run), []
+
+    has_compiled = [runner.run(step, told.append).has_compiled for step in (1, 2, 3)]
+
+    assert has_compiled == [True, False, False]
+    assert told == [
+        "step 1 compiles the layers; that takes a while",
+        "the evaluation after step 2 compiles the layers; that takes a while",
+    ]
 
 
 def test_steps_are_evaluated_where_it_is_due_and_the_last_always(text, pipelines):

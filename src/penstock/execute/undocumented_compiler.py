@@ -4,6 +4,7 @@ Each has a test of its own in tests/execute/test_undocumented_compiler.py. Parts
 are needed, since it takes seconds to load.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from importlib import import_module
@@ -153,6 +154,8 @@ def continuing() -> Callable[[Callable[[], T]], T]:
 
 def watch_compilations(begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
     """Have functions called where a compilation begins and ends, on its thread; return what ends that."""
+    if "torch._dynamo" not in sys.modules:  # nothing can be compiled before it is loaded, which takes seconds
+        return lambda: None
     callbacks = _callbacks()
     pair = (lambda _: begin(), lambda _: end())
     callbacks.register_start_callback(pair[0])

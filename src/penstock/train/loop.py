@@ -180,7 +180,7 @@ def _run_steps(
         stack.enter_context(runner.reading(first_step))
         stack.enter_context(stop.watched(2 * config.run.deadline_s))
         for step in range(first_step, config.run.steps + 1):
-            metrics = runner.run(step)
+            metrics = runner.run(step) if writer is None else runner.run(step, writer.say)
             peak_bytes = metrics.peak_bytes or peak_bytes
             if writer is not None:
                 writer.write(metrics)

@@ -13,6 +13,7 @@ from penstock.train.data.batches import Batch, BatchReader, Dataset, Wants
 from penstock.train.settings.config import RunConfig
 from penstock.train.step import StepOutcome, Trainer, advice_on, require_finite
 from penstock.train.stopping import refusing_exit
+from penstock.train.watching.compilation import CompilationWatch, Say
 from penstock.train.watching.profiler_window import ProfilerWindow
 from penstock.train.watching.progress import StepMetrics
 from penstock.train.watching.rank_memory import peak_bytes
@@ -53,6 +54,7 @@ class StepRunner:
         self._held_out = dataset.held_out_batches(num_held_out, self._wants) if num_held_out else []
         self._held_out_weights = dataset.held_out_weights(num_held_out) if num_held_out else None
         self._reader: BatchReader | None = None
+        self._compilation = CompilationWatch()
 
     def continue_recording(self, first_step: int) -> None:
         """Keep what the run recorded before `first_step`, unless it ran otherwise then: with other ranks, for example.
@@ -85,14 +87,15 @@ class StepRunner:
             self._reader = reader
             yield
 
-    def run(self, step: int) -> StepMetrics:
-        """Run one optimizer step, counted from 1, and evaluate where it is due."""
+    def run(self, step: int, say: Say = lambda line: None) -> StepMetrics:
+        """Run one optimizer step, counted from 1, and evaluate where it is due; `say` shows people a line meanwhile."""
         plan = self._config.batch_plan
         assert self._reader is not None, "steps run within `reading`"
         self._reader.begin(plan.begin(step))
         batches = _Batches(self._reader, plan.begin(step), plan.count(step))
         is_recorded = self._is_recorded(step)
-        with refusing_exit(f"step {step}"), self._profiler.around(step):
+        compilation = self._compilation.around(f"step {step}", say)
+        with refusing_exit(f"step {step}"), self._profiler.around(step), compilation:
             begin_s = time.monotonic()
             outcome = self.trainer.step(
                 step,
@@ -102,6 +105,7 @@ class StepRunner:
                 skip_update=self._config.run.skip_updates,
             )
             duration_s = time.monotonic() - begin_s
+        has_compiled = self._compilation.has_begun
         if step == self._recorded_step:
             self.recorded = outcome.recorded
         return StepMetrics(
@@ -112,13 +116,14 @@ class StepRunner:
             learning_rate=outcome.learning_rate,
             gradient_norm=outcome.gradient_norm,
             bubble_fraction=None if outcome.recorded is None else outcome.recorded.timeline.bubble_fraction,
-            held_out_loss=self._held_out_loss(step, outcome),
+            held_out_loss=self._held_out_loss(step, outcome, say),
             loss_scale=outcome.loss_scale,
             num_skipped=self.trainer.update.num_skipped,
             predicted_bubble_fraction=self._predicted_bubble(outcome),
             data_wait_s=outcome.data_wait_s,
             peak_bytes=self._peak_bytes(step),
             is_slowed=is_recorded or self._profiler.has(step),
+            has_compiled=has_compiled,
         )
 
     def _is_recorded(self, step: int) -> bool:
@@ -142,12 +147,13 @@ class StepRunner:
         pipeline = self.trainer.pipeline
         return cast("list[int]", pipeline.control.all_gather_object(peak_bytes(pipeline.device)))
 
-    def _held_out_loss(self, step: int, outcome: StepOutcome) -> float | None:
+    def _held_out_loss(self, step: int, outcome: StepOutcome, say: Say) -> float | None:
         every = self._config.run.evaluate_every
         is_due = step == self._config.run.steps or (every > 0 and step % every == 0)
         if not (self._held_out and is_due):
             return None
-        loss = self.trainer.evaluate(self._held_out, self._held_out_weights)
+        with self._compilation.around(f"the evaluation after step {step}", say):
+            loss = self.trainer.evaluate(self._held_out, self._held_out_weights)
         require_finite(
             "the held-out loss", loss, step, advice_on(outcome.learning_rate, self._config.optimizer.clip_norm)
         )

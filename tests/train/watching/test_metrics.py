@@ -69,6 +69,34 @@ def test_recorded_steps_do_not_count_in_tokens_per_second_and_what_is_left(tmp_p
     assert [row["duration_s"] for row in rows] == [4.0, 0.5, 4.0, 0.25]
 
 
+def test_compiling_steps_do_not_count_and_alone_leave_open_what_is_left(tmp_path):
+    compiling = step_of(1, duration_s=40.0, has_compiled=True)
+    shown = write_all(
+        tmp_path / "run",
+        [compiling, replace(compiling, step=2, is_slowed=True), step_of(3), replace(compiling, step=4)],
+    )
+
+    rows = objects_of(tmp_path / "run")
+    assert ["left_s" in row for row in rows] == [False, False, True, True]
+    assert [row["left_s"] for row in rows[2:]] == [3.5, 3.0]
+    assert [row["tokens_per_s"] for row in rows] == [2.5, 2.5, 200.0, 200.0]
+    assert "left -" in shown.splitlines()[0]
+
+
+def test_nothing_is_left_after_a_last_step_that_compiled(tmp_path):
+    write_all(tmp_path, [step_of(1, has_compiled=True)], num_steps=1)
+
+    assert objects_of(tmp_path)[0]["left_s"] == 0.0
+
+
+def test_a_line_is_shown_between_steps(tmp_path):
+    output = io.StringIO()
+    with MetricsWriter(tmp_path, MetricsSection(), num_steps=2, output=output) as writer:
+        writer.say("step 1 compiles the layers; that takes a while")
+
+        assert output.getvalue() == "step 1 compiles the layers; that takes a while\n"
+
+
 def test_utilization_follows_from_tokens_per_second(tmp_path):
     utilization = Utilization(flops_per_token=6.0, flops_per_s=2400.0)
     writer = MetricsWriter(tmp_path, MetricsSection(), num_steps=2, output=io.StringIO(), utilization=utilization)

@@ -42,6 +42,7 @@ def test_what_was_not_measured_is_a_dash_or_left_out():
     assert "bubble     -" in line
     assert "held-out" not in line
     assert "0 tokens/s" in line
+    assert "left -  " in step_line(METRICS, replace(PACE, left_s=None), num_steps=600)
 
 
 def test_what_only_some_runs_have_is_at_the_end():
@@ -90,15 +91,17 @@ def test_a_terminal_gets_one_line_in_place_and_whole_lines_above_it(monkeypatch,
 
     with open_display(output, 600) as display:
         display.show(METRICS, PACE)
+        display.say("step 8 compiles the layers; that takes a while")
         for step in range(8, 20):
             display.update(replace(METRICS, step=step, held_out_loss=None), PACE)
 
     assert step_line(METRICS, PACE, num_steps=600) in output.getvalue()
+    assert "step 8 compiles the layers; that takes a while" in output.getvalue()
     lines = re.split(r"[\r\n]|\x1b\[[?\d]*[A-Za-z]", output.getvalue())
     live = [line for line in lines if line.startswith("step  19/600")]
     assert live
     assert all(len(line) <= int(width) for line in live)
-    assert output.getvalue().count("\n") <= 2
+    assert output.getvalue().count("\n") <= 3
 
 
 def test_shares_of_a_long_preparation_are_told_every_five_seconds_and_of_a_short_one_never():

@@ -10,7 +10,6 @@ threads. Relies on: torch calls back on the thread that compiles, and a backward
 that runs it.
 """
 
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -90,8 +89,6 @@ class Compilations:
         return agreed.signature not in self._settled
 
     def _watch(self) -> Callable[[], None]:
-        if "torch._dynamo" not in sys.modules:  # nothing can be compiled before it is loaded, which takes seconds
-            return lambda: None
         thread = threading.get_ident()
 
         def is_own() -> bool:

@@ -96,6 +96,11 @@ class MetricsWriter:
             self._display.show(shown, pace)
             self._shown_at_s = self._clock()
 
+    def say(self, line: str) -> None:
+        """Show people a line at once."""
+        assert self._display is not None, "used outside its with block"
+        self._display.say(line)
+
     def _wanted_sinks(self) -> Iterator[AbstractContextManager[Sink]]:
         if self._options.tensorboard:  # first: where it is missing, nothing has been made yet
             yield open_tensorboard(self._folder / TENSORBOARD, self._first_step)
@@ -110,15 +115,17 @@ class MetricsWriter:
     def _pace(self, metrics: StepMetrics) -> Pace:
         """Expect each remaining step to be like the middle one of the last steps: a slow one counts little.
 
-        Recording and profiling take time, so such a step counts only where there is no other.
+        Recording and profiling take time, so such a step counts only where there is no other. Compiling takes far more,
+        so such a step says nothing of how long the rest takes.
         """
-        if not metrics.is_slowed:
+        if not (metrics.is_slowed or metrics.has_compiled):
             self._recent.append(metrics)
-        recent = self._recent or [metrics]
-        left_s = (self._num_steps - metrics.step) * median_high([each.duration_s for each in recent])
+        recent, num_left = self._recent or [metrics], self._num_steps - metrics.step
+        left_s = num_left * median_high([each.duration_s for each in recent])
+        is_known = self._recent or not (metrics.has_compiled and num_left)
         tokens_per_s = median([each.tokens_per_s for each in recent])
         share = None if self._utilization is None else self._utilization.share(tokens_per_s)
-        return Pace(tokens_per_s, left_s, share)
+        return Pace(tokens_per_s, left_s if is_known else None, share)
 
     def _with_last_measured(self, metrics: StepMetrics) -> StepMetrics:
         """Return what people see: the last measured bubble and memory; the files hold them where they were measured."""

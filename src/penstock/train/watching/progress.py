@@ -47,6 +47,8 @@ class StepMetrics:
     """Seconds that rank 0 waited for the batches."""
     is_slowed: bool = False
     """Whether it was recorded or profiled, which takes time: then it does not count in tokens per second."""
+    has_compiled: bool = False
+    """Whether rank 0 compiled layers in it: then no other step is expected to take as long."""
     peak_bytes: Sequence[int] = ()
     """The most memory of each rank so far; empty where it was not gathered."""
 
@@ -57,11 +59,11 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast a run is: the middle of its last steps, of which recorded ones do not count."""
+    """How fast a run is: the middle of its last steps, of which recorded and compiling ones do not count."""
 
     tokens_per_s: float
-    left_s: float
-    """Seconds until the last step."""
+    left_s: float | None
+    """Seconds until the last step; None as long as every step has compiled."""
     utilization: float | None = None
     """Model FLOPs as a share of what the devices can do; absent where that is not known."""
 
@@ -74,6 +76,9 @@ class Display(Protocol):
 
     def show(self, metrics: StepMetrics, pace: Pace) -> None:
         """Show a line that stays."""
+
+    def say(self, line: str) -> None:
+        """Show a line that stays, which is not about a finished step."""
 
 
 class ShareLines:
@@ -102,7 +107,7 @@ def step_line(metrics: StepMetrics, pace: Pace, *, num_steps: int) -> str:
     parts = [
         f"step {metrics.step:>{len(str(num_steps))}}/{num_steps}",
         f"loss {metrics.loss:.4f}",
-        f"left {duration_text(pace.left_s)}",
+        f"left {MISSING if pace.left_s is None else duration_text(pace.left_s)}",
         f"{pace.tokens_per_s:>7,.0f} tokens/s",
         f"{metrics.duration_s:.3f} s/step",
         f"bubble {bubble:>5}",
@@ -151,7 +156,10 @@ class _Lines:
         """Do nothing: what is written to a pipe stays."""
 
     def show(self, metrics: StepMetrics, pace: Pace) -> None:
-        self.output.write(f"{step_line(metrics, pace, num_steps=self.num_steps)}\n")
+        self.say(step_line(metrics, pace, num_steps=self.num_steps))
+
+    def say(self, line: str) -> None:
+        self.output.write(f"{line}\n")
         self.output.flush()
 
 
@@ -170,8 +178,10 @@ class _Live:
         self.live.update(Text(line, no_wrap=True, overflow="ellipsis"))
 
     def show(self, metrics: StepMetrics, pace: Pace) -> None:
+        self.say(step_line(metrics, pace, num_steps=self.num_steps))
+
+    def say(self, line: str) -> None:
         # The terminal wraps a line that is too long; rich would cut it.
-        line = step_line(metrics, pace, num_steps=self.num_steps)
         self.live.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
