@@ -11,7 +11,7 @@ fail runs within the two exchanges, by which it fails on all ranks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,12 +38,13 @@ from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
 from penstock.execute.observing.shared_buffers import shared_buffers
 from penstock.execute.options import PipelineOptions, refuse_unknown
 from penstock.execute.runner import Runner
-from penstock.execute.stages.assemble import Assembly, assemble, num_parameters, with_skips
+from penstock.execute.stages.assemble import Assembly, assemble, with_skips
 from penstock.execute.stages.carried import refuse_layers_that_look_back
 from penstock.execute.stages.compiled_layers import compile_layers, without_wrappers
 from penstock.execute.stages.layers import Layer, layer_names, spec_attribute
 from penstock.execute.stages.main_gradients import require_shapes
 from penstock.execute.stages.other_layers import OtherLayers
+from penstock.execute.stages.parameter_counts import count_parameters
 from penstock.execute.stages.shared_builders import build_own, refuse_shared_objects
 from penstock.execute.stages.signatures import taken_keywords
 from penstock.execute.stages.skips import skip_names
@@ -53,7 +54,7 @@ from penstock.execute.transport.world import default_device, shares_process
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.split_backwards import with_split_backwards
-from penstock.partition.split import split_over
+from penstock.partition.split import ParameterCounts, split_over
 from penstock.planning import ScheduleLike, memory_demand, prove_and_lower_once, resolve_plan
 from penstock.proofs import prove_weight_order
 from penstock.schedules import find_family, is_family_name
@@ -144,7 +145,6 @@ class Plan:
         return Found(
             keywords=sorted({name for layer in own.values() for name in taken_keywords(layer).names()}),
             skips={str(index): skip_names(layer) for index, layer in own.items()},  # JSON has texts as keys
-            num_parameters={self.layer_names[index]: num_parameters(layer) for index, layer in own.items()},
             shared=self.shared_parameters,
             host=host_of_processes(),
             clock_host=self.options.clock.host,
@@ -193,8 +193,8 @@ class Construction:
     assembly: Assembly
     programs: Programs
     runner: Runner
-    num_parameters: dict[str, int]
-    """Per layer of the whole model, in order."""
+    parameter_counts: ParameterCounts = field(default_factory=ParameterCounts)
+    """Of the stages of all ranks."""
     unsplittable: str = ""
     """Why backwards may not be split on some rank; empty where they may be on all."""
     num_kept: int = 0
@@ -208,6 +208,7 @@ class Construction:
         return {
             "setup": {"tied": f"stages {self.assembly.tied_groups}", "reduce_stage": reduce_stage},
             "copies": described_copies(copies),
+            "parameters": count_parameters(self.assembly),
             "unsplittable": unsplittable(self.assembly.stages, stages, "split_backwards=True"),
         }
 
@@ -227,6 +228,7 @@ def construct(joined: Joined, request: Request) -> Construction:
         made, everyone = joined.exchange(lambda: _assembled(joined, plan, agreed, memory), Construction.told)
     require_equal([theirs["setup"] for theirs in everyone])
     require_equal_kinds([theirs["copies"] for theirs in everyone])
+    made.parameter_counts = ParameterCounts.of_ranks([theirs["parameters"] for theirs in everyone])
     made.unsplittable = next((str(theirs["unsplittable"]) for theirs in everyone if theirs["unsplittable"]), "")
     for copy in made.assembly.tied_copies.values():
         copy.share_values(joined.transport)
@@ -281,8 +283,7 @@ def _assembled(joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemor
         loss_weights=plan.loss_weights,
         program_of=programs.of,
     )
-    counts = {name: agreed.num_parameters[name] for name in plan.layer_names}
-    return Construction(plan, assembly, programs, runner, counts)
+    return Construction(plan, assembly, programs, runner)
 
 
 def _resolve(joined: Joined, request: Request) -> Schedule | Program:

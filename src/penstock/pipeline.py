@@ -259,19 +259,19 @@ class Pipeline(ModelPart):
         return self._control
 
     def describe_split(self, *, width: int | None = None) -> str:
-        """Draw which stage has which layers, its share of the weight, and its parameters, copies of tied ones too.
+        """Draw which stage has which layers, its share of the weight, and its parameters, each once per rank.
 
+        Last lines name the stages that hold parameters of another stage, on their rank or as copies on another one.
         After a recorded step that splits backwards, also which share of its weight gradients waits for W. `width` is
         the number of columns to fit; without it, nothing is folded or left out.
         """
-        counts, screen = self._made.num_parameters, Screen(width)
         early = {} if self.recording is None else self.recording.early_weights
         return describe_split(
             self.layers_of_stage,
-            list(counts),
+            self._made.plan.layer_names,
             self.layer_weights,
-            list(counts.values()),
-            screen,
+            self._made.parameter_counts,
+            Screen(width),
             late_shares={stage: 1 - found.share for stage, found in early.items()},
         )
 

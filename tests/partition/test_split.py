@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError
-from penstock.partition.split import describe_split, split_layers, split_over, split_text
+from penstock.partition.split import ParameterCounts, describe_split, split_layers, split_over, split_text
 from penstock.placement import Placement
 from penstock.tables import Screen
 
@@ -71,10 +71,14 @@ def test_less_than_one_stage_is_refused():
 NAMES = ["embedding", "blocks.0", "blocks.1", "norm", "head"]
 
 
+def counts(*of_stage, **ties):
+    return ParameterCounts({(stage,): number for stage, number in enumerate(of_stage)}, **ties)
+
+
 def test_a_split_is_drawn_with_shares_and_names():
     stages = split_layers(5, 3, split=[2, 2, 1])
 
-    assert describe_split(stages, NAMES, [0, 1, 1, 0, 2], [1] * 5) == (
+    assert describe_split(stages, NAMES, [0, 1, 1, 0, 2], counts(2, 2, 1)) == (
         "stage  layers  weight  parameters  names\n"
         "────────────────────────────────────────────────────────\n"
         "    0       2   25.0%           2  embedding .. blocks.0\n"
@@ -88,7 +92,9 @@ def test_a_split_is_drawn_with_shares_and_names():
 def test_a_split_fits_a_narrow_screen(width):
     stages = split_layers(5, 3, split=[2, 2, 1])
 
-    lines = describe_split(stages, NAMES, [0, 1, 1, 0, 2], [1_000_000] * 5, Screen(width)).splitlines()
+    lines = describe_split(
+        stages, NAMES, [0, 1, 1, 0, 2], counts(2_000_000, 2_000_000, 1_000_000), Screen(width)
+    ).splitlines()
 
     assert max(map(len, lines)) <= max(width, 27)  # a stage, its share and a part of its names need 27
     assert {"stage", "weight", "names"} <= set(lines[0].split())
@@ -98,7 +104,7 @@ def test_a_split_fits_a_narrow_screen(width):
 def test_parameters_are_drawn_where_they_are_given():
     stages = split_layers(5, 2, split=[3, 2])
 
-    assert describe_split(stages, NAMES, [0, 1, 1, 0, 2], [1000, 10, 10, 4, 2000]) == (
+    assert describe_split(stages, NAMES, [0, 1, 1, 0, 2], counts(1020, 2004)) == (
         "stage  layers  weight  parameters  names\n"
         "────────────────────────────────────────────────────────\n"
         "    0       3   50.0%       1,020  embedding .. blocks.1\n"
@@ -133,7 +139,7 @@ def test_routes_of_different_length_are_refused():
 def test_copies_of_a_stage_are_drawn_as_one_row():
     stages = split_over(Placement.bidirectional(2), 5)
 
-    assert describe_split(stages, NAMES, [0, 1, 1, 0, 2], [1] * 5) == (
+    assert describe_split(stages, NAMES, [0, 1, 1, 0, 2], counts(3, 2, 3, 2)) == (
         "  stage  layers  weight  parameters  names\n"
         "──────────────────────────────────────────────────────────\n"
         "0 and 2       3   50.0%           3  embedding .. blocks.1\n"
@@ -143,14 +149,60 @@ def test_copies_of_a_stage_are_drawn_as_one_row():
 
 
 def test_shares_of_weight_gradients_that_wait_have_a_column_where_they_are_known():
-    stages, counts = [range(1), range(1, 2), range(1)], [10, 20]
+    stages, numbers = [range(1), range(1, 2), range(1)], counts(10, 20, 10)
 
-    text = describe_split(stages, ["a", "b"], [1.0, 1.0], counts, late_shares={0: 0.5, 1: 1.0, 2: 0.25})
+    text = describe_split(stages, ["a", "b"], [1.0, 1.0], numbers, late_shares={0: 0.5, 1: 1.0, 2: 0.25})
 
     rows = [line.split() for line in text.splitlines()]
     assert rows[0][-4:] == ["wait", "for", "W", "names"]
     assert [row[-2] for row in rows[2:4]] == ["25%", "100%"]
-    assert "wait for W" not in describe_split(stages, ["a", "b"], [1.0, 1.0], counts)
+    assert "wait for W" not in describe_split(stages, ["a", "b"], [1.0, 1.0], numbers)
+
+
+# ---- parameters of several stages
+
+
+def last_lines(parameters, stages=((0, 1), (1, 2), (2, 3), (3, 5)), width=None):
+    stages = [range(*ends) for ends in stages]
+    return describe_split(stages, NAMES, [1.0] * 5, parameters, Screen(width)).split("times the mean\n")[1]
+
+
+def test_parameters_that_a_rank_holds_once_count_in_one_stage_which_a_last_line_names():
+    assert last_lines(counts(1000, 10, 10, 4, shared={(3, 0): 1000})) == (
+        "tied on one rank: 1,000 parameters of stage 0 in stage 3, counted once\n"
+    )
+
+
+def test_copies_count_in_each_stage_and_last_lines_name_them_and_the_number_without():
+    assert last_lines(counts(1000, 10, 1010, 1004, copied={(2, 0): 1000, (3, 0): 1000, (3, 1): 1})) == (
+        "copies on other ranks: 1,000 parameters of stage 0 in stages 2, 3, counted in each\n"
+        "copies on other ranks: 1 parameter of stage 1 in stage 3, counted in each\n"
+        "without copies: 1,023 parameters\n"
+    )
+
+
+def test_copies_of_a_stage_that_share_parameters_with_one_another_are_one_row():
+    halves = ((0, 3), (3, 5)) * 2
+    shared = {(1, 2): 8, (3, 0): 8}
+
+    assert last_lines(counts(10, 2, 10, 2, shared=shared, copied={(2, 0): 10, (3, 1): 2}), halves) == (
+        "tied on one rank: 8 parameters of stage 0 and 2 in stage 1 and 3, counted once\n"
+    )
+
+
+def test_lines_on_tied_parameters_fit_a_narrow_screen():
+    lines = last_lines(counts(1000, 10, 1010, 1004, copied={(2, 0): 1000, (3, 0): 1000}), width=40).splitlines()
+
+    assert max(map(len, lines)) <= 40
+
+
+def test_what_the_ranks_counted_is_put_together():
+    first = {"of_stage": [[0, 5], [2, 1]], "shared": [[2, 0, 4]], "copied": []}
+    second = {"of_stage": [[1, 7]], "shared": [], "copied": [[1, 0, 4]]}
+
+    assert ParameterCounts.of_ranks([first, second]) == ParameterCounts(
+        {(0,): 5, (2,): 1, (1,): 7}, {(2, 0): 4}, {(1, 0): 4}
+    )
 
 
 def test_a_split_in_a_few_words_lists_the_layers_of_few_stages():

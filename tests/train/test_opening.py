@@ -7,7 +7,7 @@ from penstock.pipeline import Pipeline
 from penstock.tables import NO_SCREEN, Screen
 from penstock.train.opening import device_line, opening_lines
 from penstock.train.settings.config import config_from_table
-from tests.train.local_ranks import small_layers
+from tests.train.local_ranks import on_ranks, small_layers, small_pipeline
 
 
 def config_of(**sections):
@@ -21,6 +21,11 @@ def lines_of(config=None, note="", screen=NO_SCREEN, **options):
         return list(opening_lines(config or config_of(), layers, 1234, pipeline, note, screen))
 
 
+def parameters_drawn(split):
+    rows = [line.split() for line in split.splitlines()]
+    return sum(int(row[3].replace(",", "")) for row in rows if row[0].isdecimal())
+
+
 def test_the_device_line_names_device_and_precision():
     assert device_line(config_of()) == "1 rank on CPU; precision float32"
 
@@ -30,6 +35,23 @@ def test_the_lines_tell_model_text_and_split():
 
     assert summary.endswith("parameters, 1,234 tokens to train on, 1f1b on 1 rank, 4 microbatches, 6 steps")
     assert "heaviest: stage 0" in split
+
+
+def test_the_parameters_of_the_stages_add_up_to_those_of_the_first_line():
+    layers = small_layers(tied_head=True)
+
+    def case(transport):
+        with closing(small_pipeline(transport, layers, stages_per_rank=2, schedule="interleaved-1f1b")) as pipeline:
+            return list(opening_lines(config_of(), layers, 1234, pipeline, "", NO_SCREEN))[:2]
+
+    (summary, on_one), *_ = on_ranks(1, case)
+    (_, on_two), *_ = on_ranks(2, case)
+
+    total = summary.split(" parameters")[0]
+    assert f"{parameters_drawn(on_one):,}" == total
+    assert on_one.endswith("tied on one rank: 512 parameters of stage 0 in stage 1, counted once")
+    assert f"{parameters_drawn(on_two) - 512:,}" == total
+    assert on_two.endswith(f"512 parameters of stage 0 in stage 3, counted in each\nwithout copies: {total} parameters")
 
 
 def test_notes_follow_the_split_and_fit_the_terminal(monkeypatch):

@@ -1,6 +1,7 @@
 """Which layers make up which stage: even, by weight, or as given; and the table that shows it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from penstock.errors import PartitionError, count_of
@@ -10,6 +11,28 @@ from penstock.tables import NO_SCREEN, Column, Screen, table_text
 
 MOST_LISTED = 16
 """Stages whose numbers of layers are listed one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCounts:
+    """How many parameters stages hold, each counted once per rank. Keys are tuples of one or two stages."""
+
+    of_stage: Mapping[tuple[int, ...], int] = field(default_factory=dict)
+    """A parameter that several stages of one rank share counts in the first of them in the model."""
+    shared: Mapping[tuple[int, ...], int] = field(default_factory=dict)
+    """Per stage and earlier stage of its rank: how many of its parameters count there."""
+    copied: Mapping[tuple[int, ...], int] = field(default_factory=dict)
+    """Per stage and stage of another rank: how many of its parameters are copies from there, and count in both."""
+
+    @classmethod
+    def of_ranks(cls, everyone: Sequence[Mapping[str, Sequence[Sequence[int]]]]) -> "ParameterCounts":
+        """Put together what each rank counted: per field, rows of one or two stages and a number."""
+        return cls(
+            **{
+                name: {tuple(stages): number for theirs in everyone for *stages, number in theirs[name]}
+                for name in ("of_stage", "shared", "copied")
+            }
+        )
 
 
 def split_over(
@@ -78,15 +101,16 @@ def describe_split(
     stages: Sequence[range],
     names: Sequence[str],
     weights: Sequence[float],
-    num_parameters: Sequence[int],
+    parameters: ParameterCounts,
     screen: Screen = NO_SCREEN,
     *,
     late_shares: Mapping[int, float] | None = None,
 ) -> str:
     """Draw a split as a text table: per stage its layers, its share of the weight, and its parameters.
 
-    `names`, `weights` and `num_parameters` have one entry per layer. Stages that hold copies of the same layers are one
-    row. `late_shares` are those of a stage's weight gradients that wait for W, where that is known.
+    `names` and `weights` have one entry per layer. Stages that hold copies of the same layers are one row. Last lines
+    name the stages that hold parameters of other stages. `late_shares` are those of a stage's weight gradients that
+    wait for W, where that is known.
     """
     copies: dict[range, list[str]] = {}
     for index, stage in enumerate(stages):
@@ -103,14 +127,22 @@ def describe_split(
         Column("names", is_text=True),
     ]
     rows = []
-    for label, stage, share in zip(labels, stages, shares, strict=True):
-        parameters = f"{sum(num_parameters[layer] for layer in stage):,}"
+    row_of_stage = {int(index): row for row, indices in enumerate(copies.values()) for index in indices}
+    counts = _by_row(parameters.of_stage, row_of_stage)
+    for row, (label, stage, share) in enumerate(zip(labels, stages, shares, strict=True)):
         late = [_late_share(late_shares, label)] if late_shares else []
-        rows.append([label, str(len(stage)), f"{share:.1%}", parameters, *late, _first_to_last(names, stage)])
+        rows.append([label, str(len(stage)), f"{share:.1%}", f"{counts[row,]:,}", *late, _first_to_last(names, stage)])
     heaviest = max(range(len(shares)), key=lambda stage: shares[stage])
     ratio = shares[heaviest] * len(shares)
-    last = screen.wrapped(f"heaviest: stage {labels[heaviest]}, {ratio:.2f} times the mean")
-    return f"{table_text(columns, rows, screen)}\n{last}\n"
+    shared, copied = _by_row(parameters.shared, row_of_stage), _by_row(parameters.copied, row_of_stage)
+    last = [
+        f"heaviest: stage {labels[heaviest]}, {ratio:.2f} times the mean",
+        *_held_twice("tied on one rank", shared, labels, "counted once"),
+        *_held_twice("copies on other ranks", copied, labels, "counted in each"),
+    ]
+    if copied:
+        last.append(f"without copies: {sum(counts.values()) - sum(copied.values()):,} parameters")
+    return "\n".join([table_text(columns, rows, screen), *map(screen.wrapped, last)]) + "\n"
 
 
 def split_text(sizes: Sequence[int]) -> str:
@@ -120,6 +152,30 @@ def split_text(sizes: Sequence[int]) -> str:
     least, most = min(sizes), max(sizes)
     layers = count_of(most, "layer") if least == most else f"{least} to {most} layers"
     return f"split into {len(sizes)} stages of {layers}"
+
+
+def _by_row(numbers: Mapping[tuple[int, ...], int], row_of_stage: Mapping[int, int]) -> dict[tuple[int, ...], int]:
+    """Return numbers by rows instead of stages; of copies of one stage, the largest, and none of a row with itself."""
+    found: dict[tuple[int, ...], int] = {}
+    for stages, number in numbers.items():
+        rows = tuple(row_of_stage[stage] for stage in stages)
+        if len(set(rows)) == len(rows):
+            found[rows] = max(number, found.get(rows, 0))
+    return found
+
+
+def _held_twice(
+    title: str, numbers: Mapping[tuple[int, ...], int], labels: Sequence[str], counted: str
+) -> Iterator[str]:
+    """Say which rows hold parameters of which other row: those that hold as many of one, in one line."""
+    holders: dict[tuple[int, int], list[int]] = {}
+    for (row, owner), number in sorted(numbers.items()):
+        holders.setdefault((owner, number), []).append(row)
+    for (owner, number), rows in holders.items():
+        held_by = ", ".join(labels[row] for row in rows)
+        stages = f"stage {held_by}" if len(rows) == 1 else f"stages {held_by}"
+        noun = "parameter" if number == 1 else "parameters"
+        yield f"{title}: {number:,} {noun} of stage {labels[owner]} in {stages}, {counted}"
 
 
 def _late_share(shares: Mapping[int, float], label: str) -> str:

@@ -102,7 +102,6 @@ def test_all_ranks_know_what_each_of_them_found():
         found = Found(
             keywords=["mask", "scale"][wires.rank :],
             skips={str(wires.rank): ["a"]},
-            num_parameters={f"layer {wires.rank}": 10 + wires.rank},
             shared=[("0.weight", "1.weight")] if wires.rank else [],
             host=f"host {wires.rank}",
         )
@@ -113,7 +112,6 @@ def test_all_ranks_know_what_each_of_them_found():
     assert first == second
     assert first.keywords == {"mask", "scale"}
     assert first.skips == {0: ["a"], 1: ["a"]}
-    assert first.num_parameters == {"layer 0": 10, "layer 1": 11}
     assert first.shared == [("0.weight", "1.weight")]
     assert first.each("host") == ["host 0", "host 1"]
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from penstock.errors import PartitionError, StepRefused
-from penstock.execute.stages.assemble import assemble, num_parameters, with_skips
+from penstock.execute.stages.assemble import assemble, with_skips
 from penstock.execute.stages.skips import SkipPart
 from penstock.models import Skip
 from penstock.pipeline import Pipeline
@@ -398,15 +398,6 @@ def test_a_hook_that_would_see_a_part_of_a_gradient_is_refused_on_every_rank(hoo
         assert isinstance(error, StepRefused)
         assert error.rank == (hooked > 1)
         assert f"'{hooked}.weight' is tied over ranks and has a hook" in str(error)
-
-
-# ---- sizes
-
-
-def test_a_layer_that_waits_for_its_first_input_has_no_parameters_to_count_yet():
-    layers = [nn.Linear(2, 3), nn.LazyLinear(3), nn.Linear(3, 1, bias=False)]
-
-    assert [num_parameters(layer) for layer in layers] == [9, 0, 3]
 
 
 class Holder(nn.Module):

@@ -59,8 +59,6 @@ class Found:
     """That its layers take."""
     skips: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Per index of a layer, the names of the skips that it sends or takes."""
-    num_parameters: Mapping[str, int] = field(default_factory=dict)
-    """Per name of a layer."""
     shared: Sequence[Sequence[str]] = ()
     """Pairs of names of one parameter, of a layer of this rank and one of another's."""
     host: str = ""
@@ -94,10 +92,6 @@ class Agreed:
     @property
     def skips(self) -> dict[int, Sequence[str]]:
         return {int(index): names for found in self.of_rank for index, names in found.skips.items()}
-
-    @property
-    def num_parameters(self) -> dict[str, int]:
-        return {name: number for found in self.of_rank for name, number in found.num_parameters.items()}
 
     @property
     def shared(self) -> list[tuple[str, str]]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError, nearest
 from penstock.execute.split.plan import EarlyWeights
@@ -139,11 +138,6 @@ def with_skips(
         arriving, leaving = open_at(own_layers.start, holders), open_at(own_layers.stop, holders)
         skips[stage.index] = StageSkips(stage.modules, arriving, leaving, f"stage {stage.index}")
     return replace(assembly, skips={index: found for index, found in skips.items() if not found.is_empty})
-
-
-def num_parameters(layer: nn.Module) -> int:
-    """Count the parameters of a layer; those that wait for a first input to have a shape count nothing."""
-    return sum(parameter.numel() for parameter in layer.parameters() if not is_lazy(parameter))
 
 
 def _copies(placement: Placement, stage: int) -> list[int]:
