@@ -3,9 +3,7 @@
 import pytest
 
 from penstock.show.text import (
-    byte_unit,
     count_of,
-    format_bytes,
     format_seconds,
     format_share,
     summary_table,
@@ -28,16 +26,6 @@ from tests.show.timelines import timeline_of
 )
 def test_seconds_have_three_digits_and_their_natural_unit(duration_s, text):
     assert format_seconds(duration_s) == text
-
-
-@pytest.mark.parametrize(("size", "text"), [(512, "512 B"), (1536, "1.50 KiB"), (3 * 2**30, "3.00 GiB")])
-def test_bytes_have_three_digits_and_their_natural_unit(size, text):
-    assert format_bytes(size) == text
-
-
-@pytest.mark.parametrize(("size", "unit"), [(0, (1, "B")), (1023, (1, "B")), (2**40, (2**40, "TiB"))])
-def test_the_unit_of_a_size_is_the_largest_that_is_not_above_it(size, unit):
-    assert byte_unit(size) == unit
 
 
 def test_numbers_stand_with_their_nouns():

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 
 from penstock.errors import count_of as count_of
 from penstock.ir.timeline import Timeline
+from penstock.ir.units import byte_unit as byte_unit
+from penstock.ir.units import format_bytes as format_bytes
+from penstock.ir.units import three_digits
 from penstock.tables import Column, table_text
 
 TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
-BYTE_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def time_unit(duration_s: float) -> tuple[float, str]:
@@ -22,23 +24,12 @@ def time_unit(duration_s: float) -> tuple[float, str]:
 def format_seconds(duration_s: float) -> str:
     """Return a duration in three digits and its natural unit: `1.23 ms`, `45.6 µs`, `2.00 s`; whole above 1,000 s."""
     unit_s, name = time_unit(duration_s)
-    return f"{_three_digits(duration_s / unit_s)} {name}"
-
-
-def format_bytes(size_bytes: int) -> str:
-    """Return a size in three digits and its natural unit: `512 B`, `1.50 MiB`."""
-    unit_bytes, name = byte_unit(size_bytes)
-    return f"{size_bytes} B" if unit_bytes == 1 else f"{_three_digits(size_bytes / unit_bytes)} {name}"
+    return f"{three_digits(duration_s / unit_s)} {name}"
 
 
 def format_share(share: float) -> str:
     """Return a fraction as a percentage: `12.5 %`."""
     return f"{100 * share:.1f} %"
-
-
-def byte_unit(size_bytes: int) -> tuple[int, str]:
-    """Return the bytes and the name of the largest unit that is not above the size."""
-    return next((unit for unit in BYTE_UNITS if abs(size_bytes) >= 0.9995 * unit[0]), (1, "B"))
 
 
 def summary_table(timelines: Mapping[str, Timeline]) -> str:
@@ -81,10 +72,3 @@ def _rank_figures(timeline: Timeline, rank: int) -> tuple[str, str, str, str]:
         str(timeline.peak_activations[rank]),
         format_bytes(peak_bytes) if peak_bytes else "-",
     )
-
-
-def _three_digits(value: float) -> str:
-    size = abs(value)
-    if size < 9.995:
-        return f"{value:.2f}"
-    return f"{value:.1f}" if size < 99.95 else f"{value:.0f}"

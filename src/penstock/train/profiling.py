@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.execute.observing.layer_sizes import CONTEXT, OPTIMIZER, gather_sizes
-from penstock.execute.observing.memory_report import MemoryReport, RankMemory
+from penstock.execute.observing.memory_report import MemoryReport
+from penstock.execute.observing.rank_memory import RankMemory
 from penstock.execute.stages.main_gradients import ATTRIBUTE, main_type
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.world import default_transport

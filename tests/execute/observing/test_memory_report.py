@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.execute.observing.memory_report import Moment
+from penstock.execute.observing.rank_memory import Moment, memory_text
 from penstock.ir.live import peak_activations
+from penstock.ir.units import format_bytes
 from penstock.models import DecoderConfig, cross_entropy_loss, decoder_layers
 from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES, build
@@ -198,6 +199,20 @@ def test_an_optimizer_is_counted_where_it_is_given():
     # The first report with it came after one step; per parameter two moments, and a count of steps.
     num_parameters = len(list(pipeline.named_parameters()))
     assert sizes == [None, *[2 * (2 * BLOCK_PARAMETERS) + FLOAT * num_parameters] * 2]
+
+
+def test_a_report_prints_the_tables_of_a_profile_and_is_one_line_in_a_shell():
+    report = report_of(build("1f1b", ranks=2, microbatches=4), deep_task(4))[1][0]
+
+    lines = str(report).splitlines()
+
+    assert str(report) == memory_text(report.ranks, report.predicted_bytes)
+    assert lines[0] == "memory, when a rank holds most"
+    assert lines[1].split()[:4] == ["rank", "stage", "live", "activations"]
+    assert [line.split()[:3] for line in lines[3:5]] == [["0", "0", "2"], ["1", "1", "1"]]
+    assert lines[6].endswith("end  predicted peak")
+    most = format_bytes(max(rank.counted_bytes for rank in report.ranks))
+    assert repr(report) == f"<MemoryReport of 2 ranks, most {most} on rank 0>"
 
 
 def test_a_report_needs_a_loss_and_steps_go_on_after_it():

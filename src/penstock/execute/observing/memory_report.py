@@ -8,14 +8,13 @@ not seen here; on a CUDA device, torch's own counters beside these figures have 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
 
-from penstock.errors import PipelineError
+from penstock.errors import PipelineError, count_of
 from penstock.execute.control.collectives import Control
 from penstock.execute.losses.results import StepResult
 from penstock.execute.observing.held_tensors import held_by, queued
@@ -29,6 +28,7 @@ from penstock.execute.observing.layer_sizes import (
     storages,
 )
 from penstock.execute.observing.observer import Around, Observer
+from penstock.execute.observing.rank_memory import MemoryPoint, Moment, RankMemory, StageMemory, memory_text
 from penstock.execute.stages.recompute import Checkpoint
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Bound, Step
@@ -36,77 +36,12 @@ from penstock.execute.transport.messages import Incoming
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.operations import IS_BACKWARD, RUNS_AUTOGRAD, RUNS_FORWARD
 from penstock.ir.program import Program
+from penstock.ir.units import format_bytes
 
 
-class Moment(StrEnum):
-    """When a rank's memory is noted, in the order of a step."""
-
-    BEGIN = "begin"
-    """Before the first instruction."""
-    AFTER_WARM_UP = "after warm-up"
-    """Before the first backward."""
-    PEAK = "peak"
-    """When most is held."""
-    END = "end"
-    """After the last instruction."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageMemory:
-    """What one stage holds, when its rank holds most."""
-
-    stage: int
-    parameter_bytes: int
-    gradient_bytes: int
-    num_activations: int
-    """Microbatches (or slices) between their forward and the end of their backward."""
-    activation_bytes: int
-    """What autograd keeps of them, inputs of the stage included."""
-    context_bytes: int
-    """Of those whose backward has run its first part, what the weight gradients wait for."""
-
-    @property
-    def counted_bytes(self) -> int:
-        """All of these bytes."""
-        return self.parameter_bytes + self.gradient_bytes + self.activation_bytes + self.context_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPoint:
-    """What a rank holds at one moment of a step."""
-
-    name: Moment
-    counted_bytes: int
-    allocated_bytes: int | None
-    """By torch's allocator for CUDA; at the peak, the most since the beginning. None on a CPU."""
-    reserved_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """What one rank held during a step."""
-
-    rank: int = -1
-    stages: tuple[StageMemory, ...] = ()
-    received_bytes: int = 0
-    """Buffers of receives, and what has arrived and is not used yet; at the peak."""
-    unsent_bytes: int = 0
-    """What was made for another stage and has not been sent, or forwarded within the rank; at the peak."""
-    optimizer_bytes: int | None = None
-    """None where no optimizer was given."""
-    peak_activations: int = 0
-    """The most activations alive at once, which is what a check counts."""
-    points: tuple[MemoryPoint, ...] = ()
-
-    @property
-    def counted_bytes(self) -> int:
-        """What was counted at the peak, the optimizer's state apart."""
-        return sum(stage.counted_bytes for stage in self.stages) + self.received_bytes + self.unsent_bytes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MemoryReport:
-    """What all ranks held during one training step; the same on every rank but for `result`."""
+    """What all ranks held during one training step; the same on every rank but for `result`. `print` shows tables."""
 
     ranks: tuple[RankMemory, ...]
     result: StepResult
@@ -116,6 +51,14 @@ class MemoryReport:
     such as contexts where no backward was split."""
     predicted_bytes: tuple[int, ...]
     """Per rank, the peak that the one model of memory has for these sizes, gradients and optimizer state included."""
+
+    def __str__(self) -> str:
+        return memory_text(self.ranks, self.predicted_bytes)
+
+    def __repr__(self) -> str:
+        most = max(self.ranks, key=lambda rank: rank.counted_bytes)
+        counted = f"most {format_bytes(most.counted_bytes)} on rank {most.rank}"
+        return f"<MemoryReport of {count_of(len(self.ranks), 'rank')}, {counted}>"
 
 
 class MemoryWatch(Observer):
