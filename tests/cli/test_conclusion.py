@@ -9,7 +9,9 @@ from penstock.ir.action import Kind
 from penstock.schedules import build
 from penstock.searching.advice import advice_of
 from penstock.searching.what_if import Change, Setting
+from penstock.simulation.causes import Cause
 from penstock.simulation.costs.costs import Spread
+from penstock.simulation.losses import Loss
 from penstock.train.watching.diagnosis import diagnose
 from tests.cli.recorded_steps import recorded_step
 
@@ -101,3 +103,14 @@ def test_a_busy_machine_is_named_with_its_figure():
 @pytest.mark.parametrize("spreads", [(), (Spread(Kind.FORWARD, 0, 0.010, 0.0014),)])
 def test_an_idle_machine_is_not_mentioned(spreads):
     assert busy_line(spreads, (0,)) == ""
+
+
+@pytest.mark.parametrize(("family", "has_fewer"), [("1f1b", False), ("interleaved-1f1b", True)])
+def test_fewer_stages_are_advised_only_where_a_rank_has_several(family, has_fewer):
+    found = diagnose(recorded_step(build(family, ranks=4, microbatches=8)), Setting(batch_size=16))
+    transfer = Loss(Cause.TRANSFER, 0.2 * found.step_s, "rank 0 to rank 1")
+
+    line = next_step(replace(found, losses=[transfer]), advice_of([SMALL]))
+
+    assert line.startswith("do next: against transfer (20.0 % of the step, rank 0 to rank 1): use a faster link")
+    assert line.endswith("faster link between neighbours" + ", or fewer stages per rank" * has_fewer)

@@ -14,7 +14,7 @@ from penstock.simulation.losses import Loss
 from penstock.train.watching.diagnosis import Diagnosis
 
 FIXES = {
-    Cause.TRANSFER: "use a faster link between neighbours, or fewer stages per rank",
+    Cause.TRANSFER: "use a faster link between neighbours",
     Cause.STRAGGLER: "look for other programs, clocks and thermal limits (penstock doctor --system)",
     Cause.LAUNCH: "use larger microbatches, or compile the layers",
     Cause.DATA: "load the data sooner, with workers or ps.Stream",
@@ -71,7 +71,10 @@ def _fix(diagnosis: Diagnosis, advice: Advice) -> list[str]:
         return []
     who = f", {loss.culprit}" if loss.culprit else ""
     cost = f"{format_share(loss.duration_s / diagnosis.step_s)} of the step{who}"
-    return [f"against {NAME_OF_CAUSE[loss.cause]} ({cost}): {FIXES[loss.cause]}"]
+    program = diagnosis.timeline.program
+    has_fewer = loss.cause is Cause.TRANSFER and program.num_stages > program.num_ranks
+    or_fewer = ", or fewer stages per rank" if has_fewer else ""
+    return [f"against {NAME_OF_CAUSE[loss.cause]} ({cost}): {FIXES[loss.cause]}{or_fewer}"]
 
 
 def _with_cost(change: Change) -> str:
