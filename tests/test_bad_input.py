@@ -73,7 +73,7 @@ WRONG_SETTINGS = {
     "an uneven batch": ("batch.size=3", r"batch\.size: 3 is not a multiple .* use 2 or 4, or set batch\.allow_ragged"),
     "a batch too small": ("batch.size=1", r"batch\.size: 1 sequences cannot fill pipeline\.microbatches = 2"),
     "a wrong type": ("pipeline.ranks=two", r"pipeline\.ranks: got 'two', expected a valid integer"),
-    "a list that is none": ("data.files=text.txt", r"data\.files: got 'text\.txt', expected a list"),
+    "a list that is none": ("data.files=3", r"data\.files: got 3, expected a list"),
     "not a number": ("optimizer.learning_rate=nan", r"optimizer\.learning_rate: got nan, expected a finite number"),
     "an unknown key": ("batch.sise=3", r"batch\.sise: unknown key\. Did you mean 'batch\.size'\?"),
     "an unknown section": ("bach.size=3", r"bach: unknown key\. Did you mean 'batch'\?"),
