@@ -53,12 +53,12 @@ def launches(monkeypatch):
 
 
 def test_two_ranks_are_launched_with_the_same_command(run_file, launches):
-    assert main(["train", run_file, "--set", "batch.size=4", "--set", "run.steps=99", "--port", "7"]) == 0
+    assert main(["train", run_file, "--set", "batch.size=8", "--set", "run.steps=99", "--port", "7"]) == 0
 
     [(command, num_ranks, port)] = launches
     assert command[0] == sys.executable
     folder = f'--set=run.folder="{Path(run_file).parent / "run"}"'
-    told = ["penstock", "train", "--set=batch.size=4", "--set=run.steps=99", folder, "--", run_file]
+    told = ["penstock", "train", "--set=batch.size=8", "--set=run.steps=99", folder, "--", run_file]
     assert command[-7:] == told
     assert (num_ranks, port) == (2, 7)
 

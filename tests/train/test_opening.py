@@ -12,7 +12,9 @@ from tests.train.local_ranks import on_ranks, small_layers, small_pipeline
 
 def config_of(**sections):
     run = {"folder": "run", "steps": 6, "device": "cpu", "record_step": 0}
-    return config_from_table({"run": run, "data": {"corpus": "stdlib"}, "pipeline": {"ranks": 1}} | sections)
+    return config_from_table(
+        {"run": run, "data": {"corpus": "stdlib"}, "pipeline": {"ranks": 1, "microbatches": 4}} | sections
+    )
 
 
 def lines_of(config=None, note="", screen=NO_SCREEN, **options):

@@ -27,8 +27,8 @@ BATCH = {"size": 4, "length": 8}
 
 
 def config_of(folder="run", files=("text",), **sections):
-    table = {"run": {"folder": str(folder)}, "data": {"files": [str(file) for file in files]}, "batch": BATCH}
-    return config_from_table(table | sections)
+    table = {"run": {"folder": str(folder)}, "data": {"files": [str(file) for file in files]}}
+    return config_from_table(table | {"pipeline": {"microbatches": 4}, "batch": BATCH} | sections)
 
 
 def with_pipeline(**settings):
@@ -144,7 +144,9 @@ def test_a_file_brings_its_own_number_of_slices(tmp_path):
 
 def test_the_length_must_fill_the_slices_evenly_unless_told_otherwise():
     def check_slices(number, **batch):
-        check_plan(config_of(pipeline={"schedule": "seq1f1b", "slices": number}, batch=BATCH | batch))
+        check_plan(
+            config_of(pipeline={"schedule": "seq1f1b", "microbatches": 4, "slices": number}, batch=BATCH | batch)
+        )
 
     check_slices(4)
     check_slices(3, allow_ragged=True)

@@ -37,6 +37,7 @@ def config_of(tmp_path, **sections):
             "run": {"folder": "unused", "seed": 3},
             "data": {"files": [str(tmp_path / "a.txt")], "held_out_fraction": 0.2},
             "batch": {"size": 4, "length": 8},
+            "pipeline": {"microbatches": 4},
             **sections,
         }
     )

@@ -20,6 +20,7 @@ def config_of(folder, **sections):
         "run": {"folder": "unused", "evaluate_batches": 0},
         "data": {"corpus": "datasets", "files": [str(folder)], "held_out_fraction": 0.0},
         "batch": {"size": 4, "length": 4},
+        "pipeline": {"microbatches": 4},
     }
     return config_from_table(table | {name: table.get(name, {}) | given for name, given in sections.items()})
 

@@ -22,6 +22,7 @@ def source_of(tmp_path, monkeypatch):
                 "run": {"folder": "run", "seed": 7},
                 "data": {"source": f"mine.py:{name}"},
                 "batch": {"size": 4, "length": 8},
+                "pipeline": {"microbatches": 4},
             }
         )
         return UserSource(config, 256)

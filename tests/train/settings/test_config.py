@@ -1,13 +1,16 @@
 """The configuration of a run."""
 
 import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from penstock.errors import ConfigError
+from penstock.pipeline import Pipeline
 from penstock.train.settings.config import config_from_table, config_to_toml, load_config
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -39,6 +42,13 @@ def test_the_rule_of_the_split_can_be_named(split):
 
     assert config.pipeline.split == split
     assert f'\nsplit = "{split}"\n' in config_to_toml(config)
+
+
+def test_a_run_file_has_as_many_microbatches_as_a_pipeline_by_default():
+    layers = [nn.Linear(2, 2) for _ in range(2)]
+
+    with closing(Pipeline(layers, ranks=1)) as pipeline:
+        assert config_from_table(MINIMAL).pipeline.microbatches == pipeline.schedule.num_microbatches == 8
 
 
 def test_the_defaults_are_a_valid_run():

@@ -21,8 +21,23 @@ def refusal_of(table):
 @pytest.mark.parametrize(
     ("sections", "key", "message"),
     [
-        ({"batch": {"size": 18}}, "batch.size", "use 16 or 20, or set batch.allow_ragged"),
-        ({"batch": {"size": 3, "allow_ragged": True}}, "batch.size", "at least one sequence per microbatch"),
+        (
+            {"batch": {"size": 18}},
+            "batch.size",
+            "18 is not a multiple of pipeline.microbatches = 8; use 16 or 24, or set batch.allow_ragged = true, "
+            "or pipeline.microbatches = 6",
+        ),
+        (
+            {"batch": {"size": 10**15}, "pipeline": {"microbatches": 10**15 - 1}},
+            "batch.size",
+            "or pipeline.microbatches = 1000",
+        ),
+        (
+            {"batch": {"size": 4, "allow_ragged": True}},
+            "batch.size",
+            "4 sequences cannot fill pipeline.microbatches = 8; use at least one sequence per microbatch: "
+            "set pipeline.microbatches = 4, or batch.size = 8",
+        ),
         ({"model": {"heads": 3, "key_value_heads": 3}}, "model.heads", "do not divide model.width = 160"),
         ({"model": {"width": 12, "heads": 4}}, "model.heads", "must be even"),
         ({"model": {"key_value_heads": 3}}, "model.key_value_heads", "does not divide model.heads = 4"),

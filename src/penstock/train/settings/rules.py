@@ -20,6 +20,8 @@ from penstock.train.settings.sections import (
 
 MOST_BATCHES = 100_000
 """In one optimizer step; of more, the first step would not end."""
+MOST_TRIED = 1024
+"""Numbers of microbatches that are looked at for a hint."""
 COMPILERS = ("inductor", "aot_eager")
 """The backends of torch.compile whose backwards can be split."""
 
@@ -42,18 +44,20 @@ def config_error(problems: list[Problem]) -> ConfigError:
 
 
 def batch_problems(batch: BatchSection, pipeline: PipelineSection) -> Iterator[Problem]:
-    if batch.size < pipeline.microbatches:
+    size, most = batch.size, pipeline.microbatches
+    if size < most:
         yield Problem(
             "batch.size",
-            f"{batch.size} sequences cannot fill pipeline.microbatches = {pipeline.microbatches}; "
-            "use at least one sequence per microbatch",
+            f"{size} sequences cannot fill pipeline.microbatches = {most}; use at least one sequence per microbatch: "
+            f"set pipeline.microbatches = {size}, or batch.size = {most}",
         )
-    elif batch.size % pipeline.microbatches and not batch.allow_ragged:
-        smaller = batch.size - batch.size % pipeline.microbatches
+    elif size % most and not batch.allow_ragged:
+        smaller = size - size % most
+        fewer = max(each for each in range(1, min(most, MOST_TRIED)) if size % each == 0)
         yield Problem(
             "batch.size",
-            f"{batch.size} is not a multiple of pipeline.microbatches = {pipeline.microbatches}; "
-            f"use {smaller} or {smaller + pipeline.microbatches}, or set batch.allow_ragged = true",
+            f"{size} is not a multiple of pipeline.microbatches = {most}; use {smaller} or {smaller + most}, "
+            f"or set batch.allow_ragged = true, or pipeline.microbatches = {fewer}",
         )
 
 

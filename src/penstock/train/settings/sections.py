@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from penstock.models.decoder_config import DecoderConfig, Positive
+from penstock.planning import DEFAULT_MICROBATCHES
 
 NotNegative = Annotated[int, Field(ge=0)]
 Scalar = bool | int | float | str
@@ -91,7 +92,7 @@ class PipelineSection(Section):
         default="1f1b", min_length=1, description="name of a schedule, or a file with a schedule or program"
     )
     options: dict[str, Scalar] = Field(default_factory=dict, description="options of the named schedule")
-    microbatches: Positive = Field(default=4, description="microbatches per batch")
+    microbatches: Positive = Field(default=DEFAULT_MICROBATCHES, description="microbatches per batch")
     slices: NotNegative = Field(
         default=0, description="slices along the sequence per microbatch; 0: none, or as many as a schedule file has"
     )
