@@ -38,7 +38,7 @@ MISTAKES = {
     "a short option": (2, ["show", "1f1b", "-r", "4"], "unknown option -r."),
     "no run to diagnose": (1, ["doctor", "nothing"], "nothing is no folder; give the run folder of `penstock train`"),
     "no runs": (1, ["runs", "nothing"], "nothing is no folder; give a run's folder, or one that holds such"),
-    "no command": (2, ["help"], "unknown command 'help'; known: train, schedules, show"),
+    "no command": (2, ["help"], "unknown command 'help'; known: init, train, schedules, show"),
     "a command misspelt": (2, ["trian", "run.toml"], "Did you mean 'train'"),
 }  # fmt: skip
 
