@@ -283,7 +283,6 @@ def send_and_look(rank, size):
     return found
 
 
-@pytest.mark.parametrize("size", SIZES[:2])
 def step_under_limit(rank, kind, number):
     """Make a pipeline and run steps whose messages are large, where the system grants less."""
     layers = [torch.nn.Linear(64, 64) for _ in range(4)]
@@ -305,6 +304,7 @@ def test_a_limit_of_the_size_of_files_leaves_gloo_for_large_messages(pool, num_b
     assert first == second > 0
 
 
+@pytest.mark.parametrize("size", SIZES[:2])
 def test_a_tensor_has_left_and_is_let_go_of_before_the_peer_takes_it(pool, size):
     assert pool.run(send_and_look, size)[0] == (True, False)
 
