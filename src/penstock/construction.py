@@ -197,8 +197,11 @@ class Construction:
     """Of the stages of all ranks."""
     unsplittable: str = ""
     """Why backwards may not be split on some rank; empty where they may be on all."""
-    num_kept: int = 0
-    """How many numbers this rank keeps of parameters that only other ranks use."""
+
+    @property
+    def other_layers(self) -> OtherLayers:
+        """The layers of other ranks that this rank has."""
+        return OtherLayers(self.plan.layers, self.plan.layer_names, self.plan.built)
 
     def told(self) -> Told:
         """Return what the other ranks must hear of it."""
@@ -232,10 +235,8 @@ def construct(joined: Joined, request: Request) -> Construction:
     made.unsplittable = next((str(theirs["unsplittable"]) for theirs in everyone if theirs["unsplittable"]), "")
     for copy in made.assembly.tied_copies.values():
         copy.share_values(joined.transport)
-    others = OtherLayers(plan.layers, plan.layer_names, plan.built)
     if plan.options.frees_other_stages:
-        others.free()
-    made.num_kept = 0 if shares_process(joined.transport) else others.num_parameters()
+        made.other_layers.free()
     return made
 
 

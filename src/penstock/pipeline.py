@@ -26,6 +26,7 @@ from penstock.execute.stages.layers import Layer
 from penstock.execute.stages.stage import Stage, evaluating
 from penstock.execute.stages.wrappers import reshard
 from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.world import shares_process
 from penstock.ir.timeline import Timeline
 from penstock.partition.split import describe_split
 from penstock.planning import (
@@ -104,9 +105,12 @@ class Pipeline(ModelPart):
         advice = few_microbatches(self.program)
         if advice is not None:
             warn(advice)
-        if self._made.num_kept and self.options.frees_other_stages is None:
+        if self.options.frees_other_stages is not None or shares_process(self._transport):
+            return
+        num_kept = self._made.other_layers.num_parameters()
+        if num_kept:
             warn(
-                f"every rank keeps the whole model: on rank 0, {self._made.num_kept:,} parameters are of other ranks' "
+                f"every rank keeps the whole model: on rank 0, {num_kept:,} parameters are of other ranks' "
                 "layers and are not trained here. The state_dict() of the layers on one rank, and torch's "
                 "clip_grad_norm_, would be wrong without an error. Pass frees_other_stages=True to free them; call "
                 "pipeline.state_dict(on_rank=0) and pipeline.clip_grad_norm_. Pass False to keep them without this "
