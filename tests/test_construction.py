@@ -25,13 +25,13 @@ CASES = {
 def gathers(monkeypatch):
     """The collectives of each rank, counted."""
     found = Counter()
-    gather = Control.all_gather_object
+    gather = Control._gather_texts
 
     def counted(control, value):
         found[control.rank] += 1
         return gather(control, value)
 
-    monkeypatch.setattr(Control, "all_gather_object", counted)
+    monkeypatch.setattr(Control, "_gather_texts", counted)
     return found
 
 

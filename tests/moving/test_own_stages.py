@@ -257,7 +257,7 @@ def test_a_number_as_group_is_an_option_of_the_family():
 def test_a_failure_of_one_rank_is_every_ranks_at_once():
     def fail(transport):
         return error_of(
-            LocalStages.of(None, {"transport": transport}).together, RemoteStage(1) if transport.rank else int
+            LocalStages.of(None, {"transport": transport}).joined.together, RemoteStage(1) if transport.rank else int
         )
 
     first, second = on_ranks(2, fail)

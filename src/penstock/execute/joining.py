@@ -13,7 +13,7 @@ import torch.distributed as dist
 from penstock.errors import ConfigError, DeadlineExceeded, PeerLost, PenstockError, count_of
 from penstock.execute.arguments import PROCESS_GROUP, is_time, is_whole_number, require, take_process_group
 from penstock.execute.control.collectives import Control
-from penstock.execute.control.handshake import Told, exchange, together
+from penstock.execute.control.handshake import Told
 from penstock.execute.options import DEFAULT_DEADLINE_S, PipelineOptions, split_options
 from penstock.execute.transport.local import LocalTransport
 from penstock.execute.transport.protocol import Transport
@@ -48,11 +48,20 @@ class Joined:
         Raises:
             Exception: the rank's own, else a ConfigError with the words of the first rank that has one.
         """
-        return together(self.control, lambda: self._made(make))
+        return self.exchange(make, lambda _: {})[0]
 
     def exchange(self, make: Callable[[], T], tell: Callable[[T], Told]) -> tuple[T, list[Told]]:
         """Do the same, and gather what `tell` says of it on every rank."""
-        return exchange(self.control, lambda: self._made(make), tell)
+        made: list[T] = []
+
+        def told() -> Told:
+            if self.refusal is not None:
+                raise self.refusal
+            made.append(make())
+            return tell(made[0])
+
+        everyone = self.control.together(told)
+        return made[0], everyone
 
     @contextmanager
     def leaving_on_failure(self) -> Iterator[None]:
@@ -91,11 +100,6 @@ class Joined:
     def ranks_of_group(self) -> list[int]:
         """Return the ranks as the default group counts them; none where they are not of torch.distributed."""
         return ranks_of(self.process_group) if isinstance(self.transport, TorchTransport) else []
-
-    def _made(self, make: Callable[[], T]) -> T:
-        if self.refusal is not None:
-            raise self.refusal
-        return make()
 
 
 def join(

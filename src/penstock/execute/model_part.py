@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.errors import ConfigError, PipelineError
 from penstock.execute.control.collectives import Control
-from penstock.execute.control.handshake import exchange, require_equal, together
+from penstock.execute.control.handshake import Told, require_equal
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.execute.stages.main_gradients import ATTRIBUTE
@@ -111,11 +111,11 @@ class ModelPart:
                 wanted = known if rank == from_rank else everyone[rank]
                 require_fitting(state_dict, wanted, known, is_strict=strict)
 
-        together(Control(transport), check)
+        Control(transport).together(check)
         part = state_dict or {}
         if from_rank is not None:
             part = scatter_state(transport, part, everyone, from_rank, self.device)
-        together(Control(transport), lambda: load_own(self.stages, part))
+        Control(transport).together(lambda: load_own(self.stages, part))
         for copy in self._assembly.tied_copies.values():
             copy.share_values(transport)
 
@@ -148,16 +148,15 @@ class ModelPart:
     def _agree(self, **given: Any) -> None:
         """Refuse arguments that are wrong, or not the same, on any rank, on all of them at once."""
 
-        def check() -> None:
+        def check() -> Told:
             for key, value in given.items():
                 if key in ("on_rank", "from_rank") and value is not None:
                     self._require_rank(key, value)
                 if key in ("max_norm", "norm_type") and not (isinstance(value, int | float) and value > 0):
                     raise ConfigError(f"{value!r}; expected a number larger than 0, or infinity", key=key)
+            return {key: str(value) for key, value in given.items()}
 
-        told = {key: str(value) for key, value in given.items()}
-        _, everyone = exchange(Control(self._transport), check, lambda _: told)
-        require_equal(everyone)
+        require_equal(Control(self._transport).together(check))
 
     def _require_rank(self, key: str, rank: int) -> None:
         if not (isinstance(rank, int) and 0 <= rank < self._transport.num_ranks):

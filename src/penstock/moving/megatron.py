@@ -145,12 +145,12 @@ class ForwardBackward:
     def _make(self, models: Sequence[nn.Module], num_microbatches: int, problem: ConfigError | None) -> _Prepared:
         count = None if self._count_tokens is None else float
         local = LocalStages.of(self._group, {"count": count, **self._options})
-        schedule = local.together(lambda: self._order(local, models, num_microbatches, problem))
+        schedule = local.joined.together(lambda: self._order(local, models, num_microbatches, problem))
         indices = schedule.placement.stages_of_rank[local.transport.rank]
         position, length = parts_of_stages(schedule.placement), len(schedule.placement.routes[0])
         places = [Place(position[stage], length, part) for part, stage in enumerate(indices)]
         loss = StepLoss()
-        stages = local.together(
+        stages = local.joined.together(
             lambda: [StepStage(*pair, self._count_tokens, step_loss=loss) for pair in zip(models, places, strict=True)]
         )
         return _Prepared(local.pipeline(dict(zip(indices, stages, strict=True)), schedule, loss), stages)

@@ -5,10 +5,10 @@ every rank: parameter `weight` of stage 2 is `2.weight`, also in `tied`. With tw
 every one of its stages, and both copies of part k of the model have the names of stage k.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -25,8 +25,6 @@ from penstock.moving.stage_agreement import agree_on_stages, parts_of_stages
 from penstock.pipeline import Pipeline
 from penstock.planning import resolve_schedule
 from penstock.schedules import find_family, is_family_name
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,14 +72,6 @@ class LocalStages:
     def transport(self) -> Transport:
         """The messages to and from the other ranks."""
         return self.joined.transport
-
-    def together(self, make: Callable[[], T]) -> T:
-        """Return what `make` returns; every rank calls it, and if it fails on any, all ranks hear of it at once.
-
-        Raises:
-            Exception: the rank's own, else a ConfigError with that of the first rank that has one.
-        """
-        return self.joined.together(make)
 
     def schedule(
         self, schedule: str | Path | Schedule, microbatches: int | None, stages_per_rank: int | None

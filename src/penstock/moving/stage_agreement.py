@@ -12,7 +12,7 @@ from torch import nn
 from penstock.errors import PartitionError
 from penstock.execute.control.agreement import digest
 from penstock.execute.control.collectives import Control
-from penstock.execute.control.handshake import exchange, require_equal
+from penstock.execute.control.handshake import require_equal
 from penstock.execute.stages.tied import TiedCopy
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import shares_process
@@ -35,14 +35,12 @@ def agree_on_stages(transport: Transport, own: Mapping[int, nn.Module], schedule
     """
     has_copies = len(schedule.placement.routes) > 1
     parts = parts_of_stages(schedule.placement) if has_copies else []
-    _, everyone = exchange(
-        Control(transport),
-        lambda: None,
-        lambda _: {
+    everyone = Control(transport).together(
+        lambda: {
             "setup": {"schedule": f"{schedule!r} #{digest(schedule.to_csv()):x}"},
             "stages": {str(stage): _described(module) for stage, module in sorted(own.items())},
             "shared": _shared({stage: own[stage] for stage in own if stage < len(parts)}, parts),
-        },
+        }
     )
     require_equal([theirs["setup"] for theirs in everyone])
     described: dict[int, Any] = {}

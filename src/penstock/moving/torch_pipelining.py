@@ -105,7 +105,7 @@ class Schedule:
         if first is not None and first.device is not None:
             options.setdefault("device", first.device)
         local = LocalStages.of(None if first is None else first.group, translate_options(options))
-        order = local.together(lambda: self._order(local, schedule, stages, n_microbatches))
+        order = local.joined.together(lambda: self._order(local, schedule, stages, n_microbatches))
         self._loss_fn = loss_fn
         self._loss_keywords: Mapping[str, Any] = {}
         for each in stages:

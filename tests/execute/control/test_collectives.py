@@ -1,14 +1,16 @@
 """Collectives over any transport; `transport/test_contract.py` has them over processes, with deadlines and failures."""
 
+import time
 from collections import Counter
 
 import pytest
 import torch
 
+from penstock.errors import CheckpointError, ConfigError, EndOfData, PartitionError, PipelineError
 from penstock.execute.control.collectives import HEAD_BYTES, LENGTH, Control
 from penstock.execute.transport.protocol import Tag
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import float_task, on_ranks, step_task
+from tests.local_pipelines import error_of, float_task, on_ranks, step_task
 
 ROOM = HEAD_BYTES - LENGTH.size
 
@@ -86,3 +88,102 @@ def test_agreement_and_losses_stay_in_the_memory_of_the_cpu_whichever_device_is_
         assert devices == {"cpu"}
         assert num_messages == 4  # what the ranks agree on, and the losses
         assert is_equal
+
+
+# ---- together
+
+
+def of_ranks(errors, fails_as=None):
+    """What each rank raises where those in `errors` fail in what all do together, and how many messages it sent."""
+
+    def case(wires):
+        def make():
+            if wires.rank in errors:
+                raise errors[wires.rank]
+
+        noting = Noting(wires)
+        error = error_of(Control(noting).together, make, *([] if fails_as is None else [fails_as]))
+        return error, len(noting.sent)
+
+    return on_ranks(3, case, deadline_s=30.0)
+
+
+def test_every_rank_gets_the_results_of_all_in_one_gather():
+    def case(wires):
+        noting = Noting(wires)
+        return Control(noting).together(lambda: [wires.rank, None, "x"]), len(noting.sent)
+
+    assert on_ranks(3, case) == [([[0, None, "x"], [1, None, "x"], [2, None, "x"]], 2)] * 3
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (PartitionError("planted"), "rank 1: planted"),
+        (RuntimeError("planted"), "rank 1: RuntimeError: planted"),
+        (KeyError(), "rank 1: KeyError: "),
+    ],
+    ids=["ours", "another", "without a text"],
+)
+def test_an_error_of_one_rank_is_raised_there_as_it_is_and_told_on_the_others_at_once(error, told):
+    begin_s = time.monotonic()
+
+    (first, _), (own, _), (last, _) = found = of_ranks({1: error})
+
+    assert own is error
+    assert [type(other) for other in (first, last)] == [ConfigError, ConfigError]
+    assert str(first) == str(last) == told
+    assert time.monotonic() - begin_s < 15.0
+    assert {num_sent for _, num_sent in found} == {2}  # one gather, as where nothing fails
+
+
+def test_where_several_fail_each_raises_its_own_and_the_others_that_of_the_first():
+    errors = {1: PartitionError("first"), 2: PartitionError("second")}
+
+    (found, _), (first, _), (second, _) = of_ranks(errors)
+
+    assert str(found) == "rank 1: first"
+    assert [first, second] == [errors[1], errors[2]]
+
+
+def test_a_rank_whose_result_cannot_be_sent_fails_on_all_ranks_too():
+    def case(wires):
+        return error_of(Control(wires).together, object if wires.rank == 0 else int)
+
+    own, other = on_ranks(2, case, deadline_s=30.0)
+
+    assert (type(own), own.rank, type(other)) == (PipelineError, 0, ConfigError)
+    assert str(other) == f"rank 0: {own}"
+
+
+def test_the_rank_of_an_error_of_a_step_is_the_one_that_raised_it_unless_it_names_another():
+    assert of_ranks({1: PipelineError("planted")})[1][0].rank == 1
+    assert of_ranks({1: EndOfData("planted", rank=2)})[1][0].rank == 2
+
+
+def test_what_is_raised_for_a_failure_is_the_callers_to_choose_also_on_the_rank_that_failed():
+    planted, seen = KeyError("planted"), []
+
+    def fails_as(failure):
+        seen.append((failure.rank, failure.kind, failure.text, failure.is_expected, failure.own))
+        return CheckpointError(failure.words)
+
+    errors = [error for error, _ in of_ranks({1: planted}, fails_as)]
+
+    assert [(type(error), str(error)) for error in errors] == [(CheckpointError, "KeyError: 'planted'")] * 3
+    assert [error.__cause__ for error in errors] == [None, planted, None]
+    told = (1, "KeyError", "'planted'", False)
+    assert sorted(seen, key=str) == sorted([(*told, None), (*told, planted), (*told, None)], key=str)
+
+
+def test_rank_0_alone_does_its_part_and_all_get_its_result_or_its_error():
+    def case(wires):
+        calls = []
+        found = Control(wires).on_rank_0(lambda: calls.append(0) or {"rank": wires.rank})
+        return found, len(calls), error_of(Control(wires).on_rank_0, lambda: 1 / 0)
+
+    first, second = on_ranks(2, case)
+
+    assert (first[:2], second[:2]) == (({"rank": 0}, 1), ({"rank": 0}, 0))
+    assert isinstance(first[2], ZeroDivisionError)
+    assert str(second[2]) == "rank 0: ZeroDivisionError: division by zero"

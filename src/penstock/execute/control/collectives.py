@@ -1,5 +1,9 @@
 """`Control`: the collective of a pipeline's ranks, made of messages between their hosts.
 
+    all_gather_object   every rank's value on every rank
+    together            every rank's result of what all do, or an error on every rank if it fails on any
+    on_rank_0           the same of what rank 0 does alone
+
 Why not the backend's own: their deadline is fixed when a group is created, and a stuck one blocks the group's end. Here
 every wait has the deadline of the moment.
 
@@ -8,18 +12,51 @@ rank has fewer messages, but that rank handles just as many, one peer after anot
 """
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from struct import Struct
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.errors import PipelineError
+from penstock.errors import ConfigError, PenstockError, PipelineError
 from penstock.execute.transport.protocol import Tag, Ticket, Transport
 from penstock.running_time import running_s
 
 HEAD_BYTES = 1024
 """The first message of an object: its length, and as much of it as has room. Most objects need no second one."""
 LENGTH = Struct("<q")
+_FAILURE = "penstock.failure"
+"""A rank that fails sends a dict with this key in the place of its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What failed on this rank, or on the first rank that failed."""
+
+    rank: int
+    kind: str
+    """The name of the error's type."""
+    text: str
+    is_expected: bool
+    """Whether it is a PenstockError; any other may be a bug."""
+    own: Exception | None
+    """The error itself; None if it is another rank's."""
+
+    @property
+    def words(self) -> str:
+        """The text, with the kind of an error that is not Penstock's."""
+        return self.text if self.is_expected else f"{self.kind}: {self.text}"
+
+
+FailsAs = Callable[[Failure], Exception]
+"""Returns what a rank raises for a failure; called on every rank."""
+
+
+def as_config_error(failure: Failure) -> Exception:
+    """Keep the rank's own error; on other ranks return a ConfigError that names the rank."""
+    return ConfigError(f"rank {failure.rank}: {failure.words}") if failure.own is None else failure.own
 
 
 class Control:
@@ -31,7 +68,7 @@ class Control:
 
     def __init__(self, transport: Transport, *, limit_s: float | None = None) -> None:
         self.transport = transport
-        self._limit_s = limit_s
+        self.limit_s = transport.deadline_s if limit_s is None else limit_s
         self.rank = transport.rank
         self.num_ranks = transport.num_ranks
 
@@ -42,6 +79,38 @@ class Control:
         executed. A tuple arrives as a list.
         """
         return [json.loads(text) for text in self._gather_texts(self._encoded(value))]
+
+    def together(self, make: Callable[[], object], fails_as: FailsAs = as_config_error) -> list[Any]:
+        """Call `make` on every rank; return all results, plain values, in rank order. One gather.
+
+        No mistake of one rank costs the others a deadline: what can fail on one rank alone belongs into a `make`.
+
+        Raises:
+            Exception: on every rank, what `fails_as` returns, if `make` fails on any; a rank that failed is asked about
+                its own failure, the others about the first one's.
+        """
+        own: Exception | None = None
+        try:
+            text = self._encoded(make())
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            own = error
+            if isinstance(error, PipelineError) and error.rank is None:
+                error.rank = self.rank
+            text = self._encoded({_FAILURE: [type(error).__name__, str(error), isinstance(error, PenstockError)]})
+        everyone = [json.loads(theirs) for theirs in self._gather_texts(text)]
+        failed = [rank for rank, theirs in enumerate(everyone) if isinstance(theirs, dict) and _FAILURE in theirs]
+        if not failed:
+            return everyone
+        rank = failed[0] if own is None else self.rank
+        kind, words, is_expected = everyone[rank][_FAILURE]
+        raised = fails_as(Failure(rank, kind, words, is_expected, own))
+        if raised is own:
+            raise raised
+        raise raised from own
+
+    def on_rank_0(self, make: Callable[[], object], fails_as: FailsAs = as_config_error) -> Any:
+        """Call `make` on rank 0 alone and return its result on every rank. Raises: as `together`."""
+        return self.together(lambda: make() if self.rank == 0 else None, fails_as)[0]
 
     def _gather_texts(self, own: bytes) -> list[bytes]:
         end_s, room = self._end_s(), HEAD_BYTES - LENGTH.size
@@ -77,7 +146,7 @@ class Control:
 
     def _end_s(self) -> float:
         """`running_s()` at which a collective that begins now must be over."""
-        return running_s() + (self.transport.deadline_s if self._limit_s is None else self._limit_s)
+        return running_s() + self.limit_s
 
     def _wait(self, ticket: Ticket, end_s: float) -> None:
         self.transport.wait(ticket, max(end_s - running_s(), 0.0))

@@ -1,24 +1,17 @@
 """The handshake of ranks that make a pipeline: what must be equal on all of them, and what each one contributes.
 
-    together      do something that may fail on one rank, and fail on all of them if it does
-    exchange      the same, and gather what each rank has to say of its result
-    Setup, Found  what a rank says, once its layers are built
-
-A rank that fails sends its error in the place of what it has to say. So no mistake of one rank costs the others a
-deadline, and whatever can fail on one rank alone belongs into such a block.
+Setup, Found  what a rank says, once its layers are built
+Agreed        what all ranks know then
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any
 
-from penstock.errors import ConfigError, PenstockError, PipelineError
-from penstock.execute.control.collectives import Control
+from penstock.errors import PipelineError
 
-T = TypeVar("T")
 Told = Mapping[str, Any]
 """What a rank says of itself, by name; plain values."""
-_FAILURE = "failure"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,37 +100,6 @@ def told_of(setup: Setup, found: Found) -> Told:
     return {"setup": asdict(setup), "found": asdict(found)}
 
 
-def exchange(control: Control, make: Callable[[], T], tell: Callable[[T], Told]) -> tuple[T, list[Told]]:
-    """Return what `make` returns, and what `tell` says of it on every rank; one gather.
-
-    Raises:
-        Exception: on every rank if `make` or `tell` fails on any: the rank's own, else a ConfigError with the words of
-            the first rank that has one.
-    """
-    failure: Exception | None = None
-    told: Told = {}
-    try:
-        made = make()
-        told = tell(made)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
-        failure, told = error, {_FAILURE: _words(error)}
-        if isinstance(error, PipelineError) and error.rank is None:
-            error.rank = control.rank
-    everyone = cast(list[Told], control.all_gather_object(told))
-    if failure is not None:
-        raise failure
-    for rank, theirs in enumerate(everyone):
-        if _FAILURE in theirs:
-            raise ConfigError(f"rank {rank}: {theirs[_FAILURE]}")
-    return made, everyone
-
-
-def together(control: Control, make: Callable[[], T]) -> T:
-    """Return what `make` returns; every rank calls it, and if it fails on any, it fails on all, as in `exchange`."""
-    made, _ = exchange(control, make, lambda _: {})
-    return made
-
-
 def require_equal(everyone: Sequence[Told]) -> None:
     """Compare what the ranks say, name by name; None need not be equal to what others say.
 
@@ -157,7 +119,3 @@ def require_equal(everyone: Sequence[Told]) -> None:
                 "Start every rank with the same arguments and the same version",
                 rank=odd[0],
             )
-
-
-def _words(failure: Exception) -> str:
-    return str(failure) if isinstance(failure, PenstockError) else f"{type(failure).__name__}: {failure}"
