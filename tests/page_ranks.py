@@ -1,9 +1,8 @@
 """Commands of pages, as `penstock`, `python` and `torchrun --standalone` run them, without their start-up.
 
-Every process is a fork of a server that has imported torch and penstock, which takes milliseconds instead of seconds.
+Every process is a fork of a server (forks.py), which takes milliseconds instead of seconds.
 """
 
-import multiprocessing
 import os
 import runpy
 import shlex
@@ -14,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy", "penstock.pipeline", "penstock.cli.entry"]
+from tests.forks import forks
 
 
 def ranks_of(command):
@@ -39,8 +38,7 @@ def run_script(num_ranks, argv, folder, environment, timeout_s):
     with tempfile.TemporaryDirectory() as outside:
         output = Path(outside) / "output"
         output.touch()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = forks()
         port = _free_port()
         processes = []
         for rank in range(max(num_ranks, 1)):

@@ -4,11 +4,10 @@
 returns both results. `RankPool` keeps the processes for many calls. `run_ranks_with_deaths` is for ranks that die on
 purpose. `fn` and its arguments and results travel by pickle, so `fn` is a function at the top of its module.
 
-A server process imports torch once and every rank is a fork of it, which takes milliseconds instead of seconds. The
-store lives in the test's own process, on 127.0.0.1, so that it outlives any rank; nothing is written to disk.
+Every rank is a fork of a server process (forks.py), which takes milliseconds instead of seconds. The store lives in the
+test's own process, on 127.0.0.1, so that it outlives any rank; nothing is written to disk.
 """
 
-import multiprocessing
 import os
 import pickle
 import socket
@@ -20,6 +19,8 @@ from datetime import timedelta
 from multiprocessing.connection import wait as wait_for_any
 
 import torch.distributed as dist
+
+from tests.forks import forks
 
 LONGEST_END_S = 5.0
 
@@ -128,8 +129,7 @@ class RankPool:
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         with _environment(OMP_NUM_THREADS="1"):
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+            context = forks()
             for rank in range(self.num_ranks):
                 ours, theirs = context.Pipe()
                 process = context.Process(
