@@ -4,6 +4,7 @@ import gc
 import threading
 
 import pytest
+import torch
 
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
 from penstock.execute.control.failures import FailureReporter
@@ -171,3 +172,18 @@ def test_one_rank_alone_fails_and_goes_on():
 
     assert failed.text == "rank 0, 0F1, in layer 1 (Layer): PlantedError: planted"
     assert clean.error is None
+
+
+def test_a_second_interrupt_while_the_first_is_reported_still_wakes_the_other_ranks(monkeypatch):
+    ranks = LocalTransport.create(2, DEADLINE_S)
+    reported = FailureReporter(ranks[0], boards_of_threads(2)[0], lambda rank, row: f"row {row}")
+
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock.execute.control.failures.diagnose", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reported.report(KeyboardInterrupt())
+
+    with pytest.raises(PeerLost, match="rank 0 aborted"):
+        ranks[1].wait(ranks[1].post_receive(0, torch.empty(1)))

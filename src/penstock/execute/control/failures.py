@@ -68,10 +68,12 @@ class FailureReporter:
             finding = error.finding if isinstance(error, PipelineError) else ""
             self.board.note_failure(Failure(_summary(error), noted_place(error), finding, calls))
         peer = error.peer if isinstance(error, PipelineError) else None
-        verdict = diagnose(self.board, self._describe, peer=peer)
-        # Last. It wakes the ranks that wait for this one, and they look for a culprit: by now they find this rank's
-        # failure, or a verdict to adopt, and not a rank that has just gone quiet.
-        self._transport.abort()
+        try:
+            verdict = diagnose(self.board, self._describe, peer=peer)
+        finally:  # a second Ctrl-C included
+            # Last. It wakes the ranks that wait for this one, and they look for a culprit: by now they find this rank's
+            # failure, or a verdict to adopt, and not a rank that has just gone quiet.
+            self._transport.abort()
         return self._error(error, position, verdict)
 
     def close(self) -> None:
