@@ -1,8 +1,10 @@
-"""An uncaught error of Penstock is printed by one rank, with the user's lines only, and ends all with its status."""
+"""An uncaught error of Penstock, or a Ctrl-C, is printed by one rank, with the user's lines only, and ends all."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -16,14 +18,21 @@ from tests.page_ranks import _free_port, _settings_of
 from tests.pages import environment
 
 SCRIPT = """\
+import signal
 import sys
+import time
 import torch
 import penstock as ps
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run where it is ignored
 
 class Bad(torch.nn.Module):
     def forward(self, hidden):
         if sys.argv[1] == "layer":
             raise ValueError("mine")
+        if sys.argv[1] == "sleep":
+            print("asleep", file=sys.stderr, flush=True)
+            time.sleep(60)
         return hidden
 
 layers = [torch.nn.Linear(4, 4), Bad()]
@@ -35,11 +44,11 @@ pipeline.step(torch.ones(8, 4), target=torch.ones(8, 4))
 """
 
 
-def run(case, folder):
-    """Run the script as two ranks; return their exit statuses and what both printed. A fork has no excepthook."""
+def start(case, folder):
+    """Start the script as two ranks. A fork has no excepthook."""
     (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
     port = _free_port()
-    ranks = [
+    return [
         subprocess.Popen(
             [sys.executable, "train.py", case],
             cwd=folder,
@@ -49,6 +58,14 @@ def run(case, folder):
         )
         for rank in range(2)
     ]
+
+
+def run(case, folder):
+    """Return the exit statuses of the ranks, and what both printed."""
+    return end(start(case, folder))
+
+
+def end(ranks):
     texts = [rank.communicate(timeout=60)[1] for rank in ranks]
     return [rank.returncode for rank in ranks], "".join(texts)
 
@@ -82,9 +99,26 @@ def test_an_error_of_the_users_own_is_printed_as_before_and_the_others_say_whom_
     assert text.count("penstock.errors.PeerLost: ") == 1
 
 
+@pytest.mark.slow
+def test_a_ctrl_c_that_reaches_each_rank_twice_is_printed_by_one(tmp_path):
+    ranks = start("sleep", tmp_path)
+    assert any("asleep" in line for line in ranks[1].stderr)
+
+    for _ in range(2):  # the terminal's, and torchrun's
+        for rank in ranks:
+            rank.send_signal(signal.SIGINT)
+        time.sleep(0.05)  # as long as one signal is not handled, the next one is lost
+
+    status, text = end(ranks)
+    assert status == [-signal.SIGINT, -signal.SIGINT]
+    assert text.count("KeyboardInterrupt") == text.count("Traceback") == 1
+    assert "src/penstock" not in text
+
+
 @pytest.fixture
 def hook(monkeypatch, tmp_path):
     """Install the hook over one that notes what it gets; return both."""
+    handler = signal.getsignal(signal.SIGINT)
     passed = []
     monkeypatch.setattr(sys, "excepthook", lambda *found: passed.append(found[0]))
 
@@ -94,7 +128,8 @@ def hook(monkeypatch, tmp_path):
             sys.excepthook(type(error), error, error.__traceback__)
         return ended.value.code
 
-    return end_with, passed
+    yield end_with, passed
+    signal.signal(signal.SIGINT, handler)
 
 
 def test_the_file_of_torchrun_has_the_first_line_and_the_whole_traceback(hook, tmp_path):
@@ -128,3 +163,19 @@ def test_other_errors_keep_the_hook_of_before(hook):
 def test_an_error_without_a_line_of_the_users_is_its_message():
     assert text_of(ConfigError("wrong", key="split")) == "penstock.errors.ConfigError: split: wrong\n"
     assert torch.__path__[0] not in text_of(error_of(nn.Linear(2, 2), "x"))
+
+
+def test_an_interrupt_shows_the_users_call_that_it_ended():
+    class Interrupted(nn.Module):
+        def forward(self, hidden):
+            raise KeyboardInterrupt
+
+    pipeline = ps.Pipeline([nn.Linear(2, 2), Interrupted()], "1f1b", 1, nn.functional.mse_loss)
+    with pytest.raises(KeyboardInterrupt) as found:
+        pipeline.step(torch.ones(1, 2), target=torch.ones(1, 2))
+
+    lines = text_of(found.value).splitlines()
+
+    assert "pipeline.step(" in lines[2]
+    assert lines[-1] == "KeyboardInterrupt"
+    assert sum("File" in line for line in lines) == 1

@@ -1,4 +1,4 @@
-"""What a rank prints about an error of Penstock that nobody caught: of all ranks one prints it, without our own frames.
+"""What a rank prints about an error of Penstock or a Ctrl-C that nobody caught: one rank does, without our own frames.
 
 Installed by a pipeline that joins the ranks of torchrun, since the process is its own then. Errors of other kinds go to
 the hook that was there before. The whole traceback is kept: in the file that torchrun names in its table, and in the
@@ -9,10 +9,12 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 
@@ -28,20 +30,24 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 def install(claims: Callable[[int | None], bool], error_file: str) -> None:
-    """Print uncaught errors of Penstock once: on the rank for which `claims(rank to blame)` is true.
+    """Print uncaught errors of Penstock, and interrupts, once: on the rank for which `claims(rank to blame)` is true.
 
     `error_file` is where torchrun looks for a reason, if it does.
     """
     before: Hook = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, PenstockError):
+        if not isinstance(error, (PenstockError, KeyboardInterrupt)):
             before(kind, error, trace)
             return
+        # A Ctrl-C reaches a rank twice: from the terminal, and again from torchrun. The process ends anyway.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         is_first = claims(error.rank if isinstance(error, PipelineError) else None)
         if is_first:
             sys.stderr.write(text_of(error))
         LOG.debug("the rank ends by an error", exc_info=error)
+        if isinstance(error, KeyboardInterrupt):
+            return  # the interpreter ends the process as interrupted ones end
         if error_file:
             _write(Path(error_file), error, is_first=is_first)
         raise SystemExit(error.exit_status)
@@ -52,6 +58,10 @@ def install(claims: Callable[[int | None], bool], error_file: str) -> None:
 def text_of(error: BaseException) -> str:
     """Return the traceback without frames of Penstock and torch, and without causes that have no other frames."""
     found = traceback.TracebackException.from_exception(error)
+    if isinstance(error, KeyboardInterrupt):  # anywhere: say which call of the user's it ended
+        own = takewhile(_is_users, found.stack)
+        found.stack = traceback.StackSummary.from_list(own)
+        found.__suppress_context__ = True  # the first interrupt, if this is the second
     _keep_users(found)
     return "".join(found.format())
 
