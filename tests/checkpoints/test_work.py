@@ -1,40 +1,28 @@
-"""Work in threads, while the ranks wait for each other."""
+"""Work for the disk: how long it may take, and what is raised on every rank."""
 
 import threading
 
 import pytest
 
 from penstock.checkpoints import work
-from penstock.checkpoints.work import longest_s, run_in_thread, run_together, wait_together
-from penstock.errors import CheckpointError
+from penstock.checkpoints.work import longest_s, run_together
+from penstock.errors import CheckpointError, NotSaved, PenstockError
 from penstock.execute.control.collectives import Control
 from tests.train.local_ranks import error_of, on_ranks
 
 
-def test_an_action_returns_its_result_and_raises_its_error():
-    assert run_in_thread(lambda: 3).result(5) == 3
-    assert isinstance(run_in_thread(lambda: 1 / 0).exception(5), ZeroDivisionError)
-
-
-def test_every_rank_waits_for_the_last():
-    is_free = threading.Event()
-
+def test_an_error_of_one_disk_is_an_error_on_every_rank():
     def case(transport):
-        own = run_in_thread(is_free.wait if transport.rank == 1 else is_free.set)
-        return wait_together(Control(transport), own, limit_s=10.0), own.done()
+        def action():
+            if transport.rank:
+                raise PenstockError("full")
 
-    assert on_ranks(2, case) == [(True, True)] * 2
+        kinds = {"num_bytes": 0, "what": "folder", "error_type": NotSaved}
+        return error_of(lambda: run_together(Control(transport), action, **kinds))
 
+    errors = on_ranks(2, case)
 
-def test_a_wait_ends_on_all_ranks_where_one_has_no_time_left():
-    is_free = threading.Event()
-
-    def case(transport):
-        own = run_in_thread(is_free.wait if transport.rank == 1 else lambda: None)
-        return wait_together(Control(transport), own, limit_s=0.1)
-
-    assert on_ranks(2, case) == [False, False]
-    is_free.set()
+    assert [(type(error), str(error)) for error in errors] == [(NotSaved, "rank 1: full"), (NotSaved, "full")]
 
 
 def test_a_disk_that_does_not_answer_is_an_error_on_every_rank(monkeypatch):

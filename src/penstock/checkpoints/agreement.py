@@ -1,37 +1,21 @@
 """What ranks agree on when they save or load together: an error of one rank becomes one CheckpointError on all."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from penstock.errors import CheckpointError, PenstockError
-from penstock.execute.control.collectives import Control
-
-_FAILURE, _RESULT = "failure", "result"
+from penstock.execute.control.collectives import FailsAs, Failure
 
 
-def gather_results(
-    control: Control, make: Callable[[], Any], error_type: type[CheckpointError] = CheckpointError
-) -> list[Any]:
-    """Return what `make` returned on every rank, plain values; every rank calls it.
+def failing_as(error_type: type[CheckpointError]) -> FailsAs:
+    """Return what makes one of this type of a failure, on every rank; on a rank with a bug, its error stays."""
 
-    Raises:
-        CheckpointError: of this type, on every rank: with this rank's words, else those of the first that failed.
-        Exception: one of this rank's `make` that is no PenstockError, once the others know of it.
-    """
-    failure: Exception | None = None
-    try:
-        told: dict[str, Any] = {_RESULT: make()}
-    except Exception as error:  # whatever it is, the other ranks must hear of it
-        failure, told = error, {_FAILURE: _words(error)}
-    everyone: list[Any] = control.all_gather_object(told)
-    if isinstance(failure, PenstockError) and not isinstance(failure, error_type):
-        raise error_type(str(failure)) from failure
-    if failure is not None:
-        raise failure
-    for rank, theirs in enumerate(everyone):
-        if _FAILURE in theirs:
-            raise error_type(f"rank {rank}: {theirs[_FAILURE]}")
-    return [theirs[_RESULT] for theirs in everyone]
+    def error_of(failure: Failure) -> Exception:
+        own = failure.own
+        if own is None:
+            return error_type(f"rank {failure.rank}: {failure.words}")
+        return error_type(str(own)) if isinstance(own, PenstockError) and not isinstance(own, error_type) else own
+
+    return error_of
 
 
 def require_equal_on_ranks(what: str, values: Sequence[object], folder: object) -> None:
@@ -39,7 +23,3 @@ def require_equal_on_ranks(what: str, values: Sequence[object], folder: object) 
     odd = [rank for rank, value in enumerate(values) if value != values[0]]
     if odd:
         raise CheckpointError(f"{folder}: rank {odd[0]} has another {what} than rank 0; pass the same to all ranks")
-
-
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from penstock.checkpoints.agreement import gather_results
+from penstock.checkpoints.agreement import failing_as
 from penstock.checkpoints.content import SAME_MODEL, SEPARATOR, names_in_checkpoint, require_same_names
 from penstock.checkpoints.manifest import Manifest, TensorEntry
 from penstock.checkpoints.optimizer_state import load_optimizer, require_loadable
@@ -53,12 +53,12 @@ def load_checkpoint(folder: str | Path, pipeline: Pipeline, optimizer: Optimizer
 
 def load_newest(folder: Path, pipeline: Pipeline, optimizer: Optimizer | None = None) -> Loaded:
     """Load as `load_checkpoint` does, and say what was loaded. Raises: as `load_checkpoint`."""
-    control = pipeline.control
+    control, fails_as = pipeline.control, failing_as(CheckpointError)
     found = find_newest(control, folder)
-    own_names = names_in_checkpoint(pipeline, cast(Any, gather_results(control, lambda: dict(pipeline.owner_names))))
+    own_names = names_in_checkpoint(pipeline, control.together(lambda: dict(pipeline.owner_names), fails_as))
     reader = _Reader(found, pipeline, optimizer, own_names)
-    wanted = {name for names in gather_results(control, reader.wanted) for name in names}
-    gather_results(control, lambda: reader.require_fitting(wanted))
+    wanted = {name for names in control.together(reader.wanted, fails_as) for name in names}
+    control.together(lambda: reader.require_fitting(wanted), fails_as)
     tensors = run_together(control, reader.read, num_bytes=found.manifest.num_bytes, what=str(found.path))
     reader.load(tensors)
     return Loaded(found.path, found.manifest.step, found.manifest.extra, found.damaged)
@@ -127,9 +127,9 @@ class _Reader:
                 for name in self._parameters.values()
                 if name in manifest.optimizer.state
             }
-            gather_results(
-                pipeline.control,
+            pipeline.control.together(
                 lambda: load_optimizer(self._optimizer, manifest.optimizer, state, self._parameters),  # type: ignore[arg-type]
+                failing_as(CheckpointError),
             )
         if self._restore_random is not None:
             self._restore_random()

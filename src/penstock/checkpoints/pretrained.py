@@ -10,11 +10,10 @@ run folder                                              its weights, else its ne
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
 
 from torch import Tensor
 
-from penstock.checkpoints.agreement import gather_results
+from penstock.checkpoints.agreement import failing_as
 from penstock.checkpoints.content import SAME_MODEL, names_in_checkpoint, require_same_names
 from penstock.checkpoints.manifest import read_manifest
 from penstock.checkpoints.shards import pickles_in, read_tensors, require_file_name, require_regular, shapes_of
@@ -37,13 +36,13 @@ def load_weights(path: Path, pipeline: Pipeline) -> Path:
         CheckpointError: on every rank, and nothing is changed: there are none, or they are of another model.
         PipelineError: a rank is lost.
     """
-    control = pipeline.control
-    own = names_in_checkpoint(pipeline, cast(Any, gather_results(control, lambda: dict(pipeline.owner_names))))
-    where = Path(str(gather_results(control, lambda: str(find_weights(path)))[0]))
+    control, fails_as = pipeline.control, failing_as(CheckpointError)
+    own = names_in_checkpoint(pipeline, control.together(lambda: dict(pipeline.owner_names), fails_as))
+    where = Path(control.together(lambda: str(find_weights(path)), fails_as)[0])
     if candidates(where):
         where = find_newest(control, where).path
-    files = cast("dict[str, str]", gather_results(control, lambda: files_of(where))[0])
-    wanted = {name for names in gather_results(control, lambda: list(own.values())) for name in names}
+    files: dict[str, str] = control.together(lambda: files_of(where), fails_as)[0]
+    wanted = {name for names in control.together(lambda: list(own.values()), fails_as) for name in names}
     found = run_together(
         control,
         lambda: _read(where, files, own, wanted, pipeline),

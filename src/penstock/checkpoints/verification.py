@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from penstock.checkpoints.agreement import gather_results
+from penstock.checkpoints.agreement import failing_as
 from penstock.checkpoints.content import SEPARATOR
 from penstock.checkpoints.folder import CheckpointFolder, step_of
 from penstock.checkpoints.manifest import (
@@ -90,10 +90,7 @@ def find_newest(control: Control, folder: Path) -> Found:
         UnreadableFormat: the newest is of a newer format, or holds a pickle.
         CheckpointError: none is there, or none verifies: each is named with what is wrong with it.
     """
-    names = cast(
-        list[str],
-        gather_results(control, lambda: list(map(str, candidates(folder))) if control.rank == 0 else [])[0],
-    )
+    names: list[str] = control.on_rank_0(lambda: list(map(str, candidates(folder))), failing_as(CheckpointError))
     if not names:
         raise CheckpointError(f"{folder}: holds no checkpoint; expected folders step-N, each with a {MANIFEST}")
     damaged: list[str] = []

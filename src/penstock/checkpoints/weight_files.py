@@ -21,7 +21,7 @@ from uuid import uuid4
 
 from torch import Tensor
 
-from penstock.checkpoints.agreement import gather_results
+from penstock.checkpoints.agreement import failing_as
 from penstock.checkpoints.content import WEIGHTS, Content, Described, file_name, owned_names
 from penstock.checkpoints.manifest import TensorEntry
 from penstock.checkpoints.shards import naming_file, read_tensors, require_visible, write_tensors
@@ -60,7 +60,7 @@ def save_weights(folder: Path, pipeline: Pipeline) -> None:
         PipelineError: if a rank is lost meanwhile.
     """
     control = pipeline.control
-    token = str(gather_results(control, lambda: uuid4().hex)[0])
+    token = str(control.on_rank_0(lambda: uuid4().hex))
     everyone = _described(pipeline)
     shards = _shards(folder, everyone, token)
     num_bytes = sum(shard.num_bytes for shard in shards)
@@ -98,7 +98,7 @@ def index_bytes(entries: Mapping[str, TensorEntry]) -> bytes:
 
 
 def _described(pipeline: Pipeline) -> list[Described]:
-    return gather_results(pipeline.control, lambda: Content.of(pipeline, None).described(), NotSaved)
+    return pipeline.control.together(lambda: Content.of(pipeline, None).described(), failing_as(NotSaved))
 
 
 def _shards(folder: Path, everyone: Sequence[Described], token: str) -> list[_Shard]:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from penstock.checkpoints.agreement import gather_results, require_equal_on_ranks
+from penstock.checkpoints.agreement import failing_as, require_equal_on_ranks
 from penstock.checkpoints.content import OPTIMIZER, WEIGHTS, Content, Described, file_name, owned_names
 from penstock.checkpoints.folder import CheckpointFolder
 from penstock.checkpoints.manifest import (
@@ -37,13 +37,15 @@ from penstock.checkpoints.shards import cannot_write, flush_file, record_of, req
 from penstock.checkpoints.staging import Staging
 from penstock.checkpoints.verification import verify
 from penstock.checkpoints.weight_files import INDEX, index_bytes
-from penstock.checkpoints.work import longest_s, run_in_thread, wait_together
-from penstock.errors import CheckpointError, NotSaved, described, warn
+from penstock.checkpoints.work import longest_s
+from penstock.errors import CheckpointError, NotSaved, PipelineError, described, warn
+from penstock.execute.control.long_work import run_in_thread, wait_together
 from penstock.pipeline import Pipeline
 from penstock.version import VERSION
 
 Files = dict[str, tuple[int, str]]
 """Size and digest by name."""
+_AS_NOT_SAVED = failing_as(NotSaved)
 
 
 class CheckpointWriter:
@@ -93,12 +95,12 @@ class CheckpointWriter:
             content = Content.of(self._pipeline, self._optimizer)
             return step, text, content.described(), random_state(self._pipeline.device)
 
-        everyone = gather_results(control, describe, NotSaved)
+        everyone = control.together(describe, _AS_NOT_SAVED)
         require_equal_on_ranks("step", [step for step, *_ in everyone], self.folder.path)
         require_equal_on_ranks("`extra`", [text for _, text, *_ in everyone], self.folder.path)
         assert content is not None
         owned = owned_names([told for _, _, told, _ in everyone])
-        partial = Path(gather_results(control, lambda: self._begin(step), NotSaved)[0])
+        partial = Path(control.on_rank_0(lambda: self._begin(step), _AS_NOT_SAVED))
         staged = self._staging.copy(content.part(owned[control.rank]))
         save = _Save(partial, step, self._staging.num_bytes)
         save.written = run_in_thread(lambda: _write_files(partial, staged, control.rank, control.num_ranks))
@@ -135,9 +137,7 @@ class CheckpointWriter:
     # ---- one save
 
     def _begin(self, step: int) -> str:
-        """Make the folder of a save on rank 0, and return its path."""
-        if self._pipeline.rank != 0:
-            return ""
+        """Make the folder of a save, and return its path."""
         try:
             return str(self.folder.begin(step))
         except OSError as error:
@@ -145,23 +145,22 @@ class CheckpointWriter:
 
     def _advance(self, save: "_Save") -> None:
         """Learn how far all ranks are, and announce the checkpoint when all have written their files."""
-        everyone = self._pipeline.control.all_gather_object(save.state())
-        if problems := [(rank, state["failure"]) for rank, state in enumerate(_dicts(everyone)) if "failure" in state]:
+        try:
+            everyone = self._pipeline.control.together(save.files, _AS_NOT_SAVED)
+        except PipelineError:  # a rank is lost
+            raise
+        except Exception:
             self._save = None
             if self._pipeline.rank == 0:
                 shutil.rmtree(save.partial, ignore_errors=True)
-            own = save.error()
-            if own is not None:
-                raise own
-            rank, words = problems[0]
-            raise NotSaved(f"rank {rank}: {words}")
-        if not all(state["is_over"] for state in _dicts(everyone)):
+            raise
+        if None in everyone:
             return
         if save.announced is not None:
             self._save = None
             self._warn(save.announced.result())
             return
-        files = {name: entry for state in _dicts(everyone) for name, entry in state["files"].items()}
+        files = {name: entry for theirs in everyone for name, entry in theirs.items()}
         save.announced = run_in_thread(lambda: self._announce(save, files) if save.manifest else {})
 
     def _announce(self, save: "_Save", files: Files) -> dict[str, str]:
@@ -245,17 +244,15 @@ class _Save:
         """What is waited for now."""
         return self.written if self.announced is None else self.announced
 
-    def error(self) -> BaseException | None:
-        return self.current.exception() if self.current.done() else None
+    def files(self) -> Files | None:
+        """Return the files that this rank has written, or nothing for those announced; None while either goes on.
 
-    def state(self) -> dict[str, Any]:
-        """Return what the other ranks must know."""
-        error = self.error()
-        if error is not None:
-            return {"failure": str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"}
+        Raises: what the one or the other failed with.
+        """
         if not self.current.done():
-            return {"is_over": False}
-        return {"is_over": True, "files": self.written.result() if self.announced is None else {}}
+            return None
+        found = self.current.result()
+        return found if self.announced is None else {}
 
 
 def _write_files(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], rank: int, num_ranks: int) -> Files:
@@ -328,10 +325,6 @@ def _has_text_keys(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _has_text_keys(item) for key, item in value.items())
     return not isinstance(value, list | tuple) or all(map(_has_text_keys, value))
-
-
-def _dicts(told: Sequence[object]) -> list[dict[str, Any]]:
-    return [each for each in told if isinstance(each, dict)]
 
 
 def save_checkpoint(

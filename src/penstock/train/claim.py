@@ -28,7 +28,7 @@ from penstock.train.folder.run_folder import CONFIG, LOCK, SUMMARY, RunFolder, n
 from penstock.train.folder.run_lock import RunLock, holder_of
 from penstock.train.settings.config import RunConfig, load_config
 from penstock.train.settings.sections import Section
-from penstock.train.together import failing_together
+from penstock.train.together import same_words
 
 KEY = "run.folder"
 SAME_SECTIONS = ("model", "data", "batch", "precision", "optimizer")
@@ -114,12 +114,13 @@ def claimed_together(config: RunConfig, transport: Transport, start: Start, outp
         PenstockError: on every rank, as `claimed` does on rank 0.
     """
     with ExitStack() as stack:
-        with failing_together(transport):
-            if transport.rank == 0:
-                claim = stack.enter_context(claimed(config, start))
-                config = claim.config
-                output.write(f"{claim.note}\n")
-        yield in_folder(config, Path(str(Control(transport).all_gather_object(config.run.folder)[0])))
+
+        def claim() -> str:
+            own = stack.enter_context(claimed(config, start))
+            output.write(f"{own.note}\n")
+            return own.config.run.folder
+
+        yield in_folder(config, Path(Control(transport).on_rank_0(claim, same_words)))
 
 
 @contextmanager

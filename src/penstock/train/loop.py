@@ -11,6 +11,7 @@ from typing import TextIO
 
 from penstock.checkpoints.weight_files import save_weights
 from penstock.errors import PenstockWarning
+from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import default_transport
 from penstock.ir.timeline import Timeline
@@ -37,7 +38,7 @@ from penstock.train.setup import (
 )
 from penstock.train.step_runner import StepRunner
 from penstock.train.stopping import StopRequest
-from penstock.train.together import failing_together
+from penstock.train.together import same_words
 from penstock.train.watching.metrics import MetricsWriter
 from penstock.train.watching.progress import screen_of
 from penstock.train.watching.recorded_step import RecordedStep, recorded_step_to_json
@@ -141,10 +142,11 @@ def _say(output: TextIO, what: str, end: str = "\n") -> None:
 def _begin_together(
     config: RunConfig, folder: RunFolder, transport: Transport, output: TextIO, *, is_forced: bool
 ) -> None:
-    with failing_together(transport):
-        if transport.rank == 0:
-            note = folder.begin(config, is_forced=is_forced)
-            output.write(f"{note}\n" if note else "")
+    def begin() -> None:
+        note = folder.begin(config, is_forced=is_forced)
+        output.write(f"{note}\n" if note else "")
+
+    Control(transport).on_rank_0(begin, same_words)
 
 
 def _run_steps(

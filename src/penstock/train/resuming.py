@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TextIO, cast
 from uuid import uuid4
 
 from penstock.checkpoints.folder import step_of
-from penstock.checkpoints.loading import load_newest
+from penstock.checkpoints.loading import Loaded, load_newest
 from penstock.checkpoints.pretrained import load_weights
 from penstock.checkpoints.weight_files import require_saveable
 from penstock.checkpoints.writer import CheckpointWriter
@@ -29,7 +29,7 @@ from penstock.train.optimizing.early_stop import EarlyStop
 from penstock.train.settings.config import RunConfig, load_config
 from penstock.train.step import Trainer
 from penstock.train.stopping import StopRequest
-from penstock.train.together import failing_together, working_together
+from penstock.train.together import same_words, working_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,8 @@ class RunCheckpoints:
         self._held = HeldFolder(folder.path) if self._pipeline.rank == 0 else None
         self._writer = self._writer_to(folder)
         num_bytes = require_saveable(self._pipeline)
-        with failing_together(self._pipeline.transport):
-            if self._pipeline.rank == 0 and self._options.every:
-                _require_writable(folder.checkpoints.path, num_bytes)
+        if self._options.every:
+            self._pipeline.control.on_rank_0(lambda: _require_writable(folder.checkpoints.path, num_bytes), same_words)
 
     def resume(self) -> Progress:
         """Load the newest checkpoint that verifies, if the run has any; return how far it had come.
@@ -119,10 +118,7 @@ class RunCheckpoints:
                 "data.files, data.tokenizer or data.source have changed. Put them back, or begin in the next folder "
                 "with --fresh"
             )
-        with failing_together(self._pipeline.transport):
-            if self._pipeline.rank == 0:
-                self._tell_resumed(loaded.path, loaded.damaged)
-                self._folder.go_on(self._config)
+        self._pipeline.control.on_rank_0(lambda: self._go_on(loaded), same_words)
         self._saved = loaded.step
         self._update.load_state(loaded.extra["update"])
         self._early_stop.lowest, self._early_stop.num_since = loaded.extra["early_stop"]
@@ -184,13 +180,7 @@ class RunCheckpoints:
         """
         with suppress(CheckpointError):
             self._writer.finish(limit_s=self._limit_s)  # what is being written lies in the folder that is gone
-        found = self._held.found() if self._held is not None else None
-        place = found or next_folder(self._folder.path)
-        with failing_together(self._pipeline.transport):
-            if self._pipeline.rank == 0 and not found:
-                RunFolder(place).begin(self._config)
-        told = self._pipeline.control.all_gather_object([str(place), "renamed" if found else "removed"])
-        folder, what = cast("list[str]", told[0])
+        folder, what = self._pipeline.control.on_rank_0(self._find_or_begin, same_words)
         self._writer, self._saved = self._writer_to(RunFolder(Path(folder))), 0
         self._save(progress)
         self._writer.finish()
@@ -198,6 +188,15 @@ class RunCheckpoints:
             f"{self._folder.path} was {what} during the run, which ends here. Step {progress.step} is saved in "
             f"{folder}: continue with --set run.folder={folder}"
         )
+
+    def _find_or_begin(self) -> tuple[str, str]:
+        """Return where the run folder is now, and what was done to it; rank 0 calls it."""
+        assert self._held is not None
+        if found := self._held.found():
+            return str(found), "renamed"
+        place = next_folder(self._folder.path)
+        RunFolder(place).begin(self._config)
+        return str(place), "removed"
 
     def _save(self, progress: Progress) -> None:
         if progress.step == self._saved:
@@ -238,8 +237,9 @@ class RunCheckpoints:
             self._output.write(f"stopped by a signal after step {progress.step}; {what}\n")
         raise KeyboardInterrupt
 
-    def _tell_resumed(self, path: Path, damaged: tuple[str, ...]) -> None:
-        for problem in damaged:
+    def _go_on(self, loaded: Loaded) -> None:
+        path = loaded.path
+        for problem in loaded.damaged:
             self._output.write(f"warning: {problem}\n")
         newest = step_of(path) or 0
         for step in [step for step in self._folder.checkpoints.steps() if step > newest]:
@@ -248,11 +248,12 @@ class RunCheckpoints:
             self._output.write(f"warning: the damaged checkpoint is now {aside}\n")
         self._output.write(f"continuing after step {newest} from {path}\n")
         self._output.flush()
+        self._folder.go_on(self._config)
 
 
 def _has_checkpoints(pipeline: Pipeline, folder: RunFolder) -> bool:
     """Return what rank 0 sees, so that all ranks do the same."""
-    return bool(pipeline.control.all_gather_object(bool(folder.checkpoints.steps()))[0])
+    return bool(pipeline.control.on_rank_0(lambda: bool(folder.checkpoints.steps()), same_words))
 
 
 def _require_writable(folder: Path, num_bytes: int) -> None:

@@ -14,6 +14,7 @@ from penstock.checkpoints.manifest import read_manifest
 from penstock.checkpoints.pretrained import load_weights
 from penstock.checkpoints.verification import newest_readable
 from penstock.errors import CheckpointError, ConfigError, NotFinite, PenstockWarning
+from penstock.execute.control.collectives import Control
 from penstock.execute.transport.world import default_transport
 from penstock.train.data.batches import Batch, Dataset, Wants
 from penstock.train.data.dataset import TokenDataset, whole_text
@@ -26,7 +27,7 @@ from penstock.train.model_source import build_layers
 from penstock.train.optimizing.precision import Precision
 from penstock.train.settings.config import RunConfig
 from penstock.train.setup import build_pipeline, check_together, prepare_together
-from penstock.train.together import failing_together
+from penstock.train.together import same_words
 
 MAX_EXPONENT = 700.0
 """Of a float, nearly."""
@@ -76,9 +77,8 @@ def evaluate_run(config: RunConfig, output: TextIO, *, is_whole: bool) -> Evalua
     with closing(default_transport(None, PREPARING_DEADLINE_S)) as transport:
         check_together(config, transport, tokenizer_of)
         dataset = prepare_together(config, folder, transport, output, may_be_small=is_whole)
-        with failing_together(transport):
-            if transport.rank == 0 and not is_whole:
-                _require_same_text(dataset, folder)
+        if not is_whole:
+            Control(transport).on_rank_0(lambda: _require_same_text(dataset, folder), same_words)
         layers = build_layers(config, dataset.vocabulary)
         rule = choose_split(config, layers, dataset, folder, transport)
         with warnings.catch_warnings():

@@ -35,7 +35,7 @@ from penstock.train.settings.config import RunConfig
 from penstock.train.settings.sections import PipelineSection
 from penstock.train.settings.user_function import load_function
 from penstock.train.step import Trainer, scale_over
-from penstock.train.together import Beat, failing_together, working_together
+from penstock.train.together import Beat, same_words, working_together
 from penstock.train.watching.progress import ShareLines
 
 SET_ELSEWHERE = ("ranks", "microbatches", "slices", "stages_per_rank")
@@ -58,10 +58,13 @@ def check_together(config: RunConfig, transport: Transport, *more: Callable[[Run
     Raises:
         PenstockError: on every rank; see `check_ranks` and `check_plan`.
     """
-    check_ranks(config, transport.num_ranks)
-    with failing_together(transport):
-        for check_one in (check_plan, *more) if transport.rank == 0 else ():
+
+    def check_all() -> None:
+        for check_one in (check_plan, *more):
             check_one(config)
+
+    check_ranks(config, transport.num_ranks)
+    Control(transport).on_rank_0(check_all, same_words)
 
 
 def prepare_together(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PartitionError, PipelineError
-from penstock.execute.control.collectives import Control
+from penstock.execute.control.collectives import Control, Failure
 from penstock.execute.losses.loss import Loss
 from penstock.execute.losses.output import takes_weight
 from penstock.execute.stages.auxiliary import Auxiliary, take_all
@@ -97,21 +97,15 @@ def measure_layers(
 
 def _broadcast_from_rank0(wires: Transport, measure: Callable[[], LayerTimes]) -> LayerTimes:
     """Let rank 0 measure and tell the others, also if it fails: they wait for it."""
-    measured: dict[str, Any] = {}
-    if wires.rank == 0:
-        try:
-            measured = asdict(measure())
-        except Exception as error:
-            Control(wires).all_gather_object({"failure": f"{type(error).__name__}: {error}"})
-            raise
-    received = Control(wires).all_gather_object(measured)[0]
-    assert isinstance(received, dict)
-    if "failure" in received:
-        raise PipelineError(
+
+    def error_of(failure: Failure) -> Exception:
+        return failure.own or PipelineError(
             f"rank {wires.rank}: rank 0 could not measure the layers, which all ranks are split by: "
-            f"{received['failure']}. See its output; or give weights or a split without measuring",
+            f"{failure.kind}: {failure.text}. See its output; or give weights or a split without measuring",
             rank=0,
         )
+
+    received = Control(wires).on_rank_0(lambda: asdict(measure()), error_of)
     return LayerTimes(**{name: tuple(values) for name, values in received.items()})
 
 

@@ -24,7 +24,7 @@ from penstock.train.measuring.measure import LayerTimes, measure_layers
 from penstock.train.model_source import loss_of
 from penstock.train.optimizing.precision import Precision
 from penstock.train.settings.config import RunConfig
-from penstock.train.together import failing_together
+from penstock.train.together import same_words
 
 Seconds = list[Annotated[float, Field(ge=0)]]
 
@@ -110,9 +110,8 @@ def _measured_split(
             weights=times.weights, note=f"{_told(times)} when they were measured: {path}; delete it to measure anew"
         )
     times = _measured_times(config, layers, dataset, transport)
-    with failing_together(transport):
-        if transport.rank == 0:
-            folder.write(LAYER_TIMES, _stored(subject, times).model_dump_json(indent=2).encode())
+    stored = _stored(subject, times).model_dump_json(indent=2).encode()
+    Control(transport).on_rank_0(lambda: folder.write(LAYER_TIMES, stored), same_words)
     return SplitRule(weights=times.weights, note=f"{_told(times)}, measured now: {path}")
 
 
@@ -162,12 +161,12 @@ def _first_microbatch(config: RunConfig, dataset: Dataset) -> Batch:
 
 def _kept_times(path: Path, subject: Subject, transport: Transport) -> LayerTimes | None:
     """Return what rank 0 finds in the folder, where it was measured of the same; a collective."""
-    found: StoredTimes | None = None
-    with failing_together(transport):
-        if transport.rank == 0:
-            found = _read(path)
-    own = found.model_dump_json() if found is not None and found.of == subject else ""
-    text = str(Control(transport).all_gather_object(own)[0])
+
+    def look() -> str:
+        found = _read(path)
+        return found.model_dump_json() if found is not None and found.of == subject else ""
+
+    text = Control(transport).on_rank_0(look, same_words)
     return StoredTimes.model_validate_json(text).times if text else None
 
 

@@ -1,0 +1,108 @@
+"""Work that may take any time, such as that of a disk, while the ranks keep each other informed.
+
+    own thread        ── works ──────────────────────────────► over
+    rank              ── waits ──► gather: all over? ──► waits ──► gather: all over!
+
+So no wait nears the deadline, and a rank that is lost is still noticed within it.
+Guarantees: the work sends no message, and all ranks end a wait in the same gather.
+Relies on: what the work of a thread changes is not used before it is over.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from threading import Thread
+from typing import TypeVar, cast
+
+from penstock.execute.control.collectives import Control, FailsAs
+from penstock.running_time import running_s, wait_in_parts
+
+T = TypeVar("T")
+GATHERS_PER_LIMIT = 4
+
+
+@dataclass(slots=True, eq=False)
+class Heartbeat:
+    """How often the work of this rank has said that it goes on."""
+
+    count: int = 0
+    is_stopped: bool = False
+
+    def beat(self) -> None:
+        """Say so. Raises: KeyboardInterrupt, where the rank waits for the work no more."""
+        if self.is_stopped:
+            raise KeyboardInterrupt
+        self.count += 1
+
+
+def run_in_thread(action: Callable[[], T], name: str = "penstock-work") -> Future[T]:
+    """Run an action in a daemon thread, so that the process can end while a broken disk blocks the thread."""
+    ended: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = action()
+        except BaseException as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(result)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return ended
+
+
+def wait_together(control: Control, own: Future[T], *, limit_s: float, heartbeat: Heartbeat | None = None) -> bool:
+    """Wait until the work of every rank is over; return whether it is. Every rank calls it.
+
+    It is not, where a rank has waited for `limit_s`; with heartbeats, since the last beat of any rank.
+
+    Raises: PipelineError where a rank is lost; never what the work raised.
+    """
+    heartbeat = heartbeat or Heartbeat()
+    seen = [0] * control.num_ranks
+    end_s = running_s() + limit_s
+    while True:
+        left_s = end_s - running_s()
+        wait_in_parts(lambda part_s: wait([own], timeout=part_s).done, min(control.limit_s / GATHERS_PER_LIMIT, left_s))
+        everyone = control.all_gather_object([own.done(), heartbeat.count, left_s <= 0])
+        are_over, counts, are_late = zip(*cast("list[list[int]]", everyone), strict=True)
+        if all(are_over):
+            return True
+        if list(counts) != seen:
+            seen, end_s = list(counts), running_s() + limit_s
+        elif any(are_late):
+            return False
+
+
+def work_together(
+    control: Control,
+    work: Callable[[], T],
+    *,
+    limit_s: float,
+    stalled: Exception,
+    fails_as: FailsAs,
+    heartbeat: Heartbeat | None = None,
+) -> T:
+    """Run work on every rank in a thread until all are over, and return its result. Every rank calls it.
+
+    With a heartbeat, which the work is to beat as it goes on, a wait that fails or is interrupted stops the work.
+
+    Raises:
+        Exception: on every rank: `stalled` after `limit_s`, see `wait_together`; or as `Control.together`.
+        PipelineError: a rank is lost.
+    """
+    ended = run_in_thread(work)
+    try:
+        if not wait_together(control, ended, limit_s=limit_s, heartbeat=heartbeat):
+            raise stalled
+    except BaseException:
+        if heartbeat is not None:
+            heartbeat.is_stopped = True
+            wait([ended], timeout=control.limit_s)
+        raise
+
+    def require() -> None:
+        ended.result()
+
+    control.together(require, fails_as)
+    return ended.result()
