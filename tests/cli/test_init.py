@@ -78,7 +78,13 @@ def test_a_file_that_exists_is_replaced_only_with_force(capsys, place):
 @pytest.mark.parametrize(
     ("arguments", "status", "text"),
     [
-        (["mine.toml"], 2, "invalid choice: 'mine.toml'"),
+        (["mine.toml"], 2, "'mine.toml' is no kind; expected run or script: penstock init run mine.toml\n"),
+        (["a/train.py"], 2, "'a/train.py' is no kind; expected run or script: penstock init script a/train.py\n"),
+        (
+            ["rnu"],
+            2,
+            "'rnu' is no kind; expected run or script: penstock init run RUN.toml or penstock init script train",
+        ),
         (["run", "nowhere/RUN.toml"], 1, "PATH: nowhere is not a folder; make it first"),
         (["run", "."], 1, "is not a regular file; give another name"),
     ],

@@ -1,10 +1,11 @@
 """`penstock init`: a small run file or script to begin from, with comments; both run as they are."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
 from penstock.cli.output import path_to_write, say
 from penstock.cli.status import ExitStatus
+from penstock.errors import MAX_KEY_CHARACTERS, cut, shortened
 
 SUMMARY = "Write a small run file, or a training script, to begin from."
 RUN, SCRIPT = "run", "script"
@@ -18,6 +19,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "kind",
         metavar="KIND",
         nargs="?",
+        type=_kind,
         choices=tuple(NAMES),
         default=RUN,
         help="run: a run file for `penstock train` (default); script: a training loop of your own",
@@ -37,6 +39,15 @@ def run(arguments: Namespace) -> int:
         file.write(text.replace(name, str(path)).encode())
     say(f"{path} is written; next: {_command(arguments.kind, path)}")
     return ExitStatus.FINE
+
+
+def _kind(text: str) -> str:
+    """Return the text if it is a kind. Raises: ArgumentTypeError, which names the command that was meant."""
+    if text in NAMES:
+        return text
+    meant = {kind: text for kind, name in NAMES.items() if Path(name).suffix == Path(text).suffix} or NAMES
+    fix = " or ".join(f"penstock init {kind} {cut(path, MAX_KEY_CHARACTERS)}" for kind, path in meant.items())
+    raise ArgumentTypeError(f"{shortened(text)} is no kind; expected {' or '.join(NAMES)}: {fix}")
 
 
 def _command(kind: str, path: Path) -> str:
