@@ -11,7 +11,7 @@ from penstock.cli.entry import main
 from penstock.errors import ConfigError, PenstockError
 from penstock.models import LayerSpec
 from penstock.train.loop import train
-from penstock.train.model_source import build_layers, loss_of, source_digest, with_named_source
+from penstock.train.model_source import KEY, build_layers, loss_of, require_named_code, source_digest
 from penstock.train.settings.config import config_from_table, load_config
 from penstock.train.setup import check_plan
 from tests.ranks import RankPool
@@ -290,18 +290,34 @@ def test_code_that_a_run_folder_names_does_not_run_unless_its_reader_names_it(fi
         assert not (files / "has_run").exists()
     main(["generate", "run", "--prompt", "it "])
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "penstock: model.source: the layers of this run come from Python code, 'mine.py:recurrent', and a run folder "
-        "may come from anyone: no code that it names is run. If you trust that file, name it: --function "
-        "FILE.py:FUNCTION"
+        "penstock: model.source: this run uses Python code, 'mine.py:recurrent' (model.source), and a run folder may "
+        "come from anyone: no code that it names is run. If you trust that file, name it: --function mine.py:recurrent"
     )
 
     assert main(["generate", "run", "--prompt", "it ", "--tokens", "1", "--function", "mine.py:recurrent"]) == 0
     assert (files / "has_run").exists()
 
 
-def test_a_function_is_refused_where_the_model_is_the_decoder():
-    with pytest.raises(ConfigError, match=r"--function: got 'mine.py:recurrent', but the run's model is the decoder"):
-        with_named_source(config_of(model={"source": ""}), "mine.py:recurrent")
+def test_code_runs_only_under_the_name_that_the_run_folder_has(files, capsys):
+    run(run={"steps": 1})
+    (files / "copy.py").write_text(MODELS)  # of the same digest
+
+    assert main(["generate", "run", "--prompt", "it ", "--function", "copy.py:recurrent"]) == 1
+    assert "name it: --function mine.py:recurrent" in capsys.readouterr().err
+
+
+def test_code_that_does_not_run_need_not_be_named():
+    code = {"source": "mine.py:recurrent", "loss": "mine.py:halved"}
+
+    require_named_code(config_of(model=code), ["mine.py:recurrent"], runs=[KEY])
+    require_named_code(config_of(model=code), ["mine.py:recurrent", "mine.py:halved"], runs=[KEY])
+    with pytest.raises(ConfigError, match=r"'mine.py:halved' \(model.loss\), and a run folder"):
+        require_named_code(config_of(model=code), ["mine.py:recurrent"])
+
+
+def test_a_function_is_refused_where_the_run_uses_no_code():
+    with pytest.raises(ConfigError, match=r"--function: got 'mine.py:recurrent', which the run does not use"):
+        require_named_code(config_of(model={"source": ""}), ["mine.py:recurrent"], runs=[KEY])
 
 
 @pytest.mark.slow

@@ -27,9 +27,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--function",
-        default="",
+        dest="functions",
+        action="append",
+        default=[],
         metavar="FILE:NAME",
-        help="the code of the run's model.source, which is run only where it is named here too",
+        help="the code of the run's model.source, which is run only where it is named here too; may be repeated",
     )
     parser.add_argument("--seed", type=int, metavar="N", help="of the draws (default: run.seed)")
 
@@ -58,7 +60,7 @@ def _config_of(arguments: Namespace) -> Any:
 
     from penstock.errors import ConfigError
     from penstock.train.folder.run_folder import CONFIG
-    from penstock.train.model_source import with_named_source
+    from penstock.train.model_source import KEY, require_named_code
     from penstock.train.settings.config import load_config
 
     path = Path(arguments.run_folder, CONFIG)
@@ -71,6 +73,6 @@ def _config_of(arguments: Namespace) -> Any:
         "sample.top_k": arguments.top_k,
     }
     config = load_config(path, [f"{key}={value}" for key, value in given.items() if value is not None])
-    config = with_named_source(config, arguments.function)
+    require_named_code(config, arguments.functions, runs=[KEY])  # no loss, and none of its data
     run = config.run.model_copy(update={"folder": arguments.run_folder})
     return config.model_copy(update={"run": run})

@@ -19,6 +19,7 @@ from penstock.train.settings.config import RunConfig
 from penstock.train.settings.user_function import load_function
 
 KEY = "model.source"
+KEYS_OF_CODE = (KEY, "model.loss", "data.source")
 FUNCTION = "--function"
 EXPECTED = "a list of torch.nn.Module or of LayerSpec, in the order in which they run"
 Loss = Callable[[Any, Any], Tensor]
@@ -60,38 +61,23 @@ def source_digest(config: RunConfig) -> str:
     return digest.hexdigest()
 
 
-def with_named_source(config: RunConfig, function: str) -> RunConfig:
-    """Return the configuration of a run folder with the code that its reader names, which must be what the run had.
+def require_named_code(config: RunConfig, functions: Collection[str], *, runs: Collection[str] = KEYS_OF_CODE) -> None:
+    """Refuse a run folder's configuration whose code its reader has not named likewise.
 
     A folder may come from anyone, and so may a digest in it: the code that it names runs only where the reader has
-    named it too. Raises: ConfigError.
-    """
-    source = config.model.source
-    if not function and source:
-        raise ConfigError(
-            f"the layers of this run come from Python code, {shortened(source)}, and a run folder may come from "
-            "anyone: no code that it names is run. If you trust that file, name it: --function FILE.py:FUNCTION",
-            key=KEY,
-        )
-    if function and not source:
-        raise ConfigError(f"got {shortened(function)}, but the run's model is the decoder; leave it out", key=FUNCTION)
-    return config.model_copy(update={"model": config.model.model_copy(update={"source": function})})
-
-
-def require_named_code(config: RunConfig, functions: Collection[str]) -> None:
-    """Refuse a run folder's configuration whose code, of layers, loss or data, its reader has not named likewise.
-
-    See `with_named_source` for the reason. Raises: ConfigError.
+    named it too. `runs` are the keys whose code is about to run. Raises: ConfigError.
     """
     model, data = config.model, config.data
     named = {KEY: model.source, "model.loss": model.loss, "data.source": data.source}
-    unnamed = {key: place for key, place in named.items() if place and place not in functions}
+    needed = {key: named[key] for key in runs if named[key]}
+    unnamed = {key: place for key, place in needed.items() if place not in functions}
     if unnamed:
         found = ", ".join(f"{shortened(place)} ({key})" for key, place in unnamed.items())
-        flags = " ".join(f"{FUNCTION} {place}" for place in dict.fromkeys(filter(None, named.values())))
+        flags = " ".join(f"{FUNCTION} {place}" for place in dict.fromkeys(needed.values()))
         raise ConfigError(
             f"this run uses Python code, {found}, and a run folder may come from anyone: no code that it names is run. "
-            f"If you trust these files, name them: {flags}",
+            f"If you trust {'that file' if len(needed) == 1 else 'these files'}, name "
+            f"{'it' if len(needed) == 1 else 'them'}: {flags}",
             key=next(iter(unnamed)),
         )
     unused = [place for place in functions if place not in named.values()]
