@@ -95,6 +95,17 @@ def test_of_an_error_with_many_lines_the_first_is_the_reason(pipeline):
     assert heading == "rank 2 is the culprit: in 2F0, in layer 2 (Layer), it raised WordyError: planted"
 
 
+@pytest.mark.parametrize("error", [PeerLost, DeadlineExceeded])
+def test_a_lost_peer_of_a_layers_own_pipeline_is_an_error_of_that_layer(pipeline, error):
+    ends = pipeline.step(Fault("raise", 2, "forward", error=error))
+
+    assert type(ends[2].error) is PipelineError
+    assert ends[2].text.splitlines()[0] == f"rank 2, 2F0, in layer 2 (Layer): {error.__name__}: planted"
+    heading = f"rank 2 is the culprit: in 2F0, in layer 2 (Layer), it raised {error.__name__}: planted"
+    assert [end.text.splitlines()[0] for end in ends if end is not ends[2]] == [heading] * 3
+    assert is_right(pipeline.step())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", [Fault("hang", 1, "forward", 2), Fault("hang", 1, "optimizer")], ids=lambda f: f.place

@@ -59,15 +59,16 @@ class FailureReporter:
 
     def report(self, error: BaseException) -> PipelineError:
         """Return the error to raise: which rank is to blame, and where every rank was."""
-        if self.has_failed and isinstance(error, (PeerLost, DeadlineExceeded)):
-            return self._not_recovered(error)
+        waited = _own_wait(error)
+        if self.has_failed and waited is not None:
+            return self._not_recovered(waited)
         self.has_failed = True
         position = self.board.read(self.board.rank)  # before the state becomes FAILED
-        if not isinstance(error, (PeerLost, DeadlineExceeded)):
+        if waited is None:
             calls = "".join(traceback.format_exception(error, limit=-NUM_CALLS))
             finding = error.finding if isinstance(error, PipelineError) else ""
             self.board.note_failure(Failure(_summary(error), noted_place(error), finding, calls))
-        peer = error.peer if isinstance(error, PipelineError) else None
+        peer = None if waited is None else waited.peer
         try:
             verdict = diagnose(self.board, self._describe, peer=peer)
         finally:  # a second Ctrl-C included
@@ -84,21 +85,22 @@ class FailureReporter:
     def _error(self, error: BaseException, position: RankPosition, verdict: Verdict) -> PipelineError:
         rank = self.board.rank
         instruction = self._describe(rank, position.row) if position.row >= 0 else ""
-        if not isinstance(error, (PeerLost, DeadlineExceeded)):
+        waited = _own_wait(error)
+        if waited is None:
             words = self._own_words(error, instruction, verdict)
             return PipelineError(words, rank=verdict.culprit, instruction=instruction, finding=verdict.finding)
         noticed = "went on when the others had given up"
         if verdict.culprit != rank:
-            noticed = f"waited {error.waited_s or 0.0:.2f} s for rank {error.peer}"
-        kind = PeerLost if verdict.cause is Cause.GONE else type(error)
+            noticed = f"waited {waited.waited_s or 0.0:.2f} s for rank {waited.peer}"
+        kind = PeerLost if verdict.cause is Cause.GONE else type(waited)
         # The rank that raised says the rest itself.
         rest = "" if verdict.cause is Cause.RAISED else f"\n\n{verdict.details}"
         return kind(
             f"{verdict.heading}\nrank {rank}, {place_of(position, self._describe)}: {noticed}{rest}",
             rank=verdict.culprit,
             instruction=instruction,
-            peer=error.peer,
-            waited_s=error.waited_s,
+            peer=waited.peer,
+            waited_s=waited.waited_s,
             finding=verdict.finding,
         )
 
@@ -122,6 +124,11 @@ class FailureReporter:
             peer=error.peer,
             waited_s=error.waited_s,
         )
+
+
+def _own_wait(error: BaseException) -> PeerLost | DeadlineExceeded | None:
+    """Return the error if a wait of this pipeline ended with it; out of a user's layer or loss it is of another one."""
+    return error if isinstance(error, (PeerLost, DeadlineExceeded)) and not noted_place(error) else None
 
 
 def _summary(error: BaseException) -> str:
