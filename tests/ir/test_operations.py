@@ -1,5 +1,7 @@
 """The table of operations: one row each, and what follows from the rows."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -8,17 +10,22 @@ from penstock.ir.operations import (
     ENDS_KEEPING,
     IS_BACKWARD,
     IS_COMPUTE,
+    JOINS_RANKS,
     KIND_INDEX,
     MADE,
     MESSAGES,
     MOVED,
+    OF_STAGE,
     OP_OF_TEXT,
     OPERATIONS,
+    RUNS_AUTOGRAD,
+    RUNS_FORWARD,
     TAKEN,
     At,
     Kind,
+    Lane,
     Op,
-    Role,
+    Size,
     Value,
     exclusive,
     makers,
@@ -46,20 +53,53 @@ def test_computations_are_the_kinds_and_have_colors():
     assert all(bool(OPERATIONS[op].colors) == op.is_compute for op in Op)
 
 
-def test_an_operation_has_one_role():
+def test_an_operation_has_one_lane():
     assert [op for op in Op if op.is_send] == [Op.SEND_FORWARD, Op.SEND_BACKWARD]
     assert [op for op in Op if op.is_receive] == [Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD]
     assert all(
-        bool(operation.message) == (operation.role in (Role.SEND, Role.RECEIVE)) for operation in OPERATIONS.values()
+        bool(operation.message) == (operation.lane in (Lane.SEND, Lane.RECEIVE)) for operation in OPERATIONS.values()
     )
 
 
-def test_whatever_is_waited_for_is_made_and_whatever_is_kept_is_freed():
+def test_whatever_is_read_is_made_and_whatever_is_freed_was_read():
     made = {value for operation in OPERATIONS.values() for value in operation.makes}
-    freed = {value for operation in OPERATIONS.values() for value in operation.frees}
 
-    assert {wait.value for operation in OPERATIONS.values() for wait in operation.waits} <= made
-    assert freed == {Value.ACTIVATION, Value.CHECKPOINT, Value.WGRAD_INPUTS}
+    for operation in OPERATIONS.values():
+        read = {each.value for each in operation.reads}
+        assert read <= made
+        assert set(operation.frees) <= read
+
+
+def test_every_value_of_a_microbatch_is_freed_by_whoever_reads_it():
+    readers = [(op, read.value) for op, row in OPERATIONS.items() for read in row.reads if row.lane is not Lane.RECEIVE]
+
+    assert [(op, value) for op, value in readers if value not in OPERATIONS[op].frees and value not in OF_STAGE] == []
+
+
+def test_the_bytes_of_all_rows_of_a_microbatch_add_up_to_nothing():
+    """Of a stage in the middle of a route, whole or split, with a recomputation or without."""
+    messages = [Op.RECEIVE_FORWARD, Op.SEND_FORWARD, Op.RECEIVE_BACKWARD, Op.SEND_BACKWARD]
+    for rows in (
+        [Op.FORWARD, Op.BACKWARD],
+        [Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT],
+    ):
+        left = Counter()
+        for op in (*messages, *rows):
+            left.update(OPERATIONS[op].at_start)
+            left.update(OPERATIONS[op].at_end)
+        assert not any(left.values())
+    again = OPERATIONS[Op.RECOMPUTE].at_start
+    assert again == {Size.ACTIVATION: 1, Size.CHECKPOINT: -1}, "its forward keeps CHECKPOINT, not ACTIVATION"
+
+
+def test_collectives_and_no_others_join_a_group():
+    assert all((row.group is not None) == (row.lane is Lane.COLLECTIVE) for row in OPERATIONS.values())
+    assert ops(JOINS_RANKS) == [Op.REDUCE_TIED, Op.OPTIMIZER_STEP]
+
+
+def test_forwards_and_recomputations_run_layers_and_backwards_but_for_the_weights_run_autograd():
+    assert ops(RUNS_FORWARD) == [Op.FORWARD, Op.RECOMPUTE]
+    assert ops(RUNS_AUTOGRAD) == [Op.BACKWARD, Op.BACKWARD_INPUT]
 
 
 def test_whole_and_input_backwards_exclude_each_other_and_recomputation_replaces_the_forward():
@@ -68,7 +108,7 @@ def test_whole_and_input_backwards_exclude_each_other_and_recomputation_replaces
         Op.BACKWARD,
         Op.RECOMPUTE,
     ]
-    assert list(makers(Value.ACTIVATION)) == [Op.RECOMPUTE, Op.FORWARD]
+    assert makers(Value.ACTIVATION) == [Op.RECOMPUTE, Op.FORWARD]
 
 
 def test_backwards_are_whole_ones_and_parts():

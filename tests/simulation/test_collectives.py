@@ -1,10 +1,8 @@
 """Collectives: gathers beside the computations, reductions that hold their rank up, barriers of tied groups."""
 
-from penstock.ir.deps import NONE
 from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
-from penstock.simulation.collectives import gather_of_row
 from tests.simulation.drawing import ends, sharded, starts
 
 
@@ -29,15 +27,6 @@ def test_a_reshard_takes_no_time():
     timeline = simulate(sharded("0F0 0RESHARD 0F1"), Costs.uniform(unshard_s=(5.0,), reduce_s=(5.0,)))
 
     assert starts(timeline)["0F1"] == 1
-
-
-def test_every_stage_is_gathered_before_the_first_of_its_computations_behind_the_unshard():
-    program = sharded("0UNSHARD 1UNSHARD 0F0 0UNSHARD 0UNSHARD 1F0 0B0 1UNSHARD")
-
-    gathers = gather_of_row(program)
-
-    texts = [str(program.instruction(row)) for row in range(8)]
-    assert {texts[row]: int(gathers[row]) for row in range(8) if gathers[row] != NONE} == {"0F0": 0, "1F0": 1, "0B0": 4}
 
 
 def test_a_reduction_holds_up_its_rank():

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.hot import blocks
-from penstock.ir.operations import MESSAGES, OPERATIONS, At, Op, Role, Wait, exclusive, makers, peer_at
+from penstock.ir.operations import MESSAGES, OPERATIONS, At, Lane, Op, Read, exclusive, makers, peer_at
 from penstock.ir.table import Table
 from penstock.placement import Placement
 
@@ -26,7 +26,7 @@ NUM_PREDECESSORS = 3
 NONE = -1
 """Stands for "no such row" in tables of rows."""
 
-PLANES = sorted({exclusive(op) for op in Op if OPERATIONS[op].makes or OPERATIONS[op].message})
+PLANES = sorted({exclusive(op) for op in Op if not OPERATIONS[op].is_of_stage})
 """The planes of a `RowIndex`; each holds all operations that exclude each other."""
 
 
@@ -97,30 +97,30 @@ SLICE_SHIFT = {At.EARLIER_SLICE: -1, At.LATER_SLICE: 1}
 def _sources(table: Table, index: "_Index") -> Iterator[_Source]:
     """The sources by column and preference, the preferred last."""
     found: dict[tuple[int, int, int], dict[Op, tuple[Op, NDArray[np.int64]]]] = {}
-    waits = [(op, wait) for op in table.ops for wait in OPERATIONS[op].waits]
-    for op, wait in waits:
+    reads = [(op, read) for op in table.ops for read in OPERATIONS[op].reads]
+    for op, read in reads:
         # With one slice there is no earlier or later slice to wait for. Preferences are negated, since sources are
         # sorted and the preferred one (number 0) has to be written last.
-        shift = SLICE_SHIFT.get(wait.at, 0)
-        places = [] if shift and table.num_slices == 1 else list(enumerate(_places(op, wait)))
-        for preference, (plane, at) in places:
+        shift = SLICE_SHIFT.get(read.at, 0)
+        is_absent = read.column is None or (shift and table.num_slices == 1)
+        for preference, (plane, at) in () if is_absent else enumerate(_places(op, read)):
             if plane in index.planes:
-                of_shift = found.setdefault((wait.column, -preference, shift), {})
+                of_shift = found.setdefault((read.column or 0, -preference, shift), {})
                 of_shift[op] = (plane, stages_at(table.placement, at))
     for (column, _, shift), planes in sorted(found.items(), key=lambda item: item[0]):
         yield _Source(column, shift, index.lookup(planes))
 
 
-def _places(op: Op, wait: Wait) -> Iterator[tuple[Op, At]]:
+def _places(op: Op, read: Read) -> Iterator[tuple[Op, At]]:
     """The planes and stages of the rows that an operation may wait for, the preferred first."""
-    send, receive = MESSAGES.get(wait.value, (None, None))
-    role = OPERATIONS[op].role
-    if send is not None and role is Role.RECEIVE:  # it waits for its send, whoever made the value
-        yield send, wait.at
+    send, receive = MESSAGES.get(read.value, (None, None))
+    lane = OPERATIONS[op].lane
+    if send is not None and lane is Lane.RECEIVE:  # it waits for its send, whoever made the value
+        yield send, read.at
         return
-    if receive is not None and role is Role.COMPUTE:
+    if receive is not None and lane is Lane.COMPUTE:
         yield receive, At.OWN
-    yield from dict.fromkeys((exclusive(maker), wait.at) for maker in makers(wait.value))
+    yield from dict.fromkeys((exclusive(maker), read.at) for maker in makers(read.value))
 
 
 def stages_at(placement: Placement, at: At) -> NDArray[np.int64]:

@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.deps import NONE, index_rows
-from penstock.ir.operations import IS_COMPUTE, IS_SEND, NUM_OPS, OPERATIONS, Op, Value
+from penstock.ir.deps import NONE
+from penstock.ir.keeps import keeps
+from penstock.ir.operations import NUM_OPS, OPERATIONS, Size, Value
 from penstock.ir.program import Program
 from penstock.ir.table import Table
 from penstock.placement import Placement
@@ -136,14 +137,14 @@ def _live_by_rank(table: Table, sizes: StageBytes) -> Iterator[Counts]:
 def _levels_by_rank(table: Table, sizes: StageBytes) -> Iterator[tuple[Counts, Counts]]:
     """What is alive while each row of a rank runs, and what is left after it."""
     start, end = _changes(table, sizes)
-    again = _forwards_that_run_again(table)
+    keeps_checkpoint = keeps(table) == Value.CHECKPOINT
     for part in _ranks(table):
         which = table.op[part].astype(np.intp) * table.num_stages + table.stage[part]
         taken: NDArray[Any] = start.take(which)
         freed: NDArray[Any] = end.take(which)
-        # A forward that runs again keeps its inputs only; the look-up table knows operations, not which F has an R.
-        rows = again[np.searchsorted(again, part.start) : np.searchsorted(again, part.stop)]
-        taken[rows - part.start] += (sizes.checkpoint - sizes.activation)[table.stage[rows]]
+        # The look-up table knows operations, not which forwards keep their inputs only.
+        rows = np.flatnonzero(keeps_checkpoint[part])
+        taken[rows] += (sizes.checkpoint - sizes.activation)[table.stage[part][rows]]
         if sizes.microbatch_factor is not None:
             factor = sizes.microbatch_factor[table.microbatch[part]]
             # Rounded at the end: rounded parts of a value would not add up to it.
@@ -152,48 +153,25 @@ def _levels_by_rank(table: Table, sizes: StageBytes) -> Iterator[tuple[Counts, C
         yield _whole(live), _whole(live - freed)
 
 
-def _forwards_that_run_again(table: Table) -> NDArray[np.int32]:
-    """The rows of forwards that have a recomputation, in order."""
-    again = next((op for op in table.ops if Value.CHECKPOINT in OPERATIONS[op].frees), None)
-    if again is None:
-        return np.empty(0, np.int32)
-    rows = index_rows(table)
-    forwards = rows.plane(Op.FORWARD)[rows.plane(again) != NONE]
-    return np.sort(forwards[forwards != NONE])
-
-
 def _changes(table: Table, sizes: StageBytes) -> tuple[Counts, Counts]:
-    """[num_ops, num_stages] what a row takes at its start, and what it frees at its end."""
+    """[num_ops, num_stages] what a row adds to its rank at its start, and takes from it at its end."""
     placement = table.placement
     message = sizes.message if isinstance(table, Program) else np.zeros_like(sizes.message)
     previous, following = np.array(placement.previous_stage), np.array(placement.next_stage)
-    arriving = np.where(previous == NONE, 0, message[previous])
-    leaving = np.where(following == NONE, 0, message)
-    made = {Value.OUTPUT: leaving, Value.INPUT_GRADIENT: arriving}
-    got = {Value.OUTPUT: arriving, Value.INPUT_GRADIENT: leaving}
-    kept = {Value.ACTIVATION: sizes.activation, Value.WGRAD_INPUTS: sizes.weight_context}
-    taken, freed = np.zeros((2, NUM_OPS, placement.num_stages), np.int64)
+    of_size = {
+        Size.OUTPUT: np.where(following == NONE, 0, message),
+        Size.INPUT: np.where(previous == NONE, 0, message[previous]),
+        Size.ACTIVATION: sizes.activation,
+        Size.CHECKPOINT: sizes.checkpoint,
+        Size.WEIGHT_INPUTS: sizes.weight_context,
+    }
+    added, freed = np.zeros((2, NUM_OPS, placement.num_stages), np.int64)
     for op, row in OPERATIONS.items():
-        if row.message is not None:
-            # A send frees what its stage made, a receive takes the buffer of what its stage gets.
-            moved, column = (made, freed) if IS_SEND[op] else (got, taken)
-            column[op] = moved[row.message]
-        if not IS_COMPUTE[op]:
-            continue
-        taken[op] = sum(made[value] for value in row.makes if value in made)
-        freed[op] = sum(kept[value] for value in row.frees if value in kept)
-        inputs = sum(got[wait.value] for wait in row.waits if wait.value in got)
-        if Value.ACTIVATION in row.makes:
-            # From now on the inputs are a part of the activation, and count once. An F has its inputs from a receive or
-            # from a stage of this rank; an R has them from the checkpoint.
-            inputs = inputs + sizes.checkpoint if Value.CHECKPOINT in row.frees else inputs
-            taken[op] += sizes.activation - inputs
-            freed[op] += sizes.activation if table.is_forward_only else 0
-        else:
-            freed[op] += inputs
-        if Value.WGRAD_INPUTS in row.makes:
-            freed[op] -= sizes.weight_context  # a part of the activation that stays until the W
-    return taken, freed
+        added[op] = sum(times * of_size[size] for size, times in row.at_start.items())
+        freed[op] = -sum(times * of_size[size] for size, times in row.at_end.items())
+        if row.begins_keeping and table.is_forward_only:
+            freed[op] += sizes.activation  # nothing is kept
+    return added, freed
 
 
 def _whole(num_bytes: NDArray[Any]) -> Counts:

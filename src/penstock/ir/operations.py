@@ -1,17 +1,18 @@
 """The table of operations: what each is called, waits for, makes and frees. All other code reads it.
 
     F -- OUTPUT --> F of the next stage          B, I -- INPUT_GRADIENT --> B, I of the previous stage
-    F -- ACTIVATION --> B, I of the same stage   I -- WGRAD_INPUTS --> W of the same stage
+    F -- ACTIVATION --> B, I of the same stage   I -- WEIGHT_INPUTS --> W of the same stage
 
 With a recomputation F keeps its inputs only, the CHECKPOINT, and R makes the ACTIVATION again. Each (stage, microbatch,
-slice) has one F, at most one R, and either one B or one I and one W. A value that is made on one rank and awaited on
-another travels as the message of a send and a receive.
+slice) has one F, at most one R, and either one B or one I and one W. A value that is made on one rank and read on
+another travels as the message of a send and a receive. What a row does beyond its operation, since it depends on other
+rows, is derived in `ir.keeps` and `ir.awaits`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
-from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,19 +54,19 @@ class Op(IntEnum):
 
     @property
     def is_compute(self) -> bool:
-        return OPERATIONS[self].role is Role.COMPUTE
+        return OPERATIONS[self].lane is Lane.COMPUTE
 
     @property
     def is_send(self) -> bool:
-        return OPERATIONS[self].role is Role.SEND
+        return OPERATIONS[self].lane is Lane.SEND
 
     @property
     def is_receive(self) -> bool:
-        return OPERATIONS[self].role is Role.RECEIVE
+        return OPERATIONS[self].lane is Lane.RECEIVE
 
 
-class Role(Enum):
-    """What running an operation means."""
+class Lane(Enum):
+    """What part of a machine an operation keeps busy."""
 
     COMPUTE = auto()
     SEND = auto()
@@ -73,10 +74,22 @@ class Role(Enum):
     COLLECTIVE = auto()
     """All members of a group run it in one order."""
     LOCAL = auto()
+    """Neither computes nor moves anything."""
 
 
-class Value(Enum):
-    """What operations make for each other, of one stage, microbatch and slice."""
+class Group(Enum):
+    """The ranks that run a collective together."""
+
+    REPLICAS = auto()
+    """Those that hold the same stage in other pipelines; they run the same program."""
+    TIED = auto()
+    """Those whose stages hold one parameter, in this pipeline."""
+    PIPELINE = auto()
+    """All ranks of this pipeline."""
+
+
+class Value(IntEnum):
+    """What operations make for each other: of one stage, microbatch and slice, or of one stage."""
 
     OUTPUT = auto()
     CARRY = auto()
@@ -87,14 +100,16 @@ class Value(Enum):
     """The inputs of a forward whose activation is computed again."""
     INPUT_GRADIENT = auto()
     CARRY_GRADIENT = auto()
-    WGRAD_INPUTS = auto()
+    WEIGHT_INPUTS = auto()
     """What the gradients of the weights need once those of the inputs are known."""
     GRADIENT = auto()
-    """Of the weights; it stays until the optimizer step."""
+    """Of the weights of a stage, which many rows add to; it stays until the optimizer step."""
+    WEIGHTS = auto()
+    """The whole weights of a stage; there from the start where no row gathers them."""
 
 
 class At(Enum):
-    """Where a value that an operation waits for is made."""
+    """Where a value that an operation reads is made."""
 
     OWN = auto()
     UPSTREAM = auto()
@@ -105,31 +120,64 @@ class At(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """A value that an operation waits for."""
+class Read:
+    """A value that an operation reads."""
 
     value: Value
-    at: At
-    column: int = 0
-    """Of `deps.predecessors`: 0 is where the data comes from."""
+    at: At = At.OWN
+    column: int | None = 0
+    """Of `deps.predecessors`: 0 is where the data comes from; None for a value of a stage."""
 
 
+class Size(Enum):
+    """Bytes that costs give for a stage (`live.StageBytes`)."""
+
+    OUTPUT = auto()
+    """The message of the stage's output, and that of the output's gradient."""
+    INPUT = auto()
+    """The message of the previous stage's output, and that of its gradient."""
+    ACTIVATION = auto()
+    CHECKPOINT = auto()
+    WEIGHT_INPUTS = auto()
+
+
+Bytes = Mapping[Size, int]
+"""How many times a row adds a size to what its rank holds."""
 Colors = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One row of the table."""
+    """One row of the table. Each column is written down; none follows from another."""
 
     text: str
     """What follows the stage in texts, such as F in `2F0`."""
     name: str
     """In traces and legends, in the words of the field's tools."""
-    role: Role
-    waits: tuple[Wait, ...] = ()
+    lane: Lane
+    group: Group | None = None
+    """Of a collective."""
+    runs_forward: bool = False
+    """Whether it runs the layers of its stage."""
+    runs_autograd: bool = False
+    """Whether it computes the gradients of the stage's inputs."""
+    reads: tuple[Read, ...] = ()
     makes: tuple[Value, ...] = ()
-    """The first is what tells its row from others of the same (stage, microbatch, slice)."""
+    """Of those that a stage keeps for a backward, a row makes the one that `ir.keeps` says."""
     frees: tuple[Value, ...] = ()
+    """Of what it reads, what no later row may read."""
+    at_start: Bytes = field(default_factory=dict)
+    """Of its device, from the start of a row on."""
+    at_end: Bytes = field(default_factory=dict)
+    """Of its device, once the row has ended."""
+    begins_keeping: bool = False
+    """Whether it takes the slot in which a stage keeps what its backward needs of one forward."""
+    ends_keeping: bool = False
+    """Whether that slot is free again behind it."""
+    instead_of: Op | None = None
+    """The operation of which there is none where there is one of this, for one (stage, microbatch, slice)."""
+    remakes: bool = False
+    """Whether it makes again what an earlier row made, so that readers wait for it."""
     units: int = 1
     """Its length in drawings and in untimed walks; only the order of magnitude matters."""
     label: str = ""
@@ -144,34 +192,57 @@ class Operation:
     """Whether it belongs to training: it makes no sense without a backward before it."""
     is_in_torch: bool = True
     """Whether texts of torch.distributed.pipelining may have it."""
-    joins_ranks: bool = False
-    """Whether all members wait for each other, and are ranks of one pipeline."""
 
 
-_BACKWARD_WAITS = (
-    Wait(Value.INPUT_GRADIENT, At.DOWNSTREAM),
-    Wait(Value.ACTIVATION, At.OWN, 1),
-    Wait(Value.CARRY_GRADIENT, At.LATER_SLICE, 2),
+_WEIGHTS, _GRADIENT = Read(Value.WEIGHTS, column=None), Read(Value.GRADIENT, column=None)
+_BACKWARD_READS = (
+    Read(Value.INPUT_GRADIENT, At.DOWNSTREAM),
+    Read(Value.ACTIVATION, column=1),
+    Read(Value.CARRY_GRADIENT, At.LATER_SLICE, 2),
+    _WEIGHTS,
 )
+
+
+def _send(text: str, name: str, value: Value, size: Size) -> Operation:
+    reads, frees = (Read(value),), (value,)
+    return Operation(text=text, name=name, lane=Lane.SEND, reads=reads, frees=frees, at_end={size: -1}, message=value)
+
+
+def _receive(text: str, name: str, read: Read, size: Size) -> Operation:
+    return Operation(text=text, name=name, lane=Lane.RECEIVE, reads=(read,), at_start={size: 1}, message=read.value)
+
+
+def _of_stage(text: str, name: str, lane: Lane, group: Group | None = None, **columns: Any) -> Operation:
+    return Operation(text=text, name=name, lane=lane, group=group, is_of_stage=True, **columns)
+
 
 OPERATIONS: dict[Op, Operation] = {
     Op.FORWARD: Operation(
         text="F",
         name="Forward",
         label="forward",
-        role=Role.COMPUTE,
-        waits=(Wait(Value.OUTPUT, At.UPSTREAM), Wait(Value.CARRY, At.EARLIER_SLICE, 1)),
+        lane=Lane.COMPUTE,
+        runs_forward=True,
+        reads=(Read(Value.OUTPUT, At.UPSTREAM), Read(Value.CARRY, At.EARLIER_SLICE, 1), _WEIGHTS),
         makes=(Value.OUTPUT, Value.CARRY, Value.CHECKPOINT, Value.ACTIVATION),
+        frees=(Value.OUTPUT, Value.CARRY),
+        # From now on the inputs are a part of the activation, and count once.
+        at_start={Size.OUTPUT: 1, Size.ACTIVATION: 1, Size.INPUT: -1},
+        begins_keeping=True,
         colors=("#1F6FB5", "#4A9FE0", "#93C8F2"),
     ),
     Op.BACKWARD: Operation(
         text="B",
         name="Backward",
         label="backward",
-        role=Role.COMPUTE,
-        waits=_BACKWARD_WAITS,
+        lane=Lane.COMPUTE,
+        runs_autograd=True,
+        reads=_BACKWARD_READS,
         makes=(Value.INPUT_GRADIENT, Value.CARRY_GRADIENT, Value.GRADIENT),
-        frees=(Value.ACTIVATION,),
+        frees=(Value.INPUT_GRADIENT, Value.ACTIVATION, Value.CARRY_GRADIENT),
+        at_start={Size.INPUT: 1},
+        at_end={Size.ACTIVATION: -1, Size.OUTPUT: -1},
+        ends_keeping=True,
         units=2,
         colors=("#B35E00", "#F29D1F", "#FFC766"),
     ),
@@ -179,81 +250,60 @@ OPERATIONS: dict[Op, Operation] = {
         text="I",
         name="Backward input",
         label="input gradient",
-        role=Role.COMPUTE,
-        waits=_BACKWARD_WAITS,
-        makes=(Value.INPUT_GRADIENT, Value.CARRY_GRADIENT, Value.WGRAD_INPUTS),
-        frees=(Value.ACTIVATION,),
+        lane=Lane.COMPUTE,
+        runs_autograd=True,
+        reads=_BACKWARD_READS,
+        makes=(Value.INPUT_GRADIENT, Value.CARRY_GRADIENT, Value.WEIGHT_INPUTS),
+        frees=(Value.INPUT_GRADIENT, Value.ACTIVATION, Value.CARRY_GRADIENT),
+        at_start={Size.INPUT: 1},
+        at_end={Size.ACTIVATION: -1, Size.WEIGHT_INPUTS: 1, Size.OUTPUT: -1},
+        instead_of=Op.BACKWARD,
         colors=("#3E9B77", "#74CDA6", "#B4EBD0"),
     ),
     Op.BACKWARD_WEIGHT: Operation(
         text="W",
         name="Backward weight",
         label="weight gradient",
-        role=Role.COMPUTE,
-        waits=(Wait(Value.WGRAD_INPUTS, At.OWN),),
+        lane=Lane.COMPUTE,
+        reads=(Read(Value.WEIGHT_INPUTS), _WEIGHTS),
         makes=(Value.GRADIENT,),
-        frees=(Value.WGRAD_INPUTS,),
+        frees=(Value.WEIGHT_INPUTS,),
+        at_end={Size.WEIGHT_INPUTS: -1},
+        ends_keeping=True,
         colors=("#6E2152", "#A8487F", "#D68FB5"),
     ),
-    Op.SEND_FORWARD: Operation(
-        text="SEND_F",
-        name="Send forward",
-        role=Role.SEND,
-        waits=(Wait(Value.OUTPUT, At.OWN),),
-        message=Value.OUTPUT,
+    Op.SEND_FORWARD: _send("SEND_F", "Send forward", Value.OUTPUT, Size.OUTPUT),
+    Op.RECEIVE_FORWARD: _receive("RECV_F", "Receive forward", Read(Value.OUTPUT, At.UPSTREAM), Size.INPUT),
+    Op.SEND_BACKWARD: _send("SEND_B", "Send backward", Value.INPUT_GRADIENT, Size.INPUT),
+    Op.RECEIVE_BACKWARD: _receive("RECV_B", "Receive backward", Read(Value.INPUT_GRADIENT, At.DOWNSTREAM), Size.OUTPUT),
+    Op.UNSHARD: _of_stage("UNSHARD", "Unshard", Lane.COLLECTIVE, Group.REPLICAS, makes=(Value.WEIGHTS,)),
+    Op.RESHARD: _of_stage("RESHARD", "Reshard", Lane.LOCAL, reads=(_WEIGHTS,), frees=(Value.WEIGHTS,)),
+    Op.REDUCE_GRADIENT: _of_stage(
+        "REDUCE_GRAD", "Reduce gradients", Lane.COLLECTIVE, Group.REPLICAS, reads=(_GRADIENT,), needs_backward=True
     ),
-    Op.RECEIVE_FORWARD: Operation(
-        text="RECV_F",
-        name="Receive forward",
-        role=Role.RECEIVE,
-        waits=(Wait(Value.OUTPUT, At.UPSTREAM),),
-        message=Value.OUTPUT,
-    ),
-    Op.SEND_BACKWARD: Operation(
-        text="SEND_B",
-        name="Send backward",
-        role=Role.SEND,
-        waits=(Wait(Value.INPUT_GRADIENT, At.OWN),),
-        message=Value.INPUT_GRADIENT,
-    ),
-    Op.RECEIVE_BACKWARD: Operation(
-        text="RECV_B",
-        name="Receive backward",
-        role=Role.RECEIVE,
-        waits=(Wait(Value.INPUT_GRADIENT, At.DOWNSTREAM),),
-        message=Value.INPUT_GRADIENT,
-    ),
-    Op.UNSHARD: Operation(text="UNSHARD", name="Unshard", role=Role.COLLECTIVE, is_of_stage=True),
-    Op.RESHARD: Operation(text="RESHARD", name="Reshard", role=Role.LOCAL, is_of_stage=True),
-    Op.REDUCE_GRADIENT: Operation(
-        text="REDUCE_GRAD", name="Reduce gradients", role=Role.COLLECTIVE, is_of_stage=True, needs_backward=True
-    ),
-    Op.REDUCE_TIED: Operation(
-        text="REDUCE_TIED",
-        name="Reduce tied gradients",
-        role=Role.COLLECTIVE,
-        is_of_stage=True,
+    Op.REDUCE_TIED: _of_stage(
+        "REDUCE_TIED",
+        "Reduce tied gradients",
+        Lane.COLLECTIVE,
+        Group.TIED,
+        reads=(_GRADIENT,),
         needs_backward=True,
-        joins_ranks=True,
         is_in_torch=False,
     ),
-    Op.OPTIMIZER_STEP: Operation(
-        text="STEP",
-        name="Optimizer step",
-        role=Role.COLLECTIVE,
-        is_of_stage=True,
-        needs_backward=True,
-        joins_ranks=True,
-        is_in_torch=False,
+    Op.OPTIMIZER_STEP: _of_stage(
+        "STEP", "Optimizer step", Lane.COLLECTIVE, Group.PIPELINE, needs_backward=True, is_in_torch=False
     ),
     Op.RECOMPUTE: Operation(
         text="R",
         name="Recompute",
         label="recomputation",
-        role=Role.COMPUTE,
-        waits=(Wait(Value.CHECKPOINT, At.OWN),),
+        lane=Lane.COMPUTE,
+        runs_forward=True,
+        reads=(Read(Value.CHECKPOINT), _WEIGHTS),
         makes=(Value.ACTIVATION,),
         frees=(Value.CHECKPOINT,),
+        at_start={Size.ACTIVATION: 1, Size.CHECKPOINT: -1},
+        remakes=True,
         is_in_torch=False,
         colors=("#0F0426", "#240959", "#502B99"),
     ),
@@ -268,7 +318,7 @@ MESSAGES = {
     operation.message: (send, receive)
     for send, operation in OPERATIONS.items()
     for receive, other in OPERATIONS.items()
-    if operation.role is Role.SEND and other.role is Role.RECEIVE and operation.message is other.message
+    if operation.lane is Lane.SEND and other.lane is Lane.RECEIVE and operation.message is other.message
 }
 """The values that travel between ranks, with the operations at both ends."""
 
@@ -282,27 +332,29 @@ def _flags(holds: Callable[[Operation], bool]) -> Flags:
     return flags
 
 
-IS_COMPUTE = _flags(lambda operation: operation.role is Role.COMPUTE)
-IS_SEND = _flags(lambda operation: operation.role is Role.SEND)
-IS_RECEIVE = _flags(lambda operation: operation.role is Role.RECEIVE)
+IS_COMPUTE = _flags(lambda operation: operation.lane is Lane.COMPUTE)
+IS_SEND = _flags(lambda operation: operation.lane is Lane.SEND)
+IS_RECEIVE = _flags(lambda operation: operation.lane is Lane.RECEIVE)
 IS_MESSAGE = IS_SEND | IS_RECEIVE
 NAMES_MICROBATCH = _flags(lambda operation: not operation.is_of_stage)
 NEEDS_BACKWARD = _flags(lambda operation: operation.needs_backward)
 IS_IN_TORCH = _flags(lambda operation: operation.is_in_torch)
-JOINS_RANKS = _flags(lambda operation: operation.joins_ranks)
-RUNS_FORWARD = _flags(lambda operation: Value.ACTIVATION in operation.makes)
+JOINS_RANKS = _flags(lambda operation: operation.group in (Group.TIED, Group.PIPELINE))
+"""Those whose members wait for each other, and are ranks of one pipeline."""
+RUNS_FORWARD = _flags(lambda operation: operation.runs_forward)
 """Forwards, and those that run again."""
-RUNS_AUTOGRAD = _flags(lambda operation: Value.ACTIVATION in operation.frees)
+RUNS_AUTOGRAD = _flags(lambda operation: operation.runs_autograd)
 """Whole backwards, and the parts of split ones that compute the gradients of inputs."""
-IS_BACKWARD = _flags(lambda operation: bool({Value.INPUT_GRADIENT, Value.GRADIENT} & set(operation.makes)))
+IS_BACKWARD = _flags(lambda operation: operation.lane is Lane.COMPUTE and not operation.runs_forward)
 """Whole backwards and the parts of split ones."""
+BEGINS_KEEPING = _flags(lambda operation: operation.begins_keeping)
+ENDS_KEEPING = _flags(lambda operation: operation.ends_keeping)
 
+KEPT = frozenset({Value.ACTIVATION, Value.CHECKPOINT, Value.WEIGHT_INPUTS})
+"""What a stage keeps of a forward for later; it has one slot from the F to its B or W."""
+OF_STAGE = frozenset({Value.GRADIENT, Value.WEIGHTS})
+"""Values of a stage; the others are of one microbatch and slice too."""
 _MESSAGE_VALUES = list(MESSAGES)
-KEPT = {Value.ACTIVATION, Value.CHECKPOINT, Value.WGRAD_INPUTS}
-"""What a stage keeps of a forward for later; it has one place from the F to its B or W."""
-
-BEGINS_KEEPING = _flags(lambda operation: bool(KEPT & set(operation.makes)) and not KEPT & set(operation.frees))
-ENDS_KEEPING = _flags(lambda operation: bool(KEPT & set(operation.frees)) and not KEPT & set(operation.makes))
 
 
 def _message(value_of: Callable[[Operation], Iterable[Value | None]]) -> NDArray[np.int8]:
@@ -315,7 +367,7 @@ MOVED = _message(lambda operation: [operation.message])
 MADE = _message(lambda operation: operation.makes)
 TAKEN = _message(
     lambda operation: [
-        wait.value for wait in operation.waits if operation.role is Role.COMPUTE and wait.at is not At.OWN
+        read.value for read in operation.reads if operation.lane is Lane.COMPUTE and read.at is not At.OWN
     ]
 )
 """By operation, the message that it sends or receives, that it makes, and that it takes."""
@@ -324,22 +376,21 @@ KIND_INDEX = np.array([list(Kind).index(Kind(op)) if op in set(map(int, Kind)) e
 """[NUM_OPS] the place of an operation among the kinds, for tables that have one row per kind."""
 
 
-@cache
 def exclusive(op: Op) -> Op:
     """Return the operation that stands for all of which there is one per (stage, microbatch, slice), B for B and I."""
-    first = OPERATIONS[op].makes[:1]
-    return next(other for other in Op if other is op or (first and OPERATIONS[other].makes[:1] == first))
+    return OPERATIONS[op].instead_of or op
 
 
 def peer_at(op: Op) -> At:
     """Return which neighbor is at the other end of a send or receive."""
     _, receive = MESSAGES[OPERATIONS[op].message]
-    comes_from = OPERATIONS[receive].waits[0].at
+    comes_from = OPERATIONS[receive].reads[0].at
     if op is receive:
         return comes_from
     return At.DOWNSTREAM if comes_from is At.UPSTREAM else At.UPSTREAM
 
 
-def makers(value: Value) -> Iterator[Op]:
-    """Yield the operations that make a value, those first that count where several of them ran: R before F."""
-    return (op for op in reversed(Op) if value in OPERATIONS[op].makes)
+def makers(value: Value) -> list[Op]:
+    """Return the operations that make a value, those first that count where several of them ran: R before F."""
+    found = [op for op in Op if value in OPERATIONS[op].makes]
+    return sorted(found, key=lambda op: not OPERATIONS[op].remakes)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.operations import OPERATIONS, Op, Role
+from penstock.ir.operations import OPERATIONS, Lane, Op
 from penstock.ir.timeline import Timeline
 
 Floats = NDArray[np.float64]
@@ -23,7 +23,7 @@ FOOT = 0.17
 _SORT_OF_OP = {
     op: OPTIMIZER_STEP if op is Op.OPTIMIZER_STEP else COLLECTIVE
     for op, info in OPERATIONS.items()
-    if info.role is Role.COLLECTIVE
+    if info.lane is Lane.COLLECTIVE
 }
 
 

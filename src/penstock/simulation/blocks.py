@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.ir.awaits import gather_of_row
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.operations import IS_RECEIVE
 from penstock.ir.timeline import DataWait, Timeline
-from penstock.simulation.collectives import gather_of_row
 from penstock.simulation.data_waits import waits_of_ranks
 from penstock.simulation.durations import REDUCTIONS
 

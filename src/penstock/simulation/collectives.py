@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.ir.awaits import gather_of_row
 from penstock.ir.deps import NONE
 from penstock.ir.operations import Op
 from penstock.ir.program import Program
@@ -62,18 +63,3 @@ def add_gathers(program: Program, costs: Costs, queues: Queues) -> list[NDArray[
     run_of_row = np.full(program.num_instructions + 1, NONE, np.int32)  # the last one is that of `NONE`
     run_of_row[launches] = runs
     return [run_of_row[gather_of_row(program)]]
-
-
-def gather_of_row(program: Program) -> NDArray[np.int64]:
-    """[num_instructions] the UNSHARD that a computation waits for, the last one before the first of its stage."""
-    found = np.full(program.num_instructions, NONE, np.int64)
-    gathers, computes = np.flatnonzero(program.op == Op.UNSHARD), program.compute_rows()
-    # One sorted column of computations, stage after stage; a stage is on one rank, so rows tell earlier from later.
-    stage = program.stage.astype(np.int64)
-    keys = np.sort(stage[computes] * program.num_instructions + computes)
-    places = np.searchsorted(keys, stage[gathers] * program.num_instructions + gathers)
-    is_inside = places < len(keys)
-    rows, gathers = keys[places[is_inside]] % program.num_instructions, gathers[is_inside]
-    is_same = stage[rows] == stage[gathers]
-    found[rows[is_same]] = gathers[is_same]
-    return found

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.ir.awaits import receive_of_row
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.operations import IS_RECEIVE, Op
 from penstock.ir.program import Program
@@ -41,10 +42,10 @@ class Transfers:
 
     @classmethod
     def of(cls, program: Program) -> "Transfers":
-        before = predecessors(program)[:, 0].astype(np.int64)
-        is_receive = IS_RECEIVE[program.op]
-        consumers = np.flatnonzero(program.is_compute & (before != NONE) & is_receive[before])
-        receives = before[consumers]
+        before = predecessors(program)[:, 0]
+        received = receive_of_row(program, before)
+        consumers = np.flatnonzero(received != NONE)
+        receives = received[consumers]
         is_sent = before[receives] != NONE
         consumers, receives = consumers[is_sent], receives[is_sent]
         sends, rank_of_row = before[receives], program.rank_of_row.astype(np.int64)

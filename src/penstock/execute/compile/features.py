@@ -15,7 +15,8 @@ from penstock.execute.stages.recompute import RecomputedPasses
 from penstock.execute.stages.skips import SkipPart, StageSkips
 from penstock.execute.stages.stage import Stage
 from penstock.ir.deps import NONE
-from penstock.ir.operations import Op
+from penstock.ir.keeps import keeps
+from penstock.ir.operations import Op, Value
 from penstock.ir.program import Program
 
 
@@ -47,7 +48,7 @@ def compose_stages(
 def _recomputed_places(program: Program, rows: slice) -> dict[int, set[Place]]:
     """Per stage, the forwards that run again."""
     found: dict[int, set[Place]] = {}
-    for row in rows.start + np.flatnonzero(program.op[rows] == Op.RECOMPUTE):
+    for row in rows.start + np.flatnonzero(keeps(program, rows) == Value.CHECKPOINT):
         place = int(program.microbatch[row]), int(program.slice[row])
         found.setdefault(int(program.stage[row]), set()).add(place)
     return found

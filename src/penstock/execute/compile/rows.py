@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.ir.awaits import receive_of_row
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.operations import IS_MESSAGE, IS_RECEIVE, IS_SEND
 from penstock.ir.program import Program
@@ -97,12 +98,11 @@ def _used(program: Program, before: Before, rank: int) -> dict[int, NDArray[np.i
 def _consumers(program: Program, before: Before) -> NDArray[np.int64]:
     """[num_rows] per send, the row that computes with its message; the number of rows where none does."""
     # send <- receive <- computation: two steps back along the first predecessor of each row.
-    is_receive = IS_RECEIVE[program.op]
-    computes = np.flatnonzero(program.is_compute & (before != NONE))
-    computes = computes[is_receive[before[computes]]]
+    received = receive_of_row(program, before)
+    computes = np.flatnonzero(received != NONE)
     reader = np.full(program.num_rows, program.num_rows, np.int64)
-    reader[before[computes]] = computes
-    receives = np.flatnonzero(is_receive & (before != NONE))
+    reader[received[computes]] = computes
+    receives = np.flatnonzero(IS_RECEIVE[program.op] & (before != NONE))
     consumer = np.full(program.num_rows, program.num_rows, np.int64)
     consumer[before[receives]] = reader[receives]
     return consumer
