@@ -4,6 +4,7 @@
     cycle        all ranks can run to their end
     channels     sends and receives are the same messages in the same order
     transports   no deadlock, however messages travel
+    lifetimes    what is read is alive, what is made is not there yet, nothing is left
     memory       limits hold, no slot is overwritten while alive
     collectives  one total order on all members
     weight_order the order of weight gradients that fused layers need, where they are used
@@ -25,6 +26,7 @@ from penstock.ir.transports import COALESCED, TransportModel, find_transports
 from penstock.proofs.channels import Messages, check_order, count_messages, find_exchanges, find_messages, join_messages
 from penstock.proofs.collectives import check_collectives, leaves_reductions_out
 from penstock.proofs.cycle import check_feasible
+from penstock.proofs.lifetimes import check_lifetimes
 from penstock.proofs.linear_extension import KeptOrder
 from penstock.proofs.memory import (
     NO_DEMAND,
@@ -210,6 +212,7 @@ def _prove_program(
     if joins is None or len(findings.violations) > num_found:
         return None
     check_slots(subject, rows, messages, findings)
+    check_lifetimes(subject, findings)
     if order is not None:
         for model in models:
             if not order.proves(model):

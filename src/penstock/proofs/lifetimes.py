@@ -1,0 +1,176 @@
+"""Proof: what a row reads is alive, what it makes is not there yet, and at the end nothing is left.
+
+    0UNSHARD 0F0 0RESHARD 0B0      0B0 reads the weights of stage 0, which 0RESHARD has freed
+
+It reads columns of `ir.operations` alone, and names no operation. A value of a microbatch is made once and read once:
+on the rank of its stage, or as a message on that of a neighbor. Values of a stage, its weights and their gradient, may
+be made again while they are alive, and may stay. Where no row makes the weights of a stage, they are there from the
+start.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.ir.deps import NONE, SLICE_SHIFT, identities, stages_at
+from penstock.ir.keeps import keeps
+from penstock.ir.operations import KEPT, MESSAGES, OF_STAGE, OPERATIONS, At, Lane, Operation, Value
+from penstock.ir.program import Program
+from penstock.proofs.report import Findings, Subject
+
+Rows = NDArray[np.int64]
+READ, FREE, MAKE = range(3)
+"""In the order in which the rows of a pair, which run together, do it."""
+_READER_AT = {At.OWN: At.OWN, At.UPSTREAM: At.DOWNSTREAM, At.DOWNSTREAM: At.UPSTREAM}
+_READER_AT |= {At.EARLIER_SLICE: At.LATER_SLICE, At.LATER_SLICE: At.EARLIER_SLICE}
+_READ_AT = {read.value: read.at for row in OPERATIONS.values() if row.lane is Lane.COMPUTE for read in row.reads}
+_READ_AT |= {value: At.OWN for value in Value if value not in _READ_AT}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Events:
+    """What happens to the values of one kind: a column entry per event."""
+
+    cell: Rows
+    """Which value: the number of its stage, or of its (stage, microbatch, slice)."""
+    row: Rows
+    what: NDArray[np.int64]
+    """`READ`, `FREE` or `MAKE`."""
+
+    @classmethod
+    def of(cls, found: list[tuple[int, Rows, Rows]]) -> "_Events":
+        """Put events together, each given as what happens, the rows, and the cells."""
+        what, row, cell = zip(*((np.full(len(rows), kind), rows, cells) for kind, rows, cells in found), strict=True)
+        return cls(np.concatenate(cell), np.concatenate(row), np.concatenate(what))
+
+    def are_pairs(self, first_row: Rows) -> bool:
+        """Whether each value is made once and then freed once; a look that needs no sorting, for most are right."""
+        made, is_make = np.full(int(self.cell.max()) + 1, NONE, np.int64), self.what == MAKE
+        made[self.cell[is_make]] = self.row[is_make]
+        freed, begin = self.cell[self.what == FREE], first_row[self.row[self.what == FREE]]
+        num_values = np.count_nonzero(made != NONE)
+        is_early = (made[freed] == NONE) | (made[freed] >= begin)
+        made[freed] = NONE
+        return len(self.what) == 2 * num_values == 2 * len(freed) and not is_early.any() and bool((made == NONE).all())
+
+    def sorted(self, first_row: Rows) -> "_Events":
+        """Return them by value and time."""
+        time = first_row[self.row] * 3 + self.what
+        order = np.lexsort((time, self.cell))
+        return _Events(self.cell[order], self.row[order], self.what[order])
+
+
+def check_lifetimes(subject: Subject, findings: Findings) -> None:
+    """Prove it of a program whose rows and messages are whole."""
+    program = subject.table
+    assert isinstance(program, Program)
+    values = _Values(program)
+    first_row = np.arange(program.num_rows) - np.append(False, program.joined[:-1])  # a pair is at one time
+    for value, has_arrived in chain(product(Value, [False]), product(filter(MESSAGES.get, Value), [True])):
+        found = list(values.events(value, has_arrived))
+        if not any(kind != READ and len(rows) for kind, rows, _ in found):
+            continue
+        events = _Events.of(found)
+        if value in OF_STAGE or not events.are_pairs(first_row):
+            _check(events.sorted(first_row), value, findings)
+
+
+class _Values:
+    """Finds the rows that read, free and make a value, and which one each means."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._rows = {op: np.flatnonzero(program.op == op) for op in program.ops}
+        self._identity = identities(program).astype(np.int64)
+        self._keeps = keeps(program)
+        self._rank_of_stage = np.array(program.placement.rank_of_stage)
+
+    def events(self, value: Value, has_arrived: bool) -> Iterator[tuple[int, Rows, Rows]]:
+        """Yield what happens, the rows, and the cells; `has_arrived` are messages, as they are where they came to."""
+        for op, rows in self._rows.items():
+            row = OPERATIONS[op]
+            if row.lane is Lane.RECEIVE:
+                if has_arrived and row.message is value:
+                    yield MAKE, rows, self._identity[rows]
+                continue
+            for read in row.reads:
+                if read.value is value:
+                    yield FREE if value in row.frees else READ, *self._read(rows, value, read.at, has_arrived)
+            if value in row.makes and not has_arrived:
+                yield MAKE, *self._made(rows, row, value)
+
+    def _read(self, rows: Rows, value: Value, at: At, has_arrived: bool) -> tuple[Rows, Rows]:
+        program = self._program
+        stage = program.stage[rows]
+        neighbor = stages_at(program.placement, at)[stage]
+        has_message = value in MESSAGES and at is not At.OWN
+        is_there = self._is_inside(rows, at)
+        if has_message:
+            is_there &= (self._rank_of_stage[neighbor] != self._rank_of_stage[stage]) == has_arrived
+        elif has_arrived:
+            is_there &= False
+        rows, stage, neighbor = rows[is_there], stage[is_there], neighbor[is_there]
+        if value in OF_STAGE:
+            return rows, stage.astype(np.int64)
+        if has_arrived:
+            return rows, self._identity[rows]
+        per_stage = program.num_microbatches * program.num_slices
+        return rows, self._identity[rows] + (neighbor - stage) * per_stage + SLICE_SHIFT.get(at, 0)
+
+    def _made(self, rows: Rows, row: Operation, value: Value) -> tuple[Rows, Rows]:
+        """Where a route or a sequence ends, nobody reads the value, and none is made."""
+        if row.begins_keeping and value in KEPT:
+            rows = rows[self._keeps[rows] == value]
+        rows = rows[self._is_inside(rows, _READER_AT[_READ_AT[value]])]
+        return rows, self._program.stage[rows].astype(np.int64) if value in OF_STAGE else self._identity[rows]
+
+    def _is_inside(self, rows: Rows, at: At) -> NDArray[np.bool_]:
+        """Whether there is a stage or a slice at the other end."""
+        program = self._program
+        part = program.slice[rows] + SLICE_SHIFT.get(at, 0)
+        is_inside: NDArray[np.bool_] = (part >= 0) & (part < program.num_slices)
+        is_inside &= stages_at(program.placement, at)[program.stage[rows]] != NONE
+        return is_inside
+
+
+def _check(events: _Events, value: Value, findings: Findings) -> None:
+    """Go through the events of one kind of value, all at once."""
+    cell, what, number = events.cell, events.what, np.arange(len(events.cell))
+    is_first = np.append(True, cell[1:] != cell[:-1])
+    begin = np.maximum.accumulate(np.where(is_first, number, 0))
+    # The last event before each one that made or freed the value; one of another value means that there is none.
+    latest = np.append(-1, np.maximum.accumulate(np.where(what != READ, number, -1))[:-1])
+    has_latest = latest >= begin
+    is_alive = np.where(has_latest, what[latest] == MAKE, False)
+    if value in OF_STAGE:
+        made = np.zeros(int(cell.max()) + 1, np.bool_)
+        made[cell[what == MAKE]] = True
+        is_alive |= ~has_latest & ~made[cell]
+    for index in np.flatnonzero((what != MAKE) & ~is_alive).tolist():
+        row, name = int(events.row[index]), _name(events, index, value, findings)
+        freed = findings.subject.place(int(events.row[latest[index]]), seen_from=row) if has_latest[index] else ""
+        problem = f"{freed} has freed before" if freed else "no row before it makes"
+        findings.add(row, f"reads {name}, which {problem}", f"Move it before {freed}" if freed else "Add what makes it")
+    if value in OF_STAGE:
+        return
+    for index in np.flatnonzero((what == MAKE) & is_alive).tolist():
+        row, name = int(events.row[index]), _name(events, index, value, findings)
+        maker = findings.subject.place(int(events.row[latest[index]]), seen_from=row)
+        findings.add(row, f"makes {name}, which {maker} has made, and nothing has used", "Drop one of the two")
+    is_last = np.append(is_first[1:], True)
+    for index in np.flatnonzero(is_last & (what == MAKE)).tolist():
+        row, name = int(events.row[index]), _name(events, index, value, findings)
+        findings.add(row, f"makes {name}, which nothing uses", "Add what uses it, or drop it")
+
+
+def _name(events: _Events, index: int, value: Value, findings: Findings) -> str:
+    """Name the value of an event."""
+    text, table = value.name.lower().replace("_", " "), findings.subject.table
+    if value in OF_STAGE:
+        return f"the {text} of stage {events.cell[index]}"
+    rest, part = divmod(int(events.cell[index]), table.num_slices)
+    stage, microbatch = divmod(rest, table.num_microbatches)
+    return f"the {text} of stage {stage}, microbatch {microbatch}{f', slice {part}' if table.num_slices > 1 else ''}"

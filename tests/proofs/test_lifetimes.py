@@ -1,0 +1,133 @@
+"""A row that is missing, doubled or too early is found by what it reads, makes and frees alone."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from penstock.ir.operations import IS_COMPUTE, IS_MESSAGE, Op
+from penstock.ir.program import Program
+from penstock.ir.recompute import with_recompute
+from penstock.ir.split_backwards import with_split_backwards
+from penstock.lowering import lower
+from penstock.proofs import check, lifetimes
+from penstock.proofs.lifetimes import check_lifetimes
+from penstock.proofs.report import Findings, Subject
+from penstock.schedules import build
+from tests.proofs.tables import assert_refused, edited, feasible_cases, find, lowered, swapped
+
+PROGRAMS = {
+    "1f1b": lowered(),
+    "two stages on a rank": lower(build("looped-bfs", ranks=2, microbatches=2, stages_per_rank=2)),
+    "slices": lower(build("seq1f1b", ranks=2, microbatches=2, slices=2)),
+    "split": lower(with_split_backwards(build("1f1b", ranks=2, microbatches=2))),
+    "recomputed": lower(with_recompute(build("1f1b", ranks=2, microbatches=2), stages=[0])),
+    "forwards": lower(build("zbv", ranks=2, microbatches=2, forward_only=True)),
+    "pairs": lower(build("dualpipe-v", ranks=2, microbatches=4)),
+    "copies": lower(build("dualpipe", ranks=2, microbatches=4)),
+}
+
+
+def findings_of(program):
+    findings = Findings(Subject(program))
+    check_lifetimes(findings.subject, findings)
+    return [f"{found.action} {found.problem}" for found in findings.violations]
+
+
+def sharded(line):
+    return Program.from_csv(",".join(line.split()), name="sharded")
+
+
+@pytest.mark.parametrize("is_sorted", [False, True], ids=["at a look", "sorted"])
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_program_that_is_right_is_found_right_with_sorting_and_without(program, is_sorted, monkeypatch):
+    if is_sorted:
+        monkeypatch.setattr(lifetimes._Events, "are_pairs", lambda self, first_row: False)
+
+    assert findings_of(program) == []
+
+
+@given(feasible_cases())
+def test_random_programs_are_found_right(case):
+    assert findings_of(lower(case.schedule)) == []
+
+
+def left_out(program, rank, place):
+    return edited(program, lambda orders: orders[rank].pop(place))
+
+
+def doubled(program, rank, place):
+    return edited(program, lambda orders: orders[rank].insert(place, orders[rank][place]))
+
+
+@pytest.mark.parametrize("program", [PROGRAMS[name] for name in PROGRAMS if name not in ("pairs", "copies")])
+def test_whichever_computation_or_message_is_left_out_or_doubled_is_found(program):
+    for row in program.rows_of(IS_COMPUTE | IS_MESSAGE).tolist():
+        rank = int(program.rank_of_row[row])
+        place = row - int(program.offsets[rank])
+        is_needed = program.op[row] != Op.RECOMPUTE  # without it, its forward keeps all that the backward reads
+        assert bool(findings_of(left_out(program, rank, place))) == is_needed
+        assert findings_of(doubled(program, rank, place)) != []
+
+
+def test_what_reads_too_early_is_told_with_the_value():
+    assert findings_of(swapped(PROGRAMS["1f1b"], "1F1", "1B1")) == [
+        "1B1 reads the activation of stage 1, microbatch 1, which no row before it makes",
+        "1F1 makes the activation of stage 1, microbatch 1, which nothing uses",
+    ]
+
+
+def test_what_is_made_or_used_twice_is_told_with_both_rows():
+    program = PROGRAMS["slices"]
+    rank, position = find(program, "1B0.1")
+    twice = edited(program, lambda orders: orders[rank].insert(position, orders[rank][position]))
+
+    found = findings_of(twice)
+
+    place = f"1B0.1 (position {position})"
+    assert f"1B0.1 reads the activation of stage 1, microbatch 0, slice 1, which {place} has freed before" in found
+    assert any(f"which {place} has made, and nothing has used" in each for each in found)
+
+
+def test_both_members_of_a_pair_read_before_either_frees():
+    program = sharded("0UNSHARD 0F0 0F1 (0F2;0B0)OVERLAP_F_B 0B1 0B2")
+    wrong = sharded("0UNSHARD 0F0 0F1 (0F2;0B2)OVERLAP_F_B 0B1 0B0")
+
+    assert findings_of(program) == []
+    assert findings_of(wrong)[0] == "0B2 reads the activation of stage 0, microbatch 2, which no row before it makes"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "0F0 0B0 0F1 0B1",
+        "0UNSHARD 0F0 0B0 0F1 0B1 0RESHARD",
+        "0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0F1 0B1",
+        "0UNSHARD 0UNSHARD 0F0 0B0 0F1 0B1",
+        "0F0 0B0 0F1 0B1 0RESHARD",
+    ],
+)
+def test_weights_may_be_gathered_again_and_stay(line):
+    check(sharded(line))
+
+
+def test_computing_without_gathered_weights_is_refused():
+    freed = sharded("0UNSHARD 0F0 0RESHARD 0B0")
+    late = sharded("0F0 0UNSHARD 0B0")
+
+    error = assert_refused(freed, (0, 3, "0B0"), "reads the weights of stage 0, which 0RESHARD (position 2) has freed")
+    assert error.violations[0].fix == "Move it before 0RESHARD (position 2)"
+    error = assert_refused(late, (0, 0, "0F0"), "reads the weights of stage 0, which no row before it makes")
+    assert error.violations[0].fix == "Add what makes it"
+
+
+def test_stages_without_gathers_have_their_weights_from_the_start():
+    check(Program.from_csv("0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", name="half sharded"))
+
+
+def test_a_gradient_is_there_before_it_is_reduced():
+    program = PROGRAMS["1f1b"]
+    rank, position = find(program, "0REDUCE_GRAD")
+    early = edited(program, lambda orders: orders[rank].insert(0, orders[rank].pop(position)))
+
+    assert findings_of(early) == ["0REDUCE_GRAD reads the gradient of stage 0, which no row before it makes"]
+    assert np.count_nonzero(program.op == Op.REDUCE_GRADIENT) == 2
