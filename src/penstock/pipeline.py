@@ -23,8 +23,7 @@ from penstock.execute.model_part import ModelPart
 from penstock.execute.observing.memory_report import MemoryReport, MemoryWatch, gather_memory
 from penstock.execute.observing.recorder import Recording
 from penstock.execute.stages.layers import Layer
-from penstock.execute.stages.stage import Stage, evaluating
-from penstock.execute.stages.wrappers import reshard
+from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import shares_process
 from penstock.ir.timeline import Timeline
@@ -157,11 +156,7 @@ class Pipeline(ModelPart):
 
         A batch may have any number of rows: fewer than microbatches make a microbatch each.
         """
-        with evaluating(self.stages):
-            try:
-                return self._run(Mode.EVALUATE, Call(args, kwargs, target, return_outputs, record))
-            finally:
-                reshard(self.stages)
+        return self._run(Mode.EVALUATE, Call(args, kwargs, target, return_outputs, record))
 
     def refuse(self, error: PenstockError, mode: Mode = Mode.TRAIN) -> NoReturn:
         """Refuse the step that the other ranks begin now, because this rank cannot run it; they are told why.

@@ -107,6 +107,39 @@ def test_behind_an_interrupt_that_the_caller_caught_all_ranks_run_the_next_step(
         assert torch.equal(loss, task.reference(4)[0].loss)
 
 
+@pytest.mark.parametrize("mode", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_layer_of_one_rank_that_cannot_change_its_mode_ends_the_evaluation_of_all_ranks_as_one_error(rank, mode):
+    """At once, and not at the deadline of the other rank; the next evaluation is right."""
+    task = float_task(8)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), "1f1b", 4, square_loss, transport=wires)
+        layer = next(iter(pipeline.stages[0].layers.values()))
+        if wires.rank == rank:
+            layer.train = stuck_in(layer, mode)
+        raised = error_of(pipeline.evaluate, *task.inputs, target=task.target)
+        layer.__dict__.pop("train", None)
+        layer.train()
+        return str(raised), pipeline.evaluate(*task.inputs, target=task.target).loss
+
+    for text, loss in on_ranks(2, case):
+        assert f"train({mode}) of layer" in text.splitlines()[0]
+        assert "ValueError: this layer is stuck" in text
+        assert torch.allclose(loss, task.reference(4)[0].loss)
+
+
+def stuck_in(layer, mode):
+    train = layer.train
+
+    def change(is_training=True):
+        if is_training is mode:
+            raise ValueError("this layer is stuck")
+        return train(is_training)
+
+    return change
+
+
 @pytest.mark.parametrize("frozen_on", [0, 1])
 def test_a_tied_weight_that_only_some_of_its_ranks_freeze_is_told_on_all_at_the_next_step(frozen_on):
     task = token_task(8)

@@ -4,7 +4,7 @@ Whatever goes wrong on the way ends the step on all ranks, as one error, and lea
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +42,7 @@ from penstock.execute.overlap import overlapping
 from penstock.execute.run import run_step
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.auxiliary import Auxiliary
+from penstock.execute.stages.evaluation import evaluating
 from penstock.execute.stages.feature import modules_with
 from penstock.execute.stages.main_gradients import ATTRIBUTE
 from penstock.execute.stages.randomness import Randomness, default_generators
@@ -136,7 +137,9 @@ class Runner:
             del batch  # 3 from here on the step alone holds the data, and all that is made of them
             of_step = self._observers_of_step(compiled, call, memory)  # 4 what looks at this step alone
             with patience, step:
-                self._run(compiled, step, of_step)  # 5 the loop
+                # Over before the exchange: what raises at its end must fail the step on all ranks too.
+                with evaluating(self._assembly.stages) if mode is Mode.EVALUATE else nullcontext():
+                    self._run(compiled, step, of_step)  # 5 the loop
                 result = self._share(step, of_step)  # 6 every rank gets the losses
             self._failures.end()
         self.step_number += mode.is_training

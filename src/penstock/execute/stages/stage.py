@@ -1,7 +1,6 @@
 """`Stage`: the layers of one consecutive part of the model on one rank. How they run is for `passes`."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from torch import nn
@@ -59,26 +58,6 @@ class Stage:
         """Switch all layers between training and evaluation."""
         for module in self.modules:
             module.train(is_training)
-
-
-@contextmanager
-def evaluating(stages: Iterable[Stage]) -> Iterator[None]:
-    """Put the layers of some stages into evaluation mode, and every module of theirs back into its own afterwards.
-
-    All by `train()`, in which a layer may do more than set its flag, such as merge its adapters into its weights.
-    """
-    layers = dict.fromkeys(layer for stage in stages for layer in stage.modules)
-    # A module before its submodules, whose mode its own train() sets too: a user may have frozen some of them, such as
-    # a BatchNorm. One that several modules share comes after each of them.
-    modes = [(module, module.training) for layer in layers for _, module in layer.named_modules(remove_duplicate=False)]
-    for layer in layers:
-        layer.train(False)
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            if module.training is not mode:
-                module.train(mode)
 
 
 def distinct(named: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
