@@ -19,18 +19,19 @@ stands for any lines, also for none. What a block needs beyond this is said in c
     <!-- not run: REASON -->              the block needs what a test has not
 """
 
-import contextlib
+import difflib
 import importlib.util
-import io
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.page_python import PagePython
 from tests.page_ranks import ranks_of, run_script
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,6 +51,7 @@ MARKS = (
     "needs the module ",
     "not run: ",
 )
+PIPE = re.compile(r" (?=[|>] )")
 NUMBER = re.compile(r"[-+]?\d[\d.,e+-]*")
 LONGEST_COMMAND_S = 300
 COLUMNS = "100"
@@ -91,9 +93,19 @@ def run_page(page, folder):
     """Run the blocks of a page's text in a folder, and return the page with what they printed.
 
     Raises:
-        PageError: a command ended with another status than expected, or Python printed more than its comments show.
+        PageError: a command ended with another status than expected, Python raised, or printed more than its comments
+            show.
     """
-    names, said, results = {"__name__": "__main__"}, "", []
+    with closing(PagePython(folder, environment())) as python:
+        results = _results_of(page, folder, python)
+    for block, text in reversed(results):
+        page = page[: block.start] + text + page[block.start + len(block.text) :]
+    return page
+
+
+def _results_of(page, folder, python):
+    """Run the blocks, and pair each that shows something with what it shows now."""
+    said, results = "", []
     for block in blocks_of(page):
         module = block.mark("needs the module ")
         if block.mark("not run: ") is not None or (module and importlib.util.find_spec(module) is None):
@@ -105,21 +117,19 @@ def run_page(page, folder):
         elif "printed" in block.marks:
             results.append((block, block.text if matches(block.text, said, block) else said))
         elif block.language == "python":
-            said = run_python(block, {"__name__": "__main__"} if "alone" in block.marks else names)
+            said = run_python(block, python)
             results.append((block, with_comments(block, said)))
         else:
             results.append((block, run_console(block, folder)))
-    for block, text in reversed(results):
-        page = page[: block.start] + text + page[block.start + len(block.text) :]
-    return page
+    return results
 
 
-def run_python(block, names):
+def run_python(block, python):
     """Run a Python block, and return what it prints."""
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        exec(compile(block.text, "page", "exec"), names)
-    return "".join(f"{line.rstrip()}\n" for line in output.getvalue().splitlines())
+    is_fine, output = python.run(block.text, is_alone="alone" in block.marks, timeout_s=LONGEST_COMMAND_S)
+    if not is_fine:
+        raise PageError(f"{block.text}\nfailed:\n{output}")
+    return "".join(f"{line.rstrip()}\n" for line in output.splitlines())
 
 
 def with_comments(block, said):
@@ -155,9 +165,11 @@ def run_console(block, folder):
 
 def run_command(command, folder, *, in_shell):
     """Run a command in a folder; scripts start as forks of a process that has imported torch, unless in a shell."""
-    script = None if in_shell else ranks_of(command)
+    first, *rest = PIPE.split(command, maxsplit=1)
+    script = None if in_shell else ranks_of(first)
     if script is not None:
-        return run_script(*script, folder, environment(), LONGEST_COMMAND_S)
+        done = run_script(*script, folder, environment(), LONGEST_COMMAND_S)
+        return _piped(done, *rest, folder) if rest else done
     return subprocess.run(
         command,
         shell=True,
@@ -170,6 +182,15 @@ def run_command(command, folder, *, in_shell):
         timeout=LONGEST_COMMAND_S,
         check=False,
     )
+
+
+def _piped(done, rest, folder):
+    """Give the output of a command to what follows it, `| command` or `> file`."""
+    given = {"shell": True, "cwd": folder, "env": environment(), "text": True, "input": done.stdout}
+    after = subprocess.run(f"cat {rest}", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, **given)
+    done.stdout = after.stdout
+    done.returncode = done.returncode if rest.startswith(">") else after.returncode
+    return done
 
 
 def commands_of(text):
@@ -215,36 +236,29 @@ def environment():
     return kept | more | {"TMPDIR": tempfile.gettempdir(), "PYTHONWARNINGS": kept.get("PYTHONWARNINGS", "")}
 
 
+def difference_of(name, *, is_update=False):
+    """Run a page in a folder with the examples; return how it differs from what its commands print, or write that."""
+    path = ROOT / name
+    page = path.read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT / "examples", Path(folder) / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+        found = run_page(page, Path(folder))
+    if is_update:
+        path.write_text(found, encoding="utf-8")
+        return ""
+    return "\n".join(difflib.unified_diff(page.splitlines(), found.splitlines(), "page", "now", lineterm="", n=1))
+
+
 def main(arguments):
     """Run pages, and say where they differ from what they show, or write it."""
     is_update = "--update" in arguments
-    os.environ.update(environment())
-    differing = []
-    for name in [argument for argument in arguments if argument != "--update"]:
-        path = Path(name).resolve()
-        page = path.read_text(encoding="utf-8")
-        with tempfile.TemporaryDirectory() as folder:
-            shutil.copytree(ROOT / "examples", Path(folder) / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-            os.chdir(folder)
-            sys.path.insert(0, folder)
-            found = run_page(page, Path(folder))
-            os.chdir(ROOT)
-            sys.path.remove(folder)
-        if found == page:
-            continue
-        if is_update:
-            path.write_text(found, encoding="utf-8")
-        else:
-            differing.append(f"{name} shows something else than its commands print:\n{difference(page, found)}")
+    names = [argument for argument in arguments if argument != "--update"]
+    found = {name: difference_of(name, is_update=is_update) for name in names}
+    differing = [
+        f"{name} shows something else than its commands print:\n{text}" for name, text in found.items() if text
+    ]
     if differing:
         sys.exit("\n".join(differing))
-
-
-def difference(page, found):
-    """The lines that differ."""
-    import difflib
-
-    return "\n".join(difflib.unified_diff(page.splitlines(), found.splitlines(), "page", "now", lineterm="", n=1))
 
 
 if __name__ == "__main__":
