@@ -13,7 +13,7 @@ from penstock.cli import main
 from penstock.errors import ConfigError, PartitionError
 from penstock.train.settings.config import load_config
 from penstock.train.setup import check_plan
-from tests.tiny_run import PENSTOCK, TORCHRUN, files_below, settings, start, start_training, write_tiny_run
+from tests.tiny_run import PENSTOCK, TORCHRUN, files_below, fork, fork_training, settings, write_tiny_run
 
 SHOW = ["show", "1f1b", "--ranks", "2", "--microbatches", "4"]
 PROGRESS = r"(run folder: .* \(new\)\n([0-9]+ ranks? on .*; precision .*\n)?(.* \.\.\.\n)*)?"
@@ -244,9 +244,9 @@ def test_wrong_input_that_several_ranks_meet_is_told_once(tmp_path):
     run_many = [*TORCHRUN, "2", *train]
     wrong_number = [*TORCHRUN, "3", *PENSTOCK, "train", "run.toml", *settings("pipeline.ranks=2")]
     started = [
-        start_training(tmp_path, "pipeline.ranks=2", "pipeline.schedule=gpip"),
-        start(run_many, tmp_path),
-        start(wrong_number, tmp_path),
+        fork_training(tmp_path, "pipeline.ranks=2", "pipeline.schedule=gpip"),
+        fork(run_many, tmp_path),
+        fork(wrong_number, tmp_path),
     ]
 
     complaints = [process.communicate(timeout=100)[1] for process in started]

@@ -29,7 +29,7 @@ from tests.local_pipelines import (
     visits_in_order,
 )
 from tests.ranks import RankPool, run_ranks, run_ranks_with_deaths
-from tests.tiny_run import start_training, write_tiny_run
+from tests.tiny_run import fork_training, write_tiny_run
 
 NUM_MICROBATCHES, NUM_LAYERS, WIDTH, ROWS = 6, 8, 32, 24
 SPLIT = ("zb-h1", "zbv", "interleaved-zb", "dualpipe-v")
@@ -320,7 +320,7 @@ def test_a_run_compiles_its_layers_and_has_the_losses_of_one_that_does_not(tmp_p
         folder.mkdir()
         write_tiny_run(folder)
         pairs = ["pipeline.ranks=2", "pipeline.schedule=zb-h1", f"pipeline.compile={backend}"]
-        training = start_training(folder, *pairs)
+        training = fork_training(folder, *pairs)
         output = training.communicate(timeout=120)
         assert training.returncode == 0, output
         steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]

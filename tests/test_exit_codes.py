@@ -1,6 +1,6 @@
 """Each exit code of docs/reference/exit_codes.md, on one rank and on two, of commands as users run them.
 
-The causes are planted by a `sitecustomize.py`, which every process of a command loads, ranks included, before all else.
+The causes are planted by code that every process of a command runs, ranks included, before all else.
 """
 
 import os
@@ -9,7 +9,7 @@ import re
 import pytest
 
 from penstock.cli.status import ExitStatus
-from tests.tiny_run import PENSTOCK, TORCHRUN, settings, start, write_tiny_run
+from tests.tiny_run import PENSTOCK, TORCHRUN, fork, settings, start, write_tiny_run
 
 PLANT = """
 from penstock import errors
@@ -34,18 +34,8 @@ CAUSES = {
 }  # fmt: skip
 
 
-def planted(folder, error):
-    """Write a run, and what makes it fail; return the environment that its commands need."""
-    write_tiny_run(folder)
-    plants = folder / "plants"
-    plants.mkdir()
-    (plants / "sitecustomize.py").write_text(PLANT.format(error=error))
-    return {"PYTHONPATH": os.pathsep.join([str(plants), *filter(None, [os.environ.get("PYTHONPATH")])])}
-
-
-def ended(folder, arguments, environment):
-    """Run Python to its end, and return its status and its complaint."""
-    process = start(arguments, folder, **environment)
+def ended(process):
+    """Wait for the end of a process, and return its status and its complaint."""
     complained = process.communicate(timeout=TIMEOUT_S)[1]
     return process.returncode, complained
 
@@ -54,11 +44,10 @@ def ended(folder, arguments, environment):
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize(("error", "status", "message"), CAUSES.values(), ids=CAUSES)
 def test_a_cause_has_one_code_and_one_message_on_any_number_of_ranks(tmp_path, error, status, message, ranks):
-    environment = planted(tmp_path, error)
+    write_tiny_run(tmp_path)
+    train = [*PENSTOCK, "train", "run.toml", *settings(f"pipeline.ranks={ranks}")]
 
-    found, complained = ended(
-        tmp_path, [*PENSTOCK, "train", "run.toml", *settings(f"pipeline.ranks={ranks}")], environment
-    )
+    found, complained = ended(fork(train, tmp_path, plant=PLANT.format(error=error)))
 
     assert found == status, complained
     assert re.fullmatch(message, complained), complained
@@ -67,10 +56,12 @@ def test_a_cause_has_one_code_and_one_message_on_any_number_of_ranks(tmp_path, e
 
 @pytest.mark.slow
 def test_under_torchrun_a_rank_ends_with_its_own_code(tmp_path):
-    environment = planted(tmp_path, CAUSES["not finite"][0])
+    write_tiny_run(tmp_path)
+    (tmp_path / "sitecustomize.py").write_text(PLANT.format(error=CAUSES["not finite"][0]))
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     train = [*PENSTOCK, "train", "run.toml", *settings("pipeline.ranks=2")]
 
-    found, complained = ended(tmp_path, [*TORCHRUN, "2", *train], environment)
+    found, complained = ended(start([*TORCHRUN, "2", *train], tmp_path, PYTHONPATH=paths))
 
     assert found == 1
     assert set(re.findall(r"exitcode\s*: (-?\d+)", complained)) <= {"7", "-15"}
@@ -83,9 +74,9 @@ def test_under_torchrun_a_rank_ends_with_its_own_code(tmp_path):
 def test_wrong_usage_is_met_before_any_rank_starts(tmp_path, ranks):
     write_tiny_run(tmp_path)
 
-    found, complained = ended(
-        tmp_path, [*PENSTOCK, "train", "run.toml", *settings(f"pipeline.ranks={ranks}"), "--fesh"], {}
-    )
+    train = [*PENSTOCK, "train", "run.toml", *settings(f"pipeline.ranks={ranks}"), "--fesh"]
+
+    found, complained = ended(fork(train, tmp_path))
 
     assert found == ExitStatus.USAGE
     assert complained.startswith("penstock train: unknown option --fesh. Did you mean '--fresh'")
@@ -134,7 +125,7 @@ def test_a_layer_that_calls_sys_exit_is_a_failure_with_its_step(tmp_path, ranks)
     write_leaving(tmp_path)
     given = settings(f"pipeline.ranks={ranks}", "model.source=leaving.py:layers", "run.evaluate_batches=0")
 
-    found, complained = ended(tmp_path, [*PENSTOCK, "train", "run.toml", *given], {})
+    found, complained = ended(fork([*PENSTOCK, "train", "run.toml", *given], tmp_path))
 
     assert found == ExitStatus.RANK_FAILED, complained
     assert "step 4: sys.exit(0) at leaving.py:13 ended the run before it was over" in complained
@@ -154,7 +145,7 @@ def test_ranks_that_end_with_0_amid_a_run_are_a_failure_with_its_step(tmp_path):
         "data.prefetch=0",
     )
 
-    found, complained = ended(tmp_path, [*PENSTOCK, "train", "run.toml", *given], {})
+    found, complained = ended(fork([*PENSTOCK, "train", "run.toml", *given], tmp_path))
 
     assert found == ExitStatus.RANK_FAILED, complained
     assert re.match(r"penstock: rank \d ended with status 0 before the run was over", complained), complained

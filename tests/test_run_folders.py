@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.processes import wait_until
-from tests.tiny_run import PENSTOCK, TORCHRUN, files_below, settings, start, start_training, write_tiny_run
+from tests.tiny_run import PENSTOCK, TORCHRUN, files_below, fork, fork_training, settings, write_tiny_run
 
 pytestmark = pytest.mark.slow
 
@@ -28,12 +28,12 @@ def finish(process):
 
 
 def train(folder, *pairs, flags=()):
-    return finish(start([*PENSTOCK, "train", *flags, "run.toml", *settings(*pairs)], folder))
+    return finish(fork([*PENSTOCK, "train", *flags, "run.toml", *settings(*pairs)], folder))
 
 
 def start_torchrun(folder, *pairs):
     pairs = dict.fromkeys(("pipeline.ranks=2", *pairs))
-    return start([*TORCHRUN, "2", *PENSTOCK, "train", "run.toml", *settings(*pairs)], folder)
+    return fork([*TORCHRUN, "2", *PENSTOCK, "train", "run.toml", *settings(*pairs)], folder)
 
 
 def holders_of(folder):
@@ -52,7 +52,7 @@ def wait_for_metrics(folder, training):
     assert training.poll() is None, training.communicate()
 
 
-@pytest.mark.parametrize("start_first", [start_training, start_torchrun], ids=["launched", "torchrun"])
+@pytest.mark.parametrize("start_first", [fork_training, start_torchrun], ids=["launched", "torchrun"])
 def test_a_second_run_in_a_held_folder_is_refused_and_a_killed_one_continues(here, start_first):
     first = start_first(here, "pipeline.ranks=2", "checkpoint.every=0", *ENDLESS)
     wait_for_metrics(here, first)
@@ -66,7 +66,7 @@ def test_a_second_run_in_a_held_folder_is_refused_and_a_killed_one_continues(her
     again = train(here)
 
     assert (status, said) == (1, "")
-    assert len(holders) == (3 if start_first is start_training else 2), "every rank holds the folder"
+    assert len(holders) == (3 if start_first is fork_training else 2), "every rank holds the folder"
     assert complained.startswith("penstock: run.folder: run is in use by process ")
     assert complained.count("\n") == 1
     assert again[0] == 0, again
@@ -75,7 +75,7 @@ def test_a_second_run_in_a_held_folder_is_refused_and_a_killed_one_continues(her
 
 
 def test_the_process_that_is_named_is_the_one_that_was_started(here):
-    first = start_training(here, "pipeline.ranks=2", *ENDLESS)
+    first = fork_training(here, "pipeline.ranks=2", *ENDLESS)
     wait_for_metrics(here, first)
 
     _, _, complained = train(here)

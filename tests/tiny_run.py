@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+from tests.forked_python import ForkedPython
+
 RUN = """
 [run]
 folder = "run"
@@ -53,12 +55,10 @@ def settings(*pairs):
 
 def start(arguments, folder, *, stdout=subprocess.PIPE, **environment):
     """Start Python with `arguments` in a folder, in a process group of its own, its messages on pipes or in a file."""
-    own = {"TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1"}
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=folder,
-        env={**inherited, **own, **environment},
+        env={**_environment_of(folder), **environment},
         stdout=stdout,
         stderr=subprocess.PIPE if stdout == subprocess.PIPE else subprocess.STDOUT,
         text=True,
@@ -66,8 +66,22 @@ def start(arguments, folder, *, stdout=subprocess.PIPE, **environment):
     )
 
 
+def fork(arguments, folder, *, plant="", **environment):
+    """Start Python likewise, without its start-up; its processes run the code `plant` first (forked_python.py)."""
+    return ForkedPython(arguments, folder, {**_environment_of(folder), **environment}, plant=plant)
+
+
+def _environment_of(folder):
+    own = {"TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1"}
+    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | own
+
+
 def start_training(folder, *pairs, **environment):
     return start([*PENSTOCK, "train", "run.toml", *settings(*pairs)], folder, **environment)
+
+
+def fork_training(folder, *pairs, **environment):
+    return fork([*PENSTOCK, "train", "run.toml", *settings(*pairs)], folder, **environment)
 
 
 def files_below(folder):

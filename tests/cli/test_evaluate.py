@@ -3,15 +3,13 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 import tomllib
 
 import pytest
 import tomlkit
 
 from penstock.cli.entry import main
-from tests.tiny_run import PENSTOCK, TORCHRUN, settings, start, start_training, write_tiny_run
+from tests.tiny_run import PENSTOCK, TORCHRUN, fork, fork_training, settings, write_tiny_run
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +17,7 @@ def trained(tmp_path_factory):
     """A folder with a finished run that has two checkpoints, and its text."""
     folder = tmp_path_factory.mktemp("trained")
     write_tiny_run(folder)
-    training = start_training(folder, "run.evaluate_every=3", "checkpoint.every=3", "run.evaluate_batches=2")
+    training = fork_training(folder, "run.evaluate_every=3", "checkpoint.every=3", "run.evaluate_batches=2")
     output, errors = training.communicate(timeout=120)
     assert training.returncode == 0, output + errors
     return folder
@@ -117,9 +115,9 @@ def test_batches_of_another_size_give_the_same_mean_over_a_text(capsys, place):
 @pytest.mark.slow
 def test_two_ranks_find_the_same_loss_and_print_it_once_started_here_or_by_torchrun(place):
     words = ["evaluate", "run", "--to", "json", *settings("pipeline.ranks=2")]
-    launched = start([*PENSTOCK, *words], place)
+    launched = fork([*PENSTOCK, *words], place)
     printed = [launched.communicate(timeout=120)]
-    joined = start([*TORCHRUN, "2", "-m", "penstock", *words, "--data", "text.txt"], place)
+    joined = fork([*TORCHRUN, "2", "-m", "penstock", *words, "--data", "text.txt"], place)
     printed.append(joined.communicate(timeout=120))
 
     assert (launched.returncode, joined.returncode) == (0, 0), printed
@@ -129,11 +127,11 @@ def test_two_ranks_find_the_same_loss_and_print_it_once_started_here_or_by_torch
 
 @pytest.mark.slow
 def test_the_text_names_the_weights_the_loss_and_the_perplexity(place):
-    done = subprocess.run([sys.executable, *PENSTOCK, "evaluate", "run"], capture_output=True, text=True, check=True)
+    printed, _ = fork([*PENSTOCK, "evaluate", "run"], place).communicate(timeout=120)
 
     loss = held_out_losses(place)[6]
     expected = f"run/weights.safetensors: loss {loss:.4f}, perplexity {math.exp(loss):.4g} on held-out text (128 tokens"
-    assert done.stdout == f"{expected}, 2 batches)\n"
+    assert printed == f"{expected}, 2 batches)\n"
 
 
 @pytest.mark.slow

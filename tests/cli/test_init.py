@@ -8,7 +8,7 @@ import pytest
 from penstock.cli.entry import main
 from penstock.train.settings.config import load_config
 from penstock.train.setup import check_plan
-from tests.tiny_run import PENSTOCK, TORCHRUN, settings, start
+from tests.tiny_run import PENSTOCK, TORCHRUN, fork, settings
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_file_may_have_another_name_which_its_text_has_too(capsys, place):
 def test_the_run_file_trains_as_it_is(place):
     main(["init"])
 
-    output = done(start([*PENSTOCK, "train", "RUN.toml", *settings("run.steps=22")], place))
+    output = done(fork([*PENSTOCK, "train", "RUN.toml", *settings("run.steps=22")], place))
 
     rows = [json.loads(line) for line in (place / "runs/first/metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["loss"] < rows[0]["loss"]
@@ -56,7 +56,7 @@ def test_the_run_file_trains_as_it_is(place):
 def test_the_script_runs_on_one_process_and_under_torchrun_with_equal_losses(place):
     main(["init", "script"])
 
-    found = [done(start(command, place)) for command in (["train.py"], [*TORCHRUN, "2", "train.py"])]
+    found = [done(fork(command, place)) for command in (["train.py"], [*TORCHRUN, "2", "train.py"])]
 
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", found[0])]
     assert found[0] == found[1]

@@ -8,7 +8,7 @@ import pytest
 from penstock.cli import launch
 from penstock.cli.entry import main
 from penstock.simulation.costs.file import read_costs
-from tests.tiny_run import files_below, settings, start, write_tiny_run
+from tests.tiny_run import files_below, fork, settings, write_tiny_run
 
 PENSTOCK = ("-m", "penstock")
 
@@ -52,9 +52,7 @@ def test_one_rank_is_profiled_in_this_process(run_file, capsys):
 def test_two_ranks_write_costs_that_other_commands_read(tmp_path):
     write_tiny_run(tmp_path)
 
-    process = start(
-        [*PENSTOCK, "profile", "run.toml", *settings("pipeline.ranks=2"), "--output", "mine.toml"], tmp_path
-    )
+    process = fork([*PENSTOCK, "profile", "run.toml", *settings("pipeline.ranks=2"), "--output", "mine.toml"], tmp_path)
     printed, complained = process.communicate(timeout=100)
 
     assert (process.returncode, complained) == (0, "")
@@ -66,7 +64,7 @@ def test_two_ranks_write_costs_that_other_commands_read(tmp_path):
     assert len(costs.split) == 2
     assert min(costs.message_bytes) > 0
     command = [*PENSTOCK, "compare", "1f1b", "zbv", "--ranks", "1", "--microbatches", "5", "--costs", "mine.toml"]
-    compared = start(command, tmp_path)
+    compared = fork(command, tmp_path)
     assert compared.communicate(timeout=100)[1] == ""
     assert not {"run/weights.safetensors", "run/config.toml", "run/costs.toml"} & files_below(tmp_path)
 

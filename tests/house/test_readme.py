@@ -2,11 +2,10 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
+from tests.forked_python import ForkedPython
 from tests.house.source import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -21,8 +20,10 @@ def blocks(tag):
 
 
 def run(words, folder):
-    """Run a command as a newcomer does: in an empty folder, with no settings but the search paths."""
-    return subprocess.run(words, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S)
+    """Run Python as a newcomer does: in an empty folder, with no settings but the search paths."""
+    process = ForkedPython(words, folder, ENVIRONMENT)
+    printed, complained = process.communicate(timeout=LIMIT_S)
+    return process.returncode, printed, complained
 
 
 def test_the_first_screen_ends_within_its_lines():
@@ -39,11 +40,11 @@ def test_python_runs_alone_and_under_torchrun_with_equal_losses(code, tmp_path):
     (tmp_path / "train.py").write_text(code, encoding="utf-8")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
 
-    alone, pair = (run([sys.executable, *words], tmp_path) for words in (["train.py"], torchrun))
+    alone, pair = (run(words, tmp_path) for words in (["train.py"], torchrun))
 
-    assert (alone.returncode, pair.returncode) == (0, 0), alone.stderr + pair.stderr
-    assert re.fullmatch(r"loss \d\.\d{3}\n", alone.stdout)
-    assert pair.stdout == alone.stdout
+    assert (alone[0], pair[0]) == (0, 0), alone[2] + pair[2]
+    assert re.fullmatch(r"loss \d\.\d{3}\n", alone[1])
+    assert pair[1] == alone[1]
 
 
 def test_blocks_that_do_not_run_say_why():
@@ -58,7 +59,7 @@ def test_blocks_that_do_not_run_say_why():
 @pytest.mark.slow
 def test_the_codes_are_those_that_the_help_lists(tmp_path):
     table = README.partition("## Exit codes\n")[2].partition("\n## ")[0]
-    text = run([sys.executable, "-m", "penstock", "--help"], tmp_path).stdout.partition("Exit status:")[2]
+    text = run(["-m", "penstock", "--help"], tmp_path)[1].partition("Exit status:")[2]
 
     assert re.findall(r"^\| (\d+) \|", table, re.MULTILINE) == re.findall(r"\b\d+\b", text)
 

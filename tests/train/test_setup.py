@@ -20,7 +20,7 @@ from penstock.train.setup import (
     memory_limit,
     prepare_together,
 )
-from tests.tiny_run import start_training, write_tiny_run
+from tests.tiny_run import fork_training, write_tiny_run
 from tests.train.local_ranks import error_of, on_ranks
 
 BATCH = {"size": 4, "length": 8}
@@ -84,7 +84,7 @@ def test_a_program_trains_as_its_schedule_does_bit_for_bit(tmp_path):
     losses = []
     for name in ("1f1b", "program.csv"):
         ranks, folder = ("pipeline.ranks=2", f"pipeline.schedule={name}"), f"run.folder=run-{name}"
-        training = start_training(tmp_path, *ranks, folder, "run.steps=3", "run.record_step=2")
+        training = fork_training(tmp_path, *ranks, folder, "run.steps=3", "run.record_step=2")
         output, errors = training.communicate(timeout=240)
         assert training.returncode == 0, output + errors
         rows = (tmp_path / f"run-{name}" / "metrics.jsonl").read_text().splitlines()

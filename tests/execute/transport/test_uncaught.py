@@ -13,6 +13,7 @@ from torch import nn
 import penstock as ps
 from penstock.errors import ConfigError, NotFinite, PipelineError
 from penstock.execute.transport.uncaught import install, text_of
+from tests.forked_python import ForkedPython
 from tests.local_pipelines import error_of
 from tests.page_ranks import _free_port, _settings_of
 from tests.pages import environment
@@ -44,20 +45,17 @@ pipeline.step(torch.ones(8, 4), target=torch.ones(8, 4))
 """
 
 
-def start(case, folder):
-    """Start the script as two ranks. A fork has no excepthook."""
+def start(case, folder, begin=ForkedPython):
+    """Start the script as two ranks."""
     (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
     port = _free_port()
-    return [
-        subprocess.Popen(
-            [sys.executable, "train.py", case],
-            cwd=folder,
-            env=environment() | _settings_of(rank, 2, port),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    return [begin(["train.py", case], folder, environment() | _settings_of(rank, 2, port)) for rank in range(2)]
+
+
+def begin_really(arguments, folder, environment):
+    """Start Python as users do, with its own end on a signal."""
+    command = [sys.executable, *arguments]
+    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def run(case, folder):
@@ -101,7 +99,7 @@ def test_an_error_of_the_users_own_is_printed_as_before_and_the_others_say_whom_
 
 @pytest.mark.slow
 def test_a_ctrl_c_that_reaches_each_rank_twice_is_printed_by_one(tmp_path):
-    ranks = start("sleep", tmp_path)
+    ranks = start("sleep", tmp_path, begin_really)
     assert any("asleep" in line for line in ranks[1].stderr)
 
     for _ in range(2):  # the terminal's, and torchrun's
