@@ -63,6 +63,12 @@ def long_sentences(text):
     return [" ".join(each.split()) for each in sentences if len(re.findall(r"\w[\w'’-]*", each)) > MAX_WORDS]
 
 
+def unnamed_files(text):
+    """Files that a block is saved as, by a comment that no reader sees, but not by the paragraph before the block."""
+    found = re.findall(r"([^\n]*(?:\n[^\n]+)*)\n\n<!-- file: (\S+) -->", text)
+    return [name for paragraph, name in found if f"`{name}`" not in paragraph]
+
+
 def test_the_written_pages_are_few():
     written = [path for path in PAGES if not is_reference(path)]
 
@@ -73,6 +79,11 @@ def test_no_page_is_long():
     long = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in PAGES if not is_reference(path)}
 
     assert {name: lines for name, lines in long.items() if lines > MAX_LINES} == {}
+
+
+@pytest.mark.parametrize("path", [*PAGES, *OTHERS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_reader_is_told_under_which_name_to_save_a_block(path):
+    assert unnamed_files(path.read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize("path", [*PAGES, *OTHERS], ids=lambda path: str(path.relative_to(ROOT)))
