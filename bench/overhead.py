@@ -42,12 +42,12 @@ from torch.nn.functional import mse_loss
 from penstock.cli.failure import write_finished
 from penstock.cli.launch import connect_store, join_ranks, launch_ranks
 from penstock.execute.batch.microbatch import Microbatch
-from penstock.execute.compile.context import CompileContext, Hooks
 from penstock.execute.compile.program import compile_program
-from penstock.execute.compile.rows import RankRows
 from penstock.execute.control.positions import boards_of_threads
 from penstock.execute.losses.loss import LossShares
 from penstock.execute.losses.step_losses import StepLosses
+from penstock.execute.ops.context import CompileContext, Hooks
+from penstock.execute.ops.rows import RankRows
 from penstock.execute.run import run_step
 from penstock.execute.stages.passes import PassOptions, SavedForward, StagePasses
 from penstock.execute.stages.stage import Stage

@@ -1,9 +1,9 @@
 """Compile one row of a program with parts that say what they were asked to do."""
 
 from penstock.execute.batch.microbatch import Microbatch
-from penstock.execute.compile.context import CompileContext, Hooks
-from penstock.execute.compile.rows import RankRows
 from penstock.execute.losses.step_losses import StepLosses
+from penstock.execute.ops.context import CompileContext, Hooks
+from penstock.execute.ops.rows import RankRows
 from penstock.execute.step import Step
 
 
@@ -74,3 +74,9 @@ def step_for(context):
         for index in range(program.num_microbatches)
     ]
     return Step(slices, StepLosses(program.num_microbatches, program.num_slices))
+
+
+def run_calls(bounds, step):
+    """Run the calls of a row."""
+    for bound in bounds:
+        bound.call(step)

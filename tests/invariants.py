@@ -115,8 +115,8 @@ class Rules:
         """List what a call does: (column, key, what it then holds or None)."""
         row = bound.row
         instruction = self.program.instruction(row)
-        if bound.receive_row is not None:
-            yield "received", int(self.program.slot[bound.receive_row]), "message"
+        if bound.awaits is not None:
+            yield "received", int(self.program.slot[bound.awaits]), "message"
             return
         op, slot = instruction.op, instruction.slot
         if op.is_send:

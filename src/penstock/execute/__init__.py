@@ -7,11 +7,11 @@
     5  run          run.py                  the loop over bound calls; outputs.py moves the outputs to one rank
     6  share        losses/exchange.py      every rank gets the losses
 
-A bound call of 5 is a row of the program, compiled once: compile/ has one small file per role of a row (compute,
-messages, collectives), and calls stages/ and transport/.
+A bound call of 5 is a row of the program, or a wait before it, made once: compile/ has the handler of its operation,
+in ops/, make it. Handlers call stages/ and transport/.
 
-    runner -> run_step -> forward -> StagePasses.forward -> run_layers -> the layer           a forward
-    runner -> run_step -> send_forward -> Sender.send_forward -> Transport.post_send          a send
+    runner -> run_step -> run_forward -> StagePasses.forward -> run_layers -> the layer           a forward
+    runner -> run_step -> send_outputs -> Sender.send_forward -> Transport.post_send          a send
 
 From below to above; a part imports those before it, and no others:
 
@@ -22,7 +22,8 @@ From below to above; a part imports those before it, and no others:
     step.py          `Step`, and `Bound`, one call of it
     split/           which weight gradients wait        backend.py  torch.compile for split backwards
     stages/          layers, their passes, their features
-    observing/       what looks at calls                compile/    rows -> bound calls
+    observing/       what looks at calls                ops/        what each operation does
+    compile/         rows -> bound calls
     run.py           the loop                           overlap.py  overlapped pairs, by the caller's hook
     arguments.py     looks at what the caller passes    options.py  what `Pipeline` takes by keyword
     joining.py       how a rank joins its group         model_part.py  what one rank holds, as a module

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.execute.compile.context import Hooks
 from penstock.execute.control.agreement import ALL_FROZEN, digest
 from penstock.execute.control.collectives import Control
 from penstock.execute.losses.grad_scaler import SharedScaler, grad_scaler_of
+from penstock.execute.ops.context import Hooks
 from penstock.execute.options import PipelineOptions
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.data_parallel import DdpReduction

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -48,21 +49,17 @@ def overlapping(program: Program, overlap: Overlap, device: torch.device, note: 
 
 
 def _paired(program: Program, bounds: Sequence[Bound], pair: Callable[[Bound, Bound], Call]) -> Iterator[Bound]:
-    index = 0
-    while index < len(bounds):
-        row = bounds[index].row
-        if not program.joined[row]:
-            yield bounds[index]
-            index += 1
+    joined = program.joined
+    for first_row, calls in groupby(bounds, lambda bound: bound.row - int(bound.row > 0 and joined[bound.row - 1])):
+        if not joined[first_row]:
+            yield from calls
             continue
-        # Two rows of at most two calls each: a wait and a computation.
-        members = [bound for bound in bounds[index : index + 4] if bound.row in (row, row + 1)]
-        yield from (bound for bound in members if bound.receive_row is not None)
-        first, second = (bound for bound in members if bound.receive_row is None)
+        members = list(calls)
+        yield from (bound for bound in members if bound.awaits is not None)
+        first, second = (bound for bound in members if bound.awaits is None)
         # In the forward's place, which is where the data that it takes are there.
         place = first if program.op[first.row] == Op.FORWARD else second
         yield replace(place, call=pair(first, second))
-        index += len(members)
 
 
 def _pair(program: Program, overlap: Overlap, device: torch.device, note: Note, first: Bound, second: Bound) -> Call:

@@ -12,10 +12,8 @@ import torch
 
 from penstock.errors import StepRefused
 from penstock.execute.batch.admission import Admission, Batch, Call, InputNeeds
-from penstock.execute.compile.context import CompileContext
 from penstock.execute.compile.features import compose_stages
 from penstock.execute.compile.program import CompiledProgram, compile_program
-from penstock.execute.compile.rows import RankRows
 from penstock.execute.control.agreement import Extra, Mode
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.compilations import COMPILE_DEADLINE_S, Compilations
@@ -36,6 +34,8 @@ from penstock.execute.observing.memory_report import MemoryWatch
 from penstock.execute.observing.observer import Observer, observing
 from penstock.execute.observing.recorder import Recording, StepRecording, recorder_for
 from penstock.execute.observing.selection import observers_for, transport_of_messages
+from penstock.execute.ops.context import CompileContext
+from penstock.execute.ops.rows import RankRows
 from penstock.execute.options import PipelineOptions
 from penstock.execute.outputs import collect_outputs, merge_slices_and_microbatches, output_rank
 from penstock.execute.overlap import overlapping

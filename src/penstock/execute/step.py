@@ -1,9 +1,9 @@
 """`Step`: all that one step of one rank works on (part 3 of a step), and `Bound`: one call of it.
 
-Every call of a step gets the `Step`, and nothing of it lives elsewhere. A row that computes on a received message is
-two calls, the wait and the computation. What takes part in a step, such as the hook for overlapped pairs, changes the
-list of calls when the program is compiled, and observers put a context around each (`observing.observer`): so nothing
-is asked per call, and what is off costs nothing.
+Every call of a step gets the `Step`, and nothing of it lives elsewhere. Each wait of a row is a call of its own, before
+the work. What takes part in a step, such as the hook for overlapped pairs, changes the list of calls when a program is
+compiled, and observers put a context around each (`observing.observer`): so nothing is asked per call, and what is off
+costs nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,11 +73,11 @@ Call = Callable[[Step], None]
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """One call of a row; `receive_row` is set where it waits for a message, and is that message's receive."""
+    """One call of a row; `awaits` is set where it is a wait: the row launched earlier, such as a receive."""
 
     row: int
     call: Call
-    receive_row: int | None = None
+    awaits: int | None = None
 
 
 Change = Callable[[Sequence[Bound]], list[Bound]]

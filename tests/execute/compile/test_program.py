@@ -55,7 +55,7 @@ def saying(word, said):
 def test_each_row_becomes_one_call_or_two_with_the_wait():
     found = compiled()
 
-    texts = [(str(PROGRAM.instruction(bound.row)), bound.receive_row is not None) for bound in found.bounds]
+    texts = [(str(PROGRAM.instruction(bound.row)), bound.awaits is not None) for bound in found.bounds]
     assert [text for text, is_wait in texts if not is_wait] == list(map(str, PROGRAM[1]))
     assert [text for text, is_wait in texts if is_wait] == ["1F0", "1F1"]
     assert found.rows == range(*PROGRAM.offsets[1:3])

@@ -22,9 +22,9 @@ from tests.local_pipelines import WIDTH, float_task, on_ranks, step_task
 FAR_S = 1000.0
 
 
-def run(recorder, row, call, receive_row=None):
+def run(recorder, row, call, awaits=None):
     """Run a call as a recorded step does."""
-    [bound] = observed([recorder], None, [Bound(row, call, receive_row)])
+    [bound] = observed([recorder], None, [Bound(row, call, awaits)])
     bound.call(None)
 
 
@@ -43,7 +43,7 @@ def test_an_arrival_moves_the_end_of_its_receive_only():
     recorder = Recorder(range(1), Clock(lambda: next(times)))
     run(recorder, 0, lambda step: None)
 
-    run(recorder, 5, lambda step: None, receive_row=0)
+    run(recorder, 5, lambda step: None, awaits=0)
 
     assert (recorder.start_s[0], recorder.end_s[0]) == (1.0, 5.0)
 
@@ -207,7 +207,7 @@ def test_a_message_arrives_when_the_host_has_seen_it():
     run(recorder, 0, lambda step: device.queue(2.0))
     run(recorder, 1, lambda step: None)  # a receive, posted behind it
     device.host_s = 11.0
-    run(recorder, 2, lambda step: None, receive_row=1)
+    run(recorder, 2, lambda step: None, awaits=1)
     run(recorder, 2, lambda step: device.queue(1.0))
     recorder.end(None, failed=False)
 

@@ -57,7 +57,7 @@ def _moments(bounds: Sequence[Bound], needs: Mapping[int, int]) -> tuple[dict[in
     used = -1
     for microbatch, position in first.items():
         # The first wait since the last use: there the rank would stand still anyway.
-        waits = (at for at in range(used + 1, position) if bounds[at].receive_row is not None)
+        waits = (at for at in range(used + 1, position) if bounds[at].awaits is not None)
         pulls.setdefault(next(waits, position), []).append(microbatch)
         # The whole row: its first call may be the wait before it.
         used = position

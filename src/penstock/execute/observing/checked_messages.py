@@ -125,10 +125,10 @@ class CheckedMessages(Observer):
 
     def around(self, program: Program, bound: Bound) -> Around | None:
         op = Op(int(program.op[bound.row]))
-        receive = bound.row if op.is_receive else bound.receive_row
+        receive = bound.row if op.is_receive else bound.awaits
         if receive is not None:
             send = self._senders_of(program)[receive]
-            peer, is_wait = int(program.rank_of_row[send]), bound.receive_row is not None
+            peer, is_wait = int(program.rank_of_row[send]), bound.awaits is not None
             return partial(self._receiving_from, peer, _what(program, send), is_wait)
         if op.is_send:
             receiver = program.placement.rank_of_stage[int(program.peer[bound.row])]

@@ -65,7 +65,7 @@ class ValueChecks(Observer):
 
     def around(self, program: Program, bound: Bound) -> Around | None:
         instruction = program.instruction(bound.row)
-        if bound.receive_row is not None or not IS_COMPUTE[instruction.op]:
+        if bound.awaits is not None or not IS_COMPUTE[instruction.op]:
             return None
         place = (instruction.stage, instruction.microbatch, instruction.slice)
         backward = self._backwards_of(program).get(place) if RUNS_FORWARD[instruction.op] else None

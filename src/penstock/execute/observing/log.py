@@ -42,13 +42,13 @@ class MessageLog(Observer):
     """Logs every message of a step at DEBUG."""
 
     def around(self, program: Program, bound: Bound) -> Around | None:
-        row = bound.row if bound.receive_row is None else bound.receive_row
+        row = bound.row if bound.awaits is None else bound.awaits
         instruction = program.instruction(row)
         if not (instruction.op.is_send or instruction.op.is_receive):
             return None
         rank, peer = int(program.rank_of_row[row]), program.placement.rank_of_stage[instruction.peer]
         ends = f"to rank {peer}" if instruction.op.is_send else f"from rank {peer}"
-        what = f"{instruction} {'arrived' if bound.receive_row is not None else 'posted'}, {ends}"
+        what = f"{instruction} {'arrived' if bound.awaits is not None else 'posted'}, {ends}"
         return partial(self._logging, rank, what)
 
     @contextmanager

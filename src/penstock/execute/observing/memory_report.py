@@ -83,7 +83,7 @@ class MemoryWatch(Observer):
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def around(self, program: Program, bound: Bound) -> Around:
-        instruction, is_wait = program.instruction(bound.row), bound.receive_row is not None
+        instruction, is_wait = program.instruction(bound.row), bound.awaits is not None
         if RUNS_FORWARD[instruction.op] and not is_wait:
             return partial(self._watching_forward, instruction.stage, instruction.slot)
         slot = instruction.slot if RUNS_AUTOGRAD[instruction.op] and not is_wait else None

@@ -32,9 +32,9 @@ class Ranges(Observer):
         )
 
     def around(self, program: Program, bound: Bound) -> Around:
-        if bound.receive_row is None:
+        if bound.awaits is None:
             return partial(self._in_ranges, range_name(program.instruction(bound.row)))
-        return partial(self._in_ranges, f"Wait: {range_name(program.instruction(bound.receive_row))}")
+        return partial(self._in_ranges, f"Wait: {range_name(program.instruction(bound.awaits))}")
 
     @contextmanager
     def _in_ranges(self, name: str, step: Step) -> Iterator[None]:

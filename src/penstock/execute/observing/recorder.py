@@ -33,9 +33,9 @@ class Recorder(Observer):
         self._read = clock.read
 
     def around(self, program: Program, bound: Bound) -> Around:
-        if bound.receive_row is None:
+        if bound.awaits is None:
             return partial(self._timing, bound.row - self._first)
-        return partial(self._noting_arrival, bound.receive_row - self._first)
+        return partial(self._noting_arrival, bound.awaits - self._first)
 
     @contextmanager
     def _timing(self, row: int, step: Step) -> Iterator[None]:

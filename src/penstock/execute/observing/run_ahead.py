@@ -49,7 +49,7 @@ class Throttle(Observer):
         self._pending.clear()  # of an earlier step that failed
 
     def around(self, program: Program, bound: Bound) -> Around | None:
-        computes = bound.receive_row is None and IS_COMPUTE[program.op[bound.row]]
+        computes = bound.awaits is None and IS_COMPUTE[program.op[bound.row]]
         return self._holding_back if computes else None
 
     @contextmanager

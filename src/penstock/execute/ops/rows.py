@@ -33,6 +33,8 @@ class RankRows:
     rows: range
     sources: list[int]
     """Per row, from 0, the row of this rank that it gets its data from, else NONE."""
+    receives: list[int]
+    """Per row, from 0, the receive whose message it awaits, else NONE."""
     arrived: Mapping[int, tuple[int, int]]
     """Per receive: its peer, and how many messages to that peer have arrived for certain once this one is here."""
     used: Mapping[int, list[int]]
@@ -47,10 +49,12 @@ class RankRows:
         before = predecessors(part)[:, 0]
         own_first, own_end = part.offsets[rank : rank + 2].tolist()
         own, shift = before[own_first:own_end], first - own_first
+        awaited = receive_of_row(part, before)[own_first:own_end]
         is_local = (own >= own_first) & (own < own_end)
         return cls(
             range(first, end),
             np.where(is_local, own + shift, NONE).tolist(),
+            np.where(awaited == NONE, NONE, awaited + shift).tolist(),
             {row + shift: found for row, found in arrived_before(part, before, rank).items()},
             used_after(part, before, rank),
         )
@@ -58,6 +62,10 @@ class RankRows:
     def source(self, row: int) -> int:
         """Return the row of this rank that a row gets its data from, NONE if it gets none."""
         return self.sources[row - self.rows.start]
+
+    def awaits(self, row: int) -> int:
+        """Return the receive whose message a row awaits, NONE if it awaits none."""
+        return self.receives[row - self.rows.start]
 
 
 def _rows_nearby(program: Program, rank: int) -> NDArray[np.intp]:

@@ -1,42 +1,50 @@
-"""Rows that send and receive. A receive is posted here; the computation that needs the message waits for it."""
+"""SEND_F, SEND_B, RECV_F and RECV_B. A receive is posted here; the computation that needs the message waits for it."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
-from penstock.execute.compile.context import CompileContext
+from penstock.execute.ops.context import CompileContext
 from penstock.execute.step import Bound, Step
-from penstock.ir.operations import Op
+from penstock.execute.transport.agreed_layouts import Key
+from penstock.execute.transport.messages import Incoming
 
 
-def compile_send_forward(context: CompileContext, row: int) -> Iterator[Bound]:
-    """Send a stage's outputs, unless they were changed in place since."""
+def send_forward(context: CompileContext, row: int) -> Iterator[Bound]:
+    """Handle SEND_F: send a stage's outputs, unless they were changed in place since."""
     peer, key, source = context.peer(row), context.key(row), context.rows.source(row)
     action, send = context.text(source), context.messenger.sender.send_forward
     release_arrived = _release_arrived(context, peer)
 
-    def send_forward(step: Step) -> None:
+    def send_outputs(step: Step) -> None:
         send(peer, key, step.made.pop(source).checked(action))
         release_arrived()  # after the send, which must not wait for it
 
-    yield Bound(row, send_forward)
+    yield Bound(row, send_outputs)
 
 
-def compile_send_backward(context: CompileContext, row: int) -> Iterator[Bound]:
-    """Send the gradients of a stage's inputs."""
+def send_backward(context: CompileContext, row: int) -> Iterator[Bound]:
+    """Handle SEND_B: send the gradients of a stage's inputs."""
     peer, key, source = context.peer(row), context.key(row), context.rows.source(row)
     send, release_arrived = context.messenger.sender.send_backward, _release_arrived(context, peer)
 
-    def send_backward(step: Step) -> None:
+    def send_gradients(step: Step) -> None:
         send(peer, step.made.pop(source), key)
         release_arrived()
 
-    yield Bound(row, send_backward)
+    yield Bound(row, send_gradients)
 
 
-def compile_receive(context: CompileContext, row: int) -> Iterator[Bound]:
-    """Post a receive."""
-    is_forward = context.program.op[row] == Op.RECEIVE_FORWARD
-    post = context.messenger.receiver.post_forward if is_forward else context.messenger.receiver.post_backward
+def receive_forward(context: CompileContext, row: int) -> Iterator[Bound]:
+    """Handle RECV_F: post the receive of a stage's inputs."""
+    return _receive(context, row, context.messenger.receiver.post_forward)
+
+
+def receive_backward(context: CompileContext, row: int) -> Iterator[Bound]:
+    """Handle RECV_B: post the receive of the gradients of a stage's outputs."""
+    return _receive(context, row, context.messenger.receiver.post_backward)
+
+
+def _receive(context: CompileContext, row: int, post: Callable[[int, Key], Incoming]) -> Iterator[Bound]:
     # A gradient belongs to the outputs of this stage, an input to this stage: the key is this stage's both times.
     peer, key, slot = context.peer(row), context.key(row), context.slot(row)
 

@@ -1,10 +1,10 @@
-"""`CompileContext`: what the compile functions look at, and what they return."""
+"""`CompileContext`: what handlers look at, and what they return."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from penstock.execute.batch.microbatch import Place
-from penstock.execute.compile.rows import RankRows
+from penstock.execute.ops.rows import RankRows
 from penstock.execute.stages.passes import StagePasses
 from penstock.execute.step import Bound
 from penstock.execute.transport.agreed_layouts import Key
@@ -65,5 +65,5 @@ class CompileContext:
         return str(self.program.instruction(row))
 
 
-CompileRow = Callable[[CompileContext, int], Iterator[Bound]]
-"""Makes the bound calls of one row."""
+Handler = Callable[[CompileContext, int], Iterator[Bound]]
+"""Makes the calls of one row: first its waits, each a call of its own, then the work."""

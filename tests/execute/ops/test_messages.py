@@ -7,7 +7,8 @@ import torch
 
 import penstock
 from penstock.errors import PipelineError
-from penstock.execute.compile.messages import compile_receive, compile_send_backward, compile_send_forward
+from penstock.execute.ops import HANDLERS
+from penstock.execute.ops.messages import send_backward, send_forward
 from penstock.execute.transport import TorchTransport, torch_dist
 from penstock.execute.values.version_guard import VersionGuard
 from penstock.lowering import lower
@@ -32,19 +33,17 @@ def sent(compile_row, text, rank, value, *, at=None):
 
 
 def test_outputs_are_sent_under_their_key():
-    assert sent(compile_send_forward, "0SEND_F1", 0, VersionGuard.of("outputs")) == [
-        ("send_forward", 1, (0, 1, 0), "outputs")
-    ]
+    assert sent(send_forward, "0SEND_F1", 0, VersionGuard.of("outputs")) == [("send_forward", 1, (0, 1, 0), "outputs")]
 
 
 def test_gradients_are_sent_under_their_key():
-    assert sent(compile_send_backward, "1SEND_B1", 1, ["g"]) == [("send_backward", 0, ["g"], (1, 1, 0))]
+    assert sent(send_backward, "1SEND_B1", 1, ["g"]) == [("send_backward", 0, ["g"], (1, 1, 0))]
 
 
 def test_where_the_peer_says_how_far_it_is_what_it_has_used_is_released():
     used = row_of(PROGRAM, "1F1", 1) - PROGRAM.offsets[1]
 
-    said = sent(compile_send_forward, "0SEND_F2", 0, VersionGuard.of("outputs"), at=used + 1)
+    said = sent(send_forward, "0SEND_F2", 0, VersionGuard.of("outputs"), at=used + 1)
 
     assert said[-1] == ("release", 1, 2)
 
@@ -55,7 +54,7 @@ def test_outputs_that_were_changed_are_not_sent():
     value += 1
 
     with pytest.raises(PipelineError, match="0F1: a tensor of its output was changed in place"):
-        sent(compile_send_forward, "0SEND_F1", 0, guarded)
+        sent(send_forward, "0SEND_F1", 0, guarded)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_a_receive_is_posted_under_the_key_of_its_own_stage(text, rank, posted):
     context = context_of(PROGRAM, rank, said)
     step, row = step_for(context), row_of(PROGRAM, text, rank)
 
-    [bound] = compile_receive(context, row)
+    [bound] = HANDLERS[PROGRAM.op[row]](context, row)
     bound.call(step)
 
     assert said == [posted]

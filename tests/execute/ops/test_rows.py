@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.execute.compile.rows import RankRows, arrived_before, used_after
+from penstock.execute.ops.rows import RankRows, arrived_before, used_after
 from penstock.ir.deps import NONE, predecessors
 from penstock.lowering import lower
 from penstock.schedules import build

@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
-from penstock.execute.compile.rows import arrived_before, used_after
 from penstock.execute.control.collectives import Control
+from penstock.execute.ops.rows import arrived_before, used_after
 from penstock.execute.transport.protocol import Tag
 from penstock.ir.deps import predecessors
 from penstock.ir.live import peak_activations

@@ -1,0 +1,12 @@
+"""STEP: all ranks take the optimizer step that the pipeline was given."""
+
+from collections.abc import Iterator
+
+from penstock.execute.ops.context import CompileContext
+from penstock.execute.step import Bound
+
+
+def optimizer_step(context: CompileContext, row: int) -> Iterator[Bound]:
+    """Handle STEP."""
+    run = context.hooks.optimizer_step
+    yield Bound(row, lambda step: run())

@@ -1,0 +1,17 @@
+"""W: the part of a split backward that computes the gradients of weights, from what I has left."""
+
+from collections.abc import Iterator
+
+from penstock.execute.ops.context import CompileContext
+from penstock.execute.step import Bound, Step
+
+
+def weight(context: CompileContext, row: int) -> Iterator[Bound]:
+    """Handle W."""
+    run, slot = context.passes_of(row).backward_weight, context.slot(row)
+
+    def run_weight(step: Step) -> None:
+        run(step.saved[slot])
+        del step.saved[slot]
+
+    yield Bound(row, run_weight)
